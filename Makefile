@@ -1,0 +1,34 @@
+# demo, test and lint build .venv by themselves.
+# `make PYTHON=/path/to/python test` uses that interpreter as it is: no venv, no install.
+
+ifdef PYTHON
+PY := $(PYTHON)
+ENVIRONMENT :=
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+PY := $(CURDIR)/.venv/bin/python
+ENVIRONMENT := .venv/.installed
+endif
+
+.PHONY: demo test lint clean
+
+demo: $(ENVIRONMENT)
+	PYTHON='$(PY)' scripts/launch_multi_rank.sh 4 examples/train_qwen3_moe.py
+
+test: $(ENVIRONMENT)
+	$(PY) -m pytest tests
+
+lint: $(ENVIRONMENT)
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m pyright --pythonpath "$$(command -v $(PY))"
+
+# constraints.txt names one torch release: `torch>=...` alone may fetch gigabytes more.
+.venv/.installed: pyproject.toml constraints.txt
+	python3 -m venv .venv
+	.venv/bin/pip install -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info .hypothesis .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

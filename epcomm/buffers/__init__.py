@@ -1,0 +1,1 @@
+"""Mechanisms that move rows between ranks; one file a backend."""

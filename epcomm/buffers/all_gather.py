@@ -1,0 +1,233 @@
+"""The buffer that gathers every token on every rank: what StandardDispatcher moves rows with.
+
+One small all-gather of counts, one all-gather of tokens with their ids and weights, then local
+experts on all rows; home goes one all-to-all of partial sums, added up in float32 (a
+reduce-scatter). Bytes do not depend on the routing; at 8 ranks and top-8 they are 1.5 times those
+of one copy per destination, for one message less to number and sort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.base import (
+    Availability,
+    Buffer,
+    BufferCaps,
+    BufferSpec,
+    Combined,
+    DispatchCall,
+    Dispatched,
+)
+from epcomm.buffers.counts import HEADER_WORDS, Counts, read_counts
+from epcomm.buffers.faults import guard_ids
+from epcomm.buffers.row_layout import RowLayout, localize
+from epcomm.buffers.traffic import BufferTraffic, TrafficMeter
+from epcomm.collectives.base import Collectives
+from epcomm.config import Mode
+from epcomm.ops.slots import (
+    Members,
+    build_slot_index,
+    count_experts,
+    gather_scalars,
+    reduce_rows,
+    slots_by_row,
+    spread_to_slots,
+)
+from epcomm.records import Route, SlotIndex
+from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireDtype, WireFormat
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AllGatherRoute(Route):
+    """Which gathered rows are tokens.
+
+    tokens_of_rank: [W].   max_tokens: rows that each rank occupies, padding last.
+    row_of_token: [sum T], int64, the gathered row of each rank's tokens, padding left out.
+    slots_by_row: the slots of each gathered row, in k order.
+    """
+
+    num_tokens: int
+    num_rows: int
+    index: SlotIndex
+    tokens_of_rank: tuple[int, ...]
+    max_tokens: int
+    row_of_token: Tensor
+    slots_by_row: Members
+
+
+class AllGatherBuffer(Buffer):
+    """Standard mode over `Collectives`: gather all, compute locally, reduce-scatter."""
+
+    name: ClassVar[str] = "all_gather"
+    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.STANDARD})
+
+    @classmethod
+    def probe(cls, environment: Mapping[str, str]) -> Availability:
+        return Availability(ok=True)
+
+    @classmethod
+    def caps(cls, mode: Mode) -> BufferCaps:
+        return BufferCaps(
+            layout=Layout.ROWS,
+            trainable=True,
+            graph_safe=False,
+            ordered=True,
+            wire_dtypes=frozenset({WireDtype.BF16, WireDtype.FP16, WireDtype.FP32}),
+            weights_applied_by=frozenset(WeightsAppliedBy),
+        )
+
+    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
+        self._collectives = collectives
+        self._spec = spec
+        self._traffic = TrafficMeter(collectives.rank)
+
+    def prepare(self) -> None:
+        """Nothing to allocate: sizes are known only with the counts."""
+
+    def traffic(self) -> BufferTraffic:
+        return self._traffic.snapshot()
+
+    def close(self) -> None:
+        """Nothing is held between calls."""
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        num_experts = self._spec.num_local_experts * self._collectives.world_size
+        topk_ids, fault = guard_ids(call.topk_ids, num_experts, call.error)
+        counts = self._exchange_counts(call, topk_ids, fault)
+        max_tokens = max(counts.rows_from_rank)
+        layout = RowLayout(
+            hidden_size=self._spec.hidden_size,
+            top_k=self._spec.top_k,
+            format=self._spec.dispatch_format,
+            has_ids=True,
+        )
+        tokens = torch.arange(topk_ids.shape[0], device=topk_ids.device)
+        packed = layout.pack_tokens(call.hidden_states, tokens, topk_ids, call.topk_weights)
+        received = self._gather(packed, max_tokens)
+
+        row_of_token = _rows_of_tokens(counts.rows_from_rank, max_tokens, topk_ids.device)
+        local_ids = torch.full(
+            (received.shape[0], self._spec.top_k), -1, dtype=torch.int32, device=topk_ids.device
+        )
+        local_ids[row_of_token] = localize(
+            layout.ids(received)[row_of_token], self._collectives.rank, self._spec.num_local_experts
+        )
+        index = build_slot_index(
+            local_ids, counts.slots_per_expert, slot_alignment=self._spec.slot_alignment
+        )
+        route = AllGatherRoute(
+            num_tokens=topk_ids.shape[0],
+            num_rows=received.shape[0],
+            index=index,
+            tokens_of_rank=counts.rows_from_rank,
+            max_tokens=max_tokens,
+            row_of_token=row_of_token,
+            slots_by_row=slots_by_row(index),
+        )
+        return Dispatched(
+            rows=layout.wire_tensor(received),
+            index=index,
+            slot_weights=spread_to_slots(layout.scalars(received), index),
+            route=route,
+            any_flags=counts.any_flags,
+        )
+
+    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
+        assert isinstance(route, AllGatherRoute), "a route of this buffer"
+        return self._gather(hidden_states, route.max_tokens)
+
+    def combine(
+        self,
+        rows: Tensor,
+        route: Route,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+    ) -> Combined:
+        assert isinstance(route, AllGatherRoute), "a route of this buffer"
+        if rows_per is RowsPer.SLOT:
+            rows = reduce_rows(rows, route.slots_by_row, slot_weights)
+        if route.num_rows != sum(route.tokens_of_rank):
+            rows = torch.index_select(rows, 0, route.row_of_token)
+        if row_scalars is None:
+            home = self._send_home(rows.contiguous(), route)
+            return Combined(y=_sum_over_ranks(home, rows.dtype), scalars=None)
+        layout = RowLayout(
+            hidden_size=self._spec.hidden_size,
+            top_k=self._spec.top_k,
+            format=WireFormat.of(rows.dtype),
+            has_ids=False,
+        )
+        packed = layout.pack_rows(rows, row_scalars[route.row_of_token])
+        home = self._send_home(packed, route).flatten(0, 1)
+        shape = (self._collectives.world_size, route.num_tokens)
+        return Combined(
+            y=_sum_over_ranks(layout.data(home).unflatten(0, shape), rows.dtype),
+            scalars=_sum_over_ranks(
+                layout.scalars(home).unflatten(0, shape), row_scalars.dtype
+            ),
+        )
+
+    def _gather(self, rows: Tensor, max_tokens: int) -> Tensor:
+        """[T, ...] of each rank to [W * max_tokens, ...]; the padding rows are undefined."""
+        world_size = self._collectives.world_size
+        if rows.shape[0] < max_tokens:
+            padding = rows.new_empty(max_tokens - rows.shape[0], rows.shape[1])
+            rows = torch.cat([rows, padding])
+        row_bytes = rows.shape[1] * rows.element_size()
+        self._traffic.dispatch([max_tokens] * world_size, row_bytes)
+        return self._collectives.all_gather(rows.contiguous()).flatten(0, 1)
+
+    def _send_home(self, rows: Tensor, route: AllGatherRoute) -> Tensor:
+        """Partial sums of all ranks for this rank's tokens: [W, T, ...]."""
+        self._traffic.combine(route.tokens_of_rank, rows.shape[1] * rows.element_size())
+        world_size = self._collectives.world_size
+        home = self._collectives.all_to_all(
+            rows,
+            send_splits=route.tokens_of_rank,
+            recv_splits=[route.num_tokens] * world_size,
+        )
+        return home.view(world_size, route.num_tokens, rows.shape[1])
+
+    def _exchange_counts(self, call: DispatchCall, topk_ids: Tensor, fault: Tensor) -> Counts:
+        """Tell all ranks the tokens and slots that will come; the one host read of a dispatch."""
+        world_size, rank = self._collectives.world_size, self._collectives.rank
+        num_local = self._spec.num_local_experts
+        num_experts = world_size * num_local
+        header = torch.empty(HEADER_WORDS + num_experts, dtype=torch.int64, device=fault.device)
+        header[0] = fault
+        header[1] = int(call.flags)
+        header[2] = topk_ids.shape[0]
+        header[HEADER_WORDS:] = count_experts(topk_ids, num_experts)
+        self._traffic.control([1] * world_size, header.nbytes)
+        gathered = self._collectives.all_gather(header).tolist()
+        first = HEADER_WORDS + rank * num_local
+        headers = [words[:HEADER_WORDS] + words[first : first + num_local] for words in gathered]
+        return read_counts(headers, call, num_experts, rank)
+
+
+def _rows_of_tokens(
+    tokens_of_rank: tuple[int, ...], max_tokens: int, device: torch.device
+) -> Tensor:
+    """Rows of the gathered matrix that hold tokens, by rank, then token."""
+    return torch.cat(
+        [
+            torch.arange(rank * max_tokens, rank * max_tokens + num_tokens, device=device)
+            for rank, num_tokens in enumerate(tokens_of_rank)
+        ]
+    )
+
+
+def _sum_over_ranks(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """[W, T, ...] to [T, ...], float32, by ascending rank, cast once."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total.to(dtype)

@@ -1,0 +1,214 @@
+"""The contract of a Buffer: what moves rows, and what it can do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from epcomm.buffers.faults import BatchFlags
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.collectives.base import Collectives
+from epcomm.config import Mode
+from epcomm.errors import EPError
+from epcomm.records import Route, SlotIndex
+from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireDtype, WireFormat, WireTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Availability:
+    """Whether a backend can run on this rank, and if not, what it lacks and what to do."""
+
+    ok: bool
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferSpec:
+    """What a buffer must carry; equal on all ranks, compared once in prepare().
+
+    hidden_size: H.   top_k: K.   num_local_experts: L.
+    dispatch_format, combine_format, backward_format: rows on the wire, in either direction.
+    max_tokens_per_rank: M, or None for no limit.
+    max_recv_slots: static budget of slots a rank receives, or None for exact sizes.
+    slot_alignment: each expert's slots start at a multiple of this.
+    """
+
+    hidden_size: int
+    top_k: int
+    num_local_experts: int
+    dispatch_format: WireFormat
+    combine_format: WireFormat
+    backward_format: WireFormat
+    max_tokens_per_rank: int | None = None
+    max_recv_slots: int | None = None
+    slot_alignment: int = 1
+
+    def as_record(self) -> dict[str, str | int | None]:
+        """Plain values for Collectives.agree."""
+        return {
+            "hidden_size": self.hidden_size,
+            "top_k": self.top_k,
+            "num_local_experts": self.num_local_experts,
+            "dispatch_format": str(self.dispatch_format),
+            "combine_format": str(self.combine_format),
+            "backward_format": str(self.backward_format),
+            "max_tokens_per_rank": self.max_tokens_per_rank,
+            "max_recv_slots": self.max_recv_slots,
+            "slot_alignment": self.slot_alignment,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferCaps:
+    """What a buffer can do; every claim is proved by testing/buffer_suite.
+
+    layout: what it hands to the experts.
+    trainable: operations stand alone and weights travel, so autograd may use it.
+    graph_safe: may be captured in a device graph.
+    ordered: slots come in (expert, source rank, token) order.
+    wire_dtypes: what dispatch carries.
+    weights_applied_by: who may apply topk_weights.
+    max_tokens_per_rank, max_top_k: limits of the mechanism, None for none.
+    hidden_multiple: H must be a multiple of this.
+    batches_in_flight: dispatches that may wait for their combine, None for any number.
+    late_receive: dispatch_async leaves the receive step to wait().
+    reuses_route: redispatch works along an old route.
+    static_budget: serves max_recv_slots.
+    host_reads: times a dispatch makes the host wait for the device.
+    combine_codecs: private compressions of combine, by name.
+    owns_rows: rows are ordinary tensors; else they live until the second next dispatch.
+    """
+
+    layout: Layout
+    trainable: bool
+    graph_safe: bool
+    ordered: bool
+    wire_dtypes: frozenset[WireDtype]
+    weights_applied_by: frozenset[WeightsAppliedBy]
+    max_tokens_per_rank: int | None = None
+    max_top_k: int | None = None
+    hidden_multiple: int = 1
+    batches_in_flight: int | None = None
+    late_receive: bool = False
+    reuses_route: bool = True
+    static_budget: bool = False
+    host_reads: int = 1
+    combine_codecs: frozenset[str] = frozenset()
+    owns_rows: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DispatchCall:
+    """One rank's part of a dispatch.
+
+    hidden_states: [T, H] in the dispatch format.   topk_ids: [T, K], int64.
+    topk_weights: [T, K], float32.   error: why this rank takes part with T = 0, if it does.
+    """
+
+    hidden_states: WireTensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    flags: BatchFlags
+    error: EPError | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Dispatched:
+    """What a buffer received.
+
+    rows: [R, H]; rows without a slot are undefined.   slot_weights: [C], float32.
+    any_flags: the flags of all ranks, or-ed.
+    """
+
+    rows: WireTensor
+    index: SlotIndex
+    slot_weights: Tensor
+    route: Route
+    any_flags: BatchFlags
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Combined:
+    """y: [T, H].   scalars: [T, K], float32, where row scalars were given."""
+
+    y: Tensor
+    scalars: Tensor | None
+
+
+class Buffer(ABC):
+    """Mechanism of one backend. Calls are collective and come in one order on all ranks."""
+
+    name: ClassVar[str]
+    modes: ClassVar[frozenset[Mode]]
+
+    @classmethod
+    @abstractmethod
+    def probe(cls, environment: Mapping[str, str]) -> Availability:
+        """Whether this backend can run on this rank. Local; allocates nothing."""
+
+    @classmethod
+    @abstractmethod
+    def caps(cls, mode: Mode) -> BufferCaps:
+        """What the backend can do in `mode`. Local; allocates nothing."""
+
+    @abstractmethod
+    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
+        """Keep the arguments; prepare() does the rest."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Allocate. EPGroup.open_buffer has compared the specification on all ranks.
+
+        Collective: yes.   Host sync: yes.
+        """
+
+    @abstractmethod
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        """Send one copy of each token to every rank that owns one of its experts.
+
+        Collective: yes; T may differ and be 0.   Host sync: caps.host_reads times.
+        Lifetime: caps.owns_rows says.
+        Raises:
+            ShapeError, CapacityError: some rank announced a fault; on every rank.
+        """
+
+    @abstractmethod
+    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
+        """Send [T, H] along an old route and return [R, H]: the dual of combine.
+
+        Collective: yes.   Host sync: none.   Lifetime: the caller owns the rows.
+        """
+
+    @abstractmethod
+    def combine(
+        self,
+        rows: Tensor,
+        route: Route,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+    ) -> Combined:
+        """Sum expert results per (token, rank), send the sums home and add them up.
+
+        Args:
+            rows: [C, H] (rows_per SLOT) or [R, H] (rows_per ROW).
+            slot_weights: [C], float32, multiplied into slot rows, or None.
+            row_scalars: [R, K], float32, sent beside the rows and brought to (token, k).
+
+        Sums are float32 in ascending (k, rank) order, cast once at each end.
+        Collective: yes.   Host sync: none.   Deterministic: yes where caps.ordered.
+        """
+
+    @abstractmethod
+    def traffic(self) -> BufferTraffic:
+        """Bytes sent to other ranks so far."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what prepare() allocated. Local, idempotent."""
+

@@ -1,0 +1,259 @@
+"""The buffer over plain collectives: one copy of a token per destination rank.
+
+Two messages a dispatch: the counts (with faults and flags), then the rows, each with its ids and
+weights. One message a combine. All run on any transport with an all-to-all, so this buffer is
+also the reference for the others. Worked example, 2 ranks, 1 expert each, on rank 0:
+
+    topk_ids [[0, 1], [1, -1]]      token 0 goes to ranks 0 and 1, token 1 to rank 1
+    row_of_topk [[0, 1], [2, -1]]   rows leave by rank, then token: 1 row to rank 0, 2 to rank 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.base import (
+    Availability,
+    Buffer,
+    BufferCaps,
+    BufferSpec,
+    Combined,
+    DispatchCall,
+    Dispatched,
+)
+from epcomm.buffers.counts import HEADER_WORDS, Counts, read_counts
+from epcomm.buffers.faults import guard_ids
+from epcomm.buffers.row_layout import RowLayout, localize
+from epcomm.buffers.traffic import BufferTraffic, TrafficMeter
+from epcomm.collectives.base import Collectives
+from epcomm.config import Mode
+from epcomm.ops.slots import (
+    Members,
+    build_slot_index,
+    count_experts,
+    gather_scalars,
+    members_of,
+    reduce_rows,
+    slots_by_row,
+    spread_to_slots,
+)
+from epcomm.records import Route, SlotIndex
+from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireDtype, WireFormat
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SendOrder:
+    """The N rows that leave this rank, by destination rank, then token.
+
+    token_of_row: [N], int64.
+    rows_of_token: the rows that carry each token, by rank.
+    row_of_topk: [T, K], int64, the row that carries (t, k), or -1.
+    """
+
+    token_of_row: Tensor
+    rows_of_token: Members
+    row_of_topk: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CollectiveRoute(Route):
+    """Who sends which rows where, on this rank.
+
+    send_splits, recv_splits: [W] rows to and from each rank.
+    slots_by_row: the slots of each received row, in k order.
+    """
+
+    num_tokens: int
+    num_rows: int
+    index: SlotIndex
+    send_splits: tuple[int, ...]
+    recv_splits: tuple[int, ...]
+    sends: SendOrder
+    slots_by_row: Members
+
+
+class CollectiveBuffer(Buffer):
+    """Normal mode over `Collectives`: exact sizes, one host read a dispatch."""
+
+    name: ClassVar[str] = "collective"
+    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
+
+    @classmethod
+    def probe(cls, environment: Mapping[str, str]) -> Availability:
+        return Availability(ok=True)
+
+    @classmethod
+    def caps(cls, mode: Mode) -> BufferCaps:
+        return BufferCaps(
+            layout=Layout.ROWS,
+            trainable=True,
+            graph_safe=False,
+            ordered=True,
+            wire_dtypes=frozenset({WireDtype.BF16, WireDtype.FP16, WireDtype.FP32}),
+            weights_applied_by=frozenset(WeightsAppliedBy),
+        )
+
+    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
+        self._collectives = collectives
+        self._spec = spec
+        self._traffic = TrafficMeter(collectives.rank)
+
+    def prepare(self) -> None:
+        """Nothing to allocate: sizes are known only with the counts."""
+
+    def traffic(self) -> BufferTraffic:
+        return self._traffic.snapshot()
+
+    def close(self) -> None:
+        """Nothing is held between calls."""
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        num_local, rank = self._spec.num_local_experts, self._collectives.rank
+        topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
+        destination = torch.div(topk_ids, num_local, rounding_mode="floor")
+        needed = _ranks_needed(destination, self._collectives.world_size)
+        counts, send_splits = self._exchange_counts(call, topk_ids, needed, fault)
+        sends = _order_sends(needed, destination, sum(send_splits))
+
+        layout = self._row_layout(self._spec.dispatch_format, has_ids=True)
+        packed = layout.pack_tokens(
+            call.hidden_states, sends.token_of_row, topk_ids, call.topk_weights
+        )
+        self._traffic.dispatch(send_splits, layout.row_bytes)
+        received = self._collectives.all_to_all(
+            packed, send_splits=send_splits, recv_splits=counts.rows_from_rank
+        )
+
+        index = build_slot_index(
+            localize(layout.ids(received), rank, num_local),
+            counts.slots_per_expert,
+            slot_alignment=self._spec.slot_alignment,
+        )
+        route = CollectiveRoute(
+            num_tokens=topk_ids.shape[0],
+            num_rows=received.shape[0],
+            index=index,
+            send_splits=send_splits,
+            recv_splits=counts.rows_from_rank,
+            sends=sends,
+            slots_by_row=slots_by_row(index),
+        )
+        return Dispatched(
+            rows=layout.wire_tensor(received),
+            index=index,
+            slot_weights=spread_to_slots(layout.scalars(received), index),
+            route=route,
+            any_flags=counts.any_flags,
+        )
+
+    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
+        assert isinstance(route, CollectiveRoute), "a route of this buffer"
+        rows = torch.index_select(hidden_states, 0, route.sends.token_of_row)
+        self._traffic.dispatch(route.send_splits, _row_bytes(rows))
+        return self._collectives.all_to_all(
+            rows, send_splits=route.send_splits, recv_splits=route.recv_splits
+        )
+
+    def combine(
+        self,
+        rows: Tensor,
+        route: Route,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+    ) -> Combined:
+        assert isinstance(route, CollectiveRoute), "a route of this buffer"
+        if rows_per is RowsPer.SLOT:
+            rows = reduce_rows(rows, route.slots_by_row, slot_weights)
+        rows_of_token = route.sends.rows_of_token
+        if row_scalars is None:
+            home = self._send_home(rows.contiguous(), route)
+            return Combined(y=reduce_rows(home, rows_of_token), scalars=None)
+        layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
+        home = self._send_home(layout.pack_rows(rows, row_scalars), route)
+        scalars = _scalars_of_topk(layout.scalars(home), route.sends.row_of_topk)
+        return Combined(y=reduce_rows(layout.data(home), rows_of_token), scalars=scalars)
+
+    @property
+    def _num_experts(self) -> int:
+        return self._spec.num_local_experts * self._collectives.world_size
+
+    def _send_home(self, rows: Tensor, route: CollectiveRoute) -> Tensor:
+        self._traffic.combine(route.recv_splits, _row_bytes(rows))
+        return self._collectives.all_to_all(
+            rows, send_splits=route.recv_splits, recv_splits=route.send_splits
+        )
+
+    def _exchange_counts(
+        self, call: DispatchCall, topk_ids: Tensor, needed: Tensor, fault: Tensor
+    ) -> tuple[Counts, tuple[int, ...]]:
+        """Tell each rank the rows and slots that will come; the one host read of a dispatch.
+
+        Returns what will come, and the rows that go to each rank.
+        """
+        world_size = self._collectives.world_size
+        num_words = HEADER_WORDS + self._spec.num_local_experts
+        header = torch.empty(world_size, num_words, dtype=torch.int64, device=topk_ids.device)
+        header[:, 0] = fault
+        header[:, 1] = int(call.flags)
+        header[:, 2] = needed.sum(0)
+        slots = count_experts(topk_ids, self._num_experts)
+        header[:, HEADER_WORDS:] = slots.view(world_size, -1)
+        received = self._collectives.all_to_all(header)
+        self._traffic.control([1] * world_size, _row_bytes(header))
+        sent_words, received_words = torch.stack([header, received]).tolist()
+        counts = read_counts(received_words, call, self._num_experts, self._collectives.rank)
+        return counts, tuple(words[2] for words in sent_words)
+
+    def _row_layout(self, wire: WireFormat, *, has_ids: bool) -> RowLayout:
+        return RowLayout(
+            hidden_size=self._spec.hidden_size,
+            top_k=self._spec.top_k,
+            format=wire,
+            has_ids=has_ids,
+        )
+
+
+def _ranks_needed(destination: Tensor, world_size: int) -> Tensor:
+    """[T, W], bool: whether token t goes to rank d; destination [T, K] holds ranks or -1."""
+    # One more column takes the -1 entries and is cut off.
+    needed = torch.zeros(
+        destination.shape[0], world_size + 1, dtype=torch.bool, device=destination.device
+    )
+    needed.scatter_(1, torch.where(destination < 0, world_size, destination), True)
+    return needed[:, :world_size]
+
+
+def _order_sends(needed: Tensor, destination: Tensor, num_sends: int) -> SendOrder:
+    """Number the rows that leave: by rank, then by token."""
+    by_rank = needed.T.flatten().cumsum(0).view(needed.shape[1], needed.shape[0]).T - 1
+    row_of_rank = torch.where(needed, by_rank, -1)
+    rows_of_token = members_of(row_of_rank, num_sends)
+    tokens = torch.arange(needed.shape[0], device=needed.device)
+    token_of_row = torch.empty(num_sends, dtype=torch.int64, device=needed.device)
+    token_of_row[rows_of_token.flat] = torch.repeat_interleave(
+        tokens, needed.sum(1), output_size=num_sends
+    )
+    picked = row_of_rank.gather(1, destination.clamp(min=0))
+    return SendOrder(
+        token_of_row=token_of_row,
+        rows_of_token=rows_of_token,
+        row_of_topk=torch.where(destination >= 0, picked, -1),
+    )
+
+
+def _scalars_of_topk(scalars: Tensor, row_of_topk: Tensor) -> Tensor:
+    """[T, K]: scalar k of the row that carries (t, k), 0 where none does; scalars [N, K]."""
+    top_k = row_of_topk.shape[1]
+    position = row_of_topk * top_k + torch.arange(top_k, device=row_of_topk.device)
+    return gather_scalars(scalars.flatten(), torch.where(row_of_topk >= 0, position, -1))
+
+
+def _row_bytes(rows: Tensor) -> int:
+    return rows.shape[1] * rows.element_size()

@@ -1,0 +1,58 @@
+"""The counts message of exact-size buffers: what it holds and what a rank reads from it.
+
+A header is int64 words [fault, flags, rows, slots of each expert]; it goes out before the rows, so
+that sizes, faults and flags cost one small message and one host read together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from epcomm.buffers.base import DispatchCall
+from epcomm.buffers.faults import (
+    BatchFlags,
+    FaultCode,
+    any_flags,
+    check_grad_modes,
+    ids_error,
+    raise_faults,
+)
+
+# Words before the slot counts: fault, flags, rows.
+HEADER_WORDS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What this rank will receive.
+
+    rows_from_rank: [W].   slots_per_expert: [L].   any_flags: the flags of all ranks, or-ed.
+    """
+
+    rows_from_rank: tuple[int, ...]
+    slots_per_expert: tuple[int, ...]
+    any_flags: BatchFlags
+
+
+def read_counts(
+    headers: Sequence[Sequence[int]], call: DispatchCall, num_experts: int, rank: int
+) -> Counts:
+    """Read the headers from all ranks; each holds the slots of this rank's experts.
+
+    Raises:
+        ShapeError, CapacityError: some rank announced a fault; on every rank.
+        ConfigError: some ranks need gradients, others run under no_grad; on every rank.
+    """
+    own_error = call.error
+    if headers[rank][0] == FaultCode.IDS:
+        own_error = ids_error(call.topk_ids, num_experts, rank, len(headers))
+    raise_faults([words[0] for words in headers], rank, own_error)
+    flags = [words[1] for words in headers]
+    check_grad_modes(flags, rank)
+    slots_from_rank = [words[HEADER_WORDS:] for words in headers]
+    return Counts(
+        rows_from_rank=tuple(words[2] for words in headers),
+        slots_per_expert=tuple(sum(column) for column in zip(*slots_from_rank, strict=True)),
+        any_flags=any_flags(flags),
+    )

@@ -1,0 +1,121 @@
+"""How a bad call is announced: an error code in place of counts, so that every rank raises.
+
+A rank that finds a fault takes part with no rows. All ranks read the codes with the counts, which
+they read anyway, so no extra message is spent and the group stays usable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum, IntFlag
+from functools import reduce
+from operator import or_
+
+import torch
+from torch import Tensor
+
+from epcomm.collectives.base import describe_ranks
+from epcomm.errors import CapacityError, ConfigError, EPError, ShapeError
+
+
+class FaultCode(IntEnum):
+    """Why a rank sends no rows."""
+
+    NONE = 0
+    SHAPE = 1
+    IDS = 2
+    CAPACITY = 3
+
+    @classmethod
+    def of(cls, error: EPError | None) -> FaultCode:
+        """The code that announces `error`."""
+        if error is None:
+            return cls.NONE
+        return cls.CAPACITY if isinstance(error, CapacityError) else cls.SHAPE
+
+
+_FAULT_TEXT = {
+    FaultCode.SHAPE: "a tensor of wrong shape, dtype or device",
+    FaultCode.IDS: "topk_ids out of range",
+    FaultCode.CAPACITY: "more tokens than max_tokens_per_rank",
+}
+
+
+class BatchFlags(IntFlag):
+    """What a rank says of its batch; travels with its counts."""
+
+    NONE = 0
+    GRAD_ENABLED = 1
+    INPUTS_NEED_GRAD = 2
+    EXPERTS_NEED_GRAD = 4
+
+
+def any_flags(flags: Sequence[int]) -> BatchFlags:
+    """The flags of all ranks, or-ed."""
+    return BatchFlags(reduce(or_, flags))
+
+
+def guard_ids(topk_ids: Tensor, num_experts: int, error: EPError | None) -> tuple[Tensor, Tensor]:
+    """Replace all ids of a bad call by -1, and make its fault code, without a host read.
+
+    Returns:
+        topk_ids [T, K] that are safe to index with, and the FaultCode as an int64 scalar tensor.
+    """
+    bad_ids = ((topk_ids < -1) | (topk_ids >= num_experts)).any()
+    code = FaultCode.of(error)
+    fault = torch.where(bad_ids, int(FaultCode.IDS if code == FaultCode.NONE else code), int(code))
+    return torch.where(fault != 0, -1, topk_ids), fault
+
+
+def ids_error(topk_ids: Tensor, num_experts: int, rank: int, world_size: int) -> ShapeError:
+    """The detailed error of the rank whose ids are out of range. Reads the ids on the host."""
+    worst = int(topk_ids.max()) if int(topk_ids.max()) >= num_experts else int(topk_ids.min())
+    return ShapeError(
+        f"dispatch: topk_ids holds {worst}, expected -1 or 0 to {num_experts - 1} "
+        f"(rank {rank} of {world_size}); pass physical expert ids"
+    )
+
+
+def raise_faults(codes: Sequence[int], rank: int, own_error: EPError | None) -> None:
+    """Raise on this rank if any rank announced a fault, after all have heard of it.
+
+    Args:
+        codes: a FaultCode a rank.
+        rank: this rank.
+        own_error: the detailed error that this rank found, if it did.
+    """
+    if not any(codes):
+        return
+    if own_error is not None:
+        raise own_error
+    faults = [
+        f"{_FAULT_TEXT[code]} on {describe_ranks([r for r, c in enumerate(codes) if c == code])}"
+        for code in FaultCode
+        if code and code in codes
+    ]
+    only_capacity = set(codes) <= {FaultCode.NONE, FaultCode.CAPACITY}
+    error = CapacityError if only_capacity else ShapeError
+    raise error(
+        f"dispatch: {'; '.join(faults)} (this is rank {rank} of {len(codes)}); "
+        "no rows were sent and the group is usable; correct the call of the rank named"
+    )
+
+
+def check_grad_modes(flags: Sequence[int], rank: int) -> None:
+    """Refuse a batch that some ranks would train and others run under no_grad.
+
+    Args:
+        flags: the BatchFlags a rank.
+        rank: this rank.
+
+    Raises:
+        ConfigError: on every rank; else the backward of some ranks would wait for ever.
+    """
+    needing = BatchFlags.INPUTS_NEED_GRAD | BatchFlags.EXPERTS_NEED_GRAD
+    without_grad = [r for r, flag in enumerate(flags) if not flag & BatchFlags.GRAD_ENABLED]
+    if without_grad and any(flag & needing for flag in flags):
+        raise ConfigError(
+            f"dispatch: {describe_ranks(without_grad)} run under torch.no_grad() while others need "
+            f"gradients (this is rank {rank} of {len(flags)}), so backward would wait for ever; "
+            "use one grad mode on all ranks"
+        )

@@ -1,0 +1,101 @@
+"""Where the parts of one travelling row lie: elements, scales, expert ids, router weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from epcomm.types import ROW_ALIGNMENT_BYTES, WireFormat, WireTensor, align_up
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLayout:
+    """Byte offsets inside one row [elements | scales | K ids int32 | K scalars float32 | gap].
+
+    The scalars are router weights towards the experts, their gradients on the way home; rows on
+    the way home have no ids.
+    """
+
+    hidden_size: int
+    top_k: int
+    format: WireFormat
+    has_ids: bool
+
+    @property
+    def scales_at(self) -> int:
+        """First byte of the scales."""
+        return align_up(self.format.data_bytes(self.hidden_size), 4)
+
+    @property
+    def ids_at(self) -> int:
+        """First byte of the ids."""
+        return align_up(self.scales_at + self.format.scale_bytes(self.hidden_size), 4)
+
+    @property
+    def scalars_at(self) -> int:
+        """First byte of the scalars."""
+        return self.ids_at + (4 * self.top_k if self.has_ids else 0)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from one row to the next."""
+        return align_up(self.scalars_at + 4 * self.top_k, ROW_ALIGNMENT_BYTES)
+
+    def data(self, rows: Tensor) -> Tensor:
+        """[N, H] view of the elements."""
+        end = self.format.data_bytes(self.hidden_size)
+        return rows[:, :end].view(self.format.dtype.torch_dtype)
+
+    def scales(self, rows: Tensor) -> Tensor | None:
+        """[N, num_scales] view of the scales, or None."""
+        if self.format.scale_dtype is None:
+            return None
+        end = self.scales_at + self.format.scale_bytes(self.hidden_size)
+        return rows[:, self.scales_at : end].view(self.format.scale_dtype)
+
+    def ids(self, rows: Tensor) -> Tensor:
+        """[N, K] int32 view of the ids."""
+        return rows[:, self.ids_at : self.ids_at + 4 * self.top_k].view(torch.int32)
+
+    def scalars(self, rows: Tensor) -> Tensor:
+        """[N, K] float32 view of the scalars."""
+        return rows[:, self.scalars_at : self.scalars_at + 4 * self.top_k].view(torch.float32)
+
+    def wire_tensor(self, rows: Tensor) -> WireTensor:
+        """The elements and scales of received rows, in place."""
+        return WireTensor(data=self.data(rows), format=self.format, scales=self.scales(rows))
+
+    def pack_tokens(
+        self, hidden_states: WireTensor, token_of_row: Tensor, topk_ids: Tensor, weights: Tensor
+    ) -> Tensor:
+        """Copy each row's token, ids and weights into one message: [N, row_bytes], uint8.
+
+        One pass over the hidden states: they are gathered straight into the message.
+        """
+        rows = self._allocate(token_of_row.shape[0], token_of_row.device)
+        torch.index_select(hidden_states.data, 0, token_of_row, out=self.data(rows))
+        scales = self.scales(rows)
+        if scales is not None and hidden_states.scales is not None:
+            torch.index_select(hidden_states.scales, 0, token_of_row, out=scales)
+        self.ids(rows).copy_(topk_ids[token_of_row])
+        self.scalars(rows).copy_(weights[token_of_row])
+        return rows
+
+    def pack_rows(self, data: Tensor, scalars: Tensor) -> Tensor:
+        """Copy rows [N, H] and scalars [N, K] into one message: [N, row_bytes], uint8."""
+        rows = self._allocate(data.shape[0], data.device)
+        self.data(rows).copy_(data)
+        self.scalars(rows).copy_(scalars)
+        return rows
+
+    def _allocate(self, num_rows: int, device: torch.device) -> Tensor:
+        return torch.empty(num_rows, self.row_bytes, dtype=torch.uint8, device=device)
+
+
+def localize(expert_ids: Tensor, rank: int, num_local_experts: int) -> Tensor:
+    """Physical ids to ids of this rank's experts, -1 for those of other ranks."""
+    local_ids = expert_ids - rank * num_local_experts
+    is_local = (local_ids >= 0) & (local_ids < num_local_experts)
+    return torch.where(is_local, local_ids, -1)

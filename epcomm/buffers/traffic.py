@@ -1,0 +1,48 @@
+"""Bytes that a rank sends to other ranks, by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferTraffic:
+    """Bytes sent to other ranks since the buffer was prepared; what stays on the rank is not counted.
+
+    dispatch_bytes: towards the experts, forward or backward.
+    combine_bytes: home again, forward or backward.
+    control_bytes: counts, faults and flags.
+    """
+
+    dispatch_bytes: int = 0
+    combine_bytes: int = 0
+    control_bytes: int = 0
+
+
+class TrafficMeter:
+    """Adds up BufferTraffic for one rank."""
+
+    def __init__(self, rank: int) -> None:
+        """Count for `rank`."""
+        self._rank = rank
+        self._bytes = {"dispatch_bytes": 0, "combine_bytes": 0, "control_bytes": 0}
+
+    def dispatch(self, rows_to_rank: Sequence[int], row_bytes: int) -> None:
+        """Count rows on their way to the experts."""
+        self._add("dispatch_bytes", rows_to_rank, row_bytes)
+
+    def combine(self, rows_to_rank: Sequence[int], row_bytes: int) -> None:
+        """Count rows on their way home."""
+        self._add("combine_bytes", rows_to_rank, row_bytes)
+
+    def control(self, rows_to_rank: Sequence[int], row_bytes: int) -> None:
+        """Count headers."""
+        self._add("control_bytes", rows_to_rank, row_bytes)
+
+    def snapshot(self) -> BufferTraffic:
+        """The sums so far."""
+        return BufferTraffic(**self._bytes)
+
+    def _add(self, kind: str, rows_to_rank: Sequence[int], row_bytes: int) -> None:
+        self._bytes[kind] += (sum(rows_to_rank) - rows_to_rank[self._rank]) * row_bytes

@@ -1,0 +1,161 @@
+"""What a user may choose, and the one place that reads the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeVar
+
+from epcomm.errors import ConfigError
+from epcomm.types import WireDtype
+
+
+class Mode(str, Enum):
+    """How tokens travel."""
+
+    STANDARD = "standard"
+    NORMAL = "normal"
+    LOW_LATENCY = "low_latency"
+    AUTO = "auto"
+    FUSEEP = "fuseep"
+
+
+E = TypeVar("E", bound=Enum)
+
+ENVIRONMENT_PREFIX = "EPCOMM_"
+
+
+def environment() -> Mapping[str, str]:
+    """A frozen snapshot of the environment, for backends that must look at foreign settings."""
+    return MappingProxyType(dict(os.environ))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EPConfig:
+    """Every choice of one expert-parallel layer; equal on all ranks.
+
+    mode: how tokens travel; `auto` takes normal, or low latency where the caller says `decode=True`.
+    backend: a name of the buffer registry, or `auto`.
+    runner: a name of the runner registry, or `auto`.
+    dispatch_dtype: elements on the wire towards the experts; None: what the expert weights want.
+    combine_dtype: elements on the wire home; None: the dtype of the hidden states.
+    max_tokens_per_rank: M, most tokens a rank dispatches in one call; None: no limit, which only
+        buffers of exact size allow.
+    max_recv_slots: most slots a rank receives in one call of normal mode; None: exact sizes.
+    slot_alignment: each expert's slots start at a multiple of this, for GEMMs that tile.
+    timeout_s: longest wait for another rank, in seconds.
+    check_calls: spend one small exchange a call to compare the calls of all ranks, where a foreign
+        kernel owns the exchange.
+    deterministic: refuse backends whose sums depend on arrival order.
+    """
+
+    mode: Mode = Mode.AUTO
+    backend: str = "auto"
+    runner: str = "auto"
+    dispatch_dtype: WireDtype | None = None
+    combine_dtype: WireDtype | None = None
+    max_tokens_per_rank: int | None = None
+    max_recv_slots: int | None = None
+    slot_alignment: int = 1
+    # 100 s: a first call may compile kernels on one rank while the others wait.
+    timeout_s: float = 100.0
+    check_calls: bool = False
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        # Plain strings are welcome (files, command lines); the fields hold the enums.
+        object.__setattr__(self, "mode", _enum_member("mode", Mode, self.mode))
+        for name in ("dispatch_dtype", "combine_dtype"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, _enum_member(name, WireDtype, value))
+        for name in ("max_tokens_per_rank", "max_recv_slots"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"EPConfig: {name} is {value}, expected at least 1 or None")
+        if self.slot_alignment < 1:
+            raise ConfigError(f"EPConfig: slot_alignment is {self.slot_alignment}, expected >= 1")
+        if self.timeout_s <= 0:
+            raise ConfigError(f"EPConfig: timeout_s is {self.timeout_s}, expected seconds > 0")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, object], *, source: str = "mapping") -> EPConfig:
+        """Build from field names and plain values.
+
+        Raises:
+            ConfigError: an unknown field (the message lists the known ones) or a bad value.
+        """
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ConfigError(
+                f"EPConfig: {source} has unknown fields {unknown}; known are {sorted(known)}"
+            )
+        return cls(**values)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> EPConfig:
+        """Read a .toml or .json file whose top level holds the fields.
+
+        Raises:
+            ConfigError: another ending, or unknown fields.
+        """
+        path = Path(path)
+        if path.suffix == ".toml":
+            values = tomllib.loads(path.read_text())
+        elif path.suffix == ".json":
+            values = json.loads(path.read_text())
+        else:
+            raise ConfigError(f"EPConfig.from_file: {path.name} is no .toml or .json file")
+        return cls.from_mapping(values, source=path.name)
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> EPConfig:
+        """Read fields from EPCOMM_<FIELD> variables; only ever called by the user.
+
+        Raises:
+            ConfigError: an EPCOMM_ variable that names no field, or a bad value.
+        """
+        env = environment() if env is None else env
+        found = {
+            name.removeprefix(ENVIRONMENT_PREFIX).lower(): text
+            for name, text in env.items()
+            if name.startswith(ENVIRONMENT_PREFIX)
+        }
+        parsed = {name: _parse(name, text) for name, text in found.items()}
+        return cls.from_mapping(parsed, source="the environment")
+
+
+def _enum_member(name: str, kind: type[E], value: object) -> E:
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = [member.value for member in kind]
+        raise ConfigError(f"EPConfig: {name} is {value!r}, expected one of {allowed}") from None
+
+
+_PARSERS = {
+    "max_tokens_per_rank": int,
+    "max_recv_slots": int,
+    "slot_alignment": int,
+    "timeout_s": float,
+}
+_BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
+
+
+def _parse(name: str, text: str) -> object:
+    try:
+        if name in ("check_calls", "deterministic"):
+            return _BOOLEANS[text.lower()]
+        return _PARSERS.get(name, str)(text)
+    except (KeyError, ValueError):
+        raise ConfigError(
+            f"EPConfig.from_env: {ENVIRONMENT_PREFIX}{name.upper()} is {text!r}, which does not "
+            "parse; give a number, or true or false"
+        ) from None

@@ -1,0 +1,139 @@
+"""Backward of dispatch and combine: each is the other along the same route.
+
+With f_s the result of slot s = (t, k) and y[t] = sum of w_s f_s, the backward of combine sends dy
+along the route, and the backward of dispatch brings the gradients of rows and weights home as one
+message. Hidden states and router weights pass through one Function, and every rank runs the same
+Functions whether its own inputs need gradients or not, so backward issues the same two
+collectives in the same order everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
+from epcomm.buffers.faults import BatchFlags
+from epcomm.ops.slots import gather_rows, gather_scalars
+from epcomm.records import Route, RowsCombineInput
+from epcomm.types import RowsPer, WireTensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _CombineCall:
+    """The arguments of combine that are no tensors of the graph."""
+
+    buffer: Buffer
+    route: Route
+    rows_per: RowsPer
+    gradient_dtype: torch.dtype
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, topk_weights: Tensor, buffer: Buffer, call: DispatchCall
+    ) -> tuple[Tensor, Tensor, Dispatched]:
+        out = buffer.dispatch(call)
+        ctx.buffer, ctx.route, ctx.dtype = buffer, out.route, x.dtype  # type: ignore[attr-defined]
+        return out.rows.data, out.slot_weights, out
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # type: ignore[override]
+        ctx: FunctionCtx, grad_rows: Tensor, grad_slot_weights: Tensor, _: None
+    ) -> tuple[Tensor, Tensor | None, None, None]:
+        route: Route = ctx.route  # type: ignore[attr-defined]
+        slots_of_row = route.index.slots_of_row
+        assert slots_of_row is not None, "a trainable buffer hands out an index over rows"
+        home = ctx.buffer.combine(  # type: ignore[attr-defined]
+            grad_rows,
+            route,
+            rows_per=RowsPer.ROW,
+            row_scalars=gather_scalars(grad_slot_weights, slots_of_row),
+        )
+        return home.y.to(ctx.dtype), home.scalars, None, None  # type: ignore[attr-defined]
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, rows: Tensor, slot_weights: Tensor | None, call: _CombineCall
+    ) -> Tensor:
+        ctx.call = call  # type: ignore[attr-defined]
+        if slot_weights is not None:
+            ctx.save_for_backward(rows, slot_weights)
+        return call.buffer.combine(
+            rows, call.route, rows_per=call.rows_per, slot_weights=slot_weights
+        ).y
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # type: ignore[override]
+        ctx: FunctionCtx, grad_y: Tensor
+    ) -> tuple[Tensor, Tensor | None, None]:
+        call: _CombineCall = ctx.call  # type: ignore[attr-defined]
+        # contiguous(): an expanded gradient, as sum() makes, has no rows to send.
+        wire = grad_y.to(call.gradient_dtype).contiguous()
+        grad_rows = call.buffer.redispatch(wire, call.route).to(grad_y.dtype)
+        if call.rows_per is RowsPer.ROW:
+            return grad_rows, None, None
+        grad_slots = gather_rows(grad_rows, call.route.index.row_of_slot)
+        if not ctx.saved_tensors:  # type: ignore[attr-defined]
+            return grad_slots, None, None
+        rows, slot_weights = ctx.saved_tensors  # type: ignore[attr-defined]
+        grad_weights = (grad_slots.float() * rows.float()).sum(dim=1)
+        weighted = (grad_slots * slot_weights.unsqueeze(1)).to(grad_slots.dtype)
+        return weighted, grad_weights, None
+
+
+def dispatch_rows(
+    buffer: Buffer, x: Tensor, topk_weights: Tensor, call: DispatchCall
+) -> Dispatched:
+    """Dispatch with gradients for x and topk_weights.
+
+    Args:
+        x: [T, H], what call.hidden_states was made from.
+        topk_weights: [T, K], float32, call.topk_weights with its history.
+        call: the call; its tensors carry no history.
+
+    Collective: yes, and so is its backward, on every rank if any rank's inputs need gradients.
+    """
+    if not torch.is_grad_enabled():
+        return buffer.dispatch(call)
+    rows, slot_weights, out = _Dispatch.apply(_anchored(x), topk_weights, buffer, call)
+    if not out.any_flags & BatchFlags.INPUTS_NEED_GRAD:
+        rows, slot_weights = rows.detach(), slot_weights.detach()
+    wire = WireTensor(data=rows, format=out.rows.format, scales=out.rows.scales)
+    return replace(out, rows=wire, slot_weights=slot_weights)
+
+
+def combine_rows(buffer: Buffer, rows: RowsCombineInput, gradient_dtype: torch.dtype) -> Tensor:
+    """Combine with gradients for the expert rows and, if given, the slot weights.
+
+    Args:
+        buffer: the buffer that dispatched.
+        rows: expert results.
+        gradient_dtype: elements on the wire in backward.
+
+    Collective: yes, and so is its backward, on every rank if any rank needs one.
+    """
+    handle = rows.handle
+    call = _CombineCall(
+        buffer=buffer,
+        route=handle.route,
+        rows_per=rows.rows_per,
+        gradient_dtype=gradient_dtype,
+    )
+    hidden_states = rows.hidden_states
+    if handle.needs_backward and torch.is_grad_enabled():
+        hidden_states = _anchored(hidden_states)
+    return _Combine.apply(hidden_states, rows.slot_weights, call)
+
+
+def _anchored(tensor: Tensor) -> Tensor:
+    """`tensor`, or an alias that requires grad, so that its Function takes part in backward."""
+    return tensor if tensor.requires_grad else tensor.detach().requires_grad_()

@@ -1,0 +1,73 @@
+"""The contract of a dispatcher: dispatch a batch, combine its results, name every fault."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from epcomm.records import CombineInput, DispatchOutput, Pending, TopKOutput
+
+DispatchT = TypeVar("DispatchT", bound=DispatchOutput)
+CombineT = TypeVar("CombineT", bound=CombineInput)
+
+
+class Dispatcher(ABC, Generic[DispatchT, CombineT]):
+    """Moves the tokens of one layer to their experts and the results home.
+
+    Nothing about a batch in flight is kept here, so batches may interleave.
+    """
+
+    @abstractmethod
+    def dispatch(
+        self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: bool = False
+    ) -> DispatchT:
+        """Send each token to the ranks that own its experts.
+
+        Args:
+            hidden_states: [T, H], the dtype given at construction; T <= M, T = 0 is legal.
+            topk: topk_ids [T, K], int64, physical expert ids, -1 for none; topk_weights [T, K],
+                float32.
+            experts_need_grad: this rank's expert weights will receive gradients, so combine runs
+                its backward even where no input needs one.
+
+        Collective: all ranks of the group; T may differ.
+        Host sync, graph capture, lifetime of rows: as the buffer's caps say.
+        Raises:
+            ShapeError: a tensor of some rank does not fit; on every rank, before rows are sent.
+            CapacityError: T > M on some rank; on every rank.
+            ConfigError: some ranks need gradients while others run under torch.no_grad().
+            HandleError: the dispatcher is closed.
+        """
+
+    @abstractmethod
+    def combine(self, combine_input: CombineT) -> Tensor:
+        """Bring the results home and add them up: [T, H] in the dtype of the rows.
+
+        Collective: all ranks that dispatched this batch.   Host sync: none.
+        Lifetime: the caller owns the result.
+        Raises:
+            HandleError: the batch was combined before, belongs to another dispatcher, or the
+                dispatcher is closed.
+            ShapeError: the rows do not fit the batch.
+        """
+
+    def dispatch_async(
+        self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: bool = False
+    ) -> Pending[DispatchT]:
+        """Begin a dispatch; `wait()` completes it and makes its autograd node.
+
+        This default does everything in `wait()`. Waits come in one order on all ranks.
+        """
+        return Pending(
+            lambda: self.dispatch(hidden_states, topk, experts_need_grad=experts_need_grad)
+        )
+
+    def combine_async(self, combine_input: CombineT) -> Pending[Tensor]:
+        """Begin a combine; `wait()` completes it. This default does everything in `wait()`."""
+        return Pending(lambda: self.combine(combine_input))
+
+    @abstractmethod
+    def close(self) -> None:
+        """Refuse further calls; handles in flight raise. Local, idempotent."""

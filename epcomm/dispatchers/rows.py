@@ -1,0 +1,138 @@
+"""Dispatch and combine over the ROWS layout: check, send, wrap in a record; the way of every batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.base import DispatchCall
+from epcomm.buffers.faults import BatchFlags
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.config import EPConfig, Mode
+from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
+from epcomm.dispatchers.base import Dispatcher
+from epcomm.dispatchers.checks import check_combine_rows, find_call_error
+from epcomm.errors import EPError, HandleError
+from epcomm.group import EPGroup
+from epcomm.planning import EPPlan, MoESpec, plan
+from epcomm.records import (
+    Handle,
+    RowsCombineInput,
+    RowsDispatchOutput,
+    TopKOutput,
+    empty_topk,
+)
+from epcomm.types import WireFormat, WireTensor
+
+
+class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
+    """A dispatcher over any buffer that hands out rows and an index."""
+
+    mode: ClassVar[Mode]
+
+    def __init__(self, group: EPGroup, spec: MoESpec, config: EPConfig | None = None) -> None:
+        """Choose and open the buffer.
+
+        Args:
+            group: the ranks that share the experts.
+            spec: what the layer looks like; equal on all ranks.
+            config: `mode` is this class's own, whatever the configuration says.
+
+        Collective: yes.   Host sync: yes.
+        Raises:
+            ConfigError: ranks disagree, or nothing serves this configuration.
+        """
+        config = replace(config or EPConfig(), mode=self.mode)
+        self.plan: EPPlan = plan(config, spec, group)
+        self._group = group
+        self._spec = self.plan.buffer_spec
+        self._dtype = spec.dtype
+        self._buffer = group.open_buffer(self.plan.backend, self._spec)
+        self._weights_applied_by = self.plan.weights_applied_by
+        self._num_calls = 0
+        self._is_closed = False
+
+    def dispatch(
+        self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: bool = False
+    ) -> RowsDispatchOutput:
+        self._check_open("dispatch")
+        error = find_call_error(
+            hidden_states, topk, self._spec, self._dtype, self._group.device, self._group.where
+        )
+        if error is not None:
+            # Take part with no tokens, so that the others hear of the fault instead of waiting.
+            hidden_states = torch.empty(
+                0, self._spec.hidden_size, dtype=self._dtype, device=self._group.device
+            )
+            topk = empty_topk(self._spec.top_k, self._group.device)
+        call = self._make_call(hidden_states, topk, experts_need_grad, error)
+        out = dispatch_rows(self._buffer, hidden_states, topk.topk_weights, call)
+        self._num_calls += 1
+        handle = Handle(
+            owner=self,
+            route=out.route,
+            call=self._num_calls,
+            needs_backward=bool(out.any_flags & ~BatchFlags.GRAD_ENABLED),
+        )
+        return RowsDispatchOutput(
+            hidden_states=out.rows,
+            index=out.index,
+            slot_weights=out.slot_weights,
+            weights_applied_by=self._weights_applied_by,
+            handle=handle,
+        )
+
+    def combine(self, combine_input: RowsCombineInput) -> Tensor:
+        self._check_open("combine")
+        combine_input.handle.check(self)
+        check_combine_rows(
+            combine_input, self._spec, self._dtype, self._group.device, self._group.where
+        )
+        combine_input.handle.spend("was combined before")
+        return combine_rows(
+            self._buffer, combine_input, self._spec.backward_format.dtype.torch_dtype
+        )
+
+    def traffic(self) -> BufferTraffic:
+        """Bytes that the buffer has sent to other ranks, for all layers that share it."""
+        return self._buffer.traffic()
+
+    def close(self) -> None:
+        self._is_closed = True
+
+    def _check_open(self, function: str) -> None:
+        if self._is_closed or self._group.is_closed:
+            what = "dispatcher" if self._is_closed else "EPGroup"
+            raise HandleError(
+                f"{function}: the {what} is closed ({self._group.where}); construct a new one"
+            )
+
+    def _make_call(
+        self,
+        hidden_states: Tensor,
+        topk: TopKOutput,
+        experts_need_grad: bool,
+        error: EPError | None,
+    ) -> DispatchCall:
+        flags = BatchFlags.NONE
+        if torch.is_grad_enabled():
+            flags |= BatchFlags.GRAD_ENABLED
+            if hidden_states.requires_grad or topk.topk_weights.requires_grad:
+                flags |= BatchFlags.INPUTS_NEED_GRAD
+            if experts_need_grad:
+                flags |= BatchFlags.EXPERTS_NEED_GRAD
+        wire = self._spec.dispatch_format
+        return DispatchCall(
+            hidden_states=_encode(hidden_states.detach(), wire),
+            topk_ids=topk.topk_ids,
+            topk_weights=topk.topk_weights.detach(),
+            flags=flags,
+            error=error,
+        )
+
+
+def _encode(hidden_states: Tensor, wire: WireFormat) -> WireTensor:
+    return WireTensor(data=hidden_states.to(wire.dtype.torch_dtype), format=wire)

@@ -1,0 +1,17 @@
+"""Standard: every rank sees every token, computes its own experts, and the sums are scattered."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from epcomm.config import Mode
+from epcomm.dispatchers.rows import RowsDispatcher
+
+
+class StandardDispatcher(RowsDispatcher):
+    """All-gather, local experts, reduce-scatter.
+
+    Bytes do not depend on the routing, so it competes on up to about 8 ranks. Trainable.
+    """
+
+    mode: ClassVar[Mode] = Mode.STANDARD

@@ -1,0 +1,32 @@
+"""Every error a user of epcomm can meet.
+
+A message is one sentence: function, argument, what was expected, what came, on which rank, what to do.
+"""
+
+
+class EPError(Exception):
+    """Base of all errors that epcomm raises on purpose."""
+
+
+class ConfigError(EPError, ValueError):
+    """A configuration, a specification or a name cannot be served, or differs between ranks."""
+
+
+class ShapeError(EPError, ValueError):
+    """A tensor of a call has a wrong shape, dtype, device or value."""
+
+
+class CapacityError(EPError, RuntimeError):
+    """More tokens, rows or slots than what was agreed at construction."""
+
+
+class HandleError(EPError, RuntimeError):
+    """A dispatch result was combined twice, by another dispatcher, or after close()."""
+
+
+class BackendUnavailable(EPError, RuntimeError):
+    """A backend that was asked for by name cannot run here; the message says what it lacks."""
+
+
+class EPTimeout(EPError, TimeoutError):
+    """Some ranks did not arrive in time; the message names the phase, the call and the ranks."""

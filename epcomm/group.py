@@ -1,0 +1,107 @@
+"""EPGroup: the ranks that share experts, their transport, and the buffers opened on them."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from epcomm.buffers.base import Buffer, BufferSpec
+from epcomm.collectives.base import Collectives
+from epcomm.errors import ConfigError, HandleError
+from epcomm.registry import buffer_class
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class EPGroup:
+    """Owns the collectives of one group of ranks and the buffers opened on them.
+
+    Layers share a group, so that layers of one shape share a buffer. There is no other shared
+    state. `with EPGroup(...) as group:` closes it at the end.
+    """
+
+    def __init__(self, ranks: dist.ProcessGroup | DeviceMesh | Collectives) -> None:
+        """Wrap the ranks that share experts; the caller keeps owning what is passed.
+
+        Args:
+            ranks: a process group, a one-dimensional DeviceMesh, or ready Collectives.
+
+        Local; no rank is waited for.
+        Raises:
+            ConfigError: this rank is no member, or the object is none of these.
+        """
+        self.collectives = _collectives_of(ranks)
+        self.rank = self.collectives.rank
+        self.world_size = self.collectives.world_size
+        self.device: torch.device = self.collectives.device
+        self._buffers: dict[tuple[str, BufferSpec], Buffer] = {}
+        self.is_closed = False
+
+    @property
+    def where(self) -> str:
+        """`rank 3 of 8`, for messages."""
+        return f"rank {self.rank} of {self.world_size}"
+
+    def open_buffer(self, name: str, spec: BufferSpec) -> Buffer:
+        """The buffer `name` for `spec`, shared by every layer that asks for the same.
+
+        Collective: yes; all ranks ask for the same buffers in the same order.
+        Raises:
+            ConfigError: unknown name, or ranks disagree on the specification.
+            HandleError: the group is closed.
+        """
+        if self.is_closed:
+            raise HandleError(f"open_buffer: the EPGroup is closed ({self.where}); make a new one")
+        # Compared before the look-up: a rank that finds its buffer must not leave others waiting.
+        self.collectives.agree({"backend": name, **spec.as_record()}, what="open_buffer")
+        key = (name, spec)
+        if key not in self._buffers:
+            buffer = buffer_class(name)(self.collectives, spec)
+            buffer.prepare()
+            self._buffers[key] = buffer
+        return self._buffers[key]
+
+    def close(self) -> None:
+        """Close all buffers; later calls through them raise HandleError. Local, idempotent."""
+        self.is_closed = True
+        while self._buffers:
+            _, buffer = self._buffers.popitem()
+            buffer.close()
+
+    def __enter__(self) -> EPGroup:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _collectives_of(ranks: object) -> Collectives:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from epcomm.collectives.torch_dist import TorchDistCollectives
+
+    if isinstance(ranks, Collectives):
+        return ranks
+    if isinstance(ranks, DeviceMesh):
+        if ranks.ndim != 1:
+            raise ConfigError(
+                f"EPGroup: the DeviceMesh has {ranks.ndim} dimensions, expected 1; "
+                "pass mesh['the expert dimension']"
+            )
+        return TorchDistCollectives(ranks.get_group())
+    if isinstance(ranks, dist.ProcessGroup):
+        return TorchDistCollectives(ranks)
+    raise ConfigError(
+        f"EPGroup: ranks is {type(ranks).__name__}, expected a ProcessGroup (for example "
+        "torch.distributed.group.WORLD after init_process_group), a DeviceMesh or Collectives"
+    )

@@ -1,0 +1,1 @@
+"""Local operations on rows and slots, in plain torch."""

@@ -1,0 +1,183 @@
+"""Rows and slots on one rank: build the expert-major index, gather rows, reduce slots.
+
+Worked example, two experts, K = 2, received ids (local, -1 for none):
+
+    row 0: [1, -1]      slots of expert 0: rows 1, 2        row_of_slot  = [1, 2, 0, 2]
+    row 1: [-1, 0]      slots of expert 1: rows 0, 2        slots_of_row = [[2, -1], [-1, 0], [1, 3]]
+    row 2: [0, 1]                                           first_slot   = [0, 2, 4]
+
+Rows arrive by source rank, then token, and the sort is stable, so slots come in
+(expert, source rank, token) order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from epcomm.records import SlotIndex
+from epcomm.types import align_up
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Members:
+    """For each target, the sources that are summed into it, in order.
+
+    flat: [N], int64, sources of target 0, then of target 1, ...
+    offsets: [targets + 1], int64; target i owns flat[offsets[i]:offsets[i + 1]].
+    """
+
+    flat: Tensor
+    offsets: Tensor
+
+
+def members_of(table: Tensor, num_members: int) -> Members:
+    """The non-negative entries of each row of `table` [N, K], in k order.
+
+    num_members: how many there are, known to the host, so that no device is waited for.
+    """
+    valid = table >= 0
+    where = torch.nonzero_static(valid.flatten(), size=num_members).flatten()
+    offsets = F.pad(valid.sum(dim=1).cumsum(0), (1, 0))
+    return Members(flat=table.flatten()[where].long(), offsets=offsets)
+
+
+def slots_by_row(index: SlotIndex) -> Members:
+    """The slots of each received row, in k order."""
+    assert index.slots_of_row is not None, "an index over rows has its inverse"
+    assert index.host_num_slots_per_expert is not None, "routes of exact size know their counts"
+    return members_of(index.slots_of_row, sum(index.host_num_slots_per_expert))
+
+
+def build_slot_index(
+    local_ids: Tensor, host_counts: Sequence[int], *, slot_alignment: int = 1
+) -> SlotIndex:
+    """Sort (row, k) pairs by expert.
+
+    Args:
+        local_ids: [R, K], expert of this rank, or -1.
+        host_counts: [L] slots of each expert.
+        slot_alignment: each expert's slots start at a multiple of this.
+
+    Host sync: none.   Deterministic: yes.
+    """
+    num_rows, top_k = local_ids.shape
+    num_experts, num_used = len(host_counts), sum(host_counts)
+    device = local_ids.device
+    flat_ids = local_ids.flatten()
+    pairs = torch.nonzero_static(flat_ids >= 0, size=num_used).flatten()
+    expert_of_slot, order = torch.sort(flat_ids[pairs], stable=True)
+    pair_of_slot = pairs[order]
+
+    aligned = [align_up(count, slot_alignment) for count in host_counts]
+    starts = torch.tensor([0, *aligned]).cumsum(0)
+    num_slots = int(starts[-1])
+    if num_slots == num_used:
+        position = torch.arange(num_used, dtype=torch.int32, device=device)
+        row_of_slot = (pair_of_slot // top_k).to(torch.int32)
+    else:
+        dense_starts = torch.tensor([0, *host_counts]).cumsum(0)
+        shift = (starts - dense_starts).to(device)
+        position = torch.arange(num_used, device=device) + shift[expert_of_slot.long()]
+        row_of_slot = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
+        row_of_slot[position] = (pair_of_slot // top_k).to(torch.int32)
+        position = position.to(torch.int32)
+    slots_of_row = torch.full((num_rows * top_k,), -1, dtype=torch.int32, device=device)
+    slots_of_row[pair_of_slot] = position
+    return SlotIndex(
+        row_of_slot=row_of_slot,
+        slots_of_row=slots_of_row.view(num_rows, top_k),
+        num_slots_per_expert=torch.tensor(host_counts, dtype=torch.int32).to(device),
+        first_slot=starts.to(torch.int32).to(device),
+        host_num_slots_per_expert=tuple(host_counts),
+        slot_alignment=slot_alignment,
+        is_dense=num_slots == num_used,
+    )
+
+
+def gather_rows(rows: Tensor, row_of_slot: Tensor | None) -> Tensor:
+    """rows[row_of_slot]: [C, H]; padding slots (-1) hold some row, undefined.
+
+    rows: [R, H], the row stride may exceed H, and then the result's does too: copying the gap
+    along keeps torch on its path for contiguous rows, which is many times faster on a CPU.
+    """
+    if row_of_slot is None:
+        return rows
+    hidden_size = rows.shape[1]
+    if rows.shape[0] == 0:
+        return rows.new_empty(row_of_slot.shape[0], hidden_size)
+    return torch.index_select(_whole_rows(rows), 0, row_of_slot.clamp(min=0))[:, :hidden_size]
+
+
+def reduce_rows(rows: Tensor, members: Members, weights: Tensor | None = None) -> Tensor:
+    """Sum member rows into each target, in float32 and member order, cast once to rows.dtype.
+
+    Args:
+        rows: [N, H]; rows that are no member are never read.
+        members: sources of each target.
+        weights: [N], float32, multiplied into the rows, or None.
+
+    Returns:
+        [targets, H], contiguous; a target without members is zero.
+
+    Host sync: none.   Deterministic: yes.
+    """
+    num_targets, hidden_size = members.offsets.shape[0] - 1, rows.shape[1]
+    if members.flat.shape[0] == 0:
+        return rows.new_zeros(num_targets, hidden_size)
+    dtype = rows.dtype
+    whole = _whole_rows(rows)
+    if weights is not None:
+        whole = whole.float()
+        weights = weights[members.flat]
+    sums = F.embedding_bag(
+        members.flat,
+        whole,
+        members.offsets,
+        mode="sum",
+        per_sample_weights=weights,
+        include_last_offset=True,
+    )
+    return sums[:, :hidden_size].to(dtype).contiguous()
+
+
+def count_experts(topk_ids: Tensor, num_experts: int) -> Tensor:
+    """[E], int64: how many entries of topk_ids [T, K] name each expert; -1 counts nowhere."""
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=topk_ids.device)
+    flat = torch.where(topk_ids < 0, num_experts, topk_ids).flatten()
+    return counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
+
+
+def spread_to_slots(row_values: Tensor, index: SlotIndex) -> Tensor:
+    """[C]: the value of each slot's (row, k), 0 for padding; row_values [R, K]."""
+    assert index.slots_of_row is not None, "an index over rows"
+    num_slots = 0 if index.row_of_slot is None else index.row_of_slot.shape[0]
+    # One more place takes the entries without a slot and is cut off.
+    values = row_values.new_zeros(num_slots + 1)
+    slots = torch.where(index.slots_of_row < 0, num_slots, index.slots_of_row)
+    values[slots.flatten().long()] = row_values.flatten()
+    return values[:num_slots]
+
+
+def gather_scalars(values: Tensor, table: Tensor) -> Tensor:
+    """values[table], float32, with 0 where the table is negative; values [N], table [R, K]."""
+    if values.shape[0] == 0:
+        return values.new_zeros(table.shape)
+    picked = values[table.clamp(min=0).long()]
+    return torch.where(table >= 0, picked, torch.zeros_like(picked))
+
+
+def _whole_rows(rows: Tensor) -> Tensor:
+    """View strided rows together with the gaps between them as one contiguous matrix."""
+    stride = rows.stride(0)
+    if rows.shape[0] <= 1 or stride == rows.shape[1]:
+        return rows
+    end = rows.storage_offset() + rows.shape[0] * stride
+    has_last_gap = end * rows.element_size() <= rows.untyped_storage().nbytes()
+    if rows.stride(1) != 1 or not has_last_gap:
+        return rows
+    return rows.as_strided((rows.shape[0], stride), (stride, 1))

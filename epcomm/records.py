@@ -1,0 +1,267 @@
+"""The frozen records that pass between routing, dispatch, experts and combine.
+
+Letters: T tokens of this rank, K experts a token, H hidden, R received rows, C slots allocated,
+L experts of this rank. A slot is one (token, expert) pair on the rank that owns the expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from epcomm.errors import HandleError, ShapeError
+from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireTensor
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TopKOutput:
+    """The routing of one batch.
+
+    topk_ids: [T, K], int64, physical expert ids, distinct within a row; -1 means no expert.
+    topk_weights: [T, K], float32; the weight of a -1 entry is ignored.
+    """
+
+    topk_ids: Tensor
+    topk_weights: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SlotIndex:
+    """Expert-major index over received rows; slots of one expert are neighbours.
+
+    row_of_slot: [C], int32, the row that slot s reads, -1 for padding; None: slot s is row s.
+    slots_of_row: [R, K], int32, the inverse in k order, -1 for none; None with row_of_slot None.
+    num_slots_per_expert: [L], int32, on the device.
+    first_slot: [L+1], int32, on the device; starts are multiples of slot_alignment.
+    host_num_slots_per_expert: the same counts on the host where they came for free, else None.
+    is_dense: every slot in [0, C) is in use: no padding, no unused tail.
+    """
+
+    row_of_slot: Tensor | None
+    slots_of_row: Tensor | None
+    num_slots_per_expert: Tensor
+    first_slot: Tensor
+    host_num_slots_per_expert: tuple[int, ...] | None
+    slot_alignment: int = 1
+    is_dense: bool = False
+
+
+class Route:
+    """The immutable plan of one routing: indices, splits and offsets; every buffer has its own kind.
+
+    A route owns its memory and may be used any number of times: backward, recomputation and
+    repeated routing.
+    """
+
+    index: SlotIndex
+    num_tokens: int
+    num_rows: int
+
+
+class Handle:
+    """The single-use claim of one dispatch on its combine."""
+
+    __slots__ = ("_owner", "_spent", "call", "needs_backward", "route")
+
+    def __init__(self, *, owner: object, route: Route, call: int, needs_backward: bool) -> None:
+        """Tie dispatch number `call` of `owner` to its route.
+
+        needs_backward: some rank of the group runs the backward of this batch, so all do.
+        """
+        self._owner = owner
+        self._spent: str | None = None
+        self.route = route
+        self.call = call
+        self.needs_backward = needs_backward
+
+    def check(self, owner: object) -> None:
+        """Raise HandleError unless `owner` made this handle and it is still unspent."""
+        if self._owner is not owner:
+            raise HandleError(
+                f"combine: the batch of dispatch call {self.call} belongs to another dispatcher; "
+                "combine it with the dispatcher that dispatched it"
+            )
+        if self._spent is not None:
+            raise HandleError(
+                f"combine: the batch of dispatch call {self.call} {self._spent}; dispatch again"
+            )
+
+    def spend(self, reason: str) -> None:
+        """Make every later `check` raise, with the first reason given."""
+        if self._spent is None:
+            self._spent = reason
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowsCombineInput:
+    """Expert results for the ROWS layout.
+
+    hidden_states: [C, H], one row a slot, or [R, H], one row a received row, as `rows_per` says.
+    slot_weights: [C], float32, when combine must apply them, else None.
+    """
+
+    hidden_states: Tensor
+    rows_per: RowsPer
+    slot_weights: Tensor | None
+    handle: Handle
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowsDispatchOutput:
+    """Received tokens in the ROWS layout: one row per (token, rank) and an index over the rows.
+
+    hidden_states: [R, H]; the row stride may exceed H. Rows without a slot are undefined.
+    index: the expert-major slots over the rows.
+    slot_weights: [C], float32, differentiable on trainable paths; None where weights did not travel.
+    weights_applied_by: who multiplies by slot_weights.
+    combine_rows: [C, H], memory that combine can send from without a copy, or None.
+    """
+
+    hidden_states: WireTensor
+    index: SlotIndex
+    slot_weights: Tensor | None
+    weights_applied_by: WeightsAppliedBy
+    handle: Handle
+    combine_rows: Tensor | None = None
+
+    layout = Layout.ROWS
+
+    @property
+    def num_slots_per_expert(self) -> Tensor:
+        """[L], int32, on the device."""
+        return self.index.num_slots_per_expert
+
+    @property
+    def num_slots(self) -> int:
+        """C, the slots allocated."""
+        if self.index.row_of_slot is None:
+            return self.hidden_states.data.shape[0]
+        return self.index.row_of_slot.shape[0]
+
+    @property
+    def route(self) -> Route:
+        """The plan of this routing."""
+        return self.handle.route
+
+    def combine_input(
+        self, hidden_states: Tensor, *, rows_per: RowsPer = RowsPer.SLOT
+    ) -> RowsCombineInput:
+        """Wrap expert results for `Dispatcher.combine`.
+
+        Args:
+            hidden_states: [C, H] or, with rows_per=ROW, [R, H].
+            rows_per: what one row stands for; ROW rows are already weighted and reduced.
+
+        Raises:
+            ShapeError: wrong number of rows, or rows per ROW while combine applies the weights.
+        """
+        by_combine = self.weights_applied_by is WeightsAppliedBy.COMBINE
+        if rows_per is RowsPer.ROW and by_combine:
+            raise ShapeError(
+                "combine_input: rows_per is ROW but combine applies the weights of each slot; "
+                "return one row a slot"
+            )
+        per_slot = rows_per is RowsPer.SLOT
+        expected = self.num_slots if per_slot else self.hidden_states.data.shape[0]
+        if hidden_states.dim() != 2 or hidden_states.shape[0] != expected:
+            raise ShapeError(
+                f"combine_input: hidden_states is {list(hidden_states.shape)}, expected "
+                f"[{expected}, H], one row a {rows_per.value}; return a row for each"
+            )
+        return RowsCombineInput(
+            hidden_states=hidden_states,
+            rows_per=rows_per,
+            slot_weights=self.slot_weights if by_combine else None,
+            handle=self.handle,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MaskedCombineInput:
+    """Expert results for the MASKED layout: [L, C, H], the first n of each expert."""
+
+    hidden_states: Tensor
+    slot_weights: Tensor | None
+    handle: Handle
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MaskedDispatchOutput:
+    """Received tokens in the MASKED layout.
+
+    hidden_states: [L, C, H]; of expert l the first num_slots_per_expert[l] rows are defined.
+    num_slots_per_expert: [L], int32, on the device.
+    slot_weights: [L, C], float32, or None where weights did not travel.
+    """
+
+    hidden_states: WireTensor
+    num_slots_per_expert: Tensor
+    slot_weights: Tensor | None
+    weights_applied_by: WeightsAppliedBy
+    handle: Handle
+
+    layout = Layout.MASKED
+
+    @property
+    def route(self) -> Route:
+        """The plan of this routing."""
+        return self.handle.route
+
+    def combine_input(self, hidden_states: Tensor) -> MaskedCombineInput:
+        """Wrap expert results [L, C, H] for `Dispatcher.combine`.
+
+        Raises:
+            ShapeError: not three dimensions, or other L and C than those received.
+        """
+        expected = self.hidden_states.data.shape[:2]
+        if hidden_states.dim() != 3 or hidden_states.shape[:2] != expected:
+            raise ShapeError(
+                f"combine_input: hidden_states is {list(hidden_states.shape)}, expected "
+                f"[{expected[0]}, {expected[1]}, H]; return a row for each slot"
+            )
+        by_combine = self.weights_applied_by is WeightsAppliedBy.COMBINE
+        return MaskedCombineInput(
+            hidden_states=hidden_states,
+            slot_weights=self.slot_weights if by_combine else None,
+            handle=self.handle,
+        )
+
+
+DispatchOutput = RowsDispatchOutput | MaskedDispatchOutput
+CombineInput = RowsCombineInput | MaskedCombineInput
+
+
+class Pending(Generic[T_co]):
+    """The unfinished half of an asynchronous dispatch or combine.
+
+    Waits come in one order on all ranks, like the calls.
+    """
+
+    def __init__(self, finish: Callable[[], T_co]) -> None:
+        """Hold `finish`, which completes the operation and returns its record."""
+        self._finish: Callable[[], T_co] | None = finish
+
+    def wait(self) -> T_co:
+        """Complete the operation and return its record.
+
+        Raises:
+            HandleError: the record was already taken.
+        """
+        if self._finish is None:
+            raise HandleError("wait: this operation was already completed; keep its first result")
+        finish, self._finish = self._finish, None
+        return finish()
+
+
+def empty_topk(top_k: int, device: torch.device) -> TopKOutput:
+    """The routing of a rank without tokens: topk_ids [0, K], topk_weights [0, K]."""
+    return TopKOutput(
+        topk_ids=torch.empty(0, top_k, dtype=torch.int64, device=device),
+        topk_weights=torch.empty(0, top_k, dtype=torch.float32, device=device),
+    )

@@ -1,0 +1,52 @@
+"""Names of backends and runners, and where they live; each is imported when it is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from epcomm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from epcomm.buffers.base import Buffer
+    from epcomm.runners.base import ExpertRunner
+
+BUFFERS: Mapping[str, str] = MappingProxyType(
+    {
+        "collective": "epcomm.buffers.collective:CollectiveBuffer",
+        "all_gather": "epcomm.buffers.all_gather:AllGatherBuffer",
+    }
+)
+RUNNERS: Mapping[str, str] = MappingProxyType(
+    {
+        "grouped_mm": "epcomm.runners.grouped_mm:GroupedMMRunner",
+        "reference": "epcomm.runners.reference:ReferenceRunner",
+    }
+)
+
+
+def buffer_class(name: str) -> type[Buffer]:
+    """The Buffer class registered as `name`.
+
+    Raises:
+        ConfigError: no such name; the message lists those that exist.
+    """
+    return _load("backend", BUFFERS, name)
+
+
+def runner_class(name: str) -> type[ExpertRunner]:
+    """The ExpertRunner class registered as `name`.
+
+    Raises:
+        ConfigError: no such name; the message lists those that exist.
+    """
+    return _load("runner", RUNNERS, name)
+
+
+def _load(kind: str, table: Mapping[str, str], name: str) -> type:
+    if name not in table:
+        raise ConfigError(f"EPConfig: {kind} is {name!r}, expected auto or one of {sorted(table)}")
+    module, _, attribute = table[name].partition(":")
+    return getattr(import_module(module), attribute)

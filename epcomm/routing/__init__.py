@@ -1,0 +1,25 @@
+"""Router logits to experts and weights: one spec, one reference function, presets per model."""
+
+from epcomm.routing.presets import from_transformers_config
+from epcomm.routing.reference import route
+from epcomm.routing.spec import (
+    CorrectionBias,
+    CustomRoutingFunction,
+    DroppedGroups,
+    EpsilonMode,
+    RoutingSpec,
+    ScoreFunction,
+    SoftmaxOrder,
+)
+
+__all__ = [
+    "CorrectionBias",
+    "CustomRoutingFunction",
+    "DroppedGroups",
+    "EpsilonMode",
+    "RoutingSpec",
+    "ScoreFunction",
+    "SoftmaxOrder",
+    "from_transformers_config",
+    "route",
+]

@@ -1,0 +1,259 @@
+"""Routing in plain torch: the definition that every device kernel is checked against.
+
+What may go wrong: ties, NaN logits, rows without a finite logit, padding rows and weights that sum
+to zero. Each has one answer here, whatever the device; `route` lists them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from epcomm.errors import ConfigError, ShapeError
+from epcomm.records import TopKOutput
+from epcomm.routing.spec import (
+    CorrectionBias,
+    DroppedGroups,
+    EpsilonMode,
+    RoutingSpec,
+    ScoreFunction,
+    SoftmaxOrder,
+)
+
+_FILL = {DroppedGroups.NEG_INF: -math.inf, DroppedGroups.ZERO: 0.0}
+
+
+def route(
+    logits: Tensor,
+    spec: RoutingSpec,
+    *,
+    correction_bias: Tensor | None = None,
+    num_valid_tokens: int | Tensor | None = None,
+    hidden_states: Tensor | None = None,
+) -> TopKOutput:
+    """Choose the experts of each token and their weights.
+
+    All arithmetic is float32, whatever the dtype of the logits. The weights are differentiable with
+    respect to the logits, and to a bias inside the score; the choice is not.
+
+    Ties go to the lowest id, among groups as among experts. A NaN logit ranks last, behind -inf;
+    its expert weighs 0 and the others are weighed as if it were absent. +inf counts as the largest
+    float32. With softmax, a row without any logit above -inf weighs 0, and so does, under
+    renormalisation, a selection whose scores sum to 0. An expert of a dropped group is selected
+    only where NaN, -inf or the ZERO fill leave too few others; it weighs 0, except that with the
+    ZERO fill and a bias for the selection it keeps its score, as the models with that pair do.
+
+    Args:
+        logits: [T, E], floating point; T = 0 is legal.
+        spec: the routing of the model.
+        correction_bias: [E]; required where the spec has a bias, refused where it has none.
+        num_valid_tokens: rows from here on are padding; an int, or an integer tensor [] that may
+            live on the device; None: no padding.
+        hidden_states: [T, H]; only a custom function reads it.
+
+    Returns:
+        topk_ids [T, K], int64, distinct, best selection score first; -1 in padding rows.
+        topk_weights [T, K], float32; 0 in padding rows.
+
+    Collective: none.
+    Host sync: none.   Graph capture: yes.   Deterministic: yes.
+    Lifetime: ordinary tensors, owned by the caller.
+    Raises:
+        ShapeError: a wrong shape or dtype, also of what a custom function returned.
+        ConfigError: more experts asked for than the logits have, or a bias where none belongs.
+    Source: the routers of transformers, SGLang, vLLM and Megatron-LM; ours: one definition of
+        ties, NaN, padding and zero sums.
+    """
+    _check_arguments(logits, spec, correction_bias, num_valid_tokens)
+    if spec.custom_function is None:
+        topk = _route_by_spec(logits, spec, correction_bias)
+    else:
+        topk = spec.custom_function(
+            logits, top_k=spec.top_k, correction_bias=correction_bias, hidden_states=hidden_states
+        )
+        _check_custom_output(topk, (logits.shape[0], spec.top_k))
+    return topk if num_valid_tokens is None else _mask_padding(topk, num_valid_tokens)
+
+
+def _route_by_spec(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> TopKOutput:
+    is_nan = torch.isnan(logits)
+    logits = _adjust_logits(logits, spec, bias, is_nan)
+    scores = _score(logits, spec)
+    topk_ids, is_dropped = _select(scores, spec, bias, is_nan)
+    weights = scores.gather(1, topk_ids)
+    ranked_by_logit = spec.softmax_order is SoftmaxOrder.AFTER_TOPK
+    keeps_score = (
+        spec.dropped_groups is DroppedGroups.ZERO
+        and spec.correction_bias is CorrectionBias.SELECTION
+    )
+    if is_dropped is not None and not keeps_score:
+        weightless = -math.inf if ranked_by_logit else 0.0
+        weights = weights.masked_fill(is_dropped.gather(1, topk_ids), weightless)
+    if ranked_by_logit:
+        weights = _softmax(weights)
+    if spec.renormalize:
+        weights = _renormalize(weights, spec)
+    return TopKOutput(topk_ids=topk_ids, topk_weights=weights * spec.routed_scaling_factor)
+
+
+def _adjust_logits(
+    logits: Tensor, spec: RoutingSpec, bias: Tensor | None, is_nan: Tensor
+) -> Tensor:
+    """Float32 logits with softcap and inner bias; NaN became -inf, which always scores 0."""
+    # NaN passes the softcap as 0, so that its gradient is 0 and not NaN.
+    logits = logits.float().masked_fill(is_nan, 0.0)
+    if spec.softcap is not None:
+        logits = spec.softcap * torch.tanh(logits / spec.softcap)
+    if spec.correction_bias is CorrectionBias.SCORE and bias is not None:
+        logits = logits + bias.float()
+    # inf - inf would make a whole softmax row NaN.
+    logits = logits.clamp(max=torch.finfo(torch.float32).max)
+    return logits.masked_fill(is_nan, -math.inf)
+
+
+def _score(logits: Tensor, spec: RoutingSpec) -> Tensor:
+    if spec.score_function is ScoreFunction.SIGMOID:
+        return _sigmoid(logits)
+    if spec.score_function is ScoreFunction.SQRT_SOFTPLUS:
+        return _sqrt_softplus(logits)
+    if spec.softmax_order is SoftmaxOrder.AFTER_TOPK:
+        return logits
+    return _softmax(logits)
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    """Softmax over the last dimension; a row of -inf gives zeros."""
+    is_empty = (logits == -math.inf).all(dim=-1, keepdim=True)
+    probabilities = torch.softmax(logits.masked_fill(is_empty, 0.0), dim=-1)
+    return probabilities.masked_fill(is_empty, 0.0)
+
+
+def _sigmoid(logits: Tensor) -> Tensor:
+    # On a CPU torch.sigmoid and softplus round differently in the tail of a vectorised loop, so
+    # equal logits would not tie. Each row of a softmax over (x, 0) takes the same path.
+    return torch.softmax(torch.stack((logits, torch.zeros_like(logits)), dim=-1), dim=-1)[..., 0]
+
+
+def _sqrt_softplus(logits: Tensor) -> Tensor:
+    # 20: beyond it log1p(exp(x)) is x, and below -20 it is exp(x), to float32 precision. There
+    # sqrt(softplus(x)) would have the gradient 0 * inf; exp(x / 2) is the same and smooth.
+    tail = torch.exp(logits.clamp(max=-20.0) / 2)
+    body = torch.log1p(torch.exp(logits.clamp(-20.0, 20.0))).sqrt()
+    head = logits.clamp(min=20.0).sqrt()
+    return torch.where(logits < -20.0, tail, torch.where(logits > 20.0, head, body))
+
+
+@torch.no_grad()
+def _select(
+    scores: Tensor, spec: RoutingSpec, bias: Tensor | None, is_nan: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The chosen ids [T, K], best first, and which experts were in dropped groups [T, E]."""
+    if spec.correction_bias is CorrectionBias.SELECTION and bias is not None:
+        scores = scores + bias.float()
+    scores = scores.masked_fill(is_nan, -math.inf)
+    is_dropped = None
+    if spec.drops_groups:
+        is_dropped = _find_dropped(scores, spec)
+        scores = scores.masked_fill(is_dropped, _FILL[spec.dropped_groups])
+    return _rank(scores, is_last=is_nan)[:, : spec.top_k].contiguous(), is_dropped
+
+
+def _find_dropped(scores: Tensor, spec: RoutingSpec) -> Tensor:
+    """Which experts lie outside the best groups, [T, E], bool."""
+    num_tokens, num_experts = scores.shape
+    group_size = num_experts // spec.num_groups
+    grouped = scores.view(num_tokens, spec.num_groups, group_size)
+    group_scores = grouped.topk(spec.group_score_top_n, dim=-1).values.sum(dim=-1)
+    kept = _rank(group_scores)[:, : spec.topk_groups]
+    is_dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, kept, False)
+    return is_dropped.repeat_interleave(group_size, dim=1)
+
+
+def _rank(scores: Tensor, *, is_last: Tensor | None = None) -> Tensor:
+    """Indices by falling score, ties by rising index; those of `is_last` behind all others."""
+    # torch.topk leaves ties open; a stable sort that rises over negated scores does not.
+    keys = -scores
+    if is_last is not None:
+        # A positive NaN sorts behind +inf everywhere; a negated one would not in a radix sort.
+        keys = keys.masked_fill(is_last, math.nan)
+    return torch.argsort(keys, dim=-1, stable=True)
+
+
+def _renormalize(weights: Tensor, spec: RoutingSpec) -> Tensor:
+    total = weights.sum(dim=-1, keepdim=True)
+    if spec.epsilon_mode is EpsilonMode.ADDED:
+        total = total + spec.epsilon
+    elif spec.epsilon_mode is EpsilonMode.CLAMP:
+        total = total.clamp(min=spec.epsilon)
+    # Scores are never negative: a zero sum means zero weights, and 0 / 1 keeps them.
+    return weights / total.masked_fill(total == 0, 1.0)
+
+
+def _mask_padding(topk: TopKOutput, num_valid_tokens: int | Tensor) -> TopKOutput:
+    positions = torch.arange(topk.topk_ids.shape[0], device=topk.topk_ids.device)
+    is_padding = (positions >= num_valid_tokens).unsqueeze(1)
+    return TopKOutput(
+        topk_ids=topk.topk_ids.masked_fill(is_padding, -1),
+        topk_weights=topk.topk_weights.masked_fill(is_padding, 0.0),
+    )
+
+
+def _check_arguments(
+    logits: Tensor,
+    spec: RoutingSpec,
+    bias: Tensor | None,
+    num_valid_tokens: int | Tensor | None,
+) -> None:
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise ShapeError(
+            f"route: logits is {list(logits.shape)} {logits.dtype}, expected [T, E], floating "
+            "point; flatten batch and sequence"
+        )
+    num_tokens, num_experts = logits.shape
+    spec.check_num_experts(num_experts)
+    if spec.custom_function is None:
+        _check_bias(spec, bias)
+    if bias is not None and bias.shape != (num_experts,):
+        raise ShapeError(
+            f"route: correction_bias is {list(bias.shape)}, expected [{num_experts}], one value an "
+            "expert; squeeze it"
+        )
+    if isinstance(num_valid_tokens, Tensor):
+        if num_valid_tokens.dim() != 0 or num_valid_tokens.is_floating_point():
+            raise ShapeError(
+                f"route: num_valid_tokens is {list(num_valid_tokens.shape)} "
+                f"{num_valid_tokens.dtype}, expected one integer, []; call .squeeze()"
+            )
+    elif num_valid_tokens is not None and not 0 <= num_valid_tokens <= num_tokens:
+        raise ShapeError(
+            f"route: num_valid_tokens is {num_valid_tokens}, expected 0 to {num_tokens}, the rows "
+            "of logits"
+        )
+
+
+def _check_bias(spec: RoutingSpec, bias: Tensor | None) -> None:
+    wanted = spec.correction_bias is not CorrectionBias.NONE
+    if wanted and bias is None:
+        raise ConfigError(
+            "route: correction_bias is None, expected [E] because spec.correction_bias is "
+            f"{spec.correction_bias.value!r}; pass the bias of the model"
+        )
+    if not wanted and bias is not None:
+        raise ConfigError(
+            "route: correction_bias is given, expected None because spec.correction_bias is "
+            "'none'; set 'selection' or 'score' so that it is not lost"
+        )
+
+
+def _check_custom_output(topk: TopKOutput, shape: tuple[int, int]) -> None:
+    for name, tensor, dtype in (
+        ("topk_ids", topk.topk_ids, torch.int64),
+        ("topk_weights", topk.topk_weights, torch.float32),
+    ):
+        if tensor.shape != shape or tensor.dtype != dtype:
+            raise ShapeError(
+                f"route: custom_function returned {name} {list(tensor.shape)} {tensor.dtype}, "
+                f"expected {list(shape)} {dtype}; fix the function"
+            )

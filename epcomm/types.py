@@ -1,0 +1,156 @@
+"""Small vocabulary shared by records, buffers and runners: wire formats, layouts, who applies weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from epcomm.errors import ConfigError
+
+# 16 B: the widest vector load and the row-stride rule of torch's grouped matmul.
+ROW_ALIGNMENT_BYTES = 16
+
+
+def align_up(value: int, multiple: int) -> int:
+    """Smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+class WireDtype(str, Enum):
+    """Element type of hidden states while they travel."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+    FP8_E4M3 = "fp8_e4m3"
+    INT8 = "int8"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The torch dtype that holds one element."""
+        return _TORCH_DTYPES[self]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether rows carry scales beside their elements."""
+        return self in (WireDtype.FP8_E4M3, WireDtype.INT8)
+
+    @classmethod
+    def from_torch(cls, dtype: torch.dtype) -> WireDtype:
+        """The wire dtype of an unquantised tensor.
+
+        Raises:
+            ConfigError: the dtype is none of bfloat16, float16, float32.
+        """
+        for wire_dtype in (cls.BF16, cls.FP16, cls.FP32):
+            if wire_dtype.torch_dtype == dtype:
+                return wire_dtype
+        raise ConfigError(
+            f"WireDtype.from_torch: dtype is {dtype}, expected bfloat16, float16 or float32; "
+            "cast the hidden states"
+        )
+
+
+_TORCH_DTYPES = {
+    WireDtype.BF16: torch.bfloat16,
+    WireDtype.FP16: torch.float16,
+    WireDtype.FP32: torch.float32,
+    WireDtype.FP8_E4M3: torch.float8_e4m3fn,
+    WireDtype.INT8: torch.int8,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireFormat:
+    """What one row of hidden states looks like on the wire.
+
+    dtype: element type.
+    scale_block: elements that share a scale; None for unquantised rows, 0 for one scale a row.
+    scale_dtype: dtype of the scales; None for unquantised rows.
+    """
+
+    dtype: WireDtype
+    scale_block: int | None = None
+    scale_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        has_scales = self.scale_block is not None and self.scale_dtype is not None
+        if has_scales != self.dtype.is_quantized:
+            raise ConfigError(
+                f"WireFormat: {self.dtype.value} with scale_block={self.scale_block} and "
+                f"scale_dtype={self.scale_dtype}; quantised dtypes need both, others neither"
+            )
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> WireFormat:
+        """The format that sends rows of `dtype` as they are."""
+        return cls(dtype=WireDtype.from_torch(dtype))
+
+    def num_scales(self, hidden_size: int) -> int:
+        """Scales of one row."""
+        if self.scale_block is None:
+            return 0
+        return -(-hidden_size // self.scale_block) if self.scale_block else 1
+
+    def data_bytes(self, hidden_size: int) -> int:
+        """Bytes of the elements of one row."""
+        return hidden_size * self.dtype.torch_dtype.itemsize
+
+    def scale_bytes(self, hidden_size: int) -> int:
+        """Bytes of the scales of one row."""
+        return self.num_scales(hidden_size) * (self.scale_dtype.itemsize if self.scale_dtype else 0)
+
+    def __str__(self) -> str:
+        return self.dtype.value if self.scale_block is None else f"{self.dtype.value}/{self.scale_block}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleLayout:
+    """How received scales lie in memory.
+
+    column_major: consecutive rows are adjacent (what TMA reads) instead of consecutive blocks.
+    alignment: rows are padded to this multiple in the column-major layout.
+    packed: four power-of-two scales in one int32.
+    """
+
+    column_major: bool = False
+    alignment: int = 1
+    packed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WireTensor:
+    """Rows as they travelled: elements, and scales where the format has them.
+
+    data: [R, H] (or [L, C, H]), format.dtype; the row stride may exceed H.
+    scales: [R, num_scales] or None.
+    """
+
+    data: Tensor
+    format: WireFormat
+    scales: Tensor | None = None
+    scale_layout: ScaleLayout | None = None
+
+
+class Layout(str, Enum):
+    """How received tokens are presented to the experts."""
+
+    ROWS = "rows"
+    MASKED = "masked"
+
+
+class WeightsAppliedBy(str, Enum):
+    """Who multiplies expert outputs by topk_weights, exactly once."""
+
+    RUNNER = "runner"
+    COMBINE = "combine"
+
+
+class RowsPer(str, Enum):
+    """What one row of a CombineInput stands for."""
+
+    SLOT = "slot"
+    ROW = "row"

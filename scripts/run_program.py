@@ -1,0 +1,50 @@
+"""Run one program as `python program.py arguments` would, then destroy its process group.
+
+A process that exits with a live process group may abort, or hang in a destructor, long after its
+last line. Started by launch_multi_rank.sh on each rank.
+"""
+
+import faulthandler
+import os
+import runpy
+import sys
+import traceback
+
+# Seconds that a failed rank has for its clean-up, which may wait for ranks that never answer.
+LEAVE_LIMIT_S = 5
+
+
+def main() -> None:
+    del sys.argv[0]
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as error:
+        if error.code:
+            _report_failure(f"exit: {error.code}\n")
+            sys.exit(error.code if isinstance(error.code, int) else 1)
+    except BaseException:  # noqa: BLE001 (KeyboardInterrupt too: show it, then leave)
+        _report_failure(traceback.format_exc())
+        sys.exit(1)
+    finally:
+        _destroy_process_group()
+
+
+def _report_failure(message: str) -> None:
+    rank, num_ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    sys.stdout.flush()
+    # One write, so that the messages of several ranks do not mix.
+    sys.stderr.write(f"rank {rank} of {num_ranks} failed: {message}")
+    sys.stderr.flush()
+    faulthandler.dump_traceback_later(LEAVE_LIMIT_S, exit=True)
+
+
+def _destroy_process_group() -> None:
+    # A program that never imported torch.distributed has nothing to destroy.
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

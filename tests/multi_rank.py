@@ -1,0 +1,475 @@
+"""A pytest plugin: `@pytest.mark.ranks(1, 2, 4)` runs a test on so many processes.
+
+The test is parametrised over the sizes as `num_ranks`, with ids like `ranks4`.
+
+Outer run (plain pytest): all selected tests of one size run in one launch of
+scripts/launch_multi_rank.sh, and each is reported as its own result: passed if it passed on every
+rank. A failure ends its launch, because the ranks no longer agree on where they are; the tests that
+it left undone run in the next launch.
+
+Inner run (under the launcher, one process per rank): a gloo process group stands during the
+session, skips and empty selections are failures, and each rank appends its results to a file of
+JSON lines for the outer run.
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Generator, Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from _pytest.skipping import evaluate_skip_marks  # pytest has no public way to ask this
+
+LAUNCHER = Path(__file__).parents[1] / "scripts" / "launch_multi_rank.sh"
+UNDER_LAUNCHER_ENV = "EPCOMM_MULTI_RANK"  # set by the launcher
+RESULTS_ENV = "EPCOMM_MULTI_RANK_RESULTS"  # set by the outer run: the folder for results
+
+# Seconds that a collective waits for a rank that does not come.
+COLLECTIVE_LIMIT_S = 60
+# Seconds from the start of a launch until all ranks have collected their tests: 10 on an idle
+# machine with two cores and two ranks, most of them for importing torch.
+START_LIMIT_S = 120
+# Seconds that a launch may then go on without finishing a test on any rank. Twice the limit of a
+# collective, so that the message of a collective that waited in vain comes first.
+STALL_LIMIT_S = 120
+# Seconds that a failed rank has for its clean-up, which may wait for ranks that never answer.
+LEAVE_LIMIT_S = 5
+# Seconds from SIGTERM to SIGKILL; torch.distributed.run gives its ranks 30 of them.
+STOP_LIMIT_S = 40
+# Lines of a launch's output that are shown for a test without a result: room for the 100 that
+# torch.distributed.run says of 8 ranks at its end, and for the cause before them.
+TAIL_LINES = 150
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addini(
+        "multi_rank_stall_limit_s",
+        "seconds that a launch may go on without finishing a test on any rank",
+        default=str(STALL_LIMIT_S),
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "ranks(*sizes): run the test on so many processes")
+    under_launcher = os.environ.get(UNDER_LAUNCHER_ENV) == "1"
+    config.pluginmanager.register(InnerRun() if under_launcher else OuterRun(config))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marker = metafunc.definition.get_closest_marker("ranks")
+    if marker is None:
+        return
+    if not marker.args:
+        pytest.fail(f"{metafunc.definition.nodeid}: ranks() names no size", pytrace=False)
+    if "num_ranks" not in metafunc.fixturenames:
+        metafunc.fixturenames.append("num_ranks")
+    metafunc.parametrize("num_ranks", marker.args, ids=[f"ranks{size}" for size in marker.args])
+
+
+def num_ranks_of(item: pytest.Item) -> int | None:
+    """The number of ranks an item needs; None without the marker."""
+    if isinstance(item, pytest.Function) and item.get_closest_marker("ranks"):
+        num_ranks = item.callspec.params["num_ranks"]
+        assert isinstance(num_ranks, int), f"ranks() takes integers, not {num_ranks!r}"
+        return num_ranks
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankResult:
+    """What one rank says of one test: a line in its file."""
+
+    rank: int
+    nodeid: str
+    outcome: str  # passed | failed
+    ended_at_s: float  # time.time(): the first failure is the cause, others may follow from it
+    duration_s: float
+    longrepr: str
+    summary: str  # the last words of longrepr
+    sections: list[tuple[str, str]]  # captured output: title, text
+
+
+class InnerRun:
+    """One rank under the launcher."""
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ["RANK"])
+        self.num_ranks = int(os.environ["WORLD_SIZE"])
+        # Nothing is captured yet, so this stays the terminal.
+        self.terminal = os.fdopen(os.dup(2), "w")
+        self.results_path: Path | None = None
+        if folder := os.environ.get(RESULTS_ENV):
+            self.results_path = Path(folder, f"rank{self.rank}.jsonl")
+            # Tells the outer run where this rank was when another one failed, or when all hung.
+            stack_fd = os.open(Path(folder, f"rank{self.rank}.stack"), os.O_CREAT | os.O_WRONLY)
+            faulthandler.register(signal.SIGTERM, file=stack_fd, chain=True)
+        self.failed: set[str] = set()
+        self.duration_s: dict[str, float] = defaultdict(float)
+        make_hypothesis_agree()
+
+    @pytest.fixture(scope="session", autouse=True)
+    def process_group(self) -> Iterator[None]:
+        """The default process group, destroyed after a failure too: torch may abort otherwise."""
+        import torch.distributed as dist  # slow, and useless to an empty selection
+
+        dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_LIMIT_S))
+        try:
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        others = [item for item in items if num_ranks_of(item) != self.num_ranks]
+        items[:] = [item for item in items if num_ranks_of(item) == self.num_ranks]
+        config.hook.pytest_deselected(items=others)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_make_collect_report(
+        self,
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        report = yield
+        fail_if_skipped(report)
+        return report
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        fail_if_skipped(report)
+        return report
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.say(f"failed to collect {report.nodeid}\n{report.longreprtext}")
+
+    def pytest_runtest_logstart(self) -> None:
+        if self.results_path:
+            self.results_path.touch()  # this rank got as far as its tests
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.duration_s[report.nodeid] += report.duration
+        if report.failed:
+            # At once: the launcher ends the other ranks, and clean-up may end this one.
+            output = "".join(f"\n{title}\n{text}" for title, text in report.sections)
+            self.say(f"failed in {report.nodeid} ({report.when})\n{report.longreprtext}{output}")
+            if report.nodeid not in self.failed:
+                self.failed.add(report.nodeid)
+                self.record(report)
+        elif report.when == "teardown" and report.nodeid not in self.failed:
+            self.record(report)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_teardown(self) -> None:
+        if self.failed:
+            self.leave_soon()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+            self.say(f"failed: no test is selected that is marked ranks({self.num_ranks})")
+        if exitstatus != pytest.ExitCode.OK:
+            self.leave_soon()
+
+    def leave_soon(self) -> None:
+        """End this process in time even if a fixture waits for the other ranks."""
+        faulthandler.dump_traceback_later(LEAVE_LIMIT_S, exit=True, file=self.terminal)
+
+    def say(self, text: str) -> None:
+        # One write, so that the messages of several ranks do not mix.
+        self.terminal.write(f"\nrank {self.rank} of {self.num_ranks} {text}\n")
+        self.terminal.flush()
+
+    def record(self, report: pytest.TestReport) -> None:
+        if not self.results_path:
+            return
+        crash = getattr(report.longrepr, "reprcrash", None)
+        result = RankResult(
+            rank=self.rank,
+            nodeid=report.nodeid,
+            outcome=report.outcome,
+            ended_at_s=time.time(),
+            duration_s=self.duration_s[report.nodeid],
+            longrepr=report.longreprtext,
+            summary=str(crash) if crash else report.longreprtext,
+            sections=report.sections,
+        )
+        with self.results_path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(result)) + "\n")
+
+
+def fail_if_skipped(report: pytest.CollectReport | pytest.TestReport) -> None:
+    """Turn a skip into a failure: a rank that skips leaves the others alone in a collective."""
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"{reason} (under the launcher a skip is a failure)"
+
+
+def make_hypothesis_agree() -> None:
+    """Let all ranks draw the same examples: no seed, clock or stored example of their own.
+
+    No shrinking: the rank that failed would repeat the test alone.
+    """
+    from hypothesis import HealthCheck, Phase, settings
+
+    settings.register_profile(
+        "multi_rank",
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("multi_rank")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What came of one launch."""
+
+    num_ranks: int
+    nodeids: list[str]
+    results: list[RankResult]
+    num_ranks_started: int  # ranks that got as far as their tests
+    stacks: dict[int, str]  # by rank: where it was when it was ended
+    ending: str  # how it ended; empty if it ended well
+    output: str
+    duration_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The result of one test over all ranks."""
+
+    failure: str  # empty if passed
+    results: list[RankResult]
+
+
+class OuterRun:
+    """The run that launches the others and reports what came of them."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.stall_limit_s = float(config.getini("multi_rank_stall_limit_s"))
+        self.items: dict[int, list[pytest.Item]] = defaultdict(list)
+        self.verdicts: dict[str, Verdict] = {}
+        self.launches: list[Launch] = []
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        for item in session.items:
+            if isinstance(item, pytest.Function) and (num_ranks := num_ranks_of(item)):
+                self.items[num_ranks].append(item)
+                # Its fixtures live on the ranks. What remains here is pytest's own protocol, with
+                # skip and xfail marks, -x and all reports.
+                item.fixturenames = []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
+        num_ranks = num_ranks_of(pyfuncitem)
+        if num_ranks is None:
+            return None
+        if pyfuncitem.nodeid not in self.verdicts:
+            launch = self.launch(num_ranks)
+            self.launches.append(launch)
+            self.verdicts.update(judge(launch))
+        failure = self.verdicts[pyfuncitem.nodeid].failure
+        if failure:
+            pytest.fail(failure, pytrace=False)
+        return True
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        verdict = self.verdicts.get(item.nodeid)
+        if call.when == "call" and verdict:
+            report.duration = max((result.duration_s for result in verdict.results), default=0.0)
+            for result in verdict.results:
+                report.sections += [
+                    (f"{title} (rank {result.rank})", text) for title, text in result.sections
+                ]
+        return report
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.launches:
+            terminalreporter.section("multi-rank runs")
+        for num_ranks in sorted({launch.num_ranks for launch in self.launches}):
+            launches = [launch for launch in self.launches if launch.num_ranks == num_ranks]
+            num_tests = sum(item.nodeid in self.verdicts for item in self.items[num_ranks])
+            seconds = sum(launch.duration_s for launch in launches)
+            terminalreporter.line(
+                f"ranks {num_ranks}: {num_tests} tests, {seconds:.1f} s, launches: {len(launches)}"
+            )
+
+    def launch(self, num_ranks: int) -> Launch:
+        """Run the tests of one size that have no verdict yet."""
+        nodeids = [
+            item.nodeid
+            for item in self.items[num_ranks]
+            if item.nodeid not in self.verdicts and evaluate_skip_marks(item) is None
+        ]
+        start_s = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="epcomm-ranks-") as folder_name:
+            folder = Path(folder_name)
+            selection = folder / "selection.txt"
+            selection.write_text("\n".join(nodeids), encoding="utf-8")
+            arguments = [
+                f"--rootdir={self.config.rootpath}",
+                f"--tb={self.config.option.tbstyle}",
+                f"--verbosity={self.config.option.verbose}",
+                # An expected failure is one on the ranks too; this run knows that it is expected.
+                "--runxfail",
+                # Node ids come through a file: a command line has a limit.
+                f"@{selection}",
+            ]
+            if self.config.inipath:
+                arguments += ["-c", str(self.config.inipath)]
+            ending = self.run_launcher(num_ranks, arguments, folder)
+            files = list(folder.glob("rank*.jsonl"))
+            lines = [line for file in files for line in file.read_text("utf-8").splitlines()]
+            return Launch(
+                num_ranks=num_ranks,
+                nodeids=nodeids,
+                results=[RankResult(**json.loads(line)) for line in lines],
+                num_ranks_started=len(files),
+                stacks={
+                    rank: without_pytest_frames(path.read_text("utf-8", errors="replace"))
+                    for rank in range(num_ranks)
+                    if (path := folder / f"rank{rank}.stack").exists()
+                },
+                ending=ending,
+                output=without_pytest_frames(
+                    (folder / "output.txt").read_text("utf-8", errors="replace")
+                ),
+                duration_s=time.monotonic() - start_s,
+            )
+
+    def run_launcher(self, num_ranks: int, arguments: list[str], folder: Path) -> str:
+        """Run the launcher until it ends or hangs; return how it ended, empty if well."""
+        environment = os.environ | {"PYTHON": sys.executable, RESULTS_ENV: str(folder)}
+        environment.pop("NNODES", None)
+        with (folder / "output.txt").open("wb") as output:
+            # A session of its own: Ctrl-C comes here, and stop() passes it on, once.
+            process = subprocess.Popen(
+                [LAUNCHER, str(num_ranks), *arguments],
+                cwd=self.config.rootpath,  # node ids are relative to it
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                return self.wait(process, num_ranks, folder)
+            finally:
+                stop(process)
+
+    def wait(self, process: subprocess.Popen[bytes], num_ranks: int, folder: Path) -> str:
+        """Wait for the end as long as results come; return how it ended, empty if well."""
+        progress, changed_at_s = [], time.monotonic()
+        while process.poll() is None:
+            time.sleep(0.05)
+            progress_now = [path.stat().st_size for path in folder.glob("rank*.jsonl")]
+            if progress_now != progress:
+                progress, changed_at_s = progress_now, time.monotonic()
+            started = len(progress) == num_ranks
+            limit_s = self.stall_limit_s if started else START_LIMIT_S
+            if time.monotonic() - changed_at_s > limit_s:
+                what = "no rank finished a test" if started else "not all ranks started"
+                return f"was ended after {limit_s:g} s in which {what}"
+        return f"ended with exit code {process.returncode}" if process.returncode else ""
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a launch. Its ranks have sessions of their own: torch.distributed.run must end them."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def judge(launch: Launch) -> dict[str, Verdict]:
+    """Give a verdict on each test that passed, and on the one that ended the launch."""
+    results: dict[str, list[RankResult]] = defaultdict(list)
+    for result in sorted(launch.results, key=lambda result: result.rank):
+        results[result.nodeid].append(result)
+    passed = [
+        nodeid
+        for nodeid in launch.nodeids
+        if [result.outcome for result in results[nodeid]] == ["passed"] * launch.num_ranks
+    ]
+    verdicts = {nodeid: Verdict(failure="", results=results[nodeid]) for nodeid in passed}
+    undone = [nodeid for nodeid in launch.nodeids if nodeid not in verdicts]
+    failures = [result for result in launch.results if result.outcome != "passed"]
+    if failures:
+        # A rank that runs ahead may fail in a later test because this one ended a rank.
+        culprits = [min(failures, key=lambda result: result.ended_at_s).nodeid]
+    elif launch.num_ranks_started < launch.num_ranks:
+        culprits = undone  # not the fault of a test, and a next launch would end the same way
+    elif undone:
+        culprits = undone[:1]
+    else:
+        culprits = launch.nodeids[-1:] if launch.ending else []
+    for nodeid in culprits:
+        failure = describe_failure(nodeid, results[nodeid], launch)
+        verdicts[nodeid] = Verdict(failure=failure, results=results[nodeid])
+    return verdicts
+
+
+def describe_failure(nodeid: str, results: list[RankResult], launch: Launch) -> str:
+    """Say which ranks failed, the first in full and the others in short, and where the rest was."""
+    failed = sorted(
+        (result for result in results if result.outcome != "passed"),
+        key=lambda result: result.ended_at_s,
+    )
+    silent = sorted(set(range(launch.num_ranks)) - {result.rank for result in results})
+    sentences = [f"{nodeid} on {launch.num_ranks} ranks:"]
+    if failed:
+        sentences.append(f"failed on {name_ranks(sorted(result.rank for result in failed))};")
+    if silent:
+        sentences.append(f"no result from {name_ranks(silent)};")
+    sentences.append(f"the launch {launch.ending or 'ended with exit code 0'}")
+    parts = [" ".join(sentences)]
+    parts += [f"--- rank {result.rank} failed first\n{result.longrepr}" for result in failed[:1]]
+    parts += [f"--- rank {result.rank} failed later\n{result.summary}" for result in failed[1:]]
+    parts += [
+        f"--- rank {rank} was ended here\n{launch.stacks[rank]}"
+        for rank in silent
+        if launch.stacks.get(rank)
+    ]
+    if not failed:
+        tail = "\n".join(launch.output.splitlines()[-TAIL_LINES:])
+        parts.append(f"--- the last lines of the launch\n{tail}")
+    return "\n".join(parts)
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """Name ranks: rank 3; ranks 0, 2."""
+    return ("ranks " if len(ranks) > 1 else "rank ") + ", ".join(map(str, ranks))
+
+
+def without_pytest_frames(text: str) -> str:
+    """Leave out the lines of a stack, about 30, that lie between a process's start and its test."""
+    noise = ("/_pytest/", "/pluggy/", '/pytest/__main__.py"', '"<frozen runpy>"')
+    lines = text.splitlines()
+    return "\n".join(
+        line
+        for line in lines
+        if not (line.startswith("  File ") and any(part in line for part in noise))
+    )

@@ -1,0 +1,154 @@
+"""Brute-force routing of one token in pure Python and float64; shares no code with the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from epcomm.routing import RoutingSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class OracleRow:
+    """The routing of one token, best expert first.
+
+    gap: smallest distance between two scores whose order decides something; exact ties of equal
+        origin do not count. Below the rounding of the tested dtype the order is a matter of luck.
+    """
+
+    ids: list[int]
+    weights: list[float]
+    gap: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Something that is ranked: value decides, then index; equal origins make an honest tie."""
+
+    index: int
+    value: float
+    origin: tuple[float, ...]
+
+
+def route_row(
+    logits: Sequence[float], spec: RoutingSpec, bias: Sequence[float] | None
+) -> OracleRow:
+    """Route one token.
+
+    Args:
+        logits: E floats, NaN and infinities allowed, but not two +inf with softmax.
+        bias: E floats or None.
+    """
+    num_experts = len(logits)
+    bias = bias or [0.0] * num_experts
+    inner = [value if spec.correction_bias == "score" else 0.0 for value in bias]
+    outer = [value if spec.correction_bias == "selection" else 0.0 for value in bias]
+    adjusted = [cap(z, spec.softcap) + b for z, b in zip(logits, inner, strict=True)]
+    valid = [e for e in range(num_experts) if not math.isnan(logits[e])]
+    scores = dict(zip(valid, score([adjusted[e] for e in valid], spec), strict=True))
+
+    choices = {e: scores[e] + outer[e] for e in valid}
+    origins = {e: (adjusted[e], outer[e]) for e in valid}
+    group_size = num_experts // spec.num_groups
+    groups = [
+        group_candidate(g, [choices.get(e, -math.inf) for e in members(g, group_size)], spec)
+        for g in range(spec.num_groups)
+    ]
+    ranked_groups = rank(groups)
+    kept = {candidate.index for candidate in ranked_groups[: spec.topk_groups]}
+    for e in valid:
+        if e // group_size not in kept:
+            choices[e] = 0.0 if spec.dropped_groups == "zero" else -math.inf
+            origins[e] = (choices[e],)
+
+    ranked = rank([Candidate(index=e, value=choices[e], origin=origins[e]) for e in valid])
+    order = [candidate.index for candidate in ranked]
+    order += [e for e in range(num_experts) if e not in valid]
+    ids = order[: spec.top_k]
+    dropped = {e for e in valid if e // group_size not in kept}
+    if spec.dropped_groups == "zero" and spec.correction_bias == "selection":
+        dropped = set()
+    weights = weigh([None if e in dropped else scores.get(e) for e in ids], spec)
+    gap = min(cut(ranked_groups, spec.topk_groups), *gaps(ranked[: spec.top_k + 1]), math.inf)
+    return OracleRow(ids=ids, weights=weights, gap=gap)
+
+
+def route_rows(
+    logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None
+) -> tuple[list[OracleRow], Tensor]:
+    """Route each row of [T, E]; also the weights scattered to [T, E], float64."""
+    bias_values = None if bias is None else bias.double().tolist()
+    rows = [route_row(row, spec, bias_values) for row in logits.double().tolist()]
+    dense = torch.zeros(logits.shape, dtype=torch.float64)
+    for token, row in enumerate(rows):
+        for e, weight in zip(row.ids, row.weights, strict=True):
+            dense[token, e] = weight
+    return rows, dense
+
+
+def cap(z: float, softcap: float | None) -> float:
+    return z if softcap is None else softcap * math.tanh(z / softcap)
+
+
+def members(group: int, group_size: int) -> range:
+    return range(group * group_size, (group + 1) * group_size)
+
+
+def score(logits: list[float], spec: RoutingSpec) -> list[float]:
+    if spec.score_function == "sigmoid":
+        return [
+            math.exp(z) / (1 + math.exp(z)) if z < 0 else 1 / (1 + math.exp(-z)) for z in logits
+        ]
+    if spec.score_function == "sqrt_softplus":
+        return [math.sqrt(max(z, 0.0) + math.log1p(math.exp(-abs(z)))) for z in logits]
+    return logits if spec.softmax_order == "after_topk" else softmax(logits)
+
+
+def softmax(logits: list[float]) -> list[float]:
+    top = max(logits, default=0.0)
+    if top == -math.inf:
+        return [0.0 for _ in logits]
+    powers = [1.0 if z == top else math.exp(z - top) for z in logits]
+    return [power / sum(powers) for power in powers]
+
+
+def group_candidate(group: int, choices: list[float], spec: RoutingSpec) -> Candidate:
+    best = tuple(sorted(choices, reverse=True)[: spec.group_score_top_n])
+    return Candidate(index=group, value=sum(best), origin=best)
+
+
+def rank(candidates: list[Candidate]) -> list[Candidate]:
+    return sorted(candidates, key=lambda candidate: (-candidate.value, candidate.index))
+
+
+def gaps(ranked: list[Candidate]) -> list[float]:
+    return [
+        first.value - second.value
+        for first, second in zip(ranked, ranked[1:], strict=False)
+        if first.origin != second.origin and first.value != -math.inf
+    ]
+
+
+def cut(ranked: list[Candidate], size: int) -> float:
+    """The distance between the last kept and the first dropped candidate."""
+    return min(gaps(ranked[size - 1 : size + 1]), default=math.inf)
+
+
+def weigh(scores: list[float | None], spec: RoutingSpec) -> list[float]:
+    """Weights of the selected scores; None is an expert that must weigh 0."""
+    if spec.softmax_order == "after_topk":
+        weights = softmax([-math.inf if s is None else s for s in scores])
+    else:
+        weights = [s or 0.0 for s in scores]
+    if spec.renormalize:
+        total = sum(weights)
+        if spec.epsilon_mode == "added":
+            total += spec.epsilon
+        if spec.epsilon_mode == "clamp":
+            total = max(total, spec.epsilon)
+        weights = [weight / total if total else 0.0 for weight in weights]
+    return [weight * spec.routed_scaling_factor for weight in weights]

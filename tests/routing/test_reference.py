@@ -1,0 +1,326 @@
+"""The reference against a brute-force oracle, then each rule of its docstring by a worked example."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from epcomm.errors import ConfigError, ShapeError
+from epcomm.records import TopKOutput
+from epcomm.routing import RoutingSpec, route
+from tests.routing.oracle import route_rows
+
+NAN, INF = math.nan, math.inf
+SIGMOID = {"score_function": "sigmoid", "renormalize": True}
+GROUPS = {"num_groups": 4, "topk_groups": 2, "group_score_top_n": 2}
+# float32 softmax, sum and division: a few units in the last place, each 1.2e-7.
+FLOAT32_RTOL = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    id: str
+    values: dict[str, object]
+
+
+CASES = [
+    Case(id="softmax", values={}),
+    Case(id="softmax-renormalised", values={"renormalize": True}),
+    Case(id="softmax-after-topk", values={"softmax_order": "after_topk"}),
+    Case(
+        id="softmax-after-topk-bias",
+        values={"softmax_order": "after_topk", "correction_bias": "selection"},
+    ),
+    Case(id="softmax-after-topk-groups", values={"softmax_order": "after_topk", **GROUPS}),
+    Case(id="softmax-bias-selection", values={"correction_bias": "selection"}),
+    Case(id="softmax-bias-score", values={"correction_bias": "score"}),
+    Case(id="softmax-softcap", values={"softcap": 2.0}),
+    Case(id="softmax-softcap-bias-score", values={"softcap": 1.0, "correction_bias": "score"}),
+    Case(
+        id="softmax-groups-zero",
+        values={**GROUPS, "group_score_top_n": 1, "dropped_groups": "zero"},
+    ),
+    Case(id="sigmoid", values=SIGMOID),
+    Case(id="sigmoid-bias-selection", values={**SIGMOID, "correction_bias": "selection"}),
+    Case(id="sigmoid-bias-score", values={**SIGMOID, "correction_bias": "score"}),
+    Case(id="sigmoid-groups-bias", values={**SIGMOID, **GROUPS, "correction_bias": "selection"}),
+    Case(
+        id="sigmoid-groups-bias-zero",
+        values={**SIGMOID, **GROUPS, "correction_bias": "selection", "dropped_groups": "zero"},
+    ),
+    Case(id="sqrt_softplus", values={"score_function": "sqrt_softplus"}),
+    Case(
+        id="sqrt_softplus-bias-scaled",
+        values={
+            "score_function": "sqrt_softplus",
+            "correction_bias": "selection",
+            "renormalize": True,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    Case(id="epsilon-added", values={**SIGMOID, "epsilon_mode": "added", "epsilon": 0.25}),
+    Case(id="epsilon-clamp", values={**SIGMOID, "epsilon_mode": "clamp", "epsilon": 2.5}),
+]
+
+
+def spec_of(values: dict[str, object]) -> RoutingSpec:
+    return RoutingSpec.from_mapping({"top_k": 4, **values})
+
+
+def spread_logits(num_tokens: int, num_experts: int) -> Tensor:
+    """[T, E], float32: each row a shuffle of the same E values, which lie about 1/4 apart."""
+    steps = torch.arange(num_experts)
+    values = (steps - num_experts // 2) / 4 + torch.sin(steps) / 16
+    generator = torch.Generator().manual_seed(1)
+    shuffles = [torch.randperm(num_experts, generator=generator) for _ in range(num_tokens)]
+    return values[torch.stack(shuffles)]
+
+
+def random_bias(num_experts: int) -> Tensor:
+    return torch.randn(num_experts, generator=torch.Generator().manual_seed(2)) / 4
+
+
+def bias_for(spec: RoutingSpec, num_experts: int) -> Tensor | None:
+    return None if spec.correction_bias == "none" else random_bias(num_experts)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_route_equals_the_oracle_in_ids_order_and_weights(case: Case) -> None:
+    spec = spec_of(case.values)
+    logits = spread_logits(64, 16)
+    bias = bias_for(spec, 16)
+    rows, _ = route_rows(logits, spec, bias)
+    assert min(row.gap for row in rows) > 1e-6, "the data must decide every order"
+
+    topk = route(logits, spec, correction_bias=bias)
+
+    assert topk.topk_ids.tolist() == [row.ids for row in rows]
+    expected = torch.tensor([row.weights for row in rows])
+    torch.testing.assert_close(topk.topk_weights, expected, rtol=FLOAT32_RTOL, atol=0.0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_route_without_tokens_gives_empty_tensors(case: Case) -> None:
+    spec = spec_of(case.values)
+
+    topk = route(torch.empty(0, 16), spec, correction_bias=bias_for(spec, 16), num_valid_tokens=0)
+
+    assert topk.topk_ids.shape == topk.topk_weights.shape == (0, 4)
+    assert topk.topk_ids.dtype == torch.int64
+    assert topk.topk_weights.dtype == torch.float32
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_route_never_reads_the_device(case: Case) -> None:
+    spec = spec_of(case.values)
+    bias = bias_for(spec, 16)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        logits = torch.empty(5, 16, dtype=torch.bfloat16, requires_grad=True)
+        num_valid_tokens = torch.empty((), dtype=torch.int32)
+
+        topk = route(logits, spec, correction_bias=bias, num_valid_tokens=num_valid_tokens)
+        topk.topk_weights.sum().backward()
+
+    assert topk.topk_ids.shape == (5, 4)
+    assert logits.grad is not None
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_equal_experts_tie_and_the_lowest_id_wins(case: Case) -> None:
+    # 61 equal columns reach the tail of a vectorised loop, which must round like its body.
+    spec = spec_of(case.values)
+    num_experts = 61 if not spec.drops_groups else 64
+    logits = torch.randn(200, 1, generator=torch.Generator().manual_seed(3)) * 4
+    bias = None if spec.correction_bias == "none" else torch.full((num_experts,), 0.375)
+
+    topk = route(logits.expand(-1, num_experts), spec, correction_bias=bias)
+
+    assert torch.equal(topk.topk_ids, torch.arange(4).expand(200, 4))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_nan_logits_rank_last_and_do_not_touch_the_others(case: Case) -> None:
+    spec = spec_of(case.values)
+    logits = spread_logits(32, 16)
+    # Four of each group of four keep at least two, and every third row keeps only three experts.
+    logits[:, [1, 6, 7, 12]] = NAN
+    logits[::3, 3:] = NAN
+    bias = bias_for(spec, 16)
+
+    topk = route(logits, spec, correction_bias=bias)
+
+    rows, _ = route_rows(logits, spec, bias)
+    assert topk.topk_ids.tolist() == [row.ids for row in rows]
+    expected = torch.tensor([row.weights for row in rows])
+    torch.testing.assert_close(topk.topk_weights, expected, rtol=FLOAT32_RTOL, atol=0.0)
+
+
+def test_nan_of_either_sign_ranks_behind_minus_infinity() -> None:
+    negative_nan = torch.tensor(-1, dtype=torch.int32).view(torch.float32).item()
+    logits = torch.tensor([[negative_nan, NAN, -INF, 1.0, -INF]])
+
+    topk = route(logits, RoutingSpec(top_k=5))
+
+    assert topk.topk_ids.tolist() == [[3, 2, 4, 0, 1]]
+    assert topk.topk_weights.tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("order", ["before_topk", "after_topk"])
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("value", [NAN, -INF])
+def test_row_without_a_finite_logit_weighs_zero(
+    order: str, renormalize: bool, value: float
+) -> None:
+    spec = spec_of({"softmax_order": order, "renormalize": renormalize})
+
+    topk = route(torch.full((1, 6), value), spec)
+
+    assert topk.topk_ids.tolist() == [[0, 1, 2, 3]]
+    assert topk.topk_weights.tolist() == [[0.0] * 4]
+
+
+@pytest.mark.parametrize("function", ["sigmoid", "sqrt_softplus"])
+@pytest.mark.parametrize("mode", ["none", "added", "clamp"])
+def test_zero_sum_under_renormalisation_gives_zeros(function: str, mode: str) -> None:
+    epsilon = 0.0 if mode == "none" else 1e-20
+    spec = spec_of(
+        {"score_function": function, "renormalize": True, "epsilon_mode": mode, "epsilon": epsilon}
+    )
+
+    topk = route(torch.full((2, 5), -INF), spec)
+
+    assert topk.topk_weights.tolist() == [[0.0] * 4] * 2
+
+
+def test_infinite_logit_takes_all_the_weight() -> None:
+    logits = torch.tensor([[0.0, INF, 1.0], [INF, 1.0, INF]])
+
+    topk = route(logits, RoutingSpec(top_k=2))
+
+    # The probabilities beside an infinite logit underflow to 0, and a tie goes to the lowest id.
+    assert topk.topk_ids.tolist() == [[1, 0], [0, 2]]
+    assert topk.topk_weights.tolist() == [[1.0, 0.0], [0.5, 0.5]]
+
+
+@pytest.mark.parametrize("make", [int, torch.tensor], ids=["int", "tensor"])
+@pytest.mark.parametrize("num_valid_tokens", [0, 2, 3])
+def test_padding_rows_have_no_expert_and_no_weight(
+    make: Callable[[int], int | Tensor], num_valid_tokens: int
+) -> None:
+    logits = spread_logits(3, 8)
+    logits[num_valid_tokens:] = NAN
+    spec = RoutingSpec(top_k=2)
+
+    topk = route(logits, spec, num_valid_tokens=make(num_valid_tokens))
+
+    whole = route(logits[:num_valid_tokens], spec)
+    assert torch.equal(topk.topk_ids[:num_valid_tokens], whole.topk_ids)
+    assert torch.equal(topk.topk_weights[:num_valid_tokens], whole.topk_weights)
+    assert (topk.topk_ids[num_valid_tokens:] == -1).all()
+    assert (topk.topk_weights[num_valid_tokens:] == 0).all()
+
+
+def test_sqrt_softplus_is_smooth_where_softplus_underflows() -> None:
+    values = [-300.0, -100.0, -20.5, -20.0, -19.5, 0.0, 19.5, 20.0, 20.5, 1e30]
+    spec = RoutingSpec(top_k=1, score_function="sqrt_softplus")  # type: ignore[arg-type]
+    logits = torch.tensor(values).unsqueeze(1).requires_grad_()
+
+    weights = route(logits, spec).topk_weights
+    (gradient,) = torch.autograd.grad(weights.sum(), logits)
+
+    for z, weight, slope in zip(values, weights.flatten(), gradient.flatten(), strict=True):
+        softplus = max(z, 0.0) + math.log1p(math.exp(-abs(z)))
+        sigmoid = math.exp(min(z, 0.0)) / (1 + math.exp(-abs(z)))
+        assert weight.item() == pytest.approx(math.sqrt(softplus), rel=FLOAT32_RTOL)
+        assert slope.item() == pytest.approx(sigmoid / (2 * math.sqrt(softplus)), rel=1e-5)
+
+
+def reverse_routing(
+    logits: Tensor, *, top_k: int, correction_bias: Tensor | None, hidden_states: Tensor | None
+) -> TopKOutput:
+    """The last experts in falling order; weights read from the hidden states."""
+    assert correction_bias is None
+    assert hidden_states is not None
+    ids = torch.arange(logits.shape[1] - 1, logits.shape[1] - 1 - top_k, -1)
+    return TopKOutput(
+        topk_ids=ids.expand(logits.shape[0], -1), topk_weights=hidden_states[:, :top_k]
+    )
+
+
+def test_custom_function_replaces_the_arithmetic_but_not_the_padding() -> None:
+    spec = RoutingSpec(top_k=2, custom_function=reverse_routing)
+    hidden_states = torch.arange(12.0).view(3, 4)
+
+    topk = route(torch.zeros(3, 5), spec, hidden_states=hidden_states, num_valid_tokens=2)
+
+    assert topk.topk_ids.tolist() == [[4, 3], [4, 3], [-1, -1]]
+    assert topk.topk_weights.tolist() == [[0.0, 1.0], [4.0, 5.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("hidden_states", "message"),
+    [
+        (torch.zeros(3, 1), r"topk_weights \[3, 1\] torch.float32, expected \[3, 2\]"),
+        (torch.zeros(3, 4).double(), r"topk_weights \[3, 2\] torch.float64, expected \[3, 2\]"),
+    ],
+    ids=["shape", "dtype"],
+)
+def test_custom_function_is_held_to_the_record(hidden_states: Tensor, message: str) -> None:
+    spec = RoutingSpec(top_k=2, custom_function=reverse_routing)
+
+    with pytest.raises(ShapeError, match=message):
+        route(torch.zeros(3, 5), spec, hidden_states=hidden_states)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadCall:
+    id: str
+    error: type[Exception]
+    message: str
+    logits: Tensor
+    bias: Tensor | None = None
+    num_valid_tokens: int | Tensor | None = None
+    correction_bias: str = "none"
+
+
+BAD_CALLS = [
+    BadCall(id="rank", error=ShapeError, message="logits is", logits=torch.zeros(2, 3, 4)),
+    BadCall(id="dtype", error=ShapeError, message="int64", logits=torch.zeros(2, 4).long()),
+    BadCall(id="few-experts", error=ConfigError, message="top_k is 2", logits=torch.zeros(2, 1)),
+    BadCall(
+        id="bias-shape",
+        error=ShapeError,
+        message=r"correction_bias is \[1, 4\], expected \[4\]",
+        logits=torch.zeros(2, 4),
+        bias=torch.zeros(1, 4),
+        correction_bias="selection",
+    ),
+    BadCall(
+        id="too-many-valid",
+        error=ShapeError,
+        message="num_valid_tokens is 3, expected 0 to 2",
+        logits=torch.zeros(2, 4),
+        num_valid_tokens=3,
+    ),
+    BadCall(
+        id="valid-not-scalar",
+        error=ShapeError,
+        message=r"num_valid_tokens is \[1\]",
+        logits=torch.zeros(2, 4),
+        num_valid_tokens=torch.ones(1, dtype=torch.int64),
+    ),
+]
+
+
+@pytest.mark.parametrize("call", BAD_CALLS, ids=lambda call: call.id)
+def test_bad_arguments_are_named(call: BadCall) -> None:
+    spec = RoutingSpec.from_mapping({"top_k": 2, "correction_bias": call.correction_bias})
+
+    with pytest.raises(call.error, match=call.message):
+        route(call.logits, spec, correction_bias=call.bias, num_valid_tokens=call.num_valid_tokens)

@@ -1,0 +1,161 @@
+"""What holds for every spec and every batch; hypothesis looks for the exception."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from epcomm.records import TopKOutput
+from epcomm.routing import RoutingSpec, SoftmaxOrder, route
+from tests.routing.oracle import route_rows
+
+NUM_EXPERTS = 12
+# Two float32 scores closer than this may trade places under rounding.
+DECISIVE_GAP = 1e-5
+FLOAT32_RTOL = 2e-6
+
+quick = settings(max_examples=60, deadline=None, derandomize=True)
+# Multiples of 1/4, so that ties are common and a shift is exact.
+logit_values = st.integers(-16, 16).map(lambda quarter: quarter / 4)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> RoutingSpec:
+    score_function = draw(st.sampled_from(["softmax", "sigmoid", "sqrt_softplus"]))
+    orders = ["before_topk", "after_topk"] if score_function == "softmax" else ["before_topk"]
+    num_groups = draw(st.sampled_from([1, 2, 3, 4]))
+    topk_groups = draw(st.integers(1, num_groups))
+    renormalize = draw(st.booleans())
+    epsilon_mode = draw(st.sampled_from(["none", "added", "clamp"])) if renormalize else "none"
+    return RoutingSpec.from_mapping(
+        {
+            "top_k": draw(st.integers(1, topk_groups * NUM_EXPERTS // num_groups)),
+            "score_function": score_function,
+            "softmax_order": draw(st.sampled_from(orders)),
+            "softcap": draw(st.sampled_from([None, 0.5, 3.0])),
+            "correction_bias": draw(st.sampled_from(["none", "selection", "score"])),
+            "num_groups": num_groups,
+            "topk_groups": topk_groups,
+            "group_score_top_n": draw(st.integers(1, NUM_EXPERTS // num_groups)),
+            "dropped_groups": draw(st.sampled_from(["neg_inf", "zero"])),
+            "renormalize": renormalize,
+            "epsilon_mode": epsilon_mode,
+            "epsilon": 0.0 if epsilon_mode == "none" else draw(st.sampled_from([1e-20, 0.5])),
+            "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
+        }
+    )
+
+
+def batches(values: st.SearchStrategy[float] = logit_values) -> st.SearchStrategy[Tensor]:
+    row = st.lists(values, min_size=NUM_EXPERTS, max_size=NUM_EXPERTS)
+    return st.lists(row, max_size=3).map(lambda rows: torch.tensor(rows).view(-1, NUM_EXPERTS))
+
+
+biases = st.lists(
+    st.integers(-8, 8).map(lambda part: part / 13), min_size=NUM_EXPERTS, max_size=NUM_EXPERTS
+).map(torch.tensor)
+distinct_batches = st.lists(st.permutations(range(NUM_EXPERTS)), min_size=1, max_size=3).map(
+    lambda rows: torch.tensor(rows) / 2 - 3
+)
+
+
+def route_with(spec: RoutingSpec, logits: Tensor, bias: Tensor) -> TopKOutput:
+    return route(logits, spec, correction_bias=None if spec.correction_bias == "none" else bias)
+
+
+@quick
+@given(specs(), batches(), biases)
+def test_route_equals_the_oracle(spec: RoutingSpec, logits: Tensor, bias: Tensor) -> None:
+    rows, _ = route_rows(logits, spec, bias)
+    assume(all(row.gap > DECISIVE_GAP for row in rows))
+
+    topk = route_with(spec, logits, bias)
+
+    assert topk.topk_ids.tolist() == [row.ids for row in rows]
+    expected = torch.tensor([row.weights for row in rows]).view(-1, spec.top_k)
+    torch.testing.assert_close(topk.topk_weights, expected, rtol=FLOAT32_RTOL, atol=1e-30)
+
+
+@quick
+@given(specs(), batches(st.floats(width=32)), biases)
+def test_any_float_gives_distinct_ids_and_finite_weights(
+    spec: RoutingSpec, logits: Tensor, bias: Tensor
+) -> None:
+    topk = route_with(spec, logits, bias)
+
+    ordered = topk.topk_ids.sort(dim=-1).values
+    assert (ordered[:, 1:] > ordered[:, :-1]).all()
+    assert ((topk.topk_ids >= 0) & (topk.topk_ids < NUM_EXPERTS)).all()
+    assert torch.isfinite(topk.topk_weights).all()
+    assert (topk.topk_weights >= 0).all()
+
+
+@quick
+@given(specs(), batches(), biases)
+def test_renormalised_weights_sum_to_the_scaling_factor(
+    spec: RoutingSpec, logits: Tensor, bias: Tensor
+) -> None:
+    assume(spec.renormalize and spec.epsilon < 1e-6)
+    # A selection of only dropped, hence weightless, experts sums to 0.
+    assume(spec.dropped_groups == "neg_inf")
+
+    sums = route_with(spec, logits, bias).topk_weights.sum(dim=-1)
+
+    expected = torch.full_like(sums, spec.routed_scaling_factor)
+    torch.testing.assert_close(sums, expected, rtol=FLOAT32_RTOL, atol=0.0)
+
+
+@quick
+@given(specs(), distinct_batches, st.permutations(range(NUM_EXPERTS)))
+def test_renumbering_the_experts_renumbers_the_routing(
+    spec: RoutingSpec, logits: Tensor, order: list[int]
+) -> None:
+    assume(not spec.drops_groups and spec.correction_bias == "none")
+
+    plain = route(logits, spec)
+    renumbered = route(logits[:, order], spec)
+
+    assert torch.equal(torch.tensor(order)[renumbered.topk_ids], plain.topk_ids)
+    torch.testing.assert_close(
+        renumbered.topk_weights, plain.topk_weights, rtol=FLOAT32_RTOL, atol=0.0
+    )
+
+
+@quick
+@given(specs(), batches(), st.integers(-64, 64))
+def test_softmax_ignores_a_shift_of_all_logits(
+    spec: RoutingSpec, logits: Tensor, shift: int
+) -> None:
+    assume(spec.score_function == "softmax" and spec.softcap is None and not spec.drops_groups)
+    assume(spec.correction_bias == "none")
+
+    shifted = route(logits + shift, spec)
+
+    plain = route(logits, spec)
+    assert torch.equal(shifted.topk_ids, plain.topk_ids)
+    torch.testing.assert_close(shifted.topk_weights, plain.topk_weights, rtol=1e-6, atol=0.0)
+
+
+@quick
+@given(batches(), st.integers(1, NUM_EXPERTS))
+def test_softmax_after_topk_is_the_renormalised_softmax_before(logits: Tensor, top_k: int) -> None:
+    after = route(logits, RoutingSpec(top_k=top_k, softmax_order=SoftmaxOrder.AFTER_TOPK))
+    before = route(logits, RoutingSpec(top_k=top_k, renormalize=True))
+
+    assert torch.equal(after.topk_ids, before.topk_ids)
+    torch.testing.assert_close(after.topk_weights, before.topk_weights, rtol=FLOAT32_RTOL, atol=0.0)
+
+
+@quick
+@given(specs(), batches(), biases)
+def test_a_token_is_routed_alike_alone_and_in_a_batch(
+    spec: RoutingSpec, logits: Tensor, bias: Tensor
+) -> None:
+    whole = route_with(spec, logits, bias)
+
+    for token in range(logits.shape[0]):
+        alone = route_with(spec, logits[token : token + 1], bias)
+        assert torch.equal(alone.topk_ids[0], whole.topk_ids[token])
+        assert torch.equal(alone.topk_weights[0], whole.topk_weights[token])

@@ -1,0 +1,307 @@
+"""Real launches, of programs and of tests written to a temporary folder.
+
+A launch costs seconds of start-up, mostly spent importing torch, and some of these wait on purpose:
+all start in one fixture, two at a time.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+LAUNCHER = str(REPO / "scripts" / "launch_multi_rank.sh")
+
+# Far below the 60 s for which the other ranks would sit in their collective.
+WITHIN_SECONDS = 20
+
+# For the test that hangs; the others end in milliseconds, once torch is imported.
+STALL_LIMIT_S = 10
+
+CONFTEST = """
+    import sys
+
+    pytest_plugins = ["tests.multi_rank"]
+
+    def pytest_unconfigure():
+        if "torch.distributed" in sys.modules:
+            import torch.distributed as dist
+
+            sys.stdout.write(f"process group at the end: {dist.is_initialized()}\\n")
+"""
+
+PASSING = """
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+    @pytest.mark.ranks(1, 2)
+    def test_sum(num_ranks):
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        assert one.item() == num_ranks == dist.get_world_size()
+
+    def test_without_ranks():
+        raise AssertionError("it belongs to the outer run")
+"""
+
+SKIPPING = """
+    import pytest
+
+    @pytest.mark.ranks(1)
+    def test_skip():
+        pytest.skip("no such device")
+"""
+
+FAILING = """
+    import time
+
+    import pytest
+    import torch.distributed as dist
+
+    @pytest.fixture
+    def slow_to_close():
+        yield
+        if dist.get_rank() == 1:
+            time.sleep(60)
+
+    @pytest.mark.ranks(2)
+    def test_one_rank_fails(slow_to_close):
+        if dist.get_rank() == 1:
+            raise ValueError(f"the message, failed at {time.time()}")
+        dist.barrier()
+"""
+
+OUTER = """
+    import time
+
+    import pytest
+    import torch.distributed as dist
+
+    @pytest.mark.ranks(2)
+    def test_passes():
+        print("printed by rank", dist.get_rank())
+
+    @pytest.mark.ranks(2)
+    def test_one_rank_fails():
+        if dist.get_rank() == 1:
+            raise ValueError("the message")
+        dist.barrier()
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.skipif(True, reason="no such device")
+    def test_skipped_before_the_launch():
+        pass
+
+    @pytest.mark.ranks(2)
+    def test_after_the_failure():
+        dist.barrier()
+
+    @pytest.mark.ranks(2)
+    def test_hangs():
+        if dist.get_rank() == 1:
+            time.sleep(600)
+
+    def test_without_ranks():
+        pass
+"""
+
+PROGRAM = """
+    import atexit
+    import os
+    import sys
+
+    import torch.distributed as dist
+
+    def say_at_exit():
+        sys.stdout.write(f"process group at the end: {dist.is_initialized()}\\n")
+
+    atexit.register(say_at_exit)
+    dist.init_process_group("gloo")
+    threads = os.environ["OMP_NUM_THREADS"]
+    sys.stdout.write(f"{__name__} {dist.get_rank()} of 2: {sys.argv[1:]}, threads {threads}\\n")
+"""
+
+WAITING_PROGRAM = """
+    import os
+    import pathlib
+    import sys
+    import time
+
+    pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
+    time.sleep(600)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    returncode: int
+    output: str
+    ended_at_s: float
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(REPO)}
+
+
+def run(folder: Path, command: list[str]) -> Run:
+    process = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    return Run(returncode=process.returncode, output=process.stdout, ended_at_s=time.time())
+
+
+COMMANDS = {
+    "outer": [sys.executable, "-m", "pytest", "-v", "-rA", "test_outer.py"],
+    "failing": [LAUNCHER, "2", "test_failing.py"],
+    "passing": [LAUNCHER, "2", "test_passing.py"],
+    "skipping": [LAUNCHER, "1", "test_skipping.py"],
+    "empty": [LAUNCHER, "1", "test_failing.py"],
+    "program": [LAUNCHER, "2", "program.py", "--flag", "two words"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("launches")
+    files = {
+        "conftest.py": CONFTEST,
+        "pytest.ini": f"[pytest]\nmulti_rank_stall_limit_s = {STALL_LIMIT_S}\n",
+        "test_passing.py": PASSING,
+        "test_skipping.py": SKIPPING,
+        "test_failing.py": FAILING,
+        "test_outer.py": OUTER,
+        "program.py": PROGRAM,
+        "waiting_program.py": WAITING_PROGRAM,
+    }
+    for name, text in files.items():
+        (folder / name).write_text(textwrap.dedent(text))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> Iterator[dict[str, Future[Run]]]:
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        yield {name: pool.submit(run, folder, command) for name, command in COMMANDS.items()}
+
+
+def test_passing_run_exits_0_and_destroys_the_process_group(runs: dict[str, Future[Run]]) -> None:
+    passing = runs["passing"].result()
+    assert passing.returncode == 0, passing.output
+    assert passing.output.count("1 passed, 2 deselected") == 2  # on each rank
+    assert passing.output.count("process group at the end: False") == 2
+
+
+def test_skip_fails(runs: dict[str, Future[Run]]) -> None:
+    skipping = runs["skipping"].result()
+    assert skipping.returncode != 0, skipping.output
+    assert "rank 0 of 1 failed in test_skipping.py::test_skip[ranks1]" in skipping.output
+    assert "no such device (under the launcher a skip is a failure)" in skipping.output
+
+
+def test_empty_selection_fails(runs: dict[str, Future[Run]]) -> None:
+    empty = runs["empty"].result()
+    assert empty.returncode != 0, empty.output
+    assert "rank 0 of 1 failed: no test is selected that is marked ranks(1)" in empty.output
+
+
+def test_one_failing_rank_ends_the_run_though_it_hangs_in_clean_up(
+    runs: dict[str, Future[Run]],
+) -> None:
+    failing = runs["failing"].result()
+    assert failing.returncode != 0, failing.output
+    assert "rank 1 of 2 failed in test_failing.py::test_one_rank_fails[ranks2]" in failing.output
+    failed_at = re.search(r"ValueError: the message, failed at ([\d.]+)", failing.output)
+    assert failed_at, failing.output
+    assert failing.ended_at_s - float(failed_at[1]) < WITHIN_SECONDS
+
+
+def test_program_gets_its_arguments_and_leaves_no_process_group(
+    runs: dict[str, Future[Run]],
+) -> None:
+    program = runs["program"].result()
+    assert program.returncode == 0, program.output
+    for rank in range(2):
+        assert f"__main__ {rank} of 2: ['--flag', 'two words'], threads 1\n" in program.output
+    assert program.output.count("process group at the end: False") == 2
+
+
+def test_outer_run_reports_each_test_as_its_own_result(runs: dict[str, Future[Run]]) -> None:
+    outer = runs["outer"].result()
+    progress = outer.output.partition("= FAILURES =")[0]
+    outcomes = dict(re.findall(r"^test_outer.py::(\w+)\S* ([A-Z]+)", progress, re.MULTILINE))
+    assert outcomes == {
+        "test_passes": "PASSED",
+        "test_one_rank_fails": "FAILED",
+        "test_skipped_before_the_launch": "SKIPPED",
+        "test_after_the_failure": "PASSED",  # in a second launch
+        "test_hangs": "FAILED",
+        "test_without_ranks": "PASSED",
+    }, outer.output
+    assert outer.returncode == 1
+    assert re.search(r"^ranks 2: 4 tests, [\d.]+ s, launches: 2$", outer.output, re.MULTILINE)
+
+
+def test_outer_run_shows_what_each_rank_says(runs: dict[str, Future[Run]]) -> None:
+    output = runs["outer"].result().output
+    assert "--- rank 1 failed first\n" in output
+    assert "ValueError: the message" in output
+    assert "Captured stdout call (rank 0)" in output
+    assert "printed by rank 0\n" in output
+
+
+def test_outer_run_ends_a_launch_that_hangs(runs: dict[str, Future[Run]]) -> None:
+    output = runs["outer"].result().output
+    assert (
+        "test_outer.py::test_hangs[ranks2] on 2 ranks: no result from rank 1; the launch "
+        f"was ended after {STALL_LIMIT_S} s in which no rank finished a test"
+    ) in output
+    assert re.search(r"--- rank 1 was ended here\n.*\n.* in test_hangs\n", output), output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_signal_ends_all_ranks(folder: Path, tmp_path: Path, number: signal.Signals) -> None:
+    launcher = subprocess.Popen(
+        [LAUNCHER, "2", "waiting_program.py", str(tmp_path)],
+        cwd=folder,
+        env=environment(),
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        files = [tmp_path / "0", tmp_path / "1"]
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+    finally:
+        launcher.send_signal(number)
+    assert launcher.wait(WITHIN_SECONDS) != 0
+    for file in files:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)
+
+
+def test_number_of_ranks_is_required(folder: Path) -> None:
+    no_number = run(folder, [LAUNCHER, "test_passing.py"])
+    assert no_number.returncode == 2
+    assert "usage: launch_multi_rank.sh N" in no_number.output
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited 60 s in vain"
+        time.sleep(0.05)

@@ -1,0 +1,116 @@
+"""The verdicts of the outer run; tests/scripts/test_launch_multi_rank.py runs real launches."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from tests.multi_rank import Launch, RankResult, describe_failure, judge
+
+
+def result(rank: int, nodeid: str, *, failed_at_s: float | None = None) -> RankResult:
+    return RankResult(
+        rank=rank,
+        nodeid=nodeid,
+        outcome="passed" if failed_at_s is None else "failed",
+        ended_at_s=failed_at_s or 0.0,
+        duration_s=0.5,
+        longrepr=f"all that rank {rank} says",
+        summary=f"the last words of rank {rank}",
+        sections=[],
+    )
+
+
+def launch(
+    *results: RankResult, num_ranks_started: int = 2, ending: str = "ended with exit code 1"
+) -> Launch:
+    return Launch(
+        num_ranks=2,
+        nodeids=["a", "b", "c"],
+        results=list(results),
+        num_ranks_started=num_ranks_started,
+        stacks={1: "the stack of rank 1"},
+        ending=ending,
+        output="the output",
+        duration_s=1.0,
+    )
+
+
+PASSED = {nodeid: [result(0, nodeid), result(1, nodeid)] for nodeid in "abc"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    id: str
+    launch: Launch
+    passed: str
+    failed: str
+
+
+CASES = [
+    Case(
+        id="all passed",
+        launch=launch(*PASSED["a"], *PASSED["b"], *PASSED["c"], ending=""),
+        passed="abc",
+        failed="",
+    ),
+    Case(
+        id="what follows a failure is undone",
+        launch=launch(*PASSED["a"], result(0, "b"), result(1, "b", failed_at_s=3.0)),
+        passed="a",
+        failed="b",
+    ),
+    Case(
+        id="the first failure in time is the cause",
+        launch=launch(
+            *PASSED["a"],
+            result(1, "b", failed_at_s=5.0),
+            result(0, "b"),
+            result(0, "c", failed_at_s=4.0),
+        ),
+        passed="a",
+        failed="c",
+    ),
+    Case(
+        id="a crash leaves the first undone test",
+        launch=launch(*PASSED["a"], result(0, "b")),
+        passed="a",
+        failed="b",
+    ),
+    Case(
+        id="a result missing on one rank",
+        launch=launch(*PASSED["a"], *PASSED["b"], result(0, "c"), ending=""),
+        passed="ab",
+        failed="c",
+    ),
+    Case(id="not all ranks started", launch=launch(num_ranks_started=1), passed="", failed="abc"),
+    Case(
+        id="the end of the session fails",
+        launch=launch(*PASSED["a"], *PASSED["b"], *PASSED["c"]),
+        passed="ab",
+        failed="c",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_judge(case: Case) -> None:
+    verdicts = judge(case.launch)
+    assert "".join(nodeid for nodeid in verdicts if not verdicts[nodeid].failure) == case.passed
+    assert "".join(nodeid for nodeid in verdicts if verdicts[nodeid].failure) == case.failed
+
+
+def test_a_failure_shows_the_first_rank_in_full_and_the_others_in_short() -> None:
+    results = [result(0, "b", failed_at_s=5.0), result(1, "b", failed_at_s=4.0)]
+    text = describe_failure("b", results, launch(*results))
+    assert "failed on ranks 0, 1; the launch ended with exit code 1" in text
+    assert text.index("all that rank 1 says") < text.index("the last words of rank 0")
+    assert "all that rank 0 says" not in text
+    assert "the output" not in text
+
+
+def test_a_missing_result_shows_where_the_rank_was_and_the_output() -> None:
+    results = [result(0, "b")]
+    text = describe_failure("b", results, launch(*results))
+    assert "no result from rank 1;" in text
+    assert "the stack of rank 1" in text
+    assert "the output" in text

@@ -1,0 +1,68 @@
+"""Expert-parallel communication for Mixture-of-Experts models in PyTorch."""
+
+from epcomm.config import EPConfig, Mode
+from epcomm.dispatchers import DeepEPNormalDispatcher, Dispatcher, StandardDispatcher
+from epcomm.errors import (
+    BackendUnavailable,
+    CapacityError,
+    ConfigError,
+    EPError,
+    EPTimeout,
+    HandleError,
+    ShapeError,
+)
+from epcomm.experts import EPStats, ExpertParallelExperts
+from epcomm.group import EPGroup
+from epcomm.moe import ExpertParallelMoE
+from epcomm.planning import EPPlan, MoESpec, plan
+from epcomm.records import (
+    CombineInput,
+    DispatchOutput,
+    MaskedCombineInput,
+    MaskedDispatchOutput,
+    Pending,
+    RowsCombineInput,
+    RowsDispatchOutput,
+    TopKOutput,
+)
+from epcomm.routing import RoutingSpec, route
+from epcomm.types import WireDtype, WireFormat, WireTensor
+from epcomm.weights import Activation, ExpertFormat, ExpertWeights
+
+__all__ = [
+    "Activation",
+    "BackendUnavailable",
+    "CapacityError",
+    "CombineInput",
+    "ConfigError",
+    "DeepEPNormalDispatcher",
+    "DispatchOutput",
+    "Dispatcher",
+    "EPConfig",
+    "EPError",
+    "EPGroup",
+    "EPPlan",
+    "EPStats",
+    "EPTimeout",
+    "ExpertFormat",
+    "ExpertParallelExperts",
+    "ExpertParallelMoE",
+    "ExpertWeights",
+    "HandleError",
+    "MaskedCombineInput",
+    "MaskedDispatchOutput",
+    "MoESpec",
+    "Mode",
+    "Pending",
+    "RoutingSpec",
+    "RowsCombineInput",
+    "RowsDispatchOutput",
+    "ShapeError",
+    "StandardDispatcher",
+    "TopKOutput",
+    "WireDtype",
+    "WireFormat",
+    "WireTensor",
+    "plan",
+    "route",
+]

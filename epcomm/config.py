@@ -7,7 +7,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from enum import Enum
+from enum import Enum, StrEnum
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
@@ -16,7 +16,7 @@ from epcomm.errors import ConfigError
 from epcomm.types import WireDtype
 
 
-class Mode(str, Enum):
+class Mode(StrEnum):
     """How tokens travel."""
 
     STANDARD = "standard"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ def align_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-class WireDtype(str, Enum):
+class WireDtype(StrEnum):
     """Element type of hidden states while they travel."""
 
     BF16 = "bf16"
@@ -135,21 +135,21 @@ class WireTensor:
     scale_layout: ScaleLayout | None = None
 
 
-class Layout(str, Enum):
+class Layout(StrEnum):
     """How received tokens are presented to the experts."""
 
     ROWS = "rows"
     MASKED = "masked"
 
 
-class WeightsAppliedBy(str, Enum):
+class WeightsAppliedBy(StrEnum):
     """Who multiplies expert outputs by topk_weights, exactly once."""
 
     RUNNER = "runner"
     COMBINE = "combine"
 
 
-class RowsPer(str, Enum):
+class RowsPer(StrEnum):
     """What one row of a CombineInput stands for."""
 
     SLOT = "slot"

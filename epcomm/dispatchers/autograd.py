@@ -81,7 +81,7 @@ class _Combine(torch.autograd.Function):
         grad_rows = call.buffer.redispatch(wire, call.route).to(grad_y.dtype)
         if call.rows_per is RowsPer.ROW:
             return grad_rows, None, None
-        grad_slots = gather_rows(grad_rows, call.route.index.row_of_slot)
+        grad_slots = gather_rows(grad_rows, call.route.index)
         if not ctx.saved_tensors:  # type: ignore[attr-defined]
             return grad_slots, None, None
         rows, slot_weights = ctx.saved_tensors  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ class _Pack(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, rows: Tensor, index: SlotIndex) -> Tensor:
         ctx.index = index  # type: ignore[attr-defined]
-        return gather_rows(rows, index.row_of_slot)
+        return gather_rows(rows, index)
 
     @staticmethod
     @once_differentiable
@@ -27,7 +27,7 @@ def pack(rows: Tensor, index: SlotIndex) -> Tensor:
     """Copy the row of each slot: [R, H] to [C, H], expert-major.
 
     Differentiable in rows: the gradient of a row is the float32 sum over its slots, in k order.
-    Padding slots are undefined, and their gradient is ignored.
+    Padding slots are zero, and their gradient is ignored.
     Host sync: none.
     """
     if index.row_of_slot is None:

@@ -99,18 +99,26 @@ def build_slot_index(
     )
 
 
-def gather_rows(rows: Tensor, row_of_slot: Tensor | None) -> Tensor:
-    """rows[row_of_slot]: [C, H]; padding slots (-1) hold some row, undefined.
+def gather_rows(rows: Tensor, index: SlotIndex) -> Tensor:
+    """The row of each slot: [C, H]; padding slots are zero.
 
     rows: [R, H], the row stride may exceed H, and then the result's does too: copying the gap
     along keeps torch on its path for contiguous rows, which is many times faster on a CPU.
+
+    Host sync: none.   Lifetime: the caller owns the result, which is `rows` without an index.
     """
+    row_of_slot = index.row_of_slot
     if row_of_slot is None:
         return rows
     hidden_size = rows.shape[1]
     if rows.shape[0] == 0:
-        return rows.new_empty(row_of_slot.shape[0], hidden_size)
-    return torch.index_select(_whole_rows(rows), 0, row_of_slot.clamp(min=0))[:, :hidden_size]
+        return rows.new_zeros(row_of_slot.shape[0], hidden_size)
+    safe = row_of_slot if index.is_dense else row_of_slot.clamp(min=0)
+    slots = torch.index_select(_whole_rows(rows), 0, safe)[:, :hidden_size]
+    if not index.is_dense:
+        # Runners compute padding with its expert, so it must not add to a weight's gradient.
+        slots = slots.masked_fill((row_of_slot < 0).unsqueeze(1), 0)
+    return slots
 
 
 def reduce_rows(rows: Tensor, members: Members, weights: Tensor | None = None) -> Tensor:

@@ -1,10 +1,11 @@
-"""Brute-force routing of one token in pure Python and float64; shares no code with the reference."""
+"""Brute-force routing in pure Python and float64; shares no code with the reference."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -16,13 +17,15 @@ from epcomm.routing import RoutingSpec
 class OracleRow:
     """The routing of one token, best expert first.
 
-    gap: smallest distance between two scores whose order decides something; exact ties of equal
-        origin do not count. Below the rounding of the tested dtype the order is a matter of luck.
+    gap: smallest distance between two scores whose order decides something, honest ties apart.
+        Below the rounding of the tested dtype the order is a matter of luck.
+    tied: some honest tie was decided by the index.
     """
 
     ids: list[int]
     weights: list[float]
     gap: float
+    tied: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +55,7 @@ def route_row(
     scores = dict(zip(valid, score([adjusted[e] for e in valid], spec), strict=True))
 
     choices = {e: scores[e] + outer[e] for e in valid}
-    origins = {e: (adjusted[e], outer[e]) for e in valid}
+    origins: dict[int, tuple[float, ...]] = {e: (adjusted[e], outer[e]) for e in valid}
     group_size = num_experts // spec.num_groups
     groups = [
         group_candidate(g, [choices.get(e, -math.inf) for e in members(g, group_size)], spec)
@@ -73,8 +76,14 @@ def route_row(
     if spec.dropped_groups == "zero" and spec.correction_bias == "selection":
         dropped = set()
     weights = weigh([None if e in dropped else scores.get(e) for e in ids], spec)
-    gap = min(cut(ranked_groups, spec.topk_groups), *gaps(ranked[: spec.top_k + 1]), math.inf)
-    return OracleRow(ids=ids, weights=weights, gap=gap)
+    edge = ranked_groups[spec.topk_groups - 1 : spec.topk_groups + 1]
+    decisive = [*pairwise(edge), *pairwise(ranked[: spec.top_k + 1])]
+    return OracleRow(
+        ids=ids,
+        weights=weights,
+        gap=min((a.value - b.value for a, b in decisive if not is_tie(a, b)), default=math.inf),
+        tied=any(is_tie(a, b) for a, b in decisive),
+    )
 
 
 def route_rows(
@@ -125,17 +134,9 @@ def rank(candidates: list[Candidate]) -> list[Candidate]:
     return sorted(candidates, key=lambda candidate: (-candidate.value, candidate.index))
 
 
-def gaps(ranked: list[Candidate]) -> list[float]:
-    return [
-        first.value - second.value
-        for first, second in zip(ranked, ranked[1:], strict=False)
-        if first.origin != second.origin and first.value != -math.inf
-    ]
-
-
-def cut(ranked: list[Candidate], size: int) -> float:
-    """The distance between the last kept and the first dropped candidate."""
-    return min(gaps(ranked[size - 1 : size + 1]), default=math.inf)
+def is_tie(first: Candidate, second: Candidate) -> bool:
+    """Equal by origin and not by rounding; -inf has only one origin."""
+    return first.origin == second.origin or first.value == second.value == -math.inf
 
 
 def weigh(scores: list[float | None], spec: RoutingSpec) -> list[float]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from epcomm.routing import RoutingSpec, route
+from tests.routing.cases import CASES, Case, bias_for, spec_of, spread_logits
 from tests.routing.oracle import route_row
-from tests.routing.test_reference import CASES, Case, bias_for, spec_of, spread_logits
 
 # Central differences in float64: the truncation error is of the order STEP**2.
 STEP = 1e-4

@@ -58,8 +58,9 @@ SKIPPING = """
     import pytest
 
     @pytest.mark.ranks(1)
+    @pytest.mark.skip(reason="no such device")
     def test_skip():
-        pytest.skip("no such device")
+        pass
 """
 
 FAILING = """
@@ -172,7 +173,7 @@ COMMANDS = {
     "failing": [LAUNCHER, "2", "test_failing.py"],
     "passing": [LAUNCHER, "2", "test_passing.py"],
     "skipping": [LAUNCHER, "1", "test_skipping.py"],
-    "empty": [LAUNCHER, "1", "test_failing.py"],
+    "empty": [LAUNCHER, "1", "test_skipping.py", "-k", "no_such_test"],
     "program": [LAUNCHER, "2", "program.py", "--flag", "two words"],
 }
 

@@ -1,0 +1,177 @@
+"""ExpertParallelExperts: the routed experts of one layer, spread over the ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.config import EPConfig, Mode
+from epcomm.dispatchers.deepep_normal import DeepEPNormalDispatcher
+from epcomm.dispatchers.rows import RowsDispatcher
+from epcomm.dispatchers.standard import StandardDispatcher
+from epcomm.errors import BackendUnavailable, ConfigError
+from epcomm.group import EPGroup
+from epcomm.planning import MoESpec
+from epcomm.records import TopKOutput
+from epcomm.registry import RUNNERS, runner_class
+from epcomm.runners.base import ExpertRunner
+from epcomm.sharding import ExpertShard, local_share, tag_as_sharded
+from epcomm.weights import ExpertWeights
+
+_DISPATCHERS: Mapping[Mode, type[RowsDispatcher]] = {
+    Mode.AUTO: DeepEPNormalDispatcher,
+    Mode.NORMAL: DeepEPNormalDispatcher,
+    Mode.STANDARD: StandardDispatcher,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EPStats:
+    """What one layer on one rank has done since construction; forward passes only.
+
+    num_tokens: dispatched here.   num_rows: received.   num_slots: (token, expert) pairs computed.
+    max_slots: most slots of one call.
+    traffic: bytes sent by the buffer, by all layers that share it, backward included.
+    """
+
+    num_calls: int = 0
+    num_tokens: int = 0
+    num_rows: int = 0
+    num_slots: int = 0
+    max_slots: int = 0
+    traffic: BufferTraffic = BufferTraffic()
+
+
+class ExpertParallelExperts(nn.Module):
+    """Holds L = P / W experts on each rank and computes y = sum over k of w_k * expert_k(x).
+
+    Parameters carry the names given at construction and are tagged (see sharding.py).
+    """
+
+    def __init__(
+        self,
+        weights: ExpertWeights,
+        group: EPGroup,
+        config: EPConfig | None = None,
+        *,
+        top_k: int,
+        is_local: bool = False,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        """Take this rank's share of the experts and open the communication.
+
+        Args:
+            weights: of all P experts, equal on all ranks, or with is_local of this rank's L.
+            group: the ranks that share the experts.
+            config: the user's choices.
+            top_k: K of the routing.
+            is_local: `weights` is already this rank's share.
+            names: parameter names by ExpertWeights field, where they differ.
+
+        Collective: yes.   Host sync: yes.
+        Raises:
+            ConfigError: experts not divisible by ranks, unknown names, or ranks disagree.
+            BackendUnavailable: the backend or runner asked for cannot serve this layer.
+        """
+        super().__init__()
+        config = config or EPConfig()
+        num_experts = weights.num_experts * (group.world_size if is_local else 1)
+        spec = MoESpec(
+            hidden_size=weights.hidden_size,
+            num_experts=num_experts,
+            top_k=top_k,
+            dtype=weights.dtype,
+        )
+        if config.mode not in _DISPATCHERS:
+            raise BackendUnavailable(f"ExpertParallelExperts: mode {config.mode.value} is not built")
+        self.dispatcher = _DISPATCHERS[config.mode](group, spec, config)
+        self.runner, self._runner_notes = _choose_runner(config.runner, weights)
+        self.group = group
+        self._format = weights.format
+        self._stats = EPStats()
+        self._names = {field: (names or {}).get(field, field) for field in weights.tensors()}
+        self._register(weights, num_experts, is_local)
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """This rank's experts, as live parameters."""
+        tensors = {field: self.get_parameter(name) for field, name in self._names.items()}
+        return ExpertWeights(**tensors, format=self._format)
+
+    def forward(self, x: Tensor, topk: TopKOutput) -> Tensor:
+        """Compute the routed experts of this rank's tokens.
+
+        Args:
+            x: [T, H]; T differs by rank and may be 0.
+            topk: topk_ids [T, K], int64, -1 for none; topk_weights [T, K], float32.
+
+        Returns:
+            [T, H], dtype of x.
+
+        Collective: yes, forward and backward.   Host sync: as explain() says.
+        Raises: what Dispatcher.dispatch and combine raise.
+        """
+        weights = self.weights
+        out = self.dispatcher.dispatch(x, topk, experts_need_grad=weights.requires_grad)
+        y = self.dispatcher.combine(self.runner.run(out, weights))
+        self._count(x.shape[0], out.route.num_rows, out.num_slots)
+        return y
+
+    def explain(self) -> str:
+        """What was chosen and rejected and why, as text."""
+        return "\n".join(
+            [self.dispatcher.plan.explain(), f"runner {self.runner.name}", *self._runner_notes]
+        )
+
+    def stats(self) -> EPStats:
+        """Counts since construction. Local; no host sync."""
+        return EPStats(**{**vars(self._stats), "traffic": self.dispatcher.traffic()})
+
+    def extra_repr(self) -> str:
+        return f"{self._format.activation.value}, {self.group.where}"
+
+    def _register(self, weights: ExpertWeights, num_experts: int, is_local: bool) -> None:
+        num_local = num_experts // self.group.world_size
+        shard = ExpertShard(
+            first_expert=self.group.rank * num_local,
+            num_local_experts=num_local,
+            num_experts=num_experts,
+        )
+        for field, tensor in weights.tensors().items():
+            share = tensor.detach().clone() if is_local else local_share(tensor, shard)
+            parameter = nn.Parameter(share, requires_grad=tensor.requires_grad)
+            tag_as_sharded(parameter, shard)
+            self.register_parameter(self._names[field], parameter)
+
+    def _count(self, num_tokens: int, num_rows: int, num_slots: int) -> None:
+        old = self._stats
+        self._stats = EPStats(
+            num_calls=old.num_calls + 1,
+            num_tokens=old.num_tokens + num_tokens,
+            num_rows=old.num_rows + num_rows,
+            num_slots=old.num_slots + num_slots,
+            max_slots=max(old.max_slots, num_slots),
+        )
+
+
+def _choose_runner(name: str, weights: ExpertWeights) -> tuple[ExpertRunner, list[str]]:
+    """The runner asked for, or the first that supports the weights, and why others do not."""
+    if name != "auto":
+        verdict = runner_class(name).supports(weights)
+        if not verdict.ok:
+            raise BackendUnavailable(
+                f"ExpertParallelExperts: runner {name} cannot compute these experts: "
+                f"{'; '.join(verdict.reasons)}; use runner='auto'"
+            )
+        return runner_class(name)(), []
+    notes = []
+    for candidate in RUNNERS:
+        verdict = runner_class(candidate).supports(weights)
+        if verdict.ok:
+            return runner_class(candidate)(), notes
+        notes.append(f"rejected runner {candidate}: {'; '.join(verdict.reasons)}")
+    raise ConfigError(f"ExpertParallelExperts: no runner: {'; '.join(notes)}")

@@ -1,0 +1,1 @@
+"""Adapters to model libraries; none is imported before it is used."""

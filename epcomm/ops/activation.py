@@ -1,0 +1,29 @@
+"""Activations between the two matrices of an expert, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from epcomm.weights import Activation, ExpertFormat
+
+
+def activate(gate_up: Tensor, expert_format: ExpertFormat) -> Tensor:
+    """[S, 2I] (no gate: [S, I]) to [S, I], in the dtype given. Differentiable."""
+    if expert_format.activation is Activation.RELU2:
+        return F.relu(gate_up).square()
+    gate, up = _split(gate_up, expert_format.is_interleaved)
+    if expert_format.activation is Activation.SWIGLU:
+        return F.silu(gate) * up
+    assert expert_format.limit is not None and expert_format.alpha is not None, "checked at creation"
+    gate = gate.clamp(max=expert_format.limit)
+    up = up.clamp(min=-expert_format.limit, max=expert_format.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * expert_format.alpha))
+
+
+def _split(gate_up: Tensor, is_interleaved: bool) -> tuple[Tensor, Tensor]:
+    if is_interleaved:
+        return gate_up[..., ::2], gate_up[..., 1::2]
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate, up

@@ -1,0 +1,1 @@
+"""Grouped expert computation over dispatched rows; one file a runner."""

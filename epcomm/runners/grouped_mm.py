@@ -1,0 +1,97 @@
+"""The default runner: two grouped matrix products over expert-major slots, no host read.
+
+The router weight is folded in before the second product, (w h) D = w (h D): I columns are scaled
+instead of H, and backward needs no copy of the unweighted result.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, overload
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.base import Availability
+from epcomm.errors import ShapeError
+from epcomm.ops.activation import activate
+from epcomm.ops.pack import pack
+from epcomm.records import (
+    CombineInput,
+    DispatchOutput,
+    MaskedCombineInput,
+    MaskedDispatchOutput,
+    RowsCombineInput,
+    RowsDispatchOutput,
+    SlotIndex,
+)
+from epcomm.runners.base import ExpertRunner, weight_slots
+from epcomm.types import ROW_ALIGNMENT_BYTES, Layout, WeightsAppliedBy, WireDtype
+from epcomm.weights import ExpertWeights
+
+
+class GroupedMMRunner(ExpertRunner):
+    """torch's grouped matmul over ROWS; CPU and CUDA."""
+
+    name: ClassVar[str] = "grouped_mm"
+    layouts: ClassVar[frozenset[Layout]] = frozenset({Layout.ROWS})
+    wire_dtypes: ClassVar[frozenset[WireDtype]] = frozenset(
+        {WireDtype.BF16, WireDtype.FP16, WireDtype.FP32}
+    )
+
+    @classmethod
+    def supports(cls, weights: ExpertWeights) -> Availability:
+        per_row = ROW_ALIGNMENT_BYTES // weights.dtype.itemsize
+        sizes = {
+            "hidden_size": weights.hidden_size,
+            "intermediate_size": weights.intermediate_size,
+        }
+        reasons = tuple(
+            f"{name} is {size}, but {weights.dtype} rows need a multiple of {per_row}"
+            for name, size in sizes.items()
+            if size % per_row
+        )
+        return Availability(ok=not reasons, reasons=reasons)
+
+    @overload
+    def run(self, dispatched: RowsDispatchOutput, weights: ExpertWeights) -> RowsCombineInput: ...
+
+    @overload
+    def run(
+        self, dispatched: MaskedDispatchOutput, weights: ExpertWeights
+    ) -> MaskedCombineInput: ...
+
+    def run(self, dispatched: DispatchOutput, weights: ExpertWeights) -> CombineInput:
+        if not isinstance(dispatched, RowsDispatchOutput):
+            raise ShapeError(
+                "GroupedMMRunner.run: the record has the MASKED layout, expected ROWS; "
+                "use runner='reference' for it"
+            )
+        index = dispatched.index
+        slots = pack(dispatched.hidden_states.data, index)
+        # Padding of one expert is computed with it: its rows are never combined.
+        ends = index.first_slot[1:]
+        expert_of_slot = None
+        if weights.gate_up_bias is not None or weights.down_bias is not None:
+            expert_of_slot = _expert_of_slot(index, slots.shape[0])
+
+        hidden = torch.nn.functional.grouped_mm(slots, weights.gate_up_matrices(), offs=ends)
+        if weights.gate_up_bias is not None:
+            hidden = hidden + weights.gate_up_bias[expert_of_slot]
+        hidden = activate(hidden, weights.format)
+        scale = None
+        if dispatched.weights_applied_by is WeightsAppliedBy.RUNNER:
+            scale = dispatched.slot_weights
+            assert scale is not None, "who applies weights has them"
+            hidden = weight_slots(hidden, scale)
+        results = torch.nn.functional.grouped_mm(hidden, weights.down_matrices(), offs=ends)
+        if weights.down_bias is not None:
+            bias = weights.down_bias[expert_of_slot]
+            results = results + (bias if scale is None else weight_slots(bias, scale))
+        return dispatched.combine_input(results)
+
+
+def _expert_of_slot(index: SlotIndex, num_slots: int) -> Tensor:
+    """[C], int64: the expert that computes each slot, padding included."""
+    slots = torch.arange(num_slots, dtype=torch.int32, device=index.first_slot.device)
+    expert = torch.searchsorted(index.first_slot[1:], slots, right=True)
+    return expert.clamp(max=index.first_slot.shape[0] - 2)

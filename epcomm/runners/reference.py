@@ -1,0 +1,97 @@
+"""The plain runner: a loop over experts, both layouts; it explains the others and checks them."""
+
+from __future__ import annotations
+
+from typing import ClassVar, overload
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.base import Availability
+from epcomm.ops.activation import activate
+from epcomm.ops.pack import pack
+from epcomm.records import (
+    CombineInput,
+    DispatchOutput,
+    MaskedCombineInput,
+    MaskedDispatchOutput,
+    RowsCombineInput,
+    RowsDispatchOutput,
+)
+from epcomm.runners.base import ExpertRunner, weight_slots
+from epcomm.types import Layout, WeightsAppliedBy, WireDtype
+from epcomm.weights import ExpertWeights
+
+
+class ReferenceRunner(ExpertRunner):
+    """One pair of matrix products an expert; the host reads the counts if it has no copy."""
+
+    name: ClassVar[str] = "reference"
+    layouts: ClassVar[frozenset[Layout]] = frozenset(Layout)
+    wire_dtypes: ClassVar[frozenset[WireDtype]] = frozenset(
+        {WireDtype.BF16, WireDtype.FP16, WireDtype.FP32}
+    )
+
+    @classmethod
+    def supports(cls, weights: ExpertWeights) -> Availability:
+        return Availability(ok=True)
+
+    @overload
+    def run(self, dispatched: RowsDispatchOutput, weights: ExpertWeights) -> RowsCombineInput: ...
+
+    @overload
+    def run(
+        self, dispatched: MaskedDispatchOutput, weights: ExpertWeights
+    ) -> MaskedCombineInput: ...
+
+    def run(self, dispatched: DispatchOutput, weights: ExpertWeights) -> CombineInput:
+        if isinstance(dispatched, MaskedDispatchOutput):
+            return _run_masked(dispatched, weights)
+        return _run_rows(dispatched, weights)
+
+
+def _run_rows(dispatched: RowsDispatchOutput, weights: ExpertWeights) -> RowsCombineInput:
+    index = dispatched.index
+    slots = pack(dispatched.hidden_states.data, index)
+    starts = index.first_slot.tolist()
+    counts = index.host_num_slots_per_expert or index.num_slots_per_expert.tolist()
+    pieces = []
+    for expert, count in enumerate(counts):
+        mine = slice(starts[expert], starts[expert] + count)
+        scale = _scale_of(dispatched, mine)
+        pieces.append(_run_expert(slots[mine], scale, weights, expert))
+        # Padding behind the slots of an expert; zeros, so that gradients stay finite.
+        pieces.append(slots.new_zeros(starts[expert + 1] - mine.stop, slots.shape[1]))
+    pieces.append(slots.new_zeros(dispatched.num_slots - starts[-1], slots.shape[1]))
+    return dispatched.combine_input(torch.cat(pieces))
+
+
+def _run_masked(dispatched: MaskedDispatchOutput, weights: ExpertWeights) -> MaskedCombineInput:
+    rows = dispatched.hidden_states.data
+    results = torch.zeros_like(rows)
+    for expert, count in enumerate(dispatched.num_slots_per_expert.tolist()):
+        scale = None
+        if dispatched.weights_applied_by is WeightsAppliedBy.RUNNER:
+            assert dispatched.slot_weights is not None, "who applies weights has them"
+            scale = dispatched.slot_weights[expert, :count]
+        results[expert, :count] = _run_expert(rows[expert, :count], scale, weights, expert)
+    return dispatched.combine_input(results)
+
+
+def _scale_of(dispatched: RowsDispatchOutput, slots: slice) -> Tensor | None:
+    if dispatched.weights_applied_by is not WeightsAppliedBy.RUNNER:
+        return None
+    assert dispatched.slot_weights is not None, "who applies weights has them"
+    return dispatched.slot_weights[slots]
+
+
+def _run_expert(
+    hidden: Tensor, scale: Tensor | None, weights: ExpertWeights, expert: int
+) -> Tensor:
+    gate_up = hidden @ weights.gate_up_matrices()[expert]
+    if weights.gate_up_bias is not None:
+        gate_up = gate_up + weights.gate_up_bias[expert]
+    result = activate(gate_up, weights.format) @ weights.down_matrices()[expert]
+    if weights.down_bias is not None:
+        result = result + weights.down_bias[expert]
+    return result if scale is None else weight_slots(result, scale)

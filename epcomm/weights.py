@@ -1,0 +1,160 @@
+"""The weights of routed experts as checkpoints hold them, and how one rank's share is cut out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from epcomm.errors import ConfigError, ShapeError
+
+
+class Activation(StrEnum):
+    """What happens between the two matrices of an expert.
+
+    SWIGLU: silu(gate) * up.
+    CLAMPED_SWIGLU: g = min(gate, limit), u = clamp(up, -limit, limit), g * sigmoid(alpha g) * (u + 1).
+    RELU2: relu(up)**2, no gate.
+    """
+
+    SWIGLU = "swiglu"
+    CLAMPED_SWIGLU = "clamped_swiglu"
+    RELU2 = "relu2"
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the first matrix yields gate and up."""
+        return self is not Activation.RELU2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertFormat:
+    """How expert matrices are stored and what lies between them.
+
+    is_transposed: matrices are [E, in, out] instead of [E, out, in].
+    is_interleaved: gate and up columns alternate instead of gate first, then up.
+    alpha, limit: of CLAMPED_SWIGLU.
+    """
+
+    activation: Activation = Activation.SWIGLU
+    is_transposed: bool = False
+    is_interleaved: bool = False
+    alpha: float | None = None
+    limit: float | None = None
+
+    def __post_init__(self) -> None:
+        needs_clamp = self.activation is Activation.CLAMPED_SWIGLU
+        if needs_clamp != (self.alpha is not None and self.limit is not None):
+            raise ConfigError(
+                f"ExpertFormat: {self.activation.value} with alpha={self.alpha} and "
+                f"limit={self.limit}; clamped_swiglu needs both, others neither"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertWeights:
+    """The matrices of E experts, unquantised, in the layout of their checkpoint.
+
+    gate_up_proj: [E, 2I, H] (no gate: [E, I, H]); transposed: [E, H, 2I].
+    down_proj: [E, H, I]; transposed: [E, I, H].
+    gate_up_bias: [E, 2I] or None.   down_bias: [E, H] or None.
+    """
+
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    format: ExpertFormat = ExpertFormat()
+
+    def __post_init__(self) -> None:
+        self._check_shapes()
+        for name, tensor in self.tensors().items():
+            if tensor.dtype != self.dtype or tensor.device != self.gate_up_proj.device:
+                raise ShapeError(
+                    f"ExpertWeights: {name} is {tensor.dtype} on {tensor.device}, expected "
+                    f"{self.dtype} on {self.gate_up_proj.device} as gate_up_proj; convert it"
+                )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are there, by field name."""
+        named = {
+            "gate_up_proj": self.gate_up_proj,
+            "down_proj": self.down_proj,
+            "gate_up_bias": self.gate_up_bias,
+            "down_bias": self.down_bias,
+        }
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all tensors."""
+        return self.gate_up_proj.dtype
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.gate_up_proj.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return self.down_proj.shape[2 if self.format.is_transposed else 1]
+
+    @property
+    def intermediate_size(self) -> int:
+        """I."""
+        return self.down_proj.shape[1 if self.format.is_transposed else 2]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any tensor needs gradients."""
+        return any(tensor.requires_grad for tensor in self.tensors().values())
+
+    def gate_up_matrices(self) -> Tensor:
+        """[E, H, 2I] view, ready to be multiplied from the right."""
+        return self.gate_up_proj if self.format.is_transposed else self.gate_up_proj.transpose(1, 2)
+
+    def down_matrices(self) -> Tensor:
+        """[E, I, H] view, ready to be multiplied from the right."""
+        return self.down_proj if self.format.is_transposed else self.down_proj.transpose(1, 2)
+
+    def shard(self, rank: int, world_size: int) -> ExpertWeights:
+        """The experts of one rank, as views: rank r owns experts r * E / W to (r + 1) * E / W - 1.
+
+        Raises:
+            ConfigError: E is no multiple of W.
+        """
+        if self.num_experts % world_size:
+            raise ConfigError(
+                f"ExpertWeights.shard: {self.num_experts} experts, expected a multiple of the "
+                f"{world_size} ranks; use a number of ranks that divides it"
+            )
+        num_local = self.num_experts // world_size
+        mine = slice(rank * num_local, (rank + 1) * num_local)
+        return replace(self, **{name: tensor[mine] for name, tensor in self.tensors().items()})
+
+    def _check_shapes(self) -> None:
+        for name in ("gate_up_proj", "down_proj"):
+            if getattr(self, name).dim() != 3:
+                shape = list(getattr(self, name).shape)
+                raise ShapeError(f"ExpertWeights: {name} is {shape}, expected three dimensions")
+        first = self.intermediate_size * (2 if self.format.activation.is_gated else 1)
+        matrices = {
+            "gate_up_proj": self.gate_up_matrices(),
+            "down_proj": self.down_matrices(),
+        }
+        expected = {
+            "gate_up_proj": [self.num_experts, self.hidden_size, first],
+            "down_proj": [self.num_experts, self.intermediate_size, self.hidden_size],
+            "gate_up_bias": [self.num_experts, first],
+            "down_bias": [self.num_experts, self.hidden_size],
+        }
+        for name, tensor in self.tensors().items():
+            shape = list(matrices.get(name, tensor).shape)
+            if shape != expected[name]:
+                raise ShapeError(
+                    f"ExpertWeights: {name} is {shape} ([E, in, out] for matrices), expected "
+                    f"{expected[name]} to fit the other tensors; check ExpertFormat"
+                )

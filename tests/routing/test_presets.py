@@ -1,0 +1,329 @@
+"""Every preset against the router in the real transformers block, random weights and bias."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from operator import attrgetter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from epcomm.errors import ConfigError
+from epcomm.routing import RoutingSpec, from_transformers_config, presets, route
+from tests.routing.oracle import route_rows
+
+# transformers is imported by the first test, and must not look for a network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+NUM_TOKENS, HIDDEN, NUM_EXPERTS = 96, 32, 16
+# Both sides compute in float32: softmax, sum and division round in another order.
+FLOAT32_RTOL = 2e-6
+# One rounding to bfloat16, which keeps 8 significant bits.
+BF16_ROUNDING = 2**-8
+# Lfm2 computes in the dtype of its input; half a unit in the last place of a score below 1.
+LFM2_SCORE_ERROR = 2**-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A transformers block, its tiny configuration and the preset that must equal its router.
+
+    bias: where the block keeps its correction bias.
+    bf16_roundings: roundings between logits and weights when the block is in bfloat16.
+    bf16_gap: selection scores closer than this may change places there.
+    """
+
+    model_type: str
+    config: str
+    block: str
+    values: Mapping[str, object]
+    spec: RoutingSpec
+    router: str = "gate"
+    bias: str | None = None
+    bf16_roundings: int = 0
+    bf16_gap: float = 1e-6
+    id: str = ""
+
+
+EXPERTS = {"num_experts_per_tok": 4, "num_experts": NUM_EXPERTS}
+LOCAL_EXPERTS = {"num_experts_per_tok": 4, "num_local_experts": NUM_EXPERTS}
+ROUTED_EXPERTS = {"num_experts_per_tok": 4, "n_routed_experts": NUM_EXPERTS}
+GROUPED = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+
+FAMILIES = [
+    Family(
+        model_type="mixtral",
+        config="MixtralConfig",
+        block="MixtralSparseMoeBlock",
+        values=LOCAL_EXPERTS,
+        spec=presets.mixtral(top_k=4),
+    ),
+    Family(
+        model_type="qwen2_moe",
+        config="Qwen2MoeConfig",
+        block="Qwen2MoeSparseMoeBlock",
+        values={**EXPERTS, "norm_topk_prob": False},
+        spec=presets.qwen2_moe(top_k=4, renormalize=False),
+        bf16_roundings=1,
+    ),
+    Family(
+        id="qwen2_moe-renormalised",
+        model_type="qwen2_moe",
+        config="Qwen2MoeConfig",
+        block="Qwen2MoeSparseMoeBlock",
+        values={**EXPERTS, "norm_topk_prob": True},
+        spec=presets.qwen2_moe(top_k=4, renormalize=True),
+        bf16_roundings=1,
+    ),
+    Family(
+        model_type="qwen3_moe",
+        config="Qwen3MoeConfig",
+        block="Qwen3MoeSparseMoeBlock",
+        values={**EXPERTS, "norm_topk_prob": True},
+        spec=presets.qwen3_moe(top_k=4, renormalize=True),
+        bf16_roundings=1,
+    ),
+    Family(
+        model_type="qwen3_5_moe",
+        config="Qwen3_5MoeTextConfig",
+        block="Qwen3_5MoeSparseMoeBlock",
+        values=EXPERTS,
+        spec=presets.qwen3_5_moe(top_k=4),
+        bf16_roundings=1,
+    ),
+    Family(
+        model_type="deepseek_v2",
+        config="DeepseekV2Config",
+        block="DeepseekV2Moe",
+        values={**ROUTED_EXPERTS, **GROUPED, "topk_method": "group_limited_greedy"},
+        spec=presets.deepseek_v2(top_k=4, num_groups=4, topk_groups=2, routed_scaling_factor=2.5),
+    ),
+    Family(
+        id="deepseek_v2-greedy",
+        model_type="deepseek_v2",
+        config="DeepseekV2Config",
+        block="DeepseekV2Moe",
+        values={**ROUTED_EXPERTS, "topk_method": "greedy", "routed_scaling_factor": 1.0},
+        spec=presets.deepseek_v2(top_k=4, routed_scaling_factor=1.0),
+    ),
+    Family(
+        model_type="deepseek_v3",
+        config="DeepseekV3Config",
+        block="DeepseekV3MoE",
+        values={**ROUTED_EXPERTS, **GROUPED},
+        spec=presets.deepseek_v3(top_k=4, num_groups=4, topk_groups=2, routed_scaling_factor=2.5),
+        bias="gate.e_score_correction_bias",
+    ),
+    Family(
+        id="deepseek_v3-not-renormalised",
+        model_type="deepseek_v3",
+        config="DeepseekV3Config",
+        block="DeepseekV3MoE",
+        values={**ROUTED_EXPERTS, **GROUPED, "norm_topk_prob": False},
+        spec=presets.deepseek_v3(
+            top_k=4, num_groups=4, topk_groups=2, routed_scaling_factor=2.5, renormalize=False
+        ),
+        bias="gate.e_score_correction_bias",
+    ),
+    Family(
+        model_type="afmoe",
+        config="AfmoeConfig",
+        block="AfmoeSparseMoeBlock",
+        values={**EXPERTS, "route_scale": 1.5},
+        spec=presets.afmoe(top_k=4, routed_scaling_factor=1.5),
+        router="router",
+        bias="expert_bias",
+    ),
+    Family(
+        model_type="minimax_m2",
+        config="MiniMaxM2Config",
+        block="MiniMaxM2SparseMoeBlock",
+        values=LOCAL_EXPERTS,
+        spec=presets.minimax_m2(top_k=4),
+        bias="e_score_correction_bias",
+    ),
+    Family(
+        model_type="gpt_oss",
+        config="GptOssConfig",
+        block="GptOssMLP",
+        values=LOCAL_EXPERTS,
+        spec=presets.gpt_oss(top_k=4),
+        router="router",
+        bf16_roundings=1,
+    ),
+    Family(
+        model_type="ernie4_5_moe",
+        config="Ernie4_5_MoeConfig",
+        block="Ernie4_5_MoeSparseMoeBlock",
+        values={"moe_k": 4, "moe_num_experts": NUM_EXPERTS, "moe_norm_min": 0.5},
+        spec=presets.ernie4_5_moe(top_k=4, epsilon=0.5),
+        bias="gate.moe_statics.e_score_correction_bias",
+        bf16_roundings=1,
+    ),
+    Family(
+        model_type="lfm2_moe",
+        config="Lfm2MoeConfig",
+        block="Lfm2MoeSparseMoeBlock",
+        values={**EXPERTS, "routed_scaling_factor": 1.5},
+        spec=presets.lfm2_moe(
+            top_k=4, use_correction_bias=True, renormalize=True, routed_scaling_factor=1.5
+        ),
+        bias="expert_bias",
+        # Score, the sum of such scores, its rounding, + epsilon, quotient, scaled weight.
+        bf16_roundings=6,
+        bf16_gap=2 * LFM2_SCORE_ERROR,
+    ),
+    Family(
+        id="lfm2_moe-plain",
+        model_type="lfm2_moe",
+        config="Lfm2MoeConfig",
+        block="Lfm2MoeSparseMoeBlock",
+        values={**EXPERTS, "use_expert_bias": False, "norm_topk_prob": False},
+        spec=presets.lfm2_moe(
+            top_k=4, use_correction_bias=False, renormalize=False, routed_scaling_factor=1.0
+        ),
+        bf16_roundings=2,
+        bf16_gap=2 * LFM2_SCORE_ERROR,
+    ),
+    Family(
+        model_type="nemotron_h",
+        config="NemotronHConfig",
+        block="NemotronHMoE",
+        values={**ROUTED_EXPERTS, **GROUPED},
+        spec=presets.nemotron_h(top_k=4, num_groups=4, topk_groups=2, routed_scaling_factor=2.5),
+        bias="gate.e_score_correction_bias",
+    ),
+]
+
+
+def name_of(family: Family) -> str:
+    return family.id or family.model_type
+
+
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=name_of)
+
+
+class RecordedExperts(nn.Module):
+    """Stands in for the experts of a block and keeps the routing they are called with."""
+
+    def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        self.topk_ids, self.topk_weights = topk_ids, topk_weights
+        return torch.zeros_like(hidden_states)
+
+
+def make_config(family: Family) -> object:
+    module = f"transformers.models.{family.model_type}.configuration_{family.model_type}"
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 8, "moe_intermediate_size": 8}
+    return getattr(import_module(module), family.config)(**sizes, **family.values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routed:
+    """What the block computed: logits [T, E], its bias [E] and the weights on [T, E]."""
+
+    logits: Tensor
+    bias: Tensor | None
+    dense: Tensor
+
+
+def run_block(family: Family, dtype: torch.dtype) -> Routed:
+    module = f"transformers.models.{family.model_type}.modeling_{family.model_type}"
+    torch.manual_seed(0)
+    block: nn.Module = getattr(import_module(module), family.block)(make_config(family)).to(dtype)
+    block.experts = experts = RecordedExperts()
+    for parameter in block.parameters():
+        # 1/4: logits of a few units, so that no score saturates.
+        nn.init.normal_(parameter, std=0.25)
+    bias = attrgetter(family.bias)(block) if family.bias else None
+    if bias is not None:
+        bias.data = torch.randn(bias.shape) / 4
+    found: list[Tensor] = []
+    router: nn.Module = getattr(block, family.router)
+    router.register_forward_hook(lambda module, args, output: found.append(output[0]))
+    with torch.no_grad():
+        block(torch.randn(1, NUM_TOKENS, HIDDEN, dtype=dtype))
+    return Routed(
+        logits=found[0],
+        bias=None if bias is None else bias.squeeze(0),
+        dense=scatter(experts.topk_ids, experts.topk_weights),
+    )
+
+
+def scatter(topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    return torch.zeros(NUM_TOKENS, NUM_EXPERTS).scatter(1, topk_ids, topk_weights.float())
+
+
+@every_family
+def test_preset_equals_the_router_of_the_block(family: Family) -> None:
+    routed = run_block(family, torch.float32)
+
+    topk = route(routed.logits, family.spec, correction_bias=routed.bias)
+
+    dense = scatter(topk.topk_ids, topk.topk_weights)
+    torch.testing.assert_close(dense, routed.dense, rtol=FLOAT32_RTOL, atol=0.0)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.bias], ids=name_of)
+def test_bias_decides_in_the_comparison(family: Family) -> None:
+    """Otherwise a preset that forgot it would pass."""
+    routed = run_block(family, torch.float32)
+
+    topk = route(routed.logits, family.spec, correction_bias=torch.zeros(NUM_EXPERTS))
+
+    assert (scatter(topk.topk_ids, topk.topk_weights) > 0).ne(routed.dense > 0).any()
+
+
+@every_family
+def test_preset_equals_the_router_of_the_bfloat16_block(family: Family) -> None:
+    routed = run_block(family, torch.bfloat16)
+    rows, _ = route_rows(routed.logits, family.spec, routed.bias)
+    # bfloat16 logits may tie, and which of two equal experts it takes transformers leaves open.
+    decided = torch.tensor([row.gap > family.bf16_gap and not row.tied for row in rows])
+    assert decided.float().mean() > 0.5
+
+    topk = route(routed.logits, family.spec, correction_bias=routed.bias)
+
+    dense = scatter(topk.topk_ids, topk.topk_weights)
+    rtol = FLOAT32_RTOL + family.bf16_roundings * BF16_ROUNDING
+    torch.testing.assert_close(dense[decided], routed.dense[decided], rtol=rtol, atol=0.0)
+
+
+@every_family
+def test_configuration_gives_the_preset(family: Family) -> None:
+    assert from_transformers_config(make_config(family)) == family.spec
+
+
+def test_multimodal_configuration_is_read_through_its_text_part() -> None:
+    text = {"hidden_size": HIDDEN, "num_experts_per_tok": 4}
+    module = import_module("transformers.models.qwen3_5_moe.configuration_qwen3_5_moe")
+
+    spec = from_transformers_config(module.Qwen3_5MoeConfig(text_config=text))
+
+    assert spec == presets.qwen3_5_moe(top_k=4)
+
+
+def test_unknown_model_type_may_name_a_family() -> None:
+    config = SimpleNamespace(model_type="my_mixtral", num_experts_per_tok=2)
+
+    with pytest.raises(ConfigError, match=r"model_type is 'my_mixtral', expected one of \['afmoe'"):
+        from_transformers_config(config)
+    assert from_transformers_config(config, model_type="mixtral") == presets.mixtral(top_k=2)
+
+
+def test_incomplete_configuration_is_named() -> None:
+    with pytest.raises(ConfigError, match="SimpleNamespace has no num_experts_per_tok"):
+        from_transformers_config(SimpleNamespace(model_type="mixtral"))
+
+
+def test_unknown_deepseek_v2_method_is_refused() -> None:
+    config = SimpleNamespace(
+        model_type="deepseek_v2", num_experts_per_tok=2, topk_method="noaux_tc"
+    )
+
+    with pytest.raises(ConfigError, match="topk_method is 'noaux_tc', expected 'greedy' or"):
+        from_transformers_config(config)

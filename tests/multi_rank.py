@@ -266,6 +266,8 @@ class OuterRun:
         self.items: dict[int, list[pytest.Item]] = defaultdict(list)
         self.verdicts: dict[str, Verdict] = {}
         self.launches: list[Launch] = []
+        # SIGTERM like Ctrl-C: an abrupt end would leave a launch behind.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items:

@@ -50,6 +50,7 @@ class AllGatherRoute(Route):
     tokens_of_rank: [W].   max_tokens: rows that each rank occupies, padding last.
     row_of_token: [sum T], int64, the gathered row of each rank's tokens, padding left out.
     slots_by_row: the slots of each gathered row, in k order.
+    has_no_slot: [R], bool, rows that no expert of this rank computes.
     """
 
     num_tokens: int
@@ -59,6 +60,7 @@ class AllGatherRoute(Route):
     max_tokens: int
     row_of_token: Tensor
     slots_by_row: Members
+    has_no_slot: Tensor
 
 
 class AllGatherBuffer(Buffer):
@@ -129,6 +131,7 @@ class AllGatherBuffer(Buffer):
             max_tokens=max_tokens,
             row_of_token=row_of_token,
             slots_by_row=slots_by_row(index),
+            has_no_slot=(local_ids < 0).all(dim=1),
         )
         return Dispatched(
             rows=layout.wire_tensor(received),
@@ -154,6 +157,9 @@ class AllGatherBuffer(Buffer):
         assert isinstance(route, AllGatherRoute), "a route of this buffer"
         if rows_per is RowsPer.SLOT:
             rows = reduce_rows(rows, route.slots_by_row, slot_weights)
+        else:
+            # Rows without a slot are undefined, and here all of them travel.
+            rows = rows.masked_fill(route.has_no_slot.unsqueeze(1), 0)
         if route.num_rows != sum(route.tokens_of_rank):
             rows = torch.index_select(rows, 0, route.row_of_token)
         if row_scalars is None:

@@ -163,16 +163,12 @@ def test_5_epsilon_of_the_renormalisation(spec: RoutingSpec, expected: list[floa
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrt_softplus"])
-def test_6_arithmetic_is_float32_whatever_the_dtype_of_the_logits(
-    dtype: torch.dtype, function: str
+@pytest.mark.parametrize("where", ["selection", "score"])
+def test_6_arithmetic_is_float32_whatever_the_dtype_of_logits_and_bias(
+    dtype: torch.dtype, function: str, where: str
 ) -> None:
     spec = RoutingSpec.from_mapping(
-        {
-            "top_k": 3,
-            "score_function": function,
-            "correction_bias": "selection",
-            "renormalize": True,
-        }
+        {"top_k": 3, "score_function": function, "correction_bias": where, "renormalize": True}
     )
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(32, 8, generator=generator, dtype=torch.float64).to(dtype)

@@ -1,0 +1,414 @@
+"""What every Buffer must do, as scenarios to run on all ranks of a group.
+
+Payloads are moved bit-equal, slots come in the promised order, undefined memory is NaN, sums are
+compared with float64, operations stand alone, and faults reach every rank and leave the group
+usable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.base import Buffer, BufferSpec, DispatchCall, Dispatched
+from epcomm.buffers.faults import BatchFlags
+from epcomm.config import Mode
+from epcomm.errors import CapacityError, EPError, ShapeError
+from epcomm.group import EPGroup
+from epcomm.registry import buffer_class
+from epcomm.testing.data import (
+    BatchSpec,
+    RankBatch,
+    holed_ids,
+    last_expert_ids,
+    make_batch,
+    no_ids,
+    random_ids,
+)
+from epcomm.testing.oracle import relative_error
+from epcomm.testing.poison import poison_rows, poisoned_memory
+from epcomm.types import RowsPer, WireFormat, WireTensor
+
+# float32 sums of at most K * W terms of order one: a few units of 2**-23 each.
+SUM_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferEnv:
+    """What a scenario runs on.
+
+    group: the ranks.   backend: registry name.   mode: what the buffer serves.
+    """
+
+    group: EPGroup
+    backend: str
+    mode: Mode
+
+    def open(self, spec: BatchSpec, **changes: int) -> Buffer:
+        """The buffer for batches of `spec`."""
+        return self.group.open_buffer(self.backend, replace(self.buffer_spec(spec), **changes))
+
+    def buffer_spec(self, spec: BatchSpec) -> BufferSpec:
+        """What the buffer must carry for batches of `spec`."""
+        wire = WireFormat.of(spec.dtype)
+        return BufferSpec(
+            hidden_size=spec.hidden_size,
+            top_k=spec.num_topk(self.group.world_size),
+            num_local_experts=spec.num_local_experts,
+            dispatch_format=wire,
+            combine_format=wire,
+            backward_format=wire,
+        )
+
+    def batches(self, spec: BatchSpec, number: int = 0) -> list[RankBatch]:
+        """Batch `number` of all ranks."""
+        world_size = self.group.world_size
+        return [make_batch(spec, rank, world_size, number=number) for rank in range(world_size)]
+
+
+def uneven(rank: int, world_size: int) -> int:
+    """3, 4, 5, ... tokens."""
+    return 3 + rank
+
+
+def none_on_rank_1(rank: int, world_size: int) -> int:
+    """No token on rank 1 (on rank 0 of a single one)."""
+    return 0 if rank == min(1, world_size - 1) else 4
+
+
+def none(rank: int, world_size: int) -> int:
+    """No token anywhere."""
+    return 0
+
+
+def one_in_total(rank: int, world_size: int) -> int:
+    """One token on the last rank."""
+    return int(rank == world_size - 1)
+
+
+BATCH_SPECS: Mapping[str, BatchSpec] = MappingProxyType(
+    {
+        "uneven": BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids, top_k=3),
+        "empty_rank": BatchSpec(tokens_of_rank=none_on_rank_1, choose_ids=random_ids),
+        "all_empty": BatchSpec(tokens_of_rank=none, choose_ids=random_ids),
+        "one_token": BatchSpec(tokens_of_rank=one_in_total, choose_ids=random_ids),
+        "one_expert": BatchSpec(tokens_of_rank=uneven, choose_ids=last_expert_ids),
+        "holes": BatchSpec(tokens_of_rank=uneven, choose_ids=holed_ids, top_k=4),
+        "nowhere": BatchSpec(tokens_of_rank=uneven, choose_ids=no_ids),
+        "top_1": BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids, top_k=1),
+        "bf16": BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids, dtype=torch.bfloat16),
+        "fp16": BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids, dtype=torch.float16),
+        "odd_hidden": BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids, hidden_size=37),
+        "many_experts": BatchSpec(
+            tokens_of_rank=uneven, choose_ids=random_ids, num_local_experts=7, top_k=6
+        ),
+    }
+)
+
+
+def check_batch(env: BufferEnv, spec: BatchSpec, slot_alignment: int = 1) -> None:
+    """Dispatch, look at every row and slot, combine in every way, redispatch."""
+    buffer = env.open(spec, slot_alignment=slot_alignment)
+    batches = env.batches(spec)
+    with poisoned_memory():
+        out = dispatch(buffer, batches[env.group.rank], spec)
+        check_slots(env, out, batches, spec, slot_alignment)
+        check_combine(env, buffer, out, batches, spec)
+        check_redispatch(env, buffer, out, batches)
+
+
+def dispatch(buffer: Buffer, batch: RankBatch, spec: BatchSpec) -> Dispatched:
+    """Dispatch one rank's batch without gradients."""
+    wire = WireTensor(data=batch.x, format=WireFormat.of(spec.dtype))
+    return buffer.dispatch(
+        DispatchCall(
+            hidden_states=wire,
+            topk_ids=batch.topk_ids,
+            topk_weights=batch.topk_weights,
+            flags=BatchFlags.NONE,
+        )
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedSlot:
+    """What one slot must hold: expert of this rank, source rank, token, k."""
+
+    expert: int
+    source: int
+    token: int
+    k: int
+
+
+def expected_slots(env: BufferEnv, batches: list[RankBatch], num_local: int) -> list[ExpectedSlot]:
+    """The slots of this rank by (expert, source rank, token), by plain loops."""
+    first = env.group.rank * num_local
+    found = [
+        ExpectedSlot(expert=expert - first, source=source, token=token, k=k)
+        for source, batch in enumerate(batches)
+        for token, row in enumerate(batch.topk_ids.tolist())
+        for k, expert in enumerate(row)
+        if first <= expert < first + num_local
+    ]
+    return sorted(found, key=lambda slot: (slot.expert, slot.source, slot.token))
+
+
+def slot_positions(slots: list[ExpectedSlot], num_local: int, slot_alignment: int) -> list[int]:
+    """Where each expected slot lies when experts start at multiples of slot_alignment."""
+    positions, start = [], 0
+    for expert in range(num_local):
+        mine = [slot for slot in slots if slot.expert == expert]
+        positions += range(start, start + len(mine))
+        start += -(-len(mine) // slot_alignment) * slot_alignment
+    return positions
+
+
+def check_slots(
+    env: BufferEnv,
+    out: Dispatched,
+    batches: list[RankBatch],
+    spec: BatchSpec,
+    slot_alignment: int,
+) -> None:
+    """Order, counts, bit-equal payload and weights of the received slots."""
+    slots = expected_slots(env, batches, spec.num_local_experts)
+    positions = slot_positions(slots, spec.num_local_experts, slot_alignment)
+    index, rows = out.index, out.rows.data
+    counts = [sum(s.expert == e for s in slots) for e in range(spec.num_local_experts)]
+    _expect_equal(env, "num_slots_per_expert", index.num_slots_per_expert.tolist(), counts)
+    row_of_slot = _rows_of_slots(out)
+    for slot, position in zip(slots, positions, strict=True):
+        batch, row = batches[slot.source], int(row_of_slot[position])
+        where = f"slot {position} ({slot})"
+        _expect_equal(env, where, rows[row].tolist(), batch.x[slot.token].tolist())
+        weight = batch.topk_weights[slot.token, slot.k].item()
+        _expect_equal(env, f"weight of {where}", out.slot_weights[position].item(), weight)
+    padding = sorted(set(range(len(row_of_slot))) - set(positions))
+    _expect_equal(env, "padding", [int(row_of_slot[s]) for s in padding], [-1] * len(padding))
+
+
+def check_combine(
+    env: BufferEnv, buffer: Buffer, out: Dispatched, batches: list[RankBatch], spec: BatchSpec
+) -> None:
+    """Expert e multiplies by e + 1; every way to combine must give the same sums."""
+    rank = env.group.rank
+    batch = batches[rank]
+    scale = _slot_scales(env, out, spec)
+    used = scale > 0
+    rows = out.rows.data[_rows_of_slots(out).clamp(min=0).long()] if used.numel() else None
+    results = (rows * scale.unsqueeze(1)).to(spec.dtype) if rows is not None else _no_rows(spec)
+    weighted = (results * out.slot_weights.unsqueeze(1)).to(spec.dtype)
+
+    factor = (batch.topk_ids + 1).clamp(min=0).double()
+    plain = batch.x.double() * factor.sum(1, keepdim=True)
+    expected = batch.x.double() * (factor * batch.topk_weights.double()).sum(1, keepdim=True)
+    tolerance = _sum_tolerance(spec)
+
+    by_combine = buffer.combine(
+        poison_rows(results, used),
+        out.route,
+        rows_per=RowsPer.SLOT,
+        slot_weights=out.slot_weights,
+    )
+    _expect_close(env, "combine with weights", by_combine.y, expected, tolerance)
+    by_runner = buffer.combine(poison_rows(weighted, used), out.route, rows_per=RowsPer.SLOT)
+    _expect_close(env, "combine of weighted slots", by_runner.y, expected, tolerance)
+
+    per_row, scalars = _reduce_to_rows(out, poison_rows(results, used), scale)
+    home = buffer.combine(per_row, out.route, rows_per=RowsPer.ROW, row_scalars=scalars)
+    _expect_close(env, "combine of rows", home.y, plain, tolerance)
+    assert home.scalars is not None, "row scalars come home"
+    # The scalar of a slot is its expert's number, so (t, k) must receive topk_ids + 1.
+    _expect_equal(env, "scalars", home.scalars.tolist(), factor.float().tolist())
+    if by_runner.y.dtype != spec.dtype:
+        _fail(env, f"combine returned {by_runner.y.dtype}, expected {spec.dtype}")
+
+
+def check_redispatch(
+    env: BufferEnv, buffer: Buffer, out: Dispatched, batches: list[RankBatch]
+) -> None:
+    """Other rows along the old route, twice: slot by slot what their token was given."""
+    for factor in (2, -3):
+        rows = buffer.redispatch(batches[env.group.rank].x * factor, out.route)
+        for slot, row in enumerate(_rows_of_slots(out).tolist()):
+            if row >= 0:
+                expected = (out.rows.data[row] * factor).tolist()
+                _expect_equal(env, f"redispatched slot {slot}", rows[row].tolist(), expected)
+
+
+def check_operations_stand_alone(env: BufferEnv) -> None:
+    """Dispatches without combines, two batches in flight, combines in any order and repeated."""
+    spec = BATCH_SPECS["uneven"]
+    buffer = env.open(spec)
+    outs, all_batches = [], []
+    for number in range(4):
+        all_batches.append(env.batches(spec, number))
+        outs.append(dispatch(buffer, all_batches[-1][env.group.rank], spec))
+    for number in (2, 0, 0, 3):
+        check_slots(env, outs[number], all_batches[number], spec, 1)
+        check_combine(env, buffer, outs[number], all_batches[number], spec)
+
+
+def check_capacity(env: BufferEnv) -> None:
+    """A bad call of one rank raises on every rank, and the next call works.
+
+    T = M passes the dispatcher's check and T = M + 1 does not; here the fault itself is announced.
+    """
+    spec = BATCH_SPECS["uneven"]
+    world_size, rank = env.group.world_size, env.group.rank
+    buffer = env.open(spec)
+    faulty = world_size - 1
+    own_errors = (CapacityError("too many tokens here"), ShapeError("a bad tensor here"))
+    for own_error in own_errors:
+        error = _dispatch_error(buffer, spec, env, own_error if rank == faulty else None)
+        if rank == faulty:
+            _expect_equal(env, "own error", error, own_error)
+        elif type(error) is not type(own_error) or f"rank {faulty}" not in str(error):
+            _fail(env, f"expected {type(own_error).__name__} naming rank {faulty}, got {error!r}")
+        check_batch(env, spec)
+
+
+def check_ids_out_of_range(env: BufferEnv) -> None:
+    """An id of P, or of -2, on one rank: ShapeError on every rank, then a correct call."""
+    spec = BATCH_SPECS["uneven"]
+    world_size, rank = env.group.world_size, env.group.rank
+    buffer = env.open(spec)
+    for bad_id in (spec.num_experts(world_size), -2):
+        batch = env.batches(spec)[rank]
+        if rank == 0:
+            batch.topk_ids[-1, -1] = bad_id
+        error = _raised(lambda batch=batch: dispatch(buffer, batch, spec))
+        wanted = str(bad_id) if rank == 0 else "rank 0"
+        if not isinstance(error, ShapeError) or wanted not in str(error):
+            _fail(env, f"expected ShapeError naming {wanted}, got {error!r}")
+        check_batch(env, spec)
+
+
+def check_traffic(env: BufferEnv) -> None:
+    """Bytes grow with what really leaves, and not with what stays on the rank."""
+    spec = BATCH_SPECS["one_expert"]
+    buffer = env.open(spec, slot_alignment=64)
+    before = buffer.traffic()
+    batches = env.batches(spec)
+    out = dispatch(buffer, batches[env.group.rank], spec)
+    check_combine(env, buffer, out, batches, spec)
+    after = buffer.traffic()
+    is_alone = env.group.world_size == 1
+    sent = after.dispatch_bytes - before.dispatch_bytes
+    if is_alone != (sent == 0) and env.group.rank != env.group.world_size - 1:
+        _fail(env, f"dispatch sent {sent} B to other ranks")
+
+
+SCENARIOS: Mapping[str, Callable[[BufferEnv], None]] = MappingProxyType(
+    {
+        **{
+            name: (lambda env, spec=spec: check_batch(env, spec))
+            for name, spec in BATCH_SPECS.items()
+        },
+        "aligned": lambda env: check_batch(env, BATCH_SPECS["uneven"], slot_alignment=4),
+        "aligned_holes": lambda env: check_batch(env, BATCH_SPECS["holes"], slot_alignment=8),
+        "stand_alone": check_operations_stand_alone,
+        "capacity": check_capacity,
+        "ids_out_of_range": check_ids_out_of_range,
+        "traffic": check_traffic,
+    }
+)
+
+
+def run_scenario(name: str, env: BufferEnv) -> None:
+    """Run one scenario on this rank; all ranks of the group run the same.
+
+    Raises:
+        AssertionError: the buffer broke its contract; the message names rank and value.
+    """
+    caps = buffer_class(env.backend).caps(env.mode)
+    assert caps.ordered and caps.owns_rows, "this suite compares slots in order, rows kept"
+    SCENARIOS[name](env)
+
+
+def _slot_scales(env: BufferEnv, out: Dispatched, spec: BatchSpec) -> Tensor:
+    """[C]: physical expert + 1 of each slot, 0 for padding."""
+    scales = torch.zeros(_rows_of_slots(out).shape[0])
+    starts, counts = out.index.first_slot.tolist(), out.index.num_slots_per_expert.tolist()
+    for expert, count in enumerate(counts):
+        number = env.group.rank * spec.num_local_experts + expert + 1
+        scales[starts[expert] : starts[expert] + count] = number
+    return scales
+
+
+def _rows_of_slots(out: Dispatched) -> Tensor:
+    if out.index.row_of_slot is None:
+        return torch.arange(out.rows.data.shape[0])
+    return out.index.row_of_slot
+
+
+def _reduce_to_rows(out: Dispatched, results: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum slots per row by loops, NaN where a row has none; the scalar of a slot is its scale."""
+    table = out.index.slots_of_row
+    assert table is not None, "this suite reads rows through the index"
+    num_rows, hidden_size = out.rows.data.shape
+    rows = torch.full((num_rows, hidden_size), float("nan"), dtype=results.dtype)
+    scalars = torch.zeros(table.shape)
+    for row, slots in enumerate(table.tolist()):
+        mine = [slot for slot in slots if slot >= 0]
+        if mine:
+            rows[row] = results[mine].float().sum(0)
+        for k, slot in enumerate(slots):
+            if slot >= 0:
+                scalars[row, k] = scale[slot]
+    return rows, scalars
+
+
+def _no_rows(spec: BatchSpec) -> Tensor:
+    return torch.empty(0, spec.hidden_size, dtype=spec.dtype)
+
+
+def _sum_tolerance(spec: BatchSpec) -> float:
+    """Roundings on the way: result, weighted result, row, y; each half a unit of the dtype."""
+    return SUM_TOLERANCE + 4 * torch.finfo(spec.dtype).eps
+
+
+def _dispatch_error(
+    buffer: Buffer, spec: BatchSpec, env: BufferEnv, own_error: EPError | None
+) -> BaseException | None:
+    batch = env.batches(spec)[env.group.rank]
+    empty = own_error is not None
+    call = DispatchCall(
+        hidden_states=WireTensor(
+            data=batch.x[:0] if empty else batch.x, format=WireFormat.of(spec.dtype)
+        ),
+        topk_ids=batch.topk_ids[:0] if empty else batch.topk_ids,
+        topk_weights=batch.topk_weights[:0] if empty else batch.topk_weights,
+        flags=BatchFlags.NONE,
+        error=own_error,
+    )
+    return _raised(lambda: buffer.dispatch(call))
+
+
+def _raised(function: Callable[[], object]) -> EPError | None:
+    try:
+        function()
+    except EPError as error:
+        return error
+    return None
+
+
+def _expect_equal(env: BufferEnv, what: str, actual: object, expected: object) -> None:
+    if actual != expected:
+        _fail(env, f"{what} is {actual}, expected {expected}")
+
+
+def _expect_close(
+    env: BufferEnv, what: str, actual: Tensor, expected: Tensor, tolerance: float
+) -> None:
+    error = relative_error(actual, expected)
+    if not error <= tolerance:
+        _fail(env, f"{what} is off by {error:.3g}, allowed {tolerance:.3g}")
+
+
+def _fail(env: BufferEnv, message: str) -> None:
+    raise AssertionError(f"{env.backend}, {env.group.where}: {message}")

@@ -1,0 +1,139 @@
+"""Seeded data of all ranks: every rank can make every rank's batch, so checks need no messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from epcomm.weights import Activation, ExpertFormat, ExpertWeights
+
+# A prime between the seeds of ranks, so that no two batches share one.
+_SEED_STRIDE = 7919
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankBatch:
+    """One rank's part of a batch.
+
+    x: [T, H].   topk_ids: [T, K], int64.   topk_weights: [T, K], float32.   dy: [T, H], the
+    gradient that reaches the output.
+    """
+
+    x: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    dy: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSpec:
+    """How to make the batches of all ranks.
+
+    tokens_of_rank: (rank, world_size) to T.
+    choose_ids: (T, top_k, num_experts, generator) to topk_ids [T, K].
+    """
+
+    hidden_size: int = 32
+    num_local_experts: int = 2
+    top_k: int = 2
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    tokens_of_rank: Callable[[int, int], int]
+    choose_ids: Callable[[int, int, int, torch.Generator], Tensor]
+
+    def num_experts(self, world_size: int) -> int:
+        """P."""
+        return self.num_local_experts * world_size
+
+    def num_topk(self, world_size: int) -> int:
+        """K, which no group can exceed its experts with."""
+        return min(self.top_k, self.num_experts(world_size))
+
+
+def make_batch(spec: BatchSpec, rank: int, world_size: int, *, number: int = 0) -> RankBatch:
+    """Batch `number` of `rank`; the same on whichever rank it is made."""
+    generator = torch.Generator().manual_seed(spec.seed + _SEED_STRIDE * (rank + 101 * number))
+    num_tokens = spec.tokens_of_rank(rank, world_size)
+    top_k, shape = spec.num_topk(world_size), (num_tokens, spec.hidden_size)
+    return RankBatch(
+        x=torch.randn(shape, generator=generator).to(spec.dtype),
+        topk_ids=spec.choose_ids(num_tokens, top_k, spec.num_experts(world_size), generator),
+        topk_weights=torch.rand(num_tokens, top_k, generator=generator) + 0.1,
+        dy=torch.randn(shape, generator=generator).to(spec.dtype),
+    )
+
+
+def make_weights(
+    spec: BatchSpec,
+    world_size: int,
+    *,
+    intermediate_size: int = 16,
+    expert_format: ExpertFormat = ExpertFormat(),
+    has_bias: bool = False,
+    number: int = 0,
+) -> ExpertWeights:
+    """The experts of all ranks; the same on whichever rank they are made."""
+    generator = torch.Generator().manual_seed(spec.seed + 104729 * (number + 1))
+    num_experts, hidden_size = spec.num_experts(world_size), spec.hidden_size
+    first = intermediate_size * (2 if expert_format.activation.is_gated else 1)
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        values = torch.randn(num_experts, rows, columns, generator=generator) / columns**0.5
+        return values.transpose(1, 2).contiguous() if expert_format.is_transposed else values
+
+    def bias(size: int) -> Tensor | None:
+        values = torch.randn(num_experts, size, generator=generator) / 2
+        return values.to(spec.dtype) if has_bias else None
+
+    return ExpertWeights(
+        gate_up_proj=matrix(first, hidden_size).to(spec.dtype).requires_grad_(),
+        down_proj=matrix(hidden_size, intermediate_size).to(spec.dtype).requires_grad_(),
+        gate_up_bias=bias(first),
+        down_bias=bias(hidden_size),
+        format=expert_format,
+    )
+
+
+def random_ids(
+    num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
+) -> Tensor:
+    """Distinct uniform ids."""
+    return torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :top_k]
+
+
+def holed_ids(num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
+    """Distinct uniform ids with about half replaced by -1; the first token keeps none."""
+    ids = random_ids(num_tokens, top_k, num_experts, generator)
+    ids[torch.rand(ids.shape, generator=generator) < 0.5] = -1
+    ids[:1] = -1
+    return ids
+
+
+def last_expert_ids(
+    num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
+) -> Tensor:
+    """Every token to the last expert alone."""
+    ids = torch.full((num_tokens, top_k), -1)
+    ids[:, -1] = num_experts - 1
+    return ids
+
+
+def no_ids(num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
+    """No token to any expert."""
+    return torch.full((num_tokens, top_k), -1)
+
+
+ACTIVATIONS = {
+    "swiglu": ExpertFormat(),
+    "clamped_swiglu": ExpertFormat(
+        activation=Activation.CLAMPED_SWIGLU,
+        is_transposed=True,
+        is_interleaved=True,
+        alpha=1.702,
+        limit=0.75,
+    ),
+    "relu2": ExpertFormat(activation=Activation.RELU2),
+}

@@ -1,0 +1,114 @@
+"""The oracle: a dense MoE layer of all ranks' tokens in float64, one process, plain torch.
+
+It shares no code with what it checks: every expert computes every token, and a table of router
+weights [T, E] picks the results. Gradients come from autograd of that formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from epcomm.testing.data import RankBatch
+from epcomm.weights import ExpertWeights
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OracleResult:
+    """Results of all ranks, float64.
+
+    y, dx, dw: a tensor a rank, [T, H], [T, H], [T, K].
+    weight_grads: by ExpertWeights field, of all P experts; only those that require grad.
+    """
+
+    y: list[Tensor]
+    dx: list[Tensor]
+    dw: list[Tensor]
+    weight_grads: dict[str, Tensor]
+
+
+def run_oracle(batches: Sequence[RankBatch], weights: ExpertWeights) -> OracleResult:
+    """Outputs and all gradients of sum over ranks of <y, dy>."""
+    params = {
+        name: tensor.detach().double().requires_grad_(tensor.requires_grad)
+        for name, tensor in weights.tensors().items()
+    }
+    xs = [batch.x.double().requires_grad_() for batch in batches]
+    ws = [batch.topk_weights.double().requires_grad_() for batch in batches]
+    ys, loss = [], torch.zeros((), dtype=torch.float64)
+    for batch, x, w in zip(batches, xs, ws, strict=True):
+        y = _dense_layer(x, batch.topk_ids, w, params, weights)
+        ys.append(y)
+        loss = loss + (y * batch.dy.double()).sum()
+    wanted = {name: param for name, param in params.items() if param.requires_grad}
+    inputs = [*xs, *ws, *wanted.values()]
+    grads = torch.autograd.grad(loss, inputs, materialize_grads=True)
+    count = len(batches)
+    return OracleResult(
+        y=[y.detach() for y in ys],
+        dx=list(grads[:count]),
+        dw=list(grads[count : 2 * count]),
+        weight_grads=dict(zip(wanted, grads[2 * count :], strict=True)),
+    )
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """max|a - b| / max|b| in float64; inf where anything is not finite; absolute where b is 0."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    if actual.shape != expected.shape or not torch.isfinite(actual).all():
+        return float("inf")
+    if expected.numel() == 0:
+        return 0.0
+    error, scale = (actual - expected).abs().max().item(), expected.abs().max().item()
+    return error / scale if scale > 0 else error
+
+
+def _dense_layer(
+    x_TH: Tensor,
+    topk_ids_TK: Tensor,
+    topk_weights_TK: Tensor,
+    params: dict[str, Tensor],
+    weights: ExpertWeights,
+) -> Tensor:
+    num_experts = params["gate_up_proj"].shape[0]
+    # The table has one more column, which -1 entries fall into.
+    columns_TK = topk_ids_TK % (num_experts + 1)
+    one_hot_TKE = torch.nn.functional.one_hot(columns_TK, num_experts + 1)[..., :num_experts]
+    table_TE = (topk_weights_TK.unsqueeze(-1) * one_hot_TKE).sum(dim=1)
+    results_ETH = _all_experts(x_TH, params, weights)
+    return torch.einsum("te,eth->th", table_TE, results_ETH)
+
+
+def _all_experts(x_TH: Tensor, params: dict[str, Tensor], weights: ExpertWeights) -> Tensor:
+    stored = weights.format
+    first_eq, second_eq = (
+        ("th,ehi->eti", "eti,eih->eth") if stored.is_transposed else ("th,eih->eti", "eti,ehi->eth")
+    )
+    hidden = torch.einsum(first_eq, x_TH, params["gate_up_proj"])
+    if "gate_up_bias" in params:
+        hidden = hidden + params["gate_up_bias"][:, None, :]
+    activated = _activated(hidden, weights)
+    out = torch.einsum(second_eq, activated, params["down_proj"])
+    if "down_bias" in params:
+        out = out + params["down_bias"][:, None, :]
+    return out
+
+
+def _activated(hidden: Tensor, weights: ExpertWeights) -> Tensor:
+    stored = weights.format
+    if stored.activation.value == "relu2":
+        return torch.where(hidden > 0, hidden * hidden, torch.zeros_like(hidden))
+    half = hidden.shape[-1] // 2
+    pairs = torch.arange(2 * half).view(half, 2) if stored.is_interleaved else None
+    gate = hidden[..., pairs[:, 0]] if pairs is not None else hidden[..., :half]
+    up = hidden[..., pairs[:, 1]] if pairs is not None else hidden[..., half:]
+    if stored.activation.value == "swiglu":
+        return gate / (1 + torch.exp(-gate)) * up
+    assert stored.limit is not None and stored.alpha is not None, "checked at creation"
+    limit = torch.tensor(stored.limit, dtype=hidden.dtype)
+    gate = torch.minimum(gate, limit)
+    up = torch.maximum(torch.minimum(up, limit), -limit)
+    return gate / (1 + torch.exp(-stored.alpha * gate)) * (1 + up)

@@ -1,0 +1,33 @@
+"""Fill memory that nobody has written with NaN, so that reading it cannot go unnoticed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """While open, torch.empty and its kin return NaN (integers: the largest value).
+
+    Raises:
+        RuntimeError: this torch does not fill, so the suites would prove nothing.
+    """
+    mode = torch.get_deterministic_debug_mode()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        if not torch.zeros(1).new_empty(4).isnan().all():
+            raise RuntimeError("poisoned_memory: torch.empty is not filled; check this torch")
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+        torch.set_deterministic_debug_mode(mode)
+
+
+def poison_rows(rows: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """A copy of rows [N, ...] with NaN where keep [N] is False."""
+    return rows.masked_fill(~keep.view(-1, *[1] * (rows.dim() - 1)), float("nan"))

@@ -1,0 +1,319 @@
+"""What every way through a layer must compute: x, topk to y and all gradients, against the oracle.
+
+Scenarios run on all ranks of a group at once. A layer is anything that maps (x, topk) to y and
+shows its live local weights, such as ExpertParallelExperts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from epcomm.config import EPConfig
+from epcomm.experts import ExpertParallelExperts
+from epcomm.group import EPGroup
+from epcomm.records import TopKOutput
+from epcomm.testing.buffer_suite import BATCH_SPECS
+from epcomm.testing.data import ACTIVATIONS, BatchSpec, RankBatch, make_batch, make_weights
+from epcomm.testing.oracle import OracleResult, relative_error, run_oracle
+from epcomm.testing.poison import poisoned_memory
+from epcomm.weights import ExpertWeights
+
+# The promise of the library for float32, outputs and gradients.
+FP32_TOLERANCE = 1e-5
+
+
+class Layer(Protocol):
+    """What is tested."""
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """This rank's live weights."""
+        ...
+
+    def __call__(self, x: Tensor, topk: TopKOutput) -> Tensor:
+        """[T, H] to [T, H]; collective."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerEnv:
+    """What a scenario runs on.
+
+    make_layer: from the weights of all experts and K to a layer; collective.
+    """
+
+    group: EPGroup
+    make_layer: Callable[[ExpertWeights, int], Layer]
+
+    def batches(self, spec: BatchSpec, number: int = 0) -> list[RankBatch]:
+        """Batch `number` of all ranks."""
+        world_size = self.group.world_size
+        return [make_batch(spec, rank, world_size, number=number) for rank in range(world_size)]
+
+
+def pipeline_env(group: EPGroup, config: EPConfig) -> LayerEnv:
+    """The environment for ExpertParallelExperts under `config`."""
+    return LayerEnv(
+        group=group,
+        make_layer=lambda weights, top_k: ExpertParallelExperts(
+            weights, group, config, top_k=top_k
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """One rank's leaves: x [T, H], topk_weights [T, K], and the gradient of the output."""
+
+    x: Tensor
+    topk: TopKOutput
+    dy: Tensor
+
+
+def leaves(batch: RankBatch, *, requires_grad: bool = True) -> Inputs:
+    """Fresh leaves of a batch."""
+    weights = batch.topk_weights.clone().requires_grad_(requires_grad)
+    return Inputs(
+        x=batch.x.clone().requires_grad_(requires_grad),
+        topk=TopKOutput(topk_ids=batch.topk_ids, topk_weights=weights),
+        dy=batch.dy,
+    )
+
+
+def check_batch(env: LayerEnv, spec: BatchSpec, weights: ExpertWeights | None = None) -> None:
+    """Output and all gradients of one batch; a second one must not remember the first."""
+    world_size = env.group.world_size
+    weights = make_weights(spec, world_size) if weights is None else weights
+    layer = env.make_layer(weights, spec.num_topk(world_size))
+    for number in range(2):
+        batches = env.batches(spec, number)
+        mine = leaves(batches[env.group.rank])
+        _clear_gradients(layer)
+        with poisoned_memory():
+            y = layer(mine.x, mine.topk)
+            (y * mine.dy).sum().backward()
+        expected = run_oracle(batches, weights)
+        check_outputs(env, y, mine, expected)
+        check_weight_gradients(env, layer, expected)
+
+
+def check_outputs(env: LayerEnv, y: Tensor, mine: Inputs, expected: OracleResult) -> None:
+    """y, dx and dw of this rank."""
+    rank = env.group.rank
+    _expect_close(env, "y", y, expected.y[rank])
+    _expect_close(env, "dx", mine.x.grad, expected.dx[rank])
+    _expect_close(env, "dw", mine.topk.topk_weights.grad, expected.dw[rank])
+
+
+def check_weight_gradients(env: LayerEnv, layer: Layer, *expected: OracleResult) -> None:
+    """Gradients of this rank's experts, summed over the batches."""
+    num_local = layer.weights.num_experts
+    first = env.group.rank * num_local
+    for name, tensor in layer.weights.tensors().items():
+        if tensor.requires_grad:
+            total = sum((result.weight_grads[name] for result in expected), torch.zeros(()))
+            _expect_close(env, f"d {name}", tensor.grad, total[first : first + num_local])
+
+
+def check_activation(env: LayerEnv, name: str, *, has_bias: bool) -> None:
+    """Other experts than SwiGLU, with biases, transposed and interleaved where the kind is so."""
+    spec = BATCH_SPECS["holes"]
+    weights = make_weights(
+        spec, env.group.world_size, expert_format=ACTIVATIONS[name], has_bias=has_bias
+    )
+    for bias in (weights.gate_up_bias, weights.down_bias):
+        if bias is not None:
+            bias.requires_grad_()
+    check_batch(env, spec, weights)
+
+
+def check_two_layers(env: LayerEnv) -> None:
+    """Two layers on one buffer: both forwards, then both backwards."""
+    spec, world_size, rank = BATCH_SPECS["uneven"], env.group.world_size, env.group.rank
+    all_weights = [make_weights(spec, world_size, number=number) for number in range(2)]
+    layers = [env.make_layer(weights, spec.num_topk(world_size)) for weights in all_weights]
+    all_batches = [env.batches(spec, number) for number in range(2)]
+    inputs = [leaves(batches[rank]) for batches in all_batches]
+    with poisoned_memory():
+        ys = [layer(mine.x, mine.topk) for layer, mine in zip(layers, inputs, strict=True)]
+        for y, mine in zip(reversed(ys), reversed(inputs), strict=True):
+            (y * mine.dy).sum().backward()
+    for number in range(2):
+        expected = run_oracle(all_batches[number], all_weights[number])
+        check_outputs(env, ys[number], inputs[number], expected)
+        check_weight_gradients(env, layers[number], expected)
+
+
+def check_two_batches(env: LayerEnv) -> None:
+    """Two micro-batches through one layer, one backward for both."""
+    spec, world_size, rank = BATCH_SPECS["holes"], env.group.world_size, env.group.rank
+    weights = make_weights(spec, world_size)
+    layer = env.make_layer(weights, spec.num_topk(world_size))
+    all_batches = [env.batches(spec, number) for number in range(2)]
+    inputs = [leaves(batches[rank]) for batches in all_batches]
+    with poisoned_memory():
+        ys = [layer(mine.x, mine.topk) for mine in inputs]
+        torch.stack([(y * m.dy).sum() for y, m in zip(ys, inputs, strict=True)]).sum().backward()
+    expected = [run_oracle(batches, weights) for batches in all_batches]
+    for number in range(2):
+        check_outputs(env, ys[number], inputs[number], expected[number])
+    check_weight_gradients(env, layer, *expected)
+
+
+def check_interleaved(env: LayerEnv) -> None:
+    """Two batches in flight: begin both, dispatch both, compute, combine in order."""
+    spec, world_size, rank = BATCH_SPECS["uneven"], env.group.world_size, env.group.rank
+    weights = make_weights(spec, world_size)
+    layer = env.make_layer(weights, spec.num_topk(world_size))
+    if not isinstance(layer, ExpertParallelExperts):
+        return
+    all_batches = [env.batches(spec, number) for number in range(2)]
+    inputs = [leaves(batches[rank]) for batches in all_batches]
+    dispatcher = layer.dispatcher
+    with poisoned_memory():
+        pending = [dispatcher.dispatch_async(mine.x, mine.topk) for mine in inputs]
+        outs = [one.wait() for one in pending]
+        results = [layer.runner.run(out, layer.weights) for out in outs]
+        pending_ys = [dispatcher.combine_async(result) for result in results]
+        ys = [one.wait() for one in pending_ys]
+        for y, mine in zip(reversed(ys), reversed(inputs), strict=True):
+            (y * mine.dy).sum().backward()
+    expected = [run_oracle(batches, weights) for batches in all_batches]
+    for number in range(2):
+        check_outputs(env, ys[number], inputs[number], expected[number])
+    check_weight_gradients(env, layer, *expected)
+
+
+def check_checkpointing(env: LayerEnv) -> None:
+    """Activation checkpointing re-runs the dispatch in backward."""
+    spec, world_size, rank = BATCH_SPECS["empty_rank"], env.group.world_size, env.group.rank
+    weights = make_weights(spec, world_size)
+    layer = env.make_layer(weights, spec.num_topk(world_size))
+    batches = env.batches(spec)
+    mine = leaves(batches[rank])
+    with poisoned_memory():
+        hidden = checkpoint(layer, mine.x, mine.topk, use_reentrant=False)
+        assert isinstance(hidden, Tensor), "a layer returns a tensor"
+        (hidden * mine.dy).sum().backward()
+    expected = run_oracle(batches, weights)
+    check_outputs(env, hidden, mine, expected)
+    check_weight_gradients(env, layer, expected)
+
+
+def check_rank_without_gradients(env: LayerEnv) -> None:
+    """Inputs of the last rank need no gradient; its experts and all others still get theirs."""
+    spec, world_size, rank = BATCH_SPECS["uneven"], env.group.world_size, env.group.rank
+    weights = make_weights(spec, world_size)
+    layer = env.make_layer(weights, spec.num_topk(world_size))
+    batches = env.batches(spec)
+    needs_grad = rank != world_size - 1
+    mine = leaves(batches[rank], requires_grad=needs_grad)
+    with poisoned_memory():
+        y = layer(mine.x, mine.topk)
+        (y * mine.dy).sum().backward()
+    expected = run_oracle(batches, weights)
+    _expect_close(env, "y", y, expected.y[rank])
+    check_weight_gradients(env, layer, expected)
+    if needs_grad:
+        check_outputs(env, y, mine, expected)
+    elif mine.x.grad is not None:
+        raise AssertionError(f"{env.group.where}: a gradient for inputs that need none")
+
+
+def check_frozen_inputs(env: LayerEnv) -> None:
+    """No input needs a gradient anywhere; the experts get theirs."""
+    spec, world_size, rank = BATCH_SPECS["uneven"], env.group.world_size, env.group.rank
+    weights = make_weights(spec, world_size)
+    layer = env.make_layer(weights, spec.num_topk(world_size))
+    batches = env.batches(spec)
+    mine = leaves(batches[rank], requires_grad=False)
+    with poisoned_memory():
+        y = layer(mine.x, mine.topk)
+        (y * mine.dy).sum().backward()
+    check_weight_gradients(env, layer, run_oracle(batches, weights))
+
+
+def check_frozen_experts(env: LayerEnv) -> None:
+    """No expert needs a gradient; the inputs get theirs. Without any gradient there is no graph."""
+    spec, world_size, rank = BATCH_SPECS["uneven"], env.group.world_size, env.group.rank
+    weights = make_weights(spec, world_size)
+    frozen = replace(weights, **{n: t.detach() for n, t in weights.tensors().items()})
+    layer = env.make_layer(frozen, spec.num_topk(world_size))
+    batches = env.batches(spec)
+    mine = leaves(batches[rank])
+    y = layer(mine.x, mine.topk)
+    (y * mine.dy).sum().backward()
+    check_outputs(env, y, mine, run_oracle(batches, frozen))
+    still = leaves(batches[rank], requires_grad=False)
+    if layer(still.x, still.topk).requires_grad:
+        raise AssertionError(f"{env.group.where}: y requires grad though nothing does")
+
+
+def check_inference(env: LayerEnv) -> None:
+    """Under no_grad the same output, and no graph."""
+    spec, world_size, rank = BATCH_SPECS["uneven"], env.group.world_size, env.group.rank
+    weights = make_weights(spec, world_size)
+    layer = env.make_layer(weights, spec.num_topk(world_size))
+    batches = env.batches(spec)
+    mine = leaves(batches[rank])
+    with torch.no_grad(), poisoned_memory():
+        y = layer(mine.x, mine.topk)
+    _expect_close(env, "y", y, run_oracle(batches, weights).y[rank])
+
+
+_FLOAT32_SPECS = {
+    name: spec
+    for name, spec in BATCH_SPECS.items()
+    if spec.dtype is torch.float32 and name != "odd_hidden"
+}
+
+SCENARIOS: Mapping[str, Callable[[LayerEnv], None]] = MappingProxyType(
+    {
+        **{
+            name: (lambda env, spec=spec: check_batch(env, spec))
+            for name, spec in _FLOAT32_SPECS.items()
+        },
+        "clamped_swiglu": lambda env: check_activation(env, "clamped_swiglu", has_bias=True),
+        "relu2": lambda env: check_activation(env, "relu2", has_bias=False),
+        "relu2_bias": lambda env: check_activation(env, "relu2", has_bias=True),
+        "two_layers": check_two_layers,
+        "two_batches": check_two_batches,
+        "interleaved": check_interleaved,
+        "checkpointing": check_checkpointing,
+        "rank_without_gradients": check_rank_without_gradients,
+        "frozen_inputs": check_frozen_inputs,
+        "frozen_experts": check_frozen_experts,
+        "inference": check_inference,
+    }
+)
+
+
+def run_scenario(name: str, env: LayerEnv) -> None:
+    """Run one scenario on this rank; all ranks of the group run the same.
+
+    Raises:
+        AssertionError: a result is off; the message names rank, tensor and error.
+    """
+    SCENARIOS[name](env)
+
+
+def _clear_gradients(layer: Layer) -> None:
+    for tensor in layer.weights.tensors().values():
+        tensor.grad = None
+
+
+def _expect_close(env: LayerEnv, what: str, actual: Tensor | None, expected: Tensor) -> None:
+    if actual is None:
+        raise AssertionError(f"{env.group.where}: {what} is missing")
+    error = relative_error(actual, expected)
+    if not error <= FP32_TOLERANCE:
+        raise AssertionError(
+            f"{env.group.where}: {what} is off by {error:.3g}, allowed {FP32_TOLERANCE}"
+        )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from enum import Enum, StrEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from epcomm.errors import ConfigError
 from epcomm.types import WireDtype
@@ -28,6 +28,8 @@ class Mode(StrEnum):
 
 E = TypeVar("E", bound=Enum)
 
+ModeName = Literal["standard", "normal", "low_latency", "auto", "fuseep"]
+
 ENVIRONMENT_PREFIX = "EPCOMM_"
 
 
@@ -40,7 +42,7 @@ def environment() -> Mapping[str, str]:
 class EPConfig:
     """Every choice of one expert-parallel layer; equal on all ranks.
 
-    mode: how tokens travel; `auto` takes normal, or low latency where the caller says `decode=True`.
+    mode: how tokens travel; `auto` takes normal, or low latency where the caller says so.
     backend: a name of the buffer registry, or `auto`.
     runner: a name of the runner registry, or `auto`.
     dispatch_dtype: elements on the wire towards the experts; None: what the expert weights want.
@@ -55,7 +57,7 @@ class EPConfig:
     deterministic: refuse backends whose sums depend on arrival order.
     """
 
-    mode: Mode = Mode.AUTO
+    mode: Mode | ModeName = Mode.AUTO
     backend: str = "auto"
     runner: str = "auto"
     dispatch_dtype: WireDtype | None = None

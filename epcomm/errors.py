@@ -1,6 +1,7 @@
 """Every error a user of epcomm can meet.
 
-A message is one sentence: function, argument, what was expected, what came, on which rank, what to do.
+A message is one sentence: function, argument, what came, what was expected, on which rank, what to
+do.
 """
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 
 from epcomm.buffers.traffic import BufferTraffic
@@ -43,7 +42,7 @@ class EPStats:
     num_rows: int = 0
     num_slots: int = 0
     max_slots: int = 0
-    traffic: BufferTraffic = BufferTraffic()
+    traffic: BufferTraffic = field(default_factory=BufferTraffic)
 
 
 class ExpertParallelExperts(nn.Module):
@@ -86,20 +85,18 @@ class ExpertParallelExperts(nn.Module):
             top_k=top_k,
             dtype=weights.dtype,
         )
-        if config.mode not in _DISPATCHERS:
-            raise BackendUnavailable(f"ExpertParallelExperts: mode {config.mode.value} is not built")
-        self.dispatcher = _DISPATCHERS[config.mode](group, spec, config)
+        self.dispatcher = _dispatcher_class(Mode(config.mode))(group, spec, config)
         self.runner, self._runner_notes = _choose_runner(config.runner, weights)
         self.group = group
         self._format = weights.format
         self._stats = EPStats()
-        self._names = {field: (names or {}).get(field, field) for field in weights.tensors()}
+        self._names = {role: (names or {}).get(role, role) for role in weights.tensors()}
         self._register(weights, num_experts, is_local)
 
     @property
     def weights(self) -> ExpertWeights:
         """This rank's experts, as live parameters."""
-        tensors = {field: self.get_parameter(name) for field, name in self._names.items()}
+        tensors = {role: self.get_parameter(name) for role, name in self._names.items()}
         return ExpertWeights(**tensors, format=self._format)
 
     def forward(self, x: Tensor, topk: TopKOutput) -> Tensor:
@@ -141,11 +138,11 @@ class ExpertParallelExperts(nn.Module):
             num_local_experts=num_local,
             num_experts=num_experts,
         )
-        for field, tensor in weights.tensors().items():
+        for role, tensor in weights.tensors().items():
             share = tensor.detach().clone() if is_local else local_share(tensor, shard)
             parameter = nn.Parameter(share, requires_grad=tensor.requires_grad)
             tag_as_sharded(parameter, shard)
-            self.register_parameter(self._names[field], parameter)
+            self.register_parameter(self._names[role], parameter)
 
     def _count(self, num_tokens: int, num_rows: int, num_slots: int) -> None:
         old = self._stats
@@ -156,6 +153,15 @@ class ExpertParallelExperts(nn.Module):
             num_slots=old.num_slots + num_slots,
             max_slots=max(old.max_slots, num_slots),
         )
+
+
+def _dispatcher_class(mode: Mode) -> type[RowsDispatcher]:
+    if mode not in _DISPATCHERS:
+        raise BackendUnavailable(
+            f"ExpertParallelExperts: mode is {mode.value}, expected one of "
+            f"{sorted(_DISPATCHERS)}; change EPConfig.mode"
+        )
+    return _DISPATCHERS[mode]
 
 
 def _choose_runner(name: str, weights: ExpertWeights) -> tuple[ExpertRunner, list[str]]:

@@ -24,15 +24,19 @@ class EPGroup:
     state. `with EPGroup(...) as group:` closes it at the end.
     """
 
-    def __init__(self, ranks: dist.ProcessGroup | DeviceMesh | Collectives) -> None:
+    def __init__(
+        self, ranks: dist.ProcessGroup | DeviceMesh | Collectives | int | None = None
+    ) -> None:
         """Wrap the ranks that share experts; the caller keeps owning what is passed.
 
         Args:
-            ranks: a process group, a one-dimensional DeviceMesh, or ready Collectives.
+            ranks: a process group as torch.distributed hands it out, a one-dimensional
+                DeviceMesh, or ready Collectives; None: the default process group.
 
         Local; no rank is waited for.
         Raises:
-            ConfigError: this rank is no member, or the object is none of these.
+            ConfigError: this rank is no member, there is no default process group, or the object
+                is none of these.
         """
         self.collectives = _collectives_of(ranks)
         self.rank = self.collectives.rank
@@ -92,6 +96,18 @@ def _collectives_of(ranks: object) -> Collectives:
 
     if isinstance(ranks, Collectives):
         return ranks
+    if ranks is None:
+        if not dist.is_initialized():
+            raise ConfigError(
+                "EPGroup: there is no default process group; call "
+                "torch.distributed.init_process_group first, for example under torchrun"
+            )
+        ranks = dist.group.WORLD
+    if ranks is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(
+            "EPGroup: this rank is no member of the process group; "
+            "construct the EPGroup on member ranks only"
+        )
     if isinstance(ranks, DeviceMesh):
         if ranks.ndim != 1:
             raise ConfigError(

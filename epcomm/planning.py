@@ -67,7 +67,7 @@ class EPPlan:
     rejected: tuple[Rejection, ...]
 
     def max_bytes_per_token(self) -> Mapping[str, int]:
-        """Most bytes that one token puts on the wire, by phase; K or W copies, whichever is less."""
+        """Most bytes that one token puts on the wire, by phase: min(K, W) copies of it."""
         spec = self.buffer_spec
         copies = min(spec.top_k, self.world_size)
         if self.mode is Mode.STANDARD:
@@ -116,7 +116,7 @@ def plan(
         BackendUnavailable: the backend asked for by name lacks something on some rank.
     """
     world_size = group.world_size if group is not None else (world_size or 1)
-    mode = Mode.NORMAL if config.mode is Mode.AUTO else config.mode
+    mode = Mode.NORMAL if config.mode is Mode.AUTO else Mode(config.mode)
     buffer_spec = _buffer_spec(config, spec, world_size)
     local = {name: _probe(name, mode, config, buffer_spec) for name in BUFFERS}
     verdicts = local if group is None else _combine_probes(local, group)

@@ -36,7 +36,7 @@ class SlotIndex:
     """Expert-major index over received rows; slots of one expert are neighbours.
 
     row_of_slot: [C], int32, the row that slot s reads, -1 for padding; None: slot s is row s.
-    slots_of_row: [R, K], int32, the inverse in k order, -1 for none; None with row_of_slot None.
+    slots_of_row: [R, K], int32, the inverse in k order, -1 for none; None as row_of_slot.
     num_slots_per_expert: [L], int32, on the device.
     first_slot: [L+1], int32, on the device; starts are multiples of slot_alignment.
     host_num_slots_per_expert: the same counts on the host where they came for free, else None.
@@ -118,7 +118,7 @@ class RowsDispatchOutput:
 
     hidden_states: [R, H]; the row stride may exceed H. Rows without a slot are undefined.
     index: the expert-major slots over the rows.
-    slot_weights: [C], float32, differentiable on trainable paths; None where weights did not travel.
+    slot_weights: [C], float32, differentiable on trainable paths; None where none travelled.
     weights_applied_by: who multiplies by slot_weights.
     combine_rows: [C, H], memory that combine can send from without a copy, or None.
     """

@@ -1,4 +1,4 @@
-"""Small vocabulary shared by records, buffers and runners: wire formats, layouts, who applies weights."""
+"""Vocabulary of records, buffers and runners: wire formats, layouts, who applies weights."""
 
 from __future__ import annotations
 
@@ -104,7 +104,11 @@ class WireFormat:
         return self.num_scales(hidden_size) * (self.scale_dtype.itemsize if self.scale_dtype else 0)
 
     def __str__(self) -> str:
-        return self.dtype.value if self.scale_block is None else f"{self.dtype.value}/{self.scale_block}"
+        return (
+            self.dtype.value
+            if self.scale_block is None
+            else f"{self.dtype.value}/{self.scale_block}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,8 @@ class Activation(StrEnum):
     """What happens between the two matrices of an expert.
 
     SWIGLU: silu(gate) * up.
-    CLAMPED_SWIGLU: g = min(gate, limit), u = clamp(up, -limit, limit), g * sigmoid(alpha g) * (u + 1).
+    CLAMPED_SWIGLU: g * sigmoid(alpha * g) * (u + 1) with g = min(gate, limit) and
+        u = clamp(up, -limit, limit).
     RELU2: relu(up)**2, no gate.
     """
 

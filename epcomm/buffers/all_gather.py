@@ -34,7 +34,6 @@ from epcomm.ops.slots import (
     Members,
     build_slot_index,
     count_experts,
-    gather_scalars,
     reduce_rows,
     slots_by_row,
     spread_to_slots,
@@ -176,9 +175,7 @@ class AllGatherBuffer(Buffer):
         shape = (self._collectives.world_size, route.num_tokens)
         return Combined(
             y=_sum_over_ranks(layout.data(home).unflatten(0, shape), rows.dtype),
-            scalars=_sum_over_ranks(
-                layout.scalars(home).unflatten(0, shape), row_scalars.dtype
-            ),
+            scalars=_sum_over_ranks(layout.scalars(home).unflatten(0, shape), row_scalars.dtype),
         )
 
     def _gather(self, rows: Tensor, max_tokens: int) -> Tensor:

@@ -211,4 +211,3 @@ class Buffer(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free what prepare() allocated. Local, idempotent."""
-

@@ -22,16 +22,11 @@ class TorchDistCollectives(Collectives):
     """The three verbs on a process group that the caller owns and destroys."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
-        """Wrap `process_group`; this rank must be a member.
+        """Wrap `process_group`, of which this rank is a member.
 
         Raises:
-            ConfigError: this rank is not in the group, or its backend is unknown here.
+            ConfigError: its backend is unknown here.
         """
-        if dist.get_rank(process_group) < 0:
-            raise ConfigError(
-                "EPGroup: this rank is not a member of the process group; "
-                "construct the EPGroup on member ranks only"
-            )
         self._process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)

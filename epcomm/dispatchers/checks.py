@@ -38,7 +38,7 @@ def find_call_error(
     if limit is not None and num_tokens > limit:
         return CapacityError(
             f"dispatch: hidden_states has {num_tokens} tokens, expected at most "
-            f"max_tokens_per_rank = {limit} ({where}); raise the limit in EPConfig or split the batch"
+            f"max_tokens_per_rank = {limit} ({where}); raise the limit or split the batch"
         )
     return None
 
@@ -75,5 +75,8 @@ def _mismatch(
     if tensor.dtype != dtype:
         return f"{name} is {tensor.dtype}, expected {dtype}", f"call {name}.to({dtype})"
     if tensor.device != device:
-        return f"{name} is on {tensor.device}, expected {device}", f"call {name}.to({str(device)!r})"
+        return (
+            f"{name} is on {tensor.device}, expected {device}",
+            f"call {name}.to({str(device)!r})",
+        )
     return None

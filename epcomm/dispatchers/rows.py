@@ -1,4 +1,4 @@
-"""Dispatch and combine over the ROWS layout: check, send, wrap in a record; the way of every batch."""
+"""Dispatch and combine over the ROWS layout: check, send, wrap in a record."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 Worked example, two experts, K = 2, received ids (local, -1 for none):
 
     row 0: [1, -1]      slots of expert 0: rows 1, 2        row_of_slot  = [1, 2, 0, 2]
-    row 1: [-1, 0]      slots of expert 1: rows 0, 2        slots_of_row = [[2, -1], [-1, 0], [1, 3]]
+    row 1: [-1, 0]      slots of expert 1: rows 0, 2        slots_of_row = [[2, -1], [-1, 0],
+                                                                            [1, 3]]
     row 2: [0, 1]                                           first_slot   = [0, 2, 4]
 
 Rows arrive by source rank, then token, and the sort is stable, so slots come in
@@ -66,7 +67,7 @@ def build_slot_index(
     Host sync: none.   Deterministic: yes.
     """
     num_rows, top_k = local_ids.shape
-    num_experts, num_used = len(host_counts), sum(host_counts)
+    num_used = sum(host_counts)
     device = local_ids.device
     flat_ids = local_ids.flatten()
     pairs = torch.nonzero_static(flat_ids >= 0, size=num_used).flatten()

@@ -1,6 +1,7 @@
 """The routing of named model families, and how to read it from a transformers configuration.
 
-Each function states what is fixed in its family and asks for what differs between checkpoints.
+Each function states what is fixed in its family and asks for what differs between checkpoints; the
+parameters are the fields of RoutingSpec with that name.
 Source: the router of the same name in transformers 5.23; the tests compare against it.
 """
 
@@ -117,7 +118,7 @@ def ernie4_5_moe(*, top_k: int, epsilon: float = 1e-12) -> RoutingSpec:
 def lfm2_moe(
     *, top_k: int, use_correction_bias: bool, renormalize: bool, routed_scaling_factor: float
 ) -> RoutingSpec:
-    """Sigmoid, maybe a bias for the selection, renormalised with 1e-6, scaled."""
+    """Sigmoid, a bias for the selection in some checkpoints, renormalised with 1e-6, scaled."""
     return RoutingSpec(
         top_k=top_k,
         score_function=ScoreFunction.SIGMOID,

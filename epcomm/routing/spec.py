@@ -126,6 +126,10 @@ class RoutingSpec:
             object.__setattr__(self, name, _enum_member(name, kind, getattr(self, name)))
         for name in ("top_k", "num_groups", "topk_groups", "group_score_top_n"):
             _check_count(name, getattr(self, name))
+        if not isinstance(self.renormalize, bool):
+            raise ConfigError(
+                f"RoutingSpec: renormalize is {self.renormalize!r}, expected True or False"
+            )
         _check_positive("routed_scaling_factor", self.routed_scaling_factor)
         if self.softcap is not None:
             _check_positive("softcap", self.softcap)

@@ -1,1 +1,1 @@
-"""What users and we test backends with: seeded data, an oracle, and suites for buffers and layers."""
+"""What backends are tested with: seeded data, an oracle, suites for buffers and layers."""

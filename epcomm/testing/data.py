@@ -53,6 +53,9 @@ class BatchSpec:
         return min(self.top_k, self.num_experts(world_size))
 
 
+SWIGLU = ExpertFormat()
+
+
 def make_batch(spec: BatchSpec, rank: int, world_size: int, *, number: int = 0) -> RankBatch:
     """Batch `number` of `rank`; the same on whichever rank it is made."""
     generator = torch.Generator().manual_seed(spec.seed + _SEED_STRIDE * (rank + 101 * number))
@@ -71,7 +74,7 @@ def make_weights(
     world_size: int,
     *,
     intermediate_size: int = 16,
-    expert_format: ExpertFormat = ExpertFormat(),
+    expert_format: ExpertFormat = SWIGLU,
     has_bias: bool = False,
     number: int = 0,
 ) -> ExpertWeights:
@@ -97,9 +100,7 @@ def make_weights(
     )
 
 
-def random_ids(
-    num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
-) -> Tensor:
+def random_ids(num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
     """Distinct uniform ids."""
     return torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :top_k]
 
@@ -127,7 +128,7 @@ def no_ids(num_tokens: int, top_k: int, num_experts: int, generator: torch.Gener
 
 
 ACTIVATIONS = {
-    "swiglu": ExpertFormat(),
+    "swiglu": SWIGLU,
     "clamped_swiglu": ExpertFormat(
         activation=Activation.CLAMPED_SWIGLU,
         is_transposed=True,

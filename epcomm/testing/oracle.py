@@ -107,7 +107,8 @@ def _activated(hidden: Tensor, weights: ExpertWeights) -> Tensor:
     up = hidden[..., pairs[:, 1]] if pairs is not None else hidden[..., half:]
     if stored.activation.value == "swiglu":
         return gate / (1 + torch.exp(-gate)) * up
-    assert stored.limit is not None and stored.alpha is not None, "checked at creation"
+    assert stored.limit is not None, "checked at creation"
+    assert stored.alpha is not None, "checked at creation"
     limit = torch.tensor(stored.limit, dtype=hidden.dtype)
     gate = torch.minimum(gate, limit)
     up = torch.maximum(torch.minimum(up, limit), -limit)

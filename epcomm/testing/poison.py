@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -16,15 +17,17 @@ def poisoned_memory() -> Iterator[None]:
         RuntimeError: this torch does not fill, so the suites would prove nothing.
     """
     mode = torch.get_deterministic_debug_mode()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    # The switch is an attribute that torch makes at run time, which type checkers cannot see.
+    switch: Any = torch.utils.deterministic
+    fills = switch.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    switch.fill_uninitialized_memory = True
     try:
         if not torch.zeros(1).new_empty(4).isnan().all():
             raise RuntimeError("poisoned_memory: torch.empty is not filled; check this torch")
         yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+        switch.fill_uninitialized_memory = fills
         torch.set_deterministic_debug_mode(mode)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 
 from epcomm.routing import RoutingSpec
@@ -86,17 +85,10 @@ def route_row(
     )
 
 
-def route_rows(
-    logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None
-) -> tuple[list[OracleRow], Tensor]:
-    """Route each row of [T, E]; also the weights scattered to [T, E], float64."""
+def route_rows(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> list[OracleRow]:
+    """Route each row of [T, E]."""
     bias_values = None if bias is None else bias.double().tolist()
-    rows = [route_row(row, spec, bias_values) for row in logits.double().tolist()]
-    dense = torch.zeros(logits.shape, dtype=torch.float64)
-    for token, row in enumerate(rows):
-        for e, weight in zip(row.ids, row.weights, strict=True):
-            dense[token, e] = weight
-    return rows, dense
+    return [route_row(row, spec, bias_values) for row in logits.double().tolist()]
 
 
 def cap(z: float, softcap: float | None) -> float:

@@ -23,6 +23,7 @@ BAD_VALUES = [
     ({"correction_bias": None}, "correction_bias is None, expected one of"),
     ({"softcap": 0.0}, "softcap is 0.0, expected a finite number above 0"),
     ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor is nan"),
+    ({"renormalize": None}, "renormalize is None, expected True or False"),
     ({"routed_scaling_factor": None}, "routed_scaling_factor is None"),
     (
         {"score_function": "sigmoid", "softmax_order": "after_topk"},

@@ -53,7 +53,7 @@ class SlotIndex:
 
 
 class Route:
-    """The immutable plan of one routing: indices, splits and offsets; every buffer has its own kind.
+    """The immutable plan of one routing: indices, splits, offsets; every buffer has its own kind.
 
     A route owns its memory and may be used any number of times: backward, recomputation and
     repeated routing.

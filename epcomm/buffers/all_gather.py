@@ -120,7 +120,10 @@ class AllGatherBuffer(Buffer):
             layout.ids(received)[row_of_token], self._collectives.rank, self._spec.num_local_experts
         )
         index = build_slot_index(
-            local_ids, counts.slots_per_expert, slot_alignment=self._spec.slot_alignment
+            local_ids,
+            counts.device_slots_per_expert,
+            counts.slots_per_expert,
+            slot_alignment=self._spec.slot_alignment,
         )
         route = AllGatherRoute(
             num_tokens=topk_ids.shape[0],
@@ -210,10 +213,11 @@ class AllGatherBuffer(Buffer):
         header[2] = topk_ids.shape[0]
         header[HEADER_WORDS:] = count_experts(topk_ids, num_experts)
         self._traffic.control([1] * world_size, header.nbytes)
-        gathered = self._collectives.all_gather(header).tolist()
+        gathered = self._collectives.all_gather(header)
         first = HEADER_WORDS + rank * num_local
-        headers = [words[:HEADER_WORDS] + words[first : first + num_local] for words in gathered]
-        return read_counts(headers, call, num_experts, rank)
+        device_slots = gathered[:, first : first + num_local]
+        headers = torch.cat([gathered[:, :HEADER_WORDS], device_slots], dim=1).tolist()
+        return read_counts(headers, device_slots, call, num_experts, rank)
 
 
 def _rows_of_tokens(

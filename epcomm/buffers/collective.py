@@ -131,6 +131,7 @@ class CollectiveBuffer(Buffer):
 
         index = build_slot_index(
             localize(layout.ids(received), rank, num_local),
+            counts.device_slots_per_expert,
             counts.slots_per_expert,
             slot_alignment=self._spec.slot_alignment,
         )
@@ -208,7 +209,13 @@ class CollectiveBuffer(Buffer):
         received = self._collectives.all_to_all(header)
         self._traffic.control([1] * world_size, _row_bytes(header))
         sent_words, received_words = torch.stack([header, received]).tolist()
-        counts = read_counts(received_words, call, self._num_experts, self._collectives.rank)
+        counts = read_counts(
+            received_words,
+            received[:, HEADER_WORDS:],
+            call,
+            self._num_experts,
+            self._collectives.rank,
+        )
         return counts, tuple(words[2] for words in sent_words)
 
     def _row_layout(self, wire: WireFormat, *, has_ids: bool) -> RowLayout:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from epcomm.buffers.base import DispatchCall
 from epcomm.buffers.faults import (
     BatchFlags,
@@ -23,22 +25,35 @@ from epcomm.buffers.faults import (
 HEADER_WORDS = 3
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Counts:
     """What this rank will receive.
 
-    rows_from_rank: [W].   slots_per_expert: [L].   any_flags: the flags of all ranks, or-ed.
+    rows_from_rank: [W].   slots_per_expert: [L], and the same as an int64 tensor on the device.
+    any_flags: the flags of all ranks, or-ed.
     """
 
     rows_from_rank: tuple[int, ...]
     slots_per_expert: tuple[int, ...]
+    device_slots_per_expert: Tensor
     any_flags: BatchFlags
 
 
 def read_counts(
-    headers: Sequence[Sequence[int]], call: DispatchCall, num_experts: int, rank: int
+    headers: Sequence[Sequence[int]],
+    device_slots: Tensor,
+    call: DispatchCall,
+    num_experts: int,
+    rank: int,
 ) -> Counts:
-    """Read the headers from all ranks; each holds the slots of this rank's experts.
+    """Read the headers from all ranks.
+
+    Args:
+        headers: by rank, on the host; the slots are those of this rank's experts.
+        device_slots: [W, L], the same slots on the device.
+        call: this rank's call.
+        num_experts: P.
+        rank: this rank.
 
     Raises:
         ShapeError, CapacityError: some rank announced a fault; on every rank.
@@ -54,5 +69,6 @@ def read_counts(
     return Counts(
         rows_from_rank=tuple(words[2] for words in headers),
         slots_per_expert=tuple(sum(column) for column in zip(*slots_from_rank, strict=True)),
+        device_slots_per_expert=device_slots.sum(0),
         any_flags=any_flags(flags),
     )

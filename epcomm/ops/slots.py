@@ -55,13 +55,14 @@ def slots_by_row(index: SlotIndex) -> Members:
 
 
 def build_slot_index(
-    local_ids: Tensor, host_counts: Sequence[int], *, slot_alignment: int = 1
+    local_ids: Tensor, counts: Tensor, host_counts: Sequence[int], *, slot_alignment: int = 1
 ) -> SlotIndex:
     """Sort (row, k) pairs by expert.
 
     Args:
         local_ids: [R, K], expert of this rank, or -1.
-        host_counts: [L] slots of each expert.
+        counts: [L], int64, slots of each expert, on the device.
+        host_counts: [L], the same on the host.
         slot_alignment: each expert's slots start at a multiple of this.
 
     Host sync: none.   Deterministic: yes.
@@ -74,15 +75,14 @@ def build_slot_index(
     expert_of_slot, order = torch.sort(flat_ids[pairs], stable=True)
     pair_of_slot = pairs[order]
 
-    aligned = [align_up(count, slot_alignment) for count in host_counts]
-    starts = torch.tensor([0, *aligned]).cumsum(0)
-    num_slots = int(starts[-1])
+    num_slots = sum(align_up(count, slot_alignment) for count in host_counts)
+    aligned_counts = (counts + slot_alignment - 1) // slot_alignment * slot_alignment
+    starts = F.pad(aligned_counts.cumsum(0), (1, 0))
     if num_slots == num_used:
         position = torch.arange(num_used, dtype=torch.int32, device=device)
         row_of_slot = (pair_of_slot // top_k).to(torch.int32)
     else:
-        dense_starts = torch.tensor([0, *host_counts]).cumsum(0)
-        shift = (starts - dense_starts).to(device)
+        shift = starts - F.pad(counts.cumsum(0), (1, 0))
         position = torch.arange(num_used, device=device) + shift[expert_of_slot.long()]
         row_of_slot = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
         row_of_slot[position] = (pair_of_slot // top_k).to(torch.int32)
@@ -92,8 +92,8 @@ def build_slot_index(
     return SlotIndex(
         row_of_slot=row_of_slot,
         slots_of_row=slots_of_row.view(num_rows, top_k),
-        num_slots_per_expert=torch.tensor(host_counts, dtype=torch.int32).to(device),
-        first_slot=starts.to(torch.int32).to(device),
+        num_slots_per_expert=counts.to(torch.int32),
+        first_slot=starts.to(torch.int32),
         host_num_slots_per_expert=tuple(host_counts),
         slot_alignment=slot_alignment,
         is_dense=num_slots == num_used,

@@ -67,7 +67,10 @@ class BufferEnv:
     def batches(self, spec: BatchSpec, number: int = 0) -> list[RankBatch]:
         """Batch `number` of all ranks."""
         world_size = self.group.world_size
-        return [make_batch(spec, rank, world_size, number=number) for rank in range(world_size)]
+        return [
+            make_batch(spec, rank, world_size, number=number).to(self.group.device)
+            for rank in range(world_size)
+        ]
 
 
 def uneven(rank: int, world_size: int) -> int:
@@ -199,8 +202,9 @@ def check_combine(
     batch = batches[rank]
     scale = _slot_scales(env, out, spec)
     used = scale > 0
-    rows = out.rows.data[_rows_of_slots(out).clamp(min=0).long()] if used.numel() else None
-    results = (rows * scale.unsqueeze(1)).to(spec.dtype) if rows is not None else _no_rows(spec)
+    received = out.rows.data
+    rows = received[_rows_of_slots(out).clamp(min=0).long()] if used.numel() else received[:0]
+    results = (rows * scale.unsqueeze(1)).to(spec.dtype)
     weighted = (results * out.slot_weights.unsqueeze(1)).to(spec.dtype)
 
     factor = (batch.topk_ids + 1).clamp(min=0).double()
@@ -333,7 +337,7 @@ def run_scenario(name: str, env: BufferEnv) -> None:
 
 def _slot_scales(env: BufferEnv, out: Dispatched, spec: BatchSpec) -> Tensor:
     """[C]: physical expert + 1 of each slot, 0 for padding."""
-    scales = torch.zeros(_rows_of_slots(out).shape[0])
+    scales = torch.zeros(_rows_of_slots(out).shape[0], device=env.group.device)
     starts, counts = out.index.first_slot.tolist(), out.index.num_slots_per_expert.tolist()
     for expert, count in enumerate(counts):
         number = env.group.rank * spec.num_local_experts + expert + 1
@@ -343,7 +347,7 @@ def _slot_scales(env: BufferEnv, out: Dispatched, spec: BatchSpec) -> Tensor:
 
 def _rows_of_slots(out: Dispatched) -> Tensor:
     if out.index.row_of_slot is None:
-        return torch.arange(out.rows.data.shape[0])
+        return torch.arange(out.rows.data.shape[0], device=out.rows.data.device)
     return out.index.row_of_slot
 
 
@@ -352,8 +356,8 @@ def _reduce_to_rows(out: Dispatched, results: Tensor, scale: Tensor) -> tuple[Te
     table = out.index.slots_of_row
     assert table is not None, "this suite reads rows through the index"
     num_rows, hidden_size = out.rows.data.shape
-    rows = torch.full((num_rows, hidden_size), float("nan"), dtype=results.dtype)
-    scalars = torch.zeros(table.shape)
+    rows = results.new_full((num_rows, hidden_size), float("nan"))
+    scalars = scale.new_zeros(table.shape)
     for row, slots in enumerate(table.tolist()):
         mine = [slot for slot in slots if slot >= 0]
         if mine:
@@ -362,10 +366,6 @@ def _reduce_to_rows(out: Dispatched, results: Tensor, scale: Tensor) -> tuple[Te
             if slot >= 0:
                 scalars[row, k] = scale[slot]
     return rows, scalars
-
-
-def _no_rows(spec: BatchSpec) -> Tensor:
-    return torch.empty(0, spec.hidden_size, dtype=spec.dtype)
 
 
 def _sum_tolerance(spec: BatchSpec) -> float:

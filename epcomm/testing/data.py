@@ -27,6 +27,10 @@ class RankBatch:
     topk_weights: Tensor
     dy: Tensor
 
+    def to(self, device: torch.device) -> RankBatch:
+        """The same batch on `device`."""
+        return RankBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSpec:
@@ -77,6 +81,7 @@ def make_weights(
     expert_format: ExpertFormat = SWIGLU,
     has_bias: bool = False,
     number: int = 0,
+    device: torch.device | None = None,
 ) -> ExpertWeights:
     """The experts of all ranks; the same on whichever rank they are made."""
     generator = torch.Generator().manual_seed(spec.seed + 104729 * (number + 1))
@@ -85,15 +90,16 @@ def make_weights(
 
     def matrix(rows: int, columns: int) -> Tensor:
         values = torch.randn(num_experts, rows, columns, generator=generator) / columns**0.5
-        return values.transpose(1, 2).contiguous() if expert_format.is_transposed else values
+        stored = values.transpose(1, 2).contiguous() if expert_format.is_transposed else values
+        return stored.to(device, spec.dtype).requires_grad_()
 
     def bias(size: int) -> Tensor | None:
         values = torch.randn(num_experts, size, generator=generator) / 2
-        return values.to(spec.dtype) if has_bias else None
+        return values.to(device, spec.dtype).requires_grad_() if has_bias else None
 
     return ExpertWeights(
-        gate_up_proj=matrix(first, hidden_size).to(spec.dtype).requires_grad_(),
-        down_proj=matrix(hidden_size, intermediate_size).to(spec.dtype).requires_grad_(),
+        gate_up_proj=matrix(first, hidden_size),
+        down_proj=matrix(hidden_size, intermediate_size),
         gate_up_bias=bias(first),
         down_bias=bias(hidden_size),
         format=expert_format,

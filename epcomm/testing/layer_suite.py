@@ -55,7 +55,15 @@ class LayerEnv:
     def batches(self, spec: BatchSpec, number: int = 0) -> list[RankBatch]:
         """Batch `number` of all ranks."""
         world_size = self.group.world_size
-        return [make_batch(spec, rank, world_size, number=number) for rank in range(world_size)]
+        return [
+            make_batch(spec, rank, world_size, number=number).to(self.group.device)
+            for rank in range(world_size)
+        ]
+
+    def weights(self, spec: BatchSpec, number: int = 0) -> ExpertWeights:
+        """Experts `number` of all ranks."""
+        world_size, device = self.group.world_size, self.group.device
+        return make_weights(spec, world_size, number=number, device=device)
 
 
 def pipeline_env(group: EPGroup, config: EPConfig) -> LayerEnv:
@@ -90,7 +98,7 @@ def leaves(batch: RankBatch, *, requires_grad: bool = True) -> Inputs:
 def check_batch(env: LayerEnv, spec: BatchSpec, weights: ExpertWeights | None = None) -> None:
     """Output and all gradients of one batch; a second one must not remember the first."""
     world_size = env.group.world_size
-    weights = make_weights(spec, world_size) if weights is None else weights
+    weights = env.weights(spec) if weights is None else weights
     layer = env.make_layer(weights, spec.num_topk(world_size))
     for number in range(2):
         batches = env.batches(spec, number)
@@ -118,7 +126,7 @@ def check_weight_gradients(env: LayerEnv, layer: Layer, *expected: OracleResult)
     first = env.group.rank * num_local
     for name, tensor in layer.weights.tensors().items():
         if tensor.requires_grad:
-            total = sum((result.weight_grads[name] for result in expected), torch.zeros(()))
+            total = torch.stack([result.weight_grads[name] for result in expected]).sum(0)
             _expect_close(env, f"d {name}", tensor.grad, total[first : first + num_local])
 
 
@@ -126,18 +134,19 @@ def check_activation(env: LayerEnv, name: str, *, has_bias: bool) -> None:
     """Other experts than SwiGLU, with biases, transposed and interleaved where the kind is so."""
     spec = BATCH_SPECS["holes"]
     weights = make_weights(
-        spec, env.group.world_size, expert_format=ACTIVATIONS[name], has_bias=has_bias
+        spec,
+        env.group.world_size,
+        expert_format=ACTIVATIONS[name],
+        has_bias=has_bias,
+        device=env.group.device,
     )
-    for bias in (weights.gate_up_bias, weights.down_bias):
-        if bias is not None:
-            bias.requires_grad_()
     check_batch(env, spec, weights)
 
 
 def check_two_layers(env: LayerEnv) -> None:
     """Two layers on one buffer: both forwards, then both backwards."""
     spec, world_size, rank = BATCH_SPECS["uneven"], env.group.world_size, env.group.rank
-    all_weights = [make_weights(spec, world_size, number=number) for number in range(2)]
+    all_weights = [env.weights(spec, number) for number in range(2)]
     layers = [env.make_layer(weights, spec.num_topk(world_size)) for weights in all_weights]
     all_batches = [env.batches(spec, number) for number in range(2)]
     inputs = [leaves(batches[rank]) for batches in all_batches]
@@ -154,7 +163,7 @@ def check_two_layers(env: LayerEnv) -> None:
 def check_two_batches(env: LayerEnv) -> None:
     """Two micro-batches through one layer, one backward for both."""
     spec, world_size, rank = BATCH_SPECS["holes"], env.group.world_size, env.group.rank
-    weights = make_weights(spec, world_size)
+    weights = env.weights(spec)
     layer = env.make_layer(weights, spec.num_topk(world_size))
     all_batches = [env.batches(spec, number) for number in range(2)]
     inputs = [leaves(batches[rank]) for batches in all_batches]
@@ -170,7 +179,7 @@ def check_two_batches(env: LayerEnv) -> None:
 def check_interleaved(env: LayerEnv) -> None:
     """Two batches in flight: begin both, dispatch both, compute, combine in order."""
     spec, world_size, rank = BATCH_SPECS["uneven"], env.group.world_size, env.group.rank
-    weights = make_weights(spec, world_size)
+    weights = env.weights(spec)
     layer = env.make_layer(weights, spec.num_topk(world_size))
     if not isinstance(layer, ExpertParallelExperts):
         return
@@ -194,7 +203,7 @@ def check_interleaved(env: LayerEnv) -> None:
 def check_checkpointing(env: LayerEnv) -> None:
     """Activation checkpointing re-runs the dispatch in backward."""
     spec, world_size, rank = BATCH_SPECS["empty_rank"], env.group.world_size, env.group.rank
-    weights = make_weights(spec, world_size)
+    weights = env.weights(spec)
     layer = env.make_layer(weights, spec.num_topk(world_size))
     batches = env.batches(spec)
     mine = leaves(batches[rank])
@@ -210,7 +219,7 @@ def check_checkpointing(env: LayerEnv) -> None:
 def check_rank_without_gradients(env: LayerEnv) -> None:
     """Inputs of the last rank need no gradient; its experts and all others still get theirs."""
     spec, world_size, rank = BATCH_SPECS["uneven"], env.group.world_size, env.group.rank
-    weights = make_weights(spec, world_size)
+    weights = env.weights(spec)
     layer = env.make_layer(weights, spec.num_topk(world_size))
     batches = env.batches(spec)
     needs_grad = rank != world_size - 1
@@ -230,7 +239,7 @@ def check_rank_without_gradients(env: LayerEnv) -> None:
 def check_frozen_inputs(env: LayerEnv) -> None:
     """No input needs a gradient anywhere; the experts get theirs."""
     spec, world_size, rank = BATCH_SPECS["uneven"], env.group.world_size, env.group.rank
-    weights = make_weights(spec, world_size)
+    weights = env.weights(spec)
     layer = env.make_layer(weights, spec.num_topk(world_size))
     batches = env.batches(spec)
     mine = leaves(batches[rank], requires_grad=False)
@@ -243,7 +252,7 @@ def check_frozen_inputs(env: LayerEnv) -> None:
 def check_frozen_experts(env: LayerEnv) -> None:
     """No expert needs a gradient; the inputs get theirs. Without any gradient there is no graph."""
     spec, world_size, rank = BATCH_SPECS["uneven"], env.group.world_size, env.group.rank
-    weights = make_weights(spec, world_size)
+    weights = env.weights(spec)
     frozen = replace(weights, **{n: t.detach() for n, t in weights.tensors().items()})
     layer = env.make_layer(frozen, spec.num_topk(world_size))
     batches = env.batches(spec)
@@ -259,7 +268,7 @@ def check_frozen_experts(env: LayerEnv) -> None:
 def check_inference(env: LayerEnv) -> None:
     """Under no_grad the same output, and no graph."""
     spec, world_size, rank = BATCH_SPECS["uneven"], env.group.world_size, env.group.rank
-    weights = make_weights(spec, world_size)
+    weights = env.weights(spec)
     layer = env.make_layer(weights, spec.num_topk(world_size))
     batches = env.batches(spec)
     mine = leaves(batches[rank])

@@ -38,7 +38,7 @@ def run_oracle(batches: Sequence[RankBatch], weights: ExpertWeights) -> OracleRe
     }
     xs = [batch.x.double().requires_grad_() for batch in batches]
     ws = [batch.topk_weights.double().requires_grad_() for batch in batches]
-    ys, loss = [], torch.zeros((), dtype=torch.float64)
+    ys, loss = [], batches[0].x.new_zeros((), dtype=torch.float64)
     for batch, x, w in zip(batches, xs, ws, strict=True):
         y = _dense_layer(x, batch.topk_ids, w, params, weights)
         ys.append(y)
@@ -102,14 +102,18 @@ def _activated(hidden: Tensor, weights: ExpertWeights) -> Tensor:
     if stored.activation.value == "relu2":
         return torch.where(hidden > 0, hidden * hidden, torch.zeros_like(hidden))
     half = hidden.shape[-1] // 2
-    pairs = torch.arange(2 * half).view(half, 2) if stored.is_interleaved else None
+    pairs = (
+        torch.arange(2 * half, device=hidden.device).view(half, 2)
+        if stored.is_interleaved
+        else None
+    )
     gate = hidden[..., pairs[:, 0]] if pairs is not None else hidden[..., :half]
     up = hidden[..., pairs[:, 1]] if pairs is not None else hidden[..., half:]
     if stored.activation.value == "swiglu":
         return gate / (1 + torch.exp(-gate)) * up
     assert stored.limit is not None, "checked at creation"
     assert stored.alpha is not None, "checked at creation"
-    limit = torch.tensor(stored.limit, dtype=hidden.dtype)
+    limit = hidden.new_tensor(stored.limit)
     gate = torch.minimum(gate, limit)
     up = torch.maximum(torch.minimum(up, limit), -limit)
     return gate / (1 + torch.exp(-stored.alpha * gate)) * (1 + up)

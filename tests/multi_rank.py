@@ -7,7 +7,7 @@ scripts/launch_multi_rank.sh, and each is reported as its own result: passed if 
 rank. A failure ends its launch, because the ranks no longer agree on where they are; the tests that
 it left undone run in the next launch.
 
-Inner run (under the launcher, one process per rank): a gloo process group stands during the
+Inner run (under the launcher, one process per rank): a process group (gloo) stands during the
 session, skips and empty selections are failures, and each rank appends its results to a file of
 JSON lines for the outer run.
 """
@@ -31,6 +31,7 @@ from _pytest.skipping import evaluate_skip_marks  # pytest has no public way to 
 
 LAUNCHER = Path(__file__).parents[1] / "scripts" / "launch_multi_rank.sh"
 UNDER_LAUNCHER_ENV = "EPCOMM_MULTI_RANK"  # set by the launcher
+BACKEND_ENV = "EPCOMM_TEST_BACKEND"  # set by the user: nccl runs the same tests on GPUs
 RESULTS_ENV = "EPCOMM_MULTI_RANK_RESULTS"  # set by the outer run: the folder for results
 
 # Seconds that a collective waits for a rank that does not come.
@@ -119,9 +120,13 @@ class InnerRun:
     @pytest.fixture(scope="session", autouse=True)
     def process_group(self) -> Iterator[None]:
         """The default process group, destroyed after a failure too: torch may abort otherwise."""
-        import torch.distributed as dist  # slow, and useless to an empty selection
+        import torch  # slow, and useless to an empty selection
+        import torch.distributed as dist
 
-        dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_LIMIT_S))
+        backend = os.environ.get(BACKEND_ENV, "gloo")
+        if backend == "nccl":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_LIMIT_S))
         try:
             yield
         finally:

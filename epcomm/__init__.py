@@ -1,7 +1,12 @@
 """Expert-parallel communication for Mixture-of-Experts models in PyTorch."""
 
 from epcomm.config import EPConfig, Mode
-from epcomm.dispatchers import DeepEPNormalDispatcher, Dispatcher, StandardDispatcher
+from epcomm.dispatchers import (
+    DeepEPLowLatencyDispatcher,
+    DeepEPNormalDispatcher,
+    Dispatcher,
+    StandardDispatcher,
+)
 from epcomm.errors import (
     BackendUnavailable,
     CapacityError,
@@ -35,6 +40,7 @@ __all__ = [
     "CapacityError",
     "CombineInput",
     "ConfigError",
+    "DeepEPLowLatencyDispatcher",
     "DeepEPNormalDispatcher",
     "DispatchOutput",
     "Dispatcher",

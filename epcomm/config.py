@@ -50,10 +50,11 @@ class EPConfig:
     max_tokens_per_rank: M, most tokens a rank dispatches in one call; None: no limit, which only
         buffers of exact size allow.
     max_recv_slots: most slots a rank receives in one call of normal mode; None: exact sizes.
+    replicated: every rank passes the same tokens and the same gradients; standard mode only.
     slot_alignment: each expert's slots start at a multiple of this, for GEMMs that tile.
     timeout_s: longest wait for another rank, in seconds.
-    check_calls: spend one small exchange a call to compare the calls of all ranks, where a foreign
-        kernel owns the exchange.
+    check_calls: find faults in the call they belong to, at a cost: static buffers run check() in
+        each combine, and foreign kernels compare the calls of all ranks in one small exchange.
     deterministic: refuse backends whose sums depend on arrival order.
     """
 
@@ -64,6 +65,7 @@ class EPConfig:
     combine_dtype: WireDtype | None = None
     max_tokens_per_rank: int | None = None
     max_recv_slots: int | None = None
+    replicated: bool = False
     slot_alignment: int = 1
     # 100 s: a first call may compile kernels on one rank while the others wait.
     timeout_s: float = 100.0
@@ -153,7 +155,7 @@ _BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
 
 def _parse(name: str, text: str) -> object:
     try:
-        if name in ("check_calls", "deterministic"):
+        if name in ("check_calls", "deterministic", "replicated"):
             return _BOOLEANS[text.lower()]
         return _PARSERS.get(name, str)(text)
     except (KeyError, ValueError):

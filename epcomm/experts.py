@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
+from epcomm.dispatchers.deepep_low_latency import DeepEPLowLatencyDispatcher
 from epcomm.dispatchers.deepep_normal import DeepEPNormalDispatcher
 from epcomm.dispatchers.rows import RowsDispatcher
 from epcomm.dispatchers.standard import StandardDispatcher
@@ -22,8 +23,8 @@ from epcomm.sharding import ExpertShard, local_share, tag_as_sharded
 from epcomm.weights import ExpertWeights
 
 _DISPATCHERS: Mapping[Mode, type[RowsDispatcher]] = {
-    Mode.AUTO: DeepEPNormalDispatcher,
     Mode.NORMAL: DeepEPNormalDispatcher,
+    Mode.LOW_LATENCY: DeepEPLowLatencyDispatcher,
     Mode.STANDARD: StandardDispatcher,
 }
 
@@ -85,7 +86,7 @@ class ExpertParallelExperts(nn.Module):
             top_k=top_k,
             dtype=weights.dtype,
         )
-        self.dispatcher = _dispatcher_class(Mode(config.mode))(group, spec, config)
+        self.dispatcher, self.decode_dispatcher = _open_dispatchers(group, spec, config)
         self.runner, self._runner_notes = _choose_runner(config.runner, weights)
         self.group = group
         self._format = weights.format
@@ -99,12 +100,13 @@ class ExpertParallelExperts(nn.Module):
         tensors = {role: self.get_parameter(name) for role, name in self._names.items()}
         return ExpertWeights(**tensors, format=self._format)
 
-    def forward(self, x: Tensor, topk: TopKOutput) -> Tensor:
+    def forward(self, x: Tensor, topk: TopKOutput, *, decode: bool = False) -> Tensor:
         """Compute the routed experts of this rank's tokens.
 
         Args:
             x: [T, H]; T differs by rank and may be 0.
             topk: topk_ids [T, K], int64, -1 for none; topk_weights [T, K], float32.
+            decode: the phase, equal on all ranks; in mode auto it selects low latency.
 
         Returns:
             [T, H], dtype of x.
@@ -113,23 +115,43 @@ class ExpertParallelExperts(nn.Module):
         Raises: what Dispatcher.dispatch and combine raise.
         """
         weights = self.weights
-        out = self.dispatcher.dispatch(x, topk, experts_need_grad=weights.requires_grad)
-        y = self.dispatcher.combine(self.runner.run(out, weights))
+        dispatcher = self._dispatcher_for(decode)
+        out = dispatcher.dispatch(x, topk, experts_need_grad=weights.requires_grad)
+        y = dispatcher.combine(self.runner.run(out, weights))
         self._count(x.shape[0], out.route.num_rows, out.num_slots)
         return y
 
+    def check(self) -> None:
+        """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""
+        for dispatcher in self._dispatchers():
+            dispatcher.check()
+
     def explain(self) -> str:
         """What was chosen and rejected and why, as text."""
-        return "\n".join(
-            [self.dispatcher.plan.explain(), f"runner {self.runner.name}", *self._runner_notes]
-        )
+        plans = [dispatcher.plan.explain() for dispatcher in self._dispatchers()]
+        return "\n".join([*plans, f"runner {self.runner.name}", *self._runner_notes])
 
     def stats(self) -> EPStats:
         """Counts since construction. Local; no host sync."""
-        return EPStats(**{**vars(self._stats), "traffic": self.dispatcher.traffic()})
+        total = sum((d.traffic() for d in self._dispatchers()), BufferTraffic())
+        return replace(self._stats, traffic=total)
 
     def extra_repr(self) -> str:
         return f"{self._format.activation.value}, {self.group.where}"
+
+    def _dispatchers(self) -> list[RowsDispatcher]:
+        decode = self.decode_dispatcher
+        return [self.dispatcher] if decode in (None, self.dispatcher) else [self.dispatcher, decode]
+
+    def _dispatcher_for(self, decode: bool) -> RowsDispatcher:
+        if not decode:
+            return self.dispatcher
+        if self.decode_dispatcher is None:
+            raise ConfigError(
+                f"ExpertParallelExperts: decode=True but there is no low latency "
+                f"({self.group.where}); set EPConfig.max_tokens_per_rank"
+            )
+        return self.decode_dispatcher
 
     def _register(self, weights: ExpertWeights, num_experts: int, is_local: bool) -> None:
         num_local = num_experts // self.group.world_size
@@ -146,7 +168,8 @@ class ExpertParallelExperts(nn.Module):
 
     def _count(self, num_tokens: int, num_rows: int, num_slots: int) -> None:
         old = self._stats
-        self._stats = EPStats(
+        self._stats = replace(
+            old,
             num_calls=old.num_calls + 1,
             num_tokens=old.num_tokens + num_tokens,
             num_rows=old.num_rows + num_rows,
@@ -155,13 +178,26 @@ class ExpertParallelExperts(nn.Module):
         )
 
 
-def _dispatcher_class(mode: Mode) -> type[RowsDispatcher]:
-    if mode not in _DISPATCHERS:
-        raise BackendUnavailable(
-            f"ExpertParallelExperts: mode is {mode.value}, expected one of "
-            f"{sorted(_DISPATCHERS)}; change EPConfig.mode"
-        )
-    return _DISPATCHERS[mode]
+def _open_dispatchers(
+    group: EPGroup, spec: MoESpec, config: EPConfig
+) -> tuple[RowsDispatcher, RowsDispatcher | None]:
+    """The dispatcher of each phase: not decode, and decode (None where it has no limits)."""
+    mode = Mode(config.mode)
+    if mode is not Mode.AUTO:
+        if mode not in _DISPATCHERS:
+            raise BackendUnavailable(
+                f"ExpertParallelExperts: mode is {mode.value}, expected one of "
+                f"{sorted([*_DISPATCHERS, Mode.AUTO])}; change EPConfig.mode"
+            )
+        dispatcher = _DISPATCHERS[mode](group, spec, config)
+        return dispatcher, dispatcher
+    # In auto the token limit is decode's: a prefill of exact size has none.
+    is_exact = config.max_recv_slots is None
+    normal = replace(config, max_tokens_per_rank=None) if is_exact else config
+    prefill = DeepEPNormalDispatcher(group, spec, normal)
+    if config.max_tokens_per_rank is None:
+        return prefill, None
+    return prefill, DeepEPLowLatencyDispatcher(group, spec, config)
 
 
 def _choose_runner(name: str, weights: ExpertWeights) -> tuple[ExpertRunner, list[str]]:

@@ -89,11 +89,12 @@ class ExpertParallelMoE(nn.Module):
         )
         return logits, topk
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, decode: bool = False) -> Tensor:
         """Compute the block for this rank's tokens.
 
         Args:
             x: [..., H]; the number of tokens differs by rank and may be 0.
+            decode: the phase, equal on all ranks; in mode auto it selects low latency.
 
         Returns:
             The shape and dtype of x.
@@ -103,10 +104,14 @@ class ExpertParallelMoE(nn.Module):
         Raises: what ExpertParallelExperts.forward raises.
         """
         _, topk = self.route(x)
-        y = self.experts(x.reshape(-1, x.shape[-1]), topk).view(x.shape)
+        y = self.experts(x.reshape(-1, x.shape[-1]), topk, decode=decode).view(x.shape)
         if self._shared_experts_name is None:
             return y
         return y + self.get_submodule(self._shared_experts_name)(x)
+
+    def check(self) -> None:
+        """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""
+        self.experts.check()
 
     def explain(self) -> str:
         """What was chosen and rejected and why, as text."""

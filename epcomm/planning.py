@@ -180,9 +180,24 @@ def _probe(name: str, mode: Mode, config: EPConfig, spec: BufferSpec) -> Availab
         reasons.append(f"hidden_size {spec.hidden_size} is no multiple of {caps.hidden_multiple}")
     if config.deterministic and not caps.ordered:
         reasons.append("slots arrive in any order, and EPConfig.deterministic is set")
-    if spec.max_recv_slots is not None and not caps.static_budget:
-        reasons.append("has no static budget; leave max_recv_slots None")
+    if caps.serves_replicated != config.replicated:
+        reasons.append(f"needs EPConfig.replicated = {caps.serves_replicated}")
+    reasons += _static_reasons(spec, caps, mode)
     return Availability(ok=not reasons, reasons=tuple(reasons))
+
+
+def _static_reasons(spec: BufferSpec, caps: BufferCaps, mode: Mode) -> list[str]:
+    """Static buffers want limits, and limits want static buffers."""
+    if not caps.is_static:
+        if spec.max_recv_slots is not None:
+            return ["has exact sizes and no slot budget; leave max_recv_slots None"]
+        return []
+    reasons = []
+    if spec.max_tokens_per_rank is None:
+        reasons.append("has static sizes; set max_tokens_per_rank")
+    if mode is Mode.NORMAL and spec.max_recv_slots is None:
+        reasons.append("has static sizes; set max_recv_slots")
+    return reasons
 
 
 def _combine_probes(local: Mapping[str, Availability], group: EPGroup) -> dict[str, Availability]:
@@ -219,6 +234,8 @@ def _choose(config: EPConfig, mode: Mode, verdicts: Mapping[str, Availability]) 
 
 
 def _who_applies_weights(caps: BufferCaps) -> WeightsAppliedBy:
-    """With gradients the runner, so that combine need not save the rows; else who may."""
-    runner = WeightsAppliedBy.RUNNER
-    return runner if runner in caps.weights_applied_by else WeightsAppliedBy.COMBINE
+    """With gradients the runner, so that combine saves no rows; without, combine, if it may."""
+    preferred = WeightsAppliedBy.RUNNER if caps.trainable else WeightsAppliedBy.COMBINE
+    if preferred in caps.weights_applied_by:
+        return preferred
+    return next(iter(caps.weights_applied_by))

@@ -67,17 +67,21 @@ class Route:
 class Handle:
     """The single-use claim of one dispatch on its combine."""
 
-    __slots__ = ("_owner", "_spent", "call", "needs_backward", "route")
+    __slots__ = ("_owner", "_spent", "call", "needs_backward", "num_tokens", "route")
 
-    def __init__(self, *, owner: object, route: Route, call: int, needs_backward: bool) -> None:
+    def __init__(
+        self, *, owner: object, route: Route, call: int, num_tokens: int, needs_backward: bool
+    ) -> None:
         """Tie dispatch number `call` of `owner` to its route.
 
+        num_tokens: T as the caller gave it; the route of a refused batch has none.
         needs_backward: some rank of the group runs the backward of this batch, so all do.
         """
         self._owner = owner
         self._spent: str | None = None
         self.route = route
         self.call = call
+        self.num_tokens = num_tokens
         self.needs_backward = needs_backward
 
     def check(self, owner: object) -> None:

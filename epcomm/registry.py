@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 BUFFERS: Mapping[str, str] = MappingProxyType(
     {
         "collective": "epcomm.buffers.collective:CollectiveBuffer",
+        "collective_static": "epcomm.buffers.static:StaticCollectiveBuffer",
         "all_gather": "epcomm.buffers.all_gather:AllGatherBuffer",
+        "replicated": "epcomm.buffers.replicated:ReplicatedBuffer",
     }
 )
 RUNNERS: Mapping[str, str] = MappingProxyType(

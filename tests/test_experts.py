@@ -6,21 +6,43 @@ import torch.distributed as dist
 from epcomm import EPConfig, EPGroup
 from epcomm.testing import layer_suite
 
+# 32 tokens and 256 slots are more than any batch of the suite has on 8 ranks.
 CONFIGS = {
     "normal": EPConfig(mode="normal"),
     "normal_reference": EPConfig(mode="normal", runner="reference"),
     "normal_aligned": EPConfig(mode="normal", slot_alignment=8),
+    "normal_budget": EPConfig(mode="normal", max_tokens_per_rank=32, max_recv_slots=256),
     "standard": EPConfig(mode="standard"),
+    "replicated": EPConfig(mode="standard", replicated=True),
+    "low_latency": EPConfig(mode="low_latency", max_tokens_per_rank=32),
 }
+# With replicated tokens all ranks pass the same inputs, so they need gradients alike.
+GRADIENT_CASES = [
+    (scenario, name)
+    for scenario in layer_suite.GRADIENT_SCENARIOS
+    for name, config in CONFIGS.items()
+    if config.mode != "low_latency"
+    and (name, scenario) != ("replicated", "rank_without_gradients")
+]
+
+
+def run(scenario: str, config: str, group: EPGroup) -> None:
+    layer_suite.run_scenario(scenario, layer_suite.pipeline_env(group, CONFIGS[config]))
 
 
 @pytest.mark.ranks(1, 2, 3, 4, 8)
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("scenario", layer_suite.SCENARIOS)
 def test_layer_equals_the_oracle(scenario: str, config: str) -> None:
-    with EPGroup(dist.group.WORLD) as group:
-        env = layer_suite.pipeline_env(group, CONFIGS[config])
-        layer_suite.run_scenario(scenario, env)
+    with EPGroup() as group:
+        run(scenario, config, group)
+
+
+@pytest.mark.ranks(1, 2, 3, 4, 8)
+@pytest.mark.parametrize(("scenario", "config"), GRADIENT_CASES)
+def test_layer_trains_like_the_oracle(scenario: str, config: str) -> None:
+    with EPGroup() as group:
+        run(scenario, config, group)
 
 
 @pytest.mark.ranks(4)
@@ -29,5 +51,4 @@ def test_ep_group_smaller_than_the_world(scenario: str) -> None:
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     with EPGroup(halves[dist.get_rank() // 2]) as group:
         assert group.world_size == 2
-        env = layer_suite.pipeline_env(group, CONFIGS["normal"])
-        layer_suite.run_scenario(scenario, env)
+        run(scenario, "normal", group)

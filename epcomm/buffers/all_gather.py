@@ -37,6 +37,7 @@ from epcomm.ops.slots import (
     reduce_rows,
     slots_by_row,
     spread_to_slots,
+    sum_parts,
 )
 from epcomm.records import Route, SlotIndex
 from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireDtype, WireFormat
@@ -93,6 +94,9 @@ class AllGatherBuffer(Buffer):
 
     def traffic(self) -> BufferTraffic:
         return self._traffic.snapshot()
+
+    def check(self) -> None:
+        """Nothing waits on the device: faults are raised by dispatch."""
 
     def close(self) -> None:
         """Nothing is held between calls."""
@@ -166,7 +170,7 @@ class AllGatherBuffer(Buffer):
             rows = torch.index_select(rows, 0, route.row_of_token)
         if row_scalars is None:
             home = self._send_home(rows.contiguous(), route)
-            return Combined(y=_sum_over_ranks(home, rows.dtype), scalars=None)
+            return Combined(y=sum_parts(home, rows.dtype), scalars=None)
         layout = RowLayout(
             hidden_size=self._spec.hidden_size,
             top_k=self._spec.top_k,
@@ -177,8 +181,8 @@ class AllGatherBuffer(Buffer):
         home = self._send_home(packed, route).flatten(0, 1)
         shape = (self._collectives.world_size, route.num_tokens)
         return Combined(
-            y=_sum_over_ranks(layout.data(home).unflatten(0, shape), rows.dtype),
-            scalars=_sum_over_ranks(layout.scalars(home).unflatten(0, shape), row_scalars.dtype),
+            y=sum_parts(layout.data(home).unflatten(0, shape), rows.dtype),
+            scalars=sum_parts(layout.scalars(home).unflatten(0, shape), row_scalars.dtype),
         )
 
     def _gather(self, rows: Tensor, max_tokens: int) -> Tensor:
@@ -208,9 +212,10 @@ class AllGatherBuffer(Buffer):
         num_local = self._spec.num_local_experts
         num_experts = world_size * num_local
         header = torch.empty(HEADER_WORDS + num_experts, dtype=torch.int64, device=fault.device)
-        header[0] = fault
-        header[1] = int(call.flags)
-        header[2] = topk_ids.shape[0]
+        # Filled through slices: assigning a number to one element makes the host wait on CUDA.
+        header[:1] = fault
+        header[1:2] = int(call.flags)
+        header[2:3] = topk_ids.shape[0]
         header[HEADER_WORDS:] = count_experts(topk_ids, num_experts)
         self._traffic.control([1] * world_size, header.nbytes)
         gathered = self._collectives.all_gather(header)
@@ -230,11 +235,3 @@ def _rows_of_tokens(
             for rank, num_tokens in enumerate(tokens_of_rank)
         ]
     )
-
-
-def _sum_over_ranks(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """[W, T, ...] to [T, ...], float32, by ascending rank, cast once."""
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part
-    return total.to(dtype)

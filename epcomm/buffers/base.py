@@ -77,7 +77,9 @@ class BufferCaps:
     batches_in_flight: dispatches that may wait for their combine, None for any number.
     late_receive: dispatch_async leaves the receive step to wait().
     reuses_route: redispatch works along an old route.
-    static_budget: serves max_recv_slots.
+    is_static: sizes are agreed beforehand (max_tokens_per_rank, max_recv_slots) and faults wait
+        on the device for check().
+    serves_replicated: for tokens that all ranks share, and for no others.
     host_reads: times a dispatch makes the host wait for the device.
     combine_codecs: private compressions of combine, by name.
     owns_rows: rows are ordinary tensors; else they live until the second next dispatch.
@@ -95,7 +97,8 @@ class BufferCaps:
     batches_in_flight: int | None = None
     late_receive: bool = False
     reuses_route: bool = True
-    static_budget: bool = False
+    is_static: bool = False
+    serves_replicated: bool = False
     host_reads: int = 1
     combine_codecs: frozenset[str] = frozenset()
     owns_rows: bool = True
@@ -202,6 +205,15 @@ class Buffer(ABC):
 
         Sums are float32 in ascending (k, rank) order, cast once at each end.
         Collective: yes.   Host sync: none.   Deterministic: yes where caps.ordered.
+        """
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise what has failed on the device since the last check; if not is_static, nothing.
+
+        Local; all ranks know the same faults.   Host sync: yes.
+        Raises:
+            CapacityError, ShapeError, ConfigError: the fault, with the ranks it names.
         """
 
     @abstractmethod

@@ -109,6 +109,9 @@ class CollectiveBuffer(Buffer):
     def traffic(self) -> BufferTraffic:
         return self._traffic.snapshot()
 
+    def check(self) -> None:
+        """Nothing waits on the device: faults are raised by dispatch."""
+
     def close(self) -> None:
         """Nothing is held between calls."""
 

@@ -25,6 +25,8 @@ class FaultCode(IntEnum):
     SHAPE = 1
     IDS = 2
     CAPACITY = 3
+    OVERFLOW = 4
+    GRAD_MODE = 5
 
     @classmethod
     def of(cls, error: EPError | None) -> FaultCode:
@@ -38,6 +40,8 @@ _FAULT_TEXT = {
     FaultCode.SHAPE: "a tensor of wrong shape, dtype or device",
     FaultCode.IDS: "topk_ids out of range",
     FaultCode.CAPACITY: "more tokens than max_tokens_per_rank",
+    FaultCode.OVERFLOW: "more received slots than max_recv_slots",
+    FaultCode.GRAD_MODE: "torch.no_grad() while other ranks are in grad mode",
 }
 
 
@@ -93,7 +97,7 @@ def raise_faults(codes: Sequence[int], rank: int, own_error: EPError | None) -> 
         for code in FaultCode
         if code and code in codes
     ]
-    only_capacity = set(codes) <= {FaultCode.NONE, FaultCode.CAPACITY}
+    only_capacity = set(codes) <= {FaultCode.NONE, FaultCode.CAPACITY, FaultCode.OVERFLOW}
     error = CapacityError if only_capacity else ShapeError
     raise error(
         f"dispatch: {'; '.join(faults)} (this is rank {rank} of {len(codes)}); "
@@ -119,3 +123,68 @@ def check_grad_modes(flags: Sequence[int], rank: int) -> None:
             f"gradients (this is rank {rank} of {len(flags)}), so backward would wait for ever; "
             "use one grad mode on all ranks"
         )
+
+
+def assume_all_need_grad(flags: BatchFlags) -> BatchFlags:
+    """What a rank assumes of the others when it may not read their flags.
+
+    In grad mode some rank may need any gradient, so all take part in every backward.
+    """
+    if not flags & BatchFlags.GRAD_ENABLED:
+        return flags
+    return flags | BatchFlags.INPUTS_NEED_GRAD | BatchFlags.EXPERTS_NEED_GRAD
+
+
+class DeviceFaults:
+    """Faults that wait on the device: the first one of each rank since the last check."""
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        """No fault yet, for `world_size` ranks."""
+        self._rank = rank
+        self._own_error: EPError | None = None
+        # [W, 2]: FaultCode, and the slots that an overflow would have needed.
+        self._words = torch.zeros(world_size, 2, dtype=torch.int64, device=device)
+
+    def record(
+        self, headers: Tensor, overflows: Tensor, required: Tensor, own_error: EPError | None
+    ) -> Tensor:
+        """Note the faults of one call.
+
+        Args:
+            headers: [W, >= 2], int32: FaultCode and BatchFlags of each rank.
+            overflows: [W], bool: the slots of a rank exceed its budget.
+            required: [W], int64: the slots it would need.
+            own_error: the detailed error of this rank, if it has one.
+
+        Returns:
+            bool scalar on the device: the call has failed, on every rank.
+
+        Host sync: none.
+        """
+        self._own_error = self._own_error or own_error
+        has_grad = (headers[:, 1] & int(BatchFlags.GRAD_ENABLED)) != 0
+        codes = torch.where(overflows, int(FaultCode.OVERFLOW), headers[:, 0].long())
+        mixed = has_grad.any() & ~has_grad & (codes == 0)
+        codes = torch.where(mixed, int(FaultCode.GRAD_MODE), codes)
+        words = torch.stack([codes, required], dim=1)
+        is_first = self._words[:, :1] == 0
+        # In place: a captured graph keeps writing to this memory.
+        self._words.copy_(torch.where(is_first & (codes != 0).unsqueeze(1), words, self._words))
+        return (codes != 0).any()
+
+    def check(self, max_slots: int) -> None:
+        """Raise the recorded faults and forget them. Host sync: yes."""
+        words = self._words.tolist()
+        own_error, self._own_error = self._own_error, None
+        if not any(code for code, _ in words):
+            return
+        self._words.zero_()
+        overflowed = [rank for rank, (code, _) in enumerate(words) if code == FaultCode.OVERFLOW]
+        if overflowed:
+            required = max(words[rank][1] for rank in overflowed)
+            raise CapacityError(
+                f"dispatch: {describe_ranks(overflowed)} received up to {required} slots, expected "
+                f"at most max_recv_slots = {max_slots} (this is rank {self._rank} of "
+                f"{len(words)}); y was set to NaN; raise max_recv_slots to {required}"
+            )
+        raise_faults([code for code, _ in words], self._rank, own_error)

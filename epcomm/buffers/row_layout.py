@@ -83,6 +83,17 @@ class RowLayout:
         self.scalars(rows).copy_(weights[token_of_row])
         return rows
 
+    def write_tokens(
+        self, rows: Tensor, hidden_states: WireTensor, topk_ids: Tensor, weights: Tensor
+    ) -> None:
+        """Write tokens [T, H], ids and weights [T, K] into rows [T, row_bytes] of a message."""
+        self.data(rows).copy_(hidden_states.data)
+        scales = self.scales(rows)
+        if scales is not None and hidden_states.scales is not None:
+            scales.copy_(hidden_states.scales)
+        self.ids(rows).copy_(topk_ids)
+        self.scalars(rows).copy_(weights)
+
     def pack_rows(self, data: Tensor, scalars: Tensor) -> Tensor:
         """Copy rows [N, H] and scalars [N, K] into one message: [N, row_bytes], uint8."""
         rows = self._allocate(data.shape[0], data.device)

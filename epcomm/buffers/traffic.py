@@ -19,6 +19,14 @@ class BufferTraffic:
     combine_bytes: int = 0
     control_bytes: int = 0
 
+    def __add__(self, other: BufferTraffic) -> BufferTraffic:
+        """Sums by kind."""
+        return BufferTraffic(
+            dispatch_bytes=self.dispatch_bytes + other.dispatch_bytes,
+            combine_bytes=self.combine_bytes + other.combine_bytes,
+            control_bytes=self.control_bytes + other.control_bytes,
+        )
+
 
 class TrafficMeter:
     """Adds up BufferTraffic for one rank."""

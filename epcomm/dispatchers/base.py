@@ -39,6 +39,7 @@ class Dispatcher(ABC, Generic[DispatchT, CombineT]):
             CapacityError: T > M on some rank; on every rank.
             ConfigError: some ranks need gradients while others run under torch.no_grad().
             HandleError: the dispatcher is closed.
+        A static buffer tells the first three only through check().
         """
 
     @abstractmethod
@@ -67,6 +68,19 @@ class Dispatcher(ABC, Generic[DispatchT, CombineT]):
     def combine_async(self, combine_input: CombineT) -> Pending[Tensor]:
         """Begin a combine; `wait()` completes it. This default does everything in `wait()`."""
         return Pending(lambda: self.combine(combine_input))
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise the faults that wait on the device; call it where the host may wait.
+
+        Static buffers (low latency, or a slot budget) cannot raise in dispatch: the y of the call
+        is NaN on every rank, and this tells why. Elsewhere it does nothing.
+
+        Local; every rank raises alike.   Host sync: yes.
+        Raises:
+            CapacityError: T > M, or received slots past the budget, with the size needed.
+            ShapeError, ConfigError: another fault, with the ranks it names.
+        """
 
     @abstractmethod
     def close(self) -> None:

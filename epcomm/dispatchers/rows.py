@@ -52,6 +52,7 @@ class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
         self._dtype = spec.dtype
         self._buffer = group.open_buffer(self.plan.backend, self._spec)
         self._weights_applied_by = self.plan.weights_applied_by
+        self._checks_calls = config.check_calls
         self._num_calls = 0
         self._is_closed = False
 
@@ -59,6 +60,7 @@ class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
         self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: bool = False
     ) -> RowsDispatchOutput:
         self._check_open("dispatch")
+        num_tokens = hidden_states.shape[0] if hidden_states.dim() else 0
         error = find_call_error(
             hidden_states, topk, self._spec, self._dtype, self._group.device, self._group.where
         )
@@ -75,6 +77,7 @@ class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
             owner=self,
             route=out.route,
             call=self._num_calls,
+            num_tokens=num_tokens,
             needs_backward=bool(out.any_flags & ~BatchFlags.GRAD_ENABLED),
         )
         return RowsDispatchOutput(
@@ -92,9 +95,17 @@ class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
             combine_input, self._spec, self._dtype, self._group.device, self._group.where
         )
         combine_input.handle.spend("was combined before")
-        return combine_rows(
-            self._buffer, combine_input, self._spec.backward_format.dtype.torch_dtype
-        )
+        y = combine_rows(self._buffer, combine_input, self._spec.backward_format.dtype.torch_dtype)
+        num_tokens = combine_input.handle.num_tokens
+        if y.shape[0] != num_tokens:
+            # This rank's call was refused on a static buffer: it took part with no tokens.
+            y = y.new_full((num_tokens, self._spec.hidden_size), float("nan"))
+        if self._checks_calls:
+            self.check()
+        return y
+
+    def check(self) -> None:
+        self._buffer.check()
 
     def traffic(self) -> BufferTraffic:
         """Bytes that the buffer has sent to other ranks, for all layers that share it."""

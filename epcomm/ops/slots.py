@@ -30,10 +30,17 @@ class Members:
 
     flat: [N], int64, sources of target 0, then of target 1, ...
     offsets: [targets + 1], int64; target i owns flat[offsets[i]:offsets[i + 1]].
+    has_tail: flat is longer than its members, and one more offset, N, closes it.
     """
 
     flat: Tensor
     offsets: Tensor
+    has_tail: bool = False
+
+    @property
+    def num_targets(self) -> int:
+        """Targets, without the tail."""
+        return self.offsets.shape[0] - (2 if self.has_tail else 1)
 
 
 def members_of(table: Tensor, num_members: int) -> Members:
@@ -47,11 +54,24 @@ def members_of(table: Tensor, num_members: int) -> Members:
     return Members(flat=table.flatten()[where].long(), offsets=offsets)
 
 
+def members_within(table: Tensor, max_members: int) -> Members:
+    """As members_of, where the host knows only a bound on how many there are."""
+    valid = table >= 0
+    where = torch.nonzero_static(valid.flatten(), size=max_members, fill_value=0).flatten()
+    ends = valid.sum(dim=1).cumsum(0)
+    offsets = F.pad(F.pad(ends, (1, 0)), (0, 1), value=max_members)
+    # The tail repeats some entry, which may be -1; what it sums is cut off.
+    return Members(flat=table.flatten()[where].long().clamp(min=0), offsets=offsets, has_tail=True)
+
+
 def slots_by_row(index: SlotIndex) -> Members:
     """The slots of each received row, in k order."""
     assert index.slots_of_row is not None, "an index over rows has its inverse"
-    assert index.host_num_slots_per_expert is not None, "routes of exact size know their counts"
-    return members_of(index.slots_of_row, sum(index.host_num_slots_per_expert))
+    if index.host_num_slots_per_expert is not None:
+        return members_of(index.slots_of_row, sum(index.host_num_slots_per_expert))
+    assert index.row_of_slot is not None, "an index over rows has slots"
+    max_members = min(index.slots_of_row.numel(), index.row_of_slot.shape[0])
+    return members_within(index.slots_of_row, max_members)
 
 
 def build_slot_index(
@@ -135,7 +155,7 @@ def reduce_rows(rows: Tensor, members: Members, weights: Tensor | None = None) -
 
     Host sync: none.   Deterministic: yes.
     """
-    num_targets, hidden_size = members.offsets.shape[0] - 1, rows.shape[1]
+    num_targets, hidden_size = members.num_targets, rows.shape[1]
     if members.flat.shape[0] == 0:
         return rows.new_zeros(num_targets, hidden_size)
     dtype = rows.dtype
@@ -151,13 +171,21 @@ def reduce_rows(rows: Tensor, members: Members, weights: Tensor | None = None) -
         per_sample_weights=weights,
         include_last_offset=True,
     )
-    return sums[:, :hidden_size].to(dtype).contiguous()
+    return sums[:num_targets, :hidden_size].to(dtype).contiguous()
+
+
+def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """[W, T, ...] to [T, ...], added in float32 by ascending W, cast once."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total.to(dtype)
 
 
 def count_experts(topk_ids: Tensor, num_experts: int) -> Tensor:
     """[E], int64: how many entries of topk_ids [T, K] name each expert; -1 counts nowhere."""
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=topk_ids.device)
-    flat = torch.where(topk_ids < 0, num_experts, topk_ids).flatten()
+    flat = torch.where(topk_ids < 0, num_experts, topk_ids).flatten().long()
     return counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
 
 

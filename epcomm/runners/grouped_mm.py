@@ -70,13 +70,9 @@ class GroupedMMRunner(ExpertRunner):
         slots = pack(dispatched.hidden_states.data, index)
         # Padding of one expert is computed with it: its rows are never combined.
         ends = index.first_slot[1:]
-        expert_of_slot = None
-        if weights.gate_up_bias is not None or weights.down_bias is not None:
-            expert_of_slot = _expert_of_slot(index, slots.shape[0])
-
         hidden = torch.nn.functional.grouped_mm(slots, weights.gate_up_matrices(), offs=ends)
         if weights.gate_up_bias is not None:
-            hidden = hidden + weights.gate_up_bias[expert_of_slot]
+            hidden = hidden + _bias_of_slots(weights.gate_up_bias, index, slots.shape[0])
         hidden = activate(hidden, weights.format)
         scale = None
         if dispatched.weights_applied_by is WeightsAppliedBy.RUNNER:
@@ -85,13 +81,17 @@ class GroupedMMRunner(ExpertRunner):
             hidden = weight_slots(hidden, scale)
         results = torch.nn.functional.grouped_mm(hidden, weights.down_matrices(), offs=ends)
         if weights.down_bias is not None:
-            bias = weights.down_bias[expert_of_slot]
+            bias = _bias_of_slots(weights.down_bias, index, slots.shape[0])
             results = results + (bias if scale is None else weight_slots(bias, scale))
         return dispatched.combine_input(results)
 
 
-def _expert_of_slot(index: SlotIndex, num_slots: int) -> Tensor:
-    """[C], int64: the expert that computes each slot, padding included."""
+def _bias_of_slots(bias: Tensor, index: SlotIndex, num_slots: int) -> Tensor:
+    """[C, *]: the bias row of the expert that computes each slot; bias is [L, *].
+
+    Slots behind the last expert get a row of zeros that belongs to nobody: their gradients are
+    undefined and must not reach a bias.
+    """
     slots = torch.arange(num_slots, dtype=torch.int32, device=index.first_slot.device)
-    expert = torch.searchsorted(index.first_slot[1:], slots, right=True)
-    return expert.clamp(max=index.first_slot.shape[0] - 2)
+    expert_of_slot = torch.searchsorted(index.first_slot[1:], slots, right=True)
+    return torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[expert_of_slot]

@@ -48,13 +48,19 @@ class BufferEnv:
     backend: str
     mode: Mode
 
+    @property
+    def is_static(self) -> bool:
+        """Whether faults wait on the device and sizes are agreed beforehand."""
+        return buffer_class(self.backend).caps(self.mode).is_static
+
     def open(self, spec: BatchSpec, **changes: int) -> Buffer:
         """The buffer for batches of `spec`."""
         return self.group.open_buffer(self.backend, replace(self.buffer_spec(spec), **changes))
 
     def buffer_spec(self, spec: BatchSpec) -> BufferSpec:
         """What the buffer must carry for batches of `spec`."""
-        wire = WireFormat.of(spec.dtype)
+        wire, world_size = WireFormat.of(spec.dtype), self.group.world_size
+        most_tokens = max(spec.tokens_of_rank(rank, world_size) for rank in range(world_size))
         return BufferSpec(
             hidden_size=spec.hidden_size,
             top_k=spec.num_topk(self.group.world_size),
@@ -62,6 +68,8 @@ class BufferEnv:
             dispatch_format=wire,
             combine_format=wire,
             backward_format=wire,
+            # One more than are used, so that padding rows are there to be mistaken for tokens.
+            max_tokens_per_rank=most_tokens + 1 if self.is_static else None,
         )
 
     def batches(self, spec: BatchSpec, number: int = 0) -> list[RankBatch]:
@@ -124,17 +132,21 @@ def check_batch(env: BufferEnv, spec: BatchSpec, slot_alignment: int = 1) -> Non
         check_redispatch(env, buffer, out, batches)
 
 
+def make_call(batch: RankBatch, spec: BatchSpec, error: EPError | None = None) -> DispatchCall:
+    """One rank's call without gradients; with an error it has no tokens."""
+    num_tokens = batch.x.shape[0] if error is None else 0
+    return DispatchCall(
+        hidden_states=WireTensor(data=batch.x[:num_tokens], format=WireFormat.of(spec.dtype)),
+        topk_ids=batch.topk_ids[:num_tokens],
+        topk_weights=batch.topk_weights[:num_tokens],
+        flags=BatchFlags.NONE,
+        error=error,
+    )
+
+
 def dispatch(buffer: Buffer, batch: RankBatch, spec: BatchSpec) -> Dispatched:
     """Dispatch one rank's batch without gradients."""
-    wire = WireTensor(data=batch.x, format=WireFormat.of(spec.dtype))
-    return buffer.dispatch(
-        DispatchCall(
-            hidden_states=wire,
-            topk_ids=batch.topk_ids,
-            topk_weights=batch.topk_weights,
-            flags=BatchFlags.NONE,
-        )
-    )
+    return buffer.dispatch(make_call(batch, spec))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,39 +269,82 @@ def check_operations_stand_alone(env: BufferEnv) -> None:
         check_combine(env, buffer, outs[number], all_batches[number], spec)
 
 
-def check_capacity(env: BufferEnv) -> None:
-    """A bad call of one rank raises on every rank, and the next call works.
-
-    T = M passes the dispatcher's check and T = M + 1 does not; here the fault itself is announced.
-    """
-    spec = BATCH_SPECS["uneven"]
-    world_size, rank = env.group.world_size, env.group.rank
+def check_faults(env: BufferEnv) -> None:
+    """A bad call of one rank is told to every rank, by name, and the next call works."""
+    spec, faulty = BATCH_SPECS["uneven"], env.group.world_size - 1
+    is_faulty = env.group.rank == faulty
     buffer = env.open(spec)
-    faulty = world_size - 1
-    own_errors = (CapacityError("too many tokens here"), ShapeError("a bad tensor here"))
-    for own_error in own_errors:
-        error = _dispatch_error(buffer, spec, env, own_error if rank == faulty else None)
-        if rank == faulty:
-            _expect_equal(env, "own error", error, own_error)
-        elif type(error) is not type(own_error) or f"rank {faulty}" not in str(error):
-            _fail(env, f"expected {type(own_error).__name__} naming rank {faulty}, got {error!r}")
+    for own_error in (CapacityError("too many tokens here"), ShapeError("a bad tensor here")):
+        mine = env.batches(spec)[env.group.rank]
+        call = make_call(mine, spec, error=own_error if is_faulty else None)
+        wanted = str(own_error) if is_faulty else f"rank {faulty}"
+        _expect_fault(env, buffer, call, type(own_error), wanted)
         check_batch(env, spec)
 
 
 def check_ids_out_of_range(env: BufferEnv) -> None:
     """An id of P, or of -2, on one rank: ShapeError on every rank, then a correct call."""
     spec = BATCH_SPECS["uneven"]
-    world_size, rank = env.group.world_size, env.group.rank
     buffer = env.open(spec)
-    for bad_id in (spec.num_experts(world_size), -2):
-        batch = env.batches(spec)[rank]
-        if rank == 0:
-            batch.topk_ids[-1, -1] = bad_id
-        error = _raised(lambda batch=batch: dispatch(buffer, batch, spec))
-        wanted = str(bad_id) if rank == 0 else "rank 0"
-        if not isinstance(error, ShapeError) or wanted not in str(error):
-            _fail(env, f"expected ShapeError naming {wanted}, got {error!r}")
+    for bad_id in (spec.num_experts(env.group.world_size), -2):
+        mine = env.batches(spec)[env.group.rank]
+        if env.group.rank == 0:
+            mine.topk_ids[-1, -1] = bad_id
+        tells_value = env.group.rank == 0 and not env.is_static
+        wanted = str(bad_id) if tells_value else "rank 0"
+        _expect_fault(env, buffer, make_call(mine, spec), ShapeError, wanted)
         check_batch(env, spec)
+
+
+def check_budget(env: BufferEnv) -> None:
+    """Exactly C slots pass; with C - 1 every rank hears the size needed, and y is NaN."""
+    if not env.is_static:
+        return
+    for name, alignment in (("uneven", 1), ("one_expert", 1), ("holes", 4)):
+        spec = BATCH_SPECS[name]
+        batches, world_size = env.batches(spec), env.group.world_size
+        required = max(
+            _slots_needed(batches, rank, spec.num_local_experts, alignment)
+            for rank in range(world_size)
+        )
+        exact = env.open(spec, slot_alignment=alignment, max_recv_slots=required)
+        out = dispatch(exact, batches[env.group.rank], spec)
+        check_slots(env, out, batches, spec, alignment)
+        check_combine(env, exact, out, batches, spec)
+        exact.check()
+        if required > 1:
+            small = env.open(spec, slot_alignment=alignment, max_recv_slots=required - 1)
+            call = make_call(batches[env.group.rank], spec)
+            _expect_fault(env, small, call, CapacityError, f"raise max_recv_slots to {required}")
+
+
+def _slots_needed(batches: list[RankBatch], rank: int, num_local: int, alignment: int) -> int:
+    """Slots of one rank by counting, each expert rounded up to the alignment."""
+    total = 0
+    for expert in range(rank * num_local, (rank + 1) * num_local):
+        count = sum(int((batch.topk_ids == expert).sum()) for batch in batches)
+        total += -(-count // alignment) * alignment
+    return total
+
+
+def _expect_fault(
+    env: BufferEnv, buffer: Buffer, call: DispatchCall, kind: type[EPError], wanted: str
+) -> None:
+    """The call must fail with `kind` and `wanted` in its message, once; static: at check()."""
+    if env.is_static:
+        out = buffer.dispatch(call)
+        results = torch.zeros_like(out.rows.data)
+        y = buffer.combine(results, out.route, rows_per=RowsPer.ROW).y
+        if not y.isnan().all():
+            _fail(env, "y of a refused call is not NaN everywhere")
+        error = _raised(buffer.check)
+        again = _raised(buffer.check)
+        if again is not None:
+            _fail(env, f"a fault was told twice: {again!r}")
+    else:
+        error = _raised(lambda: buffer.dispatch(call))
+    if type(error) is not kind or wanted not in str(error):
+        _fail(env, f"expected {kind.__name__} with {wanted!r}, got {error!r}")
 
 
 def check_traffic(env: BufferEnv) -> None:
@@ -316,8 +371,9 @@ SCENARIOS: Mapping[str, Callable[[BufferEnv], None]] = MappingProxyType(
         "aligned": lambda env: check_batch(env, BATCH_SPECS["uneven"], slot_alignment=4),
         "aligned_holes": lambda env: check_batch(env, BATCH_SPECS["holes"], slot_alignment=8),
         "stand_alone": check_operations_stand_alone,
-        "capacity": check_capacity,
+        "faults": check_faults,
         "ids_out_of_range": check_ids_out_of_range,
+        "budget": check_budget,
         "traffic": check_traffic,
     }
 )
@@ -371,23 +427,6 @@ def _reduce_to_rows(out: Dispatched, results: Tensor, scale: Tensor) -> tuple[Te
 def _sum_tolerance(spec: BatchSpec) -> float:
     """Roundings on the way: result, weighted result, row, y; each half a unit of the dtype."""
     return SUM_TOLERANCE + 4 * torch.finfo(spec.dtype).eps
-
-
-def _dispatch_error(
-    buffer: Buffer, spec: BatchSpec, env: BufferEnv, own_error: EPError | None
-) -> BaseException | None:
-    batch = env.batches(spec)[env.group.rank]
-    empty = own_error is not None
-    call = DispatchCall(
-        hidden_states=WireTensor(
-            data=batch.x[:0] if empty else batch.x, format=WireFormat.of(spec.dtype)
-        ),
-        topk_ids=batch.topk_ids[:0] if empty else batch.topk_ids,
-        topk_weights=batch.topk_weights[:0] if empty else batch.topk_weights,
-        flags=BatchFlags.NONE,
-        error=own_error,
-    )
-    return _raised(lambda: buffer.dispatch(call))
 
 
 def _raised(function: Callable[[], object]) -> EPError | None:

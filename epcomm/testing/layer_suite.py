@@ -6,7 +6,8 @@ shows its live local weights, such as ExpertParallelExperts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from epcomm.config import EPConfig
+from epcomm.config import EPConfig, Mode
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
 from epcomm.records import TopKOutput
@@ -47,18 +48,38 @@ class LayerEnv:
     """What a scenario runs on.
 
     make_layer: from the weights of all experts and K to a layer; collective.
+    has_gradients: else everything runs under no_grad and outputs alone are compared.
+    is_replicated: all ranks pass the same batch.
     """
 
     group: EPGroup
     make_layer: Callable[[ExpertWeights, int], Layer]
+    has_gradients: bool = True
+    is_replicated: bool = False
+
+    @property
+    def source(self) -> int:
+        """Which of batches() this rank passes."""
+        return 0 if self.is_replicated else self.group.rank
 
     def batches(self, spec: BatchSpec, number: int = 0) -> list[RankBatch]:
-        """Batch `number` of all ranks."""
+        """Batch `number` of all ranks; a single one if they all pass the same."""
         world_size = self.group.world_size
         return [
             make_batch(spec, rank, world_size, number=number).to(self.group.device)
-            for rank in range(world_size)
+            for rank in range(1 if self.is_replicated else world_size)
         ]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Poisoned memory, and grad mode as the environment has it."""
+        with poisoned_memory(), torch.set_grad_enabled(self.has_gradients):
+            yield
+
+    def backward(self, *losses: Tensor) -> None:
+        """Run backward through the sum of the losses, if there are gradients."""
+        if self.has_gradients:
+            torch.stack(losses).sum().backward()
 
     def weights(self, spec: BatchSpec, number: int = 0) -> ExpertWeights:
         """Experts `number` of all ranks."""
@@ -73,6 +94,8 @@ def pipeline_env(group: EPGroup, config: EPConfig) -> LayerEnv:
         make_layer=lambda weights, top_k: ExpertParallelExperts(
             weights, group, config, top_k=top_k
         ),
+        has_gradients=config.mode != Mode.LOW_LATENCY,
+        is_replicated=config.replicated,
     )
 
 
@@ -102,22 +125,22 @@ def check_batch(env: LayerEnv, spec: BatchSpec, weights: ExpertWeights | None = 
     layer = env.make_layer(weights, spec.num_topk(world_size))
     for number in range(2):
         batches = env.batches(spec, number)
-        mine = leaves(batches[env.group.rank])
+        mine = leaves(batches[env.source])
         _clear_gradients(layer)
-        with poisoned_memory():
+        with env.running():
             y = layer(mine.x, mine.topk)
-            (y * mine.dy).sum().backward()
+            env.backward((y * mine.dy).sum())
         expected = run_oracle(batches, weights)
         check_outputs(env, y, mine, expected)
         check_weight_gradients(env, layer, expected)
 
 
 def check_outputs(env: LayerEnv, y: Tensor, mine: Inputs, expected: OracleResult) -> None:
-    """y, dx and dw of this rank."""
-    rank = env.group.rank
-    _expect_close(env, "y", y, expected.y[rank])
-    _expect_close(env, "dx", mine.x.grad, expected.dx[rank])
-    _expect_close(env, "dw", mine.topk.topk_weights.grad, expected.dw[rank])
+    """y, dx and dw of this rank; y alone where there are no gradients."""
+    _expect_close(env, "y", y, expected.y[env.source])
+    if env.has_gradients:
+        _expect_close(env, "dx", mine.x.grad, expected.dx[env.source])
+        _expect_close(env, "dw", mine.topk.topk_weights.grad, expected.dw[env.source])
 
 
 def check_weight_gradients(env: LayerEnv, layer: Layer, *expected: OracleResult) -> None:
@@ -125,7 +148,7 @@ def check_weight_gradients(env: LayerEnv, layer: Layer, *expected: OracleResult)
     num_local = layer.weights.num_experts
     first = env.group.rank * num_local
     for name, tensor in layer.weights.tensors().items():
-        if tensor.requires_grad:
+        if tensor.requires_grad and env.has_gradients:
             total = torch.stack([result.weight_grads[name] for result in expected]).sum(0)
             _expect_close(env, f"d {name}", tensor.grad, total[first : first + num_local])
 
@@ -145,15 +168,15 @@ def check_activation(env: LayerEnv, name: str, *, has_bias: bool) -> None:
 
 def check_two_layers(env: LayerEnv) -> None:
     """Two layers on one buffer: both forwards, then both backwards."""
-    spec, world_size, rank = BATCH_SPECS["uneven"], env.group.world_size, env.group.rank
+    spec, world_size = BATCH_SPECS["uneven"], env.group.world_size
     all_weights = [env.weights(spec, number) for number in range(2)]
     layers = [env.make_layer(weights, spec.num_topk(world_size)) for weights in all_weights]
     all_batches = [env.batches(spec, number) for number in range(2)]
-    inputs = [leaves(batches[rank]) for batches in all_batches]
-    with poisoned_memory():
+    inputs = [leaves(batches[env.source]) for batches in all_batches]
+    with env.running():
         ys = [layer(mine.x, mine.topk) for layer, mine in zip(layers, inputs, strict=True)]
         for y, mine in zip(reversed(ys), reversed(inputs), strict=True):
-            (y * mine.dy).sum().backward()
+            env.backward((y * mine.dy).sum())
     for number in range(2):
         expected = run_oracle(all_batches[number], all_weights[number])
         check_outputs(env, ys[number], inputs[number], expected)
@@ -162,14 +185,14 @@ def check_two_layers(env: LayerEnv) -> None:
 
 def check_two_batches(env: LayerEnv) -> None:
     """Two micro-batches through one layer, one backward for both."""
-    spec, world_size, rank = BATCH_SPECS["holes"], env.group.world_size, env.group.rank
+    spec, world_size = BATCH_SPECS["holes"], env.group.world_size
     weights = env.weights(spec)
     layer = env.make_layer(weights, spec.num_topk(world_size))
     all_batches = [env.batches(spec, number) for number in range(2)]
-    inputs = [leaves(batches[rank]) for batches in all_batches]
-    with poisoned_memory():
+    inputs = [leaves(batches[env.source]) for batches in all_batches]
+    with env.running():
         ys = [layer(mine.x, mine.topk) for mine in inputs]
-        torch.stack([(y * m.dy).sum() for y, m in zip(ys, inputs, strict=True)]).sum().backward()
+        env.backward(*[(y * m.dy).sum() for y, m in zip(ys, inputs, strict=True)])
     expected = [run_oracle(batches, weights) for batches in all_batches]
     for number in range(2):
         check_outputs(env, ys[number], inputs[number], expected[number])
@@ -178,22 +201,21 @@ def check_two_batches(env: LayerEnv) -> None:
 
 def check_interleaved(env: LayerEnv) -> None:
     """Two batches in flight: begin both, dispatch both, compute, combine in order."""
-    spec, world_size, rank = BATCH_SPECS["uneven"], env.group.world_size, env.group.rank
+    spec, world_size = BATCH_SPECS["uneven"], env.group.world_size
     weights = env.weights(spec)
     layer = env.make_layer(weights, spec.num_topk(world_size))
-    if not isinstance(layer, ExpertParallelExperts):
-        return
+    assert isinstance(layer, ExpertParallelExperts), "only a pipeline has two steps"
     all_batches = [env.batches(spec, number) for number in range(2)]
-    inputs = [leaves(batches[rank]) for batches in all_batches]
+    inputs = [leaves(batches[env.source]) for batches in all_batches]
     dispatcher = layer.dispatcher
-    with poisoned_memory():
+    with env.running():
         pending = [dispatcher.dispatch_async(mine.x, mine.topk) for mine in inputs]
         outs = [one.wait() for one in pending]
         results = [layer.runner.run(out, layer.weights) for out in outs]
         pending_ys = [dispatcher.combine_async(result) for result in results]
         ys = [one.wait() for one in pending_ys]
         for y, mine in zip(reversed(ys), reversed(inputs), strict=True):
-            (y * mine.dy).sum().backward()
+            env.backward((y * mine.dy).sum())
     expected = [run_oracle(batches, weights) for batches in all_batches]
     for number in range(2):
         check_outputs(env, ys[number], inputs[number], expected[number])
@@ -202,15 +224,15 @@ def check_interleaved(env: LayerEnv) -> None:
 
 def check_checkpointing(env: LayerEnv) -> None:
     """Activation checkpointing re-runs the dispatch in backward."""
-    spec, world_size, rank = BATCH_SPECS["empty_rank"], env.group.world_size, env.group.rank
+    spec, world_size = BATCH_SPECS["empty_rank"], env.group.world_size
     weights = env.weights(spec)
     layer = env.make_layer(weights, spec.num_topk(world_size))
     batches = env.batches(spec)
-    mine = leaves(batches[rank])
-    with poisoned_memory():
+    mine = leaves(batches[env.source])
+    with env.running():
         hidden = checkpoint(layer, mine.x, mine.topk, use_reentrant=False)
         assert isinstance(hidden, Tensor), "a layer returns a tensor"
-        (hidden * mine.dy).sum().backward()
+        env.backward((hidden * mine.dy).sum())
     expected = run_oracle(batches, weights)
     check_outputs(env, hidden, mine, expected)
     check_weight_gradients(env, layer, expected)
@@ -218,17 +240,17 @@ def check_checkpointing(env: LayerEnv) -> None:
 
 def check_rank_without_gradients(env: LayerEnv) -> None:
     """Inputs of the last rank need no gradient; its experts and all others still get theirs."""
-    spec, world_size, rank = BATCH_SPECS["uneven"], env.group.world_size, env.group.rank
+    spec, world_size = BATCH_SPECS["uneven"], env.group.world_size
     weights = env.weights(spec)
     layer = env.make_layer(weights, spec.num_topk(world_size))
     batches = env.batches(spec)
-    needs_grad = rank != world_size - 1
-    mine = leaves(batches[rank], requires_grad=needs_grad)
-    with poisoned_memory():
+    needs_grad = env.group.rank != world_size - 1
+    mine = leaves(batches[env.source], requires_grad=needs_grad)
+    with env.running():
         y = layer(mine.x, mine.topk)
-        (y * mine.dy).sum().backward()
+        env.backward((y * mine.dy).sum())
     expected = run_oracle(batches, weights)
-    _expect_close(env, "y", y, expected.y[rank])
+    _expect_close(env, "y", y, expected.y[env.source])
     check_weight_gradients(env, layer, expected)
     if needs_grad:
         check_outputs(env, y, mine, expected)
@@ -238,43 +260,45 @@ def check_rank_without_gradients(env: LayerEnv) -> None:
 
 def check_frozen_inputs(env: LayerEnv) -> None:
     """No input needs a gradient anywhere; the experts get theirs."""
-    spec, world_size, rank = BATCH_SPECS["uneven"], env.group.world_size, env.group.rank
+    spec, world_size = BATCH_SPECS["uneven"], env.group.world_size
     weights = env.weights(spec)
     layer = env.make_layer(weights, spec.num_topk(world_size))
     batches = env.batches(spec)
-    mine = leaves(batches[rank], requires_grad=False)
-    with poisoned_memory():
+    mine = leaves(batches[env.source], requires_grad=False)
+    with env.running():
         y = layer(mine.x, mine.topk)
-        (y * mine.dy).sum().backward()
+        env.backward((y * mine.dy).sum())
     check_weight_gradients(env, layer, run_oracle(batches, weights))
 
 
 def check_frozen_experts(env: LayerEnv) -> None:
     """No expert needs a gradient; the inputs get theirs. Without any gradient there is no graph."""
-    spec, world_size, rank = BATCH_SPECS["uneven"], env.group.world_size, env.group.rank
+    spec, world_size = BATCH_SPECS["uneven"], env.group.world_size
     weights = env.weights(spec)
     frozen = replace(weights, **{n: t.detach() for n, t in weights.tensors().items()})
     layer = env.make_layer(frozen, spec.num_topk(world_size))
     batches = env.batches(spec)
-    mine = leaves(batches[rank])
+    mine = leaves(batches[env.source])
     y = layer(mine.x, mine.topk)
-    (y * mine.dy).sum().backward()
+    env.backward((y * mine.dy).sum())
     check_outputs(env, y, mine, run_oracle(batches, frozen))
-    still = leaves(batches[rank], requires_grad=False)
-    if layer(still.x, still.topk).requires_grad:
+    still = leaves(batches[env.source], requires_grad=False)
+    reads_flags = isinstance(layer, ExpertParallelExperts) and layer.dispatcher.plan.caps.host_reads
+    # Who may not read the flags of others must assume that some need gradients.
+    if layer(still.x, still.topk).requires_grad and reads_flags:
         raise AssertionError(f"{env.group.where}: y requires grad though nothing does")
 
 
 def check_inference(env: LayerEnv) -> None:
     """Under no_grad the same output, and no graph."""
-    spec, world_size, rank = BATCH_SPECS["uneven"], env.group.world_size, env.group.rank
+    spec, world_size = BATCH_SPECS["uneven"], env.group.world_size
     weights = env.weights(spec)
     layer = env.make_layer(weights, spec.num_topk(world_size))
     batches = env.batches(spec)
-    mine = leaves(batches[rank])
+    mine = leaves(batches[env.source])
     with torch.no_grad(), poisoned_memory():
         y = layer(mine.x, mine.topk)
-    _expect_close(env, "y", y, run_oracle(batches, weights).y[rank])
+    _expect_close(env, "y", y, run_oracle(batches, weights).y[env.source])
 
 
 _FLOAT32_SPECS = {
@@ -283,6 +307,7 @@ _FLOAT32_SPECS = {
     if spec.dtype is torch.float32 and name != "odd_hidden"
 }
 
+# Outputs, and gradients where there are any.
 SCENARIOS: Mapping[str, Callable[[LayerEnv], None]] = MappingProxyType(
     {
         **{
@@ -295,11 +320,17 @@ SCENARIOS: Mapping[str, Callable[[LayerEnv], None]] = MappingProxyType(
         "two_layers": check_two_layers,
         "two_batches": check_two_batches,
         "interleaved": check_interleaved,
+        "inference": check_inference,
+    }
+)
+
+# About gradients alone.
+GRADIENT_SCENARIOS: Mapping[str, Callable[[LayerEnv], None]] = MappingProxyType(
+    {
         "checkpointing": check_checkpointing,
         "rank_without_gradients": check_rank_without_gradients,
         "frozen_inputs": check_frozen_inputs,
         "frozen_experts": check_frozen_experts,
-        "inference": check_inference,
     }
 )
 
@@ -310,7 +341,7 @@ def run_scenario(name: str, env: LayerEnv) -> None:
     Raises:
         AssertionError: a result is off; the message names rank, tensor and error.
     """
-    SCENARIOS[name](env)
+    {**SCENARIOS, **GRADIENT_SCENARIOS}[name](env)
 
 
 def _clear_gradients(layer: Layer) -> None:

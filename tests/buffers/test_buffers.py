@@ -1,18 +1,33 @@
 """Every buffer that runs on a CPU passes the whole buffer suite, on 1 to 8 ranks."""
 
+from typing import NamedTuple
+
 import pytest
-import torch.distributed as dist
 
 from epcomm import EPGroup, Mode
 from epcomm.testing import buffer_suite
 
-BUFFERS = {"collective": Mode.NORMAL, "all_gather": Mode.STANDARD}
+
+class Case(NamedTuple):
+    """A buffer and the mode it serves."""
+
+    backend: str
+    mode: Mode
+
+
+CASES = {
+    "normal": Case("collective", Mode.NORMAL),
+    "standard": Case("all_gather", Mode.STANDARD),
+    "low_latency": Case("collective_static", Mode.LOW_LATENCY),
+}
 
 
 @pytest.mark.ranks(1, 2, 3, 4, 8)
-@pytest.mark.parametrize("backend", BUFFERS)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("scenario", buffer_suite.SCENARIOS)
-def test_buffer_keeps_its_contract(scenario: str, backend: str) -> None:
-    with EPGroup(dist.group.WORLD) as group:
-        env = buffer_suite.BufferEnv(group=group, backend=backend, mode=BUFFERS[backend])
+def test_buffer_keeps_its_contract(scenario: str, case: str) -> None:
+    with EPGroup() as group:
+        env = buffer_suite.BufferEnv(
+            group=group, backend=CASES[case].backend, mode=CASES[case].mode
+        )
         buffer_suite.run_scenario(scenario, env)

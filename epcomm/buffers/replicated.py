@@ -1,0 +1,184 @@
+"""Every rank holds the same tokens: nothing is gathered, and results are summed over the ranks.
+
+The Standard dispatcher with `replicated=True`, as after tensor-parallel attention. A rank computes
+its experts on all tokens; combine scatters the partial sums over the ranks, adds them in float32 by
+ascending rank and gathers the totals, so y is bit-equal on all ranks. dy is equal on all ranks too,
+so backward of combine is the identity, and backward of dispatch a sum over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.base import (
+    Availability,
+    Buffer,
+    BufferCaps,
+    BufferSpec,
+    Combined,
+    DispatchCall,
+    Dispatched,
+)
+from epcomm.buffers.faults import guard_ids, ids_error
+from epcomm.buffers.row_layout import RowLayout, localize
+from epcomm.buffers.traffic import BufferTraffic, TrafficMeter
+from epcomm.collectives.base import Collectives
+from epcomm.config import Mode
+from epcomm.ops.slots import (
+    Members,
+    build_slot_index,
+    count_experts,
+    reduce_rows,
+    slots_by_row,
+    spread_to_slots,
+    sum_parts,
+)
+from epcomm.records import Route, SlotIndex
+from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireDtype, WireFormat, align_up
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReplicatedRoute(Route):
+    """Row t is token t.
+
+    slots_by_row: the slots of each token on this rank, in k order.
+    has_no_slot: [T], bool, tokens that no expert of this rank computes.
+    """
+
+    num_tokens: int
+    num_rows: int
+    index: SlotIndex
+    slots_by_row: Members
+    has_no_slot: Tensor
+
+
+class ReplicatedBuffer(Buffer):
+    """Standard mode for tokens that all ranks share. A dispatch sends nothing."""
+
+    name: ClassVar[str] = "replicated"
+    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.STANDARD})
+
+    @classmethod
+    def probe(cls, environment: Mapping[str, str]) -> Availability:
+        return Availability(ok=True)
+
+    @classmethod
+    def caps(cls, mode: Mode) -> BufferCaps:
+        return BufferCaps(
+            layout=Layout.ROWS,
+            trainable=True,
+            graph_safe=False,
+            ordered=True,
+            wire_dtypes=frozenset({WireDtype.BF16, WireDtype.FP16, WireDtype.FP32}),
+            weights_applied_by=frozenset(WeightsAppliedBy),
+            serves_replicated=True,
+        )
+
+    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
+        self._collectives = collectives
+        self._spec = spec
+        self._traffic = TrafficMeter(collectives.rank)
+
+    def prepare(self) -> None:
+        """Nothing to allocate."""
+
+    def traffic(self) -> BufferTraffic:
+        return self._traffic.snapshot()
+
+    def check(self) -> None:
+        """Nothing waits on the device: faults are raised by dispatch."""
+
+    def close(self) -> None:
+        """Nothing is held between calls."""
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        # All ranks hold the same call, so each finds the same fault: nothing is announced.
+        if call.error is not None:
+            raise call.error
+        rank, num_local = self._collectives.rank, self._spec.num_local_experts
+        num_experts = self._collectives.world_size * num_local
+        topk_ids, fault = guard_ids(call.topk_ids, num_experts, None)
+        local_ids = localize(topk_ids, rank, num_local).to(torch.int32)
+        counts = count_experts(local_ids, num_local)
+        is_bad, *host_counts = torch.cat([fault.view(1), counts]).tolist()
+        if is_bad:
+            raise ids_error(call.topk_ids, num_experts, rank, self._collectives.world_size)
+        index = build_slot_index(
+            local_ids, counts, host_counts, slot_alignment=self._spec.slot_alignment
+        )
+        num_tokens = topk_ids.shape[0]
+        route = ReplicatedRoute(
+            num_tokens=num_tokens,
+            num_rows=num_tokens,
+            index=index,
+            slots_by_row=slots_by_row(index),
+            has_no_slot=(local_ids < 0).all(dim=1),
+        )
+        return Dispatched(
+            rows=call.hidden_states,
+            index=index,
+            slot_weights=spread_to_slots(call.topk_weights, index),
+            route=route,
+            any_flags=call.flags,
+        )
+
+    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
+        return hidden_states
+
+    def combine(
+        self,
+        rows: Tensor,
+        route: Route,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+    ) -> Combined:
+        assert isinstance(route, ReplicatedRoute), "a route of this buffer"
+        if rows_per is RowsPer.SLOT:
+            rows = reduce_rows(rows, route.slots_by_row, slot_weights)
+        else:
+            # Rows without a slot are undefined, and here all of them are summed.
+            rows = rows.masked_fill(route.has_no_slot.unsqueeze(1), 0)
+        if row_scalars is None:
+            return Combined(y=self._sum_over_ranks(rows.contiguous(), rows.dtype), scalars=None)
+        layout = RowLayout(
+            hidden_size=self._spec.hidden_size,
+            top_k=self._spec.top_k,
+            format=WireFormat.of(rows.dtype),
+            has_ids=False,
+        )
+        parts = self._scatter(layout.pack_rows(rows, row_scalars))
+        shape, flat = parts.shape[:2], parts.flatten(0, 1)
+        total = layout.pack_rows(
+            sum_parts(layout.data(flat).unflatten(0, shape), rows.dtype),
+            sum_parts(layout.scalars(flat).unflatten(0, shape), row_scalars.dtype),
+        )
+        home = self._gather(total)[: route.num_tokens]
+        return Combined(y=layout.data(home).contiguous(), scalars=layout.scalars(home).contiguous())
+
+    def _sum_over_ranks(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """[T, ...] partial sums of all ranks to [T, ...] totals on every rank."""
+        return self._gather(sum_parts(self._scatter(rows), dtype))[: rows.shape[0]]
+
+    def _scatter(self, rows: Tensor) -> Tensor:
+        """[T, ...] to [W, T' / W, ...]: all ranks' parts of this rank's share; T' is T padded."""
+        world_size = self._collectives.world_size
+        padding = align_up(rows.shape[0], world_size) - rows.shape[0]
+        if padding:
+            rows = torch.cat([rows, rows.new_zeros(padding, rows.shape[1])])
+        share = rows.shape[0] // world_size
+        self._traffic.combine([share] * world_size, rows.shape[1] * rows.element_size())
+        return self._collectives.all_to_all(rows).view(world_size, share, rows.shape[1])
+
+    def _gather(self, share: Tensor) -> Tensor:
+        """[T' / W, ...] of each rank to [T', ...]."""
+        world_size = self._collectives.world_size
+        row_bytes = share.shape[1] * share.element_size()
+        self._traffic.combine([share.shape[0]] * world_size, row_bytes)
+        return self._collectives.all_gather(share).flatten(0, 1)

@@ -1,0 +1,66 @@
+"""The expert-major index with a fixed number of slots: counts stay on the device.
+
+Same order and same tables as ops/slots.py, for callers that may not read a count on the host: the
+index has C slots whatever the routing, and the unused ones at the end are padding.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from epcomm.ops.slots import count_experts
+from epcomm.records import SlotIndex
+from epcomm.types import align_up
+
+
+def most_slots(num_rows: int, top_k: int, num_experts: int, slot_alignment: int) -> int:
+    """Slots that suffice for any routing of R rows: each row uses min(K, L) experts at most."""
+    used = num_rows * min(top_k, num_experts)
+    return align_up(used + num_experts * (slot_alignment - 1), slot_alignment)
+
+
+def aligned_counts(counts: Tensor, slot_alignment: int) -> Tensor:
+    """Slots that each expert occupies: its count, rounded up to the alignment."""
+    return (counts + slot_alignment - 1) // slot_alignment * slot_alignment
+
+
+def build_static_slot_index(
+    local_ids: Tensor, num_experts: int, num_slots: int, *, slot_alignment: int = 1
+) -> SlotIndex:
+    """Sort (row, k) pairs by expert into a fixed number of slots.
+
+    Args:
+        local_ids: [R, K], expert of this rank, or -1; its slots fit (the caller has checked).
+        num_experts: L.
+        num_slots: C.
+        slot_alignment: each expert's slots start at a multiple of this.
+
+    Host sync: none.   Graph capture: yes.   Deterministic: yes.
+    """
+    num_rows, top_k = local_ids.shape
+    counts = count_experts(local_ids, num_experts)
+    starts = F.pad(aligned_counts(counts, slot_alignment).cumsum(0), (1, 0))
+    dense_starts = F.pad(counts.cumsum(0), (1, 0))
+    flat_ids = local_ids.flatten()
+    # Entries without an expert sort behind all others, as expert L, into one more slot.
+    keys = torch.where(flat_ids < 0, num_experts, flat_ids)
+    expert_of_pair, pairs = torch.sort(keys, stable=True)
+    expert_of_pair = expert_of_pair.long()
+    rank_in_all = torch.arange(pairs.shape[0], device=pairs.device)
+    position = rank_in_all - dense_starts[expert_of_pair] + starts[expert_of_pair]
+    is_used = expert_of_pair < num_experts
+    row_of_slot = torch.full((num_slots + 1,), -1, dtype=torch.int32, device=pairs.device)
+    row_of_slot[torch.where(is_used, position, num_slots)] = (pairs // top_k).to(torch.int32)
+    slots_of_row = torch.full((num_rows * top_k,), -1, dtype=torch.int32, device=pairs.device)
+    slots_of_row[pairs] = torch.where(is_used, position, -1).to(torch.int32)
+    return SlotIndex(
+        row_of_slot=row_of_slot[:num_slots],
+        slots_of_row=slots_of_row.view(num_rows, top_k),
+        num_slots_per_expert=counts.to(torch.int32),
+        first_slot=starts.to(torch.int32),
+        host_num_slots_per_expert=None,
+        slot_alignment=slot_alignment,
+        is_dense=False,
+    )

@@ -1,0 +1,181 @@
+"""RowLayout: the parts of a travelling row lie where hand-computed offsets say, bit-equal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from epcomm import WireDtype, WireFormat, WireTensor
+from epcomm.buffers.row_layout import RowLayout, localize
+
+FP8 = WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=128, scale_dtype=torch.float32)
+FP8_BYTE_SCALES = WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=32, scale_dtype=torch.uint8)
+INT8 = WireFormat(dtype=WireDtype.INT8, scale_block=0, scale_dtype=torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    id: str
+    format: WireFormat
+    hidden_size: int
+    top_k: int
+    has_ids: bool = True
+    scales_at: int
+    ids_at: int
+    scalars_at: int
+    row_bytes: int
+
+    @property
+    def layout(self) -> RowLayout:
+        return RowLayout(
+            hidden_size=self.hidden_size,
+            top_k=self.top_k,
+            format=self.format,
+            has_ids=self.has_ids,
+        )
+
+
+CASES = [
+    Case(
+        id="bf16",
+        format=WireFormat.of(torch.bfloat16),
+        hidden_size=64,
+        top_k=2,
+        scales_at=128,
+        ids_at=128,
+        scalars_at=136,
+        row_bytes=144,
+    ),
+    Case(
+        id="bf16 of odd width",
+        format=WireFormat.of(torch.bfloat16),
+        hidden_size=37,
+        top_k=3,
+        scales_at=76,
+        ids_at=76,
+        scalars_at=88,
+        row_bytes=112,
+    ),
+    Case(
+        id="fp32 on the way home",
+        format=WireFormat.of(torch.float32),
+        hidden_size=5,
+        top_k=2,
+        has_ids=False,
+        scales_at=20,
+        ids_at=20,
+        scalars_at=20,
+        row_bytes=32,
+    ),
+    Case(
+        id="fp8 with a short last block",
+        format=FP8,
+        hidden_size=257,
+        top_k=1,
+        scales_at=260,
+        ids_at=272,
+        scalars_at=276,
+        row_bytes=288,
+    ),
+    Case(
+        id="fp8 with scales of one byte",
+        format=FP8_BYTE_SCALES,
+        hidden_size=96,
+        top_k=2,
+        scales_at=96,
+        ids_at=100,
+        scalars_at=108,
+        row_bytes=128,
+    ),
+    Case(
+        id="int8",
+        format=INT8,
+        hidden_size=48,
+        top_k=2,
+        scales_at=48,
+        ids_at=52,
+        scalars_at=60,
+        row_bytes=80,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_offsets_equal_those_computed_by_hand(case: Case) -> None:
+    layout = case.layout
+    offsets = (layout.scales_at, layout.ids_at, layout.scalars_at, layout.row_bytes)
+    assert offsets == (case.scales_at, case.ids_at, case.scalars_at, case.row_bytes)
+
+
+def random_bits(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Any bits, NaN among them; compared as bytes."""
+    generator = torch.Generator().manual_seed(num_columns)
+    shape = (num_rows, num_columns * dtype.itemsize)
+    return torch.randint(0, 256, shape, generator=generator).to(torch.uint8).view(dtype)
+
+
+def as_bytes(tensor: torch.Tensor) -> list[list[int]]:
+    return tensor.contiguous().view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.has_ids], ids=lambda case: case.id)
+@pytest.mark.parametrize("token_of_row", [[2, 0, 0, 1], []], ids=["four rows", "no row"])
+def test_packed_tokens_are_bit_equal(case: Case, token_of_row: list[int]) -> None:
+    layout, wire = case.layout, case.format
+    data = random_bits(3, case.hidden_size, wire.dtype.torch_dtype)
+    scales = None
+    if wire.scale_dtype is not None:
+        scales = random_bits(3, wire.num_scales(case.hidden_size), wire.scale_dtype)
+    ids = torch.arange(3 * case.top_k).view(3, -1) - 1
+    weights = random_bits(3, case.top_k, torch.float32)
+    picked = torch.tensor(token_of_row, dtype=torch.int64)
+
+    rows = layout.pack_tokens(
+        WireTensor(data=data, format=wire, scales=scales), picked, ids, weights
+    )
+    assert rows.shape == (len(token_of_row), case.row_bytes)
+    received = layout.wire_tensor(rows)
+    # Bytes are indexed: not every dtype of the wire can be.
+    assert as_bytes(received.data) == [as_bytes(data)[token] for token in token_of_row]
+    assert as_bytes(layout.scalars(rows)) == [as_bytes(weights)[token] for token in token_of_row]
+    assert layout.ids(rows).tolist() == ids[picked].tolist()
+    assert layout.ids(rows).dtype is torch.int32
+    assert (received.scales is None) == (scales is None)
+    if received.scales is not None and scales is not None:
+        assert as_bytes(received.scales) == [as_bytes(scales)[token] for token in token_of_row]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_parts_do_not_overlap(case: Case) -> None:
+    layout = case.layout
+    rows = torch.zeros(2, case.row_bytes, dtype=torch.uint8)
+    num_bytes = 0
+    for part in (
+        layout.data(rows),
+        layout.scales(rows),
+        layout.ids(rows) if case.has_ids else None,
+        layout.scalars(rows),
+    ):
+        if part is not None:
+            flat = part.view(torch.uint8)
+            assert not flat.any(), "written through another part"
+            flat.fill_(255)
+            num_bytes += flat.shape[1]
+    assert (rows == 255).sum(1).tolist() == [num_bytes, num_bytes]
+
+
+def test_rows_on_the_way_home_keep_their_scalars() -> None:
+    layout = CASES[2].layout
+    data, scalars = torch.randn(3, 5), torch.randn(3, 2)
+    rows = layout.pack_rows(data, scalars)
+    assert torch.equal(layout.data(rows), data)
+    assert torch.equal(layout.scalars(rows), scalars)
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"), [(0, [0, 1, 2, -1, -1, -1]), (1, [-1, -1, -1, 0, 2, -1])]
+)
+def test_ids_of_other_ranks_become_holes(rank: int, expected: list[int]) -> None:
+    assert localize(torch.tensor([0, 1, 2, 3, 5, -1]), rank, 3).tolist() == expected

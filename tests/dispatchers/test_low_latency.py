@@ -1,0 +1,162 @@
+"""Low latency: faults wait on the device, every rank hears of them, and the group stays usable."""
+
+import pytest
+import torch
+
+from epcomm import (
+    CapacityError,
+    ConfigError,
+    DeepEPLowLatencyDispatcher,
+    EPConfig,
+    EPError,
+    EPGroup,
+    ExpertParallelExperts,
+    MoESpec,
+    ShapeError,
+    TopKOutput,
+)
+from epcomm.testing.data import BatchSpec, make_batch, make_weights, random_ids
+from epcomm.testing.oracle import relative_error, run_oracle
+
+MAX_TOKENS = 6
+SPEC = BatchSpec(tokens_of_rank=lambda rank, size: MAX_TOKENS, choose_ids=random_ids)
+CONFIG = EPConfig(max_tokens_per_rank=MAX_TOKENS)
+
+
+def open_dispatcher(group: EPGroup, config: EPConfig = CONFIG) -> DeepEPLowLatencyDispatcher:
+    spec = MoESpec(
+        hidden_size=SPEC.hidden_size,
+        num_experts=SPEC.num_experts(group.world_size),
+        top_k=SPEC.top_k,
+        dtype=torch.float32,
+    )
+    return DeepEPLowLatencyDispatcher(group, spec, config)
+
+
+def run_batch(
+    dispatcher: DeepEPLowLatencyDispatcher, x: torch.Tensor, topk: TopKOutput
+) -> torch.Tensor:
+    """Dispatch and combine with experts that return zeros."""
+    out = dispatcher.dispatch(x, topk)
+    results = torch.zeros(out.num_slots, SPEC.hidden_size)
+    return dispatcher.combine(out.combine_input(results))
+
+
+def good_inputs(group: EPGroup) -> tuple[torch.Tensor, TopKOutput]:
+    batch = make_batch(SPEC, group.rank, group.world_size)
+    return batch.x, TopKOutput(topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
+
+
+def too_many_tokens(x: torch.Tensor, topk: TopKOutput) -> tuple[torch.Tensor, TopKOutput]:
+    return torch.cat([x, x[:1]]), TopKOutput(
+        topk_ids=torch.cat([topk.topk_ids, topk.topk_ids[:1]]),
+        topk_weights=torch.cat([topk.topk_weights, topk.topk_weights[:1]]),
+    )
+
+
+def other_hidden_size(x: torch.Tensor, topk: TopKOutput) -> tuple[torch.Tensor, TopKOutput]:
+    return x[:, 1:], topk
+
+
+def other_dtype(x: torch.Tensor, topk: TopKOutput) -> tuple[torch.Tensor, TopKOutput]:
+    return x.double(), topk
+
+
+def narrow_ids(x: torch.Tensor, topk: TopKOutput) -> tuple[torch.Tensor, TopKOutput]:
+    return x, TopKOutput(topk_ids=topk.topk_ids.int(), topk_weights=topk.topk_weights)
+
+
+def ids_out_of_range(x: torch.Tensor, topk: TopKOutput) -> tuple[torch.Tensor, TopKOutput]:
+    ids = topk.topk_ids.clone()
+    ids[0, 0] = 1000
+    return x, TopKOutput(topk_ids=ids, topk_weights=topk.topk_weights)
+
+
+FAULTS = {
+    "too_many_tokens": (too_many_tokens, CapacityError, "7 tokens"),
+    "other_hidden_size": (other_hidden_size, ShapeError, "hidden_states is [6, 31]"),
+    "other_dtype": (other_dtype, ShapeError, "float64"),
+    "narrow_ids": (narrow_ids, ShapeError, "topk_ids.to(torch.int64)"),
+    "ids_out_of_range": (ids_out_of_range, ShapeError, "rank 2"),
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_one_rank_reaches_all(name: str) -> None:
+    break_inputs, kind, own_text = FAULTS[name]
+    with EPGroup() as group, torch.no_grad():
+        dispatcher = open_dispatcher(group)
+        x, topk = good_inputs(group)
+        if group.rank == 2:
+            x, topk = break_inputs(x, topk)
+        y = run_batch(dispatcher, x, topk)
+        assert y.shape == (x.shape[0], SPEC.hidden_size)
+        assert y.isnan().all()
+        with pytest.raises(kind) as caught:
+            dispatcher.check()
+        assert (own_text if group.rank == 2 else "rank 2") in str(caught.value)
+        assert (run_batch(dispatcher, *good_inputs(group)) == 0).all()
+        dispatcher.check()
+
+
+@pytest.mark.ranks(4)
+def test_check_calls_raises_in_the_call_itself() -> None:
+    with EPGroup() as group, torch.no_grad():
+        config = EPConfig(max_tokens_per_rank=MAX_TOKENS, check_calls=True)
+        dispatcher = open_dispatcher(group, config)
+        x, topk = good_inputs(group)
+        if group.rank == 2:
+            x, topk = too_many_tokens(x, topk)
+        with pytest.raises(CapacityError):
+            run_batch(dispatcher, x, topk)
+        assert (run_batch(dispatcher, *good_inputs(group)) == 0).all()
+
+
+@pytest.mark.ranks(4)
+def test_gradients_are_refused() -> None:
+    with EPGroup() as group:
+        dispatcher = open_dispatcher(group)
+        x, topk = good_inputs(group)
+        with pytest.raises(ConfigError, match="low latency has no gradients"):
+            dispatcher.dispatch(x.clone().requires_grad_(), topk)
+        with pytest.raises(ConfigError, match="low latency has no gradients"):
+            dispatcher.dispatch(x, topk, experts_need_grad=True)
+        with torch.no_grad():
+            assert (run_batch(dispatcher, x, topk) == 0).all()
+
+
+@pytest.mark.ranks(4)
+def test_low_latency_without_a_limit_names_it() -> None:
+    with EPGroup() as group, pytest.raises(ConfigError, match="set max_tokens_per_rank"):
+        open_dispatcher(group, EPConfig())
+
+
+@pytest.mark.ranks(4)
+def test_auto_takes_low_latency_for_decode_alone() -> None:
+    with EPGroup() as group:
+        weights = make_weights(SPEC, group.world_size)
+        experts = ExpertParallelExperts(weights, group, CONFIG, top_k=SPEC.top_k)
+        batches = [make_batch(SPEC, rank, group.world_size) for rank in range(group.world_size)]
+        expected = run_oracle(batches, weights).y[group.rank]
+        x, topk = good_inputs(group)
+        with torch.no_grad():
+            assert relative_error(experts(x, topk, decode=True), expected) < 1e-5
+        before = experts.dispatcher.traffic()
+        # Prefill has no token limit, and trains.
+        long_x, long_topk = too_many_tokens(x, topk)
+        y = experts(long_x, long_topk)
+        y.sum().backward()
+        assert relative_error(y[:MAX_TOKENS], expected) < 1e-5
+        assert experts.dispatcher.traffic() != before
+        assert experts.decode_dispatcher is not experts.dispatcher
+
+
+@pytest.mark.ranks(4)
+def test_decode_without_a_limit_says_what_to_set() -> None:
+    with EPGroup() as group:
+        weights = make_weights(SPEC, group.world_size)
+        experts = ExpertParallelExperts(weights, group, EPConfig(), top_k=SPEC.top_k)
+        x, topk = good_inputs(group)
+        with torch.no_grad(), pytest.raises(EPError, match=r"set EPConfig\.max_tokens_per_rank"):
+            experts(x, topk, decode=True)

@@ -18,7 +18,7 @@ from epcomm.errors import (
 )
 from epcomm.experts import EPStats, ExpertParallelExperts
 from epcomm.group import EPGroup
-from epcomm.moe import ExpertParallelMoE
+from epcomm.moe import ExpertParallelMoE, decode_phase
 from epcomm.planning import EPPlan, MoESpec, plan
 from epcomm.records import (
     CombineInput,
@@ -69,6 +69,7 @@ __all__ = [
     "WireDtype",
     "WireFormat",
     "WireTensor",
+    "decode_phase",
     "plan",
     "route",
 ]

@@ -52,7 +52,8 @@ class EPConfig:
     max_recv_slots: most slots a rank receives in one call of normal mode; None: exact sizes.
     replicated: every rank passes the same tokens and the same gradients; standard mode only.
     slot_alignment: each expert's slots start at a multiple of this, for GEMMs that tile.
-    timeout_s: longest wait for another rank, in seconds.
+    timeout_s: longest wait for another rank, in seconds; a group waits as long as its most patient
+        layer. NCCL and HCCL follow the timeout of the process group instead.
     check_calls: find faults in the call they belong to, at a cost: static buffers run check() in
         each combine, and foreign kernels compare the calls of all ranks in one small exchange.
     deterministic: refuse backends whose sums depend on arrival order.

@@ -13,12 +13,11 @@ from epcomm.dispatchers.deepep_low_latency import DeepEPLowLatencyDispatcher
 from epcomm.dispatchers.deepep_normal import DeepEPNormalDispatcher
 from epcomm.dispatchers.rows import RowsDispatcher
 from epcomm.dispatchers.standard import StandardDispatcher
-from epcomm.errors import BackendUnavailable, ConfigError
+from epcomm.errors import ConfigError
 from epcomm.group import EPGroup
-from epcomm.planning import MoESpec
+from epcomm.planning import EPPlan, MoESpec, PhasePlan, plan
 from epcomm.records import TopKOutput
-from epcomm.registry import RUNNERS, runner_class
-from epcomm.runners.base import ExpertRunner
+from epcomm.registry import runner_class
 from epcomm.sharding import ExpertShard, local_share, tag_as_sharded
 from epcomm.weights import ExpertWeights
 
@@ -86,8 +85,10 @@ class ExpertParallelExperts(nn.Module):
             top_k=top_k,
             dtype=weights.dtype,
         )
-        self.dispatcher, self.decode_dispatcher = _open_dispatchers(group, spec, config)
-        self.runner, self._runner_notes = _choose_runner(config.runner, weights)
+        self.plan = plan(config, spec, group, weights=weights)
+        self.dispatcher, self.decode_dispatcher = _open_dispatchers(group, spec, config, self.plan)
+        assert self.plan.runner is not None, "plan() was given the weights"
+        self.runner = runner_class(self.plan.runner)()
         self.group = group
         self._format = weights.format
         self._stats = EPStats()
@@ -128,8 +129,7 @@ class ExpertParallelExperts(nn.Module):
 
     def explain(self) -> str:
         """What was chosen and rejected and why, as text."""
-        plans = [dispatcher.plan.explain() for dispatcher in self._dispatchers()]
-        return "\n".join([*plans, f"runner {self.runner.name}", *self._runner_notes])
+        return self.plan.explain()
 
     def stats(self) -> EPStats:
         """Counts since construction. Local; no host sync."""
@@ -149,7 +149,7 @@ class ExpertParallelExperts(nn.Module):
         if self.decode_dispatcher is None:
             raise ConfigError(
                 f"ExpertParallelExperts: decode=True but there is no low latency "
-                f"({self.group.where}); set EPConfig.max_tokens_per_rank"
+                f"({self.group.where}); {self.plan.decode_lacks}"
             )
         return self.decode_dispatcher
 
@@ -179,41 +179,14 @@ class ExpertParallelExperts(nn.Module):
 
 
 def _open_dispatchers(
-    group: EPGroup, spec: MoESpec, config: EPConfig
+    group: EPGroup, spec: MoESpec, config: EPConfig, chosen: EPPlan
 ) -> tuple[RowsDispatcher, RowsDispatcher | None]:
-    """The dispatcher of each phase: not decode, and decode (None where it has no limits)."""
-    mode = Mode(config.mode)
-    if mode is not Mode.AUTO:
-        if mode not in _DISPATCHERS:
-            raise BackendUnavailable(
-                f"ExpertParallelExperts: mode is {mode.value}, expected one of "
-                f"{sorted([*_DISPATCHERS, Mode.AUTO])}; change EPConfig.mode"
-            )
-        dispatcher = _DISPATCHERS[mode](group, spec, config)
-        return dispatcher, dispatcher
-    # In auto the token limit is decode's: a prefill of exact size has none.
-    is_exact = config.max_recv_slots is None
-    normal = replace(config, max_tokens_per_rank=None) if is_exact else config
-    prefill = DeepEPNormalDispatcher(group, spec, normal)
-    if config.max_tokens_per_rank is None:
-        return prefill, None
-    return prefill, DeepEPLowLatencyDispatcher(group, spec, config)
+    """The dispatcher of each phase: prefill and training, and decode (None where it is missing)."""
 
+    def open_phase(phase: PhasePlan) -> RowsDispatcher:
+        return _DISPATCHERS[phase.mode](group, spec, config, chosen=phase)
 
-def _choose_runner(name: str, weights: ExpertWeights) -> tuple[ExpertRunner, list[str]]:
-    """The runner asked for, or the first that supports the weights, and why others do not."""
-    if name != "auto":
-        verdict = runner_class(name).supports(weights)
-        if not verdict.ok:
-            raise BackendUnavailable(
-                f"ExpertParallelExperts: runner {name} cannot compute these experts: "
-                f"{'; '.join(verdict.reasons)}; use runner='auto'"
-            )
-        return runner_class(name)(), []
-    notes = []
-    for candidate in RUNNERS:
-        verdict = runner_class(candidate).supports(weights)
-        if verdict.ok:
-            return runner_class(candidate)(), notes
-        notes.append(f"rejected runner {candidate}: {'; '.join(verdict.reasons)}")
-    raise ConfigError(f"ExpertParallelExperts: no runner: {'; '.join(notes)}")
+    prefill = open_phase(chosen.prefill)
+    if chosen.decode is chosen.prefill:
+        return prefill, prefill
+    return prefill, None if chosen.decode is None else open_phase(chosen.decode)

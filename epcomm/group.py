@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
@@ -14,6 +15,7 @@ from epcomm.registry import buffer_class
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from mpi4py import MPI
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -25,13 +27,15 @@ class EPGroup:
     """
 
     def __init__(
-        self, ranks: dist.ProcessGroup | DeviceMesh | Collectives | int | None = None
+        self,
+        ranks: dist.ProcessGroup | DeviceMesh | MPI.Comm | Collectives | int | None = None,
     ) -> None:
         """Wrap the ranks that share experts; the caller keeps owning what is passed.
 
         Args:
             ranks: a process group as torch.distributed hands it out, a one-dimensional
-                DeviceMesh, or ready Collectives; None: the default process group.
+                DeviceMesh, an mpi4py communicator (its messages stay apart from ours), or ready
+                Collectives; None: the default process group.
 
         Local; no rank is waited for.
         Raises:
@@ -39,16 +43,30 @@ class EPGroup:
                 is none of these.
         """
         self.collectives = _collectives_of(ranks)
+        self._owns_collectives = self.collectives is not ranks
         self.rank = self.collectives.rank
         self.world_size = self.collectives.world_size
         self.device: torch.device = self.collectives.device
         self._buffers: dict[tuple[str, BufferSpec], Buffer] = {}
+        self._timeout_s: float | None = None
         self.is_closed = False
 
     @property
     def where(self) -> str:
         """`rank 3 of 8`, for messages."""
         return f"rank {self.rank} of {self.world_size}"
+
+    def limit_waits(self, timeout_s: float) -> None:
+        """Let a layer say how long it waits for other ranks; plan() does, with its group.
+
+        The group waits as long as its most patient layer. Before the first, it waits
+        DEFAULT_TIMEOUT_S of epcomm/collectives/base.py.
+
+        Local.
+        """
+        self._timeout_s = max(timeout_s, self._timeout_s or timeout_s)
+        if self.collectives.bounded is not None:
+            self.collectives.bounded.timeout_s = self._timeout_s
 
     def open_buffer(self, name: str, spec: BufferSpec) -> Buffer:
         """The buffer `name` for `spec`, shared by every layer that asks for the same.
@@ -57,6 +75,7 @@ class EPGroup:
         Raises:
             ConfigError: unknown name, or ranks disagree on the specification.
             HandleError: the group is closed.
+            EPTimeout: some ranks do not come.
         """
         if self.is_closed:
             raise HandleError(f"open_buffer: the EPGroup is closed ({self.where}); make a new one")
@@ -75,6 +94,8 @@ class EPGroup:
         while self._buffers:
             _, buffer = self._buffers.popitem()
             buffer.close()
+        if self._owns_collectives:
+            self.collectives.close()
 
     def __enter__(self) -> EPGroup:
         return self
@@ -117,7 +138,18 @@ def _collectives_of(ranks: object) -> Collectives:
         return TorchDistCollectives(ranks.get_group())
     if isinstance(ranks, dist.ProcessGroup):
         return TorchDistCollectives(ranks)
+    if _is_communicator(ranks):
+        from epcomm.collectives.mpi import MpiCollectives
+
+        return MpiCollectives(ranks)
     raise ConfigError(
         f"EPGroup: ranks is {type(ranks).__name__}, expected a ProcessGroup (for example "
-        "torch.distributed.group.WORLD after init_process_group), a DeviceMesh or Collectives"
+        "torch.distributed.group.WORLD after init_process_group), a DeviceMesh, an mpi4py "
+        "communicator or Collectives"
     )
+
+
+def _is_communicator(ranks: object) -> TypeGuard[MPI.Comm]:
+    # Who passes one has imported mpi4py; nobody else needs it.
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and isinstance(ranks, mpi.Comm)

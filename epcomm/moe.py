@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +14,23 @@ from epcomm.experts import EPStats, ExpertParallelExperts
 from epcomm.group import EPGroup
 from epcomm.records import TopKOutput
 from epcomm.routing import RoutingSpec, route
+
+
+@contextmanager
+def decode_phase(model: nn.Module) -> Iterator[None]:
+    """Within it, every ExpertParallelMoE of `model` decodes unless its caller says otherwise.
+
+    For models whose code calls the block without a phase. Local; all ranks enter alike.
+    """
+    blocks = [module for module in model.modules() if isinstance(module, ExpertParallelMoE)]
+    before = [block._is_decoding for block in blocks]
+    try:
+        for block in blocks:
+            block._is_decoding = True
+        yield
+    finally:
+        for block, was_decoding in zip(blocks, before, strict=True):
+            block._is_decoding = was_decoding
 
 
 class ExpertParallelMoE(nn.Module):
@@ -44,6 +64,7 @@ class ExpertParallelMoE(nn.Module):
         self._router_name = router_name
         self._shared_experts_name = shared_experts_name if shared_experts is not None else None
         self._correction_bias_name = correction_bias_name
+        self._is_decoding = False
         self.routing = routing
         self.add_module(router_name, router)
         self.experts = experts
@@ -89,12 +110,13 @@ class ExpertParallelMoE(nn.Module):
         )
         return logits, topk
 
-    def forward(self, x: Tensor, *, decode: bool = False) -> Tensor:
+    def forward(self, x: Tensor, *, decode: bool | None = None) -> Tensor:
         """Compute the block for this rank's tokens.
 
         Args:
             x: [..., H]; the number of tokens differs by rank and may be 0.
-            decode: the phase, equal on all ranks; in mode auto it selects low latency.
+            decode: the phase, equal on all ranks; in mode auto it selects low latency. None: as
+                decode_phase() says, else False.
 
         Returns:
             The shape and dtype of x.
@@ -103,6 +125,7 @@ class ExpertParallelMoE(nn.Module):
         Host sync: as explain() says.
         Raises: what ExpertParallelExperts.forward raises.
         """
+        decode = self._is_decoding if decode is None else decode
         _, topk = self.route(x)
         y = self.experts(x.reshape(-1, x.shape[-1]), topk, decode=decode).view(x.shape)
         if self._shared_experts_name is None:

@@ -1,21 +1,30 @@
-"""EPPlan: what serves a layer, what was rejected and why; works with no group and no device."""
+"""EPPlan: what serves a layer, what was rejected and why; works with no group and no device.
+
+A layer has two phases: prefill and training, and decode. In mode auto each has a mechanism of its
+own; every other mode serves both with one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import torch
 
 from epcomm.buffers.base import Availability, BufferCaps, BufferSpec
-from epcomm.config import EPConfig, Mode, environment
+from epcomm.buffers.sizes import CallShape, Region
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.config import EPConfig, Mode
 from epcomm.errors import BackendUnavailable, ConfigError
-from epcomm.registry import BUFFERS, buffer_class
-from epcomm.types import WeightsAppliedBy, WireDtype, WireFormat
+from epcomm.registry import buffer_class, runner_class
+from epcomm.survey import DECODE, PREFILL, RUNNER, phase_configs, survey_group, survey_rank
+from epcomm.types import WeightsAppliedBy, WireDtype
 
 if TYPE_CHECKING:
     from epcomm.group import EPGroup
+    from epcomm.weights import ExpertWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +53,18 @@ class MoESpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Rejection:
-    """A backend that does not serve this layer, with every reason."""
+    """A backend or runner that does not serve this layer, with every reason."""
 
-    backend: str
+    name: str
     reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {'; '.join(self.reasons)}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EPPlan:
-    """What was chosen for one layer.
+class PhasePlan:
+    """What was chosen for one phase of a layer.
 
     backend: buffer registry name.   weights_applied_by: who multiplies by topk_weights.
     rejected: the other backends and why.
@@ -66,159 +78,176 @@ class EPPlan:
     world_size: int
     rejected: tuple[Rejection, ...]
 
-    def max_bytes_per_token(self) -> Mapping[str, int]:
-        """Most bytes that one token puts on the wire, by phase: min(K, W) copies of it."""
-        spec = self.buffer_spec
-        copies = min(spec.top_k, self.world_size)
-        if self.mode is Mode.STANDARD:
-            copies = self.world_size
-        ids_and_weights = 8 * spec.top_k
-        row = spec.dispatch_format.data_bytes(spec.hidden_size)
-        row += spec.dispatch_format.scale_bytes(spec.hidden_size)
-        home = spec.combine_format.data_bytes(spec.hidden_size)
-        return {"dispatch": copies * (row + ids_and_weights), "combine": copies * home}
+    def regions(self) -> tuple[Region, ...]:
+        """Memory of one call, in order of use."""
+        return buffer_class(self.backend).region_bytes(self.buffer_spec, self.world_size)
 
-    def explain(self) -> str:
+    def wire_bytes(self, call: CallShape, *, backward: bool = False) -> BufferTraffic:
+        """Bytes that one rank sends to other ranks in `call`, or in its backward."""
+        return buffer_class(self.backend).wire_bytes(self.buffer_spec, call, backward=backward)
+
+    def header_bytes(self) -> int:
+        """Bytes of counts, faults and flags that a rank sends in each dispatch."""
+        return self._full_call(backward=False).control_bytes
+
+    def max_bytes_per_token(self, *, backward: bool = False) -> Mapping[str, int]:
+        """Most bytes that a token costs on the wire: its rows to other ranks, and their sums home.
+
+        Without headers; rounded up. A static buffer sends that for each of M tokens, used or not.
+        """
+        most, num_tokens = self._full_call(backward=backward), self._full_tokens
+        return {
+            "dispatch": -(-most.dispatch_bytes // num_tokens),
+            "combine": -(-most.combine_bytes // num_tokens),
+        }
+
+    def limits(self) -> Mapping[str, str]:
+        """What a call may not exceed, as text."""
+        spec, caps = self.buffer_spec, self.caps
+        limits = {"tokens a rank": _limit(spec.max_tokens_per_rank)}
+        if spec.max_recv_slots is not None:
+            limits["received slots a rank"] = _limit(spec.max_recv_slots)
+        if caps.max_top_k is not None:
+            limits["top k"] = _limit(caps.max_top_k)
+        if caps.hidden_multiple > 1:
+            limits["hidden size"] = f"a multiple of {caps.hidden_multiple}"
+        if caps.batches_in_flight is not None:
+            limits["batches in flight"] = _limit(caps.batches_in_flight)
+        return limits
+
+    def explain(self, *, phase: str = "") -> str:
         """What was chosen, what was rejected and why, bytes and limits, as text."""
         spec, per_token = self.buffer_spec, self.max_bytes_per_token()
-        limit = spec.max_tokens_per_rank
         lines = [
             f"mode {self.mode.value} on backend {self.backend}, {self.world_size} ranks with "
-            f"{spec.num_local_experts} experts each",
+            f"{spec.num_local_experts} experts each{phase and f', for {phase}'}",
             f"wire: dispatch {spec.dispatch_format}, combine {spec.combine_format}, "
             f"backward {spec.backward_format}",
             f"router weights applied by {self.weights_applied_by.value}; "
             f"trainable: {self.caps.trainable}; host reads a dispatch: {self.caps.host_reads}",
-            f"at most {per_token['dispatch']} B a token out, {per_token['combine']} B home",
-            f"tokens a rank: {'no limit' if limit is None else f'at most {limit}'}",
+            f"at most {per_token['dispatch']} B a token out, {per_token['combine']} B home, and "
+            f"{self.header_bytes()} B of headers a dispatch",
         ]
-        lines += [
-            f"rejected {rejection.backend}: {'; '.join(rejection.reasons)}"
-            for rejection in self.rejected
-        ]
+        lines += [f"{name}: {limit}" for name, limit in self.limits().items()]
+        lines += [f"memory of {region.name}: {region}" for region in self.regions()]
+        lines += [f"rejected {rejection}" for rejection in self.rejected]
+        return "\n".join(lines)
+
+    @property
+    def _full_tokens(self) -> int:
+        """T of a call that shows what a token costs; a multiple of W, which replicated tokens need.
+
+        A static buffer sends M rows whatever T is.
+        """
+        max_tokens = self.buffer_spec.max_tokens_per_rank if self.caps.is_static else None
+        return max_tokens or self.world_size
+
+    def _full_call(self, *, backward: bool) -> BufferTraffic:
+        call = CallShape.most(self._full_tokens, self.buffer_spec.top_k, self.world_size)
+        return self.wire_bytes(call, backward=backward)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EPPlan:
+    """What was chosen for one layer.
+
+    prefill: for prefill and training.   decode: the same object, except in mode auto; None where
+        something is missing for it, which decode_lacks says.
+    runner: runner registry name; None if the plan was made without expert weights.
+    rejected_runners: those that cannot compute these experts.
+    """
+
+    prefill: PhasePlan
+    decode: PhasePlan | None
+    decode_lacks: str | None = None
+    runner: str | None = None
+    rejected_runners: tuple[Rejection, ...] = ()
+
+    def phases(self) -> Mapping[str, PhasePlan]:
+        """The distinct mechanisms, by what they are for."""
+        if self.decode is self.prefill:
+            return {"": self.prefill}
+        both = {"prefill and training": self.prefill, "decode": self.decode}
+        return {name: phase for name, phase in both.items() if phase is not None}
+
+    def explain(self) -> str:
+        """What was chosen, what was rejected and why, bytes and limits, as text."""
+        lines = [phase.explain(phase=name) for name, phase in self.phases().items()]
+        if self.decode is None:
+            lines.append(f"no decode: {self.decode_lacks}")
+        if self.runner is not None:
+            lines.append(f"runner {self.runner}")
+        lines += [f"rejected runner {rejection}" for rejection in self.rejected_runners]
         return "\n".join(lines)
 
 
 def plan(
-    config: EPConfig, spec: MoESpec, group: EPGroup | None = None, *, world_size: int | None = None
+    config: EPConfig,
+    spec: MoESpec,
+    group: EPGroup | None = None,
+    *,
+    world_size: int | None = None,
+    weights: ExpertWeights | None = None,
 ) -> EPPlan:
-    """Choose a backend for a layer.
+    """Choose a backend for each phase of a layer, and a runner for its experts.
 
     Args:
         config: the user's choices.
         spec: the layer.
         group: the ranks; then the probes of all ranks count, and the call is collective.
         world_size: W when there is no group; default 1.
+        weights: the experts, or any share of them, for the choice of a runner; their values do
+            not matter, so they may be on the meta device.
 
     Collective: with a group, yes; without, no.   Host sync: with a group, yes.
     Raises:
-        ConfigError: nothing can serve this, with a reason for each backend.
-        BackendUnavailable: the backend asked for by name lacks something on some rank.
+        ConfigError: nothing can serve this, with a reason for each backend; or ranks disagree, or
+            another rank cannot plan.
+        BackendUnavailable: what was asked for by name lacks something on some rank.
     """
-    world_size = group.world_size if group is not None else (world_size or 1)
-    mode = Mode.NORMAL if config.mode is Mode.AUTO else Mode(config.mode)
-    buffer_spec = _buffer_spec(config, spec, world_size)
-    local = {name: _probe(name, mode, config, buffer_spec) for name in BUFFERS}
-    verdicts = local if group is None else _combine_probes(local, group)
-    backend = _choose(config, mode, verdicts)
+    if group is None:
+        num_ranks = 1 if world_size is None else world_size
+        survey = survey_rank(config, spec, num_ranks, weights)
+    else:
+        num_ranks = group.world_size
+        survey = survey_group(config, spec, group, weights)
+    phases = {
+        phase: _plan_phase(phase_config, survey.specs[phase], survey.verdicts[phase], num_ranks)
+        for phase, phase_config in phase_configs(config).items()
+    }
+    prefill, is_auto = phases[PREFILL], Mode(config.mode) is Mode.AUTO
+    chosen = EPPlan(prefill=prefill, decode=phases.get(DECODE) if is_auto else prefill)
+    if chosen.decode is None:
+        lacks = "set EPConfig.max_tokens_per_rank, because low latency has static sizes"
+        chosen = replace(chosen, decode_lacks=lacks)
+    if weights is None:
+        return chosen
+    return _with_runner(chosen, config, survey.verdicts[RUNNER])
+
+
+def _limit(value: int | None) -> str:
+    return "no limit" if value is None else f"at most {value}"
+
+
+def _plan_phase(
+    config: EPConfig, spec: BufferSpec, verdicts: Mapping[str, Availability], world_size: int
+) -> PhasePlan:
+    mode = Mode(config.mode)
+    backend = _choose_backend(config, mode, verdicts)
     caps = buffer_class(backend).caps(mode)
-    return EPPlan(
+    return PhasePlan(
         mode=mode,
         backend=backend,
-        buffer_spec=buffer_spec,
+        buffer_spec=spec,
         caps=caps,
         weights_applied_by=_who_applies_weights(caps),
         world_size=world_size,
-        rejected=tuple(
-            Rejection(backend=name, reasons=verdict.reasons)
-            for name, verdict in verdicts.items()
-            if not verdict.ok
-        ),
+        rejected=_rejections(verdicts),
     )
 
 
-def _buffer_spec(config: EPConfig, spec: MoESpec, world_size: int) -> BufferSpec:
-    if spec.num_experts % world_size:
-        raise ConfigError(
-            f"plan: num_experts is {spec.num_experts}, expected a multiple of the {world_size} "
-            "ranks; add redundant experts or use fewer ranks"
-        )
-    hidden_format = WireFormat.of(spec.dtype)
-    wanted = {"dispatch_dtype": config.dispatch_dtype, "combine_dtype": config.combine_dtype}
-    for name, dtype in wanted.items():
-        if dtype is not None and dtype is not hidden_format.dtype:
-            raise ConfigError(
-                f"plan: {name} is {dtype.value}, but unquantised experts read and return "
-                f"{hidden_format}; leave it None"
-            )
-    return BufferSpec(
-        hidden_size=spec.hidden_size,
-        top_k=spec.top_k,
-        num_local_experts=spec.num_experts // world_size,
-        dispatch_format=hidden_format,
-        combine_format=hidden_format,
-        backward_format=hidden_format,
-        max_tokens_per_rank=config.max_tokens_per_rank,
-        max_recv_slots=config.max_recv_slots,
-        slot_alignment=config.slot_alignment,
-    )
-
-
-def _probe(name: str, mode: Mode, config: EPConfig, spec: BufferSpec) -> Availability:
-    """Everything that keeps one backend from serving this layer on this rank."""
-    buffer = buffer_class(name)
-    if mode not in buffer.modes:
-        serves = ", ".join(sorted(m.value for m in buffer.modes))
-        return Availability(ok=False, reasons=(f"serves {serves}, not {mode.value}",))
-    caps, reasons = buffer.caps(mode), list(buffer.probe(environment()).reasons)
-    if spec.dispatch_format.dtype not in caps.wire_dtypes:
-        carried = sorted(dtype.value for dtype in caps.wire_dtypes)
-        reasons.append(f"carries {carried}, not {spec.dispatch_format}")
-    if caps.max_top_k is not None and spec.top_k > caps.max_top_k:
-        reasons.append(f"top_k is {spec.top_k}, at most {caps.max_top_k}")
-    if spec.hidden_size % caps.hidden_multiple:
-        reasons.append(f"hidden_size {spec.hidden_size} is no multiple of {caps.hidden_multiple}")
-    if config.deterministic and not caps.ordered:
-        reasons.append("slots arrive in any order, and EPConfig.deterministic is set")
-    if caps.serves_replicated != config.replicated:
-        reasons.append(f"needs EPConfig.replicated = {caps.serves_replicated}")
-    reasons += _static_reasons(spec, caps, mode)
-    return Availability(ok=not reasons, reasons=tuple(reasons))
-
-
-def _static_reasons(spec: BufferSpec, caps: BufferCaps, mode: Mode) -> list[str]:
-    """Static buffers want limits, and limits want static buffers."""
-    if not caps.is_static:
-        if spec.max_recv_slots is not None:
-            return ["has exact sizes and no slot budget; leave max_recv_slots None"]
-        return []
-    reasons = []
-    if spec.max_tokens_per_rank is None:
-        reasons.append("has static sizes; set max_tokens_per_rank")
-    if mode is Mode.NORMAL and spec.max_recv_slots is None:
-        reasons.append("has static sizes; set max_recv_slots")
-    return reasons
-
-
-def _combine_probes(local: Mapping[str, Availability], group: EPGroup) -> dict[str, Availability]:
-    """A backend serves only where it serves on all ranks; a reason names its rank."""
-    records = group.collectives.gather_records(
-        {name: "\n".join(verdict.reasons) for name, verdict in local.items()}
-    )
-    combined = {}
-    for name in local:
-        reasons = [str(record.get(name, "unknown to this version")) for record in records]
-        if len(set(reasons)) == 1:
-            named = [line for line in reasons[0].split("\n") if line]
-        else:
-            named = [f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text]
-        combined[name] = Availability(ok=not named, reasons=tuple(named))
-    return combined
-
-
-def _choose(config: EPConfig, mode: Mode, verdicts: Mapping[str, Availability]) -> str:
+def _choose_backend(config: EPConfig, mode: Mode, verdicts: Mapping[str, Availability]) -> str:
     if config.backend != "auto":
-        buffer_class(config.backend)
         verdict = verdicts[config.backend]
         if not verdict.ok:
             raise BackendUnavailable(
@@ -229,7 +258,7 @@ def _choose(config: EPConfig, mode: Mode, verdicts: Mapping[str, Availability]) 
     for name, verdict in verdicts.items():
         if verdict.ok:
             return name
-    reasons = "; ".join(f"{name}: {', '.join(v.reasons)}" for name, v in verdicts.items())
+    reasons = "; ".join(map(str, _rejections(verdicts)))
     raise ConfigError(f"plan: no backend serves mode {mode.value}: {reasons}")
 
 
@@ -239,3 +268,56 @@ def _who_applies_weights(caps: BufferCaps) -> WeightsAppliedBy:
     if preferred in caps.weights_applied_by:
         return preferred
     return next(iter(caps.weights_applied_by))
+
+
+def _with_runner(chosen: EPPlan, config: EPConfig, verdicts: Mapping[str, Availability]) -> EPPlan:
+    """Add the runner asked for, or the first that computes these experts in every phase."""
+    complete = {
+        name: _reads_phases(name, verdict, chosen.phases().values())
+        for name, verdict in verdicts.items()
+    }
+    rejected = _rejections(complete)
+    if config.runner != "auto":
+        verdict = complete[config.runner]
+        if not verdict.ok:
+            raise BackendUnavailable(
+                f"plan: runner {config.runner} cannot compute these experts: "
+                f"{'; '.join(verdict.reasons)}; use runner='auto'"
+            )
+        return replace(chosen, runner=config.runner, rejected_runners=rejected)
+    for name, verdict in complete.items():
+        if verdict.ok:
+            return replace(chosen, runner=name, rejected_runners=rejected)
+    raise ConfigError(
+        f"plan: no runner computes these experts: {'; '.join(map(str, rejected))}; change the "
+        "experts or the wire formats"
+    )
+
+
+def _reads_phases(name: str, verdict: Availability, phases: Iterable[PhasePlan]) -> Availability:
+    """Add what keeps a runner from reading what the buffers of the phases hand out."""
+    runner, reasons = runner_class(name), list(verdict.reasons)
+    for phase in phases:
+        layout, dtype = phase.caps.layout, phase.buffer_spec.dispatch_format.dtype
+        if layout not in runner.layouts:
+            reasons.append(
+                f"reads {_names(runner.layouts)}, but {phase.backend} hands out {layout.value}"
+            )
+        if dtype not in runner.wire_dtypes:
+            reasons.append(
+                f"reads {_names(runner.wire_dtypes)}, but {phase.backend} was asked to carry "
+                f"{dtype.value}, of {_names(phase.caps.wire_dtypes)}"
+            )
+    return Availability(ok=not reasons, reasons=tuple(dict.fromkeys(reasons)))
+
+
+def _names(members: Iterable[StrEnum]) -> str:
+    return ", ".join(sorted(member.value for member in members))
+
+
+def _rejections(verdicts: Mapping[str, Availability]) -> tuple[Rejection, ...]:
+    return tuple(
+        Rejection(name=name, reasons=verdict.reasons)
+        for name, verdict in verdicts.items()
+        if not verdict.ok
+    )

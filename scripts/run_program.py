@@ -9,6 +9,7 @@ import os
 import runpy
 import sys
 import traceback
+from typing import NoReturn
 
 # Seconds that a failed rank has for its clean-up, which may wait for ranks that never answer.
 LEAVE_LIMIT_S = 5
@@ -17,17 +18,35 @@ LEAVE_LIMIT_S = 5
 def main() -> None:
     del sys.argv[0]
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    exit_code = _run()
+    _destroy_process_group()
+    if exit_code:
+        _leave(exit_code)
+
+
+def _run() -> int:
+    """Run the program and return its exit code."""
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as error:
-        if error.code:
-            _report_failure(f"exit: {error.code}\n")
-            sys.exit(error.code if isinstance(error.code, int) else 1)
+        if not error.code:
+            return 0
+        _report_failure(f"exit: {error.code}\n")
+        return error.code if isinstance(error.code, int) else 1
     except BaseException:  # noqa: BLE001 (KeyboardInterrupt too: show it, then leave)
         _report_failure(traceback.format_exc())
-        sys.exit(1)
-    finally:
-        _destroy_process_group()
+        return 1
+    return 0
+
+
+def _leave(exit_code: int) -> NoReturn:
+    if "mpi4py.MPI" in sys.modules:
+        # At exit mpi4py would wait in MPI_Finalize for ranks that never come there. Without it, a
+        # non-zero exit makes mpirun end them.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)
 
 
 def _report_failure(message: str) -> None:

@@ -1,16 +1,20 @@
 """A pytest plugin: `@pytest.mark.ranks(1, 2, 4)` runs a test on so many processes.
 
-The test is parametrised over the sizes as `num_ranks`, with ids like `ranks4`.
+`@pytest.mark.mpi_ranks(2, 4)` runs it under MPI, and a test may have both marks. It is parametrised
+over the sizes as `num_ranks`, with ids like `ranks4` and `mpi4`. The fixture `ep_ranks` is what
+EPGroup takes: None for the default process group, or the MPI world.
 
-Outer run (plain pytest): all selected tests of one size run in one launch of
+Outer run (plain pytest): all selected tests of one transport and size run in one launch of
 scripts/launch_multi_rank.sh, and each is reported as its own result: passed if it passed on every
 rank. A failure ends its launch, because the ranks no longer agree on where they are; the tests that
 it left undone run in the next launch.
 
-Inner run (under the launcher, one process per rank): a process group (gloo) stands during the
-session, skips and empty selections are failures, and each rank appends its results to a file of
+Inner run (under the launcher, one process per rank): a process group (gloo) or MPI stands during
+the session, skips and empty selections are failures, and each rank appends its results to a file of
 JSON lines for the outer run.
 """
+
+from __future__ import annotations
 
 import faulthandler
 import json
@@ -22,15 +26,20 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from _pytest.skipping import evaluate_skip_marks  # pytest has no public way to ask this
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
 LAUNCHER = Path(__file__).parents[1] / "scripts" / "launch_multi_rank.sh"
-UNDER_LAUNCHER_ENV = "EPCOMM_MULTI_RANK"  # set by the launcher
+UNDER_LAUNCHER_ENV = "EPCOMM_MULTI_RANK"  # set by the launcher: the transport
 BACKEND_ENV = "EPCOMM_TEST_BACKEND"  # set by the user: nccl runs the same tests on GPUs
 RESULTS_ENV = "EPCOMM_MULTI_RANK_RESULTS"  # set by the outer run: the folder for results
 
@@ -50,6 +59,21 @@ STOP_LIMIT_S = 40
 # torch.distributed.run says of 8 ranks at its end, and for the cause before them.
 TAIL_LINES = 150
 
+# The mark for each transport, and its ids before the number of ranks.
+MARKS = {"torch": "ranks", "mpi": "mpi_ranks"}
+IDS = {"torch": "ranks", "mpi": "mpi"}
+
+
+@dataclass(frozen=True, order=True)
+class World:
+    """The ranks that a launch starts."""
+
+    transport: str  # torch | mpi
+    num_ranks: int
+
+    def __str__(self) -> str:
+        return f"{MARKS[self.transport]}({self.num_ranks})"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini(
@@ -61,27 +85,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(*sizes): run the test on so many processes")
-    under_launcher = os.environ.get(UNDER_LAUNCHER_ENV) == "1"
-    config.pluginmanager.register(InnerRun() if under_launcher else OuterRun(config))
+    config.addinivalue_line("markers", "mpi_ranks(*sizes): run the test on so many MPI ranks")
+    transport = os.environ.get(UNDER_LAUNCHER_ENV)
+    config.pluginmanager.register(InnerRun(transport) if transport else OuterRun(config))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    marker = metafunc.definition.get_closest_marker("ranks")
-    if marker is None:
+    worlds = []
+    for transport, mark in MARKS.items():
+        marker = metafunc.definition.get_closest_marker(mark)
+        if marker is not None and not marker.args:
+            pytest.fail(f"{metafunc.definition.nodeid}: {mark}() names no size", pytrace=False)
+        worlds += [World(transport, size) for size in (marker.args if marker else ())]
+    if not worlds:
         return
-    if not marker.args:
-        pytest.fail(f"{metafunc.definition.nodeid}: ranks() names no size", pytrace=False)
-    if "num_ranks" not in metafunc.fixturenames:
-        metafunc.fixturenames.append("num_ranks")
-    metafunc.parametrize("num_ranks", marker.args, ids=[f"ranks{size}" for size in marker.args])
+    names = ["transport", "num_ranks"]
+    metafunc.fixturenames += [name for name in names if name not in metafunc.fixturenames]
+    metafunc.parametrize(
+        names,
+        [(world.transport, world.num_ranks) for world in worlds],
+        ids=[f"{IDS[world.transport]}{world.num_ranks}" for world in worlds],
+    )
 
 
-def num_ranks_of(item: pytest.Item) -> int | None:
-    """The number of ranks an item needs; None without the marker."""
-    if isinstance(item, pytest.Function) and item.get_closest_marker("ranks"):
-        num_ranks = item.callspec.params["num_ranks"]
+def world_of(item: pytest.Item) -> World | None:
+    """The ranks an item needs; None without a mark."""
+    if isinstance(item, pytest.Function) and any(map(item.get_closest_marker, MARKS.values())):
+        transport, num_ranks = (item.callspec.params[key] for key in ("transport", "num_ranks"))
         assert isinstance(num_ranks, int), f"ranks() takes integers, not {num_ranks!r}"
-        return num_ranks
+        return World(str(transport), num_ranks)
     return None
 
 
@@ -102,9 +134,9 @@ class RankResult:
 class InnerRun:
     """One rank under the launcher."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: str) -> None:
         self.rank = int(os.environ["RANK"])
-        self.num_ranks = int(os.environ["WORLD_SIZE"])
+        self.world = World(transport, int(os.environ["WORLD_SIZE"]))
         # Nothing is captured yet, so this stays the terminal.
         self.terminal = os.fdopen(os.dup(2), "w")
         self.results_path: Path | None = None
@@ -113,32 +145,29 @@ class InnerRun:
             # Tells the outer run where this rank was when another one failed, or when all hung.
             stack_fd = os.open(Path(folder, f"rank{self.rank}.stack"), os.O_CREAT | os.O_WRONLY)
             faulthandler.register(signal.SIGTERM, file=stack_fd, chain=True)
+        self.exitstatus = 0
         self.failed: set[str] = set()
         self.duration_s: dict[str, float] = defaultdict(float)
         make_hypothesis_agree()
 
     @pytest.fixture(scope="session", autouse=True)
-    def process_group(self) -> Iterator[None]:
-        """The default process group, destroyed after a failure too: torch may abort otherwise."""
-        import torch  # slow, and useless to an empty selection
-        import torch.distributed as dist
+    @classmethod
+    def ep_ranks(cls) -> Iterator[MPI.Comm | None]:
+        """What EPGroup takes: the MPI world, or None for the default process group."""
+        if os.environ[UNDER_LAUNCHER_ENV] == "mpi":
+            from mpi4py import MPI
 
-        backend = os.environ.get(BACKEND_ENV, "gloo")
-        if backend == "nccl":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_LIMIT_S))
-        try:
-            yield
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            yield MPI.COMM_WORLD
+        else:
+            with process_group():
+                yield None
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        others = [item for item in items if num_ranks_of(item) != self.num_ranks]
-        items[:] = [item for item in items if num_ranks_of(item) == self.num_ranks]
+        others = [item for item in items if world_of(item) != self.world]
+        items[:] = [item for item in items if world_of(item) == self.world]
         config.hook.pytest_deselected(items=others)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -183,9 +212,19 @@ class InnerRun:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
-            self.say(f"failed: no test is selected that is marked ranks({self.num_ranks})")
+            self.say(f"failed: no test is selected that is marked {self.world}")
+        self.exitstatus = int(exitstatus)
         if exitstatus != pytest.ExitCode.OK:
             self.leave_soon()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        # At exit mpi4py would wait in MPI_Finalize for ranks that never come there. Without it, a
+        # non-zero exit makes mpirun end them.
+        if self.world.transport == "mpi" and self.exitstatus:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self.exitstatus)
 
     def leave_soon(self) -> None:
         """End this process in time even if a fixture waits for the other ranks."""
@@ -193,7 +232,7 @@ class InnerRun:
 
     def say(self, text: str) -> None:
         # One write, so that the messages of several ranks do not mix.
-        self.terminal.write(f"\nrank {self.rank} of {self.num_ranks} {text}\n")
+        self.terminal.write(f"\nrank {self.rank} of {self.world.num_ranks} {text}\n")
         self.terminal.flush()
 
     def record(self, report: pytest.TestReport) -> None:
@@ -212,6 +251,23 @@ class InnerRun:
         )
         with self.results_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(result)) + "\n")
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """The default process group, destroyed after a failure too: torch may abort otherwise."""
+    import torch  # slow, and useless to an empty selection
+    import torch.distributed as dist
+
+    backend = os.environ.get(BACKEND_ENV, "gloo")
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_LIMIT_S))
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def fail_if_skipped(report: pytest.CollectReport | pytest.TestReport) -> None:
@@ -244,7 +300,7 @@ def make_hypothesis_agree() -> None:
 class Launch:
     """What came of one launch."""
 
-    num_ranks: int
+    world: World
     nodeids: list[str]
     results: list[RankResult]
     num_ranks_started: int  # ranks that got as far as their tests
@@ -268,7 +324,7 @@ class OuterRun:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.stall_limit_s = float(config.getini("multi_rank_stall_limit_s"))
-        self.items: dict[int, list[pytest.Item]] = defaultdict(list)
+        self.items: dict[World, list[pytest.Item]] = defaultdict(list)
         self.verdicts: dict[str, Verdict] = {}
         self.launches: list[Launch] = []
         # SIGTERM like Ctrl-C: an abrupt end would leave a launch behind.
@@ -276,19 +332,19 @@ class OuterRun:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items:
-            if isinstance(item, pytest.Function) and (num_ranks := num_ranks_of(item)):
-                self.items[num_ranks].append(item)
+            if isinstance(item, pytest.Function) and (world := world_of(item)):
+                self.items[world].append(item)
                 # Its fixtures live on the ranks. What remains here is pytest's own protocol, with
                 # skip and xfail marks, -x and all reports.
                 item.fixturenames = []
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
-        num_ranks = num_ranks_of(pyfuncitem)
-        if num_ranks is None:
+        world = world_of(pyfuncitem)
+        if world is None:
             return None
         if pyfuncitem.nodeid not in self.verdicts:
-            launch = self.launch(num_ranks)
+            launch = self.launch(world)
             self.launches.append(launch)
             self.verdicts.update(judge(launch))
         failure = self.verdicts[pyfuncitem.nodeid].failure
@@ -313,19 +369,19 @@ class OuterRun:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.launches:
             terminalreporter.section("multi-rank runs")
-        for num_ranks in sorted({launch.num_ranks for launch in self.launches}):
-            launches = [launch for launch in self.launches if launch.num_ranks == num_ranks]
-            num_tests = sum(item.nodeid in self.verdicts for item in self.items[num_ranks])
+        for world in sorted({launch.world for launch in self.launches}):
+            launches = [launch for launch in self.launches if launch.world == world]
+            num_tests = sum(item.nodeid in self.verdicts for item in self.items[world])
             seconds = sum(launch.duration_s for launch in launches)
             terminalreporter.line(
-                f"ranks {num_ranks}: {num_tests} tests, {seconds:.1f} s, launches: {len(launches)}"
+                f"{world}: {num_tests} tests, {seconds:.1f} s, launches: {len(launches)}"
             )
 
-    def launch(self, num_ranks: int) -> Launch:
-        """Run the tests of one size that have no verdict yet."""
+    def launch(self, world: World) -> Launch:
+        """Run the tests of one world that have no verdict yet."""
         nodeids = [
             item.nodeid
-            for item in self.items[num_ranks]
+            for item in self.items[world]
             if item.nodeid not in self.verdicts and evaluate_skip_marks(item) is None
         ]
         start_s = time.monotonic()
@@ -344,17 +400,17 @@ class OuterRun:
             ]
             if self.config.inipath:
                 arguments += ["-c", str(self.config.inipath)]
-            ending = self.run_launcher(num_ranks, arguments, folder)
+            ending = self.run_launcher(world, arguments, folder)
             files = list(folder.glob("rank*.jsonl"))
             lines = [line for file in files for line in file.read_text("utf-8").splitlines()]
             return Launch(
-                num_ranks=num_ranks,
+                world=world,
                 nodeids=nodeids,
                 results=[RankResult(**json.loads(line)) for line in lines],
                 num_ranks_started=len(files),
                 stacks={
                     rank: without_pytest_frames(path.read_text("utf-8", errors="replace"))
-                    for rank in range(num_ranks)
+                    for rank in range(world.num_ranks)
                     if (path := folder / f"rank{rank}.stack").exists()
                 },
                 ending=ending,
@@ -364,14 +420,15 @@ class OuterRun:
                 duration_s=time.monotonic() - start_s,
             )
 
-    def run_launcher(self, num_ranks: int, arguments: list[str], folder: Path) -> str:
+    def run_launcher(self, world: World, arguments: list[str], folder: Path) -> str:
         """Run the launcher until it ends or hangs; return how it ended, empty if well."""
         environment = os.environ | {"PYTHON": sys.executable, RESULTS_ENV: str(folder)}
         environment.pop("NNODES", None)
+        options = ["--mpi"] if world.transport == "mpi" else []
         with (folder / "output.txt").open("wb") as output:
             # A session of its own: Ctrl-C comes here, and stop() passes it on, once.
             process = subprocess.Popen(
-                [LAUNCHER, str(num_ranks), *arguments],
+                [LAUNCHER, *options, str(world.num_ranks), *arguments],
                 cwd=self.config.rootpath,  # node ids are relative to it
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -380,7 +437,7 @@ class OuterRun:
                 start_new_session=True,
             )
             try:
-                return self.wait(process, num_ranks, folder)
+                return self.wait(process, world.num_ranks, folder)
             finally:
                 stop(process)
 
@@ -401,7 +458,7 @@ class OuterRun:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a launch. Its ranks have sessions of their own: torch.distributed.run must end them."""
+    """End a launch. Its ranks have sessions or groups of their own: its first process ends them."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -419,7 +476,7 @@ def judge(launch: Launch) -> dict[str, Verdict]:
     passed = [
         nodeid
         for nodeid in launch.nodeids
-        if [result.outcome for result in results[nodeid]] == ["passed"] * launch.num_ranks
+        if [result.outcome for result in results[nodeid]] == ["passed"] * launch.world.num_ranks
     ]
     verdicts = {nodeid: Verdict(failure="", results=results[nodeid]) for nodeid in passed}
     undone = [nodeid for nodeid in launch.nodeids if nodeid not in verdicts]
@@ -427,7 +484,7 @@ def judge(launch: Launch) -> dict[str, Verdict]:
     if failures:
         # A rank that runs ahead may fail in a later test because this one ended a rank.
         culprits = [min(failures, key=lambda result: result.ended_at_s).nodeid]
-    elif launch.num_ranks_started < launch.num_ranks:
+    elif launch.num_ranks_started < launch.world.num_ranks:
         culprits = undone  # not the fault of a test, and a next launch would end the same way
     elif undone:
         culprits = undone[:1]
@@ -445,8 +502,8 @@ def describe_failure(nodeid: str, results: list[RankResult], launch: Launch) -> 
         (result for result in results if result.outcome != "passed"),
         key=lambda result: result.ended_at_s,
     )
-    silent = sorted(set(range(launch.num_ranks)) - {result.rank for result in results})
-    sentences = [f"{nodeid} on {launch.num_ranks} ranks:"]
+    silent = sorted(set(range(launch.world.num_ranks)) - {result.rank for result in results})
+    sentences = [f"{nodeid} on {launch.world.num_ranks} ranks:"]
     if failed:
         sentences.append(f"failed on {name_ranks(sorted(result.rank for result in failed))};")
     if silent:

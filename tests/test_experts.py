@@ -1,10 +1,17 @@
-"""ExpertParallelExperts passes the whole layer suite in every mode, on 1 to 8 ranks."""
+"""ExpertParallelExperts passes the layer suite in every mode, on 1 to 8 ranks and under MPI."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import pytest
 import torch.distributed as dist
 
 from epcomm import EPConfig, EPGroup
 from epcomm.testing import layer_suite
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 # 32 tokens and 256 slots are more than any batch of the suite has on 8 ranks.
 CONFIGS = {
@@ -21,8 +28,7 @@ GRADIENT_CASES = [
     (scenario, name)
     for scenario in layer_suite.GRADIENT_SCENARIOS
     for name, config in CONFIGS.items()
-    if config.mode != "low_latency"
-    and (name, scenario) != ("replicated", "rank_without_gradients")
+    if config.mode != "low_latency" and (name, scenario) != ("replicated", "rank_without_gradients")
 ]
 
 
@@ -31,17 +37,21 @@ def run(scenario: str, config: str, group: EPGroup) -> None:
 
 
 @pytest.mark.ranks(1, 2, 3, 4, 8)
+@pytest.mark.mpi_ranks(2, 4)
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("scenario", layer_suite.SCENARIOS)
-def test_layer_equals_the_oracle(scenario: str, config: str) -> None:
-    with EPGroup() as group:
+def test_layer_equals_the_oracle(scenario: str, config: str, ep_ranks: MPI.Comm | None) -> None:
+    with EPGroup(ep_ranks) as group:
         run(scenario, config, group)
 
 
 @pytest.mark.ranks(1, 2, 3, 4, 8)
+@pytest.mark.mpi_ranks(2, 4)
 @pytest.mark.parametrize(("scenario", "config"), GRADIENT_CASES)
-def test_layer_trains_like_the_oracle(scenario: str, config: str) -> None:
-    with EPGroup() as group:
+def test_layer_trains_like_the_oracle(
+    scenario: str, config: str, ep_ranks: MPI.Comm | None
+) -> None:
+    with EPGroup(ep_ranks) as group:
         run(scenario, config, group)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.multi_rank import Launch, RankResult, describe_failure, judge
+from tests.multi_rank import Launch, RankResult, World, describe_failure, judge
 
 
 def result(rank: int, nodeid: str, *, failed_at_s: float | None = None) -> RankResult:
@@ -24,7 +24,7 @@ def launch(
     *results: RankResult, num_ranks_started: int = 2, ending: str = "ended with exit code 1"
 ) -> Launch:
     return Launch(
-        num_ranks=2,
+        world=World("torch", 2),
         nodeids=["a", "b", "c"],
         results=list(results),
         num_ranks_started=num_ranks_started,

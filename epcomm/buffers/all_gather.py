@@ -27,6 +27,14 @@ from epcomm.buffers.base import (
 from epcomm.buffers.counts import HEADER_WORDS, Counts, read_counts
 from epcomm.buffers.faults import guard_ids
 from epcomm.buffers.row_layout import RowLayout, localize
+from epcomm.buffers.sizes import (
+    CallShape,
+    Region,
+    RowBytes,
+    index_region,
+    rows_region,
+    slot_regions,
+)
 from epcomm.buffers.traffic import BufferTraffic, TrafficMeter
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
@@ -84,6 +92,35 @@ class AllGatherBuffer(Buffer):
             weights_applied_by=frozenset(WeightsAppliedBy),
         )
 
+    @classmethod
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+        row, max_tokens = RowBytes.of(spec), spec.max_tokens_per_rank
+        max_rows = None if max_tokens is None else max_tokens * world_size
+        return (
+            Region(name="headers", max_bytes=(1 + world_size) * _header_bytes(spec, world_size)),
+            rows_region("sent rows", row.dispatch, per_token=1, max_rows=max_tokens),
+            rows_region("received rows", row.dispatch, per_token=world_size, max_rows=max_rows),
+            # row_of_token, int64, and has_no_slot, bool.
+            rows_region("padding map", 8 + 1, per_token=world_size, max_rows=max_rows),
+            index_region(spec, rows_per_token=world_size, max_rows=max_rows),
+            *slot_regions(spec, row_bytes=row.dispatch, max_rows=max_rows),
+            rows_region("partial sums", row.combine, per_token=world_size, max_rows=max_rows),
+            rows_region("home rows", row.combine, per_token=world_size, max_rows=max_rows),
+        )
+
+    @classmethod
+    def wire_bytes(
+        cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
+    ) -> BufferTraffic:
+        row, num_others = RowBytes.of(spec, backward=backward), call.world_size - 1
+        foreign_tokens = sum(call.tokens_of_rank) - call.tokens_of_rank[call.rank]
+        header_bytes = _header_bytes(spec, call.world_size)
+        return BufferTraffic(
+            dispatch_bytes=num_others * max(call.tokens_of_rank) * row.dispatch,
+            combine_bytes=foreign_tokens * row.combine,
+            control_bytes=0 if backward else num_others * header_bytes,
+        )
+
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
         self._collectives = collectives
         self._spec = spec
@@ -114,7 +151,7 @@ class AllGatherBuffer(Buffer):
         )
         tokens = torch.arange(topk_ids.shape[0], device=topk_ids.device)
         packed = layout.pack_tokens(call.hidden_states, tokens, topk_ids, call.topk_weights)
-        received = self._gather(packed, max_tokens)
+        received = self._gather(packed, max_tokens, phase="dispatch rows")
 
         row_of_token = _rows_of_tokens(counts.rows_from_rank, max_tokens, topk_ids.device)
         local_ids = torch.full(
@@ -149,7 +186,7 @@ class AllGatherBuffer(Buffer):
 
     def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
         assert isinstance(route, AllGatherRoute), "a route of this buffer"
-        return self._gather(hidden_states, route.max_tokens)
+        return self._gather(hidden_states, route.max_tokens, phase="backward of combine")
 
     def combine(
         self,
@@ -169,7 +206,7 @@ class AllGatherBuffer(Buffer):
         if route.num_rows != sum(route.tokens_of_rank):
             rows = torch.index_select(rows, 0, route.row_of_token)
         if row_scalars is None:
-            home = self._send_home(rows.contiguous(), route)
+            home = self._send_home(rows.contiguous(), route, phase="combine")
             return Combined(y=sum_parts(home, rows.dtype), scalars=None)
         layout = RowLayout(
             hidden_size=self._spec.hidden_size,
@@ -178,14 +215,14 @@ class AllGatherBuffer(Buffer):
             has_ids=False,
         )
         packed = layout.pack_rows(rows, row_scalars[route.row_of_token])
-        home = self._send_home(packed, route).flatten(0, 1)
+        home = self._send_home(packed, route, phase="backward of dispatch").flatten(0, 1)
         shape = (self._collectives.world_size, route.num_tokens)
         return Combined(
             y=sum_parts(layout.data(home).unflatten(0, shape), rows.dtype),
             scalars=sum_parts(layout.scalars(home).unflatten(0, shape), row_scalars.dtype),
         )
 
-    def _gather(self, rows: Tensor, max_tokens: int) -> Tensor:
+    def _gather(self, rows: Tensor, max_tokens: int, *, phase: str) -> Tensor:
         """[T, ...] of each rank to [W * max_tokens, ...]; the padding rows are undefined."""
         world_size = self._collectives.world_size
         if rows.shape[0] < max_tokens:
@@ -193,9 +230,9 @@ class AllGatherBuffer(Buffer):
             rows = torch.cat([rows, padding])
         row_bytes = rows.shape[1] * rows.element_size()
         self._traffic.dispatch([max_tokens] * world_size, row_bytes)
-        return self._collectives.all_gather(rows.contiguous()).flatten(0, 1)
+        return self._collectives.all_gather(rows.contiguous(), phase=phase).flatten(0, 1)
 
-    def _send_home(self, rows: Tensor, route: AllGatherRoute) -> Tensor:
+    def _send_home(self, rows: Tensor, route: AllGatherRoute, *, phase: str) -> Tensor:
         """Partial sums of all ranks for this rank's tokens: [W, T, ...]."""
         self._traffic.combine(route.tokens_of_rank, rows.shape[1] * rows.element_size())
         world_size = self._collectives.world_size
@@ -203,6 +240,7 @@ class AllGatherBuffer(Buffer):
             rows,
             send_splits=route.tokens_of_rank,
             recv_splits=[route.num_tokens] * world_size,
+            phase=phase,
         )
         return home.view(world_size, route.num_tokens, rows.shape[1])
 
@@ -218,11 +256,16 @@ class AllGatherBuffer(Buffer):
         header[2:3] = topk_ids.shape[0]
         header[HEADER_WORDS:] = count_experts(topk_ids, num_experts)
         self._traffic.control([1] * world_size, header.nbytes)
-        gathered = self._collectives.all_gather(header)
+        gathered = self._collectives.all_gather(header, phase="dispatch counts")
         first = HEADER_WORDS + rank * num_local
         device_slots = gathered[:, first : first + num_local]
         headers = torch.cat([gathered[:, :HEADER_WORDS], device_slots], dim=1).tolist()
         return read_counts(headers, device_slots, call, num_experts, rank)
+
+
+def _header_bytes(spec: BufferSpec, world_size: int) -> int:
+    """The header of one rank: int64 words, with the slots of all P experts."""
+    return 8 * (HEADER_WORDS + world_size * spec.num_local_experts)
 
 
 def _rows_of_tokens(

@@ -10,6 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from epcomm.buffers.faults import BatchFlags
+from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
@@ -157,6 +158,30 @@ class Buffer(ABC):
     @abstractmethod
     def caps(cls, mode: Mode) -> BufferCaps:
         """What the backend can do in `mode`. Local; allocates nothing."""
+
+    @classmethod
+    @abstractmethod
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+        """Memory of the forward pass of one call, in order of use. Local; allocates nothing.
+
+        Regions live for different times, so their sum is an upper bound. The runner's packed slots
+        and results are among them, y is not.
+        """
+
+    @classmethod
+    @abstractmethod
+    def wire_bytes(
+        cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
+    ) -> BufferTraffic:
+        """Bytes that one rank sends to others in one call: what traffic() will count.
+
+        Args:
+            spec: as for the constructor.
+            call: this rank's part.
+            backward: of the backward of combine and dispatch, instead of dispatch and combine.
+
+        Local; allocates nothing.
+        """
 
     @abstractmethod
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:

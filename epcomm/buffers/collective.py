@@ -29,6 +29,14 @@ from epcomm.buffers.base import (
 from epcomm.buffers.counts import HEADER_WORDS, Counts, read_counts
 from epcomm.buffers.faults import guard_ids
 from epcomm.buffers.row_layout import RowLayout, localize
+from epcomm.buffers.sizes import (
+    CallShape,
+    Region,
+    RowBytes,
+    index_region,
+    rows_region,
+    slot_regions,
+)
 from epcomm.buffers.traffic import BufferTraffic, TrafficMeter
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
@@ -98,6 +106,40 @@ class CollectiveBuffer(Buffer):
             weights_applied_by=frozenset(WeightsAppliedBy),
         )
 
+    @classmethod
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+        row, copies = RowBytes.of(spec), min(spec.top_k, world_size)
+        max_tokens = spec.max_tokens_per_rank
+        max_sent = None if max_tokens is None else max_tokens * copies
+        max_rows = None if max_tokens is None else max_tokens * world_size
+        # SendOrder: two places of each row and K of each token, int64; one offset a token.
+        order_bytes = 16 * copies + 8 * spec.top_k + 8
+        return (
+            Region(name="headers", max_bytes=2 * world_size * _header_bytes(spec)),
+            Region(
+                name="send order",
+                bytes_per_token=order_bytes,
+                max_bytes=None if max_tokens is None else max_tokens * order_bytes + 8,
+            ),
+            rows_region("sent rows", row.dispatch, per_token=copies, max_rows=max_sent),
+            rows_region("received rows", row.dispatch, per_token=copies, max_rows=max_rows),
+            index_region(spec, rows_per_token=copies, max_rows=max_rows),
+            *slot_regions(spec, row_bytes=row.dispatch, max_rows=max_rows),
+            rows_region("partial sums", row.combine, per_token=copies, max_rows=max_rows),
+            rows_region("home rows", row.combine, per_token=copies, max_rows=max_sent),
+        )
+
+    @classmethod
+    def wire_bytes(
+        cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
+    ) -> BufferTraffic:
+        row = RowBytes.of(spec, backward=backward)
+        return BufferTraffic(
+            dispatch_bytes=call.rows_sent * row.dispatch,
+            combine_bytes=call.rows_received * row.combine,
+            control_bytes=0 if backward else (call.world_size - 1) * _header_bytes(spec),
+        )
+
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
         self._collectives = collectives
         self._spec = spec
@@ -129,7 +171,10 @@ class CollectiveBuffer(Buffer):
         )
         self._traffic.dispatch(send_splits, layout.row_bytes)
         received = self._collectives.all_to_all(
-            packed, send_splits=send_splits, recv_splits=counts.rows_from_rank
+            packed,
+            send_splits=send_splits,
+            recv_splits=counts.rows_from_rank,
+            phase="dispatch rows",
         )
 
         index = build_slot_index(
@@ -160,7 +205,10 @@ class CollectiveBuffer(Buffer):
         rows = torch.index_select(hidden_states, 0, route.sends.token_of_row)
         self._traffic.dispatch(route.send_splits, _row_bytes(rows))
         return self._collectives.all_to_all(
-            rows, send_splits=route.send_splits, recv_splits=route.recv_splits
+            rows,
+            send_splits=route.send_splits,
+            recv_splits=route.recv_splits,
+            phase="backward of combine",
         )
 
     def combine(
@@ -177,10 +225,11 @@ class CollectiveBuffer(Buffer):
             rows = reduce_rows(rows, route.slots_by_row, slot_weights)
         rows_of_token = route.sends.rows_of_token
         if row_scalars is None:
-            home = self._send_home(rows.contiguous(), route)
+            home = self._send_home(rows.contiguous(), route, phase="combine")
             return Combined(y=reduce_rows(home, rows_of_token), scalars=None)
         layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
-        home = self._send_home(layout.pack_rows(rows, row_scalars), route)
+        packed = layout.pack_rows(rows, row_scalars)
+        home = self._send_home(packed, route, phase="backward of dispatch")
         scalars = _scalars_of_topk(layout.scalars(home), route.sends.row_of_topk)
         return Combined(y=reduce_rows(layout.data(home), rows_of_token), scalars=scalars)
 
@@ -188,10 +237,10 @@ class CollectiveBuffer(Buffer):
     def _num_experts(self) -> int:
         return self._spec.num_local_experts * self._collectives.world_size
 
-    def _send_home(self, rows: Tensor, route: CollectiveRoute) -> Tensor:
+    def _send_home(self, rows: Tensor, route: CollectiveRoute, *, phase: str) -> Tensor:
         self._traffic.combine(route.recv_splits, _row_bytes(rows))
         return self._collectives.all_to_all(
-            rows, send_splits=route.recv_splits, recv_splits=route.send_splits
+            rows, send_splits=route.recv_splits, recv_splits=route.send_splits, phase=phase
         )
 
     def _exchange_counts(
@@ -209,7 +258,7 @@ class CollectiveBuffer(Buffer):
         header[:, 2] = needed.sum(0)
         slots = count_experts(topk_ids, self._num_experts)
         header[:, HEADER_WORDS:] = slots.view(world_size, -1)
-        received = self._collectives.all_to_all(header)
+        received = self._collectives.all_to_all(header, phase="dispatch counts")
         self._traffic.control([1] * world_size, _row_bytes(header))
         sent_words, received_words = torch.stack([header, received]).tolist()
         counts = read_counts(
@@ -263,6 +312,11 @@ def _scalars_of_topk(scalars: Tensor, row_of_topk: Tensor) -> Tensor:
     top_k = row_of_topk.shape[1]
     position = row_of_topk * top_k + torch.arange(top_k, device=row_of_topk.device)
     return gather_scalars(scalars.flatten(), torch.where(row_of_topk >= 0, position, -1))
+
+
+def _header_bytes(spec: BufferSpec) -> int:
+    """The header for one rank: int64 words."""
+    return 8 * (HEADER_WORDS + spec.num_local_experts)
 
 
 def _row_bytes(rows: Tensor) -> int:

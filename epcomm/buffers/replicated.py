@@ -26,6 +26,14 @@ from epcomm.buffers.base import (
 )
 from epcomm.buffers.faults import guard_ids, ids_error
 from epcomm.buffers.row_layout import RowLayout, localize
+from epcomm.buffers.sizes import (
+    CallShape,
+    Region,
+    RowBytes,
+    index_region,
+    rows_region,
+    slot_regions,
+)
 from epcomm.buffers.traffic import BufferTraffic, TrafficMeter
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
@@ -78,6 +86,30 @@ class ReplicatedBuffer(Buffer):
             weights_applied_by=frozenset(WeightsAppliedBy),
             serves_replicated=True,
         )
+
+    @classmethod
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+        row, max_tokens = RowBytes.of(spec), spec.max_tokens_per_rank
+        hidden_bytes = spec.dispatch_format.data_bytes(spec.hidden_size)
+        padded = None if max_tokens is None else align_up(max_tokens, world_size)
+        # Rows are the caller's hidden states. Every rank holds every token.
+        return (
+            rows_region("row flags", 1, per_token=world_size, max_rows=max_tokens),
+            index_region(spec, rows_per_token=world_size, max_rows=max_tokens),
+            *slot_regions(spec, row_bytes=hidden_bytes, max_rows=max_tokens),
+            rows_region("partial sums", row.combine, per_token=world_size, max_rows=padded),
+            rows_region("scattered sums", row.combine, per_token=world_size, max_rows=padded),
+            rows_region("gathered sums", row.combine, per_token=world_size, max_rows=padded),
+        )
+
+    @classmethod
+    def wire_bytes(
+        cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
+    ) -> BufferTraffic:
+        share = align_up(call.tokens_of_rank[call.rank], call.world_size) // call.world_size
+        # Every rank sends its share of the partial sums to each other rank, then of the totals.
+        num_rows = 2 * share * (call.world_size - 1)
+        return BufferTraffic(combine_bytes=num_rows * RowBytes.of(spec, backward=backward).combine)
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
         self._collectives = collectives
@@ -153,20 +185,22 @@ class ReplicatedBuffer(Buffer):
             format=WireFormat.of(rows.dtype),
             has_ids=False,
         )
-        parts = self._scatter(layout.pack_rows(rows, row_scalars))
+        phase = "backward of dispatch"
+        parts = self._scatter(layout.pack_rows(rows, row_scalars), phase=phase)
         shape, flat = parts.shape[:2], parts.flatten(0, 1)
         total = layout.pack_rows(
             sum_parts(layout.data(flat).unflatten(0, shape), rows.dtype),
             sum_parts(layout.scalars(flat).unflatten(0, shape), row_scalars.dtype),
         )
-        home = self._gather(total)[: route.num_tokens]
+        home = self._gather(total, phase=phase)[: route.num_tokens]
         return Combined(y=layout.data(home).contiguous(), scalars=layout.scalars(home).contiguous())
 
     def _sum_over_ranks(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """[T, ...] partial sums of all ranks to [T, ...] totals on every rank."""
-        return self._gather(sum_parts(self._scatter(rows), dtype))[: rows.shape[0]]
+        share = sum_parts(self._scatter(rows, phase="combine"), dtype)
+        return self._gather(share, phase="combine")[: rows.shape[0]]
 
-    def _scatter(self, rows: Tensor) -> Tensor:
+    def _scatter(self, rows: Tensor, *, phase: str) -> Tensor:
         """[T, ...] to [W, T' / W, ...]: all ranks' parts of this rank's share; T' is T padded."""
         world_size = self._collectives.world_size
         padding = align_up(rows.shape[0], world_size) - rows.shape[0]
@@ -174,11 +208,12 @@ class ReplicatedBuffer(Buffer):
             rows = torch.cat([rows, rows.new_zeros(padding, rows.shape[1])])
         share = rows.shape[0] // world_size
         self._traffic.combine([share] * world_size, rows.shape[1] * rows.element_size())
-        return self._collectives.all_to_all(rows).view(world_size, share, rows.shape[1])
+        parts = self._collectives.all_to_all(rows, phase=phase)
+        return parts.view(world_size, share, rows.shape[1])
 
-    def _gather(self, share: Tensor) -> Tensor:
+    def _gather(self, share: Tensor, *, phase: str) -> Tensor:
         """[T' / W, ...] of each rank to [T', ...]."""
         world_size = self._collectives.world_size
         row_bytes = share.shape[1] * share.element_size()
         self._traffic.combine([share.shape[0]] * world_size, row_bytes)
-        return self._collectives.all_gather(share).flatten(0, 1)
+        return self._collectives.all_gather(share, phase=phase).flatten(0, 1)

@@ -27,6 +27,7 @@ from epcomm.buffers.base import (
 )
 from epcomm.buffers.faults import DeviceFaults, assume_all_need_grad, guard_ids
 from epcomm.buffers.row_layout import RowLayout, localize
+from epcomm.buffers.sizes import CallShape, Region, RowBytes, index_bytes, most_slots_of
 from epcomm.buffers.traffic import BufferTraffic, TrafficMeter
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
@@ -38,7 +39,7 @@ from epcomm.ops.slots import (
     spread_to_slots,
     sum_parts,
 )
-from epcomm.ops.static_slots import aligned_counts, build_static_slot_index, most_slots
+from epcomm.ops.static_slots import aligned_counts, build_static_slot_index
 from epcomm.records import Route, SlotIndex
 from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireDtype, WireFormat
 
@@ -83,17 +84,52 @@ class StaticCollectiveBuffer(Buffer):
             host_reads=0,
         )
 
+    @classmethod
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+        row, max_tokens = RowBytes.of(spec), _max_tokens(spec)
+        hidden_bytes = spec.dispatch_format.data_bytes(spec.hidden_size)
+        num_rows, num_slots = max_tokens * world_size, num_static_slots(spec, world_size)
+        index = index_bytes(
+            spec,
+            num_rows=num_rows,
+            num_slots=num_slots,
+            num_members=min(num_rows * spec.top_k, num_slots),
+        )
+        sizes = {
+            "sent message": (1 + max_tokens) * row.dispatch,
+            "received message": world_size * (1 + max_tokens) * row.dispatch,
+            # The message of several ranks is copied, so that its headers do not part the rows.
+            "received rows": num_rows * row.dispatch if world_size > 1 else 0,
+            # One slot takes the entries that have none, and one more offset closes the tail.
+            "slot index": index + 4 + 8,
+            "row flags": num_rows + 1,
+            "packed slots": num_slots * hidden_bytes,
+            "expert results": num_slots * row.combine,
+            "partial sums": num_rows * row.combine,
+            "home rows": num_rows * row.combine,
+        }
+        return tuple(Region(name=name, max_bytes=size) for name, size in sizes.items())
+
+    @classmethod
+    def wire_bytes(
+        cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
+    ) -> BufferTraffic:
+        row, num_others = RowBytes.of(spec, backward=backward), call.world_size - 1
+        num_rows = num_others * _max_tokens(spec)
+        return BufferTraffic(
+            dispatch_bytes=num_rows * row.dispatch,
+            combine_bytes=num_rows * row.combine,
+            control_bytes=0 if backward else num_others * row.dispatch,
+        )
+
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
         self._collectives = collectives
         self._spec = spec
         self._traffic = TrafficMeter(collectives.rank)
         self._faults = DeviceFaults(collectives.rank, collectives.world_size, collectives.device)
-        assert spec.max_tokens_per_rank is not None, "plan() has checked the limit"
-        self._max_tokens = spec.max_tokens_per_rank
+        self._max_tokens = _max_tokens(spec)
         self._num_rows = self._max_tokens * collectives.world_size
-        self._num_slots = spec.max_recv_slots or most_slots(
-            self._num_rows, spec.top_k, spec.num_local_experts, spec.slot_alignment
-        )
+        self._num_slots = num_static_slots(spec, collectives.world_size)
 
     def prepare(self) -> None:
         """Nothing to allocate: records own their rows."""
@@ -112,7 +148,10 @@ class StaticCollectiveBuffer(Buffer):
         num_experts = self._collectives.world_size * num_local
         layout = self._row_layout(self._spec.dispatch_format, has_ids=True)
         topk_ids, fault = guard_ids(call.topk_ids, num_experts, call.error)
-        received = self._gather(self._message(layout, call, topk_ids, fault), layout.row_bytes)
+        self._traffic.control([1] * self._collectives.world_size, layout.row_bytes)
+        received = self._gather(
+            self._message(layout, call, topk_ids, fault), layout.row_bytes, phase="dispatch"
+        )
         headers, rows = received[:, 0].view(torch.int32), received[:, 1:].flatten(0, 1)
 
         all_ids = layout.ids(rows)
@@ -141,7 +180,8 @@ class StaticCollectiveBuffer(Buffer):
     def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
         assert isinstance(route, StaticRoute), "a route of this buffer"
         rows = self._padded(hidden_states)
-        return self._gather(rows, rows.shape[1] * rows.element_size()).flatten(0, 1)
+        row_bytes = rows.shape[1] * rows.element_size()
+        return self._gather(rows, row_bytes, phase="backward of combine").flatten(0, 1)
 
     def combine(
         self,
@@ -159,10 +199,11 @@ class StaticCollectiveBuffer(Buffer):
             # Rows without a slot are undefined, and here all of them travel.
             rows = rows.masked_fill(route.has_no_slot.unsqueeze(1), 0)
         if row_scalars is None:
-            home = self._send_home(rows.contiguous())
+            home = self._send_home(rows.contiguous(), phase="combine")
             return Combined(y=self._sum_home(home, rows.dtype, route), scalars=None)
         layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
-        home = self._send_home(layout.pack_rows(rows, row_scalars)).flatten(0, 1)
+        packed = layout.pack_rows(rows, row_scalars)
+        home = self._send_home(packed, phase="backward of dispatch").flatten(0, 1)
         shape = (self._collectives.world_size, self._max_tokens)
         parts, scalars = layout.data(home), layout.scalars(home)
         return Combined(
@@ -198,17 +239,18 @@ class StaticCollectiveBuffer(Buffer):
         padded[: rows.shape[0]] = rows
         return padded
 
-    def _gather(self, rows: Tensor, row_bytes: int) -> Tensor:
-        """[N, ...] of each rank to [W, N, ...]."""
-        self._traffic.dispatch([rows.shape[0]] * self._collectives.world_size, row_bytes)
-        return self._collectives.all_gather(rows)
+    def _gather(self, rows: Tensor, row_bytes: int, *, phase: str) -> Tensor:
+        """[N, ...] of each rank to [W, N, ...]; a header before the M rows is counted apart."""
+        self._traffic.dispatch([self._max_tokens] * self._collectives.world_size, row_bytes)
+        return self._collectives.all_gather(rows, phase=phase)
 
-    def _send_home(self, rows: Tensor) -> Tensor:
+    def _send_home(self, rows: Tensor, *, phase: str) -> Tensor:
         """Partial sums of all ranks for this rank's M rows: [W, M, ...]."""
         world_size = self._collectives.world_size
         row_bytes = rows.shape[1] * rows.element_size()
         self._traffic.combine([self._max_tokens] * world_size, row_bytes)
-        return self._collectives.all_to_all(rows).unflatten(0, (world_size, self._max_tokens))
+        home = self._collectives.all_to_all(rows, phase=phase)
+        return home.unflatten(0, (world_size, self._max_tokens))
 
     def _sum_home(self, parts: Tensor, dtype: torch.dtype, route: StaticRoute) -> Tensor:
         """[W, M, ...] to [T, ...]; NaN if the call has failed."""
@@ -222,3 +264,13 @@ class StaticCollectiveBuffer(Buffer):
             format=wire,
             has_ids=has_ids,
         )
+
+
+def num_static_slots(spec: BufferSpec, world_size: int) -> int:
+    """C: the budget, or as many as any routing of M tokens a rank needs."""
+    return spec.max_recv_slots or most_slots_of(spec, _max_tokens(spec) * world_size)
+
+
+def _max_tokens(spec: BufferSpec) -> int:
+    assert spec.max_tokens_per_rank is not None, "plan() has checked the limit"
+    return spec.max_tokens_per_rank

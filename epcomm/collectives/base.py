@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from epcomm.errors import ConfigError
+from epcomm.config import EPConfig
+from epcomm.errors import ConfigError, ShapeError
+
+if TYPE_CHECKING:
+    from epcomm.collectives.bounded import BoundedWait
+
+# Seconds that a verb waits for other ranks until a layer says otherwise.
+DEFAULT_TIMEOUT_S = EPConfig.timeout_s
 
 Scalar = str | int | float | bool | None
 
@@ -18,12 +26,21 @@ class Collectives(ABC):
     """Three verbs over the ranks of one group.
 
     Every verb is collective: all ranks call the same verbs in the same order. Ranks are numbered
-    inside the group.
+    inside the group. `phase` says what a verb is for, in the message of a wait that was in vain.
+
+    Raises, on every verb:
+        EPTimeout: other ranks did not arrive in time; the message names them. Every later verb
+            raises the same at once. A transport without `bounded` follows its own rules.
     """
 
     rank: int
     world_size: int
     device: torch.device
+    # Ends the waits of the verbs; None where the host does not wait in them.
+    bounded: BoundedWait | None = None
+
+    def close(self) -> None:  # noqa: B027 (most transports make nothing of their own)
+        """Free what this object made for itself, never what it was given. Local, idempotent."""
 
     @abstractmethod
     def all_to_all(
@@ -32,6 +49,7 @@ class Collectives(ABC):
         *,
         send_splits: Sequence[int] | None = None,
         recv_splits: Sequence[int] | None = None,
+        phase: str = "all_to_all",
     ) -> Tensor:
         """Send consecutive rows to each rank and return the rows from all ranks, by source.
 
@@ -39,6 +57,7 @@ class Collectives(ABC):
             send: [N, ...], contiguous, any dtype (bytes travel); N = sum(send_splits).
             send_splits: rows for each rank; None: N / W each.
             recv_splits: rows from each rank; None: N / W each.
+            phase: what the exchange is for.
 
         Returns:
             [sum(recv_splits), ...], ordered by source rank.
@@ -49,24 +68,26 @@ class Collectives(ABC):
         """
 
     @abstractmethod
-    def all_gather(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor, *, phase: str = "all_gather") -> Tensor:
         """Return [W, *tensor.shape]: the tensors of all ranks.
 
         Collective: yes; shape and dtype equal on all ranks.
         Host sync: as all_to_all.   Lifetime: the caller owns the result.
         """
 
-    def gather_records(self, record: Mapping[str, Scalar]) -> list[dict[str, Scalar]]:
+    def gather_records(
+        self, record: Mapping[str, Scalar], *, phase: str = "gather_records"
+    ) -> list[dict[str, Scalar]]:
         """Return the small records of all ranks, by rank; JSON travels, never pickle.
 
         Collective: yes.   Host sync: yes.
         """
         payload = json.dumps(dict(record)).encode()
         length = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
-        lengths = self.all_gather(length).flatten().tolist()
+        lengths = self.all_gather(length, phase=phase).flatten().tolist()
         padded = payload.ljust(max(lengths))
         mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(self.device)
-        texts = self.all_gather(mine).cpu().numpy()
+        texts = self.all_gather(mine, phase=phase).cpu().numpy()
         return [json.loads(texts[rank].tobytes()) for rank in range(self.world_size)]
 
     def agree(self, record: Mapping[str, Scalar], *, what: str) -> None:
@@ -81,7 +102,7 @@ class Collectives(ABC):
         Raises:
             ConfigError: some field differs; on every rank, with the field, values and ranks.
         """
-        records = self.gather_records(record)
+        records = self.gather_records(record, phase=what)
         names = list(dict.fromkeys(name for other in records for name in other))
         faults = [
             _describe_values(name, [other.get(name, "<absent>") for other in records])
@@ -106,3 +127,16 @@ def _describe_values(name: str, values: Sequence[Scalar]) -> str:
 def describe_ranks(ranks: Sequence[int]) -> str:
     """`rank 2` or `ranks 0, 1, 3`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def check_sendable(tensor: Tensor, device: torch.device) -> None:
+    """Refuse what a verb cannot take.
+
+    Raises:
+        ShapeError: the tensor is not contiguous, or not on the device of the group.
+    """
+    if not tensor.is_contiguous() or tensor.device != device:
+        raise ShapeError(
+            f"collective: tensor {list(tensor.shape)} with strides {tensor.stride()} on "
+            f"{tensor.device}, expected contiguous on {device}; call .contiguous() or .to()"
+        )

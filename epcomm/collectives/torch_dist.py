@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,  # type: ignore[attr-defined]
+    AllToAllOptions,  # type: ignore[attr-defined]
+)
 
-from epcomm.collectives.base import Collectives
-from epcomm.errors import ConfigError, ShapeError
+from epcomm.collectives.base import DEFAULT_TIMEOUT_S, Collectives, check_sendable
+from epcomm.collectives.bounded import BoundedWait, Step
+from epcomm.collectives.store_noticeboard import StoreNoticeboard
+from epcomm.errors import ConfigError
 
 # The device whose tensors a backend moves.
 _DEVICE_OF_BACKEND = {"gloo": "cpu", "mpi": "cpu", "fake": "cpu", "nccl": "cuda", "hccl": "npu"}
@@ -17,9 +24,22 @@ _DEVICE_OF_BACKEND = {"gloo": "cpu", "mpi": "cpu", "fake": "cpu", "nccl": "cuda"
 # torch 2.13 renamed all_gather_into_tensor; 2.11 knows the old name only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+# Seconds that gloo's own threads go on after our deadline, so that ours speaks first.
+_MARGIN_S = 0.25
+# Seconds: Work.wait counts whole milliseconds, and 0 of them mean for ever.
+_SHORTEST_WAIT_S = 0.001
+
 
 class TorchDistCollectives(Collectives):
-    """The three verbs on a process group that the caller owns and destroys."""
+    """The three verbs on a process group that the caller owns and destroys.
+
+    On gloo a verb waits at most `bounded.timeout_s`, whatever the timeout of the process group. An
+    EPTimeout leaves the process group broken, but it can be destroyed.
+
+    On nccl and hccl a verb only enqueues work, and the host waits where it reads a result (the
+    counts of an exact-size dispatch, check()). A lost rank is then found by the watchdog of the
+    process group, which ends the process after the timeout given to init_process_group.
+    """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         """Wrap `process_group`, of which this rank is a member.
@@ -31,6 +51,14 @@ class TorchDistCollectives(Collectives):
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
         self.device = _device_of(process_group)
+        if str(dist.get_backend(process_group)) == "gloo":
+            store = process_group.get_group_store()
+            self.bounded = BoundedWait(
+                StoreNoticeboard(store, rank=self.rank, world_size=self.world_size),
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout_s=DEFAULT_TIMEOUT_S,
+            )
 
     def all_to_all(
         self,
@@ -38,26 +66,70 @@ class TorchDistCollectives(Collectives):
         *,
         send_splits: Sequence[int] | None = None,
         recv_splits: Sequence[int] | None = None,
+        phase: str = "all_to_all",
     ) -> Tensor:
-        _check_sendable(send, self.device)
+        check_sendable(send, self.device)
         num_rows = send.shape[0] if recv_splits is None else sum(recv_splits)
         recv = send.new_empty((num_rows, *send.shape[1:]))
-        dist.all_to_all_single(
-            _as_bytes(recv),
-            _as_bytes(send),
-            None if recv_splits is None else list(recv_splits),
-            None if send_splits is None else list(send_splits),
-            group=self._process_group,
-        )
+        recv_bytes, send_bytes = _as_bytes(recv), _as_bytes(send)
+        # None and an empty list both mean equal splits.
+        recv_rows, send_rows = list(recv_splits or ()), list(send_splits or ())
+        group = self._process_group
+        if self.bounded is None:
+            dist.all_to_all_single(recv_bytes, send_bytes, recv_rows, send_rows, group=group)
+        else:
+            options = AllToAllOptions()
+            _run(
+                self.bounded,
+                options,
+                lambda: group.alltoall_base(recv_bytes, send_bytes, recv_rows, send_rows, options),
+                phase,
+            )
         return recv
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        _check_sendable(tensor, self.device)
+    def all_gather(self, tensor: Tensor, *, phase: str = "all_gather") -> Tensor:
+        check_sendable(tensor, self.device)
         gathered = tensor.new_empty((self.world_size, *tensor.shape))
-        _all_gather(
-            _as_bytes(gathered.flatten()), _as_bytes(tensor.flatten()), group=self._process_group
-        )
+        recv_bytes, send_bytes = _as_bytes(gathered.flatten()), _as_bytes(tensor.flatten())
+        group = self._process_group
+        if self.bounded is None:
+            _all_gather(recv_bytes, send_bytes, group=group)
+        else:
+            options = AllgatherOptions()
+            _run(
+                self.bounded,
+                options,
+                lambda: group._allgather_base(recv_bytes, send_bytes, options),
+                phase,
+            )
         return gathered
+
+
+def _run(
+    bounded: BoundedWait,
+    options: AllToAllOptions | AllgatherOptions,
+    start: Callable[[], dist.Work],
+    phase: str,
+) -> None:
+    """Run one gloo operation, which `start` begins with `options`."""
+    # Without a timeout of its own the operation would keep a thread of gloo for the timeout of the
+    # process group, 30 minutes, and destroying the group, aborting it or leaving the process would
+    # wait for that thread (seen in torch 2.13).
+    options.timeout = timedelta(seconds=bounded.timeout_s + _MARGIN_S)
+    bounded.run(lambda: _step_of(start()), phase)
+
+
+def _step_of(work: dist.Work) -> Step:
+    # The work holds the tensors of the operation, also after an EPTimeout.
+    def step(seconds: float) -> bool:
+        try:
+            return work.wait(timedelta(seconds=max(seconds, _SHORTEST_WAIT_S)))
+        except RuntimeError:
+            # 'Operation timed out!' of this wait, or the operation's own error: gloo has ended it,
+            # and asked again it answers at once.
+            return work.is_completed() and work.wait()
+
+    return step
 
 
 def _device_of(process_group: dist.ProcessGroup) -> torch.device:
@@ -71,14 +143,6 @@ def _device_of(process_group: dist.ProcessGroup) -> torch.device:
     if kind == "cpu":
         return torch.device(kind)
     return torch.device(kind, torch.get_device_module(kind).current_device())
-
-
-def _check_sendable(tensor: Tensor, device: torch.device) -> None:
-    if not tensor.is_contiguous() or tensor.device != device:
-        raise ShapeError(
-            f"collective: tensor {list(tensor.shape)} with strides {tensor.stride()} on "
-            f"{tensor.device}, expected contiguous on {device}; call .contiguous() or .to()"
-        )
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

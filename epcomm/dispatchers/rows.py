@@ -17,7 +17,7 @@ from epcomm.dispatchers.base import Dispatcher
 from epcomm.dispatchers.checks import check_combine_rows, find_call_error
 from epcomm.errors import EPError, HandleError
 from epcomm.group import EPGroup
-from epcomm.planning import EPPlan, MoESpec, plan
+from epcomm.planning import MoESpec, PhasePlan, plan
 from epcomm.records import (
     Handle,
     RowsCombineInput,
@@ -33,20 +33,29 @@ class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
 
     mode: ClassVar[Mode]
 
-    def __init__(self, group: EPGroup, spec: MoESpec, config: EPConfig | None = None) -> None:
+    def __init__(
+        self,
+        group: EPGroup,
+        spec: MoESpec,
+        config: EPConfig | None = None,
+        *,
+        chosen: PhasePlan | None = None,
+    ) -> None:
         """Choose and open the buffer.
 
         Args:
             group: the ranks that share the experts.
             spec: what the layer looks like; equal on all ranks.
             config: `mode` is this class's own, whatever the configuration says.
+            chosen: the part of an EPPlan for this mode, made with the same group and spec; None:
+                plan here.
 
         Collective: yes.   Host sync: yes.
         Raises:
             ConfigError: ranks disagree, or nothing serves this configuration.
         """
         config = replace(config or EPConfig(), mode=self.mode)
-        self.plan: EPPlan = plan(config, spec, group)
+        self.plan: PhasePlan = chosen or plan(config, spec, group).prefill
         self._group = group
         self._spec = self.plan.buffer_spec
         self._dtype = spec.dtype

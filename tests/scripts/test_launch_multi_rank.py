@@ -58,28 +58,34 @@ SKIPPING = """
     import pytest
 
     @pytest.mark.ranks(1)
+    @pytest.mark.mpi_ranks(1)
     @pytest.mark.skip(reason="no such device")
     def test_skip():
         pass
 """
 
 FAILING = """
+    import os
     import time
 
     import pytest
-    import torch.distributed as dist
 
     @pytest.fixture
     def slow_to_close():
         yield
-        if dist.get_rank() == 1:
+        if os.environ["RANK"] == "1":
             time.sleep(60)
 
     @pytest.mark.ranks(2)
-    def test_one_rank_fails(slow_to_close):
-        if dist.get_rank() == 1:
+    @pytest.mark.mpi_ranks(2)
+    def test_one_rank_fails(slow_to_close, ep_ranks):
+        if os.environ["RANK"] == "1":
             raise ValueError(f"the message, failed at {time.time()}")
-        dist.barrier()
+        if ep_ranks is None:
+            import torch.distributed as dist
+
+            dist.barrier()
+        ep_ranks.Barrier()
 """
 
 OUTER = """
@@ -89,8 +95,9 @@ OUTER = """
     import torch.distributed as dist
 
     @pytest.mark.ranks(2)
-    def test_passes():
-        print("printed by rank", dist.get_rank())
+    @pytest.mark.mpi_ranks(2)
+    def test_passes(ep_ranks):
+        print("printed by rank", dist.get_rank() if ep_ranks is None else ep_ranks.Get_rank())
 
     @pytest.mark.ranks(2)
     def test_one_rank_fails():
@@ -130,6 +137,20 @@ PROGRAM = """
     dist.init_process_group("gloo")
     threads = os.environ["OMP_NUM_THREADS"]
     sys.stdout.write(f"{__name__} {dist.get_rank()} of 2: {sys.argv[1:]}, threads {threads}\\n")
+"""
+
+MPI_PROGRAM = """
+    import os
+    import sys
+
+    from mpi4py import MPI
+
+    if MPI.COMM_WORLD.Get_size() != 2 or "--fail" in sys.argv and os.environ["RANK"] == "1":
+        raise ValueError("the message")
+    MPI.COMM_WORLD.Barrier()
+    threads = os.environ["OMP_NUM_THREADS"]
+    rank, num_ranks = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    print(f"{__name__} {rank} of {num_ranks}: {sys.argv[1:]}, threads {threads}")
 """
 
 WAITING_PROGRAM = """
@@ -175,7 +196,15 @@ COMMANDS = {
     "skipping": [LAUNCHER, "1", "test_skipping.py"],
     "empty": [LAUNCHER, "1", "test_skipping.py", "-k", "no_such_test"],
     "program": [LAUNCHER, "2", "program.py", "--flag", "two words"],
+    "mpi_failing": [LAUNCHER, "--mpi", "2", "test_failing.py"],
+    "mpi_skipping": [LAUNCHER, "--mpi", "1", "test_skipping.py"],
+    "mpi_empty": [LAUNCHER, "--mpi", "1", "test_skipping.py", "-k", "no_such_test"],
+    "mpi_program": [LAUNCHER, "--mpi", "2", "mpi_program.py", "--flag", "two words"],
+    "mpi_failing_program": [LAUNCHER, "--mpi", "2", "mpi_program.py", "--fail"],
 }
+
+# Of a command above, and of a test id.
+TRANSPORTS = pytest.mark.parametrize(("prefix", "mark"), [("", "ranks"), ("mpi_", "mpi_ranks")])
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +218,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "test_failing.py": FAILING,
         "test_outer.py": OUTER,
         "program.py": PROGRAM,
+        "mpi_program.py": MPI_PROGRAM,
         "waiting_program.py": WAITING_PROGRAM,
     }
     for name, text in files.items():
@@ -209,54 +239,74 @@ def test_passing_run_exits_0_and_destroys_the_process_group(runs: dict[str, Futu
     assert passing.output.count("process group at the end: False") == 2
 
 
-def test_skip_fails(runs: dict[str, Future[Run]]) -> None:
-    skipping = runs["skipping"].result()
+@TRANSPORTS
+def test_skip_fails(runs: dict[str, Future[Run]], prefix: str, mark: str) -> None:
+    skipping = runs[f"{prefix}skipping"].result()
     assert skipping.returncode != 0, skipping.output
-    assert "rank 0 of 1 failed in test_skipping.py::test_skip[ranks1]" in skipping.output
+    assert "rank 0 of 1 failed in test_skipping.py::test_skip[" in skipping.output
     assert "no such device (under the launcher a skip is a failure)" in skipping.output
 
 
-def test_empty_selection_fails(runs: dict[str, Future[Run]]) -> None:
-    empty = runs["empty"].result()
+@TRANSPORTS
+def test_empty_selection_fails(runs: dict[str, Future[Run]], prefix: str, mark: str) -> None:
+    empty = runs[f"{prefix}empty"].result()
     assert empty.returncode != 0, empty.output
-    assert "rank 0 of 1 failed: no test is selected that is marked ranks(1)" in empty.output
+    assert f"rank 0 of 1 failed: no test is selected that is marked {mark}(1)" in empty.output
 
 
+@TRANSPORTS
 def test_one_failing_rank_ends_the_run_though_it_hangs_in_clean_up(
-    runs: dict[str, Future[Run]],
+    runs: dict[str, Future[Run]], prefix: str, mark: str
 ) -> None:
-    failing = runs["failing"].result()
+    failing = runs[f"{prefix}failing"].result()
     assert failing.returncode != 0, failing.output
-    assert "rank 1 of 2 failed in test_failing.py::test_one_rank_fails[ranks2]" in failing.output
+    assert "rank 1 of 2 failed in test_failing.py::test_one_rank_fails[" in failing.output
     failed_at = re.search(r"ValueError: the message, failed at ([\d.]+)", failing.output)
     assert failed_at, failing.output
     assert failing.ended_at_s - float(failed_at[1]) < WITHIN_SECONDS
 
 
-def test_program_gets_its_arguments_and_leaves_no_process_group(
-    runs: dict[str, Future[Run]],
-) -> None:
-    program = runs["program"].result()
+@TRANSPORTS
+def test_program_gets_its_arguments(runs: dict[str, Future[Run]], prefix: str, mark: str) -> None:
+    program = runs[f"{prefix}program"].result()
     assert program.returncode == 0, program.output
     for rank in range(2):
-        assert f"__main__ {rank} of 2: ['--flag', 'two words'], threads 1\n" in program.output
+        line = f"__main__ {rank} of 2: ['--flag', 'two words'], threads 1"
+        assert line in program.output.splitlines(), program.output
+
+
+def test_program_leaves_no_process_group(runs: dict[str, Future[Run]]) -> None:
+    program = runs["program"].result()
     assert program.output.count("process group at the end: False") == 2
+
+
+def test_failing_mpi_program_does_not_wait_for_the_others(runs: dict[str, Future[Run]]) -> None:
+    failing = runs["mpi_failing_program"].result()
+    assert failing.returncode != 0, failing.output
+    assert "rank 1 of 2 failed: Traceback" in failing.output
+    assert "ValueError: the message" in failing.output
+    assert "Timeout" not in failing.output  # of LEAVE_LIMIT_S, for ranks that hang
 
 
 def test_outer_run_reports_each_test_as_its_own_result(runs: dict[str, Future[Run]]) -> None:
     outer = runs["outer"].result()
     progress = outer.output.partition("= FAILURES =")[0]
-    outcomes = dict(re.findall(r"^test_outer.py::(\w+)\S* ([A-Z]+)", progress, re.MULTILINE))
+    outcomes = dict(re.findall(r"^test_outer.py::(\S+) ([A-Z]+)", progress, re.MULTILINE))
     assert outcomes == {
-        "test_passes": "PASSED",
-        "test_one_rank_fails": "FAILED",
-        "test_skipped_before_the_launch": "SKIPPED",
-        "test_after_the_failure": "PASSED",  # in a second launch
-        "test_hangs": "FAILED",
+        "test_passes[ranks2]": "PASSED",
+        "test_passes[mpi2]": "PASSED",
+        "test_one_rank_fails[ranks2]": "FAILED",
+        "test_skipped_before_the_launch[ranks2]": "SKIPPED",
+        "test_after_the_failure[ranks2]": "PASSED",  # in a second launch
+        "test_hangs[ranks2]": "FAILED",
         "test_without_ranks": "PASSED",
     }, outer.output
     assert outer.returncode == 1
-    assert re.search(r"^ranks 2: 4 tests, [\d.]+ s, launches: 2$", outer.output, re.MULTILINE)
+    for line in (
+        r"^mpi_ranks\(2\): 1 tests, [\d.]+ s, launches: 1$",
+        r"^ranks\(2\): 4 tests, [\d.]+ s, launches: 2$",
+    ):
+        assert re.search(line, outer.output, re.MULTILINE), outer.output
 
 
 def test_outer_run_shows_what_each_rank_says(runs: dict[str, Future[Run]]) -> None:
@@ -276,10 +326,13 @@ def test_outer_run_ends_a_launch_that_hangs(runs: dict[str, Future[Run]]) -> Non
     assert re.search(r"--- rank 1 was ended here\n.*\n.* in test_hangs\n", output), output
 
 
+@pytest.mark.parametrize("options", [[], ["--mpi"]], ids=["torch", "mpi"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_signal_ends_all_ranks(folder: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_ends_all_ranks(
+    folder: Path, tmp_path: Path, number: signal.Signals, options: list[str]
+) -> None:
     launcher = subprocess.Popen(
-        [LAUNCHER, "2", "waiting_program.py", str(tmp_path)],
+        [LAUNCHER, *options, "2", "waiting_program.py", str(tmp_path)],
         cwd=folder,
         env=environment(),
         stderr=subprocess.DEVNULL,
@@ -290,15 +343,22 @@ def test_signal_ends_all_ranks(folder: Path, tmp_path: Path, number: signal.Sign
     finally:
         launcher.send_signal(number)
     assert launcher.wait(WITHIN_SECONDS) != 0
-    for file in files:
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(file.read_text()), 0)
+    # mpirun leaves before its ranks do, by up to two seconds.
+    wait_until(lambda: not any(is_alive(int(file.read_text())) for file in files))
 
 
 def test_number_of_ranks_is_required(folder: Path) -> None:
     no_number = run(folder, [LAUNCHER, "test_passing.py"])
     assert no_number.returncode == 2
-    assert "usage: launch_multi_rank.sh N" in no_number.output
+    assert "usage: launch_multi_rank.sh [--mpi] N" in no_number.output
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

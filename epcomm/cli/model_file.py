@@ -1,0 +1,114 @@
+"""What the config.json of a transformers model says about its experts; transformers is not needed.
+
+Families name the same thing differently, and transformers maps the names when it loads a file.
+Source: attribute_map and fields of the configurations in transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+from epcomm.errors import ConfigError
+from epcomm.routing.presets import from_transformers_config
+
+# Our name -> the names of the families, in order of preference: a model with dense layers says
+# intermediate_size of those.
+_NAMES = {
+    "num_experts": (
+        "num_local_experts",
+        "num_experts",
+        "n_routed_experts",
+        "moe_num_experts",
+        "num_moe_experts",
+    ),
+    "top_k": (
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "moe_k",
+        "moe_topk",
+        "moe_top_k",
+        "top_k_experts",
+        "experts_per_token",
+    ),
+    "hidden_size": ("hidden_size", "d_model"),
+    "intermediate_size": (
+        "moe_intermediate_size",
+        "expert_ffn_hidden_size",
+        "intermediate_size",
+        "ffn_hidden_size",
+    ),
+    "dtype": ("dtype", "torch_dtype"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What a file says; None for what it does not say.
+
+    model_type: the family.   router: whether presets.py knows its routing, as text.
+    """
+
+    model_type: str
+    router: str
+    hidden_size: int | None
+    num_experts: int | None
+    top_k: int | None
+    intermediate_size: int | None
+    dtype: str | None
+
+
+def read_model_file(path: Path) -> ModelShape:
+    """Read a config.json.
+
+    Raises:
+        ConfigError: no JSON object, or a number of experts that is no number.
+    """
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(
+            f"epcomm plan: {path} is no JSON ({error}); pass the config.json of a model"
+        ) from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"epcomm plan: {path} holds a {type(values).__name__}, expected an object; pass the "
+            "config.json of a model"
+        )
+    # A multimodal model keeps its language model apart.
+    values = values.get("text_config", values)
+    numbers = {name: _read_number(path, name, values) for name in _NAMES if name != "dtype"}
+    dtype = _read(values, "dtype")
+    return ModelShape(
+        model_type=str(values.get("model_type", "unknown")),
+        router=_router(values),
+        dtype=None if dtype is None else str(dtype),
+        **numbers,
+    )
+
+
+def _read(values: dict[str, object], name: str) -> object:
+    found = (values[known] for known in _NAMES[name] if values.get(known) is not None)
+    return next(found, None)
+
+
+def _read_number(path: Path, name: str, values: dict[str, object]) -> int | None:
+    value = _read(values, name)
+    if value is None or isinstance(value, int):
+        return value
+    raise ConfigError(
+        f"epcomm plan: {path} gives {name} as {value!r}, expected one number for all layers; pass "
+        f"--{name.replace('_', '-')}"
+    )
+
+
+def _router(values: dict[str, object]) -> str:
+    """Whether ExpertParallelMoE would know how this model routes."""
+    top_k = _read(values, "top_k")
+    try:
+        from_transformers_config(SimpleNamespace(**{**values, "num_experts_per_tok": top_k}))
+    except ConfigError as error:
+        return f"no preset: {error}"
+    return f"preset {str(values['model_type']).removesuffix('_text')}"

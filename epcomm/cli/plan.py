@@ -1,0 +1,228 @@
+"""`epcomm plan`: what would serve a layer, at which cost; no group and no GPU needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from epcomm.cli.model_file import ModelShape, read_model_file
+from epcomm.config import EPConfig
+from epcomm.errors import ConfigError, EPError
+from epcomm.planning import EPPlan, MoESpec, PhasePlan, plan
+from epcomm.types import WireDtype
+from epcomm.weights import ExpertWeights
+
+T = TypeVar("T")
+
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+}
+
+
+def plan_command(
+    hidden_size: Annotated[int | None, typer.Option(help="H.")] = None,
+    num_experts: Annotated[
+        int | None, typer.Option(help="Of all ranks, redundant ones included.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Experts of a token.")] = None,
+    intermediate_size: Annotated[
+        int | None, typer.Option(help="Of one expert; without it no runner is chosen.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="That share the experts.")] = 8,
+    mode: Annotated[str | None, typer.Option(help="standard, normal, low_latency or auto.")] = None,
+    backend: Annotated[str | None, typer.Option(help="auto or a registered name.")] = None,
+    runner: Annotated[str | None, typer.Option(help="auto or a registered name.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens a rank dispatches in one call.")
+    ] = None,
+    max_recv_slots: Annotated[
+        int | None, typer.Option(help="Most slots a rank receives in one call.")
+    ] = None,
+    replicated: Annotated[
+        bool | None, typer.Option(help="Every rank passes the same tokens.")
+    ] = None,
+    slot_alignment: Annotated[
+        int | None, typer.Option(help="Slots of an expert start at a multiple of this.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="EPConfig fields, .toml or .json."),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="The config.json of a model."),
+    ] = None,
+) -> None:
+    """Print what would serve a layer, what would not and why, bytes and limits.
+
+    An option wins over the file that says the same.
+    """
+    console = Console()
+    fields = {
+        "mode": mode,
+        "backend": backend,
+        "runner": runner,
+        "max_tokens_per_rank": max_tokens,
+        "max_recv_slots": max_recv_slots,
+        "replicated": replicated,
+        "slot_alignment": slot_alignment,
+    }
+    try:
+        shape = None if model is None else read_model_file(model)
+        spec = MoESpec(
+            hidden_size=_required("hidden_size", hidden_size, shape),
+            num_experts=_required("num_experts", num_experts, shape),
+            top_k=_required("top_k", top_k, shape),
+            dtype=_torch_dtype(dtype or (shape and shape.dtype) or "bf16"),
+        )
+        chosen = plan(
+            replace(_read_config(config), **_given(fields)),
+            spec,
+            world_size=ranks,
+            weights=_weights_of(spec, intermediate_size or (shape and shape.intermediate_size)),
+        )
+    except EPError as error:
+        Console(stderr=True).print(str(error), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    _print_plan(console, chosen, spec, ranks, shape)
+
+
+def _given(fields: dict[str, T | None]) -> dict[str, T]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _required(name: str, option: int | None, shape: ModelShape | None) -> int:
+    value = option if option is not None else getattr(shape, name, None)
+    if value is None:
+        raise ConfigError(
+            f"epcomm plan: {name} is in neither an option nor a --model file; pass "
+            f"--{name.replace('_', '-')}"
+        )
+    return value
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    short = name.removeprefix("torch.")
+    if short not in _DTYPES:
+        raise ConfigError(f"epcomm plan: dtype is {name!r}, expected one of {sorted(_DTYPES)}")
+    return _DTYPES[short]
+
+
+def _read_config(path: Path | None) -> EPConfig:
+    if path is None:
+        return EPConfig()
+    try:
+        return EPConfig.from_file(path)
+    except EPError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"epcomm plan: {path} does not parse: {error}") from None
+
+
+def _weights_of(spec: MoESpec, intermediate_size: int | None) -> ExpertWeights | None:
+    """One gated expert without memory, to choose a runner by; None if its size is unknown."""
+    if intermediate_size is None:
+        return None
+    gate_up = torch.empty(
+        1, 2 * intermediate_size, spec.hidden_size, dtype=spec.dtype, device="meta"
+    )
+    down = torch.empty(1, spec.hidden_size, intermediate_size, dtype=spec.dtype, device="meta")
+    return ExpertWeights(gate_up_proj=gate_up, down_proj=down)
+
+
+def _print_plan(
+    console: Console, chosen: EPPlan, spec: MoESpec, ranks: int, shape: ModelShape | None
+) -> None:
+    lines = [
+        f"{spec.num_experts} experts on {ranks} ranks, {spec.num_experts // ranks} each; hidden "
+        f"size {spec.hidden_size}, top {spec.top_k}, {WireDtype.from_torch(spec.dtype).value}"
+    ]
+    if shape is not None:
+        lines += [f"model: {shape.model_type}", f"router: {shape.router}"]
+    console.print("\n".join(lines), markup=False, highlight=False)
+    console.print(_choice_table(chosen))
+    lines = [] if chosen.decode_lacks is None else [f"no decode: {chosen.decode_lacks}"]
+    if chosen.runner is None:
+        lines.append(
+            "no runner chosen: the size of the experts is unknown; pass --intermediate-size"
+        )
+    else:
+        lines.append(f"runner: {chosen.runner}")
+    console.print("\n".join(lines), markup=False, highlight=False)
+    console.print(_rejection_table(chosen))
+    for name, phase in chosen.phases().items():
+        console.print(_memory_table(name, phase))
+
+
+def _choice_table(chosen: EPPlan) -> Table:
+    table = Table("chosen", *(name or "all phases" for name in chosen.phases()))
+    rows = [_choice(phase) for phase in chosen.phases().values()]
+    for label in dict.fromkeys(label for row in rows for label in row):
+        table.add_row(label, *(row.get(label, "") for row in rows))
+    return table
+
+
+def _choice(phase: PhasePlan) -> dict[str, str]:
+    spec, caps, per_token = phase.buffer_spec, phase.caps, phase.max_bytes_per_token()
+    row = {
+        "mode": phase.mode.value,
+        "backend": phase.backend,
+        "wire format out": str(spec.dispatch_format),
+        "wire format home": str(spec.combine_format),
+        "router weights by": phase.weights_applied_by.value,
+        "gradients": "yes" if caps.trainable else "no",
+        "graph capture": "yes" if caps.graph_safe else "no",
+        "host reads a dispatch": str(caps.host_reads),
+        "bytes a token, out": _bytes(per_token["dispatch"]),
+        "bytes a token, home": _bytes(per_token["combine"]),
+        "headers a dispatch": _bytes(phase.header_bytes()),
+    }
+    if caps.trainable:
+        backward = phase.max_bytes_per_token(backward=True)
+        row["backward format"] = str(spec.backward_format)
+        row["backward a token, out"] = _bytes(backward["dispatch"])
+        row["backward a token, home"] = _bytes(backward["combine"])
+    return {**row, **{f"limit: {name}": limit for name, limit in phase.limits().items()}}
+
+
+def _rejection_table(chosen: EPPlan) -> Table:
+    table = Table("rejected", "for", "why")
+    for name, phase in chosen.phases().items():
+        for rejection in phase.rejected:
+            reasons = escape("\n".join(rejection.reasons))
+            table.add_row(rejection.name, name or "all phases", reasons)
+    for rejection in chosen.rejected_runners:
+        table.add_row(rejection.name, "runner", escape("\n".join(rejection.reasons)))
+    return table
+
+
+def _memory_table(name: str, phase: PhasePlan) -> Table:
+    table = Table()
+    table.add_column("memory of a call" + (name and f", {name}"), no_wrap=True)
+    table.add_column("a token, all ranks", justify="right")
+    table.add_column("a rank, at most", justify="right")
+    for region in phase.regions():
+        most = "no limit" if region.max_bytes is None else _bytes(region.max_bytes)
+        if region.bytes_per_token is None:
+            table.add_row(region.name, "fixed", most)
+        else:
+            table.add_row(region.name, _bytes(region.bytes_per_token), most)
+    return table
+
+
+def _bytes(number: int) -> str:
+    # From 1 MiB on the exact number alone is hard to read.
+    return f"{number:,} B" + (f" ({number / 2**20:,.1f} MiB)" if number >= 2**20 else "")

@@ -1,0 +1,248 @@
+"""Waits that end: a deadline for every exchange, and a story of who did not arrive.
+
+A rank that cannot go on posts a report on a noticeboard, a channel that works when the transport
+does not, and reads the reports of the others; who posts none within a short grace is missing. A
+rank that waits looks at the board now and then, so one that gives up brings all others along. An
+exchange that ends within the first SLICE_S never looks.
+
+    rank 0 waits ......... deadline: posts, grace ... reads 0, 1, 3: "rank 2 did not arrive"
+    rank 1 waits ......... sees the report of rank 0, posts ... the same
+    rank 2 is busy .......................................... arrives, reads "0, 1, 3 gave up on 2"
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+
+from epcomm.collectives.base import describe_ranks
+from epcomm.errors import EPTimeout
+
+# Waits at most so many seconds (> 0) and says whether the exchange is complete; RuntimeError: the
+# transport broke. Called again until it says True.
+Step = Callable[[float], bool]
+
+# Seconds between two looks at the noticeboard while an exchange waits.
+SLICE_S = 0.25
+# Seconds that the others have to report once a rank gives up: four slices.
+GRACE_S = 1.0
+# Seconds between two looks at the noticeboard while reports are collected.
+POLL_S = 0.05
+# Seconds that one call of a noticeboard may take.
+LOOK_LIMIT_S = 0.5
+
+
+class Noticeboard(ABC):
+    """One short text of each rank, readable by all ranks while a rank is lost.
+
+    post() and read() return within LOOK_LIMIT_S and never raise, whatever the other ranks do: the
+    rank that answers for the board may be the lost one.
+    """
+
+    # The rank in whose process the board lives; None: in none of the group, or not known.
+    host_rank: int | None = None
+
+    @abstractmethod
+    def post(self, text: str) -> None:
+        """Publish this rank's report; a later one replaces it. Local."""
+
+    @abstractmethod
+    def read(self) -> Mapping[int, str] | None:
+        """The reports so far, by rank; None if the board does not answer. Local.
+
+        Called every SLICE_S of a wait, nearly always when there are none: make that cheap. Called
+        once after the first exchange, when every rank has constructed its board.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Report:
+    """What a rank says when it cannot go on.
+
+    exchange: number of verbs run so far.   call: number of those with the same phase.
+    waited_s: how long it had waited.
+    gave_up_on: ranks it names as missing, once it has given up; None: it still collects reports.
+    """
+
+    exchange: int
+    call: int
+    phase: str
+    waited_s: float
+    gave_up_on: tuple[int, ...] | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> _Report:
+        values = json.loads(text)
+        if values["gave_up_on"] is not None:
+            values["gave_up_on"] = tuple(values["gave_up_on"])
+        return cls(**values)
+
+    @property
+    def where(self) -> str:
+        return f"{self.phase}, call {self.call}, exchange {self.exchange}"
+
+
+class BoundedWait:
+    """Runs the exchanges of one rank, each with a deadline. After a failure it refuses all."""
+
+    def __init__(
+        self, noticeboard: Noticeboard, *, rank: int, world_size: int, timeout_s: float
+    ) -> None:
+        """Wait at most timeout_s for the other ranks; `timeout_s` may be set anew between runs."""
+        self.timeout_s = timeout_s
+        self._noticeboard = noticeboard
+        self._rank = rank
+        self._world_size = world_size
+        self._num_exchanges = 0
+        self._num_calls: Counter[str] = Counter()
+        self._story: str | None = None
+
+    def run(self, start: Callable[[], Step], phase: str) -> None:
+        """Start an exchange and wait for its end.
+
+        Args:
+            start: begins the exchange and returns its Step; its own errors pass through.
+            phase: what the exchange is for, as the user knows it: `dispatch counts`.
+
+        Collective: yes.   Host sync: until the exchange is complete.
+        Lifetime: after an EPTimeout the transport may still touch the tensors of the exchange;
+            the Step must keep what it needs alive.
+        Raises:
+            EPTimeout: the exchange did not end in time, the transport broke, or another rank gave
+                up; at most GRACE_S + LOOK_LIMIT_S after the deadline. Every later call raises the
+                same at once and starts nothing.
+        """
+        if self._story is not None:
+            raise EPTimeout(self._story)
+        self._num_exchanges += 1
+        self._num_calls[phase] += 1
+        step = start()
+        start_s = time.monotonic()
+        fault = self._wait(step, start_s + self.timeout_s)
+        if fault is None:
+            if self._num_exchanges == 1:
+                self._noticeboard.read()
+            return
+        report = _Report(
+            exchange=self._num_exchanges,
+            call=self._num_calls[phase],
+            phase=phase,
+            waited_s=time.monotonic() - start_s,
+        )
+        self._story = self._give_up(report, start_s + self.timeout_s, fault)
+        raise EPTimeout(self._story)
+
+    def _wait(self, step: Step, deadline_s: float) -> str | None:
+        """None when the exchange is complete; else what the transport says, which may be ''."""
+        try:
+            while (left_s := deadline_s - time.monotonic()) > 0:
+                if step(min(SLICE_S, left_s)):
+                    return None
+                if self._noticeboard.read():
+                    return ""
+        except RuntimeError as error:
+            return _first_sentence(error)
+        return ""
+
+    def _give_up(self, report: _Report, deadline_s: float, fault: str) -> str:
+        """Report, hear the others, and tell what happened."""
+        self._noticeboard.post(json.dumps(asdict(report)))
+        reports = self._collect(deadline_s)
+        missing = self._missing(reports)
+        others = reports or {}
+        # A rank that was faster to give up, or whose board still answered, knows better.
+        blamed = {rank for other in others.values() for rank in other.gave_up_on or ()}
+        blamed.update(missing or ())
+        report = replace(report, gave_up_on=tuple(sorted(blamed)))
+        self._noticeboard.post(json.dumps(asdict(report)))
+        what, advice = self._explain(report, others, is_known=missing is not None)
+        strays = "".join(
+            f"; rank {rank} was in {other.where}"
+            for rank, other in sorted(others.items())
+            if (other.exchange, other.phase) != (report.exchange, report.phase)
+        )
+        says = f"; the transport says: {fault}" if fault else ""
+        return (
+            f"{report.phase}: {what} (call {report.call}, exchange {report.exchange}, waited "
+            f"{report.waited_s:.1f} s; this is rank {self._rank} of {self._world_size}){strays}"
+            f"{says}; {advice}, then make an EPGroup over a new process group or communicator"
+        )
+
+    def _collect(self, deadline_s: float) -> dict[int, _Report] | None:
+        """The other ranks' reports, waiting for them as long as it makes sense; None: no board.
+
+        After an early break of the transport that is until the deadline, since a rank that is busy
+        computing can report only when it arrives. It is only GRACE_S once the deadline has passed,
+        another rank has given up, the board is silent, or a single rank has not reported: with a
+        broken transport somebody is lost, so it is that one.
+        """
+        seen: dict[int, _Report] | None = None
+        end_s: float | None = None
+        while True:
+            texts = self._noticeboard.read()
+            if texts is not None:
+                seen = {r: _Report.parse(text) for r, text in texts.items() if r != self._rank}
+            num_silent = self._world_size - 1 - len(seen or ())
+            if num_silent == 0:
+                return seen
+            now_s = time.monotonic()
+            has_ended = any(other.gave_up_on is not None for other in (seen or {}).values())
+            if end_s is None and (
+                now_s >= deadline_s or has_ended or texts is None or num_silent == 1
+            ):
+                end_s = now_s + GRACE_S
+            if end_s is not None and now_s >= end_s:
+                # Reports read before the board fell silent count if its host is among them: it has
+                # ended as the others do. If not, it is the one that is lost.
+                has_host = self._noticeboard.host_rank in (None, self._rank, *(seen or ()))
+                return seen if texts is not None or (seen and has_host) else None
+            time.sleep(POLL_S)
+
+    def _missing(self, reports: Mapping[int, _Report] | None) -> list[int] | None:
+        """Ranks without a report; None: it cannot be known."""
+        if reports is not None:
+            return [r for r in range(self._world_size) if r != self._rank and r not in reports]
+        host_rank = self._noticeboard.host_rank
+        return None if host_rank in (None, self._rank) else [host_rank]
+
+    def _explain(
+        self, own: _Report, others: Mapping[int, _Report], *, is_known: bool
+    ) -> tuple[str, str]:
+        """What happened, and what to do about it."""
+        blamed = own.gave_up_on or ()
+        if self._rank in blamed:
+            impatient = [r for r, other in others.items() if self._rank in (other.gave_up_on or ())]
+            return (
+                f"this rank came too late: {describe_ranks(sorted(impatient))} had given up on "
+                f"{describe_ranks(blamed)}",
+                "see what kept it or raise EPConfig.timeout_s",
+            )
+        if blamed:
+            is_silent = not others and blamed == (self._noticeboard.host_rank,)
+            why = ", nor does the store in its process answer" if is_silent else ""
+            return (
+                f"{describe_ranks(blamed)} did not arrive{why}",
+                "see what became of it, or raise EPConfig.timeout_s if it was only slow",
+            )
+        if not is_known:
+            return (
+                "the exchange did not end, and who is missing cannot be told because the "
+                "noticeboard does not answer",
+                "see which processes have ended",
+            )
+        return (
+            "no rank is missing, but the exchange did not end in time",
+            "call in the same order on all ranks, or raise EPConfig.timeout_s",
+        )
+
+
+def _first_sentence(error: RuntimeError) -> str:
+    """`Connection closed by peer [10.0.0.1]:2000`, without source file and further advice."""
+    line = str(error).partition("\n")[0]
+    if line.startswith("[/"):
+        line = line.partition("] ")[2]
+    return line.partition(". ")[0].rstrip(".")

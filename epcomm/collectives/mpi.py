@@ -1,0 +1,257 @@
+"""Collectives over an mpi4py communicator: CPU tensors of any dtype.
+
+Every exchange is a nonblocking MPI collective that this rank polls, so that a wait can end. MPI
+cannot take such a collective back: after a timeout it may still read and write the tensors, which
+are therefore kept until the process ends.
+
+Leaving after a timeout: MPI_Finalize, which mpi4py calls at exit, waits for all ranks, those that
+never come among them. A program that gives up ends them all with `MPI.COMM_WORLD.Abort(1)`, or
+leaves by `os._exit(1)`, upon which mpirun ends the others; scripts/run_program.py does that.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from itertools import accumulate
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from epcomm.collectives.base import DEFAULT_TIMEOUT_S, Collectives, check_sendable
+from epcomm.collectives.bounded import BoundedWait, Noticeboard, Step
+from epcomm.errors import ConfigError, HandleError, ShapeError
+
+# The most rows, and the most bytes in a row, that an MPI call takes: both are a C int.
+_MAX_COUNT = 2**31 - 1
+# Seconds of polling without a pause. Small exchanges on one host end within it; a longer spin
+# would only keep the core from a rank that shares it and is waited for.
+_SPIN_S = 100e-6
+# Seconds of the first pause, below which timers of Linux do not go, and of the longest.
+_FIRST_PAUSE_S = 50e-6
+_LONGEST_PAUSE_S = 1e-3
+# Reports travel under the highest tags that every MPI has, one for each duplicate.
+_HIGHEST_TAG, _NUM_TAGS = 32767, 16384
+
+# Exchanges that MPI may still work on. In the module, because they must outlive every group.
+_UNFINISHED: list[object] = []
+
+
+class MpiCollectives(Collectives):
+    """The three verbs on a duplicate of a communicator that the caller owns and frees.
+
+    The duplicate keeps our messages apart from the caller's. The first verb makes it, so that the
+    constructor waits for no rank, and close() frees it. An EPTimeout ends it, but not the caller's
+    communicator: collectives made anew get another duplicate.
+
+    Calls come from one thread at a time.
+    """
+
+    def __init__(self, communicator: MPI.Comm) -> None:
+        """Use `communicator`, of which this rank is a member. Local.
+
+        Raises:
+            ConfigError: it is null, or connects two groups.
+        """
+        if communicator == MPI.COMM_NULL:
+            raise ConfigError(
+                "EPGroup: the communicator is MPI.COMM_NULL, this rank is no member; "
+                "construct the EPGroup on member ranks only"
+            )
+        if not isinstance(communicator, MPI.Intracomm):
+            raise ConfigError(
+                f"EPGroup: the communicator is a {type(communicator).__name__}, expected an "
+                "Intracomm; call .Merge() on an Intercomm"
+            )
+        self.rank = communicator.Get_rank()
+        self.world_size = communicator.Get_size()
+        self.device = torch.device("cpu")
+        self._communicator = communicator
+        self._noticeboard = MpiNoticeboard(communicator)
+        self._wait = BoundedWait(
+            self._noticeboard,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout_s=DEFAULT_TIMEOUT_S,
+        )
+        self.bounded = self._wait
+        self._duplicate: MPI.Intracomm | None = None
+        self._is_broken = False
+        self._is_closed = False
+
+    def all_to_all(
+        self,
+        send: Tensor,
+        *,
+        send_splits: Sequence[int] | None = None,
+        recv_splits: Sequence[int] | None = None,
+        phase: str = "all_to_all",
+    ) -> Tensor:
+        check_sendable(send, self.device)
+        send_counts = self._counts(send_splits, send.shape[0])
+        if sum(send_counts) != send.shape[0]:
+            raise ShapeError(
+                f"all_to_all: send_splits {send_counts} sum to {sum(send_counts)}, expected the "
+                f"{send.shape[0]} rows of send ({self._where}); split all of them"
+            )
+        recv_counts = self._counts(recv_splits, send.shape[0])
+        recv = send.new_empty((sum(recv_counts), *send.shape[1:]))
+        row = self._row_type(send, max(send.shape[0], recv.shape[0]))
+        to_ranks, from_ranks = _message(send, send_counts, row), _message(recv, recv_counts, row)
+        self._run(lambda duplicate: duplicate.Ialltoallv(to_ranks, from_ranks), row, phase)
+        return recv
+
+    def all_gather(self, tensor: Tensor, *, phase: str = "all_gather") -> Tensor:
+        check_sendable(tensor, self.device)
+        rows = tensor if tensor.dim() else tensor.unsqueeze(0)
+        gathered = tensor.new_empty((self.world_size, *tensor.shape))
+        counts = [rows.shape[0]] * self.world_size
+        row = self._row_type(rows, sum(counts))
+        mine, all_ranks = [_bytes_of(tensor), counts[0], row], _message(gathered, counts, row)
+        self._run(lambda duplicate: duplicate.Iallgatherv(mine, all_ranks), row, phase)
+        return gathered
+
+    def close(self) -> None:
+        """Free the duplicate, unless MPI may still use it after a timeout. Local, idempotent."""
+        self._is_closed = True
+        if self._duplicate is not None and not self._is_broken and not MPI.Is_finalized():
+            self._duplicate.Free()
+            self._duplicate = None
+
+    @property
+    def _where(self) -> str:
+        return f"rank {self.rank} of {self.world_size}"
+
+    def _counts(self, splits: Sequence[int] | None, num_rows: int) -> list[int]:
+        if splits is None:
+            splits = [num_rows // self.world_size] * self.world_size
+        if len(splits) != self.world_size:
+            raise ShapeError(
+                f"all_to_all: {len(splits)} splits for {self.world_size} ranks ({self._where}); "
+                "give one a rank"
+            )
+        return list(splits)
+
+    def _row_type(self, tensor: Tensor, num_rows: int) -> MPI.Datatype:
+        """One row as MPI counts it: counted in bytes, 2 GiB would be the end."""
+        row_bytes = math.prod(tensor.shape[1:]) * tensor.itemsize
+        if max(num_rows, row_bytes) > _MAX_COUNT:
+            raise ShapeError(
+                f"collective: {num_rows} rows of {row_bytes} bytes, MPI takes at most "
+                f"{_MAX_COUNT} rows of as many bytes ({self._where}); send longer rows, or fewer"
+            )
+        return MPI.BYTE.Create_contiguous(row_bytes).Commit()
+
+    def _run(
+        self, post: Callable[[MPI.Intracomm], MPI.Request], row: MPI.Datatype, phase: str
+    ) -> None:
+        try:
+            duplicate = self._open(phase)
+            self._finish(lambda: post(duplicate), phase)
+        finally:
+            row.Free()  # an exchange that still needs it keeps it
+
+    def _open(self, phase: str) -> MPI.Intracomm:
+        """The duplicate, made by the first verb."""
+        if self._is_closed:
+            raise HandleError(f"{phase}: the EPGroup is closed ({self._where}); make a new one")
+        if self._duplicate is None:
+            self._noticeboard.tag = _next_tag(self._communicator)
+            self._finish(self._post_duplication, f"{phase}, making the communicator")
+        assert self._duplicate is not None, "made by the first verb"
+        return self._duplicate
+
+    def _post_duplication(self) -> MPI.Request:
+        self._duplicate, request = self._communicator.Idup()
+        return request
+
+    def _finish(self, post: Callable[[], MPI.Request], phase: str) -> None:
+        requests: list[MPI.Request] = []
+
+        def start() -> Step:
+            requests.append(post())
+            return _step_of(requests[0])
+
+        try:
+            self._wait.run(start, phase)
+        except BaseException:
+            if requests:
+                self._is_broken = True
+                # A request holds its tensors, but not the duplicate that MPI is to fill in.
+                _UNFINISHED.append((requests, self._duplicate))
+            raise
+
+
+class MpiNoticeboard(Noticeboard):
+    """Reports as small messages to every rank, on the caller's communicator.
+
+    Not on the duplicate: a rank that never came is the reason why there is none. Messages so small
+    leave at once, without help from a receiver.
+    """
+
+    def __init__(self, communicator: MPI.Intracomm) -> None:
+        """Use `communicator`. Local."""
+        self.tag = _HIGHEST_TAG  # set anew before the first exchange
+        self._communicator = communicator
+        self._reports: dict[int, str] = {}
+
+    def post(self, text: str) -> None:
+        rank, message = self._communicator.Get_rank(), [text.encode(), MPI.BYTE]
+        self._reports[rank] = text
+        with suppress(MPI.Exception):
+            for other in range(self._communicator.Get_size()):
+                if other != rank:
+                    _UNFINISHED.append(self._communicator.Isend(message, other, self.tag))
+
+    def read(self) -> Mapping[int, str] | None:
+        status = MPI.Status()
+        try:
+            while self._communicator.Iprobe(MPI.ANY_SOURCE, self.tag, status):
+                text = bytearray(status.Get_count(MPI.BYTE))
+                self._communicator.Recv([text, MPI.BYTE], status.Get_source(), self.tag)
+                self._reports[status.Get_source()] = text.decode()
+        except MPI.Exception:
+            return None
+        return dict(self._reports)
+
+
+@cache
+def _tag_key() -> int:
+    """Under which a communicator remembers how many duplicates we made of it."""
+    return MPI.Comm.Create_keyval()
+
+
+def _next_tag(communicator: MPI.Comm) -> int:
+    """A tag for reports: equal on all ranks, since they make duplicates in one order."""
+    number = communicator.Get_attr(_tag_key()) or 0
+    communicator.Set_attr(_tag_key(), number + 1)
+    return _HIGHEST_TAG - number % _NUM_TAGS
+
+
+def _step_of(request: MPI.Request) -> Step:
+    def step(seconds: float) -> bool:
+        start_s, pause_s = time.perf_counter(), _FIRST_PAUSE_S
+        while not request.Test():
+            waited_s = time.perf_counter() - start_s
+            if waited_s >= seconds:
+                return False
+            if waited_s >= _SPIN_S:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return True
+
+    return step
+
+
+def _message(tensor: Tensor, counts: list[int], row: MPI.Datatype) -> list[object]:
+    """Consecutive rows of `tensor`, so many for each rank."""
+    return [_bytes_of(tensor), counts, [0, *accumulate(counts[:-1])], row]
+
+
+def _bytes_of(tensor: Tensor) -> object:
+    # A view. MPI takes numpy arrays, and numpy knows neither bfloat16 nor float8.
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()

@@ -1,0 +1,121 @@
+"""The packages that install as `deep_ep`: how to tell them apart, and what they do to variables."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import MappingProxyType
+
+
+class DeepEPKind(StrEnum):
+    """Which of the packages that install as `deep_ep` this is."""
+
+    V1 = "V1"
+    V2 = "V2"
+    HYBRID = "Hybrid"
+    ASCEND = "Ascend"
+    STRANGER = "stranger"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variable:
+    """An environment variable that a communication package reads or writes.
+
+    value: as set here, or None.   written: what the Buffer of deep_ep V1 writes, or None.
+    advice: what to do; empty where nothing is to be done.
+    """
+
+    name: str
+    value: str | None
+    written: str | None
+    advice: str = ""
+
+
+# Source: deepseek-ai/DeepEP, deep_ep/buffers/legacy.py, Buffer.__init__: set where ranks of other
+# hosts take part or low_latency_mode is on, in the process itself, for all users of NVSHMEM.
+_V1_WRITES = MappingProxyType(
+    {
+        "NVSHMEM_DISABLE_P2P": "0; 1 with allow_nvlink_for_low_latency_mode=False",
+        "NVSHMEM_IB_ENABLE_IBGDA": "1",
+        "NVSHMEM_IBGDA_NUM_RC_PER_PE": "num_qps_per_rank, 24 by default",
+        "NVSHMEM_QP_DEPTH": "1024, unless it is set",
+        "NVSHMEM_MAX_TEAMS": "7",
+        "NVSHMEM_DISABLE_NVLS": "1",
+        "NVSHMEM_CUMEM_GRANULARITY": "536870912",
+        "NVSHMEM_DISABLE_MNNVL": "1, unless allow_mnnvl=True",
+    }
+)
+_KEPT_BY_V1 = "NVSHMEM_QP_DEPTH"
+
+# Prefix of a variable -> who reads it and what to do.
+_READERS = MappingProxyType(
+    {
+        "NVSHMEM_": "every user of NVSHMEM in the process reads it",
+        "EP_": "deep_ep V2 reads such names; set them alike on all ranks",
+        "DEEP_": "the deep_ep for Ascend reads such names, and they may change numbers or layout "
+        "behind the caller's arguments; unset it",
+        "DEEPEP_": "the deep_ep for Ascend reads such names for its sizes; set them alike on all "
+        "ranks",
+    }
+)
+
+
+def deep_ep_kind(folder: Path) -> DeepEPKind:
+    """Recognise a deep_ep package by the classes and functions that its sources define.
+
+    Args:
+        folder: of the package; nothing in it is imported.
+
+    V2 holds the Buffer of V1 too, and so do the Hybrid branch and the package for Ascend.
+    """
+    names = set(_defined_names(folder))
+    if "fused_deep_moe" in names:
+        return DeepEPKind.ASCEND
+    if "HybridEPBuffer" in names:
+        return DeepEPKind.HYBRID
+    if "ElasticBuffer" in names:
+        return DeepEPKind.V2
+    return DeepEPKind.V1 if "Buffer" in names else DeepEPKind.STRANGER
+
+
+def communication_variables(variables: Mapping[str, str]) -> tuple[Variable, ...]:
+    """Those that deep_ep V1 writes, set or not, and those that are set for somebody."""
+    listed = [name for name in sorted(variables) if _advice_for(name) and name not in _V1_WRITES]
+    return tuple(
+        Variable(
+            name=name,
+            value=variables.get(name),
+            written=_V1_WRITES.get(name),
+            advice=_variable_advice(name) if name in variables else "",
+        )
+        for name in [*_V1_WRITES, *listed]
+    )
+
+
+def _variable_advice(name: str) -> str:
+    if name == _KEPT_BY_V1:
+        # Source: deep_ep asserts NVSHMEM_QP_DEPTH >= 2 (M + 1) in low latency.
+        return "deep_ep V1 keeps it; it limits max_tokens_per_rank to half of it, less 1"
+    if name in _V1_WRITES:
+        return "deep_ep V1 overwrites it, for all users of NVSHMEM in the process"
+    return _advice_for(name)
+
+
+def _advice_for(name: str) -> str:
+    return next((text for prefix, text in _READERS.items() if name.startswith(prefix)), "")
+
+
+def _defined_names(folder: Path) -> Iterator[str]:
+    """The classes and functions, methods included, that the sources of a package define."""
+    for path in sorted(folder.rglob("*.py")):
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):
+            # Not Python that we know; whatever it defines, its import tells.
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield node.name

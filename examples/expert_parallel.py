@@ -1,0 +1,153 @@
+"""One rank's part of training: its experts of every layer, and a copy of everything else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from comparison import StepResult
+from plain_model import next_byte_loss, squared_gradient_norm
+from text_data import Batch
+from torch import Tensor, nn
+from transformers import Qwen3MoeForCausalLM
+
+from epcomm import EPConfig, EPGroup, ExpertParallelMoE, Mode, TopKOutput
+from epcomm.sharding import gather_state_dict, replicated_parameters, sharded_parameters
+
+# Three times as much learns no faster, and some embedding comes so close to zero, where RMSNorm
+# multiplies rounding errors, that float32 itself is 2e-5 off.
+LEARNING_RATE = 1e-3
+# Larger gradients, as the first steps have them, are scaled down to it.
+MAX_GRADIENT_NORM = 1.0
+
+
+class ExpertParallelTraining:
+    """A model whose experts are spread over the group, and its optimizer."""
+
+    def __init__(self, model: Qwen3MoeForCausalLM, group: EPGroup) -> None:
+        """Replace every MoE block of `model`, which is equal on all ranks.
+
+        Collective: yes.
+        """
+        self._group = group
+        self._model = model
+        self._moe_layers = _spread_experts(model, group)
+        self._chosen_experts: list[Tensor] = []
+        for moe in self._moe_layers:
+            moe.experts.register_forward_pre_hook(self._note_chosen_experts)
+        # After the blocks were replaced: their parameters are new.
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+
+    def compute_gradients(self, batch: Batch | None) -> StepResult:
+        """Forward and backward of this rank's batch, and what came of the batches of all ranks.
+
+        Collective: yes, also on a rank without a batch.
+        """
+        self._optimizer.zero_grad()
+        self._chosen_experts.clear()
+        num_tokens = torch.tensor(0 if batch is None else batch.num_tokens)
+        dist.all_reduce(num_tokens)
+        loss = self._loss(batch, int(num_tokens))
+        loss.backward()
+        # Expert gradients are complete: an expert has seen the tokens of all ranks.
+        replicated = replicated_parameters(self._model)
+        _sum_gradients_over_ranks(replicated)
+
+        sums = [loss.item(), squared_gradient_norm(sharded_parameters(self._model))]
+        mean_loss, experts_norm = _sum_over_ranks(sums)
+        return StepResult(
+            loss=mean_loss,
+            gradient_norm=math.sqrt(experts_norm + squared_gradient_norm(replicated)),
+        )
+
+    def update(self, gradient_norm: float) -> None:
+        """Clip the gradients and take a step. Local."""
+        nn.utils.clip_grads_with_norm_(
+            self._model.parameters(), MAX_GRADIENT_NORM, torch.tensor(gradient_norm)
+        )
+        self._optimizer.step()
+
+    def explain(self) -> str:
+        """How many parameters are where, and how tokens travel, the same way in every layer."""
+        num_replicated = _num_elements(replicated_parameters(self._model))
+        num_local = _num_elements(sharded_parameters(self._model))
+        num_parameters = num_replicated + num_local * self._group.world_size
+        return (
+            f"Qwen3-MoE, {num_parameters / 1e6:.1f} M parameters, "
+            f"{(num_replicated + num_local) / 1e6:.1f} M of them on each rank\n"
+            f"{self._moe_layers[0].explain()}"
+        )
+
+    def gather_weights(self) -> dict[str, Tensor]:
+        """The state of the whole model, with all experts. Collective: yes."""
+        return gather_state_dict(self._model, self._group)
+
+    def gather_routing(self, tokens_by_rank: Sequence[int]) -> list[Tensor]:
+        """By rank, [T, layers, K]: the experts chosen in the last step; rank 0 gets them.
+
+        Collective: yes.
+        """
+        chosen = torch.stack(self._chosen_experts, dim=1)
+        num_others = self._group.world_size - 1
+        recv_splits = tokens_by_rank if self._group.rank == 0 else [0] * len(tokens_by_rank)
+        gathered = chosen.new_empty(sum(recv_splits), *chosen.shape[1:])
+        dist.all_to_all_single(
+            gathered, chosen, list(recv_splits), [len(chosen)] + [0] * num_others
+        )
+        return list(gathered.split(list(recv_splits)))
+
+    def sent_bytes(self) -> int:
+        """Bytes that MoE layers sent from this rank so far. Local."""
+        # Layers of one shape share a buffer, so that any of them speaks for all.
+        traffic = self._moe_layers[0].stats().traffic
+        return traffic.dispatch_bytes + traffic.combine_bytes + traffic.control_bytes
+
+    def _note_chosen_experts(self, experts: nn.Module, args: tuple[Tensor, TopKOutput]) -> None:
+        self._chosen_experts.append(args[1].topk_ids)
+
+    def _loss(self, batch: Batch | None, num_tokens: int) -> Tensor:
+        if batch is not None:
+            return next_byte_loss(self._model, batch, num_tokens)
+        # The experts of this rank still serve the tokens of others: it calls every MoE layer in
+        # order, chained, so that backward calls them in reverse. Attention refuses an empty batch.
+        hidden_states = torch.empty(0, self._model.config.hidden_size)
+        for moe in self._moe_layers:
+            hidden_states = moe(hidden_states)
+        return hidden_states.sum()
+
+
+def _spread_experts(model: Qwen3MoeForCausalLM, group: EPGroup) -> list[ExpertParallelMoE]:
+    config = EPConfig(mode=Mode.NORMAL)
+    moe_layers = []
+    for layer in model.model.layers:
+        block = layer.get_submodule("mlp")
+        layer.mlp = moe = ExpertParallelMoE.from_transformers(block, group, config)
+        moe_layers.append(moe)
+    return moe_layers
+
+
+def _sum_gradients_over_ranks(parameters: Sequence[nn.Parameter]) -> None:
+    """Sum, not mean: the loss is already divided by the tokens of all ranks."""
+    # One message instead of one a parameter. A rank without a batch has no gradients of its own.
+    flat = torch.cat(
+        [
+            torch.zeros(parameter.numel()) if parameter.grad is None else parameter.grad.flatten()
+            for parameter in parameters
+        ]
+    )
+    dist.all_reduce(flat)
+    sums = flat.split([parameter.numel() for parameter in parameters])
+    for parameter, gradient in zip(parameters, sums, strict=True):
+        parameter.grad = gradient.view_as(parameter)
+
+
+def _num_elements(parameters: Sequence[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _sum_over_ranks(numbers: Sequence[float]) -> list[float]:
+    sums = torch.tensor(numbers, dtype=torch.float64)
+    dist.all_reduce(sums)
+    return sums.tolist()

@@ -1,0 +1,69 @@
+"""The model as transformers has it, and what both sides compute with it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from text_data import Batch
+from torch import Tensor, nn
+
+# The model is built from code; transformers must not look for anything on the network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+NUM_BYTE_VALUES = 256
+NUM_EXPERTS_PER_TOKEN = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """What the command line may choose; with 4 layers and 32 experts 3.4 million parameters."""
+
+    num_layers: int
+    num_experts: int
+
+
+def build_model(size: ModelSize, *, seed: int) -> Qwen3MoeForCausalLM:
+    """A byte-level Qwen3-MoE model in float32, equal on all ranks that give the same seed."""
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=NUM_BYTE_VALUES,
+        hidden_size=128,
+        num_hidden_layers=size.num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        moe_intermediate_size=64,
+        num_experts=size.num_experts,
+        num_experts_per_tok=NUM_EXPERTS_PER_TOKEN,
+        norm_topk_prob=True,
+        use_cache=False,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    # A loop over experts: other operations than those of the runner that it is compared with.
+    model.set_experts_implementation("eager")
+    return model
+
+
+def next_byte_loss(model: Qwen3MoeForCausalLM, batch: Batch, num_tokens: int) -> Tensor:
+    """Cross entropy summed over `batch`, divided by the tokens of all ranks.
+
+    The sum over the ranks is then the mean loss, also where ranks have different numbers of tokens.
+    """
+    logits = model(input_ids=batch.inputs).logits
+    losses = nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch.targets.flatten(), reduction="none"
+    )
+    # Summed in float64, so that differences show that a float32 sum would round away.
+    return losses.double().sum() / num_tokens
+
+
+def gradient_norms(model: nn.Module) -> dict[str, float]:
+    """By name of the parameter; 0 where this rank has no gradient."""
+    return {
+        # In float64: the comparison should not measure how this sum was rounded.
+        name: 0.0 if parameter.grad is None else parameter.grad.double().norm().item()
+        for name, parameter in model.named_parameters()
+    }

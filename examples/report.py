@@ -1,0 +1,104 @@
+"""What the terminal shows: a progress bar, a table of steps, a summary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from comparison import Comparison
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+# Rows that fit a terminal together with what comes before and after them.
+MAX_ROWS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One step, as the table shows it.
+
+    tokens_by_rank: bytes predicted on each rank.
+    sent_bytes: by the MoE layers of the rank that sent most, forward and backward.
+    duration_s: of training, without the comparison.
+    """
+
+    step: int
+    comparison: Comparison
+    tokens_by_rank: Sequence[int]
+    sent_bytes: int
+    duration_s: float
+
+    @property
+    def loss(self) -> float:
+        """Over the ranks."""
+        return self.comparison.loss
+
+
+def progress_bar(console: Console) -> Progress:
+    """Shows steps and the last loss; where the console is no terminal, only how it ended."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=console.quiet,
+    )
+
+
+def steps_table(records: Sequence[StepRecord]) -> Table:
+    """The first step, every n-th and the last."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    headings = (
+        "step",
+        "tokens",
+        "a rank",
+        "loss",
+        "in one\nprocess",
+        "loss\ndiffers by",
+        "gradient norm\ndiffers by",
+        "MB sent\na rank",
+        "ms",
+    )
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    interval = -(-len(records) // MAX_ROWS)
+    for record in records:
+        if record.step % interval == 0 or record in (records[0], records[-1]):
+            table.add_row(*_row(record))
+    return table
+
+
+def summary(records: Sequence[StepRecord], tolerance: float) -> str:
+    """The fall of the loss, and the largest differences of all steps."""
+    comparisons = [record.comparison for record in records]
+    loss_difference = max(comparison.loss_difference for comparison in comparisons)
+    norm_difference = max(comparison.gradient_norm_difference for comparison in comparisons)
+    routing_difference = max(comparison.routing_difference for comparison in comparisons)
+    num_ties = sum(comparison.num_ties for comparison in comparisons)
+    num_idle = sum(0 in record.tokens_by_rank for record in records)
+    return (
+        f"loss from {records[0].loss:.2f} to {records[-1].loss:.2f} in {len(records)} steps; "
+        f"in {num_idle} of them a rank had no data\n"
+        f"largest relative differences, limit {tolerance:.0e}: "
+        f"loss {loss_difference:.1e}, gradient norm {norm_difference:.1e}\n"
+        f"ties between experts that rounding decided differently: {num_ties:.0f}, "
+        f"at most {routing_difference:.1e} apart"
+    )
+
+
+def _row(record: StepRecord) -> list[str]:
+    comparison = record.comparison
+    return [
+        str(record.step),
+        str(sum(record.tokens_by_rank)),
+        f"{min(record.tokens_by_rank)}-{max(record.tokens_by_rank)}",
+        f"{record.loss:.4f}",
+        f"{comparison.expected_loss:.4f}",
+        f"{comparison.loss_difference:.1e}",
+        f"{comparison.gradient_norm_difference:.1e}",
+        f"{record.sent_bytes / 1e6:.2f}",
+        f"{record.duration_s * 1e3:.0f}",
+    ]

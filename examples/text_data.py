@@ -1,0 +1,64 @@
+"""English text that every Python carries, cut into batches whose size differs by rank and step."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pydoc_data.topics import topics
+
+import torch
+from torch import Tensor
+
+MAX_SEQUENCES = 12
+MIN_SEQUENCE_LENGTH = 32
+MAX_SEQUENCE_LENGTH = 128
+
+# How often some rank has no data, as when a data set runs out on one rank before the others.
+IDLE_PROBABILITY = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What one rank learns in one step.
+
+    inputs: [sequences, length], int64, bytes of text.
+    targets: [sequences, length], int64, the byte that follows each of them.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Bytes to be predicted."""
+        return self.targets.numel()
+
+
+class TextData:
+    """The batches of all ranks, computed from a seed, so that no rank has to send its own."""
+
+    def __init__(self, *, seed: int, num_ranks: int) -> None:
+        """Read the text."""
+        self._seed = seed
+        self._num_ranks = num_ranks
+        self.text = torch.frombuffer(
+            bytearray("\n".join(topics.values()), "utf-8"), dtype=torch.uint8
+        )
+
+    def batches(self, step: int) -> list[Batch | None]:
+        """The batch of every rank in `step`; None for a rank without data, never for all."""
+        # A string seeds alike in every process; the hash of a tuple would promise less.
+        draw = random.Random(f"{self._seed} {step}")
+        batches: list[Batch | None] = [self._batch(draw) for _ in range(self._num_ranks)]
+        if self._num_ranks > 1 and draw.random() < IDLE_PROBABILITY:
+            batches[draw.randrange(self._num_ranks)] = None
+        return batches
+
+    def _batch(self, draw: random.Random) -> Batch:
+        length = draw.randint(MIN_SEQUENCE_LENGTH, MAX_SEQUENCE_LENGTH)
+        rows = []
+        for _ in range(draw.randint(1, MAX_SEQUENCES)):
+            start = draw.randrange(len(self.text) - length)
+            rows.append(self.text[start : start + length + 1])
+        bytes_ = torch.stack(rows).long()
+        return Batch(inputs=bytes_[:, :-1], targets=bytes_[:, 1:])

@@ -1,0 +1,311 @@
+"""What buffers say of their sizes is what they send and what their records own, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from epcomm import EPConfig, EPGroup, MoESpec, TopKOutput, plan
+from epcomm.buffers.sizes import CallShape
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.dispatchers.deepep_low_latency import DeepEPLowLatencyDispatcher
+from epcomm.dispatchers.deepep_normal import DeepEPNormalDispatcher
+from epcomm.dispatchers.rows import RowsDispatcher
+from epcomm.dispatchers.standard import StandardDispatcher
+from epcomm.planning import PhasePlan
+from epcomm.records import Handle
+
+NUM_RANKS = 2
+MAX_TOKENS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A backend, by the dispatcher and the configuration that choose it."""
+
+    backend: str
+    dispatcher: type[RowsDispatcher]
+    config: EPConfig
+
+    @property
+    def is_replicated(self) -> bool:
+        return self.config.replicated
+
+
+CASES = {
+    "collective": Case(
+        backend="collective",
+        dispatcher=DeepEPNormalDispatcher,
+        config=EPConfig(backend="collective", max_tokens_per_rank=MAX_TOKENS),
+    ),
+    "budget": Case(
+        backend="collective_static",
+        dispatcher=DeepEPNormalDispatcher,
+        config=EPConfig(
+            backend="collective_static", max_tokens_per_rank=MAX_TOKENS, max_recv_slots=40
+        ),
+    ),
+    "low_latency": Case(
+        backend="collective_static",
+        dispatcher=DeepEPLowLatencyDispatcher,
+        config=EPConfig(backend="collective_static", max_tokens_per_rank=MAX_TOKENS),
+    ),
+    "all_gather": Case(
+        backend="all_gather",
+        dispatcher=StandardDispatcher,
+        config=EPConfig(backend="all_gather", max_tokens_per_rank=MAX_TOKENS),
+    ),
+    "replicated": Case(
+        backend="replicated",
+        dispatcher=StandardDispatcher,
+        config=EPConfig(replicated=True, max_tokens_per_rank=MAX_TOKENS),
+    ),
+}
+
+
+def routing(
+    source: int, num_tokens: int, num_experts: int, top_k: int, device: torch.device
+) -> TopKOutput:
+    """Distinct experts a token, drawn; some entries are -1."""
+    generator = torch.Generator().manual_seed(source)
+    scores = torch.rand(num_tokens, num_experts, generator=generator)
+    topk_ids = scores.topk(top_k, dim=1).indices
+    topk_ids[::3, 0] = -1
+    return TopKOutput(
+        topk_ids=topk_ids.to(device), topk_weights=torch.ones(num_tokens, top_k).to(device)
+    )
+
+
+def call_shape(group: EPGroup, topk_of_rank: list[TopKOutput], num_local: int) -> CallShape:
+    """What the ids say of this rank's call."""
+
+    def num_rows(source: int, destination: int) -> int:
+        is_there = topk_of_rank[source].topk_ids // num_local == destination
+        is_there &= topk_of_rank[source].topk_ids >= 0
+        return int(is_there.any(dim=1).sum())
+
+    others = [rank for rank in range(group.world_size) if rank != group.rank]
+    return CallShape(
+        rank=group.rank,
+        tokens_of_rank=[len(topk.topk_ids) for topk in topk_of_rank],
+        rows_sent=sum(num_rows(group.rank, other) for other in others),
+        rows_received=sum(num_rows(other, group.rank) for other in others),
+    )
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize(
+    ("name", "has_gradients"),
+    [(name, False) for name in CASES] + [(name, True) for name in CASES if name != "low_latency"],
+)
+def test_plan_counts_the_bytes_that_leave_a_rank(name: str, has_gradients: bool) -> None:
+    case = CASES[name]
+    with EPGroup() as group, torch.set_grad_enabled(has_gradients):
+        # Odd sizes: a row of 37 elements and 3 ids and weights has two gaps.
+        spec = MoESpec(hidden_size=37, num_experts=6, top_k=3, dtype=torch.bfloat16)
+        sources = [0 if case.is_replicated else rank for rank in range(NUM_RANKS)]
+        topks = [routing(source, 3 + 2 * source, 6, 3, group.device) for source in sources]
+        dispatcher = case.dispatcher(group, spec, case.config)
+        assert dispatcher.plan.backend == case.backend
+        mine = topks[group.rank]
+        x = torch.zeros(
+            len(mine.topk_ids),
+            37,
+            dtype=spec.dtype,
+            device=group.device,
+            requires_grad=has_gradients,
+        )
+        out = dispatcher.dispatch(x, mine)
+        assert out.slot_weights is not None
+        rows = torch.zeros(out.num_slots, 37, dtype=spec.dtype, device=group.device)
+        y = dispatcher.combine(out.combine_input(rows * out.slot_weights[:, None].to(rows.dtype)))
+        call = call_shape(group, topks, 3)
+        expected = dispatcher.plan.wire_bytes(call)
+        assert expected.combine_bytes > 0
+        if has_gradients:
+            y.float().sum().backward()
+            expected += dispatcher.plan.wire_bytes(call, backward=True)
+        assert dispatcher.traffic() == expected
+
+
+def tensors_of(record: object) -> Iterator[Tensor]:
+    """All tensors in a record and in the records that it holds."""
+    if isinstance(record, Tensor):
+        yield record
+    elif is_dataclass(record):
+        for field in fields(record):
+            yield from tensors_of(getattr(record, field.name))
+    elif isinstance(record, Handle):
+        yield from tensors_of(record.route)
+
+
+def owned_bytes(record: object) -> int:
+    """Bytes of all different memory behind the tensors of a record."""
+    storages = [tensor.untyped_storage() for tensor in tensors_of(record)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+# The regions that a record of dispatch owns until its last use.
+KEPT = {
+    "collective": {"send order", "received rows", "slot index"},
+    "budget": {"received rows", "slot index", "row flags"},
+    "low_latency": {"received rows", "slot index", "row flags"},
+    "all_gather": {"received rows", "padding map", "slot index"},
+    "replicated": {"slot index", "row flags"},
+}
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("name", CASES)
+def test_regions_are_what_the_record_of_the_largest_call_owns(name: str) -> None:
+    case = CASES[name]
+    with EPGroup() as group, torch.no_grad():
+        # One expert a rank and K = W: every token goes everywhere, which is the largest call.
+        spec = MoESpec(hidden_size=37, num_experts=NUM_RANKS, top_k=NUM_RANKS)
+        dispatcher = case.dispatcher(group, spec, case.config)
+        x = torch.zeros(MAX_TOKENS, 37, dtype=spec.dtype, device=group.device)
+        topk_ids = torch.arange(NUM_RANKS, device=group.device).repeat(MAX_TOKENS, 1)
+        out = dispatcher.dispatch(
+            x,
+            TopKOutput(
+                topk_ids=topk_ids, topk_weights=torch.ones(topk_ids.shape, device=group.device)
+            ),
+        )
+        regions = {region.name: region.max_bytes for region in dispatcher.plan.regions()}
+        kept = sum(regions[region] or 0 for region in KEPT[name])
+        # Replicated rows are the caller's own.
+        assert owned_bytes(out) - (x.nbytes if case.is_replicated else 0) == kept
+
+
+def phase_of(case: Case, **changes: int) -> PhasePlan:
+    """W = 4, H = 64, K = 2, L = 2, A row out is 64 elements of 2 B and 2 ids and weights: 144 B."""
+    spec = MoESpec(hidden_size=64, num_experts=8, top_k=2)
+    config = {"max_tokens_per_rank": 16, **changes}
+    mode = case.dispatcher.mode
+    return plan(
+        EPConfig(mode=mode, backend=case.backend, replicated=case.is_replicated, **config),  # type: ignore[arg-type]
+        spec,
+        world_size=4,
+    ).prefill
+
+
+# Of one token on all ranks, and at most on one rank: R = 64 rows, C = 128 slots.
+REGIONS = {
+    "collective": {
+        # 4 headers out and 4 in, of 3 words and 2 counts.
+        "headers": (None, 320),
+        "send order": (56, 904),
+        "sent rows": (288, 4608),
+        "received rows": (288, 9216),
+        # A row: 2 x 4 + 8; a slot: 4 + 4 + 8; and 32 B of tables: 64 x 16 + 128 x 16 + 32.
+        "slot index": (64, 3104),
+        "packed slots": (288, 18432),
+        "expert results": (256, 16384),
+        "partial sums": (256, 8192),
+        "home rows": (256, 4096),
+    },
+    "all_gather": {
+        # 1 header out and 4 in, of 3 words and 8 counts.
+        "headers": (None, 440),
+        "sent rows": (144, 2304),
+        "received rows": (576, 9216),
+        "padding map": (36, 576),
+        "slot index": (96, 3104),
+        "packed slots": (288, 18432),
+        "expert results": (256, 16384),
+        "partial sums": (512, 8192),
+        "home rows": (512, 8192),
+    },
+    "low_latency": {
+        "sent message": (None, 2448),
+        "received message": (None, 9792),
+        "received rows": (None, 9216),
+        "slot index": (None, 3116),
+        "row flags": (None, 65),
+        "packed slots": (None, 16384),
+        "expert results": (None, 16384),
+        "partial sums": (None, 8192),
+        "home rows": (None, 8192),
+    },
+    # R = 16 rows, the caller's, and C = 32 slots.
+    "replicated": {
+        "row flags": (4, 16),
+        "slot index": (96, 800),
+        "packed slots": (256, 4096),
+        "expert results": (256, 4096),
+        "partial sums": (512, 2048),
+        "scattered sums": (512, 2048),
+        "gathered sums": (512, 2048),
+    },
+}
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_memory_by_region(name: str) -> None:
+    found = {
+        region.name: (region.bytes_per_token, region.max_bytes)
+        for region in phase_of(CASES[name]).regions()
+    }
+    assert found == REGIONS[name]
+
+
+def test_budget_bounds_the_slots() -> None:
+    regions = {r.name: r.max_bytes for r in phase_of(CASES["budget"], max_recv_slots=40).regions()}
+    assert regions["packed slots"] == regions["expert results"] == 40 * 128
+    # 64 rows x 16 + 40 slots x 16 + 32 + 12: the host reserves no more members than slots.
+    assert regions["slot index"] == 1708
+
+
+def test_padding_of_experts_is_counted() -> None:
+    aligned = phase_of(CASES["low_latency"], slot_alignment=16)
+    regions = {region.name: region.max_bytes for region in aligned.regions()}
+    # 128 slots and 15 of padding for each of 2 experts, rounded up to 160.
+    assert regions["expert results"] == 160 * 128
+
+
+# T on each of 4 ranks; each rank sends 5 rows and gets 3: (forward, backward) of rank 1.
+SHAPE = CallShape(rank=1, tokens_of_rank=(4, 1, 0, 2), rows_sent=5, rows_received=3)
+WIRE = {
+    "collective": (
+        BufferTraffic(dispatch_bytes=5 * 144, combine_bytes=3 * 128, control_bytes=3 * 40),
+        BufferTraffic(dispatch_bytes=5 * 128, combine_bytes=3 * 144),
+    ),
+    # Rows are padded to the 4 tokens of rank 0; the sums of the 6 tokens of others go home.
+    "all_gather": (
+        BufferTraffic(dispatch_bytes=12 * 144, combine_bytes=6 * 128, control_bytes=3 * 88),
+        BufferTraffic(dispatch_bytes=12 * 128, combine_bytes=6 * 144),
+    ),
+    "budget": (
+        BufferTraffic(dispatch_bytes=48 * 144, combine_bytes=48 * 128, control_bytes=3 * 144),
+        BufferTraffic(dispatch_bytes=48 * 128, combine_bytes=48 * 144),
+    ),
+    # 1 token is padded to 4, of which this rank sums one: a part to 3 ranks, a total to 3 ranks.
+    "replicated": (
+        BufferTraffic(combine_bytes=6 * 128),
+        BufferTraffic(combine_bytes=6 * 144),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WIRE)
+def test_bytes_on_the_wire(name: str) -> None:
+    changes = {"max_recv_slots": 40} if name == "budget" else {}
+    phase = phase_of(CASES[name], **changes)
+    forward, backward = WIRE[name]
+    assert phase.wire_bytes(SHAPE) == forward
+    assert phase.wire_bytes(SHAPE, backward=True) == backward
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "world_size", "num_rows"), [(3, 2, 4, 6), (3, 8, 4, 9), (3, 8, 1, 0)]
+)
+def test_largest_call_sends_a_token_to_all_other_ranks_that_it_can_need(
+    num_tokens: int, top_k: int, world_size: int, num_rows: int
+) -> None:
+    call = CallShape.most(num_tokens, top_k, world_size)
+    assert list(call.tokens_of_rank) == [num_tokens] * world_size
+    assert (call.rows_sent, call.rows_received) == (num_rows, num_rows)

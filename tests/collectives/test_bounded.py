@@ -1,0 +1,358 @@
+"""A wait ends, and its story is true: who is missing, late, elsewhere, or not to be told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from epcomm import ConfigError, DeepEPNormalDispatcher, EPConfig, EPGroup, EPTimeout, MoESpec
+from epcomm.collectives import bounded
+from epcomm.collectives.base import DEFAULT_TIMEOUT_S
+from epcomm.collectives.bounded import BoundedWait, Noticeboard, Step
+
+TIMEOUT_S = 0.5
+LONG_S = 30.0
+# Seconds by which threads of a busy machine may miss a time.
+SLACK_S = 1.0
+
+
+@pytest.fixture(autouse=True)
+def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded, "SLICE_S", 0.05)
+    monkeypatch.setattr(bounded, "GRACE_S", 0.4)
+    monkeypatch.setattr(bounded, "POLL_S", 0.01)
+
+
+@dataclass
+class Wall:
+    """The reports of all ranks, in this process; silent: it answers to nobody."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    silent: bool = False
+    num_reads: int = 0
+
+
+class WallNoticeboard(Noticeboard):
+    """What one rank sees of the wall."""
+
+    def __init__(self, wall: Wall, rank: int, host_rank: int | None = None) -> None:
+        self.wall, self.rank, self.host_rank = wall, rank, host_rank
+
+    def post(self, text: str) -> None:
+        if not self.wall.silent:
+            self.wall.texts[self.rank] = text
+
+    def read(self) -> Mapping[int, str] | None:
+        self.wall.num_reads += 1
+        return None if self.wall.silent else dict(self.wall.texts)
+
+
+class Transport:
+    """An exchange is complete when all ranks have started it; break_off() ends all at once."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.num_started: dict[int, int] = {}
+        self.fault = ""
+        self.changed = threading.Condition()
+
+    def start(self, number: int) -> Step:
+        with self.changed:
+            self.num_started[number] = self.num_started.get(number, 0) + 1
+            self.changed.notify_all()
+
+        def step(seconds: float) -> bool:
+            with self.changed:
+                self.changed.wait_for(lambda: self.fault or self.is_complete(number), seconds)
+                if self.fault:
+                    raise RuntimeError(self.fault)
+                return self.is_complete(number)
+
+        return step
+
+    def is_complete(self, number: int) -> bool:
+        return self.num_started[number] == self.world_size
+
+    def break_off(self) -> None:
+        with self.changed:
+            self.fault = "[/src/pair.cc:5] Connection closed by peer [::1]:7. This is a pity. GLHF"
+            self.changed.notify_all()
+
+
+class Rank:
+    """A rank in a thread of its own."""
+
+    def __init__(self, world: World, rank: int, timeout_s: float, host_rank: int | None) -> None:
+        self.world, self.rank = world, rank
+        self.wait = BoundedWait(
+            WallNoticeboard(world.wall, rank, host_rank),
+            rank=rank,
+            world_size=world.transport.world_size,
+            timeout_s=timeout_s,
+        )
+        self.num_started = 0
+
+    def run(self, phase: str = "dispatch") -> None:
+        """Take part in the next exchange."""
+        self.wait.run(self.start, phase)
+
+    def start(self) -> Step:
+        self.num_started += 1
+        return self.world.transport.start(self.num_started)
+
+
+class Ending(NamedTuple):
+    """message: of the EPTimeout, '' without one.   elapsed_s: since all ranks began."""
+
+    message: str
+    elapsed_s: float
+
+
+class World:
+    """All ranks of a group, transport and noticeboard included."""
+
+    def __init__(
+        self, world_size: int = 4, *, timeout_s: float = TIMEOUT_S, host_rank: int | None = None
+    ) -> None:
+        self.wall, self.transport = Wall(), Transport(world_size)
+        self.ranks = [Rank(self, rank, timeout_s, host_rank) for rank in range(world_size)]
+
+    def play(self, *parts: Callable[[Rank], None] | None) -> list[Ending | None]:
+        """Run a part on each rank, None on those that are lost, and tell how each ended."""
+        endings: list[Ending | None] = [None] * len(parts)
+        start_s = time.monotonic()
+
+        def run(rank: int, part: Callable[[Rank], None]) -> None:
+            message = ""
+            try:
+                part(self.ranks[rank])
+            except EPTimeout as error:
+                message = str(error)
+            endings[rank] = Ending(message, time.monotonic() - start_s)
+
+        threads = [
+            threading.Thread(target=run, args=(rank, part))
+            for rank, part in enumerate(parts)
+            if part is not None
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return endings
+
+
+def once(rank: Rank) -> None:
+    rank.run()
+
+
+def after(seconds: float) -> Callable[[Rank], None]:
+    def part(rank: Rank) -> None:
+        time.sleep(seconds)
+        rank.run()
+
+    return part
+
+
+def messages(endings: list[Ending | None]) -> list[str]:
+    return [ending.message for ending in endings if ending is not None]
+
+
+def test_exchange_in_time_looks_at_the_noticeboard_once_in_a_life() -> None:
+    world = World()
+
+    def part(rank: Rank) -> None:
+        for _ in range(50):
+            rank.run()
+
+    assert messages(world.play(part, part, part, part)) == ["", "", "", ""]
+    slow_slices = 10
+    assert world.wall.num_reads <= 4 + slow_slices
+    assert not world.wall.texts
+
+
+def test_slow_rank_within_the_deadline_is_waited_for() -> None:
+    world = World(timeout_s=LONG_S)
+    assert messages(world.play(once, once, after(0.4), once)) == ["", "", "", ""]
+
+
+def test_lost_rank_is_named_with_phase_call_and_exchange() -> None:
+    world = World()
+
+    def part(rank: Rank) -> None:
+        rank.run("plan")
+        rank.run("dispatch")
+        rank.run("dispatch")
+
+    def lost(rank: Rank) -> None:
+        rank.run("plan")
+        rank.run("dispatch")
+
+    endings = world.play(part, part, lost, part)
+    for rank in (0, 1, 3):
+        ending = endings[rank]
+        assert ending is not None
+        assert ending.message.startswith(
+            "dispatch: rank 2 did not arrive (call 2, exchange 3, waited 0."
+        )
+        assert f"; this is rank {rank} of 4); see what became of it" in ending.message
+        assert ending.elapsed_s < TIMEOUT_S + bounded.GRACE_S + SLACK_S
+
+
+def test_several_lost_ranks_are_all_named() -> None:
+    for message in messages(World().play(once, None, None, once)):
+        assert message.startswith("dispatch: ranks 1, 2 did not arrive (call 1, exchange 1,")
+
+
+def test_a_rank_that_gives_up_brings_the_patient_along() -> None:
+    world = World(timeout_s=LONG_S)
+    world.ranks[0].wait.timeout_s = TIMEOUT_S
+    endings = world.play(once, after(0.3), None, once)
+    for ending in endings:
+        if ending is not None:
+            assert ending.message.startswith("dispatch: rank 2 did not arrive")
+            assert ending.elapsed_s < TIMEOUT_S + bounded.GRACE_S + SLACK_S
+
+
+def test_late_rank_hears_who_gave_up_on_it() -> None:
+    world = World()
+    late = after(TIMEOUT_S + bounded.GRACE_S + SLACK_S)
+    endings = world.play(once, once, late, None)
+    story = messages(endings)
+    for message in story[:2]:
+        assert message.startswith("dispatch: ranks 2, 3 did not arrive")
+    assert story[2].startswith(
+        "dispatch: this rank came too late: ranks 0, 1 had given up on ranks 2, 3 (call 1,"
+    )
+
+
+def test_after_a_timeout_every_call_repeats_the_story_and_starts_nothing() -> None:
+    world = World(2)
+    first = messages(world.play(once, None))
+    for _ in range(2):
+        again = world.play(lambda rank: rank.run("combine"), None)[0]
+        assert again is not None
+        assert [again.message] == first
+        assert again.elapsed_s < 0.2
+    assert world.ranks[0].num_started == 1
+
+
+def test_broken_transport_names_a_single_silent_rank_before_the_deadline() -> None:
+    world = World(timeout_s=LONG_S)
+    world.transport.break_off()
+    endings = world.play(once, once, None, once)
+    for ending in endings:
+        if ending is not None:
+            assert ending.message.startswith("dispatch: rank 2 did not arrive")
+            assert "; the transport says: Connection closed by peer [::1]:7; see" in ending.message
+            assert ending.elapsed_s < bounded.GRACE_S + SLACK_S
+
+
+def test_broken_transport_waits_for_a_rank_that_still_computes() -> None:
+    world = World(timeout_s=LONG_S)
+    world.transport.break_off()
+    busy_s = 1.0
+    assert busy_s > 2 * bounded.GRACE_S
+    for message in messages(world.play(once, once, None, after(busy_s))):
+        assert message.startswith("dispatch: rank 2 did not arrive")
+
+
+def test_ranks_in_different_exchanges_are_described() -> None:
+    world = World(2)
+
+    def ahead(rank: Rank) -> None:
+        rank.run("plan")
+        rank.run("dispatch")
+
+    def astray(rank: Rank) -> None:
+        rank.run("plan")
+        # The transport takes any two exchanges of one number for the same, as gloo would.
+        rank.num_started += 1
+        rank.run("combine")
+
+    story = messages(world.play(ahead, astray))
+    assert story[0].startswith("dispatch: no rank is missing, but the exchange did not end in time")
+    assert "; rank 1 was in combine, call 1, exchange 2; call in the same order" in story[0]
+    assert "; rank 0 was in dispatch, call 1, exchange 2; call in the same order" in story[1]
+
+
+def test_silent_noticeboard_blames_the_rank_that_holds_it() -> None:
+    world = World(host_rank=0)
+    world.wall.silent = True
+    for message in messages(world.play(None, once, once, once)):
+        assert message.startswith(
+            "dispatch: rank 0 did not arrive, nor does the store in its process answer (call 1"
+        )
+
+
+def test_silent_noticeboard_without_a_host_blames_nobody() -> None:
+    world = World()
+    world.wall.silent = True
+    for message in messages(world.play(once, once, None, once)):
+        assert "who is missing cannot be told because the noticeboard does not answer" in message
+
+
+def test_reports_outlive_a_noticeboard_whose_host_has_reported_and_ended() -> None:
+    world = World(3, host_rank=0)
+
+    def host(rank: Rank) -> None:
+        try:
+            rank.run()
+        finally:
+            world.wall.silent = True
+
+    story = messages(world.play(host, once, None))
+    assert len(story) == 2
+    for message in story:
+        assert message.startswith("dispatch: rank 2 did not arrive (call 1")
+
+
+def test_own_errors_of_an_exchange_pass_through() -> None:
+    world = World(1)
+
+    def broken_start() -> Step:
+        raise RuntimeError("splits do not add up")
+
+    def broken_step() -> Step:
+        def step(_: float) -> bool:
+            raise KeyboardInterrupt
+
+        return step
+
+    wait = world.ranks[0].wait
+    with pytest.raises(RuntimeError, match="splits do not add up"):
+        wait.run(broken_start, "dispatch")
+    with pytest.raises(KeyboardInterrupt):
+        wait.run(broken_step, "dispatch")
+    assert not world.wall.texts
+
+
+SPEC = MoESpec(hidden_size=16, num_experts=4, top_k=2, dtype=torch.float32)
+
+
+def timeout_of(group: EPGroup) -> float:
+    assert group.collectives.bounded is not None
+    return group.collectives.bounded.timeout_s
+
+
+@pytest.mark.ranks(2)
+def test_group_waits_as_long_as_its_most_patient_layer() -> None:
+    with EPGroup() as group:
+        assert timeout_of(group) == DEFAULT_TIMEOUT_S
+        for own_s, group_s in ((20.0, 20.0), (30.0, 30.0), (10.0, 30.0)):
+            DeepEPNormalDispatcher(group, SPEC, EPConfig(timeout_s=own_s))
+            assert timeout_of(group) == group_s
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_would_wait_for_different_times_hear_of_it() -> None:
+    with EPGroup() as group:
+        config = EPConfig(timeout_s=20.0 + group.rank)
+        with pytest.raises(ConfigError, match=r"timeout_s: 20.0 on rank 0, 21.0 on rank 1"):
+            DeepEPNormalDispatcher(group, SPEC, config)

@@ -1,0 +1,258 @@
+"""The three verbs over MPI: any bits, splits and sizes, waits that end, a communicator apart."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from epcomm import ConfigError, EPGroup, EPTimeout, HandleError, ShapeError
+from epcomm.collectives.base import Collectives
+from tests.collectives.test_torch_dist import DTYPES, SPLITS, bits_equal, payload
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+NUM_RANKS = 4
+TAILS = [(), (3,), (2, 5)]
+# Seconds: ranks that are waited for in vain cost each test this much and a second of grace.
+TIMEOUT_S = 0.3
+# The other rank receives 2.2 GB.
+HAS_MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") > 12 * 2**30
+
+
+@pytest.mark.mpi_ranks(NUM_RANKS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_to_all_moves_bits(dtype: torch.dtype, ep_ranks: MPI.Comm) -> None:
+    with EPGroup(ep_ranks) as group:
+        rank, everyone = group.rank, range(NUM_RANKS)
+        for name, splits in SPLITS.items():
+            for tail in TAILS:
+                rows = [
+                    [payload(10 * src + dst, (n, *tail), dtype, group.device) for dst, n in row]
+                    for src, row in enumerate(map(enumerate, splits))
+                ]
+                received = group.collectives.all_to_all(
+                    torch.cat(rows[rank]),
+                    send_splits=splits[rank],
+                    recv_splits=[splits[src][rank] for src in everyone],
+                )
+                expected = torch.cat([rows[src][rank] for src in everyone])
+                assert bits_equal(received, expected), (name, tail)
+
+
+@pytest.mark.mpi_ranks(NUM_RANKS)
+def test_all_to_all_splits_evenly_by_default(ep_ranks: MPI.Comm) -> None:
+    with EPGroup(ep_ranks) as group:
+        send = torch.arange(2 * NUM_RANKS) + 100 * group.rank
+        received = group.collectives.all_to_all(send)
+        assert received.tolist() == [
+            100 * src + 2 * group.rank + row for src in range(NUM_RANKS) for row in (0, 1)
+        ]
+
+
+@pytest.mark.mpi_ranks(NUM_RANKS)
+@pytest.mark.parametrize("shape", [(5,), (3, 4), (1,), (0, 4)], ids=str)
+def test_all_gather_keeps_bits_and_ranks(shape: tuple[int, ...], ep_ranks: MPI.Comm) -> None:
+    with EPGroup(ep_ranks) as group:
+        for dtype in DTYPES:
+            tensors = [payload(src, shape, dtype, group.device) for src in range(NUM_RANKS)]
+            gathered = group.collectives.all_gather(tensors[group.rank])
+            assert bits_equal(gathered, torch.stack(tensors)), dtype
+        assert group.collectives.all_gather(torch.empty(3, 0)).shape == (NUM_RANKS, 3, 0)
+        assert_works(group)
+
+
+@pytest.mark.mpi_ranks(2, NUM_RANKS)
+@pytest.mark.parametrize("size_bytes", [1_500_000, 8 * 2**20 + 1], ids=["1.5 MB", "8 MiB"])
+def test_long_messages(size_bytes: int, num_ranks: int, ep_ranks: MPI.Comm) -> None:
+    # To rank d goes 1 / (d + 1) of it, so that ranks end at different times; twice in a row.
+    def sent(src: int, dst: int) -> torch.Tensor:
+        pattern = torch.arange(251, dtype=torch.uint8) ^ (16 * src + dst)
+        return pattern.repeat(size_bytes // 251 + 1)[: size_bytes // (dst + 1)]
+
+    with EPGroup(ep_ranks) as group:
+        everyone = range(num_ranks)
+        mine = [sent(group.rank, dst) for dst in everyone]
+        expected = torch.cat([sent(src, group.rank) for src in everyone])
+        for _ in range(2):
+            received = group.collectives.all_to_all(
+                torch.cat(mine),
+                send_splits=[len(rows) for rows in mine],
+                recv_splits=[size_bytes // (group.rank + 1)] * num_ranks,
+            )
+            assert torch.equal(received, expected)
+        gathered = group.collectives.all_gather(sent(group.rank, 0))
+        assert torch.equal(gathered, torch.stack([sent(src, 0) for src in everyone]))
+
+
+@pytest.mark.mpi_ranks(2)
+@pytest.mark.skipif(not HAS_MEMORY, reason="less than 12 GiB of memory")
+def test_more_than_2_gib_travel(ep_ranks: MPI.Comm) -> None:
+    num_rows, row_bytes = 2**20 + 3, 2112
+    assert num_rows * row_bytes > 2**31
+    with EPGroup(ep_ranks) as group:
+        # Pages of zeros that nobody writes take no memory.
+        send = torch.zeros(num_rows if group.rank == 0 else 1, row_bytes, dtype=torch.uint8)
+        send[-1] = torch.arange(row_bytes).to(torch.uint8)
+        received = group.collectives.all_to_all(
+            send,
+            send_splits=[0, send.shape[0]],
+            recv_splits=[0, 0] if group.rank == 0 else [num_rows, 1],
+        )
+        for row in received[-2:]:
+            assert torch.equal(row, send[-1])
+        assert not received[:-2:4096].any()
+
+
+@pytest.mark.mpi_ranks(NUM_RANKS)
+def test_what_mpi_cannot_count_is_refused(ep_ranks: MPI.Comm) -> None:
+    with EPGroup(ep_ranks) as group:
+        with pytest.raises(ShapeError, match="2147483648 rows of 0 bytes, MPI takes at most 21474"):
+            group.collectives.all_gather(torch.empty(2**31 // NUM_RANKS, 0))
+        with pytest.raises(ShapeError, match=r"send_splits \[1, 1, 1, 1\] sum to 4, expected"):
+            group.collectives.all_to_all(torch.empty(5), send_splits=[1] * NUM_RANKS)
+        with pytest.raises(ShapeError, match="3 splits for 4 ranks"):
+            group.collectives.all_to_all(torch.empty(4), recv_splits=[1] * 3)
+        with pytest.raises(ShapeError, match=r"tensor \[8, 4\] with strides \(1, 8\)"):
+            group.collectives.all_gather(torch.ones(4, 8).T)
+        assert_works(group)
+
+
+@pytest.mark.mpi_ranks(NUM_RANKS)
+def test_disagreement_names_field_values_and_ranks_on_every_rank(ep_ranks: MPI.Comm) -> None:
+    with EPGroup(ep_ranks) as group:
+        size = 128 if group.rank == 1 else 64
+        with pytest.raises(ConfigError) as caught:
+            group.collectives.agree({"top_k": 2, "hidden_size": size}, what="open_buffer")
+        assert str(caught.value) == (
+            "open_buffer: ranks disagree on hidden_size: 64 on ranks 0, 2, 3, 128 on rank 1 "
+            f"(this is {group.where}); make them equal on all ranks"
+        )
+        group.collectives.agree({"top_k": 2}, what="the group is usable")
+
+
+@pytest.mark.mpi_ranks(NUM_RANKS)
+def test_part_of_the_world_is_a_group_with_ranks_of_its_own(ep_ranks: MPI.Comm) -> None:
+    world_rank = ep_ranks.Get_rank()
+    part = ep_ranks.Split(color=world_rank % 2, key=-world_rank)
+    with EPGroup(part) as group:
+        gathered = group.collectives.all_gather(torch.tensor(world_rank))
+        assert gathered.tolist() == [2 + world_rank % 2, world_rank % 2]
+        assert group.where == f"rank {1 - world_rank // 2} of 2"
+    part.Free()
+
+
+@pytest.mark.mpi_ranks(2)
+def test_communicators_that_are_no_group_are_refused(ep_ranks: MPI.Comm) -> None:
+    from mpi4py import MPI
+
+    with pytest.raises(ConfigError, match=r"this rank is no member; construct the EPGroup on mem"):
+        EPGroup(MPI.COMM_NULL)
+    between = MPI.COMM_SELF.Create_intercomm(0, ep_ranks, 1 - ep_ranks.Get_rank())
+    with pytest.raises(ConfigError, match="a Intercomm, expected an Intracomm"):
+        EPGroup(between)
+    between.Free()
+
+
+@pytest.mark.mpi_ranks(2)
+def test_messages_of_the_caller_stay_apart(ep_ranks: MPI.Comm) -> None:
+    from mpi4py import MPI
+
+    # Wildcards that would catch any message of ours on this communicator.
+    other, caught = 1 - ep_ranks.Get_rank(), bytearray(1)
+    request = ep_ranks.Irecv([caught, MPI.BYTE], MPI.ANY_SOURCE, MPI.ANY_TAG)
+    gathering = ep_ranks.Ibarrier()
+    with EPGroup(ep_ranks) as group:
+        assert_works(group)
+    ep_ranks.Send([b"x", MPI.BYTE], other, 5)
+    request.Wait()
+    gathering.Wait()
+    assert caught == b"x"
+
+
+@pytest.mark.mpi_ranks(2)
+def test_close_frees_what_the_group_made_and_nothing_else(ep_ranks: MPI.Comm) -> None:
+    group = EPGroup(ep_ranks)
+    assert_works(group)
+    group.close()
+    group.close()
+    with pytest.raises(HandleError, match=r"all_gather: the EPGroup is closed \(rank . of 2\)"):
+        group.collectives.all_gather(torch.zeros(1))
+    with EPGroup(ep_ranks) as lender:
+        EPGroup(lender.collectives).close()
+        assert_works(lender)
+    EPGroup(ep_ranks).close()  # never used
+    assert ep_ranks.allgather(1) == [1, 1]
+
+
+@pytest.mark.mpi_ranks(NUM_RANKS)
+@pytest.mark.parametrize("has_opened", [True, False], ids=["in_use", "never_opened"])
+def test_late_rank_is_named_and_a_new_group_works(has_opened: bool, ep_ranks: MPI.Comm) -> None:
+    with EPGroup(ep_ranks) as group, EPGroup(ep_ranks) as other:
+        if has_opened:
+            assert_works(group)
+            assert_works(other)
+        message, again = lose_rank_2(ep_ranks, group.collectives)
+        assert again == message
+        if group.rank == 2:
+            assert "this rank came too late" in message
+            assert "ranks 0, 1, 3 had given up" in message
+        else:
+            assert message.startswith("dispatch rows")
+            assert "rank 2 did not arrive" in message
+            assert f"this is {group.where}" in message
+        # The collectives that nobody finished must disturb neither of these.
+        del group
+        gc.collect()
+        assert_works(other)
+        with EPGroup(ep_ranks) as anew:
+            assert_works(anew)
+        assert ep_ranks.allgather(ep_ranks.Get_rank()) == [0, 1, 2, 3]
+
+
+@pytest.mark.mpi_ranks(NUM_RANKS)
+def test_a_rank_that_is_late_but_not_too_late_is_waited_for(ep_ranks: MPI.Comm) -> None:
+    with EPGroup(ep_ranks) as group:
+        assert_works(group)
+        for late_rank in range(NUM_RANKS):
+            sent_s = time.monotonic()
+            if group.rank == late_rank:
+                time.sleep(0.2)
+                sent_s = time.monotonic()
+            gathered = group.collectives.all_gather(torch.tensor(sent_s, dtype=torch.float64))
+            assert time.monotonic() >= gathered[late_rank]
+            assert_works(group)
+
+
+def lose_rank_2(world: MPI.Comm, collectives: Collectives) -> tuple[str, str]:
+    """Let rank 2 come when the others have given up; what this rank hears, and hears again."""
+    assert collectives.bounded is not None
+    collectives.bounded.timeout_s = TIMEOUT_S
+    if collectives.rank == 2:
+        for _ in range(NUM_RANKS - 1):
+            world.recv(tag=1)
+    # Long enough to leave only when the receiver takes it, when nobody here remembers the tensor.
+    message = message_of(
+        lambda: collectives.all_to_all(torch.zeros(NUM_RANKS, 100_000), phase="dispatch rows")
+    )
+    again = message_of(lambda: collectives.all_gather(torch.zeros(1)))
+    if collectives.rank != 2:
+        world.send(None, 2, tag=1)
+    return message, again
+
+
+def message_of(call: Callable[[], object]) -> str:
+    with pytest.raises(EPTimeout) as caught:
+        call()
+    return str(caught.value)
+
+
+def assert_works(group: EPGroup) -> None:
+    gathered = group.collectives.all_gather(torch.tensor(group.rank))
+    assert gathered.tolist() == list(range(group.world_size))

@@ -1,0 +1,150 @@
+"""The three verbs over torch.distributed: any splits, any dtype, and agreement that names ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from epcomm import ConfigError, ShapeError
+from epcomm.collectives.torch_dist import TorchDistCollectives
+
+NUM_RANKS = 4
+DTYPES = [
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+]
+# Rows that each rank (outer) sends to each (inner).
+SPLITS = {
+    "even": [[2] * NUM_RANKS] * NUM_RANKS,
+    "uneven": [[src + 2 * dst for dst in range(NUM_RANKS)] for src in range(NUM_RANKS)],
+    "some zero": [[(src + dst) % 3 for dst in range(NUM_RANKS)] for src in range(NUM_RANKS)],
+    "all to rank 2": [[0, 0, 3, 0]] * NUM_RANKS,
+    "rank 1 alone sends": [[0] * 4, [1, 2, 3, 4], [0] * 4, [0] * 4],
+    "nothing": [[0] * NUM_RANKS] * NUM_RANKS,
+}
+
+
+def world() -> TorchDistCollectives:
+    assert dist.group.WORLD is not None
+    return TorchDistCollectives(dist.group.WORLD)
+
+
+def payload(seed: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Any bits, NaN among them; the same on whichever rank it is made."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return (torch.rand(shape, generator=generator) < 0.5).to(device)
+    size = (*shape[:-1], shape[-1] * dtype.itemsize)
+    bits = torch.randint(0, 256, size, generator=generator).to(torch.uint8)
+    return bits.view(dtype).to(device)
+
+
+def bits_equal(actual: Tensor, expected: Tensor) -> bool:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return False
+    return not actual.numel() or torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("tail", [(), (3,), (2, 5)], ids=["numbers", "rows", "matrices"])
+@pytest.mark.parametrize("name", SPLITS)
+def test_all_to_all_moves_bits(name: str, tail: tuple[int, ...]) -> None:
+    collectives, splits = world(), SPLITS[name]
+    rank, device = collectives.rank, collectives.device
+
+    def sent(src: int, dst: int, dtype: torch.dtype) -> Tensor:
+        return payload(10 * src + dst, (splits[src][dst], *tail), dtype, device)
+
+    for dtype in DTYPES:
+        received = collectives.all_to_all(
+            torch.cat([sent(rank, dst, dtype) for dst in range(NUM_RANKS)]),
+            send_splits=splits[rank],
+            recv_splits=[splits[src][rank] for src in range(NUM_RANKS)],
+        )
+        expected = torch.cat([sent(src, rank, dtype) for src in range(NUM_RANKS)])
+        assert bits_equal(received, expected), dtype
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("tail", [(), (3,)], ids=["numbers", "rows"])
+def test_all_to_all_splits_evenly_by_default(tail: tuple[int, ...]) -> None:
+    collectives = world()
+    rank, device = collectives.rank, collectives.device
+    send = [payload(src, (2 * NUM_RANKS, *tail), torch.float32, device) for src in range(NUM_RANKS)]
+    received = collectives.all_to_all(send[rank])
+    assert bits_equal(received, torch.cat([rows[2 * rank : 2 * rank + 2] for rows in send]))
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("shape", [(5,), (3, 4), (1,), (0, 4)], ids=str)
+def test_all_gather_keeps_bits_and_ranks(shape: tuple[int, ...]) -> None:
+    collectives = world()
+    for dtype in DTYPES:
+        tensors = [payload(src, shape, dtype, collectives.device) for src in range(NUM_RANKS)]
+        gathered = collectives.all_gather(tensors[collectives.rank])
+        assert bits_equal(gathered, torch.stack(tensors)), dtype
+    scalar = torch.tensor(collectives.rank, device=collectives.device)
+    assert collectives.all_gather(scalar).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_tensor_that_is_not_contiguous_is_refused_before_it_is_sent() -> None:
+    collectives = world()
+    transposed = torch.ones(4, 8, device=collectives.device).T
+    for verb in (collectives.all_to_all, collectives.all_gather):
+        with pytest.raises(ShapeError, match=r"tensor \[8, 4\] with strides \(1, 8\)"):
+            verb(transposed)
+    assert collectives.all_gather(transposed.contiguous()).shape == (NUM_RANKS, 8, 4)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_records_of_any_length_are_gathered_by_rank() -> None:
+    collectives = world()
+
+    def record(rank: int) -> dict[str, str | int | float | bool | None]:
+        return {
+            "rank": rank,
+            "text": "é\n" * 50 * rank,
+            "half": rank / 2,
+            "none": None,
+            "yes": True,
+        }
+
+    assert collectives.gather_records(record(collectives.rank)) == [
+        record(rank) for rank in range(NUM_RANKS)
+    ]
+    assert collectives.gather_records({}) == [{}] * NUM_RANKS
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_agreement_passes_equal_records() -> None:
+    world().agree({"hidden_size": 64, "backend": "collective", "limit": None}, what="open_buffer")
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_disagreement_names_field_values_and_ranks_on_every_rank() -> None:
+    collectives = world()
+    record: dict[str, str | int] = {"top_k": 2, "hidden_size": 64}
+    if collectives.rank == 1:
+        record["hidden_size"] = 128
+    if collectives.rank == 3:
+        record["extra"] = "here"
+    with pytest.raises(ConfigError) as caught:
+        collectives.agree(record, what="open_buffer")
+    assert str(caught.value) == (
+        "open_buffer: ranks disagree on hidden_size: 64 on ranks 0, 2, 3, 128 on rank 1; on "
+        'extra: "<absent>" on ranks 0, 1, 2, "here" on rank 3 '
+        f"(this is rank {collectives.rank} of 4); make them equal on all ranks"
+    )
+    collectives.agree({"after": "the fault"}, what="the group is usable")

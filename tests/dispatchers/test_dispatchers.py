@@ -1,0 +1,374 @@
+"""Dispatchers: a bad call is told on every rank, by name, and the group is usable afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from epcomm import (
+    CapacityError,
+    ConfigError,
+    DeepEPNormalDispatcher,
+    EPConfig,
+    EPError,
+    EPGroup,
+    ExpertParallelExperts,
+    HandleError,
+    MaskedCombineInput,
+    MoESpec,
+    RowsCombineInput,
+    RowsDispatchOutput,
+    ShapeError,
+    StandardDispatcher,
+    TopKOutput,
+)
+from epcomm.dispatchers.rows import RowsDispatcher
+from epcomm.ops.slots import gather_rows
+from epcomm.testing.data import BatchSpec, make_weights, random_ids
+from epcomm.types import RowsPer
+
+NUM_RANKS, H, E, K, M = 4, 16, 8, 2, 5
+SPEC = MoESpec(hidden_size=H, num_experts=E, top_k=K, dtype=torch.float32)
+DISPATCHERS = {"normal": DeepEPNormalDispatcher, "standard": StandardDispatcher}
+# The rank that errs.
+FAULTY = 1
+
+
+def dispatcher_of(kind: str, group: EPGroup) -> RowsDispatcher:
+    return DISPATCHERS[kind](group, SPEC, EPConfig(max_tokens_per_rank=M))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """The arguments of one dispatch."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+
+    @property
+    def topk(self) -> TopKOutput:
+        return TopKOutput(topk_ids=self.ids, topk_weights=self.weights)
+
+
+def good_call(group: EPGroup, *, num_tokens: int | None = None) -> Call:
+    """2, 3, 4, 5 tokens: T = M on the last rank."""
+    num_tokens = 2 + group.rank if num_tokens is None else num_tokens
+    generator = torch.Generator().manual_seed(group.rank)
+    ids = torch.rand(num_tokens, E, generator=generator).argsort(1)[:, :K]
+    return Call(
+        x=torch.randn(num_tokens, H, generator=generator).to(group.device).requires_grad_(),
+        ids=ids.to(group.device),
+        weights=torch.rand(num_tokens, K, generator=generator).to(group.device),
+    )
+
+
+def identity_experts(out: RowsDispatchOutput) -> Tensor:
+    """Each slot is its row times its weight."""
+    assert out.slot_weights is not None
+    return gather_rows(out.hidden_states.data, out.index) * out.slot_weights.unsqueeze(1)
+
+
+def check_works(dispatcher: RowsDispatcher, group: EPGroup) -> None:
+    """One correct batch, forward and backward, through identity experts."""
+    call = good_call(group)
+    out = dispatcher.dispatch(call.x, call.topk)
+    y = dispatcher.combine(out.combine_input(identity_experts(out)))
+    y.backward(torch.ones_like(y))
+    factor = call.weights.sum(1, keepdim=True)
+    torch.testing.assert_close(y, call.x * factor)
+    torch.testing.assert_close(call.x.grad, factor.expand(-1, H))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spoilt:
+    """What one rank does wrong, and what it and the others hear."""
+
+    id: str
+    spoil: Callable[[Call], Call]
+    own: str
+    others: str = "a tensor of wrong shape, dtype or device on rank 1"
+    error: type[EPError] = ShapeError
+
+
+def set_last_id(call: Call, value: int) -> Call:
+    ids = call.ids.clone()
+    ids[-1, -1] = value
+    return replace(call, ids=ids)
+
+
+SPOILT = [
+    Spoilt(
+        id="hidden size",
+        spoil=lambda call: replace(call, x=call.x[:, :8]),
+        own="hidden_states is [3, 8], expected [3, 16] (rank 1 of 4)",
+    ),
+    Spoilt(
+        id="three dimensions",
+        spoil=lambda call: replace(call, x=call.x.unsqueeze(0)),
+        own="hidden_states is [1, 3, 16], expected [1, 16] (rank 1 of 4)",
+    ),
+    Spoilt(
+        id="dtype",
+        spoil=lambda call: replace(call, x=call.x.bfloat16()),
+        own="hidden_states is torch.bfloat16, expected torch.float32 (rank 1 of 4); "
+        "call hidden_states.to(torch.float32)",
+    ),
+    Spoilt(
+        id="K",
+        spoil=lambda call: replace(
+            call, ids=call.ids.repeat(1, 2), weights=call.weights.repeat(1, 2)
+        ),
+        own="topk_ids is [3, 4], expected [3, 2] (rank 1 of 4)",
+    ),
+    Spoilt(
+        id="int32 ids",
+        spoil=lambda call: replace(call, ids=call.ids.int()),
+        own="topk_ids is torch.int32, expected torch.int64 (rank 1 of 4); "
+        "call topk_ids.to(torch.int64)",
+    ),
+    Spoilt(
+        id="bfloat16 weights",
+        spoil=lambda call: replace(call, weights=call.weights.bfloat16()),
+        own="topk_weights is torch.bfloat16, expected torch.float32 (rank 1 of 4)",
+    ),
+    Spoilt(
+        id="routing of another batch",
+        spoil=lambda call: replace(call, ids=call.ids[:2], weights=call.weights[:2]),
+        own="topk_ids is [2, 2], expected [3, 2] (rank 1 of 4); pass tensors of one batch",
+    ),
+    Spoilt(
+        id="id of no expert",
+        spoil=lambda call: set_last_id(call, E),
+        own="topk_ids holds 8, expected -1 or 0 to 7 (rank 1 of 4)",
+        others="topk_ids out of range on rank 1",
+    ),
+    Spoilt(
+        id="negative id",
+        spoil=lambda call: set_last_id(call, -2),
+        own="topk_ids holds -2, expected -1 or 0 to 7 (rank 1 of 4)",
+        others="topk_ids out of range on rank 1",
+    ),
+    Spoilt(
+        id="M + 1 tokens",
+        spoil=lambda call: Call(
+            x=torch.cat([call.x, call.x]),
+            ids=torch.cat([call.ids, call.ids]),
+            weights=torch.cat([call.weights, call.weights]),
+        ),
+        own="hidden_states has 6 tokens, expected at most max_tokens_per_rank = 5 (rank 1 of 4)",
+        others="more tokens than max_tokens_per_rank on rank 1",
+        error=CapacityError,
+    ),
+]
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("spoilt", SPOILT, ids=lambda spoilt: spoilt.id)
+@pytest.mark.parametrize("kind", DISPATCHERS)
+def test_bad_call_of_one_rank_reaches_every_rank(kind: str, spoilt: Spoilt) -> None:
+    with EPGroup() as group:
+        dispatcher = dispatcher_of(kind, group)
+        call = good_call(group)
+        if group.rank == FAULTY:
+            call = spoilt.spoil(call)
+        with pytest.raises(spoilt.error) as caught:
+            dispatcher.dispatch(call.x, call.topk)
+        wanted = spoilt.own if group.rank == FAULTY else spoilt.others
+        assert f"dispatch: {wanted}" in str(caught.value)
+        check_works(dispatcher, group)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("kind", DISPATCHERS)
+def test_two_faults_are_told_together(kind: str) -> None:
+    with EPGroup() as group:
+        dispatcher = dispatcher_of(kind, group)
+        call = good_call(group, num_tokens=M + 1 if group.rank == 3 else None)
+        if group.rank == FAULTY:
+            call = replace(call, ids=call.ids.int())
+        kinds = {FAULTY: ShapeError, 3: CapacityError}
+        with pytest.raises(kinds.get(group.rank, ShapeError)) as caught:
+            dispatcher.dispatch(call.x, call.topk)
+        if group.rank not in kinds:
+            assert "wrong shape, dtype or device on rank 1" in str(caught.value)
+            assert "more tokens than max_tokens_per_rank on rank 3" in str(caught.value)
+        check_works(dispatcher, group)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("kind", DISPATCHERS)
+def test_exactly_m_tokens_pass(kind: str) -> None:
+    with EPGroup() as group:
+        dispatcher = dispatcher_of(kind, group)
+        call = good_call(group, num_tokens=M if group.rank == FAULTY else 0)
+        out = dispatcher.dispatch(call.x, call.topk)
+        y = dispatcher.combine(out.combine_input(identity_experts(out)))
+        torch.testing.assert_close(y, call.x * call.weights.sum(1, keepdim=True))
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("kind", DISPATCHERS)
+@pytest.mark.parametrize("needs", ["inputs", "experts"])
+def test_one_rank_under_no_grad_while_others_train_is_refused(kind: str, needs: str) -> None:
+    with EPGroup() as group:
+        dispatcher = dispatcher_of(kind, group)
+        call = good_call(group)
+        x = call.x if needs == "inputs" else call.x.detach()
+        with (
+            torch.set_grad_enabled(group.rank != FAULTY),
+            pytest.raises(ConfigError, match=r"rank 1 run under torch.no_grad\(\) while others"),
+        ):
+            dispatcher.dispatch(x, call.topk, experts_need_grad=needs == "experts")
+        check_works(dispatcher, group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadCombine:
+    """A combine input that does not fit its batch, on one rank or on all."""
+
+    id: str
+    make: Callable[[RowsDispatchOutput, Tensor], RowsCombineInput | MaskedCombineInput]
+    message: str
+
+
+def rows_input(
+    out: RowsDispatchOutput, rows: Tensor, rows_per: RowsPer = RowsPer.SLOT
+) -> RowsCombineInput:
+    """What combine_input() would refuse to make."""
+    return RowsCombineInput(
+        hidden_states=rows, rows_per=rows_per, slot_weights=None, handle=out.handle
+    )
+
+
+BAD_COMBINES = [
+    BadCombine(
+        id="a row too many",
+        make=lambda out, rows: rows_input(out, torch.cat([rows, rows[:1]])),
+        message="combine: hidden_states is",
+    ),
+    BadCombine(
+        id="a row for each slot where one per row was said",
+        make=lambda out, rows: rows_input(out, torch.cat([rows, rows]), RowsPer.ROW),
+        message="combine: hidden_states is",
+    ),
+    BadCombine(
+        id="hidden size",
+        make=lambda out, rows: rows_input(out, rows[:, :8]),
+        message="8], expected",
+    ),
+    BadCombine(
+        id="dtype",
+        make=lambda out, rows: rows_input(out, rows.bfloat16()),
+        message="combine: hidden_states is torch.bfloat16, expected torch.float32",
+    ),
+    BadCombine(
+        id="masked layout",
+        make=lambda out, rows: MaskedCombineInput(
+            hidden_states=rows.unsqueeze(0), slot_weights=None, handle=out.handle
+        ),
+        message="combine: the input is a MaskedCombineInput, expected RowsCombineInput",
+    ),
+]
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("bad", BAD_COMBINES, ids=lambda bad: bad.id)
+@pytest.mark.parametrize("kind", DISPATCHERS)
+def test_rows_that_do_not_fit_are_refused_and_the_batch_stays_open(
+    kind: str, bad: BadCombine
+) -> None:
+    with EPGroup() as group:
+        dispatcher = dispatcher_of(kind, group)
+        call = good_call(group)
+        out = dispatcher.dispatch(call.x, call.topk)
+        rows = identity_experts(out)
+        if group.rank == FAULTY:
+            with pytest.raises(ShapeError) as caught:
+                dispatcher.combine(bad.make(out, rows))  # type: ignore[arg-type]
+            assert bad.message in str(caught.value)
+            assert "rank 1 of 4" in str(caught.value)
+        # The others wait in combine meanwhile; the same batch is then combined correctly.
+        y = dispatcher.combine(out.combine_input(rows))
+        torch.testing.assert_close(y, call.x * call.weights.sum(1, keepdim=True))
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("kind", DISPATCHERS)
+def test_a_batch_is_combined_once_and_by_its_own_dispatcher(kind: str) -> None:
+    with EPGroup() as group:
+        dispatcher, another = dispatcher_of(kind, group), dispatcher_of(kind, group)
+        call = good_call(group)
+        out = dispatcher.dispatch(call.x, call.topk)
+        results = out.combine_input(identity_experts(out))
+        with pytest.raises(HandleError, match="dispatch call 1 belongs to another dispatcher"):
+            another.combine(results)
+        dispatcher.combine(results)
+        with pytest.raises(HandleError, match="dispatch call 1 was combined before"):
+            dispatcher.combine(results)
+        check_works(dispatcher, group)
+        check_works(another, group)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("closes", ["dispatcher", "EPGroup"])
+@pytest.mark.parametrize("kind", DISPATCHERS)
+def test_after_close_every_call_raises(kind: str, closes: str) -> None:
+    with EPGroup() as group:
+        dispatcher = dispatcher_of(kind, group)
+        call = good_call(group)
+        out = dispatcher.dispatch(call.x, call.topk)
+        results = out.combine_input(identity_experts(out))
+        owner = dispatcher if closes == "dispatcher" else group
+        owner.close()
+        owner.close()
+        with pytest.raises(HandleError, match=f"combine: the {closes} is closed"):
+            dispatcher.combine(results)
+        with pytest.raises(HandleError, match=f"dispatch: the {closes} is closed"):
+            dispatcher.dispatch(call.x, call.topk)
+        if closes == "dispatcher":
+            check_works(dispatcher_of(kind, group), group)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("kind", DISPATCHERS)
+def test_asynchronous_calls_do_their_work_in_wait(kind: str) -> None:
+    with EPGroup() as group:
+        dispatcher = dispatcher_of(kind, group)
+        call = good_call(group)
+        pending = dispatcher.dispatch_async(call.x, call.topk)
+        out = pending.wait()
+        y = dispatcher.combine_async(out.combine_input(identity_experts(out))).wait()
+        torch.testing.assert_close(y, call.x * call.weights.sum(1, keepdim=True))
+        with pytest.raises(HandleError, match="already completed"):
+            pending.wait()
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("kind", DISPATCHERS)
+def test_layers_of_one_shape_share_a_buffer(kind: str) -> None:
+    spec = BatchSpec(tokens_of_rank=lambda rank, world_size: 2, choose_ids=random_ids)
+    with EPGroup() as group:
+        config = EPConfig(mode=kind)  # type: ignore[arg-type]
+        first, second = (
+            ExpertParallelExperts(
+                make_weights(spec, NUM_RANKS, number=number, device=group.device),
+                group,
+                config,
+                top_k=2,
+            )
+            for number in range(2)
+        )
+        wider = ExpertParallelExperts(
+            make_weights(replace(spec, hidden_size=64), NUM_RANKS, device=group.device),
+            group,
+            config,
+            top_k=2,
+        )
+        assert first.dispatcher is not second.dispatcher
+        assert first.dispatcher._buffer is second.dispatcher._buffer
+        assert first.dispatcher._buffer is not wider.dispatcher._buffer

@@ -1,0 +1,78 @@
+"""Real launches of the example on two ranks, with a tiny model and few steps."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+COMMAND = [
+    str(REPO / "scripts" / "launch_multi_rank.sh"),
+    "2",
+    str(REPO / "examples" / "train_qwen3_moe.py"),
+    *("--steps", "3", "--layers", "2", "--experts", "8"),
+]
+OPTIONS = {
+    "passing": ["--min-loss-fall", "0.1"],
+    "impossible": ["--tolerance", "0"],
+}
+# Both take 10 s on an idle machine with two cores.
+LIMIT_S = 150
+
+Runs = dict[str, Future[subprocess.CompletedProcess[str]]]
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Runs]:
+    # The width of a terminal would change the output.
+    environment = os.environ | {"PYTHON": sys.executable, "COLUMNS": "80"}
+
+    def run(options: list[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            COMMAND + options,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        yield {name: pool.submit(run, options) for name, options in OPTIONS.items()}
+
+
+def test_every_step_agrees_with_one_process(runs: Runs) -> None:
+    passing = runs["passing"].result()
+    assert passing.returncode == 0, passing.stderr
+    table = passing.stdout.partition("\nstep  tokens")[2].splitlines()
+    assert max(map(len, table)) <= 80
+    rows = [line.split() for line in table[2:5]]
+    assert [row[0] for row in rows] == ["1", "2", "3"]
+    for row in rows:
+        loss, expected_loss, loss_difference, norm_difference = map(float, row[3:7])
+        assert loss == pytest.approx(expected_loss, abs=1.1e-4)  # four digits are shown
+        assert loss_difference < 1e-5
+        assert norm_difference < 1e-5
+
+
+def test_a_rank_without_data_takes_part(runs: Runs) -> None:
+    output = runs["passing"].result().stdout
+    assert re.search(r"in 3 steps; in [1-3] of them a rank had no data$", output, re.MULTILINE)
+
+
+def test_a_step_that_differs_ends_the_run_with_a_message(runs: Runs) -> None:
+    impossible = runs["impossible"].result()
+    assert impossible.returncode != 0
+    # All ranks leave with it, but the launcher may end one that is slow to speak.
+    assert re.search(
+        r"^rank [01] of 2 failed: exit: step 1: loss 5\.\d+, expected 5\.\d+: differs from one "
+        r"process by .*; expected less than 0\.0e\+00, relative$",
+        impossible.stderr,
+        re.MULTILINE,
+    ), impossible.stderr
+    assert "step  tokens" not in impossible.stdout

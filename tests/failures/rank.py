@@ -1,0 +1,135 @@
+"""One rank of a scenario, over any transport.
+
+    mpirun -n 4 python -m tests.failures.rank --transport mpi --scenario JSON --folder FOLDER
+
+Over gloo, tests/failures/launch.py forks the ranks; RANK, WORLD_SIZE and MASTER_PORT say the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from epcomm import DeepEPNormalDispatcher, EPConfig, EPGroup, EPTimeout, MoESpec, TopKOutput
+from epcomm.types import RowsPer
+from tests.failures.scenario import EXIT_CODE, NAMING_LIMIT_S, SETUP_TIMEOUT_S, Outcome, Scenario
+
+SPEC = MoESpec(hidden_size=16, num_experts=8, top_k=2, dtype=torch.float32)
+# Seconds before a fault, in which the others receive what this rank has sent.
+SETTLE_S = 0.3
+
+
+@contextmanager
+def open_gloo(scenario: Scenario) -> Iterator[EPGroup]:
+    """A group over a process group of its own."""
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    is_host = rank == scenario.store_host
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1",
+        int(os.environ["MASTER_PORT"]),
+        is_master=is_host,
+        wait_for_workers=False,
+        master_listen_fd=int(os.environ["STORE_FD"]) if is_host else None,
+    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    try:
+        with EPGroup() as group:
+            yield group
+    finally:
+        if scenario.destroys:
+            dist.destroy_process_group()
+
+
+TRANSPORTS: Mapping[str, Callable[[Scenario], AbstractContextManager[EPGroup]]] = {
+    "gloo": open_gloo,
+}
+
+
+def run_rank(scenario: Scenario, transport: str, folder: Path) -> int:
+    """Play one rank and return its exit code."""
+    with TRANSPORTS[transport](scenario) as group:
+        message, elapsed_s, again, again_s = _lose(scenario, group)
+        rank, close_start_s = group.rank, time.monotonic()
+    outcome = Outcome(
+        message=message,
+        elapsed_s=elapsed_s,
+        again=again,
+        again_s=again_s,
+        close_s=time.monotonic() - close_start_s,
+        left_at_s=time.monotonic(),
+    )
+    outcome.write(folder, rank)
+    return EXIT_CODE + rank
+
+
+def _lose(scenario: Scenario, group: EPGroup) -> tuple[str, float, str, float]:
+    config = EPConfig(timeout_s=SETUP_TIMEOUT_S)
+    dispatcher = DeepEPNormalDispatcher(group, SPEC, config)
+    x = torch.randn(8, SPEC.hidden_size, requires_grad=True)
+    ids = torch.arange(8 * SPEC.top_k).view(8, SPEC.top_k) % SPEC.num_experts
+    topk = TopKOutput(topk_ids=ids, topk_weights=torch.full((8, SPEC.top_k), 0.5))
+    wait_start_s = 0.0
+
+    def come_to(phase: str, fault_phase: str | None) -> None:
+        nonlocal wait_start_s
+        if phase == fault_phase:
+            assert group.collectives.bounded is not None
+            group.collectives.bounded.timeout_s = scenario.timeout_s
+            if group.rank in scenario.lost_ranks:
+                time.sleep(SETTLE_S)
+                _meet_fault(scenario)
+            wait_start_s = time.monotonic()
+
+    def call(fault_phase: str | None) -> None:
+        come_to("dispatch", fault_phase)
+        out = dispatcher.dispatch(x, topk)
+        come_to("combine", fault_phase)
+        rows = out.hidden_states.data
+        y = dispatcher.combine(out.combine_input(rows, rows_per=RowsPer.ROW))
+        come_to("backward", fault_phase)
+        y.sum().backward()
+
+    call(None)
+    group.collectives.gather_records({})
+    message = _message_of(lambda: call(scenario.phase))
+    elapsed_s, again_start_s = time.monotonic() - wait_start_s, time.monotonic()
+    again = _message_of(lambda: call(None))
+    return message, elapsed_s, again, time.monotonic() - again_start_s
+
+
+def _meet_fault(scenario: Scenario) -> None:
+    if scenario.fault == "late":
+        time.sleep(scenario.timeout_s + NAMING_LIMIT_S)
+    else:
+        # Returns from neither: a stopped rank is never continued.
+        os.kill(os.getpid(), signal.SIGKILL if scenario.fault == "killed" else signal.SIGSTOP)
+
+
+def _message_of(call: Callable[[], None]) -> str:
+    try:
+        call()
+    except EPTimeout as error:
+        return str(error)
+    raise AssertionError("the call went well, expected an EPTimeout")
+
+
+def main() -> int:
+    """Run the rank that the command line and the environment describe."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--transport", choices=TRANSPORTS, required=True)
+    parser.add_argument("--scenario", type=Scenario.loads, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    arguments = parser.parse_args()
+    return run_rank(arguments.scenario, arguments.transport, arguments.folder)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,94 @@
+"""What happens to whom and where, and what each rank tells; for ranks, launcher and tests."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+# Seconds that ranks wait for each other up to the fault: many processes start at once.
+SETUP_TIMEOUT_S = 60.0
+# Seconds from the deadline until a lost rank must have been named.
+NAMING_LIMIT_S = 2.0
+# Seconds from the end of a program to that of its process: taking down an interpreter with torch
+# takes 1 of them, and 8 when 12 do it on two busy cores. Far less than the 30 minutes of gloo.
+EXIT_LIMIT_S = 40.0
+# A rank that heard of the loss ends with this and its rank, to prove that the code is its own.
+EXIT_CODE = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One group of ranks, of which some are lost in their second call.
+
+    fault: what happens to the lost ranks; a late one comes when all others have given up.
+    phase: the lost ranks do not come to it.
+    store_host: the rank that answers for the store of the process group; None: another process, as
+        under torchrun.
+    destroys: ranks destroy the process group before they end.
+    """
+
+    fault: Literal["killed", "stopped", "late"]
+    phase: Literal["dispatch", "combine", "backward"]
+    lost_ranks: tuple[int, ...] = (2,)
+    store_host: int | None = None
+    destroys: bool = True
+    num_ranks: int = 4
+    timeout_s: float = 2.0
+
+    @property
+    def name(self) -> str:
+        """A test id and the name of a folder: `killed-dispatch-rank2`."""
+        ranks = "".join(map(str, self.lost_ranks))
+        host = "" if self.store_host is None else f"-store{self.store_host}"
+        return (
+            f"{self.fault}-{self.phase}-rank{ranks}{host}{'' if self.destroys else '-undestroyed'}"
+        )
+
+    @property
+    def survivors(self) -> list[int]:
+        """The ranks that must name the lost ones."""
+        return [rank for rank in range(self.num_ranks) if rank not in self.lost_ranks]
+
+    @property
+    def ending(self) -> list[int]:
+        """The ranks that end by themselves."""
+        return list(range(self.num_ranks)) if self.fault == "late" else self.survivors
+
+    def dumps(self) -> str:
+        """As text, for a command line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def loads(cls, text: str) -> Scenario:
+        """What dumps() wrote."""
+        values = json.loads(text)
+        return cls(**{**values, "lost_ranks": tuple(values["lost_ranks"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one rank saw.
+
+    message: of the EPTimeout.   elapsed_s: from the call until it was raised.
+    again: message of the EPTimeout of the next call.   again_s: how long that took.
+    close_s: of EPGroup.close() and of destroying the process group.
+    left_at_s: when the program was done, on the clock of all processes.
+    """
+
+    message: str
+    elapsed_s: float
+    again: str
+    again_s: float
+    close_s: float
+    left_at_s: float
+
+    def write(self, folder: Path, rank: int) -> None:
+        """Leave it for the test."""
+        (folder / f"outcome{rank}.json").write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path, rank: int) -> Outcome:
+        """What write() left."""
+        return cls(**json.loads((folder / f"outcome{rank}.json").read_text()))

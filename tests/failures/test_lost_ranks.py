@@ -1,0 +1,130 @@
+"""A rank that is killed, stopped or late is named by all others, who then end by themselves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.failures.scenario import EXIT_CODE, EXIT_LIMIT_S, NAMING_LIMIT_S, Outcome, Scenario
+
+REPO = Path(__file__).parents[2]
+# Seconds for all scenarios together: 25 on an idle machine with two cores.
+LAUNCH_LIMIT_S = 300
+
+PHASE_NAMES = {
+    "dispatch": "dispatch counts",
+    "combine": "combine",
+    "backward": "backward of combine",
+}
+FAULTS = ("killed", "stopped", "late")
+MATRIX = [
+    Scenario(fault=fault, phase=phase) for fault in FAULTS for phase in ("dispatch", "combine")
+]
+OTHERS = [
+    Scenario(fault="late", phase="backward"),
+    Scenario(fault="stopped", phase="combine", lost_ranks=(1,), destroys=False),
+    Scenario(fault="killed", phase="combine", lost_ranks=(1, 3)),
+    # The store of the process group is lost with the rank, or stays with a survivor.
+    Scenario(fault="killed", phase="dispatch", lost_ranks=(0,), store_host=0),
+    Scenario(fault="stopped", phase="dispatch", lost_ranks=(0,), store_host=0),
+    Scenario(fault="stopped", phase="combine", store_host=0),
+]
+SCENARIOS = {scenario.name: scenario for scenario in MATRIX + OTHERS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    """What is left of a scenario. exit_codes, ended_at_s: by rank."""
+
+    scenario: Scenario
+    folder: Path
+    exit_codes: dict[int, int | None]
+    ended_at_s: dict[int, float]
+
+    def outcome(self, rank: int) -> Outcome:
+        """What `rank` saw."""
+        path = self.folder / f"outcome{rank}.json"
+        if not path.exists():
+            log = (self.folder / f"rank{rank}.log").read_text()
+            pytest.fail(f"rank {rank} left no outcome, exit code {self.exit_codes[rank]}\n{log}")
+        return Outcome.read(self.folder, rank)
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Played]:
+    folder = tmp_path_factory.mktemp("scenarios")
+    launch = subprocess.run(
+        [sys.executable, "-m", "tests.failures.launch", str(folder)],
+        cwd=REPO,
+        input="\n".join(scenario.dumps() for scenario in SCENARIOS.values()),
+        capture_output=True,
+        text=True,
+        timeout=LAUNCH_LIMIT_S,
+        check=False,
+    )
+    assert launch.returncode == 0, launch.stderr
+    runs = {}
+    for name, scenario in SCENARIOS.items():
+        ends = json.loads((folder / name / "ends.json").read_text())
+        runs[name] = Played(
+            scenario=scenario,
+            folder=folder / name,
+            exit_codes={int(rank): end["exit_code"] for rank, end in ends.items()},
+            ended_at_s={int(rank): end["at_s"] for rank, end in ends.items()},
+        )
+    return runs
+
+
+@pytest.fixture(params=SCENARIOS)
+def run(request: pytest.FixtureRequest, played: dict[str, Played]) -> Played:
+    return played[request.param]
+
+
+def test_survivors_name_phase_call_and_lost_ranks_in_time(run: Played) -> None:
+    scenario = run.scenario
+    lost = ", ".join(map(str, scenario.lost_ranks))
+    named = f"rank{'s' if len(scenario.lost_ranks) > 1 else ''} {lost} did not arrive"
+    for rank in scenario.survivors:
+        outcome = run.outcome(rank)
+        assert outcome.message.startswith(f"{PHASE_NAMES[scenario.phase]}: {named}")
+        assert "(call 2, exchange " in outcome.message
+        assert f"; this is rank {rank} of {scenario.num_ranks})" in outcome.message
+        assert outcome.elapsed_s <= scenario.timeout_s + NAMING_LIMIT_S
+
+
+def test_single_killed_rank_is_named_without_waiting_for_the_deadline(
+    played: dict[str, Played],
+) -> None:
+    for name, run in played.items():
+        if run.scenario.fault == "killed" and len(run.scenario.lost_ranks) == 1:
+            for rank in run.scenario.survivors:
+                assert run.outcome(rank).elapsed_s < run.scenario.timeout_s, (name, rank)
+
+
+def test_next_call_repeats_the_story_at_once(run: Played) -> None:
+    for rank in run.scenario.ending:
+        outcome = run.outcome(rank)
+        assert outcome.again == outcome.message
+        assert outcome.again_s < 0.5
+
+
+def test_close_and_exit_do_not_wait(run: Played) -> None:
+    for rank in run.scenario.ending:
+        assert run.outcome(rank).close_s < 1.0
+        assert run.exit_codes[rank] == EXIT_CODE + rank
+        # The interpreter ends too: no thread of the transport or the noticeboard holds it.
+        assert run.ended_at_s[rank] - run.outcome(rank).left_at_s < EXIT_LIMIT_S
+
+
+@pytest.mark.parametrize("name", [n for n, s in SCENARIOS.items() if s.fault == "late"])
+def test_late_rank_hears_that_the_others_gave_up(played: dict[str, Played], name: str) -> None:
+    scenario, outcome = played[name].scenario, played[name].outcome(2)
+    phase = PHASE_NAMES[scenario.phase]
+    given_up = "this rank came too late: ranks 0, 1, 3 had given up on rank 2"
+    assert outcome.message.startswith(f"{phase}: {given_up}")
+    assert outcome.elapsed_s < NAMING_LIMIT_S

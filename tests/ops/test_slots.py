@@ -1,0 +1,260 @@
+"""Slots: the order of the index, gathers that read no gap, sums in float32 over members only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from epcomm.ops.slots import (
+    Members,
+    build_slot_index,
+    count_experts,
+    gather_rows,
+    gather_scalars,
+    members_of,
+    reduce_rows,
+    slots_by_row,
+    spread_to_slots,
+)
+from epcomm.records import SlotIndex
+from tests.ops.indices import WORKED_IDS, index_of, strided
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    id: str
+    ids: list[list[int]]
+    slot_alignment: int = 1
+    row_of_slot: list[int]
+    slots_of_row: list[list[int]]
+    num_slots_per_expert: list[int]
+    first_slot: list[int]
+    is_dense: bool = True
+
+
+CASES = [
+    Case(
+        id="the example of the module",
+        ids=WORKED_IDS,
+        row_of_slot=[1, 2, 0, 2],
+        slots_of_row=[[2, -1], [-1, 0], [1, 3]],
+        num_slots_per_expert=[2, 2],
+        first_slot=[0, 2, 4],
+    ),
+    Case(
+        id="starts at multiples of three",
+        ids=WORKED_IDS,
+        slot_alignment=3,
+        row_of_slot=[1, 2, -1, 0, 2, -1],
+        slots_of_row=[[3, -1], [-1, 0], [1, 4]],
+        num_slots_per_expert=[2, 2],
+        first_slot=[0, 3, 6],
+        is_dense=False,
+    ),
+    Case(
+        id="alignment that costs nothing",
+        ids=WORKED_IDS,
+        slot_alignment=2,
+        row_of_slot=[1, 2, 0, 2],
+        slots_of_row=[[2, -1], [-1, 0], [1, 3]],
+        num_slots_per_expert=[2, 2],
+        first_slot=[0, 2, 4],
+    ),
+    Case(
+        id="expert without a slot",
+        ids=[[1], [1]],
+        slot_alignment=4,
+        row_of_slot=[0, 1, -1, -1],
+        slots_of_row=[[0], [1]],
+        num_slots_per_expert=[0, 2],
+        first_slot=[0, 0, 4],
+        is_dense=False,
+    ),
+    Case(
+        id="no slot at all",
+        ids=[[-1, -1]],
+        row_of_slot=[],
+        slots_of_row=[[-1, -1]],
+        num_slots_per_expert=[0, 0],
+        first_slot=[0, 0, 0],
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_index_is_expert_major_and_stable(case: Case) -> None:
+    index = index_of(case.ids, 2, case.slot_alignment)
+    assert index.row_of_slot is not None
+    assert index.slots_of_row is not None
+    assert index.row_of_slot.tolist() == case.row_of_slot
+    assert index.slots_of_row.tolist() == case.slots_of_row
+    assert index.num_slots_per_expert.tolist() == case.num_slots_per_expert
+    assert index.host_num_slots_per_expert == tuple(case.num_slots_per_expert)
+    assert index.first_slot.tolist() == case.first_slot
+    assert index.is_dense == case.is_dense
+    assert index.slot_alignment == case.slot_alignment
+    tables = (index.row_of_slot, index.slots_of_row, index.num_slots_per_expert, index.first_slot)
+    assert {table.dtype for table in tables} == {torch.int32}
+
+
+def test_no_row_gives_no_slot() -> None:
+    index = build_slot_index(torch.empty(0, 3, dtype=torch.int32), torch.zeros(2).long(), [0, 0])
+    assert index.row_of_slot is not None
+    assert index.slots_of_row is not None
+    assert (index.row_of_slot.shape, index.slots_of_row.shape) == ((0,), (0, 3))
+    assert index.first_slot.tolist() == [0, 0, 0]
+    rows = torch.empty(0, 4)
+    assert gather_rows(rows, index).shape == (0, 4)
+    assert reduce_rows(rows, slots_by_row(index)).shape == (0, 4)
+    assert spread_to_slots(torch.empty(0, 3), index).shape == (0,)
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> tuple[list[list[int]], int, int]:
+    """Local ids of at least one row, distinct within it; number of experts; alignment."""
+    num_experts, top_k = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    row = st.permutations([*range(num_experts), *[-1] * top_k]).map(lambda ids: ids[:top_k])
+    rows = draw(st.lists(row, min_size=1, max_size=12))
+    return rows, num_experts, draw(st.sampled_from([1, 2, 3, 8]))
+
+
+@settings(deadline=None, max_examples=60)
+@given(routings())
+def test_index_and_sums_equal_plain_loops(routing: tuple[list[list[int]], int, int]) -> None:
+    ids, num_experts, slot_alignment = routing
+    index = index_of(ids, num_experts, slot_alignment)
+    row_of_slot: list[int] = []
+    slots_of_row = [[-1] * len(ids[0]) for _ in ids]
+    for expert in range(num_experts):
+        for row, experts in enumerate(ids):
+            if expert in experts:
+                slots_of_row[row][experts.index(expert)] = len(row_of_slot)
+                row_of_slot.append(row)
+        row_of_slot += [-1] * (-len(row_of_slot) % slot_alignment)
+    assert index.row_of_slot is not None
+    assert index.slots_of_row is not None
+    assert index.row_of_slot.tolist() == row_of_slot
+    assert index.slots_of_row.tolist() == slots_of_row
+
+    values = torch.arange(len(row_of_slot)).float()
+    scalars = torch.arange(len(ids) * len(ids[0])).float().view(len(ids), -1) + 1
+    sums = [sum(float(slot) for slot in slots if slot >= 0) for slots in slots_of_row]
+    totals = reduce_rows(values.unsqueeze(1), slots_by_row(index)).flatten()
+    assert totals.tolist() == sums
+    spread = spread_to_slots(scalars, index)
+    for slot, row in enumerate(row_of_slot):
+        k = slots_of_row[row].index(slot) if row >= 0 else 0
+        assert spread[slot] == (scalars[row, k] if row >= 0 else 0)
+    back = gather_scalars(spread, index.slots_of_row)
+    assert torch.equal(back, torch.where(index.slots_of_row >= 0, scalars, 0))
+
+
+def without_last_gap(rows: Tensor) -> Tensor:
+    """Strided rows whose storage ends with the last element, as a slice of a larger message may."""
+    num_rows, hidden_size = rows.shape
+    flat = torch.full(((num_rows - 1) * (hidden_size + 3) + hidden_size,), NAN)
+    view = flat.as_strided((num_rows, hidden_size), (hidden_size + 3, 1))
+    return view.copy_(rows)
+
+
+ROWS = torch.arange(12.0).view(3, 4)
+VIEWS = {
+    "contiguous": ROWS,
+    "gaps of NaN": strided(ROWS, 5),
+    "no gap behind the last row": without_last_gap(ROWS),
+    "columns of a wider matrix": torch.cat([torch.full((3, 2), NAN), ROWS], dim=1)[:, 2:],
+    "transposed": ROWS.T.contiguous().T,
+    "one row expanded": ROWS[1].expand(3, 4),
+    "overlapping rows": torch.arange(8.0).as_strided((3, 4), (2, 1)),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("slot_alignment", [1, 3])
+def test_gather_reads_rows_of_any_stride(name: str, slot_alignment: int) -> None:
+    rows, index = VIEWS[name], index_of(WORKED_IDS, 2, slot_alignment)
+    assert index.row_of_slot is not None
+    slots = gather_rows(rows, index)
+    for slot, row in enumerate(index.row_of_slot.tolist()):
+        assert slots[slot].tolist() == (rows[row].tolist() if row >= 0 else [0.0] * 4)
+
+
+def test_gather_without_an_index_copies_nothing() -> None:
+    index = SlotIndex(
+        row_of_slot=None,
+        slots_of_row=None,
+        num_slots_per_expert=torch.tensor([3], dtype=torch.int32),
+        first_slot=torch.tensor([0, 3], dtype=torch.int32),
+        host_num_slots_per_expert=None,
+    )
+    assert gather_rows(ROWS, index) is ROWS
+
+
+MEMBERS = Members(flat=torch.tensor([2, 0, 2]), offsets=torch.tensor([0, 2, 2, 3]))
+
+
+@pytest.mark.parametrize("has_weights", [False, True])
+@pytest.mark.parametrize("name", VIEWS)
+def test_sums_are_over_members_of_any_stride(name: str, has_weights: bool) -> None:
+    rows = VIEWS[name]
+    weights = torch.tensor([2.0, NAN, -3.0]) if has_weights else None
+    scale = weights if weights is not None else torch.ones(3)
+    expected = torch.stack(
+        [rows[2] * scale[2] + rows[0] * scale[0], torch.zeros(4), rows[2] * scale[2]]
+    )
+    sums = reduce_rows(rows, MEMBERS, weights)
+    assert sums.is_contiguous()
+    assert torch.equal(sums, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_rows_that_are_no_member_are_never_read(dtype: torch.dtype, has_weights: bool) -> None:
+    rows = ROWS.to(dtype)
+    rows[1] = NAN
+    weights = torch.tensor([1.0, NAN, 1.0]) if has_weights else None
+    sums = reduce_rows(rows, MEMBERS, weights)
+    assert sums.dtype is dtype
+    assert sums.tolist() == [[8.0, 10.0, 12.0, 14.0], [0.0] * 4, [8.0, 9.0, 10.0, 11.0]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "large"), [(torch.bfloat16, 256.0), (torch.float16, 2048.0)], ids=["bf16", "fp16"]
+)
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_sums_are_float32(dtype: torch.dtype, large: float, has_weights: bool) -> None:
+    # In the dtype itself, large + 1 rounds back to large, however often 1 is added.
+    rows = torch.tensor([[large], [1.0], [1.0], [1.0], [1.0]], dtype=dtype)
+    in_dtype = rows[0]
+    for row in rows[1:]:
+        in_dtype = in_dtype + row
+    assert in_dtype.item() == large
+    members = Members(flat=torch.arange(5), offsets=torch.tensor([0, 5]))
+    weights = torch.ones(5) if has_weights else None
+    assert reduce_rows(rows, members, weights).item() == large + 4
+
+
+def test_weights_are_multiplied_in_float32() -> None:
+    # 1 + 2**-8 needs nine significant bits, one more than bfloat16 has.
+    rows = torch.tensor([[1.0], [-1.0]], dtype=torch.bfloat16)
+    members = Members(flat=torch.arange(2), offsets=torch.tensor([0, 2]))
+    assert reduce_rows(rows, members, torch.tensor([1 + 2**-8, 1.0])).item() == 2**-8
+
+
+def test_members_are_the_valid_entries_in_order() -> None:
+    members = members_of(torch.tensor([[3, -1, 0], [-1, -1, -1], [-1, 2, 1]]), 4)
+    assert members.flat.tolist() == [3, 0, 2, 1]
+    assert members.offsets.tolist() == [0, 2, 2, 4]
+
+
+def test_experts_are_counted_without_holes() -> None:
+    ids = torch.tensor([[0, 3], [-1, 3], [3, -1]])
+    assert count_experts(ids, 5).tolist() == [1, 0, 0, 3, 0]
+    assert count_experts(torch.empty(0, 2, dtype=torch.int64), 2).tolist() == [0, 0]

@@ -1,0 +1,272 @@
+"""Runners on one process: every expert kind in both layouts against the oracle, with gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from epcomm import (
+    Activation,
+    ExpertFormat,
+    ExpertWeights,
+    MaskedDispatchOutput,
+    RowsDispatchOutput,
+    ShapeError,
+    WireFormat,
+    WireTensor,
+)
+from epcomm.ops.slots import spread_to_slots
+from epcomm.records import Handle, Route, SlotIndex
+from epcomm.registry import RUNNERS, runner_class
+from epcomm.runners.grouped_mm import GroupedMMRunner
+from epcomm.testing.data import ACTIVATIONS, BatchSpec, holed_ids, make_batch, make_weights
+from epcomm.testing.layer_suite import FP32_TOLERANCE
+from epcomm.testing.oracle import relative_error, run_oracle
+from epcomm.testing.poison import poison_rows, poisoned_memory
+from epcomm.types import Layout, WeightsAppliedBy
+from tests.ops.indices import index_of, strided
+
+NAN = float("nan")
+NUM_EXPERTS = 4
+# One rank owns all experts; half the entries are -1, so one row has no slot at all.
+SPEC = BatchSpec(
+    num_local_experts=NUM_EXPERTS,
+    top_k=3,
+    tokens_of_rank=lambda rank, world_size: 11,
+    choose_ids=holed_ids,
+)
+WIRE = WireFormat.of(torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    runner: str
+    layout: Layout
+    who: WeightsAppliedBy
+    activation: str
+    has_bias: bool
+    padding: str
+
+    @property
+    def id(self) -> str:
+        bias = "bias" if self.has_bias else "no bias"
+        who = f"weights by {self.who.value}"
+        return ", ".join((self.runner, self.layout.value, who, self.activation, bias, self.padding))
+
+
+CASES = [
+    Case(
+        runner=runner,
+        layout=layout,
+        who=who,
+        activation=activation,
+        has_bias=has_bias,
+        padding=padding,
+    )
+    for runner, layout, who, activation, has_bias, padding in product(
+        RUNNERS, Layout, WeightsAppliedBy, ACTIVATIONS, [False, True], ["dense", "aligned", "tail"]
+    )
+    if layout in runner_class(runner).layouts
+    if layout is Layout.ROWS or padding == "dense"
+]
+
+
+def padded_index(topk_ids: Tensor, padding: str) -> SlotIndex:
+    """aligned: padding between experts.   tail: also slots behind those of the last expert."""
+    index = index_of(topk_ids.tolist(), NUM_EXPERTS, 1 if padding == "dense" else 8)
+    if padding != "tail":
+        return index
+    assert index.row_of_slot is not None
+    unused = index.row_of_slot.new_full((5,), -1)
+    return replace(index, row_of_slot=torch.cat([index.row_of_slot, unused]), is_dense=False)
+
+
+def handle() -> Handle:
+    return Handle(owner=None, route=Route(), call=1, num_tokens=11, needs_backward=True)
+
+
+def rows_record(
+    x: Tensor, index: SlotIndex, slot_weights: Tensor, who: WeightsAppliedBy
+) -> RowsDispatchOutput:
+    """Rows without a slot, the gaps between rows and the weights of padding are NaN."""
+    assert index.row_of_slot is not None
+    assert index.slots_of_row is not None
+    rows = poison_rows(x, (index.slots_of_row >= 0).any(1))
+    gaps = strided(torch.zeros_like(rows), 4)
+    return RowsDispatchOutput(
+        hidden_states=WireTensor(data=gaps.copy_(rows), format=WIRE),
+        index=index,
+        slot_weights=poison_rows(slot_weights, index.row_of_slot >= 0),
+        weights_applied_by=who,
+        handle=handle(),
+    )
+
+
+def masked_record(
+    x: Tensor, index: SlotIndex, slot_weights: Tensor, who: WeightsAppliedBy
+) -> MaskedDispatchOutput:
+    """Each expert's slots side by side, NaN behind them."""
+    assert index.row_of_slot is not None
+    counts = index.num_slots_per_expert.tolist()
+    room = max(counts) + 2
+    rows = x.new_full((len(counts), room, x.shape[1]), NAN)
+    weights = slot_weights.new_full((len(counts), room), NAN)
+    for expert, (start, count) in enumerate(zip(index.first_slot.tolist(), counts, strict=False)):
+        mine = slice(start, start + count)
+        rows[expert, :count] = x[index.row_of_slot[mine].long()]
+        weights[expert, :count] = slot_weights[mine]
+    return MaskedDispatchOutput(
+        hidden_states=WireTensor(data=rows, format=WIRE),
+        num_slots_per_expert=index.num_slots_per_expert,
+        slot_weights=weights,
+        weights_applied_by=who,
+        handle=handle(),
+    )
+
+
+def used_slots(results: Tensor, index: SlotIndex) -> Tensor:
+    """Results of the slots in use, expert-major, from either layout; [C] or [C, H] flattened."""
+    starts, counts = index.first_slot.tolist(), index.num_slots_per_expert.tolist()
+    if results.shape[0] == len(counts) and results.dim() == 3:
+        return torch.cat([results[e, :count] for e, count in enumerate(counts)])
+    return torch.cat([results[starts[e] : starts[e] + count] for e, count in enumerate(counts)])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_runner_equals_the_oracle(case: Case) -> None:
+    batch = make_batch(SPEC, 0, 1)
+    weights = make_weights(
+        SPEC, 1, expert_format=ACTIVATIONS[case.activation], has_bias=case.has_bias
+    )
+    index = padded_index(batch.topk_ids, case.padding)
+    assert index.row_of_slot is not None
+    x, topk_weights = batch.x.requires_grad_(), batch.topk_weights.requires_grad_()
+    runner = runner_class(case.runner)()
+    slot_weights = spread_to_slots(topk_weights, index)
+    used = index.row_of_slot >= 0
+
+    with poisoned_memory():
+        if case.layout is Layout.MASKED:
+            masked = runner.run(masked_record(x, index, slot_weights, case.who), weights)
+            slots, by_combine = used_slots(masked.hidden_states, index), masked.slot_weights
+        else:
+            rows = runner.run(rows_record(x, index, slot_weights, case.who), weights)
+            slots, by_combine = rows.hidden_states[used], rows.slot_weights
+        assert (by_combine is not None) == (case.who is WeightsAppliedBy.COMBINE)
+        if by_combine is not None:
+            slots = slots * slot_weights[used].unsqueeze(1)
+        y = torch.zeros_like(x).index_add(0, index.row_of_slot[used].long(), slots)
+        (y * batch.dy).sum().backward()
+
+    expected = run_oracle([batch], weights)
+    assert relative_error(y, expected.y[0]) <= FP32_TOLERANCE
+    for name, actual, wanted in (
+        ("dx", x.grad, expected.dx[0]),
+        ("dw", topk_weights.grad, expected.dw[0]),
+        *(
+            (f"d {name}", tensor.grad, expected.weight_grads[name])
+            for name, tensor in weights.tensors().items()
+        ),
+    ):
+        assert actual is not None, name
+        assert relative_error(actual, wanted) <= FP32_TOLERANCE, name
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_slots_without_an_index_are_computed_in_place(runner: str) -> None:
+    weights = make_weights(SPEC, 1)
+    rows = torch.randn(5, SPEC.hidden_size)
+    index = SlotIndex(
+        row_of_slot=None,
+        slots_of_row=None,
+        num_slots_per_expert=torch.tensor([2, 0, 3, 0], dtype=torch.int32),
+        first_slot=torch.tensor([0, 2, 2, 5, 5], dtype=torch.int32),
+        host_num_slots_per_expert=None,
+    )
+    out = RowsDispatchOutput(
+        hidden_states=WireTensor(data=rows, format=WIRE),
+        index=index,
+        slot_weights=None,
+        weights_applied_by=WeightsAppliedBy.COMBINE,
+        handle=handle(),
+    )
+    expected = torch.cat(
+        [
+            torch.nn.functional.silu(gate_up[:, :16]) * gate_up[:, 16:] @ weights.down_proj[e].T
+            for e, mine in ((0, rows[:2]), (2, rows[2:]))
+            for gate_up in [mine @ weights.gate_up_proj[e].T]
+        ]
+    )
+    results = runner_class(runner)().run(out, weights).hidden_states
+    assert relative_error(results, expected) <= FP32_TOLERANCE
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_rank_without_slots_computes_nothing_and_keeps_gradients(runner: str) -> None:
+    weights = make_weights(SPEC, 1, expert_format=ACTIVATIONS["clamped_swiglu"], has_bias=True)
+    x = torch.randn(2, SPEC.hidden_size, requires_grad=True)
+    index = index_of([[-1, -1], [-1, -1]], NUM_EXPERTS)
+    record = rows_record(x, index, torch.empty(0), WeightsAppliedBy.RUNNER)
+    results = runner_class(runner)().run(record, weights).hidden_states
+    assert results.shape == (0, SPEC.hidden_size)
+    results.backward(torch.empty(0, SPEC.hidden_size))
+    for tensor in (x, *weights.tensors().values()):
+        assert tensor.grad is None or not tensor.grad.any()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    id: str
+    hidden_size: int
+    intermediate_size: int
+    dtype: torch.dtype
+    reasons: tuple[str, ...]
+
+
+SIZES = [
+    Sizes(id="fp32", hidden_size=4, intermediate_size=8, dtype=torch.float32, reasons=()),
+    Sizes(id="bf16", hidden_size=8, intermediate_size=16, dtype=torch.bfloat16, reasons=()),
+    Sizes(
+        id="odd hidden",
+        hidden_size=6,
+        intermediate_size=8,
+        dtype=torch.float32,
+        reasons=("hidden_size is 6, but torch.float32 rows need a multiple of 4",),
+    ),
+    Sizes(
+        id="both, in bf16",
+        hidden_size=12,
+        intermediate_size=4,
+        dtype=torch.bfloat16,
+        reasons=(
+            "hidden_size is 12, but torch.bfloat16 rows need a multiple of 8",
+            "intermediate_size is 4, but torch.bfloat16 rows need a multiple of 8",
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: sizes.id)
+def test_grouped_mm_needs_rows_of_whole_16_bytes(sizes: Sizes) -> None:
+    weights = ExpertWeights(
+        gate_up_proj=torch.ones(2, sizes.intermediate_size, sizes.hidden_size, dtype=sizes.dtype),
+        down_proj=torch.ones(2, sizes.hidden_size, sizes.intermediate_size, dtype=sizes.dtype),
+        format=ExpertFormat(activation=Activation.RELU2),
+    )
+    verdict = GroupedMMRunner.supports(weights)
+    assert verdict.ok == (not sizes.reasons)
+    assert verdict.reasons == sizes.reasons
+    assert runner_class("reference").supports(weights).ok
+
+
+def test_grouped_mm_refuses_the_masked_layout() -> None:
+    batch = make_batch(SPEC, 0, 1)
+    index = index_of(batch.topk_ids.tolist(), NUM_EXPERTS)
+    slot_weights = spread_to_slots(batch.topk_weights, index)
+    record = masked_record(batch.x, index, slot_weights, WeightsAppliedBy.RUNNER)
+    with pytest.raises(ShapeError, match="MASKED layout, expected ROWS; use runner='reference'"):
+        GroupedMMRunner().run(record, make_weights(SPEC, 1))

@@ -1,0 +1,199 @@
+"""EPConfig: strings become enums, bad values are named, only config.py reads the environment."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import epcomm
+from epcomm import ConfigError, EPConfig, Mode, WireDtype
+
+PACKAGE = Path(epcomm.__file__).parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadValue:
+    id: str
+    values: dict[str, object]
+    message: str
+
+
+BAD_VALUES = [
+    BadValue(
+        id="unknown mode",
+        values={"mode": "fast"},
+        message="EPConfig: mode is 'fast', expected one of "
+        "['standard', 'normal', 'low_latency', 'auto', 'fuseep']",
+    ),
+    BadValue(
+        id="unknown dtype",
+        values={"combine_dtype": "fp64"},
+        message="EPConfig: combine_dtype is 'fp64', expected one of "
+        "['bf16', 'fp16', 'fp32', 'fp8_e4m3', 'int8']",
+    ),
+    BadValue(
+        id="no tokens",
+        values={"max_tokens_per_rank": 0},
+        message="EPConfig: max_tokens_per_rank is 0, expected at least 1 or None",
+    ),
+    BadValue(
+        id="no slots",
+        values={"max_recv_slots": -1},
+        message="EPConfig: max_recv_slots is -1, expected at least 1 or None",
+    ),
+    BadValue(
+        id="alignment 0",
+        values={"slot_alignment": 0},
+        message="EPConfig: slot_alignment is 0, expected",
+    ),
+    BadValue(
+        id="no time", values={"timeout_s": 0}, message="EPConfig: timeout_s is 0, expected seconds"
+    ),
+    # What a file may hold instead of a number, a switch or a name.
+    BadValue(
+        id="text for a number",
+        values={"max_tokens_per_rank": "128"},
+        message="EPConfig: max_tokens_per_rank is '128', expected",
+    ),
+    BadValue(
+        id="fraction for an integer",
+        values={"slot_alignment": 1.5},
+        message="EPConfig: slot_alignment is 1.5, expected",
+    ),
+    BadValue(
+        id="time that is no number",
+        values={"timeout_s": float("nan")},
+        message="EPConfig: timeout_s is nan, expected",
+    ),
+    BadValue(
+        id="text for a switch",
+        values={"deterministic": "no"},
+        message="EPConfig: deterministic is 'no', expected",
+    ),
+    BadValue(
+        id="number for a name", values={"runner": 3}, message="EPConfig: runner is 3, expected"
+    ),
+    BadValue(
+        id="unknown fields",
+        values={"mode": "normal", "max_token": 8, "bckend": "auto"},
+        message="EPConfig: mapping has unknown fields ['bckend', 'max_token']; known are "
+        + str(sorted(field.name for field in dataclasses.fields(EPConfig))),
+    ),
+]
+
+
+@pytest.mark.parametrize("bad", BAD_VALUES, ids=lambda bad: bad.id)
+def test_bad_value_is_named_with_what_was_expected(bad: BadValue) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EPConfig.from_mapping(bad.values)
+    assert bad.message in str(caught.value)
+
+
+def test_strings_become_enums() -> None:
+    config = EPConfig.from_mapping(
+        {"mode": "low_latency", "dispatch_dtype": "fp8_e4m3", "combine_dtype": "bf16"}
+    )
+    assert config.mode is Mode.LOW_LATENCY
+    assert config.dispatch_dtype is WireDtype.FP8_E4M3
+    assert config.combine_dtype is WireDtype.BF16
+    assert config == EPConfig(
+        mode=Mode.LOW_LATENCY, dispatch_dtype=WireDtype.FP8_E4M3, combine_dtype=WireDtype.BF16
+    )
+
+
+def test_config_is_frozen_and_keyword_only() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EPConfig().backend = "collective"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        EPConfig("normal")  # type: ignore[misc]
+
+
+VALUES = {"mode": "normal", "max_tokens_per_rank": 128, "timeout_s": 2.5, "deterministic": True}
+TEXTS = {
+    "config.json": json.dumps(VALUES),
+    "config.toml": 'mode = "normal"\nmax_tokens_per_rank = 128\n'
+    "timeout_s = 2.5\ndeterministic = true\n",
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_file_holds_the_fields(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(TEXTS[name])
+    assert EPConfig.from_file(path) == EPConfig.from_file(str(path)) == EPConfig(**VALUES)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.yaml", "mode: normal", "config.yaml is no .toml or .json file"),
+        ("config.toml", "tokens = 1", "config.toml has unknown fields ['tokens']; known are"),
+        ("config.json", '{"mode": "fast"}', "mode is 'fast'"),
+    ],
+)
+def test_bad_file_is_named(name: str, text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        EPConfig.from_file(tmp_path / name)
+    assert message in str(caught.value)
+
+
+def test_environment_is_read_by_an_explicit_call_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("EPCOMM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("EPCOMM_MODE", "standard")
+    monkeypatch.setenv("EPCOMM_MAX_TOKENS_PER_RANK", "64")
+    monkeypatch.setenv("EPCOMM_TIMEOUT_S", "1.5")
+    monkeypatch.setenv("EPCOMM_CHECK_CALLS", "True")
+    monkeypatch.setenv("EPCOMM_DETERMINISTIC", "0")
+
+    assert EPConfig() == EPConfig(mode="auto")
+    assert EPConfig.from_env() == EPConfig(
+        mode="standard", max_tokens_per_rank=64, timeout_s=1.5, check_calls=True
+    )
+    assert EPConfig.from_env({"MODE": "normal", "EPCOMM_RUNNER": "reference"}) == EPConfig(
+        runner="reference"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("EPCOMM_TOKENS", "1", "the environment has unknown fields ['tokens']; known are"),
+        ("EPCOMM_SLOT_ALIGNMENT", "8.5", "EPCOMM_SLOT_ALIGNMENT is '8.5', which does not parse"),
+        ("EPCOMM_TIMEOUT_S", "soon", "EPCOMM_TIMEOUT_S is 'soon', which does not parse"),
+        ("EPCOMM_CHECK_CALLS", "yes", "EPCOMM_CHECK_CALLS is 'yes', which does not parse"),
+        ("EPCOMM_MODE", "fast", "mode is 'fast'"),
+        ("EPCOMM_MAX_RECV_SLOTS", "0", "max_recv_slots is 0"),
+    ],
+)
+def test_bad_variable_is_named(name: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EPConfig.from_env({name: text})
+    assert message in str(caught.value)
+
+
+def environment_reads(source: str) -> list[int]:
+    """The lines of a module that touch the environment through os."""
+    names = {"environ", "environb", "getenv", "getenvb", "putenv"}
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if (isinstance(node, ast.Attribute) and node.attr in names)
+        or (isinstance(node, ast.ImportFrom) and names & {alias.name for alias in node.names})
+    ]
+
+
+def test_only_config_reads_the_environment() -> None:
+    found = {
+        str(path.relative_to(PACKAGE)): lines
+        for path in PACKAGE.rglob("*.py")
+        if (lines := environment_reads(path.read_text()))
+    }
+    assert set(found) == {"config.py"}, found

@@ -1,0 +1,176 @@
+"""EPGroup: which objects name its ranks, who shares a buffer, and what close() ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from epcomm import (
+    BackendUnavailable,
+    ConfigError,
+    DeepEPNormalDispatcher,
+    EPConfig,
+    EPGroup,
+    HandleError,
+    MoESpec,
+    WireFormat,
+    plan,
+)
+from epcomm.buffers.base import BufferSpec
+from epcomm.collectives.torch_dist import TorchDistCollectives
+
+NUM_RANKS = 4
+WIRE = WireFormat.of(torch.float32)
+SPEC = BufferSpec(
+    hidden_size=16,
+    top_k=2,
+    num_local_experts=2,
+    dispatch_format=WIRE,
+    combine_format=WIRE,
+    backward_format=WIRE,
+)
+
+
+def test_without_a_process_group_the_message_says_how_to_make_one() -> None:
+    with pytest.raises(ConfigError, match=r"call torch\.distributed\.init_process_group first"):
+        EPGroup()
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_none_is_the_default_process_group() -> None:
+    with EPGroup() as group:
+        assert (group.rank, group.world_size) == (dist.get_rank(), NUM_RANKS)
+        assert group.where == f"rank {dist.get_rank()} of 4"
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_a_mesh_dimension_numbers_ranks_inside_itself() -> None:
+    device = EPGroup().device.type
+    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("data", "expert"))
+    rank = dist.get_rank()
+    for name, position, others in (
+        ("expert", rank % 2, [rank // 2 * 2, rank // 2 * 2 + 1]),
+        ("data", rank // 2, [rank % 2, rank % 2 + 2]),
+    ):
+        group = EPGroup(mesh[name])
+        assert (group.rank, group.world_size) == (position, 2)
+        mine = torch.tensor(rank, device=group.device)
+        assert group.collectives.all_gather(mine).tolist() == others
+    with pytest.raises(ConfigError, match="the DeviceMesh has 2 dimensions, expected 1"):
+        EPGroup(mesh)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_a_rank_outside_is_told_that_it_is_no_member() -> None:
+    first_two = dist.new_group([0, 1])
+    mesh = DeviceMesh(EPGroup().device.type, [0, 1])
+    for ranks in (first_two, mesh):
+        if dist.get_rank() < 2:
+            assert EPGroup(ranks).world_size == 2
+        else:
+            with pytest.raises(ConfigError, match="this rank is no member of the process group"):
+                EPGroup(ranks)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_a_group_of_several_backends_is_as_good_as_its_own_device() -> None:
+    # What init_process_group makes when no backend is named: one a device type.
+    group = EPGroup(dist.new_group(backend="cpu:gloo"))
+    gathered = group.collectives.all_gather(torch.tensor(group.rank))
+    assert gathered.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_what_is_no_group_is_named() -> None:
+    with pytest.raises(ConfigError, match="ranks is str, expected a ProcessGroup"):
+        EPGroup("world")  # type: ignore[arg-type]
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_ready_collectives_are_taken_as_they_are() -> None:
+    assert dist.group.WORLD is not None
+    collectives = TorchDistCollectives(dist.group.WORLD)
+    assert EPGroup(collectives).collectives is collectives
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_equal_specifications_share_a_buffer() -> None:
+    with EPGroup() as group:
+        buffer = group.open_buffer("collective", SPEC)
+        assert group.open_buffer("collective", replace(SPEC)) is buffer
+        assert group.open_buffer("collective", replace(SPEC, top_k=1)) is not buffer
+        assert group.open_buffer("all_gather", SPEC) is not buffer
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_ranks_that_ask_for_different_buffers_all_hear_of_it() -> None:
+    with EPGroup() as group:
+        spec = replace(SPEC, hidden_size=32) if group.rank == 2 else SPEC
+        with pytest.raises(ConfigError) as caught:
+            group.open_buffer("collective", spec)
+        assert "hidden_size: 16 on ranks 0, 1, 3, 32 on rank 2" in str(caught.value)
+        with pytest.raises(ConfigError, match="backend is 'pigeon'"):
+            group.open_buffer("pigeon", SPEC)
+        assert group.open_buffer("collective", SPEC)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_close_ends_all_later_calls_and_may_be_called_twice() -> None:
+    group = EPGroup()
+    spec = MoESpec(hidden_size=16, num_experts=8, top_k=2, dtype=torch.float32)
+    DeepEPNormalDispatcher(group, spec)
+    group.close()
+    group.close()
+    assert group.is_closed
+    with pytest.raises(HandleError, match=rf"the EPGroup is closed \({group.where}\)"):
+        group.open_buffer("collective", SPEC)
+    with EPGroup() as another:
+        assert another.open_buffer("collective", SPEC)
+    assert another.is_closed
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_two_groups_of_the_same_ranks_are_independent() -> None:
+    with EPGroup() as first, EPGroup(dist.new_group()) as second:
+        assert first.open_buffer("collective", SPEC) is not second.open_buffer("collective", SPEC)
+        first.close()
+        assert second.open_buffer("collective", SPEC)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_reason_of_a_single_rank_names_it() -> None:
+    with EPGroup() as group:
+        spec = MoESpec(hidden_size=16, num_experts=8, top_k=2, dtype=torch.float32)
+        limit = 64 if group.rank == 1 else None
+        with pytest.raises(ConfigError) as caught:
+            plan(EPConfig(mode="standard", max_recv_slots=limit), spec, group)
+        assert "all_gather: rank 1: has exact sizes and no slot budget" in str(caught.value)
+
+
+# Long enough for four ranks on a busy machine, short enough to wait for in vain.
+PATIENCE = timedelta(seconds=15)
+SPOILT_ON_ONE_RANK = {
+    "unknown backend": EPConfig(backend="carrier_pigeon"),
+    "backend of another mode": EPConfig(backend="all_gather"),
+    "dtype that does not fit": EPConfig(
+        backend="collective",
+        dispatch_dtype="fp8_e4m3",  # type: ignore[arg-type]
+    ),
+}
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("name", SPOILT_ON_ONE_RANK)
+def test_bad_configuration_of_one_rank_reaches_every_rank(name: str) -> None:
+    with EPGroup(dist.new_group(timeout=PATIENCE)) as group:
+        spec = MoESpec(hidden_size=16, num_experts=8, top_k=2, dtype=torch.float32)
+        good = EPConfig(backend="collective")
+        config = SPOILT_ON_ONE_RANK[name] if group.rank == 1 else good
+        with pytest.raises((ConfigError, BackendUnavailable)):
+            DeepEPNormalDispatcher(group, spec, config)
+        assert DeepEPNormalDispatcher(group, spec, good).plan.backend == "collective"

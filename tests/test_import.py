@@ -1,0 +1,78 @@
+"""`import epcomm` works anywhere: no vendor package, no device, no look at the environment."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+VENDOR_PACKAGES = {"deep_ep", "torch_npu", "mpi4py", "triton", "transformers"}
+
+# torch comes first, with what it imports late: what it does is not epcomm's doing.
+PROBE = """
+import json, os, sys
+import torch, torch.distributed.device_mesh, torch.utils.checkpoint
+from importlib.util import find_spec
+
+package = os.path.dirname(find_spec("epcomm").origin)
+reads, device_calls = [], []
+
+
+def note_read(name):
+    original = getattr(type(os.environ), name)
+
+    def wrapper(self, *args):
+        frame = sys._getframe(1)
+        while frame.f_code.co_filename == os.__file__ or "_collections_abc" in str(frame.f_code):
+            frame = frame.f_back
+        if frame.f_code.co_filename.startswith(package):
+            reads.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        return original(self, *args)
+
+    setattr(type(os.environ), name, wrapper)
+
+
+def note_device_call(name):
+    original = getattr(torch.cuda, name)
+
+    def wrapper(*args, **kwargs):
+        device_calls.append(name)
+        return original(*args, **kwargs)
+
+    setattr(torch.cuda, name, wrapper)
+
+
+for name in ("__getitem__", "__iter__"):
+    note_read(name)
+for name in ("_lazy_init", "is_available", "device_count", "current_device"):
+    note_device_call(name)
+before = set(sys.modules)
+import epcomm
+
+imported = sorted({name.partition(".")[0] for name in set(sys.modules) - before})
+at_import = list(reads)
+epcomm.EPConfig.from_env({})
+assert not reads, "an explicit mapping needs no environment"
+epcomm.config.environment()
+print(json.dumps({
+    "imported": imported,
+    "reads_at_import": at_import,
+    "reads_by_environment": len(reads),
+    "device_calls": device_calls,
+    "cuda_is_initialized": torch.cuda.is_initialized(),
+}))
+"""
+
+
+def test_import_touches_no_vendor_package_device_or_environment() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", PROBE], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["reads_by_environment"] > 0, "the probe would not see a read"
+    assert "epcomm" in found["imported"]
+    assert not VENDOR_PACKAGES & set(found["imported"])
+    assert found["reads_at_import"] == []
+    assert found["device_calls"] == []
+    assert not found["cuda_is_initialized"]

@@ -1,0 +1,235 @@
+"""ExpertParallelMoE: equal to the transformers block it came from, with counts that add up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from epcomm import BackendUnavailable, ConfigError, EPConfig, EPGroup, ExpertParallelMoE
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.experts import EPStats
+from epcomm.integrations.transformers import FAMILIES
+from epcomm.testing.layer_suite import FP32_TOLERANCE
+from epcomm.testing.oracle import relative_error
+from tests.blocks import BLOCKS, HIDDEN, NUM_EXPERTS, mixtral, qwen3_moe
+
+NUM_RANKS = 2
+NUM_LOCAL = NUM_EXPERTS // NUM_RANKS
+
+
+def tokens(rank: int, device: torch.device) -> Tensor:
+    """[B, S, H]; B differs by rank."""
+    generator = torch.Generator().manual_seed(1 + rank)
+    return torch.randn(2 + rank, 3, HIDDEN, generator=generator).to(device).requires_grad_()
+
+
+def sum_over_ranks(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("mode", ["normal", "standard"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block_and_all_gradients_equal_those_of_transformers(name: str, mode: str) -> None:
+    with EPGroup() as group:
+        block = BLOCKS[name]().to(group.device)
+        twin = BLOCKS[name]().to(group.device)
+        moe = ExpertParallelMoE.from_transformers(twin, group, EPConfig(mode=mode))  # type: ignore[arg-type]
+        inputs = [tokens(rank, group.device) for rank in range(NUM_RANKS)]
+        outputs = [block(x) for x in inputs]
+        torch.stack([y.square().sum() for y in outputs]).sum().backward()
+
+        x = tokens(group.rank, group.device)
+        y = moe(x)
+        y.square().sum().backward()
+        first = group.rank * NUM_LOCAL
+        mine = slice(first, first + NUM_LOCAL)
+        assert y.shape == x.shape
+        expected = inputs[group.rank].grad
+        assert expected is not None
+        assert x.grad is not None
+        pairs = {"y": (y, outputs[group.rank]), "dx": (x.grad, expected)}
+        for child in ("experts.gate_up_proj", "experts.down_proj"):
+            pairs[child] = (_grad(moe, child), _grad(block, child)[mine])
+        # Each rank's loss is over its own tokens, so the router's gradients are summed.
+        router = sum_over_ranks(_grad(moe, "gate.weight"))
+        pairs["gate.weight"] = (router, _grad(block, "gate.weight"))
+        errors = {key: relative_error(actual, wanted) for key, (actual, wanted) in pairs.items()}
+        assert max(errors.values()) <= FP32_TOLERANCE, errors
+
+
+def _grad(module: nn.Module, name: str) -> Tensor:
+    grad = module.get_parameter(name).grad
+    assert grad is not None, name
+    return grad
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_route_gives_the_logits_and_experts_of_the_block(name: str) -> None:
+    with EPGroup() as group:
+        block = BLOCKS[name]().to(group.device)
+        moe = ExpertParallelMoE.from_transformers(block, group)
+        x = tokens(group.rank, group.device)
+        logits, topk = moe.route(x)
+        wanted_logits, wanted_weights, wanted_ids = block.get_submodule("gate")(x)
+        assert torch.equal(logits, wanted_logits)
+        assert torch.equal(topk.topk_ids, wanted_ids)
+        torch.testing.assert_close(topk.topk_weights, wanted_weights)
+        (logits.logsumexp(1).sum() + topk.topk_weights.sum()).backward()
+        assert x.grad is not None
+        assert x.grad.any()
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_single_token_and_flat_tokens_keep_their_shape() -> None:
+    with EPGroup() as group:
+        moe = ExpertParallelMoE.from_transformers(qwen3_moe().to(group.device), group)
+        x = tokens(group.rank, group.device)[0, 0].detach()
+        flat = moe(x.view(1, HIDDEN))
+        assert torch.equal(moe(x), flat[0])
+        assert moe(x.new_empty(0, 5, HIDDEN)).shape == (0, 5, HIDDEN)
+
+
+# Experts of each token, by rank; experts 0 to 3 live on rank 0, the others on rank 1.
+CHOSEN = [[(0, 1), (0, 4), (7, 4)], [(1, 5)]]
+# Rank 0 receives tokens 0 and 1 of rank 0 and the token of rank 1, with 2, 1 and 1 slots; rank 1
+# receives tokens 1 and 2 of rank 0 and its own token, with 1, 2 and 1.
+NUM_ROWS, NUM_SLOTS = (3, 3), (4, 4)
+# Tokens that leave for the other rank, and rows of the other rank that go home.
+NUM_SENT, NUM_RETURNED = (2, 1), (1, 2)
+# 16 float32 elements, K ids and K weights; home, K scalars and a gap up to 16 B.
+ROW_BYTES, HOME_BYTES, SCALARS_BYTES = 64 + 16, 64, 64 + 16
+# Fault, flags, rows and the slots of four experts, int64.
+HEADER_BYTES = 8 * (3 + NUM_LOCAL)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_stats_equal_numbers_counted_by_hand() -> None:
+    with EPGroup() as group:
+        rank = group.rank
+        block = qwen3_moe().to(group.device)
+        with torch.no_grad():
+            block.get_parameter("gate.weight").copy_(torch.eye(NUM_EXPERTS, HIDDEN))
+        config = EPConfig(mode="normal", backend="collective")
+        moe = ExpertParallelMoE.from_transformers(block, group, config)
+        assert moe.stats() == EPStats()
+
+        x = torch.zeros(len(CHOSEN[rank]), HIDDEN, device=group.device)
+        for token, experts in enumerate(CHOSEN[rank]):
+            x[token, list(experts)] = 1.0
+        with torch.no_grad():
+            moe(x)
+        forward = EPStats(
+            num_calls=1,
+            num_tokens=len(CHOSEN[rank]),
+            num_rows=NUM_ROWS[rank],
+            num_slots=NUM_SLOTS[rank],
+            max_slots=NUM_SLOTS[rank],
+            traffic=BufferTraffic(
+                dispatch_bytes=NUM_SENT[rank] * ROW_BYTES,
+                combine_bytes=NUM_RETURNED[rank] * HOME_BYTES,
+                control_bytes=HEADER_BYTES,
+            ),
+        )
+        assert moe.stats() == forward
+
+        moe(x.requires_grad_()).sum().backward()
+        # Backward sends dy out without ids, and dx home with K gradients of weights.
+        assert moe.stats() == EPStats(
+            num_calls=2,
+            num_tokens=2 * forward.num_tokens,
+            num_rows=2 * forward.num_rows,
+            num_slots=2 * forward.num_slots,
+            max_slots=forward.max_slots,
+            traffic=BufferTraffic(
+                dispatch_bytes=NUM_SENT[rank] * (2 * ROW_BYTES + 64),
+                combine_bytes=NUM_RETURNED[rank] * (2 * HOME_BYTES + SCALARS_BYTES),
+                control_bytes=2 * HEADER_BYTES,
+            ),
+        )
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_slots_of_padding_are_not_counted_as_work() -> None:
+    with EPGroup() as group:
+        config = EPConfig(mode="normal", backend="collective", slot_alignment=16)
+        moe = ExpertParallelMoE.from_transformers(qwen3_moe().to(group.device), group, config)
+        moe(tokens(group.rank, group.device))
+        all_ids = [moe.route(tokens(rank, group.device))[1].topk_ids for rank in range(NUM_RANKS)]
+        mine = sum(int((ids // NUM_LOCAL == group.rank).sum()) for ids in all_ids)
+        assert moe.stats().num_slots == mine
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("mode", ["normal", "standard"])
+def test_traffic_stays_below_what_the_plan_promises(mode: str) -> None:
+    with EPGroup() as group:
+        config = EPConfig(mode=mode)  # type: ignore[arg-type]
+        block = qwen3_moe(hidden_size=36, num_experts_per_tok=3).to(group.device)
+        moe = ExpertParallelMoE.from_transformers(block, group, config)
+        num_tokens = 5
+        moe(torch.randn(num_tokens, 36, device=group.device))
+        most = moe.experts.dispatcher.plan.max_bytes_per_token()
+        sent = moe.stats().traffic
+        assert sent.dispatch_bytes <= num_tokens * most["dispatch"]
+        assert sent.combine_bytes <= num_tokens * NUM_RANKS * most["combine"]
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_explain_names_plan_and_runner() -> None:
+    with EPGroup() as group:
+        block = qwen3_moe(moe_intermediate_size=6).to(group.device)
+        config = EPConfig(mode="normal", backend="collective")
+        text = ExpertParallelMoE.from_transformers(block, group, config).explain()
+        assert text.startswith("mode normal on backend collective, 2 ranks with 4 experts each")
+        assert text.splitlines()[-2:] == [
+            "runner reference",
+            "rejected runner grouped_mm: intermediate_size is 6, but torch.float32 rows need a "
+            "multiple of 4",
+        ]
+
+
+class SparseBlock(nn.Module):
+    """A block of no known family."""
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_unknown_block_lists_the_known_ones() -> None:
+    with EPGroup() as group, pytest.raises(ConfigError) as caught:
+        ExpertParallelMoE.from_transformers(SparseBlock(), group)
+    assert f"block is SparseBlock, expected one of {sorted(FAMILIES)}" in str(caught.value)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_block_that_computes_something_else_is_refused() -> None:
+    with EPGroup() as group:
+        with pytest.raises(ConfigError, match="gelu"):
+            ExpertParallelMoE.from_transformers(qwen3_moe(hidden_act="gelu"), group)
+        with pytest.raises(ConfigError, match="jitter"):
+            ExpertParallelMoE.from_transformers(mixtral(router_jitter_noise=0.1), group)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_mode_without_a_dispatcher_lists_the_modes() -> None:
+    with EPGroup() as group:
+        block = qwen3_moe().to(group.device)
+        with pytest.raises(BackendUnavailable) as caught:
+            ExpertParallelMoE.from_transformers(block, group, EPConfig(mode="fuseep"))
+        modes = "['auto', 'low_latency', 'normal', 'standard']"
+        assert f"mode is fuseep, expected one of {modes}" in str(caught.value)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_runner_that_cannot_compute_the_experts_is_refused_by_name() -> None:
+    with EPGroup() as group:
+        block = qwen3_moe(moe_intermediate_size=6).to(group.device)
+        with pytest.raises(BackendUnavailable, match="runner grouped_mm cannot compute these"):
+            ExpertParallelMoE.from_transformers(block, group, EPConfig(runner="grouped_mm"))
+        with pytest.raises(ConfigError, match="runner is 'fastest', expected auto or one of"):
+            ExpertParallelMoE.from_transformers(block, group, EPConfig(runner="fastest"))

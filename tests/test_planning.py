@@ -1,0 +1,358 @@
+"""plan() without a group: what is chosen, what is rejected and why, bytes and limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from epcomm import (
+    BackendUnavailable,
+    ConfigError,
+    EPConfig,
+    EPError,
+    ExpertWeights,
+    Mode,
+    MoESpec,
+    plan,
+)
+from epcomm.registry import BUFFERS
+from epcomm.runners.grouped_mm import GroupedMMRunner
+from epcomm.runners.reference import ReferenceRunner
+from epcomm.types import Layout, WeightsAppliedBy, WireDtype
+
+SPEC = MoESpec(hidden_size=64, num_experts=8, top_k=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What prefill and decode get; the same where decode is None."""
+
+    id: str
+    config: EPConfig
+    prefill: tuple[Mode, str]
+    decode: tuple[Mode, str] | None = None
+
+
+CHOICES = [
+    Choice(id="normal", config=EPConfig(mode="normal"), prefill=(Mode.NORMAL, "collective")),
+    Choice(
+        id="normal by name",
+        config=EPConfig(mode="normal", backend="collective", deterministic=True),
+        prefill=(Mode.NORMAL, "collective"),
+    ),
+    Choice(id="standard", config=EPConfig(mode="standard"), prefill=(Mode.STANDARD, "all_gather")),
+    Choice(
+        id="low latency",
+        config=EPConfig(mode="low_latency", max_tokens_per_rank=16),
+        prefill=(Mode.LOW_LATENCY, "collective_static"),
+    ),
+    Choice(
+        id="auto is normal, and low latency in decode",
+        config=EPConfig(max_tokens_per_rank=16),
+        prefill=(Mode.NORMAL, "collective"),
+        decode=(Mode.LOW_LATENCY, "collective_static"),
+    ),
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.id)
+def test_choice_needs_no_group(choice: Choice) -> None:
+    chosen = plan(choice.config, SPEC, world_size=4)
+    assert (chosen.decode is chosen.prefill) == (choice.decode is None)
+    for phase, wanted in ((chosen.prefill, choice.prefill), (chosen.decode, choice.decode)):
+        if phase is None or wanted is None:
+            continue
+        assert (phase.mode, phase.backend, phase.world_size) == (*wanted, 4)
+        is_trained = phase.mode is not Mode.LOW_LATENCY
+        assert phase.caps.trainable == is_trained
+        by_runner = phase.weights_applied_by is WeightsAppliedBy.RUNNER
+        assert by_runner == is_trained, "combine saves no rows for backward"
+        spec = phase.buffer_spec
+        assert (spec.hidden_size, spec.top_k, spec.num_local_experts) == (64, 2, 2)
+        assert {rejection.name for rejection in phase.rejected} == set(BUFFERS) - {phase.backend}
+        assert all(rejection.reasons for rejection in phase.rejected)
+
+
+def test_auto_without_a_limit_has_no_decode_and_says_what_is_missing() -> None:
+    chosen = plan(EPConfig(), SPEC)
+    assert chosen.prefill.world_size == 1
+    assert chosen.decode is None
+    assert "no decode: set EPConfig.max_tokens_per_rank" in chosen.explain()
+
+
+def test_limits_reach_the_buffer() -> None:
+    config = EPConfig(mode="normal", max_tokens_per_rank=128, slot_alignment=16)
+    spec = plan(config, SPEC, world_size=4).prefill.buffer_spec
+    assert (spec.max_tokens_per_rank, spec.max_recv_slots, spec.slot_alignment) == (128, None, 16)
+
+
+def test_explain_says_what_was_chosen_and_rejected_and_why() -> None:
+    limited = EPConfig(mode="normal", backend="collective", max_tokens_per_rank=128)
+    lines = plan(limited, SPEC, world_size=4).explain().splitlines()
+    # Headers of 3 words and 2 counts, 8 B each, to 3 other ranks.
+    assert lines[:5] == [
+        "mode normal on backend collective, 4 ranks with 2 experts each",
+        "wire: dispatch bf16, combine bf16, backward bf16",
+        "router weights applied by runner; trainable: True; host reads a dispatch: 1",
+        "at most 288 B a token out, 256 B home, and 120 B of headers a dispatch",
+        "tokens a rank: at most 128",
+    ]
+    assert "rejected all_gather: serves standard, not normal" in lines
+    unlimited = plan(EPConfig(mode="standard"), SPEC, world_size=4).explain().splitlines()
+    assert "tokens a rank: no limit" in unlimited
+    assert "rejected collective: serves normal, not standard" in unlimited
+
+
+def weights(intermediate_size: int) -> ExpertWeights:
+    """Experts of the layer, without data."""
+    shape = (8, intermediate_size, 64)
+    return ExpertWeights(
+        gate_up_proj=torch.empty(8, 2 * intermediate_size, 64, dtype=torch.bfloat16, device="meta"),
+        down_proj=torch.empty(shape, dtype=torch.bfloat16, device="meta").transpose(1, 2),
+    )
+
+
+@pytest.mark.parametrize(
+    ("intermediate_size", "runner", "rejected"),
+    [
+        (32, "grouped_mm", []),
+        (
+            12,
+            "reference",
+            [
+                "rejected runner grouped_mm: intermediate_size is 12, but torch.bfloat16 rows "
+                "need a multiple of 8"
+            ],
+        ),
+    ],
+)
+def test_weights_choose_the_runner(
+    intermediate_size: int, runner: str, rejected: list[str]
+) -> None:
+    chosen = plan(EPConfig(mode="normal"), SPEC, weights=weights(intermediate_size))
+    assert chosen.runner == runner
+    lines = chosen.explain().splitlines()
+    assert f"runner {runner}" in lines
+    assert [line for line in lines if line.startswith("rejected runner")] == rejected
+
+
+def test_runner_asked_for_that_cannot_compute_the_experts_is_refused() -> None:
+    with pytest.raises(BackendUnavailable, match="runner grouped_mm cannot compute these experts"):
+        plan(EPConfig(runner="grouped_mm"), SPEC, weights=weights(12))
+
+
+def test_no_runner_is_an_error_with_the_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReferenceRunner, "layouts", frozenset({Layout.MASKED}))
+    with pytest.raises(ConfigError) as caught:
+        plan(EPConfig(mode="normal", backend="collective"), SPEC, weights=weights(12))
+    assert (
+        "plan: no runner computes these experts: grouped_mm: intermediate_size is 12, but "
+        "torch.bfloat16 rows need a multiple of 8; reference: reads masked, but "
+        "collective hands out rows"
+    ) in str(caught.value)
+
+
+def test_runner_that_does_not_read_the_wire_format_is_rejected_with_all_three(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(GroupedMMRunner, "wire_dtypes", frozenset({WireDtype.FP32}))
+    chosen = plan(EPConfig(mode="normal", backend="collective"), SPEC, weights=weights(32))
+    assert chosen.runner == "reference"
+    assert [str(rejection) for rejection in chosen.rejected_runners] == [
+        "grouped_mm: reads fp32, but collective was asked to carry bf16, of bf16, fp16, fp32"
+    ]
+
+
+def test_backend_whose_layout_the_runner_does_not_read_is_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ReferenceRunner, "layouts", frozenset({Layout.MASKED}))
+    with pytest.raises(ConfigError, match="hands out rows, which runner reference does not read"):
+        plan(EPConfig(mode="normal", runner="reference"), SPEC)
+
+
+def test_explain_lists_both_phases_and_the_memory_of_each() -> None:
+    config = EPConfig(backend="auto", max_tokens_per_rank=16)
+    text = plan(config, SPEC, world_size=4, weights=weights(32)).explain()
+    prefill, decode = text.split("mode low_latency on backend ")
+    assert prefill.startswith("mode normal on backend ")
+    assert ", 4 ranks with 2 experts each, for prefill and training\n" in prefill
+    assert "memory of received rows: 288 B a token\n" in prefill
+    assert ", 4 ranks with 2 experts each, for decode\n" in decode
+    assert "memory of received rows: 9216 B\n" in decode
+    assert "tokens a rank: at most 16\n" in decode
+    assert decode.endswith("runner grouped_mm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """One row is H elements, K ids and K weights of 4 B each, rounded up to 16 B."""
+
+    id: str
+    config: EPConfig
+    spec: MoESpec
+    world_size: int = 4
+    dispatch: int
+    combine: int
+
+
+LOW_LATENCY = EPConfig(mode="low_latency", backend="collective_static", max_tokens_per_rank=16)
+BYTES = [
+    Bytes(
+        id="K below W: K copies of 128 + 16",
+        config=EPConfig(mode="normal", backend="collective"),
+        spec=SPEC,
+        dispatch=288,
+        combine=256,
+    ),
+    Bytes(
+        id="K above W: a copy of 128 + 64 for each other rank",
+        config=EPConfig(mode="normal", backend="collective"),
+        spec=MoESpec(hidden_size=64, num_experts=32, top_k=8),
+        dispatch=576,
+        combine=384,
+    ),
+    Bytes(
+        id="standard: a copy for each other rank whatever K",
+        config=EPConfig(mode="standard", backend="all_gather"),
+        spec=SPEC,
+        dispatch=432,
+        combine=384,
+    ),
+    Bytes(
+        id="low latency over collectives: likewise",
+        config=LOW_LATENCY,
+        spec=SPEC,
+        dispatch=432,
+        combine=384,
+    ),
+    Bytes(
+        id="odd sizes: 3 copies of 148 + 24 and a gap of 4",
+        config=EPConfig(mode="normal", backend="collective"),
+        spec=MoESpec(hidden_size=37, num_experts=8, top_k=3, dtype=torch.float32),
+        dispatch=528,
+        combine=444,
+    ),
+    Bytes(
+        id="one rank sends nothing",
+        config=EPConfig(mode="normal", backend="collective"),
+        spec=SPEC,
+        world_size=1,
+        dispatch=0,
+        combine=0,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", BYTES, ids=lambda case: case.id)
+def test_most_bytes_of_a_token(case: Bytes) -> None:
+    chosen = plan(case.config, case.spec, world_size=case.world_size).prefill
+    expected = {"dispatch": case.dispatch, "combine": case.combine}
+    assert dict(chosen.max_bytes_per_token()) == expected
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    id: str
+    config: EPConfig
+    world_size: int = 4
+    error: type[EPError] = ConfigError
+    message: str
+
+
+REFUSALS = [
+    Refusal(
+        id="indivisible experts",
+        config=EPConfig(),
+        world_size=3,
+        message="plan: num_experts is 8, expected a multiple of the 3 ranks",
+    ),
+    Refusal(
+        id="unknown backend",
+        config=EPConfig(backend="carrier_pigeon"),
+        message=f"backend is 'carrier_pigeon', expected auto or one of {sorted(BUFFERS)}",
+    ),
+    Refusal(
+        id="backend of the wrong mode",
+        config=EPConfig(mode="normal", backend="all_gather"),
+        error=BackendUnavailable,
+        message="backend all_gather cannot serve this layer: serves standard, not normal",
+    ),
+    Refusal(
+        id="nobody serves low latency without a limit",
+        config=EPConfig(mode="low_latency"),
+        message="plan: no backend serves mode low_latency: collective: serves normal, not "
+        "low_latency; collective_static: has static sizes; set max_tokens_per_rank; ",
+    ),
+    Refusal(
+        id="a mode that is not built",
+        config=EPConfig(mode="fuseep"),
+        error=BackendUnavailable,
+        message="plan: mode is fuseep, expected one of ['auto', 'low_latency', 'normal', "
+        "'standard'], because the fused path is not built yet; change EPConfig.mode",
+    ),
+    Refusal(
+        id="unknown runner",
+        config=EPConfig(runner="fastest"),
+        message="runner is 'fastest', expected auto or one of ['grouped_mm', 'reference']",
+    ),
+    Refusal(id="no ranks", config=EPConfig(), world_size=0, message="plan: world_size is 0"),
+    Refusal(
+        id="decode that the backend asked for does not serve",
+        config=EPConfig(backend="collective", max_tokens_per_rank=16),
+        error=BackendUnavailable,
+        message="backend collective cannot serve this layer: serves normal, not low_latency",
+    ),
+    Refusal(
+        id="every reason at once",
+        config=EPConfig(mode="normal", replicated=True),
+        message="collective: needs EPConfig.replicated = False; collective_static: needs "
+        "EPConfig.replicated = False; has static sizes; set max_tokens_per_rank; has static "
+        "sizes; set max_recv_slots; all_gather: serves standard, not normal; ",
+    ),
+    Refusal(
+        id="dispatch dtype that experts do not read",
+        config=EPConfig(dispatch_dtype="fp8_e4m3"),  # type: ignore[arg-type]
+        message="plan: dispatch_dtype is fp8_e4m3, but unquantised experts read and return bf16",
+    ),
+    Refusal(
+        id="combine dtype that experts do not return",
+        config=EPConfig(combine_dtype="fp32"),  # type: ignore[arg-type]
+        message="plan: combine_dtype is fp32, but unquantised experts read and return bf16",
+    ),
+    Refusal(
+        id="slot budget on a buffer of exact size",
+        config=EPConfig(mode="normal", backend="collective", max_recv_slots=64),
+        error=BackendUnavailable,
+        message="leave max_recv_slots None",
+    ),
+]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.id)
+def test_refusal_says_why(refusal: Refusal) -> None:
+    with pytest.raises(refusal.error) as caught:
+        plan(refusal.config, SPEC, world_size=refusal.world_size)
+    assert refusal.message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((0, 8, 2), "MoESpec: hidden_size is 0, expected at least 1"),
+        ((64, 0, 2), "MoESpec: num_experts is 0, expected at least 1"),
+        ((64, 8, 0), "MoESpec: top_k is 0, expected at least 1"),
+        ((64, 8, 9), "MoESpec: top_k is 9, expected at most num_experts = 8"),
+    ],
+)
+def test_layer_that_cannot_be_is_named(sizes: tuple[int, int, int], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        MoESpec(hidden_size=sizes[0], num_experts=sizes[1], top_k=sizes[2])
+    assert message in str(caught.value)
+
+
+def test_layer_of_an_unknown_dtype_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"dtype is torch\.float64, expected bfloat16, float16"):
+        MoESpec(hidden_size=64, num_experts=8, top_k=2, dtype=torch.float64)

@@ -1,0 +1,160 @@
+"""Records: a handle is good for one combine, and a combine input fits its dispatch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from epcomm import (
+    HandleError,
+    MaskedDispatchOutput,
+    Pending,
+    RowsDispatchOutput,
+    ShapeError,
+    WireFormat,
+    WireTensor,
+)
+from epcomm.ops.slots import build_slot_index
+from epcomm.records import Handle, Route, SlotIndex, empty_topk
+from epcomm.types import RowsPer, WeightsAppliedBy
+
+HIDDEN = 8
+OWNER = object()
+
+
+def handle() -> Handle:
+    return Handle(owner=OWNER, route=Route(), call=7, num_tokens=2, needs_backward=False)
+
+
+def rows_output(who: WeightsAppliedBy, *, has_index: bool = True) -> RowsDispatchOutput:
+    """Three rows and four slots, one of them padding; without an index a row is a slot."""
+    ids = torch.tensor([[0, -1], [-1, 1], [1, -1]], dtype=torch.int32)
+    index = build_slot_index(ids, torch.tensor([1, 2]), [1, 2], slot_alignment=2)
+    if not has_index:
+        index = dataclasses.replace(index, row_of_slot=None, slots_of_row=None)
+    return RowsDispatchOutput(
+        hidden_states=WireTensor(data=torch.ones(3, HIDDEN), format=WireFormat.of(torch.float32)),
+        index=index,
+        slot_weights=torch.ones(4),
+        weights_applied_by=who,
+        handle=handle(),
+    )
+
+
+def masked_output(who: WeightsAppliedBy) -> MaskedDispatchOutput:
+    """Two experts with room for three slots each."""
+    rows = WireTensor(data=torch.ones(2, 3, HIDDEN), format=WireFormat.of(torch.float32))
+    return MaskedDispatchOutput(
+        hidden_states=rows,
+        num_slots_per_expert=torch.tensor([3, 1], dtype=torch.int32),
+        slot_weights=torch.ones(2, 3),
+        weights_applied_by=who,
+        handle=handle(),
+    )
+
+
+def test_handle_belongs_to_its_owner_and_is_spent_once() -> None:
+    claim = handle()
+    claim.check(OWNER)
+    with pytest.raises(HandleError, match="dispatch call 7 belongs to another dispatcher"):
+        claim.check(object())
+    claim.spend("was combined before")
+    claim.spend("came too late")
+    with pytest.raises(HandleError, match="dispatch call 7 was combined before; dispatch again"):
+        claim.check(OWNER)
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_number_of_slots_is_what_the_index_holds(has_index: bool) -> None:
+    out = rows_output(WeightsAppliedBy.RUNNER, has_index=has_index)
+    assert out.num_slots == (4 if has_index else 3)
+    assert out.num_slots_per_expert.tolist() == [1, 2]
+    assert out.route is out.handle.route
+
+
+@pytest.mark.parametrize("who", WeightsAppliedBy)
+def test_slot_weights_travel_on_only_where_combine_applies_them(who: WeightsAppliedBy) -> None:
+    by_combine = who is WeightsAppliedBy.COMBINE
+    out, masked = rows_output(who), masked_output(who)
+    for_combine = out.combine_input(torch.ones(4, HIDDEN))
+    assert for_combine.slot_weights is (out.slot_weights if by_combine else None)
+    assert for_combine.handle is out.handle
+    masked_for_combine = masked.combine_input(torch.ones(2, 3, HIDDEN))
+    assert masked_for_combine.slot_weights is (masked.slot_weights if by_combine else None)
+    assert masked_for_combine.handle is masked.handle
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadRows:
+    id: str
+    rows: Tensor
+    rows_per: RowsPer = RowsPer.SLOT
+    who: WeightsAppliedBy = WeightsAppliedBy.RUNNER
+    message: str
+
+
+BAD_ROWS = [
+    BadRows(
+        id="a row for each received row",
+        rows=torch.ones(3, HIDDEN),
+        message=r"hidden_states is \[3, 8\], expected \[4, H\], one row a slot",
+    ),
+    BadRows(
+        id="a row for each slot where one per row was said",
+        rows=torch.ones(4, HIDDEN),
+        rows_per=RowsPer.ROW,
+        message=r"hidden_states is \[4, 8\], expected \[3, H\], one row a row",
+    ),
+    BadRows(
+        id="three dimensions",
+        rows=torch.ones(4, 1, HIDDEN),
+        message=r"hidden_states is \[4, 1, 8\], expected \[4, H\]",
+    ),
+    BadRows(
+        id="rows already summed where combine applies the weights",
+        rows=torch.ones(3, HIDDEN),
+        rows_per=RowsPer.ROW,
+        who=WeightsAppliedBy.COMBINE,
+        message="rows_per is ROW but combine applies the weights",
+    ),
+]
+
+
+@pytest.mark.parametrize("bad", BAD_ROWS, ids=lambda bad: bad.id)
+def test_rows_that_do_not_fit_are_refused(bad: BadRows) -> None:
+    with pytest.raises(ShapeError, match=f"combine_input: {bad.message}"):
+        rows_output(bad.who).combine_input(bad.rows, rows_per=bad.rows_per)
+
+
+@pytest.mark.parametrize("shape", [(6, HIDDEN), (2, 4, HIDDEN), (3, 3, HIDDEN)])
+def test_masked_rows_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ShapeError, match=r"expected \[2, 3, H\]; return a row for each slot"):
+        masked_output(WeightsAppliedBy.RUNNER).combine_input(torch.ones(shape))
+
+
+def test_pending_is_completed_once() -> None:
+    calls: list[int] = []
+    pending = Pending(lambda: calls.append(1) or "record")
+    assert calls == []
+    assert pending.wait() == "record"
+    with pytest.raises(HandleError, match="already completed"):
+        pending.wait()
+    assert calls == [1]
+
+
+def test_records_are_frozen() -> None:
+    out = rows_output(WeightsAppliedBy.RUNNER)
+    for record, field in ((out, "handle"), (out.index, "row_of_slot")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(record, field, None)
+    assert isinstance(out.index, SlotIndex)
+
+
+def test_rank_without_tokens_has_an_empty_routing() -> None:
+    topk = empty_topk(3, torch.device("cpu"))
+    assert topk.topk_ids.shape == topk.topk_weights.shape == (0, 3)
+    assert (topk.topk_ids.dtype, topk.topk_weights.dtype) == (torch.int64, torch.float32)

@@ -1,0 +1,134 @@
+"""Wire formats: which are allowed and how many bytes their rows take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from epcomm import ConfigError, WireDtype, WireFormat
+from epcomm.types import align_up
+
+FP8_BLOCKS = WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=128, scale_dtype=torch.float32)
+FP8_PACKED = WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=32, scale_dtype=torch.uint8)
+INT8_ROWS = WireFormat(dtype=WireDtype.INT8, scale_block=0, scale_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("value", "multiple", "expected"),
+    [(0, 16, 0), (1, 16, 16), (16, 16, 16), (17, 16, 32), (7, 1, 7), (74, 4, 76)],
+)
+def test_align_up_is_the_smallest_multiple_not_below(
+    value: int, multiple: int, expected: int
+) -> None:
+    assert align_up(value, multiple) == expected
+
+
+@pytest.mark.parametrize("dtype", WireDtype)
+def test_wire_dtype_comes_back_from_torch_unless_quantised(dtype: WireDtype) -> None:
+    if not dtype.is_quantized:
+        assert WireDtype.from_torch(dtype.torch_dtype) is dtype
+        return
+    with pytest.raises(ConfigError, match=f"dtype is {dtype.torch_dtype}, expected bfloat16"):
+        WireDtype.from_torch(dtype.torch_dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBytes:
+    id: str
+    format: WireFormat
+    hidden_size: int
+    num_scales: int
+    data_bytes: int
+    scale_bytes: int
+    text: str
+
+
+ROW_BYTES = [
+    RowBytes(
+        id="bf16",
+        format=WireFormat.of(torch.bfloat16),
+        hidden_size=37,
+        num_scales=0,
+        data_bytes=74,
+        scale_bytes=0,
+        text="bf16",
+    ),
+    RowBytes(
+        id="fp32",
+        format=WireFormat.of(torch.float32),
+        hidden_size=32,
+        num_scales=0,
+        data_bytes=128,
+        scale_bytes=0,
+        text="fp32",
+    ),
+    RowBytes(
+        id="fp8, the last block is short",
+        format=FP8_BLOCKS,
+        hidden_size=300,
+        num_scales=3,
+        data_bytes=300,
+        scale_bytes=12,
+        text="fp8_e4m3/128",
+    ),
+    RowBytes(
+        id="fp8, scales of one byte",
+        format=FP8_PACKED,
+        hidden_size=128,
+        num_scales=4,
+        data_bytes=128,
+        scale_bytes=4,
+        text="fp8_e4m3/32",
+    ),
+    RowBytes(
+        id="int8, one scale a row",
+        format=INT8_ROWS,
+        hidden_size=300,
+        num_scales=1,
+        data_bytes=300,
+        scale_bytes=4,
+        text="int8/0",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", ROW_BYTES, ids=lambda case: case.id)
+def test_bytes_of_one_row(case: RowBytes) -> None:
+    assert case.format.num_scales(case.hidden_size) == case.num_scales
+    assert case.format.data_bytes(case.hidden_size) == case.data_bytes
+    assert case.format.scale_bytes(case.hidden_size) == case.scale_bytes
+    assert str(case.format) == case.text
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadFormat:
+    id: str
+    dtype: WireDtype
+    scale_block: int | None = None
+    scale_dtype: torch.dtype | None = None
+
+
+BAD_FORMATS = [
+    BadFormat(id="fp8 without scales", dtype=WireDtype.FP8_E4M3),
+    BadFormat(id="fp8 without a scale dtype", dtype=WireDtype.FP8_E4M3, scale_block=128),
+    BadFormat(id="int8 without a block", dtype=WireDtype.INT8, scale_dtype=torch.float32),
+    BadFormat(
+        id="bf16 with scales", dtype=WireDtype.BF16, scale_block=128, scale_dtype=torch.float32
+    ),
+    BadFormat(id="bf16 with a block alone", dtype=WireDtype.BF16, scale_block=128),
+    BadFormat(id="fp32 with a dtype alone", dtype=WireDtype.FP32, scale_dtype=torch.float32),
+    BadFormat(id="negative block", dtype=WireDtype.INT8, scale_block=-1, scale_dtype=torch.float32),
+]
+
+
+@pytest.mark.parametrize("bad", BAD_FORMATS, ids=lambda bad: bad.id)
+def test_scales_belong_to_quantised_rows(bad: BadFormat) -> None:
+    with pytest.raises(ConfigError, match=f"WireFormat: {bad.dtype.value} with scale_block="):
+        WireFormat(dtype=bad.dtype, scale_block=bad.scale_block, scale_dtype=bad.scale_dtype)
+
+
+def test_formats_of_one_shape_compare_equal() -> None:
+    assert WireFormat.of(torch.float16) == WireFormat(dtype=WireDtype.FP16)
+    assert len({WireFormat.of(torch.float16), WireFormat(dtype=WireDtype.FP16), FP8_BLOCKS}) == 2

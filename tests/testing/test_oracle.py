@@ -1,0 +1,197 @@
+"""The oracle: a layer computed by hand, and a plain implementation that is broken in one way each.
+
+A fault that the tolerance of the suites would let pass makes every suite worthless.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from epcomm import Activation, ExpertFormat, ExpertWeights
+from epcomm.ops.activation import activate
+from epcomm.testing.data import (
+    ACTIVATIONS,
+    BatchSpec,
+    RankBatch,
+    make_batch,
+    make_weights,
+    random_ids,
+)
+from epcomm.testing.layer_suite import FP32_TOLERANCE
+from epcomm.testing.oracle import OracleResult, relative_error, run_oracle
+
+INF, NAN = float("inf"), float("nan")
+
+
+def batch(x: float, ids: list[int], weights: list[float], dy: float) -> RankBatch:
+    """One token with one hidden element."""
+    return RankBatch(
+        x=torch.tensor([[x]]),
+        topk_ids=torch.tensor([ids]),
+        topk_weights=torch.tensor([weights]),
+        dy=torch.tensor([[dy]]),
+    )
+
+
+def test_two_ranks_by_hand() -> None:
+    # Expert e is d_e relu(g_e x)**2 with g = (1, 3) and d = (1, -1).
+    weights = ExpertWeights(
+        gate_up_proj=torch.tensor([[[1.0]], [[3.0]]], requires_grad=True),
+        down_proj=torch.tensor([[[1.0]], [[-1.0]]], requires_grad=True),
+        format=ExpertFormat(activation=Activation.RELU2),
+    )
+    found = run_oracle(
+        [batch(2.0, [0, 1], [0.5, 0.25], 1.0), batch(1.0, [-1, 1], [9.0, 2.0], 1.0)], weights
+    )
+    # Rank 0: 0.5 * 4 - 0.25 * 36.   Rank 1: -2 * 9; the weight of -1 counts nowhere.
+    assert [y.tolist() for y in found.y] == [[[-7.0]], [[-18.0]]]
+    assert [dw.tolist() for dw in found.dw] == [[[4.0, -36.0]], [[0.0, -9.0]]]
+    # w d 2 g**2 x: 2 - 9 on rank 0, -36 on rank 1.
+    assert [dx.tolist() for dx in found.dx] == [[[-7.0]], [[-36.0]]]
+    # w d 2 g x**2 of both ranks: expert 1 gets -6 and -12.
+    assert found.weight_grads["gate_up_proj"].flatten().tolist() == [4.0, -18.0]
+    # w (g x)**2 of both ranks: expert 1 gets 9 and 18.
+    assert found.weight_grads["down_proj"].flatten().tolist() == [2.0, 27.0]
+
+
+def test_only_weights_that_need_gradients_get_them() -> None:
+    weights = ExpertWeights(
+        gate_up_proj=torch.ones(1, 1, 1),
+        down_proj=torch.ones(1, 1, 1, requires_grad=True),
+        format=ExpertFormat(activation=Activation.RELU2),
+    )
+    found = run_oracle([batch(1.0, [0], [1.0], 1.0)], weights)
+    assert set(found.weight_grads) == {"down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "error"),
+    [
+        (torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0]), 0.25),
+        (torch.tensor([0.5]), torch.tensor([0.0]), 0.5),
+        (torch.tensor([1.0, NAN]), torch.tensor([1.0, 2.0]), INF),
+        (torch.tensor([1.0, INF]), torch.tensor([1.0, INF]), INF),
+        (torch.ones(2, 1), torch.ones(2), INF),
+        (torch.empty(0, 4), torch.empty(0, 4), 0.0),
+    ],
+    ids=["relative", "absolute at zero", "nan", "inf", "shape", "empty"],
+)
+def test_relative_error(actual: Tensor, expected: Tensor, error: float) -> None:
+    assert relative_error(actual, expected) == error
+
+
+WORLD_SIZE = 2
+# As many tokens on both ranks, so that their outputs can be exchanged.
+SPEC = BatchSpec(
+    num_local_experts=2,
+    top_k=2,
+    tokens_of_rank=lambda rank, world_size: 4,
+    choose_ids=random_ids,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What the plain implementation does wrong, on rank 0 and for token 1 alone where it can.
+
+    shows_in: the results that must be off.
+    """
+
+    id: str
+    shows_in: frozenset[str]
+
+
+EVERYWHERE = frozenset({"y", "dx", "dw", "d gate_up_proj", "d down_proj"})
+FAULTS = [
+    Fault(id="tokens swapped", shows_in=EVERYWHERE),
+    Fault(id="weight dropped", shows_in=EVERYWHERE),
+    Fault(id="counted twice", shows_in=EVERYWHERE),
+    Fault(id="wrong expert", shows_in=EVERYWHERE),
+    Fault(id="weights not applied", shows_in=EVERYWHERE),
+    Fault(id="no gradient of the weights", shows_in=frozenset({"dw"})),
+    Fault(id="output of another rank", shows_in=EVERYWHERE),
+]
+
+
+def run_experts(expert: int, x: Tensor, weights: ExpertWeights) -> Tensor:
+    """One token [H] through one expert."""
+    hidden = x @ weights.gate_up_matrices()[expert]
+    if weights.gate_up_bias is not None:
+        hidden = hidden + weights.gate_up_bias[expert]
+    result = activate(hidden, weights.format) @ weights.down_matrices()[expert]
+    return result if weights.down_bias is None else result + weights.down_bias[expert]
+
+
+def run_plainly(
+    batches: list[RankBatch], weights: ExpertWeights, fault: str
+) -> dict[str, list[Tensor]]:
+    """Loops over ranks, tokens and k in float32, broken as `fault` says; results by name."""
+    xs = [batch.x.clone().requires_grad_() for batch in batches]
+    ws = [batch.topk_weights.clone().requires_grad_() for batch in batches]
+    ys = []
+    for rank, mine in enumerate(batches):
+        rows = []
+        for token, ids in enumerate(mine.topk_ids.tolist()):
+            row = torch.zeros_like(xs[rank][token])
+            for k, expert in enumerate(ids):
+                is_struck = (rank, token, k) == (0, 1, 1)
+                wrong = (expert + 1) % weights.num_experts
+                chosen = wrong if fault == "wrong expert" and is_struck else expert
+                result = run_experts(chosen, xs[rank][token], weights)
+                weight = ws[rank][token, k]
+                if fault == "no gradient of the weights":
+                    weight = weight.detach()
+                if fault == "weights not applied" or (fault == "weight dropped" and is_struck):
+                    weight = torch.ones(())
+                row = row + weight * result
+                if fault == "counted twice" and is_struck:
+                    row = row + weight * result
+            rows.append(row)
+        if fault == "tokens swapped" and rank == 0:
+            rows[0], rows[1] = rows[1], rows[0]
+        ys.append(torch.stack(rows))
+    if fault == "output of another rank":
+        ys.reverse()
+    torch.stack([(y * b.dy).sum() for y, b in zip(ys, batches, strict=True)]).sum().backward()
+    leaves = {"dx": xs, "dw": ws}
+    leaves |= {f"d {name}": [tensor] for name, tensor in weights.tensors().items()}
+    grads = {
+        name: [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in tensors]
+        for name, tensors in leaves.items()
+    }
+    return {"y": ys, **grads}
+
+
+def errors(found: dict[str, list[Tensor]], expected: OracleResult) -> dict[str, float]:
+    """The largest error of any rank, by name."""
+    wanted = {"y": expected.y, "dx": expected.dx, "dw": expected.dw}
+    wanted |= {f"d {name}": [grad] for name, grad in expected.weight_grads.items()}
+    return {
+        name: max(relative_error(a, b) for a, b in zip(found[name], wanted[name], strict=True))
+        for name in wanted
+    }
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_plain_loops_equal_the_oracle(activation: str, has_bias: bool) -> None:
+    batches = [make_batch(SPEC, rank, WORLD_SIZE) for rank in range(WORLD_SIZE)]
+    weights = make_weights(
+        SPEC, WORLD_SIZE, expert_format=ACTIVATIONS[activation], has_bias=has_bias
+    )
+    found = errors(run_plainly(batches, weights, "none"), run_oracle(batches, weights))
+    assert set(found) == {"y", "dx", "dw", *(f"d {name}" for name in weights.tensors())}
+    assert max(found.values()) <= FP32_TOLERANCE, found
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.id)
+def test_a_single_fault_exceeds_the_tolerance(fault: Fault) -> None:
+    batches = [make_batch(SPEC, rank, WORLD_SIZE) for rank in range(WORLD_SIZE)]
+    weights = make_weights(SPEC, WORLD_SIZE)
+    found = errors(run_plainly(batches, weights, fault.id), run_oracle(batches, weights))
+    off = {name for name, error in found.items() if error > FP32_TOLERANCE}
+    assert off == fault.shows_in, found

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# A gradient with less than this part of the whole norm is mostly rounding, which one with a
-# millionth of it shows in the fifth digit: its difference is taken relative to this.
+# The norm of one gradient is compared relative to itself, but at least to this part of the whole
+# norm: where large terms cancel, little but rounding is left. One of 1e-5 of it was 2e-5 off.
 MIN_PART_OF_NORM = 1e-3
 
 
@@ -43,12 +43,13 @@ class Difference:
     name: str
     value: float
     expected: float
-    min_scale: float = sys.float_info.min
+    min_scale: float = 0.0
 
     @property
     def relative(self) -> float:
         """To what is expected."""
-        return abs(self.value - self.expected) / max(abs(self.expected), self.min_scale)
+        scale = max(abs(self.expected), self.min_scale, sys.float_info.min)
+        return abs(self.value - self.expected) / scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,9 @@ def compare(
             expected=one_process.gradient_norm,
         ),
         parameter=max(norms, key=lambda norm: norm.relative),
-        choice=Difference(name="chosen over best probability", value=worst_choice, expected=1.0),
+        choice=Difference(
+            name="probability of a chosen expert over the best", value=worst_choice, expected=1.0
+        ),
         num_ties=num_ties,
     )
 

@@ -8,16 +8,22 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from comparison import StepResult
-from plain_model import next_byte_loss, squared_gradient_norm
+from generation import Generated, gather_generated, generate
+from plain_model import gradient_norms, next_byte_loss
 from text_data import Batch
 from torch import Tensor, nn
 from transformers import Qwen3MoeForCausalLM
 
 from epcomm import EPConfig, EPGroup, ExpertParallelMoE, Mode, TopKOutput
-from epcomm.sharding import gather_state_dict, replicated_parameters, sharded_parameters
+from epcomm.sharding import (
+    gather_state_dict,
+    replicated_parameters,
+    shard_of,
+    sharded_parameters,
+)
 
-# Three times as much learns no faster, and some embedding comes so close to zero, where RMSNorm
-# multiplies rounding errors, that float32 itself is 2e-5 off.
+# Three times as much learns no faster, and brings some embedding so close to zero, where RMSNorm
+# multiplies rounding errors, that the gradients of float32 itself are 2e-5 off.
 LEARNING_RATE = 1e-3
 # Larger gradients, as the first steps have them, are scaled down to it.
 MAX_GRADIENT_NORM = 1.0
@@ -52,15 +58,8 @@ class ExpertParallelTraining:
         loss = self._loss(batch, int(num_tokens))
         loss.backward()
         # Expert gradients are complete: an expert has seen the tokens of all ranks.
-        replicated = replicated_parameters(self._model)
-        _sum_gradients_over_ranks(replicated)
-
-        sums = [loss.item(), squared_gradient_norm(sharded_parameters(self._model))]
-        mean_loss, experts_norm = _sum_over_ranks(sums)
-        return StepResult(
-            loss=mean_loss,
-            gradient_norm=math.sqrt(experts_norm + squared_gradient_norm(replicated)),
-        )
+        _sum_gradients_over_ranks(replicated_parameters(self._model))
+        return self._sum_result_over_ranks(loss.item())
 
     def update(self, gradient_norm: float) -> None:
         """Clip the gradients and take a step. Local."""
@@ -68,6 +67,10 @@ class ExpertParallelTraining:
             self._model.parameters(), MAX_GRADIENT_NORM, torch.tensor(gradient_norm)
         )
         self._optimizer.step()
+
+    def continue_text(self, prompt: Tensor, num_bytes: int) -> list[Generated]:
+        """What every rank writes after its own prompt [T], by rank. Collective: yes."""
+        return gather_generated(generate(self._model, prompt, num_bytes))
 
     def explain(self) -> str:
         """How many parameters are where, and how tokens travel, the same way in every layer."""
@@ -104,6 +107,19 @@ class ExpertParallelTraining:
         traffic = self._moe_layers[0].stats().traffic
         return traffic.dispatch_bytes + traffic.combine_bytes + traffic.control_bytes
 
+    def _sum_result_over_ranks(self, loss: float) -> StepResult:
+        norms = gradient_norms(self._model)
+        # Each rank has other experts, but the same gradients of everything else.
+        sharded = [
+            name for name, parameter in self._model.named_parameters() if shard_of(parameter)
+        ]
+        numbers = [loss, *(norms[name] ** 2 for name in sharded)]
+        sums = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(sums)
+        mean_loss, *squares = sums.tolist()
+        norms.update(zip(sharded, map(math.sqrt, squares), strict=True))
+        return StepResult(loss=mean_loss, gradient_norms=norms)
+
     def _note_chosen_experts(self, experts: nn.Module, args: tuple[Tensor, TopKOutput]) -> None:
         self._chosen_experts.append(args[1].topk_ids)
 
@@ -119,7 +135,8 @@ class ExpertParallelTraining:
 
 
 def _spread_experts(model: Qwen3MoeForCausalLM, group: EPGroup) -> list[ExpertParallelMoE]:
-    config = EPConfig(mode=Mode.NORMAL)
+    # Normal mode for training and prompts; low latency for decoding, one token a rank at a time.
+    config = EPConfig(mode=Mode.AUTO, max_tokens_per_rank=1)
     moe_layers = []
     for layer in model.model.layers:
         block = layer.get_submodule("mlp")
@@ -145,9 +162,3 @@ def _sum_gradients_over_ranks(parameters: Sequence[nn.Parameter]) -> None:
 
 def _num_elements(parameters: Sequence[nn.Parameter]) -> int:
     return sum(parameter.numel() for parameter in parameters)
-
-
-def _sum_over_ranks(numbers: Sequence[float]) -> list[float]:
-    sums = torch.tensor(numbers, dtype=torch.float64)
-    dist.all_reduce(sums)
-    return sums.tolist()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
-from comparison import Comparison, StepResult
-from plain_model import next_byte_loss, squared_gradient_norm
+from comparison import Comparison, StepResult, compare
+from generation import Generated, difference_from_one_process
+from plain_model import gradient_norms, next_byte_loss
 from router_ties import RouterTies
 from text_data import Batch
 from torch import Tensor
@@ -40,14 +40,18 @@ class OneProcess:
         self._model.zero_grad()
         self._ties.reset()
         loss = self._compute_gradients(batches, routing)
-        return Comparison(
-            loss=over_ranks.loss,
-            gradient_norm=over_ranks.gradient_norm,
-            expected_loss=loss,
-            expected_gradient_norm=math.sqrt(squared_gradient_norm(self._model.parameters())),
+        return compare(
+            over_ranks,
+            StepResult(loss=loss, gradient_norms=gradient_norms(self._model)),
+            worst_choice=self._ties.worst_choice,
             num_ties=self._ties.num_ties,
-            routing_difference=self._ties.largest_gap,
         )
+
+    def difference(self, weights: Mapping[str, Tensor], written: Sequence[Generated]) -> float:
+        """Largest relative difference of the logits of the text that the ranks wrote."""
+        self._model.load_state_dict(weights)
+        self._ties.chosen = None
+        return difference_from_one_process(self._model, written)
 
     def _compute_gradients(
         self, batches: Sequence[Batch | None], routing: Sequence[Tensor]

@@ -33,7 +33,30 @@ class StepRecord:
     @property
     def loss(self) -> float:
         """Over the ranks."""
-        return self.comparison.loss
+        return self.comparison.loss.value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What the ranks wrote after their prompts.
+
+    texts: by rank.   difference: of the logits from one process, relative.
+    ms_per_byte: of all ranks together, one byte each.
+    """
+
+    texts: Sequence[str]
+    difference: float
+    ms_per_byte: float
+
+
+def decode_summary(written: Written) -> str:
+    """The texts, and how far their logits are from one process."""
+    lines = [f"rank {rank} writes {text!r}" for rank, text in enumerate(written.texts)]
+    lines.append(
+        f"decoded in low latency, {written.ms_per_byte:.0f} ms a byte on each rank; "
+        f"logits differ from one process by {written.difference:.1e}"
+    )
+    return "\n".join(lines)
 
 
 def progress_bar(console: Console) -> Progress:
@@ -58,7 +81,7 @@ def steps_table(records: Sequence[StepRecord]) -> Table:
         "loss",
         "in one\nprocess",
         "loss\ndiffers by",
-        "gradient norm\ndiffers by",
+        "norm\ndiffers by",
         "MB sent\na rank",
         "ms",
     )
@@ -66,7 +89,7 @@ def steps_table(records: Sequence[StepRecord]) -> Table:
         table.add_column(heading, justify="right")
     interval = -(-len(records) // MAX_ROWS)
     for record in records:
-        if record.step % interval == 0 or record in (records[0], records[-1]):
+        if record.step % interval == 0 or record.step in (1, len(records)):
             table.add_row(*_row(record))
     return table
 
@@ -74,18 +97,18 @@ def steps_table(records: Sequence[StepRecord]) -> Table:
 def summary(records: Sequence[StepRecord], tolerance: float) -> str:
     """The fall of the loss, and the largest differences of all steps."""
     comparisons = [record.comparison for record in records]
-    loss_difference = max(comparison.loss_difference for comparison in comparisons)
-    norm_difference = max(comparison.gradient_norm_difference for comparison in comparisons)
-    routing_difference = max(comparison.routing_difference for comparison in comparisons)
+    loss = max(comparison.loss.relative for comparison in comparisons)
+    gradient_norm = max(comparison.gradient_norm.relative for comparison in comparisons)
+    parameter = max(comparison.parameter.relative for comparison in comparisons)
+    choice = max(comparison.choice.relative for comparison in comparisons)
     num_ties = sum(comparison.num_ties for comparison in comparisons)
     num_idle = sum(0 in record.tokens_by_rank for record in records)
     return (
         f"loss from {records[0].loss:.2f} to {records[-1].loss:.2f} in {len(records)} steps; "
         f"in {num_idle} of them a rank had no data\n"
-        f"largest relative differences, limit {tolerance:.0e}: "
-        f"loss {loss_difference:.1e}, gradient norm {norm_difference:.1e}\n"
-        f"ties between experts that rounding decided differently: {num_ties:.0f}, "
-        f"at most {routing_difference:.1e} apart"
+        f"largest relative differences, limit {tolerance:.0e}: loss {loss:.1e}, "
+        f"gradient norm {gradient_norm:.1e},\n"
+        f"norm of one parameter {parameter:.1e}, choice of experts {choice:.1e} (ties: {num_ties})"
     )
 
 
@@ -96,9 +119,9 @@ def _row(record: StepRecord) -> list[str]:
         str(sum(record.tokens_by_rank)),
         f"{min(record.tokens_by_rank)}-{max(record.tokens_by_rank)}",
         f"{record.loss:.4f}",
-        f"{comparison.expected_loss:.4f}",
-        f"{comparison.loss_difference:.1e}",
-        f"{comparison.gradient_norm_difference:.1e}",
+        f"{comparison.loss.expected:.4f}",
+        f"{comparison.loss.relative:.1e}",
+        f"{comparison.gradient_norm.relative:.1e}",
         f"{record.sent_bytes / 1e6:.2f}",
         f"{record.duration_s * 1e3:.0f}",
     ]

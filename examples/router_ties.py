@@ -18,7 +18,8 @@ from torch import Tensor, nn
 class RouterTies:
     """Watches the routers of a model; `chosen` must be set before each forward.
 
-    chosen: [T, layers, K], int64, the experts that a rank chose for these tokens.
+    chosen: [T, layers, K], int64, the experts that a rank chose for these tokens; None: the
+        routers choose for themselves.
     num_ties: tokens of a layer for which the ranks chose other experts; since reset().
     worst_choice: probability of the least probable expert that the ranks chose, over that of the
         least probable one of the own choice; the smallest such ratio since reset(). Without ties
@@ -33,13 +34,15 @@ class RouterTies:
 
     def reset(self) -> None:
         """Begin a new step."""
-        self.chosen = torch.empty(0)
+        self.chosen: Tensor | None = None
         self.num_ties = 0
         self.worst_choice = 1.0
 
     def _follow(
         self, layer: int, router: nn.Module, args: tuple[Tensor], output: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
+        if self.chosen is None:
+            return output
         logits, own_weights, own = output
         chosen = self.chosen[:, layer]
         differs = (chosen.sort().values != own.sort().values).any(dim=-1, keepdim=True)

@@ -54,6 +54,11 @@ class TextData:
             batches[draw.randrange(self._num_ranks)] = None
         return batches
 
+    def prompt(self, rank: int, length: int) -> Tensor:
+        """[length], int64: where the text of a rank begins."""
+        start = len(self.text) // self._num_ranks * rank
+        return self.text[start : start + length].long()
+
     def _batch(self, draw: random.Random) -> Batch:
         length = draw.randint(MIN_SEQUENCE_LENGTH, MAX_SEQUENCE_LENGTH)
         rows = []

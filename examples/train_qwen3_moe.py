@@ -3,7 +3,7 @@
     scripts/launch_multi_rank.sh 4 examples/train_qwen3_moe.py
 
 Before each update rank 0 computes the same step with the plain model of transformers, in one
-process, from the gathered weights and the batches of all ranks. Loss and gradient norm must agree.
+process, from the gathered weights and the batches of all ranks. Loss and gradients must agree.
 What a training program needs in order to use epcomm is in expert_parallel.py; the rest checks it.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import fields
 from datetime import timedelta
 from typing import Annotated
 
@@ -23,7 +22,7 @@ from comparison import CheckError, Comparison, StepResult, check_loss_fall
 from expert_parallel import ExpertParallelTraining
 from one_process import OneProcess
 from plain_model import NUM_EXPERTS_PER_TOKEN, ModelSize, build_model
-from report import StepRecord, progress_bar, steps_table, summary
+from report import StepRecord, Written, decode_summary, progress_bar, steps_table, summary
 from rich.console import Console
 from text_data import Batch, TextData
 
@@ -31,6 +30,9 @@ from epcomm import ConfigError, EPGroup
 
 # 120 s: the others wait while rank 0 computes a step alone, which takes about one.
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+
+# Bytes that each rank reads, and then writes, once the model is trained.
+PROMPT_LENGTH, NUM_WRITTEN = 64, 48
 
 
 class CheckedTraining:
@@ -79,16 +81,41 @@ class CheckedTraining:
             duration_s=duration_s,
         )
 
+    def write(self) -> Written:
+        """Let every rank continue its own prompt, and compare the logits with one process.
+
+        Collective: yes.
+        Raises:
+            CheckError: on all ranks.
+        """
+        start_s = time.perf_counter()
+        prompt = self._data.prompt(self._rank, PROMPT_LENGTH)
+        written = self._training.continue_text(prompt, NUM_WRITTEN)
+        duration_s = time.perf_counter() - start_s
+        weights = self._training.gather_weights()
+        difference = torch.zeros((), dtype=torch.float64)
+        if self._one_process is not None:
+            difference.fill_(self._one_process.difference(weights, written))
+        dist.broadcast(difference, src=0)
+        # Not `>=`: NaN must fail too.
+        if not difference < self._tolerance:
+            raise CheckError(f"decode: logits differ from one process by {difference:.1e}")
+        return Written(
+            texts=[one.text for one in written],
+            difference=float(difference),
+            ms_per_byte=duration_s / NUM_WRITTEN * 1e3,
+        )
+
     def _compare(self, over_ranks: StepResult, batches: Sequence[Batch | None]) -> Comparison:
         weights = self._training.gather_weights()
         routing = self._training.gather_routing(_tokens_by_rank(batches))
-        numbers = torch.zeros(len(fields(Comparison)), dtype=torch.float64)
+        verdict: list[Comparison | None] = [None]
         if self._one_process is not None:
-            comparison = self._one_process.compare(over_ranks, weights, batches, routing)
-            numbers = comparison.as_tensor()
-        # All ranks judge the numbers of rank 0, so that all go on or all stop, and none waits.
-        dist.broadcast(numbers, src=0)
-        return Comparison.from_tensor(numbers)
+            verdict = [self._one_process.compare(over_ranks, weights, batches, routing)]
+        # All ranks judge the comparison of rank 0, so that all go on or all stop, and none waits.
+        dist.broadcast_object_list(verdict, src=0)
+        assert verdict[0] is not None, "rank 0 has compared"
+        return verdict[0]
 
 
 def _tokens_by_rank(batches: Sequence[Batch | None]) -> list[int]:
@@ -134,7 +161,8 @@ def main(
             training = CheckedTraining(size, group, seed=seed, tolerance=tolerance)
             console.print(training.explain(), soft_wrap=True)
             records = train(training, num_steps=steps, console=console)
-        console.print(steps_table(records), summary(records, tolerance), sep="\n")
+            console.print(steps_table(records), summary(records, tolerance), sep="\n")
+            console.print(decode_summary(training.write()), soft_wrap=True)
         check_loss_fall([record.loss for record in records], min_loss_fall)
     except (CheckError, ConfigError) as error:
         sys.exit(str(error))

@@ -1,4 +1,4 @@
-"""2,000 rounds of random sizes, routings and delays, both modes in turn, every payload bit-equal."""
+"""2,000 rounds of random sizes, routings and delays in both modes; payloads are bit-equal."""
 
 import random
 import time

@@ -33,17 +33,18 @@ class StoreNoticeboard(Noticeboard):
 
     def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
         """Use `store`, the one of the process group. Local."""
-        self._group_store = store
+        # Not a connection of our own, as store.clone() makes: each looks up host names, for seconds
+        # where no name server answers.
+        self._store = PrefixStore(_PREFIX, store)
         self._rank = rank
         self._world_size = world_size
-        self._connection: Store | None = None
         self._unposted: str | None = None
         self._reports: dict[int, str] = {}
         self._thread: threading.Thread | None = None
         self._is_lost = False
         if _is_server(store):
             self.host_rank = rank
-            self._within_limit(lambda: self._own_store().set(_HOST_RANK, str(rank)))
+            self._within_limit(lambda: self._store.set(_HOST_RANK, str(rank)))
 
     def post(self, text: str) -> None:
         self._unposted = text
@@ -52,25 +53,16 @@ class StoreNoticeboard(Noticeboard):
     def read(self) -> Mapping[int, str] | None:
         return dict(self._reports) if self._within_limit(self._read) else None
 
-    def _own_store(self) -> Store:
-        # A connection of our own: the thread that waits for an answer holds the lock of the
-        # connection, and the process group would wait for it. Made in the thread too.
-        if self._connection is None:
-            self._connection = self._group_store.clone()  # type: ignore[attr-defined]
-        assert self._connection is not None, "torch has made a connection"
-        return PrefixStore(_PREFIX, self._connection)
-
     def _post(self) -> None:
         text = self._unposted
         if text is not None:
-            store = self._own_store()
-            store.set(str(self._rank), text)
-            store.add(_NUM_REPORTS, 1)
+            self._store.set(str(self._rank), text)
+            self._store.add(_NUM_REPORTS, 1)
             self._unposted = None
 
     def _read(self) -> None:
         self._post()
-        store = self._own_store()
+        store = self._store
         if self.host_rank is None and store.check([_HOST_RANK]):
             self.host_rank = int(store.get(_HOST_RANK))
         # add(0) is one round trip and waits for nothing; most often there is no report at all.
@@ -105,7 +97,7 @@ class StoreNoticeboard(Noticeboard):
 
         A thread that comes back from torch while the interpreter is torn down aborts the process.
         """
-        descriptor = re.search(r"fd=(\d+)", repr(self._connection))
+        descriptor = re.search(r"fd=(\d+)", repr(_innermost(self._store)))
         if descriptor and self._thread is not None and self._thread.is_alive():
             with socket.socket(fileno=os.dup(int(descriptor[1]))) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
@@ -114,7 +106,12 @@ class StoreNoticeboard(Noticeboard):
 
 def _is_server(store: Store) -> bool:
     """Whether this process answers for the store."""
+    # A TCPStore tells only in its text whether it holds the server: `server=<nullptr>` elsewhere.
+    inner = _innermost(store)
+    return isinstance(inner, TCPStore) and "server=TCPServer" in repr(inner)
+
+
+def _innermost(store: Store) -> Store:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    # A TCPStore tells only in its text whether it holds the server: `server=<nullptr>` elsewhere.
-    return isinstance(store, TCPStore) and "server=TCPServer" in repr(store)
+    return store

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,12 +22,44 @@ from tests.collectives.test_torch_dist import DTYPES, SPLITS, bits_equal, payloa
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+LAUNCHER = Path(__file__).parents[2] / "scripts" / "launch_multi_rank.sh"
+
 NUM_RANKS = 4
 TAILS = [(), (3,), (2, 5)]
 # Seconds: ranks that are waited for in vain cost each test this much and a second of grace.
 TIMEOUT_S = 0.3
 # The other rank receives 2.2 GB.
 HAS_MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") > 12 * 2**30
+
+# Rank 2 is stopped. The first rank to leave ends the others, so they wait until all have spoken.
+PROGRAM_THAT_LOSES_RANK_2 = """
+    import os
+    import signal
+    import sys
+    import time
+    from pathlib import Path
+
+    import torch
+    from mpi4py import MPI
+
+    from epcomm import EPGroup, EPTimeout
+
+    folder = Path(sys.argv[1])
+    group = EPGroup(MPI.COMM_WORLD)
+    group.collectives.all_gather(torch.zeros(1))
+    group.collectives.bounded.timeout_s = 1
+    if group.rank == 2:
+        (folder / "stopped").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        group.collectives.all_gather(torch.zeros(1))
+    except EPTimeout:
+        (folder / f"spoke{group.rank}").touch()
+        while len(list(folder.glob("spoke*"))) < 3:
+            time.sleep(0.01)
+        (folder / "left").write_text(str(time.time()))
+        raise
+"""
 
 
 @pytest.mark.mpi_ranks(NUM_RANKS)
@@ -228,6 +264,29 @@ def test_a_rank_that_is_late_but_not_too_late_is_waited_for(ep_ranks: MPI.Comm) 
             gathered = group.collectives.all_gather(torch.tensor(sent_s, dtype=torch.float64))
             assert time.monotonic() >= gathered[late_rank]
             assert_works(group)
+
+
+def test_program_that_lost_a_rank_names_it_and_ends(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM_THAT_LOSES_RANK_2))
+    launch = subprocess.run(
+        [LAUNCHER, "--mpi", str(NUM_RANKS), "program.py", str(tmp_path)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHON": sys.executable},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    ended_s = time.time()
+    assert launch.returncode != 0, launch.stdout
+    assert "EPTimeout: all_gather: rank 2 did not arrive" in launch.stdout
+    assert ended_s - float((tmp_path / "left").read_text()) < 10
+    assert "Timeout (0:00:05)!" not in launch.stdout, "it waited in MPI_Finalize"
+    deadline_s = time.monotonic() + 10
+    while Path("/proc", (tmp_path / "stopped").read_text()).exists():
+        assert time.monotonic() < deadline_s, "the stopped rank is still there"
+        time.sleep(0.05)
 
 
 def lose_rank_2(world: MPI.Comm, collectives: Collectives) -> tuple[str, str]:

@@ -9,6 +9,7 @@ the outcome and the output of each rank and `ends.json`.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -78,6 +79,8 @@ class Run:
 def main() -> None:
     """Play the scenarios of standard input."""
     torch.set_num_threads(1)
+    # A rank that ends need not look through the objects of all modules: two thirds of its time.
+    gc.freeze()
     todo = [Scenario.loads(line) for line in sys.stdin]
     running: list[Run] = []
     while todo or running:

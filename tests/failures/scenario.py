@@ -12,7 +12,7 @@ SETUP_TIMEOUT_S = 60.0
 # Seconds from the deadline until a lost rank must have been named.
 NAMING_LIMIT_S = 2.0
 # Seconds from the end of a program to that of its process: taking down an interpreter with torch
-# takes 1 of them, and 8 when 12 do it on two busy cores. Far less than the 30 minutes of gloo.
+# takes 0.6 of them, but 12 when 12 do it on two busy cores. Far less than the 30 minutes of gloo.
 EXIT_LIMIT_S = 40.0
 # A rank that heard of the loss ends with this and its rank, to prove that the code is its own.
 EXIT_CODE = 40

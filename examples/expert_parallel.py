@@ -80,8 +80,13 @@ class ExpertParallelTraining:
         return (
             f"Qwen3-MoE, {num_parameters / 1e6:.1f} M parameters, "
             f"{(num_replicated + num_local) / 1e6:.1f} M of them on each rank\n"
-            f"{self._moe_layers[0].explain()}"
+            f"{self._modes()}"
         )
+
+    def _modes(self) -> str:
+        """The first line of what each phase's plan explains; explain() of a layer tells all."""
+        lines = self._moe_layers[0].explain().splitlines()
+        return "\n".join(line for line in lines if line.startswith("mode "))
 
     def gather_weights(self) -> dict[str, Tensor]:
         """The state of the whole model, with all experts. Collective: yes."""

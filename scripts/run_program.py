@@ -40,7 +40,7 @@ def _run() -> int:
 
 
 def _leave(exit_code: int) -> NoReturn:
-    if "mpi4py.MPIX" in sys.modules:
+    if "mpi4py.MPI" in sys.modules:
         # At exit mpi4py would wait in MPI_Finalize for ranks that never come there. Without it, a
         # non-zero exit makes mpirun end them.
         sys.stdout.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -82,12 +83,20 @@ class EPConfig:
                 object.__setattr__(self, name, _enum_member(name, WireDtype, value))
         for name in ("max_tokens_per_rank", "max_recv_slots"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"EPConfig: {name} is {value}, expected at least 1 or None")
-        if self.slot_alignment < 1:
-            raise ConfigError(f"EPConfig: slot_alignment is {self.slot_alignment}, expected >= 1")
-        if self.timeout_s <= 0:
-            raise ConfigError(f"EPConfig: timeout_s is {self.timeout_s}, expected seconds > 0")
+            is_valid = value is None or (_is_integer(value) and value >= 1)
+            _expect(name, value, is_valid, "at least 1 or None")
+        is_aligned = _is_integer(self.slot_alignment) and self.slot_alignment >= 1
+        _expect("slot_alignment", self.slot_alignment, is_aligned, "an integer of at least 1")
+        is_number = isinstance(self.timeout_s, int | float)
+        # `> 0` alone would let NaN through the other way round, and text raise by itself.
+        is_time = is_number and 0 < self.timeout_s < math.inf
+        _expect("timeout_s", self.timeout_s, is_time, "seconds > 0")
+        for name in ("backend", "runner"):
+            value = getattr(self, name)
+            _expect(name, value, isinstance(value, str), "auto or a registered name")
+        for name in _SWITCHES:
+            value = getattr(self, name)
+            _expect(name, value, isinstance(value, bool), "true or false")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object], *, source: str = "mapping") -> EPConfig:
@@ -137,6 +146,15 @@ class EPConfig:
         return cls.from_mapping(parsed, source="the environment")
 
 
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _expect(name: str, value: object, is_valid: bool, expected: str) -> None:
+    if not is_valid:
+        raise ConfigError(f"EPConfig: {name} is {value!r}, expected {expected}")
+
+
 def _enum_member(name: str, kind: type[E], value: object) -> E:
     try:
         return kind(value)
@@ -151,12 +169,13 @@ _PARSERS = {
     "slot_alignment": int,
     "timeout_s": float,
 }
+_SWITCHES = ("check_calls", "deterministic", "replicated")
 _BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
 
 
 def _parse(name: str, text: str) -> object:
     try:
-        if name in ("check_calls", "deterministic", "replicated"):
+        if name in _SWITCHES:
             return _BOOLEANS[text.lower()]
         return _PARSERS.get(name, str)(text)
     except (KeyError, ValueError):

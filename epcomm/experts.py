@@ -119,7 +119,8 @@ class ExpertParallelExperts(nn.Module):
         dispatcher = self._dispatcher_for(decode)
         out = dispatcher.dispatch(x, topk, experts_need_grad=weights.requires_grad)
         y = dispatcher.combine(self.runner.run(out, weights))
-        self._count(x.shape[0], out.route.num_rows, out.num_slots)
+        used = out.index.host_num_slots_per_expert
+        self._count(x.shape[0], out.route.num_rows, out.num_slots if used is None else sum(used))
         return y
 
     def check(self) -> None:

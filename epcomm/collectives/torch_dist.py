@@ -50,8 +50,9 @@ class TorchDistCollectives(Collectives):
         self._process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
-        self.device = _device_of(process_group)
-        if str(dist.get_backend(process_group)) == "gloo":
+        backend = _backend_of(process_group)
+        self.device = _device_of(backend)
+        if backend == "gloo":
             store = process_group.get_group_store()
             self.bounded = BoundedWait(
                 StoreNoticeboard(store, rank=self.rank, world_size=self.world_size),
@@ -132,13 +133,25 @@ def _step_of(work: dist.Work) -> Step:
     return step
 
 
-def _device_of(process_group: dist.ProcessGroup) -> torch.device:
+def _backend_of(process_group: dist.ProcessGroup) -> str:
+    """Its backend; of several, as init_process_group makes by default, that of the accelerator."""
     backend = str(dist.get_backend(process_group))
-    if backend not in _DEVICE_OF_BACKEND:
-        raise ConfigError(
-            f"EPGroup: backend {backend!r} of the process group is not supported, expected one of "
-            f"{sorted(_DEVICE_OF_BACKEND)}; create the group with one of them"
-        )
+    if backend in _DEVICE_OF_BACKEND:
+        return backend
+    # `cpu:gloo,cuda:nccl`
+    of_device = dict(
+        pair.split(":", 1) for pair in str(dist.get_backend_config(process_group)).split(",")
+    )
+    for device in ("cuda", "npu", "cpu"):
+        if _DEVICE_OF_BACKEND.get(of_device.get(device, "")) == device:
+            return of_device[device]
+    raise ConfigError(
+        f"EPGroup: backend {backend!r} of the process group is not supported, expected one of "
+        f"{sorted(_DEVICE_OF_BACKEND)}; create the group with one of them"
+    )
+
+
+def _device_of(backend: str) -> torch.device:
     kind = _DEVICE_OF_BACKEND[backend]
     if kind == "cpu":
         return torch.device(kind)
@@ -150,6 +163,5 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     # splits keep counting rows.
     if tensor.numel() == 0:
         return tensor.new_empty(tensor.shape, dtype=torch.uint8)
-    if tensor.dim() > 1:
-        tensor = tensor.flatten(1)
-    return tensor.view(torch.uint8)
+    rows = tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(-1)
+    return rows.view(torch.uint8)

@@ -26,10 +26,12 @@ class BlockFamily:
 
     routing: from the block's router to its RoutingSpec.
     router_name: the child that computes logits.
+    activation: class name of the experts' act_fn, which ExpertFormat means.
     """
 
     routing: Callable[[nn.Module], RoutingSpec]
     router_name: str = "gate"
+    activation: str = "SiLUActivation"
 
 
 FAMILIES: Mapping[str, BlockFamily] = MappingProxyType(
@@ -58,6 +60,7 @@ def from_transformers(
             "assemble ExpertParallelMoE from its parts"
         )
     family = FAMILIES[kind]
+    _check_computes_alike(block, family)
     router = block.get_submodule(family.router_name)
     routing = family.routing(router)
     source = block.get_submodule("experts")
@@ -69,3 +72,19 @@ def from_transformers(
     return ExpertParallelMoE(
         router=router, routing=routing, experts=experts, router_name=family.router_name
     )
+
+
+def _check_computes_alike(block: nn.Module, family: BlockFamily) -> None:
+    """Raise ConfigError where a block is configured to compute what epcomm does not."""
+    activation = type(getattr(block.get_submodule("experts"), "act_fn", None)).__name__
+    # torch's own SiLU is what transformers' class wraps.
+    if activation not in (family.activation, family.activation.removesuffix("Activation")):
+        raise ConfigError(
+            f"from_transformers: act_fn of {type(block).__name__} is {activation}, expected "
+            f"{family.activation}; gelu and others are not built, use hidden_act='silu'"
+        )
+    if getattr(block, "jitter_noise", 0):
+        raise ConfigError(
+            f"from_transformers: router jitter of {type(block).__name__} is {block.jitter_noise}, "
+            "expected 0, because noise on the input is not built; set router_jitter_noise=0"
+        )

@@ -281,8 +281,7 @@ def test_program_that_lost_a_rank_names_it_and_ends(tmp_path: Path) -> None:
     ended_s = time.time()
     assert launch.returncode != 0, launch.stdout
     assert "EPTimeout: all_gather: rank 2 did not arrive" in launch.stdout
-    assert ended_s - float((tmp_path / "left").read_text()) < 10
-    assert "Timeout (0:00:05)!" not in launch.stdout, "it waited in MPI_Finalize"
+    assert ended_s - float((tmp_path / "left").read_text()) < 10, "it waited in MPI_Finalize"
     deadline_s = time.monotonic() + 10
     while Path("/proc", (tmp_path / "stopped").read_text()).exists():
         assert time.monotonic() < deadline_s, "the stopped rank is still there"
@@ -296,10 +295,14 @@ def lose_rank_2(world: MPI.Comm, collectives: Collectives) -> tuple[str, str]:
     if collectives.rank == 2:
         for _ in range(NUM_RANKS - 1):
             world.recv(tag=1)
-    # Long enough to leave only when the receiver takes it, when nobody here remembers the tensor.
-    message = message_of(
-        lambda: collectives.all_to_all(torch.zeros(NUM_RANKS, 100_000), phase="dispatch rows")
-    )
+
+    def call_twice() -> None:
+        # Nobody here remembers the tensor. The call of the late rank may go well, since the others
+        # have done their part of it; to the next one nobody comes.
+        collectives.all_to_all(torch.zeros(NUM_RANKS, 100_000), phase="dispatch rows")
+        collectives.all_gather(torch.zeros(1))
+
+    message = message_of(call_twice)
     again = message_of(lambda: collectives.all_gather(torch.zeros(1)))
     if collectives.rank != 2:
         world.send(None, 2, tag=1)

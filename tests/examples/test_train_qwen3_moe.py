@@ -49,9 +49,10 @@ def runs() -> Iterator[Runs]:
 def test_every_step_agrees_with_one_process(runs: Runs) -> None:
     passing = runs["passing"].result()
     assert passing.returncode == 0, passing.stderr
-    table = passing.stdout.partition("\nstep  tokens")[2].splitlines()
-    assert max(map(len, table)) <= 80
-    rows = [line.split() for line in table[2:5]]
+    lines = passing.stdout.splitlines()
+    header = next(index for index, line in enumerate(lines) if line.startswith("step  tokens"))
+    assert max(map(len, lines[header - 1 : header + 5])) <= 80
+    rows = [line.split() for line in lines[header + 2 : header + 5]]
     assert [row[0] for row in rows] == ["1", "2", "3"]
     for row in rows:
         loss, expected_loss, loss_difference, norm_difference = map(float, row[3:7])
@@ -63,6 +64,14 @@ def test_every_step_agrees_with_one_process(runs: Runs) -> None:
 def test_a_rank_without_data_takes_part(runs: Runs) -> None:
     output = runs["passing"].result().stdout
     assert re.search(r"in 3 steps; in [1-3] of them a rank had no data$", output, re.MULTILINE)
+
+
+def test_decoded_text_agrees_with_one_process(runs: Runs) -> None:
+    output = runs["passing"].result().stdout
+    assert re.findall(r"^rank (\d) writes ", output, re.MULTILINE) == ["0", "1"]
+    difference = re.search(r"^decoded .*; logits differ from one process by (\S+)$", output, re.M)
+    assert difference is not None, output
+    assert float(difference[1]) < 1e-5
 
 
 def test_a_step_that_differs_ends_the_run_with_a_message(runs: Runs) -> None:

@@ -42,7 +42,7 @@ def gather_state_dict(module: nn.Module, group: EPGroup) -> dict[str, Tensor]:
     Collective: yes, one all-gather an expert parameter.   Host sync: as the transport.
     """
     state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
-    for name, parameter in module.named_parameters():
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         if shard_of(parameter) is not None:
             parts = group.collectives.all_gather(
                 parameter.detach().contiguous(), phase="gather_state_dict"
@@ -59,7 +59,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None
         RuntimeError: missing or unexpected names, as nn.Module.load_state_dict.
     """
     cut = dict(state)
-    for name, parameter in module.named_parameters():
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         shard = shard_of(parameter)
         if shard is None or name not in cut:
             continue

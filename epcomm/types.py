@@ -77,8 +77,12 @@ class WireFormat:
     scale_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        has_scales = self.scale_block is not None and self.scale_dtype is not None
-        if has_scales != self.dtype.is_quantized:
+        parts = [
+            self.scale_block is not None and self.scale_block >= 0,
+            self.scale_dtype is not None,
+        ]
+        none = self.scale_block is None and self.scale_dtype is None
+        if not (all(parts) if self.dtype.is_quantized else none):
             raise ConfigError(
                 f"WireFormat: {self.dtype.value} with scale_block={self.scale_block} and "
                 f"scale_dtype={self.scale_dtype}; quantised dtypes need both, others neither"

@@ -47,7 +47,7 @@ class ExpertFormat:
 
     def __post_init__(self) -> None:
         needs_clamp = self.activation is Activation.CLAMPED_SWIGLU
-        if needs_clamp != (self.alpha is not None and self.limit is not None):
+        if {self.alpha is not None, self.limit is not None} != {needs_clamp}:
             raise ConfigError(
                 f"ExpertFormat: {self.activation.value} with alpha={self.alpha} and "
                 f"limit={self.limit}; clamped_swiglu needs both, others neither"

@@ -211,7 +211,8 @@ def gather_scalars(values: Tensor, table: Tensor) -> Tensor:
 def _whole_rows(rows: Tensor) -> Tensor:
     """View strided rows together with the gaps between them as one contiguous matrix."""
     stride = rows.stride(0)
-    if rows.shape[0] <= 1 or stride == rows.shape[1]:
+    # Expanded and overlapping rows have no gap between them.
+    if rows.shape[0] <= 1 or stride <= rows.shape[1]:
         return rows
     end = rows.storage_offset() + rows.shape[0] * stride
     has_last_gap = end * rows.element_size() <= rows.untyped_storage().nbytes()

@@ -78,6 +78,9 @@ class GroupedMMRunner(ExpertRunner):
         if dispatched.weights_applied_by is WeightsAppliedBy.RUNNER:
             scale = dispatched.slot_weights
             assert scale is not None, "who applies weights has them"
+            if index.row_of_slot is not None and not index.is_dense:
+                # Weights of padding are undefined, and would reach the gradients of the experts.
+                scale = scale.masked_fill(index.row_of_slot < 0, 0)
             hidden = weight_slots(hidden, scale)
         results = torch.nn.functional.grouped_mm(hidden, weights.down_matrices(), offs=ends)
         if weights.down_bias is not None:

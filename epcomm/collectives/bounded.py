@@ -113,8 +113,8 @@ class BoundedWait:
             the Step must keep what it needs alive.
         Raises:
             EPTimeout: the exchange did not end in time, the transport broke, or another rank gave
-                up; at most GRACE_S + LOOK_LIMIT_S after the deadline. Every later call raises the
-                same at once and starts nothing.
+                up; at most GRACE_S + 2 * LOOK_LIMIT_S after the deadline. Every later call raises
+                the same at once and starts nothing.
         """
         if self._story is not None:
             raise EPTimeout(self._story)

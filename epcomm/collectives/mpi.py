@@ -48,7 +48,8 @@ class MpiCollectives(Collectives):
     constructor waits for no rank, and close() frees it. An EPTimeout ends it, but not the caller's
     communicator: collectives made anew get another duplicate.
 
-    Calls come from one thread at a time.
+    Calls come from one thread at a time. Several of them over one communicator are first used in
+    one order on all ranks.
     """
 
     def __init__(self, communicator: MPI.Comm) -> None:
@@ -64,7 +65,7 @@ class MpiCollectives(Collectives):
             )
         if not isinstance(communicator, MPI.Intracomm):
             raise ConfigError(
-                f"EPGroup: the communicator is a {type(communicator).__name__}, expected an "
+                f"EPGroup: the communicator is of type {type(communicator).__name__}, expected "
                 "Intracomm; call .Merge() on an Intercomm"
             )
         self.rank = communicator.Get_rank()
@@ -80,6 +81,7 @@ class MpiCollectives(Collectives):
         )
         self.bounded = self._wait
         self._duplicate: MPI.Intracomm | None = None
+        self._requests: list[MPI.Request] = []  # of the exchange under way
         self._is_broken = False
         self._is_closed = False
 
@@ -151,7 +153,7 @@ class MpiCollectives(Collectives):
     ) -> None:
         try:
             duplicate = self._open(phase)
-            self._finish(lambda: post(duplicate), phase)
+            self._finish(lambda: self._step_of(post(duplicate)), phase)
         finally:
             row.Free()  # an exchange that still needs it keeps it
 
@@ -160,30 +162,55 @@ class MpiCollectives(Collectives):
         if self._is_closed:
             raise HandleError(f"{phase}: the EPGroup is closed ({self._where}); make a new one")
         if self._duplicate is None:
-            self._noticeboard.tag = _next_tag(self._communicator)
-            self._finish(self._post_duplication, f"{phase}, making the communicator")
+            self._finish(self._start_duplication, f"{phase}, making the communicator")
         assert self._duplicate is not None, "made by the first verb"
         return self._duplicate
 
-    def _post_duplication(self) -> MPI.Request:
-        self._duplicate, request = self._communicator.Idup()
-        return request
+    def _start_duplication(self) -> Step:
+        # Open MPI's Idup goes wrong beside another one, or another collective, on the same
+        # communicator (open-mpi/ompi, issue 2025). So it starts when all ranks are there and none
+        # has given up: then it will not be left behind unfinished, in the way of the next one.
+        self._noticeboard.tag = _next_tag(self._communicator)
+        arrival = self._step_of(self._communicator.Ibarrier())
+        duplication: Step | None = None
 
-    def _finish(self, post: Callable[[], MPI.Request], phase: str) -> None:
-        requests: list[MPI.Request] = []
+        def step(seconds: float) -> bool:
+            nonlocal duplication
+            if duplication is None:
+                if not arrival(seconds) or self._noticeboard.read():
+                    return False
+                self._duplicate, request = self._communicator.Idup()
+                duplication = self._step_of(request)
+            return duplication(seconds)
 
-        def start() -> Step:
-            requests.append(post())
-            return _step_of(requests[0])
+        return step
 
+    def _finish(self, start: Callable[[], Step], phase: str) -> None:
+        self._requests = []
         try:
             self._wait.run(start, phase)
         except BaseException:
-            if requests:
+            if self._requests:
                 self._is_broken = True
                 # A request holds its tensors, but not the duplicate that MPI is to fill in.
-                _UNFINISHED.append((requests, self._duplicate))
+                _UNFINISHED.append((self._requests, self._duplicate))
             raise
+
+    def _step_of(self, request: MPI.Request) -> Step:
+        self._requests.append(request)
+
+        def step(seconds: float) -> bool:
+            start_s, pause_s = time.perf_counter(), _FIRST_PAUSE_S
+            while not request.Test():
+                waited_s = time.perf_counter() - start_s
+                if waited_s >= seconds:
+                    return False
+                if waited_s >= _SPIN_S:
+                    time.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            return True
+
+        return step
 
 
 class MpiNoticeboard(Noticeboard):
@@ -195,7 +222,7 @@ class MpiNoticeboard(Noticeboard):
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
         """Use `communicator`. Local."""
-        self.tag = _HIGHEST_TAG  # set anew before the first exchange
+        self.tag = _HIGHEST_TAG  # set anew by the first exchange
         self._communicator = communicator
         self._reports: dict[int, str] = {}
 
@@ -230,21 +257,6 @@ def _next_tag(communicator: MPI.Comm) -> int:
     number = communicator.Get_attr(_tag_key()) or 0
     communicator.Set_attr(_tag_key(), number + 1)
     return _HIGHEST_TAG - number % _NUM_TAGS
-
-
-def _step_of(request: MPI.Request) -> Step:
-    def step(seconds: float) -> bool:
-        start_s, pause_s = time.perf_counter(), _FIRST_PAUSE_S
-        while not request.Test():
-            waited_s = time.perf_counter() - start_s
-            if waited_s >= seconds:
-                return False
-            if waited_s >= _SPIN_S:
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return True
-
-    return step
 
 
 def _message(tensor: Tensor, counts: list[int], row: MPI.Datatype) -> list[object]:

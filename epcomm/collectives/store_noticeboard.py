@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 
 # Documented there, though torch does not list them for type checkers.
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -42,7 +42,8 @@ class StoreNoticeboard(Noticeboard):
         self._reports: dict[int, str] = {}
         self._thread: threading.Thread | None = None
         self._is_lost = False
-        if _is_server(store):
+        self._port = _port_of(store)
+        if any(_listens_on(own, self._port) for own in _open_sockets()):
             self.host_rank = rank
             self._within_limit(lambda: self._store.set(_HOST_RANK, str(rank)))
 
@@ -97,21 +98,49 @@ class StoreNoticeboard(Noticeboard):
 
         A thread that comes back from torch while the interpreter is torn down aborts the process.
         """
-        descriptor = re.search(r"fd=(\d+)", repr(_innermost(self._store)))
-        if descriptor and self._thread is not None and self._thread.is_alive():
-            with socket.socket(fileno=os.dup(int(descriptor[1]))) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
+        if self._thread is not None and self._thread.is_alive():
+            for own in _open_sockets():
+                if _is_connected_to(own, self._port):
+                    own.shutdown(socket.SHUT_RDWR)
             self._thread.join(LOOK_LIMIT_S)
 
 
-def _is_server(store: Store) -> bool:
-    """Whether this process answers for the store."""
-    # A TCPStore tells only in its text whether it holds the server: `server=<nullptr>` elsewhere.
-    inner = _innermost(store)
-    return isinstance(inner, TCPStore) and "server=TCPServer" in repr(inner)
-
-
-def _innermost(store: Store) -> Store:
+def _port_of(store: Store) -> int | None:
+    """Where a TCPStore is served; None of another store."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return store
+    return store.port if isinstance(store, TCPStore) else None
+
+
+# A store tells neither who serves it nor which connection it uses, except in its repr(), which asks
+# a name server first. The sockets of the process tell both.
+
+
+def _open_sockets() -> Iterator[socket.socket]:
+    """Each TCP socket of this process, as a duplicate closed after use; none without /proc."""
+    with suppress(FileNotFoundError):
+        for descriptor in os.listdir("/proc/self/fd"):
+            with suppress(OSError), _duplicate(int(descriptor)) as own:
+                if own.family in (socket.AF_INET, socket.AF_INET6):
+                    yield own
+
+
+def _duplicate(descriptor: int) -> socket.socket:
+    duplicate = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=duplicate)
+    except OSError:  # no socket
+        os.close(duplicate)
+        raise
+
+
+def _listens_on(own: socket.socket, port: int | None) -> bool:
+    is_listening = own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    return bool(is_listening) and own.getsockname()[1] == port
+
+
+def _is_connected_to(own: socket.socket, port: int | None) -> bool:
+    try:
+        return own.getpeername()[1] == port
+    except OSError:
+        return False

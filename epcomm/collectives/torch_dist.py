@@ -38,7 +38,8 @@ class TorchDistCollectives(Collectives):
 
     On nccl and hccl a verb only enqueues work, and the host waits where it reads a result (the
     counts of an exact-size dispatch, check()). A lost rank is then found by the watchdog of the
-    process group, which ends the process after the timeout given to init_process_group.
+    process group, after the timeout given to init_process_group: it logs the operation, names no
+    rank, and ends the process later (torch 2.11 with a timeout of 10 s: not yet after 50 s).
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:

@@ -39,6 +39,7 @@ class Dispatcher(ABC, Generic[DispatchT, CombineT]):
             CapacityError: T > M on some rank; on every rank.
             ConfigError: some ranks need gradients while others run under torch.no_grad().
             HandleError: the dispatcher is closed.
+            EPTimeout: other ranks did not come in time; the group is lost, close() returns.
         A static buffer tells the first three only through check().
         """
 
@@ -52,6 +53,7 @@ class Dispatcher(ABC, Generic[DispatchT, CombineT]):
             HandleError: the batch was combined before, belongs to another dispatcher, or the
                 dispatcher is closed.
             ShapeError: the rows do not fit the batch.
+            EPTimeout: as in dispatch.
         """
 
     def dispatch_async(

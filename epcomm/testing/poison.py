@@ -20,7 +20,8 @@ def poisoned_memory() -> Iterator[None]:
     # The switch is an attribute that torch makes at run time, which type checkers cannot see.
     switch: Any = torch.utils.deterministic
     fills = switch.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Not use_deterministic_algorithms: that imports the compiler, seconds in each process.
+    torch.set_deterministic_debug_mode("warn")
     switch.fill_uninitialized_memory = True
     try:
         if not torch.zeros(1).new_empty(4).isnan().all():

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from epcomm.collectives.bounded import LOOK_LIMIT_S
 from epcomm.collectives.store_noticeboard import StoreNoticeboard
@@ -94,15 +94,20 @@ def test_reports_reach_all_ranks_and_the_last_counts() -> None:
     assert [board.read() for board in boards] == [{1: "gave up", 2: "é\n"}] * 3
 
 
-def test_host_of_the_store_is_known_to_all() -> None:
+def test_rank_that_holds_the_store_is_known_to_the_others(host: Host) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-    other = StoreNoticeboard(client, rank=0, world_size=2)
-    assert other.read() == {}
-    assert other.host_rank is None
     assert StoreNoticeboard(server, rank=1, world_size=2).host_rank == 1
-    assert other.read() == {}
-    assert other.host_rank == 1
+    # A process outside the group holds this one.
+    board = StoreNoticeboard(host.connect(), rank=0, world_size=2)
+    assert board.read() == {}
+    assert board.host_rank is None
+    # What another rank's board says of itself is read from the store.
+    shared = HashStore()
+    boards = [StoreNoticeboard(shared, rank=rank, world_size=2) for rank in range(2)]
+    assert [board.read() for board in boards] == [{}, {}]
+    PrefixStore("epcomm/lost_ranks", shared).set("host_rank", "1")
+    assert [board.read() for board in boards] == [{}, {}]
+    assert [board.host_rank for board in boards] == [1, 1]
 
 
 def test_stopped_host_is_silence_until_it_goes_on(host: Host) -> None:

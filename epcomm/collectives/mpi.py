@@ -31,8 +31,9 @@ _MAX_COUNT = 2**31 - 1
 # Seconds of polling without a pause. Small exchanges on one host end within it; a longer spin
 # would only keep the core from a rank that shares it and is waited for.
 _SPIN_S = 100e-6
-# Seconds of the first pause, below which timers of Linux do not go, and of the longest.
-_FIRST_PAUSE_S = 50e-6
+# After that a pause lasts this part of the time waited so far, which it prolongs by no more, and at
+# most so many seconds.
+_PAUSE_SHARE = 1 / 8
 _LONGEST_PAUSE_S = 1e-3
 # Reports travel under the highest tags that every MPI has, one for each duplicate.
 _HIGHEST_TAG, _NUM_TAGS = 32767, 16384
@@ -200,14 +201,13 @@ class MpiCollectives(Collectives):
         self._requests.append(request)
 
         def step(seconds: float) -> bool:
-            start_s, pause_s = time.perf_counter(), _FIRST_PAUSE_S
+            start_s = time.perf_counter()
             while not request.Test():
                 waited_s = time.perf_counter() - start_s
                 if waited_s >= seconds:
                     return False
                 if waited_s >= _SPIN_S:
-                    time.sleep(pause_s)
-                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                    time.sleep(min(waited_s * _PAUSE_SHARE, _LONGEST_PAUSE_S))
             return True
 
         return step

@@ -56,7 +56,8 @@ class EPConfig:
     timeout_s: longest wait for another rank, in seconds; a group waits as long as its most patient
         layer. NCCL and HCCL follow the timeout of the process group instead.
     check_calls: find faults in the call they belong to, at a cost: static buffers run check() in
-        each combine, and foreign kernels compare the calls of all ranks in one small exchange.
+        each combine; where the host does not wait in collectives (NCCL), and with foreign kernels,
+        the ranks compare their calls in one small exchange.
     deterministic: refuse backends whose sums depend on arrival order.
     """
 

@@ -8,24 +8,14 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.config import EPConfig, Mode
-from epcomm.dispatchers.deepep_low_latency import DeepEPLowLatencyDispatcher
-from epcomm.dispatchers.deepep_normal import DeepEPNormalDispatcher
-from epcomm.dispatchers.rows import RowsDispatcher
-from epcomm.dispatchers.standard import StandardDispatcher
-from epcomm.errors import ConfigError
+from epcomm.config import EPConfig
+from epcomm.dispatchers.phases import PhaseDispatchers
 from epcomm.group import EPGroup
-from epcomm.planning import EPPlan, MoESpec, PhasePlan, plan
+from epcomm.planning import MoESpec, plan
 from epcomm.records import TopKOutput
 from epcomm.registry import runner_class
 from epcomm.sharding import ExpertShard, local_share, tag_as_sharded
 from epcomm.weights import ExpertWeights
-
-_DISPATCHERS: Mapping[Mode, type[RowsDispatcher]] = {
-    Mode.NORMAL: DeepEPNormalDispatcher,
-    Mode.LOW_LATENCY: DeepEPLowLatencyDispatcher,
-    Mode.STANDARD: StandardDispatcher,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +76,7 @@ class ExpertParallelExperts(nn.Module):
             dtype=weights.dtype,
         )
         self.plan = plan(config, spec, group, weights=weights)
-        self.dispatcher, self.decode_dispatcher = _open_dispatchers(group, spec, config, self.plan)
+        self.phases = PhaseDispatchers(group, spec, config, self.plan)
         assert self.plan.runner is not None, "plan() was given the weights"
         self.runner = runner_class(self.plan.runner)()
         self.group = group
@@ -116,7 +106,7 @@ class ExpertParallelExperts(nn.Module):
         Raises: what Dispatcher.dispatch and combine raise.
         """
         weights = self.weights
-        dispatcher = self._dispatcher_for(decode)
+        dispatcher = self.phases.of_phase(decode=decode)
         out = dispatcher.dispatch(x, topk, experts_need_grad=weights.requires_grad)
         y = dispatcher.combine(self.runner.run(out, weights))
         used = out.index.host_num_slots_per_expert
@@ -125,8 +115,7 @@ class ExpertParallelExperts(nn.Module):
 
     def check(self) -> None:
         """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""
-        for dispatcher in self._dispatchers():
-            dispatcher.check()
+        self.phases.check()
 
     def explain(self) -> str:
         """What was chosen and rejected and why, as text."""
@@ -134,25 +123,10 @@ class ExpertParallelExperts(nn.Module):
 
     def stats(self) -> EPStats:
         """Counts since construction. Local; no host sync."""
-        total = sum((d.traffic() for d in self._dispatchers()), BufferTraffic())
-        return replace(self._stats, traffic=total)
+        return replace(self._stats, traffic=self.phases.traffic())
 
     def extra_repr(self) -> str:
         return f"{self._format.activation.value}, {self.group.where}"
-
-    def _dispatchers(self) -> list[RowsDispatcher]:
-        decode = self.decode_dispatcher
-        return [self.dispatcher] if decode in (None, self.dispatcher) else [self.dispatcher, decode]
-
-    def _dispatcher_for(self, decode: bool) -> RowsDispatcher:
-        if not decode:
-            return self.dispatcher
-        if self.decode_dispatcher is None:
-            raise ConfigError(
-                f"ExpertParallelExperts: decode=True but there is no low latency "
-                f"({self.group.where}); {self.plan.decode_lacks}"
-            )
-        return self.decode_dispatcher
 
     def _register(self, weights: ExpertWeights, num_experts: int, is_local: bool) -> None:
         num_local = num_experts // self.group.world_size
@@ -177,17 +151,3 @@ class ExpertParallelExperts(nn.Module):
             num_slots=old.num_slots + num_slots,
             max_slots=max(old.max_slots, num_slots),
         )
-
-
-def _open_dispatchers(
-    group: EPGroup, spec: MoESpec, config: EPConfig, chosen: EPPlan
-) -> tuple[RowsDispatcher, RowsDispatcher | None]:
-    """The dispatcher of each phase: prefill and training, and decode (None where it is missing)."""
-
-    def open_phase(phase: PhasePlan) -> RowsDispatcher:
-        return _DISPATCHERS[phase.mode](group, spec, config, chosen=phase)
-
-    prefill = open_phase(chosen.prefill)
-    if chosen.decode is chosen.prefill:
-        return prefill, prefill
-    return prefill, None if chosen.decode is None else open_phase(chosen.decode)

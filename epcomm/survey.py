@@ -7,7 +7,7 @@ part in one exchange, after which all of them know the same and choose, or raise
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from epcomm.buffers.base import Availability, BufferCaps, BufferSpec
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 
 # The questions: which backend serves a phase, which runner computes the experts.
 PREFILL, DECODE, RUNNER = "prefill", "decode", "runner"
-# Fields of EPConfig that decide which collectives follow and how long they wait, so ranks must not
-# differ in them.
-# Sizes are compared when a buffer is opened.
-_CHOICES = ("mode", "backend", "runner", "replicated", "deterministic", "timeout_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,13 +92,12 @@ def survey_group(
 
     Collective: yes.   Host sync: yes.
     Raises:
-        ConfigError: ranks disagree on a choice, or some rank cannot plan; on every rank.
+        ConfigError: ranks disagree on the configuration or the layer, or some rank cannot plan; on
+            every rank.
         BackendUnavailable: the mode is not built.
     """
     group.limit_waits(config.timeout_s)
-    choices: dict[str, Scalar] = {name: getattr(config, name) for name in _CHOICES}
-    choices["has a limit of tokens"] = config.max_tokens_per_rank is not None
-    group.collectives.agree(choices, what="plan")
+    group.collectives.agree(_as_record(config) | _as_record(spec), what="plan")
     error, survey = None, Survey(specs={}, verdicts={})
     try:
         survey = survey_rank(config, spec, group.world_size, weights)
@@ -128,6 +123,14 @@ def survey_group(
         for question, candidates in survey.verdicts.items()
     }
     return replace(survey, verdicts=verdicts)
+
+
+def _as_record(values: EPConfig | MoESpec) -> dict[str, Scalar]:
+    """The fields of a flat record as plain values."""
+    plain = (str, int, float, type(None))
+    found = {field.name: getattr(values, field.name) for field in fields(values)}
+    # StrEnum members are strings, and JSON writes them as such.
+    return {name: v if isinstance(v, plain) else str(v) for name, v in found.items()}
 
 
 def _combine(records: Sequence[Mapping[str, Scalar]], key: str) -> Availability:

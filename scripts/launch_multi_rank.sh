@@ -59,7 +59,7 @@ else
     # -x: the other ranks cannot go on without the one that failed. --no-summary: the plugin prints
     # a failure at once with its rank. No cache: all ranks would write the same files.
     what=(-m pytest -x -q --no-summary -p no:cacheprovider "$@")
-    export EPCOMM_MULTI_RANK=$transport
+    export MULTI_RANK_TRANSPORT=$transport
 fi
 
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 LAUNCHER = Path(__file__).parents[1] / "scripts" / "launch_multi_rank.sh"
-UNDER_LAUNCHER_ENV = "EPCOMM_MULTI_RANK"  # set by the launcher: the transport
-BACKEND_ENV = "EPCOMM_TEST_BACKEND"  # set by the user: nccl runs the same tests on GPUs
-RESULTS_ENV = "EPCOMM_MULTI_RANK_RESULTS"  # set by the outer run: the folder for results
+UNDER_LAUNCHER_ENV = "MULTI_RANK_TRANSPORT"  # set by the launcher: the transport
+BACKEND_ENV = "MULTI_RANK_BACKEND"  # set by the user: nccl runs the same tests on GPUs
+RESULTS_ENV = "MULTI_RANK_RESULTS"  # set by the outer run: the folder for results
 
 # Seconds that a collective waits for a rank that does not come.
 COLLECTIVE_LIMIT_S = 60

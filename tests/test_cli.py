@@ -44,7 +44,7 @@ def test_plan_prints_choice_rejections_memory_and_limits() -> None:
     assert ["limit: tokens a rank", "no limit", "at most 16"] in printed
     assert ["all_gather", "decode", "serves standard, not low_latency"] in printed
     assert ["received rows", "288 B", "no limit"] in printed
-    assert ["received rows", "fixed", "9,216 B"] in printed
+    assert ["received rows", "fixed", "9,792 B"] in printed
 
 
 def test_every_reason_of_a_rejection_has_a_line() -> None:

@@ -181,7 +181,7 @@ def test_explain_lists_both_phases_and_the_memory_of_each() -> None:
     assert ", 4 ranks with 2 experts each, for prefill and training\n" in prefill
     assert "memory of received rows: 288 B a token\n" in prefill
     assert ", 4 ranks with 2 experts each, for decode\n" in decode
-    assert "memory of received rows: 9216 B\n" in decode
+    assert "memory of received rows: 9792 B\n" in decode
     assert "tokens a rank: at most 16\n" in decode
     assert decode.endswith("runner grouped_mm")
 

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
 
-from epcomm import ConfigError, EPConfig, EPGroup, ExpertWeights, Mode, MoESpec, plan
+from epcomm import (
+    ConfigError,
+    DeepEPNormalDispatcher,
+    EPConfig,
+    EPGroup,
+    ExpertWeights,
+    Mode,
+    MoESpec,
+    TopKOutput,
+    plan,
+    survey,
+)
 from epcomm.buffers.base import Availability
 from epcomm.buffers.collective import CollectiveBuffer
+from epcomm.ops.slots import gather_rows
 from epcomm.runners.grouped_mm import GroupedMMRunner
 
 NUM_RANKS = 2
@@ -55,31 +69,90 @@ def test_runner_that_one_rank_lacks_is_rejected_on_all(monkeypatch: pytest.Monke
         assert [str(each) for each in chosen.rejected_runners] == ["grouped_mm: rank 0: no kernel"]
 
 
-@pytest.mark.ranks(NUM_RANKS)
+# One other value for every field, so that a new field cannot be forgotten.
+OTHER_CONFIG = {
+    "mode": "standard",
+    "backend": "collective",
+    "runner": "reference",
+    "dispatch_dtype": "bf16",
+    "combine_dtype": "bf16",
+    "max_tokens_per_rank": 8,
+    "max_recv_slots": 40,
+    "replicated": True,
+    "slot_alignment": 4,
+    "timeout_s": 50.0,
+    "check_calls": True,
+    "deterministic": True,
+}
+OTHER_SPEC = {"hidden_size": 32, "num_experts": 12, "top_k": 3, "dtype": torch.bfloat16}
+
+
+def test_every_field_has_another_value() -> None:
+    assert list(OTHER_CONFIG) == [field.name for field in fields(EPConfig)]
+    assert list(OTHER_SPEC) == [field.name for field in fields(MoESpec)]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", [*OTHER_CONFIG, *OTHER_SPEC])
+def test_field_that_differs_on_one_rank_is_named_on_every_rank(name: str) -> None:
+    config, spec = EPConfig(), SPEC
+    with EPGroup() as group:
+        if group.rank == 2 and name in OTHER_CONFIG:
+            config = replace(config, **{name: OTHER_CONFIG[name]})
+        elif group.rank == 2:
+            spec = replace(spec, **{name: OTHER_SPEC[name]})
+        with pytest.raises(ConfigError) as caught:
+            plan(config, spec, group)
+        assert f"plan: ranks disagree on {name}: " in str(caught.value)
+        assert " on ranks 0, 1, 3, " in str(caught.value)
+        assert " on rank 2 (this is " in str(caught.value)
+        expect_works(group)
+
+
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
-    ("on_rank_1", "message"),
+    ("config", "spec", "message"),
     [
-        (EPConfig(max_tokens_per_rank=8), "has a limit of tokens: false on rank 0, true on rank 1"),
-        (EPConfig(mode="standard"), 'mode: "auto" on rank 0, "standard" on rank 1'),
-        (EPConfig(runner="reference"), 'runner: "auto" on rank 0, "reference" on rank 1'),
+        (EPConfig(), replace(SPEC, num_experts=10), "num_experts is 10, expected a multiple of"),
+        (EPConfig(backend="infiniband"), SPEC, "backend is 'infiniband', expected"),
+        (EPConfig(runner="fastest"), SPEC, "runner is 'fastest', expected"),
     ],
-    ids=["phases", "mode", "runner"],
+    ids=["indivisible", "backend", "runner"],
 )
-def test_ranks_that_ask_for_different_things_all_raise(on_rank_1: EPConfig, message: str) -> None:
+def test_layer_that_nothing_serves_is_refused_everywhere(
+    config: EPConfig, spec: MoESpec, message: str
+) -> None:
     with EPGroup() as group:
-        config = on_rank_1 if group.rank == 1 else EPConfig()
         with pytest.raises(ConfigError) as caught:
-            plan(config, SPEC, group)
-        assert f"plan: ranks disagree on {message}" in str(caught.value)
+            DeepEPNormalDispatcher(group, spec, config)
+        assert message in str(caught.value)
+        expect_works(group)
+
+
+def expect_works(group: EPGroup) -> None:
+    """One correct batch on the same group; identity experts of weight 1 / K."""
+    dispatcher = DeepEPNormalDispatcher(group, SPEC)
+    x = torch.full((3, SPEC.hidden_size), group.rank + 1.0, device=group.device)
+    topk_ids = torch.tensor([[0, 7], [3, 4], [6, 1]], device=group.device)
+    weights = torch.full(topk_ids.shape, 1 / SPEC.top_k, device=group.device)
+    out = dispatcher.dispatch(x, TopKOutput(topk_ids=topk_ids, topk_weights=weights))
+    assert out.slot_weights is not None
+    rows = gather_rows(out.hidden_states.data, out.index) * out.slot_weights.unsqueeze(1)
+    assert torch.equal(dispatcher.combine(out.combine_input(rows)), x)
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_error_of_one_rank_is_told_to_the_others() -> None:
+def test_error_of_one_rank_is_told_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> survey.Survey:
+        raise ConfigError("plan: a file of this rank is broken")
+
     with EPGroup() as group:
-        wanted = "fp8_e4m3" if group.rank == 0 else None
-        with pytest.raises(ConfigError) as caught:
-            plan(EPConfig(dispatch_dtype=wanted), SPEC, group)  # type: ignore[arg-type]
-        own = "plan: dispatch_dtype is fp8_e4m3"
+        with monkeypatch.context() as patch:
+            if group.rank == 0:
+                patch.setattr(survey, "survey_rank", fail)
+            with pytest.raises(ConfigError) as caught:
+                plan(EPConfig(), SPEC, group)
+        own = "plan: a file of this rank is broken"
         assert str(caught.value).startswith(own if group.rank == 0 else f"plan: rank 0: {own}")
         # The group is usable, and one exchange serves both phases.
         chosen = plan(EPConfig(max_tokens_per_rank=8), SPEC, group)

@@ -62,7 +62,7 @@ def start_host(host: int, folder: Path) -> subprocess.Popen[bytes]:
         "GLOO_SOCKET_IFNAME": "eth0",
     }
     # The ranks must not take this run's place in an outer launch.
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "EPCOMM_MULTI_RANK_RESULTS"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MULTI_RANK_RESULTS"):
         env.pop(name, None)
     suites = [
         "tests/buffers/test_buffers.py",

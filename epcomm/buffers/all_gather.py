@@ -8,7 +8,6 @@ of one copy per destination, for one message less to number and sort.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,8 +15,6 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import (
-    Availability,
-    Buffer,
     BufferCaps,
     BufferSpec,
     Combined,
@@ -26,7 +23,8 @@ from epcomm.buffers.base import (
 )
 from epcomm.buffers.counts import HEADER_WORDS, Counts, read_counts
 from epcomm.buffers.faults import guard_ids
-from epcomm.buffers.row_layout import RowLayout, localize
+from epcomm.buffers.over_collectives import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
+from epcomm.buffers.row_layout import localize
 from epcomm.buffers.sizes import (
     CallShape,
     Region,
@@ -35,8 +33,7 @@ from epcomm.buffers.sizes import (
     rows_region,
     slot_regions,
 )
-from epcomm.buffers.traffic import BufferTraffic, TrafficMeter
-from epcomm.collectives.base import Collectives
+from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import Mode
 from epcomm.ops.slots import (
     Members,
@@ -48,7 +45,7 @@ from epcomm.ops.slots import (
     sum_parts,
 )
 from epcomm.records import Route, SlotIndex
-from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireDtype, WireFormat
+from epcomm.types import RowsPer, WireFormat
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,26 +68,15 @@ class AllGatherRoute(Route):
     has_no_slot: Tensor
 
 
-class AllGatherBuffer(Buffer):
+class AllGatherBuffer(OverCollectives):
     """Standard mode over `Collectives`: gather all, compute locally, reduce-scatter."""
 
     name: ClassVar[str] = "all_gather"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.STANDARD})
 
     @classmethod
-    def probe(cls, environment: Mapping[str, str]) -> Availability:
-        return Availability(ok=True)
-
-    @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
-        return BufferCaps(
-            layout=Layout.ROWS,
-            trainable=True,
-            graph_safe=False,
-            ordered=True,
-            wire_dtypes=frozenset({WireDtype.BF16, WireDtype.FP16, WireDtype.FP32}),
-            weights_applied_by=frozenset(WeightsAppliedBy),
-        )
+        return COLLECTIVE_CAPS
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
@@ -121,34 +107,11 @@ class AllGatherBuffer(Buffer):
             control_bytes=0 if backward else num_others * header_bytes,
         )
 
-    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
-        self._collectives = collectives
-        self._spec = spec
-        self._traffic = TrafficMeter(collectives.rank)
-
-    def prepare(self) -> None:
-        """Nothing to allocate: sizes are known only with the counts."""
-
-    def traffic(self) -> BufferTraffic:
-        return self._traffic.snapshot()
-
-    def check(self) -> None:
-        """Nothing waits on the device: faults are raised by dispatch."""
-
-    def close(self) -> None:
-        """Nothing is held between calls."""
-
     def dispatch(self, call: DispatchCall) -> Dispatched:
-        num_experts = self._spec.num_local_experts * self._collectives.world_size
-        topk_ids, fault = guard_ids(call.topk_ids, num_experts, call.error)
+        topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
         counts = self._exchange_counts(call, topk_ids, fault)
         max_tokens = max(counts.rows_from_rank)
-        layout = RowLayout(
-            hidden_size=self._spec.hidden_size,
-            top_k=self._spec.top_k,
-            format=self._spec.dispatch_format,
-            has_ids=True,
-        )
+        layout = self._row_layout(self._spec.dispatch_format, has_ids=True)
         tokens = torch.arange(topk_ids.shape[0], device=topk_ids.device)
         packed = layout.pack_tokens(call.hidden_states, tokens, topk_ids, call.topk_weights)
         received = self._gather(packed, max_tokens, phase="dispatch rows")
@@ -208,12 +171,7 @@ class AllGatherBuffer(Buffer):
         if row_scalars is None:
             home = self._send_home(rows.contiguous(), route, phase="combine")
             return Combined(y=sum_parts(home, rows.dtype), scalars=None)
-        layout = RowLayout(
-            hidden_size=self._spec.hidden_size,
-            top_k=self._spec.top_k,
-            format=WireFormat.of(rows.dtype),
-            has_ids=False,
-        )
+        layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
         packed = layout.pack_rows(rows, row_scalars[route.row_of_token])
         home = self._send_home(packed, route, phase="backward of dispatch").flatten(0, 1)
         shape = (self._collectives.world_size, route.num_tokens)
@@ -228,13 +186,12 @@ class AllGatherBuffer(Buffer):
         if rows.shape[0] < max_tokens:
             padding = rows.new_empty(max_tokens - rows.shape[0], rows.shape[1])
             rows = torch.cat([rows, padding])
-        row_bytes = rows.shape[1] * rows.element_size()
-        self._traffic.dispatch([max_tokens] * world_size, row_bytes)
+        self._traffic.dispatch([max_tokens] * world_size, row_bytes_of(rows))
         return self._collectives.all_gather(rows.contiguous(), phase=phase).flatten(0, 1)
 
     def _send_home(self, rows: Tensor, route: AllGatherRoute, *, phase: str) -> Tensor:
         """Partial sums of all ranks for this rank's tokens: [W, T, ...]."""
-        self._traffic.combine(route.tokens_of_rank, rows.shape[1] * rows.element_size())
+        self._traffic.combine(route.tokens_of_rank, row_bytes_of(rows))
         world_size = self._collectives.world_size
         home = self._collectives.all_to_all(
             rows,
@@ -247,8 +204,7 @@ class AllGatherBuffer(Buffer):
     def _exchange_counts(self, call: DispatchCall, topk_ids: Tensor, fault: Tensor) -> Counts:
         """Tell all ranks the tokens and slots that will come; the one host read of a dispatch."""
         world_size, rank = self._collectives.world_size, self._collectives.rank
-        num_local = self._spec.num_local_experts
-        num_experts = world_size * num_local
+        num_local, num_experts = self._spec.num_local_experts, self._num_experts
         header = torch.empty(HEADER_WORDS + num_experts, dtype=torch.int64, device=fault.device)
         # Filled through slices: assigning a number to one element makes the host wait on CUDA.
         header[:1] = fault

@@ -201,7 +201,7 @@ class Buffer(ABC):
         Collective: yes; T may differ and be 0.   Host sync: caps.host_reads times.
         Lifetime: caps.owns_rows says.
         Raises:
-            ShapeError, CapacityError: some rank announced a fault; on every rank.
+            ShapeError, CapacityError, HandleError: some rank announced a fault; on every rank.
         """
 
     @abstractmethod
@@ -209,6 +209,24 @@ class Buffer(ABC):
         """Send [T, H] along an old route and return [R, H]: the dual of combine.
 
         Collective: yes.   Host sync: none.   Lifetime: the caller owns the rows.
+        """
+
+    @abstractmethod
+    def announce_combine(self, error: EPError | None, *, may_wait: bool) -> None:
+        """Tell all ranks whether this rank refuses its combine call; before each combine.
+
+        A rank with an error does not call combine() afterwards, and raises what it found.
+
+        Args:
+            error: why this rank refuses its call, or None.
+            may_wait: the host may wait for the device to hear the others at once.
+
+        Collective: yes, with the announcement or the combine of the other ranks.
+        Host sync: where is_static none; else where the host waits in every verb, or may_wait.
+        Raises:
+            HandleError, ShapeError: some rank refuses its call; on every rank, and then no rows
+                are sent. Where is_static, y is NaN instead and check() tells. On a transport in
+                which the host does not wait, and without may_wait, nothing is announced.
         """
 
     @abstractmethod
@@ -238,7 +256,7 @@ class Buffer(ABC):
 
         Local; all ranks know the same faults.   Host sync: yes.
         Raises:
-            CapacityError, ShapeError, ConfigError: the fault, with the ranks it names.
+            CapacityError, ShapeError, ConfigError, HandleError: the fault, with the ranks it names.
         """
 
     @abstractmethod

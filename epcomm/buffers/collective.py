@@ -10,7 +10,6 @@ also the reference for the others. Worked example, 2 ranks, 1 expert each, on ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,8 +17,6 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import (
-    Availability,
-    Buffer,
     BufferCaps,
     BufferSpec,
     Combined,
@@ -28,7 +25,8 @@ from epcomm.buffers.base import (
 )
 from epcomm.buffers.counts import HEADER_WORDS, Counts, read_counts
 from epcomm.buffers.faults import guard_ids
-from epcomm.buffers.row_layout import RowLayout, localize
+from epcomm.buffers.over_collectives import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
+from epcomm.buffers.row_layout import localize
 from epcomm.buffers.sizes import (
     CallShape,
     Region,
@@ -37,8 +35,7 @@ from epcomm.buffers.sizes import (
     rows_region,
     slot_regions,
 )
-from epcomm.buffers.traffic import BufferTraffic, TrafficMeter
-from epcomm.collectives.base import Collectives
+from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import Mode
 from epcomm.ops.slots import (
     Members,
@@ -51,7 +48,7 @@ from epcomm.ops.slots import (
     spread_to_slots,
 )
 from epcomm.records import Route, SlotIndex
-from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireDtype, WireFormat
+from epcomm.types import RowsPer, WireFormat
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,26 +82,15 @@ class CollectiveRoute(Route):
     slots_by_row: Members
 
 
-class CollectiveBuffer(Buffer):
+class CollectiveBuffer(OverCollectives):
     """Normal mode over `Collectives`: exact sizes, one host read a dispatch."""
 
     name: ClassVar[str] = "collective"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
 
     @classmethod
-    def probe(cls, environment: Mapping[str, str]) -> Availability:
-        return Availability(ok=True)
-
-    @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
-        return BufferCaps(
-            layout=Layout.ROWS,
-            trainable=True,
-            graph_safe=False,
-            ordered=True,
-            wire_dtypes=frozenset({WireDtype.BF16, WireDtype.FP16, WireDtype.FP32}),
-            weights_applied_by=frozenset(WeightsAppliedBy),
-        )
+        return COLLECTIVE_CAPS
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
@@ -139,23 +125,6 @@ class CollectiveBuffer(Buffer):
             combine_bytes=call.rows_received * row.combine,
             control_bytes=0 if backward else (call.world_size - 1) * _header_bytes(spec),
         )
-
-    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
-        self._collectives = collectives
-        self._spec = spec
-        self._traffic = TrafficMeter(collectives.rank)
-
-    def prepare(self) -> None:
-        """Nothing to allocate: sizes are known only with the counts."""
-
-    def traffic(self) -> BufferTraffic:
-        return self._traffic.snapshot()
-
-    def check(self) -> None:
-        """Nothing waits on the device: faults are raised by dispatch."""
-
-    def close(self) -> None:
-        """Nothing is held between calls."""
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         num_local, rank = self._spec.num_local_experts, self._collectives.rank
@@ -203,7 +172,7 @@ class CollectiveBuffer(Buffer):
     def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
         assert isinstance(route, CollectiveRoute), "a route of this buffer"
         rows = torch.index_select(hidden_states, 0, route.sends.token_of_row)
-        self._traffic.dispatch(route.send_splits, _row_bytes(rows))
+        self._traffic.dispatch(route.send_splits, row_bytes_of(rows))
         return self._collectives.all_to_all(
             rows,
             send_splits=route.send_splits,
@@ -233,12 +202,8 @@ class CollectiveBuffer(Buffer):
         scalars = _scalars_of_topk(layout.scalars(home), route.sends.row_of_topk)
         return Combined(y=reduce_rows(layout.data(home), rows_of_token), scalars=scalars)
 
-    @property
-    def _num_experts(self) -> int:
-        return self._spec.num_local_experts * self._collectives.world_size
-
     def _send_home(self, rows: Tensor, route: CollectiveRoute, *, phase: str) -> Tensor:
-        self._traffic.combine(route.recv_splits, _row_bytes(rows))
+        self._traffic.combine(route.recv_splits, row_bytes_of(rows))
         return self._collectives.all_to_all(
             rows, send_splits=route.recv_splits, recv_splits=route.send_splits, phase=phase
         )
@@ -259,7 +224,7 @@ class CollectiveBuffer(Buffer):
         slots = count_experts(topk_ids, self._num_experts)
         header[:, HEADER_WORDS:] = slots.view(world_size, -1)
         received = self._collectives.all_to_all(header, phase="dispatch counts")
-        self._traffic.control([1] * world_size, _row_bytes(header))
+        self._traffic.control([1] * world_size, row_bytes_of(header))
         sent_words, received_words = torch.stack([header, received]).tolist()
         counts = read_counts(
             received_words,
@@ -269,14 +234,6 @@ class CollectiveBuffer(Buffer):
             self._collectives.rank,
         )
         return counts, tuple(words[2] for words in sent_words)
-
-    def _row_layout(self, wire: WireFormat, *, has_ids: bool) -> RowLayout:
-        return RowLayout(
-            hidden_size=self._spec.hidden_size,
-            top_k=self._spec.top_k,
-            format=wire,
-            has_ids=has_ids,
-        )
 
 
 def _ranks_needed(destination: Tensor, world_size: int) -> Tensor:
@@ -317,7 +274,3 @@ def _scalars_of_topk(scalars: Tensor, row_of_topk: Tensor) -> Tensor:
 def _header_bytes(spec: BufferSpec) -> int:
     """The header for one rank: int64 words."""
     return 8 * (HEADER_WORDS + spec.num_local_experts)
-
-
-def _row_bytes(rows: Tensor) -> int:
-    return rows.shape[1] * rows.element_size()

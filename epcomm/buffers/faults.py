@@ -6,7 +6,7 @@ they read anyway, so no extra message is spent and the group stays usable.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from enum import IntEnum, IntFlag
 from functools import reduce
 from operator import or_
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from epcomm.collectives.base import describe_ranks
-from epcomm.errors import CapacityError, ConfigError, EPError, ShapeError
+from epcomm.errors import CapacityError, ConfigError, EPError, HandleError, ShapeError
 
 
 class FaultCode(IntEnum):
@@ -27,13 +27,19 @@ class FaultCode(IntEnum):
     CAPACITY = 3
     OVERFLOW = 4
     GRAD_MODE = 5
+    HANDLE = 6
+    ROWS = 7
 
     @classmethod
-    def of(cls, error: EPError | None) -> FaultCode:
-        """The code that announces `error`."""
+    def of(cls, error: EPError | None, *, in_combine: bool = False) -> FaultCode:
+        """The code that announces `error`, found in dispatch or in combine."""
         if error is None:
             return cls.NONE
-        return cls.CAPACITY if isinstance(error, CapacityError) else cls.SHAPE
+        if isinstance(error, HandleError):
+            return cls.HANDLE
+        if isinstance(error, CapacityError):
+            return cls.CAPACITY
+        return cls.ROWS if in_combine else cls.SHAPE
 
 
 _FAULT_TEXT = {
@@ -42,7 +48,14 @@ _FAULT_TEXT = {
     FaultCode.CAPACITY: "more tokens than max_tokens_per_rank",
     FaultCode.OVERFLOW: "more received slots than max_recv_slots",
     FaultCode.GRAD_MODE: "torch.no_grad() while other ranks are in grad mode",
+    FaultCode.HANDLE: "a handle that is spent or foreign, or a closed dispatcher,",
+    FaultCode.ROWS: "a combine input of wrong layout, shape, dtype or device",
 }
+_CAPACITY_FAULTS = {FaultCode.CAPACITY, FaultCode.OVERFLOW}
+
+
+# In a header of one word, the flags lie above the code.
+_FLAGS_SHIFT = 8
 
 
 class BatchFlags(IntFlag):
@@ -80,13 +93,16 @@ def ids_error(topk_ids: Tensor, num_experts: int, rank: int, world_size: int) ->
     )
 
 
-def raise_faults(codes: Sequence[int], rank: int, own_error: EPError | None) -> None:
+def raise_faults(
+    codes: Sequence[int], rank: int, own_error: EPError | None, *, function: str = "dispatch"
+) -> None:
     """Raise on this rank if any rank announced a fault, after all have heard of it.
 
     Args:
         codes: a FaultCode a rank.
         rank: this rank.
         own_error: the detailed error that this rank found, if it did.
+        function: in which the faults were found.
     """
     if not any(codes):
         return
@@ -97,12 +113,16 @@ def raise_faults(codes: Sequence[int], rank: int, own_error: EPError | None) -> 
         for code in FaultCode
         if code and code in codes
     ]
-    only_capacity = set(codes) <= {FaultCode.NONE, FaultCode.CAPACITY, FaultCode.OVERFLOW}
-    error = CapacityError if only_capacity else ShapeError
-    raise error(
-        f"dispatch: {'; '.join(faults)} (this is rank {rank} of {len(codes)}); "
+    raise _error_of(set(codes) - {FaultCode.NONE})(
+        f"{function}: {'; '.join(faults)} (this is rank {rank} of {len(codes)}); "
         "no rows were sent and the group is usable; correct the call of the rank named"
     )
+
+
+def _error_of(codes: Set[int]) -> type[EPError]:
+    if codes <= _CAPACITY_FAULTS:
+        return CapacityError
+    return HandleError if codes == {FaultCode.HANDLE} else ShapeError
 
 
 def check_grad_modes(flags: Sequence[int], rank: int) -> None:
@@ -135,6 +155,11 @@ def assume_all_need_grad(flags: BatchFlags) -> BatchFlags:
     return flags | BatchFlags.INPUTS_NEED_GRAD | BatchFlags.EXPERTS_NEED_GRAD
 
 
+def pack_header(fault: Tensor, flags: BatchFlags) -> Tensor:
+    """FaultCode (scalar tensor) and BatchFlags of a rank in one int32."""
+    return fault.to(torch.int32) | (int(flags) << _FLAGS_SHIFT)
+
+
 class DeviceFaults:
     """Faults that wait on the device: the first one of each rank since the last check."""
 
@@ -148,10 +173,10 @@ class DeviceFaults:
     def record(
         self, headers: Tensor, overflows: Tensor, required: Tensor, own_error: EPError | None
     ) -> Tensor:
-        """Note the faults of one call.
+        """Note the faults of one dispatch.
 
         Args:
-            headers: [W, >= 2], int32: FaultCode and BatchFlags of each rank.
+            headers: [W], int32, as pack_header() made them.
             overflows: [W], bool: the slots of a rank exceed its budget.
             required: [W], int64: the slots it would need.
             own_error: the detailed error of this rank, if it has one.
@@ -161,11 +186,21 @@ class DeviceFaults:
 
         Host sync: none.
         """
-        self._own_error = self._own_error or own_error
-        has_grad = (headers[:, 1] & int(BatchFlags.GRAD_ENABLED)) != 0
-        codes = torch.where(overflows, int(FaultCode.OVERFLOW), headers[:, 0].long())
+        flags = headers >> _FLAGS_SHIFT
+        has_grad = (flags & int(BatchFlags.GRAD_ENABLED)) != 0
+        codes = (headers & ((1 << _FLAGS_SHIFT) - 1)).long()
+        codes = torch.where(overflows, int(FaultCode.OVERFLOW), codes)
         mixed = has_grad.any() & ~has_grad & (codes == 0)
         codes = torch.where(mixed, int(FaultCode.GRAD_MODE), codes)
+        return self._note(codes, required, own_error)
+
+    def record_combine(self, codes: Tensor, own_error: EPError | None) -> Tensor:
+        """Note the faults of one combine: codes [W], FaultCode. Returns and costs as record."""
+        codes = codes.long()
+        return self._note(codes, torch.zeros_like(codes), own_error)
+
+    def _note(self, codes: Tensor, required: Tensor, own_error: EPError | None) -> Tensor:
+        self._own_error = self._own_error or own_error
         words = torch.stack([codes, required], dim=1)
         is_first = self._words[:, :1] == 0
         # In place: a captured graph keeps writing to this memory.
@@ -187,4 +222,7 @@ class DeviceFaults:
                 f"at most max_recv_slots = {max_slots} (this is rank {self._rank} of "
                 f"{len(words)}); y was set to NaN; raise max_recv_slots to {required}"
             )
-        raise_faults([code for code, _ in words], self._rank, own_error)
+        codes = [code for code, _ in words]
+        in_combine = set(codes) <= {FaultCode.NONE, FaultCode.HANDLE, FaultCode.ROWS}
+        function = "combine" if in_combine else "dispatch"
+        raise_faults(codes, self._rank, own_error, function=function)

@@ -8,16 +8,13 @@ so backward of combine is the identity, and backward of dispatch a sum over rank
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from epcomm.buffers.base import (
-    Availability,
-    Buffer,
     BufferCaps,
     BufferSpec,
     Combined,
@@ -25,7 +22,8 @@ from epcomm.buffers.base import (
     Dispatched,
 )
 from epcomm.buffers.faults import guard_ids, ids_error
-from epcomm.buffers.row_layout import RowLayout, localize
+from epcomm.buffers.over_collectives import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
+from epcomm.buffers.row_layout import localize
 from epcomm.buffers.sizes import (
     CallShape,
     Region,
@@ -34,8 +32,7 @@ from epcomm.buffers.sizes import (
     rows_region,
     slot_regions,
 )
-from epcomm.buffers.traffic import BufferTraffic, TrafficMeter
-from epcomm.collectives.base import Collectives
+from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import Mode
 from epcomm.ops.slots import (
     Members,
@@ -47,7 +44,7 @@ from epcomm.ops.slots import (
     sum_parts,
 )
 from epcomm.records import Route, SlotIndex
-from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireDtype, WireFormat, align_up
+from epcomm.types import RowsPer, WireFormat, align_up
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,27 +62,15 @@ class ReplicatedRoute(Route):
     has_no_slot: Tensor
 
 
-class ReplicatedBuffer(Buffer):
+class ReplicatedBuffer(OverCollectives):
     """Standard mode for tokens that all ranks share. A dispatch sends nothing."""
 
     name: ClassVar[str] = "replicated"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.STANDARD})
 
     @classmethod
-    def probe(cls, environment: Mapping[str, str]) -> Availability:
-        return Availability(ok=True)
-
-    @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
-        return BufferCaps(
-            layout=Layout.ROWS,
-            trainable=True,
-            graph_safe=False,
-            ordered=True,
-            wire_dtypes=frozenset({WireDtype.BF16, WireDtype.FP16, WireDtype.FP32}),
-            weights_applied_by=frozenset(WeightsAppliedBy),
-            serves_replicated=True,
-        )
+        return replace(COLLECTIVE_CAPS, serves_replicated=True)
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
@@ -111,35 +96,17 @@ class ReplicatedBuffer(Buffer):
         num_rows = 2 * share * (call.world_size - 1)
         return BufferTraffic(combine_bytes=num_rows * RowBytes.of(spec, backward=backward).combine)
 
-    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
-        self._collectives = collectives
-        self._spec = spec
-        self._traffic = TrafficMeter(collectives.rank)
-
-    def prepare(self) -> None:
-        """Nothing to allocate."""
-
-    def traffic(self) -> BufferTraffic:
-        return self._traffic.snapshot()
-
-    def check(self) -> None:
-        """Nothing waits on the device: faults are raised by dispatch."""
-
-    def close(self) -> None:
-        """Nothing is held between calls."""
-
     def dispatch(self, call: DispatchCall) -> Dispatched:
         # All ranks hold the same call, so each finds the same fault: nothing is announced.
         if call.error is not None:
             raise call.error
         rank, num_local = self._collectives.rank, self._spec.num_local_experts
-        num_experts = self._collectives.world_size * num_local
-        topk_ids, fault = guard_ids(call.topk_ids, num_experts, None)
+        topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, None)
         local_ids = localize(topk_ids, rank, num_local).to(torch.int32)
         counts = count_experts(local_ids, num_local)
         is_bad, *host_counts = torch.cat([fault.view(1), counts]).tolist()
         if is_bad:
-            raise ids_error(call.topk_ids, num_experts, rank, self._collectives.world_size)
+            raise ids_error(call.topk_ids, self._num_experts, rank, self._collectives.world_size)
         index = build_slot_index(
             local_ids, counts, host_counts, slot_alignment=self._spec.slot_alignment
         )
@@ -179,12 +146,7 @@ class ReplicatedBuffer(Buffer):
             rows = rows.masked_fill(route.has_no_slot.unsqueeze(1), 0)
         if row_scalars is None:
             return Combined(y=self._sum_over_ranks(rows.contiguous(), rows.dtype), scalars=None)
-        layout = RowLayout(
-            hidden_size=self._spec.hidden_size,
-            top_k=self._spec.top_k,
-            format=WireFormat.of(rows.dtype),
-            has_ids=False,
-        )
+        layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
         phase = "backward of dispatch"
         parts = self._scatter(layout.pack_rows(rows, row_scalars), phase=phase)
         shape, flat = parts.shape[:2], parts.flatten(0, 1)
@@ -207,13 +169,12 @@ class ReplicatedBuffer(Buffer):
         if padding:
             rows = torch.cat([rows, rows.new_zeros(padding, rows.shape[1])])
         share = rows.shape[0] // world_size
-        self._traffic.combine([share] * world_size, rows.shape[1] * rows.element_size())
+        self._traffic.combine([share] * world_size, row_bytes_of(rows))
         parts = self._collectives.all_to_all(rows, phase=phase)
         return parts.view(world_size, share, rows.shape[1])
 
     def _gather(self, share: Tensor, *, phase: str) -> Tensor:
         """[T' / W, ...] of each rank to [T', ...]."""
         world_size = self._collectives.world_size
-        row_bytes = share.shape[1] * share.element_size()
-        self._traffic.combine([share.shape[0]] * world_size, row_bytes)
+        self._traffic.combine([share.shape[0]] * world_size, row_bytes_of(share))
         return self._collectives.all_gather(share, phase=phase).flatten(0, 1)

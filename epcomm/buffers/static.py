@@ -1,36 +1,42 @@
 """Static shapes over plain collectives: low latency, and normal mode with a slot budget.
 
 The host reads nothing that depends on the routing, so the buffer runs under FakeTensorMode and in
-captured graphs. A dispatch is one all-gather of [1 + M, row_bytes], the header first; a combine is
-one all-to-all of [W * M] partial sums. Every rank sees all ids, so each computes the slot totals of
-all ranks: an overflow or a fault is known everywhere without a message, makes the y of the call
-NaN everywhere, and waits on the device for check().
+captured graphs. A dispatch is one all-gather of [1 + M, row_bytes], a combine one all-to-all of
+[W * (1 + M)] partial sums; the first row of each rank is a header that goes to no expert, so
+received rows are used where they lie. Every rank sees all ids, so each computes the slot totals of
+all ranks: an overflow or a fault is known everywhere without a message of its own, makes the y of
+the call NaN everywhere, and waits on the device for check().
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from epcomm.buffers.base import (
-    Availability,
-    Buffer,
     BufferCaps,
     BufferSpec,
     Combined,
     DispatchCall,
     Dispatched,
 )
-from epcomm.buffers.faults import DeviceFaults, assume_all_need_grad, guard_ids
+from epcomm.buffers.faults import (
+    DeviceFaults,
+    FaultCode,
+    assume_all_need_grad,
+    guard_ids,
+    pack_header,
+)
+from epcomm.buffers.over_collectives import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.row_layout import RowLayout, localize
 from epcomm.buffers.sizes import CallShape, Region, RowBytes, index_bytes, most_slots_of
-from epcomm.buffers.traffic import BufferTraffic, TrafficMeter
+from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
+from epcomm.errors import EPError
 from epcomm.ops.slots import (
     Members,
     count_experts,
@@ -41,12 +47,12 @@ from epcomm.ops.slots import (
 )
 from epcomm.ops.static_slots import aligned_counts, build_static_slot_index
 from epcomm.records import Route, SlotIndex
-from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireDtype, WireFormat
+from epcomm.types import RowsPer, WireFormat
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StaticRoute(Route):
-    """The W * M received rows, tokens and padding alike.
+    """The W * (1 + M) received rows: headers, tokens and padding alike.
 
     slots_by_row: the slots of each row, in k order.
     has_no_slot: [R], bool, rows that no expert of this rank computes.
@@ -61,25 +67,18 @@ class StaticRoute(Route):
     has_failed: Tensor
 
 
-class StaticCollectiveBuffer(Buffer):
+class StaticCollectiveBuffer(OverCollectives):
     """M rows to every rank, whatever the routing; no host read."""
 
     name: ClassVar[str] = "collective_static"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL, Mode.LOW_LATENCY})
 
     @classmethod
-    def probe(cls, environment: Mapping[str, str]) -> Availability:
-        return Availability(ok=True)
-
-    @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
-        return BufferCaps(
-            layout=Layout.ROWS,
+        return replace(
+            COLLECTIVE_CAPS,
             trainable=mode is Mode.NORMAL,
             graph_safe=True,
-            ordered=True,
-            wire_dtypes=frozenset({WireDtype.BF16, WireDtype.FP16, WireDtype.FP32}),
-            weights_applied_by=frozenset(WeightsAppliedBy),
             is_static=True,
             host_reads=0,
         )
@@ -87,8 +86,7 @@ class StaticCollectiveBuffer(Buffer):
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
         row, max_tokens = RowBytes.of(spec), _max_tokens(spec)
-        hidden_bytes = spec.dispatch_format.data_bytes(spec.hidden_size)
-        num_rows, num_slots = max_tokens * world_size, num_static_slots(spec, world_size)
+        num_rows, num_slots = (1 + max_tokens) * world_size, num_static_slots(spec, world_size)
         index = index_bytes(
             spec,
             num_rows=num_rows,
@@ -97,13 +95,11 @@ class StaticCollectiveBuffer(Buffer):
         )
         sizes = {
             "sent message": (1 + max_tokens) * row.dispatch,
-            "received message": world_size * (1 + max_tokens) * row.dispatch,
-            # The message of several ranks is copied, so that its headers do not part the rows.
-            "received rows": num_rows * row.dispatch if world_size > 1 else 0,
+            "received rows": num_rows * row.dispatch,
             # One slot takes the entries that have none, and one more offset closes the tail.
             "slot index": index + 4 + 8,
             "row flags": num_rows + 1,
-            "packed slots": num_slots * hidden_bytes,
+            "packed slots": num_slots * row.dispatch,
             "expert results": num_slots * row.combine,
             "partial sums": num_rows * row.combine,
             "home rows": num_rows * row.combine,
@@ -119,43 +115,28 @@ class StaticCollectiveBuffer(Buffer):
         return BufferTraffic(
             dispatch_bytes=num_rows * row.dispatch,
             combine_bytes=num_rows * row.combine,
-            control_bytes=0 if backward else num_others * row.dispatch,
+            control_bytes=num_others * (row.dispatch + row.combine),
         )
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
-        self._collectives = collectives
-        self._spec = spec
-        self._traffic = TrafficMeter(collectives.rank)
+        super().__init__(collectives, spec)
         self._faults = DeviceFaults(collectives.rank, collectives.world_size, collectives.device)
-        self._max_tokens = _max_tokens(spec)
-        self._num_rows = self._max_tokens * collectives.world_size
+        self._rows_per_rank = 1 + _max_tokens(spec)
+        self._num_rows = self._rows_per_rank * collectives.world_size
         self._num_slots = num_static_slots(spec, collectives.world_size)
-
-    def prepare(self) -> None:
-        """Nothing to allocate: records own their rows."""
-
-    def traffic(self) -> BufferTraffic:
-        return self._traffic.snapshot()
 
     def check(self) -> None:
         self._faults.check(self._num_slots)
 
-    def close(self) -> None:
-        """Nothing is held between calls but the faults."""
-
     def dispatch(self, call: DispatchCall) -> Dispatched:
         rank, num_local = self._collectives.rank, self._spec.num_local_experts
-        num_experts = self._collectives.world_size * num_local
         layout = self._row_layout(self._spec.dispatch_format, has_ids=True)
-        topk_ids, fault = guard_ids(call.topk_ids, num_experts, call.error)
-        self._traffic.control([1] * self._collectives.world_size, layout.row_bytes)
-        received = self._gather(
-            self._message(layout, call, topk_ids, fault), layout.row_bytes, phase="dispatch"
-        )
-        headers, rows = received[:, 0].view(torch.int32), received[:, 1:].flatten(0, 1)
+        topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
+        rows = self._gather(self._message(layout, call, topk_ids, fault), phase="dispatch")
+        headers = layout.scalars(rows)[:: self._rows_per_rank, 0].view(torch.int32)
 
         all_ids = layout.ids(rows)
-        required = self._slots_required(all_ids, num_experts)
+        required = self._slots_required(all_ids)
         has_failed = self._faults.record(headers, required > self._num_slots, required, call.error)
         local_ids = localize(torch.where(has_failed, -1, all_ids), rank, num_local)
         index = build_static_slot_index(
@@ -179,9 +160,23 @@ class StaticCollectiveBuffer(Buffer):
 
     def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
         assert isinstance(route, StaticRoute), "a route of this buffer"
-        rows = self._padded(hidden_states)
-        row_bytes = rows.shape[1] * rows.element_size()
-        return self._gather(rows, row_bytes, phase="backward of combine").flatten(0, 1)
+        rows = hidden_states.new_empty(self._rows_per_rank, hidden_states.shape[1])
+        rows[1 : 1 + hidden_states.shape[0]] = hidden_states
+        return self._gather(rows, phase="backward of combine")
+
+    def announce_combine(self, error: EPError | None, *, may_wait: bool) -> None:
+        if error is None:
+            return  # combine() says so
+        rows = torch.zeros(
+            self._num_rows,
+            self._spec.hidden_size,
+            dtype=self._spec.combine_format.dtype.torch_dtype,
+            device=self._collectives.device,
+        )
+        # The header rows, one for each rank. Small whole numbers survive every dtype.
+        rows[:: self._rows_per_rank, :1] = int(FaultCode.of(error, in_combine=True))
+        codes = self._send_home(rows, phase="combine")[:, 0, 0]
+        self._faults.record_combine(codes, error)
 
     def combine(
         self,
@@ -193,6 +188,7 @@ class StaticCollectiveBuffer(Buffer):
         row_scalars: Tensor | None = None,
     ) -> Combined:
         assert isinstance(route, StaticRoute), "a route of this buffer"
+        # Either way header rows become zeros, which say that this rank has no fault.
         if rows_per is RowsPer.SLOT:
             rows = reduce_rows(rows, route.slots_by_row, slot_weights)
         else:
@@ -200,70 +196,63 @@ class StaticCollectiveBuffer(Buffer):
             rows = rows.masked_fill(route.has_no_slot.unsqueeze(1), 0)
         if row_scalars is None:
             home = self._send_home(rows.contiguous(), phase="combine")
-            return Combined(y=self._sum_home(home, rows.dtype, route), scalars=None)
+            has_failed = route.has_failed | self._faults.record_combine(home[:, 0, 0], None)
+            y = _sum_home(home, rows.dtype, route.num_tokens, has_failed)
+            return Combined(y=y, scalars=None)
         layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
         packed = layout.pack_rows(rows, row_scalars)
         home = self._send_home(packed, phase="backward of dispatch").flatten(0, 1)
-        shape = (self._collectives.world_size, self._max_tokens)
-        parts, scalars = layout.data(home), layout.scalars(home)
-        return Combined(
-            y=self._sum_home(parts.unflatten(0, shape), rows.dtype, route),
-            scalars=self._sum_home(scalars.unflatten(0, shape), scalars.dtype, route),
+        y, scalars = (
+            _sum_home(
+                part.unflatten(0, (-1, self._rows_per_rank)),
+                part.dtype,
+                route.num_tokens,
+                route.has_failed,
+            )
+            for part in (layout.data(home), layout.scalars(home))
         )
+        return Combined(y=y, scalars=scalars)
 
     def _message(
         self, layout: RowLayout, call: DispatchCall, topk_ids: Tensor, fault: Tensor
     ) -> Tensor:
         """[1 + M, row_bytes], uint8: header, tokens, padding rows that go nowhere."""
-        num_tokens = topk_ids.shape[0]
+        end = 1 + topk_ids.shape[0]
         message = torch.empty(
-            1 + self._max_tokens, layout.row_bytes, dtype=torch.uint8, device=topk_ids.device
+            self._rows_per_rank, layout.row_bytes, dtype=torch.uint8, device=topk_ids.device
         )
-        header = message[0].view(torch.int32)
-        header[:1] = fault
-        header[1:2] = int(call.flags)
-        layout.ids(message[1 + num_tokens :]).fill_(-1)
-        layout.write_tokens(
-            message[1 : 1 + num_tokens], call.hidden_states, topk_ids, call.topk_weights
-        )
+        layout.ids(message[:1]).fill_(-1)
+        layout.scalars(message)[:1, 0].view(torch.int32)[:] = pack_header(fault, call.flags)
+        layout.write_tokens(message[1:end], call.hidden_states, topk_ids, call.topk_weights)
+        layout.ids(message[end:]).fill_(-1)
         return message
 
-    def _slots_required(self, all_ids: Tensor, num_experts: int) -> Tensor:
+    def _slots_required(self, all_ids: Tensor) -> Tensor:
         """[W], int64: slots that each rank needs for this call, alignment included."""
-        counts = aligned_counts(count_experts(all_ids, num_experts), self._spec.slot_alignment)
-        return counts.view(self._collectives.world_size, -1).sum(1)
+        counts = count_experts(all_ids, self._num_experts)
+        occupied = aligned_counts(counts, self._spec.slot_alignment)
+        return occupied.view(self._collectives.world_size, -1).sum(1)
 
-    def _padded(self, rows: Tensor) -> Tensor:
-        """[T, H] to [M, H]; the padding is undefined."""
-        padded = rows.new_empty(self._max_tokens, rows.shape[1])
-        padded[: rows.shape[0]] = rows
-        return padded
-
-    def _gather(self, rows: Tensor, row_bytes: int, *, phase: str) -> Tensor:
-        """[N, ...] of each rank to [W, N, ...]; a header before the M rows is counted apart."""
-        self._traffic.dispatch([self._max_tokens] * self._collectives.world_size, row_bytes)
-        return self._collectives.all_gather(rows, phase=phase)
+    def _gather(self, rows: Tensor, *, phase: str) -> Tensor:
+        """[1 + M, ...] of each rank to [W * (1 + M), ...]."""
+        ranks = self._collectives.world_size
+        self._traffic.control([1] * ranks, row_bytes_of(rows))
+        self._traffic.dispatch([self._rows_per_rank - 1] * ranks, row_bytes_of(rows))
+        return self._collectives.all_gather(rows, phase=phase).flatten(0, 1)
 
     def _send_home(self, rows: Tensor, *, phase: str) -> Tensor:
-        """Partial sums of all ranks for this rank's M rows: [W, M, ...]."""
-        world_size = self._collectives.world_size
-        row_bytes = rows.shape[1] * rows.element_size()
-        self._traffic.combine([self._max_tokens] * world_size, row_bytes)
+        """[W * (1 + M), ...] to the partial sums of all ranks for this one, [W, 1 + M, ...]."""
+        ranks = self._collectives.world_size
+        self._traffic.control([1] * ranks, row_bytes_of(rows))
+        self._traffic.combine([self._rows_per_rank - 1] * ranks, row_bytes_of(rows))
         home = self._collectives.all_to_all(rows, phase=phase)
-        return home.unflatten(0, (world_size, self._max_tokens))
+        return home.unflatten(0, (ranks, self._rows_per_rank))
 
-    def _sum_home(self, parts: Tensor, dtype: torch.dtype, route: StaticRoute) -> Tensor:
-        """[W, M, ...] to [T, ...]; NaN if the call has failed."""
-        total = sum_parts(parts[:, : route.num_tokens], dtype)
-        return total.masked_fill(route.has_failed, float("nan"))
 
-    def _row_layout(self, wire: WireFormat, *, has_ids: bool) -> RowLayout:
-        return RowLayout(
-            hidden_size=self._spec.hidden_size,
-            top_k=self._spec.top_k,
-            format=wire,
-            has_ids=has_ids,
-        )
+def _sum_home(parts: Tensor, dtype: torch.dtype, num_tokens: int, has_failed: Tensor) -> Tensor:
+    """[W, 1 + M, ...] to [T, ...]; NaN if the call has failed."""
+    total = sum_parts(parts[:, 1 : 1 + num_tokens], dtype)
+    return total.masked_fill(has_failed, float("nan"))
 
 
 def num_static_slots(spec: BufferSpec, world_size: int) -> int:

@@ -47,13 +47,16 @@ class Dispatcher(ABC, Generic[DispatchT, CombineT]):
     def combine(self, combine_input: CombineT) -> Tensor:
         """Bring the results home and add them up: [T, H] in the dtype of the rows.
 
-        Collective: all ranks that dispatched this batch.   Host sync: none.
+        Collective: all ranks that dispatched this batch.   Host sync: none on a device.
         Lifetime: the caller owns the result.
         Raises:
             HandleError: the batch was combined before, belongs to another dispatcher, or the
                 dispatcher is closed.
             ShapeError: the rows do not fit the batch.
             EPTimeout: as in dispatch.
+        The first two are raised on every rank, before rows are sent, and the batch may then be
+        combined again. On a static buffer only the rank that errs raises; the others get NaN and
+        hear of it through check(). On NCCL the others hear of it only with check_calls.
         """
 
     def dispatch_async(
@@ -86,4 +89,8 @@ class Dispatcher(ABC, Generic[DispatchT, CombineT]):
 
     @abstractmethod
     def close(self) -> None:
-        """Refuse further calls; handles in flight raise. Local, idempotent."""
+        """Refuse further calls; handles in flight raise. Local, idempotent.
+
+        A refused call still tells the other ranks, which may wait in theirs; after the EPGroup is
+        closed too, calls raise at once.
+        """

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import BufferSpec
-from epcomm.errors import CapacityError, EPError, ShapeError
+from epcomm.errors import CapacityError, EPError, HandleError, ShapeError
 from epcomm.records import RowsCombineInput, TopKOutput
 from epcomm.types import RowsPer
 
@@ -43,27 +43,35 @@ def find_call_error(
     return None
 
 
-def check_combine_rows(
+def find_combine_error(
     combine_input: RowsCombineInput,
+    owner: object,
     spec: BufferSpec,
     dtype: torch.dtype,
     device: torch.device,
     where: str,
-) -> None:
-    """Raise ShapeError unless the rows fit the batch of their handle."""
+) -> EPError | None:
+    """The first fault of a combine call: its kind, its handle, its rows. No host sync.
+
+    owner: the dispatcher that was called.
+    """
     if not isinstance(combine_input, RowsCombineInput):
-        raise ShapeError(
+        return ShapeError(
             f"combine: the input is a {type(combine_input).__name__}, expected RowsCombineInput "
             f"({where}); make it with combine_input() of the record that dispatch returned"
         )
-    route = combine_input.handle.route
+    handle = combine_input.handle
+    try:
+        handle.check(owner)
+    except HandleError as error:
+        return error
+    num_rows = handle.route.num_rows
+    row_of_slot = handle.route.index.row_of_slot
+    if combine_input.rows_per is RowsPer.SLOT and row_of_slot is not None:
+        num_rows = row_of_slot.shape[0]
     rows = combine_input.hidden_states
-    num_rows = route.num_rows
-    if combine_input.rows_per is RowsPer.SLOT and route.index.row_of_slot is not None:
-        num_rows = route.index.row_of_slot.shape[0]
     fault = _mismatch("hidden_states", rows, [num_rows, spec.hidden_size], dtype, device)
-    if fault is not None:
-        raise ShapeError(f"combine: {fault[0]} ({where}); {fault[1]}")
+    return None if fault is None else ShapeError(f"combine: {fault[0]} ({where}); {fault[1]}")
 
 
 def _mismatch(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
 from epcomm.dispatchers.base import Dispatcher
-from epcomm.dispatchers.checks import check_combine_rows, find_call_error
-from epcomm.errors import EPError, HandleError
+from epcomm.dispatchers.checks import find_call_error, find_combine_error
+from epcomm.errors import EPError, EPTimeout, HandleError
 from epcomm.group import EPGroup
 from epcomm.planning import MoESpec, PhasePlan, plan
 from epcomm.records import (
@@ -68,9 +68,9 @@ class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
     def dispatch(
         self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: bool = False
     ) -> RowsDispatchOutput:
-        self._check_open("dispatch")
+        self._check_group_open("dispatch")
         num_tokens = hidden_states.shape[0] if hidden_states.dim() else 0
-        error = find_call_error(
+        error = self._closed_error("dispatch") or find_call_error(
             hidden_states, topk, self._spec, self._dtype, self._group.device, self._group.where
         )
         if error is not None:
@@ -81,6 +81,9 @@ class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
             topk = empty_topk(self._spec.top_k, self._group.device)
         call = self._make_call(hidden_states, topk, experts_need_grad, error)
         out = dispatch_rows(self._buffer, hidden_states, topk.topk_weights, call)
+        if self._is_closed:
+            # A static buffer has not raised. No combine will come of this call, so end it here.
+            self._refuse_combine(call.error)
         self._num_calls += 1
         handle = Handle(
             owner=self,
@@ -98,11 +101,13 @@ class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
         )
 
     def combine(self, combine_input: RowsCombineInput) -> Tensor:
-        self._check_open("combine")
-        combine_input.handle.check(self)
-        check_combine_rows(
-            combine_input, self._spec, self._dtype, self._group.device, self._group.where
+        self._check_group_open("combine")
+        error = self._closed_error("combine") or find_combine_error(
+            combine_input, self, self._spec, self._dtype, self._group.device, self._group.where
         )
+        if error is not None:
+            self._refuse_combine(error)
+        self._buffer.announce_combine(None, may_wait=self._checks_calls)
         combine_input.handle.spend("was combined before")
         y = combine_rows(self._buffer, combine_input, self._spec.backward_format.dtype.torch_dtype)
         num_tokens = combine_input.handle.num_tokens
@@ -123,12 +128,29 @@ class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
     def close(self) -> None:
         self._is_closed = True
 
-    def _check_open(self, function: str) -> None:
-        if self._is_closed or self._group.is_closed:
-            what = "dispatcher" if self._is_closed else "EPGroup"
+    def _check_group_open(self, function: str) -> None:
+        if self._group.is_closed:
             raise HandleError(
-                f"{function}: the {what} is closed ({self._group.where}); construct a new one"
+                f"{function}: the EPGroup is closed ({self._group.where}); make a new one"
             )
+
+    def _closed_error(self, function: str) -> HandleError | None:
+        if not self._is_closed:
+            return None
+        return HandleError(
+            f"{function}: the dispatcher is closed ({self._group.where}); construct a new one"
+        )
+
+    def _refuse_combine(self, error: EPError | None) -> NoReturn:
+        """Let the other ranks hear of `error` instead of waiting, then raise it."""
+        assert error is not None, "there is a reason to refuse"
+        try:
+            self._buffer.announce_combine(error, may_wait=self._checks_calls)
+            if self._checks_calls:
+                self.check()
+        except EPTimeout as timeout:
+            raise error from timeout
+        raise error
 
     def _make_call(
         self,

@@ -120,6 +120,17 @@ def build_slot_index(
     )
 
 
+def expert_of_slot(index: SlotIndex, num_slots: int) -> Tensor:
+    """[C], int64: the expert that computes each slot; L for slots behind the last expert's.
+
+    Padding between experts belongs to the one before it.
+
+    Host sync: none.
+    """
+    slots = torch.arange(num_slots, dtype=torch.int32, device=index.first_slot.device)
+    return torch.searchsorted(index.first_slot[1:], slots, right=True)
+
+
 def gather_rows(rows: Tensor, index: SlotIndex) -> Tensor:
     """The row of each slot: [C, H]; padding slots are zero.
 

@@ -15,6 +15,7 @@ from epcomm.buffers.base import Availability
 from epcomm.errors import ShapeError
 from epcomm.ops.activation import activate
 from epcomm.ops.pack import pack
+from epcomm.ops.slots import expert_of_slot
 from epcomm.records import (
     CombineInput,
     DispatchOutput,
@@ -95,6 +96,5 @@ def _bias_of_slots(bias: Tensor, index: SlotIndex, num_slots: int) -> Tensor:
     Slots behind the last expert get a row of zeros that belongs to nobody: their gradients are
     undefined and must not reach a bias.
     """
-    slots = torch.arange(num_slots, dtype=torch.int32, device=index.first_slot.device)
-    expert_of_slot = torch.searchsorted(index.first_slot[1:], slots, right=True)
-    return torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[expert_of_slot]
+    experts = expert_of_slot(index, num_slots)
+    return torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[experts]

@@ -18,7 +18,7 @@ from epcomm.buffers.base import Buffer, BufferSpec, DispatchCall, Dispatched
 from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.sizes import CallShape
 from epcomm.config import Mode
-from epcomm.errors import CapacityError, EPError, ShapeError
+from epcomm.errors import CapacityError, EPError, HandleError, ShapeError
 from epcomm.group import EPGroup
 from epcomm.registry import buffer_class
 from epcomm.testing.data import (
@@ -300,6 +300,34 @@ def check_ids_out_of_range(env: BufferEnv) -> None:
         check_batch(env, spec)
 
 
+def check_combine_faults(env: BufferEnv) -> None:
+    """A combine that one rank refuses is told to every rank, by name, and the next call works."""
+    spec, faulty = BATCH_SPECS["uneven"], env.group.world_size - 1
+    is_faulty = env.group.rank == faulty
+    buffer, mine = env.open(spec), env.batches(spec)[env.group.rank]
+    for own_error in (HandleError("a spent handle here"), ShapeError("bad rows here")):
+        out = dispatch(buffer, mine, spec)
+
+        def refuse(own_error: EPError = own_error) -> None:
+            buffer.announce_combine(own_error if is_faulty else None, may_wait=True)
+
+        def combine(out: Dispatched = out) -> Tensor:
+            results = torch.zeros_like(out.rows.data)
+            return buffer.combine(results, out.route, rows_per=RowsPer.ROW).y
+
+        if not env.is_static:
+            error = _raised(refuse)
+        else:
+            refuse()
+            if not is_faulty and not combine().isnan().all():
+                _fail(env, "y of a refused combine is not NaN everywhere")
+            error = _raised(buffer.check)
+        wanted = str(own_error) if is_faulty else f"rank {faulty}"
+        if type(error) is not type(own_error) or wanted not in str(error):
+            _fail(env, f"expected {type(own_error).__name__} with {wanted!r}, got {error!r}")
+        check_batch(env, spec)
+
+
 def check_budget(env: BufferEnv) -> None:
     """Exactly C slots pass; with C - 1 every rank hears the size needed, and y is NaN."""
     if not env.is_static:
@@ -391,6 +419,7 @@ SCENARIOS: Mapping[str, Callable[[BufferEnv], None]] = MappingProxyType(
         "aligned_holes": lambda env: check_batch(env, BATCH_SPECS["holes"], slot_alignment=8),
         "stand_alone": check_operations_stand_alone,
         "faults": check_faults,
+        "combine_faults": check_combine_faults,
         "ids_out_of_range": check_ids_out_of_range,
         "budget": check_budget,
         "traffic": check_traffic,

@@ -207,7 +207,7 @@ def check_interleaved(env: LayerEnv) -> None:
     assert isinstance(layer, ExpertParallelExperts), "only a pipeline has two steps"
     all_batches = [env.batches(spec, number) for number in range(2)]
     inputs = [leaves(batches[env.source]) for batches in all_batches]
-    dispatcher = layer.dispatcher
+    dispatcher = layer.phases.prefill
     with env.running():
         pending = [dispatcher.dispatch_async(mine.x, mine.topk) for mine in inputs]
         outs = [one.wait() for one in pending]
@@ -283,7 +283,9 @@ def check_frozen_experts(env: LayerEnv) -> None:
     env.backward((y * mine.dy).sum())
     check_outputs(env, y, mine, run_oracle(batches, frozen))
     still = leaves(batches[env.source], requires_grad=False)
-    reads_flags = isinstance(layer, ExpertParallelExperts) and layer.dispatcher.plan.caps.host_reads
+    reads_flags = (
+        isinstance(layer, ExpertParallelExperts) and layer.phases.prefill.plan.caps.host_reads
+    )
     # Who may not read the flags of others must assume that some need gradients.
     if layer(still.x, still.topk).requires_grad and reads_flags:
         raise AssertionError(f"{env.group.where}: y requires grad though nothing does")

@@ -220,16 +220,17 @@ REGIONS = {
         "partial sums": (512, 8192),
         "home rows": (512, 8192),
     },
+    # R = 68 rows: each rank's 16 and its header.
     "low_latency": {
         "sent message": (None, 2448),
-        "received message": (None, 9792),
-        "received rows": (None, 9216),
-        "slot index": (None, 3116),
-        "row flags": (None, 65),
-        "packed slots": (None, 16384),
+        "received rows": (None, 9792),
+        # 68 x 16 + 128 x 16 + 32, one place and one offset more.
+        "slot index": (None, 3180),
+        "row flags": (None, 69),
+        "packed slots": (None, 18432),
         "expert results": (None, 16384),
-        "partial sums": (None, 8192),
-        "home rows": (None, 8192),
+        "partial sums": (None, 8704),
+        "home rows": (None, 8704),
     },
     # R = 16 rows, the caller's, and C = 32 slots.
     "replicated": {
@@ -255,9 +256,10 @@ def test_memory_by_region(name: str) -> None:
 
 def test_budget_bounds_the_slots() -> None:
     regions = {r.name: r.max_bytes for r in phase_of(CASES["budget"], max_recv_slots=40).regions()}
-    assert regions["packed slots"] == regions["expert results"] == 40 * 128
-    # 64 rows x 16 + 40 slots x 16 + 32 + 12: the host reserves no more members than slots.
-    assert regions["slot index"] == 1708
+    assert regions["packed slots"] == 40 * 144
+    assert regions["expert results"] == 40 * 128
+    # 68 rows x 16 + 40 slots x 16 + 32 + 12: the host reserves no more members than slots.
+    assert regions["slot index"] == 1772
 
 
 def test_padding_of_experts_is_counted() -> None:
@@ -280,8 +282,12 @@ WIRE = {
         BufferTraffic(dispatch_bytes=12 * 128, combine_bytes=6 * 144),
     ),
     "budget": (
-        BufferTraffic(dispatch_bytes=48 * 144, combine_bytes=48 * 128, control_bytes=3 * 144),
-        BufferTraffic(dispatch_bytes=48 * 128, combine_bytes=48 * 144),
+        BufferTraffic(
+            dispatch_bytes=48 * 144, combine_bytes=48 * 128, control_bytes=3 * (144 + 128)
+        ),
+        BufferTraffic(
+            dispatch_bytes=48 * 128, combine_bytes=48 * 144, control_bytes=3 * (144 + 128)
+        ),
     ),
     # 1 token is padded to 4, of which this rank sums one: a part to 3 ranks, a total to 3 ranks.
     "replicated": (

@@ -18,9 +18,7 @@ from epcomm import (
     EPGroup,
     ExpertParallelExperts,
     HandleError,
-    MaskedCombineInput,
     MoESpec,
-    RowsCombineInput,
     RowsDispatchOutput,
     ShapeError,
     StandardDispatcher,
@@ -29,7 +27,6 @@ from epcomm import (
 from epcomm.dispatchers.rows import RowsDispatcher
 from epcomm.ops.slots import gather_rows
 from epcomm.testing.data import BatchSpec, make_weights, random_ids
-from epcomm.types import RowsPer
 
 NUM_RANKS, H, E, K, M = 4, 16, 8, 2, 5
 SPEC = MoESpec(hidden_size=H, num_experts=E, top_k=K, dtype=torch.float32)
@@ -227,113 +224,6 @@ def test_one_rank_under_no_grad_while_others_train_is_refused(kind: str, needs: 
         check_works(dispatcher, group)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BadCombine:
-    """A combine input that does not fit its batch, on one rank or on all."""
-
-    id: str
-    make: Callable[[RowsDispatchOutput, Tensor], RowsCombineInput | MaskedCombineInput]
-    message: str
-
-
-def rows_input(
-    out: RowsDispatchOutput, rows: Tensor, rows_per: RowsPer = RowsPer.SLOT
-) -> RowsCombineInput:
-    """What combine_input() would refuse to make."""
-    return RowsCombineInput(
-        hidden_states=rows, rows_per=rows_per, slot_weights=None, handle=out.handle
-    )
-
-
-BAD_COMBINES = [
-    BadCombine(
-        id="a row too many",
-        make=lambda out, rows: rows_input(out, torch.cat([rows, rows[:1]])),
-        message="combine: hidden_states is",
-    ),
-    BadCombine(
-        id="a row for each slot where one per row was said",
-        make=lambda out, rows: rows_input(out, torch.cat([rows, rows]), RowsPer.ROW),
-        message="combine: hidden_states is",
-    ),
-    BadCombine(
-        id="hidden size",
-        make=lambda out, rows: rows_input(out, rows[:, :8]),
-        message="8], expected",
-    ),
-    BadCombine(
-        id="dtype",
-        make=lambda out, rows: rows_input(out, rows.bfloat16()),
-        message="combine: hidden_states is torch.bfloat16, expected torch.float32",
-    ),
-    BadCombine(
-        id="masked layout",
-        make=lambda out, rows: MaskedCombineInput(
-            hidden_states=rows.unsqueeze(0), slot_weights=None, handle=out.handle
-        ),
-        message="combine: the input is a MaskedCombineInput, expected RowsCombineInput",
-    ),
-]
-
-
-@pytest.mark.ranks(NUM_RANKS)
-@pytest.mark.parametrize("bad", BAD_COMBINES, ids=lambda bad: bad.id)
-@pytest.mark.parametrize("kind", DISPATCHERS)
-def test_rows_that_do_not_fit_are_refused_and_the_batch_stays_open(
-    kind: str, bad: BadCombine
-) -> None:
-    with EPGroup() as group:
-        dispatcher = dispatcher_of(kind, group)
-        call = good_call(group)
-        out = dispatcher.dispatch(call.x, call.topk)
-        rows = identity_experts(out)
-        if group.rank == FAULTY:
-            with pytest.raises(ShapeError) as caught:
-                dispatcher.combine(bad.make(out, rows))  # type: ignore[arg-type]
-            assert bad.message in str(caught.value)
-            assert "rank 1 of 4" in str(caught.value)
-        # The others wait in combine meanwhile; the same batch is then combined correctly.
-        y = dispatcher.combine(out.combine_input(rows))
-        torch.testing.assert_close(y, call.x * call.weights.sum(1, keepdim=True))
-
-
-@pytest.mark.ranks(NUM_RANKS)
-@pytest.mark.parametrize("kind", DISPATCHERS)
-def test_a_batch_is_combined_once_and_by_its_own_dispatcher(kind: str) -> None:
-    with EPGroup() as group:
-        dispatcher, another = dispatcher_of(kind, group), dispatcher_of(kind, group)
-        call = good_call(group)
-        out = dispatcher.dispatch(call.x, call.topk)
-        results = out.combine_input(identity_experts(out))
-        with pytest.raises(HandleError, match="dispatch call 1 belongs to another dispatcher"):
-            another.combine(results)
-        dispatcher.combine(results)
-        with pytest.raises(HandleError, match="dispatch call 1 was combined before"):
-            dispatcher.combine(results)
-        check_works(dispatcher, group)
-        check_works(another, group)
-
-
-@pytest.mark.ranks(NUM_RANKS)
-@pytest.mark.parametrize("closes", ["dispatcher", "EPGroup"])
-@pytest.mark.parametrize("kind", DISPATCHERS)
-def test_after_close_every_call_raises(kind: str, closes: str) -> None:
-    with EPGroup() as group:
-        dispatcher = dispatcher_of(kind, group)
-        call = good_call(group)
-        out = dispatcher.dispatch(call.x, call.topk)
-        results = out.combine_input(identity_experts(out))
-        owner = dispatcher if closes == "dispatcher" else group
-        owner.close()
-        owner.close()
-        with pytest.raises(HandleError, match=f"combine: the {closes} is closed"):
-            dispatcher.combine(results)
-        with pytest.raises(HandleError, match=f"dispatch: the {closes} is closed"):
-            dispatcher.dispatch(call.x, call.topk)
-        if closes == "dispatcher":
-            check_works(dispatcher_of(kind, group), group)
-
-
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("kind", DISPATCHERS)
 def test_asynchronous_calls_do_their_work_in_wait(kind: str) -> None:
@@ -369,6 +259,6 @@ def test_layers_of_one_shape_share_a_buffer(kind: str) -> None:
             config,
             top_k=2,
         )
-        assert first.dispatcher is not second.dispatcher
-        assert first.dispatcher._buffer is second.dispatcher._buffer
-        assert first.dispatcher._buffer is not wider.dispatcher._buffer
+        assert first.phases.prefill is not second.phases.prefill
+        assert first.phases.prefill._buffer is second.phases.prefill._buffer
+        assert first.phases.prefill._buffer is not wider.phases.prefill._buffer

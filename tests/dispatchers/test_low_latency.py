@@ -142,14 +142,14 @@ def test_auto_takes_low_latency_for_decode_alone() -> None:
         x, topk = good_inputs(group)
         with torch.no_grad():
             assert relative_error(experts(x, topk, decode=True), expected) < 1e-5
-        before = experts.dispatcher.traffic()
+        before = experts.phases.prefill.traffic()
         # Prefill has no token limit, and trains.
         long_x, long_topk = too_many_tokens(x, topk)
         y = experts(long_x, long_topk)
         y.sum().backward()
         assert relative_error(y[:MAX_TOKENS], expected) < 1e-5
-        assert experts.dispatcher.traffic() != before
-        assert experts.decode_dispatcher is not experts.dispatcher
+        assert experts.phases.prefill.traffic() != before
+        assert experts.phases.decode is not experts.phases.prefill
 
 
 @pytest.mark.ranks(4)

@@ -1,10 +1,11 @@
-"""Plays scenarios over gloo, several at once, and tells how every process ended.
+"""Plays scenarios, several at once, and tells how every process ended.
 
     python -m tests.failures.launch FOLDER < scenarios, one JSON a line
 
-Not torch.distributed.run: it ends all ranks when one dies. The ranks are forked from this process,
-which has imported torch, and end like any program. FOLDER gets, for each scenario, a folder with
-the outcome and the output of each rank and `ends.json`.
+Not torch.distributed.run: it ends all ranks when one dies. Over gloo the ranks are forked from this
+process, which has imported torch, and end like any program. Over MPI mpirun starts them, told not
+to end the others, and they end as under scripts/launch_multi_rank.sh. FOLDER gets, for each
+scenario, a folder with the outcome and the output of each rank and `ends.json`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -29,6 +32,14 @@ from tests.failures.scenario import Scenario
 NUM_AT_ONCE = 4
 # Seconds for one scenario; what has not ended by then hangs, and is ended.
 SCENARIO_LIMIT_S = 90.0
+# Seconds that mpirun has for ending its ranks.
+MPIRUN_LIMIT_S = 20.0
+# Runs a rank of MPI; $0 is the folder.
+MPI_SHELL = """
+    rank=$OMPI_COMM_WORLD_RANK
+    "$@" > "$0/rank$rank.log" 2>&1
+    echo $? > "$0/end$rank"
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,37 +54,82 @@ class End:
 
 
 @dataclass(kw_only=True)
-class Run:
-    """A scenario under way. ranks, store: process ids."""
+class Run(ABC):
+    """A scenario under way."""
 
     scenario: Scenario
     folder: Path
-    ranks: list[int]
-    store: int | None
     start_s: float = field(default_factory=time.monotonic)
     ends: dict[int, End] = field(default_factory=dict)
 
     def poll(self) -> bool:
         """Look which ranks have ended; whether all that should have, or the time is up."""
         is_over = time.monotonic() - self.start_s > SCENARIO_LIMIT_S
-        waiting = [rank for rank in range(len(self.ranks)) if rank not in self.ends]
-        for rank in waiting:
-            pid, status = os.waitpid(self.ranks[rank], os.WNOHANG)
-            if pid:
-                code = os.waitstatus_to_exitcode(status)
+        for rank in self.waiting:
+            code = self.exit_code(rank)
+            if code is not None:
                 self.ends[rank] = End(exit_code=code, at_s=time.monotonic())
         return is_over or all(rank in self.ends for rank in self.scenario.ending)
 
     def finish(self) -> None:
         """End what is left, stopped ranks among it, and write down the ends."""
-        left = [rank for rank in range(len(self.ranks)) if rank not in self.ends]
-        for rank in left:
+        for rank in self.waiting:
             self.ends[rank] = End(exit_code=None, at_s=time.monotonic())
-        for pid in [self.ranks[rank] for rank in left] + ([self.store] if self.store else []):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        self.end_all()
         ends = {rank: asdict(end) for rank, end in self.ends.items()}
         (self.folder / "ends.json").write_text(json.dumps(ends))
+
+    @property
+    def waiting(self) -> list[int]:
+        """Ranks that have not ended."""
+        return [rank for rank in range(self.scenario.num_ranks) if rank not in self.ends]
+
+    @abstractmethod
+    def exit_code(self, rank: int) -> int | None:
+        """That of a rank which had not ended before; None if it still has not."""
+
+    @abstractmethod
+    def end_all(self) -> None:
+        """End every process that is left."""
+
+
+@dataclass(kw_only=True)
+class GlooRun(Run):
+    """ranks, store: process ids."""
+
+    ranks: list[int]
+    store: int | None
+
+    def exit_code(self, rank: int) -> int | None:
+        pid, status = os.waitpid(self.ranks[rank], os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if pid else None
+
+    def end_all(self) -> None:
+        left = [self.ranks[rank] for rank, end in self.ends.items() if end.exit_code is None]
+        for pid in left + ([self.store] if self.store else []):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+@dataclass(kw_only=True)
+class MpiRun(Run):
+    """mpirun: it tells no exit codes, so a shell around each rank writes them down."""
+
+    mpirun: subprocess.Popen[bytes]
+
+    def exit_code(self, rank: int) -> int | None:
+        path = self.folder / f"end{rank}"
+        code = path.read_text() if path.exists() else ""
+        return int(code) if code.endswith("\n") else None
+
+    def end_all(self) -> None:
+        # mpirun ends its ranks, stopped ones too. The shells of stopped ranks would wait on.
+        self.mpirun.terminate()
+        try:
+            self.mpirun.wait(MPIRUN_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.mpirun.pid, signal.SIGKILL)
+            self.mpirun.wait()
 
 
 def main() -> None:
@@ -95,6 +151,30 @@ def main() -> None:
 def _start(scenario: Scenario, parent: Path) -> Run:
     folder = parent / scenario.name
     folder.mkdir()
+    start = _start_gloo if scenario.transport == "gloo" else _start_mpi
+    return start(scenario, folder)
+
+
+def _start_mpi(scenario: Scenario, folder: Path) -> Run:
+    beside = Path(sys.executable).parent / "mpirun"
+    mpirun = str(beside) if beside.exists() else "mpirun"
+    options = ["--continuous", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+    rank_program = [sys.executable, "scripts/run_program.py", "tests/failures/rank.py"]
+    arguments = ["--scenario", scenario.dumps(), "--folder", str(folder)]
+    shell = ["bash", "-c", MPI_SHELL, str(folder)]
+    with (folder / "mpirun.log").open("wb") as output:
+        process = subprocess.Popen(
+            [mpirun, *options, "-n", str(scenario.num_ranks), *shell, *rank_program, *arguments],
+            env=os.environ | {"PYTHONPATH": os.getcwd()},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return MpiRun(scenario=scenario, folder=folder, mpirun=process)
+
+
+def _start_gloo(scenario: Scenario, folder: Path) -> Run:
     listener = socket.create_server(("127.0.0.1", 0))
     port, listener_fd = listener.getsockname()[1], listener.detach()
     env = {
@@ -111,7 +191,7 @@ def _start(scenario: Scenario, parent: Path) -> Run:
         if rank not in pids:
             pids[rank] = _fork_rank(rank, scenario, env, folder)
     ranks = [pids[rank] for rank in range(scenario.num_ranks)]
-    return Run(scenario=scenario, folder=folder, ranks=ranks, store=store)
+    return GlooRun(scenario=scenario, folder=folder, ranks=ranks, store=store)
 
 
 def _fork_store(env: dict[str, str], folder: Path) -> int:
@@ -136,7 +216,7 @@ def _fork_rank(rank: int, scenario: Scenario, env: dict[str, str], folder: Path)
         _send_output_to(folder / f"rank{rank}.log")
         os.environ.update(env, RANK=str(rank))
         # Up to the end of the interpreter, as in any program: that must not hang either.
-        sys.exit(run_rank(scenario, "gloo", folder))
+        sys.exit(run_rank(scenario, folder))
     return pid
 
 

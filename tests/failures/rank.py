@@ -1,8 +1,9 @@
 """One rank of a scenario, over any transport.
 
-    mpirun -n 4 python -m tests.failures.rank --transport mpi --scenario JSON --folder FOLDER
+    mpirun --continuous -n 4 python -m tests.failures.rank --scenario JSON --folder FOLDER
 
-Over gloo, tests/failures/launch.py forks the ranks; RANK, WORLD_SIZE and MASTER_PORT say the rest.
+tests/failures/launch.py starts it. Over gloo it forks the ranks; RANK, WORLD_SIZE and MASTER_PORT
+say the rest.
 """
 
 from __future__ import annotations
@@ -48,14 +49,24 @@ def open_gloo(scenario: Scenario) -> Iterator[EPGroup]:
             dist.destroy_process_group()
 
 
+@contextmanager
+def open_mpi(scenario: Scenario) -> Iterator[EPGroup]:
+    """A group over all ranks that mpirun started."""
+    from mpi4py import MPI
+
+    with EPGroup(MPI.COMM_WORLD) as group:
+        yield group
+
+
 TRANSPORTS: Mapping[str, Callable[[Scenario], AbstractContextManager[EPGroup]]] = {
     "gloo": open_gloo,
+    "mpi": open_mpi,
 }
 
 
-def run_rank(scenario: Scenario, transport: str, folder: Path) -> int:
+def run_rank(scenario: Scenario, folder: Path) -> int:
     """Play one rank and return its exit code."""
-    with TRANSPORTS[transport](scenario) as group:
+    with TRANSPORTS[scenario.transport](scenario) as group:
         message, elapsed_s, again, again_s = _lose(scenario, group)
         rank, close_start_s = group.rank, time.monotonic()
     outcome = Outcome(
@@ -124,11 +135,10 @@ def _message_of(call: Callable[[], None]) -> str:
 def main() -> int:
     """Run the rank that the command line and the environment describe."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--transport", choices=TRANSPORTS, required=True)
     parser.add_argument("--scenario", type=Scenario.loads, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     arguments = parser.parse_args()
-    return run_rank(arguments.scenario, arguments.transport, arguments.folder)
+    return run_rank(arguments.scenario, arguments.folder)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ SETUP_TIMEOUT_S = 60.0
 # Seconds from the deadline until a lost rank must have been named.
 NAMING_LIMIT_S = 2.0
 # Seconds from the end of a program to that of its process: taking down an interpreter with torch
-# takes 0.6 of them, but 12 when 12 do it on two busy cores. Far less than the 30 minutes of gloo.
+# takes 0.6 of them, but 12 when 12 do it on two busy cores. Far less than the 30 minutes of gloo,
+# or the wait of MPI_Finalize, which has no end.
 EXIT_LIMIT_S = 40.0
 # A rank that heard of the loss ends with this and its rank, to prove that the code is its own.
 EXIT_CODE = 40
@@ -22,6 +23,7 @@ EXIT_CODE = 40
 class Scenario:
     """One group of ranks, of which some are lost in their second call.
 
+    transport: what the ranks exchange over.
     fault: what happens to the lost ranks; a late one comes when all others have given up.
     phase: the lost ranks do not come to it.
     store_host: the rank that answers for the store of the process group; None: another process, as
@@ -31,6 +33,7 @@ class Scenario:
 
     fault: Literal["killed", "stopped", "late"]
     phase: Literal["dispatch", "combine", "backward"]
+    transport: Literal["gloo", "mpi"] = "gloo"
     lost_ranks: tuple[int, ...] = (2,)
     store_host: int | None = None
     destroys: bool = True
@@ -39,12 +42,11 @@ class Scenario:
 
     @property
     def name(self) -> str:
-        """A test id and the name of a folder: `killed-dispatch-rank2`."""
+        """A test id and the name of a folder: `gloo-killed-dispatch-rank2`."""
         ranks = "".join(map(str, self.lost_ranks))
         host = "" if self.store_host is None else f"-store{self.store_host}"
-        return (
-            f"{self.fault}-{self.phase}-rank{ranks}{host}{'' if self.destroys else '-undestroyed'}"
-        )
+        end = "" if self.destroys else "-undestroyed"
+        return f"{self.transport}-{self.fault}-{self.phase}-rank{ranks}{host}{end}"
 
     @property
     def survivors(self) -> list[int]:

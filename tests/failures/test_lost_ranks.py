@@ -18,12 +18,16 @@ LAUNCH_LIMIT_S = 300
 
 PHASE_NAMES = {
     "dispatch": "dispatch counts",
-    "combine": "combine",
+    "combine": "combine calls",
     "backward": "backward of combine",
 }
 FAULTS = ("killed", "stopped", "late")
+TRANSPORTS = ("gloo", "mpi")
 MATRIX = [
-    Scenario(fault=fault, phase=phase) for fault in FAULTS for phase in ("dispatch", "combine")
+    Scenario(transport=transport, fault=fault, phase=phase)
+    for transport in TRANSPORTS
+    for fault in FAULTS
+    for phase in ("dispatch", "combine")
 ]
 OTHERS = [
     Scenario(fault="late", phase="backward"),
@@ -101,7 +105,9 @@ def test_single_killed_rank_is_named_without_waiting_for_the_deadline(
     played: dict[str, Played],
 ) -> None:
     for name, run in played.items():
-        if run.scenario.fault == "killed" and len(run.scenario.lost_ranks) == 1:
+        # MPI tells nobody that a rank has died.
+        has_news = run.scenario.transport == "gloo" and run.scenario.fault == "killed"
+        if has_news and len(run.scenario.lost_ranks) == 1:
             for rank in run.scenario.survivors:
                 assert run.outcome(rank).elapsed_s < run.scenario.timeout_s, (name, rank)
 
@@ -124,7 +130,9 @@ def test_close_and_exit_do_not_wait(run: Played) -> None:
 @pytest.mark.parametrize("name", [n for n, s in SCENARIOS.items() if s.fault == "late"])
 def test_late_rank_hears_that_the_others_gave_up(played: dict[str, Played], name: str) -> None:
     scenario, outcome = played[name].scenario, played[name].outcome(2)
-    phase = PHASE_NAMES[scenario.phase]
     given_up = "this rank came too late: ranks 0, 1, 3 had given up on rank 2"
-    assert outcome.message.startswith(f"{phase}: {given_up}")
+    # Over MPI the others have done their part of the first exchange; the rank misses them later.
+    phase = PHASE_NAMES[scenario.phase] if scenario.transport == "gloo" else ""
+    assert outcome.message.startswith(phase)
+    assert given_up in outcome.message
     assert outcome.elapsed_s < NAMING_LIMIT_S

@@ -18,7 +18,8 @@ from epcomm.errors import (
 )
 from epcomm.experts import EPStats, ExpertParallelExperts
 from epcomm.group import EPGroup
-from epcomm.moe import ExpertParallelMoE, decode_phase
+from epcomm.layers import decode_phase, idle_step
+from epcomm.moe import ExpertParallelMoE
 from epcomm.planning import EPPlan, MoESpec, plan
 from epcomm.records import (
     CombineInput,
@@ -70,6 +71,7 @@ __all__ = [
     "WireFormat",
     "WireTensor",
     "decode_phase",
+    "idle_step",
     "plan",
     "route",
 ]

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig
 from epcomm.dispatchers.phases import PhaseDispatchers
 from epcomm.group import EPGroup
 from epcomm.planning import MoESpec, plan
-from epcomm.records import TopKOutput
+from epcomm.records import TopKOutput, empty_topk
 from epcomm.registry import runner_class
 from epcomm.sharding import ExpertShard, local_share, tag_as_sharded
 from epcomm.weights import ExpertWeights
@@ -80,6 +82,8 @@ class ExpertParallelExperts(nn.Module):
         assert self.plan.runner is not None, "plan() was given the weights"
         self.runner = runner_class(self.plan.runner)()
         self.group = group
+        self.is_decoding = False
+        self._spec = spec
         self._format = weights.format
         self._stats = EPStats()
         self._names = {role: (names or {}).get(role, role) for role in weights.tensors()}
@@ -91,21 +95,39 @@ class ExpertParallelExperts(nn.Module):
         tensors = {role: self.get_parameter(name) for role, name in self._names.items()}
         return ExpertWeights(**tensors, format=self._format)
 
-    def forward(self, x: Tensor, topk: TopKOutput, *, decode: bool = False) -> Tensor:
+    def forward(self, x: Tensor, topk: TopKOutput, *, decode: bool | None = None) -> Tensor:
         """Compute the routed experts of this rank's tokens.
 
         Args:
             x: [T, H]; T differs by rank and may be 0.
             topk: topk_ids [T, K], int64, -1 for none; topk_weights [T, K], float32.
-            decode: the phase, equal on all ranks; in mode auto it selects low latency.
+            decode: the phase, equal on all ranks; in mode auto it selects low latency. None: as
+                decode_phase() says, else False.
 
         Returns:
             [T, H], dtype of x.
 
         Collective: yes, forward and backward.   Host sync: as explain() says.
+        torch.compile: one graph break.
         Raises: what Dispatcher.dispatch and combine raise.
         """
+        if torch.compiler.is_compiling():
+            # Not one of the collectives can be traced, so the graph breaks once, around them all.
+            return _run_untraced(self, x, topk, decode)
+        return self._run(x, topk, decode)
+
+    def idle(self, carry: Tensor) -> Tensor:
+        """See ExpertParallelLayer."""
+        x = carry.to(self._spec.dtype).expand(0, self._spec.hidden_size)
+        return self(x, empty_topk(self._spec.top_k, self.group.device)).sum().float()
+
+    def idle_model(self, model: nn.Module) -> Tensor | None:
+        """See ExpertParallelLayer."""
+        return None
+
+    def _run(self, x: Tensor, topk: TopKOutput, decode: bool | None) -> Tensor:
         weights = self.weights
+        decode = self.is_decoding if decode is None else decode
         dispatcher = self.phases.of_phase(decode=decode)
         out = dispatcher.dispatch(x, topk, experts_need_grad=weights.requires_grad)
         y = dispatcher.combine(self.runner.run(out, weights))
@@ -151,3 +173,7 @@ class ExpertParallelExperts(nn.Module):
             num_slots=old.num_slots + num_slots,
             max_slots=max(old.max_slots, num_slots),
         )
+
+
+# Unlike torch.compiler.disable this imports the compiler, a second's work, only when it is called.
+_run_untraced = _disable_dynamo(ExpertParallelExperts._run)

@@ -14,7 +14,8 @@ from text_data import Batch
 from torch import Tensor, nn
 from transformers import Qwen3MoeForCausalLM
 
-from epcomm import EPConfig, EPGroup, ExpertParallelMoE, Mode, TopKOutput
+from epcomm import EPConfig, EPGroup, ExpertParallelMoE, Mode, TopKOutput, idle_step
+from epcomm.gradients import sum_replicated_gradients
 from epcomm.sharding import (
     gather_state_dict,
     replicated_parameters,
@@ -55,11 +56,18 @@ class ExpertParallelTraining:
         self._chosen_experts.clear()
         num_tokens = torch.tensor(0 if batch is None else batch.num_tokens)
         dist.all_reduce(num_tokens)
-        loss = self._loss(batch, int(num_tokens))
-        loss.backward()
-        # Expert gradients are complete: an expert has seen the tokens of all ranks.
-        _sum_gradients_over_ranks(replicated_parameters(self._model))
-        return self._sum_result_over_ranks(loss.item())
+        loss = 0.0
+        if batch is None:
+            # The experts of this rank still serve the tokens of others.
+            idle_step(self._model)
+        else:
+            own_loss = next_byte_loss(self._model, batch, int(num_tokens))
+            own_loss.backward()
+            loss = own_loss.item()
+        # Sum, not mean: the loss is already divided by the tokens of all ranks. Gradients of
+        # experts are complete: an expert has seen the tokens of all ranks.
+        sum_replicated_gradients(self._model, self._group)
+        return self._sum_result_over_ranks(loss)
 
     def update(self, gradient_norm: float) -> None:
         """Clip the gradients and take a step. Local."""
@@ -128,16 +136,6 @@ class ExpertParallelTraining:
     def _note_chosen_experts(self, experts: nn.Module, args: tuple[Tensor, TopKOutput]) -> None:
         self._chosen_experts.append(args[1].topk_ids)
 
-    def _loss(self, batch: Batch | None, num_tokens: int) -> Tensor:
-        if batch is not None:
-            return next_byte_loss(self._model, batch, num_tokens)
-        # The experts of this rank still serve the tokens of others: it calls every MoE layer in
-        # order, chained, so that backward calls them in reverse. Attention refuses an empty batch.
-        hidden_states = torch.empty(0, self._model.config.hidden_size)
-        for moe in self._moe_layers:
-            hidden_states = moe(hidden_states)
-        return hidden_states.sum()
-
 
 def _spread_experts(model: Qwen3MoeForCausalLM, group: EPGroup) -> list[ExpertParallelMoE]:
     # Normal mode for training and prompts; low latency for decoding, one token a rank at a time.
@@ -148,21 +146,6 @@ def _spread_experts(model: Qwen3MoeForCausalLM, group: EPGroup) -> list[ExpertPa
         layer.mlp = moe = ExpertParallelMoE.from_transformers(block, group, config)
         moe_layers.append(moe)
     return moe_layers
-
-
-def _sum_gradients_over_ranks(parameters: Sequence[nn.Parameter]) -> None:
-    """Sum, not mean: the loss is already divided by the tokens of all ranks."""
-    # One message instead of one a parameter. A rank without a batch has no gradients of its own.
-    flat = torch.cat(
-        [
-            torch.zeros(parameter.numel()) if parameter.grad is None else parameter.grad.flatten()
-            for parameter in parameters
-        ]
-    )
-    dist.all_reduce(flat)
-    sums = flat.split([parameter.numel() for parameter in parameters])
-    for parameter, gradient in zip(parameters, sums, strict=True):
-        parameter.grad = gradient.view_as(parameter)
 
 
 def _num_elements(parameters: Sequence[nn.Parameter]) -> int:

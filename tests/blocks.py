@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
 
 import torch
 from torch import nn
@@ -14,42 +17,150 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 HIDDEN, NUM_EXPERTS, TOP_K = 16, 8, 2
 
 
-def qwen3_moe(**changes: object) -> nn.Module:
-    """A Qwen3MoeSparseMoeBlock with seeded weights."""
-    from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+@dataclass(frozen=True, kw_only=True)
+class BlockKind:
+    """A kind of block and a tiny configuration of it; sizes are those of all kinds."""
 
-    values = {
-        "hidden_size": HIDDEN,
-        "moe_intermediate_size": 8,
-        "num_experts": NUM_EXPERTS,
-        "num_experts_per_tok": TOP_K,
-        "norm_topk_prob": True,
-    }
-    return seeded(Qwen3MoeSparseMoeBlock(Qwen3MoeConfig(**{**values, **changes})))
+    model_type: str
+    block: str
+    config: str
+    values: Mapping[str, object] = field(default_factory=dict)
 
-
-def mixtral(**changes: object) -> nn.Module:
-    """A MixtralSparseMoeBlock with seeded weights."""
-    from transformers.models.mixtral.configuration_mixtral import MixtralConfig
-    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-
-    values = {
-        "hidden_size": HIDDEN,
-        "intermediate_size": 8,
-        "num_local_experts": NUM_EXPERTS,
-        "num_experts_per_tok": TOP_K,
-    }
-    return seeded(MixtralSparseMoeBlock(MixtralConfig(**{**values, **changes})))
+    def make(self, **changes: object) -> nn.Module:
+        """A block with seeded weights; changes are of the configuration."""
+        package = f"transformers.models.{self.model_type}"
+        config_class = getattr(
+            import_module(f"{package}.configuration_{self.model_type}"), self.config
+        )
+        block_class = getattr(import_module(f"{package}.modeling_{self.model_type}"), self.block)
+        return seeded(block_class(config_class(**{**SIZES, **self.values, **changes})))
 
 
-BLOCKS: Mapping[str, Callable[..., nn.Module]] = {"qwen3_moe": qwen3_moe, "mixtral": mixtral}
+SIZES = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 8,
+    "moe_intermediate_size": 8,
+    "num_experts_per_tok": TOP_K,
+}
+EXPERTS = {"num_experts": NUM_EXPERTS}
+LOCAL_EXPERTS = {"num_local_experts": NUM_EXPERTS}
+ROUTED_EXPERTS = {"n_routed_experts": NUM_EXPERTS}
+GROUPED = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+
+KINDS = [
+    BlockKind(
+        model_type="mixtral",
+        block="MixtralSparseMoeBlock",
+        config="MixtralConfig",
+        values=LOCAL_EXPERTS,
+    ),
+    BlockKind(
+        model_type="qwen2_moe",
+        block="Qwen2MoeSparseMoeBlock",
+        config="Qwen2MoeConfig",
+        values={**EXPERTS, "shared_expert_intermediate_size": 12, "norm_topk_prob": False},
+    ),
+    BlockKind(
+        model_type="qwen3_moe",
+        block="Qwen3MoeSparseMoeBlock",
+        config="Qwen3MoeConfig",
+        values={**EXPERTS, "norm_topk_prob": True},
+    ),
+    BlockKind(
+        model_type="qwen3_5_moe",
+        block="Qwen3_5MoeSparseMoeBlock",
+        config="Qwen3_5MoeTextConfig",
+        values={**EXPERTS, "shared_expert_intermediate_size": 12},
+    ),
+    BlockKind(
+        model_type="deepseek_v2",
+        block="DeepseekV2Moe",
+        config="DeepseekV2Config",
+        values={
+            **ROUTED_EXPERTS,
+            **GROUPED,
+            "topk_method": "group_limited_greedy",
+            # More than groups, else the best experts are always in groups that are kept.
+            "num_experts_per_tok": 3,
+            "num_attention_heads": 2,  # must divide the hidden size
+        },
+    ),
+    BlockKind(
+        model_type="deepseek_v3",
+        block="DeepseekV3MoE",
+        config="DeepseekV3Config",
+        values={**ROUTED_EXPERTS, **GROUPED},
+    ),
+    BlockKind(
+        model_type="afmoe",
+        block="AfmoeSparseMoeBlock",
+        config="AfmoeConfig",
+        values={**EXPERTS, "num_shared_experts": 2, "route_scale": 1.5},
+    ),
+    BlockKind(
+        model_type="minimax_m2",
+        block="MiniMaxM2SparseMoeBlock",
+        config="MiniMaxM2Config",
+        values=LOCAL_EXPERTS,
+    ),
+    BlockKind(
+        model_type="gpt_oss",
+        block="GptOssMLP",
+        config="GptOssConfig",
+        # A limit that gates and ups of a few units reach.
+        values={**LOCAL_EXPERTS, "swiglu_limit": 1.5},
+    ),
+    BlockKind(
+        model_type="ernie4_5_moe",
+        block="Ernie4_5_MoeSparseMoeBlock",
+        config="Ernie4_5_MoeConfig",
+        # Half of the probability: some sums lie below, and some above.
+        values={"moe_num_experts": NUM_EXPERTS, "moe_norm_min": 0.5},
+    ),
+    BlockKind(
+        model_type="lfm2_moe",
+        block="Lfm2MoeSparseMoeBlock",
+        config="Lfm2MoeConfig",
+        values={**EXPERTS, "routed_scaling_factor": 1.5},
+    ),
+    BlockKind(
+        model_type="nemotron_h",
+        block="NemotronHMoE",
+        config="NemotronHConfig",
+        values={
+            **ROUTED_EXPERTS,
+            **GROUPED,
+            "moe_latent_size": 12,
+            "moe_shared_expert_intermediate_size": 20,
+        },
+    ),
+]
+
+BLOCKS: Mapping[str, Callable[..., nn.Module]] = {kind.model_type: kind.make for kind in KINDS}
+qwen3_moe, mixtral = BLOCKS["qwen3_moe"], BLOCKS["mixtral"]
+
+# All kinds, and those of their settings that change what is computed.
+VARIANTS: Mapping[str, Callable[..., nn.Module]] = {
+    **BLOCKS,
+    "qwen2_moe-renormalised": partial(BLOCKS["qwen2_moe"], norm_topk_prob=True),
+    "qwen3_moe-not_renormalised": partial(qwen3_moe, norm_topk_prob=False),
+    "deepseek_v2-greedy": partial(
+        BLOCKS["deepseek_v2"], topk_method="greedy", n_group=None, topk_group=None
+    ),
+    "deepseek_v3-not_renormalised": partial(BLOCKS["deepseek_v3"], norm_topk_prob=False),
+    "ernie4_5_moe-no_shared": partial(BLOCKS["ernie4_5_moe"], moe_num_shared_experts=0),
+    "ernie4_5_moe-biases": partial(BLOCKS["ernie4_5_moe"], use_bias=True),
+    "lfm2_moe-plain": partial(BLOCKS["lfm2_moe"], use_expert_bias=False, norm_topk_prob=False),
+    "nemotron_h-no_latent": partial(BLOCKS["nemotron_h"], moe_latent_size=None, mlp_bias=True),
+    "nemotron_h-biases": partial(BLOCKS["nemotron_h"], mlp_bias=True),
+}
 
 
 def seeded(block: nn.Module) -> nn.Module:
-    """Fill all parameters; the same on every rank."""
+    """Fill all parameters and buffers; the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in block.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+        # Buffers are correction biases; at zero, routing that forgot them would pass.
+        for tensor in [*block.parameters(), *block.buffers()]:
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) / 2)
     return block

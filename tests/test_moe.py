@@ -11,10 +11,13 @@ from epcomm import BackendUnavailable, ConfigError, EPConfig, EPGroup, ExpertPar
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.experts import EPStats
 from epcomm.integrations.transformers import FAMILIES
+from epcomm.moe import BlockLayout
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from tests.blocks import BLOCKS, HIDDEN, NUM_EXPERTS, mixtral, qwen3_moe
 
+# Routed experts and nothing else; tests/integrations has all kinds of block.
+PLAIN = ["qwen3_moe", "mixtral"]
 NUM_RANKS = 2
 NUM_LOCAL = NUM_EXPERTS // NUM_RANKS
 
@@ -34,7 +37,7 @@ def sum_over_ranks(tensor: Tensor | None) -> Tensor:
 
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("mode", ["normal", "standard"])
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", PLAIN)
 def test_block_and_all_gradients_equal_those_of_transformers(name: str, mode: str) -> None:
     with EPGroup() as group:
         block = BLOCKS[name]().to(group.device)
@@ -70,7 +73,7 @@ def _grad(module: nn.Module, name: str) -> Tensor:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", PLAIN)
 def test_route_gives_the_logits_and_experts_of_the_block(name: str) -> None:
     with EPGroup() as group:
         block = BLOCKS[name]().to(group.device)
@@ -175,7 +178,7 @@ def test_traffic_stays_below_what_the_plan_promises(mode: str) -> None:
         moe = ExpertParallelMoE.from_transformers(block, group, config)
         num_tokens = 5
         moe(torch.randn(num_tokens, 36, device=group.device))
-        most = moe.experts.dispatcher.plan.max_bytes_per_token()
+        most = moe.experts.phases.prefill.plan.max_bytes_per_token()
         sent = moe.stats().traffic
         assert sent.dispatch_bytes <= num_tokens * most["dispatch"]
         assert sent.combine_bytes <= num_tokens * NUM_RANKS * most["combine"]
@@ -207,9 +210,24 @@ def test_unknown_block_lists_the_known_ones() -> None:
 
 
 @pytest.mark.ranks(NUM_RANKS)
+def test_missing_part_is_named() -> None:
+    with EPGroup() as group:
+        whole = ExpertParallelMoE.from_transformers(qwen3_moe().to(group.device), group)
+        routing, experts = whole.routing, whole.experts
+        message = "ExpertParallelMoE: gate is NoneType, expected its router"
+        with pytest.raises(ConfigError, match=message):
+            ExpertParallelMoE(routing=routing, experts=experts, parts={})
+        layout = BlockLayout(correction_bias="gate.bias")
+        message = "ExpertParallelMoE: gate.bias is NoneType, expected its correction_bias"
+        parts = {"gate": whole.get_submodule("gate")}
+        with pytest.raises(ConfigError, match=message):
+            ExpertParallelMoE(routing=routing, experts=experts, parts=parts, layout=layout)
+
+
+@pytest.mark.ranks(NUM_RANKS)
 def test_block_that_computes_something_else_is_refused() -> None:
     with EPGroup() as group:
-        with pytest.raises(ConfigError, match="gelu"):
+        with pytest.raises(ConfigError, match="act_fn of Qwen3MoeExperts is GELUActivation"):
             ExpertParallelMoE.from_transformers(qwen3_moe(hidden_act="gelu"), group)
         with pytest.raises(ConfigError, match="jitter"):
             ExpertParallelMoE.from_transformers(mixtral(router_jitter_noise=0.1), group)

@@ -1,0 +1,274 @@
+"""epcomm as an expert-parallel implementation of transformers: models load with it unedited.
+
+    registration = register_expert_parallel(EPConfig())
+    layout = DistributedConfig(fsdp_size=4, ep_size=4, ep_implementation="epcomm")
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=layout)
+
+The way of a token: the model's own router chooses experts and weights, dispatch sends one copy to
+each rank that owns one of them, the slots are packed by expert, the model's own experts compute
+them, one slot a row, and combine brings the sum home. So every kind of experts in transformers is
+served, with its own kernels, biases and activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from epcomm.config import EPConfig, Mode
+from epcomm.dispatchers.phases import PhaseDispatchers
+from epcomm.errors import HandleError
+from epcomm.group import EPGroup
+from epcomm.layers import put_in_front
+from epcomm.ops.pack import pack
+from epcomm.ops.slots import expert_of_slot
+from epcomm.planning import MoESpec, plan
+from epcomm.records import RowsDispatchOutput, TopKOutput
+from epcomm.types import WeightsAppliedBy
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+# hidden_states [N, H], top_k_index [N, K], top_k_weights [N, K] to [N, H].
+ExpertsCall = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def register_expert_parallel(
+    config: EPConfig | None = None, *, name: str = "epcomm"
+) -> ExpertParallelRegistration:
+    """Make epcomm known to transformers under `name`, for DistributedConfig.ep_implementation.
+
+    Args:
+        config: the user's choices, for every model loaded afterwards under this name. Where the
+            ranks of an expert group hold the same batch, modes auto and standard compute it once as
+            replicated tokens; other modes, and smaller groups with one batch, share it in slices.
+        name: a later registration of the same name replaces this one for models loaded after it.
+
+    Local; imports transformers.
+    """
+    from transformers.distributed.expert_parallel import (
+        EPImplementation,
+        EPImplementationInterface,
+    )
+
+    registration = ExpertParallelRegistration(config or EPConfig())
+
+    class EpcommEP(EPImplementation):
+        """One layer's experts, reached through epcomm."""
+
+        def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+            super().__init__(experts, ep_mesh, tp_mesh)
+            self.bridge = ExpertsBridge(
+                registration,
+                experts,
+                ep_mesh=ep_mesh,
+                batch_mesh=tp_mesh,
+                shares_batch=self.shares_batch,
+            )
+
+        def __call__(
+            self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+        ) -> Tensor:
+            return self.bridge(hidden_states, top_k_index, top_k_weights)
+
+    EPImplementationInterface.register(name, EpcommEP)
+    return registration
+
+
+class ExpertParallelRegistration:
+    """What the layers of all models loaded under one name share: configuration, groups, phase."""
+
+    def __init__(self, config: EPConfig) -> None:
+        self.config = config
+        self._groups: dict[ProcessGroup, EPGroup] = {}
+        self._bridges: list[ExpertsBridge] = []
+        self._is_closed = False
+
+    def check(self) -> None:
+        """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""
+        for bridge in self._bridges:
+            bridge.check()
+
+    def explain(self) -> str:
+        """What was chosen for each kind of layer that has run, and why, as text."""
+        return "\n\n".join(dict.fromkeys(text for b in self._bridges for text in b.explain()))
+
+    def close(self) -> None:
+        """Close the groups; layers loaded under this name raise from then on. Idempotent."""
+        self._is_closed = True
+        for group in self._groups.values():
+            group.close()
+
+    def group_of(self, mesh: DeviceMesh) -> EPGroup:
+        """The EPGroup over a mesh, one for all layers. Local."""
+        if self._is_closed:
+            raise HandleError(
+                "epcomm: this registration is closed; call register_expert_parallel again and load "
+                "the model anew"
+            )
+        ranks = mesh.get_group()
+        if ranks not in self._groups:
+            self._groups[ranks] = EPGroup(ranks)
+        return self._groups[ranks]
+
+    def add(self, bridge: ExpertsBridge) -> None:
+        """Note a layer."""
+        self._bridges.append(bridge)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """What dispatchers are opened for."""
+
+    hidden_size: int
+    top_k: int
+    dtype: torch.dtype
+
+
+class ExpertsBridge:
+    """Brings the tokens of a batch to the experts of one layer, and the results home."""
+
+    def __init__(
+        self,
+        registration: ExpertParallelRegistration,
+        experts: nn.Module,
+        *,
+        ep_mesh: DeviceMesh,
+        batch_mesh: DeviceMesh,
+        shares_batch: bool,
+    ) -> None:
+        """Stand between a layer's router and its experts.
+
+        Args:
+            registration: what all layers share.
+            experts: the module; its forward computes local expert ids from now on.
+            ep_mesh: ranks that share the experts.
+            batch_mesh: ranks that hold the same batch.
+            shares_batch: these are the same ranks.
+
+        Local: dispatchers are opened by the first call.
+        """
+        self._registration = registration
+        self._experts = experts
+        self._call_experts: ExpertsCall = experts.forward
+        self._num_local_experts = int(experts.num_experts)  # type: ignore[arg-type]
+        self._ep_mesh = ep_mesh
+        mode = registration.config.mode
+        self._is_replicated = shares_batch and mode in (Mode.AUTO, Mode.STANDARD)
+        has_slices = batch_mesh.size() > 1 and not self._is_replicated
+        self._batch_mesh = batch_mesh if has_slices else None
+        self._phases: dict[_Shape, PhaseDispatchers] = {}
+        self._plans: list[str] = []
+        self.is_decoding = False
+        registration.add(self)
+        put_in_front(experts, self)
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Compute the experts of this rank's tokens: [T, H], global ids [T, K] to [T, H].
+
+        Collective: over the expert group, forward and backward; T may differ and be 0.
+        """
+        num_tokens = hidden_states.shape[0]
+        if self._batch_mesh is not None:
+            hidden_states, top_k_index, top_k_weights = (
+                _slice_of(tensor, self._batch_mesh)
+                for tensor in (hidden_states, top_k_index, top_k_weights)
+            )
+        topk = TopKOutput(topk_ids=top_k_index.long(), topk_weights=top_k_weights.float())
+        y = self._compute(hidden_states.contiguous(), topk)
+        return y if self._batch_mesh is None else _gather_slices(y, self._batch_mesh, num_tokens)
+
+    def check(self) -> None:
+        """Raise the faults that wait on the device. Local; host sync."""
+        for phases in self._phases.values():
+            phases.check()
+
+    def idle(self, carry: Tensor) -> Tensor:
+        """See ExpertParallelLayer."""
+        raise AssertionError("idle_model() runs all layers")
+
+    def idle_model(self, model: nn.Module) -> Tensor:
+        """See ExpertParallelLayer. A causal model, or any that takes input_ids."""
+        device = next(model.parameters()).device
+        return model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device))[0]
+
+    def explain(self) -> list[str]:
+        """The plans of this layer, one for each shape that it has seen."""
+        return self._plans
+
+    def _compute(self, hidden_states: Tensor, topk: TopKOutput) -> Tensor:
+        phases = self._phases_for(hidden_states, topk)
+        dispatcher = phases.of_phase(decode=self.is_decoding)
+        needs_grad = any(parameter.requires_grad for parameter in self._experts.parameters())
+        out = dispatcher.dispatch(hidden_states, topk, experts_need_grad=needs_grad)
+        return dispatcher.combine(out.combine_input(self._run(out)))
+
+    def _run(self, out: RowsDispatchOutput) -> Tensor:
+        """[C, H]: the model's experts on one slot a row, times its weight if theirs to apply."""
+        slots = pack(out.hidden_states.data, out.index)
+        ids = expert_of_slot(out.index, slots.shape[0]).unsqueeze(1)
+        weights = out.slot_weights
+        if weights is None or out.weights_applied_by is WeightsAppliedBy.COMBINE:
+            weights = slots.new_ones(slots.shape[0])
+        weights = weights.unsqueeze(1).to(slots.dtype)
+        if slots.shape[0]:
+            return self._call_experts(slots, ids, weights).to(slots.dtype)
+        # Experts without rows would not be part of the graph, and a reduction of their gradients
+        # over other ranks would wait for this one.
+        dummy = slots.sum(dim=0, keepdim=True)
+        no_expert = ids.new_zeros(1, 1)
+        return self._call_experts(dummy, no_expert, weights.new_ones(1, 1))[:0].to(slots.dtype)
+
+    def _phases_for(self, hidden_states: Tensor, topk: TopKOutput) -> PhaseDispatchers:
+        shape = _Shape(
+            hidden_size=hidden_states.shape[1],
+            top_k=topk.topk_ids.shape[1],
+            dtype=hidden_states.dtype,
+        )
+        if shape not in self._phases:
+            self._phases[shape] = self._open(shape)
+        return self._phases[shape]
+
+    def _open(self, shape: _Shape) -> PhaseDispatchers:
+        group = self._registration.group_of(self._ep_mesh)
+        spec = MoESpec(
+            hidden_size=shape.hidden_size,
+            num_experts=self._num_local_experts * group.world_size,
+            top_k=shape.top_k,
+            dtype=shape.dtype,
+        )
+        config = self._registration.config
+        if self._is_replicated:
+            config = replace(config, mode=Mode.STANDARD, replicated=True)
+        chosen = plan(config, spec, group)
+        self._plans.append(chosen.explain())
+        return PhaseDispatchers(group, spec, config, chosen)
+
+
+def _slice_of(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's rows of a tensor that all ranks of `mesh` hold; backward gathers them."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    return whole.redistribute(mesh, [Shard(0)]).to_local()
+
+
+def _gather_slices(rows: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tensor:
+    """The rows of all ranks of `mesh`, [num_tokens, H]; backward takes this rank's rows."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    hidden_size = rows.shape[1]
+    sliced = DTensor.from_local(
+        rows.contiguous(),
+        mesh,
+        [Shard(0)],
+        run_check=False,
+        shape=torch.Size((num_tokens, hidden_size)),
+        stride=(hidden_size, 1),
+    )
+    return sliced.full_tensor()

@@ -1,0 +1,122 @@
+"""What a model does with all of its expert-parallel layers at once: decode, and steps without data.
+
+A module is such a layer, or carries one that was put in front of it, as transformers' experts do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from epcomm.errors import ConfigError
+
+_ATTRIBUTE = "epcomm_layer"
+
+
+@runtime_checkable
+class ExpertParallelLayer(Protocol):
+    """What functions over a whole model need of a layer.
+
+    is_decoding: calls that say nothing of the phase decode.
+    """
+
+    is_decoding: bool
+
+    def idle(self, carry: Tensor) -> Tensor:
+        """Take part in a call without a token; `carry` is a float32 scalar, and so is the result.
+
+        The result depends on the layer's y, and that on carry, so that layers chained by it run
+        backward in reverse order.
+
+        Collective: yes, in place of the layer's call, and so is its backward.
+        """
+        ...
+
+    def idle_model(self, model: nn.Module) -> Tensor | None:
+        """Run the whole model without data; None if its layers alone will do.
+
+        Returns:
+            A tensor that depends on every output of the model.
+        """
+        ...
+
+
+def put_in_front(module: nn.Module, layer: ExpertParallelLayer) -> None:
+    """Let the functions here find `layer`, which is no module, at `module`."""
+    setattr(module, _ATTRIBUTE, layer)
+
+
+def expert_parallel_layers(model: nn.Module) -> list[ExpertParallelLayer]:
+    """The layers of a model, in the order in which they are registered."""
+    found = (
+        module if isinstance(module, ExpertParallelLayer) else getattr(module, _ATTRIBUTE, None)
+        for module in model.modules()
+    )
+    return [layer for layer in found if layer is not None]
+
+
+@contextmanager
+def decode_phase(model: nn.Module) -> Iterator[None]:
+    """Within it, every expert-parallel layer of `model` decodes unless its caller says otherwise.
+
+    For models whose code calls its blocks without a phase. Local; all ranks enter alike.
+    """
+    layers = expert_parallel_layers(model)
+    before = [layer.is_decoding for layer in layers]
+    try:
+        for layer in layers:
+            layer.is_decoding = True
+        yield
+    finally:
+        for layer, was_decoding in zip(layers, before, strict=True):
+            layer.is_decoding = was_decoding
+
+
+def idle_step(
+    model: nn.Module,
+    *,
+    backward: bool | None = None,
+    run_token: Callable[[], Tensor] | None = None,
+) -> None:
+    """Take part in a step of the other ranks without data of one's own.
+
+    Calls every expert-parallel layer in the order in which they are registered, without a token,
+    and in training runs backward through them in reverse, so that the collectives pair up with
+    those of ranks that have data. A transformers model that was loaded with epcomm runs one token
+    instead, and its loss counts nothing: FSDP wants the collectives of the whole model.
+
+    Args:
+        model: as it is called elsewhere.
+        backward: the other ranks run backward; None: as grad mode says here.
+        run_token: runs the model on one token and returns a tensor that depends on its output; for
+            models inside DDP or FSDP, and where other ranks recompute activations.
+
+    Collective: yes, in place of one forward, and of its backward.   Host sync: as the layers.
+    Raises:
+        ConfigError: the model has no expert-parallel layer.
+    """
+    layers = expert_parallel_layers(model)
+    if not layers:
+        raise ConfigError(
+            f"idle_step: {type(model).__name__} has no expert-parallel layer; build it with "
+            "ExpertParallelMoE, or load it with ep_implementation='epcomm'"
+        )
+    backward = torch.is_grad_enabled() if backward is None else backward
+    with torch.set_grad_enabled(backward):
+        result = run_token() if run_token is not None else _run_idle(model, layers)
+        if backward:
+            (result.float().sum() * 0).backward()
+
+
+def _run_idle(model: nn.Module, layers: list[ExpertParallelLayer]) -> Tensor:
+    result = layers[0].idle_model(model)
+    if result is not None:
+        return result
+    carry = next(model.parameters()).new_zeros((), dtype=torch.float32)
+    for layer in layers:
+        carry = layer.idle(carry)
+    return carry

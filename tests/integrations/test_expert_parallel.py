@@ -1,0 +1,249 @@
+"""Whole models that transformers loads with epcomm: loss and all gradients equal to one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from epcomm import ConfigError, EPConfig, HandleError, decode_phase, idle_step
+from epcomm.integrations.transformers import ExpertParallelRegistration, register_expert_parallel
+from epcomm.testing.layer_suite import FP32_TOLERANCE
+from epcomm.testing.oracle import relative_error
+
+# transformers must not look for a network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+NUM_RANKS, NUM_BATCHES, NUM_TOKENS, VOCABULARY = 4, 4, 9, 64
+TINY = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelKind:
+    """A family, by the names of its folder and classes, and what its tiny configuration adds."""
+
+    folder: str
+    prefix: str
+    changes: Mapping[str, object] = field(default_factory=dict)
+
+    def config(self) -> object:
+        module = import_module(f"transformers.models.{self.folder}.configuration_{self.folder}")
+        return getattr(module, f"{self.prefix}Config")(**{**TINY, **self.changes})
+
+    def model_class(self) -> type[nn.Module]:
+        module = import_module(f"transformers.models.{self.folder}.modeling_{self.folder}")
+        return getattr(module, f"{self.prefix}ForCausalLM")
+
+
+KINDS = {
+    "mixtral": ModelKind(folder="mixtral", prefix="Mixtral", changes={"num_local_experts": 8}),
+    "qwen3_moe": ModelKind(
+        folder="qwen3_moe",
+        prefix="Qwen3Moe",
+        changes={"num_experts": 8, "moe_intermediate_size": 16, "norm_topk_prob": True},
+    ),
+    "deepseek_v3": ModelKind(
+        folder="deepseek_v3",
+        prefix="DeepseekV3",
+        changes={
+            "n_routed_experts": 8,
+            "moe_intermediate_size": 16,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "head_dim": 4,
+            "v_head_dim": 8,
+        },
+    ),
+    "gpt_oss": ModelKind(folder="gpt_oss", prefix="GptOss", changes={"num_local_experts": 8}),
+}
+# Who holds which batch: each rank its own, all ranks one, or pairs of ranks.
+LAYOUTS = {
+    "own_batches": {"fsdp_size": 4, "ep_size": 4},
+    "one_batch": {"tp_size": 4, "ep_size": 4},
+    "batch_of_two_ranks": {"tp_size": 2, "fsdp_size": 2, "ep_size": 4},
+}
+# In one_batch auto is standard with replicated tokens; normal shares the batch in slices.
+CASES = [
+    *((kind, layout, "auto") for kind in KINDS for layout in LAYOUTS),
+    ("qwen3_moe", "one_batch", "normal"),
+    ("qwen3_moe", "own_batches", "standard"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all ranks, that of rank 0."""
+    names = [str(tmp_path_factory.mktemp("models"))]
+    dist.broadcast_object_list(names, src=0)
+    return Path(names[0])
+
+
+def saved(kind: str, folder: Path) -> Path:
+    """A checkpoint with seeded weights; rank 0 writes it once."""
+    path = folder / kind
+    if dist.get_rank() == 0 and not path.exists():
+        torch.manual_seed(0)
+        model = KINDS[kind].model_class()(KINDS[kind].config())
+        model.save_pretrained(path)  # type: ignore[operator]
+    dist.barrier()
+    return path
+
+
+@contextmanager
+def registered(config: EPConfig | None = None) -> Iterator[ExpertParallelRegistration]:
+    registration = register_expert_parallel(config)
+    try:
+        yield registration
+    finally:
+        registration.close()
+
+
+def load(path: Path, layout: str, implementation: str = "epcomm") -> nn.Module:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    parallel = DistributedConfig.from_dict({**LAYOUTS[layout], "ep_implementation": implementation})
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, distributed_config=parallel
+    )
+
+
+def load_alone(kind: str, path: Path) -> nn.Module:
+    return KINDS[kind].model_class().from_pretrained(path, dtype=torch.float32)  # type: ignore[attr-defined]
+
+
+def batches(layout: str) -> tuple[Tensor, ...]:
+    """All token ids [4, T], one part for each group of ranks that shares a batch."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (NUM_BATCHES, NUM_TOKENS), generator=generator)
+    return ids.chunk(LAYOUTS[layout].get("fsdp_size", 1))
+
+
+def train(model: nn.Module, ids: Tensor) -> Tensor:
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach()
+
+
+def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """By name; what is sharded over ranks is gathered. Collective."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        if grad is not None:
+            gradients[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad  # type: ignore[operator]
+    return gradients
+
+
+def check_gradients(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    errors = {name: relative_error(actual[name], expected[name]) for name in expected}
+    assert max(errors.values()) <= FP32_TOLERANCE, errors
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize(("kind", "layout", "mode"), CASES)
+def test_loaded_model_trains_like_one_process_and_like_all_to_all(
+    kind: str, layout: str, mode: str, folder: Path
+) -> None:
+    path, parts = saved(kind, folder), batches(layout)
+    part = dist.get_rank() * len(parts) // NUM_RANKS
+    alone = load_alone(kind, path)
+    # FSDP takes the mean over batches.
+    losses = [train(alone, ids) / len(parts) for ids in parts]
+    expected = {
+        name: p.grad / len(parts) for name, p in alone.named_parameters() if p.grad is not None
+    }
+    theirs = load(path, layout, "all_to_all")
+    train(theirs, parts[part])
+    with registered(EPConfig(mode=mode)) as registration:  # type: ignore[arg-type]
+        model = load(path, layout)
+        loss = train(model, parts[part])
+        plan = registration.explain()
+    assert relative_error(loss, losses[part] * len(parts)) <= FP32_TOLERANCE
+    gradients = whole_gradients(model)
+    check_gradients(gradients, expected)
+    check_gradients(gradients, whole_gradients(theirs))
+    backend = {"auto": "collective", "normal": "collective", "standard": "all_gather"}[mode]
+    backend = "replicated" if (layout, mode) == ("one_batch", "auto") else backend
+    assert f"on backend {backend}, 4 ranks with 2 experts each" in plan
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_rank_without_data_takes_part_in_training_by_an_idle_step(folder: Path) -> None:
+    path, parts = saved("qwen3_moe", folder), batches("own_batches")
+    busy = [0, 2]
+    alone = load_alone("qwen3_moe", path)
+    for rank in busy:
+        train(alone, parts[rank])
+    expected = {
+        name: p.grad / NUM_RANKS for name, p in alone.named_parameters() if p.grad is not None
+    }
+    with registered():
+        model = load(path, "own_batches")
+        if dist.get_rank() in busy:
+            train(model, parts[dist.get_rank()])
+        else:
+            idle_step(model)
+        check_gradients(whole_gradients(model), expected)
+        with torch.no_grad():
+            if dist.get_rank() in busy:
+                model(input_ids=parts[dist.get_rank()])
+            else:
+                idle_step(model)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_loaded_model_decodes_in_low_latency(folder: Path) -> None:
+    path, parts = saved("qwen3_moe", folder), batches("own_batches")
+    ids = parts[dist.get_rank()]
+    alone = load_alone("qwen3_moe", path).eval()
+    with registered(EPConfig(max_tokens_per_rank=ids.numel())) as registration, torch.no_grad():
+        model = load(path, "own_batches").eval()
+        with decode_phase(model):
+            logits = model(input_ids=ids).logits
+        registration.check()
+        assert relative_error(logits, alone(input_ids=ids).logits) <= FP32_TOLERANCE
+        assert "mode low_latency on backend collective_static" in registration.explain()
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_decoding_without_a_limit_says_what_to_set(folder: Path) -> None:
+    path = saved("qwen3_moe", folder)
+    with registered(), torch.no_grad():
+        model = load(path, "own_batches").eval()
+        with decode_phase(model), pytest.raises(ConfigError, match=r"set EPConfig\.max_tokens_per"):
+            model(input_ids=batches("own_batches")[0])
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_closed_registration_says_what_to_do(folder: Path) -> None:
+    path = saved("qwen3_moe", folder)
+    with registered() as registration:
+        model = load(path, "own_batches").eval()
+        registration.close()
+        with pytest.raises(HandleError, match="registration is closed"):
+            model(input_ids=batches("own_batches")[0])

@@ -1,0 +1,365 @@
+"""Blocks of transformers over ranks: equal to one process, and to transformers' own all-to-all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from epcomm import ConfigError, EPConfig, EPGroup, ExpertParallelMoE
+from epcomm.config import Mode
+from epcomm.integrations.transformers import FAMILIES
+from epcomm.sharding import ExpertShard, gather_state_dict, local_share, shard_of
+from epcomm.testing.layer_suite import FP32_TOLERANCE
+from epcomm.testing.oracle import relative_error
+from tests.blocks import BLOCKS, HIDDEN, KINDS, NUM_EXPERTS, VARIANTS, BlockKind, seeded
+
+NUM_RANKS = 4
+NUM_LOCAL = NUM_EXPERTS // NUM_RANKS
+# Tokens of each rank: uneven, and one has none.
+NUM_TOKENS = (5, 0, 3, 9)
+
+every_kind = pytest.mark.parametrize("make", BLOCKS.values(), ids=BLOCKS)
+every_variant = pytest.mark.parametrize("make", VARIANTS.values(), ids=VARIANTS)
+
+
+def tokens(rank: int, device: torch.device) -> Tensor:
+    """[1, T, H] of a rank."""
+    generator = torch.Generator().manual_seed(1 + rank)
+    x = torch.randn(1, NUM_TOKENS[rank], HIDDEN, generator=generator)
+    return x.to(device).requires_grad_()
+
+
+def run(module: nn.Module, x: Tensor) -> list[Tensor]:
+    """What a block returns for [1, T, H], tokens first: y, and scores where it gives them."""
+    result = module(x)
+    y, *scores = result if isinstance(result, tuple) else (result,)
+    assert y.shape == x.shape
+    return [y[0], *scores]
+
+
+def run_one_process(block: nn.Module, inputs: list[Tensor]) -> list[tuple[Tensor, ...]]:
+    """The outputs of each rank, from one batch: for no token a block gives no graph."""
+    outputs = run(block, torch.cat(inputs, dim=1))
+    return list(zip(*(output.split(NUM_TOKENS) for output in outputs), strict=True))
+
+
+def backward(*outputs: Tensor) -> None:
+    torch.stack([output.square().sum() for output in outputs]).sum().backward()
+
+
+def shard(rank: int) -> ExpertShard:
+    return ExpertShard(
+        first_expert=rank * NUM_LOCAL, num_local_experts=NUM_LOCAL, num_experts=NUM_EXPERTS
+    )
+
+
+def check(pairs: Mapping[str, tuple[Tensor | None, Tensor | None]]) -> None:
+    """Every pair agrees, or neither is there."""
+    errors = {}
+    for name, (actual, expected) in pairs.items():
+        assert (actual is None) == (expected is None), name
+        if actual is not None and expected is not None:
+            errors[name] = relative_error(actual, expected)
+    assert max(errors.values()) <= FP32_TOLERANCE, errors
+
+
+def check_outputs(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    pairs = enumerate(zip(actual, expected, strict=True))
+    check({f"output {place}": pair for place, pair in pairs})
+
+
+def summed_gradient(parameter: Tensor) -> Tensor | None:
+    """Over ranks for replicated parameters, whose loss is over each rank's own tokens."""
+    if shard_of(parameter) is not None or parameter.grad is None:
+        return parameter.grad
+    total = parameter.grad.clone()
+    dist.all_reduce(total)
+    return total
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("mode", ["normal", "standard"])
+@every_variant
+def test_block_and_all_gradients_equal_those_of_one_process(
+    make: Callable[[], nn.Module], mode: str
+) -> None:
+    with EPGroup() as group:
+        rank = group.rank
+        block = make().to(group.device)
+        config = EPConfig(mode=Mode(mode))
+        moe = ExpertParallelMoE.from_transformers(make().to(group.device), group, config)
+        inputs = [tokens(each, group.device) for each in range(NUM_RANKS)]
+        expected = run_one_process(block, inputs)
+        backward(*(output for outputs in expected for output in outputs))
+
+        x = tokens(rank, group.device)
+        outputs = run(moe, x)
+        backward(*outputs)
+
+        check_outputs(outputs, expected[rank])
+        pairs = {"dx": (x.grad, inputs[rank].grad)}
+        theirs = dict(block.named_parameters())
+        for name, parameter in moe.named_parameters():
+            wanted = theirs.pop(name).grad
+            if shard_of(parameter) is not None and wanted is not None:
+                wanted = local_share(wanted, shard(rank))
+            pairs[name] = (summed_gradient(parameter), wanted)
+        assert not theirs, "a parameter got lost"
+        check(pairs)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@every_variant
+def test_low_latency_output_equals_that_of_one_process(make: Callable[[], nn.Module]) -> None:
+    with EPGroup() as group, torch.no_grad():
+        block = make().to(group.device)
+        config = EPConfig(mode="low_latency", max_tokens_per_rank=max(NUM_TOKENS))
+        moe = ExpertParallelMoE.from_transformers(make().to(group.device), group, config)
+        inputs = [tokens(rank, group.device) for rank in range(NUM_RANKS)]
+        expected = run_one_process(block, inputs)
+        # Twice: the second batch must not remember the first.
+        for _ in range(2):
+            check_outputs(run(moe, inputs[group.rank]), expected[group.rank])
+
+
+def spread_by_transformers(block: nn.Module, group: EPGroup) -> nn.Module:
+    """The block with this rank's experts, reached through transformers' own all-to-all."""
+    from transformers.distributed.expert_parallel import AllToAllEP
+
+    experts = block.get_submodule("experts")
+    for name, parameter in list(experts.named_parameters()):
+        setattr(experts, name, nn.Parameter(local_share(parameter, shard(group.rank))))
+    vars(experts).update(num_experts=NUM_LOCAL)
+    device = group.device.type
+    mesh = init_device_mesh(device, (NUM_RANKS, 1), mesh_dim_names=("ep", "tp"))
+    # Instead of the method, as transformers installs it.
+    vars(experts).update(forward=AllToAllEP(experts, mesh["ep"], mesh["tp"]))
+    return block
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@every_kind
+def test_block_and_all_gradients_equal_those_of_transformers_own_all_to_all(
+    make: Callable[[], nn.Module],
+) -> None:
+    with EPGroup() as group:
+        theirs = spread_by_transformers(make().to(group.device), group)
+        config = EPConfig(mode="normal")
+        ours = ExpertParallelMoE.from_transformers(make().to(group.device), group, config)
+        xs = [tokens(group.rank, group.device) for _ in range(2)]
+        outputs = [run(module, x) for module, x in zip((ours, theirs), xs, strict=True)]
+        for each in outputs:
+            backward(*each)
+
+        check_outputs(*outputs)
+        wanted = dict(theirs.named_parameters())
+        grads = {name: (one.grad, wanted.pop(name).grad) for name, one in ours.named_parameters()}
+        assert not wanted, "a parameter got lost"
+        check({"dx": (xs[0].grad, xs[1].grad), **grads})
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@every_variant
+def test_gathered_state_is_that_of_the_block(make: Callable[[], nn.Module]) -> None:
+    with EPGroup() as group:
+        block = make().to(group.device)
+        moe = ExpertParallelMoE.from_transformers(make().to(group.device), group)
+        gathered = gather_state_dict(moe, group)
+        source = block.state_dict()
+        assert set(gathered) == set(source)
+        for name, tensor in source.items():
+            assert torch.equal(gathered[name], tensor), name
+        trained = {name: one.requires_grad for name, one in block.named_parameters()}
+        assert {name: one.requires_grad for name, one in moe.named_parameters()} == trained
+
+
+MODEL = {
+    "vocab_size": 32,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+}
+# The layers of one take a tuple apart, the router of the other wants a batch.
+MODELS = {
+    "GptOss": {**MODEL, "num_local_experts": NUM_EXPERTS},
+    "Afmoe": {
+        **MODEL,
+        "num_experts": NUM_EXPERTS,
+        "moe_intermediate_size": 8,
+        "num_dense_layers": 1,
+    },
+}
+
+
+def make_model(name: str) -> nn.Module:
+    library = import_module("transformers")
+    config = getattr(library, f"{name}Config")(**MODELS[name])
+    return seeded(getattr(library, f"{name}ForCausalLM")(config)).eval()
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("name", MODELS)
+def test_model_goes_on_working_and_recording_router_logits(name: str) -> None:
+    with EPGroup() as group, torch.no_grad():
+        model, spread = (make_model(name).to(group.device) for _ in range(2))
+        for layer in spread.get_submodule("model.layers").children():
+            block = layer.get_submodule("mlp")
+            if type(block).__name__ in FAMILIES:
+                layer.add_module("mlp", ExpertParallelMoE.from_transformers(block, group))
+        generator = torch.Generator().manual_seed(group.rank)
+        ids = torch.randint(1, 32, (2, 3 + group.rank), generator=generator).to(group.device)
+        actual, expected = (
+            one(input_ids=ids, output_router_logits=True) for one in (spread, model)
+        )
+        assert relative_error(actual.logits, expected.logits) <= FP32_TOLERANCE
+        pairs = zip(actual.router_logits, expected.router_logits, strict=True)
+        assert max(relative_error(*pair) for pair in pairs) <= FP32_TOLERANCE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A setting that decides what a block computes, and another value of it."""
+
+    kind: str
+    changes: Mapping[str, object]
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{'-'.join(self.changes)}"
+
+
+SETTINGS = [
+    Setting(kind="qwen2_moe", changes={"norm_topk_prob": True}),
+    Setting(kind="qwen3_moe", changes={"norm_topk_prob": False}),
+    Setting(kind="deepseek_v2", changes={"topk_method": "greedy"}),
+    Setting(kind="deepseek_v2", changes={"routed_scaling_factor": 1.0}),
+    Setting(kind="deepseek_v3", changes={"n_group": 1, "topk_group": 1}),
+    Setting(kind="deepseek_v3", changes={"routed_scaling_factor": 1.0}),
+    Setting(kind="deepseek_v3", changes={"norm_topk_prob": False}),
+    Setting(kind="afmoe", changes={"route_scale": 1.0}),
+    Setting(kind="gpt_oss", changes={"swiglu_limit": 100.0}),
+    Setting(kind="gpt_oss", changes={"swiglu_alpha": 1.0}),
+    # Some sums of probabilities lie below the limit of the tests, and some above.
+    Setting(kind="ernie4_5_moe", changes={"moe_norm_min": 1e-12}),
+    Setting(kind="ernie4_5_moe", changes={"moe_norm_min": 1.0}),
+    Setting(kind="lfm2_moe", changes={"routed_scaling_factor": 1.0}),
+    Setting(kind="lfm2_moe", changes={"norm_topk_prob": False}),
+    Setting(kind="nemotron_h", changes={"n_group": 1, "topk_group": 1}),
+    Setting(kind="nemotron_h", changes={"routed_scaling_factor": 1.0}),
+]
+BIASED = [kind for kind in KINDS if FAMILIES[kind.block].layout.correction_bias is not None]
+
+
+def outputs_of(block: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return run(block, torch.cat([tokens(rank, torch.device("cpu")) for rank in (0, 2, 3)], 1))[
+            0
+        ]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_setting_decides_in_the_comparison(setting: Setting) -> None:
+    """Otherwise a family that forgot it would pass."""
+    make = BLOCKS[setting.kind]
+    assert relative_error(outputs_of(make(**setting.changes)), outputs_of(make())) > 0.01
+
+
+@pytest.mark.parametrize("kind", BIASED, ids=lambda kind: kind.model_type)
+def test_correction_bias_decides_in_the_comparison(kind: BlockKind) -> None:
+    block = kind.make()
+    before = outputs_of(block)
+    name = FAMILIES[kind.block].layout.correction_bias
+    assert name is not None
+    block.state_dict()[name].zero_()
+    assert relative_error(outputs_of(block), before) > 0.01
+
+
+def add_child(block: nn.Module) -> None:
+    block.add_module("norm", nn.LayerNorm(HIDDEN))
+
+
+def add_expert_bias(block: nn.Module) -> None:
+    experts = block.get_submodule("experts")
+    experts.register_parameter("down_proj_bias", nn.Parameter(torch.zeros(NUM_EXPERTS, HIDDEN)))
+
+
+def drop_shared_experts(block: nn.Module) -> None:
+    block.add_module("shared_experts", None)
+
+
+def drop_top_k(block: nn.Module) -> None:
+    del block.get_submodule("gate").top_k
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A block that epcomm would compute differently, and what the error says."""
+
+    kind: str
+    message: str
+    changes: Mapping[str, object] = field(default_factory=dict)
+    change: Callable[[nn.Module], None] | None = None
+
+
+REFUSALS = {
+    "gelu": Refusal(
+        kind="qwen2_moe",
+        changes={"hidden_act": "gelu"},
+        message="act_fn of Qwen2MoeExperts is GELUActivation, expected SiLUActivation",
+    ),
+    "silu_without_gate": Refusal(
+        kind="nemotron_h",
+        changes={"mlp_hidden_act": "silu"},
+        message="act_fn of NemotronHExperts is SiLUActivation, expected ReLUSquaredActivation",
+    ),
+    "jitter": Refusal(
+        kind="minimax_m2",
+        changes={"router_jitter_noise": 0.1},
+        message="router jitter of MiniMaxM2SparseMoeBlock is 0.1, expected 0",
+    ),
+    "method": Refusal(
+        kind="deepseek_v2",
+        changes={"topk_method": "noaux_tc"},
+        message="topk_method of DeepseekV2Moe is 'noaux_tc', expected one of",
+    ),
+    "child": Refusal(
+        kind="qwen3_moe",
+        change=add_child,
+        message=r"consists of \['experts', 'gate', 'norm'\], expected \['experts', 'gate'\]",
+    ),
+    "expert_bias": Refusal(
+        kind="mixtral",
+        change=add_expert_bias,
+        message=r"MixtralExperts consists of \['down_proj', 'down_proj_bias', 'gate_up_proj'\]",
+    ),
+    "no_shared_experts": Refusal(
+        kind="deepseek_v3",
+        change=drop_shared_experts,
+        message="DeepseekV3MoE: shared_experts is NoneType, expected its shared_experts",
+    ),
+    "no_top_k": Refusal(
+        kind="lfm2_moe", change=drop_top_k, message="Lfm2MoeTopKRouter has no top_k"
+    ),
+}
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("refusal", REFUSALS.values(), ids=REFUSALS)
+def test_block_that_computes_something_else_is_refused(refusal: Refusal) -> None:
+    with EPGroup() as group:
+        block = BLOCKS[refusal.kind](**refusal.changes)
+        if refusal.change is not None:
+            refusal.change(block)
+        with pytest.raises(ConfigError, match=refusal.message):
+            ExpertParallelMoE.from_transformers(block, group)

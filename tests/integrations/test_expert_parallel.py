@@ -123,7 +123,7 @@ def registered(config: EPConfig | None = None) -> Iterator[ExpertParallelRegistr
 
 def load(path: Path, layout: str, implementation: str = "epcomm") -> nn.Module:
     from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     parallel = DistributedConfig.from_dict({**LAYOUTS[layout], "ep_implementation": implementation})
     return AutoModelForCausalLM.from_pretrained(

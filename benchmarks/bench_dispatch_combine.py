@@ -1,0 +1,252 @@
+"""Measure dispatch and combine of epcomm against what torch alone offers, in one run.
+
+    scripts/launch_multi_rank.sh 4 benchmarks/bench_dispatch_combine.py --tokens 1024 --hidden 2048
+
+Both are checked first: rows must arrive bit-equal and y must be the dense result, or the program
+ends without a number. Then they run in turn, and an iteration takes as long as its slowest rank.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+
+from benchmarks.alternatives import Experts
+from benchmarks.checks import CheckError, check_contender
+from benchmarks.contenders import ALTERNATIVES, Contender, Epcomm, dtype_of
+from benchmarks.machine_facts import (
+    describe_hardware,
+    describe_versions,
+    keep_freed_memory,
+    load_average,
+)
+from benchmarks.measure import run_in_turn
+from benchmarks.profiles import profile_contender
+from benchmarks.report import Finding, Report, bytes_summary, profile_summary, table_of
+from epcomm import ConfigError, EPConfig, EPGroup, Mode, MoESpec
+from epcomm.testing.data import BatchSpec, RankBatch, make_batch, random_ids
+
+# 120 s: a rank that fails must not leave the others waiting for long.
+COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+
+T = TypeVar("T")
+
+
+class ModeName(StrEnum):
+    """Modes of epcomm that hand out rows."""
+
+    NORMAL = "normal"
+    LOW_LATENCY = "low_latency"
+    STANDARD = "standard"
+
+
+class AlternativeName(StrEnum):
+    """What epcomm is measured against."""
+
+    EXPERT_ROWS = "expert_rows"
+    ALL_GATHER = "all_gather"
+
+
+class DtypeName(StrEnum):
+    """Of the hidden states."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments of a run, equal on all ranks; see main()."""
+
+    tokens: int
+    hidden: int
+    top_k: int
+    experts: int
+    dtype: DtypeName
+    mode: ModeName
+    alternative: AlternativeName
+    pairs: int
+    warm_up: int
+    seed: int
+    keep_freed_memory: bool
+
+    def make_batches(self, group: EPGroup) -> list[RankBatch]:
+        """The batches of all ranks, on this rank's device."""
+        spec = BatchSpec(
+            hidden_size=self.hidden,
+            num_local_experts=self.experts // group.world_size,
+            top_k=self.top_k,
+            dtype=dtype_of(self.dtype),
+            seed=self.seed,
+            tokens_of_rank=lambda rank, world_size: self.tokens,
+            choose_ids=random_ids,
+        )
+        ranks = range(group.world_size)
+        return [make_batch(spec, rank, group.world_size).to(group.device) for rank in ranks]
+
+    def make_contenders(self, group: EPGroup) -> list[Contender]:
+        """epcomm, then the alternative. Collective: yes."""
+        spec = MoESpec(
+            hidden_size=self.hidden,
+            num_experts=self.experts,
+            top_k=self.top_k,
+            dtype=dtype_of(self.dtype),
+        )
+        config = EPConfig(mode=Mode(self.mode.value), max_tokens_per_rank=self.tokens)
+        experts = Experts(
+            rank=group.rank,
+            world_size=group.world_size,
+            num_local=self.experts // group.world_size,
+        )
+        return [Epcomm(group, spec, config), ALTERNATIVES[self.alternative](experts)]
+
+
+def run(
+    options: Options,
+    group: EPGroup,
+    contenders: Sequence[Contender],
+    *,
+    profile_calls: int = 0,
+) -> Report:
+    """Check, measure, gather: the same report on all ranks.
+
+    Args:
+        options: of the run.
+        group: the ranks.
+        contenders: epcomm and the alternative.
+        profile_calls: calls of epcomm under a profiler, after the measurement.
+
+    Collective: yes.
+    Raises:
+        CheckError: on all ranks, before anything was measured.
+    """
+    batches, rank = options.make_batches(group), group.rank
+    for contender in contenders:
+        check_contender(contender, batches, rank, options.experts // group.world_size)
+    batch = batches[rank]
+    del batches
+    sent = {contender.name: contender.sent_bytes(batch) for contender in contenders}
+    run_in_turn(contenders, batch, num_rounds=options.warm_up)
+    load_before = load_average()
+    laps = run_in_turn(contenders, batch, num_rounds=options.pairs)
+    load_after = load_average()
+    findings = {
+        name: Finding.of(_of_all_ranks(laps[name]), _of_all_ranks(sent[name])) for name in laps
+    }
+    profile = (
+        profile_contender(contenders[0], batch, num_calls=profile_calls) if profile_calls else ()
+    )
+    return Report(
+        configuration={**asdict(options), "ranks": group.world_size, "transport": _transport()},
+        hardware=describe_hardware(group.device),
+        versions=describe_versions(group.device),
+        command=_command(group.world_size),
+        load_average=(load_before, load_after),
+        findings=findings,
+        profile=profile,
+    )
+
+
+def _of_all_ranks(value: T) -> list[T]:
+    values: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return [value for value in values if value is not None]
+
+
+def _transport() -> str:
+    return str(dist.get_backend())
+
+
+def _command(world_size: int) -> str:
+    program = Path(__file__).relative_to(Path(__file__).parents[1])
+    words = ["scripts/launch_multi_rank.sh", str(world_size), str(program), *sys.argv[1:]]
+    return shlex.join(words)
+
+
+def init_process_group() -> None:
+    """nccl where there are GPUs for all ranks of this host, else gloo."""
+    num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    if torch.cuda.device_count() >= num_local_ranks:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=COLLECTIVE_TIMEOUT, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+
+
+def show(report: Report, console: Console) -> None:
+    """Print everything that report holds, and nothing where the console is quiet."""
+    ratio = report.ratios()["total"]
+    console.print(table_of(report))
+    console.print(bytes_summary(report), soft_wrap=True)
+    console.print(f"epcomm is {ratio:.2f} times as fast, by medians of dispatch + combine")
+    if report.profile:
+        console.print(
+            f"epcomm, ms of a call on the slowest rank\n{profile_summary(report.profile)}"
+        )
+
+
+def main(
+    tokens: Annotated[int, typer.Option(min=1, help="T, on each rank.")] = 1024,
+    hidden: Annotated[int, typer.Option(min=1, help="H.")] = 2048,
+    top_k: Annotated[int, typer.Option(min=1, help="K, distinct and uniformly random.")] = 8,
+    experts: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 64,
+    dtype: Annotated[DtypeName, typer.Option(help="Of the hidden states.")] = DtypeName.BF16,
+    mode: Annotated[ModeName, typer.Option(help="Of epcomm.")] = ModeName.NORMAL,
+    alternative: Annotated[
+        AlternativeName, typer.Option(help="What epcomm is measured against.")
+    ] = AlternativeName.EXPERT_ROWS,
+    pairs: Annotated[int, typer.Option(min=1, help="Measured calls of each.")] = 30,
+    warm_up: Annotated[int, typer.Option(min=1, help="Calls of each before that.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of tokens and routing.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
+    profile: Annotated[bool, typer.Option(help="Show where the time of epcomm goes.")] = False,
+    keep_memory: Annotated[
+        bool, typer.Option(help="Let malloc recycle large blocks, for all contenders.")
+    ] = True,
+) -> None:
+    """Check both contenders, measure them in turn, and print what came of it."""
+    keeps = keep_memory and keep_freed_memory()
+    options = Options(
+        tokens=tokens,
+        hidden=hidden,
+        top_k=top_k,
+        experts=experts,
+        dtype=dtype,
+        mode=mode,
+        alternative=alternative,
+        pairs=pairs,
+        warm_up=warm_up,
+        seed=seed,
+        keep_freed_memory=keeps,
+    )
+    init_process_group()
+    console = Console(quiet=dist.get_rank() != 0, highlight=False, markup=False)
+    try:
+        with EPGroup(dist.group.WORLD) as group, torch.no_grad():
+            contenders = options.make_contenders(group)
+            report = run(options, group, contenders, profile_calls=10 if profile else 0)
+        show(report, console)
+        if output is not None and dist.get_rank() == 0:
+            report.write(output)
+    except (CheckError, ConfigError) as error:
+        sys.exit(str(error))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)

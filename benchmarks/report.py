@@ -1,0 +1,133 @@
+"""What a run found: as JSON, and as a table for the terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from benchmarks.host_profile import Section
+from benchmarks.sent_bytes import SentBytes
+from benchmarks.timing import Laps, Percentiles, slowest_rank
+
+SPANS = ("dispatch", "dispatch_without_grouping", "combine", "total")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Of one contender.
+
+    ms: by span, over iterations, each as long as its slowest rank.
+    sent_bytes: in one call, of the rank that sends most.
+    """
+
+    ms: Mapping[str, Percentiles]
+    sent_bytes: SentBytes
+
+    @classmethod
+    def of(
+        cls, laps_by_rank: Sequence[Sequence[Laps]], bytes_by_rank: Sequence[SentBytes]
+    ) -> Finding:
+        """From the numbers of all ranks."""
+        return cls(
+            ms={name: Percentiles.of(ms) for name, ms in slowest_rank(laps_by_rank).items()},
+            sent_bytes=max(bytes_by_rank, key=lambda sent: sent.total),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """One run, with all that its numbers depend on.
+
+    findings: by contender, epcomm first.
+    load_average: of the machine before and after the measurement.
+    profile: of epcomm, of the slowest rank; empty unless it was asked for.
+    """
+
+    configuration: Mapping[str, str | int | bool]
+    hardware: Mapping[str, str | int]
+    versions: Mapping[str, str]
+    command: str
+    load_average: Sequence[float]
+    findings: Mapping[str, Finding]
+    profile: Sequence[Section] = ()
+
+    def ratios(self) -> dict[str, float]:
+        """By span, how many times as fast as the alternative epcomm is, by medians."""
+        ours, alternative = self.findings.values()
+        return {name: alternative.ms[name].p50 / ours.ms[name].p50 for name in SPANS}
+
+    def as_json(self) -> str:
+        """One object, readable."""
+        sent = {
+            name: {**asdict(finding.sent_bytes), "total": finding.sent_bytes.total}
+            for name, finding in self.findings.items()
+        }
+        values = {
+            "benchmark": "dispatch_combine",
+            "configuration": dict(self.configuration),
+            "hardware": dict(self.hardware),
+            "versions": dict(self.versions),
+            "command": self.command,
+            "load_average": list(self.load_average),
+            "contenders": {
+                name: {
+                    "ms": {span: _rounded(asdict(ms)) for span, ms in finding.ms.items()},
+                    "sent_bytes": sent[name],
+                }
+                for name, finding in self.findings.items()
+            },
+            "ratio_of_medians": _rounded(self.ratios()),
+            "profile": [asdict(section) | {"ms": round(section.ms, 3)} for section in self.profile],
+        }
+        return json.dumps(values, indent=2) + "\n"
+
+    def write(self, path: Path) -> None:
+        """Write as_json() to `path`, whose folder is made."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.as_json(), encoding="utf-8")
+
+
+def table_of(report: Report) -> Table:
+    """Percentiles by contender and span, and the ratio of medians."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    table.add_column("ms on the\nslowest rank")
+    for name in report.findings:
+        for field in fields(Percentiles):
+            table.add_column(f"{name.replace('_', chr(10))}\n{field.name}", justify="right")
+    table.add_column("times\nas fast", justify="right")
+    ratios = report.ratios()
+    for span in SPANS:
+        cells = [
+            f"{value:.2f}"
+            for finding in report.findings.values()
+            for value in asdict(finding.ms[span]).values()
+        ]
+        table.add_row(span.replace("_", " "), *cells, f"{ratios[span]:.2f}")
+    return table
+
+
+def bytes_summary(report: Report) -> str:
+    """What the rank that sends most puts on the wire, a line a contender."""
+    lines = [
+        f"{name} sends {sent.dispatch / 1e6:.2f} MB out, {sent.combine / 1e6:.2f} MB home and "
+        f"{sent.control} B of counts a call on the rank that sends most"
+        for name, sent in ((name, one.sent_bytes) for name, one in report.findings.items())
+    ]
+    return "\n".join(lines)
+
+
+def profile_summary(sections: Sequence[Section]) -> str:
+    """The call tree, a line a function."""
+    return "\n".join(
+        f"{section.ms:8.2f} ms {'  ' * section.depth}{section.name}" for section in sections
+    )
+
+
+def _rounded(values: Mapping[str, float]) -> dict[str, float]:
+    # A microsecond is below what any clock here can tell.
+    return {name: round(value, 3) for name, value in values.items()}

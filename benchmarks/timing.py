@@ -1,0 +1,113 @@
+"""Clocks, and the statistics of the slowest rank."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Laps:
+    """One iteration on one rank, in milliseconds.
+
+    dispatch: until the rows have arrived.   group: until they lie by expert.   combine: until y.
+    """
+
+    dispatch: float
+    group: float
+    combine: float
+
+    def spans(self) -> dict[str, float]:
+        """What is reported: both halves, without grouping too, and all together."""
+        grouped = self.dispatch + self.group
+        return {
+            "dispatch": grouped,
+            "dispatch_without_grouping": self.dispatch,
+            "combine": self.combine,
+            "total": grouped + self.combine,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Percentiles:
+    """Of iterations, each as long as its slowest rank; milliseconds."""
+
+    p50: float
+    p95: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Percentiles:
+        """Interpolated linearly: of 1, 2, 3, 4 the median is 2.5."""
+        ordered = sorted(values)
+        return cls(**{field.name: _quantile(ordered, field.name) for field in fields(cls)})
+
+
+def slowest_rank(laps_by_rank: Sequence[Sequence[Laps]]) -> dict[str, list[float]]:
+    """By span, the time of each iteration on the rank that took longest; laps_by_rank is [W][N]."""
+    iterations = zip(*laps_by_rank, strict=True)
+    spans = [[laps.spans() for laps in ranks] for ranks in iterations]
+    return {name: [max(rank[name] for rank in ranks) for ranks in spans] for name in spans[0][0]}
+
+
+class Clock(ABC):
+    """Marks moments of this rank's work."""
+
+    @abstractmethod
+    def mark(self) -> None:
+        """Remember now."""
+
+    @abstractmethod
+    def take(self) -> list[float]:
+        """Milliseconds between neighbouring marks; forgets them. Host sync: yes."""
+
+
+class HostClock(Clock):
+    """For a device whose operators return when they are done."""
+
+    def __init__(self) -> None:
+        """Start without a mark."""
+        self._marks_s: list[float] = []
+
+    def mark(self) -> None:
+        self._marks_s.append(time.perf_counter())
+
+    def take(self) -> list[float]:
+        marks, self._marks_s = self._marks_s, []
+        return [(end - start) * 1e3 for start, end in pairwise(marks)]
+
+
+class EventClock(Clock):
+    """For CUDA: events of the current stream."""
+
+    def __init__(self) -> None:
+        """Start without a mark."""
+        self._events: list[torch.cuda.Event] = []
+
+    def mark(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append(event)
+
+    def take(self) -> list[float]:
+        events, self._events = self._events, []
+        torch.cuda.synchronize()
+        return [float(start.elapsed_time(end)) for start, end in pairwise(events)]
+
+
+def clock_for(device: torch.device) -> Clock:
+    """The clock that sees the end of work on `device`."""
+    return EventClock() if device.type == "cuda" else HostClock()
+
+
+def _quantile(ordered: Sequence[float], name: str) -> float:
+    """`p95` of sorted values."""
+    place = (len(ordered) - 1) * int(name[1:]) / 100
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)

@@ -1,0 +1,62 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.readme_table import RESULTS, Result, fill, render
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def result() -> Result:
+    ms = {span: {"p50": 10.0, "p95": 12.34, "p99": 20.0} for span in ("combine", "total")}
+    twice = {span: {name: 2 * value for name, value in one.items()} for span, one in ms.items()}
+    return {
+        "configuration": {"ranks": 4, "transport": "gloo", "pairs": 30},
+        "hardware": {"num_cores": 2, "processor": "A Processor"},
+        "versions": {"torch": "2.13"},
+        "command": "scripts/launch_multi_rank.sh 4 benchmarks/bench.py",
+        "contenders": {
+            "epcomm": {"ms": ms, "sent_bytes": {"total": 23_180_000}},
+            "expert_rows": {"ms": twice, "sent_bytes": {"total": 50_390_000}},
+        },
+        "ratio_of_medians": {"combine": 2.0, "total": 2.004},
+    }
+
+
+def test_a_result_becomes_a_table() -> None:
+    table, caption = render(result()).split("\n\n")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert rows[0][:2] == ["ms on the slowest rank", "epcomm p50"]
+    assert rows[0][-1] == "times as fast"
+    assert rows[2] == ["combine", "10.0", "12.3", "20.0", "20.0", "24.7", "40.0", "2.00"]
+    assert rows[4] == ["sent by a rank", "23.18 MB", "", "", "50.39 MB", "", "", ""]
+    assert {len(row) for row in rows} == {8}
+    assert caption == (
+        "4 ranks over gloo on 2 cores of A Processor, torch 2.13, 30 calls of each in turn: "
+        "`scripts/launch_multi_rank.sh 4 benchmarks/bench.py`\n"
+    )
+
+
+def test_only_what_stands_between_markers_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "one.json").write_text(json.dumps(result()), encoding="utf-8")
+    text = "before\n<!-- benchmark:one -->\nold\n<!-- /benchmark -->\nafter\n"
+    filled = fill(text, tmp_path)
+    expected = render(result())
+    assert filled == f"before\n<!-- benchmark:one -->\n{expected}<!-- /benchmark -->\nafter\n"
+    assert fill(filled, tmp_path) == filled
+
+
+def test_a_marker_without_a_result_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        fill("<!-- benchmark:missing -->\n<!-- /benchmark -->", tmp_path)
+
+
+def test_the_readme_shows_the_results_that_lie_here() -> None:
+    text = README.read_text("utf-8")
+    assert fill(text) == text, "run: python -m benchmarks.readme_table README.md"
+
+
+def test_every_result_can_be_shown() -> None:
+    for path in RESULTS.glob("*.json"):
+        assert "times as fast" in render(json.loads(path.read_text("utf-8"))), path

@@ -1,0 +1,61 @@
+import pytest
+import torch
+
+from benchmarks.alternatives import Experts
+from benchmarks.contenders import ALTERNATIVES, Epcomm
+from benchmarks.sent_bytes import SentBytes, all_gather_bytes, expert_rows_bytes
+from epcomm import EPConfig, EPGroup, Mode, MoESpec
+from epcomm.buffers.sizes import CallShape
+from epcomm.testing.data import RankBatch
+
+# Worked by hand: 2 ranks with 2 experts each, 3 tokens a rank, rows of 4 float32, 16 B.
+# Rank 0: token 0 to experts 2, 3; token 1 to 0, 1; token 2 to 1, 3.
+# Rank 1: token 0 to experts 0, 1; token 1 to 2, 3; token 2 to 0, 1.
+IDS = (torch.tensor([[2, 3], [0, 1], [1, 3]]), torch.tensor([[0, 1], [2, 3], [0, 1]]))
+ROW_BYTES = 16
+
+
+def batch_of(rank: int) -> RankBatch:
+    return RankBatch(
+        x=torch.ones(3, 4), topk_ids=IDS[rank], topk_weights=torch.ones(3, 2), dy=torch.ones(3, 4)
+    )
+
+
+def test_expert_rows_of_the_example_in_the_module() -> None:
+    sent = expert_rows_bytes(0, send_splits=[3, 5], recv_splits=[3, 4], num_local=1, row_bytes=8)
+    assert sent == SentBytes(dispatch=40, combine=32, control=8)
+    assert sent.total == 80
+
+
+def test_all_gather_passes_every_block_on() -> None:
+    # 3 blocks of 5 tokens, 16 B and 2 * 12 B of routing each; sums of 16 B home.
+    sent = all_gather_bytes(4, max_tokens=5, top_k=2, row_bytes=ROW_BYTES)
+    assert sent == SentBytes(dispatch=3 * 5 * 40, combine=3 * 5 * 16, control=3 * 8)
+
+
+@pytest.mark.ranks(2)
+def test_every_contender_counts_what_was_counted_by_hand() -> None:
+    with EPGroup() as group, torch.no_grad():
+        rank = group.rank
+        experts = Experts(rank=rank, world_size=2, num_local=2)
+        sent = {
+            name: make(experts).sent_bytes(batch_of(rank)) for name, make in ALTERNATIVES.items()
+        }
+        spec = MoESpec(hidden_size=4, num_experts=4, top_k=2, dtype=torch.float32)
+        epcomm = Epcomm(group, spec, EPConfig(mode=Mode.NORMAL, max_tokens_per_rank=3))
+        counted = epcomm.sent_bytes(batch_of(rank))
+        # Pairs to the other rank: 3 of rank 0, 4 of rank 1. Rows to it: 2 of each.
+        call = CallShape(rank=rank, tokens_of_rank=(3, 3), rows_sent=2, rows_received=2)
+        planned = epcomm.plan.wire_bytes(call)
+    pairs = (3, 4)
+    assert sent["expert_rows"] == SentBytes(
+        dispatch=pairs[rank] * ROW_BYTES, combine=pairs[1 - rank] * ROW_BYTES, control=2 * 8
+    )
+    assert sent["all_gather"] == SentBytes(dispatch=3 * (16 + 24), combine=3 * 16, control=8)
+    # A row of 16 B takes its 2 ids and 2 weights along, 16 B more, and comes home without them.
+    assert (counted.dispatch, counted.combine) == (2 * 32, 2 * 16)
+    assert counted == SentBytes(
+        dispatch=planned.dispatch_bytes,
+        combine=planned.combine_bytes,
+        control=planned.control_bytes,
+    )

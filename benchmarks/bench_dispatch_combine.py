@@ -216,7 +216,7 @@ def main(
     profile: Annotated[bool, typer.Option(help="Show where the time of epcomm goes.")] = False,
     keep_memory: Annotated[
         bool, typer.Option(help="Let malloc recycle large blocks, for all contenders.")
-    ] = True,
+    ] = False,
 ) -> None:
     """Check both contenders, measure them in turn, and print what came of it."""
     keeps = keep_memory and keep_freed_memory()

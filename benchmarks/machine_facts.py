@@ -39,7 +39,7 @@ def describe_hardware(device: torch.device) -> dict[str, str | int]:
     facts: dict[str, str | int] = {
         "processor": _processor_name(),
         "num_cores": os.cpu_count() or 0,
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "system": f"{platform.system()} {platform.machine()}",
         "threads_per_rank": torch.get_num_threads(),
     }
     if device.type == "cuda":

@@ -174,6 +174,7 @@ def _buffer_spec(config: EPConfig, spec: MoESpec, world_size: int) -> BufferSpec
         max_tokens_per_rank=config.max_tokens_per_rank,
         max_recv_slots=config.max_recv_slots,
         slot_alignment=config.slot_alignment,
+        compares_calls=config.check_calls,
     )
 
 

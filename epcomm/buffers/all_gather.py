@@ -161,6 +161,7 @@ class AllGatherBuffer(OverCollectives):
         row_scalars: Tensor | None = None,
     ) -> Combined:
         assert isinstance(route, AllGatherRoute), "a route of this buffer"
+        compared = self._compare_calls(is_forward=row_scalars is None)
         if rows_per is RowsPer.SLOT:
             rows = reduce_rows(rows, route.slots_by_row, slot_weights)
         else:
@@ -169,6 +170,7 @@ class AllGatherBuffer(OverCollectives):
         if route.num_rows != sum(route.tokens_of_rank):
             rows = torch.index_select(rows, 0, route.row_of_token)
         if row_scalars is None:
+            compared.wait()
             home = self._send_home(rows.contiguous(), route, phase="combine")
             return Combined(y=sum_parts(home, rows.dtype), scalars=None)
         layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)

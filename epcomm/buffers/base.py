@@ -36,6 +36,7 @@ class BufferSpec:
     max_tokens_per_rank: M, or None for no limit.
     max_recv_slots: static budget of slots a rank receives, or None for exact sizes.
     slot_alignment: each expert's slots start at a multiple of this.
+    compares_calls: ranks compare their calls where that needs an exchange of its own.
     """
 
     hidden_size: int
@@ -47,6 +48,7 @@ class BufferSpec:
     max_tokens_per_rank: int | None = None
     max_recv_slots: int | None = None
     slot_alignment: int = 1
+    compares_calls: bool = False
 
     def as_record(self) -> dict[str, str | int | None]:
         """Plain values for Collectives.agree."""
@@ -60,6 +62,7 @@ class BufferSpec:
             "max_tokens_per_rank": self.max_tokens_per_rank,
             "max_recv_slots": self.max_recv_slots,
             "slot_alignment": self.slot_alignment,
+            "compares_calls": self.compares_calls,
         }
 
 
@@ -212,24 +215,6 @@ class Buffer(ABC):
         """
 
     @abstractmethod
-    def announce_combine(self, error: EPError | None, *, may_wait: bool) -> None:
-        """Tell all ranks whether this rank refuses its combine call; before each combine.
-
-        A rank with an error does not call combine() afterwards, and raises what it found.
-
-        Args:
-            error: why this rank refuses its call, or None.
-            may_wait: the host may wait for the device to hear the others at once.
-
-        Collective: yes, with the announcement or the combine of the other ranks.
-        Host sync: where is_static none; else where the host waits in every verb, or may_wait.
-        Raises:
-            HandleError, ShapeError: some rank refuses its call; on every rank, and then no rows
-                are sent. Where is_static, y is NaN instead and check() tells. On a transport in
-                which the host does not wait, and without may_wait, nothing is announced.
-        """
-
-    @abstractmethod
     def combine(
         self,
         rows: Tensor,
@@ -247,7 +232,22 @@ class Buffer(ABC):
             row_scalars: [R, K], float32, sent beside the rows and brought to (token, k).
 
         Sums are float32 in ascending (k, rank) order, cast once at each end.
-        Collective: yes.   Host sync: none.   Deterministic: yes where caps.ordered.
+        Collective: yes.   Deterministic: yes where caps.ordered.
+        Host sync: none, unless spec.compares_calls.
+        Raises:
+            HandleError, ShapeError: some rank refuses its call (refuse_combine); on every rank,
+                before rows are sent. Where is_static, y is NaN instead and check() tells. Never
+                with row_scalars, nor where the host does not wait in verbs and spec.compares_calls
+                is not set: then a rank that refuses is missing.
+        """
+
+    @abstractmethod
+    def refuse_combine(self, error: EPError) -> None:
+        """Take part in the combine() of the other ranks without rows, so that they hear of `error`.
+
+        Collective: yes, in place of combine().   Host sync: as combine().
+        Raises:
+            error: where the others raise too.
         """
 
     @abstractmethod

@@ -136,7 +136,11 @@ class CollectiveBuffer(OverCollectives):
 
         layout = self._row_layout(self._spec.dispatch_format, has_ids=True)
         packed = layout.pack_tokens(
-            call.hidden_states, sends.token_of_row, topk_ids, call.topk_weights
+            call.hidden_states,
+            sends.token_of_row,
+            topk_ids,
+            call.topk_weights,
+            out=self._sent.rows(sum(send_splits), layout.row_bytes, torch.uint8),
         )
         self._traffic.dispatch(send_splits, layout.row_bytes)
         received = self._collectives.all_to_all(
@@ -171,7 +175,9 @@ class CollectiveBuffer(OverCollectives):
 
     def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
         assert isinstance(route, CollectiveRoute), "a route of this buffer"
-        rows = torch.index_select(hidden_states, 0, route.sends.token_of_row)
+        tokens, width = route.sends.token_of_row, hidden_states.shape[1]
+        rows = self._sent.rows(tokens.shape[0], width, hidden_states.dtype)
+        torch.index_select(hidden_states, 0, tokens, out=rows)
         self._traffic.dispatch(route.send_splits, row_bytes_of(rows))
         return self._collectives.all_to_all(
             rows,
@@ -190,10 +196,12 @@ class CollectiveBuffer(OverCollectives):
         row_scalars: Tensor | None = None,
     ) -> Combined:
         assert isinstance(route, CollectiveRoute), "a route of this buffer"
+        compared = self._compare_calls(is_forward=row_scalars is None)
         if rows_per is RowsPer.SLOT:
             rows = reduce_rows(rows, route.slots_by_row, slot_weights)
         rows_of_token = route.sends.rows_of_token
         if row_scalars is None:
+            compared.wait()
             home = self._send_home(rows.contiguous(), route, phase="combine")
             return Combined(y=reduce_rows(home, rows_of_token), scalars=None)
         layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
@@ -205,7 +213,11 @@ class CollectiveBuffer(OverCollectives):
     def _send_home(self, rows: Tensor, route: CollectiveRoute, *, phase: str) -> Tensor:
         self._traffic.combine(route.recv_splits, row_bytes_of(rows))
         return self._collectives.all_to_all(
-            rows, send_splits=route.recv_splits, recv_splits=route.send_splits, phase=phase
+            rows,
+            send_splits=route.recv_splits,
+            recv_splits=route.send_splits,
+            out=self._home.rows(sum(route.send_splits), rows.shape[1], rows.dtype),
+            phase=phase,
         )
 
     def _exchange_counts(

@@ -1,4 +1,4 @@
-"""What the buffers over plain collectives share: no memory of their own, one kind of refusal."""
+"""What the buffers over plain collectives share: memory for rows on their way, one refusal."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch import Tensor
 from epcomm.buffers.base import Availability, Buffer, BufferCaps, BufferSpec
 from epcomm.buffers.faults import FaultCode, raise_faults
 from epcomm.buffers.row_layout import RowLayout
+from epcomm.buffers.scratch import Scratch
 from epcomm.buffers.traffic import BufferTraffic, TrafficMeter
 from epcomm.collectives.base import Collectives
 from epcomm.errors import EPError
+from epcomm.records import Pending
 from epcomm.types import Layout, WeightsAppliedBy, WireDtype, WireFormat
 
 # What every buffer here hands out and carries.
@@ -40,19 +42,36 @@ class OverCollectives(Buffer):
         self._collectives = collectives
         self._spec = spec
         self._traffic = TrafficMeter(collectives.rank)
+        self._waits = collectives.bounded is not None
+        self._sent = Scratch(collectives.device, keeps=self._waits)
+        self._home = Scratch(collectives.device, keeps=self._waits)
 
     def prepare(self) -> None:
-        """Nothing to allocate: records own their rows."""
+        """Nothing to allocate: sizes are known only with the calls."""
 
-    def announce_combine(self, error: EPError | None, *, may_wait: bool) -> None:
+    def refuse_combine(self, error: EPError) -> None:
+        self._compare_calls(error).wait()
+
+    def _compare_calls(
+        self, error: EPError | None = None, *, is_forward: bool = True
+    ) -> Pending[None]:
+        """Begin to ask who refuses its combine call; wait() raises on every rank if any does.
+
+        Local work goes in between, so that a rank which is done with it may send at once.
+        """
         # Splits belong to one batch, and a refused call may name another, so rows cannot carry
-        # the announcement. Where the host waits in every verb anyway, one more is cheap.
-        if self._collectives.bounded is None and not may_wait:
-            return
+        # this. The 8 bytes are not counted as traffic. In backward the calls are autograd's own.
+        if not is_forward or not (self._waits or self._spec.compares_calls):
+            return Pending(lambda: None)
         code = int(FaultCode.of(error, in_combine=True))
         mine = torch.full((1,), code, device=self._collectives.device)
-        codes = self._collectives.all_gather(mine, phase="combine calls")
-        raise_faults(codes.flatten().tolist(), self._collectives.rank, error, function="combine")
+        gathered = self._collectives.all_gather_async(mine, phase="combine calls")
+
+        def wait() -> None:
+            codes = gathered.wait().flatten().tolist()
+            raise_faults(codes, self._collectives.rank, error, function="combine")
+
+        return Pending(wait)
 
     def traffic(self) -> BufferTraffic:
         return self._traffic.snapshot()
@@ -61,7 +80,8 @@ class OverCollectives(Buffer):
         """Nothing waits on the device: faults are raised in the call."""
 
     def close(self) -> None:
-        """Nothing is held between calls."""
+        self._sent.free()
+        self._home.free()
 
     @property
     def _num_experts(self) -> int:

@@ -139,12 +139,14 @@ class ReplicatedBuffer(OverCollectives):
         row_scalars: Tensor | None = None,
     ) -> Combined:
         assert isinstance(route, ReplicatedRoute), "a route of this buffer"
+        compared = self._compare_calls(is_forward=row_scalars is None)
         if rows_per is RowsPer.SLOT:
             rows = reduce_rows(rows, route.slots_by_row, slot_weights)
         else:
             # Rows without a slot are undefined, and here all of them are summed.
             rows = rows.masked_fill(route.has_no_slot.unsqueeze(1), 0)
         if row_scalars is None:
+            compared.wait()
             return Combined(y=self._sum_over_ranks(rows.contiguous(), rows.dtype), scalars=None)
         layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
         phase = "backward of dispatch"

@@ -68,13 +68,20 @@ class RowLayout:
         return WireTensor(data=self.data(rows), format=self.format, scales=self.scales(rows))
 
     def pack_tokens(
-        self, hidden_states: WireTensor, token_of_row: Tensor, topk_ids: Tensor, weights: Tensor
+        self,
+        hidden_states: WireTensor,
+        token_of_row: Tensor,
+        topk_ids: Tensor,
+        weights: Tensor,
+        *,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Copy each row's token, ids and weights into one message: [N, row_bytes], uint8.
 
-        One pass over the hidden states: they are gathered straight into the message.
+        One pass over the hidden states: they are gathered straight into the message, which is
+        `out` if that is given.
         """
-        rows = self._allocate(token_of_row.shape[0], token_of_row.device)
+        rows = self._allocate(token_of_row.shape[0], token_of_row.device) if out is None else out
         torch.index_select(hidden_states.data, 0, token_of_row, out=self.data(rows))
         scales = self.scales(rows)
         if scales is not None and hidden_states.scales is not None:
@@ -107,6 +114,7 @@ class RowLayout:
 
 def localize(expert_ids: Tensor, rank: int, num_local_experts: int) -> Tensor:
     """Physical ids to ids of this rank's experts, -1 for those of other ranks."""
-    local_ids = expert_ids - rank * num_local_experts
+    # Ids lie far apart, each behind its row: read them once.
+    local_ids = expert_ids.contiguous() - rank * num_local_experts
     is_local = (local_ids >= 0) & (local_ids < num_local_experts)
     return torch.where(is_local, local_ids, -1)

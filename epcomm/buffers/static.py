@@ -164,9 +164,7 @@ class StaticCollectiveBuffer(OverCollectives):
         rows[1 : 1 + hidden_states.shape[0]] = hidden_states
         return self._gather(rows, phase="backward of combine")
 
-    def announce_combine(self, error: EPError | None, *, may_wait: bool) -> None:
-        if error is None:
-            return  # combine() says so
+    def refuse_combine(self, error: EPError) -> None:
         rows = torch.zeros(
             self._num_rows,
             self._spec.hidden_size,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from epcomm.config import EPConfig
 from epcomm.errors import ConfigError, ShapeError
+from epcomm.records import Pending
 
 if TYPE_CHECKING:
     from epcomm.collectives.bounded import BoundedWait
@@ -49,6 +50,7 @@ class Collectives(ABC):
         *,
         send_splits: Sequence[int] | None = None,
         recv_splits: Sequence[int] | None = None,
+        out: Tensor | None = None,
         phase: str = "all_to_all",
     ) -> Tensor:
         """Send consecutive rows to each rank and return the rows from all ranks, by source.
@@ -57,6 +59,7 @@ class Collectives(ABC):
             send: [N, ...], contiguous, any dtype (bytes travel); N = sum(send_splits).
             send_splits: rows for each rank; None: N / W each.
             recv_splits: rows from each rank; None: N / W each.
+            out: where to put them, contiguous; None: memory of their own.
             phase: what the exchange is for.
 
         Returns:
@@ -64,7 +67,8 @@ class Collectives(ABC):
 
         Collective: yes; trailing shape and dtype equal on all ranks.
         Host sync: on gloo, until the rows are here; on NCCL none.
-        Lifetime: the caller owns the result.
+        Lifetime: the caller owns the result, which is `out` if that was given. On transports with
+            `bounded`, `send` may be overwritten when this returns.
         """
 
     @abstractmethod
@@ -74,6 +78,13 @@ class Collectives(ABC):
         Collective: yes; shape and dtype equal on all ranks.
         Host sync: as all_to_all.   Lifetime: the caller owns the result.
         """
+
+    def all_gather_async(self, tensor: Tensor, *, phase: str = "all_gather") -> Pending[Tensor]:
+        """Begin an all_gather; wait() completes it, before any other verb begins.
+
+        This default does everything in wait().   Lifetime: `tensor` until then.
+        """
+        return Pending(lambda: self.all_gather(tensor, phase=phase))
 
     def gather_records(
         self, record: Mapping[str, Scalar], *, phase: str = "gather_records"
@@ -140,3 +151,21 @@ def check_sendable(tensor: Tensor, device: torch.device) -> None:
             f"collective: tensor {list(tensor.shape)} with strides {tensor.stride()} on "
             f"{tensor.device}, expected contiguous on {device}; call .contiguous() or .to()"
         )
+
+
+def receiving(out: Tensor | None, send: Tensor, num_rows: int) -> Tensor:
+    """Where `num_rows` rows like those of `send` go: `out` if it fits, else new memory.
+
+    Raises:
+        ShapeError: `out` is given and has another shape or dtype, or is not contiguous.
+    """
+    shape = (num_rows, *send.shape[1:])
+    if out is None:
+        return send.new_empty(shape)
+    if out.shape != shape or out.dtype != send.dtype:
+        raise ShapeError(
+            f"collective: out is {out.dtype} {list(out.shape)}, expected {send.dtype} "
+            f"{list(shape)}; pass None"
+        )
+    check_sendable(out, send.device)
+    return out

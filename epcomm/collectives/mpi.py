@@ -22,7 +22,12 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from epcomm.collectives.base import DEFAULT_TIMEOUT_S, Collectives, check_sendable
+from epcomm.collectives.base import (
+    DEFAULT_TIMEOUT_S,
+    Collectives,
+    check_sendable,
+    receiving,
+)
 from epcomm.collectives.bounded import BoundedWait, Noticeboard, Step
 from epcomm.errors import ConfigError, HandleError, ShapeError
 
@@ -92,6 +97,7 @@ class MpiCollectives(Collectives):
         *,
         send_splits: Sequence[int] | None = None,
         recv_splits: Sequence[int] | None = None,
+        out: Tensor | None = None,
         phase: str = "all_to_all",
     ) -> Tensor:
         check_sendable(send, self.device)
@@ -102,7 +108,7 @@ class MpiCollectives(Collectives):
                 f"{send.shape[0]} rows of send ({self._where}); split all of them"
             )
         recv_counts = self._counts(recv_splits, send.shape[0])
-        recv = send.new_empty((sum(recv_counts), *send.shape[1:]))
+        recv = receiving(out, send, sum(recv_counts))
         row = self._row_type(send, max(send.shape[0], recv.shape[0]))
         to_ranks, from_ranks = _message(send, send_counts, row), _message(recv, recv_counts, row)
         self._run(lambda duplicate: duplicate.Ialltoallv(to_ranks, from_ranks), row, phase)

@@ -13,10 +13,16 @@ from torch.distributed.distributed_c10d import (
     AllToAllOptions,  # type: ignore[attr-defined]
 )
 
-from epcomm.collectives.base import DEFAULT_TIMEOUT_S, Collectives, check_sendable
+from epcomm.collectives.base import (
+    DEFAULT_TIMEOUT_S,
+    Collectives,
+    check_sendable,
+    receiving,
+)
 from epcomm.collectives.bounded import BoundedWait, Step
 from epcomm.collectives.store_noticeboard import StoreNoticeboard
 from epcomm.errors import ConfigError
+from epcomm.records import Pending
 
 # The device whose tensors a backend moves.
 _DEVICE_OF_BACKEND = {"gloo": "cpu", "mpi": "cpu", "fake": "cpu", "nccl": "cuda", "hccl": "npu"}
@@ -68,11 +74,12 @@ class TorchDistCollectives(Collectives):
         *,
         send_splits: Sequence[int] | None = None,
         recv_splits: Sequence[int] | None = None,
+        out: Tensor | None = None,
         phase: str = "all_to_all",
     ) -> Tensor:
         check_sendable(send, self.device)
         num_rows = send.shape[0] if recv_splits is None else sum(recv_splits)
-        recv = send.new_empty((num_rows, *send.shape[1:]))
+        recv = receiving(out, send, num_rows)
         recv_bytes, send_bytes = _as_bytes(recv), _as_bytes(send)
         # None and an empty list both mean equal splits.
         recv_rows, send_rows = list(recv_splits or ()), list(send_splits or ())
@@ -81,44 +88,52 @@ class TorchDistCollectives(Collectives):
             dist.all_to_all_single(recv_bytes, send_bytes, recv_rows, send_rows, group=group)
         else:
             options = AllToAllOptions()
-            _run(
+            _begin(
                 self.bounded,
                 options,
                 lambda: group.alltoall_base(recv_bytes, send_bytes, recv_rows, send_rows, options),
                 phase,
-            )
+            )()
         return recv
 
     def all_gather(self, tensor: Tensor, *, phase: str = "all_gather") -> Tensor:
+        return self.all_gather_async(tensor, phase=phase).wait()
+
+    def all_gather_async(self, tensor: Tensor, *, phase: str = "all_gather") -> Pending[Tensor]:
         check_sendable(tensor, self.device)
         gathered = tensor.new_empty((self.world_size, *tensor.shape))
         recv_bytes, send_bytes = _as_bytes(gathered.flatten()), _as_bytes(tensor.flatten())
         group = self._process_group
         if self.bounded is None:
             _all_gather(recv_bytes, send_bytes, group=group)
-        else:
-            options = AllgatherOptions()
-            _run(
-                self.bounded,
-                options,
-                lambda: group._allgather_base(recv_bytes, send_bytes, options),
-                phase,
-            )
-        return gathered
+            return Pending(lambda: gathered)
+        options = AllgatherOptions()
+        end = _begin(
+            self.bounded,
+            options,
+            lambda: group._allgather_base(recv_bytes, send_bytes, options),
+            phase,
+        )
+
+        def wait() -> Tensor:
+            end()
+            return gathered
+
+        return Pending(wait)
 
 
-def _run(
+def _begin(
     bounded: BoundedWait,
     options: AllToAllOptions | AllgatherOptions,
     start: Callable[[], dist.Work],
     phase: str,
-) -> None:
-    """Run one gloo operation, which `start` begins with `options`."""
+) -> Callable[[], None]:
+    """Begin one gloo operation, which `start` does with `options`; the result waits for its end."""
     # Without a timeout of its own the operation would keep a thread of gloo for the timeout of the
     # process group, 30 minutes, and destroying the group, aborting it or leaving the process would
     # wait for that thread (seen in torch 2.13).
     options.timeout = timedelta(seconds=bounded.timeout_s + _MARGIN_S)
-    bounded.run(lambda: _step_of(start()), phase)
+    return bounded.begin(lambda: _step_of(start()), phase)
 
 
 def _step_of(work: dist.Work) -> Step:

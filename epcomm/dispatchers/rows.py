@@ -107,9 +107,8 @@ class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
         )
         if error is not None:
             self._refuse_combine(error)
-        self._buffer.announce_combine(None, may_wait=self._checks_calls)
-        combine_input.handle.spend("was combined before")
         y = combine_rows(self._buffer, combine_input, self._spec.backward_format.dtype.torch_dtype)
+        combine_input.handle.spend("was combined before")
         num_tokens = combine_input.handle.num_tokens
         if y.shape[0] != num_tokens:
             # This rank's call was refused on a static buffer: it took part with no tokens.
@@ -145,7 +144,7 @@ class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
         """Let the other ranks hear of `error` instead of waiting, then raise it."""
         assert error is not None, "there is a reason to refuse"
         try:
-            self._buffer.announce_combine(error, may_wait=self._checks_calls)
+            self._buffer.refuse_combine(error)
             if self._checks_calls:
                 self.check()
         except EPTimeout as timeout:

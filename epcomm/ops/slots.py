@@ -169,20 +169,24 @@ def reduce_rows(rows: Tensor, members: Members, weights: Tensor | None = None) -
     num_targets, hidden_size = members.num_targets, rows.shape[1]
     if members.flat.shape[0] == 0:
         return rows.new_zeros(num_targets, hidden_size)
-    dtype = rows.dtype
-    whole = _whole_rows(rows)
+    flat, offsets, parts = members.flat, members.offsets, None
     if weights is not None:
-        whole = whole.float()
-        weights = weights[members.flat]
+        # embedding_bag adds in float32 whatever the dtype of the rows, but wants the weights in it
+        # too. Each weight is passed as a sum of numbers of that dtype: a float32 copy of the rows
+        # would cost many times as much as reading them again from the cache.
+        parts = _split_weights(weights[flat], rows.dtype)
+        num_parts = parts.shape[1]
+        flat, offsets = flat.repeat_interleave(num_parts), offsets * num_parts
+        parts = parts.flatten()
     sums = F.embedding_bag(
-        members.flat,
-        whole,
-        members.offsets,
+        flat,
+        _whole_rows(rows),
+        offsets,
         mode="sum",
-        per_sample_weights=weights,
+        per_sample_weights=parts,
         include_last_offset=True,
     )
-    return sums[:num_targets, :hidden_size].to(dtype).contiguous()
+    return sums[:num_targets, :hidden_size].contiguous()
 
 
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -217,6 +221,21 @@ def gather_scalars(values: Tensor, table: Tensor) -> Tensor:
         return values.new_zeros(table.shape)
     picked = values[table.clamp(min=0).long()]
     return torch.where(table >= 0, picked, torch.zeros_like(picked))
+
+
+def _split_weights(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """[N] in float32 to [N, parts] in `dtype`, whose rows add up to the weights.
+
+    Three times 8 bits (bfloat16) or 11 (float16) hold the 24 of a float32. What is left of a weight
+    below 2**-24, the least float16, is lost.
+    """
+    if dtype == weights.dtype:
+        return weights.unsqueeze(1)
+    parts, rest = [], weights
+    for _ in range(3):
+        parts.append(rest.to(dtype))
+        rest = rest - parts[-1].float()
+    return torch.stack(parts, dim=1)
 
 
 def _whole_rows(rows: Tensor) -> Tensor:

@@ -304,23 +304,21 @@ def check_combine_faults(env: BufferEnv) -> None:
     """A combine that one rank refuses is told to every rank, by name, and the next call works."""
     spec, faulty = BATCH_SPECS["uneven"], env.group.world_size - 1
     is_faulty = env.group.rank == faulty
-    buffer, mine = env.open(spec), env.batches(spec)[env.group.rank]
+    buffer, mine = env.open(spec, compares_calls=True), env.batches(spec)[env.group.rank]
     for own_error in (HandleError("a spent handle here"), ShapeError("bad rows here")):
         out = dispatch(buffer, mine, spec)
 
-        def refuse(own_error: EPError = own_error) -> None:
-            buffer.announce_combine(own_error if is_faulty else None, may_wait=True)
-
-        def combine(out: Dispatched = out) -> Tensor:
+        def run(out: Dispatched = out, own_error: EPError = own_error) -> None:
+            if is_faulty:
+                buffer.refuse_combine(own_error)
+                return
             results = torch.zeros_like(out.rows.data)
-            return buffer.combine(results, out.route, rows_per=RowsPer.ROW).y
-
-        if not env.is_static:
-            error = _raised(refuse)
-        else:
-            refuse()
-            if not is_faulty and not combine().isnan().all():
+            y = buffer.combine(results, out.route, rows_per=RowsPer.ROW).y
+            if env.is_static and not y.isnan().all():
                 _fail(env, "y of a refused combine is not NaN everywhere")
+
+        error = _raised(run)
+        if env.is_static:
             error = _raised(buffer.check)
         wanted = str(own_error) if is_faulty else f"rank {faulty}"
         if type(error) is not type(own_error) or wanted not in str(error):

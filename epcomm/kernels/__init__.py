@@ -1,0 +1,1 @@
+"""Triton kernels, one operation a file; nothing here is imported by `import epcomm`."""

@@ -1,0 +1,205 @@
+"""Rows to FP8 e4m3 codes with one scale a block, the bits of epcomm.quantization.quantize().
+
+Each thread holds 16 neighbouring elements of a block, so rows are read and codes written 16 bytes
+at a time, and the largest magnitude of a block needs three shuffles. Blocks of all rows are counted
+through, so that no program is left with a part of a row. Not yet timed: it should win wherever
+memory is the limit; one token is bound by the launch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from epcomm.errors import ShapeError
+from epcomm.kernels.launch import (
+    ELEMENTS_PER_WARP,
+    EXACT,
+    IS_INTERPRETED,
+    check_rows,
+    next_power_of_two,
+    warps_for,
+)
+
+# Elements of a program, where blocks are smaller: four warps.
+_TILE_ELEMENTS = 4 * ELEMENTS_PER_WARP
+# Ada, the first that converts to e4m3 in hardware; others use integer arithmetic.
+_FIRST_WITH_E4M3 = (8, 9)
+
+# The numbers of quantization/fp8.py, whose bits the tests compare.
+_E4M3_MAX = tl.constexpr(448.0)
+_RECIPROCAL_OF_MAX = tl.constexpr(0.0022321429569274187)
+_FRACTION_OF_E4M3_MAX = tl.constexpr(0x600000)
+_FRACTION_MASK = tl.constexpr(0x7FFFFF)
+_AMAX_FLOOR_BITS = tl.constexpr(0x38D1B717)
+_MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
+_INFINITY_BITS = tl.constexpr(0x7F800000)
+_NAN_BITS = tl.constexpr(0x7FC00000)
+_E8M0_NAN = tl.constexpr(0xFF)
+_E4M3_NAN = tl.constexpr(0x7F)
+# 2**-6, the smallest normal e4m3 number.
+_E4M3_NORMAL_BITS = tl.constexpr(0x3C800000)
+# In float32, 2**14 has a unit in the last place of 2**-9, that of subnormal e4m3 numbers.
+_SUBNORMAL_SHIFT = tl.constexpr(16384.0)
+_SUBNORMAL_SHIFT_BITS = tl.constexpr(0x46800000)
+
+
+@triton.jit
+def _e4m3_code(value: tl.tensor) -> tl.tensor:
+    """Nearest e4m3 code of float32 values of at most 448, ties to even: 31.6 is 0x60, that is 32.
+
+    For hardware without the conversion, and for the interpreter, whose conversion loses the carry.
+    """
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = bits & _MAGNITUDE_MASK
+    # Keep 3 of 23 fraction bits; a carry moves the exponent as it should. The bias shrinks by 120.
+    rounded = magnitude + 0x7FFFF + ((magnitude >> 20) & 1)
+    normal = (rounded >> 20) - (120 << 3)
+    shifted = magnitude.to(tl.float32, bitcast=True) + _SUBNORMAL_SHIFT
+    subnormal = shifted.to(tl.int32, bitcast=True) - _SUBNORMAL_SHIFT_BITS
+    code = tl.where(magnitude < _E4M3_NORMAL_BITS, subnormal, normal) | ((bits >> 24) & 0x80)
+    return tl.where(magnitude > _INFINITY_BITS, _E4M3_NAN, code).to(tl.uint8)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _quantize_fp8_kernel(
+    x_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    num_blocks: tl.tensor,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    CODES_STRIDE: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr,
+    IS_POWER_OF_TWO: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+) -> None:
+    """TILE_BLOCKS blocks a program, of which one row has ceil(HIDDEN / BLOCK).
+
+    HIDDEN = 5, BLOCK = 4, row 896 448 1 0 | 3.5: the magnitudes are 896 and 3.5, the power-of-two
+    scales 2 and 2**-7 (as 128 and 120), the codes those of 448 224 0.5 0 | 448.
+    """
+    BLOCKS_PER_ROW: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    block = tl.program_id(0) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
+    # Before a stride is multiplied: rows may lie beyond 2**31 elements.
+    row = (block // BLOCKS_PER_ROW).to(tl.int64)
+    block_of_row = block % BLOCKS_PER_ROW
+    lane = tl.arange(0, TILE_COLUMNS)
+    column = block_of_row[:, None] * BLOCK + lane[None, :]
+    is_block = block < num_blocks
+    is_element = is_block[:, None] & (lane < BLOCK)[None, :] & (column < HIDDEN)
+
+    x = tl.load(x_ptr + row[:, None] * X_STRIDE + column, mask=is_element, other=0.0)
+    x = x.to(tl.float32)
+    # As integers, magnitudes are ordered as the numbers are, with NaN above infinity.
+    amax_bits = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=1)
+    is_finite = amax_bits < _INFINITY_BITS
+    amax_bits = tl.maximum(tl.where(is_finite, amax_bits, 0), _AMAX_FLOOR_BITS)
+
+    scales_at = scales_ptr + row * SCALES_STRIDE + block_of_row
+    if IS_POWER_OF_TWO:
+        exponent = (amax_bits >> 23) - 8
+        exponent += ((amax_bits & _FRACTION_MASK) > _FRACTION_OF_E4M3_MAX).to(tl.int32)
+        scale = tl.where(is_finite, exponent, _E8M0_NAN).to(tl.uint8)
+        tl.store(scales_at, scale, mask=is_block)
+        factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    else:
+        amax = amax_bits.to(tl.float32, bitcast=True)
+        scale_bits = (amax * _RECIPROCAL_OF_MAX).to(tl.int32, bitcast=True)
+        scale_bits = tl.where(is_finite, scale_bits, _NAN_BITS)
+        tl.store(scales_at, scale_bits.to(tl.float32, bitcast=True), mask=is_block)
+        # `/` would be approximate.
+        factor = tl.math.div_rn(tl.full([TILE_BLOCKS], _E4M3_MAX, tl.float32), amax)
+
+    # A factor of NaN makes all codes of the block NaN, at no cost an element.
+    factor_bits = tl.where(is_finite, factor.to(tl.int32, bitcast=True), _NAN_BITS)
+    scaled = x * factor_bits.to(tl.float32, bitcast=True)[:, None]
+    if HAS_E4M3:  # noqa: SIM108
+        codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        codes = _e4m3_code(scaled)
+    tl.store(codes_ptr + row[:, None] * CODES_STRIDE + column, codes, mask=is_element)
+
+
+def quantize_fp8_triton(
+    hidden_states: Tensor, codes: Tensor, scales: Tensor, *, scale_block: int
+) -> None:
+    """Write codes and scales of rows; the formula is that of quantization/fp8.py.
+
+    Args:
+        hidden_states: [T, H], bfloat16, float16 or float32; rows may lie apart.
+        codes: [T, H], float8_e4m3fn; rows may lie apart, 16-byte stores need 16-byte rows.
+        scales: [T, ceil(H / scale_block)], float32 or float8_e8m0fnu; rows may lie apart.
+        scale_block: elements that share a scale, at least 1.
+
+    Allocates nothing. Compiled anew for each dtype, H and strides.
+    Host sync: none.   Graph capture: after one call.   Deterministic: yes.
+    Raises:
+        ShapeError: no GPU tensors, columns apart, shapes or dtypes that do not fit.
+    """
+    check_rows("quantize_fp8_triton", hidden_states=hidden_states, codes=codes, scales=scales)
+    num_rows, hidden_size = hidden_states.shape
+    num_blocks = _check_outputs(hidden_states, codes, scales, scale_block)
+    if num_rows == 0:
+        return
+    is_power_of_two = scales.dtype == torch.float8_e8m0fnu
+    tile_blocks, tile_columns = tile_of(scale_block)
+    with torch.cuda.device_of(hidden_states):
+        _quantize_fp8_kernel[(-(-num_blocks // tile_blocks),)](
+            hidden_states,
+            codes.view(torch.uint8),
+            scales.view(torch.uint8) if is_power_of_two else scales,
+            num_blocks,
+            HIDDEN=hidden_size,
+            BLOCK=scale_block,
+            X_STRIDE=hidden_states.stride(0),
+            CODES_STRIDE=codes.stride(0),
+            SCALES_STRIDE=scales.stride(0),
+            IS_POWER_OF_TWO=is_power_of_two,
+            HAS_E4M3=_has_e4m3(hidden_states.device),
+            TILE_BLOCKS=tile_blocks,
+            TILE_COLUMNS=tile_columns,
+            num_warps=warps_for(tile_blocks * tile_columns),  # pyright: ignore[reportCallIssue]
+            **EXACT,
+        )
+
+
+def tile_of(scale_block: int) -> tuple[int, int]:
+    """Blocks of a program, and columns that hold one block: both powers of two."""
+    tile_columns = next_power_of_two(scale_block)
+    return max(1, _TILE_ELEMENTS // tile_columns), tile_columns
+
+
+def _has_e4m3(device: torch.device) -> bool:
+    return not IS_INTERPRETED and torch.cuda.get_device_capability(device) >= _FIRST_WITH_E4M3
+
+
+def _check_outputs(hidden_states: Tensor, codes: Tensor, scales: Tensor, scale_block: int) -> int:
+    """Number of blocks of all rows."""
+    num_rows, hidden_size = hidden_states.shape
+    num_scales = -(-hidden_size // scale_block)
+    scale_dtypes = (torch.float32, torch.float8_e8m0fnu)
+    fits = (
+        codes.shape == hidden_states.shape
+        and codes.dtype == torch.float8_e4m3fn
+        and scales.shape == (num_rows, num_scales)
+        and scales.dtype in scale_dtypes
+    )
+    if not fits:
+        raise ShapeError(
+            f"quantize_fp8_triton: codes are {list(codes.shape)} {codes.dtype} and scales "
+            f"{list(scales.shape)} {scales.dtype}, expected {[num_rows, hidden_size]} "
+            f"torch.float8_e4m3fn and {[num_rows, num_scales]} torch.float32 or "
+            "torch.float8_e8m0fnu; make them for this call"
+        )
+    if num_rows * num_scales >= 2**31:
+        raise ShapeError(
+            f"quantize_fp8_triton: {num_rows} rows have {num_rows * num_scales} blocks, expected "
+            "fewer than 2**31; quantise in parts"
+        )
+    return num_rows * num_scales

@@ -1,0 +1,160 @@
+"""Rows to INT8 codes with one scale a row, the bits of epcomm.quantization.quantize().
+
+One program holds a whole row in registers, so each element is read once although its code needs the
+largest magnitude of the row; 16 neighbouring elements a thread make 16-byte loads and stores. Not
+yet timed: it should win wherever memory is the limit; rows of fewer than 1024 elements leave a
+program with little to do, and rows beyond about 65,000 elements no longer fit into registers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from epcomm.errors import ConfigError, ShapeError
+from epcomm.kernels.launch import EXACT, check_rows, next_power_of_two, warps_for
+
+_PROFILES = ("rint127", "rint127eps", "div", "divtrunc16", "triton")
+
+# The numbers of quantization/int8.py, whose bits the tests compare.
+_INT8_MAX = tl.constexpr(127.0)
+_AMAX_EPSILON = tl.constexpr(1e-12)
+_FLOAT16_MASK = tl.constexpr(~0x1FFF)
+_MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
+_INFINITY_BITS = tl.constexpr(0x7F800000)
+_NAN_BITS = tl.constexpr(0x7FC00000)
+# 1.5 * 2**23: a float32 sum with it has no fraction bits left, rounded to nearest even.
+_ROUNDING_SHIFT = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def _round_half_even(value: tl.tensor) -> tl.tensor:
+    """Of magnitudes below 2**22: 0.5 is 0, 1.5 is 2."""
+    return (value + _ROUNDING_SHIFT) - _ROUNDING_SHIFT
+
+
+@triton.jit
+def _round_quotient(quotient: tl.tensor, PROFILE: tl.constexpr) -> tl.tensor:
+    """Codes of x / scale by profile, still float32: 0.5 is 0 by div and 1 by the two others.
+
+    Clamped first, which changes no rounding, for halves are exact.
+    """
+    quotient = tl.minimum(tl.maximum(quotient, -_INT8_MAX - 1.0), _INT8_MAX)
+    if PROFILE == "triton":
+        return tl.floor(quotient + 0.5)
+    quotient = tl.maximum(quotient, -_INT8_MAX)
+    if PROFILE == "div":
+        return _round_half_even(quotient)
+    # Right for normal float16 numbers; smaller ones round to the code 0 either way.
+    cut = (quotient.to(tl.int32, bitcast=True) & _FLOAT16_MASK).to(tl.float32, bitcast=True)
+    away = tl.floor(tl.abs(cut) + 0.5)
+    return tl.where(cut < 0, -away, away)
+
+
+@triton.jit
+def _quantize_int8_kernel(
+    x_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    HIDDEN: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    CODES_STRIDE: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr,
+    PROFILE: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+) -> None:
+    """One row a program.
+
+    rint127 of the row 254 1 -3 9: the factor is 127 / 254, the scale 2, the codes 127 0 -2 4.
+    """
+    # Before a stride is multiplied: rows may lie beyond 2**31 elements.
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, TILE_COLUMNS)
+    is_element = column < HIDDEN
+    x = tl.load(x_ptr + row * X_STRIDE + column, mask=is_element, other=0.0).to(tl.float32)
+    # As integers, magnitudes are ordered as the numbers are, with NaN above infinity.
+    amax_bits = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=0)
+    is_finite = amax_bits < _INFINITY_BITS
+    amax = tl.where(is_finite, amax_bits, 0).to(tl.float32, bitcast=True)
+
+    # div_rn throughout: `/` would be approximate.
+    if PROFILE == "rint127" or PROFILE == "rint127eps":
+        if PROFILE == "rint127eps":
+            amax += _AMAX_EPSILON
+        factor = tl.math.div_rn(tl.full([], _INT8_MAX, tl.float32), amax)
+        scale = tl.math.div_rn(tl.full([], 1.0, tl.float32), factor)
+        is_usable = factor.to(tl.int32, bitcast=True) < _INFINITY_BITS
+        codes = _round_half_even(x * factor)
+    else:
+        scale = tl.math.div_rn(amax, tl.full([], _INT8_MAX, tl.float32))
+        is_usable = scale > 0
+        divisor = tl.full([TILE_COLUMNS], 1.0, tl.float32) * tl.where(is_usable, scale, 1.0)
+        codes = _round_quotient(tl.math.div_rn(x, divisor), PROFILE)
+
+    scale_bits = tl.where(is_usable, scale, 0.0).to(tl.int32, bitcast=True)
+    scale_bits = tl.where(is_finite, scale_bits, _NAN_BITS)
+    tl.store(scales_ptr + row * SCALES_STRIDE, scale_bits.to(tl.float32, bitcast=True))
+    # Before the cast: NaN has no integer.
+    codes = tl.where(is_finite & is_usable, codes, 0.0).to(tl.int32).to(tl.int8)
+    tl.store(codes_ptr + row * CODES_STRIDE + column, codes, mask=is_element)
+
+
+def quantize_int8_triton(
+    hidden_states: Tensor, codes: Tensor, scales: Tensor, *, profile: str
+) -> None:
+    """Write codes and scales of rows; the formulas are those of quantization/int8.py.
+
+    Args:
+        hidden_states: [T, H], bfloat16, float16 or float32; rows may lie apart.
+        codes: [T, H], int8; rows may lie apart, 16-byte stores need 16-byte rows.
+        scales: [T, 1], float32; rows may lie apart.
+        profile: a value of Int8Profile.
+
+    Allocates nothing. Compiled anew for each dtype, H, strides and profile.
+    Host sync: none.   Graph capture: after one call.   Deterministic: yes.
+    Raises:
+        ConfigError: no such profile.
+        ShapeError: no GPU tensors, columns apart, shapes or dtypes that do not fit.
+    """
+    if profile not in _PROFILES:
+        raise ConfigError(
+            f"quantize_int8_triton: profile is {profile!r}, expected one of {', '.join(_PROFILES)}"
+        )
+    check_rows("quantize_int8_triton", hidden_states=hidden_states, codes=codes, scales=scales)
+    _check_outputs(hidden_states, codes, scales)
+    num_rows, hidden_size = hidden_states.shape
+    if num_rows == 0:
+        return
+    tile_columns = next_power_of_two(hidden_size)
+    with torch.cuda.device_of(hidden_states):
+        _quantize_int8_kernel[(num_rows,)](
+            hidden_states,
+            codes,
+            scales,
+            HIDDEN=hidden_size,
+            X_STRIDE=hidden_states.stride(0),
+            CODES_STRIDE=codes.stride(0),
+            SCALES_STRIDE=scales.stride(0),
+            PROFILE=profile,
+            TILE_COLUMNS=tile_columns,
+            num_warps=warps_for(tile_columns),  # pyright: ignore[reportCallIssue]
+            **EXACT,
+        )
+
+
+def _check_outputs(hidden_states: Tensor, codes: Tensor, scales: Tensor) -> None:
+    num_rows, hidden_size = hidden_states.shape
+    fits = (
+        codes.shape == hidden_states.shape
+        and codes.dtype == torch.int8
+        and scales.shape == (num_rows, 1)
+        and scales.dtype == torch.float32
+    )
+    if not fits:
+        raise ShapeError(
+            f"quantize_int8_triton: codes are {list(codes.shape)} {codes.dtype} and scales "
+            f"{list(scales.shape)} {scales.dtype}, expected {[num_rows, hidden_size]} torch.int8 "
+            f"and {[num_rows, 1]} torch.float32; make them for this call"
+        )

@@ -1,0 +1,135 @@
+"""FP8 e4m3 with one scale for each block of elements of a token, in plain torch.
+
+With a = max(|x| of the block, 1e-4), all steps in float32, each rounded to nearest even:
+
+    float32 scales:      scale = a * float32(1 / 448)             code = e4m3(x * (448 / a))
+    power-of-two scales: scale = smallest 2**e with a <= 448 * 2**e  code = e4m3(x / scale)
+
+Source: the arithmetic that DeepEP's low-latency dispatch documents and shows. Scales recorded from
+it settle what a description leaves open: its float32 scale is the product with the rounded
+reciprocal of 448 and not the quotient a / 448 (18 / 448 differs), and the floor is 1e-4. Ours: a
+last block that is short, powers of two from exponent bits in one step, and what follows.
+
+A block with a NaN or an infinity has a NaN scale (0xFF as a power of two) and NaN codes, so that
+no reader of it gets a finite number. Nothing else ever saturates: |x * (448 / a)| exceeds 448 by
+rounding at most, and rounds back to it. A block of zeros has zero codes and a positive scale.
+Elements far below the floor round to zero.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from epcomm.errors import ConfigError
+from epcomm.quantization.outputs import check_hidden_states, output_for
+from epcomm.types import WireDtype, WireFormat, WireTensor
+
+# The formats that GEMMs of FP8 weights read: blocks of 128 elements.
+FP8_FLOAT32_SCALES = WireFormat(
+    dtype=WireDtype.FP8_E4M3, scale_block=128, scale_dtype=torch.float32
+)
+FP8_POWER_OF_TWO_SCALES = WireFormat(
+    dtype=WireDtype.FP8_E4M3, scale_block=128, scale_dtype=torch.float8_e8m0fnu
+)
+
+# The largest finite e4m3 number, 1.75 * 2**8.
+E4M3_MAX = 448.0
+# float32(1 / 448): as a float64 the product with it would be another one.
+_RECIPROCAL_OF_MAX = 0.0022321429569274187
+# Below this largest magnitude a block is quantised as if it were this large.
+AMAX_FLOOR = 1e-4
+# Fraction bits of 1.75: a larger fraction needs the next power of two.
+_FRACTION_OF_E4M3_MAX = 0x600000
+_FRACTION_MASK = 0x7FFFFF
+_NAN = float("nan")
+# e8m0 has one NaN, and 2**e is stored as e + 127.
+_E8M0_NAN = 0xFF
+
+
+def quantize_fp8(
+    hidden_states: Tensor, wire_format: WireFormat, *, out: WireTensor | None = None
+) -> WireTensor:
+    """Elements to e4m3 codes and scales, as the module says.
+
+    Args:
+        hidden_states: [..., T, H], bfloat16, float16 or float32, any strides.
+        wire_format: FP8_E4M3; scales float32 or float8_e8m0fnu; a block of 0 means all of H.
+        out: memory for the result, its rows of any stride; without it new tensors are made.
+
+    Host sync: none.   Graph capture: yes.   Deterministic: yes.
+    Raises:
+        ConfigError: a format that is not FP8, or scales of another dtype.
+        ShapeError: see outputs.py.
+    """
+    check_fp8_format("quantize_fp8", wire_format)
+    check_hidden_states("quantize_fp8", hidden_states)
+    wire = output_for("quantize_fp8", hidden_states, wire_format, out)
+    assert wire.scales is not None, "quantised formats have scales"
+    blocks = _in_blocks(hidden_states.float(), wire_format)
+    amax = blocks.abs().amax(dim=-1)
+    is_finite = amax.isfinite()
+    amax = amax.clamp(min=AMAX_FLOOR)
+    if wire_format.scale_dtype == torch.float32:
+        scales, factors = _float32_scales(amax)
+        wire.scales.copy_(scales.masked_fill(~is_finite, _NAN))
+    else:
+        exponents, factors = _power_of_two_scales(amax)
+        exponents = exponents.masked_fill(~is_finite, _E8M0_NAN)
+        wire.scales.view(torch.uint8).copy_(exponents)
+    scaled = torch.where(is_finite.unsqueeze(-1), blocks * factors.unsqueeze(-1), _NAN)
+    wire.data.copy_(scaled.flatten(-2)[..., : hidden_states.shape[-1]])
+    return wire
+
+
+def dequantize_fp8(wire: WireTensor, dtype: torch.dtype) -> Tensor:
+    """Codes times scales in float32, rounded once to `dtype`: [..., R, H].
+
+    The scales lie as if row-major; strides may differ, packed ones must be unpacked first.
+    """
+    check_fp8_format("dequantize_fp8", wire.format)
+    assert wire.scales is not None, "quantised formats have scales"
+    blocks = _in_blocks(wire.data.float(), wire.format)
+    elements = blocks * wire.scales.float().unsqueeze(-1)
+    return elements.flatten(-2)[..., : wire.data.shape[-1]].to(dtype)
+
+
+def check_fp8_format(caller: str, wire_format: WireFormat) -> None:
+    """Refuse a format that is not FP8 with scales that are known here.
+
+    Raises:
+        ConfigError: it is.
+    """
+    scale_dtypes = (torch.float32, torch.float8_e8m0fnu)
+    if wire_format.dtype is not WireDtype.FP8_E4M3 or wire_format.scale_dtype not in scale_dtypes:
+        raise ConfigError(
+            f"{caller}: format is {wire_format} with scales {wire_format.scale_dtype}, expected "
+            f"{WireDtype.FP8_E4M3.value} with scales torch.float32 or torch.float8_e8m0fnu; "
+            "choose another wire format"
+        )
+
+
+def _in_blocks(elements: Tensor, wire_format: WireFormat) -> Tensor:
+    """[..., H] to [..., S, block], the last block filled up with zeros."""
+    hidden_size = elements.shape[-1]
+    block = wire_format.scale_block or hidden_size
+    padded = F.pad(elements, (0, -hidden_size % block))
+    return padded.unflatten(-1, (-1, block))
+
+
+def _float32_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales, and what elements are multiplied by."""
+    # `448 / tensor` would be a rounded reciprocal times 448.
+    factors = torch.div(torch.full_like(amax, E4M3_MAX), amax)
+    return amax * _RECIPROCAL_OF_MAX, factors
+
+
+def _power_of_two_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Biased exponents of the scales, uint8, and what elements are multiplied by."""
+    bits = amax.view(torch.int32)
+    # amax = 1.f * 2**e lies below 448 * 2**(e - 8), unless its fraction exceeds that of 448.
+    exponents = (bits >> 23) - 8 + ((bits & _FRACTION_MASK) > _FRACTION_OF_E4M3_MAX).int()
+    # The floor keeps exponents of finite blocks within 105 to 247, so the inverse is normal too.
+    factors = ((254 - exponents) << 23).view(torch.float32)
+    return exponents.to(torch.uint8), factors

@@ -1,0 +1,173 @@
+"""INT8 with one scale a token, symmetric, in plain torch.
+
+The Ascend stack has five such arithmetics; Int8Profile names them. They differ in single units of
+few codes, which is enough to fail a comparison of bits. All steps are in float32, each rounded to
+nearest even.
+
+What the sources leave undefined is defined here. A row of zeros, or one so small that its scale
+underflows or 127 / amax overflows, has codes 0 and scale 0, except under rint127eps, where a row of
+zeros has codes 0 and scale 1e-12 / 127. A row with a NaN or an infinity has codes 0 and a NaN
+scale. Where a subnormal scale has lost so many bits that a quotient exceeds 127, codes saturate.
+
+Source: documented arithmetic of the operators named below, not checked on an NPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from epcomm.errors import ConfigError
+from epcomm.quantization.outputs import check_hidden_states, output_for
+from epcomm.types import WireDtype, WireFormat, WireTensor
+
+INT8_PER_TOKEN = WireFormat(dtype=WireDtype.INT8, scale_block=0, scale_dtype=torch.float32)
+
+# The largest code.
+INT8_MAX = 127.0
+# What rint127eps adds to the largest magnitude of a row.
+AMAX_EPSILON = 1e-12
+# All but the 13 fraction bits that float32 has beyond float16.
+_FLOAT16_MASK = ~0x1FFF
+
+
+class Int8Profile(StrEnum):
+    """How a row x with the largest magnitude a becomes codes and a scale.
+
+    RINT127: d = 127 / a, codes rint(x * d), scale 1 / d. Low-latency dispatch, fused mode 1.
+    RINT127EPS: the same with a + 1e-12. Normal dispatch.
+    DIV: scale a / 127, codes rint(x / scale). npu_dynamic_quant.
+    DIVTRUNC16: scale a / 127, x / scale cut to float16, halves away from zero. init_routing_v2.
+    TRITON: scale a / 127, codes floor(x / scale + 0.5), clamped. SGLang's swiglu_quant.
+    """
+
+    RINT127 = "rint127"
+    RINT127EPS = "rint127eps"
+    DIV = "div"
+    DIVTRUNC16 = "divtrunc16"
+    TRITON = "triton"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Quantized:
+    """codes [..., H] are integers in float32; is_usable [...] is False where they are undefined."""
+
+    codes: Tensor
+    scales: Tensor
+    is_usable: Tensor
+
+
+def quantize_int8(
+    hidden_states: Tensor,
+    wire_format: WireFormat = INT8_PER_TOKEN,
+    *,
+    profile: Int8Profile = Int8Profile.RINT127,
+    out: WireTensor | None = None,
+) -> WireTensor:
+    """Rows to int8 codes and a float32 scale each, as the profile says.
+
+    Args:
+        hidden_states: [..., T, H], bfloat16, float16 or float32, any strides.
+        wire_format: INT8 with one float32 scale a row.
+        profile: the arithmetic.
+        out: memory for the result, its rows of any stride; without it new tensors are made.
+
+    Host sync: none.   Graph capture: yes.   Deterministic: yes.
+    Raises:
+        ConfigError: another format.
+        ShapeError: see outputs.py.
+    """
+    check_int8_format("quantize_int8", wire_format)
+    check_hidden_states("quantize_int8", hidden_states)
+    wire = output_for("quantize_int8", hidden_states, wire_format, out)
+    assert wire.scales is not None, "quantised formats have scales"
+    rows = hidden_states.float()
+    amax = rows.abs().amax(dim=-1, keepdim=True)
+    is_finite = amax.isfinite()
+    found = _PROFILES[profile](rows, amax)
+    usable_scales = found.scales.masked_fill(~found.is_usable, 0.0)
+    wire.scales.copy_(usable_scales.masked_fill(~is_finite, float("nan")))
+    # Before the cast: NaN has no integer.
+    wire.data.copy_(torch.where(is_finite & found.is_usable, found.codes, 0.0))
+    return wire
+
+
+def dequantize_int8(wire: WireTensor, dtype: torch.dtype) -> Tensor:
+    """Codes times the scale of their row in float32, rounded once to `dtype`: [..., R, H]."""
+    check_int8_format("dequantize_int8", wire.format)
+    assert wire.scales is not None, "quantised formats have scales"
+    return (wire.data.float() * wire.scales).to(dtype)
+
+
+def check_int8_format(caller: str, wire_format: WireFormat) -> None:
+    """Refuse a format that is not INT8 with one float32 scale a row.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if wire_format != INT8_PER_TOKEN:
+        raise ConfigError(
+            f"{caller}: format is {wire_format} with scales {wire_format.scale_dtype}, expected "
+            f"{INT8_PER_TOKEN} (one scale a row) with scales torch.float32; "
+            "choose another wire format"
+        )
+
+
+def _divide(numerator: float, tensor: Tensor) -> Tensor:
+    # `number / tensor` would be a rounded reciprocal times the number.
+    return torch.div(torch.full_like(tensor, numerator), tensor)
+
+
+def _rint127(rows: Tensor, amax: Tensor) -> _Quantized:
+    factors = _divide(INT8_MAX, amax)
+    return _Quantized(
+        codes=torch.round(rows * factors),
+        scales=_divide(1.0, factors),
+        is_usable=factors.isfinite(),
+    )
+
+
+def _rint127eps(rows: Tensor, amax: Tensor) -> _Quantized:
+    return _rint127(rows, amax + AMAX_EPSILON)
+
+
+def _div(rows: Tensor, amax: Tensor) -> _Quantized:
+    quotients = _quotients(rows, amax)
+    return _with_codes(quotients, torch.round(quotients.codes).clamp(-INT8_MAX, INT8_MAX))
+
+
+def _divtrunc16(rows: Tensor, amax: Tensor) -> _Quantized:
+    quotients = _quotients(rows, amax)
+    # Right for normal float16 numbers; smaller ones round to the code 0 either way.
+    cut = (quotients.codes.view(torch.int32) & _FLOAT16_MASK).view(torch.float32)
+    away = torch.copysign(torch.floor(cut.abs() + 0.5), cut)
+    return _with_codes(quotients, away.clamp(-INT8_MAX, INT8_MAX))
+
+
+def _triton(rows: Tensor, amax: Tensor) -> _Quantized:
+    quotients = _quotients(rows, amax)
+    return _with_codes(quotients, torch.floor(quotients.codes + 0.5).clamp(-128.0, INT8_MAX))
+
+
+def _quotients(rows: Tensor, amax: Tensor) -> _Quantized:
+    """Elements by the scale a / 127, not yet rounded."""
+    # `tensor / number` is a product with the rounded reciprocal on some devices.
+    scales = torch.div(amax, torch.full_like(amax, INT8_MAX))
+    return _Quantized(codes=torch.div(rows, scales), scales=scales, is_usable=scales > 0)
+
+
+def _with_codes(quotients: _Quantized, codes: Tensor) -> _Quantized:
+    return _Quantized(codes=codes, scales=quotients.scales, is_usable=quotients.is_usable)
+
+
+_PROFILES: dict[Int8Profile, Callable[[Tensor, Tensor], _Quantized]] = {
+    Int8Profile.RINT127: _rint127,
+    Int8Profile.RINT127EPS: _rint127eps,
+    Int8Profile.DIV: _div,
+    Int8Profile.DIVTRUNC16: _divtrunc16,
+    Int8Profile.TRITON: _triton,
+}

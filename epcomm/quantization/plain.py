@@ -1,0 +1,70 @@
+"""quantize() and dequantize(): the arithmetic of a wire format, in plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from epcomm.quantization.fp8 import dequantize_fp8, quantize_fp8
+from epcomm.quantization.int8 import Int8Profile, dequantize_int8, quantize_int8
+from epcomm.quantization.scale_layout import unpack_scales
+from epcomm.types import WireDtype, WireFormat, WireTensor
+
+
+def quantize(
+    hidden_states: Tensor,
+    wire_format: WireFormat,
+    *,
+    profile: Int8Profile = Int8Profile.RINT127,
+    out: WireTensor | None = None,
+) -> WireTensor:
+    """Hidden states as they travel.
+
+    Args:
+        hidden_states: [..., T, H], bfloat16, float16 or float32, any strides.
+        wire_format: what to make of them; an unquantised one casts.
+        profile: the arithmetic of INT8, ignored otherwise.
+        out: memory for a quantised result, its rows of any stride.
+
+    Returns:
+        Row-major scales, as they travel; scale_layout.arrange_scales() serves a reader.
+
+    Host sync: none.   Graph capture: yes.   Deterministic: yes.
+    Lifetime: an unquantised result may share memory with hidden_states.
+    Raises:
+        ConfigError: a format that the arithmetic does not know.
+        ShapeError: hidden_states or `out` do not fit.
+    """
+    if wire_format.dtype is WireDtype.FP8_E4M3:
+        return quantize_fp8(hidden_states, wire_format, out=out)
+    if wire_format.dtype is WireDtype.INT8:
+        return quantize_int8(hidden_states, wire_format, profile=profile, out=out)
+    data = hidden_states.to(wire_format.dtype.torch_dtype)
+    if out is None:
+        return WireTensor(data=data, format=wire_format)
+    out.data.copy_(data)
+    return out
+
+
+def dequantize(wire: WireTensor, dtype: torch.dtype) -> Tensor:
+    """What the wire says, [..., R, H] in `dtype`; scales in any layout.
+
+    Host sync: none.   Graph capture: yes.   Deterministic: yes.
+    Lifetime: an unquantised result may share memory with the wire.
+    """
+    plain = _with_plain_scales(wire)
+    if wire.format.dtype is WireDtype.FP8_E4M3:
+        return dequantize_fp8(plain, dtype)
+    if wire.format.dtype is WireDtype.INT8:
+        return dequantize_int8(plain, dtype)
+    return wire.data.to(dtype)
+
+
+def _with_plain_scales(wire: WireTensor) -> WireTensor:
+    """One element a scale; their strides do not matter here."""
+    if wire.scales is None or wire.scale_layout is None or not wire.scale_layout.packed:
+        return wire
+    num_scales = wire.format.num_scales(wire.data.shape[-1])
+    return replace(wire, scales=unpack_scales(wire.scales, num_scales), scale_layout=None)

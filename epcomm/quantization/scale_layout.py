@@ -1,0 +1,189 @@
+"""How scales lie in memory: row-major as they travel, or as a GEMM reads them.
+
+Column-major with 3 rows of 2 scales and an alignment of 4: memory holds
+s00 s10 s20 0 | s01 s11 s21 0, and the tensor is its [3, 2] view with strides (1, 4).
+Packed: the four bytes of an int32, lowest first, are four neighbouring power-of-two scales of a
+row; missing ones are 0. Both together: first packed, then column-major.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from epcomm.errors import ShapeError
+from epcomm.types import ScaleLayout, WireTensor, align_up
+
+# int32 holds four scales of one byte.
+SCALES_PER_WORD = 4
+
+
+def arrange_scales(scales: Tensor, layout: ScaleLayout) -> Tensor:
+    """Row-major scales [..., R, S] in the layout asked for; a new tensor unless that is row-major.
+
+    Raises:
+        ShapeError: packing of scales that are no powers of two.
+    """
+    packed = pack_scales(scales) if layout.packed else scales
+    return to_column_major(packed, layout.alignment) if layout.column_major else packed
+
+
+def restore_scales(scales: Tensor, layout: ScaleLayout, num_scales: int) -> Tensor:
+    """The inverse of arrange_scales(); num_scales is S."""
+    rows = from_column_major(scales) if layout.column_major else scales
+    return unpack_scales(rows, num_scales) if layout.packed else rows
+
+
+def to_column_major(scales: Tensor, alignment: int) -> Tensor:
+    """[..., R, S] scales as a view of [..., S, align_up(R, alignment)], filled up with zero bytes.
+
+    The tensor memory access unit reads columns that begin at multiples of 16 bytes: alignment 4.
+    """
+    *batch, num_rows, num_scales = scales.shape
+    shape = (*batch, num_scales, align_up(num_rows, alignment))
+    columns = torch.zeros(
+        (*shape, scales.dtype.itemsize), dtype=torch.uint8, device=scales.device
+    ).view(scales.dtype)
+    view = columns.squeeze(-1).transpose(-1, -2)[..., :num_rows, :]
+    view.copy_(scales)
+    return view
+
+
+def from_column_major(scales: Tensor) -> Tensor:
+    """[..., R, S] scales of any strides, row-major in memory of their own."""
+    # Not contiguous(): it keeps what strides a dimension of one element has.
+    return scales.clone(memory_format=torch.contiguous_format)
+
+
+def pack_scales(scales: Tensor) -> Tensor:
+    """[..., R, S] float8_e8m0fnu to [..., R, ceil(S / 4)] int32.
+
+    Raises:
+        ShapeError: scales of another dtype.
+    """
+    if scales.dtype != torch.float8_e8m0fnu:
+        raise ShapeError(
+            f"pack_scales: scales are {scales.dtype}, expected torch.float8_e8m0fnu; only powers "
+            "of two fit into a byte"
+        )
+    *rows, num_scales = scales.shape
+    num_words = align_up(num_scales, SCALES_PER_WORD) // SCALES_PER_WORD
+    shape = (*rows, num_words * SCALES_PER_WORD)
+    padded = torch.zeros(shape, dtype=torch.uint8, device=scales.device)
+    padded[..., :num_scales] = scales.contiguous().view(torch.uint8)
+    # All hosts and devices that torch serves store the lowest byte first.
+    return padded.view(torch.int32)
+
+
+def unpack_scales(packed: Tensor, num_scales: int) -> Tensor:
+    """[..., R, ceil(S / 4)] int32 to [..., R, S] float8_e8m0fnu; the inverse of pack_scales().
+
+    Raises:
+        ShapeError: another dtype, or not as many words as num_scales needs.
+    """
+    num_words = align_up(num_scales, SCALES_PER_WORD) // SCALES_PER_WORD
+    if packed.dtype != torch.int32 or packed.shape[-1] != num_words:
+        raise ShapeError(
+            f"unpack_scales: packed is {list(packed.shape)} {packed.dtype}, expected "
+            f"[..., {num_words}] torch.int32 for {num_scales} scales a row; pass what "
+            "pack_scales() returned"
+        )
+    codes = from_column_major(packed).view(torch.uint8)
+    return codes[..., :num_scales].contiguous().view(torch.float8_e8m0fnu)
+
+
+def check_scales(
+    wire: WireTensor,
+    expected: ScaleLayout,
+    *,
+    scale_block: int,
+    scale_dtype: torch.dtype,
+    caller: str = "check_scales",
+) -> None:
+    """Refuse scales that a reader would misread.
+
+    Args:
+        wire: what came; its scales may lie in any of the layouts.
+        expected: how the reader wants them.
+        scale_block: elements that share a scale, as the reader counts; 0 for a row.
+        scale_dtype: of one scale before packing, as the reader takes it.
+        caller: begins the message.
+
+    Host sync: none.
+    Raises:
+        ShapeError: names what came and what was expected.
+    """
+    fault = _find_fault(wire, expected, scale_block, scale_dtype)
+    if fault is None:
+        return
+    block = f"blocks of {scale_block}" if scale_block else "one a row"
+    raise ShapeError(
+        f"{caller}: {fault}: came {_describe_scales(wire)}, expected "
+        f"{_expected_shape(wire, expected, scale_block)} "
+        f"{_stored_dtype(expected, scale_dtype)}, {_describe_layout(expected)}, {block} of "
+        f"{scale_dtype}; quantise to that format and lay the scales out with arrange_scales()"
+    )
+
+
+def _find_fault(
+    wire: WireTensor, expected: ScaleLayout, scale_block: int, scale_dtype: torch.dtype
+) -> str | None:
+    scales, declared = wire.scales, wire.scale_layout or ScaleLayout()
+    if scales is None:
+        return "there are no scales"
+    if expected.packed and scale_dtype != torch.float8_e8m0fnu:
+        return "only power-of-two scales can be packed"
+    found = (
+        ("the block differs", wire.format.scale_block, scale_block),
+        ("the scale dtype of the format differs", wire.format.scale_dtype, scale_dtype),
+        ("the declared layout differs", declared, expected),
+        ("the dtype differs", scales.dtype, _stored_dtype(expected, scale_dtype)),
+        ("the shape differs", list(scales.shape), _expected_shape(wire, expected, scale_block)),
+    )
+    for fault, came, wanted in found:
+        if came != wanted:
+            return fault
+    return None if _has_order(scales, expected) else "the order in memory differs"
+
+
+def _stored_dtype(layout: ScaleLayout, scale_dtype: torch.dtype) -> torch.dtype:
+    return torch.int32 if layout.packed else scale_dtype
+
+
+def _expected_shape(wire: WireTensor, layout: ScaleLayout, scale_block: int) -> list[int]:
+    *rows, hidden_size = wire.data.shape
+    num_scales = -(-hidden_size // scale_block) if scale_block else 1
+    if layout.packed:
+        num_scales = align_up(num_scales, SCALES_PER_WORD) // SCALES_PER_WORD
+    return [*rows, num_scales]
+
+
+def _has_order(scales: Tensor, layout: ScaleLayout) -> bool:
+    """Whether strides are those of the layout; a dimension of one element has no order."""
+    if scales.numel() == 0:
+        return True
+    num_rows, num_scales = scales.shape[-2:]
+    row_stride, scale_stride = scales.stride()[-2:]
+    if not layout.column_major:
+        return (num_scales == 1 or scale_stride == 1) and (
+            num_rows == 1 or row_stride >= num_scales
+        )
+    is_aligned = scale_stride % layout.alignment == 0 and scale_stride >= num_rows
+    starts_aligned = scales.storage_offset() % layout.alignment == 0
+    return starts_aligned and (num_rows == 1 or row_stride == 1) and (num_scales == 1 or is_aligned)
+
+
+def _describe_scales(wire: WireTensor) -> str:
+    block = wire.format.scale_block
+    blocks = "no blocks" if block is None else f"blocks of {block}" if block else "one a row"
+    layout = _describe_layout(wire.scale_layout or ScaleLayout())
+    kind = f"{layout}, {blocks} of {wire.format.scale_dtype}"
+    if wire.scales is None:
+        return f"no scales, {kind}"
+    scales = wire.scales
+    return f"{list(scales.shape)} {scales.dtype} with strides {list(scales.stride())}, {kind}"
+
+
+def _describe_layout(layout: ScaleLayout) -> str:
+    order = f"column-major in multiples of {layout.alignment}" if layout.column_major else ""
+    return f"{order or 'row-major'}{', packed' if layout.packed else ''}"

@@ -1,0 +1,51 @@
+"""Rows that reach the corners of both formats, and tensors compared as bytes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from epcomm import WireTensor
+
+NAN, INF = float("nan"), float("inf")
+# Of varied_rows(): subnormal in bfloat16 too.
+SUBNORMAL_ROW = 6
+
+
+def varied_rows(hidden_size: int, dtype: torch.dtype, *, seed: int = 0) -> Tensor:
+    """[12, H]: ordinary, tiny, huge, zero, subnormal and broken rows, and ties."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(12, hidden_size, generator=generator)
+    sizes = torch.tensor([1.0, 1e-6, 1e4, 1e-3, 100.0, 0.0, 1e-39, 7e-45, 1.0, 1.0, 1.0, 1.0])
+    rows *= sizes.unsqueeze(1)
+    # Halves of every size: ties of each rounding.
+    rows[8] = torch.randint(-254, 255, (hidden_size,), generator=generator) / 2
+    rows[9, hidden_size // 2] = NAN
+    rows[10, -1] = -INF
+    rows[11, 0] = INF
+    return rows.to(dtype)
+
+
+def half_neighbours() -> Tensor:
+    """[1, N]: 127, so that the scale is 1, then halves of both signs and their neighbours."""
+    halves = torch.arange(0.5, 127, 1.0)
+    below = torch.nextafter(halves, torch.zeros(()))
+    above = torch.nextafter(halves, torch.full((), INF))
+    positive = torch.stack([below, halves, above], dim=1).flatten()
+    return torch.cat([torch.tensor([127.0]), positive, -positive]).unsqueeze(0)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """In which -0 differs from 0 and one NaN from another."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+def assert_same_bits(came: WireTensor, expected: WireTensor) -> None:
+    """Codes and scales, byte by byte."""
+    assert came.format == expected.format
+    assert came.scales is not None
+    assert expected.scales is not None
+    assert came.data.dtype == expected.data.dtype
+    assert came.scales.dtype == expected.scales.dtype
+    assert torch.equal(as_bytes(came.data).cpu(), as_bytes(expected.data).cpu())
+    assert torch.equal(as_bytes(came.scales).cpu(), as_bytes(expected.scales).cpu())

@@ -1,0 +1,312 @@
+"""FP8: bits of a recording and of an oracle by table, error bounds, blocks that are no numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epcomm import ConfigError, ShapeError, WireDtype, WireFormat, WireTensor
+from epcomm.quantization import (
+    FP8_FLOAT32_SCALES,
+    FP8_POWER_OF_TWO_SCALES,
+    INT8_PER_TOKEN,
+    dequantize,
+    quantize,
+)
+from epcomm.quantization.fp8 import dequantize_fp8, quantize_fp8
+from tests.quantization import oracle
+from tests.quantization.rows import INF, NAN, as_bytes, assert_same_bits, varied_rows
+
+CONTRACT = Path(__file__).parents[1] / "contracts" / "deep_ep_fp8_rows.json"
+RECORDED = json.loads(CONTRACT.read_text("utf-8"))["rows"]
+FORMATS = [
+    pytest.param(FP8_FLOAT32_SCALES, id="float32 scales"),
+    pytest.param(FP8_POWER_OF_TWO_SCALES, id="power-of-two scales"),
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def small_blocks(wire_format: WireFormat, block: int) -> WireFormat:
+    return WireFormat(
+        dtype=wire_format.dtype, scale_block=block, scale_dtype=wire_format.scale_dtype
+    )
+
+
+def scales_of(wire: WireTensor) -> torch.Tensor:
+    assert wire.scales is not None
+    return wire.scales
+
+
+def bits_of(number: float) -> str:
+    return np.float32(number).tobytes()[::-1].hex()
+
+
+@pytest.mark.parametrize("row", RECORDED, ids=lambda row: f"amax {row['x'][2]}")
+def test_recorded_rows_are_bit_equal(row: dict) -> None:
+    x = torch.full((1, 256), float(row["x"][2]), dtype=torch.bfloat16)
+    x[0, :2] = torch.tensor(row["x"][:2])
+    wire = quantize(x, FP8_FLOAT32_SCALES)
+    assert [bits_of(scale) for scale in scales_of(wire)[0, :1].tolist()] == [row["float32"]["bits"]]
+    assert wire.data[0, :3].float().tolist() == row["float32"]["codes"]
+    wire = quantize(x, FP8_POWER_OF_TWO_SCALES)
+    assert as_bytes(scales_of(wire))[0, 0].item() == row["power_of_two"]["byte"]
+    assert wire.data[0, :3].float().tolist() == row["power_of_two"]["codes"]
+
+
+def test_recording_tells_a_product_from_a_quotient() -> None:
+    differing = [
+        row
+        for row in RECORDED
+        if row["x"][2] and bits_of(row["x"][2] / 448) != row["float32"]["bits"]
+    ]
+    assert len(differing) >= 5, "the recording would not notice amax / 448"
+
+
+def test_worked_example() -> None:
+    x = torch.tensor([[896.0, 448.0, 1.0, 0.0, 3.5]])
+    wire = quantize(x, small_blocks(FP8_POWER_OF_TWO_SCALES, 4))
+    assert as_bytes(scales_of(wire)).tolist() == [[128, 120]]
+    assert wire.data.float().tolist() == [[448.0, 224.0, 0.5, 0.0, 448.0]]
+    assert torch.equal(dequantize(wire, torch.float32), x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wire_format", FORMATS)
+@pytest.mark.parametrize(("hidden_size", "block"), [(1, 128), (37, 8), (256, 128), (300, 128)])
+def test_bits_equal_the_oracle(
+    hidden_size: int, block: int, wire_format: WireFormat, dtype: torch.dtype
+) -> None:
+    x = varied_rows(hidden_size, dtype)
+    wire = quantize(x, small_blocks(wire_format, block))
+    codes, scales = as_bytes(wire.data).tolist(), scales_of(wire).float().tolist()
+    for row, elements in enumerate(x.float().numpy()):
+        for place, first in enumerate(range(0, hidden_size, block)):
+            last = min(first + block, hidden_size)
+            expected_codes, expected_scale = oracle.fp8_block(
+                elements[first:last], is_power_of_two=wire_format is FP8_POWER_OF_TWO_SCALES
+            )
+            assert codes[row][first:last] == expected_codes
+            assert scales[row][place] == pytest.approx(expected_scale, rel=0, abs=0, nan_ok=True)
+
+
+@pytest.mark.parametrize("wire_format", FORMATS)
+def test_error_is_half_a_unit_in_the_last_place_of_the_code(wire_format: WireFormat) -> None:
+    x = torch.randn(64, 200, generator=torch.Generator().manual_seed(1)) * 10
+    wire = quantize(x, wire_format)
+    restored = dequantize(wire, torch.float32).double()
+    scales = scales_of(wire).double().repeat_interleave(128, dim=1)[:, :200]
+    # Reciprocal, factor, two products: four roundings; powers of two need none.
+    slack = 0.0 if wire_format is FP8_POWER_OF_TWO_SCALES else 4 * 2.0**-24
+    for value, got, scale in zip(
+        x.flatten().tolist(), restored.flatten().tolist(), scales.flatten().tolist(), strict=True
+    ):
+        bound = scale * oracle.half_ulp(min(abs(value) / scale, 448.0)) + slack * abs(value)
+        assert abs(value - got) <= bound
+
+
+def test_power_of_two_scales_equal_frexp_at_every_boundary() -> None:
+    # Each power of two times 448, and both neighbours, over the range of float32.
+    boundary = torch.ldexp(torch.full((128,), 1.75), torch.arange(-4, 124))
+    below = torch.nextafter(boundary, torch.zeros(()))
+    above = torch.nextafter(boundary, torch.full((), INF))
+    amax = torch.cat([boundary, below, above, torch.tensor([1e-4, 3.4028234663852886e38])])
+    wire = quantize(amax.unsqueeze(1), FP8_POWER_OF_TWO_SCALES)
+    expected = [
+        oracle.smallest_exponent(max(a, float(np.float32(1e-4)))) + 127 for a in amax.tolist()
+    ]
+    assert as_bytes(scales_of(wire)).flatten().tolist() == expected
+
+
+def test_rounding_before_the_logarithm_would_not_differ_from_exact_exponents() -> None:
+    """What DeepEP computes, ceil(log2(amax * float32(1 / 448))), for every fraction of float32."""
+    amax = (np.arange(2**23, dtype=np.uint32) | np.uint32(0x3F800000)).view(np.float32)
+    bits = (amax * np.float32(1 / 448)).view(np.uint32).astype(np.int64)
+    theirs = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
+    x = torch.from_numpy(amax).unsqueeze(1)
+    wire = quantize(x, small_blocks(FP8_POWER_OF_TWO_SCALES, 1))
+    assert np.array_equal(as_bytes(scales_of(wire)).flatten().numpy(), theirs)
+
+
+def test_all_byte_scales_are_powers_of_two() -> None:
+    codes = torch.ones(255, 1).to(torch.float8_e4m3fn)
+    scales = torch.arange(255, dtype=torch.uint8).view(torch.float8_e8m0fnu).unsqueeze(1)
+    wire = WireTensor(data=codes, format=FP8_POWER_OF_TWO_SCALES, scales=scales)
+    expected = [math.ldexp(1.0, byte - 127) for byte in range(255)]
+    assert dequantize(wire, torch.float32).flatten().tolist() == expected
+
+
+@pytest.mark.parametrize("wire_format", FORMATS)
+@pytest.mark.parametrize("value", [NAN, INF, -INF, -NAN])
+def test_a_block_that_is_no_number_is_nan_and_its_neighbours_are_not(
+    value: float, wire_format: WireFormat
+) -> None:
+    x = torch.ones(2, 300)
+    x[1, 130] = value
+    wire = quantize(x, wire_format)
+    assert scales_of(wire).float().isnan().tolist() == [[False] * 3, [False, True, False]]
+    restored = dequantize(wire, torch.bfloat16)
+    assert restored[1, 128:256].isnan().all()
+    assert restored[1, :128].isfinite().all()
+    assert restored[1, 256:].isfinite().all()
+    # Whoever drops the scales meets NaN too.
+    assert wire.data[1, 128:256].float().isnan().all()
+    if wire_format is FP8_POWER_OF_TWO_SCALES:
+        assert as_bytes(scales_of(wire))[1, 1].item() == 0xFF
+
+
+@pytest.mark.parametrize("wire_format", FORMATS)
+def test_zero_blocks_have_zero_codes_and_positive_scales(wire_format: WireFormat) -> None:
+    wire = quantize(torch.zeros(3, 129, dtype=torch.bfloat16), wire_format)
+    assert not as_bytes(wire.data).any()
+    scales = scales_of(wire).float()
+    assert bool(((scales > 0) & scales.isfinite()).all())
+    assert not dequantize(wire, torch.bfloat16).any()
+
+
+@pytest.mark.parametrize("wire_format", FORMATS)
+def test_nothing_saturates_at_the_ends_of_float32(wire_format: WireFormat) -> None:
+    largest = torch.finfo(torch.float32).max
+    x = torch.tensor([[largest, -largest, 1.0], [2e-45, -1e-38, 0.0]])
+    wire = quantize(x, wire_format)
+    assert wire.data.float().isfinite().all()
+    assert scales_of(wire).float().isfinite().all()
+
+
+@pytest.mark.parametrize("wire_format", FORMATS)
+def test_no_tokens(wire_format: WireFormat) -> None:
+    wire = quantize(torch.zeros(0, 300), wire_format)
+    assert wire.data.shape == (0, 300)
+    assert scales_of(wire).shape == (0, 3)
+    assert dequantize(wire, torch.bfloat16).shape == (0, 300)
+
+
+@pytest.mark.parametrize("wire_format", FORMATS)
+def test_leading_dimensions_and_strides_change_nothing(wire_format: WireFormat) -> None:
+    x = varied_rows(300, torch.bfloat16)
+    strided = torch.empty(12, 400, dtype=torch.bfloat16)[:, :300].copy_(x)
+    flat = quantize(x, wire_format)
+    assert_same_bits(quantize(strided, wire_format), flat)
+    masked = quantize(x.view(3, 4, 300), wire_format)
+    assert masked.data.shape == (3, 4, 300)
+    assert scales_of(masked).shape == (3, 4, 3)
+    assert torch.equal(as_bytes(masked.data).flatten(0, 1), as_bytes(flat.data))
+    restored = dequantize(masked, torch.float32).flatten(0, 1)
+    assert torch.equal(restored.nan_to_num(), dequantize(flat, torch.float32).nan_to_num())
+
+
+def test_one_scale_a_row() -> None:
+    per_row = small_blocks(FP8_FLOAT32_SCALES, 0)
+    x = varied_rows(37, torch.float32)
+    assert_same_bits(
+        WireTensor(
+            data=quantize(x, per_row).data, format=per_row, scales=quantize(x, per_row).scales
+        ),
+        WireTensor(
+            data=quantize(x, small_blocks(per_row, 37)).data,
+            format=per_row,
+            scales=quantize(x, small_blocks(per_row, 37)).scales,
+        ),
+    )
+    assert torch.equal(
+        dequantize(quantize(x[:5], per_row), torch.float32),
+        dequantize(quantize(x[:5], small_blocks(per_row, 37)), torch.float32),
+    )
+
+
+FINITE = st.floats(min_value=-(2.0**100), max_value=2.0**100, width=32)
+BLOCKS = st.lists(FINITE, min_size=1, max_size=20)
+
+
+@given(values=BLOCKS, wire_format=st.sampled_from([FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES]))
+@settings(max_examples=200, deadline=None)
+def test_codes_keep_order_and_sign(values: list[float], wire_format: WireFormat) -> None:
+    x = torch.tensor([sorted(values)], dtype=torch.float32)
+    codes = quantize(x, wire_format).data.float()[0]
+    assert bool((codes.diff() >= 0).all())
+    assert bool((codes * x[0].sign() >= 0).all())
+
+
+@given(values=BLOCKS)
+@settings(max_examples=200, deadline=None)
+def test_quantising_again_changes_nothing(values: list[float]) -> None:
+    x = torch.tensor([values], dtype=torch.float32)
+    once = quantize(x, FP8_FLOAT32_SCALES)
+    again = quantize(dequantize(once, torch.float32), FP8_FLOAT32_SCALES)
+    assert torch.equal(as_bytes(again.data), as_bytes(once.data))
+    # The scale may halve where rounding brought the largest code down to 224: equal as values.
+    restored = dequantize(quantize(x, FP8_POWER_OF_TWO_SCALES), torch.float32)
+    again = quantize(restored, FP8_POWER_OF_TWO_SCALES)
+    assert torch.equal(dequantize(again, torch.float32), restored)
+
+
+@given(
+    codes=st.lists(st.integers(0, 255).filter(lambda c: c & 0x7F != 0x7F), max_size=20),
+    exponent=st.integers(-22, 100),
+)
+@settings(max_examples=200, deadline=None)
+def test_representable_values_come_back_exactly(codes: list[int], exponent: int) -> None:
+    # 448 is there, so the scale is that power of two.
+    values = [oracle.e4m3_value(code) * 2.0**exponent for code in [*codes, 0x7E]]
+    wire = quantize(torch.tensor([values], dtype=torch.float32), FP8_POWER_OF_TWO_SCALES)
+    assert as_bytes(wire.data).tolist() == [[*codes, 0x7E]]
+    assert as_bytes(scales_of(wire)).tolist() == [[exponent + 127]]
+    assert dequantize(wire, torch.float32).tolist() == [values]
+
+
+@pytest.mark.parametrize("wire_format", FORMATS)
+def test_output_may_lie_in_rows_of_a_message(wire_format: WireFormat) -> None:
+    x = varied_rows(300, torch.bfloat16)
+    scale_bytes = wire_format.scale_bytes(300)
+    assert wire_format.scale_dtype is not None
+    rows = torch.full((12, 352), 0xA5, dtype=torch.uint8)
+    out = WireTensor(
+        data=rows[:, :300].view(torch.float8_e4m3fn),
+        format=wire_format,
+        scales=rows[:, 304 : 304 + scale_bytes].view(wire_format.scale_dtype),
+    )
+    assert quantize(x, wire_format, out=out) is out
+    assert_same_bits(out, quantize(x, wire_format))
+    assert bool((rows[:, 300:304] == 0xA5).all())
+    assert bool((rows[:, 304 + scale_bytes :] == 0xA5).all())
+
+
+def test_wrong_output_is_refused_with_both_sides() -> None:
+    out = quantize(torch.zeros(2, 256), FP8_FLOAT32_SCALES)
+    with pytest.raises(ShapeError, match=r"\[2, 256\].*expected.*\[3, 256\]"):
+        quantize(torch.zeros(3, 256), FP8_FLOAT32_SCALES, out=out)
+    with pytest.raises(ShapeError, match=r"float32 on cpu, expected .*float8_e8m0fnu on cpu"):
+        quantize(torch.zeros(2, 256), FP8_POWER_OF_TWO_SCALES, out=out)
+
+
+def test_wrong_formats_and_inputs_are_refused() -> None:
+    uint8_scales = WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=128, scale_dtype=torch.uint8)
+    with pytest.raises(ConfigError, match=r"torch\.uint8, expected fp8_e4m3"):
+        quantize(torch.zeros(1, 8), uint8_scales)
+    with pytest.raises(ConfigError, match=r"int8/0 .*expected fp8_e4m3"):
+        quantize_fp8(torch.zeros(1, 8), INT8_PER_TOKEN)
+    with pytest.raises(ConfigError, match=r"int8/0 .*expected fp8_e4m3"):
+        dequantize_fp8(quantize(torch.zeros(1, 8), INT8_PER_TOKEN), torch.float32)
+    with pytest.raises(ShapeError, match=r"torch\.float64, expected bfloat16"):
+        quantize(torch.zeros(1, 8, dtype=torch.float64), FP8_FLOAT32_SCALES)
+    with pytest.raises(ShapeError, match=r"\[1, 0\], expected"):
+        quantize(torch.zeros(1, 0), FP8_FLOAT32_SCALES)
+    with pytest.raises(ShapeError, match=r"\[8\], expected"):
+        quantize(torch.zeros(8), FP8_FLOAT32_SCALES)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_unquantised_formats_cast(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 5)
+    wire = quantize(x, WireFormat.of(dtype))
+    assert wire.scales is None
+    assert torch.equal(wire.data, x.to(dtype))
+    assert torch.equal(dequantize(wire, torch.float32), x.to(dtype).float())
+    out = WireTensor(data=torch.empty(3, 5, dtype=dtype), format=WireFormat.of(dtype))
+    assert torch.equal(quantize(x, out.format, out=out).data, wire.data)

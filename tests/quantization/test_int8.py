@@ -1,0 +1,240 @@
+"""INT8: five profiles bit-equal to golden rows and to numpy, rows without a defined result."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epcomm import ConfigError, ShapeError, WireDtype, WireFormat, WireTensor
+from epcomm.quantization import (
+    FP8_FLOAT32_SCALES,
+    INT8_PER_TOKEN,
+    Int8Profile,
+    dequantize,
+    quantize,
+)
+from epcomm.quantization.int8 import dequantize_int8, quantize_int8
+from tests.quantization import oracle
+from tests.quantization.rows import (
+    INF,
+    NAN,
+    as_bytes,
+    assert_same_bits,
+    half_neighbours,
+    varied_rows,
+)
+
+CONTRACT = Path(__file__).parents[1] / "contracts" / "ascend_quant_profiles.json"
+GOLDEN = json.loads(CONTRACT.read_text("utf-8"))
+X = torch.tensor(GOLDEN["x"]["values"], dtype=torch.bfloat16)
+PROFILES = list(Int8Profile)
+# Rows of varied_rows() whose scales are normal numbers, in every dtype.
+ORDINARY = [0, 2, 3, 4, 8]
+
+
+def scales_of(wire: WireTensor) -> torch.Tensor:
+    assert wire.scales is not None
+    return wire.scales
+
+
+def bits_of(scales: torch.Tensor) -> list[str]:
+    return [f"{bits & 0xFFFFFFFF:08x}" for bits in scales.flatten().view(torch.int32).tolist()]
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_golden_rows_are_bit_equal(profile: Int8Profile) -> None:
+    expected = GOLDEN["profiles"][profile.value]
+    wire = quantize(X, INT8_PER_TOKEN, profile=profile)
+    num_defined = 0
+    for row, (codes, bits) in enumerate(
+        zip(expected["codes"]["values"], expected["scale"]["bits"], strict=True)
+    ):
+        if bits is not None:
+            assert wire.data[row].tolist() == codes, f"row {row}"
+            assert bits_of(scales_of(wire)[row]) == [bits], f"row {row}"
+            num_defined += 1
+    assert num_defined >= len(X) - 1
+
+
+def test_golden_rows_would_notice_a_rounded_reciprocal() -> None:
+    amax = X.float().abs().amax(1)
+    bits = GOLDEN["profiles"]["rint127"]["scale"]["bits"]
+    trapped = bits_of(1.0 / (127.0 / amax))
+    noticed = [row for row in range(len(X)) if bits[row] is not None and trapped[row] != bits[row]]
+    assert set(GOLDEN["reciprocal_trap"]["rows"]) <= set(noticed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("hidden_size", [1, 37, 300])
+@pytest.mark.parametrize("profile", PROFILES)
+def test_bits_equal_the_oracle(profile: Int8Profile, hidden_size: int, dtype: torch.dtype) -> None:
+    x = varied_rows(hidden_size, dtype)[ORDINARY]
+    wire = quantize(x, INT8_PER_TOKEN, profile=profile)
+    for row, elements in enumerate(x.float().numpy()):
+        codes, scale = oracle.int8_row(elements, profile.value)
+        assert wire.data[row].tolist() == codes
+        assert scales_of(wire)[row].item() == scale
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_neighbours_of_halves(profile: Int8Profile) -> None:
+    """The float32 below 0.5, plus 0.5, is 1: only a cut to float16 keeps it below."""
+    x = half_neighbours()
+    wire = quantize(x, INT8_PER_TOKEN, profile=profile)
+    codes, scale = oracle.int8_row(x[0].numpy(), profile.value)
+    assert scale == 1.0
+    assert wire.data[0].tolist() == codes
+    below_half = {Int8Profile.TRITON: 1}.get(profile, 0)
+    assert wire.data[0, 1].item() == below_half
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_error_is_at_most_half_a_scale(profile: Int8Profile) -> None:
+    x = torch.randn(64, 200, generator=torch.Generator().manual_seed(1))
+    wire = quantize(x, INT8_PER_TOKEN, profile=profile)
+    restored = dequantize(wire, torch.float32).double()
+    # Five roundings of float32; float16 cuts up to 2**-4 of a unit off, beyond 64.
+    cut = 2.0**-4 if profile is Int8Profile.DIVTRUNC16 else 0.0
+    bound = (0.5 + cut) * scales_of(wire).double() + 5 * 2.0**-24 * x.double().abs()
+    assert bool(((x.double() - restored).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_zero_rows(profile: Int8Profile) -> None:
+    wire = quantize(torch.zeros(2, 5), INT8_PER_TOKEN, profile=profile)
+    assert not wire.data.any()
+    # The golden data define this one: 1e-12 / 127.
+    expected = ["280dd87d" if profile is Int8Profile.RINT127EPS else "00000000"] * 2
+    assert bits_of(scales_of(wire)) == expected
+    assert not dequantize(wire, torch.float32).any()
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("profile", PROFILES)
+def test_rows_that_are_no_numbers_are_nan_and_others_are_not(
+    profile: Int8Profile, value: float
+) -> None:
+    x = torch.ones(3, 40)
+    x[1, 7] = value
+    wire = quantize(x, INT8_PER_TOKEN, profile=profile)
+    assert bits_of(scales_of(wire)[1]) == ["7fc00000"]
+    assert not wire.data[1].any()
+    restored = dequantize(wire, torch.bfloat16)
+    assert restored[1].isnan().all()
+    assert restored[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("amax", [1e-45, 1.5 * 127 * 1.4e-45, 1e-40, 3e-37, 1e-36])
+@pytest.mark.parametrize("profile", PROFILES)
+def test_subnormal_rows_neither_overflow_nor_turn_their_sign(
+    profile: Int8Profile, amax: float
+) -> None:
+    x = torch.tensor([[amax, -amax, amax / 2, 0.0]])
+    wire = quantize(x, INT8_PER_TOKEN, profile=profile)
+    assert scales_of(wire).isfinite().all()
+    codes = wire.data[0].int()
+    assert bool((codes * x[0].sign() >= 0).all())
+    assert dequantize(wire, torch.float32).isfinite().all()
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_largest_numbers(profile: Int8Profile) -> None:
+    largest = torch.finfo(torch.float32).max
+    wire = quantize(torch.tensor([[largest, -largest]]), INT8_PER_TOKEN, profile=profile)
+    assert wire.data.tolist() == [[127, -127]]
+    assert scales_of(wire).isfinite().all()
+
+
+def test_no_tokens_leading_dimensions_and_strides() -> None:
+    empty = quantize(torch.zeros(0, 5), INT8_PER_TOKEN)
+    assert empty.data.shape == (0, 5)
+    assert scales_of(empty).shape == (0, 1)
+    x = varied_rows(37, torch.bfloat16)
+    flat = quantize(x, INT8_PER_TOKEN)
+    assert_same_bits(quantize(x.repeat(1, 2)[:, :37], INT8_PER_TOKEN), flat)
+    masked = quantize(x.view(3, 4, 37), INT8_PER_TOKEN)
+    assert torch.equal(masked.data.flatten(0, 1), flat.data)
+    assert scales_of(masked).shape == (3, 4, 1)
+
+
+def test_output_may_lie_in_rows_of_a_message() -> None:
+    x = varied_rows(37, torch.bfloat16)
+    rows = torch.full((12, 64), 0xA5, dtype=torch.uint8)
+    out = WireTensor(
+        data=rows[:, :37].view(torch.int8),
+        format=INT8_PER_TOKEN,
+        scales=rows[:, 40:44].view(torch.float32),
+    )
+    assert quantize(x, INT8_PER_TOKEN, out=out) is out
+    assert_same_bits(out, quantize(x, INT8_PER_TOKEN))
+    assert bool((rows[:, 37:40] == 0xA5).all())
+    assert bool((rows[:, 44:] == 0xA5).all())
+
+
+def test_wrong_formats_and_inputs_are_refused() -> None:
+    in_blocks = WireFormat(dtype=WireDtype.INT8, scale_block=128, scale_dtype=torch.float32)
+    with pytest.raises(ConfigError, match=r"int8/128 .*expected int8/0"):
+        quantize(torch.zeros(1, 8), in_blocks)
+    with pytest.raises(ConfigError, match=r"fp8_e4m3/128 .*expected int8/0"):
+        dequantize_int8(quantize(torch.zeros(1, 8), FP8_FLOAT32_SCALES), torch.float32)
+    with pytest.raises(ShapeError, match=r"torch\.int32, expected"):
+        quantize_int8(torch.zeros(1, 8, dtype=torch.int32))
+
+
+ROWS = st.lists(
+    st.floats(min_value=-(2.0**100), max_value=2.0**100, width=32), min_size=1, max_size=20
+)
+
+
+@given(values=ROWS, profile=st.sampled_from(PROFILES))
+@settings(max_examples=200, deadline=None)
+def test_codes_keep_order_and_sign(values: list[float], profile: Int8Profile) -> None:
+    x = torch.tensor([sorted(values)], dtype=torch.float32)
+    codes = quantize(x, INT8_PER_TOKEN, profile=profile).data[0].int()
+    assert bool((codes.diff() >= 0).all())
+    assert bool((codes * x[0].sign() >= 0).all())
+
+
+@given(values=ROWS, profile=st.sampled_from(PROFILES))
+@settings(max_examples=200, deadline=None)
+def test_quantising_again_changes_no_code(values: list[float], profile: Int8Profile) -> None:
+    # Not so small that what rint127eps adds is felt.
+    x = torch.tensor([[1.0, *values]], dtype=torch.float32)
+    once = quantize(x, INT8_PER_TOKEN, profile=profile)
+    again = quantize(dequantize(once, torch.float32), INT8_PER_TOKEN, profile=profile)
+    assert torch.equal(again.data, once.data)
+
+
+@given(
+    codes=st.lists(st.integers(-127, 127), max_size=20),
+    exponent=st.integers(-20, 80),
+    profile=st.sampled_from([p for p in PROFILES if p is not Int8Profile.RINT127EPS]),
+)
+@settings(max_examples=200, deadline=None)
+def test_representable_values_come_back_exactly(
+    codes: list[int], exponent: int, profile: Int8Profile
+) -> None:
+    codes = [*codes, 127]
+    values = np.array([codes], dtype=np.float32) * np.float32(2.0**exponent)
+    wire = quantize(torch.from_numpy(values), INT8_PER_TOKEN, profile=profile)
+    assert wire.data.tolist() == [codes]
+    assert np.array_equal(dequantize(wire, torch.float32).numpy(), values)
+
+
+def test_profiles_agree_but_for_single_units() -> None:
+    x = torch.randn(256, 512, generator=torch.Generator().manual_seed(2)).bfloat16()
+    base = quantize(x, INT8_PER_TOKEN)
+    for profile in PROFILES:
+        other = quantize(x, INT8_PER_TOKEN, profile=profile)
+        difference = (other.data.int() - base.data.int()).abs()
+        assert difference.max() <= 1
+        # The share that separates the profiles: at most 0.2 % of codes.
+        assert (difference > 0).float().mean() <= 0.002
+        assert torch.allclose(scales_of(other), scales_of(base), rtol=2e-7, atol=0)
+    assert as_bytes(base.data).shape == (256, 512)

@@ -1,0 +1,308 @@
+"""Scale layouts: worked memory, inverses, and a refusal that names both sides for every fault."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from epcomm import ShapeError, WireFormat, WireTensor
+from epcomm.quantization import (
+    FP8_FLOAT32_SCALES,
+    FP8_POWER_OF_TWO_SCALES,
+    INT8_PER_TOKEN,
+    arrange_scales,
+    check_scales,
+    dequantize,
+    quantize,
+    restore_scales,
+)
+from epcomm.quantization.scale_layout import pack_scales, unpack_scales
+from epcomm.types import ScaleLayout
+from tests.quantization.rows import as_bytes
+
+ROW_MAJOR = ScaleLayout()
+COLUMNS = ScaleLayout(column_major=True, alignment=4)
+PACKED = ScaleLayout(packed=True)
+PACKED_COLUMNS = ScaleLayout(column_major=True, alignment=4, packed=True)
+LAYOUTS = [
+    pytest.param(ROW_MAJOR, id="row-major"),
+    pytest.param(COLUMNS, id="column-major"),
+    pytest.param(PACKED, id="packed"),
+    pytest.param(PACKED_COLUMNS, id="packed column-major"),
+]
+
+
+def e8m0(values: list[list[int]]) -> Tensor:
+    return torch.tensor(values, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def memory_of(view: Tensor) -> list:
+    """All elements of the memory behind a view, in order."""
+    return torch.as_strided(
+        view, (view.untyped_storage().nbytes() // view.itemsize,), (1,)
+    ).tolist()
+
+
+def test_worked_column_major() -> None:
+    view = arrange_scales(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), COLUMNS)
+    assert view.tolist() == [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
+    assert view.stride() == (1, 4)
+    assert memory_of(view) == [1.0, 3.0, 5.0, 0.0, 2.0, 4.0, 6.0, 0.0]
+
+
+def test_worked_packing() -> None:
+    packed = pack_scales(e8m0([[1, 2, 3, 4, 5], [0xFF, 0, 0, 0x7F, 0xFE]]))
+    assert packed.dtype == torch.int32
+    assert packed.tolist() == [[0x04030201, 5], [0x7F0000FF, 0xFE]]
+
+
+def test_recorded_word_of_power_of_two_scales() -> None:
+    """Four blocks with the scale 2**-4 are 0x7B7B7B7B in DeepEP's recording."""
+    wire = quantize(torch.full((1, 512), 18.0), FP8_POWER_OF_TWO_SCALES)
+    assert wire.scales is not None
+    assert pack_scales(wire.scales).tolist() == [[0x7B7B7B7B]]
+
+
+@pytest.mark.parametrize("num_scales", [1, 3, 4, 9])
+@pytest.mark.parametrize("num_rows", [0, 1, 4, 5])
+@pytest.mark.parametrize("batch", [[], [2]], ids=["rows", "masked"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_inverse_restores_all_bits(
+    layout: ScaleLayout, batch: list[int], num_rows: int, num_scales: int
+) -> None:
+    generator = torch.Generator().manual_seed(num_scales)
+    shape = (*batch, num_rows, num_scales)
+    codes = torch.randint(0, 256, shape, generator=generator).to(torch.uint8)
+    scales = codes.view(torch.float8_e8m0fnu)
+    arranged = arrange_scales(scales, layout)
+    assert torch.equal(as_bytes(restore_scales(arranged, layout, num_scales)), codes)
+    num_columns = -(-num_scales // 4) if layout.packed else num_scales
+    assert arranged.shape == (*batch, num_rows, num_columns)
+    if layout.column_major and num_rows:
+        assert arranged.stride()[-2:] == (1, -(-num_rows // 4) * 4)
+    if not layout.packed:
+        floats = torch.randn(shape, generator=generator)
+        there = arrange_scales(floats, layout)
+        assert torch.equal(restore_scales(there, layout, num_scales), floats)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dequantising_reads_every_layout(layout: ScaleLayout) -> None:
+    x = torch.randn(5, 700)
+    wire = quantize(x, FP8_POWER_OF_TWO_SCALES)
+    assert wire.scales is not None
+    arranged = replace(wire, scales=arrange_scales(wire.scales, layout), scale_layout=layout)
+    assert torch.equal(dequantize(arranged, torch.float32), dequantize(wire, torch.float32))
+
+
+def test_only_fitting_tensors_are_packed_and_unpacked() -> None:
+    with pytest.raises(ShapeError, match=r"torch\.float32, expected torch\.float8_e8m0fnu"):
+        arrange_scales(torch.ones(2, 4), PACKED)
+    with pytest.raises(ShapeError, match=r"\[2, 1\] torch\.float32, expected \[\.\.\., 1\]"):
+        unpack_scales(torch.ones(2, 1), 4)
+    with pytest.raises(ShapeError, match=r"\[2, 1\] torch\.int32, expected \[\.\.\., 2\]"):
+        unpack_scales(torch.ones(2, 1, dtype=torch.int32), 5)
+
+
+def arranged_wire(wire_format: WireFormat, layout: ScaleLayout, num_rows: int = 5) -> WireTensor:
+    wire = quantize(torch.ones(num_rows, 700), wire_format)
+    assert wire.scales is not None
+    return replace(wire, scales=arrange_scales(wire.scales, layout), scale_layout=layout)
+
+
+def check(wire: WireTensor, expected: ScaleLayout, wire_format: WireFormat) -> None:
+    assert wire_format.scale_block is not None
+    assert wire_format.scale_dtype is not None
+    check_scales(
+        wire,
+        expected,
+        scale_block=wire_format.scale_block,
+        scale_dtype=wire_format.scale_dtype,
+        caller="grouped_mm",
+    )
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 5])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fitting_scales_pass(layout: ScaleLayout, num_rows: int) -> None:
+    wire = arranged_wire(FP8_POWER_OF_TWO_SCALES, layout, num_rows)
+    check(wire, layout, FP8_POWER_OF_TWO_SCALES)
+    if not layout.packed:
+        check(arranged_wire(FP8_FLOAT32_SCALES, layout, num_rows), layout, FP8_FLOAT32_SCALES)
+
+
+def test_scales_inside_rows_of_a_message_and_of_masked_batches_pass() -> None:
+    wire = arranged_wire(FP8_FLOAT32_SCALES, ROW_MAJOR)
+    apart = torch.empty(5, 20)[:, :6].copy_(torch.ones(5, 6))
+    check(replace(wire, scales=apart, scale_layout=None), ROW_MAJOR, FP8_FLOAT32_SCALES)
+    masked = quantize(torch.ones(2, 5, 700), FP8_FLOAT32_SCALES)
+    assert masked.scales is not None
+    arranged = arrange_scales(masked.scales, COLUMNS)
+    check(replace(masked, scales=arranged, scale_layout=COLUMNS), COLUMNS, FP8_FLOAT32_SCALES)
+    per_token = quantize(torch.ones(5, 700), INT8_PER_TOKEN)
+    check(per_token, ROW_MAJOR, INT8_PER_TOKEN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    id: str
+    wire: WireTensor
+    expected: ScaleLayout
+    format: WireFormat
+    came: str
+    wanted: str
+
+
+FLOAT32 = arranged_wire(FP8_FLOAT32_SCALES, ROW_MAJOR)
+FLOAT32_COLUMNS = arranged_wire(FP8_FLOAT32_SCALES, COLUMNS)
+BYTES = arranged_wire(FP8_POWER_OF_TWO_SCALES, ROW_MAJOR)
+PACKED_WIRE = arranged_wire(FP8_POWER_OF_TWO_SCALES, PACKED)
+FAULTS = [
+    Fault(
+        id="none",
+        wire=replace(FLOAT32, scales=None),
+        expected=ROW_MAJOR,
+        format=FP8_FLOAT32_SCALES,
+        came="no scales",
+        wanted="[5, 6] torch.float32, row-major, blocks of 128",
+    ),
+    Fault(
+        id="too few columns",
+        wire=replace(FLOAT32, scales=torch.ones(5, 5)),
+        expected=ROW_MAJOR,
+        format=FP8_FLOAT32_SCALES,
+        came="[5, 5] torch.float32",
+        wanted="[5, 6] torch.float32",
+    ),
+    Fault(
+        id="too few rows",
+        wire=replace(FLOAT32, scales=torch.ones(4, 6)),
+        expected=ROW_MAJOR,
+        format=FP8_FLOAT32_SCALES,
+        came="[4, 6] torch.float32",
+        wanted="[5, 6] torch.float32",
+    ),
+    Fault(
+        id="dtype",
+        wire=replace(FLOAT32, scales=torch.ones(5, 6, dtype=torch.bfloat16)),
+        expected=ROW_MAJOR,
+        format=FP8_FLOAT32_SCALES,
+        came="[5, 6] torch.bfloat16",
+        wanted="[5, 6] torch.float32",
+    ),
+    Fault(
+        id="float32 for powers of two",
+        wire=FLOAT32,
+        expected=ROW_MAJOR,
+        format=FP8_POWER_OF_TWO_SCALES,
+        came="blocks of 128 of torch.float32",
+        wanted="blocks of 128 of torch.float8_e8m0fnu",
+    ),
+    Fault(
+        id="row-major for column-major",
+        wire=FLOAT32,
+        expected=COLUMNS,
+        format=FP8_FLOAT32_SCALES,
+        came="strides [6, 1], row-major",
+        wanted="column-major in multiples of 4",
+    ),
+    Fault(
+        id="row-major that says column-major",
+        wire=replace(FLOAT32, scale_layout=COLUMNS),
+        expected=COLUMNS,
+        format=FP8_FLOAT32_SCALES,
+        came="strides [6, 1]",
+        wanted="column-major in multiples of 4",
+    ),
+    Fault(
+        id="column-major that says row-major",
+        wire=replace(FLOAT32_COLUMNS, scale_layout=None),
+        expected=ROW_MAJOR,
+        format=FP8_FLOAT32_SCALES,
+        came="strides [1, 8]",
+        wanted="row-major",
+    ),
+    Fault(
+        id="columns that are not aligned",
+        wire=replace(FLOAT32, scales=torch.ones(6, 5).t(), scale_layout=COLUMNS),
+        expected=COLUMNS,
+        format=FP8_FLOAT32_SCALES,
+        came="strides [1, 5]",
+        wanted="column-major in multiples of 4",
+    ),
+    Fault(
+        id="columns that begin between multiples",
+        wire=replace(FLOAT32, scales=torch.ones(6, 8).t()[1:6], scale_layout=COLUMNS),
+        expected=COLUMNS,
+        format=FP8_FLOAT32_SCALES,
+        came="strides [1, 8]",
+        wanted="column-major in multiples of 4",
+    ),
+    Fault(
+        id="expanded",
+        wire=replace(FLOAT32, scales=torch.ones(1, 6).expand(5, 6)),
+        expected=ROW_MAJOR,
+        format=FP8_FLOAT32_SCALES,
+        came="strides [0, 1]",
+        wanted="row-major",
+    ),
+    Fault(
+        id="bytes for packed",
+        wire=BYTES,
+        expected=PACKED,
+        format=FP8_POWER_OF_TWO_SCALES,
+        came="[5, 6] torch.float8_e8m0fnu",
+        wanted="[5, 2] torch.int32, row-major, packed",
+    ),
+    Fault(
+        id="packed for bytes",
+        wire=PACKED_WIRE,
+        expected=ROW_MAJOR,
+        format=FP8_POWER_OF_TWO_SCALES,
+        came="[5, 2] torch.int32",
+        wanted="[5, 6] torch.float8_e8m0fnu",
+    ),
+    Fault(
+        id="packed float32",
+        wire=FLOAT32,
+        expected=PACKED,
+        format=FP8_FLOAT32_SCALES,
+        came="[5, 6] torch.float32",
+        wanted="packed",
+    ),
+    Fault(
+        id="a scale a row for blocks",
+        wire=quantize(torch.ones(5, 700), INT8_PER_TOKEN),
+        expected=ROW_MAJOR,
+        format=FP8_FLOAT32_SCALES,
+        came="[5, 1] torch.float32 with strides [1, 1], row-major, one a row",
+        wanted="[5, 6] torch.float32, row-major, blocks of 128",
+    ),
+    Fault(
+        id="other blocks",
+        wire=FLOAT32,
+        expected=ROW_MAJOR,
+        format=replace(FP8_FLOAT32_SCALES, scale_block=32),
+        came="blocks of 128",
+        wanted="[5, 22] torch.float32, row-major, blocks of 32",
+    ),
+    Fault(
+        id="unquantised",
+        wire=quantize(torch.ones(5, 700), WireFormat.of(torch.bfloat16)),
+        expected=ROW_MAJOR,
+        format=FP8_FLOAT32_SCALES,
+        came="no scales",
+        wanted="[5, 6] torch.float32",
+    ),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.id)
+def test_wrong_scales_are_refused_with_both_sides(fault: Fault) -> None:
+    pattern = f"grouped_mm: .*came .*{re.escape(fault.came)}.* expected .*{re.escape(fault.wanted)}"
+    with pytest.raises(ShapeError, match=pattern):
+        check(fault.wire, fault.expected, fault.format)

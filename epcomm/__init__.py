@@ -21,6 +21,7 @@ from epcomm.group import EPGroup
 from epcomm.layers import decode_phase, idle_step
 from epcomm.moe import ExpertParallelMoE
 from epcomm.planning import EPPlan, MoESpec, plan
+from epcomm.quantized_weights import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.records import (
     CombineInput,
     DispatchOutput,
@@ -55,7 +56,9 @@ __all__ = [
     "ExpertParallelExperts",
     "ExpertParallelMoE",
     "ExpertWeights",
+    "Fp8BlockWeights",
     "HandleError",
+    "Int8ChannelWeights",
     "MaskedCombineInput",
     "MaskedDispatchOutput",
     "MoESpec",

@@ -264,8 +264,8 @@ def _backend(name: str, variables: Mapping[str, str]) -> Finding:
 def _runner(name: str) -> Finding:
     runner = runner_class(name)
     layouts = ", ".join(sorted(layout.value for layout in runner.layouts))
-    dtypes = ", ".join(sorted(dtype.value for dtype in runner.wire_dtypes))
-    return Finding(name=name, status=Status.HERE, detail=f"reads {layouts}; {dtypes}")
+    kinds = ", ".join(kind.__name__ for kind in runner.kinds)
+    return Finding(name=name, status=Status.HERE, detail=f"computes {kinds}; reads {layouts}")
 
 
 def _list(value: object) -> list[object]:

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig
 from epcomm.dispatchers.phases import PhaseDispatchers
+from epcomm.errors import ConfigError
 from epcomm.group import EPGroup
 from epcomm.planning import MoESpec, plan
 from epcomm.records import TopKOutput, empty_topk
 from epcomm.registry import runner_class
 from epcomm.sharding import ExpertShard, local_share, tag_as_sharded
-from epcomm.weights import ExpertWeights
+from epcomm.survey import refuse_plan
+from epcomm.untraced import untraced
+from epcomm.weights import ExpertTensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class ExpertParallelExperts(nn.Module):
 
     def __init__(
         self,
-        weights: ExpertWeights,
+        weights: ExpertTensors,
         group: EPGroup,
         config: EPConfig | None = None,
         *,
@@ -71,12 +72,15 @@ class ExpertParallelExperts(nn.Module):
         super().__init__()
         config = config or EPConfig()
         num_experts = weights.num_experts * (group.world_size if is_local else 1)
-        spec = MoESpec(
-            hidden_size=weights.hidden_size,
-            num_experts=num_experts,
-            top_k=top_k,
-            dtype=weights.dtype,
-        )
+        try:
+            spec = MoESpec(
+                hidden_size=weights.hidden_size,
+                num_experts=num_experts,
+                top_k=top_k,
+                dtype=weights.dtype,
+            )
+        except ConfigError as error:
+            refuse_plan(group, error)
         self.plan = plan(config, spec, group, weights=weights)
         self.phases = PhaseDispatchers(group, spec, config, self.plan)
         assert self.plan.runner is not None, "plan() was given the weights"
@@ -84,17 +88,21 @@ class ExpertParallelExperts(nn.Module):
         self.group = group
         self.is_decoding = False
         self._spec = spec
-        self._format = weights.format
+        # What the experts are, without their values.
+        self._kind = weights.with_tensors(
+            {role: tensor.detach().to("meta") for role, tensor in weights.tensors().items()}
+        )
         self._stats = EPStats()
         self._names = {role: (names or {}).get(role, role) for role in weights.tensors()}
         self._register(weights, num_experts, is_local)
 
     @property
-    def weights(self) -> ExpertWeights:
+    def weights(self) -> ExpertTensors:
         """This rank's experts, as live parameters."""
         tensors = {role: self.get_parameter(name) for role, name in self._names.items()}
-        return ExpertWeights(**tensors, format=self._format)
+        return self._kind.with_tensors(tensors)
 
+    @untraced
     def forward(self, x: Tensor, topk: TopKOutput, *, decode: bool | None = None) -> Tensor:
         """Compute the routed experts of this rank's tokens.
 
@@ -111,10 +119,14 @@ class ExpertParallelExperts(nn.Module):
         torch.compile: one graph break.
         Raises: what Dispatcher.dispatch and combine raise.
         """
-        if torch.compiler.is_compiling():
-            # Not one of the collectives can be traced, so the graph breaks once, around them all.
-            return _run_untraced(self, x, topk, decode)
-        return self._run(x, topk, decode)
+        weights = self.weights
+        decode = self.is_decoding if decode is None else decode
+        dispatcher = self.phases.of_phase(decode=decode)
+        out = dispatcher.dispatch(x, topk, experts_need_grad=weights.requires_grad)
+        y = dispatcher.combine(self.runner.run(out, weights))
+        used = out.index.host_num_slots_per_expert
+        self._count(x.shape[0], out.route.num_rows, out.num_slots if used is None else sum(used))
+        return y
 
     def idle(self, carry: Tensor) -> Tensor:
         """See ExpertParallelLayer."""
@@ -124,16 +136,6 @@ class ExpertParallelExperts(nn.Module):
     def idle_model(self, model: nn.Module) -> Tensor | None:
         """See ExpertParallelLayer."""
         return None
-
-    def _run(self, x: Tensor, topk: TopKOutput, decode: bool | None) -> Tensor:
-        weights = self.weights
-        decode = self.is_decoding if decode is None else decode
-        dispatcher = self.phases.of_phase(decode=decode)
-        out = dispatcher.dispatch(x, topk, experts_need_grad=weights.requires_grad)
-        y = dispatcher.combine(self.runner.run(out, weights))
-        used = out.index.host_num_slots_per_expert
-        self._count(x.shape[0], out.route.num_rows, out.num_slots if used is None else sum(used))
-        return y
 
     def check(self) -> None:
         """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""
@@ -148,9 +150,9 @@ class ExpertParallelExperts(nn.Module):
         return replace(self._stats, traffic=self.phases.traffic())
 
     def extra_repr(self) -> str:
-        return f"{self._format.activation.value}, {self.group.where}"
+        return f"{self._kind.format.activation.value}, {self.group.where}"
 
-    def _register(self, weights: ExpertWeights, num_experts: int, is_local: bool) -> None:
+    def _register(self, weights: ExpertTensors, num_experts: int, is_local: bool) -> None:
         num_local = num_experts // self.group.world_size
         shard = ExpertShard(
             first_expert=self.group.rank * num_local,
@@ -173,7 +175,3 @@ class ExpertParallelExperts(nn.Module):
             num_slots=old.num_slots + num_slots,
             max_slots=max(old.max_slots, num_slots),
         )
-
-
-# Unlike torch.compiler.disable this imports the compiler, a second's work, only when it is called.
-_run_untraced = _disable_dynamo(ExpertParallelExperts._run)

@@ -11,8 +11,10 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from epcomm.collectives.base import Collectives
+from epcomm.errors import ConfigError
 from epcomm.group import EPGroup
 from epcomm.sharding import replicated_parameters, sharded_parameters
 
@@ -24,9 +26,16 @@ def sum_replicated_gradients(model: nn.Module, group: EPGroup) -> None:
     the number of ranks, or of all tokens, for a mean. A rank without a gradient counts as zero.
 
     Collective: yes, two messages a dtype.   Host sync: as the transport.
+    Raises:
+        ConfigError: a gradient is a DTensor, which FSDP has reduced already.
     """
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in replicated_parameters(model):
+        if isinstance(parameter, DTensor):
+            raise ConfigError(
+                "sum_replicated_gradients: a parameter is a DTensor, whose gradients FSDP reduces "
+                f"itself ({group.where}); leave the call out"
+            )
         if parameter.requires_grad:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
     for parameters in by_dtype.values():
@@ -49,31 +58,44 @@ def scale_expert_gradients(model: nn.Module, factor: float) -> None:
         parameter.register_hook(lambda gradient: gradient * factor)
 
 
-def clip_grad_norm(model: nn.Module, group: EPGroup, max_norm: float) -> Tensor:
+def clip_grad_norm(model: nn.Module, group: EPGroup | None, max_norm: float) -> Tensor:
     """Scale all gradients so that the norm of all of them, experts of all ranks included, fits.
 
-    Call it when replicated gradients are equal on all ranks.
+    Call it when replicated gradients are equal on all ranks. Beside FSDP, and for models that
+    transformers loaded, which hold DTensors, it gathers what those need.
+
+    Args:
+        model: with any parameters of its own, sharded or not.
+        group: the ranks that share the experts; None for a model that transformers loaded.
+        max_norm: the largest norm that stays as it is.
 
     Returns:
         float32 scalar, the norm before, equal on all ranks.
 
     Collective: yes.   Host sync: as the transport.
     """
-    replicated, sharded = replicated_parameters(model), sharded_parameters(model)
-    own_square = _square_of(sharded, group.collectives.device)
-    squares = group.collectives.all_gather(own_square, phase="clip_grad_norm")
-    norm = (squares.sum() + _square_of(replicated, squares.device)).sqrt()
-    nn.utils.clip_grads_with_norm_([*replicated, *sharded], max_norm, norm)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    square = _square_of(replicated_parameters(model), next(model.parameters()).device)
+    if group is not None:
+        own = _square_of(sharded_parameters(model), group.collectives.device)
+        square = square + group.collectives.all_gather(own, phase="clip_grad_norm").sum()
+    norm = square.sqrt()
+    # 1e-6 as torch.nn.utils.clip_grad_norm_ has it, against gradients of zero.
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local.mul_(factor)
     return norm
 
 
 def _square_of(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    squares = [
-        parameter.grad.float().square().sum()
-        for parameter in parameters
-        if parameter.grad is not None
-    ]
-    return torch.stack(squares).sum() if squares else torch.zeros((), device=device)
+    """The sum of all squares, also of the parts of DTensors that lie on other ranks."""
+    total = torch.zeros((), device=device)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            square = parameter.grad.float().square().sum()
+            total = total + (square.full_tensor() if isinstance(square, DTensor) else square)
+    return total
 
 
 def _gradient_of(parameter: nn.Parameter) -> Tensor:

@@ -108,7 +108,7 @@ def idle_step(
     backward = torch.is_grad_enabled() if backward is None else backward
     with torch.set_grad_enabled(backward):
         result = run_token() if run_token is not None else _run_idle(model, layers)
-        if backward:
+        if backward and result.requires_grad:
             (result.float().sum() * 0).backward()
 
 

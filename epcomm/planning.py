@@ -24,7 +24,7 @@ from epcomm.types import WeightsAppliedBy, WireDtype
 
 if TYPE_CHECKING:
     from epcomm.group import EPGroup
-    from epcomm.weights import ExpertWeights
+    from epcomm.weights import ExpertTensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +187,7 @@ def plan(
     group: EPGroup | None = None,
     *,
     world_size: int | None = None,
-    weights: ExpertWeights | None = None,
+    weights: ExpertTensors | None = None,
 ) -> EPPlan:
     """Choose a backend for each phase of a layer, and a runner for its experts.
 
@@ -222,7 +222,7 @@ def plan(
         chosen = replace(chosen, decode_lacks=lacks)
     if weights is None:
         return chosen
-    return _with_runner(chosen, config, survey.verdicts[RUNNER])
+    return _with_runner(chosen, config, survey.verdicts[RUNNER], weights)
 
 
 def _limit(value: int | None) -> str:
@@ -270,10 +270,15 @@ def _who_applies_weights(caps: BufferCaps) -> WeightsAppliedBy:
     return next(iter(caps.weights_applied_by))
 
 
-def _with_runner(chosen: EPPlan, config: EPConfig, verdicts: Mapping[str, Availability]) -> EPPlan:
+def _with_runner(
+    chosen: EPPlan,
+    config: EPConfig,
+    verdicts: Mapping[str, Availability],
+    weights: ExpertTensors,
+) -> EPPlan:
     """Add the runner asked for, or the first that computes these experts in every phase."""
     complete = {
-        name: _reads_phases(name, verdict, chosen.phases().values())
+        name: _reads_phases(name, verdict, chosen.phases().values(), weights)
         for name, verdict in verdicts.items()
     }
     rejected = _rejections(complete)
@@ -294,7 +299,9 @@ def _with_runner(chosen: EPPlan, config: EPConfig, verdicts: Mapping[str, Availa
     )
 
 
-def _reads_phases(name: str, verdict: Availability, phases: Iterable[PhasePlan]) -> Availability:
+def _reads_phases(
+    name: str, verdict: Availability, phases: Iterable[PhasePlan], weights: ExpertTensors
+) -> Availability:
     """Add what keeps a runner from reading what the buffers of the phases hand out."""
     runner, reasons = runner_class(name), list(verdict.reasons)
     for phase in phases:
@@ -303,10 +310,11 @@ def _reads_phases(name: str, verdict: Availability, phases: Iterable[PhasePlan])
             reasons.append(
                 f"reads {_names(runner.layouts)}, but {phase.backend} hands out {layout.value}"
             )
-        if dtype not in runner.wire_dtypes:
+        readable = runner.wire_dtypes(weights)
+        if dtype not in readable:
             reasons.append(
-                f"reads {_names(runner.wire_dtypes)}, but {phase.backend} was asked to carry "
-                f"{dtype.value}, of {_names(phase.caps.wire_dtypes)}"
+                f"reads {_names(readable)}, but {phase.backend} was asked to carry {dtype.value}, "
+                f"of {_names(phase.caps.wire_dtypes)}"
             )
     return Availability(ok=not reasons, reasons=tuple(dict.fromkeys(reasons)))
 

@@ -24,6 +24,7 @@ BUFFERS: Mapping[str, str] = MappingProxyType(
 RUNNERS: Mapping[str, str] = MappingProxyType(
     {
         "grouped_mm": "epcomm.runners.grouped_mm:GroupedMMRunner",
+        "quantized_reference": "epcomm.runners.quantized_reference:QuantizedReferenceRunner",
         "reference": "epcomm.runners.reference:ReferenceRunner",
     }
 )

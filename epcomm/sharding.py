@@ -41,7 +41,7 @@ def gather_state_dict(module: nn.Module, group: EPGroup) -> dict[str, Tensor]:
 
     Collective: yes, one all-gather an expert parameter.   Host sync: as the transport.
     """
-    state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+    state = {name: _whole(tensor.detach()) for name, tensor in module.state_dict().items()}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if shard_of(parameter) is not None:
             parts = group.collectives.all_gather(
@@ -49,6 +49,12 @@ def gather_state_dict(module: nn.Module, group: EPGroup) -> dict[str, Tensor]:
             )
             state[name] = parts.flatten(0, 1)
     return state
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """What FSDP has cut into DTensors, whole again. Collective for those."""
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
 
 
 def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:

@@ -7,21 +7,25 @@ part in one exchange, after which all of them know the same and choose, or raise
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from epcomm.buffers.base import Availability, BufferCaps, BufferSpec
 from epcomm.config import EPConfig, Mode, environment
 from epcomm.errors import BackendUnavailable, ConfigError, EPError
+from epcomm.quantization import QUANTIZED_FORMATS
 from epcomm.registry import BUFFERS, RUNNERS, buffer_class, runner_class
-from epcomm.types import WireFormat
+from epcomm.types import WireDtype, WireFormat
 
 if TYPE_CHECKING:
     from epcomm.collectives.base import Scalar
     from epcomm.group import EPGroup
     from epcomm.planning import MoESpec
-    from epcomm.weights import ExpertWeights
+    from epcomm.weights import ExpertTensors
 
+# The field of the compared record in which a rank says why it cannot plan.
+_ERROR = "error"
 # The questions: which backend serves a phase, which runner computes the experts.
 PREFILL, DECODE, RUNNER = "prefill", "decode", "runner"
 
@@ -62,7 +66,7 @@ def phase_configs(config: EPConfig) -> dict[str, EPConfig]:
 
 
 def survey_rank(
-    config: EPConfig, spec: MoESpec, world_size: int, weights: ExpertWeights | None
+    config: EPConfig, spec: MoESpec, world_size: int, weights: ExpertTensors | None
 ) -> Survey:
     """Look at every backend, and with weights at every runner. Local.
 
@@ -75,18 +79,25 @@ def survey_rank(
     if config.runner != "auto":
         runner_class(config.runner)
     configs = phase_configs(config)
-    specs = {phase: _buffer_spec(each, spec, world_size) for phase, each in configs.items()}
+    wanted = WireFormat.of(spec.dtype) if weights is None else weights.wire_format
+    specs = {phase: _buffer_spec(each, spec, world_size, wanted) for phase, each in configs.items()}
     verdicts = {
         phase: {name: _probe(name, each, specs[phase]) for name in BUFFERS}
         for phase, each in configs.items()
     }
     if weights is not None:
-        verdicts[RUNNER] = {name: runner_class(name).supports(weights) for name in RUNNERS}
+        # Runners of other kinds of experts are no candidates, unless one is asked for.
+        candidates = [
+            name
+            for name in RUNNERS
+            if name == config.runner or isinstance(weights, runner_class(name).kinds)
+        ]
+        verdicts[RUNNER] = {name: runner_class(name).supports(weights) for name in candidates}
     return Survey(specs=specs, verdicts=verdicts)
 
 
 def survey_group(
-    config: EPConfig, spec: MoESpec, group: EPGroup, weights: ExpertWeights | None
+    config: EPConfig, spec: MoESpec, group: EPGroup, weights: ExpertTensors | None
 ) -> Survey:
     """As survey_rank for all ranks: a candidate serves where it serves on every rank.
 
@@ -97,23 +108,24 @@ def survey_group(
         BackendUnavailable: the mode is not built.
     """
     group.limit_waits(config.timeout_s)
-    group.collectives.agree(_as_record(config) | _as_record(spec), what="plan")
+    record = {_ERROR: ""} | _as_record(config) | _as_record(spec) | _describe_experts(weights)
+    group.collectives.agree(record, what="plan")
     error, survey = None, Survey(specs={}, verdicts={})
     try:
         survey = survey_rank(config, spec, group.world_size, weights)
     except EPError as own_error:
         error = own_error
-    record: dict[str, Scalar] = {
+    found: dict[str, Scalar] = {
         f"{question}/{name}": "\n".join(verdict.reasons)
         for question, verdicts in survey.verdicts.items()
         for name, verdict in verdicts.items()
     }
-    record["error"] = str(error or "")
-    records = group.collectives.gather_records(record, phase="plan")
+    found[_ERROR] = str(error or "")
+    records = group.collectives.gather_records(found, phase="plan")
     if error is not None:
         raise error
-    errors = [f"rank {rank}: {other['error']}" for rank, other in enumerate(records)]
-    failed = [text for text, other in zip(errors, records, strict=True) if other["error"]]
+    errors = [f"rank {rank}: {other[_ERROR]}" for rank, other in enumerate(records)]
+    failed = [text for text, other in zip(errors, records, strict=True) if other[_ERROR]]
     if failed:
         raise ConfigError(
             f"plan: {'; '.join(failed)} (this is {group.where}); correct the rank named"
@@ -123,6 +135,27 @@ def survey_group(
         for question, candidates in survey.verdicts.items()
     }
     return replace(survey, verdicts=verdicts)
+
+
+def refuse_plan(group: EPGroup, error: ConfigError) -> NoReturn:
+    """Raise what keeps this rank from planning, after the others, which plan, have heard of it.
+
+    Collective: yes, with their plan().   Host sync: yes.
+    """
+    with suppress(ConfigError):
+        group.collectives.agree({_ERROR: str(error)}, what="plan")
+    raise error
+
+
+def _describe_experts(weights: ExpertTensors | None) -> dict[str, Scalar]:
+    """What ranks compute; equal on all of them, or a token's result depends on where it goes."""
+    if weights is None:
+        return {}
+    return {
+        "experts": type(weights).__name__,
+        "format": str(weights.format),
+        "intermediate_size": weights.intermediate_size,
+    }
 
 
 def _as_record(values: EPConfig | MoESpec) -> dict[str, Scalar]:
@@ -148,7 +181,10 @@ def _combine(records: Sequence[Mapping[str, Scalar]], key: str) -> Availability:
     return Availability(ok=not reasons, reasons=tuple(reasons))
 
 
-def _buffer_spec(config: EPConfig, spec: MoESpec, world_size: int) -> BufferSpec:
+def _buffer_spec(
+    config: EPConfig, spec: MoESpec, world_size: int, wanted: WireFormat
+) -> BufferSpec:
+    """wanted: how hidden states best come to the experts, unless the configuration says."""
     if world_size < 1:
         raise ConfigError(f"plan: world_size is {world_size}, expected at least 1")
     if spec.num_experts % world_size:
@@ -157,18 +193,18 @@ def _buffer_spec(config: EPConfig, spec: MoESpec, world_size: int) -> BufferSpec
             "ranks; add redundant experts or use fewer ranks"
         )
     hidden_format = WireFormat.of(spec.dtype)
-    wanted = {"dispatch_dtype": config.dispatch_dtype, "combine_dtype": config.combine_dtype}
-    for name, dtype in wanted.items():
-        if dtype is not None and dtype is not hidden_format.dtype:
-            raise ConfigError(
-                f"plan: {name} is {dtype.value}, but unquantised experts read and return "
-                f"{hidden_format}; leave it None"
-            )
+    if config.dispatch_dtype is not None:
+        wanted = _wire_format(config.dispatch_dtype, hidden_format)
+    if config.combine_dtype not in (None, hidden_format.dtype):
+        raise ConfigError(
+            f"plan: combine_dtype is {config.combine_dtype}, but experts return {hidden_format}, "
+            "the dtype of the hidden states; leave it None"
+        )
     return BufferSpec(
         hidden_size=spec.hidden_size,
         top_k=spec.top_k,
         num_local_experts=spec.num_experts // world_size,
-        dispatch_format=hidden_format,
+        dispatch_format=wanted,
         combine_format=hidden_format,
         backward_format=hidden_format,
         max_tokens_per_rank=config.max_tokens_per_rank,
@@ -176,6 +212,18 @@ def _buffer_spec(config: EPConfig, spec: MoESpec, world_size: int) -> BufferSpec
         slot_alignment=config.slot_alignment,
         compares_calls=config.check_calls,
     )
+
+
+def _wire_format(dtype: WireDtype, hidden_format: WireFormat) -> WireFormat:
+    """The format that a configured dispatch_dtype means."""
+    if dtype in QUANTIZED_FORMATS:
+        return QUANTIZED_FORMATS[dtype]
+    if dtype is not hidden_format.dtype:
+        raise ConfigError(
+            f"plan: dispatch_dtype is {dtype.value}, but the hidden states are {hidden_format}; "
+            "expected that, fp8_e4m3 or int8, or None"
+        )
+    return hidden_format
 
 
 def _probe(name: str, config: EPConfig, spec: BufferSpec) -> Availability:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from epcomm.errors import ConfigError, ShapeError
+from epcomm.types import WireFormat
 
 
 class Activation(StrEnum):
@@ -54,8 +58,70 @@ class ExpertFormat:
             )
 
 
+class ExpertTensors(ABC):
+    """The matrices of E experts, in any precision. Records: frozen, made anew for each change.
+
+    format: how matrices are stored and what lies between them.
+    """
+
+    format: ExpertFormat
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are there, by field name; the first dimension of each is E."""
+
+    @abstractmethod
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
+        """The same kind of experts, of which these are the tensors."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Of the hidden states that these experts take and return."""
+
+    @property
+    @abstractmethod
+    def wire_format(self) -> WireFormat:
+        """How hidden states best come to them."""
+
+    @property
+    @abstractmethod
+    def hidden_size(self) -> int:
+        """H."""
+
+    @property
+    @abstractmethod
+    def intermediate_size(self) -> int:
+        """I."""
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return next(iter(self.tensors().values())).shape[0]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any tensor needs gradients."""
+        return any(tensor.requires_grad for tensor in self.tensors().values())
+
+    def shard(self, rank: int, world_size: int) -> Self:
+        """The experts of one rank, as views: rank r owns experts r * E / W to (r + 1) * E / W - 1.
+
+        Raises:
+            ConfigError: E is no multiple of W.
+        """
+        if self.num_experts % world_size:
+            raise ConfigError(
+                f"{type(self).__name__}.shard: {self.num_experts} experts, expected a multiple of "
+                f"the {world_size} ranks; use a number of ranks that divides it"
+            )
+        num_local = self.num_experts // world_size
+        mine = slice(rank * num_local, (rank + 1) * num_local)
+        return self.with_tensors({name: tensor[mine] for name, tensor in self.tensors().items()})
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ExpertWeights:
+class ExpertWeights(ExpertTensors):
     """The matrices of E experts, unquantised, in the layout of their checkpoint.
 
     gate_up_proj: [E, 2I, H] (no gate: [E, I, H]); transposed: [E, H, 2I].
@@ -88,30 +154,24 @@ class ExpertWeights:
         }
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> ExpertWeights:
+        return ExpertWeights(**tensors, format=self.format)
+
     @property
     def dtype(self) -> torch.dtype:
-        """Of all tensors."""
         return self.gate_up_proj.dtype
 
     @property
-    def num_experts(self) -> int:
-        """E."""
-        return self.gate_up_proj.shape[0]
+    def wire_format(self) -> WireFormat:
+        return WireFormat.of(self.dtype)
 
     @property
     def hidden_size(self) -> int:
-        """H."""
         return self.down_proj.shape[2 if self.format.is_transposed else 1]
 
     @property
     def intermediate_size(self) -> int:
-        """I."""
         return self.down_proj.shape[1 if self.format.is_transposed else 2]
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether any tensor needs gradients."""
-        return any(tensor.requires_grad for tensor in self.tensors().values())
 
     def gate_up_matrices(self) -> Tensor:
         """[E, H, 2I] view, ready to be multiplied from the right."""
@@ -120,21 +180,6 @@ class ExpertWeights:
     def down_matrices(self) -> Tensor:
         """[E, I, H] view, ready to be multiplied from the right."""
         return self.down_proj if self.format.is_transposed else self.down_proj.transpose(1, 2)
-
-    def shard(self, rank: int, world_size: int) -> ExpertWeights:
-        """The experts of one rank, as views: rank r owns experts r * E / W to (r + 1) * E / W - 1.
-
-        Raises:
-            ConfigError: E is no multiple of W.
-        """
-        if self.num_experts % world_size:
-            raise ConfigError(
-                f"ExpertWeights.shard: {self.num_experts} experts, expected a multiple of the "
-                f"{world_size} ranks; use a number of ranks that divides it"
-            )
-        num_local = self.num_experts // world_size
-        mine = slice(rank * num_local, (rank + 1) * num_local)
-        return replace(self, **{name: tensor[mine] for name, tensor in self.tensors().items()})
 
     def _check_shapes(self) -> None:
         for name in ("gate_up_proj", "down_proj"):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch.distributed as dist
 
-from epcomm import EPConfig, EPGroup
+from epcomm import EPConfig, EPGroup, WireDtype
 from epcomm.testing import layer_suite
 
 if TYPE_CHECKING:
@@ -57,6 +58,29 @@ def test_layer_trains_like_the_oracle(
 ) -> None:
     with EPGroup(ep_ranks) as group:
         run(scenario, config, group)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("wire", ["fp8_e4m3", "int8"])
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("scenario", layer_suite.SCENARIOS)
+def test_layer_with_quantized_dispatch_equals_the_oracle(
+    scenario: str, config: str, wire: str
+) -> None:
+    with EPGroup() as group:
+        chosen = replace(CONFIGS[config], dispatch_dtype=WireDtype(wire))
+        layer_suite.run_scenario(scenario, layer_suite.pipeline_env(group, chosen))
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("wire", ["fp8_e4m3", "int8"])
+@pytest.mark.parametrize(("scenario", "config"), GRADIENT_CASES)
+def test_layer_with_quantized_dispatch_trains_like_the_oracle(
+    scenario: str, config: str, wire: str
+) -> None:
+    with EPGroup() as group:
+        chosen = replace(CONFIGS[config], dispatch_dtype=WireDtype(wire))
+        layer_suite.run_scenario(scenario, layer_suite.pipeline_env(group, chosen))
 
 
 @pytest.mark.ranks(4)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from epcomm import EPConfig, EPGroup, ExpertParallelMoE, idle_step
+from epcomm import ConfigError, EPConfig, EPGroup, ExpertParallelMoE, idle_step
 from epcomm.gradients import clip_grad_norm, scale_expert_gradients, sum_replicated_gradients
 from epcomm.sharding import gather_state_dict, shard_of, sharded_parameters
 from epcomm.testing.layer_suite import FP32_TOLERANCE
@@ -218,11 +218,49 @@ def test_sum_of_gradients_is_bit_equal_on_all_ranks_and_counts_missing_ones_as_z
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_gathered_state_is_that_of_one_process_under_ddp() -> None:
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_gathered_state_is_that_of_one_process(wrapper: str) -> None:
     with EPGroup() as group:
-        state = gather_state_dict(in_ddp(spread(group)), group)
+        state = gather_state_dict(WRAPPERS[wrapper](spread(group)), group)
+        prefix = "module." if wrapper == "ddp" else ""
         for name, tensor in TinyModel().state_dict().items():
-            assert torch.equal(state[f"module.{name}"].cpu(), tensor), name
+            assert torch.equal(state[f"{prefix}{name}"].cpu(), tensor), name
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_clip_beside_data_parallelism(wrapper: str) -> None:
+    with EPGroup() as group:
+        wrapped = WRAPPERS[wrapper](spread(group))
+        wrapped(tokens(group.rank).to(group.device)).backward()
+        expected = expected_gradients()
+        wanted = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+        norm = clip_grad_norm(wrapped, group, float(wanted) / 4)
+        assert relative_error(norm, wanted.to(group.device)) <= FP32_TOLERANCE
+        check(wrapped, group, {name: gradient / 4 for name, gradient in expected.items()})
+        assert float(clip_grad_norm(wrapped, group, 1e9)) <= float(wanted) / 4 * (1 + 1e-5)
+        check(wrapped, group, {name: gradient / 4 for name, gradient in expected.items()})
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_sum_of_gradients_that_fsdp_reduces_is_refused() -> None:
+    with EPGroup() as group:
+        model = in_fsdp(spread(group))
+        with pytest.raises(ConfigError, match="a parameter is a DTensor"):
+            sum_replicated_gradients(model, group)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_idle_step_beside_ranks_that_train_the_head_alone() -> None:
+    with EPGroup() as group:
+        model = spread(group)
+        for parameter in [*model.embed.parameters(), *model.blocks.parameters()]:
+            parameter.requires_grad_(False)
+        if group.rank == 0:
+            model(tokens(0).to(group.device)).backward()
+            assert model.head.weight.grad is not None
+        else:
+            idle_step(model)
 
 
 @pytest.mark.ranks(NUM_RANKS)

@@ -17,10 +17,12 @@ from epcomm import (
     MoESpec,
     plan,
 )
+from epcomm.quantized_weights import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.registry import BUFFERS
 from epcomm.runners.grouped_mm import GroupedMMRunner
 from epcomm.runners.reference import ReferenceRunner
 from epcomm.types import Layout, WeightsAppliedBy, WireDtype
+from epcomm.weights import ExpertTensors
 
 SPEC = MoESpec(hidden_size=64, num_experts=8, top_k=2)
 
@@ -138,6 +140,58 @@ def test_weights_choose_the_runner(
     assert [line for line in lines if line.startswith("rejected runner")] == rejected
 
 
+def fp8_weights() -> Fp8BlockWeights:
+    """The same layer in FP8, without data."""
+    codes = {"dtype": torch.float8_e4m3fn, "device": "meta"}
+    return Fp8BlockWeights(
+        gate_up_proj=torch.empty(8, 64, 64, **codes),
+        gate_up_scale=torch.empty(8, 1, 1, device="meta"),
+        down_proj=torch.empty(8, 64, 32, **codes),
+        down_scale=torch.empty(8, 1, 1, device="meta"),
+    )
+
+
+def int8_weights() -> Int8ChannelWeights:
+    """The same layer in INT8, without data."""
+    return Int8ChannelWeights(
+        gate_up_proj=torch.empty(8, 64, 64, dtype=torch.int8, device="meta"),
+        gate_up_scale=torch.empty(8, 64, device="meta"),
+        down_proj=torch.empty(8, 64, 32, dtype=torch.int8, device="meta"),
+        down_scale=torch.empty(8, 64, device="meta"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("experts", "wire"),
+    [(weights(32), "bf16"), (fp8_weights(), "fp8_e4m3/128"), (int8_weights(), "int8/0")],
+    ids=["bf16", "fp8", "int8"],
+)
+def test_wire_format_follows_from_the_experts(experts: ExpertTensors, wire: str) -> None:
+    text = plan(EPConfig(), SPEC, world_size=4, weights=experts).explain()
+    assert f"wire: dispatch {wire}, combine bf16, backward bf16" in text
+    overridden = EPConfig(dispatch_dtype="bf16")  # type: ignore[arg-type]
+    text = plan(overridden, SPEC, world_size=4, weights=experts).explain()
+    assert "wire: dispatch bf16, combine bf16, backward bf16" in text
+
+
+@pytest.mark.parametrize(
+    ("experts", "other"),
+    [(fp8_weights(), "int8"), (int8_weights(), "fp8_e4m3")],
+    ids=["fp8", "int8"],
+)
+def test_wire_format_of_other_experts_is_refused_with_all_three(
+    experts: ExpertTensors, other: str
+) -> None:
+    config = EPConfig(mode="normal", backend="collective", dispatch_dtype=other)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as caught:
+        plan(config, SPEC, world_size=4, weights=experts)
+    own = experts.wire_format.dtype.value
+    assert (
+        f"quantized_reference: reads bf16, fp16, fp32, {own}, but collective was asked to carry "
+        f"{other}, of bf16, fp16, fp32, fp8_e4m3, int8"
+    ) in str(caught.value)
+
+
 def test_runner_asked_for_that_cannot_compute_the_experts_is_refused() -> None:
     with pytest.raises(BackendUnavailable, match="runner grouped_mm cannot compute these experts"):
         plan(EPConfig(runner="grouped_mm"), SPEC, weights=weights(12))
@@ -157,11 +211,12 @@ def test_no_runner_is_an_error_with_the_reasons(monkeypatch: pytest.MonkeyPatch)
 def test_runner_that_does_not_read_the_wire_format_is_rejected_with_all_three(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(GroupedMMRunner, "wire_dtypes", frozenset({WireDtype.FP32}))
+    monkeypatch.setattr(GroupedMMRunner, "wire_dtypes", lambda _: frozenset({WireDtype.FP32}))
     chosen = plan(EPConfig(mode="normal", backend="collective"), SPEC, weights=weights(32))
     assert chosen.runner == "reference"
     assert [str(rejection) for rejection in chosen.rejected_runners] == [
-        "grouped_mm: reads fp32, but collective was asked to carry bf16, of bf16, fp16, fp32"
+        "grouped_mm: reads fp32, but collective was asked to carry bf16, of bf16, fp16, fp32, "
+        "fp8_e4m3, int8"
     ]
 
 
@@ -296,7 +351,8 @@ REFUSALS = [
     Refusal(
         id="unknown runner",
         config=EPConfig(runner="fastest"),
-        message="runner is 'fastest', expected auto or one of ['grouped_mm', 'reference']",
+        message="runner is 'fastest', expected auto or one of ['grouped_mm', "
+        "'quantized_reference', 'reference']",
     ),
     Refusal(id="no ranks", config=EPConfig(), world_size=0, message="plan: world_size is 0"),
     Refusal(
@@ -313,14 +369,15 @@ REFUSALS = [
         "sizes; set max_recv_slots; all_gather: serves standard, not normal; ",
     ),
     Refusal(
-        id="dispatch dtype that experts do not read",
-        config=EPConfig(dispatch_dtype="fp8_e4m3"),  # type: ignore[arg-type]
-        message="plan: dispatch_dtype is fp8_e4m3, but unquantised experts read and return bf16",
+        id="dispatch dtype that hidden states do not have",
+        config=EPConfig(dispatch_dtype="fp32"),  # type: ignore[arg-type]
+        message="plan: dispatch_dtype is fp32, but the hidden states are bf16; expected that, "
+        "fp8_e4m3 or int8, or None",
     ),
     Refusal(
         id="combine dtype that experts do not return",
         config=EPConfig(combine_dtype="fp32"),  # type: ignore[arg-type]
-        message="plan: combine_dtype is fp32, but unquantised experts read and return bf16",
+        message="plan: combine_dtype is fp32, but experts return bf16",
     ),
     Refusal(
         id="slot budget on a buffer of exact size",

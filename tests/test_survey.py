@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from epcomm import (
+    Activation,
     ConfigError,
     DeepEPNormalDispatcher,
     EPConfig,
     EPGroup,
+    ExpertFormat,
+    ExpertParallelExperts,
     ExpertWeights,
     Mode,
     MoESpec,
@@ -126,6 +129,41 @@ def test_layer_that_nothing_serves_is_refused_everywhere(
         with pytest.raises(ConfigError) as caught:
             DeepEPNormalDispatcher(group, spec, config)
         assert message in str(caught.value)
+        expect_works(group)
+
+
+def experts_of(intermediate_size: int = 16, top_k: int = 2, **changes: float) -> dict[str, object]:
+    """Arguments of ExpertParallelExperts, without data."""
+    values = {"activation": "clamped_swiglu", "alpha": 1.7, "limit": 7.0, **changes}
+    return {
+        "weights": ExpertWeights(
+            gate_up_proj=torch.empty(8, 2 * intermediate_size, 16),
+            down_proj=torch.empty(8, 16, intermediate_size),
+            format=ExpertFormat(**{**values, "activation": Activation(values["activation"])}),
+        ),
+        "top_k": top_k,
+    }
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("on_rank_2", "message"),
+    [
+        (experts_of(alpha=1.2), "plan: ranks disagree on format: "),
+        (experts_of(intermediate_size=24), "plan: ranks disagree on intermediate_size: "),
+        (experts_of(top_k=9), "top_k is 9, expected at most num_experts = 8"),
+    ],
+    ids=["format", "intermediate_size", "K > P"],
+)
+def test_other_experts_on_one_rank_are_named_on_every_rank(
+    on_rank_2: dict[str, object], message: str
+) -> None:
+    with EPGroup() as group:
+        arguments = on_rank_2 if group.rank == 2 else experts_of()
+        with pytest.raises(ConfigError) as caught:
+            ExpertParallelExperts(group=group, **arguments)  # type: ignore[arg-type]
+        assert message in str(caught.value)
+        assert "rank 2" in str(caught.value) or group.rank == 2
         expect_works(group)
 
 

@@ -29,6 +29,7 @@ class FaultCode(IntEnum):
     GRAD_MODE = 5
     HANDLE = 6
     ROWS = 7
+    NO_GRADIENTS = 8
 
     @classmethod
     def of(cls, error: EPError | None, *, in_combine: bool = False) -> FaultCode:
@@ -39,6 +40,8 @@ class FaultCode(IntEnum):
             return cls.HANDLE
         if isinstance(error, CapacityError):
             return cls.CAPACITY
+        if isinstance(error, ConfigError):
+            return cls.NO_GRADIENTS
         return cls.ROWS if in_combine else cls.SHAPE
 
 
@@ -49,9 +52,15 @@ _FAULT_TEXT = {
     FaultCode.OVERFLOW: "more received slots than max_recv_slots",
     FaultCode.GRAD_MODE: "torch.no_grad() while other ranks are in grad mode",
     FaultCode.HANDLE: "a handle that is spent or foreign, or a closed dispatcher,",
+    FaultCode.NO_GRADIENTS: "gradients asked of a mode that has none",
     FaultCode.ROWS: "a combine input of wrong layout, shape, dtype or device",
 }
-_CAPACITY_FAULTS = {FaultCode.CAPACITY, FaultCode.OVERFLOW}
+# What all ranks raise if there are no faults of another kind.
+_ERRORS = (
+    (CapacityError, {FaultCode.CAPACITY, FaultCode.OVERFLOW}),
+    (ConfigError, {FaultCode.GRAD_MODE, FaultCode.NO_GRADIENTS}),
+    (HandleError, {FaultCode.HANDLE}),
+)
 
 
 # In a header of one word, the flags lie above the code.
@@ -120,9 +129,7 @@ def raise_faults(
 
 
 def _error_of(codes: Set[int]) -> type[EPError]:
-    if codes <= _CAPACITY_FAULTS:
-        return CapacityError
-    return HandleError if codes == {FaultCode.HANDLE} else ShapeError
+    return next((error for error, kinds in _ERRORS if codes <= kinds), ShapeError)
 
 
 def check_grad_modes(flags: Sequence[int], rank: int) -> None:

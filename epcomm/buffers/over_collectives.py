@@ -24,7 +24,7 @@ COLLECTIVE_CAPS = BufferCaps(
     trainable=True,
     graph_safe=False,
     ordered=True,
-    wire_dtypes=frozenset({WireDtype.BF16, WireDtype.FP16, WireDtype.FP32}),
+    wire_dtypes=frozenset(WireDtype),
     weights_applied_by=frozenset(WeightsAppliedBy),
 )
 

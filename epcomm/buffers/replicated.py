@@ -8,6 +8,7 @@ so backward of combine is the identity, and backward of dispatch a sum over rank
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -21,7 +22,15 @@ from epcomm.buffers.base import (
     DispatchCall,
     Dispatched,
 )
-from epcomm.buffers.faults import guard_ids, ids_error
+from epcomm.buffers.faults import (
+    BatchFlags,
+    FaultCode,
+    any_flags,
+    check_grad_modes,
+    guard_ids,
+    ids_error,
+    raise_faults,
+)
 from epcomm.buffers.over_collectives import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.row_layout import localize
 from epcomm.buffers.sizes import (
@@ -34,6 +43,7 @@ from epcomm.buffers.sizes import (
 )
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import Mode
+from epcomm.errors import ShapeError
 from epcomm.ops.slots import (
     Members,
     build_slot_index,
@@ -97,16 +107,12 @@ class ReplicatedBuffer(OverCollectives):
         return BufferTraffic(combine_bytes=num_rows * RowBytes.of(spec, backward=backward).combine)
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
-        # All ranks hold the same call, so each finds the same fault: nothing is announced.
-        if call.error is not None:
-            raise call.error
         rank, num_local = self._collectives.rank, self._spec.num_local_experts
-        topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, None)
+        topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
         local_ids = localize(topk_ids, rank, num_local).to(torch.int32)
         counts = count_experts(local_ids, num_local)
-        is_bad, *host_counts = torch.cat([fault.view(1), counts]).tolist()
-        if is_bad:
-            raise ids_error(call.topk_ids, self._num_experts, rank, self._collectives.world_size)
+        code, *host_counts = torch.cat([fault.view(1), counts]).tolist()
+        flags = self._compare_dispatches(call, FaultCode(code))
         index = build_slot_index(
             local_ids, counts, host_counts, slot_alignment=self._spec.slot_alignment
         )
@@ -123,8 +129,32 @@ class ReplicatedBuffer(OverCollectives):
             index=index,
             slot_weights=spread_to_slots(call.topk_weights, index),
             route=route,
-            any_flags=call.flags,
+            any_flags=flags,
         )
+
+    def _compare_dispatches(self, call: DispatchCall, code: FaultCode) -> BatchFlags:
+        """Raise on every rank if some rank's call is bad or another; else the flags of all.
+
+        Where the host does not wait in verbs, and spec.compares_calls is not set, a rank looks at
+        its own call alone: all ranks hold the same, and find the same fault.
+        """
+        rank, world_size = self._collectives.rank, self._collectives.world_size
+        own_error = call.error
+        if code is FaultCode.IDS:
+            own_error = ids_error(call.topk_ids, self._num_experts, rank, world_size)
+        if not (self._waits or self._spec.compares_calls):
+            if own_error is not None:
+                raise own_error
+            return call.flags
+        num_tokens = call.topk_ids.shape[0]
+        # As in combine, these bytes are not counted as traffic.
+        mine = torch.tensor([code, call.flags, num_tokens], device=self._collectives.device)
+        calls = self._collectives.all_gather(mine, phase="dispatch calls").tolist()
+        raise_faults([words[0] for words in calls], rank, own_error)
+        _check_same_tokens([words[2] for words in calls], rank)
+        flags = [words[1] for words in calls]
+        check_grad_modes(flags, rank)
+        return any_flags(flags)
 
     def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
         return hidden_states
@@ -180,3 +210,12 @@ class ReplicatedBuffer(OverCollectives):
         world_size = self._collectives.world_size
         self._traffic.combine([share.shape[0]] * world_size, row_bytes_of(share))
         return self._collectives.all_gather(share, phase=phase).flatten(0, 1)
+
+
+def _check_same_tokens(tokens_of_rank: Sequence[int], rank: int) -> None:
+    if len(set(tokens_of_rank)) > 1:
+        raise ShapeError(
+            f"dispatch: ranks pass {', '.join(map(str, tokens_of_rank))} tokens, expected the same "
+            f"tokens on all of them, because EPConfig.replicated is set (this is rank {rank} of "
+            f"{len(tokens_of_rank)}); pass one batch, or leave replicated out"
+        )

@@ -82,10 +82,14 @@ class RowLayout:
         `out` if that is given.
         """
         rows = self._allocate(token_of_row.shape[0], token_of_row.device) if out is None else out
-        torch.index_select(hidden_states.data, 0, token_of_row, out=self.data(rows))
+        torch.index_select(
+            _movable(hidden_states.data), 0, token_of_row, out=_movable(self.data(rows))
+        )
         scales = self.scales(rows)
         if scales is not None and hidden_states.scales is not None:
-            torch.index_select(hidden_states.scales, 0, token_of_row, out=scales)
+            torch.index_select(
+                _movable(hidden_states.scales), 0, token_of_row, out=_movable(scales)
+            )
         self.ids(rows).copy_(topk_ids[token_of_row])
         self.scalars(rows).copy_(weights[token_of_row])
         return rows
@@ -94,10 +98,10 @@ class RowLayout:
         self, rows: Tensor, hidden_states: WireTensor, topk_ids: Tensor, weights: Tensor
     ) -> None:
         """Write tokens [T, H], ids and weights [T, K] into rows [T, row_bytes] of a message."""
-        self.data(rows).copy_(hidden_states.data)
+        _movable(self.data(rows)).copy_(_movable(hidden_states.data))
         scales = self.scales(rows)
         if scales is not None and hidden_states.scales is not None:
-            scales.copy_(hidden_states.scales)
+            _movable(scales).copy_(_movable(hidden_states.scales))
         self.ids(rows).copy_(topk_ids)
         self.scalars(rows).copy_(weights)
 
@@ -110,6 +114,11 @@ class RowLayout:
 
     def _allocate(self, num_rows: int, device: torch.device) -> Tensor:
         return torch.empty(num_rows, self.row_bytes, dtype=torch.uint8, device=device)
+
+
+def _movable(tensor: Tensor) -> Tensor:
+    """A view of what torch cannot index: 8-bit floats as bytes."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
 def localize(expert_ids: Tensor, rank: int, num_local_experts: int) -> Tensor:

@@ -18,8 +18,9 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
 from epcomm.buffers.faults import BatchFlags
 from epcomm.ops.slots import gather_rows, gather_scalars
+from epcomm.quantization import dequantize
 from epcomm.records import Route, RowsCombineInput
-from epcomm.types import RowsPer, WireTensor
+from epcomm.types import RowsPer, WireFormat, WireTensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,7 +40,11 @@ class _Dispatch(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Dispatched]:
         out = buffer.dispatch(call)
         ctx.buffer, ctx.route, ctx.dtype = buffer, out.route, x.dtype  # type: ignore[attr-defined]
-        return out.rows.data, out.slot_weights, out
+        # Codes have no gradient. Rows that need one are handed out dequantised, and the gradient
+        # passes the quantisation as if it were not there (straight through).
+        needs_grad = bool(out.any_flags & BatchFlags.INPUTS_NEED_GRAD)
+        rows = dequantize(out.rows, x.dtype) if needs_grad else x.new_empty(0)
+        return rows, out.slot_weights, out
 
     @staticmethod
     @once_differentiable
@@ -102,12 +107,12 @@ def dispatch_rows(
 
     Collective: yes, and so is its backward, on every rank if any rank's inputs need gradients.
     """
-    if not torch.is_grad_enabled():
+    if not call.flags & BatchFlags.GRAD_ENABLED:
         return buffer.dispatch(call)
     rows, slot_weights, out = _Dispatch.apply(_anchored(x), topk_weights, buffer, call)
     if not out.any_flags & BatchFlags.INPUTS_NEED_GRAD:
-        rows, slot_weights = rows.detach(), slot_weights.detach()
-    wire = WireTensor(data=rows, format=out.rows.format, scales=out.rows.scales)
+        return replace(out, slot_weights=slot_weights.detach())
+    wire = WireTensor(data=rows, format=WireFormat.of(x.dtype))
     return replace(out, rows=wire, slot_weights=slot_weights)
 
 

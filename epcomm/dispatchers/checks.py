@@ -23,7 +23,7 @@ def find_call_error(
 
     where: `rank 3 of 8`, for the message.
     """
-    num_tokens = hidden_states.shape[0] if hidden_states.dim() else 0
+    num_tokens = num_tokens_of(hidden_states)
     pair = [num_tokens, spec.top_k]
     expected = (
         ("hidden_states", hidden_states, [num_tokens, spec.hidden_size], dtype),
@@ -69,15 +69,25 @@ def find_combine_error(
     row_of_slot = handle.route.index.row_of_slot
     if combine_input.rows_per is RowsPer.SLOT and row_of_slot is not None:
         num_rows = row_of_slot.shape[0]
-    rows = combine_input.hidden_states
+    rows, slot_weights = combine_input.hidden_states, combine_input.slot_weights
     fault = _mismatch("hidden_states", rows, [num_rows, spec.hidden_size], dtype, device)
+    if fault is None and slot_weights is not None:
+        fault = _mismatch("slot_weights", slot_weights, [num_rows], torch.float32, device)
     return None if fault is None else ShapeError(f"combine: {fault[0]} ({where}); {fault[1]}")
+
+
+def num_tokens_of(hidden_states: Tensor) -> int:
+    """T, or 0 of what has no rows."""
+    has_rows = isinstance(hidden_states, Tensor) and hidden_states.dim() > 0
+    return hidden_states.shape[0] if has_rows else 0
 
 
 def _mismatch(
     name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device
 ) -> tuple[str, str] | None:
     """What is wrong with a tensor, and the remedy; None if nothing is."""
+    if not isinstance(tensor, Tensor):
+        return f"{name} is {type(tensor).__name__}, expected a tensor {shape}", "pass one"
     if list(tensor.shape) != shape:
         return f"{name} is {list(tensor.shape)}, expected {shape}", "pass tensors of one batch"
     if tensor.dtype != dtype:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from epcomm.config import Mode
 from epcomm.dispatchers.rows import RowsDispatcher
-from epcomm.errors import ConfigError
-from epcomm.records import RowsDispatchOutput, TopKOutput
+from epcomm.errors import ConfigError, EPError
+from epcomm.records import TopKOutput
 
 
 class DeepEPLowLatencyDispatcher(RowsDispatcher):
@@ -22,14 +22,14 @@ class DeepEPLowLatencyDispatcher(RowsDispatcher):
 
     mode: ClassVar[Mode] = Mode.LOW_LATENCY
 
-    def dispatch(
-        self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: bool = False
-    ) -> RowsDispatchOutput:
-        needs_grad = hidden_states.requires_grad or topk.topk_weights.requires_grad
-        if torch.is_grad_enabled() and (needs_grad or experts_need_grad):
-            # All ranks are in the same phase, so all raise here: nothing needs to be announced.
-            raise ConfigError(
-                f"dispatch: low latency has no gradients, but some are needed ({self._group.where})"
-                "; use mode normal, or torch.no_grad()"
-            )
-        return super().dispatch(hidden_states, topk)
+    def _refusal(
+        self, hidden_states: Tensor, topk: TopKOutput, experts_need_grad: bool
+    ) -> EPError | None:
+        inputs = (hidden_states, topk.topk_weights)
+        needs_grad = any(getattr(tensor, "requires_grad", False) for tensor in inputs)
+        if not (torch.is_grad_enabled() and (needs_grad or experts_need_grad)):
+            return None
+        return ConfigError(
+            f"dispatch: low latency has no gradients, but some are needed ({self._group.where}); "
+            "use mode normal, or torch.no_grad()"
+        )

@@ -14,10 +14,11 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
 from epcomm.dispatchers.base import Dispatcher
-from epcomm.dispatchers.checks import find_call_error, find_combine_error
+from epcomm.dispatchers.checks import find_call_error, find_combine_error, num_tokens_of
 from epcomm.errors import EPError, EPTimeout, HandleError
 from epcomm.group import EPGroup
 from epcomm.planning import MoESpec, PhasePlan, plan
+from epcomm.quantization import quantize, quantizer_for
 from epcomm.records import (
     Handle,
     RowsCombineInput,
@@ -25,7 +26,7 @@ from epcomm.records import (
     TopKOutput,
     empty_topk,
 )
-from epcomm.types import WireFormat, WireTensor
+from epcomm.untraced import untraced
 
 
 class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
@@ -60,17 +61,24 @@ class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
         self._spec = self.plan.buffer_spec
         self._dtype = spec.dtype
         self._buffer = group.open_buffer(self.plan.backend, self._spec)
+        # Plain torch casts; only eight bits need a kernel.
+        is_quantized = self._spec.dispatch_format.dtype.is_quantized
+        self._quantize = quantizer_for(group.device) if is_quantized else quantize
         self._weights_applied_by = self.plan.weights_applied_by
         self._checks_calls = config.check_calls
         self._num_calls = 0
         self._is_closed = False
 
+    @untraced
     def dispatch(
         self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: bool = False
     ) -> RowsDispatchOutput:
         self._check_group_open("dispatch")
-        num_tokens = hidden_states.shape[0] if hidden_states.dim() else 0
-        error = self._closed_error("dispatch") or find_call_error(
+        num_tokens = num_tokens_of(hidden_states)
+        refusal = self._closed_error("dispatch") or self._refusal(
+            hidden_states, topk, experts_need_grad
+        )
+        error = refusal or find_call_error(
             hidden_states, topk, self._spec, self._dtype, self._group.device, self._group.where
         )
         if error is not None:
@@ -81,9 +89,9 @@ class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
             topk = empty_topk(self._spec.top_k, self._group.device)
         call = self._make_call(hidden_states, topk, experts_need_grad, error)
         out = dispatch_rows(self._buffer, hidden_states, topk.topk_weights, call)
-        if self._is_closed:
+        if refusal is not None:
             # A static buffer has not raised. No combine will come of this call, so end it here.
-            self._refuse_combine(call.error)
+            self._refuse_combine(refusal)
         self._num_calls += 1
         handle = Handle(
             owner=self,
@@ -100,6 +108,7 @@ class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
             handle=handle,
         )
 
+    @untraced
     def combine(self, combine_input: RowsCombineInput) -> Tensor:
         self._check_group_open("combine")
         error = self._closed_error("combine") or find_combine_error(
@@ -140,9 +149,14 @@ class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
             f"{function}: the dispatcher is closed ({self._group.where}); construct a new one"
         )
 
-    def _refuse_combine(self, error: EPError | None) -> NoReturn:
+    def _refusal(
+        self, hidden_states: Tensor, topk: TopKOutput, experts_need_grad: bool
+    ) -> EPError | None:
+        """Why this dispatcher never serves such a call, whatever its sizes; it raises at once."""
+        return None
+
+    def _refuse_combine(self, error: EPError) -> NoReturn:
         """Let the other ranks hear of `error` instead of waiting, then raise it."""
-        assert error is not None, "there is a reason to refuse"
         try:
             self._buffer.refuse_combine(error)
             if self._checks_calls:
@@ -159,7 +173,8 @@ class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
         error: EPError | None,
     ) -> DispatchCall:
         flags = BatchFlags.NONE
-        if torch.is_grad_enabled():
+        # Without gradients the mode does not matter, and may differ between ranks.
+        if torch.is_grad_enabled() and self.plan.caps.trainable:
             flags |= BatchFlags.GRAD_ENABLED
             if hidden_states.requires_grad or topk.topk_weights.requires_grad:
                 flags |= BatchFlags.INPUTS_NEED_GRAD
@@ -167,13 +182,9 @@ class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
                 flags |= BatchFlags.EXPERTS_NEED_GRAD
         wire = self._spec.dispatch_format
         return DispatchCall(
-            hidden_states=_encode(hidden_states.detach(), wire),
+            hidden_states=self._quantize(hidden_states.detach(), wire),
             topk_ids=topk.topk_ids,
             topk_weights=topk.topk_weights.detach(),
             flags=flags,
             error=error,
         )
-
-
-def _encode(hidden_states: Tensor, wire: WireFormat) -> WireTensor:
-    return WireTensor(data=hidden_states.to(wire.dtype.torch_dtype), format=wire)

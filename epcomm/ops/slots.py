@@ -23,6 +23,9 @@ from torch import Tensor
 from epcomm.records import SlotIndex
 from epcomm.types import align_up
 
+# bfloat16 numbers that hold a float32.
+NUM_PARTS = 3
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Members:
@@ -169,24 +172,27 @@ def reduce_rows(rows: Tensor, members: Members, weights: Tensor | None = None) -
     num_targets, hidden_size = members.num_targets, rows.shape[1]
     if members.flat.shape[0] == 0:
         return rows.new_zeros(num_targets, hidden_size)
-    flat, offsets, parts = members.flat, members.offsets, None
+    flat, offsets, parts, dtype = members.flat, members.offsets, None, rows.dtype
+    whole = _whole_rows(rows)
     if weights is not None:
-        # embedding_bag adds in float32 whatever the dtype of the rows, but wants the weights in it
-        # too. Each weight is passed as a sum of numbers of that dtype: a float32 copy of the rows
-        # would cost many times as much as reading them again from the cache.
-        parts = _split_weights(weights[flat], rows.dtype)
-        num_parts = parts.shape[1]
-        flat, offsets = flat.repeat_interleave(num_parts), offsets * num_parts
-        parts = parts.flatten()
+        weights = weights[flat]
+        # embedding_bag adds in float32 whatever the dtype of the rows, but wants the weights in it.
+        if dtype is torch.bfloat16:
+            # Each weight as a sum of three such numbers: a float32 copy of the rows would cost many
+            # times as much as reading them again from the cache.
+            parts = _split_weights(weights).flatten()
+            flat, offsets = flat.repeat_interleave(NUM_PARTS), offsets * NUM_PARTS
+        else:
+            whole, parts = whole.float(), weights
     sums = F.embedding_bag(
         flat,
-        _whole_rows(rows),
+        whole,
         offsets,
         mode="sum",
         per_sample_weights=parts,
         include_last_offset=True,
     )
-    return sums[:num_targets, :hidden_size].contiguous()
+    return sums[:num_targets, :hidden_size].to(dtype).contiguous()
 
 
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -223,17 +229,15 @@ def gather_scalars(values: Tensor, table: Tensor) -> Tensor:
     return torch.where(table >= 0, picked, torch.zeros_like(picked))
 
 
-def _split_weights(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N] in float32 to [N, parts] in `dtype`, whose rows add up to the weights.
+def _split_weights(weights: Tensor) -> Tensor:
+    """[N], float32, to [N, NUM_PARTS], bfloat16, whose rows add up to the weights.
 
-    Three times 8 bits (bfloat16) or 11 (float16) hold the 24 of a float32. What is left of a weight
-    below 2**-24, the least float16, is lost.
+    Three times 8 bits hold the 24 of a float32, and the exponents are the same. Of a row with an
+    infinity the sum of products may be NaN, where one product would be infinite.
     """
-    if dtype == weights.dtype:
-        return weights.unsqueeze(1)
     parts, rest = [], weights
-    for _ in range(3):
-        parts.append(rest.to(dtype))
+    for _ in range(NUM_PARTS):
+        parts.append(rest.bfloat16())
         rest = rest - parts[-1].float()
     return torch.stack(parts, dim=1)
 

@@ -17,34 +17,44 @@ from epcomm.records import (
     RowsDispatchOutput,
 )
 from epcomm.types import Layout, WireDtype
-from epcomm.weights import ExpertWeights
+from epcomm.weights import ExpertTensors
 
 
 class ExpertRunner(ABC):
     """Computes the local experts of one layer.
 
-    layouts, wire_dtypes: what it reads.
+    kinds: experts that it computes.   layouts: what it reads.
     """
 
     name: ClassVar[str]
+    kinds: ClassVar[tuple[type[ExpertTensors], ...]]
     layouts: ClassVar[frozenset[Layout]]
-    wire_dtypes: ClassVar[frozenset[WireDtype]]
+
+    @classmethod
+    def supports(cls, weights: ExpertTensors) -> Availability:
+        """Whether it can compute these experts here. Local; pure. By default: by their kind."""
+        if isinstance(weights, cls.kinds):
+            return Availability(ok=True)
+        computed = ", ".join(kind.__name__ for kind in cls.kinds)
+        return Availability(
+            ok=False, reasons=(f"computes {computed}, not {type(weights).__name__}",)
+        )
 
     @classmethod
     @abstractmethod
-    def supports(cls, weights: ExpertWeights) -> Availability:
-        """Whether it can compute these experts here. Local; pure."""
+    def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
+        """What rows it reads for these experts. Local; pure."""
 
     @overload
-    def run(self, dispatched: RowsDispatchOutput, weights: ExpertWeights) -> RowsCombineInput: ...
+    def run(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> RowsCombineInput: ...
 
     @overload
     def run(
-        self, dispatched: MaskedDispatchOutput, weights: ExpertWeights
+        self, dispatched: MaskedDispatchOutput, weights: ExpertTensors
     ) -> MaskedCombineInput: ...
 
     @abstractmethod
-    def run(self, dispatched: DispatchOutput, weights: ExpertWeights) -> CombineInput:
+    def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
         """Compute each slot with its expert, and weight it where the record says `runner`.
 
         Rows and slots past the counts are not read into any result. Differentiable in rows,

@@ -16,6 +16,7 @@ from epcomm.errors import ShapeError
 from epcomm.ops.activation import activate
 from epcomm.ops.pack import pack
 from epcomm.ops.slots import expert_of_slot
+from epcomm.quantization import dequantize
 from epcomm.records import (
     CombineInput,
     DispatchOutput,
@@ -27,20 +28,20 @@ from epcomm.records import (
 )
 from epcomm.runners.base import ExpertRunner, weight_slots
 from epcomm.types import ROW_ALIGNMENT_BYTES, Layout, WeightsAppliedBy, WireDtype
-from epcomm.weights import ExpertWeights
+from epcomm.weights import ExpertTensors, ExpertWeights
 
 
 class GroupedMMRunner(ExpertRunner):
     """torch's grouped matmul over ROWS; CPU and CUDA."""
 
     name: ClassVar[str] = "grouped_mm"
+    kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (ExpertWeights,)
     layouts: ClassVar[frozenset[Layout]] = frozenset({Layout.ROWS})
-    wire_dtypes: ClassVar[frozenset[WireDtype]] = frozenset(
-        {WireDtype.BF16, WireDtype.FP16, WireDtype.FP32}
-    )
 
     @classmethod
-    def supports(cls, weights: ExpertWeights) -> Availability:
+    def supports(cls, weights: ExpertTensors) -> Availability:
+        if not isinstance(weights, cls.kinds):
+            return super().supports(weights)
         per_row = ROW_ALIGNMENT_BYTES // weights.dtype.itemsize
         sizes = {
             "hidden_size": weights.hidden_size,
@@ -53,22 +54,27 @@ class GroupedMMRunner(ExpertRunner):
         )
         return Availability(ok=not reasons, reasons=reasons)
 
+    @classmethod
+    def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
+        return frozenset(WireDtype)
+
     @overload
-    def run(self, dispatched: RowsDispatchOutput, weights: ExpertWeights) -> RowsCombineInput: ...
+    def run(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> RowsCombineInput: ...
 
     @overload
     def run(
-        self, dispatched: MaskedDispatchOutput, weights: ExpertWeights
+        self, dispatched: MaskedDispatchOutput, weights: ExpertTensors
     ) -> MaskedCombineInput: ...
 
-    def run(self, dispatched: DispatchOutput, weights: ExpertWeights) -> CombineInput:
+    def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
+        assert isinstance(weights, ExpertWeights), "supports() said so"
         if not isinstance(dispatched, RowsDispatchOutput):
             raise ShapeError(
                 "GroupedMMRunner.run: the record has the MASKED layout, expected ROWS; "
                 "use runner='reference' for it"
             )
         index = dispatched.index
-        slots = pack(dispatched.hidden_states.data, index)
+        slots = pack(dequantize(dispatched.hidden_states, weights.dtype), index)
         # Padding of one expert is computed with it: its rows are never combined.
         ends = index.first_slot[1:]
         hidden = torch.nn.functional.grouped_mm(slots, weights.gate_up_matrices(), offs=ends)

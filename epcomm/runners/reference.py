@@ -7,9 +7,9 @@ from typing import ClassVar, overload
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Availability
 from epcomm.ops.activation import activate
 from epcomm.ops.pack import pack
+from epcomm.quantization import dequantize
 from epcomm.records import (
     CombineInput,
     DispatchOutput,
@@ -20,31 +20,30 @@ from epcomm.records import (
 )
 from epcomm.runners.base import ExpertRunner, weight_slots
 from epcomm.types import Layout, WeightsAppliedBy, WireDtype
-from epcomm.weights import ExpertWeights
+from epcomm.weights import ExpertTensors, ExpertWeights
 
 
 class ReferenceRunner(ExpertRunner):
     """One pair of matrix products an expert; the host reads the counts if it has no copy."""
 
     name: ClassVar[str] = "reference"
+    kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (ExpertWeights,)
     layouts: ClassVar[frozenset[Layout]] = frozenset(Layout)
-    wire_dtypes: ClassVar[frozenset[WireDtype]] = frozenset(
-        {WireDtype.BF16, WireDtype.FP16, WireDtype.FP32}
-    )
 
     @classmethod
-    def supports(cls, weights: ExpertWeights) -> Availability:
-        return Availability(ok=True)
+    def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
+        return frozenset(WireDtype)
 
     @overload
-    def run(self, dispatched: RowsDispatchOutput, weights: ExpertWeights) -> RowsCombineInput: ...
+    def run(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> RowsCombineInput: ...
 
     @overload
     def run(
-        self, dispatched: MaskedDispatchOutput, weights: ExpertWeights
+        self, dispatched: MaskedDispatchOutput, weights: ExpertTensors
     ) -> MaskedCombineInput: ...
 
-    def run(self, dispatched: DispatchOutput, weights: ExpertWeights) -> CombineInput:
+    def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
+        assert isinstance(weights, ExpertWeights), "supports() said so"
         if isinstance(dispatched, MaskedDispatchOutput):
             return _run_masked(dispatched, weights)
         return _run_rows(dispatched, weights)
@@ -52,7 +51,7 @@ class ReferenceRunner(ExpertRunner):
 
 def _run_rows(dispatched: RowsDispatchOutput, weights: ExpertWeights) -> RowsCombineInput:
     index = dispatched.index
-    slots = pack(dispatched.hidden_states.data, index)
+    slots = pack(dequantize(dispatched.hidden_states, weights.dtype), index)
     starts = index.first_slot.tolist()
     counts = index.host_num_slots_per_expert or index.num_slots_per_expert.tolist()
     pieces = []
@@ -67,7 +66,7 @@ def _run_rows(dispatched: RowsDispatchOutput, weights: ExpertWeights) -> RowsCom
 
 
 def _run_masked(dispatched: MaskedDispatchOutput, weights: ExpertWeights) -> MaskedCombineInput:
-    rows = dispatched.hidden_states.data
+    rows = dequantize(dispatched.hidden_states, weights.dtype)
     results = torch.zeros_like(rows)
     for expert, count in enumerate(dispatched.num_slots_per_expert.tolist()):
         scale = None

@@ -20,6 +20,7 @@ from epcomm.buffers.sizes import CallShape
 from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError, HandleError, ShapeError
 from epcomm.group import EPGroup
+from epcomm.quantization import dequantize, quantize
 from epcomm.registry import buffer_class
 from epcomm.testing.data import (
     BatchSpec,
@@ -43,11 +44,13 @@ class BufferEnv:
     """What a scenario runs on.
 
     group: the ranks.   backend: registry name.   mode: what the buffer serves.
+    wire: elements towards the experts; None: those of the batch.
     """
 
     group: EPGroup
     backend: str
     mode: Mode
+    wire: WireFormat | None = None
 
     @property
     def is_static(self) -> bool:
@@ -58,6 +61,18 @@ class BufferEnv:
         """The buffer for batches of `spec`."""
         return self.group.open_buffer(self.backend, replace(self.buffer_spec(spec), **changes))
 
+    def dispatch_format(self, spec: BatchSpec) -> WireFormat:
+        """How batches of `spec` travel to the experts."""
+        return self.wire or WireFormat.of(spec.dtype)
+
+    def sent(self, batch: RankBatch, spec: BatchSpec) -> WireTensor:
+        """The tokens of a batch as they travel."""
+        return quantize(batch.x, self.dispatch_format(spec))
+
+    def arriving(self, batch: RankBatch, spec: BatchSpec) -> Tensor:
+        """What experts make of them: [T, H], float64."""
+        return dequantize(self.sent(batch, spec), torch.float32).double()
+
     def buffer_spec(self, spec: BatchSpec) -> BufferSpec:
         """What the buffer must carry for batches of `spec`."""
         wire, world_size = WireFormat.of(spec.dtype), self.group.world_size
@@ -66,7 +81,7 @@ class BufferEnv:
             hidden_size=spec.hidden_size,
             top_k=spec.num_topk(self.group.world_size),
             num_local_experts=spec.num_local_experts,
-            dispatch_format=wire,
+            dispatch_format=self.dispatch_format(spec),
             combine_format=wire,
             backward_format=wire,
             # One more than are used, so that padding rows are there to be mistaken for tokens.
@@ -127,17 +142,19 @@ def check_batch(env: BufferEnv, spec: BatchSpec, slot_alignment: int = 1) -> Non
     buffer = env.open(spec, slot_alignment=slot_alignment)
     batches = env.batches(spec)
     with poisoned_memory():
-        out = dispatch(buffer, batches[env.group.rank], spec)
+        out = dispatch(env, buffer, batches[env.group.rank], spec)
         check_slots(env, out, batches, spec, slot_alignment)
         check_combine(env, buffer, out, batches, spec)
-        check_redispatch(env, buffer, out, batches)
+        check_redispatch(env, buffer, out, batches, spec)
 
 
-def make_call(batch: RankBatch, spec: BatchSpec, error: EPError | None = None) -> DispatchCall:
+def make_call(
+    env: BufferEnv, batch: RankBatch, spec: BatchSpec, error: EPError | None = None
+) -> DispatchCall:
     """One rank's call without gradients; with an error it has no tokens."""
     num_tokens = batch.x.shape[0] if error is None else 0
     return DispatchCall(
-        hidden_states=WireTensor(data=batch.x[:num_tokens], format=WireFormat.of(spec.dtype)),
+        hidden_states=quantize(batch.x[:num_tokens], env.dispatch_format(spec)),
         topk_ids=batch.topk_ids[:num_tokens],
         topk_weights=batch.topk_weights[:num_tokens],
         flags=BatchFlags.NONE,
@@ -145,9 +162,9 @@ def make_call(batch: RankBatch, spec: BatchSpec, error: EPError | None = None) -
     )
 
 
-def dispatch(buffer: Buffer, batch: RankBatch, spec: BatchSpec) -> Dispatched:
+def dispatch(env: BufferEnv, buffer: Buffer, batch: RankBatch, spec: BatchSpec) -> Dispatched:
     """Dispatch one rank's batch without gradients."""
-    return buffer.dispatch(make_call(batch, spec))
+    return buffer.dispatch(make_call(env, batch, spec))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +210,8 @@ def check_slots(
     """Order, counts, bit-equal payload and weights of the received slots."""
     slots = expected_slots(env, batches, spec.num_local_experts)
     positions = slot_positions(slots, spec.num_local_experts, slot_alignment)
-    index, rows = out.index, out.rows.data
+    index, rows = out.index, out.rows
+    sent = [env.sent(batch, spec) for batch in batches]
     counts = [sum(s.expert == e for s in slots) for e in range(spec.num_local_experts)]
     _expect_equal(env, "num_slots_per_expert", index.num_slots_per_expert.tolist(), counts)
     if index.host_num_slots_per_expert is not None:
@@ -203,7 +221,7 @@ def check_slots(
     for slot, position in zip(slots, positions, strict=True):
         batch, row = batches[slot.source], int(row_of_slot[position])
         where = f"slot {position} ({slot})"
-        _expect_equal(env, where, rows[row].tolist(), batch.x[slot.token].tolist())
+        _expect_equal(env, where, _row_bits(rows, row), _row_bits(sent[slot.source], slot.token))
         weight = batch.topk_weights[slot.token, slot.k].item()
         _expect_equal(env, f"weight of {where}", out.slot_weights[position].item(), weight)
     padding = sorted(set(range(len(row_of_slot))) - set(positions))
@@ -218,14 +236,15 @@ def check_combine(
     batch = batches[rank]
     scale = _slot_scales(env, out, spec)
     used = scale > 0
-    received = out.rows.data
+    received = dequantize(out.rows, torch.float32)
     rows = received[_rows_of_slots(out).clamp(min=0).long()] if used.numel() else received[:0]
     results = (rows * scale.unsqueeze(1)).to(spec.dtype)
     weighted = (results * out.slot_weights.unsqueeze(1)).to(spec.dtype)
 
     factor = (batch.topk_ids + 1).clamp(min=0).double()
-    plain = batch.x.double() * factor.sum(1, keepdim=True)
-    expected = batch.x.double() * (factor * batch.topk_weights.double()).sum(1, keepdim=True)
+    arriving = env.arriving(batch, spec)
+    plain = arriving * factor.sum(1, keepdim=True)
+    expected = arriving * (factor * batch.topk_weights.double()).sum(1, keepdim=True)
     tolerance = _sum_tolerance(spec)
 
     by_combine = buffer.combine(
@@ -249,15 +268,18 @@ def check_combine(
 
 
 def check_redispatch(
-    env: BufferEnv, buffer: Buffer, out: Dispatched, batches: list[RankBatch]
+    env: BufferEnv, buffer: Buffer, out: Dispatched, batches: list[RankBatch], spec: BatchSpec
 ) -> None:
     """Other rows along the old route, twice: slot by slot what their token was given."""
+    slots = expected_slots(env, batches, spec.num_local_experts)
+    positions = slot_positions(slots, spec.num_local_experts, out.index.slot_alignment)
+    row_of_slot = _rows_of_slots(out)
     for factor in (2, -3):
         rows = buffer.redispatch(batches[env.group.rank].x * factor, out.route)
-        for slot, row in enumerate(_rows_of_slots(out).tolist()):
-            if row >= 0:
-                expected = (out.rows.data[row] * factor).tolist()
-                _expect_equal(env, f"redispatched slot {slot}", rows[row].tolist(), expected)
+        for slot, position in zip(slots, positions, strict=True):
+            expected = (batches[slot.source].x[slot.token] * factor).tolist()
+            row = rows[int(row_of_slot[position])].tolist()
+            _expect_equal(env, f"redispatched slot {position}", row, expected)
 
 
 def check_operations_stand_alone(env: BufferEnv) -> None:
@@ -267,7 +289,7 @@ def check_operations_stand_alone(env: BufferEnv) -> None:
     outs, all_batches = [], []
     for number in range(4):
         all_batches.append(env.batches(spec, number))
-        outs.append(dispatch(buffer, all_batches[-1][env.group.rank], spec))
+        outs.append(dispatch(env, buffer, all_batches[-1][env.group.rank], spec))
     for number in (2, 0, 0, 3):
         check_slots(env, outs[number], all_batches[number], spec, 1)
         check_combine(env, buffer, outs[number], all_batches[number], spec)
@@ -280,7 +302,7 @@ def check_faults(env: BufferEnv) -> None:
     buffer = env.open(spec)
     for own_error in (CapacityError("too many tokens here"), ShapeError("a bad tensor here")):
         mine = env.batches(spec)[env.group.rank]
-        call = make_call(mine, spec, error=own_error if is_faulty else None)
+        call = make_call(env, mine, spec, error=own_error if is_faulty else None)
         wanted = str(own_error) if is_faulty else f"rank {faulty}"
         _expect_fault(env, buffer, call, type(own_error), wanted)
         check_batch(env, spec)
@@ -296,7 +318,7 @@ def check_ids_out_of_range(env: BufferEnv) -> None:
             mine.topk_ids[-1, -1] = bad_id
         tells_value = env.group.rank == 0 and not env.is_static
         wanted = str(bad_id) if tells_value else "rank 0"
-        _expect_fault(env, buffer, make_call(mine, spec), ShapeError, wanted)
+        _expect_fault(env, buffer, make_call(env, mine, spec), ShapeError, wanted)
         check_batch(env, spec)
 
 
@@ -306,13 +328,13 @@ def check_combine_faults(env: BufferEnv) -> None:
     is_faulty = env.group.rank == faulty
     buffer, mine = env.open(spec, compares_calls=True), env.batches(spec)[env.group.rank]
     for own_error in (HandleError("a spent handle here"), ShapeError("bad rows here")):
-        out = dispatch(buffer, mine, spec)
+        out = dispatch(env, buffer, mine, spec)
 
         def run(out: Dispatched = out, own_error: EPError = own_error) -> None:
             if is_faulty:
                 buffer.refuse_combine(own_error)
                 return
-            results = torch.zeros_like(out.rows.data)
+            results = _zero_rows(out)
             y = buffer.combine(results, out.route, rows_per=RowsPer.ROW).y
             if env.is_static and not y.isnan().all():
                 _fail(env, "y of a refused combine is not NaN everywhere")
@@ -338,13 +360,13 @@ def check_budget(env: BufferEnv) -> None:
             for rank in range(world_size)
         )
         exact = env.open(spec, slot_alignment=alignment, max_recv_slots=required)
-        out = dispatch(exact, batches[env.group.rank], spec)
+        out = dispatch(env, exact, batches[env.group.rank], spec)
         check_slots(env, out, batches, spec, alignment)
         check_combine(env, exact, out, batches, spec)
         exact.check()
         if required > 1:
             small = env.open(spec, slot_alignment=alignment, max_recv_slots=required - 1)
-            call = make_call(batches[env.group.rank], spec)
+            call = make_call(env, batches[env.group.rank], spec)
             _expect_fault(env, small, call, CapacityError, f"raise max_recv_slots to {required}")
 
 
@@ -363,7 +385,7 @@ def _expect_fault(
     """The call must fail with `kind` and `wanted` in its message, once; static: at check()."""
     if env.is_static:
         out = buffer.dispatch(call)
-        results = torch.zeros_like(out.rows.data)
+        results = _zero_rows(out)
         y = buffer.combine(results, out.route, rows_per=RowsPer.ROW).y
         if not y.isnan().all():
             _fail(env, "y of a refused call is not NaN everywhere")
@@ -382,8 +404,8 @@ def check_traffic(env: BufferEnv) -> None:
     spec, rank, world_size = BATCH_SPECS["holes"], env.group.rank, env.group.world_size
     buffer, batches = env.open(spec), env.batches(spec)
     before = buffer.traffic()
-    out = dispatch(buffer, batches[rank], spec)
-    results = torch.zeros_like(out.rows.data)
+    out = dispatch(env, buffer, batches[rank], spec)
+    results = _zero_rows(out)
     buffer.combine(results, out.route, rows_per=RowsPer.ROW)
     shape = CallShape(
         rank=rank,
@@ -435,6 +457,17 @@ def run_scenario(name: str, env: BufferEnv) -> None:
     assert caps.ordered, "this suite compares slots in order"
     assert caps.owns_rows, "this suite keeps rows over many dispatches"
     SCENARIOS[name](env)
+
+
+def _zero_rows(out: Dispatched) -> Tensor:
+    """Expert results [R, H] of float32 batches, one for each received row."""
+    return out.rows.data.new_zeros(out.rows.data.shape, dtype=torch.float32)
+
+
+def _row_bits(rows: WireTensor, row: int) -> list[list[int]]:
+    """The bytes of one row: elements, then scales."""
+    parts = [rows.data[row], *([] if rows.scales is None else [rows.scales[row]])]
+    return [part.contiguous().view(torch.uint8).tolist() for part in parts]
 
 
 def _slot_scales(env: BufferEnv, out: Dispatched, spec: BatchSpec) -> Tensor:

@@ -19,12 +19,14 @@ from torch.utils.checkpoint import checkpoint
 from epcomm.config import EPConfig, Mode
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
+from epcomm.quantization import QUANTIZED_FORMATS, dequantize, quantize
 from epcomm.records import TopKOutput
 from epcomm.testing.buffer_suite import BATCH_SPECS
 from epcomm.testing.data import ACTIVATIONS, BatchSpec, RankBatch, make_batch, make_weights
 from epcomm.testing.oracle import OracleResult, relative_error, run_oracle
 from epcomm.testing.poison import poisoned_memory
-from epcomm.weights import ExpertWeights
+from epcomm.types import WireFormat
+from epcomm.weights import ExpertTensors, ExpertWeights
 
 # The promise of the library for float32, outputs and gradients.
 FP32_TOLERANCE = 1e-5
@@ -34,7 +36,7 @@ class Layer(Protocol):
     """What is tested."""
 
     @property
-    def weights(self) -> ExpertWeights:
+    def weights(self) -> ExpertTensors:
         """This rank's live weights."""
         ...
 
@@ -50,12 +52,15 @@ class LayerEnv:
     make_layer: from the weights of all experts and K to a layer; collective.
     has_gradients: else everything runs under no_grad and outputs alone are compared.
     is_replicated: all ranks pass the same batch.
+    wire: elements towards the experts if they are quantised; then tokens are such as the wire
+        carries without loss, but for the last bit of a scale.
     """
 
     group: EPGroup
     make_layer: Callable[[ExpertWeights, int], Layer]
     has_gradients: bool = True
     is_replicated: bool = False
+    wire: WireFormat | None = None
 
     @property
     def source(self) -> int:
@@ -65,9 +70,15 @@ class LayerEnv:
     def batches(self, spec: BatchSpec, number: int = 0) -> list[RankBatch]:
         """Batch `number` of all ranks; a single one if they all pass the same."""
         world_size = self.group.world_size
-        return [
+        batches = [
             make_batch(spec, rank, world_size, number=number).to(self.group.device)
             for rank in range(1 if self.is_replicated else world_size)
+        ]
+        if self.wire is None:
+            return batches
+        return [
+            replace(batch, x=dequantize(quantize(batch.x, self.wire), batch.x.dtype))
+            for batch in batches
         ]
 
     @contextmanager
@@ -96,6 +107,7 @@ def pipeline_env(group: EPGroup, config: EPConfig) -> LayerEnv:
         ),
         has_gradients=config.mode != Mode.LOW_LATENCY,
         is_replicated=config.replicated,
+        wire=QUANTIZED_FORMATS.get(config.dispatch_dtype) if config.dispatch_dtype else None,
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
 from epcomm import EPGroup, Mode
+from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT8_PER_TOKEN
 from epcomm.testing import buffer_suite
 
 if TYPE_CHECKING:
@@ -26,6 +28,45 @@ CASES = {
     "normal_budget": Case("collective_static", Mode.NORMAL),
     "low_latency": Case("collective_static", Mode.LOW_LATENCY),
 }
+
+
+# Eight bits on the wire, everywhere; what changes nothing between ranks runs on two sizes.
+QUANTIZED = {
+    "fp8": FP8_FLOAT32_SCALES,
+    "fp8_powers_of_two": FP8_POWER_OF_TWO_SCALES,
+    "int8": INT8_PER_TOKEN,
+}
+# A batch whose rows are of several blocks, the last one short.
+BLOCKS = replace(buffer_suite.BATCH_SPECS["bf16"], hidden_size=300)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("wire", QUANTIZED)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("scenario", buffer_suite.SCENARIOS)
+def test_quantized_rows_keep_the_contract(scenario: str, case: str, wire: str) -> None:
+    with EPGroup() as group:
+        env = buffer_suite.BufferEnv(
+            group=group,
+            backend=CASES[case].backend,
+            mode=CASES[case].mode,
+            wire=QUANTIZED[wire],
+        )
+        buffer_suite.run_scenario(scenario, env)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("wire", QUANTIZED)
+@pytest.mark.parametrize("case", CASES)
+def test_rows_of_several_blocks_arrive_bit_equal(case: str, wire: str) -> None:
+    with EPGroup() as group:
+        env = buffer_suite.BufferEnv(
+            group=group,
+            backend=CASES[case].backend,
+            mode=CASES[case].mode,
+            wire=QUANTIZED[wire],
+        )
+        buffer_suite.check_batch(env, BLOCKS)
 
 
 @pytest.mark.ranks(1, 2, 3, 4, 8)

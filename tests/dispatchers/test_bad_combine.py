@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -197,6 +197,18 @@ BAD_CALLS = [
             rows_input(play, play.results.hidden_states.bfloat16())
         ),
         own="hidden_states is torch.bfloat16, expected torch.float32 (rank 1 of 4)",
+    ),
+    Bad(
+        id="slot weights",
+        call=lambda play: play.dispatcher.combine(
+            replace(play.results, slot_weights=torch.ones(1, device=play.x.device))
+        ),
+        own="slot_weights is [1], expected",
+    ),
+    Bad(
+        id="no tensor",
+        call=lambda play: play.dispatcher.combine(rows_input(play, None)),  # type: ignore[arg-type]
+        own="hidden_states is NoneType, expected a tensor",
     ),
     Bad(
         id="masked layout",

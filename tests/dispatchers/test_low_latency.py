@@ -127,6 +127,36 @@ def test_gradients_are_refused() -> None:
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize("asks", ["inputs", "experts"])
+def test_gradients_that_one_rank_asks_for_are_told_to_all(asks: str) -> None:
+    with EPGroup() as group:
+        dispatcher = open_dispatcher(group)
+        x, topk = good_inputs(group)
+        if group.rank == 2:
+            mine = x.clone().requires_grad_(asks == "inputs")
+            with pytest.raises(ConfigError, match="low latency has no gradients"):
+                dispatcher.dispatch(mine, topk, experts_need_grad=asks == "experts")
+        else:
+            assert run_batch(dispatcher, x, topk).isnan().all()
+        with pytest.raises(ConfigError) as caught:
+            dispatcher.check()
+        own = "low latency has no gradients, but some are needed (rank 2 of 4)"
+        others = "gradients asked of a mode that has none on rank 2"
+        assert (own if group.rank == 2 else others) in str(caught.value)
+        assert (run_batch(dispatcher, x, topk) == 0).all()
+        dispatcher.check()
+
+
+@pytest.mark.ranks(4)
+def test_grad_mode_may_differ_where_there_are_no_gradients() -> None:
+    with EPGroup() as group:
+        dispatcher = open_dispatcher(group)
+        with torch.set_grad_enabled(group.rank == 1):
+            assert (run_batch(dispatcher, *good_inputs(group)) == 0).all()
+        dispatcher.check()
+
+
+@pytest.mark.ranks(4)
 def test_low_latency_without_a_limit_names_it() -> None:
     with EPGroup() as group, pytest.raises(ConfigError, match="set max_tokens_per_rank"):
         open_dispatcher(group, EPConfig())

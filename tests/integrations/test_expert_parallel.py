@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from epcomm import ConfigError, EPConfig, HandleError, decode_phase, idle_step
+from epcomm.gradients import clip_grad_norm
 from epcomm.integrations.transformers import ExpertParallelRegistration, register_expert_parallel
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
@@ -190,6 +191,34 @@ def test_loaded_model_trains_like_one_process_and_like_all_to_all(
     backend = {"auto": "collective", "normal": "collective", "standard": "all_gather"}[mode]
     backend = "replicated" if (layout, mode) == ("one_batch", "auto") else backend
     assert f"on backend {backend}, 4 ranks with 2 experts each" in plan
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("layout", ["own_batches", "one_batch"])
+def test_compiled_model_trains_like_the_eager_one(layout: str, folder: Path) -> None:
+    path, parts = saved("qwen3_moe", folder), batches(layout)
+    ids = parts[dist.get_rank() * len(parts) // NUM_RANKS]
+    with registered():
+        eager, model = load(path, layout), load(path, layout)
+        expected = train(eager, ids)
+        torch._dynamo.reset()
+        loss = train(torch.compile(model, backend="eager"), ids)  # type: ignore[arg-type]
+        assert relative_error(loss, expected) <= FP32_TOLERANCE
+        check_gradients(whole_gradients(model), whole_gradients(eager))
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("layout", ["own_batches", "one_batch"])
+def test_clip_takes_the_norm_of_a_loaded_model(layout: str, folder: Path) -> None:
+    path, parts = saved("qwen3_moe", folder), batches(layout)
+    with registered():
+        model = load(path, layout)
+        train(model, parts[dist.get_rank() * len(parts) // NUM_RANKS])
+        before = {name: grad.clone() for name, grad in whole_gradients(model).items()}
+        wanted = torch.stack([gradient.norm() for gradient in before.values()]).norm()
+        norm = clip_grad_norm(model, None, float(wanted) / 2)
+        assert relative_error(norm, wanted) <= FP32_TOLERANCE
+        check_gradients(whole_gradients(model), {n: g / 2 for n, g in before.items()})
 
 
 @pytest.mark.ranks(NUM_RANKS)

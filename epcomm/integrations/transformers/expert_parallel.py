@@ -29,6 +29,7 @@ from epcomm.ops.slots import expert_of_slot
 from epcomm.planning import MoESpec, plan
 from epcomm.records import RowsDispatchOutput, TopKOutput
 from epcomm.types import WeightsAppliedBy
+from epcomm.untraced import untraced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -168,6 +169,7 @@ class ExpertsBridge:
         registration.add(self)
         put_in_front(experts, self)
 
+    @untraced
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute the experts of this rank's tokens: [T, H], global ids [T, K] to [T, H].
 

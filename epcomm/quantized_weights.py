@@ -1,0 +1,215 @@
+"""Expert weights in eight bits: FP8 in blocks (DeepSeek checkpoints) and INT8 a channel (W8A8)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from epcomm.errors import ConfigError, ShapeError
+from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
+from epcomm.types import WireDtype, WireFormat
+from epcomm.weights import ExpertFormat, ExpertTensors, ExpertWeights
+
+# The block of FP8 checkpoints, rows and columns; hidden states have a scale for as many elements.
+BLOCK = 128
+FP8_MAX = 448.0
+INT8_MAX = 127.0
+
+# How these matrices are stored: [E, out, in], gate first, and what lies between them.
+_PLAIN = ExpertFormat()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _EightBitWeights(ExpertTensors):
+    """gate_up_proj: [E, 2I, H].   down_proj: [E, H, I].   Scales: float32, see the subclasses.
+
+    hidden_dtype: of the hidden states that the experts take and return.
+    """
+
+    gate_up_proj: Tensor
+    gate_up_scale: Tensor
+    down_proj: Tensor
+    down_scale: Tensor
+    hidden_dtype: torch.dtype = torch.bfloat16
+    format: ExpertFormat = _PLAIN
+
+    def __post_init__(self) -> None:
+        if self.format != _PLAIN:
+            raise ConfigError(
+                f"{type(self).__name__}: format is {self.format}, expected {_PLAIN}; convert the "
+                "checkpoint"
+            )
+        WireDtype.from_torch(self.hidden_dtype)
+        code_dtype = self.wire_format.dtype.torch_dtype
+        shapes = self._expected_shapes()
+        for name, tensor in self.tensors().items():
+            dtype = torch.float32 if name.endswith("scale") else code_dtype
+            if tensor.dtype != dtype or list(tensor.shape) != shapes[name]:
+                raise ShapeError(
+                    f"{type(self).__name__}: {name} is {tensor.dtype} {list(tensor.shape)}, "
+                    f"expected {dtype} {shapes[name]}; see the docstring for scales"
+                )
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {
+            "gate_up_proj": self.gate_up_proj,
+            "gate_up_scale": self.gate_up_scale,
+            "down_proj": self.down_proj,
+            "down_scale": self.down_scale,
+        }
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.hidden_dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return self.down_proj.shape[1]
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.down_proj.shape[2]
+
+    def _expected_shapes(self) -> dict[str, list[int]]:
+        if self.gate_up_proj.dim() != 3 or self.down_proj.dim() != 3:
+            raise ShapeError(
+                f"{type(self).__name__}: gate_up_proj is {list(self.gate_up_proj.shape)} and "
+                f"down_proj {list(self.down_proj.shape)}, expected [E, 2I, H] and [E, H, I]"
+            )
+        experts, hidden, inner = self.down_proj.shape
+        matrices = {
+            "gate_up": [experts, 2 * inner, hidden],
+            "down": [experts, hidden, inner],
+        }
+        shapes = {f"{name}_proj": shape for name, shape in matrices.items()}
+        return shapes | {f"{name}_scale": self._scale_shape(*s) for name, s in matrices.items()}
+
+    @staticmethod
+    def _scale_shape(num_experts: int, num_rows: int, num_columns: int) -> list[int]:
+        raise NotImplementedError
+
+
+class Fp8BlockWeights(_EightBitWeights):
+    """float8_e4m3fn codes; a scale for each 128 x 128 block multiplies its codes.
+
+    gate_up_scale: [E, ceil(2I / 128), ceil(H / 128)].   down_scale: [E, ceil(H / 128),
+    ceil(I / 128)]. Checkpoints call them weight_scale_inv.
+    """
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Fp8BlockWeights:
+        return Fp8BlockWeights(**tensors, hidden_dtype=self.hidden_dtype, format=self.format)
+
+    @property
+    def wire_format(self) -> WireFormat:
+        return FP8_FLOAT32_SCALES
+
+    @staticmethod
+    def _scale_shape(num_experts: int, num_rows: int, num_columns: int) -> list[int]:
+        return [num_experts, -(-num_rows // BLOCK), -(-num_columns // BLOCK)]
+
+    @classmethod
+    def from_unquantized(cls, weights: ExpertWeights) -> Fp8BlockWeights:
+        """Quantise: the largest code of a block is 448. Local.
+
+        Raises:
+            ConfigError: biases, or another format than swiglu with [E, out, in] matrices.
+        """
+        _check_plain(weights)
+        gate_up, gate_up_scale = _quantize_blocks(weights.gate_up_proj.detach())
+        down, down_scale = _quantize_blocks(weights.down_proj.detach())
+        return cls(
+            gate_up_proj=gate_up,
+            gate_up_scale=gate_up_scale,
+            down_proj=down,
+            down_scale=down_scale,
+            hidden_dtype=weights.dtype,
+        )
+
+    def dequantized(self) -> dict[str, Tensor]:
+        """gate_up_proj and down_proj in float32."""
+        return {
+            "gate_up_proj": self.gate_up_proj.float()
+            * _spread(self.gate_up_scale, self.gate_up_proj),
+            "down_proj": self.down_proj.float() * _spread(self.down_scale, self.down_proj),
+        }
+
+
+class Int8ChannelWeights(_EightBitWeights):
+    """int8 codes, symmetric; a scale for each output channel multiplies its codes.
+
+    gate_up_scale: [E, 2I].   down_scale: [E, H].
+    """
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Int8ChannelWeights:
+        return Int8ChannelWeights(**tensors, hidden_dtype=self.hidden_dtype, format=self.format)
+
+    @property
+    def wire_format(self) -> WireFormat:
+        return INT8_PER_TOKEN
+
+    @staticmethod
+    def _scale_shape(num_experts: int, num_rows: int, num_columns: int) -> list[int]:
+        return [num_experts, num_rows]
+
+    @classmethod
+    def from_unquantized(cls, weights: ExpertWeights) -> Int8ChannelWeights:
+        """Quantise: the largest code of a channel is 127. Local.
+
+        Raises:
+            ConfigError: biases, or another format than swiglu with [E, out, in] matrices.
+        """
+        _check_plain(weights)
+        gate_up, gate_up_scale = _quantize_channels(weights.gate_up_proj.detach())
+        down, down_scale = _quantize_channels(weights.down_proj.detach())
+        return cls(
+            gate_up_proj=gate_up,
+            gate_up_scale=gate_up_scale,
+            down_proj=down,
+            down_scale=down_scale,
+            hidden_dtype=weights.dtype,
+        )
+
+    def dequantized(self) -> dict[str, Tensor]:
+        """gate_up_proj and down_proj in float32."""
+        return {
+            "gate_up_proj": self.gate_up_proj.float() * self.gate_up_scale.unsqueeze(2),
+            "down_proj": self.down_proj.float() * self.down_scale.unsqueeze(2),
+        }
+
+
+def _check_plain(weights: ExpertWeights) -> None:
+    has_bias = weights.gate_up_bias is not None or weights.down_bias is not None
+    if has_bias or weights.format != _PLAIN:
+        raise ConfigError(
+            f"from_unquantized: experts are {weights.format}{' with biases' if has_bias else ''}, "
+            f"expected {_PLAIN} without biases; leave such experts unquantised"
+        )
+
+
+def _quantize_blocks(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """[E, N, K] to codes and block scales."""
+    num_rows, num_columns = matrices.shape[1:]
+    padding = (0, -num_columns % BLOCK, 0, -num_rows % BLOCK)
+    padded = torch.nn.functional.pad(matrices.float(), padding)
+    blocks = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
+    # A block of zeros has any scale but 0.
+    scale = blocks.abs().amax(dim=(2, 4)).clamp(min=torch.finfo(torch.float32).tiny) / FP8_MAX
+    scaled = matrices.float() / _spread(scale, matrices)
+    return scaled.to(torch.float8_e4m3fn), scale
+
+
+def _spread(scale: Tensor, matrices: Tensor) -> Tensor:
+    """Block scales [E, n, k], one for each element of `matrices` [E, N, K]."""
+    rows = scale.repeat_interleave(BLOCK, dim=1)[:, : matrices.shape[1]]
+    return rows.repeat_interleave(BLOCK, dim=2)[:, :, : matrices.shape[2]]
+
+
+def _quantize_channels(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """[E, N, K] to codes and a scale for each of the N channels."""
+    full = matrices.float()
+    scale = full.abs().amax(dim=2).clamp(min=torch.finfo(torch.float32).tiny) / INT8_MAX
+    codes = (full / scale.unsqueeze(2)).round().clamp(-INT8_MAX, INT8_MAX)
+    return codes.to(torch.int8), scale

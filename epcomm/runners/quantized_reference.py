@@ -1,0 +1,142 @@
+"""The plain runner of eight-bit experts: what the arithmetic is, step by step, on any device.
+
+FP8: rows and matrices are dequantised to float32 and multiplied there. INT8: the integer products
+are exact, then scaled once by row and channel. Between the two products the activations are
+quantised again, as the rows were; router weights multiply the results in float32.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, overload
+
+import torch
+from torch import Tensor
+
+from epcomm.ops.activation import activate
+from epcomm.ops.slots import gather_rows
+from epcomm.quantization import dequantize, quantize
+from epcomm.quantized_weights import Fp8BlockWeights, Int8ChannelWeights
+from epcomm.records import (
+    CombineInput,
+    DispatchOutput,
+    MaskedCombineInput,
+    MaskedDispatchOutput,
+    RowsCombineInput,
+    RowsDispatchOutput,
+    SlotIndex,
+)
+from epcomm.runners.base import ExpertRunner
+from epcomm.types import Layout, WeightsAppliedBy, WireDtype, WireTensor
+from epcomm.weights import ExpertTensors
+
+_UNQUANTIZED = frozenset({WireDtype.BF16, WireDtype.FP16, WireDtype.FP32})
+
+
+class QuantizedReferenceRunner(ExpertRunner):
+    """FP8 and INT8 experts in plain torch, one expert after another. No gradients."""
+
+    name: ClassVar[str] = "quantized_reference"
+    kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (Fp8BlockWeights, Int8ChannelWeights)
+    layouts: ClassVar[frozenset[Layout]] = frozenset(Layout)
+
+    @classmethod
+    def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
+        # Unquantised rows are quantised on arrival, to the same values as before they leave.
+        return _UNQUANTIZED | {weights.wire_format.dtype}
+
+    @overload
+    def run(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> RowsCombineInput: ...
+
+    @overload
+    def run(
+        self, dispatched: MaskedDispatchOutput, weights: ExpertTensors
+    ) -> MaskedCombineInput: ...
+
+    def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
+        assert isinstance(weights, Fp8BlockWeights | Int8ChannelWeights), "supports() said so"
+        if isinstance(dispatched, MaskedDispatchOutput):
+            return _run_masked(dispatched, weights)
+        return _run_rows(dispatched, weights)
+
+
+def _run_rows(
+    dispatched: RowsDispatchOutput, weights: Fp8BlockWeights | Int8ChannelWeights
+) -> RowsCombineInput:
+    index = dispatched.index
+    slots = gather_wire(dispatched.hidden_states, index)
+    starts = index.first_slot.tolist()
+    counts = index.host_num_slots_per_expert or index.num_slots_per_expert.tolist()
+    results = slots.data.new_zeros(
+        dispatched.num_slots, weights.hidden_size, dtype=weights.hidden_dtype
+    )
+    for expert, count in enumerate(counts):
+        mine = slice(starts[expert], starts[expert] + count)
+        result = _run_expert(_part(slots, mine), weights, expert)
+        if dispatched.weights_applied_by is WeightsAppliedBy.RUNNER:
+            assert dispatched.slot_weights is not None, "who applies weights has them"
+            result = result * dispatched.slot_weights[mine].unsqueeze(1)
+        results[mine] = result.to(weights.hidden_dtype)
+    return dispatched.combine_input(results)
+
+
+def _run_masked(
+    dispatched: MaskedDispatchOutput, weights: Fp8BlockWeights | Int8ChannelWeights
+) -> MaskedCombineInput:
+    rows = dispatched.hidden_states
+    results = torch.zeros(rows.data.shape, dtype=weights.hidden_dtype, device=rows.data.device)
+    for expert, count in enumerate(dispatched.num_slots_per_expert.tolist()):
+        scales = None if rows.scales is None else rows.scales[expert, :count]
+        mine = WireTensor(data=rows.data[expert, :count], format=rows.format, scales=scales)
+        result = _run_expert(mine, weights, expert)
+        if dispatched.weights_applied_by is WeightsAppliedBy.RUNNER:
+            assert dispatched.slot_weights is not None, "who applies weights has them"
+            result = result * dispatched.slot_weights[expert, :count].unsqueeze(1)
+        results[expert, :count] = result.to(weights.hidden_dtype)
+    return dispatched.combine_input(results)
+
+
+def gather_wire(rows: WireTensor, index: SlotIndex) -> WireTensor:
+    """The row of each slot with its scales: [R, H] to [C, H]; padding slots are zero."""
+    if not rows.format.dtype.is_quantized:
+        return WireTensor(data=gather_rows(rows.data, index), format=rows.format)
+    assert rows.scales is not None, "quantised rows have scales"
+    codes = gather_rows(rows.data.view(torch.uint8), index).view(rows.data.dtype)
+    return WireTensor(data=codes, format=rows.format, scales=gather_rows(rows.scales, index))
+
+
+def _part(rows: WireTensor, mine: slice) -> WireTensor:
+    scales = None if rows.scales is None else rows.scales[mine]
+    return WireTensor(data=rows.data[mine], format=rows.format, scales=scales)
+
+
+def _run_expert(
+    rows: WireTensor, weights: Fp8BlockWeights | Int8ChannelWeights, expert: int
+) -> Tensor:
+    """[n, H] to [n, H], float32."""
+    mine = weights.with_tensors(
+        {name: tensor[expert : expert + 1] for name, tensor in weights.tensors().items()}
+    )
+    multiply = _multiply_fp8 if isinstance(mine, Fp8BlockWeights) else _multiply_int8
+    hidden = activate(multiply(_as_wanted(rows, mine), mine, "gate_up"), mine.format)
+    return multiply(quantize(hidden, mine.wire_format), mine, "down")
+
+
+def _as_wanted(rows: WireTensor, weights: Fp8BlockWeights | Int8ChannelWeights) -> WireTensor:
+    """The rows as the experts multiply them; those that came unquantised are quantised here."""
+    if rows.format.dtype.is_quantized:
+        return rows
+    return quantize(rows.data, weights.wire_format)
+
+
+def _multiply_fp8(rows: WireTensor, weights: ExpertTensors, name: str) -> Tensor:
+    assert isinstance(weights, Fp8BlockWeights), "chosen by kind"
+    matrix = weights.dequantized()[f"{name}_proj"][0]
+    return dequantize(rows, torch.float32) @ matrix.T
+
+
+def _multiply_int8(rows: WireTensor, weights: ExpertTensors, name: str) -> Tensor:
+    assert rows.scales is not None, "quantised rows have scales"
+    codes, scale = weights.tensors()[f"{name}_proj"][0], weights.tensors()[f"{name}_scale"][0]
+    # float64 holds every sum of products of int8 exactly, and is faster than integers on a CPU.
+    product = rows.data.double() @ codes.double().T
+    return product.float() * rows.scales.float() * scale

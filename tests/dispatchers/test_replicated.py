@@ -1,0 +1,145 @@
+"""Replicated tokens: what one rank does otherwise is told to all, and the group stays usable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from epcomm import (
+    CapacityError,
+    ConfigError,
+    EPConfig,
+    EPError,
+    EPGroup,
+    MoESpec,
+    ShapeError,
+    StandardDispatcher,
+    TopKOutput,
+)
+from epcomm.ops.slots import gather_rows
+
+NUM_RANKS, H, E, K, M = 4, 16, 8, 2, 5
+SPEC = MoESpec(hidden_size=H, num_experts=E, top_k=K, dtype=torch.float32)
+CONFIG = EPConfig(replicated=True, max_tokens_per_rank=M)
+# The rank that does otherwise.
+FAULTY = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """The arguments of a dispatch; the same on all ranks unless spoilt."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+
+    @classmethod
+    def good(cls, device: torch.device, num_tokens: int = 4) -> Call:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.rand(num_tokens, E, generator=generator).argsort(1)[:, :K]
+        return cls(
+            x=torch.randn(num_tokens, H, generator=generator).to(device).requires_grad_(),
+            ids=ids.to(device),
+            weights=torch.rand(num_tokens, K, generator=generator).to(device),
+        )
+
+
+def run(dispatcher: StandardDispatcher, call: Call) -> Tensor:
+    """Identity experts that apply the weights."""
+    topk = TopKOutput(topk_ids=call.ids, topk_weights=call.weights)
+    out = dispatcher.dispatch(call.x, topk)
+    assert out.slot_weights is not None
+    rows = gather_rows(out.hidden_states.data, out.index) * out.slot_weights.unsqueeze(1)
+    return dispatcher.combine(out.combine_input(rows))
+
+
+def set_id(call: Call) -> Call:
+    ids = call.ids.clone()
+    ids[-1, -1] = E
+    return replace(call, ids=ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spoilt:
+    id: str
+    spoil: Callable[[Call], Call]
+    own: str
+    others: str
+    error: type[EPError] = ShapeError
+
+
+SPOILT = [
+    Spoilt(
+        id="dtype",
+        spoil=lambda call: replace(call, x=call.x.bfloat16()),
+        own="hidden_states is torch.bfloat16, expected torch.float32 (rank 1 of 4)",
+        others="a tensor of wrong shape, dtype or device on rank 1",
+    ),
+    Spoilt(
+        id="ids",
+        spoil=set_id,
+        own="topk_ids holds 8, expected -1 or 0 to 7 (rank 1 of 4)",
+        others="topk_ids out of range on rank 1",
+    ),
+    Spoilt(
+        id="M + 1 tokens",
+        spoil=lambda call: Call.good(call.x.device, M + 1),
+        own="hidden_states has 6 tokens, expected at most max_tokens_per_rank = 5 (rank 1 of 4)",
+        others="more tokens than max_tokens_per_rank on rank 1",
+        error=CapacityError,
+    ),
+    Spoilt(
+        id="other tokens",
+        spoil=lambda call: Call.good(call.x.device, 3),
+        own="ranks pass 4, 3, 4, 4 tokens, expected the same",
+        others="ranks pass 4, 3, 4, 4 tokens, expected the same",
+    ),
+]
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("spoilt", SPOILT, ids=lambda spoilt: spoilt.id)
+def test_other_call_of_one_rank_reaches_every_rank(spoilt: Spoilt) -> None:
+    with EPGroup() as group:
+        dispatcher = StandardDispatcher(group, SPEC, CONFIG)
+        call = Call.good(group.device)
+        with pytest.raises(spoilt.error) as caught:
+            run(dispatcher, spoilt.spoil(call) if group.rank == FAULTY else call)
+        assert (spoilt.own if group.rank == FAULTY else spoilt.others) in str(caught.value)
+        expect_works(dispatcher, call)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_one_rank_under_no_grad_is_refused() -> None:
+    with EPGroup() as group:
+        dispatcher = StandardDispatcher(group, SPEC, CONFIG)
+        call = Call.good(group.device)
+        with (
+            torch.set_grad_enabled(group.rank != FAULTY),
+            pytest.raises(ConfigError, match=r"rank 1 run under torch.no_grad\(\) while others"),
+        ):
+            run(dispatcher, call)
+        expect_works(dispatcher, call)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_rank_whose_inputs_need_no_gradients_takes_part_in_backward() -> None:
+    with EPGroup() as group:
+        dispatcher = StandardDispatcher(group, SPEC, CONFIG)
+        call = Call.good(group.device)
+        mine = call if group.rank == FAULTY else replace(call, x=call.x.detach())
+        run(dispatcher, mine).sum().backward()
+        assert (mine.x.grad is not None) == (group.rank == FAULTY)
+        expect_works(dispatcher, Call.good(group.device))
+
+
+def expect_works(dispatcher: StandardDispatcher, call: Call) -> None:
+    y = run(dispatcher, call)
+    y.backward(torch.ones_like(y))
+    factor = call.weights.sum(1, keepdim=True)
+    torch.testing.assert_close(y, call.x * factor)
+    torch.testing.assert_close(call.x.grad, factor.expand(-1, H))

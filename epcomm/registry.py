@@ -23,6 +23,7 @@ BUFFERS: Mapping[str, str] = MappingProxyType(
 )
 RUNNERS: Mapping[str, str] = MappingProxyType(
     {
+        "fp8_triton": "epcomm.runners.fp8_triton:Fp8TritonRunner",
         "grouped_mm": "epcomm.runners.grouped_mm:GroupedMMRunner",
         "quantized_reference": "epcomm.runners.quantized_reference:QuantizedReferenceRunner",
         "reference": "epcomm.runners.reference:ReferenceRunner",

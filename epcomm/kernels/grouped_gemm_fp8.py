@@ -87,7 +87,7 @@ def _gate_up_fp8_kernel(
     """A tile of TILE_ROWS slots and one block of I, gate and up side by side."""
     HIDDEN_BLOCKS: tl.constexpr = HIDDEN // BLOCK
     INNER_BLOCKS: tl.constexpr = INNER // BLOCK
-    expert, first_row, count, block = _find_tile(
+    expert, first_row, count, block = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
         counts_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS_POW2, INNER_BLOCKS, TILE_ROWS
     )
     if expert < NUM_EXPERTS:
@@ -151,7 +151,7 @@ def _down_fp8_kernel(
     """A tile of TILE_ROWS slots and BLOCK columns of H."""
     HIDDEN_BLOCKS: tl.constexpr = HIDDEN // BLOCK
     INNER_BLOCKS: tl.constexpr = INNER // BLOCK
-    expert, first_row, count, block = _find_tile(
+    expert, first_row, count, block = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
         counts_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS_POW2, HIDDEN_BLOCKS, TILE_ROWS
     )
     if expert < NUM_EXPERTS:

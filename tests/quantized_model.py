@@ -43,7 +43,7 @@ def rounded(values: Tensor, kind: str) -> Tensor:
 
 def model(batch: RankBatch, weights: Fp8BlockWeights | Int8ChannelWeights, kind: str) -> Tensor:
     """y [T, H], float64, from the values that codes and scales mean."""
-    matrices = {name: tensor.double() for name, tensor in weights.dequantized().items()}
+    matrices = {name: tensor.double().cpu() for name, tensor in weights.dequantized().items()}
     x = rounded(batch.x.double(), kind)
     y = torch.zeros_like(x)
     for token, (ids, factors) in enumerate(

@@ -33,15 +33,16 @@ SPECS = {
 def test_layer_equals_the_model(kind: str, config: str, batch: str) -> None:
     spec = SPECS[batch]
     with EPGroup() as group, torch.no_grad():
-        plain = make_weights(spec, group.world_size, intermediate_size=INNER)
+        plain = make_weights(spec, group.world_size, intermediate_size=INNER, device=group.device)
         weights = KINDS[kind].from_unquantized(plain)
         layer = ExpertParallelExperts(
             weights, group, CONFIGS[config], top_k=spec.num_topk(group.world_size)
         )
         assert f"wire: dispatch {weights.wire_format}, combine fp32" in layer.explain()
-        mine = make_batch(spec, group.rank, group.world_size)
+        on_cpu = make_batch(spec, group.rank, group.world_size)
+        mine = on_cpu.to(group.device)
         topk = TopKOutput(topk_ids=mine.topk_ids, topk_weights=mine.topk_weights)
-        error = relative_error(layer(mine.x, topk), model(mine, weights, kind))
+        error = relative_error(layer(mine.x, topk).cpu(), model(on_cpu, weights, kind))
         layer.check()
         assert error <= FLIP_TOLERANCE[kind]
 
@@ -51,7 +52,8 @@ def test_layer_equals_the_model(kind: str, config: str, batch: str) -> None:
 def test_each_rank_holds_its_share_of_codes_and_scales(kind: str) -> None:
     spec = SPECS["uneven"]
     with EPGroup() as group:
-        weights = KINDS[kind].from_unquantized(make_weights(spec, 2, intermediate_size=INNER))
+        plain = make_weights(spec, 2, intermediate_size=INNER, device=group.device)
+        weights = KINDS[kind].from_unquantized(plain)
         layer = ExpertParallelExperts(weights, group, top_k=3)
         for name, tensor in weights.shard(group.rank, 2).tensors().items():
             parameter = layer.get_parameter(name)

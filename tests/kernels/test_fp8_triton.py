@@ -24,9 +24,11 @@ NUM_EXPERTS, HIDDEN, INNER, NUM_ROWS = 3, 256, 128, 90
 # Expert 0 gets more rows than a tile has, expert 1 none, and 5 slots belong to nobody.
 IDS = [0] * 70 + [2] * 15 + [-1] * 5
 NUM_SLOTS = 90
-# Sums in another order lie within some 2**-20 of each other, and a code on the other side of a tie
-# moves one of 128 terms by 2**-4 of itself; results are rounded to float32 or bfloat16.
-TOLERANCE = {torch.float32: 4e-3, torch.bfloat16: 1e-2}
+# Tensor cores keep some 14 bits of a sum of FP8 products, so a few activations fall to the other
+# side of a tie. A code next to the largest is 1/14 of it away; with the largest activation of 128
+# at four standard deviations, and the largest of y at three, one such code moves y by
+# 4/14 / (3 * 128**0.5), 0.8% of that. Two may meet; bfloat16 adds its own 2**-8.
+TOLERANCE = {torch.float32: 0.02, torch.bfloat16: 0.024}
 
 
 @dataclass(frozen=True, kw_only=True)

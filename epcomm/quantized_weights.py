@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -87,9 +89,48 @@ class _EightBitWeights(ExpertTensors):
         shapes = {f"{name}_proj": shape for name, shape in matrices.items()}
         return shapes | {f"{name}_scale": self._scale_shape(*s) for name, s in matrices.items()}
 
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
+        return type(self)(**tensors, hidden_dtype=self.hidden_dtype, format=self.format)
+
+    @classmethod
+    def from_unquantized(cls, weights: ExpertWeights) -> Self:
+        """Quantise: the largest code of whatever shares a scale is the largest there is. Local.
+
+        Raises:
+            ConfigError: biases, or another format than swiglu with [E, out, in] matrices.
+        """
+        _check_plain(weights)
+        gate_up, gate_up_scale = cls._quantize(weights.gate_up_proj.detach())
+        down, down_scale = cls._quantize(weights.down_proj.detach())
+        return cls(
+            gate_up_proj=gate_up,
+            gate_up_scale=gate_up_scale,
+            down_proj=down,
+            down_scale=down_scale,
+            hidden_dtype=weights.dtype,
+        )
+
+    def dequantized(self) -> dict[str, Tensor]:
+        """gate_up_proj and down_proj in float32."""
+        return {
+            "gate_up_proj": self._dequantize(self.gate_up_proj, self.gate_up_scale),
+            "down_proj": self._dequantize(self.down_proj, self.down_scale),
+        }
+
     @staticmethod
+    @abstractmethod
     def _scale_shape(num_experts: int, num_rows: int, num_columns: int) -> list[int]:
-        raise NotImplementedError
+        """Of the scales of [E, N, K]."""
+
+    @staticmethod
+    @abstractmethod
+    def _quantize(matrices: Tensor) -> tuple[Tensor, Tensor]:
+        """[E, N, K] to codes and scales."""
+
+    @staticmethod
+    @abstractmethod
+    def _dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+        """The inverse, in float32."""
 
 
 class Fp8BlockWeights(_EightBitWeights):
@@ -99,9 +140,6 @@ class Fp8BlockWeights(_EightBitWeights):
     ceil(I / 128)]. Checkpoints call them weight_scale_inv.
     """
 
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Fp8BlockWeights:
-        return Fp8BlockWeights(**tensors, hidden_dtype=self.hidden_dtype, format=self.format)
-
     @property
     def wire_format(self) -> WireFormat:
         return FP8_FLOAT32_SCALES
@@ -110,31 +148,19 @@ class Fp8BlockWeights(_EightBitWeights):
     def _scale_shape(num_experts: int, num_rows: int, num_columns: int) -> list[int]:
         return [num_experts, -(-num_rows // BLOCK), -(-num_columns // BLOCK)]
 
-    @classmethod
-    def from_unquantized(cls, weights: ExpertWeights) -> Fp8BlockWeights:
-        """Quantise: the largest code of a block is 448. Local.
+    @staticmethod
+    def _quantize(matrices: Tensor) -> tuple[Tensor, Tensor]:
+        num_rows, num_columns = matrices.shape[1:]
+        padding = (0, -num_columns % BLOCK, 0, -num_rows % BLOCK)
+        padded = torch.nn.functional.pad(matrices.float(), padding)
+        blocks = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
+        scales = _scale_of(blocks.abs().amax(dim=(2, 4)), FP8_MAX)
+        scaled = matrices.float() / _spread(scales, matrices)
+        return scaled.to(torch.float8_e4m3fn), scales
 
-        Raises:
-            ConfigError: biases, or another format than swiglu with [E, out, in] matrices.
-        """
-        _check_plain(weights)
-        gate_up, gate_up_scale = _quantize_blocks(weights.gate_up_proj.detach())
-        down, down_scale = _quantize_blocks(weights.down_proj.detach())
-        return cls(
-            gate_up_proj=gate_up,
-            gate_up_scale=gate_up_scale,
-            down_proj=down,
-            down_scale=down_scale,
-            hidden_dtype=weights.dtype,
-        )
-
-    def dequantized(self) -> dict[str, Tensor]:
-        """gate_up_proj and down_proj in float32."""
-        return {
-            "gate_up_proj": self.gate_up_proj.float()
-            * _spread(self.gate_up_scale, self.gate_up_proj),
-            "down_proj": self.down_proj.float() * _spread(self.down_scale, self.down_proj),
-        }
+    @staticmethod
+    def _dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+        return codes.float() * _spread(scales, codes)
 
 
 class Int8ChannelWeights(_EightBitWeights):
@@ -142,9 +168,6 @@ class Int8ChannelWeights(_EightBitWeights):
 
     gate_up_scale: [E, 2I].   down_scale: [E, H].
     """
-
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Int8ChannelWeights:
-        return Int8ChannelWeights(**tensors, hidden_dtype=self.hidden_dtype, format=self.format)
 
     @property
     def wire_format(self) -> WireFormat:
@@ -154,30 +177,16 @@ class Int8ChannelWeights(_EightBitWeights):
     def _scale_shape(num_experts: int, num_rows: int, num_columns: int) -> list[int]:
         return [num_experts, num_rows]
 
-    @classmethod
-    def from_unquantized(cls, weights: ExpertWeights) -> Int8ChannelWeights:
-        """Quantise: the largest code of a channel is 127. Local.
+    @staticmethod
+    def _quantize(matrices: Tensor) -> tuple[Tensor, Tensor]:
+        full = matrices.float()
+        scales = _scale_of(full.abs().amax(dim=2), INT8_MAX)
+        codes = (full / scales.unsqueeze(2)).round().clamp(-INT8_MAX, INT8_MAX)
+        return codes.to(torch.int8), scales
 
-        Raises:
-            ConfigError: biases, or another format than swiglu with [E, out, in] matrices.
-        """
-        _check_plain(weights)
-        gate_up, gate_up_scale = _quantize_channels(weights.gate_up_proj.detach())
-        down, down_scale = _quantize_channels(weights.down_proj.detach())
-        return cls(
-            gate_up_proj=gate_up,
-            gate_up_scale=gate_up_scale,
-            down_proj=down,
-            down_scale=down_scale,
-            hidden_dtype=weights.dtype,
-        )
-
-    def dequantized(self) -> dict[str, Tensor]:
-        """gate_up_proj and down_proj in float32."""
-        return {
-            "gate_up_proj": self.gate_up_proj.float() * self.gate_up_scale.unsqueeze(2),
-            "down_proj": self.down_proj.float() * self.down_scale.unsqueeze(2),
-        }
+    @staticmethod
+    def _dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+        return codes.float() * scales.unsqueeze(2)
 
 
 def _check_plain(weights: ExpertWeights) -> None:
@@ -189,27 +198,12 @@ def _check_plain(weights: ExpertWeights) -> None:
         )
 
 
-def _quantize_blocks(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """[E, N, K] to codes and block scales."""
-    num_rows, num_columns = matrices.shape[1:]
-    padding = (0, -num_columns % BLOCK, 0, -num_rows % BLOCK)
-    padded = torch.nn.functional.pad(matrices.float(), padding)
-    blocks = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
-    # A block of zeros has any scale but 0.
-    scale = blocks.abs().amax(dim=(2, 4)).clamp(min=torch.finfo(torch.float32).tiny) / FP8_MAX
-    scaled = matrices.float() / _spread(scale, matrices)
-    return scaled.to(torch.float8_e4m3fn), scale
+def _scale_of(amax: Tensor, largest_code: float) -> Tensor:
+    """What brings the largest magnitude to the largest code; of zeros, anything but 0."""
+    return amax.clamp(min=torch.finfo(torch.float32).tiny) / largest_code
 
 
-def _spread(scale: Tensor, matrices: Tensor) -> Tensor:
+def _spread(scales: Tensor, matrices: Tensor) -> Tensor:
     """Block scales [E, n, k], one for each element of `matrices` [E, N, K]."""
-    rows = scale.repeat_interleave(BLOCK, dim=1)[:, : matrices.shape[1]]
+    rows = scales.repeat_interleave(BLOCK, dim=1)[:, : matrices.shape[1]]
     return rows.repeat_interleave(BLOCK, dim=2)[:, :, : matrices.shape[2]]
-
-
-def _quantize_channels(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """[E, N, K] to codes and a scale for each of the N channels."""
-    full = matrices.float()
-    scale = full.abs().amax(dim=2).clamp(min=torch.finfo(torch.float32).tiny) / INT8_MAX
-    codes = (full / scale.unsqueeze(2)).round().clamp(-INT8_MAX, INT8_MAX)
-    return codes.to(torch.int8), scale

@@ -1,0 +1,162 @@
+"""Records of eight-bit experts: what does not fit is refused with both sides named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from epcomm import (
+    ConfigError,
+    EPError,
+    ExpertFormat,
+    ExpertWeights,
+    Fp8BlockWeights,
+    Int8ChannelWeights,
+    ShapeError,
+)
+from epcomm.testing.data import ACTIVATIONS, BatchSpec, make_weights, random_ids
+
+# I = 144 and H = 200: blocks of 128 that are not full.
+SPEC = BatchSpec(
+    hidden_size=200,
+    num_local_experts=3,
+    tokens_of_rank=lambda rank, world_size: 1,
+    choose_ids=random_ids,
+)
+KINDS = (Fp8BlockWeights, Int8ChannelWeights)
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+
+
+def plain() -> ExpertWeights:
+    return make_weights(SPEC, 1, intermediate_size=144)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bad:
+    id: str
+    kind: type[Fp8BlockWeights | Int8ChannelWeights]
+    name: str
+    change: Callable[[Tensor], Tensor]
+    message: str
+
+
+BAD = [
+    Bad(
+        id="codes of another dtype",
+        kind=Fp8BlockWeights,
+        name="gate_up_proj",
+        change=lambda codes: codes.view(torch.int8),
+        message="gate_up_proj is torch.int8 [3, 288, 200], expected torch.float8_e4m3fn "
+        "[3, 288, 200]",
+    ),
+    Bad(
+        id="scales of another dtype",
+        kind=Fp8BlockWeights,
+        name="down_scale",
+        change=lambda scale: scale.bfloat16(),
+        message="down_scale is torch.bfloat16 [3, 2, 2], expected torch.float32 [3, 2, 2]",
+    ),
+    Bad(
+        id="scales of other blocks",
+        kind=Fp8BlockWeights,
+        name="gate_up_scale",
+        change=lambda scale: scale[:, :2],
+        message="gate_up_scale is torch.float32 [3, 2, 2], expected torch.float32 [3, 3, 2]",
+    ),
+    Bad(
+        id="scales in the other order",
+        kind=Fp8BlockWeights,
+        name="gate_up_scale",
+        change=lambda scale: scale.transpose(1, 2),
+        message="gate_up_scale is torch.float32 [3, 2, 3], expected torch.float32 [3, 3, 2]",
+    ),
+    Bad(
+        id="a scale a row of codes, not a channel",
+        kind=Int8ChannelWeights,
+        name="down_scale",
+        change=lambda scale: scale[:, :144],
+        message="down_scale is torch.float32 [3, 144], expected torch.float32 [3, 200]",
+    ),
+    Bad(
+        id="two dimensions",
+        kind=Int8ChannelWeights,
+        name="gate_up_proj",
+        change=lambda codes: codes[0],
+        message="gate_up_proj is [288, 200] and down_proj [3, 200, 144], expected",
+    ),
+]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.id)
+def test_tensor_that_does_not_fit_is_refused(bad: Bad) -> None:
+    weights = bad.kind.from_unquantized(plain())
+    tensors = weights.tensors()
+    with pytest.raises(ShapeError) as caught:
+        weights.with_tensors({**tensors, bad.name: bad.change(tensors[bad.name])})
+    assert f"{bad.kind.__name__}: {bad.message}" in str(caught.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Other:
+    id: str
+    weights: Callable[[], ExpertWeights]
+
+
+OTHERS = [
+    Other(id="biases", weights=lambda: make_weights(SPEC, 1, has_bias=True)),
+    *(
+        Other(
+            id=name,
+            weights=lambda name=name: make_weights(SPEC, 1, expert_format=ACTIVATIONS[name]),
+        )
+        for name in ("clamped_swiglu", "relu2")
+    ),
+]
+
+
+@every_kind
+@pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.id)
+def test_experts_of_another_format_are_not_quantised(
+    kind: type[Fp8BlockWeights | Int8ChannelWeights], other: Other
+) -> None:
+    with pytest.raises(ConfigError, match="leave such experts unquantised"):
+        kind.from_unquantized(other.weights())
+
+
+@every_kind
+def test_format_and_hidden_dtype_are_checked(
+    kind: type[Fp8BlockWeights | Int8ChannelWeights],
+) -> None:
+    weights = kind.from_unquantized(plain())
+    changes: list[dict[str, object]] = [
+        {"format": ExpertFormat(is_interleaved=True)},
+        {"hidden_dtype": torch.int8},
+    ]
+    for change in changes:
+        with pytest.raises(EPError):
+            replace(weights, **change)
+
+
+@every_kind
+def test_zeros_stay_zeros(kind: type[Fp8BlockWeights | Int8ChannelWeights]) -> None:
+    weights = plain()
+    zeros = replace(weights, gate_up_proj=torch.zeros_like(weights.gate_up_proj))
+    quantized = kind.from_unquantized(zeros)
+    assert torch.isfinite(quantized.gate_up_scale).all()
+    assert (quantized.gate_up_scale > 0).all()
+    assert not quantized.dequantized()["gate_up_proj"].any()
+
+
+@every_kind
+def test_largest_element_keeps_its_value(
+    kind: type[Fp8BlockWeights | Int8ChannelWeights],
+) -> None:
+    weights = plain()
+    for name, values in kind.from_unquantized(weights).dequantized().items():
+        original = getattr(weights, name).detach()
+        largest = original.abs() == original.abs().amax(dim=(1, 2), keepdim=True)
+        torch.testing.assert_close(values[largest], original[largest])

@@ -1,0 +1,272 @@
+"""Measure FP8 experts on a GPU: two grouped products, SwiGLU and the second quantisation.
+
+    python -m benchmarks.bench_gemm --output gemm.json
+
+The alternative in the same run is BF16: grouped_mm, silu(gate) * up, grouped_mm. Results of the
+kernels are compared with float32 products of the same codes first, or the program ends without a
+number. Rows come quantised, through an index, as a buffer hands them out.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+import typer
+from rich.console import Console
+from torch import Tensor
+
+from benchmarks.bench_quantize import CheckError, copy_rate
+from benchmarks.machine_facts import describe_hardware, describe_versions
+from benchmarks.timing import EventClock, Percentiles
+from epcomm import (
+    Fp8BlockWeights,
+    MaskedDispatchOutput,
+    RowsDispatchOutput,
+    WireTensor,
+)
+from epcomm.ops.slots import build_slot_index
+from epcomm.quantization import FP8_FLOAT32_SCALES, dequantize, quantize
+from epcomm.records import Handle, Route
+from epcomm.runners.fp8_triton import Fp8TritonRunner
+from epcomm.types import WeightsAppliedBy
+
+# Two FP8 products of the same codes, in float32 by cuBLAS and on tensor cores with some 14 bits.
+TOLERANCE = 0.01
+# MASKED rows have room for so many times what comes.
+MASKED_ROOM = 33
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """L, H and I of one rank."""
+
+    experts: int
+    hidden: int
+    inner: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all matrices in FP8."""
+        return 3 * self.experts * self.hidden * self.inner
+
+    def operations(self, rows: int) -> int:
+        """Multiplications and additions of so many slots."""
+        return 6 * rows * self.hidden * self.inner
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Experts:
+    """The same experts in both precisions."""
+
+    gate_up: Tensor
+    down: Tensor
+    fp8: Fp8BlockWeights
+
+    @classmethod
+    def make(cls, size: Size, device: torch.device) -> Experts:
+        """Seeded, of order one."""
+        generator = torch.Generator(device).manual_seed(0)
+
+        def matrices(rows: int, columns: int) -> Tensor:
+            shape = (size.experts, rows, columns)
+            values = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+            return values / columns**0.5
+
+        gate_up, down = matrices(2 * size.inner, size.hidden), matrices(size.hidden, size.inner)
+        codes, scales = zip(*map(Fp8BlockWeights._quantize, (gate_up, down)), strict=True)
+        return cls(
+            gate_up=gate_up,
+            down=down,
+            fp8=Fp8BlockWeights(
+                gate_up_proj=codes[0],
+                gate_up_scale=scales[0],
+                down_proj=codes[1],
+                down_scale=scales[1],
+            ),
+        )
+
+
+def counts_of(rows: int, experts: int, skew: int) -> list[int]:
+    """Slots of each expert; an eighth of the experts get `skew` times as many."""
+    shares = [skew if expert < experts // 8 else 1 for expert in range(experts)]
+    counts = [rows * share // sum(shares) for share in shares]
+    counts[0] += rows - sum(counts)
+    return counts
+
+
+def rows_record(counts: list[int], x: Tensor) -> RowsDispatchOutput:
+    """Rows in random order, one slot each."""
+    ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))].to(x.device)
+    device_counts = torch.tensor(counts, device=x.device)
+    return RowsDispatchOutput(
+        hidden_states=quantize(x, FP8_FLOAT32_SCALES),
+        index=build_slot_index(ids.unsqueeze(1), device_counts, counts),
+        slot_weights=None,
+        weights_applied_by=WeightsAppliedBy.COMBINE,
+        handle=_handle(len(ids)),
+    )
+
+
+def masked_record(dispatched: RowsDispatchOutput) -> MaskedDispatchOutput:
+    """The same slots, each expert's behind one another, with room for many more."""
+    rows, index = dispatched.hidden_states, dispatched.index
+    assert index.row_of_slot is not None
+    assert rows.scales is not None
+    counts = index.num_slots_per_expert.tolist()
+    room = MASKED_ROOM * max(counts)
+    device = rows.data.device
+    codes = torch.zeros(len(counts), room, rows.data.shape[1], dtype=torch.uint8, device=device)
+    scales = torch.zeros(len(counts), room, rows.scales.shape[1], device=device)
+    for expert, (start, count) in enumerate(zip(index.first_slot.tolist(), counts, strict=False)):
+        mine = index.row_of_slot[start : start + count].long()
+        codes[expert, :count] = rows.data.view(torch.uint8)[mine]
+        scales[expert, :count] = rows.scales[mine]
+    return MaskedDispatchOutput(
+        hidden_states=WireTensor(
+            data=codes.view(rows.data.dtype), format=rows.format, scales=scales
+        ),
+        num_slots_per_expert=index.num_slots_per_expert,
+        slot_weights=None,
+        weights_applied_by=WeightsAppliedBy.COMBINE,
+        handle=_handle(len(index.row_of_slot)),
+    )
+
+
+def _handle(num_tokens: int) -> Handle:
+    return Handle(owner=None, route=Route(), call=1, num_tokens=num_tokens, needs_backward=False)
+
+
+def check(results: Tensor, dispatched: RowsDispatchOutput, experts: Experts) -> None:
+    """Compare the first and the last expert with float32 products of the same codes.
+
+    Raises:
+        CheckError: they differ by more than rounding explains.
+    """
+    index, matrices = dispatched.index, experts.fp8.dequantized()
+    assert index.row_of_slot is not None
+    starts = index.first_slot.tolist()
+    for expert in (0, len(starts) - 2):
+        mine = slice(starts[expert], starts[expert + 1])
+        rows = dequantize(dispatched.hidden_states, torch.float32)[index.row_of_slot[mine].long()]
+        gate, up = (rows @ matrices["gate_up_proj"][expert].T).chunk(2, dim=1)
+        hidden = dequantize(quantize(F.silu(gate) * up, FP8_FLOAT32_SCALES), torch.float32)
+        expected = hidden @ matrices["down_proj"][expert].T
+        error = float((results[mine].float() - expected).norm() / expected.norm())
+        if not error <= TOLERANCE:
+            raise CheckError(f"expert {expert} is off by {error:.1e}; nothing was measured")
+
+
+def run_bf16(slots: Tensor, ends: Tensor, experts: Experts) -> Tensor:
+    """The usual way, over slots that are packed already."""
+    hidden = F.grouped_mm(slots, experts.gate_up.transpose(1, 2), offs=ends)
+    gate, up = hidden.chunk(2, dim=1)
+    return F.grouped_mm(F.silu(gate) * up, experts.down.transpose(1, 2), offs=ends)
+
+
+def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """The call as a graph: it reads nothing on the host, and launches do not count."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def time_in_turn(calls: dict[str, Callable[[], object]], num_calls: int) -> dict[str, Percentiles]:
+    """Milliseconds of each by CUDA events, one after another, so that clocks treat all alike."""
+    graphs = {name: captured(call) for name, call in calls.items()}
+    clocks = {name: [EventClock() for _ in range(num_calls)] for name in calls}
+    for number in range(-3, num_calls):
+        for name, graph in graphs.items():
+            clock = clocks[name][number]
+            if number >= 0:
+                clock.mark()
+            graph.replay()
+            if number >= 0:
+                clock.mark()
+    return {
+        name: Percentiles.of([lap for clock in found for lap in clock.take()])
+        for name, found in clocks.items()
+    }
+
+
+def measure(
+    rows: int, skew: int, size: Size, experts: Experts, copy_gb_per_s: float, num_calls: int
+) -> dict[str, object]:
+    """Check one distribution of rows, then time it in FP8, in BF16 and MASKED."""
+    device = experts.gate_up.device
+    x = torch.randn(rows, size.hidden, device=device, dtype=torch.bfloat16)
+    counts = counts_of(rows, size.experts, skew)
+    dispatched, runner = rows_record(counts, x), Fp8TritonRunner()
+    check(runner.run(dispatched, experts.fp8).hidden_states, dispatched, experts)
+    calls: dict[str, Callable[[], object]] = {
+        "fp8": lambda: runner.run(dispatched, experts.fp8),
+        "bf16": lambda: run_bf16(x, dispatched.index.first_slot[1:], experts),
+    }
+    if rows <= 1024:
+        masked = masked_record(dispatched)
+        calls["fp8 masked"] = lambda: runner.run(masked, experts.fp8)
+    times = time_in_turn(calls, num_calls)
+    fp8_ms = times["fp8"].p50
+    return {
+        "rows": rows,
+        "skew": skew,
+        "ms": {name: {"p50": t.p50, "p95": t.p95, "p99": t.p99} for name, t in times.items()},
+        "times_as_fast_as_bf16": times["bf16"].p50 / fp8_ms,
+        "tflops": size.operations(rows) / fp8_ms / 1e9,
+        "weights_over_copy_rate": size.weight_bytes / fp8_ms / 1e6 / copy_gb_per_s,
+        "masked_over_rows": times["fp8 masked"].p50 / fp8_ms if "fp8 masked" in times else None,
+    }
+
+
+def main(
+    experts: Annotated[int, typer.Option(min=8, help="L.")] = 32,
+    hidden: Annotated[int, typer.Option(min=128, help="H.")] = 7168,
+    inner: Annotated[int, typer.Option(min=128, help="I.")] = 2048,
+    calls: Annotated[int, typer.Option(min=1, help="Measured calls of each.")] = 30,
+    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
+) -> None:
+    """Check, measure, and print what came of it."""
+    if not torch.cuda.is_available():
+        sys.exit("bench_gemm: no CUDA device; the kernels are measured on a GPU only")
+    device = torch.device("cuda", torch.cuda.current_device())
+    size = Size(experts=experts, hidden=hidden, inner=inner)
+    console = Console(highlight=False, markup=False)
+    copy_gb_per_s = copy_rate(device, num_calls=calls)
+    try:
+        with torch.no_grad():
+            made = Experts.make(size, device)
+            findings = [
+                measure(rows, skew, size, made, copy_gb_per_s, calls)
+                for rows, skew in ((32768, 1), (32768, 8), (1024, 1))
+            ]
+    except CheckError as error:
+        sys.exit(str(error))
+    for finding in findings:
+        console.print(json.dumps(finding))
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        report = {
+            "benchmark": "gemm",
+            "configuration": {"experts": experts, "hidden": hidden, "inner": inner, "calls": calls},
+            "hardware": describe_hardware(device),
+            "versions": describe_versions(device),
+            "command": shlex.join(["python", "-m", "benchmarks.bench_gemm", *sys.argv[1:]]),
+            "copy_gb_per_s": copy_gb_per_s,
+            "findings": findings,
+        }
+        output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -62,6 +62,8 @@ _TORCH_DTYPES = {
     WireDtype.INT8: torch.int8,
 }
 
+UNQUANTIZED_DTYPES = frozenset(dtype for dtype in WireDtype if not dtype.is_quantized)
+
 
 @dataclass(frozen=True, kw_only=True)
 class WireFormat:

@@ -22,10 +22,8 @@ from epcomm.records import (
     RowsDispatchOutput,
 )
 from epcomm.runners.base import ExpertRunner
-from epcomm.types import Layout, WeightsAppliedBy, WireDtype, WireTensor
+from epcomm.types import UNQUANTIZED_DTYPES, Layout, WeightsAppliedBy, WireDtype, WireTensor
 from epcomm.weights import ExpertTensors
-
-_UNQUANTIZED = frozenset({WireDtype.BF16, WireDtype.FP16, WireDtype.FP32})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,7 +74,7 @@ class Fp8TritonRunner(ExpertRunner):
 
     @classmethod
     def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
-        return _UNQUANTIZED | {WireDtype.FP8_E4M3}
+        return UNQUANTIZED_DTYPES | {WireDtype.FP8_E4M3}
 
     @overload
     def run(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> RowsCombineInput: ...

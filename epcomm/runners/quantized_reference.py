@@ -26,10 +26,8 @@ from epcomm.records import (
     SlotIndex,
 )
 from epcomm.runners.base import ExpertRunner
-from epcomm.types import Layout, WeightsAppliedBy, WireDtype, WireTensor
+from epcomm.types import UNQUANTIZED_DTYPES, Layout, WeightsAppliedBy, WireDtype, WireTensor
 from epcomm.weights import ExpertTensors
-
-_UNQUANTIZED = frozenset({WireDtype.BF16, WireDtype.FP16, WireDtype.FP32})
 
 
 class QuantizedReferenceRunner(ExpertRunner):
@@ -42,7 +40,7 @@ class QuantizedReferenceRunner(ExpertRunner):
     @classmethod
     def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
         # Unquantised rows are quantised on arrival, to the same values as before they leave.
-        return _UNQUANTIZED | {weights.wire_format.dtype}
+        return UNQUANTIZED_DTYPES | {weights.wire_format.dtype}
 
     @overload
     def run(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> RowsCombineInput: ...

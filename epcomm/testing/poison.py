@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 
+from epcomm.buffers.scratch import Scratch
+
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """While open, torch.empty and its kin return NaN (integers: the largest value).
+
+    So does memory that buffers keep: what an earlier call left there could pass for this one's.
 
     Raises:
         RuntimeError: this torch does not fill, so the suites would prove nothing.
@@ -23,11 +27,21 @@ def poisoned_memory() -> Iterator[None]:
     # Not use_deterministic_algorithms: that imports the compiler, seconds in each process.
     torch.set_deterministic_debug_mode("warn")
     switch.fill_uninitialized_memory = True
+    kept_rows = Scratch.rows
+
+    def poisoned_rows(self: Scratch, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        rows = kept_rows(self, num_rows, width, dtype)
+        # All bits: NaN in every floating dtype.
+        rows.view(torch.uint8).fill_(0xFF)
+        return rows
+
+    Scratch.rows = poisoned_rows
     try:
         if not torch.zeros(1).new_empty(4).isnan().all():
             raise RuntimeError("poisoned_memory: torch.empty is not filled; check this torch")
         yield
     finally:
+        Scratch.rows = kept_rows
         switch.fill_uninitialized_memory = fills
         torch.set_deterministic_debug_mode(mode)
 

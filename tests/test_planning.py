@@ -352,7 +352,7 @@ REFUSALS = [
         id="unknown runner",
         config=EPConfig(runner="fastest"),
         message="runner is 'fastest', expected auto or one of ['fp8_triton', 'grouped_mm', "
-        "'quantized_reference', 'reference']",
+        "'int8_triton', 'quantized_reference', 'reference']",
     ),
     Refusal(id="no ranks", config=EPConfig(), world_size=0, message="plan: world_size is 0"),
     Refusal(

@@ -54,6 +54,34 @@ def _round_quotient(quotient: tl.tensor, PROFILE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def _finite_amax(amax_bits: tl.tensor) -> tl.tensor:
+    """The largest magnitude, or 0 in place of infinity and NaN."""
+    return tl.where(amax_bits < _INFINITY_BITS, amax_bits, 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rint127(x: tl.tensor, amax: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Codes, still float32, scales, and whether they are usable; amax: [], or [rows, 1]."""
+    # div_rn: `/` would be approximate.
+    factor = tl.math.div_rn(_INT8_MAX, amax)
+    is_usable = factor.to(tl.int32, bitcast=True) < _INFINITY_BITS
+    return _round_half_even(x * factor), tl.math.div_rn(1.0, factor), is_usable
+
+
+@triton.jit
+def _storable(
+    codes: tl.tensor, scale: tl.tensor, amax_bits: tl.tensor, is_usable: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """Codes as int8 and the scale: 0 and 0 where not usable, 0 and NaN where not finite."""
+    is_finite = amax_bits < _INFINITY_BITS
+    scale_bits = tl.where(is_usable, scale, 0.0).to(tl.int32, bitcast=True)
+    scale_bits = tl.where(is_finite, scale_bits, _NAN_BITS)
+    # Before the cast: NaN has no integer.
+    codes = tl.where(is_finite & is_usable, codes, 0.0).to(tl.int32).to(tl.int8)
+    return codes, scale_bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _quantize_int8_kernel(
     x_ptr: tl.tensor,
     codes_ptr: tl.tensor,
@@ -76,28 +104,19 @@ def _quantize_int8_kernel(
     x = tl.load(x_ptr + row * X_STRIDE + column, mask=is_element, other=0.0).to(tl.float32)
     # As integers, magnitudes are ordered as the numbers are, with NaN above infinity.
     amax_bits = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=0)
-    is_finite = amax_bits < _INFINITY_BITS
-    amax = tl.where(is_finite, amax_bits, 0).to(tl.float32, bitcast=True)
-
-    # div_rn throughout: `/` would be approximate.
+    amax = _finite_amax(amax_bits)
     if PROFILE == "rint127" or PROFILE == "rint127eps":
         if PROFILE == "rint127eps":
             amax += _AMAX_EPSILON
-        factor = tl.math.div_rn(tl.full([], _INT8_MAX, tl.float32), amax)
-        scale = tl.math.div_rn(tl.full([], 1.0, tl.float32), factor)
-        is_usable = factor.to(tl.int32, bitcast=True) < _INFINITY_BITS
-        codes = _round_half_even(x * factor)
+        codes, scale, is_usable = _rint127(x, amax)  # pyright: ignore[reportGeneralTypeIssues]
     else:
+        # div_rn: `/` would be approximate.
         scale = tl.math.div_rn(amax, tl.full([], _INT8_MAX, tl.float32))
         is_usable = scale > 0
         divisor = tl.full([TILE_COLUMNS], 1.0, tl.float32) * tl.where(is_usable, scale, 1.0)
         codes = _round_quotient(tl.math.div_rn(x, divisor), PROFILE)
-
-    scale_bits = tl.where(is_usable, scale, 0.0).to(tl.int32, bitcast=True)
-    scale_bits = tl.where(is_finite, scale_bits, _NAN_BITS)
-    tl.store(scales_ptr + row * SCALES_STRIDE, scale_bits.to(tl.float32, bitcast=True))
-    # Before the cast: NaN has no integer.
-    codes = tl.where(is_finite & is_usable, codes, 0.0).to(tl.int32).to(tl.int8)
+    codes, scale = _storable(codes, scale, amax_bits, is_usable)  # pyright: ignore[reportGeneralTypeIssues]
+    tl.store(scales_ptr + row * SCALES_STRIDE, scale)
     tl.store(codes_ptr + row * CODES_STRIDE + column, codes, mask=is_element)
 
 

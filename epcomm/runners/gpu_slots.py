@@ -1,0 +1,143 @@
+"""What the Triton runners share: the slots of either layout, and what they refuse."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import ClassVar, overload
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.base import Availability
+from epcomm.errors import ConfigError
+from epcomm.quantization import quantizer_for
+from epcomm.records import (
+    CombineInput,
+    DispatchOutput,
+    MaskedCombineInput,
+    MaskedDispatchOutput,
+    RowsCombineInput,
+    RowsDispatchOutput,
+)
+from epcomm.runners.base import ExpertRunner
+from epcomm.types import Layout, WeightsAppliedBy, WireFormat, WireTensor
+from epcomm.weights import ExpertTensors
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Slots:
+    """What the kernels read, the same for both layouts.
+
+    rows: [R, H].   row_of_slot: [C], int32, or None: slot s is row s.   counts: [L], int32.
+    first_slot: [L + 1], int32.   weights: [C], float32, to multiply results by, or None.
+    """
+
+    rows: WireTensor
+    row_of_slot: Tensor | None
+    counts: Tensor
+    first_slot: Tensor
+    weights: Tensor | None
+    num_slots: int
+
+    def quantized_rows(self, wire_format: WireFormat) -> tuple[Tensor, Tensor]:
+        """Codes [R, H] and scales [R, *]; rows that came unquantised are quantised here."""
+        rows = self.rows
+        if not rows.format.dtype.is_quantized:
+            rows = quantizer_for(rows.data.device)(rows.data, wire_format)
+        assert rows.scales is not None, "quantised rows have scales"
+        return rows.data, rows.scales
+
+
+class GpuSlotsRunner(ExpertRunner):
+    """Hands the slots of either layout to kernels. No gradients.
+
+    size_multiple: what hidden_size and intermediate_size must be multiples of.
+    """
+
+    layouts: ClassVar[frozenset[Layout]] = frozenset(Layout)
+    size_multiple: ClassVar[int]
+
+    @classmethod
+    def supports(cls, weights: ExpertTensors) -> Availability:
+        if not isinstance(weights, cls.kinds):
+            return super().supports(weights)
+        reasons = [
+            f"{name} is {size}, expected a multiple of {cls.size_multiple}"
+            for name, size in sizes_of(weights).items()
+            if size % cls.size_multiple
+        ]
+        device = next(iter(weights.tensors().values())).device
+        if device.type != "cuda":
+            reasons.append(f"the experts are on {device}, expected cuda")
+        if find_spec("triton") is None:
+            reasons.append("triton is not installed")
+        return Availability(ok=not reasons, reasons=tuple(reasons))
+
+    @overload
+    def run(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> RowsCombineInput: ...
+
+    @overload
+    def run(
+        self, dispatched: MaskedDispatchOutput, weights: ExpertTensors
+    ) -> MaskedCombineInput: ...
+
+    def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
+        if torch.is_grad_enabled() and dispatched.hidden_states.data.requires_grad:
+            raise ConfigError(
+                f"{self.name}: rows need gradients, which these kernels do not have; use "
+                "torch.no_grad(), or unquantised experts"
+            )
+        if isinstance(dispatched, MaskedDispatchOutput):
+            shape = dispatched.hidden_states.data.shape
+            results = self.compute(_slots_of_masked(dispatched), weights)
+            return dispatched.combine_input(results.view(shape))
+        return dispatched.combine_input(self.compute(_slots_of_rows(dispatched), weights))
+
+    @abstractmethod
+    def compute(self, slots: Slots, weights: ExpertTensors) -> Tensor:
+        """[C, H] in the dtype of the hidden states; undefined where no expert computes a slot.
+
+        Local. Host sync: none.
+        """
+
+
+def sizes_of(weights: ExpertTensors) -> dict[str, int]:
+    """The sizes that kernels may refuse, by name."""
+    return {
+        "hidden_size": weights.hidden_size,
+        "intermediate_size": weights.intermediate_size,
+    }
+
+
+def _slots_of_rows(dispatched: RowsDispatchOutput) -> Slots:
+    index = dispatched.index
+    by_runner = dispatched.weights_applied_by is WeightsAppliedBy.RUNNER
+    return Slots(
+        rows=dispatched.hidden_states,
+        row_of_slot=index.row_of_slot,
+        counts=index.num_slots_per_expert,
+        first_slot=index.first_slot,
+        weights=dispatched.slot_weights if by_runner else None,
+        num_slots=dispatched.num_slots,
+    )
+
+
+def _slots_of_masked(dispatched: MaskedDispatchOutput) -> Slots:
+    rows, counts = dispatched.hidden_states, dispatched.num_slots_per_expert
+    num_experts, room = rows.data.shape[:2]
+    by_runner = dispatched.weights_applied_by is WeightsAppliedBy.RUNNER
+    weights = dispatched.slot_weights if by_runner else None
+    return Slots(
+        rows=WireTensor(
+            data=rows.data.flatten(0, 1),
+            format=rows.format,
+            scales=None if rows.scales is None else rows.scales.flatten(0, 1),
+        ),
+        row_of_slot=None,
+        counts=counts,
+        first_slot=torch.arange(num_experts + 1, dtype=torch.int32, device=counts.device) * room,
+        weights=None if weights is None else weights.flatten(),
+        num_slots=num_experts * room,
+    )

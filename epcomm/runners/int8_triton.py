@@ -1,0 +1,85 @@
+"""INT8 experts on a GPU: three Triton kernels over rows where they lie, counts on the device."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.base import Availability
+from epcomm.quantized_weights import Int8ChannelWeights
+from epcomm.runners.gpu_slots import GpuSlotsRunner, Slots, sizes_of
+from epcomm.types import UNQUANTIZED_DTYPES, WireDtype
+from epcomm.weights import ExpertTensors
+
+# Products of two codes, 128**2 at most, that 32 bits can add up.
+_MAX_SUMMANDS = (2**31 - 1) // 128**2
+
+
+class Int8TritonRunner(GpuSlotsRunner):
+    """Reads rows through the index, without a copy; hidden rows pass through memory. No gradients.
+
+    Beside the results it allocates 5 I + 4 bytes a slot: float32 hidden rows, their codes and
+    scales. Results of slots that no expert computes are undefined.
+    """
+
+    name: ClassVar[str] = "int8_triton"
+    kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (Int8ChannelWeights,)
+    # Bytes that the rows of a matrix must be apart for the GPU to load tiles of it by itself.
+    size_multiple: ClassVar[int] = 16
+
+    @classmethod
+    def supports(cls, weights: ExpertTensors) -> Availability:
+        verdict = super().supports(weights)
+        if not isinstance(weights, cls.kinds):
+            return verdict
+        reasons = [
+            f"{name} is {size}, expected at most {_MAX_SUMMANDS}, beyond which sums overflow"
+            for name, size in sizes_of(weights).items()
+            if size > _MAX_SUMMANDS
+        ]
+        return Availability(
+            ok=verdict.ok and not reasons, reasons=tuple(reasons) + verdict.reasons
+        )
+
+    @classmethod
+    def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
+        return UNQUANTIZED_DTYPES | {WireDtype.INT8}
+
+    def compute(self, slots: Slots, weights: ExpertTensors) -> Tensor:
+        """[C, H] in the dtype of the hidden states. Local. Host sync: none."""
+        from epcomm.kernels.grouped_gemm_int8 import down_int8, gate_up_int8, quantize_hidden_int8
+
+        assert isinstance(weights, Int8ChannelWeights), "supports() said so"
+        row_codes, row_scales = slots.quantized_rows(weights.wire_format)
+        inner_size, num_slots = weights.intermediate_size, slots.num_slots
+        hidden = row_scales.new_empty(num_slots, inner_size)
+        gate_up_int8(
+            row_codes,
+            row_scales,
+            slots.row_of_slot,
+            slots.counts,
+            slots.first_slot,
+            matrices=weights.gate_up_proj,
+            matrix_scales=weights.gate_up_scale,
+            out=hidden,
+        )
+        codes = torch.empty_like(hidden, dtype=torch.int8)
+        scales = hidden.new_empty(num_slots, 1)
+        quantize_hidden_int8(
+            hidden, slots.counts, slots.first_slot, out_codes=codes, out_scales=scales
+        )
+        results = codes.new_empty(num_slots, weights.hidden_size, dtype=weights.hidden_dtype)
+        down_int8(
+            codes,
+            scales,
+            slots.counts,
+            slots.first_slot,
+            matrices=weights.down_proj,
+            matrix_scales=weights.down_scale,
+            slot_weights=slots.weights,
+            is_packed=slots.row_of_slot is not None,
+            out=results,
+        )
+        return results

@@ -1,6 +1,14 @@
-"""A float64 model of eight-bit experts that shares nothing with the library but stored codes."""
+"""A float64 model of eight-bit experts that shares nothing with the library but stored codes.
+
+The library computes in float32, and rounds the same numbers to codes as the model, or the next code
+where a number lies within float32 rounding of the middle between two. How far it may be off is
+followed from step to step, so each result has a bound of its own: one code step, times weights, of
+those few activations, and hardly anything elsewhere.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,11 +17,36 @@ from epcomm.quantized_weights import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.testing.data import RankBatch
 
 KINDS = {"fp8": Fp8BlockWeights, "int8": Int8ChannelWeights}
-# Products are rounded to float32 before they are quantised, and the model's are not: of some
-# thousand activations a few lie so close to the middle between two codes that they fall to the
-# other side. One code is 2**-4 of an FP8 activation at most and 1/127 of the largest INT8 one; the
-# sum over I of such a difference, times weights of order I**-0.5, stays below this part of y.
-FLIP_TOLERANCE = {"fp8": 6e-3, "int8": 3e-3}
+# Half a unit in the last place of float32, relative: what one operation may be off by.
+_ROUNDING = 2.0**-24
+# A scale is a quotient or two of a largest magnitude, and a code a product or quotient with it.
+_SCALE_ROUNDINGS = 6
+# Of silu(gate) * up: exp() is good to a few units, then a sum, a quotient and a product. The
+# argument of exp may be rounded on its way to a power of two: two more for each unit of |gate|.
+_SWIGLU_ROUNDINGS = 16
+# The largest slope of silu.
+_SILU_SLOPE = 1.1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Bounded:
+    """values: [N, *], float64.   error: the same shape, by how much the library may differ."""
+
+    values: Tensor
+    error: Tensor
+
+
+def assert_within(actual: Tensor, expected: Bounded, *, extra: float = 0.0) -> None:
+    """All results within their bounds; extra: what storing results may be off by, relative."""
+    bound = expected.error + extra * (expected.values.abs() + expected.error)
+    difference = (actual.detach().cpu().double() - expected.values).abs()
+    # Not `any(... > ...)`: NaN is within nothing.
+    is_within = difference <= bound
+    worst = (difference / bound.clamp(min=1e-300)).flatten()
+    assert is_within.all(), (
+        f"{int((~is_within).sum())} of {is_within.numel()} results are beyond their bounds, the "
+        f"worst {float(worst.max()):.3g} times as far off as rounding explains"
+    )
 
 
 def nearest_fp8(values: Tensor) -> Tensor:
@@ -29,29 +62,86 @@ def nearest_fp8(values: Tensor) -> Tensor:
     return numbers[place] * values.sign()
 
 
-def rounded(values: Tensor, kind: str) -> Tensor:
-    """float64 rows [N, H] as the wire carries them."""
-    if kind == "int8":
-        scale = values.abs().amax(dim=1, keepdim=True) / 127
-        return torch.where(scale > 0, (values / scale).round() * scale, torch.zeros_like(values))
-    blocks = []
-    for block in values.split(128, dim=1):
-        scale = block.abs().amax(dim=1, keepdim=True).clamp(min=1e-4) / 448
-        blocks.append(nearest_fp8(block / scale) * scale)
-    return torch.cat(blocks, dim=1)
+def rounded(x: Bounded, kind: str) -> Bounded:
+    """Rows [N, H] as the wire carries them."""
+    width = x.values.shape[1] if kind == "int8" else 128
+    blocks = [
+        _rounded_block(Bounded(values=values, error=error), kind)
+        for values, error in zip(
+            x.values.split(width, dim=1), x.error.split(width, dim=1), strict=True
+        )
+    ]
+    return Bounded(
+        values=torch.cat([block.values for block in blocks], dim=1),
+        error=torch.cat([block.error for block in blocks], dim=1),
+    )
 
 
-def model(batch: RankBatch, weights: Fp8BlockWeights | Int8ChannelWeights, kind: str) -> Tensor:
-    """y [T, H], float64, from the values that codes and scales mean."""
-    matrices = {name: tensor.double().cpu() for name, tensor in weights.dequantized().items()}
-    x = rounded(batch.x.double(), kind)
-    y = torch.zeros_like(x)
-    for token, (ids, factors) in enumerate(
-        zip(batch.topk_ids.tolist(), batch.topk_weights.tolist(), strict=True)
-    ):
-        for expert, factor in zip(ids, factors, strict=True):
-            if expert >= 0:
-                gate, up = (matrices["gate_up_proj"][expert] @ x[token]).chunk(2)
-                hidden = rounded((gate / (1 + torch.exp(-gate)) * up).unsqueeze(0), kind)[0]
-                y[token] += factor * (matrices["down_proj"][expert] @ hidden)
-    return y
+def _rounded_block(x: Bounded, kind: str) -> Bounded:
+    """Rounding keeps order, so the library's code lies between those of the ends of the error."""
+    amax = x.values.abs().amax(dim=1, keepdim=True)
+    if kind == "fp8":
+        amax = amax.clamp(min=1e-4)
+    amax = torch.where(amax > 0, amax, torch.ones_like(amax))
+    # What the library's scale may be off by, relative.
+    off = x.error.amax(dim=1, keepdim=True) / amax + _SCALE_ROUNDINGS * _ROUNDING
+    scale = amax / (127 if kind == "int8" else 448)
+    code_of = torch.round if kind == "int8" else nearest_fp8
+    numbers, reach = x.values / scale, (x.error + x.values.abs() * off) / scale
+    codes = code_of(numbers)
+    step = torch.maximum(code_of(numbers + reach) - codes, codes - code_of(numbers - reach))
+    values = codes * scale
+    return Bounded(values=values, error=step * scale * (1 + off) + values.abs() * off)
+
+
+def _multiplied(x: Bounded, matrix: Tensor, num_roundings: int) -> Bounded:
+    """x @ matrix.T; num_roundings: of each summand on its way into the sum."""
+    magnitudes = matrix.abs().T
+    error = x.error @ magnitudes + num_roundings * _ROUNDING * (x.values.abs() @ magnitudes)
+    return Bounded(values=x.values @ matrix.T, error=error)
+
+
+def _activated(gate: Bounded, up: Bounded) -> Bounded:
+    silu = gate.values / (1 + torch.exp(-gate.values))
+    values = silu * up.values
+    silu_error = _SILU_SLOPE * gate.error
+    error = silu_error * up.values.abs() + (silu.abs() + silu_error) * up.error
+    num_roundings = _SWIGLU_ROUNDINGS + 2 * gate.values.abs()
+    return Bounded(values=values, error=error + num_roundings * _ROUNDING * values.abs())
+
+
+def expert_model(
+    x: Tensor, weights: Fp8BlockWeights | Int8ChannelWeights, expert: int, kind: str
+) -> Bounded:
+    """Unweighted results [N, H] of one expert for float64 rows [N, H] that are quantised here."""
+    gate_up, down = (
+        weights.dequantized()[name][expert].double().cpu() for name in ("gate_up_proj", "down_proj")
+    )
+    # Sums of FP8 products are rounded at each summand, those of INT8 codes are exact; either way
+    # codes are multiplied by scales and the sum by a router weight.
+    sums = (x.shape[1], down.shape[1]) if kind == "fp8" else (0, 0)
+    rows = rounded(Bounded(values=x, error=torch.zeros_like(x)), kind)
+    product = _multiplied(rows, gate_up, sums[0] + 4)
+    gate, up = (
+        Bounded(values=values, error=error)
+        for values, error in zip(
+            product.values.chunk(2, dim=1), product.error.chunk(2, dim=1), strict=True
+        )
+    )
+    return _multiplied(rounded(_activated(gate, up), kind), down, sums[1] + 6)
+
+
+def model(batch: RankBatch, weights: Fp8BlockWeights | Int8ChannelWeights, kind: str) -> Bounded:
+    """y [T, H] from the values that codes and scales mean."""
+    x = batch.x.double()
+    y, error = torch.zeros_like(x), torch.zeros_like(x)
+    magnitudes = torch.zeros_like(x)
+    for expert in range(len(weights.down_proj)):
+        result = expert_model(x, weights, expert, kind)
+        factors = (batch.topk_weights.double() * (batch.topk_ids == expert)).sum(1, keepdim=True)
+        y += factors * result.values
+        error += factors * result.error
+        magnitudes += (factors * result.values).abs()
+    # Each of the K results is weighted, rounded once, and added up.
+    num_roundings = batch.topk_ids.shape[1] + 2
+    return Bounded(values=y, error=error + num_roundings * _ROUNDING * magnitudes)

@@ -16,10 +16,9 @@ from epcomm.quantized_weights import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.records import Handle, Route, SlotIndex
 from epcomm.runners.quantized_reference import QuantizedReferenceRunner
 from epcomm.testing.data import BatchSpec, RankBatch, holed_ids, make_batch, make_weights
-from epcomm.testing.oracle import relative_error
 from epcomm.types import Layout, WeightsAppliedBy, WireDtype, WireFormat
 from tests.ops.indices import index_of
-from tests.quantized_model import FLIP_TOLERANCE, KINDS, model
+from tests.quantized_model import KINDS, Bounded, assert_within, model, rounded
 
 # Neither is a multiple of the blocks of 128.
 NUM_EXPERTS, HIDDEN, INNER = 3, 200, 144
@@ -107,11 +106,12 @@ def handle() -> Handle:
     return Handle(owner=None, route=Route(), call=1, num_tokens=9, needs_backward=False)
 
 
-def slot_results(case: Case, batch: RankBatch, index: SlotIndex, wire: WireFormat) -> Tensor:
+def slot_results(
+    case: Case, batch: RankBatch, index: SlotIndex, weights: Fp8BlockWeights | Int8ChannelWeights
+) -> Tensor:
     """[C, H] of the runner, in slot order, weighted by whom the case says."""
-    weights = kind_weights(case.kind)
     slot_weights = spread_to_slots(batch.topk_weights, index)
-    rows = wire_rows(batch, case, wire)
+    rows = wire_rows(batch, case, weights.wire_format)
     runner = QuantizedReferenceRunner()
     if case.layout is Layout.ROWS:
         return runner.run(rows_record(rows, index, slot_weights, case.who), weights).hidden_states
@@ -126,21 +126,58 @@ def kind_weights(kind: str) -> Fp8BlockWeights | Int8ChannelWeights:
     return KINDS[kind].from_unquantized(make_weights(SPEC, 1, intermediate_size=INNER))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_runner_equals_a_model_that_quantises_where_it_does(case: Case) -> None:
-    batch, weights = make_batch(SPEC, 0, 1), kind_weights(case.kind)
+def layer_results(
+    case: Case, batch: RankBatch, weights: Fp8BlockWeights | Int8ChannelWeights
+) -> Tensor:
+    """[T, H] of the runner and a plain combine, float64."""
     index = index_of(batch.topk_ids.tolist(), NUM_EXPERTS)
     assert index.slots_of_row is not None
-    results = slot_results(case, batch, index, weights.wire_format).double()
+    results = slot_results(case, batch, index, weights).double()
     y = torch.zeros(len(batch.x), HIDDEN, dtype=torch.float64)
     for row, slots in enumerate(index.slots_of_row.tolist()):
         for k, slot in enumerate(slots):
             if slot >= 0:
                 by_runner = case.who is WeightsAppliedBy.RUNNER
                 y[row] += results[slot] * (1 if by_runner else batch.topk_weights[row, k].double())
-    expected = model(batch, weights, case.kind)
-    error = relative_error(y, expected)
-    assert error <= FLIP_TOLERANCE[case.kind], error
+    return y
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_runner_equals_a_model_that_quantises_where_it_does(case: Case) -> None:
+    batch, weights = make_batch(SPEC, 0, 1), kind_weights(case.kind)
+    assert_within(layer_results(case, batch, weights), model(batch, weights, case.kind))
+
+
+@pytest.mark.parametrize("expert", range(NUM_EXPERTS))
+@pytest.mark.parametrize("name", ["gate_up_scale", "down_scale"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_model_finds_scales_of_one_expert_that_are_off_by_2_percent(
+    kind: str, name: str, expert: int
+) -> None:
+    case = next(case for case in CASES if case.kind == kind)
+    batch, weights = make_batch(SPEC, 0, 1), kind_weights(kind)
+    expected = model(batch, weights, kind)
+    weights.tensors()[name][expert] *= 1.02
+    with pytest.raises(AssertionError, match="beyond their bounds"):
+        assert_within(layer_results(case, batch, weights), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_results_of_activations_near_a_middle_have_wide_bounds(kind: str) -> None:
+    """The row 127 2.5 2.49 has the scale 1, the row 448 17 17.01 too: 2.5 and 17 are middles."""
+    top, middle, beside = (127.0, 2.5, 2.49) if kind == "int8" else (448.0, 17.0, 17.01)
+    x = torch.tensor([[top, middle, beside]], dtype=torch.float64)
+    came = rounded(Bounded(values=x, error=torch.zeros_like(x)), kind)
+    step = 1.0 if kind == "int8" else 2.0
+    assert came.error[0, 1] == pytest.approx(step, rel=1e-5)
+    assert came.error[0, 0] < 1e-3
+    assert came.error[0, 2] < 1e-3
+
+
+def test_nan_is_within_no_bound() -> None:
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    with pytest.raises(AssertionError, match="1 of 1 results"):
+        assert_within(zero / 0, Bounded(values=zero, error=zero + 1e9))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -157,7 +194,7 @@ def test_rows_quantised_before_or_after_they_travel_give_the_same_bits(kind: str
             ),
             batch,
             index,
-            kind_weights(kind).wire_format,
+            kind_weights(kind),
         )
         for is_quantized in (True, False)
     )

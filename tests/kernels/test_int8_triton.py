@@ -172,7 +172,7 @@ class Operands:
             return values.to(device)
 
         def scales(*shape: int) -> Tensor:
-            return (torch.rand(shape, generator=generator) * 1e-3 + 1e-4).to(device)
+            return (torch.rand(shape, generator=generator) * 1e-2 + 1e-3).to(device)
 
         is_used = case.is_used(device)
         rows = torch.arange(case.num_slots, device=device)

@@ -328,14 +328,16 @@ def tile_rows_for(num_slots: int, num_experts: int, *, is_packed: bool) -> int:
 
 
 def down_columns(tile_rows: int) -> int:
-    """Columns of a tile of the second product: 64 KB of sums where rows are many."""
+    """Columns of a tile of the second product; where rows are many, as many sums as gate and up."""
     return 256 if tile_rows == 128 else _BLOCK
 
 
 def gemm_options(tile_rows: int) -> dict[str, Any]:
-    """Four warps for each 64 rows. Stages take 36 to 48 KB: 3 let two small programs share a
-    processor, 4 are what one large program has room for."""
-    return {"num_warps": 8, "num_stages": 4} if tile_rows == 128 else {"num_warps": 4}
+    """For the compiler, by the rows of a tile; chosen by what fits, not by measurement."""
+    # At most 128 sums a thread. A processor has room for one large tile, whose stages are 48 KB; of
+    # smaller ones, 20 to 40 KB a stage, it holds up to three with 3 stages.
+    is_large = tile_rows == 128
+    return {"num_warps": 8 if is_large else 4, "num_stages": 4 if is_large else 3}
 
 
 def _grid(

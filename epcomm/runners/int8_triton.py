@@ -39,9 +39,7 @@ class Int8TritonRunner(GpuSlotsRunner):
             for name, size in sizes_of(weights).items()
             if size > _MAX_SUMMANDS
         ]
-        return Availability(
-            ok=verdict.ok and not reasons, reasons=tuple(reasons) + verdict.reasons
-        )
+        return Availability(ok=verdict.ok and not reasons, reasons=tuple(reasons) + verdict.reasons)
 
     @classmethod
     def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:

@@ -1,4 +1,4 @@
-"""Compile the products of eight-bit experts for sm_90, without a GPU; print PTX and spills as JSON.
+"""Compile the products of eight-bit experts for sm_90, without a GPU; print what came as JSON.
 
 A program of its own: kernels of the test process are interpreted, and those cannot be compiled.
 """
@@ -41,8 +41,8 @@ def compiled(
     signature: Mapping[str, str],
     options: Mapping[str, Any],
     **constants: object,
-) -> dict[str, str]:
-    """PTX of one variant, compiled as the launcher would, and what ptxas says of it."""
+) -> dict[str, str | int]:
+    """PTX of one variant, compiled as the launcher would, what ptxas says, and shared memory."""
     assert kernel.arg_names[: len(signature)] == list(signature), "positions are the signature's"
     attributes = {
         (place,): IS_ALIGNED for place, kind in enumerate(signature.values()) if kind[0] == "*"
@@ -53,8 +53,9 @@ def compiled(
         {(kernel.arg_names.index(name),): value for name, value in constants.items()},
         attributes,
     )
-    ptx = triton.compile(source, target=HOPPER, options=dict(options)).asm["ptx"]
-    return {"ptx": ptx, "ptxas": assembled(ptx)}
+    made = triton.compile(source, target=HOPPER, options=dict(options))
+    ptx = made.asm["ptx"]
+    return {"ptx": ptx, "ptxas": assembled(ptx), "shared_bytes": made.metadata.shared}
 
 
 def assembled(ptx: str) -> str:
@@ -79,7 +80,7 @@ def experts(tile_rows: int) -> dict[str, object]:
     return {"NUM_EXPERTS": EXPERTS, "EXPERTS_POW2": EXPERTS, "TILE_ROWS": tile_rows, "BLOCK": 128}
 
 
-def fp8_gate_up() -> dict[str, str]:
+def fp8_gate_up() -> dict[str, str | int]:
     return compiled(
         _gate_up_fp8_kernel,
         pointers(
@@ -104,7 +105,7 @@ def fp8_gate_up() -> dict[str, str]:
     )
 
 
-def fp8_down() -> dict[str, str]:
+def fp8_down() -> dict[str, str | int]:
     return compiled(
         _down_fp8_kernel,
         pointers(
@@ -125,7 +126,7 @@ def fp8_down() -> dict[str, str]:
     )
 
 
-def int8_gate_up(tile_rows: int, hidden: int = HIDDEN, inner: int = INNER) -> dict[str, str]:
+def int8_gate_up(tile_rows: int, hidden: int = HIDDEN, inner: int = INNER) -> dict[str, str | int]:
     return compiled(
         _gate_up_int8_kernel,
         pointers(
@@ -148,7 +149,7 @@ def int8_gate_up(tile_rows: int, hidden: int = HIDDEN, inner: int = INNER) -> di
     )
 
 
-def int8_down(tile_rows: int, hidden: int = HIDDEN, inner: int = INNER) -> dict[str, str]:
+def int8_down(tile_rows: int, hidden: int = HIDDEN, inner: int = INNER) -> dict[str, str | int]:
     columns = down_columns(tile_rows)
     return compiled(
         _down_int8_kernel,
@@ -171,7 +172,7 @@ def int8_down(tile_rows: int, hidden: int = HIDDEN, inner: int = INNER) -> dict[
     )
 
 
-def int8_hidden() -> dict[str, str]:
+def int8_hidden() -> dict[str, str | int]:
     rows, columns = 4, INNER
     return compiled(
         _quantize_hidden_int8_kernel,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypedDict
 
 import pytest
 
@@ -27,13 +28,23 @@ STAGES = {
     "int8 gate_up odd": 4,
     "int8 down odd": 4,
 }
+# What a block of an sm_90 processor may have.
+MAX_SHARED_BYTES = 227 * 1024
 VARIANTS = [*STAGES, "int8 hidden"]
 REPOSITORY = Path(__file__).parents[2]
 
 
+class Compiled(TypedDict):
+    """One variant, as gemm_ptx_of.py prints it."""
+
+    ptx: str
+    ptxas: str
+    shared_bytes: int
+
+
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str, str]]:
-    """PTX, and what ptxas says of it, by variant."""
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Compiled]:
+    """What came of each variant."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
         "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
         "PYTHONPATH": str(REPOSITORY),
@@ -51,13 +62,13 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[s
     return json.loads(done.stdout)
 
 
-def test_all_variants_are_looked_at(compiled: Mapping[str, Mapping[str, str]]) -> None:
+def test_all_variants_are_looked_at(compiled: Mapping[str, Compiled]) -> None:
     assert sorted(compiled) == sorted(VARIANTS)
 
 
 @pytest.mark.parametrize("variant", STAGES)
 def test_tensor_cores_multiply_eight_bit_operands(
-    variant: str, compiled: Mapping[str, Mapping[str, str]]
+    variant: str, compiled: Mapping[str, Compiled]
 ) -> None:
     kinds = set(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync)\S*", compiled[variant]["ptx"]))
     assert len(kinds) == 1
@@ -73,7 +84,7 @@ def test_tensor_cores_multiply_eight_bit_operands(
 
 @pytest.mark.parametrize("variant", STAGES)
 def test_matrices_come_by_tma_and_rows_16_bytes_at_a_time(
-    variant: str, compiled: Mapping[str, Mapping[str, str]]
+    variant: str, compiled: Mapping[str, Compiled]
 ) -> None:
     ptx = compiled[variant]["ptx"]
     matrices = 2 if "gate_up" in variant else 1
@@ -86,7 +97,7 @@ def test_matrices_come_by_tma_and_rows_16_bytes_at_a_time(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_results_are_written_16_bytes_at_a_time(
-    variant: str, compiled: Mapping[str, Mapping[str, str]]
+    variant: str, compiled: Mapping[str, Compiled]
 ) -> None:
     stores = re.findall(r"\bst\.global\S*", compiled[variant]["ptx"])
     # Beside codes, the scale of each row.
@@ -97,7 +108,10 @@ def test_results_are_written_16_bytes_at_a_time(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_registers_suffice(variant: str, compiled: Mapping[str, Mapping[str, str]]) -> None:
+def test_registers_and_shared_memory_suffice(
+    variant: str, compiled: Mapping[str, Compiled]
+) -> None:
+    assert compiled[variant]["shared_bytes"] <= MAX_SHARED_BYTES
     assert ".local" not in compiled[variant]["ptx"]
     assert (
         "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
@@ -106,7 +120,7 @@ def test_registers_suffice(variant: str, compiled: Mapping[str, Mapping[str, str
 
 
 def test_hidden_rows_are_rounded_as_plain_torch_does(
-    compiled: Mapping[str, Mapping[str, str]],
+    compiled: Mapping[str, Compiled],
 ) -> None:
     ptx = compiled["int8 hidden"]["ptx"]
     assert set(re.findall(r"\b(?:div|rcp)\.\S*", ptx)) == {"div.rn.f32"}
@@ -115,7 +129,7 @@ def test_hidden_rows_are_rounded_as_plain_torch_does(
 
 @pytest.mark.parametrize("variant", [name for name in STAGES if name.startswith("int8 down")])
 def test_integer_sums_are_scaled_as_plain_torch_does(
-    variant: str, compiled: Mapping[str, Mapping[str, str]]
+    variant: str, compiled: Mapping[str, Compiled]
 ) -> None:
     ptx = compiled[variant]["ptx"]
     assert set(re.findall(r"\bcvt\.\S*\.f32\.s32", ptx)) == {"cvt.rn.f32.s32"}

@@ -1,4 +1,4 @@
-"""Measure FP8 experts on a GPU: two grouped products, SwiGLU and the second quantisation.
+"""Measure FP8 experts on a Hopper GPU: two grouped products, SwiGLU, the second quantisation.
 
     python -m benchmarks.bench_gemm --output gemm.json
 
@@ -36,6 +36,7 @@ from epcomm.ops.slots import build_slot_index
 from epcomm.quantization import FP8_FLOAT32_SCALES, dequantize, quantize
 from epcomm.records import Handle, Route
 from epcomm.runners.fp8_triton import Fp8TritonRunner
+from epcomm.runners.fp8_wgmma import Fp8WgmmaRunner
 from epcomm.types import WeightsAppliedBy
 
 # Two FP8 products of the same codes, in float32 by cuBLAS and on tensor cores with some 14 bits.
@@ -207,15 +208,18 @@ def measure(
     device = experts.gate_up.device
     x = torch.randn(rows, size.hidden, device=device, dtype=torch.bfloat16)
     counts = counts_of(rows, size.experts, skew)
-    dispatched, runner = rows_record(counts, x), Fp8TritonRunner()
-    check(runner.run(dispatched, experts.fp8).hidden_states, dispatched, experts)
+    dispatched, runner, in_triton = rows_record(counts, x), Fp8WgmmaRunner(), Fp8TritonRunner()
+    for each in (runner, in_triton):
+        check(each.run(dispatched, experts.fp8).hidden_states, dispatched, experts)
     calls: dict[str, Callable[[], object]] = {
         "fp8": lambda: runner.run(dispatched, experts.fp8),
+        "fp8 in triton": lambda: in_triton.run(dispatched, experts.fp8),
         "bf16": lambda: run_bf16(x, dispatched.index.first_slot[1:], experts),
     }
     if rows <= 1024:
         masked = masked_record(dispatched)
         calls["fp8 masked"] = lambda: runner.run(masked, experts.fp8)
+        calls["fp8 masked in triton"] = lambda: in_triton.run(masked, experts.fp8)
     times = time_in_turn(calls, num_calls)
     fp8_ms = times["fp8"].p50
     return {

@@ -23,6 +23,7 @@ BUFFERS: Mapping[str, str] = MappingProxyType(
 )
 RUNNERS: Mapping[str, str] = MappingProxyType(
     {
+        "fp8_wgmma": "epcomm.runners.fp8_wgmma:Fp8WgmmaRunner",
         "fp8_triton": "epcomm.runners.fp8_triton:Fp8TritonRunner",
         "grouped_mm": "epcomm.runners.grouped_mm:GroupedMMRunner",
         "int8_triton": "epcomm.runners.int8_triton:Int8TritonRunner",

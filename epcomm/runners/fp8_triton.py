@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -10,6 +10,41 @@ from epcomm.quantized_weights import BLOCK, Fp8BlockWeights
 from epcomm.runners.gpu_slots import GpuSlotsRunner, Slots
 from epcomm.types import UNQUANTIZED_DTYPES, WireDtype
 from epcomm.weights import ExpertTensors
+
+
+class GateUp(Protocol):
+    """The signature of kernels.grouped_gemm_fp8.gate_up_fp8()."""
+
+    def __call__(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        row_of_slot: Tensor | None,
+        counts: Tensor,
+        first_slot: Tensor,
+        *,
+        matrices: Tensor,
+        matrix_scales: Tensor,
+        out_codes: Tensor,
+        out_scales: Tensor,
+    ) -> None: ...
+
+
+class Down(Protocol):
+    """The signature of kernels.grouped_gemm_fp8.down_fp8()."""
+
+    def __call__(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        counts: Tensor,
+        first_slot: Tensor,
+        *,
+        matrices: Tensor,
+        matrix_scales: Tensor,
+        slot_weights: Tensor | None,
+        out: Tensor,
+    ) -> None: ...
 
 
 class Fp8TritonRunner(GpuSlotsRunner):
@@ -28,8 +63,7 @@ class Fp8TritonRunner(GpuSlotsRunner):
 
     def compute(self, slots: Slots, weights: ExpertTensors) -> Tensor:
         """[C, H] in the dtype of the hidden states. Local. Host sync: none."""
-        from epcomm.kernels.grouped_gemm_fp8 import down_fp8, gate_up_fp8
-
+        gate_up_fp8, down_fp8 = self.products()
         assert isinstance(weights, Fp8BlockWeights), "supports() said so"
         row_codes, row_scales = slots.quantized_rows(weights.wire_format)
         inner_size, num_slots = weights.intermediate_size, slots.num_slots
@@ -58,3 +92,9 @@ class Fp8TritonRunner(GpuSlotsRunner):
             out=results,
         )
         return results
+
+    def products(self) -> tuple[GateUp, Down]:
+        """The kernels of the two products."""
+        from epcomm.kernels.grouped_gemm_fp8 import down_fp8, gate_up_fp8
+
+        return gate_up_fp8, down_fp8

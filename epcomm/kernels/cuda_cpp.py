@@ -1,0 +1,206 @@
+"""CUDA C++ compiled at run time by NVRTC, which comes with torch, and launched by the driver.
+
+Both libraries are called through ctypes: nothing has to be installed or built, no header is read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from epcomm.errors import BackendUnavailable
+
+# Values of the driver's enumerations, from cuda.h.
+_MAX_DYNAMIC_SHARED_BYTES = 8
+_TENSOR_MAP_UINT8 = 0
+_NO_INTERLEAVE = 0
+_SWIZZLE_128B = 3
+_PROMOTE_L2_256B = 3
+_FILL_WITH_ZEROS = 0
+_TENSOR_MAP_BYTES = 128
+_TENSOR_MAP_ALIGNMENT = 64
+
+
+class CudaError(BackendUnavailable):
+    """The compiler or the driver refused."""
+
+
+class TensorMap(ctypes.Structure):
+    """Describes a tensor to the copy engine; passed by value to kernels."""
+
+    _fields_ = [("words", c_uint64 * (_TENSOR_MAP_BYTES // 8))]
+
+
+def compile_to_cubin(source: str, *, arch: str, name: str) -> bytes:
+    """Machine code of `source` for an architecture such as "sm_90a". Needs no GPU.
+
+    Raises:
+        CudaError: NVRTC is missing, or the compiler's messages.
+    """
+    nvrtc, program = _nvrtc(), c_void_p()
+    text, called = source.encode(), name.encode()
+    _check_nvrtc(nvrtc.nvrtcCreateProgram(byref(program), text, called, 0, None, None), "begin")
+    try:
+        options = [f"--gpu-architecture={arch}", "--std=c++17"]
+        arguments = (c_char_p * len(options))(*(option.encode() for option in options))
+        if nvrtc.nvrtcCompileProgram(program, len(options), arguments):
+            log = _text(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+            messages = log.rstrip(b"\0").decode().strip()
+            raise CudaError(f"compile_to_cubin: NVRTC refused {name} for {arch}:\n{messages}")
+        return _text(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+    finally:
+        nvrtc.nvrtcDestroyProgram(byref(program))
+
+
+def _text(program: c_void_p, size_of: Callable[..., int], read: Callable[..., int]) -> bytes:
+    size = c_size_t()
+    _check_nvrtc(size_of(program, byref(size)), "size")
+    buffer = ctypes.create_string_buffer(size.value)
+    _check_nvrtc(read(program, buffer), "read")
+    return buffer.raw
+
+
+class CudaKernel:
+    """One kernel of a module, on the device where it was loaded."""
+
+    def __init__(self, function: c_void_p, *, threads: int, shared_bytes: int) -> None:
+        """threads: of a block.   shared_bytes: of dynamic shared memory of a block."""
+        self._function = function
+        self._threads = threads
+        self._shared_bytes = shared_bytes
+        _check_driver(
+            _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes),
+            "cuFuncSetAttribute",
+        )
+
+    def launch(self, blocks: int, *arguments: ctypes.Structure) -> None:
+        """Enqueue on torch's current stream. Arguments are structures, copied. No host sync.
+
+        Raises:
+            CudaError: the driver refused the launch.
+        """
+        pointers = (c_void_p * len(arguments))(*(ctypes.addressof(each) for each in arguments))
+        stream = c_void_p(torch.cuda.current_stream().cuda_stream)
+        status = _driver().cuLaunchKernel(
+            self._function, blocks, 1, 1, self._threads, 1, 1, self._shared_bytes, stream, pointers,
+            None,
+        )  # fmt: skip
+        _check_driver(status, "cuLaunchKernel")
+
+
+class CudaModule:
+    """Machine code loaded into the context of the current device, for the life of the process."""
+
+    def __init__(self, cubin: bytes) -> None:
+        # The driver needs the context that torch makes.
+        torch.cuda.current_stream().synchronize()
+        self._module = c_void_p()
+        _check_driver(_driver().cuModuleLoadData(byref(self._module), cubin), "cuModuleLoadData")
+
+    def kernel(self, name: str, *, threads: int, shared_bytes: int) -> CudaKernel:
+        """See CudaKernel."""
+        function = c_void_p()
+        status = _driver().cuModuleGetFunction(byref(function), self._module, name.encode())
+        _check_driver(status, f"cuModuleGetFunction({name})")
+        return CudaKernel(function, threads=threads, shared_bytes=shared_bytes)
+
+
+def byte_matrix_map(matrix: Tensor, box_rows: int, box_columns: int) -> TensorMap:
+    """Boxes of a contiguous [N, K] matrix of one-byte elements, 128-byte swizzled.
+
+    Raises:
+        CudaError: the driver refuses the shape: K must be a multiple of 16.
+    """
+    num_rows, num_columns = matrix.shape
+    # The driver writes to multiples of 64 bytes only.
+    room = (ctypes.c_uint8 * (_TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT))()
+    offset = -ctypes.addressof(room) % _TENSOR_MAP_ALIGNMENT
+    found = TensorMap.from_buffer(room, offset)
+    status = _driver().cuTensorMapEncodeTiled(
+        byref(found),
+        _TENSOR_MAP_UINT8,
+        c_uint32(2),
+        c_void_p(matrix.data_ptr()),
+        (c_uint64 * 2)(num_columns, num_rows),
+        (c_uint64 * 1)(num_columns),
+        (c_uint32 * 2)(box_columns, box_rows),
+        (c_uint32 * 2)(1, 1),
+        _NO_INTERLEAVE,
+        _SWIZZLE_128B,
+        _PROMOTE_L2_256B,
+        _FILL_WITH_ZEROS,
+    )
+    _check_driver(status, "cuTensorMapEncodeTiled")
+    return found
+
+
+def nvrtc_is_installed() -> bool:
+    """Whether the compiler can be loaded. Loads it."""
+    try:
+        _nvrtc()
+    except CudaError:
+        return False
+    return True
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL:
+    for candidate in _nvrtc_candidates():
+        try:
+            # It looks for this one by name alone, which the loader knows once it is loaded.
+            for builtins in sorted(Path(candidate).parent.glob("libnvrtc-builtins.so.*[0-9]")):
+                ctypes.CDLL(str(builtins))
+            library = ctypes.CDLL(candidate)
+        except OSError:
+            continue
+        library.nvrtcCreateProgram.argtypes = [
+            POINTER(c_void_p), c_char_p, c_char_p, c_int, c_void_p, c_void_p
+        ]  # fmt: skip
+        return library
+    raise CudaError(
+        "compile_to_cubin: libnvrtc was not found; install the CUDA build of torch, or "
+        "nvidia-cuda-nvrtc"
+    )
+
+
+def _nvrtc_candidates() -> list[str]:
+    """Where wheels put it, of torch's own major version first; then the loader's path."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    names = [f"libnvrtc.so.{version}" for version in dict.fromkeys((major, "13", "12")) if version]
+    spec = find_spec("nvidia")
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    in_wheels = [
+        str(found)
+        for name in names
+        for folder in folders
+        for found in sorted(Path(folder).glob(f"*/lib/{name}"))
+    ]
+    return [*in_wheels, *names, "libnvrtc.so"]
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaError("cuda_cpp: libcuda.so.1 was not found; install NVIDIA's driver") from error
+
+
+def _check_nvrtc(status: int, what: str) -> None:
+    if status:
+        raise CudaError(f"compile_to_cubin: NVRTC could not {what}: error {status}")
+
+
+def _check_driver(status: int, what: str) -> None:
+    if status:
+        text = c_char_p()
+        _driver().cuGetErrorString(status, byref(text))
+        message = (text.value or b"unknown").decode()
+        raise CudaError(f"{what}: {message} (CUDA error {status})")

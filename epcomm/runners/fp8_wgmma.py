@@ -1,0 +1,57 @@
+"""FP8 experts on Hopper: the products of fp8_triton in CUDA C++, compiled at the first call."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from epcomm.buffers.base import Availability
+from epcomm.runners.fp8_triton import Down, Fp8TritonRunner, GateUp
+from epcomm.weights import ExpertTensors
+
+# The processors that have the instructions, and no newer ones.
+_CAPABILITY = (9, 0)
+# What the kernels write.
+_HIDDEN_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class Fp8WgmmaRunner(Fp8TritonRunner):
+    """As Fp8TritonRunner, whose results it repeats but for the order of sums.
+
+    The first call on a device compiles for some two seconds; make it before capturing a graph.
+    """
+
+    name: ClassVar[str] = "fp8_wgmma"
+
+    @classmethod
+    def supports(cls, weights: ExpertTensors) -> Availability:
+        reasons = list(super().supports(weights).reasons)
+        if isinstance(weights, cls.kinds):
+            reasons += cls._missing(weights)
+        return Availability(ok=not reasons, reasons=tuple(reasons))
+
+    @classmethod
+    def _missing(cls, weights: ExpertTensors) -> list[str]:
+        from epcomm.kernels.cuda_cpp import nvrtc_is_installed
+        from epcomm.kernels.wgmma_fp8 import MAX_EXPERTS
+
+        device = next(iter(weights.tensors().values())).device
+        reasons = []
+        if weights.dtype not in _HIDDEN_DTYPES:
+            reasons.append(f"hidden states are {weights.dtype}, expected bfloat16 or float16")
+        if weights.num_experts > MAX_EXPERTS:
+            reasons.append(f"{weights.num_experts} experts, at most {MAX_EXPERTS}")
+        if device.type != "cuda":
+            return reasons
+        found = torch.cuda.get_device_capability(device)
+        if found != _CAPABILITY:
+            reasons.append(f"compute capability is {found}, expected {_CAPABILITY}")
+        if not nvrtc_is_installed():
+            reasons.append("NVRTC is not installed")
+        return reasons
+
+    def products(self) -> tuple[GateUp, Down]:
+        from epcomm.kernels.wgmma_fp8 import down_fp8, gate_up_fp8
+
+        return gate_up_fp8, down_fp8

@@ -78,6 +78,8 @@ OTHER_CONFIG = {
     "backend": "collective",
     "runner": "reference",
     "dispatch_dtype": "bf16",
+    "dispatch_scales": "float32",
+    "int8_profile": "div",
     "combine_dtype": "bf16",
     "max_tokens_per_rank": 8,
     "max_recv_slots": 40,

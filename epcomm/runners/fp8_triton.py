@@ -11,7 +11,7 @@ from torch import Tensor
 
 from epcomm.buffers.base import Availability
 from epcomm.errors import ConfigError
-from epcomm.quantization import quantizer_for
+from epcomm.quantization import FP8_FLOAT32_SCALES, quantizer_for
 from epcomm.quantized_weights import BLOCK, Fp8BlockWeights
 from epcomm.records import (
     CombineInput,
@@ -68,6 +68,11 @@ class Fp8TritonRunner(ExpertRunner):
         device = next(iter(weights.tensors().values())).device
         if device.type != "cuda":
             reasons.append(f"the experts are on {device}, expected cuda")
+        if weights.wire_format != FP8_FLOAT32_SCALES:
+            reasons.append(
+                f"the experts want {weights.wire_format} rows, but the kernels scale by float32 "
+                f"as in {FP8_FLOAT32_SCALES}"
+            )
         if find_spec("triton") is None:
             reasons.append("triton is not installed")
         return Availability(ok=not reasons, reasons=tuple(reasons))
@@ -86,6 +91,7 @@ class Fp8TritonRunner(ExpertRunner):
 
     def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
         assert isinstance(weights, Fp8BlockWeights), "supports() said so"
+        self.check_rows(dispatched.hidden_states, weights, dispatched.layout)
         if torch.is_grad_enabled() and dispatched.hidden_states.data.requires_grad:
             raise ConfigError(
                 "fp8_triton: rows need gradients, which these kernels do not have; use "

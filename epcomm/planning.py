@@ -344,6 +344,8 @@ def _reads_phases(
 ) -> Availability:
     """Add what keeps a runner from reading what the buffers of the phases hand out."""
     runner, reasons = runner_class(name), list(verdict.reasons)
+    if not isinstance(weights, runner.kinds):
+        return verdict
     for phase in phases:
         layout, wire = phase.caps.layout, phase.buffer_spec.dispatch_format
         if layout not in runner.layouts:

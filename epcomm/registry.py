@@ -24,6 +24,7 @@ BUFFERS: Mapping[str, str] = MappingProxyType(
 RUNNERS: Mapping[str, str] = MappingProxyType(
     {
         "fp8_triton": "epcomm.runners.fp8_triton:Fp8TritonRunner",
+        "deep_gemm": "epcomm.runners.deep_gemm:DeepGemmRunner",
         "grouped_mm": "epcomm.runners.grouped_mm:GroupedMMRunner",
         "quantized_reference": "epcomm.runners.quantized_reference:QuantizedReferenceRunner",
         "reference": "epcomm.runners.reference:ReferenceRunner",

@@ -97,7 +97,8 @@ class EPConfig:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, _enum_member(name, kind, value))
-        _check_scales(self.dispatch_dtype, self.dispatch_scales)
+        scales = None if self.dispatch_scales is None else ScaleDtype(self.dispatch_scales)
+        _check_scales(self.dispatch_dtype, scales)
         for name in ("max_tokens_per_rank", "max_recv_slots"):
             value = getattr(self, name)
             is_valid = value is None or (_is_integer(value) and value >= 1)
@@ -172,19 +173,17 @@ def _expect(name: str, value: object, is_valid: bool, expected: str) -> None:
         raise ConfigError(f"EPConfig: {name} is {value!r}, expected {expected}")
 
 
-def _check_scales(dtype: WireDtype | None, scales: str | None) -> None:
+def _check_scales(dtype: WireDtype | None, scales: ScaleDtype | None) -> None:
     """Scales belong to rows that have them; what the experts want is not known here."""
     if dtype is None or scales is None:
         return
+    asked = f"dispatch_scales is {scales.value!r} with dispatch_dtype {dtype.value!r}"
     if not dtype.is_quantized:
+        raise ConfigError(f"EPConfig: {asked}, whose rows have no scales; leave one of them None")
+    if dtype is WireDtype.INT8 and scales is ScaleDtype.POWER_OF_TWO:
         raise ConfigError(
-            f"EPConfig: dispatch_scales is {scales!r} with dispatch_dtype {dtype.value!r}, whose "
-            "rows have no scales; leave one of them None"
-        )
-    if dtype is WireDtype.INT8 and scales == ScaleDtype.POWER_OF_TWO:
-        raise ConfigError(
-            f"EPConfig: dispatch_scales is {scales!r} with dispatch_dtype {dtype.value!r}, whose "
-            "scales are float32; take fp8_e4m3, or leave dispatch_scales None"
+            f"EPConfig: {asked}, whose scales are float32; take fp8_e4m3, or leave dispatch_scales "
+            "None"
         )
 
 

@@ -235,7 +235,7 @@ def _power_of_two_of(amax: Tensor) -> Tensor:
     fraction, exponent = torch.frexp(amax)
     # amax = f * 2**e with 0.5 <= f < 1, and 448 = 0.875 * 2**9.
     exponent = exponent - 9 + (fraction > 0.875).int()
-    # Of zeros any scale will do; 2**-126 is the least normal float32.
+    # Of zeros any scale will do. 2**-126 is the least normal float32.
     return torch.ldexp(torch.ones_like(amax), exponent.clamp(min=-126))
 
 

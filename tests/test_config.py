@@ -40,8 +40,7 @@ BAD_VALUES = [
     BadValue(
         id="unknown scales",
         values={"dispatch_scales": "ue8m0"},
-        message="EPConfig: dispatch_scales is 'ue8m0', expected one of "
-        "['float32', 'power_of_two']",
+        message="EPConfig: dispatch_scales is 'ue8m0', expected one of ['float32', 'power_of_two']",
     ),
     BadValue(
         id="unknown arithmetic",

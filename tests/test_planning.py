@@ -18,8 +18,8 @@ from epcomm import (
     MoESpec,
     plan,
 )
-from epcomm.quantized_weights import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.quantization import FP8_FLOAT32_SCALES
+from epcomm.quantized_weights import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.registry import BUFFERS, RUNNERS, runner_class
 from epcomm.runners import quantized_reference
 from epcomm.runners.grouped_mm import GroupedMMRunner

@@ -196,7 +196,7 @@ def test_power_of_two_scales_ask_for_such_rows() -> None:
 
 @pytest.mark.parametrize(
     ("largest", "exponent"),
-    [(448.0, 0), (449.0, 1), (224.0, -1), (225.0, 0), (1.0, -8), (0.875, -9), (0.0, -126)],
+    [(448.0, 0), (449.0, 1), (224.0, -1), (225.0, 0), (1.0, -8), (0.875, -9), (2.0**-130, -126)],
 )
 def test_power_of_two_is_the_smallest_that_fits(largest: float, exponent: int) -> None:
     matrices = torch.zeros(1, 2, 3)

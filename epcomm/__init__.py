@@ -33,7 +33,7 @@ from epcomm.records import (
     TopKOutput,
 )
 from epcomm.routing import RoutingSpec, route
-from epcomm.types import WireDtype, WireFormat, WireTensor
+from epcomm.types import Int8Profile, ScaleDtype, WireDtype, WireFormat, WireTensor
 from epcomm.weights import Activation, ExpertFormat, ExpertWeights
 
 __all__ = [
@@ -59,6 +59,7 @@ __all__ = [
     "Fp8BlockWeights",
     "HandleError",
     "Int8ChannelWeights",
+    "Int8Profile",
     "MaskedCombineInput",
     "MaskedDispatchOutput",
     "MoESpec",
@@ -67,6 +68,7 @@ __all__ = [
     "RoutingSpec",
     "RowsCombineInput",
     "RowsDispatchOutput",
+    "ScaleDtype",
     "ShapeError",
     "StandardDispatcher",
     "TopKOutput",

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Literal, TypeVar
 
 from epcomm.errors import ConfigError
-from epcomm.types import WireDtype
+from epcomm.types import Int8Profile, ScaleDtype, WireDtype
 
 
 class Mode(StrEnum):
@@ -29,7 +29,17 @@ class Mode(StrEnum):
 
 E = TypeVar("E", bound=Enum)
 
+_OPTIONAL_ENUMS: Mapping[str, type[StrEnum]] = MappingProxyType(
+    {
+        "dispatch_dtype": WireDtype,
+        "dispatch_scales": ScaleDtype,
+        "int8_profile": Int8Profile,
+        "combine_dtype": WireDtype,
+    }
+)
 ModeName = Literal["standard", "normal", "low_latency", "auto", "fuseep"]
+ScaleDtypeName = Literal["float32", "power_of_two"]
+Int8ProfileName = Literal["rint127", "rint127eps", "div", "divtrunc16", "triton"]
 
 ENVIRONMENT_PREFIX = "EPCOMM_"
 
@@ -47,6 +57,9 @@ class EPConfig:
     backend: a name of the buffer registry, or `auto`.
     runner: a name of the runner registry, or `auto`.
     dispatch_dtype: elements on the wire towards the experts; None: what the expert weights want.
+    dispatch_scales: scales of FP8 rows towards the experts; None: what the expert weights want.
+    int8_profile: arithmetic of INT8, before the experts and between their products; None: rint127.
+        Nothing else is rounded by it.
     combine_dtype: elements on the wire home; None: the dtype of the hidden states.
     max_tokens_per_rank: M, most tokens a rank dispatches in one call; None: no limit, which only
         buffers of exact size allow.
@@ -65,6 +78,8 @@ class EPConfig:
     backend: str = "auto"
     runner: str = "auto"
     dispatch_dtype: WireDtype | None = None
+    dispatch_scales: ScaleDtype | ScaleDtypeName | None = None
+    int8_profile: Int8Profile | Int8ProfileName | None = None
     combine_dtype: WireDtype | None = None
     max_tokens_per_rank: int | None = None
     max_recv_slots: int | None = None
@@ -78,10 +93,12 @@ class EPConfig:
     def __post_init__(self) -> None:
         # Plain strings are welcome (files, command lines); the fields hold the enums.
         object.__setattr__(self, "mode", _enum_member("mode", Mode, self.mode))
-        for name in ("dispatch_dtype", "combine_dtype"):
+        for name, kind in _OPTIONAL_ENUMS.items():
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, _enum_member(name, WireDtype, value))
+                object.__setattr__(self, name, _enum_member(name, kind, value))
+        scales = None if self.dispatch_scales is None else ScaleDtype(self.dispatch_scales)
+        _check_scales(self.dispatch_dtype, scales)
         for name in ("max_tokens_per_rank", "max_recv_slots"):
             value = getattr(self, name)
             is_valid = value is None or (_is_integer(value) and value >= 1)
@@ -154,6 +171,20 @@ def _is_integer(value: object) -> bool:
 def _expect(name: str, value: object, is_valid: bool, expected: str) -> None:
     if not is_valid:
         raise ConfigError(f"EPConfig: {name} is {value!r}, expected {expected}")
+
+
+def _check_scales(dtype: WireDtype | None, scales: ScaleDtype | None) -> None:
+    """Scales belong to rows that have them; what the experts want is not known here."""
+    if dtype is None or scales is None:
+        return
+    asked = f"dispatch_scales is {scales.value!r} with dispatch_dtype {dtype.value!r}"
+    if not dtype.is_quantized:
+        raise ConfigError(f"EPConfig: {asked}, whose rows have no scales; leave one of them None")
+    if dtype is WireDtype.INT8 and scales is ScaleDtype.POWER_OF_TWO:
+        raise ConfigError(
+            f"EPConfig: {asked}, whose scales are float32; take fp8_e4m3, or leave dispatch_scales "
+            "None"
+        )
 
 
 def _enum_member(name: str, kind: type[E], value: object) -> E:

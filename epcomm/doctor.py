@@ -73,6 +73,7 @@ def doctor(machine: Machine | None = None) -> Report:
             _plain_package(machine, "triton"),
             _mpi4py(machine),
             _deep_ep(machine, kind),
+            _plain_package(machine, "deep_gemm"),
             _torch_npu(machine),
         ),
         deep_ep=kind,
@@ -116,6 +117,10 @@ _PURPOSES = MappingProxyType(
         "deep_ep": (
             "kernels over NVLink and RDMA",
             "build it from source, because DeepEP publishes no wheels",
+        ),
+        "deep_gemm": (
+            "runner deep_gemm, FP8 experts on sm_90 and sm_100",
+            "build it from source (deepseek-ai/DeepGEMM)",
         ),
         "torch_npu": ("Ascend devices", "install it only where the Ascend toolkit is"),
     }

@@ -84,7 +84,8 @@ class ExpertParallelExperts(nn.Module):
         self.plan = plan(config, spec, group, weights=weights)
         self.phases = PhaseDispatchers(group, spec, config, self.plan)
         assert self.plan.runner is not None, "plan() was given the weights"
-        self.runner = runner_class(self.plan.runner)()
+        profile = self.plan.prefill.int8_profile
+        self.runner = runner_class(self.plan.runner)(int8_profile=profile)
         self.group = group
         self.is_decoding = False
         self._spec = spec

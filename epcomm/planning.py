@@ -20,7 +20,15 @@ from epcomm.config import EPConfig, Mode
 from epcomm.errors import BackendUnavailable, ConfigError
 from epcomm.registry import buffer_class, runner_class
 from epcomm.survey import DECODE, PREFILL, RUNNER, phase_configs, survey_group, survey_rank
-from epcomm.types import WeightsAppliedBy, WireDtype
+from epcomm.types import (
+    ROW_MAJOR,
+    Int8Profile,
+    Layout,
+    ScaleLayout,
+    WeightsAppliedBy,
+    WireDtype,
+    WireFormat,
+)
 
 if TYPE_CHECKING:
     from epcomm.group import EPGroup
@@ -68,6 +76,8 @@ class PhasePlan:
 
     backend: buffer registry name.   weights_applied_by: who multiplies by topk_weights.
     rejected: the other backends and why.
+    scale_layout: how scales of received rows lie, as the runner reads them.
+    int8_profile: arithmetic of INT8 rows.
     """
 
     mode: Mode
@@ -77,6 +87,8 @@ class PhasePlan:
     weights_applied_by: WeightsAppliedBy
     world_size: int
     rejected: tuple[Rejection, ...]
+    scale_layout: ScaleLayout = ROW_MAJOR
+    int8_profile: Int8Profile = Int8Profile.RINT127
 
     def regions(self) -> tuple[Region, ...]:
         """Memory of one call, in order of use."""
@@ -115,6 +127,16 @@ class PhasePlan:
             limits["batches in flight"] = _limit(caps.batches_in_flight)
         return limits
 
+    def unusual(self) -> Mapping[str, str]:
+        """What is not as usual with the eight-bit rows of dispatch, as text."""
+        found = {}
+        if self.scale_layout != ROW_MAJOR:
+            found["scales on arrival"] = str(self.scale_layout)
+        is_int8 = self.buffer_spec.dispatch_format.dtype is WireDtype.INT8
+        if is_int8 and self.int8_profile is not Int8Profile.RINT127:
+            found["int8 profile"] = self.int8_profile.value
+        return found
+
     def explain(self, *, phase: str = "") -> str:
         """What was chosen, what was rejected and why, bytes and limits, as text."""
         spec, per_token = self.buffer_spec, self.max_bytes_per_token()
@@ -123,6 +145,7 @@ class PhasePlan:
             f"{spec.num_local_experts} experts each{phase and f', for {phase}'}",
             f"wire: dispatch {spec.dispatch_format}, combine {spec.combine_format}, "
             f"backward {spec.backward_format}",
+            *(f"{name}: {text}" for name, text in self.unusual().items()),
             f"router weights applied by {self.weights_applied_by.value}; "
             f"trainable: {self.caps.trainable}; host reads a dispatch: {self.caps.host_reads}",
             f"at most {per_token['dispatch']} B a token out, {per_token['combine']} B home, and "
@@ -243,6 +266,7 @@ def _plan_phase(
         weights_applied_by=_who_applies_weights(caps),
         world_size=world_size,
         rejected=_rejections(verdicts),
+        int8_profile=Int8Profile(config.int8_profile or Int8Profile.RINT127),
     )
 
 
@@ -289,14 +313,30 @@ def _with_runner(
                 f"plan: runner {config.runner} cannot compute these experts: "
                 f"{'; '.join(verdict.reasons)}; use runner='auto'"
             )
-        return replace(chosen, runner=config.runner, rejected_runners=rejected)
+        return _read_by(config.runner, chosen, weights, rejected)
     for name, verdict in complete.items():
         if verdict.ok:
-            return replace(chosen, runner=name, rejected_runners=rejected)
+            return _read_by(name, chosen, weights, rejected)
     raise ConfigError(
         f"plan: no runner computes these experts: {'; '.join(map(str, rejected))}; change the "
         "experts or the wire formats"
     )
+
+
+def _read_by(
+    name: str, chosen: EPPlan, weights: ExpertTensors, rejected: tuple[Rejection, ...]
+) -> EPPlan:
+    """The plan with its runner, and scales laid out as that one reads them."""
+
+    def for_runner(phase: PhasePlan) -> PhasePlan:
+        readings = runner_class(name).readings(weights, phase.caps.layout)
+        layouts = {reading.format: reading.scale_layout for reading in readings}
+        return replace(phase, scale_layout=layouts[phase.buffer_spec.dispatch_format])
+
+    prefill, decode = for_runner(chosen.prefill), chosen.decode
+    if decode is not None:
+        decode = prefill if decode is chosen.prefill else for_runner(decode)
+    return replace(chosen, prefill=prefill, decode=decode, runner=name, rejected_runners=rejected)
 
 
 def _reads_phases(
@@ -304,19 +344,37 @@ def _reads_phases(
 ) -> Availability:
     """Add what keeps a runner from reading what the buffers of the phases hand out."""
     runner, reasons = runner_class(name), list(verdict.reasons)
+    if not isinstance(weights, runner.kinds):
+        return verdict
     for phase in phases:
-        layout, dtype = phase.caps.layout, phase.buffer_spec.dispatch_format.dtype
+        layout, wire = phase.caps.layout, phase.buffer_spec.dispatch_format
         if layout not in runner.layouts:
             reasons.append(
                 f"reads {_names(runner.layouts)}, but {phase.backend} hands out {layout.value}"
             )
-        readable = runner.wire_dtypes(weights)
-        if dtype not in readable:
+        readable = [reading.format for reading in runner.readings(weights, layout)]
+        if wire not in readable:
             reasons.append(
-                f"reads {_names(readable)}, but {phase.backend} was asked to carry {dtype.value}, "
+                f"reads {_format_names(readable)}, but {phase.backend} was asked to carry {wire}, "
                 f"of {_names(phase.caps.wire_dtypes)}"
             )
+        alignment = phase.buffer_spec.slot_alignment
+        if layout is Layout.ROWS and alignment % runner.slot_alignment:
+            reasons.append(
+                f"needs slots in multiples of {runner.slot_alignment}, but slot_alignment is "
+                f"{alignment}; set EPConfig.slot_alignment={runner.slot_alignment}"
+            )
+        is_int8 = weights.wire_format.dtype is WireDtype.INT8
+        if is_int8 and phase.int8_profile not in runner.int8_profiles:
+            reasons.append(
+                f"rounds INT8 by {_names(runner.int8_profiles)}, but EPConfig.int8_profile is "
+                f"{phase.int8_profile.value}"
+            )
     return Availability(ok=not reasons, reasons=tuple(dict.fromkeys(reasons)))
+
+
+def _format_names(formats: Iterable[WireFormat]) -> str:
+    return ", ".join(sorted(map(str, formats)))
 
 
 def _names(members: Iterable[StrEnum]) -> str:

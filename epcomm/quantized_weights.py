@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from epcomm.errors import ConfigError, ShapeError
-from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
-from epcomm.types import WireDtype, WireFormat
+from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT8_PER_TOKEN
+from epcomm.types import ScaleDtype, WireDtype, WireFormat
 from epcomm.weights import ExpertFormat, ExpertTensors, ExpertWeights
 
 # The block of FP8 checkpoints, rows and columns; hidden states have a scale for as many elements.
@@ -26,7 +26,7 @@ _PLAIN = ExpertFormat()
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _EightBitWeights(ExpertTensors):
-    """gate_up_proj: [E, 2I, H].   down_proj: [E, H, I].   Scales: float32, see the subclasses.
+    """gate_up_proj: [E, 2I, H].   down_proj: [E, H, I].   Scales: see the subclasses.
 
     hidden_dtype: of the hidden states that the experts take and return.
     """
@@ -46,13 +46,16 @@ class _EightBitWeights(ExpertTensors):
             )
         WireDtype.from_torch(self.hidden_dtype)
         code_dtype = self.wire_format.dtype.torch_dtype
+        scale_dtype = self.wire_format.scale_dtype
         shapes = self._expected_shapes()
         for name, tensor in self.tensors().items():
-            dtype = torch.float32 if name.endswith("scale") else code_dtype
+            dtype = scale_dtype if name.endswith("scale") else code_dtype
             if tensor.dtype != dtype or list(tensor.shape) != shapes[name]:
                 raise ShapeError(
                     f"{type(self).__name__}: {name} is {tensor.dtype} {list(tensor.shape)}, "
-                    f"expected {dtype} {shapes[name]}; see the docstring for scales"
+                    f"expected {dtype} {shapes[name]} beside gate_up_proj in "
+                    f"{self.gate_up_proj.dtype} and gate_up_scale in {self.gate_up_scale.dtype}; "
+                    "see the docstring for scales"
                 )
 
     def tensors(self) -> dict[str, Tensor]:
@@ -93,15 +96,22 @@ class _EightBitWeights(ExpertTensors):
         return type(self)(**tensors, hidden_dtype=self.hidden_dtype, format=self.format)
 
     @classmethod
-    def from_unquantized(cls, weights: ExpertWeights) -> Self:
+    def from_unquantized(
+        cls, weights: ExpertWeights, *, scales: ScaleDtype = ScaleDtype.FLOAT32
+    ) -> Self:
         """Quantise: the largest code of whatever shares a scale is the largest there is. Local.
 
+        Args:
+            weights: what to quantise.
+            scales: of the result. With powers of two, codes only reach more than half the largest.
+
         Raises:
-            ConfigError: biases, or another format than swiglu with [E, out, in] matrices.
+            ConfigError: biases, another format than swiglu with [E, out, in] matrices, or scales
+                that these experts do not have.
         """
         _check_plain(weights)
-        gate_up, gate_up_scale = cls._quantize(weights.gate_up_proj.detach())
-        down, down_scale = cls._quantize(weights.down_proj.detach())
+        gate_up, gate_up_scale = cls._quantize(weights.gate_up_proj.detach(), scales)
+        down, down_scale = cls._quantize(weights.down_proj.detach(), scales)
         return cls(
             gate_up_proj=gate_up,
             gate_up_scale=gate_up_scale,
@@ -124,7 +134,9 @@ class _EightBitWeights(ExpertTensors):
 
     @staticmethod
     @abstractmethod
-    def _quantize(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    def _quantize(
+        matrices: Tensor, scales: ScaleDtype = ScaleDtype.FLOAT32
+    ) -> tuple[Tensor, Tensor]:
         """[E, N, K] to codes and scales."""
 
     @staticmethod
@@ -138,25 +150,33 @@ class Fp8BlockWeights(_EightBitWeights):
 
     gate_up_scale: [E, ceil(2I / 128), ceil(H / 128)].   down_scale: [E, ceil(H / 128),
     ceil(I / 128)]. Checkpoints call them weight_scale_inv.
+    Both float32, or both float8_e8m0fnu: then hidden states get power-of-two scales too. A
+    checkpoint that keeps powers of two in float32 (`scale_fmt: ue8m0`) loses nothing by
+    `scale.to(torch.float8_e8m0fnu)`.
     """
 
     @property
     def wire_format(self) -> WireFormat:
-        return FP8_FLOAT32_SCALES
+        is_power_of_two = self.gate_up_scale.dtype == torch.float8_e8m0fnu
+        return FP8_POWER_OF_TWO_SCALES if is_power_of_two else FP8_FLOAT32_SCALES
 
     @staticmethod
     def _scale_shape(num_experts: int, num_rows: int, num_columns: int) -> list[int]:
         return [num_experts, -(-num_rows // BLOCK), -(-num_columns // BLOCK)]
 
     @staticmethod
-    def _quantize(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    def _quantize(
+        matrices: Tensor, scales: ScaleDtype = ScaleDtype.FLOAT32
+    ) -> tuple[Tensor, Tensor]:
         num_rows, num_columns = matrices.shape[1:]
         padding = (0, -num_columns % BLOCK, 0, -num_rows % BLOCK)
         padded = torch.nn.functional.pad(matrices.float(), padding)
         blocks = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
-        scales = _scale_of(blocks.abs().amax(dim=(2, 4)), FP8_MAX)
-        scaled = matrices.float() / _spread(scales, matrices)
-        return scaled.to(torch.float8_e4m3fn), scales
+        amax = blocks.abs().amax(dim=(2, 4))
+        is_float32 = scales is ScaleDtype.FLOAT32
+        found = _scale_of(amax, FP8_MAX) if is_float32 else _power_of_two_of(amax)
+        scaled = matrices.float() / _spread(found, matrices)
+        return scaled.to(torch.float8_e4m3fn), found.to(scales.torch_dtype)
 
     @staticmethod
     def _dequantize(codes: Tensor, scales: Tensor) -> Tensor:
@@ -166,7 +186,7 @@ class Fp8BlockWeights(_EightBitWeights):
 class Int8ChannelWeights(_EightBitWeights):
     """int8 codes, symmetric; a scale for each output channel multiplies its codes.
 
-    gate_up_scale: [E, 2I].   down_scale: [E, H].
+    gate_up_scale: [E, 2I].   down_scale: [E, H].   Both float32.
     """
 
     @property
@@ -178,11 +198,18 @@ class Int8ChannelWeights(_EightBitWeights):
         return [num_experts, num_rows]
 
     @staticmethod
-    def _quantize(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    def _quantize(
+        matrices: Tensor, scales: ScaleDtype = ScaleDtype.FLOAT32
+    ) -> tuple[Tensor, Tensor]:
+        if scales is not ScaleDtype.FLOAT32:
+            raise ConfigError(
+                f"Int8ChannelWeights.from_unquantized: scales is {scales.value}, expected "
+                f"{ScaleDtype.FLOAT32.value}; for power-of-two scales take Fp8BlockWeights"
+            )
         full = matrices.float()
-        scales = _scale_of(full.abs().amax(dim=2), INT8_MAX)
-        codes = (full / scales.unsqueeze(2)).round().clamp(-INT8_MAX, INT8_MAX)
-        return codes.to(torch.int8), scales
+        found = _scale_of(full.abs().amax(dim=2), INT8_MAX)
+        codes = (full / found.unsqueeze(2)).round().clamp(-INT8_MAX, INT8_MAX)
+        return codes.to(torch.int8), found
 
     @staticmethod
     def _dequantize(codes: Tensor, scales: Tensor) -> Tensor:
@@ -203,7 +230,17 @@ def _scale_of(amax: Tensor, largest_code: float) -> Tensor:
     return amax.clamp(min=torch.finfo(torch.float32).tiny) / largest_code
 
 
+def _power_of_two_of(amax: Tensor) -> Tensor:
+    """The smallest power of two, float32, by which the largest magnitude fits into 448."""
+    fraction, exponent = torch.frexp(amax)
+    # amax = f * 2**e with 0.5 <= f < 1, and 448 = 0.875 * 2**9.
+    exponent = exponent - 9 + (fraction > 0.875).int()
+    # Of zeros any scale will do. 2**-126 is the least normal float32.
+    return torch.ldexp(torch.ones_like(amax), exponent.clamp(min=-126))
+
+
 def _spread(scales: Tensor, matrices: Tensor) -> Tensor:
-    """Block scales [E, n, k], one for each element of `matrices` [E, N, K]."""
-    rows = scales.repeat_interleave(BLOCK, dim=1)[:, : matrices.shape[1]]
+    """Block scales [E, n, k], float32, one for each element of `matrices` [E, N, K]."""
+    # Not every dtype of scales can be multiplied.
+    rows = scales.float().repeat_interleave(BLOCK, dim=1)[:, : matrices.shape[1]]
     return rows.repeat_interleave(BLOCK, dim=2)[:, :, : matrices.shape[2]]

@@ -16,7 +16,7 @@ from epcomm.config import EPConfig, Mode, environment
 from epcomm.errors import BackendUnavailable, ConfigError, EPError
 from epcomm.quantization import QUANTIZED_FORMATS
 from epcomm.registry import BUFFERS, RUNNERS, buffer_class, runner_class
-from epcomm.types import WireDtype, WireFormat
+from epcomm.types import ScaleDtype, WireDtype, WireFormat
 
 if TYPE_CHECKING:
     from epcomm.collectives.base import Scalar
@@ -154,6 +154,7 @@ def _describe_experts(weights: ExpertTensors | None) -> dict[str, Scalar]:
     return {
         "experts": type(weights).__name__,
         "format": str(weights.format),
+        "wanted rows": str(weights.wire_format),
         "intermediate_size": weights.intermediate_size,
     }
 
@@ -193,8 +194,7 @@ def _buffer_spec(
             "ranks; add redundant experts or use fewer ranks"
         )
     hidden_format = WireFormat.of(spec.dtype)
-    if config.dispatch_dtype is not None:
-        wanted = _wire_format(config.dispatch_dtype, hidden_format)
+    wanted = _dispatch_format(config, hidden_format, wanted)
     if config.combine_dtype not in (None, hidden_format.dtype):
         raise ConfigError(
             f"plan: combine_dtype is {config.combine_dtype}, but experts return {hidden_format}, "
@@ -214,8 +214,28 @@ def _buffer_spec(
     )
 
 
-def _wire_format(dtype: WireDtype, hidden_format: WireFormat) -> WireFormat:
+def _dispatch_format(config: EPConfig, hidden_format: WireFormat, wanted: WireFormat) -> WireFormat:
+    """What the configuration says of dispatch, and for the rest what the experts want."""
+    dtype = config.dispatch_dtype
+    chosen = wanted if dtype is None else _wire_format(dtype, hidden_format, wanted)
+    if config.dispatch_scales is None:
+        return chosen
+    scales = ScaleDtype(config.dispatch_scales)
+    is_float32 = scales is ScaleDtype.FLOAT32
+    if chosen.dtype is WireDtype.FP8_E4M3 or (chosen.dtype is WireDtype.INT8 and is_float32):
+        return replace(chosen, scale_dtype=scales.torch_dtype)
+    asked = "None" if dtype is None else dtype.value
+    raise ConfigError(
+        f"plan: dispatch_scales is {scales.value}, but rows travel as {chosen} (dispatch_dtype is "
+        f"{asked}, the experts want {wanted}); expected fp8_e4m3 rows for these scales, set "
+        "dispatch_dtype or leave dispatch_scales None"
+    )
+
+
+def _wire_format(dtype: WireDtype, hidden_format: WireFormat, wanted: WireFormat) -> WireFormat:
     """The format that a configured dispatch_dtype means."""
+    if dtype is wanted.dtype:
+        return wanted
     if dtype in QUANTIZED_FORMATS:
         return QUANTIZED_FORMATS[dtype]
     if dtype is not hidden_format.dtype:

@@ -62,6 +62,39 @@ _TORCH_DTYPES = {
     WireDtype.INT8: torch.int8,
 }
 
+
+class ScaleDtype(StrEnum):
+    """Element type of the scales of FP8 rows and matrices.
+
+    FLOAT32: as DeepSeek-V3.   POWER_OF_TWO: one byte, an exponent (UE8M0), as DeepSeek-V3.1.
+    """
+
+    FLOAT32 = "float32"
+    POWER_OF_TWO = "power_of_two"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The torch dtype that holds one scale."""
+        return torch.float32 if self is ScaleDtype.FLOAT32 else torch.float8_e8m0fnu
+
+
+class Int8Profile(StrEnum):
+    """How a row x with the largest magnitude a becomes codes and a scale.
+
+    RINT127: d = 127 / a, codes rint(x * d), scale 1 / d. Low-latency dispatch, fused mode 1.
+    RINT127EPS: the same with a + 1e-12. Normal dispatch.
+    DIV: scale a / 127, codes rint(x / scale). npu_dynamic_quant.
+    DIVTRUNC16: scale a / 127, x / scale cut to float16, halves away from zero. init_routing_v2.
+    TRITON: scale a / 127, codes floor(x / scale + 0.5), clamped. SGLang's swiglu_quant.
+    """
+
+    RINT127 = "rint127"
+    RINT127EPS = "rint127eps"
+    DIV = "div"
+    DIVTRUNC16 = "divtrunc16"
+    TRITON = "triton"
+
+
 UNQUANTIZED_DTYPES = frozenset(dtype for dtype in WireDtype if not dtype.is_quantized)
 
 
@@ -71,7 +104,7 @@ class WireFormat:
 
     dtype: element type.
     scale_block: elements that share a scale; None for unquantised rows, 0 for one scale a row.
-    scale_dtype: dtype of the scales; None for unquantised rows.
+    scale_dtype: dtype of the scales; None for unquantised rows. Powers of two are for FP8 alone.
     """
 
     dtype: WireDtype
@@ -88,6 +121,12 @@ class WireFormat:
             raise ConfigError(
                 f"WireFormat: {self.dtype.value} with scale_block={self.scale_block} and "
                 f"scale_dtype={self.scale_dtype}; quantised dtypes need both, others neither"
+            )
+        if self.dtype is WireDtype.INT8 and self.scale_dtype == torch.float8_e8m0fnu:
+            raise ConfigError(
+                f"WireFormat: {self.dtype.value} with scale_block={self.scale_block} and "
+                f"scale_dtype={self.scale_dtype}; only {WireDtype.FP8_E4M3.value} has power-of-two "
+                "scales, int8 takes torch.float32"
             )
 
     @classmethod
@@ -110,11 +149,10 @@ class WireFormat:
         return self.num_scales(hidden_size) * (self.scale_dtype.itemsize if self.scale_dtype else 0)
 
     def __str__(self) -> str:
-        return (
-            self.dtype.value
-            if self.scale_block is None
-            else f"{self.dtype.value}/{self.scale_block}"
-        )
+        if self.scale_block is None:
+            return self.dtype.value
+        suffix = "/ue8m0" if self.scale_dtype == torch.float8_e8m0fnu else ""
+        return f"{self.dtype.value}/{self.scale_block}{suffix}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,13 +160,63 @@ class ScaleLayout:
     """How received scales lie in memory.
 
     column_major: consecutive rows are adjacent (what TMA reads) instead of consecutive blocks.
-    alignment: rows are padded to this multiple in the column-major layout.
+    alignment: rows are padded to this multiple in the column-major layout; 1 in row-major.
     packed: four power-of-two scales in one int32.
     """
 
     column_major: bool = False
     alignment: int = 1
     packed: bool = False
+
+    def __post_init__(self) -> None:
+        is_valid = self.alignment >= 1 if self.column_major else self.alignment == 1
+        if not is_valid:
+            raise ConfigError(
+                f"ScaleLayout: alignment is {self.alignment} with "
+                f"column_major={self.column_major}; expected at least 1 in column-major, and 1 in "
+                "row-major, which has no columns to align"
+            )
+
+    def __str__(self) -> str:
+        order = f"column-major in multiples of {self.alignment}" if self.column_major else ""
+        return f"{order or 'row-major'}{', packed' if self.packed else ''}"
+
+
+# As scales travel.
+ROW_MAJOR = ScaleLayout()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowReading:
+    """Rows as a runner reads them: what travelled, and how their scales lie on arrival.
+
+    scale_layout: ROW_MAJOR for unquantised rows, which have no scales.
+    """
+
+    format: WireFormat
+    scale_layout: ScaleLayout = ROW_MAJOR
+
+    def __post_init__(self) -> None:
+        if not self.format.dtype.is_quantized and self.scale_layout != ROW_MAJOR:
+            raise ConfigError(
+                f"RowReading: {self.format} with scales {self.scale_layout}; unquantised rows have "
+                "no scales, leave the layout out"
+            )
+        check_packing("RowReading", self.format, self.scale_layout)
+
+
+def check_packing(caller: str, wire_format: WireFormat, layout: ScaleLayout) -> None:
+    """Refuse to pack scales that do not fit into a byte.
+
+    Raises:
+        ConfigError: a packed layout of scales that are no powers of two.
+    """
+    if layout.packed and wire_format.scale_dtype != torch.float8_e8m0fnu:
+        raise ConfigError(
+            f"{caller}: scales {layout} of {wire_format} with scale_dtype="
+            f"{wire_format.scale_dtype}; only torch.float8_e8m0fnu fits four to an int32, so take "
+            "power-of-two scales or a layout that is not packed"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,12 +225,17 @@ class WireTensor:
 
     data: [R, H] (or [L, C, H]), format.dtype; the row stride may exceed H.
     scales: [R, num_scales] or None.
+    scale_layout: how the scales lie; None: row-major.
     """
 
     data: Tensor
     format: WireFormat
     scales: Tensor | None = None
     scale_layout: ScaleLayout | None = None
+
+    def __post_init__(self) -> None:
+        if self.scale_layout is not None:
+            check_packing("WireTensor", self.format, self.scale_layout)
 
 
 class Layout(StrEnum):

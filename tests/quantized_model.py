@@ -17,6 +17,10 @@ from epcomm.quantized_weights import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.testing.data import RankBatch
 
 KINDS = {"fp8": Fp8BlockWeights, "int8": Int8ChannelWeights}
+# Roundings beside those two: scales that are powers of two, and halves that go up.
+POWERS_OF_TWO, HALVES_UP = "fp8 by powers of two", "int8 halves up"
+# The largest step between neighbouring e4m3 numbers.
+_LARGEST_FP8_STEP = 32.0
 # Half a unit in the last place of float32, relative: what one operation may be off by.
 _ROUNDING = 2.0**-24
 # A scale is a quotient or two of a largest magnitude, and a code a product or quotient with it.
@@ -62,11 +66,11 @@ def nearest_fp8(values: Tensor) -> Tensor:
     return numbers[place] * values.sign()
 
 
-def rounded(x: Bounded, kind: str) -> Bounded:
+def rounded(x: Bounded, rounding: str) -> Bounded:
     """Rows [N, H] as the wire carries them."""
-    width = x.values.shape[1] if kind == "int8" else 128
+    width = x.values.shape[1] if rounding.startswith("int8") else 128
     blocks = [
-        _rounded_block(Bounded(values=values, error=error), kind)
+        _rounded_block(Bounded(values=values, error=error), rounding)
         for values, error in zip(
             x.values.split(width, dim=1), x.error.split(width, dim=1), strict=True
         )
@@ -77,21 +81,36 @@ def rounded(x: Bounded, kind: str) -> Bounded:
     )
 
 
-def _rounded_block(x: Bounded, kind: str) -> Bounded:
+def _rounded_block(x: Bounded, rounding: str) -> Bounded:
     """Rounding keeps order, so the library's code lies between those of the ends of the error."""
+    is_int8 = rounding.startswith("int8")
     amax = x.values.abs().amax(dim=1, keepdim=True)
-    if kind == "fp8":
+    if not is_int8:
         amax = amax.clamp(min=1e-4)
     amax = torch.where(amax > 0, amax, torch.ones_like(amax))
     # What the library's scale may be off by, relative.
     off = x.error.amax(dim=1, keepdim=True) / amax + _SCALE_ROUNDINGS * _ROUNDING
-    scale = amax / (127 if kind == "int8" else 448)
-    code_of = torch.round if kind == "int8" else nearest_fp8
+    if is_int8:
+        # Of rows with the largest magnitude 127 the library's numbers are those rows, exactly.
+        off = torch.where((amax == 127) & (x.error.amax(dim=1, keepdim=True) == 0), 0.0, off)
+    scale, is_doubtful = amax / (127 if is_int8 else 448), torch.zeros_like(amax, dtype=torch.bool)
+    if rounding == POWERS_OF_TWO:
+        # Near a power of two the library's scale may be the next one, and all codes others.
+        is_doubtful = _power_above(scale * (1 + off)) != _power_above(scale * (1 - off))
+        scale, off = _power_above(scale), torch.zeros_like(off)
+    codes_of = {"int8": torch.round, HALVES_UP: lambda numbers: (numbers + 0.5).floor()}
+    code_of = codes_of.get(rounding, nearest_fp8)
     numbers, reach = x.values / scale, (x.error + x.values.abs() * off) / scale
     codes = code_of(numbers)
     step = torch.maximum(code_of(numbers + reach) - codes, codes - code_of(numbers - reach))
+    step = torch.where(is_doubtful, 2 * _LARGEST_FP8_STEP + reach, step)
     values = codes * scale
     return Bounded(values=values, error=step * scale * (1 + off) + values.abs() * off)
+
+
+def _power_above(values: Tensor) -> Tensor:
+    """The smallest power of two that is at least each value."""
+    return 2.0 ** values.log2().ceil()
 
 
 def _multiplied(x: Bounded, matrix: Tensor, num_roundings: int) -> Bounded:
@@ -111,7 +130,7 @@ def _activated(gate: Bounded, up: Bounded) -> Bounded:
 
 
 def expert_model(
-    x: Tensor, weights: Fp8BlockWeights | Int8ChannelWeights, expert: int, kind: str
+    x: Tensor, weights: Fp8BlockWeights | Int8ChannelWeights, expert: int, rounding: str
 ) -> Bounded:
     """Unweighted results [N, H] of one expert for float64 rows [N, H] that are quantised here."""
     gate_up, down = (
@@ -119,8 +138,8 @@ def expert_model(
     )
     # Sums of FP8 products are rounded at each summand, those of INT8 codes are exact; either way
     # codes are multiplied by scales and the sum by a router weight.
-    sums = (x.shape[1], down.shape[1]) if kind == "fp8" else (0, 0)
-    rows = rounded(Bounded(values=x, error=torch.zeros_like(x)), kind)
+    sums = (0, 0) if rounding.startswith("int8") else (x.shape[1], down.shape[1])
+    rows = rounded(Bounded(values=x, error=torch.zeros_like(x)), rounding)
     product = _multiplied(rows, gate_up, sums[0] + 4)
     gate, up = (
         Bounded(values=values, error=error)
@@ -128,16 +147,18 @@ def expert_model(
             product.values.chunk(2, dim=1), product.error.chunk(2, dim=1), strict=True
         )
     )
-    return _multiplied(rounded(_activated(gate, up), kind), down, sums[1] + 6)
+    return _multiplied(rounded(_activated(gate, up), rounding), down, sums[1] + 6)
 
 
-def model(batch: RankBatch, weights: Fp8BlockWeights | Int8ChannelWeights, kind: str) -> Bounded:
+def model(
+    batch: RankBatch, weights: Fp8BlockWeights | Int8ChannelWeights, rounding: str
+) -> Bounded:
     """y [T, H] from the values that codes and scales mean."""
     x = batch.x.double()
     y, error = torch.zeros_like(x), torch.zeros_like(x)
     magnitudes = torch.zeros_like(x)
     for expert in range(len(weights.down_proj)):
-        result = expert_model(x, weights, expert, kind)
+        result = expert_model(x, weights, expert, rounding)
         factors = (batch.topk_weights.double() * (batch.topk_ids == expert)).sum(1, keepdim=True)
         y += factors * result.values
         error += factors * result.error

@@ -121,6 +121,15 @@ def test_bad_call_ends_with_one_sentence(call: BadCall) -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
+def test_unusual_arithmetic_has_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "ep.toml"
+    path.write_text('dispatch_dtype = "int8"\nint8_profile = "div"\n')
+    found = rows(run("plan", *LAYER, "--config", str(path)).stdout)
+    assert ["int8 profile", "div"] in found
+    assert ["wire format out", "int8/0"] in found
+    assert "int8 profile" not in run("plan", *LAYER).stdout
+
+
 def test_config_file_is_read_and_an_option_wins(tmp_path: Path) -> None:
     path = tmp_path / "ep.toml"
     path.write_text('mode = "low_latency"\nmax_tokens_per_rank = 128\n')

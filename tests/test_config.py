@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import epcomm
-from epcomm import ConfigError, EPConfig, Mode, WireDtype
+from epcomm import ConfigError, EPConfig, Int8Profile, Mode, ScaleDtype, WireDtype
 
 PACKAGE = Path(epcomm.__file__).parent
 
@@ -36,6 +36,29 @@ BAD_VALUES = [
         values={"combine_dtype": "fp64"},
         message="EPConfig: combine_dtype is 'fp64', expected one of "
         "['bf16', 'fp16', 'fp32', 'fp8_e4m3', 'int8']",
+    ),
+    BadValue(
+        id="unknown scales",
+        values={"dispatch_scales": "ue8m0"},
+        message="EPConfig: dispatch_scales is 'ue8m0', expected one of ['float32', 'power_of_two']",
+    ),
+    BadValue(
+        id="unknown arithmetic",
+        values={"int8_profile": "rint"},
+        message="EPConfig: int8_profile is 'rint', expected one of "
+        "['rint127', 'rint127eps', 'div', 'divtrunc16', 'triton']",
+    ),
+    BadValue(
+        id="powers of two for int8",
+        values={"dispatch_dtype": "int8", "dispatch_scales": "power_of_two"},
+        message="EPConfig: dispatch_scales is 'power_of_two' with dispatch_dtype 'int8', whose "
+        "scales are float32; take fp8_e4m3, or leave dispatch_scales None",
+    ),
+    BadValue(
+        id="scales of unquantised rows",
+        values={"dispatch_dtype": "bf16", "dispatch_scales": "float32"},
+        message="EPConfig: dispatch_scales is 'float32' with dispatch_dtype 'bf16', whose rows "
+        "have no scales; leave one of them None",
     ),
     BadValue(
         id="no tokens",
@@ -114,10 +137,18 @@ def test_config_is_frozen_and_keyword_only() -> None:
         EPConfig("normal")  # type: ignore[misc]
 
 
-VALUES = {"mode": "normal", "max_tokens_per_rank": 128, "timeout_s": 2.5, "deterministic": True}
+VALUES = {
+    "mode": "normal",
+    "dispatch_scales": "power_of_two",
+    "int8_profile": "div",
+    "max_tokens_per_rank": 128,
+    "timeout_s": 2.5,
+    "deterministic": True,
+}
 TEXTS = {
     "config.json": json.dumps(VALUES),
-    "config.toml": 'mode = "normal"\nmax_tokens_per_rank = 128\n'
+    "config.toml": 'mode = "normal"\ndispatch_scales = "power_of_two"\nint8_profile = "div"\n'
+    "max_tokens_per_rank = 128\n"
     "timeout_s = 2.5\ndeterministic = true\n",
 }
 
@@ -150,12 +181,19 @@ def test_environment_is_read_by_an_explicit_call_only(monkeypatch: pytest.Monkey
     monkeypatch.setenv("EPCOMM_MODE", "standard")
     monkeypatch.setenv("EPCOMM_MAX_TOKENS_PER_RANK", "64")
     monkeypatch.setenv("EPCOMM_TIMEOUT_S", "1.5")
+    monkeypatch.setenv("EPCOMM_DISPATCH_SCALES", "float32")
+    monkeypatch.setenv("EPCOMM_INT8_PROFILE", "triton")
     monkeypatch.setenv("EPCOMM_CHECK_CALLS", "True")
     monkeypatch.setenv("EPCOMM_DETERMINISTIC", "0")
 
     assert EPConfig() == EPConfig(mode="auto")
     assert EPConfig.from_env() == EPConfig(
-        mode="standard", max_tokens_per_rank=64, timeout_s=1.5, check_calls=True
+        mode="standard",
+        dispatch_scales=ScaleDtype.FLOAT32,
+        int8_profile=Int8Profile.TRITON,
+        max_tokens_per_rank=64,
+        timeout_s=1.5,
+        check_calls=True,
     )
     assert EPConfig.from_env({"MODE": "normal", "EPCOMM_RUNNER": "reference"}) == EPConfig(
         runner="reference"

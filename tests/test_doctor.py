@@ -170,6 +170,14 @@ def test_platform_names_backends_and_devices() -> None:
     assert {finding.status for finding in on_gpu.values()} == {Status.HERE}
 
 
+def test_deep_gemm_is_found_and_never_asked(tmp_path: Path) -> None:
+    missing = package(doctor(machine()), "deep_gemm")
+    assert missing.status is Status.MISSING
+    assert "runner deep_gemm" in missing.detail
+    found = package(doctor(machine(folders={"deep_gemm": tmp_path})), "deep_gemm")
+    assert (found.status, found.detail) == (Status.HERE, "1.2.3")
+
+
 def test_torch_that_does_not_import_points_at_torch_npu() -> None:
     answers = {"import json, torch,": Answer(error="OSError: libascendcl.so")}
     (found,) = doctor(machine(answers=answers)).platform
@@ -301,4 +309,11 @@ print(json.dumps([[finding.name for finding in report.platform], sorted(imported
     assert done.returncode == 0, done.stderr
     platform, imported = json.loads(done.stdout)
     assert platform == ["torch", "distributed backends", "CUDA devices"]
-    assert not {"deep_ep", "torch_npu", "mpi4py", "triton", "transformers"} & set(imported)
+    assert not {
+        "deep_ep",
+        "deep_gemm",
+        "torch_npu",
+        "mpi4py",
+        "triton",
+        "transformers",
+    } & set(imported)

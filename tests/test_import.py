@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-VENDOR_PACKAGES = {"deep_ep", "torch_npu", "mpi4py", "triton", "transformers"}
+VENDOR_PACKAGES = {"deep_ep", "deep_gemm", "torch_npu", "mpi4py", "triton", "transformers"}
 
 # torch comes first, with what it imports late: what it does is not epcomm's doing.
 PROBE = """

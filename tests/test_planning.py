@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,15 +13,19 @@ from epcomm import (
     EPConfig,
     EPError,
     ExpertWeights,
+    Int8Profile,
     Mode,
     MoESpec,
     plan,
 )
+from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.quantized_weights import Fp8BlockWeights, Int8ChannelWeights
-from epcomm.registry import BUFFERS
+from epcomm.registry import BUFFERS, RUNNERS, runner_class
+from epcomm.runners import quantized_reference
 from epcomm.runners.grouped_mm import GroupedMMRunner
+from epcomm.runners.quantized_reference import QuantizedReferenceRunner
 from epcomm.runners.reference import ReferenceRunner
-from epcomm.types import Layout, WeightsAppliedBy, WireDtype
+from epcomm.types import Layout, RowReading, ScaleLayout, WeightsAppliedBy, WireDtype
 from epcomm.weights import ExpertTensors
 
 SPEC = MoESpec(hidden_size=64, num_experts=8, top_k=2)
@@ -140,14 +144,18 @@ def test_weights_choose_the_runner(
     assert [line for line in lines if line.startswith("rejected runner")] == rejected
 
 
-def fp8_weights() -> Fp8BlockWeights:
+def kind_of(experts: ExpertTensors) -> str:
+    return type(experts).__name__
+
+
+def fp8_weights(scale_dtype: torch.dtype = torch.float32) -> Fp8BlockWeights:
     """The same layer in FP8, without data."""
     codes = {"dtype": torch.float8_e4m3fn, "device": "meta"}
     return Fp8BlockWeights(
         gate_up_proj=torch.empty(8, 64, 64, **codes),
-        gate_up_scale=torch.empty(8, 1, 1, device="meta"),
+        gate_up_scale=torch.empty(8, 1, 1, dtype=scale_dtype, device="meta"),
         down_proj=torch.empty(8, 64, 32, **codes),
-        down_scale=torch.empty(8, 1, 1, device="meta"),
+        down_scale=torch.empty(8, 1, 1, dtype=scale_dtype, device="meta"),
     )
 
 
@@ -163,8 +171,13 @@ def int8_weights() -> Int8ChannelWeights:
 
 @pytest.mark.parametrize(
     ("experts", "wire"),
-    [(weights(32), "bf16"), (fp8_weights(), "fp8_e4m3/128"), (int8_weights(), "int8/0")],
-    ids=["bf16", "fp8", "int8"],
+    [
+        (weights(32), "bf16"),
+        (fp8_weights(), "fp8_e4m3/128"),
+        (fp8_weights(torch.float8_e8m0fnu), "fp8_e4m3/128/ue8m0"),
+        (int8_weights(), "int8/0"),
+    ],
+    ids=["bf16", "fp8", "fp8 by powers of two", "int8"],
 )
 def test_wire_format_follows_from_the_experts(experts: ExpertTensors, wire: str) -> None:
     text = plan(EPConfig(), SPEC, world_size=4, weights=experts).explain()
@@ -185,11 +198,201 @@ def test_wire_format_of_other_experts_is_refused_with_all_three(
     config = EPConfig(mode="normal", backend="collective", dispatch_dtype=other)  # type: ignore[arg-type]
     with pytest.raises(ConfigError) as caught:
         plan(config, SPEC, world_size=4, weights=experts)
-    own = experts.wire_format.dtype.value
+    reads, asked = {
+        "int8": ("bf16, fp16, fp32, fp8_e4m3/128, fp8_e4m3/128/ue8m0", "int8/0"),
+        "fp8_e4m3": ("bf16, fp16, fp32, int8/0", "fp8_e4m3/128"),
+    }[other]
     assert (
-        f"quantized_reference: reads bf16, fp16, fp32, {own}, but collective was asked to carry "
-        f"{other}, of bf16, fp16, fp32, fp8_e4m3, int8"
+        f"quantized_reference: reads {reads}, but collective was asked to carry {asked}, of bf16, "
+        "fp16, fp32, fp8_e4m3, int8"
     ) in str(caught.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scales:
+    """What travels where the configuration says something of scales."""
+
+    id: str
+    experts: ExpertTensors | None
+    config: EPConfig
+    wire: str
+
+
+POWERS = torch.float8_e8m0fnu
+SCALES = [
+    Scales(
+        id="float32 for experts with powers of two",
+        experts=fp8_weights(POWERS),
+        config=EPConfig(dispatch_scales="float32"),
+        wire="fp8_e4m3/128",
+    ),
+    Scales(
+        id="powers of two for experts with float32",
+        experts=fp8_weights(),
+        config=EPConfig(dispatch_scales="power_of_two"),
+        wire="fp8_e4m3/128/ue8m0",
+    ),
+    Scales(
+        id="the dtype of the experts keeps their scales",
+        experts=fp8_weights(POWERS),
+        config=EPConfig(dispatch_dtype=WireDtype.FP8_E4M3),
+        wire="fp8_e4m3/128/ue8m0",
+    ),
+    Scales(
+        id="int8 has float32",
+        experts=int8_weights(),
+        config=EPConfig(dispatch_scales="float32"),
+        wire="int8/0",
+    ),
+    Scales(
+        id="rows of unquantised experts",
+        experts=weights(32),
+        config=EPConfig(dispatch_dtype=WireDtype.FP8_E4M3, dispatch_scales="power_of_two"),
+        wire="fp8_e4m3/128/ue8m0",
+    ),
+    Scales(
+        id="no experts",
+        experts=None,
+        config=EPConfig(dispatch_dtype=WireDtype.FP8_E4M3, dispatch_scales="power_of_two"),
+        wire="fp8_e4m3/128/ue8m0",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", SCALES, ids=lambda case: case.id)
+def test_configured_scales_travel(case: Scales) -> None:
+    config = replace(case.config, mode="normal")
+    chosen = plan(config, SPEC, world_size=4, weights=case.experts)
+    assert f"wire: dispatch {case.wire}, combine bf16" in chosen.explain()
+    assert "scales on arrival" not in chosen.explain(), "row-major is as usual"
+
+
+@pytest.mark.parametrize("config", [EPConfig(), EPConfig(max_tokens_per_rank=16)])
+def test_int8_arithmetic_of_the_configuration_is_the_plans(config: EPConfig) -> None:
+    usual = plan(config, SPEC, weights=int8_weights())
+    other = plan(replace(config, int8_profile="triton"), SPEC, weights=int8_weights())
+    assert "int8 profile" not in usual.explain()
+    for phase in other.phases().values():
+        assert phase.int8_profile is Int8Profile.TRITON
+        assert "int8 profile: triton" in phase.explain().splitlines()
+    of_fp8 = plan(replace(config, int8_profile="triton"), SPEC, weights=fp8_weights())
+    assert "int8 profile" not in of_fp8.explain()
+
+
+class OneArithmetic(QuantizedReferenceRunner):
+    int8_profiles = frozenset({Int8Profile.RINT127})
+
+
+class Columns(QuantizedReferenceRunner):
+    """Reads FP8 rows alone, in another layout."""
+
+    @classmethod
+    def readings(cls, weights: ExpertTensors, layout: Layout) -> tuple[RowReading, ...]:
+        columns = ScaleLayout(column_major=True, alignment=4)
+        return (RowReading(format=FP8_FLOAT32_SCALES, scale_layout=columns),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Impossible:
+    """A combination of experts, configuration and runner that no layer can be made of."""
+
+    id: str
+    experts: ExpertTensors
+    config: EPConfig
+    runner: type[QuantizedReferenceRunner] = QuantizedReferenceRunner
+    error: type[EPError] = ConfigError
+    message: str
+
+
+IMPOSSIBLE = [
+    Impossible(
+        id="powers of two for INT8 experts",
+        experts=int8_weights(),
+        config=EPConfig(dispatch_scales="power_of_two"),
+        message="plan: dispatch_scales is power_of_two, but rows travel as int8/0 (dispatch_dtype "
+        "is None, the experts want int8/0); expected fp8_e4m3 rows",
+    ),
+    Impossible(
+        id="scales of rows that have none",
+        experts=weights(32),
+        config=EPConfig(dispatch_scales="float32"),
+        message="plan: dispatch_scales is float32, but rows travel as bf16 (dispatch_dtype is "
+        "None, the experts want bf16); expected fp8_e4m3 rows",
+    ),
+    Impossible(
+        id="INT8 rows for experts with powers of two",
+        experts=fp8_weights(POWERS),
+        config=EPConfig(dispatch_dtype=WireDtype.INT8),
+        message="quantized_reference: reads bf16, fp16, fp32, fp8_e4m3/128, fp8_e4m3/128/ue8m0, "
+        "but collective was asked to carry int8/0, of bf16, fp16, fp32, fp8_e4m3, int8",
+    ),
+    Impossible(
+        id="scales that the runner does not read",
+        experts=fp8_weights(POWERS),
+        config=EPConfig(runner="quantized_reference"),
+        runner=Columns,
+        error=BackendUnavailable,
+        message="reads fp8_e4m3/128, but collective was asked to carry fp8_e4m3/128/ue8m0, of",
+    ),
+    Impossible(
+        id="arithmetic that the runner does not have",
+        experts=int8_weights(),
+        config=EPConfig(int8_profile="div"),
+        runner=OneArithmetic,
+        message="rounds INT8 by rint127, but EPConfig.int8_profile is div",
+    ),
+    Impossible(
+        id="a runner of eight-bit experts for others",
+        experts=weights(32),
+        config=EPConfig(runner="quantized_reference"),
+        error=BackendUnavailable,
+        message="computes Fp8BlockWeights, Int8ChannelWeights, not ExpertWeights",
+    ),
+    Impossible(
+        id="DeepGEMM for unquantised experts",
+        experts=weights(32),
+        config=EPConfig(runner="deep_gemm"),
+        error=BackendUnavailable,
+        message="computes Fp8BlockWeights, not ExpertWeights",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE, ids=lambda case: case.id)
+def test_impossible_combination_is_refused_with_all_sides(
+    case: Impossible, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized_reference, "QuantizedReferenceRunner", case.runner)
+    config = replace(case.config, mode="normal", backend="collective")
+    with pytest.raises(case.error) as caught:
+        plan(config, SPEC, world_size=4, weights=case.experts)
+    assert case.message in str(caught.value)
+
+
+def test_layout_of_scales_is_that_of_the_runner_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized_reference, "QuantizedReferenceRunner", Columns)
+    chosen = plan(EPConfig(max_tokens_per_rank=16), SPEC, weights=fp8_weights())
+    assert chosen.decode is not None
+    for phase in (chosen.prefill, chosen.decode):
+        assert phase.scale_layout == ScaleLayout(column_major=True, alignment=4)
+        assert "scales on arrival: column-major in multiples of 4" in phase.explain().splitlines()
+    one = plan(EPConfig(mode="normal"), SPEC, weights=fp8_weights())
+    assert one.decode is one.prefill
+
+
+@pytest.mark.parametrize("experts", [weights(32), fp8_weights(), int8_weights()], ids=kind_of)
+@pytest.mark.parametrize("name", RUNNERS)
+def test_readings_are_of_the_dtypes_that_a_runner_names(name: str, experts: ExpertTensors) -> None:
+    runner = runner_class(name)
+    if not isinstance(experts, runner.kinds):
+        assert not runner.supports(experts).ok
+        return
+    for layout in runner.layouts:
+        readings = runner.readings(experts, layout)
+        assert {each.format.dtype for each in readings} == runner.wire_dtypes(experts)
+        assert len({each.format for each in readings}) == len(readings)
+        if runner.supports(experts).ok:
+            assert experts.wire_format in {each.format for each in readings}
 
 
 def test_runner_asked_for_that_cannot_compute_the_experts_is_refused() -> None:
@@ -351,8 +554,8 @@ REFUSALS = [
     Refusal(
         id="unknown runner",
         config=EPConfig(runner="fastest"),
-        message="runner is 'fastest', expected auto or one of ['fp8_triton', 'fp8_wgmma', "
-        "'grouped_mm', 'int8_triton', 'quantized_reference', 'reference']",
+        message="runner is 'fastest', expected auto or one of ['deep_gemm', 'fp8_triton', "
+        "'fp8_wgmma', 'grouped_mm', 'int8_triton', 'quantized_reference', 'reference']",
     ),
     Refusal(id="no ranks", config=EPConfig(), world_size=0, message="plan: world_size is 0"),
     Refusal(

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from epcomm import EPConfig, EPGroup, ExpertParallelExperts, TopKOutput
+from epcomm import (
+    EPConfig,
+    EPGroup,
+    ExpertParallelExperts,
+    Fp8BlockWeights,
+    ScaleDtype,
+    TopKOutput,
+    WireDtype,
+)
 from epcomm.testing.buffer_suite import BATCH_SPECS
 from epcomm.testing.data import make_batch, make_weights
-from tests.quantized_model import KINDS, assert_within, model
+from epcomm.testing.oracle import relative_error
+from tests.quantized_model import HALVES_UP, KINDS, POWERS_OF_TWO, assert_within, model
+from tests.runners import fake_deep_gemm
 
 INNER = 144
 CONFIGS = {
@@ -58,3 +69,121 @@ def test_each_rank_holds_its_share_of_codes_and_scales(kind: str) -> None:
             parameter = layer.get_parameter(name)
             assert not parameter.requires_grad
             assert torch.equal(parameter.view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """What is not as usual: scales of the experts, or the arithmetic of INT8."""
+
+    id: str
+    kind: str
+    scales: ScaleDtype = ScaleDtype.FLOAT32
+    config: EPConfig
+    rounding: str
+    wire: str
+
+
+ROUNDINGS = [
+    Rounding(
+        id="powers of two",
+        kind="fp8",
+        scales=ScaleDtype.POWER_OF_TWO,
+        config=EPConfig(),
+        rounding=POWERS_OF_TWO,
+        wire="fp8_e4m3/128/ue8m0",
+    ),
+    Rounding(
+        id="powers of two by the configuration",
+        kind="fp8",
+        config=EPConfig(dispatch_scales="power_of_two"),
+        rounding=POWERS_OF_TWO,
+        wire="fp8_e4m3/128/ue8m0",
+    ),
+    Rounding(
+        id="halves up",
+        kind="int8",
+        config=EPConfig(int8_profile="triton"),
+        rounding=HALVES_UP,
+        wire="int8/0",
+    ),
+    Rounding(
+        id="halves up on arrival",
+        kind="int8",
+        config=EPConfig(int8_profile="triton", dispatch_dtype=WireDtype.FP32),
+        rounding=HALVES_UP,
+        wire="fp32",
+    ),
+]
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("case", ROUNDINGS, ids=lambda case: case.id)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_layer_rounds_as_the_experts_or_the_configuration_say(config: str, case: Rounding) -> None:
+    spec = SPECS["uneven"]
+    with EPGroup() as group, torch.no_grad():
+        plain = make_weights(spec, group.world_size, intermediate_size=INNER, device=group.device)
+        weights = KINDS[case.kind].from_unquantized(plain, scales=case.scales)
+        settings = {
+            name: value
+            for name in ("dispatch_dtype", "dispatch_scales", "int8_profile")
+            if (value := getattr(case.config, name)) is not None
+        }
+        layer = ExpertParallelExperts(
+            weights,
+            group,
+            replace(CONFIGS[config], **settings),
+            top_k=spec.num_topk(group.world_size),
+        )
+        assert f"wire: dispatch {case.wire}, combine fp32" in layer.explain()
+        on_cpu = make_batch(spec, group.rank, group.world_size)
+        on_cpu = replace(on_cpu, x=half_integers(on_cpu.x))
+        mine = on_cpu.to(group.device)
+        topk = TopKOutput(topk_ids=mine.topk_ids, topk_weights=mine.topk_weights)
+        actual = layer(mine.x, topk).cpu()
+        layer.check()
+        assert_within(actual, model(on_cpu, weights, case.rounding))
+        with pytest.raises(AssertionError, match="beyond their bounds"):
+            assert_within(actual, model(on_cpu, weights, case.kind))
+
+
+def half_integers(like: Tensor) -> Tensor:
+    """Rows in the middle between INT8 codes, of which the largest is 127."""
+    generator = torch.Generator().manual_seed(len(like))
+    x = torch.randint(-4, 4, like.shape, generator=generator).to(like.dtype) + 0.5
+    x[:, 0] = 127
+    return x
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("scales", ScaleDtype)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_scales_come_as_the_runner_reads_them(
+    config: str, scales: ScaleDtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through a stand-in for DeepGEMM, which refuses other strides, and by the plain runner."""
+    is_packed = scales is ScaleDtype.POWER_OF_TWO
+    fake_deep_gemm.install(monkeypatch, architecture=10 if is_packed else 9)
+    spec = replace(SPECS["holes"], hidden_size=256, dtype=torch.bfloat16)
+    with EPGroup() as group, torch.no_grad():
+        plain = make_weights(spec, 2, intermediate_size=128, device=group.device)
+        weights = Fp8BlockWeights.from_unquantized(plain, scales=scales)
+        wide = replace(CONFIGS[config], slot_alignment=128)
+        if wide.max_recv_slots is not None:
+            wide = replace(wide, max_recv_slots=1000)
+        mine = make_batch(spec, group.rank, 2).to(group.device)
+        topk = TopKOutput(topk_ids=mine.topk_ids, topk_weights=mine.topk_weights)
+        results = []
+        for runner in ("deep_gemm", "quantized_reference"):
+            layer = ExpertParallelExperts(
+                weights, group, replace(wide, runner=runner), top_k=spec.num_topk(2)
+            )
+            out = layer.phases.prefill.dispatch(mine.x, topk)
+            layer.phases.prefill.combine(layer.runner.run(out, layer.weights))
+            layout = out.hidden_states.scale_layout
+            assert layout == layer.plan.prefill.scale_layout
+            assert str(layout).startswith("column-major") == (runner == "deep_gemm")
+            results.append(layer(mine.x, topk))
+            layer.check()
+        # The tolerance of tests/runners/test_deep_gemm.py.
+        assert relative_error(*results) <= 0.042

@@ -16,8 +16,10 @@ from epcomm import (
     ExpertWeights,
     Fp8BlockWeights,
     Int8ChannelWeights,
+    ScaleDtype,
     ShapeError,
 )
+from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES
 from epcomm.testing.data import ACTIVATIONS, BatchSpec, make_weights, random_ids
 
 # I = 144 and H = 200: blocks of 128 that are not full.
@@ -59,6 +61,21 @@ BAD = [
         name="down_scale",
         change=lambda scale: scale.bfloat16(),
         message="down_scale is torch.bfloat16 [3, 2, 2], expected torch.float32 [3, 2, 2]",
+    ),
+    Bad(
+        id="powers of two beside float32",
+        kind=Fp8BlockWeights,
+        name="down_scale",
+        change=lambda scale: scale.to(torch.float8_e8m0fnu),
+        message="down_scale is torch.float8_e8m0fnu [3, 2, 2], expected torch.float32 [3, 2, 2] "
+        "beside gate_up_proj in torch.float8_e4m3fn and gate_up_scale in torch.float32",
+    ),
+    Bad(
+        id="powers of two for int8",
+        kind=Int8ChannelWeights,
+        name="gate_up_scale",
+        change=lambda scale: scale.to(torch.float8_e8m0fnu),
+        message="gate_up_scale is torch.float8_e8m0fnu [3, 288], expected torch.float32 [3, 288]",
     ),
     Bad(
         id="scales of other blocks",
@@ -160,3 +177,36 @@ def test_largest_element_keeps_its_value(
         original = getattr(weights, name).detach()
         largest = original.abs() == original.abs().amax(dim=(1, 2), keepdim=True)
         torch.testing.assert_close(values[largest], original[largest])
+
+
+def test_power_of_two_scales_ask_for_such_rows() -> None:
+    weights = Fp8BlockWeights.from_unquantized(plain(), scales=ScaleDtype.POWER_OF_TWO)
+    assert weights.gate_up_scale.dtype == weights.down_scale.dtype == torch.float8_e8m0fnu
+    assert weights.wire_format == FP8_POWER_OF_TWO_SCALES
+    # A checkpoint that keeps the same scales in float32.
+    tensors = weights.tensors()
+    kept = weights.with_tensors(
+        {name: each.float() if name.endswith("scale") else each for name, each in tensors.items()}
+    )
+    assert kept.wire_format == FP8_FLOAT32_SCALES
+    for name, values in kept.dequantized().items():
+        assert torch.equal(values, weights.dequantized()[name])
+    assert torch.equal(kept.gate_up_scale.to(torch.float8_e8m0fnu).float(), kept.gate_up_scale)
+
+
+@pytest.mark.parametrize(
+    ("largest", "exponent"),
+    [(448.0, 0), (449.0, 1), (224.0, -1), (225.0, 0), (1.0, -8), (0.875, -9), (2.0**-130, -126)],
+)
+def test_power_of_two_is_the_smallest_that_fits(largest: float, exponent: int) -> None:
+    matrices = torch.zeros(1, 2, 3)
+    matrices[0, 1, 2] = -largest
+    codes, scales = Fp8BlockWeights._quantize(matrices, ScaleDtype.POWER_OF_TWO)
+    assert scales.float().item() == 2.0**exponent
+    assert codes.float().abs().max() <= 448
+    assert torch.isfinite(codes.float()).all()
+
+
+def test_int8_has_no_power_of_two_scales() -> None:
+    with pytest.raises(ConfigError, match="scales is power_of_two, expected float32; for power-of"):
+        Int8ChannelWeights.from_unquantized(plain(), scales=ScaleDtype.POWER_OF_TWO)

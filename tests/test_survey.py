@@ -16,8 +16,10 @@ from epcomm import (
     ExpertFormat,
     ExpertParallelExperts,
     ExpertWeights,
+    Fp8BlockWeights,
     Mode,
     MoESpec,
+    ScaleDtype,
     TopKOutput,
     plan,
     survey,
@@ -78,6 +80,8 @@ OTHER_CONFIG = {
     "backend": "collective",
     "runner": "reference",
     "dispatch_dtype": "bf16",
+    "dispatch_scales": "float32",
+    "int8_profile": "div",
     "combine_dtype": "bf16",
     "max_tokens_per_rank": 8,
     "max_recv_slots": 40,
@@ -164,6 +168,23 @@ def test_other_experts_on_one_rank_are_named_on_every_rank(
             ExpertParallelExperts(group=group, **arguments)  # type: ignore[arg-type]
         assert message in str(caught.value)
         assert "rank 2" in str(caught.value) or group.rank == 2
+        expect_works(group)
+
+
+@pytest.mark.ranks(4)
+def test_other_scales_of_the_experts_on_one_rank_are_named_on_every_rank() -> None:
+    plain = ExpertWeights(gate_up_proj=torch.ones(8, 32, 16), down_proj=torch.ones(8, 16, 16))
+    with EPGroup() as group:
+        scales = ScaleDtype.POWER_OF_TWO if group.rank == 2 else ScaleDtype.FLOAT32
+        with pytest.raises(ConfigError) as caught:
+            plan(
+                EPConfig(),
+                SPEC,
+                group,
+                weights=Fp8BlockWeights.from_unquantized(plain, scales=scales),
+            )
+        assert "plan: ranks disagree on wanted rows: " in str(caught.value)
+        assert '"fp8_e4m3/128/ue8m0" on rank 2 (this is ' in str(caught.value)
         expect_works(group)
 
 

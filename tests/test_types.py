@@ -7,11 +7,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from epcomm import ConfigError, WireDtype, WireFormat
-from epcomm.types import align_up
+from epcomm import ConfigError, WireDtype, WireFormat, WireTensor
+from epcomm.types import ROW_MAJOR, RowReading, ScaleLayout, align_up
 
 FP8_BLOCKS = WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=128, scale_dtype=torch.float32)
 FP8_PACKED = WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=32, scale_dtype=torch.uint8)
+FP8_EXPONENTS = WireFormat(
+    dtype=WireDtype.FP8_E4M3, scale_block=128, scale_dtype=torch.float8_e8m0fnu
+)
+PACKED_COLUMNS = ScaleLayout(column_major=True, alignment=4, packed=True)
 INT8_ROWS = WireFormat(dtype=WireDtype.INT8, scale_block=0, scale_dtype=torch.float32)
 
 
@@ -127,6 +131,57 @@ BAD_FORMATS = [
 def test_scales_belong_to_quantised_rows(bad: BadFormat) -> None:
     with pytest.raises(ConfigError, match=f"WireFormat: {bad.dtype.value} with scale_block="):
         WireFormat(dtype=bad.dtype, scale_block=bad.scale_block, scale_dtype=bad.scale_dtype)
+
+
+def test_power_of_two_scales_are_shown_and_belong_to_fp8() -> None:
+    assert str(FP8_EXPONENTS) == "fp8_e4m3/128/ue8m0"
+    with pytest.raises(ConfigError) as caught:
+        WireFormat(dtype=WireDtype.INT8, scale_block=0, scale_dtype=torch.float8_e8m0fnu)
+    assert (
+        "int8 with scale_block=0 and scale_dtype=torch.float8_e8m0fnu; only fp8_e4m3 has "
+        "power-of-two scales, int8 takes torch.float32"
+    ) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        (ROW_MAJOR, "row-major"),
+        (ScaleLayout(packed=True), "row-major, packed"),
+        (ScaleLayout(column_major=True), "column-major in multiples of 1"),
+        (PACKED_COLUMNS, "column-major in multiples of 4, packed"),
+    ],
+)
+def test_layout_as_text(layout: ScaleLayout, text: str) -> None:
+    assert str(layout) == text
+
+
+@pytest.mark.parametrize(
+    ("column_major", "alignment"), [(True, 0), (True, -4), (False, 4), (False, 0)]
+)
+def test_alignment_that_cannot_be_is_refused(column_major: bool, alignment: int) -> None:
+    message = f"alignment is {alignment} with column_major={column_major}; expected at least 1"
+    with pytest.raises(ConfigError, match=message):
+        ScaleLayout(column_major=column_major, alignment=alignment)
+
+
+@pytest.mark.parametrize("wire", [FP8_BLOCKS, INT8_ROWS], ids=str)
+def test_only_powers_of_two_are_packed(wire: WireFormat) -> None:
+    data = torch.zeros(2, 128, dtype=wire.dtype.torch_dtype)
+    message = f"packed of {wire} with scale_dtype=torch.float32; only torch.float8_e8m0fnu fits"
+    with pytest.raises(ConfigError, match=f"RowReading: .*{message}"):
+        RowReading(format=wire, scale_layout=PACKED_COLUMNS)
+    with pytest.raises(ConfigError, match=f"WireTensor: .*{message}"):
+        WireTensor(data=data, format=wire, scale_layout=ScaleLayout(packed=True))
+    assert RowReading(format=FP8_EXPONENTS, scale_layout=PACKED_COLUMNS)
+
+
+def test_unquantised_rows_have_no_layout_of_scales() -> None:
+    with pytest.raises(ConfigError, match=r"RowReading: bf16 with scales .* have no"):
+        RowReading(
+            format=WireFormat.of(torch.bfloat16),
+            scale_layout=ScaleLayout(column_major=True, alignment=4),
+        )
 
 
 def test_formats_of_one_shape_compare_equal() -> None:

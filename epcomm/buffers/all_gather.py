@@ -112,9 +112,13 @@ class AllGatherBuffer(OverCollectives):
         counts = self._exchange_counts(call, topk_ids, fault)
         max_tokens = max(counts.rows_from_rank)
         layout = self._row_layout(self._spec.dispatch_format, has_ids=True)
-        tokens = torch.arange(topk_ids.shape[0], device=topk_ids.device)
-        packed = layout.pack_tokens(call.hidden_states, tokens, topk_ids, call.topk_weights)
-        received = self._gather(packed, max_tokens, phase="dispatch rows")
+        # With the padding rows, which are undefined.
+        message = torch.empty(
+            max_tokens, layout.row_bytes, dtype=torch.uint8, device=topk_ids.device
+        )
+        mine = message[: topk_ids.shape[0]]
+        layout.write_tokens(mine, call.write, topk_ids, call.topk_weights)
+        received = self._gather(message, max_tokens, phase="dispatch rows")
 
         row_of_token = _rows_of_tokens(counts.rows_from_rank, max_tokens, topk_ids.device)
         local_ids = torch.full(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
 from epcomm.errors import EPError
+from epcomm.quantization import quantize
 from epcomm.records import Route, SlotIndex
 from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireDtype, WireFormat, WireTensor
 
@@ -108,19 +109,37 @@ class BufferCaps:
     owns_rows: bool = True
 
 
+class RowQuantizer(Protocol):
+    """The signature of quantize() without its choices."""
+
+    def __call__(
+        self, hidden_states: Tensor, wire_format: WireFormat, /, *, out: WireTensor | None = None
+    ) -> WireTensor: ...
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DispatchCall:
     """One rank's part of a dispatch.
 
-    hidden_states: [T, H] in the dispatch format.   topk_ids: [T, K], int64.
-    topk_weights: [T, K], float32.   error: why this rank takes part with T = 0, if it does.
+    hidden_states: [T, H], unquantised.   topk_ids: [T, K], int64.   topk_weights: [T, K], float32.
+    error: why this rank takes part with T = 0, if it does.
+    quantize: brings hidden states to a format, into the memory of a message where a buffer can.
     """
 
-    hidden_states: WireTensor
+    hidden_states: Tensor
     topk_ids: Tensor
     topk_weights: Tensor
     flags: BatchFlags
     error: EPError | None = None
+    quantize: RowQuantizer = quantize
+
+    def wire_tensor(self, wire_format: WireFormat) -> WireTensor:
+        """The hidden states as they travel. Lifetime: may share memory with hidden_states."""
+        return self.quantize(self.hidden_states, wire_format)
+
+    def write(self, out: WireTensor) -> None:
+        """The hidden states as they travel, into `out`, whose rows may have any stride."""
+        self.quantize(self.hidden_states, out.format, out=out)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -131,12 +131,14 @@ class CollectiveBuffer(OverCollectives):
         topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
         destination = torch.div(topk_ids, num_local, rounding_mode="floor")
         needed = _ranks_needed(destination, self._collectives.world_size)
+        # Once a token, not once a copy: rows are gathered from the result.
+        hidden_states = call.wire_tensor(self._spec.dispatch_format)
         counts, send_splits = self._exchange_counts(call, topk_ids, needed, fault)
         sends = _order_sends(needed, destination, sum(send_splits))
 
         layout = self._row_layout(self._spec.dispatch_format, has_ids=True)
         packed = layout.pack_tokens(
-            call.hidden_states,
+            hidden_states,
             sends.token_of_row,
             topk_ids,
             call.topk_weights,

@@ -125,7 +125,7 @@ class ReplicatedBuffer(OverCollectives):
             has_no_slot=(local_ids < 0).all(dim=1),
         )
         return Dispatched(
-            rows=call.hidden_states,
+            rows=call.wire_tensor(self._spec.dispatch_format),
             index=index,
             slot_weights=spread_to_slots(call.topk_weights, index),
             route=route,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -95,13 +96,18 @@ class RowLayout:
         return rows
 
     def write_tokens(
-        self, rows: Tensor, hidden_states: WireTensor, topk_ids: Tensor, weights: Tensor
+        self,
+        rows: Tensor,
+        write: Callable[[WireTensor], None],
+        topk_ids: Tensor,
+        weights: Tensor,
     ) -> None:
-        """Write tokens [T, H], ids and weights [T, K] into rows [T, row_bytes] of a message."""
-        _movable(self.data(rows)).copy_(_movable(hidden_states.data))
-        scales = self.scales(rows)
-        if scales is not None and hidden_states.scales is not None:
-            _movable(scales).copy_(_movable(hidden_states.scales))
+        """Write tokens, and their ids and weights [T, K], into rows [T, row_bytes] of a message.
+
+        write: puts the hidden states [T, H] where it is told; quantising there, and not first into
+            memory of their own, saves a pass over them.
+        """
+        write(self.wire_tensor(rows))
         self.ids(rows).copy_(topk_ids)
         self.scalars(rows).copy_(weights)
 

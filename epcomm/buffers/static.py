@@ -221,7 +221,7 @@ class StaticCollectiveBuffer(OverCollectives):
         )
         layout.ids(message[:1]).fill_(-1)
         layout.scalars(message)[:1, 0].view(torch.int32)[:] = pack_header(fault, call.flags)
-        layout.write_tokens(message[1:end], call.hidden_states, topk_ids, call.topk_weights)
+        layout.write_tokens(message[1:end], call.write, topk_ids, call.topk_weights)
         layout.ids(message[end:]).fill_(-1)
         return message
 

@@ -181,6 +181,7 @@ def _choice(phase: PhasePlan) -> dict[str, str]:
         "mode": phase.mode.value,
         "backend": phase.backend,
         "wire format out": str(spec.dispatch_format),
+        **phase.unusual(),
         "wire format home": str(spec.combine_format),
         "router weights by": phase.weights_applied_by.value,
         "gradients": "yes" if caps.trainable else "no",

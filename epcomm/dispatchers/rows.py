@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar, NoReturn
 
 import torch
@@ -18,7 +19,7 @@ from epcomm.dispatchers.checks import find_call_error, find_combine_error, num_t
 from epcomm.errors import EPError, EPTimeout, HandleError
 from epcomm.group import EPGroup
 from epcomm.planning import MoESpec, PhasePlan, plan
-from epcomm.quantization import quantize, quantizer_for
+from epcomm.quantization import arrange_scales, quantize, quantizer_for
 from epcomm.records import (
     Handle,
     RowsCombineInput,
@@ -26,6 +27,7 @@ from epcomm.records import (
     TopKOutput,
     empty_topk,
 )
+from epcomm.types import ROW_MAJOR, WireTensor
 from epcomm.untraced import untraced
 
 
@@ -63,7 +65,10 @@ class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
         self._buffer = group.open_buffer(self.plan.backend, self._spec)
         # Plain torch casts; only eight bits need a kernel.
         is_quantized = self._spec.dispatch_format.dtype.is_quantized
-        self._quantize = quantizer_for(group.device) if is_quantized else quantize
+        self._quantize = partial(
+            quantizer_for(group.device) if is_quantized else quantize,
+            profile=self.plan.int8_profile,
+        )
         self._weights_applied_by = self.plan.weights_applied_by
         self._checks_calls = config.check_calls
         self._num_calls = 0
@@ -101,7 +106,7 @@ class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
             needs_backward=bool(out.any_flags & ~BatchFlags.GRAD_ENABLED),
         )
         return RowsDispatchOutput(
-            hidden_states=out.rows,
+            hidden_states=self._arranged(out.rows),
             index=out.index,
             slot_weights=out.slot_weights,
             weights_applied_by=self._weights_applied_by,
@@ -180,11 +185,19 @@ class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
                 flags |= BatchFlags.INPUTS_NEED_GRAD
             if experts_need_grad:
                 flags |= BatchFlags.EXPERTS_NEED_GRAD
-        wire = self._spec.dispatch_format
         return DispatchCall(
-            hidden_states=self._quantize(hidden_states.detach(), wire),
+            hidden_states=hidden_states.detach(),
             topk_ids=topk.topk_ids,
             topk_weights=topk.topk_weights.detach(),
             flags=flags,
             error=error,
+            quantize=self._quantize,
         )
+
+    def _arranged(self, rows: WireTensor) -> WireTensor:
+        """Received rows with their scales as the runner reads them; others as they are."""
+        if rows.scales is None:
+            return rows
+        layout = self.plan.scale_layout
+        scales = rows.scales if layout == ROW_MAJOR else arrange_scales(rows.scales, layout)
+        return replace(rows, scales=scales, scale_layout=layout)

@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from epcomm.kernels.grouped_gemm_fp8 import _find_tile
 from epcomm.kernels.launch import EXACT, next_power_of_two, warps_for
-from epcomm.kernels.quantize_int8 import _MAGNITUDE_MASK, _finite_amax, _rint127, _storable
+from epcomm.kernels.quantize_int8 import _MAGNITUDE_MASK, _codes_by, _finite_amax, _storable
 
 # Columns of I, and elements of a sum, that a program loads at a time.
 _BLOCK = 128
@@ -113,8 +113,12 @@ def _quantize_hidden_int8_kernel(
     EXPERTS_POW2: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
+    PROFILE: tl.constexpr,
 ) -> None:
-    """TILE_ROWS slots of one expert. The row 254 1 -3 9 has the scale 2 and codes 127 0 -2 4."""
+    """TILE_ROWS slots of one expert.
+
+    By rint127 the row 254 1 -3 9 has the scale 2 and codes 127 0 -2 4.
+    """
     expert, first_row, count, _ = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
         counts_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS_POW2, 1, TILE_ROWS
     )
@@ -127,7 +131,7 @@ def _quantize_hidden_int8_kernel(
         elements = slots[:, None] * INNER + columns[None, :]
         hidden = tl.load(hidden_ptr + elements, mask=is_element, other=0.0)
         amax_bits = tl.max(hidden.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=1)[:, None]
-        codes, scales, is_usable = _rint127(hidden, _finite_amax(amax_bits))  # pyright: ignore[reportGeneralTypeIssues]
+        codes, scales, is_usable = _codes_by(hidden, _finite_amax(amax_bits), PROFILE)  # pyright: ignore[reportGeneralTypeIssues]
         codes, scales = _storable(codes, scales, amax_bits, is_usable)  # pyright: ignore[reportGeneralTypeIssues]
         tl.store(codes_ptr + elements, codes, mask=is_element)
         tl.store(scales_ptr + slots[:, None], scales, mask=is_row[:, None])
@@ -238,16 +242,23 @@ def gate_up_int8(
 
 
 def quantize_hidden_int8(
-    hidden: Tensor, counts: Tensor, first_slot: Tensor, *, out_codes: Tensor, out_scales: Tensor
+    hidden: Tensor,
+    counts: Tensor,
+    first_slot: Tensor,
+    *,
+    profile: str,
+    out_codes: Tensor,
+    out_scales: Tensor,
 ) -> None:
     """The codes of epcomm.quantization.quantize(); slots of no expert are left as they are.
 
     Args:
         hidden: [C, I], float32, contiguous.
         counts: [L], int32.   first_slot: [L + 1], int32.
+        profile: an Int8Profile.
         out_codes: [C, I], int8, contiguous.   out_scales: [C, 1], float32, contiguous.
 
-    Allocates nothing. Host sync: none. Compiled anew for each I and L.
+    Allocates nothing. Host sync: none. Compiled anew for each I, L and profile.
     """
     num_slots, inner_size = hidden.shape
     num_experts = counts.shape[0]
@@ -265,6 +276,7 @@ def quantize_hidden_int8(
         EXPERTS_POW2=next_power_of_two(num_experts),
         TILE_ROWS=tile_rows,
         TILE_COLUMNS=tile_columns,
+        PROFILE=str(profile),
         num_warps=warps_for(tile_rows * tile_columns),
         **EXACT,
     )

@@ -69,6 +69,24 @@ def _rint127(x: tl.tensor, amax: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.te
 
 
 @triton.jit
+def _codes_by(
+    x: tl.tensor, amax: tl.tensor, PROFILE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """As _rint127(), by any profile."""
+    if PROFILE == "rint127" or PROFILE == "rint127eps":
+        if PROFILE == "rint127eps":
+            amax += _AMAX_EPSILON
+        codes, scale, is_usable = _rint127(x, amax)  # pyright: ignore[reportGeneralTypeIssues]
+    else:
+        # div_rn: `/` would be approximate.
+        scale = tl.math.div_rn(amax, tl.zeros_like(amax) + _INT8_MAX)
+        is_usable = scale > 0
+        divisor = tl.zeros_like(x) + tl.where(is_usable, scale, 1.0)
+        codes = _round_quotient(tl.math.div_rn(x, divisor), PROFILE)
+    return codes, scale, is_usable
+
+
+@triton.jit
 def _storable(
     codes: tl.tensor, scale: tl.tensor, amax_bits: tl.tensor, is_usable: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -105,16 +123,7 @@ def _quantize_int8_kernel(
     # As integers, magnitudes are ordered as the numbers are, with NaN above infinity.
     amax_bits = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=0)
     amax = _finite_amax(amax_bits)
-    if PROFILE == "rint127" or PROFILE == "rint127eps":
-        if PROFILE == "rint127eps":
-            amax += _AMAX_EPSILON
-        codes, scale, is_usable = _rint127(x, amax)  # pyright: ignore[reportGeneralTypeIssues]
-    else:
-        # div_rn: `/` would be approximate.
-        scale = tl.math.div_rn(amax, tl.full([], _INT8_MAX, tl.float32))
-        is_usable = scale > 0
-        divisor = tl.full([TILE_COLUMNS], 1.0, tl.float32) * tl.where(is_usable, scale, 1.0)
-        codes = _round_quotient(tl.math.div_rn(x, divisor), PROFILE)
+    codes, scale, is_usable = _codes_by(x, amax, PROFILE)  # pyright: ignore[reportGeneralTypeIssues]
     codes, scale = _storable(codes, scale, amax_bits, is_usable)  # pyright: ignore[reportGeneralTypeIssues]
     tl.store(scales_ptr + row * SCALES_STRIDE, scale)
     tl.store(codes_ptr + row * CODES_STRIDE + column, codes, mask=is_element)

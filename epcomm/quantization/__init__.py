@@ -8,21 +8,24 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from epcomm.quantization.fp8 import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES
-from epcomm.quantization.int8 import INT8_PER_TOKEN, Int8Profile
+from epcomm.quantization.int8 import INT8_PER_TOKEN
 from epcomm.quantization.plain import dequantize, quantize
 from epcomm.quantization.scale_layout import arrange_scales, check_scales, restore_scales
 from epcomm.quantization.select import Quantizer, quantizer_for
-from epcomm.types import WireDtype, WireFormat
+from epcomm.types import Int8Profile, WireDtype, WireFormat
 
 # What a wire dtype means where nothing says more: the scales that FP8 checkpoints and W8A8 want.
 QUANTIZED_FORMATS: Mapping[WireDtype, WireFormat] = MappingProxyType(
     {WireDtype.FP8_E4M3: FP8_FLOAT32_SCALES, WireDtype.INT8: INT8_PER_TOKEN}
 )
+# Every format that quantize() makes and dequantize() reads at the blocks of checkpoints.
+KNOWN_FORMATS = (FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT8_PER_TOKEN)
 
 __all__ = [
     "FP8_FLOAT32_SCALES",
     "FP8_POWER_OF_TWO_SCALES",
     "INT8_PER_TOKEN",
+    "KNOWN_FORMATS",
     "QUANTIZED_FORMATS",
     "Int8Profile",
     "Quantizer",

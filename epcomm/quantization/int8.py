@@ -16,14 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from epcomm.errors import ConfigError
 from epcomm.quantization.outputs import check_hidden_states, output_for
-from epcomm.types import WireDtype, WireFormat, WireTensor
+from epcomm.types import Int8Profile, WireDtype, WireFormat, WireTensor
 
 INT8_PER_TOKEN = WireFormat(dtype=WireDtype.INT8, scale_block=0, scale_dtype=torch.float32)
 
@@ -33,23 +32,6 @@ INT8_MAX = 127.0
 AMAX_EPSILON = 1e-12
 # All but the 13 fraction bits that float32 has beyond float16.
 _FLOAT16_MASK = ~0x1FFF
-
-
-class Int8Profile(StrEnum):
-    """How a row x with the largest magnitude a becomes codes and a scale.
-
-    RINT127: d = 127 / a, codes rint(x * d), scale 1 / d. Low-latency dispatch, fused mode 1.
-    RINT127EPS: the same with a + 1e-12. Normal dispatch.
-    DIV: scale a / 127, codes rint(x / scale). npu_dynamic_quant.
-    DIVTRUNC16: scale a / 127, x / scale cut to float16, halves away from zero. init_routing_v2.
-    TRITON: scale a / 127, codes floor(x / scale + 0.5), clamped. SGLang's swiglu_quant.
-    """
-
-    RINT127 = "rint127"
-    RINT127EPS = "rint127eps"
-    DIV = "div"
-    DIVTRUNC16 = "divtrunc16"
-    TRITON = "triton"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from epcomm.quantization.fp8 import dequantize_fp8, quantize_fp8
-from epcomm.quantization.int8 import Int8Profile, dequantize_int8, quantize_int8
+from epcomm.quantization.int8 import dequantize_int8, quantize_int8
 from epcomm.quantization.scale_layout import unpack_scales
-from epcomm.types import WireDtype, WireFormat, WireTensor
+from epcomm.types import Int8Profile, WireDtype, WireFormat, WireTensor
 
 
 def quantize(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from epcomm.errors import ShapeError
-from epcomm.types import ScaleLayout, WireTensor, align_up
+from epcomm.types import ROW_MAJOR, ScaleLayout, WireTensor, align_up
 
 # int32 holds four scales of one byte.
 SCALES_PER_WORD = 4
@@ -120,7 +120,7 @@ def check_scales(
     raise ShapeError(
         f"{caller}: {fault}: came {_describe_scales(wire)}, expected "
         f"{_expected_shape(wire, expected, scale_block)} "
-        f"{_stored_dtype(expected, scale_dtype)}, {_describe_layout(expected)}, {block} of "
+        f"{_stored_dtype(expected, scale_dtype)}, {expected}, {block} of "
         f"{scale_dtype}; quantise to that format and lay the scales out with arrange_scales()"
     )
 
@@ -128,7 +128,7 @@ def check_scales(
 def _find_fault(
     wire: WireTensor, expected: ScaleLayout, scale_block: int, scale_dtype: torch.dtype
 ) -> str | None:
-    scales, declared = wire.scales, wire.scale_layout or ScaleLayout()
+    scales, declared = wire.scales, wire.scale_layout or ROW_MAJOR
     if scales is None:
         return "there are no scales"
     if expected.packed and scale_dtype != torch.float8_e8m0fnu:
@@ -176,14 +176,8 @@ def _has_order(scales: Tensor, layout: ScaleLayout) -> bool:
 def _describe_scales(wire: WireTensor) -> str:
     block = wire.format.scale_block
     blocks = "no blocks" if block is None else f"blocks of {block}" if block else "one a row"
-    layout = _describe_layout(wire.scale_layout or ScaleLayout())
-    kind = f"{layout}, {blocks} of {wire.format.scale_dtype}"
+    kind = f"{wire.scale_layout or ROW_MAJOR}, {blocks} of {wire.format.scale_dtype}"
     if wire.scales is None:
         return f"no scales, {kind}"
     scales = wire.scales
     return f"{list(scales.shape)} {scales.dtype} with strides {list(scales.stride())}, {kind}"
-
-
-def _describe_layout(layout: ScaleLayout) -> str:
-    order = f"column-major in multiples of {layout.alignment}" if layout.column_major else ""
-    return f"{order or 'row-major'}{', packed' if layout.packed else ''}"

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from epcomm.errors import BackendUnavailable
-from epcomm.quantization.int8 import Int8Profile
 from epcomm.quantization.plain import quantize
-from epcomm.types import WireFormat, WireTensor
+from epcomm.types import Int8Profile, WireFormat, WireTensor
 
 
 class Quantizer(Protocol):

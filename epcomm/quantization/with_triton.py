@@ -7,10 +7,10 @@ from torch import Tensor
 from epcomm.kernels.quantize_fp8 import quantize_fp8_triton
 from epcomm.kernels.quantize_int8 import quantize_int8_triton
 from epcomm.quantization.fp8 import check_fp8_format
-from epcomm.quantization.int8 import Int8Profile, check_int8_format
+from epcomm.quantization.int8 import check_int8_format
 from epcomm.quantization.outputs import check_hidden_states, output_for
 from epcomm.quantization.plain import quantize
-from epcomm.types import WireDtype, WireFormat, WireTensor
+from epcomm.types import Int8Profile, WireDtype, WireFormat, WireTensor
 
 _NAME = "quantize_with_triton"
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import lru_cache
 from typing import ClassVar, overload
 
 import torch
 
 from epcomm.buffers.base import Availability
+from epcomm.errors import ShapeError
+from epcomm.quantization import KNOWN_FORMATS, check_scales
 from epcomm.records import (
     CombineInput,
     DispatchOutput,
@@ -16,7 +19,7 @@ from epcomm.records import (
     RowsCombineInput,
     RowsDispatchOutput,
 )
-from epcomm.types import Layout, WireDtype
+from epcomm.types import Int8Profile, Layout, RowReading, WireDtype, WireFormat, WireTensor
 from epcomm.weights import ExpertTensors
 
 
@@ -24,11 +27,19 @@ class ExpertRunner(ABC):
     """Computes the local experts of one layer.
 
     kinds: experts that it computes.   layouts: what it reads.
+    slot_alignment: in ROWS, the slots of an expert must start at a multiple of this.
+    int8_profiles: arithmetics between the products of INT8 experts that it has.
     """
 
     name: ClassVar[str]
     kinds: ClassVar[tuple[type[ExpertTensors], ...]]
     layouts: ClassVar[frozenset[Layout]]
+    slot_alignment: ClassVar[int] = 1
+    int8_profiles: ClassVar[frozenset[Int8Profile]] = frozenset({Int8Profile.RINT127})
+
+    def __init__(self, *, int8_profile: Int8Profile = Int8Profile.RINT127) -> None:
+        """Keep what the plan chose; int8_profile is one of int8_profiles."""
+        self.int8_profile = int8_profile
 
     @classmethod
     def supports(cls, weights: ExpertTensors) -> Availability:
@@ -43,7 +54,45 @@ class ExpertRunner(ABC):
     @classmethod
     @abstractmethod
     def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
-        """What rows it reads for these experts. Local; pure."""
+        """What rows it reads for these experts, by their elements. Local; pure."""
+
+    @classmethod
+    def readings(cls, weights: ExpertTensors, layout: Layout) -> tuple[RowReading, ...]:
+        """How it reads rows for these experts: whole formats, and how scales must lie. Local; pure.
+
+        By default: of each of wire_dtypes(), if the experts want quantised rows of that dtype, just
+        those, else all that are known; scales row-major.
+        """
+        return _row_major_readings(cls.wire_dtypes(weights), weights.wire_format)
+
+    @classmethod
+    def check_rows(cls, rows: WireTensor, weights: ExpertTensors, layout: Layout) -> None:
+        """Refuse rows that run() would misread.
+
+        Local.   Host sync: none.
+        Raises:
+            ShapeError: another format, dtype, block or order of scales; with what came and what was
+                expected.
+        """
+        readings = {each.format: each for each in cls.readings(weights, layout)}
+        reading, wire = readings.get(rows.format), rows.format
+        if reading is None or rows.data.dtype != wire.dtype.torch_dtype:
+            expected = ", ".join(
+                f"{each} ({each.dtype.torch_dtype}, scales {each.scale_dtype})" for each in readings
+            )
+            raise ShapeError(
+                f"{cls.name}: rows came as {wire} ({rows.data.dtype}, scales {wire.scale_dtype}), "
+                f"expected one of {expected} for {type(weights).__name__}; dispatch with a plan "
+                "made for this runner"
+            )
+        if wire.scale_block is not None and wire.scale_dtype is not None:
+            check_scales(
+                rows,
+                reading.scale_layout,
+                scale_block=wire.scale_block,
+                scale_dtype=wire.scale_dtype,
+                caller=cls.name,
+            )
 
     @overload
     def run(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> RowsCombineInput: ...
@@ -60,6 +109,20 @@ class ExpertRunner(ABC):
         Rows and slots past the counts are not read into any result. Differentiable in rows,
         slot_weights and weights. Local; no rank is waited for.
         """
+
+
+@lru_cache
+def _row_major_readings(dtypes: frozenset[WireDtype], wanted: WireFormat) -> tuple[RowReading, ...]:
+    # Cached, because every run() asks.
+    formats = []
+    for dtype in sorted(dtypes):
+        if not dtype.is_quantized:
+            formats.append(WireFormat(dtype=dtype))
+        elif dtype is wanted.dtype:
+            formats.append(wanted)
+        else:
+            formats += [known for known in KNOWN_FORMATS if known.dtype is dtype]
+    return tuple(RowReading(format=each) for each in formats)
 
 
 def weight_slots(hidden: torch.Tensor, slot_weights: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,10 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
+from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.quantized_weights import BLOCK, Fp8BlockWeights
 from epcomm.runners.gpu_slots import GpuSlotsRunner, Slots
-from epcomm.types import UNQUANTIZED_DTYPES, WireDtype
+from epcomm.types import UNQUANTIZED_DTYPES, WireDtype, WireFormat
 from epcomm.weights import ExpertTensors
 
 
@@ -56,6 +57,7 @@ class Fp8TritonRunner(GpuSlotsRunner):
     name: ClassVar[str] = "fp8_triton"
     kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (Fp8BlockWeights,)
     size_multiple: ClassVar[int] = BLOCK
+    row_formats: ClassVar[tuple[WireFormat, ...]] = (FP8_FLOAT32_SCALES,)
 
     @classmethod
     def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
@@ -65,7 +67,7 @@ class Fp8TritonRunner(GpuSlotsRunner):
         """[C, H] in the dtype of the hidden states. Local. Host sync: none."""
         gate_up_fp8, down_fp8 = self.products()
         assert isinstance(weights, Fp8BlockWeights), "supports() said so"
-        row_codes, row_scales = slots.quantized_rows(weights.wire_format)
+        row_codes, row_scales = slots.quantized_rows(weights.wire_format, self.int8_profile)
         inner_size, num_slots = weights.intermediate_size, slots.num_slots
         codes = row_codes.new_empty(num_slots, inner_size)
         scales = row_scales.new_empty(num_slots, inner_size // BLOCK)

@@ -22,7 +22,7 @@ from epcomm.records import (
     RowsDispatchOutput,
 )
 from epcomm.runners.base import ExpertRunner
-from epcomm.types import Layout, WeightsAppliedBy, WireFormat, WireTensor
+from epcomm.types import Int8Profile, Layout, WeightsAppliedBy, WireFormat, WireTensor
 from epcomm.weights import ExpertTensors
 
 
@@ -41,11 +41,13 @@ class Slots:
     weights: Tensor | None
     num_slots: int
 
-    def quantized_rows(self, wire_format: WireFormat) -> tuple[Tensor, Tensor]:
+    def quantized_rows(
+        self, wire_format: WireFormat, profile: Int8Profile
+    ) -> tuple[Tensor, Tensor]:
         """Codes [R, H] and scales [R, *]; rows that came unquantised are quantised here."""
         rows = self.rows
         if not rows.format.dtype.is_quantized:
-            rows = quantizer_for(rows.data.device)(rows.data, wire_format)
+            rows = quantizer_for(rows.data.device)(rows.data, wire_format, profile=profile)
         assert rows.scales is not None, "quantised rows have scales"
         return rows.data, rows.scales
 
@@ -54,10 +56,12 @@ class GpuSlotsRunner(ExpertRunner):
     """Hands the slots of either layout to kernels. No gradients.
 
     size_multiple: what hidden_size and intermediate_size must be multiples of.
+    row_formats: quantised rows that the kernels read, and quantise to between the products.
     """
 
     layouts: ClassVar[frozenset[Layout]] = frozenset(Layout)
     size_multiple: ClassVar[int]
+    row_formats: ClassVar[tuple[WireFormat, ...]]
 
     @classmethod
     def supports(cls, weights: ExpertTensors) -> Availability:
@@ -71,6 +75,9 @@ class GpuSlotsRunner(ExpertRunner):
         device = next(iter(weights.tensors().values())).device
         if device.type != "cuda":
             reasons.append(f"the experts are on {device}, expected cuda")
+        if weights.wire_format not in cls.row_formats:
+            read = ", ".join(map(str, cls.row_formats))
+            reasons.append(f"the experts want {weights.wire_format} rows, expected {read}")
         if find_spec("triton") is None:
             reasons.append("triton is not installed")
         return Availability(ok=not reasons, reasons=tuple(reasons))
@@ -84,6 +91,7 @@ class GpuSlotsRunner(ExpertRunner):
     ) -> MaskedCombineInput: ...
 
     def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
+        self.check_rows(dispatched.hidden_states, weights, dispatched.layout)
         if torch.is_grad_enabled() and dispatched.hidden_states.data.requires_grad:
             raise ConfigError(
                 f"{self.name}: rows need gradients, which these kernels do not have; use "

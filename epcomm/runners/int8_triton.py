@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Availability
+from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.quantized_weights import Int8ChannelWeights
 from epcomm.runners.gpu_slots import GpuSlotsRunner, Slots, sizes_of
-from epcomm.types import UNQUANTIZED_DTYPES, WireDtype
+from epcomm.types import UNQUANTIZED_DTYPES, Int8Profile, WireDtype, WireFormat
 from epcomm.weights import ExpertTensors
 
 # Products of two codes, 128**2 at most, that 32 bits can add up.
@@ -28,6 +29,8 @@ class Int8TritonRunner(GpuSlotsRunner):
     kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (Int8ChannelWeights,)
     # Bytes that the rows of a matrix must be apart for the GPU to load tiles of it by itself.
     size_multiple: ClassVar[int] = 16
+    int8_profiles: ClassVar[frozenset[Int8Profile]] = frozenset(Int8Profile)
+    row_formats: ClassVar[tuple[WireFormat, ...]] = (INT8_PER_TOKEN,)
 
     @classmethod
     def supports(cls, weights: ExpertTensors) -> Availability:
@@ -50,7 +53,7 @@ class Int8TritonRunner(GpuSlotsRunner):
         from epcomm.kernels.grouped_gemm_int8 import down_int8, gate_up_int8, quantize_hidden_int8
 
         assert isinstance(weights, Int8ChannelWeights), "supports() said so"
-        row_codes, row_scales = slots.quantized_rows(weights.wire_format)
+        row_codes, row_scales = slots.quantized_rows(weights.wire_format, self.int8_profile)
         inner_size, num_slots = weights.intermediate_size, slots.num_slots
         hidden = row_scales.new_empty(num_slots, inner_size)
         gate_up_int8(
@@ -66,7 +69,12 @@ class Int8TritonRunner(GpuSlotsRunner):
         codes = torch.empty_like(hidden, dtype=torch.int8)
         scales = hidden.new_empty(num_slots, 1)
         quantize_hidden_int8(
-            hidden, slots.counts, slots.first_slot, out_codes=codes, out_scales=scales
+            hidden,
+            slots.counts,
+            slots.first_slot,
+            profile=self.int8_profile,
+            out_codes=codes,
+            out_scales=scales,
         )
         results = codes.new_empty(num_slots, weights.hidden_size, dtype=weights.hidden_dtype)
         down_int8(

@@ -2,7 +2,7 @@
 
 FP8: rows and matrices are dequantised to float32 and multiplied there. INT8: the integer products
 are exact, then scaled once by row and channel. Between the two products the activations are
-quantised again, as the rows were; router weights multiply the results in float32.
+quantised again, to the format of the rows; router weights multiply the results in float32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from epcomm.ops.activation import activate
 from epcomm.ops.slots import gather_rows
-from epcomm.quantization import dequantize, quantize
+from epcomm.quantization import KNOWN_FORMATS, dequantize, quantize
 from epcomm.quantized_weights import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.records import (
     CombineInput,
@@ -26,7 +26,16 @@ from epcomm.records import (
     SlotIndex,
 )
 from epcomm.runners.base import ExpertRunner
-from epcomm.types import UNQUANTIZED_DTYPES, Layout, WeightsAppliedBy, WireDtype, WireTensor
+from epcomm.types import (
+    UNQUANTIZED_DTYPES,
+    Int8Profile,
+    Layout,
+    RowReading,
+    WeightsAppliedBy,
+    WireDtype,
+    WireFormat,
+    WireTensor,
+)
 from epcomm.weights import ExpertTensors
 
 
@@ -36,11 +45,16 @@ class QuantizedReferenceRunner(ExpertRunner):
     name: ClassVar[str] = "quantized_reference"
     kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (Fp8BlockWeights, Int8ChannelWeights)
     layouts: ClassVar[frozenset[Layout]] = frozenset(Layout)
+    int8_profiles: ClassVar[frozenset[Int8Profile]] = frozenset(Int8Profile)
 
     @classmethod
     def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
         # Unquantised rows are quantised on arrival, to the same values as before they leave.
         return UNQUANTIZED_DTYPES | {weights.wire_format.dtype}
+
+    @classmethod
+    def readings(cls, weights: ExpertTensors, layout: Layout) -> tuple[RowReading, ...]:
+        return _READINGS[weights.wire_format.dtype]
 
     @overload
     def run(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> RowsCombineInput: ...
@@ -52,13 +66,29 @@ class QuantizedReferenceRunner(ExpertRunner):
 
     def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
         assert isinstance(weights, Fp8BlockWeights | Int8ChannelWeights), "supports() said so"
+        self.check_rows(dispatched.hidden_states, weights, dispatched.layout)
         if isinstance(dispatched, MaskedDispatchOutput):
-            return _run_masked(dispatched, weights)
-        return _run_rows(dispatched, weights)
+            return _run_masked(dispatched, weights, self.int8_profile)
+        return _run_rows(dispatched, weights, self.int8_profile)
+
+
+# Dequantising reads whatever scales FP8 rows have, whatever those of the matrices are.
+_READINGS = {
+    dtype: tuple(
+        RowReading(format=each)
+        for each in (
+            *(WireFormat(dtype=plain) for plain in sorted(UNQUANTIZED_DTYPES)),
+            *(known for known in KNOWN_FORMATS if known.dtype is dtype),
+        )
+    )
+    for dtype in (WireDtype.FP8_E4M3, WireDtype.INT8)
+}
 
 
 def _run_rows(
-    dispatched: RowsDispatchOutput, weights: Fp8BlockWeights | Int8ChannelWeights
+    dispatched: RowsDispatchOutput,
+    weights: Fp8BlockWeights | Int8ChannelWeights,
+    profile: Int8Profile,
 ) -> RowsCombineInput:
     index = dispatched.index
     slots = gather_wire(dispatched.hidden_states, index)
@@ -69,7 +99,7 @@ def _run_rows(
     )
     for expert, count in enumerate(counts):
         mine = slice(starts[expert], starts[expert] + count)
-        result = _run_expert(_part(slots, mine), weights, expert)
+        result = _run_expert(_part(slots, mine), weights, expert, profile)
         if dispatched.weights_applied_by is WeightsAppliedBy.RUNNER:
             assert dispatched.slot_weights is not None, "who applies weights has them"
             result = result * dispatched.slot_weights[mine].unsqueeze(1)
@@ -78,14 +108,16 @@ def _run_rows(
 
 
 def _run_masked(
-    dispatched: MaskedDispatchOutput, weights: Fp8BlockWeights | Int8ChannelWeights
+    dispatched: MaskedDispatchOutput,
+    weights: Fp8BlockWeights | Int8ChannelWeights,
+    profile: Int8Profile,
 ) -> MaskedCombineInput:
     rows = dispatched.hidden_states
     results = torch.zeros(rows.data.shape, dtype=weights.hidden_dtype, device=rows.data.device)
     for expert, count in enumerate(dispatched.num_slots_per_expert.tolist()):
         scales = None if rows.scales is None else rows.scales[expert, :count]
         mine = WireTensor(data=rows.data[expert, :count], format=rows.format, scales=scales)
-        result = _run_expert(mine, weights, expert)
+        result = _run_expert(mine, weights, expert, profile)
         if dispatched.weights_applied_by is WeightsAppliedBy.RUNNER:
             assert dispatched.slot_weights is not None, "who applies weights has them"
             result = result * dispatched.slot_weights[expert, :count].unsqueeze(1)
@@ -98,8 +130,15 @@ def gather_wire(rows: WireTensor, index: SlotIndex) -> WireTensor:
     if not rows.format.dtype.is_quantized:
         return WireTensor(data=gather_rows(rows.data, index), format=rows.format)
     assert rows.scales is not None, "quantised rows have scales"
-    codes = gather_rows(rows.data.view(torch.uint8), index).view(rows.data.dtype)
-    return WireTensor(data=codes, format=rows.format, scales=gather_rows(rows.scales, index))
+    codes, scales = (_gather_any(part, index) for part in (rows.data, rows.scales))
+    return WireTensor(data=codes, format=rows.format, scales=scales)
+
+
+def _gather_any(rows: Tensor, index: SlotIndex) -> Tensor:
+    """gather_rows() of what torch cannot index: numbers of one byte."""
+    if rows.itemsize > 1:
+        return gather_rows(rows, index)
+    return gather_rows(rows.view(torch.uint8), index).view(rows.dtype)
 
 
 def _part(rows: WireTensor, mine: slice) -> WireTensor:
@@ -108,22 +147,20 @@ def _part(rows: WireTensor, mine: slice) -> WireTensor:
 
 
 def _run_expert(
-    rows: WireTensor, weights: Fp8BlockWeights | Int8ChannelWeights, expert: int
+    rows: WireTensor,
+    weights: Fp8BlockWeights | Int8ChannelWeights,
+    expert: int,
+    profile: Int8Profile,
 ) -> Tensor:
     """[n, H] to [n, H], float32."""
     mine = weights.with_tensors(
         {name: tensor[expert : expert + 1] for name, tensor in weights.tensors().items()}
     )
     multiply = _multiply_fp8 if isinstance(mine, Fp8BlockWeights) else _multiply_int8
-    hidden = activate(multiply(_as_wanted(rows, mine), mine, "gate_up"), mine.format)
-    return multiply(quantize(hidden, mine.wire_format), mine, "down")
-
-
-def _as_wanted(rows: WireTensor, weights: Fp8BlockWeights | Int8ChannelWeights) -> WireTensor:
-    """The rows as the experts multiply them; those that came unquantised are quantised here."""
-    if rows.format.dtype.is_quantized:
-        return rows
-    return quantize(rows.data, weights.wire_format)
+    if not rows.format.dtype.is_quantized:
+        rows = quantize(rows.data, weights.wire_format, profile=profile)
+    hidden = activate(multiply(rows, mine, "gate_up"), mine.format)
+    return multiply(quantize(hidden, rows.format, profile=profile), mine, "down")
 
 
 def _multiply_fp8(rows: WireTensor, weights: ExpertTensors, name: str) -> Tensor:

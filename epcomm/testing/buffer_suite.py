@@ -154,7 +154,7 @@ def make_call(
     """One rank's call without gradients; with an error it has no tokens."""
     num_tokens = batch.x.shape[0] if error is None else 0
     return DispatchCall(
-        hidden_states=quantize(batch.x[:num_tokens], env.dispatch_format(spec)),
+        hidden_states=batch.x[:num_tokens],
         topk_ids=batch.topk_ids[:num_tokens],
         topk_weights=batch.topk_weights[:num_tokens],
         flags=BatchFlags.NONE,

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from epcomm import WireDtype, WireFormat, WireTensor
+from epcomm.buffers.base import DispatchCall
+from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.row_layout import RowLayout, localize
+from epcomm.quantization import KNOWN_FORMATS
 
 FP8 = WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=128, scale_dtype=torch.float32)
 FP8_BYTE_SCALES = WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=32, scale_dtype=torch.uint8)
@@ -145,6 +148,32 @@ def test_packed_tokens_are_bit_equal(case: Case, token_of_row: list[int]) -> Non
     assert (received.scales is None) == (scales is None)
     if received.scales is not None and scales is not None:
         assert as_bytes(received.scales) == [as_bytes(scales)[token] for token in token_of_row]
+
+
+@pytest.mark.parametrize("num_tokens", [5, 0])
+@pytest.mark.parametrize("hidden_size", [257, 128], ids=["a short block", "whole blocks"])
+@pytest.mark.parametrize("wire", [*KNOWN_FORMATS, WireFormat.of(torch.float32)], ids=str)
+def test_tokens_quantised_inside_the_message_have_the_same_bytes(
+    wire: WireFormat, hidden_size: int, num_tokens: int
+) -> None:
+    layout = RowLayout(hidden_size=hidden_size, top_k=2, format=wire, has_ids=True)
+    generator = torch.Generator().manual_seed(0)
+    call = DispatchCall(
+        hidden_states=torch.randn(num_tokens, hidden_size, generator=generator),
+        topk_ids=torch.arange(2 * num_tokens).view(-1, 2) - 1,
+        topk_weights=torch.rand(num_tokens, 2, generator=generator),
+        flags=BatchFlags.NONE,
+    )
+    inside = torch.full((num_tokens, layout.row_bytes), 0xA5, dtype=torch.uint8)
+    layout.write_tokens(inside, call.write, call.topk_ids, call.topk_weights)
+    copied = layout.pack_tokens(
+        call.wire_tensor(wire),
+        torch.arange(num_tokens),
+        call.topk_ids,
+        call.topk_weights,
+        out=torch.full_like(inside, 0xA5),
+    )
+    assert torch.equal(inside, copied)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

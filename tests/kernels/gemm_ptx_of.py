@@ -183,6 +183,7 @@ def int8_hidden() -> dict[str, str | int]:
         EXPERTS_POW2=EXPERTS,
         TILE_ROWS=rows,
         TILE_COLUMNS=columns,
+        PROFILE="rint127",
     )
 
 

@@ -14,7 +14,7 @@ from epcomm import ConfigError
 from epcomm.quantization import INT8_PER_TOKEN, quantize
 from epcomm.quantized_weights import Int8ChannelWeights
 from epcomm.runners.int8_triton import Int8TritonRunner
-from epcomm.types import Layout, WeightsAppliedBy
+from epcomm.types import Int8Profile, Layout, WeightsAppliedBy
 from epcomm.weights import ExpertWeights
 from tests.kernels import slot_records
 from tests.kernels.slot_records import (
@@ -237,17 +237,22 @@ def test_first_product_is_exact_but_for_the_activation(
     assert ((hidden[is_used].double() - expected).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("profile", Int8Profile)
 @by_step_case
-def test_hidden_rows_get_the_bits_of_quantize(case: StepCase, device: torch.device) -> None:
+def test_hidden_rows_get_the_bits_of_quantize(
+    case: StepCase, profile: Int8Profile, device: torch.device
+) -> None:
     is_used = case.is_used(device)
     varied = varied_rows(INNER, torch.float32).to(device)
     hidden = varied.repeat(-(-case.num_slots // len(varied)), 1)[: case.num_slots].clone()
     codes = torch.full(hidden.shape, 55, dtype=torch.int8, device=device)
     scales = torch.full((case.num_slots, 1), -7.0, device=device)
-    quantize_hidden_int8(hidden, **case.on(device), out_codes=codes, out_scales=scales)
+    quantize_hidden_int8(
+        hidden, **case.on(device), profile=profile, out_codes=codes, out_scales=scales
+    )
     assert (codes[~is_used] == 55).all()
     assert (scales[~is_used] == -7).all()
-    expected = quantize(hidden[is_used], INT8_PER_TOKEN)
+    expected = quantize(hidden[is_used], INT8_PER_TOKEN, profile=profile)
     assert expected.scales is not None
     assert torch.equal(codes[is_used], expected.data)
     assert torch.equal(scales[is_used].view(torch.int32), expected.scales.view(torch.int32))
@@ -321,7 +326,9 @@ def test_worked_example_of_the_hidden_row(device: torch.device) -> None:
     codes = torch.full((1, 16), 55, dtype=torch.int8, device=device)
     scales = torch.full((1, 1), float("nan"), device=device)
     hidden = padded([254, 1, -3, 9], torch.float32, device)
-    quantize_hidden_int8(hidden, **ONE_SLOT.on(device), out_codes=codes, out_scales=scales)
+    quantize_hidden_int8(
+        hidden, **ONE_SLOT.on(device), profile="rint127", out_codes=codes, out_scales=scales
+    )
     assert scales.tolist() == [[2.0]]
     assert codes.tolist() == [[127, 0, -2, 4] + [0] * 12]
 

@@ -1,0 +1,326 @@
+"""FP8 experts through DeepGEMM's grouped products, where that package is installed.
+
+ROWS: rows are gathered into slots, each expert's starting at a multiple of 128, and a table names
+the expert of each slot, -1 for those of nobody. MASKED: rows are read where they lie. Either way
+counts stay on the device. Both products return bfloat16; between them the activations are quantised
+to the format of the rows, and router weights multiply the results.
+
+Source: DeepGEMM's README and argument checks (deepseek-ai/DeepGEMM). sm_90 takes float32 scales in
+aligned columns. sm_100 takes exponents, four to an int32, and makes them of float32 scales by
+cutting the fraction off, so it is only given powers of two. Tested against a stand-in for the
+package alone; untested on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, ClassVar, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from epcomm.buffers.base import Availability
+from epcomm.errors import BackendUnavailable, ConfigError
+from epcomm.ops.activation import activate
+from epcomm.ops.slots import expert_of_slot
+from epcomm.quantization import arrange_scales, quantizer_for
+from epcomm.quantization.scale_layout import to_column_major
+from epcomm.quantized_weights import BLOCK, Fp8BlockWeights
+from epcomm.records import (
+    CombineInput,
+    DispatchOutput,
+    MaskedCombineInput,
+    MaskedDispatchOutput,
+    RowsCombineInput,
+    RowsDispatchOutput,
+    SlotIndex,
+)
+from epcomm.runners.base import ExpertRunner, weight_slots
+from epcomm.types import (
+    UNQUANTIZED_DTYPES,
+    Layout,
+    RowReading,
+    ScaleLayout,
+    WeightsAppliedBy,
+    WireDtype,
+    WireFormat,
+    WireTensor,
+    align_up,
+)
+from epcomm.weights import ExpertTensors
+
+# 16 B of float32 or int32: where a column that the tensor memory access unit reads may begin.
+COLUMNS = ScaleLayout(column_major=True, alignment=4)
+PACKED_COLUMNS = ScaleLayout(column_major=True, alignment=4, packed=True)
+# Rows of its tiles in the contiguous layout; the package tells its own at run time.
+SLOT_ALIGNMENT = 128
+_HOPPER, _BLACKWELL = 9, 10
+_CONTIGUOUS_NAMES = ("m_grouped_fp8_gemm_nt_contiguous",)
+# The second is what version 2.1 calls it.
+_MASKED_NAMES = ("m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked")
+_ALIGNMENT_NAMES = (
+    "get_mk_alignment_for_contiguous_layout",
+    "get_m_alignment_for_contiguous_layout",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Package:
+    """The functions of deep_gemm that are used."""
+
+    multiply_contiguous: Callable[..., None]
+    multiply_masked: Callable[..., None]
+    slot_alignment: Callable[[], int]
+
+
+class DeepGemmRunner(ExpertRunner):
+    """Asked for by name where fp8_triton serves too. No gradients.
+
+    Results of slots that no expert computes are undefined.
+    """
+
+    name: ClassVar[str] = "deep_gemm"
+    kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (Fp8BlockWeights,)
+    layouts: ClassVar[frozenset[Layout]] = frozenset(Layout)
+    slot_alignment: ClassVar[int] = SLOT_ALIGNMENT
+
+    @classmethod
+    def supports(cls, weights: ExpertTensors) -> Availability:
+        if not isinstance(weights, Fp8BlockWeights):
+            return super().supports(weights)
+        sizes = {
+            "hidden_size": weights.hidden_size,
+            "intermediate_size": weights.intermediate_size,
+        }
+        reasons = [
+            f"{name} is {size}, expected a multiple of {BLOCK}"
+            for name, size in sizes.items()
+            if size % BLOCK
+        ]
+        if weights.hidden_dtype is not torch.bfloat16:
+            reasons.append(f"hidden states are {weights.hidden_dtype}, expected torch.bfloat16")
+        reasons += _device_reasons(weights)
+        if find_spec("deep_gemm") is None:
+            reasons.append("deep_gemm is not installed")
+        return Availability(ok=not reasons, reasons=tuple(reasons))
+
+    @classmethod
+    def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
+        return UNQUANTIZED_DTYPES | {WireDtype.FP8_E4M3}
+
+    @classmethod
+    def readings(cls, weights: ExpertTensors, layout: Layout) -> tuple[RowReading, ...]:
+        # Columns for ROWS too: gathering slots from columns gives columns, in one pass.
+        assert isinstance(weights, Fp8BlockWeights), "supports() said so"
+        plain = (RowReading(format=WireFormat(dtype=each)) for each in sorted(UNQUANTIZED_DTYPES))
+        wanted = RowReading(format=weights.wire_format, scale_layout=_scale_layout(weights))
+        return (*plain, wanted)
+
+    @overload
+    def run(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> RowsCombineInput: ...
+
+    @overload
+    def run(
+        self, dispatched: MaskedDispatchOutput, weights: ExpertTensors
+    ) -> MaskedCombineInput: ...
+
+    def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
+        assert isinstance(weights, Fp8BlockWeights), "supports() said so"
+        self.check_rows(dispatched.hidden_states, weights, dispatched.layout)
+        if torch.is_grad_enabled() and dispatched.hidden_states.data.requires_grad:
+            raise ConfigError(
+                "deep_gemm: rows need gradients, which its kernels do not have; use "
+                "torch.no_grad(), or unquantised experts"
+            )
+        package = _load()
+        if isinstance(dispatched, MaskedDispatchOutput):
+            return dispatched.combine_input(_compute_masked(package, dispatched, weights))
+        return dispatched.combine_input(_compute_rows(package, dispatched, weights))
+
+
+def _device_reasons(weights: Fp8BlockWeights) -> list[str]:
+    device, major = weights.gate_up_proj.device, _architecture(weights)
+    if major is None:
+        return [f"the experts are on {device}, expected cuda"]
+    if major not in (_HOPPER, _BLACKWELL):
+        return [f"{device} is sm_{major}x, expected sm_{_HOPPER}x or sm_{_BLACKWELL}x"]
+    if major == _BLACKWELL and weights.wire_format.scale_dtype == torch.float32:
+        return [
+            f"{device} is sm_{major}x, which takes power-of-two scales alone, but the experts have "
+            "float32 ones"
+        ]
+    return []
+
+
+def _architecture(weights: Fp8BlockWeights) -> int | None:
+    """The major number of the compute capability; None where there is none."""
+    device = weights.gate_up_proj.device
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None
+
+
+def _scale_layout(weights: Fp8BlockWeights) -> ScaleLayout:
+    is_power_of_two = weights.wire_format.scale_dtype == torch.float8_e8m0fnu
+    return PACKED_COLUMNS if is_power_of_two and _architecture(weights) != _HOPPER else COLUMNS
+
+
+def _load() -> _Package:
+    """Import the package; supports() has found it, and the import system keeps it."""
+    module = import_module("deep_gemm")
+    return _Package(
+        multiply_contiguous=_find(module, _CONTIGUOUS_NAMES),
+        multiply_masked=_find(module, _MASKED_NAMES),
+        slot_alignment=_find(module, _ALIGNMENT_NAMES),
+    )
+
+
+def _find(module: ModuleType, names: tuple[str, ...]) -> Callable[..., Any]:
+    for name in names:
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise BackendUnavailable(
+        f"deep_gemm: the installed package has none of {', '.join(names)}; install version 2.1 or "
+        "newer, or use runner='auto'"
+    )
+
+
+def _compute_rows(
+    package: _Package, dispatched: RowsDispatchOutput, weights: Fp8BlockWeights
+) -> Tensor:
+    """[C, H], bfloat16."""
+    index, num_slots, alignment = dispatched.index, dispatched.num_slots, package.slot_alignment()
+    if index.slot_alignment % alignment:
+        raise ConfigError(
+            f"deep_gemm: slots of experts start at multiples of {index.slot_alignment}, expected "
+            f"multiples of {alignment}; set EPConfig.slot_alignment={alignment}"
+        )
+    rows = dispatched.hidden_states
+    if num_slots == 0 or rows.data.shape[0] == 0:
+        return rows.data.new_zeros(num_slots, weights.hidden_size, dtype=weights.hidden_dtype)
+    # A slot budget need not be a multiple of a tile.
+    num_padded = align_up(num_slots, alignment)
+    experts = _experts_of_slots(index, num_padded)
+
+    def multiply(operand: WireTensor, name: str) -> Tensor:
+        matrix = _matrix(weights, name)
+        out = _new_results(operand, matrix[0])
+        package.multiply_contiguous((operand.data, operand.scales), matrix, out, experts)
+        return out
+
+    slots = _gather(_quantized(rows, weights), index, num_padded)
+    hidden = _between(multiply(slots, "gate_up"), weights)
+    results = multiply(hidden, "down")[:num_slots]
+    if dispatched.weights_applied_by is WeightsAppliedBy.RUNNER:
+        assert dispatched.slot_weights is not None, "who applies weights has them"
+        results = weight_slots(results, dispatched.slot_weights)
+    return results
+
+
+def _compute_masked(
+    package: _Package, dispatched: MaskedDispatchOutput, weights: Fp8BlockWeights
+) -> Tensor:
+    """[L, C, H], bfloat16."""
+    counts, rows = dispatched.num_slots_per_expert, dispatched.hidden_states
+    num_experts, room = rows.data.shape[:2]
+    if room == 0:
+        return rows.data.new_zeros(num_experts, 0, weights.hidden_size, dtype=weights.hidden_dtype)
+
+    def multiply(operand: WireTensor, name: str) -> Tensor:
+        matrix = _matrix(weights, name)
+        out = _new_results(operand, matrix[0])
+        # The last argument chooses tiles. The host does not know the counts, only their bound.
+        package.multiply_masked((operand.data, operand.scales), matrix, out, counts, room)
+        return out
+
+    operand = _quantized(rows, weights)
+    operand = replace(operand, data=operand.data.contiguous(), scales=_as_read(operand.scales))
+    results = multiply(_between(multiply(operand, "gate_up"), weights), "down")
+    if dispatched.weights_applied_by is WeightsAppliedBy.RUNNER:
+        assert dispatched.slot_weights is not None, "who applies weights has them"
+        flat = weight_slots(results.flatten(0, 1), dispatched.slot_weights.flatten())
+        results = flat.view(results.shape)
+    return results
+
+
+def _new_results(operand: WireTensor, matrices: Tensor) -> Tensor:
+    shape = (*operand.data.shape[:-1], matrices.shape[1])
+    return operand.data.new_empty(shape, dtype=torch.bfloat16)
+
+
+def _matrix(weights: Fp8BlockWeights, name: str) -> tuple[Tensor, Tensor]:
+    """Codes [L, N, K] and float32 scales [L, N / 128, K / 128]; sm_100 packs those by itself."""
+    tensors = weights.tensors()
+    return tensors[f"{name}_proj"], tensors[f"{name}_scale"].float()
+
+
+def _quantized(rows: WireTensor, weights: Fp8BlockWeights) -> WireTensor:
+    """Rows in the format of the experts, with scales as they are read."""
+    if rows.format.dtype.is_quantized:
+        return rows
+    *batch, hidden_size = rows.data.shape
+    flat = rows.data.reshape(-1, hidden_size)
+    found = quantizer_for(flat.device)(flat, weights.wire_format)
+    assert found.scales is not None, "quantised rows have scales"
+    layout, scales = _scale_layout(weights), found.scales.unflatten(0, batch)
+    return WireTensor(
+        data=found.data.view(rows.data.shape),
+        format=weights.wire_format,
+        scales=arrange_scales(scales, layout),
+        scale_layout=layout,
+    )
+
+
+def _between(gate_up: Tensor, weights: Fp8BlockWeights) -> WireTensor:
+    """The activation, quantised: [..., 2I], bfloat16, to the left operand of the second product."""
+    hidden = activate(gate_up.float(), weights.format)
+    plain = WireTensor(data=hidden, format=WireFormat.of(hidden.dtype))
+    quantized = _quantized(plain, weights)
+    return replace(quantized, scales=_as_read(quantized.scales))
+
+
+def _gather(rows: WireTensor, index: SlotIndex, num_slots: int) -> WireTensor:
+    """The row of each slot, [C, H], contiguous, with columns of scales; others are some row."""
+    assert rows.scales is not None, "quantised rows have scales"
+    if index.row_of_slot is None:
+        row_of_slot = torch.arange(rows.data.shape[0], device=rows.data.device)
+    else:
+        row_of_slot = index.row_of_slot
+    picked = F.pad(row_of_slot, (0, num_slots - row_of_slot.shape[0])).clamp(min=0)
+    codes = torch.index_select(rows.data.view(torch.uint8), 0, picked).view(rows.data.dtype)
+    columns = _movable(rows.scales.transpose(0, 1))
+    # The number of slots is a multiple of the alignment of columns.
+    gathered = torch.index_select(columns, 1, picked).view(rows.scales.dtype)
+    if gathered.dtype == torch.float8_e8m0fnu:
+        gathered = gathered.float()
+    return replace(rows, data=codes, scales=gathered.transpose(0, 1))
+
+
+def _as_read(scales: Tensor | None) -> Tensor:
+    """Scales in columns, float32 or packed; sm_90 has no products with exponents."""
+    assert scales is not None, "quantised rows have scales"
+    if scales.dtype == torch.float8_e8m0fnu:
+        return to_column_major(scales.float(), COLUMNS.alignment)
+    return scales
+
+
+def _experts_of_slots(index: SlotIndex, num_slots: int) -> Tensor:
+    """[C], int32: the expert that computes each slot, -1 for padding and unused ones. No host read.
+
+    Counts 2 1 with starts 0 4 8 and 10 slots: 0 0 -1 -1 1 -1 -1 -1 -1 -1.
+    """
+    num_experts = index.num_slots_per_expert.shape[0]
+    experts = expert_of_slot(index, num_slots)
+    safe = experts.clamp(max=num_experts - 1)
+    slots = torch.arange(num_slots, device=experts.device)
+    ends = index.first_slot[:-1] + index.num_slots_per_expert
+    is_used = (experts < num_experts) & (slots < ends[safe])
+    return torch.where(is_used, experts, -1).to(torch.int32)
+
+
+def _movable(tensor: Tensor) -> Tensor:
+    """A view of what torch cannot index: 8-bit floats as bytes."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor

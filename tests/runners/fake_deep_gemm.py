@@ -1,0 +1,157 @@
+"""A stand-in for deep_gemm that refuses what its documentation refuses, and computes in float32.
+
+Rows that nobody computes come back as NaN. Source: README and argument checks of DeepGEMM.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from epcomm.runners import deep_gemm
+
+BLOCK = 128
+TILE_ROWS = 128
+# 16 bytes of a 4-byte scale.
+COLUMN_ALIGNMENT = 4
+Operand = tuple[Tensor, Tensor]
+
+
+def install(
+    monkeypatch: pytest.MonkeyPatch, *, architecture: int = 9, alignment: int = TILE_ROWS
+) -> ModuleType:
+    """Make `import deep_gemm` find the stand-in, and experts on a CPU seem to be on sm_<n>0."""
+    module = ModuleType("deep_gemm")
+    module.__spec__ = ModuleSpec("deep_gemm", loader=None)
+
+    def contiguous(lhs: Operand, rhs: Operand, out: Tensor, m_indices: Tensor) -> None:
+        multiply_contiguous(lhs, rhs, out, m_indices, architecture, alignment)
+
+    def masked(lhs: Operand, rhs: Operand, out: Tensor, masked_m: Tensor, expected_m: int) -> None:
+        multiply_masked(lhs, rhs, out, masked_m, expected_m, architecture)
+
+    functions = {
+        "m_grouped_fp8_gemm_nt_contiguous": contiguous,
+        "m_grouped_fp8_gemm_nt_masked": masked,
+        "get_mk_alignment_for_contiguous_layout": lambda: alignment,
+    }
+    for name, function in functions.items():
+        setattr(module, name, function)
+    monkeypatch.setitem(sys.modules, "deep_gemm", module)
+    monkeypatch.setattr(deep_gemm, "_architecture", lambda weights: architecture)
+    return module
+
+
+def multiply_contiguous(
+    lhs: Operand,
+    rhs: Operand,
+    out: Tensor,
+    m_indices: Tensor,
+    architecture: int,
+    alignment: int,
+) -> None:
+    num_rows, width = lhs[0].shape
+    experts, num_columns = check_matrices(rhs, width)
+    assert lhs[0].dtype == torch.float8_e4m3fn
+    assert lhs[0].is_contiguous()
+    assert list(out.shape) == [num_rows, num_columns]
+    assert out.dtype == torch.bfloat16
+    assert out.is_contiguous()
+    assert m_indices.dtype == torch.int32
+    assert m_indices.is_contiguous()
+    assert list(m_indices.shape) == [num_rows]
+    check_segments(m_indices.tolist(), experts, alignment)
+    a, b = left(lhs, architecture), right(rhs)
+    out.fill_(float("nan"))
+    for first in range(0, num_rows, TILE_ROWS):
+        expert, tile = int(m_indices[first]), slice(first, first + TILE_ROWS)
+        if expert >= 0:
+            # The kernel looks at the first row of a tile alone.
+            out[tile] = (a[tile] @ b[expert].T).bfloat16()
+    out[m_indices < 0] = float("nan")
+
+
+def multiply_masked(
+    lhs: Operand,
+    rhs: Operand,
+    out: Tensor,
+    masked_m: Tensor,
+    expected_m: int,
+    architecture: int,
+) -> None:
+    num_experts, room, width = lhs[0].shape
+    experts, num_columns = check_matrices(rhs, width)
+    assert lhs[0].dtype == torch.float8_e4m3fn
+    assert lhs[0].is_contiguous()
+    assert experts == num_experts
+    assert expected_m > 0
+    assert room > 0
+    assert list(out.shape) == [num_experts, room, num_columns]
+    assert out.dtype == torch.bfloat16
+    assert out.is_contiguous()
+    assert masked_m.dtype == torch.int32
+    assert list(masked_m.shape) == [num_experts]
+    a, b = left(lhs, architecture), right(rhs)
+    out.fill_(float("nan"))
+    for expert, count in enumerate(masked_m.tolist()):
+        out[expert, :count] = (a[expert, :count] @ b[expert].T).bfloat16()
+
+
+def check_segments(m_indices: list[int], num_experts: int, alignment: int) -> None:
+    """Each expert's rows come together, in order, from a multiple of the alignment on."""
+    seen: list[int] = []
+    for row, expert in enumerate(m_indices):
+        assert -1 <= expert < num_experts
+        if expert < 0 or (row and m_indices[row - 1] == expert):
+            continue
+        assert row % alignment == 0, f"expert {expert} begins at row {row}"
+        assert all(before < expert for before in seen), "experts come in order"
+        seen.append(expert)
+
+
+def check_matrices(rhs: Operand, width: int) -> tuple[int, int]:
+    """G and N."""
+    codes, scales = rhs
+    num_experts, num_columns, depth = codes.shape
+    assert codes.dtype == torch.float8_e4m3fn
+    assert codes.is_contiguous()
+    assert depth == width
+    assert num_columns % BLOCK == 0
+    assert width % BLOCK == 0
+    assert scales.dtype == torch.float32
+    assert scales.is_contiguous()
+    assert list(scales.shape) == [num_experts, num_columns // BLOCK, width // BLOCK]
+    return num_experts, num_columns
+
+
+def left(lhs: Operand, architecture: int) -> Tensor:
+    """The values of [..., M, K], after its scales were looked at."""
+    codes, scales = lhs
+    num_rows, num_blocks = codes.shape[-2], codes.shape[-1] // BLOCK
+    is_packed = architecture == 10
+    num_scales = -(-num_blocks // 4) if is_packed else num_blocks
+    assert scales.dtype == (torch.int32 if is_packed else torch.float32)
+    assert list(scales.shape) == [*codes.shape[:-1], num_scales]
+    column_stride = scales.stride(-1)
+    assert scales.stride(-2) == 1, "rows of scales are neighbours"
+    assert column_stride >= num_rows
+    assert column_stride % COLUMN_ALIGNMENT == 0
+    assert scales.storage_offset() % COLUMN_ALIGNMENT == 0
+    if codes.dim() == 3:
+        assert scales.stride(0) == column_stride * num_scales
+    if is_packed:
+        shifts = torch.arange(0, 32, 8, dtype=torch.int32)
+        exponents = (scales.unsqueeze(-1) >> shifts) & 0xFF
+        scales = torch.exp2(exponents.flatten(-2)[..., :num_blocks].float() - 127)
+    return codes.float() * scales.repeat_interleave(BLOCK, dim=-1)
+
+
+def right(rhs: Operand) -> Tensor:
+    codes, scales = rhs
+    spread = scales.repeat_interleave(BLOCK, dim=1).repeat_interleave(BLOCK, dim=2)
+    return codes.float() * spread

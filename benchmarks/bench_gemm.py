@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.bench_quantize import CheckError, copy_rate
 from benchmarks.machine_facts import describe_hardware, describe_versions
-from benchmarks.timing import EventClock, Percentiles
+from benchmarks.timing import EventClock, Percentiles, captured
 from epcomm import (
     Fp8BlockWeights,
     MaskedDispatchOutput,
@@ -171,16 +171,6 @@ def run_bf16(slots: Tensor, ends: Tensor, experts: Experts) -> Tensor:
     hidden = F.grouped_mm(slots, experts.gate_up.transpose(1, 2), offs=ends)
     gate, up = hidden.chunk(2, dim=1)
     return F.grouped_mm(F.silu(gate) * up, experts.down.transpose(1, 2), offs=ends)
-
-
-def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """The call as a graph: it reads nothing on the host, and launches do not count."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
 
 
 def time_in_turn(calls: dict[str, Callable[[], object]], num_calls: int) -> dict[str, Percentiles]:

@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.machine_facts import describe_hardware, describe_versions
-from benchmarks.timing import EventClock, Percentiles
+from benchmarks.timing import EventClock, Percentiles, captured
 from epcomm.quantization import (
     FP8_FLOAT32_SCALES,
     FP8_POWER_OF_TWO_SCALES,
@@ -72,13 +72,14 @@ CASES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One case at one number of tokens; ms: of plain torch too, for comparison."""
+    """One case at one number of tokens; ms: of plain torch too, and of a copy of as many bytes."""
 
     case: str
     tokens: int
     num_bytes: int
     ms: Percentiles
     plain_ms: Percentiles
+    copy_ms: Percentiles
     copy_gb_per_s: float
 
     @property
@@ -98,6 +99,7 @@ class Finding:
             "tokens": self.tokens,
             "num_bytes": self.num_bytes,
             "ms": {name: round(value, 4) for name, value in asdict(self.ms).items()},
+            "copy_ms": {name: round(value, 4) for name, value in asdict(self.copy_ms).items()},
             "plain_torch_ms": {name: round(v, 4) for name, v in asdict(self.plain_ms).items()},
             "gb_per_s": round(self.gb_per_s, 1),
             "share_of_copy": round(self.share_of_copy, 3),
@@ -122,13 +124,16 @@ def check(x: Tensor, case: Case) -> None:
 
 
 def time_calls(call: Callable[[], object], flush: Tensor, *, num_calls: int) -> Percentiles:
-    """Milliseconds by CUDA events, each call alone and after the cache was written over."""
-    laps = []
+    """Milliseconds by CUDA events, each call alone and after the cache was written over.
+
+    The call is captured: from Python it would start later than the GPU is ready.
+    """
+    graph, laps = captured(call), []
     for _ in range(num_calls):
         flush.zero_()
         clock = EventClock()
         clock.mark()
-        call()
+        graph.replay()
         clock.mark()
         laps += clock.take()
     return Percentiles.of(laps)
@@ -182,7 +187,7 @@ def report_of(
 def table_of(findings: Sequence[Finding]) -> Table:
     """A row a finding."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name in ("", "tokens", "us p50", "us p99", "GB/s", "of copy", "plain torch us"):
+    for name in ("", "tokens", "us p50", "us p99", "GB/s", "of copy", "copy us", "plain torch us"):
         table.add_column(name, justify="right" if name else "left")
     for finding in findings:
         table.add_row(
@@ -192,6 +197,7 @@ def table_of(findings: Sequence[Finding]) -> Table:
             f"{finding.ms.p99 * 1e3:.1f}",
             f"{finding.gb_per_s:.0f}",
             f"{finding.share_of_copy:.0%}",
+            f"{finding.copy_ms.p50 * 1e3:.1f}",
             f"{finding.plain_ms.p50 * 1e3:.1f}",
         )
     return table
@@ -205,12 +211,15 @@ def _measure(x: Tensor, case: Case, flush: Tensor, rate: float, calls: int) -> F
             lambda: quantizer(x, case.format, profile=case.profile, out=out), flush, num_calls=calls
         )
 
+    source = torch.ones(case.num_bytes(x) // 2, dtype=torch.uint8, device=x.device)
+    target = torch.empty_like(source)
     return Finding(
         case=case.name,
         tokens=x.shape[0],
         num_bytes=case.num_bytes(x),
         ms=calls_of(quantizer_for(x.device)),
         plain_ms=calls_of(quantize),
+        copy_ms=time_calls(lambda: target.copy_(source), flush, num_calls=calls),
         copy_gb_per_s=rate,
     )
 

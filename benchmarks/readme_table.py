@@ -30,6 +30,25 @@ class ContenderResult(TypedDict):
     sent_bytes: dict[str, int]
 
 
+class GemmFinding(TypedDict):
+    """One distribution of rows, as bench_gemm.py and bench_gemm_int8.py write it."""
+
+    rows: int
+    skew: int
+    ms: dict[str, dict[str, float]]
+    weights_over_copy_rate: float
+
+
+class GemmResult(TypedDict):
+    """The parts of a result of experts that a table shows."""
+
+    configuration: dict[str, int]
+    hardware: dict[str, str | int]
+    versions: dict[str, str]
+    command: str
+    findings: list[GemmFinding]
+
+
 class Result(TypedDict):
     """The parts of a result that a table shows."""
 
@@ -49,8 +68,9 @@ def fill(text: str, results: Path = RESULTS) -> str:
     """
 
     def table(match: re.Match[str]) -> str:
-        path = results / f"{match['name']}.json"
-        return f"{match['start']}{render(json.loads(path.read_text('utf-8')))}{match['end']}"
+        result = json.loads((results / f"{match['name']}.json").read_text("utf-8"))
+        table = render_gemm(result) if result["benchmark"].startswith("gemm") else render(result)
+        return f"{match['start']}{table}{match['end']}"
 
     return _MARKED.sub(table, text)
 
@@ -74,6 +94,30 @@ def render(result: Result) -> str:
     blanks = [""] * (len(_QUANTILES) - 1)
     lines.append(_row("sent by a rank", *[cell for one in sent for cell in (one, *blanks)], ""))
     return "\n".join([*lines, "", _caption(result), ""])
+
+
+def render_gemm(result: GemmResult) -> str:
+    """The table of experts: BF16 comes last among the ways that are timed in all findings."""
+    findings = result["findings"]
+    names = [name for name in findings[0]["ms"] if name != "bf16"]
+    lines = [
+        _row("rows", *(f"{name} p50 ms" for name in (*names, "bf16")), "times as fast"),
+        _row(*["---:"] * (len(names) + 3)),
+    ]
+    for finding in findings:
+        skew = f", skewed {finding['skew']}:1" if finding["skew"] > 1 else ""
+        ms = {name: finding["ms"][name]["p50"] for name in (*names, "bf16")}
+        ratio = ms["bf16"] / ms[names[0]]
+        cells = [f"{value:.2f}" for value in ms.values()]
+        lines.append(_row(f"{finding['rows']}{skew}", *cells, f"{ratio:.2f}"))
+    sizes, share = result["configuration"], findings[-1]["weights_over_copy_rate"]
+    caption = (
+        f"{sizes['experts']} experts, H = {sizes['hidden']}, I = {sizes['inner']}, on "
+        f"{result['hardware']['accelerator']}, torch {result['versions']['torch']}; "
+        f"{findings[-1]['rows']} rows read the matrices at {share:.0%} of the rate of a copy: "
+        f"`{result['command']}`"
+    )
+    return "\n".join([*lines, "", caption, ""])
 
 
 def _row(*cells: str) -> str:

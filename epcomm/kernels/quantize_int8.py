@@ -1,9 +1,9 @@
 """Rows to INT8 codes with one scale a row, the bits of epcomm.quantization.quantize().
 
 One program holds a whole row in registers, so each element is read once although its code needs the
-largest magnitude of the row; 16 neighbouring elements a thread make 16-byte loads and stores. Not
-yet timed: it should win wherever memory is the limit; rows of fewer than 1024 elements leave a
-program with little to do, and rows beyond about 65,000 elements no longer fit into registers.
+largest magnitude of the row; 16 neighbouring elements a thread make 16-byte loads and stores. Rows
+of fewer than 1024 elements leave a program with little to do, and rows beyond about 65,000 elements
+no longer fit into registers. Times: benchmarks/results/h200_quant_rows.json.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.errors import ConfigError, ShapeError
-from epcomm.kernels.launch import EXACT, check_rows, next_power_of_two, warps_for
+from epcomm.kernels.launch import EXACT, IS_INTERPRETED, check_rows, next_power_of_two, warps_for
 
 _PROFILES = ("rint127", "rint127eps", "div", "divtrunc16", "triton")
 
@@ -25,6 +25,9 @@ _FLOAT16_MASK = tl.constexpr(~0x1FFF)
 _MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _NAN_BITS = tl.constexpr(0x7FC00000)
+_SMALL_SCALE = tl.constexpr(2.0**-60)
+_GROWTH = tl.constexpr(2.0**64)
+_IS_INTERPRETED = tl.constexpr(IS_INTERPRETED)
 # 1.5 * 2**23: a float32 sum with it has no fraction bits left, rounded to nearest even.
 _ROUNDING_SHIFT = tl.constexpr(12582912.0)
 
@@ -37,7 +40,7 @@ def _round_half_even(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _round_quotient(quotient: tl.tensor, PROFILE: tl.constexpr) -> tl.tensor:
-    """Codes of x / scale by profile, still float32: 0.5 is 0 by div and 1 by the two others.
+    """What cut to an integer is the code of x / scale: 0.5 is 0 by div and 1 by the two others.
 
     Clamped first, which changes no rounding, for halves are exact.
     """
@@ -49,8 +52,8 @@ def _round_quotient(quotient: tl.tensor, PROFILE: tl.constexpr) -> tl.tensor:
         return _round_half_even(quotient)
     # Right for normal float16 numbers; smaller ones round to the code 0 either way.
     cut = (quotient.to(tl.int32, bitcast=True) & _FLOAT16_MASK).to(tl.float32, bitcast=True)
-    away = tl.floor(tl.abs(cut) + 0.5)
-    return tl.where(cut < 0, -away, away)
+    # What the conversion to integers cuts off: -1.5 is -2.
+    return cut + tl.where(cut < 0, -0.5, 0.5)
 
 
 @triton.jit
@@ -69,6 +72,27 @@ def _rint127(x: tl.tensor, amax: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.te
 
 
 @triton.jit
+def _quotient(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """x / scale, correctly rounded where it exceeds 2**-20; scale: [], or [rows, 1].
+
+    One division a row instead of one an element, which would take longer than the memory: with the
+    rounded reciprocal a quotient is off by a unit at most, and its remainder, exact in one fused
+    multiplication and addition, corrects it (Markstein, 1990).
+    """
+    if _IS_INTERPRETED:
+        # It rounds the product of a fused multiplication and addition too.
+        return tl.math.div_rn(x, tl.zeros_like(x) + scale)
+    # A remainder of small numbers would lose bits; powers of two cost none.
+    grown = tl.where(scale < _SMALL_SCALE, _GROWTH, 1.0)
+    scale *= grown
+    x *= grown
+    reciprocal = tl.math.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    quotient = x * reciprocal
+    remainder = tl.fma(tl.zeros_like(x) - quotient, tl.zeros_like(x) + scale, x)
+    return tl.fma(remainder, tl.zeros_like(x) + reciprocal, quotient)
+
+
+@triton.jit
 def _codes_by(
     x: tl.tensor, amax: tl.tensor, PROFILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
@@ -81,8 +105,7 @@ def _codes_by(
         # div_rn: `/` would be approximate.
         scale = tl.math.div_rn(amax, tl.zeros_like(amax) + _INT8_MAX)
         is_usable = scale > 0
-        divisor = tl.zeros_like(x) + tl.where(is_usable, scale, 1.0)
-        codes = _round_quotient(tl.math.div_rn(x, divisor), PROFILE)
+        codes = _round_quotient(_quotient(x, tl.where(is_usable, scale, 1.0)), PROFILE)
     return codes, scale, is_usable
 
 

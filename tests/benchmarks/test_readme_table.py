@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.readme_table import RESULTS, Result, fill, render
+from benchmarks.readme_table import RESULTS, GemmResult, Result, fill, render, render_gemm
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -39,7 +39,8 @@ def test_a_result_becomes_a_table() -> None:
 
 
 def test_only_what_stands_between_markers_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "one.json").write_text(json.dumps(result()), encoding="utf-8")
+    found = result() | {"benchmark": "dispatch_combine"}
+    (tmp_path / "one.json").write_text(json.dumps(found), encoding="utf-8")
     text = "before\n<!-- benchmark:one -->\nold\n<!-- /benchmark -->\nafter\n"
     filled = fill(text, tmp_path)
     expected = render(result())
@@ -57,9 +58,42 @@ def test_the_readme_shows_the_results_that_lie_here() -> None:
     assert fill(text) == text, "run: python -m benchmarks.readme_table README.md"
 
 
+def gemm_result() -> GemmResult:
+    ms = {"fp8": 2.0, "bf16": 3.0, "fp8 in triton": 2.5}
+    later = ms | {"fp8 masked": 2.0}
+    return {
+        "configuration": {"experts": 32, "hidden": 7168, "inner": 2048, "calls": 30},
+        "hardware": {"accelerator": "A GPU"},
+        "versions": {"torch": "2.13"},
+        "command": "python -m benchmarks.bench_gemm",
+        "findings": [
+            {
+                "rows": rows,
+                "skew": skew,
+                "ms": {name: {"p50": value, "p95": 9.0} for name, value in found.items()},
+                "weights_over_copy_rate": 0.876,
+            }
+            for rows, skew, found in ((32768, 8, ms), (1024, 1, later))
+        ],
+    }
+
+
+def test_experts_become_a_table() -> None:
+    table, caption = render_gemm(gemm_result()).split("\n\n")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert rows[0] == ["rows", "fp8 p50 ms", "fp8 in triton p50 ms", "bf16 p50 ms", "times as fast"]
+    assert rows[2] == ["32768, skewed 8:1", "2.00", "2.50", "3.00", "1.50"]
+    assert rows[3] == ["1024", "2.00", "2.50", "3.00", "1.50"]
+    assert "on A GPU, torch 2.13; 1024 rows read the matrices at 88%" in caption
+
+
 def test_every_result_can_be_shown() -> None:
     results = {path: json.loads(path.read_text("utf-8")) for path in RESULTS.glob("*.json")}
     compared = {p: r for p, r in results.items() if r["benchmark"] == "dispatch_combine"}
     assert compared
     for path, found in compared.items():
         assert "times as fast" in render(found), path
+    gemms = {p: r for p, r in results.items() if r["benchmark"].startswith("gemm")}
+    assert gemms
+    for path, found in gemms.items():
+        assert "times as fast" in render_gemm(found), path

@@ -30,7 +30,13 @@ def test_bytes_are_those_of_the_tensors(case: Case) -> None:
 
 def test_rates_are_by_the_median() -> None:
     finding = Finding(
-        case="fp8", tokens=6, num_bytes=8_000_000, ms=MS, plain_ms=MS, copy_gb_per_s=16.0
+        case="fp8",
+        tokens=6,
+        num_bytes=8_000_000,
+        ms=MS,
+        plain_ms=MS,
+        copy_ms=MS,
+        copy_gb_per_s=16.0,
     )
     assert finding.gb_per_s == pytest.approx(4.0)
     assert finding.share_of_copy == pytest.approx(0.25)

@@ -145,7 +145,7 @@ def left(lhs: Operand, architecture: int) -> Tensor:
     if codes.dim() == 3:
         assert scales.stride(0) == column_stride * num_scales
     if is_packed:
-        shifts = torch.arange(0, 32, 8, dtype=torch.int32)
+        shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=scales.device)
         exponents = (scales.unsqueeze(-1) >> shifts) & 0xFF
         scales = torch.exp2(exponents.flatten(-2)[..., :num_blocks].float() - 127)
     return codes.float() * scales.repeat_interleave(BLOCK, dim=-1)

@@ -13,7 +13,7 @@ from epcomm.dispatchers.phases import PhaseDispatchers
 from epcomm.errors import ConfigError
 from epcomm.group import EPGroup
 from epcomm.planning import MoESpec, plan
-from epcomm.records import TopKOutput, empty_topk
+from epcomm.records import Route, TopKOutput, empty_topk
 from epcomm.registry import runner_class
 from epcomm.sharding import ExpertShard, local_share, tag_as_sharded
 from epcomm.survey import refuse_plan
@@ -125,8 +125,7 @@ class ExpertParallelExperts(nn.Module):
         dispatcher = self.phases.of_phase(decode=decode)
         out = dispatcher.dispatch(x, topk, experts_need_grad=weights.requires_grad)
         y = dispatcher.combine(self.runner.run(out, weights))
-        used = out.index.host_num_slots_per_expert
-        self._count(x.shape[0], out.route.num_rows, out.num_slots if used is None else sum(used))
+        self._count(x.shape[0], out.route)
         return y
 
     def idle(self, carry: Tensor) -> Tensor:
@@ -166,8 +165,11 @@ class ExpertParallelExperts(nn.Module):
             tag_as_sharded(parameter, shard)
             self.register_parameter(self._names[role], parameter)
 
-    def _count(self, num_tokens: int, num_rows: int, num_slots: int) -> None:
-        old = self._stats
+    def _count(self, num_tokens: int, route: Route) -> None:
+        old, index = self._stats, route.index
+        used, num_rows = index.host_num_slots_per_expert, route.num_rows
+        allocated = num_rows if index.row_of_slot is None else index.row_of_slot.shape[0]
+        num_slots = allocated if used is None else sum(used)
         self._stats = replace(
             old,
             num_calls=old.num_calls + 1,

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
 BUFFERS: Mapping[str, str] = MappingProxyType(
     {
+        "deep_ep_v2": "epcomm.buffers.deep_ep_v2:DeepEPV2Buffer",
+        "deep_ep_v2_static": "epcomm.buffers.deep_ep_v2:DeepEPV2StaticBuffer",
+        "deep_ep_v1": "epcomm.buffers.deep_ep_v1:DeepEPV1Buffer",
+        "deep_ep_v1_static": "epcomm.buffers.deep_ep_v1:DeepEPV1StaticBuffer",
+        "deep_ep_v1_low_latency": "epcomm.buffers.deep_ep_v1_low_latency:DeepEPV1LowLatencyBuffer",
+        "deep_ep_v2_low_latency": "epcomm.buffers.deep_ep_v2_expand:DeepEPV2LowLatencyBuffer",
+        "deep_ep_v2_expand": "epcomm.buffers.deep_ep_v2_expand:DeepEPV2ExpandBuffer",
         "collective": "epcomm.buffers.collective:CollectiveBuffer",
         "collective_static": "epcomm.buffers.static:StaticCollectiveBuffer",
         "all_gather": "epcomm.buffers.all_gather:AllGatherBuffer",

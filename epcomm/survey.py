@@ -66,9 +66,15 @@ def phase_configs(config: EPConfig) -> dict[str, EPConfig]:
 
 
 def survey_rank(
-    config: EPConfig, spec: MoESpec, world_size: int, weights: ExpertTensors | None
+    config: EPConfig,
+    spec: MoESpec,
+    world_size: int,
+    weights: ExpertTensors | None,
+    group: EPGroup | None = None,
 ) -> Survey:
     """Look at every backend, and with weights at every runner. Local.
+
+    group: the ranks, where there are some; backends may not serve their device or transport.
 
     Raises:
         ConfigError: the layer or the configuration cannot be served by anything.
@@ -82,7 +88,7 @@ def survey_rank(
     wanted = WireFormat.of(spec.dtype) if weights is None else weights.wire_format
     specs = {phase: _buffer_spec(each, spec, world_size, wanted) for phase, each in configs.items()}
     verdicts = {
-        phase: {name: _probe(name, each, specs[phase]) for name in BUFFERS}
+        phase: {name: _probe(name, each, specs[phase], world_size, group) for name in BUFFERS}
         for phase, each in configs.items()
     }
     if weights is not None:
@@ -112,7 +118,7 @@ def survey_group(
     group.collectives.agree(record, what="plan")
     error, survey = None, Survey(specs={}, verdicts={})
     try:
-        survey = survey_rank(config, spec, group.world_size, weights)
+        survey = survey_rank(config, spec, group.world_size, weights, group)
     except EPError as own_error:
         error = own_error
     found: dict[str, Scalar] = {
@@ -246,7 +252,9 @@ def _wire_format(dtype: WireDtype, hidden_format: WireFormat, wanted: WireFormat
     return hidden_format
 
 
-def _probe(name: str, config: EPConfig, spec: BufferSpec) -> Availability:
+def _probe(
+    name: str, config: EPConfig, spec: BufferSpec, world_size: int, group: EPGroup | None
+) -> Availability:
     """Everything that keeps one backend from serving a phase on this rank."""
     buffer, mode = buffer_class(name), Mode(config.mode)
     if mode not in buffer.modes:
@@ -267,7 +275,21 @@ def _probe(name: str, config: EPConfig, spec: BufferSpec) -> Availability:
     if config.runner != "auto" and caps.layout not in runner_class(config.runner).layouts:
         reasons.append(f"hands out {caps.layout.value}, which runner {config.runner} does not read")
     reasons += _limit_reasons(spec, caps, mode)
+    reasons += buffer.lacks(mode, spec, world_size)
+    if group is not None:
+        reasons += _group_reasons(group, caps)
     return Availability(ok=not reasons, reasons=tuple(reasons))
+
+
+def _group_reasons(group: EPGroup, caps: BufferCaps) -> list[str]:
+    """The device and the transport of the ranks."""
+    reasons, device_type = [], group.device.type
+    if caps.device_types is not None and device_type not in caps.device_types:
+        served = ", ".join(sorted(caps.device_types))
+        reasons.append(f"serves groups on {served}, and this one is on {device_type}")
+    if caps.needs_process_group and group.collectives.process_group is None:
+        reasons.append("needs a group made of a torch.distributed process group")
+    return reasons
 
 
 def _limit_reasons(spec: BufferSpec, caps: BufferCaps, mode: Mode) -> list[str]:
@@ -284,4 +306,6 @@ def _limit_reasons(spec: BufferSpec, caps: BufferCaps, mode: Mode) -> list[str]:
         reasons.append("has static sizes; set max_tokens_per_rank")
     if mode is Mode.NORMAL and spec.max_recv_slots is None:
         reasons.append("has static sizes; set max_recv_slots")
+    if spec.max_recv_slots is not None and not caps.has_slot_budget:
+        reasons.append("has room for any routing and no slot budget; leave max_recv_slots None")
     return reasons

@@ -541,8 +541,8 @@ REFUSALS = [
     Refusal(
         id="nobody serves low latency without a limit",
         config=EPConfig(mode="low_latency"),
-        message="plan: no backend serves mode low_latency: collective: serves normal, not "
-        "low_latency; collective_static: has static sizes; set max_tokens_per_rank; ",
+        message="collective: serves normal, not low_latency; collective_static: has static sizes; "
+        "set max_tokens_per_rank; ",
     ),
     Refusal(
         id="a mode that is not built",

@@ -16,7 +16,7 @@ from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
 from epcomm.errors import EPError
 from epcomm.quantization import quantize
-from epcomm.records import Route, SlotIndex
+from epcomm.records import Pending, Route, SlotIndex
 from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireDtype, WireFormat, WireTensor
 
 
@@ -88,6 +88,11 @@ class BufferCaps:
     host_reads: times a dispatch makes the host wait for the device.
     combine_codecs: private compressions of combine, by name.
     owns_rows: rows are ordinary tensors; else they live until the second next dispatch.
+    has_slot_budget: BufferSpec.max_recv_slots bounds its static sizes; else they suffice for all.
+    announces_faults: a bad call is told to all ranks, or waits for check() on all of them; else
+        only with BufferSpec.compares_calls, and otherwise its own rank alone knows.
+    device_types: of groups that it serves, None for all.
+    needs_process_group: it serves groups of torch.distributed alone.
     """
 
     layout: Layout
@@ -107,6 +112,10 @@ class BufferCaps:
     host_reads: int = 1
     combine_codecs: frozenset[str] = frozenset()
     owns_rows: bool = True
+    has_slot_budget: bool = True
+    announces_faults: bool = True
+    device_types: frozenset[str] | None = None
+    needs_process_group: bool = False
 
 
 class RowQuantizer(Protocol):
@@ -146,13 +155,15 @@ class DispatchCall:
 class Dispatched:
     """What a buffer received.
 
-    rows: [R, H]; rows without a slot are undefined.   slot_weights: [C], float32.
+    rows: [R, H], or [L, R / L, H] in the layout MASKED; rows without a slot are undefined.
+    index: in MASKED, slot s is row s of the flattened rows, and each expert has room for R / L.
+    slot_weights: [C], float32; None where weights do not travel.
     any_flags: the flags of all ranks, or-ed.
     """
 
     rows: WireTensor
     index: SlotIndex
-    slot_weights: Tensor
+    slot_weights: Tensor | None
     route: Route
     any_flags: BatchFlags
 
@@ -180,6 +191,11 @@ class Buffer(ABC):
     @abstractmethod
     def caps(cls, mode: Mode) -> BufferCaps:
         """What the backend can do in `mode`. Local; allocates nothing."""
+
+    @classmethod
+    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
+        """Why it cannot serve this layer, beyond what caps() says. Local; allocates nothing."""
+        return ()
 
     @classmethod
     @abstractmethod
@@ -226,6 +242,18 @@ class Buffer(ABC):
             ShapeError, CapacityError, HandleError: some rank announced a fault; on every rank.
         """
 
+    def dispatch_async(self, call: DispatchCall) -> Pending[Dispatched]:
+        """Begin a dispatch; where caps.late_receive, rows are received in wait()."""
+        return Pending(lambda: self.dispatch(call))
+
+    def combine_async(
+        self, rows: Tensor, route: Route, *, rows_per: RowsPer, slot_weights: Tensor | None = None
+    ) -> Pending[Combined]:
+        """Begin a combine; where caps.late_receive, sums are received in wait()."""
+        return Pending(
+            lambda: self.combine(rows, route, rows_per=rows_per, slot_weights=slot_weights)
+        )
+
     @abstractmethod
     def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
         """Send [T, H] along an old route and return [R, H]: the dual of combine.
@@ -246,7 +274,7 @@ class Buffer(ABC):
         """Sum expert results per (token, rank), send the sums home and add them up.
 
         Args:
-            rows: [C, H] (rows_per SLOT) or [R, H] (rows_per ROW).
+            rows: [C, H] (rows_per SLOT) or [R, H] (rows_per ROW); MASKED rows flattened.
             slot_weights: [C], float32, multiplied into slot rows, or None.
             row_scalars: [R, K], float32, sent beside the rows and brought to (token, k).
 

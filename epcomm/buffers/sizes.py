@@ -56,12 +56,15 @@ class CallShape:
     tokens_of_rank: [W], T of each rank.
     rows_sent: rows from this rank to other ranks, where a token goes only to those that need it.
     rows_received: rows from other ranks to this one, likewise.
+    slots_sent, slots_received: (token, expert) pairs, likewise.
     """
 
     rank: int
     tokens_of_rank: Sequence[int]
     rows_sent: int
     rows_received: int
+    slots_sent: int = 0
+    slots_received: int = 0
 
     @property
     def world_size(self) -> int:
@@ -77,6 +80,8 @@ class CallShape:
             tokens_of_rank=(num_tokens,) * world_size,
             rows_sent=num_rows,
             rows_received=num_rows,
+            slots_sent=num_tokens * top_k,
+            slots_received=num_tokens * top_k,
         )
 
 

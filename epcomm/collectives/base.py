@@ -15,6 +15,8 @@ from epcomm.errors import ConfigError, ShapeError
 from epcomm.records import Pending
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from epcomm.collectives.bounded import BoundedWait
 
 # Seconds that a verb waits for other ranks until a layer says otherwise.
@@ -37,6 +39,8 @@ class Collectives(ABC):
     rank: int
     world_size: int
     device: torch.device
+    # What packages that bring their own exchange take for the ranks; None on other transports.
+    process_group: dist.ProcessGroup | None = None
     # Ends the waits of the verbs; None where the host does not wait in them.
     bounded: BoundedWait | None = None
 

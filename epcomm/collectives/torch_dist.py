@@ -54,7 +54,7 @@ class TorchDistCollectives(Collectives):
         Raises:
             ConfigError: its backend is unknown here.
         """
-        self._process_group = process_group
+        self._process_group = self.process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
         backend = _backend_of(process_group)

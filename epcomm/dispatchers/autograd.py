@@ -42,6 +42,7 @@ class _Dispatch(torch.autograd.Function):
         ctx.buffer, ctx.route, ctx.dtype = buffer, out.route, x.dtype  # type: ignore[attr-defined]
         # Codes have no gradient. Rows that need one are handed out dequantised, and the gradient
         # passes the quantisation as if it were not there (straight through).
+        assert out.slot_weights is not None, "to a trainable buffer, weights travel"
         needs_grad = bool(out.any_flags & BatchFlags.INPUTS_NEED_GRAD)
         rows = dequantize(out.rows, x.dtype) if needs_grad else x.new_empty(0)
         return rows, out.slot_weights, out

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from epcomm.buffers.base import BufferSpec
 from epcomm.errors import CapacityError, EPError, HandleError, ShapeError
-from epcomm.records import RowsCombineInput, TopKOutput
-from epcomm.types import RowsPer
+from epcomm.records import CombineInput, MaskedCombineInput, RowsCombineInput, TopKOutput
+from epcomm.types import Layout, RowsPer
 
 
 def find_call_error(
@@ -44,36 +44,47 @@ def find_call_error(
 
 
 def find_combine_error(
-    combine_input: RowsCombineInput,
+    combine_input: CombineInput,
     owner: object,
     spec: BufferSpec,
     dtype: torch.dtype,
     device: torch.device,
     where: str,
+    *,
+    layout: Layout = Layout.ROWS,
 ) -> EPError | None:
     """The first fault of a combine call: its kind, its handle, its rows. No host sync.
 
     owner: the dispatcher that was called.
     """
-    if not isinstance(combine_input, RowsCombineInput):
+    expected = RowsCombineInput if layout is Layout.ROWS else MaskedCombineInput
+    if not isinstance(combine_input, expected):
         return ShapeError(
-            f"combine: the input is a {type(combine_input).__name__}, expected RowsCombineInput "
-            f"({where}); make it with combine_input() of the record that dispatch returned"
+            f"combine: the input is a {type(combine_input).__name__}, expected "
+            f"{expected.__name__} ({where}); make it with combine_input() of the record that "
+            "dispatch returned"
         )
     handle = combine_input.handle
     try:
         handle.check(owner)
     except HandleError as error:
         return error
-    num_rows = handle.route.num_rows
-    row_of_slot = handle.route.index.row_of_slot
-    if combine_input.rows_per is RowsPer.SLOT and row_of_slot is not None:
-        num_rows = row_of_slot.shape[0]
+    shape = _rows_expected(combine_input, spec)
     rows, slot_weights = combine_input.hidden_states, combine_input.slot_weights
-    fault = _mismatch("hidden_states", rows, [num_rows, spec.hidden_size], dtype, device)
+    fault = _mismatch("hidden_states", rows, [*shape, spec.hidden_size], dtype, device)
     if fault is None and slot_weights is not None:
-        fault = _mismatch("slot_weights", slot_weights, [num_rows], torch.float32, device)
+        fault = _mismatch("slot_weights", slot_weights, shape, torch.float32, device)
     return None if fault is None else ShapeError(f"combine: {fault[0]} ({where}); {fault[1]}")
+
+
+def _rows_expected(combine_input: CombineInput, spec: BufferSpec) -> list[int]:
+    """Dimensions before H of the results."""
+    route = combine_input.handle.route
+    if isinstance(combine_input, MaskedCombineInput):
+        return [spec.num_local_experts, route.num_rows // spec.num_local_experts]
+    row_of_slot = route.index.row_of_slot
+    is_of_slots = combine_input.rows_per is RowsPer.SLOT and row_of_slot is not None
+    return [row_of_slot.shape[0] if is_of_slots and row_of_slot is not None else route.num_rows]
 
 
 def num_tokens_of(hidden_states: Tensor) -> int:

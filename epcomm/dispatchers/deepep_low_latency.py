@@ -10,10 +10,10 @@ from torch import Tensor
 from epcomm.config import Mode
 from epcomm.dispatchers.rows import RowsDispatcher
 from epcomm.errors import ConfigError, EPError
-from epcomm.records import TopKOutput
+from epcomm.records import CombineInput, DispatchOutput, TopKOutput
 
 
-class DeepEPLowLatencyDispatcher(RowsDispatcher):
+class DeepEPLowLatencyDispatcher(RowsDispatcher[DispatchOutput, CombineInput]):
     """Moves at most M tokens a rank in buffers of fixed size; counts stay on the device.
 
     Router weights travel with the tokens and combine applies them, so that a rank reduces before

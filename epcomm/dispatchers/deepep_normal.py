@@ -6,9 +6,10 @@ from typing import ClassVar
 
 from epcomm.config import Mode
 from epcomm.dispatchers.rows import RowsDispatcher
+from epcomm.records import RowsCombineInput, RowsDispatchOutput
 
 
-class DeepEPNormalDispatcher(RowsDispatcher):
+class DeepEPNormalDispatcher(RowsDispatcher[RowsDispatchOutput, RowsCombineInput]):
     """Sends a token once to each rank that owns one of its experts.
 
     A dispatch costs the host one read of the counts; combine adds nothing to it. Trainable.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
@@ -14,7 +15,10 @@ from epcomm.errors import ConfigError
 from epcomm.group import EPGroup
 from epcomm.planning import EPPlan, MoESpec, PhasePlan
 
-_DISPATCHERS: Mapping[Mode, type[RowsDispatcher]] = {
+# Of either layout, as the plan chose; runners read what they are given.
+AnyDispatcher = RowsDispatcher[Any, Any]
+
+_DISPATCHERS: Mapping[Mode, type[AnyDispatcher]] = {
     Mode.NORMAL: DeepEPNormalDispatcher,
     Mode.LOW_LATENCY: DeepEPLowLatencyDispatcher,
     Mode.STANDARD: StandardDispatcher,
@@ -30,17 +34,17 @@ class PhaseDispatchers:
         Collective: yes.   Host sync: yes.
         """
 
-        def open_phase(phase: PhasePlan) -> RowsDispatcher:
+        def open_phase(phase: PhasePlan) -> AnyDispatcher:
             return _DISPATCHERS[phase.mode](group, spec, config, chosen=phase)
 
         self._where = group.where
         self._decode_lacks = chosen.decode_lacks
         self.prefill = open_phase(chosen.prefill)
-        self.decode: RowsDispatcher | None = self.prefill
+        self.decode: AnyDispatcher | None = self.prefill
         if chosen.decode is not chosen.prefill:
             self.decode = None if chosen.decode is None else open_phase(chosen.decode)
 
-    def of_phase(self, *, decode: bool) -> RowsDispatcher:
+    def of_phase(self, *, decode: bool) -> AnyDispatcher:
         """The dispatcher of a phase.
 
         Raises:
@@ -64,6 +68,6 @@ class PhaseDispatchers:
         """Bytes sent by the buffers of both phases."""
         return sum((dispatcher.traffic() for dispatcher in self._all()), BufferTraffic())
 
-    def _all(self) -> list[RowsDispatcher]:
+    def _all(self) -> list[AnyDispatcher]:
         is_one = self.decode is None or self.decode is self.prefill
         return [self.prefill] if is_one else [self.prefill, *filter(None, [self.decode])]

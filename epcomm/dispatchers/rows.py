@@ -4,35 +4,38 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar, NoReturn
+from typing import ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import DispatchCall
+from epcomm.buffers.base import Combined, DispatchCall, Dispatched
 from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
-from epcomm.dispatchers.base import Dispatcher
+from epcomm.dispatchers.base import CombineT, Dispatcher, DispatchT
 from epcomm.dispatchers.checks import find_call_error, find_combine_error, num_tokens_of
 from epcomm.errors import EPError, EPTimeout, HandleError
 from epcomm.group import EPGroup
 from epcomm.planning import MoESpec, PhasePlan, plan
-from epcomm.quantization import arrange_scales, quantize, quantizer_for
+from epcomm.quantization import arrange_scales, quantize, quantizer_for, restore_scales
 from epcomm.records import (
     Handle,
+    MaskedCombineInput,
+    MaskedDispatchOutput,
+    Pending,
     RowsCombineInput,
     RowsDispatchOutput,
     TopKOutput,
     empty_topk,
 )
-from epcomm.types import ROW_MAJOR, WireTensor
+from epcomm.types import ROW_MAJOR, Layout, RowsPer, WireTensor
 from epcomm.untraced import untraced
 
 
-class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
-    """A dispatcher over any buffer that hands out rows and an index."""
+class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
+    """A dispatcher over any buffer, in the layout that the buffer hands out."""
 
     mode: ClassVar[Mode]
 
@@ -77,7 +80,26 @@ class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
     @untraced
     def dispatch(
         self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: bool = False
-    ) -> RowsDispatchOutput:
+    ) -> DispatchT:
+        return self._begin(hidden_states, topk, experts_need_grad, late_receive=False).wait()
+
+    @untraced
+    def dispatch_async(
+        self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: bool = False
+    ) -> Pending[DispatchT]:
+        if not self.plan.caps.late_receive:
+            return super().dispatch_async(hidden_states, topk, experts_need_grad=experts_need_grad)
+        return self._begin(hidden_states, topk, experts_need_grad, late_receive=True)
+
+    def _begin(
+        self,
+        hidden_states: Tensor,
+        topk: TopKOutput,
+        experts_need_grad: bool,
+        *,
+        late_receive: bool,
+    ) -> Pending[DispatchT]:
+        """Send; with late_receive, which has no gradients, rows are received in wait()."""
         self._check_group_open("dispatch")
         num_tokens = num_tokens_of(hidden_states)
         refusal = self._closed_error("dispatch") or self._refusal(
@@ -93,37 +115,88 @@ class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
             )
             topk = empty_topk(self._spec.top_k, self._group.device)
         call = self._make_call(hidden_states, topk, experts_need_grad, error)
-        out = dispatch_rows(self._buffer, hidden_states, topk.topk_weights, call)
+        if late_receive:
+            pending = self._buffer.dispatch_async(call)
+        else:
+            out = dispatch_rows(self._buffer, hidden_states, topk.topk_weights, call)
+            pending = Pending(lambda: out)
         if refusal is not None:
             # A static buffer has not raised. No combine will come of this call, so end it here.
+            pending.wait()
             self._refuse_combine(refusal)
         self._num_calls += 1
+        number = self._num_calls
+        return Pending(lambda: self._record(pending.wait(), number, num_tokens))
+
+    def _record(self, out: Dispatched, number: int, num_tokens: int) -> DispatchT:
+        """The record of dispatch call `number`."""
         handle = Handle(
             owner=self,
             route=out.route,
-            call=self._num_calls,
+            call=number,
             num_tokens=num_tokens,
             needs_backward=bool(out.any_flags & ~BatchFlags.GRAD_ENABLED),
         )
-        return RowsDispatchOutput(
-            hidden_states=self._arranged(out.rows),
-            index=out.index,
-            slot_weights=out.slot_weights,
-            weights_applied_by=self._weights_applied_by,
-            handle=handle,
-        )
+        if self.plan.caps.layout is Layout.MASKED:
+            room = out.rows.data.shape[:2]
+            record = MaskedDispatchOutput(
+                hidden_states=self._arranged(out.rows),
+                num_slots_per_expert=out.index.num_slots_per_expert,
+                slot_weights=None if out.slot_weights is None else out.slot_weights.view(room),
+                weights_applied_by=self._weights_applied_by,
+                handle=handle,
+            )
+        else:
+            record = RowsDispatchOutput(
+                hidden_states=self._arranged(out.rows),
+                index=out.index,
+                slot_weights=out.slot_weights,
+                weights_applied_by=self._weights_applied_by,
+                handle=handle,
+            )
+        # Which of the two a dispatcher hands out is its buffer's choice, made once in the plan.
+        return cast(DispatchT, record)
 
     @untraced
-    def combine(self, combine_input: RowsCombineInput) -> Tensor:
+    def combine(self, combine_input: CombineT) -> Tensor:
+        return self._begin_combine(combine_input, late_receive=False).wait()
+
+    @untraced
+    def combine_async(self, combine_input: CombineT) -> Pending[Tensor]:
+        if not self.plan.caps.late_receive:
+            return super().combine_async(combine_input)
+        return self._begin_combine(combine_input, late_receive=True)
+
+    def _begin_combine(self, combine_input: CombineT, *, late_receive: bool) -> Pending[Tensor]:
+        """Send sums home; with late_receive they are received in wait()."""
         self._check_group_open("combine")
         error = self._closed_error("combine") or find_combine_error(
-            combine_input, self, self._spec, self._dtype, self._group.device, self._group.where
+            combine_input,
+            self,
+            self._spec,
+            self._dtype,
+            self._group.device,
+            self._group.where,
+            layout=self.plan.caps.layout,
         )
         if error is not None:
             self._refuse_combine(error)
-        y = combine_rows(self._buffer, combine_input, self._spec.backward_format.dtype.torch_dtype)
-        combine_input.handle.spend("was combined before")
-        num_tokens = combine_input.handle.num_tokens
+        rows = _as_rows(combine_input)
+        if late_receive:
+            pending = self._buffer.combine_async(
+                rows.hidden_states,
+                rows.handle.route,
+                rows_per=rows.rows_per,
+                slot_weights=rows.slot_weights,
+            )
+        else:
+            y = combine_rows(self._buffer, rows, self._spec.backward_format.dtype.torch_dtype)
+            pending = Pending(lambda: Combined(y=y, scalars=None))
+        rows.handle.spend("was combined before")
+        return Pending(lambda: self._finished(pending.wait().y, rows.handle.num_tokens))
+
+    def _finished(self, y: Tensor, num_tokens: int) -> Tensor:
+        """y of the batch as the caller gave it."""
         if y.shape[0] != num_tokens:
             # This rank's call was refused on a static buffer: it took part with no tokens.
             y = y.new_full((num_tokens, self._spec.hidden_size), float("nan"))
@@ -198,6 +271,22 @@ class RowsDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
         """Received rows with their scales as the runner reads them; others as they are."""
         if rows.scales is None:
             return rows
-        layout = self.plan.scale_layout
-        scales = rows.scales if layout == ROW_MAJOR else arrange_scales(rows.scales, layout)
+        layout, came = self.plan.scale_layout, rows.scale_layout or ROW_MAJOR
+        scales = rows.scales
+        if layout != came:
+            num_scales = rows.format.num_scales(self._spec.hidden_size)
+            scales = arrange_scales(restore_scales(scales, came, num_scales), layout)
         return replace(rows, scales=scales, scale_layout=layout)
+
+
+def _as_rows(combine_input: RowsCombineInput | MaskedCombineInput) -> RowsCombineInput:
+    """Results of either layout as a buffer takes them: one row a slot."""
+    if isinstance(combine_input, RowsCombineInput):
+        return combine_input
+    weights = combine_input.slot_weights
+    return RowsCombineInput(
+        hidden_states=combine_input.hidden_states.flatten(0, 1),
+        rows_per=RowsPer.SLOT,
+        slot_weights=None if weights is None else weights.flatten(),
+        handle=combine_input.handle,
+    )

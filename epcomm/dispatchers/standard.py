@@ -6,9 +6,10 @@ from typing import ClassVar
 
 from epcomm.config import Mode
 from epcomm.dispatchers.rows import RowsDispatcher
+from epcomm.records import RowsCombineInput, RowsDispatchOutput
 
 
-class StandardDispatcher(RowsDispatcher):
+class StandardDispatcher(RowsDispatcher[RowsDispatchOutput, RowsCombineInput]):
     """All-gather, local experts, reduce-scatter.
 
     Bytes do not depend on the routing, so it competes on up to about 8 ranks. Trainable.

@@ -14,7 +14,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, BufferSpec, DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, BufferCaps, BufferSpec, DispatchCall, Dispatched
 from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.sizes import CallShape
 from epcomm.config import Mode
@@ -33,7 +33,16 @@ from epcomm.testing.data import (
 )
 from epcomm.testing.oracle import relative_error
 from epcomm.testing.poison import poison_rows, poisoned_memory
-from epcomm.types import RowsPer, WireFormat, WireTensor
+from epcomm.testing.slot_oracle import (
+    ExpectedSlot,
+    as_received,
+    expected_slots,
+    flat_rows,
+    row_bits,
+    rows_of_slots,
+    slot_positions,
+)
+from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireFormat, WireTensor, align_up
 
 # float32 sums of at most K * W terms of order one: a few units of 2**-23 each.
 SUM_TOLERANCE = 1e-5
@@ -45,17 +54,39 @@ class BufferEnv:
 
     group: the ranks.   backend: registry name.   mode: what the buffer serves.
     wire: elements towards the experts; None: those of the batch.
+    hidden_size, dtype: of all batches, where the backend does not take any.
+    token_multiple: max_tokens_per_rank is a multiple of it, and set in any case if it is.
     """
 
     group: EPGroup
     backend: str
     mode: Mode
     wire: WireFormat | None = None
+    hidden_size: int | None = None
+    dtype: torch.dtype | None = None
+    token_multiple: int | None = None
+
+    @property
+    def caps(self) -> BufferCaps:
+        """What the backend says of itself."""
+        return buffer_class(self.backend).caps(self.mode)
+
+    def adapted(self, spec: BatchSpec) -> BatchSpec:
+        """Batches that the backend takes."""
+        return replace(
+            spec,
+            hidden_size=self.hidden_size or spec.hidden_size,
+            dtype=self.dtype or spec.dtype,
+        )
 
     @property
     def is_static(self) -> bool:
         """Whether faults wait on the device and sizes are agreed beforehand."""
-        return buffer_class(self.backend).caps(self.mode).is_static
+        return self.caps.is_static
+
+    def open_comparing(self, spec: BatchSpec, **changes: int) -> Buffer:
+        """The same, which tells all ranks of a bad call."""
+        return self.open(spec, compares_calls=not self.caps.announces_faults, **changes)
 
     def open(self, spec: BatchSpec, **changes: int) -> Buffer:
         """The buffer for batches of `spec`."""
@@ -85,7 +116,9 @@ class BufferEnv:
             combine_format=wire,
             backward_format=wire,
             # One more than are used, so that padding rows are there to be mistaken for tokens.
-            max_tokens_per_rank=most_tokens + 1 if self.is_static else None,
+            max_tokens_per_rank=align_up(most_tokens + 1, self.token_multiple or 1)
+            if self.is_static or self.token_multiple
+            else None,
         )
 
     def batches(self, spec: BatchSpec, number: int = 0) -> list[RankBatch]:
@@ -139,13 +172,15 @@ BATCH_SPECS: Mapping[str, BatchSpec] = MappingProxyType(
 
 def check_batch(env: BufferEnv, spec: BatchSpec, slot_alignment: int = 1) -> None:
     """Dispatch, look at every row and slot, combine in every way, redispatch."""
+    spec = env.adapted(spec)
     buffer = env.open(spec, slot_alignment=slot_alignment)
     batches = env.batches(spec)
     with poisoned_memory():
         out = dispatch(env, buffer, batches[env.group.rank], spec)
-        check_slots(env, out, batches, spec, slot_alignment)
+        slots = check_slots(env, out, batches, spec, slot_alignment)
         check_combine(env, buffer, out, batches, spec)
-        check_redispatch(env, buffer, out, batches, spec)
+        if env.caps.reuses_route:
+            check_redispatch(env, buffer, out, batches, slots)
 
 
 def make_call(
@@ -168,36 +203,11 @@ def dispatch(env: BufferEnv, buffer: Buffer, batch: RankBatch, spec: BatchSpec) 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpectedSlot:
-    """What one slot must hold: expert of this rank, source rank, token, k."""
+class PlacedSlot:
+    """A slot and where it lies."""
 
-    expert: int
-    source: int
-    token: int
-    k: int
-
-
-def expected_slots(env: BufferEnv, batches: list[RankBatch], num_local: int) -> list[ExpectedSlot]:
-    """The slots of this rank by (expert, source rank, token), by plain loops."""
-    first = env.group.rank * num_local
-    found = [
-        ExpectedSlot(expert=expert - first, source=source, token=token, k=k)
-        for source, batch in enumerate(batches)
-        for token, row in enumerate(batch.topk_ids.tolist())
-        for k, expert in enumerate(row)
-        if first <= expert < first + num_local
-    ]
-    return sorted(found, key=lambda slot: (slot.expert, slot.source, slot.token))
-
-
-def slot_positions(slots: list[ExpectedSlot], num_local: int, slot_alignment: int) -> list[int]:
-    """Where each expected slot lies when experts start at multiples of slot_alignment."""
-    positions, start = [], 0
-    for expert in range(num_local):
-        mine = [slot for slot in slots if slot.expert == expert]
-        positions += range(start, start + len(mine))
-        start += -(-len(mine) // slot_alignment) * slot_alignment
-    return positions
+    slot: ExpectedSlot
+    position: int
 
 
 def check_slots(
@@ -206,127 +216,168 @@ def check_slots(
     batches: list[RankBatch],
     spec: BatchSpec,
     slot_alignment: int,
-) -> None:
-    """Order, counts, bit-equal payload and weights of the received slots."""
-    slots = expected_slots(env, batches, spec.num_local_experts)
-    positions = slot_positions(slots, spec.num_local_experts, slot_alignment)
-    index, rows = out.index, out.rows
+) -> list[PlacedSlot]:
+    """Order, counts, bit-equal payload and weights of the received slots; returns them."""
+    num_local, index = spec.num_local_experts, out.index
+    slots = expected_slots(batches, env.group.rank, num_local)
+    is_masked = env.caps.layout is Layout.MASKED
+    room = out.rows.data.shape[1] if is_masked else None
+    positions = slot_positions(slots, num_local, slot_alignment, room)
+    rows = flat_rows(out, env.caps.layout)
     sent = [env.sent(batch, spec) for batch in batches]
-    counts = [sum(s.expert == e for s in slots) for e in range(spec.num_local_experts)]
+    counts = [sum(s.expert == e for s in slots) for e in range(num_local)]
     _expect_equal(env, "num_slots_per_expert", index.num_slots_per_expert.tolist(), counts)
     if index.host_num_slots_per_expert is not None:
         host_counts = list(index.host_num_slots_per_expert)
         _expect_equal(env, "host_num_slots_per_expert", host_counts, counts)
-    row_of_slot = _rows_of_slots(out)
-    for slot, position in zip(slots, positions, strict=True):
-        batch, row = batches[slot.source], int(row_of_slot[position])
+    row_of_slot = rows_of_slots(out, rows)
+    received = [row_bits(rows, int(row_of_slot[position])) for position in positions]
+    if not env.caps.ordered:
+        slots = as_received(slots, received, sent)
+    for slot, position, bits in zip(slots, positions, received, strict=True):
         where = f"slot {position} ({slot})"
-        _expect_equal(env, where, _row_bits(rows, row), _row_bits(sent[slot.source], slot.token))
-        weight = batch.topk_weights[slot.token, slot.k].item()
-        _expect_equal(env, f"weight of {where}", out.slot_weights[position].item(), weight)
-    padding = sorted(set(range(len(row_of_slot))) - set(positions))
-    _expect_equal(env, "padding", [int(row_of_slot[s]) for s in padding], [-1] * len(padding))
+        _expect_equal(env, where, bits, row_bits(sent[slot.source], slot.token))
+        if out.slot_weights is not None:
+            weight = batches[slot.source].topk_weights[slot.token, slot.k].item()
+            _expect_equal(env, f"weight of {where}", out.slot_weights[position].item(), weight)
+    if index.row_of_slot is not None:
+        padding = sorted(set(range(len(row_of_slot))) - set(positions))
+        of_padding = [int(row_of_slot[s]) for s in padding]
+        _expect_equal(env, "padding", of_padding, [-1] * len(padding))
+    return [PlacedSlot(slot=s, position=p) for s, p in zip(slots, positions, strict=True)]
 
 
 def check_combine(
     env: BufferEnv, buffer: Buffer, out: Dispatched, batches: list[RankBatch], spec: BatchSpec
 ) -> None:
     """Expert e multiplies by e + 1; every way to combine must give the same sums."""
-    rank = env.group.rank
-    batch = batches[rank]
-    scale = _slot_scales(env, out, spec)
+    caps, batch = env.caps, batches[env.group.rank]
+    received = flat_rows(out, caps.layout)
+    row_of_slot = rows_of_slots(out, received)
+    scale = _slot_scales(env, out, spec, len(row_of_slot))
     used = scale > 0
-    received = dequantize(out.rows, torch.float32)
-    rows = received[_rows_of_slots(out).clamp(min=0).long()] if used.numel() else received[:0]
+    values = dequantize(received, torch.float32)
+    rows = values[row_of_slot.clamp(min=0).long()] if used.numel() else values[:0]
     results = (rows * scale.unsqueeze(1)).to(spec.dtype)
-    weighted = (results * out.slot_weights.unsqueeze(1)).to(spec.dtype)
 
     factor = (batch.topk_ids + 1).clamp(min=0).double()
     arriving = env.arriving(batch, spec)
-    plain = arriving * factor.sum(1, keepdim=True)
     expected = arriving * (factor * batch.topk_weights.double()).sum(1, keepdim=True)
     tolerance = _sum_tolerance(spec)
-
-    by_combine = buffer.combine(
-        poison_rows(results, used),
-        out.route,
-        rows_per=RowsPer.SLOT,
-        slot_weights=out.slot_weights,
-    )
-    _expect_close(env, "combine with weights", by_combine.y, expected, tolerance)
-    by_runner = buffer.combine(poison_rows(weighted, used), out.route, rows_per=RowsPer.SLOT)
-    _expect_close(env, "combine of weighted slots", by_runner.y, expected, tolerance)
-
+    if WeightsAppliedBy.COMBINE in caps.weights_applied_by:
+        y = buffer.combine(
+            poison_rows(results, used),
+            out.route,
+            rows_per=RowsPer.SLOT,
+            slot_weights=out.slot_weights,
+        ).y
+        _expect_close(env, "combine with weights", y, expected, tolerance)
+    if WeightsAppliedBy.RUNNER in caps.weights_applied_by:
+        assert out.slot_weights is not None, "who applies weights has them"
+        weighted = (results * out.slot_weights.unsqueeze(1)).to(spec.dtype)
+        y = buffer.combine(poison_rows(weighted, used), out.route, rows_per=RowsPer.SLOT).y
+        _expect_close(env, "combine of weighted slots", y, expected, tolerance)
+        if y.dtype != spec.dtype:
+            _fail(env, f"combine returned {y.dtype}, expected {spec.dtype}")
+    if not caps.trainable and out.index.slots_of_row is None:
+        return
     per_row, scalars = _reduce_to_rows(out, poison_rows(results, used), scale)
     home = buffer.combine(per_row, out.route, rows_per=RowsPer.ROW, row_scalars=scalars)
+    plain = arriving * factor.sum(1, keepdim=True)
     _expect_close(env, "combine of rows", home.y, plain, tolerance)
     assert home.scalars is not None, "row scalars come home"
     # The scalar of a slot is its expert's number, so (t, k) must receive topk_ids + 1.
     _expect_equal(env, "scalars", home.scalars.tolist(), factor.float().tolist())
-    if by_runner.y.dtype != spec.dtype:
-        _fail(env, f"combine returned {by_runner.y.dtype}, expected {spec.dtype}")
 
 
 def check_redispatch(
-    env: BufferEnv, buffer: Buffer, out: Dispatched, batches: list[RankBatch], spec: BatchSpec
+    env: BufferEnv,
+    buffer: Buffer,
+    out: Dispatched,
+    batches: list[RankBatch],
+    slots: list[PlacedSlot],
 ) -> None:
     """Other rows along the old route, twice: slot by slot what their token was given."""
-    slots = expected_slots(env, batches, spec.num_local_experts)
-    positions = slot_positions(slots, spec.num_local_experts, out.index.slot_alignment)
-    row_of_slot = _rows_of_slots(out)
+    row_of_slot = rows_of_slots(out, out.rows)
     for factor in (2, -3):
         rows = buffer.redispatch(batches[env.group.rank].x * factor, out.route)
-        for slot, position in zip(slots, positions, strict=True):
+        for placed in slots:
+            slot = placed.slot
             expected = (batches[slot.source].x[slot.token] * factor).tolist()
-            row = rows[int(row_of_slot[position])].tolist()
-            _expect_equal(env, f"redispatched slot {position}", row, expected)
+            row = rows[int(row_of_slot[placed.position])].tolist()
+            _expect_equal(env, f"redispatched slot {placed.position}", row, expected)
 
 
 def check_operations_stand_alone(env: BufferEnv) -> None:
     """Dispatches without combines, two batches in flight, combines in any order and repeated."""
-    spec = BATCH_SPECS["uneven"]
+    spec, most = env.adapted(BATCH_SPECS["uneven"]), env.caps.batches_in_flight
     buffer = env.open(spec)
     outs, all_batches = [], []
-    for number in range(4):
+    for number in range(most or 4):
         all_batches.append(env.batches(spec, number))
         outs.append(dispatch(env, buffer, all_batches[-1][env.group.rank], spec))
+    if most is not None:
+        _check_ended_batch(env, buffer, outs, all_batches, spec)
+        return
     for number in (2, 0, 0, 3):
         check_slots(env, outs[number], all_batches[number], spec, 1)
         check_combine(env, buffer, outs[number], all_batches[number], spec)
 
 
+def _check_ended_batch(
+    env: BufferEnv,
+    buffer: Buffer,
+    outs: list[Dispatched],
+    all_batches: list[list[RankBatch]],
+    spec: BatchSpec,
+) -> None:
+    """All batches that may be in flight are there; one more ends the first, and spares the rest."""
+    for out, batches in zip(outs, all_batches, strict=True):
+        check_slots(env, out, batches, spec, 1)
+    batches = env.batches(spec, len(outs))
+    newest = dispatch(env, buffer, batches[env.group.rank], spec)
+    error = _raised(lambda: _finish(env, buffer, outs[0], spec))
+    if not isinstance(error, HandleError):
+        _fail(env, f"combine of an ended batch raised {error!r}, expected HandleError")
+    for out, found in ((newest, batches), (outs[-1], all_batches[-1])):
+        check_slots(env, out, found, spec, 1)
+        check_combine(env, buffer, out, found, spec)
+
+
 def check_faults(env: BufferEnv) -> None:
     """A bad call of one rank is told to every rank, by name, and the next call works."""
-    spec, faulty = BATCH_SPECS["uneven"], env.group.world_size - 1
+    spec, faulty = env.adapted(BATCH_SPECS["uneven"]), env.group.world_size - 1
     is_faulty = env.group.rank == faulty
-    buffer = env.open(spec)
+    buffer = env.open_comparing(spec)
     for own_error in (CapacityError("too many tokens here"), ShapeError("a bad tensor here")):
         mine = env.batches(spec)[env.group.rank]
         call = make_call(env, mine, spec, error=own_error if is_faulty else None)
         wanted = str(own_error) if is_faulty else f"rank {faulty}"
-        _expect_fault(env, buffer, call, type(own_error), wanted)
+        _expect_fault(env, buffer, call, type(own_error), wanted, spec)
         check_batch(env, spec)
 
 
 def check_ids_out_of_range(env: BufferEnv) -> None:
     """An id of P, or of -2, on one rank: ShapeError on every rank, then a correct call."""
-    spec = BATCH_SPECS["uneven"]
-    buffer = env.open(spec)
+    spec = env.adapted(BATCH_SPECS["uneven"])
+    buffer = env.open_comparing(spec)
     for bad_id in (spec.num_experts(env.group.world_size), -2):
         mine = env.batches(spec)[env.group.rank]
         if env.group.rank == 0:
             mine.topk_ids[-1, -1] = bad_id
         tells_value = env.group.rank == 0 and not env.is_static
         wanted = str(bad_id) if tells_value else "rank 0"
-        _expect_fault(env, buffer, make_call(env, mine, spec), ShapeError, wanted)
+        _expect_fault(env, buffer, make_call(env, mine, spec), ShapeError, wanted, spec)
         check_batch(env, spec)
 
 
 def check_combine_faults(env: BufferEnv) -> None:
     """A combine that one rank refuses is told to every rank, by name, and the next call works."""
-    spec, faulty = BATCH_SPECS["uneven"], env.group.world_size - 1
+    spec, faulty = env.adapted(BATCH_SPECS["uneven"]), env.group.world_size - 1
     is_faulty = env.group.rank == faulty
     buffer, mine = env.open(spec, compares_calls=True), env.batches(spec)[env.group.rank]
+    # Where ranks compare their calls they hear of it at once.
+    waits_for_check = env.is_static and env.caps.announces_faults
     for own_error in (HandleError("a spent handle here"), ShapeError("bad rows here")):
         out = dispatch(env, buffer, mine, spec)
 
@@ -334,13 +385,12 @@ def check_combine_faults(env: BufferEnv) -> None:
             if is_faulty:
                 buffer.refuse_combine(own_error)
                 return
-            results = _zero_rows(out)
-            y = buffer.combine(results, out.route, rows_per=RowsPer.ROW).y
-            if env.is_static and not y.isnan().all():
+            y = _finish(env, buffer, out, spec)
+            if waits_for_check and not y.isnan().all():
                 _fail(env, "y of a refused combine is not NaN everywhere")
 
         error = _raised(run)
-        if env.is_static:
+        if waits_for_check:
             error = _raised(buffer.check)
         wanted = str(own_error) if is_faulty else f"rank {faulty}"
         if type(error) is not type(own_error) or wanted not in str(error):
@@ -350,10 +400,10 @@ def check_combine_faults(env: BufferEnv) -> None:
 
 def check_budget(env: BufferEnv) -> None:
     """Exactly C slots pass; with C - 1 every rank hears the size needed, and y is NaN."""
-    if not env.is_static:
+    if not (env.is_static and env.caps.has_slot_budget):
         return
     for name, alignment in (("uneven", 1), ("one_expert", 1), ("holes", 4)):
-        spec = BATCH_SPECS[name]
+        spec = env.adapted(BATCH_SPECS[name])
         batches, world_size = env.batches(spec), env.group.world_size
         required = max(
             _slots_needed(batches, rank, spec.num_local_experts, alignment)
@@ -365,9 +415,10 @@ def check_budget(env: BufferEnv) -> None:
         check_combine(env, exact, out, batches, spec)
         exact.check()
         if required > 1:
-            small = env.open(spec, slot_alignment=alignment, max_recv_slots=required - 1)
+            small = env.open_comparing(spec, slot_alignment=alignment, max_recv_slots=required - 1)
             call = make_call(env, batches[env.group.rank], spec)
-            _expect_fault(env, small, call, CapacityError, f"raise max_recv_slots to {required}")
+            wanted = f"raise max_recv_slots to {required}"
+            _expect_fault(env, small, call, CapacityError, wanted, spec)
 
 
 def _slots_needed(batches: list[RankBatch], rank: int, num_local: int, alignment: int) -> int:
@@ -379,14 +430,26 @@ def _slots_needed(batches: list[RankBatch], rank: int, num_local: int, alignment
     return total
 
 
+def _finish(env: BufferEnv, buffer: Buffer, out: Dispatched, spec: BatchSpec) -> Tensor:
+    """y of experts that return zeros: a row for each received one, or for each slot."""
+    has_rows = out.index.slots_of_row is not None
+    num_rows = flat_rows(out, env.caps.layout).data.shape[0]
+    zeros = torch.zeros(num_rows, spec.hidden_size, dtype=spec.dtype, device=env.group.device)
+    rows_per = RowsPer.ROW if has_rows else RowsPer.SLOT
+    return buffer.combine(zeros, out.route, rows_per=rows_per).y
+
+
 def _expect_fault(
-    env: BufferEnv, buffer: Buffer, call: DispatchCall, kind: type[EPError], wanted: str
+    env: BufferEnv,
+    buffer: Buffer,
+    call: DispatchCall,
+    kind: type[EPError],
+    wanted: str,
+    spec: BatchSpec,
 ) -> None:
     """The call must fail with `kind` and `wanted` in its message, once; static: at check()."""
     if env.is_static:
-        out = buffer.dispatch(call)
-        results = _zero_rows(out)
-        y = buffer.combine(results, out.route, rows_per=RowsPer.ROW).y
+        y = _finish(env, buffer, buffer.dispatch(call), spec)
         if not y.isnan().all():
             _fail(env, "y of a refused call is not NaN everywhere")
         error = _raised(buffer.check)
@@ -401,12 +464,12 @@ def _expect_fault(
 
 def check_traffic(env: BufferEnv) -> None:
     """Counted bytes are those that the plan promises for this very call, to the byte."""
-    spec, rank, world_size = BATCH_SPECS["holes"], env.group.rank, env.group.world_size
+    rank, world_size = env.group.rank, env.group.world_size
+    spec = env.adapted(BATCH_SPECS["holes"])
     buffer, batches = env.open(spec), env.batches(spec)
     before = buffer.traffic()
     out = dispatch(env, buffer, batches[rank], spec)
-    results = _zero_rows(out)
-    buffer.combine(results, out.route, rows_per=RowsPer.ROW)
+    _finish(env, buffer, out, spec)
     shape = CallShape(
         rank=rank,
         tokens_of_rank=[len(batch.x) for batch in batches],
@@ -418,6 +481,12 @@ def check_traffic(env: BufferEnv) -> None:
         rows_received=sum(
             _rows_between(batch, rank, spec) for other, batch in enumerate(batches) if other != rank
         ),
+        slots_sent=_slots_elsewhere(batches[rank], rank, spec),
+        slots_received=sum(
+            int((batch.topk_ids // spec.num_local_experts == rank).sum())
+            for other, batch in enumerate(batches)
+            if other != rank
+        ),
     )
     promised = before + type(buffer).wire_bytes(env.buffer_spec(spec), shape)
     _expect_equal(env, "traffic", buffer.traffic(), promised)
@@ -427,6 +496,12 @@ def _rows_between(batch: RankBatch, rank: int, spec: BatchSpec) -> int:
     """Tokens of a batch that need an expert of `rank`."""
     owners = batch.topk_ids // spec.num_local_experts
     return int((owners == rank).any(dim=1).sum())
+
+
+def _slots_elsewhere(batch: RankBatch, rank: int, spec: BatchSpec) -> int:
+    """(token, expert) pairs of a batch whose expert is not of `rank`."""
+    owners = batch.topk_ids // spec.num_local_experts
+    return int(((batch.topk_ids >= 0) & (owners != rank)).sum())
 
 
 SCENARIOS: Mapping[str, Callable[[BufferEnv], None]] = MappingProxyType(
@@ -453,37 +528,17 @@ def run_scenario(name: str, env: BufferEnv) -> None:
     Raises:
         AssertionError: the buffer broke its contract; the message names rank and value.
     """
-    caps = buffer_class(env.backend).caps(env.mode)
-    assert caps.ordered, "this suite compares slots in order"
-    assert caps.owns_rows, "this suite keeps rows over many dispatches"
     SCENARIOS[name](env)
 
 
-def _zero_rows(out: Dispatched) -> Tensor:
-    """Expert results [R, H] of float32 batches, one for each received row."""
-    return out.rows.data.new_zeros(out.rows.data.shape, dtype=torch.float32)
-
-
-def _row_bits(rows: WireTensor, row: int) -> list[list[int]]:
-    """The bytes of one row: elements, then scales."""
-    parts = [rows.data[row], *([] if rows.scales is None else [rows.scales[row]])]
-    return [part.contiguous().view(torch.uint8).tolist() for part in parts]
-
-
-def _slot_scales(env: BufferEnv, out: Dispatched, spec: BatchSpec) -> Tensor:
+def _slot_scales(env: BufferEnv, out: Dispatched, spec: BatchSpec, num_slots: int) -> Tensor:
     """[C]: physical expert + 1 of each slot, 0 for padding."""
-    scales = torch.zeros(_rows_of_slots(out).shape[0], device=env.group.device)
+    scales = torch.zeros(num_slots, device=env.group.device)
     starts, counts = out.index.first_slot.tolist(), out.index.num_slots_per_expert.tolist()
     for expert, count in enumerate(counts):
         number = env.group.rank * spec.num_local_experts + expert + 1
         scales[starts[expert] : starts[expert] + count] = number
     return scales
-
-
-def _rows_of_slots(out: Dispatched) -> Tensor:
-    if out.index.row_of_slot is None:
-        return torch.arange(out.rows.data.shape[0], device=out.rows.data.device)
-    return out.index.row_of_slot
 
 
 def _reduce_to_rows(out: Dispatched, results: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

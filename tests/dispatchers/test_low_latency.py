@@ -12,6 +12,7 @@ from epcomm import (
     EPGroup,
     ExpertParallelExperts,
     MoESpec,
+    RowsDispatchOutput,
     ShapeError,
     TopKOutput,
 )
@@ -38,6 +39,7 @@ def run_batch(
 ) -> torch.Tensor:
     """Dispatch and combine with experts that return zeros."""
     out = dispatcher.dispatch(x, topk)
+    assert isinstance(out, RowsDispatchOutput)
     results = torch.zeros(out.num_slots, SPEC.hidden_size)
     return dispatcher.combine(out.combine_input(results))
 

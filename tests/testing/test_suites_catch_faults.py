@@ -53,7 +53,7 @@ class OtherSlotOrder(CollectiveBuffer):
         return replace(
             out,
             index=index,
-            slot_weights=out.slot_weights[order],
+            slot_weights=None if out.slot_weights is None else out.slot_weights[order],
             route=replace(route, index=index, slots_by_row=slots_by_row(index)),
         )
 
@@ -63,6 +63,7 @@ class WeightsOfOtherSlots(CollectiveBuffer):
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         out = super().dispatch(call)
+        assert out.slot_weights is not None
         return replace(out, slot_weights=out.slot_weights.flip(0))
 
 

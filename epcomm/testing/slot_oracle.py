@@ -1,0 +1,97 @@
+"""What the slots of one rank must hold, by plain loops, and where a buffer put them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.base import Dispatched
+from epcomm.quantization import restore_scales
+from epcomm.testing.data import RankBatch
+from epcomm.types import ROW_MAJOR, Layout, WireTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedSlot:
+    """What one slot must hold: expert of this rank, source rank, token, k."""
+
+    expert: int
+    source: int
+    token: int
+    k: int
+
+
+def expected_slots(batches: list[RankBatch], rank: int, num_local: int) -> list[ExpectedSlot]:
+    """The slots of `rank` by (expert, source rank, token)."""
+    first = rank * num_local
+    found = [
+        ExpectedSlot(expert=expert - first, source=source, token=token, k=k)
+        for source, batch in enumerate(batches)
+        for token, row in enumerate(batch.topk_ids.tolist())
+        for k, expert in enumerate(row)
+        if first <= expert < first + num_local
+    ]
+    return sorted(found, key=lambda slot: (slot.expert, slot.source, slot.token))
+
+
+def slot_positions(
+    slots: list[ExpectedSlot], num_local: int, slot_alignment: int, room: int | None
+) -> list[int]:
+    """Where slots lie when experts start at multiples of slot_alignment, or of `room`."""
+    positions, start = [], 0
+    for expert in range(num_local):
+        mine = [slot for slot in slots if slot.expert == expert]
+        positions += range(start, start + len(mine))
+        start += -(-len(mine) // slot_alignment) * slot_alignment if room is None else room
+    return positions
+
+
+def flat_rows(out: Dispatched, layout: Layout) -> WireTensor:
+    """Received rows of either layout, [R, H], with their scales row-major."""
+    rows, came = out.rows, out.rows.scale_layout or ROW_MAJOR
+    scales = rows.scales
+    if scales is not None:
+        num_scales = rows.format.num_scales(rows.data.shape[-1])
+        scales = restore_scales(scales, came, num_scales)
+    if layout is Layout.ROWS:
+        return replace(rows, scales=scales, scale_layout=None)
+    return replace(
+        rows,
+        data=rows.data.flatten(0, 1),
+        scales=None if scales is None else scales.flatten(0, 1),
+        scale_layout=None,
+    )
+
+
+def rows_of_slots(out: Dispatched, rows: WireTensor) -> Tensor:
+    """[C]: the row of each slot, -1 for padding."""
+    if out.index.row_of_slot is None:
+        return torch.arange(rows.data.shape[0], device=rows.data.device)
+    return out.index.row_of_slot
+
+
+def row_bits(rows: WireTensor, row: int) -> list[list[int]]:
+    """The bytes of one row: elements, then scales."""
+    parts = [rows.data[row], *([] if rows.scales is None else [rows.scales[row]])]
+    return [part.contiguous().view(torch.uint8).tolist() for part in parts]
+
+
+def as_received(
+    slots: list[ExpectedSlot], received: list[list[list[int]]], sent: list[WireTensor]
+) -> list[ExpectedSlot]:
+    """The same slots in the order that they came in within each expert; tokens are distinct.
+
+    received: the bytes of each slot.   sent: the tokens of all ranks as they travel.
+    What came and was never sent keeps some slot of its expert, and is found out by its bytes.
+    """
+    left = list(slots)
+    ordered = []
+    for wanted, bits in zip(slots, received, strict=True):
+        mine = [slot for slot in left if slot.expert == wanted.expert]
+        match = (slot for slot in mine if row_bits(sent[slot.source], slot.token) == bits)
+        found = next(match, mine[0])
+        left.remove(found)
+        ordered.append(found)
+    return ordered

@@ -1,0 +1,46 @@
+"""What a fake refuses: rules of use always, limits of sizes unless they are switched off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_LIMITS_ARE_ON: ContextVar[bool] = ContextVar("limits_are_on", default=True)
+
+
+@contextmanager
+def limits_off() -> Iterator[None]:
+    """While open, sizes that the real package was not compiled for, or has no memory for, pass.
+
+    For suites with small sizes. Rules that hold at any size (dtypes, contiguity, T <= M) stay.
+    """
+    token = _LIMITS_ARE_ON.set(False)
+    try:
+        yield
+    finally:
+        _LIMITS_ARE_ON.reset(token)
+
+
+def limits_are_on() -> bool:
+    """Whether limits of sizes apply."""
+    return _LIMITS_ARE_ON.get()
+
+
+def require(condition: bool, rule: str) -> None:
+    """A rule that holds at any size, in the words of the real package.
+
+    Raises:
+        RuntimeError: as an EP_HOST_ASSERT arrives in Python.
+    """
+    if not condition:
+        raise RuntimeError(f"Assertion exception (fake of deep_ep): {rule}")
+
+
+def require_size(condition: bool, rule: str) -> None:
+    """A limit that limits_off() lifts.
+
+    Raises:
+        RuntimeError: see require().
+    """
+    require(condition or not limits_are_on(), rule)

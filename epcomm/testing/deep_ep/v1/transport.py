@@ -1,0 +1,58 @@
+"""Rows of several tensors as bytes, and their way to other ranks through gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def pack(columns: Sequence[Tensor]) -> Tensor:
+    """[N, ...] tensors side by side, as [N, bytes] uint8."""
+    return torch.cat([column.contiguous().view(torch.uint8) for column in columns], dim=1)
+
+
+def unpack(rows: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of pack(): tensors [N, width] with the dtypes and widths of `columns`."""
+    parts, first = [], 0
+    for column in columns:
+        last = first + column.shape[1] * column.element_size()
+        # A clone: the bytes of a row may begin where the dtype may not.
+        part = rows[:, first:last].clone(memory_format=torch.contiguous_format)
+        parts.append(part.view(column.dtype))
+        first = last
+    return parts
+
+
+def exchange(
+    group: dist.ProcessGroup, rows: Tensor, send_splits: list[int], recv_splits: list[int]
+) -> Tensor:
+    """Rows [N, bytes], first those for rank 0; returns those of rank 0 first."""
+    received = rows.new_empty((sum(recv_splits), rows.shape[1]))
+    dist.all_to_all_single(received, rows.contiguous(), recv_splits, send_splits, group=group)
+    return received
+
+
+def begin_exchange(group: dist.ProcessGroup, blocks: Tensor) -> Callable[[], Tensor]:
+    """Send blocks[r] to each rank r and return at once; the result waits for those of all ranks."""
+    send = blocks.contiguous().view(torch.uint8)
+    received = torch.empty_like(send)
+    work = dist.all_to_all_single(received, send, group=group, async_op=True)
+    assert work is not None, "this rank is in the group"
+
+    def wait() -> Tensor:
+        work.wait()
+        # Without `send` here gloo would read freed memory.
+        assert send.shape == received.shape
+        return received.view(blocks.dtype)
+
+    return wait
+
+
+def gather(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
+    """[W, ...]: the tensor of every rank."""
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.stack(parts)

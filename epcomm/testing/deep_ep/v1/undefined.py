@@ -1,0 +1,31 @@
+"""Memory that the real package leaves unwritten: NaN, or a number that no index can be."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# In an integer of any width no count, index or id of a test; in e4m3 a NaN.
+UNDEFINED_BYTE = 0x7F
+
+
+def poison(tensor: Tensor) -> Tensor:
+    """Fill `tensor`, of any strides, with what cannot pass for a result; returns it."""
+    if tensor.dtype == torch.bool:
+        return tensor.fill_(True)
+    if tensor.dtype in (torch.float8_e4m3fn, torch.uint8):
+        tensor.view(torch.uint8).fill_(UNDEFINED_BYTE)
+        return tensor
+    if tensor.is_floating_point():
+        return tensor.fill_(float("nan"))
+    return tensor.fill_(undefined_integer(tensor.dtype))
+
+
+def undefined_integer(dtype: torch.dtype) -> int:
+    """What poison() fills integers with."""
+    return int.from_bytes(bytes([UNDEFINED_BYTE]) * dtype.itemsize, "little")
+
+
+def undefined(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A new tensor that nobody has written."""
+    return poison(torch.empty(shape, dtype=dtype))

@@ -22,7 +22,7 @@ def limits_off() -> Iterator[None]:
         _LIMITS_ARE_ON.reset(token)
 
 
-def limits_are_on() -> bool:
+def is_enforced() -> bool:
     """Whether limits of sizes apply."""
     return _LIMITS_ARE_ON.get()
 
@@ -43,4 +43,4 @@ def require_size(condition: bool, rule: str) -> None:
     Raises:
         RuntimeError: see require().
     """
-    require(condition or not limits_are_on(), rule)
+    require(condition or not is_enforced(), rule)

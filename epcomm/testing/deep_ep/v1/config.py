@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from epcomm.testing.deep_ep.limits import limits_are_on, require, require_size
+from epcomm.testing.deep_ep.limits import is_enforced, require, require_size
 
 # Ranks that reach one another by NVLink.
 MAX_NVL_PEERS = 8
@@ -122,7 +122,7 @@ def combine_config(num_sms: int, num_ranks: int) -> Config:
 def _from_table(
     table: MappingProxyType[int, tuple[int, int, int, int]], num_sms: int, num_ranks: int
 ) -> Config:
-    known = num_ranks in table or not limits_are_on()
+    known = num_ranks in table or not is_enforced()
     assert known, f"Unsupported number of EP ranks: {num_ranks}"
     return Config(num_sms, *table.get(num_ranks, table[MAX_NVL_PEERS]))
 

@@ -237,6 +237,8 @@ def test_alignment_gaps(do_zero_padding: bool, make_buffer: BufferMaker) -> None
         do_zero_padding=do_zero_padding,
     )
     assert weights is not None
+    # 4 ranks of 8 tokens, 2 experts of each here at most, 15 rows of padding for each expert.
+    assert len(codes) == handle.num_expanded_tokens == 96
     is_gap = torch.ones(len(codes), dtype=torch.bool)
     ends = handle.psum_num_recv_tokens_per_expert.tolist()
     for end, count in zip(ends, handle.num_unaligned_recv_tokens_per_expert.tolist(), strict=True):
@@ -296,6 +298,11 @@ def test_open_orders_are_shuffled_unless_deterministic(
     # The first calls of two buffers draw alike, later ones do not.
     assert seen[0] == seen[1]
     assert len({str(rows) for rows in seen}) > 1
+    if do_expand:
+        # Within an expert, rows of different ranks mix; the first column is the rank.
+        num_rows = UNEVEN[buffer.rank_idx]["handle"]["num_recv_tokens_per_expert_list"][0]
+        ranks = [[row[0] for row in rows[:num_rows]] for rows in seen]
+        assert any(order != sorted(order) for order in ranks)
     ordered = make_buffer(deterministic=True)
     for _ in range(3):
         recv_x, _, _, handle, _ = dispatch(ordered, do_expand=do_expand)

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from epcomm.config import Mode
 from epcomm.dispatchers.rows import RowsDispatcher
-from epcomm.errors import ConfigError, EPError
-from epcomm.records import CombineInput, DispatchOutput, TopKOutput
+from epcomm.records import CombineInput, DispatchOutput
 
 
 class DeepEPLowLatencyDispatcher(RowsDispatcher[DispatchOutput, CombineInput]):
@@ -21,15 +17,3 @@ class DeepEPLowLatencyDispatcher(RowsDispatcher[DispatchOutput, CombineInput]):
     """
 
     mode: ClassVar[Mode] = Mode.LOW_LATENCY
-
-    def _refusal(
-        self, hidden_states: Tensor, topk: TopKOutput, experts_need_grad: bool
-    ) -> EPError | None:
-        inputs = (hidden_states, topk.topk_weights)
-        needs_grad = any(getattr(tensor, "requires_grad", False) for tensor in inputs)
-        if not (torch.is_grad_enabled() and (needs_grad or experts_need_grad)):
-            return None
-        return ConfigError(
-            f"dispatch: low latency has no gradients, but some are needed ({self._group.where}); "
-            "use mode normal, or torch.no_grad()"
-        )

@@ -16,7 +16,7 @@ from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
 from epcomm.dispatchers.base import CombineT, Dispatcher, DispatchT
 from epcomm.dispatchers.checks import find_call_error, find_combine_error, num_tokens_of
-from epcomm.errors import EPError, EPTimeout, HandleError
+from epcomm.errors import ConfigError, EPError, EPTimeout, HandleError
 from epcomm.group import EPGroup
 from epcomm.planning import MoESpec, PhasePlan, plan
 from epcomm.quantization import arrange_scales, quantize, quantizer_for, restore_scales
@@ -231,7 +231,17 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self, hidden_states: Tensor, topk: TopKOutput, experts_need_grad: bool
     ) -> EPError | None:
         """Why this dispatcher never serves such a call, whatever its sizes; it raises at once."""
-        return None
+        inputs = (hidden_states, topk.topk_weights)
+        needs_grad = any(getattr(tensor, "requires_grad", False) for tensor in inputs)
+        is_needed = torch.is_grad_enabled() and (needs_grad or experts_need_grad)
+        if self.plan.caps.trainable or not is_needed:
+            return None
+        what = "low latency" if self.mode is Mode.LOW_LATENCY else self.plan.backend
+        other = "mode normal" if self.mode is Mode.LOW_LATENCY else "another backend"
+        return ConfigError(
+            f"dispatch: {what} has no gradients, but some are needed ({self._group.where}); "
+            f"use {other}, or torch.no_grad()"
+        )
 
     def _refuse_combine(self, error: EPError) -> NoReturn:
         """Let the other ranks hear of `error` instead of waiting, then raise it."""

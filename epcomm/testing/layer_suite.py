@@ -30,6 +30,10 @@ from epcomm.weights import ExpertTensors, ExpertWeights
 
 # The promise of the library for float32, outputs and gradients.
 FP32_TOLERANCE = 1e-5
+# bfloat16 rounds by 2**-9: a few products and activations, the weighted result, the sum of a rank,
+# and y; gradients go through twice as many. 16 roundings of the largest value, all in one
+# direction.
+BF16_TOLERANCE = 16 * 2.0**-9
 
 
 class Layer(Protocol):
@@ -54,6 +58,7 @@ class LayerEnv:
     is_replicated: all ranks pass the same batch.
     wire: elements towards the experts if they are quantised; then tokens are such as the wire
         carries without loss, but for the last bit of a scale.
+    hidden_size, dtype: of all batches, where the backend does not take any.
     """
 
     group: EPGroup
@@ -61,6 +66,21 @@ class LayerEnv:
     has_gradients: bool = True
     is_replicated: bool = False
     wire: WireFormat | None = None
+    hidden_size: int | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def tolerance(self) -> float:
+        """What results may be off by, relative to the largest."""
+        return BF16_TOLERANCE if self.dtype is torch.bfloat16 else FP32_TOLERANCE
+
+    def adapted(self, spec: BatchSpec) -> BatchSpec:
+        """Batches that the backend takes."""
+        return replace(
+            spec,
+            hidden_size=self.hidden_size or spec.hidden_size,
+            dtype=self.dtype or spec.dtype,
+        )
 
     @property
     def source(self) -> int:
@@ -98,8 +118,14 @@ class LayerEnv:
         return make_weights(spec, world_size, number=number, device=device)
 
 
-def pipeline_env(group: EPGroup, config: EPConfig) -> LayerEnv:
-    """The environment for ExpertParallelExperts under `config`."""
+def pipeline_env(
+    group: EPGroup,
+    config: EPConfig,
+    *,
+    hidden_size: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> LayerEnv:
+    """The environment for ExpertParallelExperts under `config`; the rest as in LayerEnv."""
     return LayerEnv(
         group=group,
         make_layer=lambda weights, top_k: ExpertParallelExperts(
@@ -108,6 +134,8 @@ def pipeline_env(group: EPGroup, config: EPConfig) -> LayerEnv:
         has_gradients=config.mode != Mode.LOW_LATENCY,
         is_replicated=config.replicated,
         wire=QUANTIZED_FORMATS.get(config.dispatch_dtype) if config.dispatch_dtype else None,
+        hidden_size=hidden_size,
+        dtype=dtype,
     )
 
 
@@ -132,7 +160,7 @@ def leaves(batch: RankBatch, *, requires_grad: bool = True) -> Inputs:
 
 def check_batch(env: LayerEnv, spec: BatchSpec, weights: ExpertWeights | None = None) -> None:
     """Output and all gradients of one batch; a second one must not remember the first."""
-    world_size = env.group.world_size
+    spec, world_size = env.adapted(spec), env.group.world_size
     weights = env.weights(spec) if weights is None else weights
     layer = env.make_layer(weights, spec.num_topk(world_size))
     for number in range(2):
@@ -167,7 +195,7 @@ def check_weight_gradients(env: LayerEnv, layer: Layer, *expected: OracleResult)
 
 def check_activation(env: LayerEnv, name: str, *, has_bias: bool) -> None:
     """Other experts than SwiGLU, with biases, transposed and interleaved where the kind is so."""
-    spec = BATCH_SPECS["holes"]
+    spec = env.adapted(BATCH_SPECS["holes"])
     weights = make_weights(
         spec,
         env.group.world_size,
@@ -180,7 +208,7 @@ def check_activation(env: LayerEnv, name: str, *, has_bias: bool) -> None:
 
 def check_two_layers(env: LayerEnv) -> None:
     """Two layers on one buffer: both forwards, then both backwards."""
-    spec, world_size = BATCH_SPECS["uneven"], env.group.world_size
+    spec, world_size = env.adapted(BATCH_SPECS["uneven"]), env.group.world_size
     all_weights = [env.weights(spec, number) for number in range(2)]
     layers = [env.make_layer(weights, spec.num_topk(world_size)) for weights in all_weights]
     all_batches = [env.batches(spec, number) for number in range(2)]
@@ -197,7 +225,7 @@ def check_two_layers(env: LayerEnv) -> None:
 
 def check_two_batches(env: LayerEnv) -> None:
     """Two micro-batches through one layer, one backward for both."""
-    spec, world_size = BATCH_SPECS["holes"], env.group.world_size
+    spec, world_size = env.adapted(BATCH_SPECS["holes"]), env.group.world_size
     weights = env.weights(spec)
     layer = env.make_layer(weights, spec.num_topk(world_size))
     all_batches = [env.batches(spec, number) for number in range(2)]
@@ -213,7 +241,7 @@ def check_two_batches(env: LayerEnv) -> None:
 
 def check_interleaved(env: LayerEnv) -> None:
     """Two batches in flight: begin both, dispatch both, compute, combine in order."""
-    spec, world_size = BATCH_SPECS["uneven"], env.group.world_size
+    spec, world_size = env.adapted(BATCH_SPECS["uneven"]), env.group.world_size
     weights = env.weights(spec)
     layer = env.make_layer(weights, spec.num_topk(world_size))
     assert isinstance(layer, ExpertParallelExperts), "only a pipeline has two steps"
@@ -236,7 +264,7 @@ def check_interleaved(env: LayerEnv) -> None:
 
 def check_checkpointing(env: LayerEnv) -> None:
     """Activation checkpointing re-runs the dispatch in backward."""
-    spec, world_size = BATCH_SPECS["empty_rank"], env.group.world_size
+    spec, world_size = env.adapted(BATCH_SPECS["empty_rank"]), env.group.world_size
     weights = env.weights(spec)
     layer = env.make_layer(weights, spec.num_topk(world_size))
     batches = env.batches(spec)
@@ -252,7 +280,7 @@ def check_checkpointing(env: LayerEnv) -> None:
 
 def check_rank_without_gradients(env: LayerEnv) -> None:
     """Inputs of the last rank need no gradient; its experts and all others still get theirs."""
-    spec, world_size = BATCH_SPECS["uneven"], env.group.world_size
+    spec, world_size = env.adapted(BATCH_SPECS["uneven"]), env.group.world_size
     weights = env.weights(spec)
     layer = env.make_layer(weights, spec.num_topk(world_size))
     batches = env.batches(spec)
@@ -272,7 +300,7 @@ def check_rank_without_gradients(env: LayerEnv) -> None:
 
 def check_frozen_inputs(env: LayerEnv) -> None:
     """No input needs a gradient anywhere; the experts get theirs."""
-    spec, world_size = BATCH_SPECS["uneven"], env.group.world_size
+    spec, world_size = env.adapted(BATCH_SPECS["uneven"]), env.group.world_size
     weights = env.weights(spec)
     layer = env.make_layer(weights, spec.num_topk(world_size))
     batches = env.batches(spec)
@@ -285,7 +313,7 @@ def check_frozen_inputs(env: LayerEnv) -> None:
 
 def check_frozen_experts(env: LayerEnv) -> None:
     """No expert needs a gradient; the inputs get theirs. Without any gradient there is no graph."""
-    spec, world_size = BATCH_SPECS["uneven"], env.group.world_size
+    spec, world_size = env.adapted(BATCH_SPECS["uneven"]), env.group.world_size
     weights = env.weights(spec)
     frozen = replace(weights, **{n: t.detach() for n, t in weights.tensors().items()})
     layer = env.make_layer(frozen, spec.num_topk(world_size))
@@ -305,7 +333,7 @@ def check_frozen_experts(env: LayerEnv) -> None:
 
 def check_inference(env: LayerEnv) -> None:
     """Under no_grad the same output, and no graph."""
-    spec, world_size = BATCH_SPECS["uneven"], env.group.world_size
+    spec, world_size = env.adapted(BATCH_SPECS["uneven"]), env.group.world_size
     weights = env.weights(spec)
     layer = env.make_layer(weights, spec.num_topk(world_size))
     batches = env.batches(spec)
@@ -367,7 +395,7 @@ def _expect_close(env: LayerEnv, what: str, actual: Tensor | None, expected: Ten
     if actual is None:
         raise AssertionError(f"{env.group.where}: {what} is missing")
     error = relative_error(actual, expected)
-    if not error <= FP32_TOLERANCE:
+    if not error <= env.tolerance:
         raise AssertionError(
-            f"{env.group.where}: {what} is off by {error:.3g}, allowed {FP32_TOLERANCE}"
+            f"{env.group.where}: {what} is off by {error:.3g}, allowed {env.tolerance}"
         )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from epcomm import EPGroup, Mode
+from epcomm import EPConfig, EPGroup, Mode, WireDtype
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES
-from epcomm.testing import buffer_suite
+from epcomm.registry import buffer_class
+from epcomm.testing import buffer_suite, layer_suite
 from epcomm.testing.deep_ep import install
 from epcomm.testing.deep_ep.v1 import buffer as v1_buffer
+from epcomm.testing.layer_suite import LayerEnv
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,23 +62,35 @@ SCENARIOS = [name for name in buffer_suite.SCENARIOS if name not in ("fp16", "bf
 ALIGNED = ("aligned", "aligned_holes")
 
 
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize(
-    ("backend", "scenario"),
-    [
-        (backend, scenario)
-        for backend in CASES
-        for scenario in SCENARIOS
-        if not (scenario in ALIGNED and backend == "deep_ep_v1_low_latency")
-    ],
-)
-def test_deep_ep_buffer_keeps_its_contract(
-    backend: str, scenario: str, wire: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = CASES[backend]
-    # The real package refuses torch's poison, for it fills beside its stream; a CPU has none.
+@pytest.fixture(autouse=True)
+def poison_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real package refuses torch's poison, for it fills beside its stream; a CPU has none."""
     monkeypatch.setattr(v1_buffer, "_check_torch_deterministic", lambda: None)
+
+
+RUNS = [
+    (backend, scenario)
+    for backend in CASES
+    for scenario in SCENARIOS
+    if not (scenario in ALIGNED and backend == "deep_ep_v1_low_latency")
+]
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("wire", ["bf16", "fp8"])
+@pytest.mark.parametrize(("backend", "scenario"), RUNS)
+def test_deep_ep_buffer_keeps_its_contract(backend: str, scenario: str, wire: str) -> None:
+    run_buffer(backend, scenario, wire)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("backend", "scenario"), RUNS)
+def test_power_of_two_scales_keep_the_contract(backend: str, scenario: str) -> None:
+    run_buffer(backend, scenario, "fp8_powers_of_two")
+
+
+def run_buffer(backend: str, scenario: str, wire: str) -> None:
+    case = CASES[backend]
     with install(case.package), EPGroup() as group:
         env = buffer_suite.BufferEnv(
             group=group,
@@ -88,3 +102,43 @@ def test_deep_ep_buffer_keeps_its_contract(
             token_multiple=case.token_multiple,
         )
         buffer_suite.run_scenario(scenario, env)
+
+
+CONFIGS = {
+    "deep_ep_v1": EPConfig(mode="normal"),
+    "deep_ep_v1_static": EPConfig(mode="normal", max_tokens_per_rank=16, max_recv_slots=256),
+    "deep_ep_v1_low_latency": EPConfig(mode="low_latency", max_tokens_per_rank=16),
+    "deep_ep_v2": EPConfig(mode="normal", max_tokens_per_rank=16),
+    "deep_ep_v2_static": EPConfig(mode="normal", max_tokens_per_rank=16, max_recv_slots=256),
+    "deep_ep_v2_expand": EPConfig(mode="normal", max_tokens_per_rank=16),
+    "deep_ep_v2_low_latency": EPConfig(mode="low_latency", max_tokens_per_rank=16),
+}
+
+
+def layer_env(backend: str, group: EPGroup, wire: WireDtype | None = None) -> LayerEnv:
+    config = replace(CONFIGS[backend], backend=backend, dispatch_dtype=wire)
+    env = layer_suite.pipeline_env(
+        group, config, hidden_size=CASES[backend].hidden_size, dtype=torch.bfloat16
+    )
+    return replace(env, has_gradients=buffer_class(backend).caps(CASES[backend].mode).trainable)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("wire", [None, WireDtype.FP8_E4M3])
+@pytest.mark.parametrize("backend", CASES)
+@pytest.mark.parametrize("scenario", layer_suite.SCENARIOS)
+def test_layer_on_deep_ep_equals_the_oracle(
+    scenario: str, backend: str, wire: WireDtype | None
+) -> None:
+    with install(CASES[backend].package), EPGroup() as group:
+        layer_suite.run_scenario(scenario, layer_env(backend, group, wire))
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize(
+    "backend", ["deep_ep_v1", "deep_ep_v1_static", "deep_ep_v2", "deep_ep_v2_static"]
+)
+@pytest.mark.parametrize("scenario", layer_suite.GRADIENT_SCENARIOS)
+def test_layer_on_deep_ep_trains_like_the_oracle(scenario: str, backend: str) -> None:
+    with install(CASES[backend].package), EPGroup() as group:
+        layer_suite.run_scenario(scenario, layer_env(backend, group))

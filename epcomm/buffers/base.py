@@ -72,7 +72,8 @@ class BufferCaps:
     """What a buffer can do; every claim is proved by testing/buffer_suite.
 
     layout: what it hands to the experts.
-    trainable: operations stand alone and weights travel, so autograd may use it.
+    trainable: operations stand alone, weights travel and slots come in order, so autograd may use
+        it; activation checkpointing joins the rows of one dispatch with the gradients of another.
     graph_safe: may be captured in a device graph.
     ordered: slots come in (expert, source rank, token) order.
     wire_dtypes: what dispatch carries.

@@ -1,10 +1,12 @@
 """Normal mode of deep_ep V2: one copy of a token per destination rank, ids beside each row.
 
-Rows of one rank come in any order, ranks in theirs. Without a wait of the host (max_recv_slots) W *
-M rows are handed out, and only the counts on the device say how many are real: ids, weights and
-rows behind them are whatever was in memory. Combine adds rows up and knows no weights. Backward
-goes along the handle, with the number of processors that it was made with: asked for none, deep_ep
-would look for the number of experts where a cached call has none.
+Rows of one rank come in any order, which another dispatch of the same batch does not repeat.
+Backward under activation checkpointing joins two dispatches, so rows are asked for in order here
+(deterministic=True: a sort, and a pass over the rows, inside deep_ep). Without a wait of the host
+(max_recv_slots) W * M rows are handed out, and only the counts on the device say how many are real:
+ids, weights and rows behind them are whatever was in memory. Combine adds rows up and knows no
+weights. Backward goes along the handle, with the number of processors that it was made with: asked
+for none, deep_ep would look for the number of experts where a cached call has none.
 """
 
 from __future__ import annotations
@@ -77,9 +79,13 @@ class DeepEPV2Route(Route):
 
 
 class ElasticBase(ForeignBuffer):
-    """What all ways through the elastic buffer share."""
+    """What all ways through the elastic buffer share.
+
+    is_in_order: rows come by (source rank, token).
+    """
 
     name: ClassVar[str]
+    is_in_order: ClassVar[bool]
 
     @classmethod
     def probe(cls, environment: object) -> Availability:
@@ -135,6 +141,7 @@ class ElasticBase(ForeignBuffer):
             hidden=self._spec.hidden_size,
             num_topk=self._spec.top_k,
             use_fp8_dispatch=self._spec.dispatch_format.dtype is WireDtype.FP8_E4M3,
+            deterministic=self.is_in_order,
             explicitly_destroy=True,
         )
 
@@ -238,6 +245,7 @@ class DeepEPV2Buffer(ElasticBase):
 
     name: ClassVar[str] = "deep_ep_v2"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
+    is_in_order: ClassVar[bool] = True
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
@@ -245,7 +253,7 @@ class DeepEPV2Buffer(ElasticBase):
             layout=Layout.ROWS,
             trainable=True,
             graph_safe=False,
-            ordered=False,
+            ordered=True,
             wire_dtypes=WIRE_DTYPES,
             weights_applied_by=frozenset(WeightsAppliedBy),
             max_top_k=_MAX_TOP_K,

@@ -1,9 +1,10 @@
 """deep_ep V2 with its rows expanded: one row a (token, expert) pair, packed by expert, no index.
 
 The kernel that brings rows out of its memory writes them where a grouped GEMM reads them. Router
-weights come beside the rows, one each. There is no backward: combine of expanded rows takes no
-gradients of weights. Its prefix sums count, for expert e, the aligned rows of the experts before it
-and its own real ones, so that padding lies behind each expert's rows.
+weights come beside the rows, one each; rows of one expert come in any order. There is no backward:
+combine of expanded rows takes no gradients of weights. Its prefix sums count, for expert e, the
+aligned rows of the experts before it and its own real ones, so that padding lies behind each
+expert's rows.
 """
 
 from __future__ import annotations
@@ -29,10 +30,13 @@ class DeepEPV2ExpandBuffer(ElasticBase):
 
     name: ClassVar[str] = "deep_ep_v2_expand"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
+    is_in_order: ClassVar[bool] = False
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
-        return replace(DeepEPV2Buffer.caps(mode), trainable=False, reuses_route=False)
+        return replace(
+            DeepEPV2Buffer.caps(mode), trainable=False, ordered=False, reuses_route=False
+        )
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:

@@ -112,14 +112,14 @@ def test_signatures_are_those_of_the_package(method: str) -> None:
 
 def test_install_gives_a_package_that_is_recognised_as_v2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", None)
-    module = install("v2")
-    assert importlib.import_module("deep_ep") is module
-    assert module.ElasticBuffer is ElasticBuffer
-    assert module.CPU_RANKS is True
-    assert module.__spec__ is not None
-    locations = module.__spec__.submodule_search_locations
-    assert locations is not None
-    assert deep_ep_kind(Path(locations[0])) is DeepEPKind.V2
+    with install("v2") as module:
+        assert importlib.import_module("deep_ep") is module
+        assert module.ElasticBuffer is ElasticBuffer
+        assert module.CPU_RANKS is True
+        assert module.__spec__ is not None
+        locations = module.__spec__.submodule_search_locations
+        assert locations is not None
+        assert deep_ep_kind(Path(locations[0])) is DeepEPKind.V2
 
 
 def test_importing_epcomm_does_not_import_the_stand_in() -> None:

@@ -43,9 +43,8 @@ def begin_exchange(group: dist.ProcessGroup, blocks: Tensor) -> Callable[[], Ten
     assert work is not None, "this rank is in the group"
 
     def wait() -> Tensor:
+        # The work holds both tensors, so neither is freed while gloo uses it.
         work.wait()
-        # Without `send` here gloo would read freed memory.
-        assert send.shape == received.shape
         return received.view(blocks.dtype)
 
     return wait

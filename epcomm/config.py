@@ -54,7 +54,7 @@ class EPConfig:
     """Every choice of one expert-parallel layer; equal on all ranks.
 
     mode: how tokens travel; `auto` takes normal, or low latency where the caller says so.
-    backend: a name of the buffer registry, or `auto`.
+    backend: a name of the buffer registry, the beginning of several (`deep_ep`), or `auto`.
     runner: a name of the runner registry, or `auto`.
     dispatch_dtype: elements on the wire towards the experts; None: what the expert weights want.
     dispatch_scales: scales of FP8 rows towards the experts; None: what the expert weights want.

@@ -18,7 +18,7 @@ from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
 from epcomm.errors import BackendUnavailable, ConfigError
-from epcomm.registry import buffer_class, runner_class
+from epcomm.registry import buffer_class, buffer_family, runner_class
 from epcomm.survey import DECODE, PREFILL, RUNNER, phase_configs, survey_group, survey_rank
 from epcomm.types import (
     ROW_MAJOR,
@@ -272,13 +272,19 @@ def _plan_phase(
 
 def _choose_backend(config: EPConfig, mode: Mode, verdicts: Mapping[str, Availability]) -> str:
     if config.backend != "auto":
-        verdict = verdicts[config.backend]
-        if not verdict.ok:
-            raise BackendUnavailable(
-                f"plan: backend {config.backend} cannot serve this layer: "
-                f"{'; '.join(verdict.reasons)}; change the configuration or use backend='auto'"
-            )
-        return config.backend
+        family = buffer_family(config.backend)
+        for name in family:
+            if verdicts[name].ok:
+                return name
+        named = [f"{name}: " if len(family) > 1 else "" for name in family]
+        reasons = "; ".join(
+            prefix + "; ".join(verdicts[name].reasons)
+            for prefix, name in zip(named, family, strict=True)
+        )
+        raise BackendUnavailable(
+            f"plan: backend {config.backend} cannot serve this layer: {reasons}; change the "
+            "configuration or use backend='auto'"
+        )
     for name, verdict in verdicts.items():
         if verdict.ok:
             return name

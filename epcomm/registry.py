@@ -50,6 +50,18 @@ def buffer_class(name: str) -> type[Buffer]:
     return _load("backend", BUFFERS, name)
 
 
+def buffer_family(name: str) -> tuple[str, ...]:
+    """The buffer registered as `name`, or all whose names begin with it: deep_ep, deep_ep_v1_...
+
+    Raises:
+        ConfigError: no such name; the message lists those that exist.
+    """
+    if name not in BUFFERS and (family := [n for n in BUFFERS if n.startswith(f"{name}_")]):
+        return tuple(family)
+    buffer_class(name)
+    return (name,)
+
+
 def runner_class(name: str) -> type[ExpertRunner]:
     """The ExpertRunner class registered as `name`.
 

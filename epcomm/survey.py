@@ -15,7 +15,7 @@ from epcomm.buffers.base import Availability, BufferCaps, BufferSpec
 from epcomm.config import EPConfig, Mode, environment
 from epcomm.errors import BackendUnavailable, ConfigError, EPError
 from epcomm.quantization import QUANTIZED_FORMATS
-from epcomm.registry import BUFFERS, RUNNERS, buffer_class, runner_class
+from epcomm.registry import BUFFERS, RUNNERS, buffer_class, buffer_family, runner_class
 from epcomm.types import ScaleDtype, WireDtype, WireFormat
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def survey_rank(
         BackendUnavailable: the mode is not built.
     """
     if config.backend != "auto":
-        buffer_class(config.backend)
+        buffer_family(config.backend)
     if config.runner != "auto":
         runner_class(config.runner)
     configs = phase_configs(config)

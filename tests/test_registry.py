@@ -8,7 +8,7 @@ import pytest
 
 from epcomm import ConfigError
 from epcomm.buffers.base import Buffer
-from epcomm.registry import BUFFERS, RUNNERS, buffer_class, runner_class
+from epcomm.registry import BUFFERS, RUNNERS, buffer_class, buffer_family, runner_class
 from epcomm.runners.base import ExpertRunner
 
 
@@ -41,3 +41,11 @@ def test_unknown_name_lists_those_that_exist(
         look_up("carrier_pigeon")
     message = f"{kind} is 'carrier_pigeon', expected auto or one of {sorted(names)}"
     assert message in str(caught.value)
+
+
+def test_a_family_is_all_whose_names_begin_so() -> None:
+    assert buffer_family("collective") == ("collective",), "a name of its own is no family"
+    family = buffer_family("deep_ep")
+    assert set(family) == {name for name in BUFFERS if name.startswith("deep_ep_")}
+    with pytest.raises(ConfigError, match="backend is 'deep', expected auto or one of"):
+        buffer_family("deep")

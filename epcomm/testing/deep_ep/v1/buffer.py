@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from epcomm.config import environment
 from epcomm.testing.deep_ep.limits import require, require_size
 from epcomm.testing.deep_ep.v1 import config as configs
 from epcomm.testing.deep_ep.v1 import normal
@@ -72,9 +72,7 @@ class Buffer:
         self._low_latency: LowLatency | None = None
         if low_latency_mode:
             assert num_qps_per_rank > 0
-            self.nvshmem_qp_depth = _write_variables(
-                num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl
-            )
+            self.nvshmem_qp_depth = _queue_depth()
             self._low_latency = LowLatency(group, num_rdma_bytes, enable_shrink)
         # The real one exchanges handles, so a rank that does not come is missed here.
         dist.barrier(group=group)
@@ -431,18 +429,6 @@ def _check_sizes(
         require(num_ranks > peers or low_latency_mode, rule)
 
 
-def _write_variables(num_qps_per_rank: int, allow_nvlink: bool, allow_mnnvl: bool) -> int:
-    """What the real constructor does to the process's environment; returns the queue depth."""
-    depth = int(os.environ.get("NVSHMEM_QP_DEPTH", "1024"))
-    os.environ.update(
-        NVSHMEM_DISABLE_P2P="0" if allow_nvlink else "1",
-        NVSHMEM_IB_ENABLE_IBGDA="1",
-        NVSHMEM_IBGDA_NUM_RC_PER_PE=str(num_qps_per_rank),
-        NVSHMEM_QP_DEPTH=str(depth),
-        NVSHMEM_MAX_TEAMS="7",
-        NVSHMEM_DISABLE_NVLS="1",
-        NVSHMEM_CUMEM_GRANULARITY=str(2**29),
-    )
-    if not allow_mnnvl:
-        os.environ["NVSHMEM_DISABLE_MNNVL"] = "1"
-    return depth
+def _queue_depth() -> int:
+    """Entries of a send queue. The real constructor also writes NVSHMEM_* for the whole process."""
+    return int(environment().get("NVSHMEM_QP_DEPTH", "1024"))

@@ -47,5 +47,5 @@ def test_a_family_is_all_whose_names_begin_so() -> None:
     assert buffer_family("collective") == ("collective",), "a name of its own is no family"
     family = buffer_family("deep_ep")
     assert set(family) == {name for name in BUFFERS if name.startswith("deep_ep_")}
-    with pytest.raises(ConfigError, match="backend is 'deep', expected auto or one of"):
-        buffer_family("deep")
+    with pytest.raises(ConfigError, match="backend is 'deepep', expected auto or one of"):
+        buffer_family("deepep")

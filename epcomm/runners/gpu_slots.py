@@ -21,8 +21,8 @@ from epcomm.records import (
     RowsCombineInput,
     RowsDispatchOutput,
 )
-from epcomm.runners.base import ExpertRunner
-from epcomm.types import Int8Profile, Layout, WeightsAppliedBy, WireFormat, WireTensor
+from epcomm.runners.base import ExpertRunner, slot_weights_to_apply
+from epcomm.types import Int8Profile, Layout, WireFormat, WireTensor
 from epcomm.weights import ExpertTensors
 
 
@@ -91,7 +91,7 @@ class GpuSlotsRunner(ExpertRunner):
     ) -> MaskedCombineInput: ...
 
     def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
-        self.check_rows(dispatched.hidden_states, weights, dispatched.layout)
+        self.check_record(dispatched, weights)
         if torch.is_grad_enabled() and dispatched.hidden_states.data.requires_grad:
             raise ConfigError(
                 f"{self.name}: rows need gradients, which these kernels do not have; use "
@@ -99,9 +99,11 @@ class GpuSlotsRunner(ExpertRunner):
             )
         if isinstance(dispatched, MaskedDispatchOutput):
             shape = dispatched.hidden_states.data.shape
-            results = self.compute(_slots_of_masked(dispatched), weights)
+            results = self.compute(_slots_of_masked(dispatched, self.name), weights)
             return dispatched.combine_input(results.view(shape))
-        return dispatched.combine_input(self.compute(_slots_of_rows(dispatched), weights))
+        return dispatched.combine_input(
+            self.compute(_slots_of_rows(dispatched, self.name), weights)
+        )
 
     @abstractmethod
     def compute(self, slots: Slots, weights: ExpertTensors) -> Tensor:
@@ -119,24 +121,22 @@ def sizes_of(weights: ExpertTensors) -> dict[str, int]:
     }
 
 
-def _slots_of_rows(dispatched: RowsDispatchOutput) -> Slots:
+def _slots_of_rows(dispatched: RowsDispatchOutput, caller: str) -> Slots:
     index = dispatched.index
-    by_runner = dispatched.weights_applied_by is WeightsAppliedBy.RUNNER
     return Slots(
         rows=dispatched.hidden_states,
         row_of_slot=index.row_of_slot,
         counts=index.num_slots_per_expert,
         first_slot=index.first_slot,
-        weights=dispatched.slot_weights if by_runner else None,
+        weights=slot_weights_to_apply(dispatched, caller),
         num_slots=dispatched.num_slots,
     )
 
 
-def _slots_of_masked(dispatched: MaskedDispatchOutput) -> Slots:
+def _slots_of_masked(dispatched: MaskedDispatchOutput, caller: str) -> Slots:
     rows, counts = dispatched.hidden_states, dispatched.num_slots_per_expert
     num_experts, room = rows.data.shape[:2]
-    by_runner = dispatched.weights_applied_by is WeightsAppliedBy.RUNNER
-    weights = dispatched.slot_weights if by_runner else None
+    weights = slot_weights_to_apply(dispatched, caller)
     return Slots(
         rows=WireTensor(
             data=rows.data.flatten(0, 1),

@@ -52,14 +52,37 @@ class Slots:
         return rows.data, rows.scales
 
 
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """Compute capabilities of NVIDIA GPUs, major and minor; most: None for all newer ones."""
+
+    least: tuple[int, int]
+    most: tuple[int, int] | None = None
+
+    def lacking(self, device: torch.device) -> list[str]:
+        """The reason why `device` does not serve, if there is one."""
+        found = torch.cuda.get_device_capability(device)
+        if self.least <= found and (self.most is None or found <= self.most):
+            return []
+        if self.most is None:
+            expected = f"at least {self.least}"
+        else:
+            expected = (
+                f"{self.least}" if self.least == self.most else f"{self.least} to {self.most}"
+            )
+        return [f"compute capability is {found}, expected {expected}"]
+
+
 class GpuSlotsRunner(ExpertRunner):
     """Hands the slots of either layout to kernels. No gradients.
 
+    capabilities: what has the instructions.
     size_multiple: what hidden_size and intermediate_size must be multiples of.
     row_formats: quantised rows that the kernels read, and quantise to between the products.
     """
 
     layouts: ClassVar[frozenset[Layout]] = frozenset(Layout)
+    capabilities: ClassVar[Capabilities]
     size_multiple: ClassVar[int]
     row_formats: ClassVar[tuple[WireFormat, ...]]
 
@@ -75,6 +98,8 @@ class GpuSlotsRunner(ExpertRunner):
         device = next(iter(weights.tensors().values())).device
         if device.type != "cuda":
             reasons.append(f"the experts are on {device}, expected cuda")
+        else:
+            reasons += cls.capabilities.lacking(device)
         if weights.wire_format not in cls.row_formats:
             read = ", ".join(map(str, cls.row_formats))
             reasons.append(f"the experts want {weights.wire_format} rows, expected {read}")

@@ -78,7 +78,7 @@ class _Package:
 
 
 class DeepGemmRunner(ExpertRunner):
-    """Asked for by name where fp8_triton serves too. No gradients.
+    """No gradients. Asked for by name where fp8_triton serves too, which reads float32 scales alone.
 
     Results of slots that no expert computes are undefined.
     """

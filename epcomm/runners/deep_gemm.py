@@ -78,7 +78,7 @@ class _Package:
 
 
 class DeepGemmRunner(ExpertRunner):
-    """No gradients. Asked for by name where fp8_triton serves too, which reads float32 scales alone.
+    """Asked for by name where fp8_triton serves too, with float32 scales. No gradients.
 
     Results of slots that no expert computes are undefined.
     """

@@ -59,7 +59,7 @@ class EPConfig:
     dispatch_dtype: elements on the wire towards the experts; None: what the expert weights want.
     dispatch_scales: scales of FP8 rows towards the experts; None: what the expert weights want.
     int8_profile: arithmetic of INT8, before the experts and between their products; None: rint127.
-        Nothing else is rounded by it.
+        Nothing else is rounded by it, and where nothing is INT8 it is refused.
     combine_dtype: elements on the wire home; None: the dtype of the hidden states.
     max_tokens_per_rank: M, most tokens a rank dispatches in one call; None: no limit, which only
         buffers of exact size allow.

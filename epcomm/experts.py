@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor, nn
 
 from epcomm.buffers.traffic import BufferTraffic
@@ -160,7 +161,7 @@ class ExpertParallelExperts(nn.Module):
             num_experts=num_experts,
         )
         for role, tensor in weights.tensors().items():
-            share = tensor.detach().clone() if is_local else local_share(tensor, shard)
+            share = _copy_of(tensor) if is_local else local_share(tensor, shard)
             parameter = nn.Parameter(share, requires_grad=tensor.requires_grad)
             tag_as_sharded(parameter, shard)
             self.register_parameter(self._names[role], parameter)
@@ -178,3 +179,8 @@ class ExpertParallelExperts(nn.Module):
             num_slots=old.num_slots + num_slots,
             max_slots=max(old.max_slots, num_slots),
         )
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    """A copy that is contiguous, as kernels and gather_state_dict() want it."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -77,7 +77,8 @@ class PhasePlan:
     backend: buffer registry name.   weights_applied_by: who multiplies by topk_weights.
     rejected: the other backends and why.
     scale_layout: how scales of received rows lie, as the runner reads them.
-    int8_profile: arithmetic of INT8 rows.
+    int8_profile: arithmetic of INT8 rows and between the products of INT8 experts.
+    rounds_int8: there are such rows or experts, so that int8_profile matters.
     """
 
     mode: Mode
@@ -89,6 +90,7 @@ class PhasePlan:
     rejected: tuple[Rejection, ...]
     scale_layout: ScaleLayout = ROW_MAJOR
     int8_profile: Int8Profile = Int8Profile.RINT127
+    rounds_int8: bool = False
 
     def regions(self) -> tuple[Region, ...]:
         """Memory of one call, in order of use."""
@@ -128,12 +130,11 @@ class PhasePlan:
         return limits
 
     def unusual(self) -> Mapping[str, str]:
-        """What is not as usual with the eight-bit rows of dispatch, as text."""
+        """What is not as usual with eight-bit rows or experts, as text."""
         found = {}
         if self.scale_layout != ROW_MAJOR:
             found["scales on arrival"] = str(self.scale_layout)
-        is_int8 = self.buffer_spec.dispatch_format.dtype is WireDtype.INT8
-        if is_int8 and self.int8_profile is not Int8Profile.RINT127:
+        if self.rounds_int8 and self.int8_profile is not Int8Profile.RINT127:
             found["int8 profile"] = self.int8_profile.value
         return found
 
@@ -235,7 +236,9 @@ def plan(
         num_ranks = group.world_size
         survey = survey_group(config, spec, group, weights)
     phases = {
-        phase: _plan_phase(phase_config, survey.specs[phase], survey.verdicts[phase], num_ranks)
+        phase: _plan_phase(
+            phase_config, survey.specs[phase], survey.verdicts[phase], num_ranks, weights
+        )
         for phase, phase_config in phase_configs(config).items()
     }
     prefill, is_auto = phases[PREFILL], Mode(config.mode) is Mode.AUTO
@@ -253,9 +256,14 @@ def _limit(value: int | None) -> str:
 
 
 def _plan_phase(
-    config: EPConfig, spec: BufferSpec, verdicts: Mapping[str, Availability], world_size: int
+    config: EPConfig,
+    spec: BufferSpec,
+    verdicts: Mapping[str, Availability],
+    world_size: int,
+    weights: ExpertTensors | None,
 ) -> PhasePlan:
     mode = Mode(config.mode)
+    experts = None if weights is None else weights.wire_format.dtype
     backend = _choose_backend(config, mode, verdicts)
     caps = buffer_class(backend).caps(mode)
     return PhasePlan(
@@ -267,6 +275,7 @@ def _plan_phase(
         world_size=world_size,
         rejected=_rejections(verdicts),
         int8_profile=Int8Profile(config.int8_profile or Int8Profile.RINT127),
+        rounds_int8=WireDtype.INT8 in (spec.dispatch_format.dtype, experts),
     )
 
 

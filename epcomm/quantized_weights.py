@@ -10,6 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from epcomm.config import ScaleDtypeName
 from epcomm.errors import ConfigError, ShapeError
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT8_PER_TOKEN
 from epcomm.types import ScaleDtype, WireDtype, WireFormat
@@ -28,6 +29,7 @@ _PLAIN = ExpertFormat()
 class _EightBitWeights(ExpertTensors):
     """gate_up_proj: [E, 2I, H].   down_proj: [E, H, I].   Scales: see the subclasses.
 
+    All contiguous, on one device: kernels take them as pointers. H and I are at least 1.
     hidden_dtype: of the hidden states that the experts take and return.
     """
 
@@ -57,6 +59,20 @@ class _EightBitWeights(ExpertTensors):
                     f"{self.gate_up_proj.dtype} and gate_up_scale in {self.gate_up_scale.dtype}; "
                     "see the docstring for scales"
                 )
+            self._check_memory(name, tensor)
+
+    def _check_memory(self, name: str, tensor: Tensor) -> None:
+        """Kernels are given where a tensor begins, and compute the rest from its shape."""
+        if tensor.device != self.gate_up_proj.device:
+            raise ShapeError(
+                f"{type(self).__name__}: {name} is on {tensor.device}, expected "
+                f"{self.gate_up_proj.device} as gate_up_proj; move it"
+            )
+        if not tensor.is_contiguous():
+            raise ShapeError(
+                f"{type(self).__name__}: {name} is {list(tensor.shape)} with strides "
+                f"{list(tensor.stride())}, expected contiguous; call .contiguous()"
+            )
 
     def tensors(self) -> dict[str, Tensor]:
         return {
@@ -85,6 +101,11 @@ class _EightBitWeights(ExpertTensors):
                 f"down_proj {list(self.down_proj.shape)}, expected [E, 2I, H] and [E, H, I]"
             )
         experts, hidden, inner = self.down_proj.shape
+        if hidden < 1 or inner < 1:
+            raise ShapeError(
+                f"{type(self).__name__}: down_proj is {list(self.down_proj.shape)}, expected "
+                "[E, H, I] with H and I of at least 1; leave such experts out"
+            )
         matrices = {
             "gate_up": [experts, 2 * inner, hidden],
             "down": [experts, hidden, inner],
@@ -97,12 +118,14 @@ class _EightBitWeights(ExpertTensors):
 
     @classmethod
     def from_unquantized(
-        cls, weights: ExpertWeights, *, scales: ScaleDtype = ScaleDtype.FLOAT32
+        cls, weights: ExpertWeights, *, scales: ScaleDtype | ScaleDtypeName = ScaleDtype.FLOAT32
     ) -> Self:
         """Quantise: the largest code of whatever shares a scale is the largest there is. Local.
 
+        Infinity or NaN makes the scale NaN, and so everything that shares it.
+
         Args:
-            weights: what to quantise.
+            weights: what to quantise, of any strides.
             scales: of the result. With powers of two, codes only reach more than half the largest.
 
         Raises:
@@ -110,13 +133,15 @@ class _EightBitWeights(ExpertTensors):
                 that these experts do not have.
         """
         _check_plain(weights)
-        gate_up, gate_up_scale = cls._quantize(weights.gate_up_proj.detach(), scales)
-        down, down_scale = cls._quantize(weights.down_proj.detach(), scales)
+        chosen = _scale_dtype(cls.__name__, scales)
+        gate_up, gate_up_scale = cls._quantize(weights.gate_up_proj.detach(), chosen)
+        down, down_scale = cls._quantize(weights.down_proj.detach(), chosen)
+        # What is computed element by element has the strides of its input.
         return cls(
-            gate_up_proj=gate_up,
-            gate_up_scale=gate_up_scale,
-            down_proj=down,
-            down_scale=down_scale,
+            gate_up_proj=gate_up.contiguous(),
+            gate_up_scale=gate_up_scale.contiguous(),
+            down_proj=down.contiguous(),
+            down_scale=down_scale.contiguous(),
             hidden_dtype=weights.dtype,
         )
 
@@ -209,7 +234,8 @@ class Int8ChannelWeights(_EightBitWeights):
         full = matrices.float()
         found = _scale_of(full.abs().amax(dim=2), INT8_MAX)
         codes = (full / found.unsqueeze(2)).round().clamp(-INT8_MAX, INT8_MAX)
-        return codes.to(torch.int8), found
+        # NaN has no integer.
+        return codes.nan_to_num(nan=0.0).to(torch.int8), found
 
     @staticmethod
     def _dequantize(codes: Tensor, scales: Tensor) -> Tensor:
@@ -225,18 +251,36 @@ def _check_plain(weights: ExpertWeights) -> None:
         )
 
 
+def _scale_dtype(caller: str, scales: ScaleDtype | ScaleDtypeName) -> ScaleDtype:
+    try:
+        return ScaleDtype(scales)
+    except ValueError:
+        allowed = [member.value for member in ScaleDtype]
+        raise ConfigError(
+            f"{caller}.from_unquantized: scales is {scales!r}, expected one of {allowed}"
+        ) from None
+
+
 def _scale_of(amax: Tensor, largest_code: float) -> Tensor:
-    """What brings the largest magnitude to the largest code; of zeros, anything but 0."""
-    return amax.clamp(min=torch.finfo(torch.float32).tiny) / largest_code
+    """What brings the largest magnitude to the largest code; of zeros, anything but 0.
+
+    NaN where that magnitude is infinite or NaN: a scale of infinity would make NaN of zeros alone.
+    """
+    scale = amax.clamp(min=torch.finfo(torch.float32).tiny) / largest_code
+    return torch.where(amax.isfinite(), scale, torch.nan)
 
 
 def _power_of_two_of(amax: Tensor) -> Tensor:
-    """The smallest power of two, float32, by which the largest magnitude fits into 448."""
+    """The smallest power of two, float32, by which the largest magnitude fits into 448.
+
+    NaN where that magnitude is infinite or NaN, which have no exponent.
+    """
     fraction, exponent = torch.frexp(amax)
     # amax = f * 2**e with 0.5 <= f < 1, and 448 = 0.875 * 2**9.
     exponent = exponent - 9 + (fraction > 0.875).int()
     # Of zeros any scale will do. 2**-126 is the least normal float32.
-    return torch.ldexp(torch.ones_like(amax), exponent.clamp(min=-126))
+    power = torch.ldexp(torch.ones_like(amax), exponent.clamp(min=-126))
+    return torch.where(amax.isfinite(), power, torch.nan)
 
 
 def _spread(scales: Tensor, matrices: Tensor) -> Tensor:

@@ -84,9 +84,12 @@ def survey_rank(
         buffer_family(config.backend)
     if config.runner != "auto":
         runner_class(config.runner)
+    if weights is not None:
+        _check_fit(spec, weights)
     configs = phase_configs(config)
     wanted = WireFormat.of(spec.dtype) if weights is None else weights.wire_format
     specs = {phase: _buffer_spec(each, spec, world_size, wanted) for phase, each in configs.items()}
+    _check_int8_profile(config, specs[PREFILL].dispatch_format, wanted)
     verdicts = {
         phase: {name: _probe(name, each, specs[phase], world_size, group) for name in BUFFERS}
         for phase, each in configs.items()
@@ -186,6 +189,31 @@ def _combine(records: Sequence[Mapping[str, Scalar]], key: str) -> Availability:
             if line
         ]
     return Availability(ok=not reasons, reasons=tuple(reasons))
+
+
+def _check_fit(spec: MoESpec, weights: ExpertTensors) -> None:
+    """Experts of other hidden states would compute rows that never come."""
+    sides = {
+        "hidden_size": (weights.hidden_size, spec.hidden_size),
+        "dtype": (weights.dtype, spec.dtype),
+    }
+    for name, (found, expected) in sides.items():
+        if found != expected:
+            raise ConfigError(
+                f"plan: {name} of the experts is {found}, expected {expected} as MoESpec says; "
+                "make the MoESpec from these experts"
+            )
+
+
+def _check_int8_profile(config: EPConfig, dispatched: WireFormat, wanted: WireFormat) -> None:
+    """An arithmetic that nothing uses would be ignored. All phases dispatch in one format."""
+    if config.int8_profile is None or WireDtype.INT8 in (dispatched.dtype, wanted.dtype):
+        return
+    raise ConfigError(
+        f"plan: int8_profile is {config.int8_profile}, but rows travel as {dispatched} and the "
+        f"experts want {wanted}; expected int8 in one of them, set dispatch_dtype or leave "
+        "int8_profile None"
+    )
 
 
 def _buffer_spec(

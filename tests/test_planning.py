@@ -275,8 +275,27 @@ def test_int8_arithmetic_of_the_configuration_is_the_plans(config: EPConfig) -> 
     for phase in other.phases().values():
         assert phase.int8_profile is Int8Profile.TRITON
         assert "int8 profile: triton" in phase.explain().splitlines()
-    of_fp8 = plan(replace(config, int8_profile="triton"), SPEC, weights=fp8_weights())
-    assert "int8 profile" not in of_fp8.explain()
+
+
+@pytest.mark.parametrize("config", [EPConfig(), EPConfig(max_tokens_per_rank=16)])
+@pytest.mark.parametrize("wire", WireDtype)
+@pytest.mark.parametrize("experts", [int8_weights(), weights(32), None], ids=kind_of)
+def test_int8_arithmetic_is_shown_wherever_it_is_used(
+    experts: ExpertTensors | None, wire: WireDtype, config: EPConfig
+) -> None:
+    """On the wire, or between the products of INT8 experts whatever comes to them."""
+    other = replace(config, dispatch_dtype=wire, int8_profile="div")
+    readable = {WireDtype.BF16, WireDtype.FP8_E4M3, WireDtype.INT8}
+    if isinstance(experts, Int8ChannelWeights):
+        readable.remove(WireDtype.FP8_E4M3)
+    is_used = wire is WireDtype.INT8 or isinstance(experts, Int8ChannelWeights)
+    if not is_used or wire not in readable:
+        with pytest.raises(ConfigError):
+            plan(other, SPEC, weights=experts)
+        return
+    for phase in plan(other, SPEC, weights=experts).phases().values():
+        assert "int8 profile: div" in phase.explain().splitlines()
+    assert "int8 profile" not in plan(replace(other, int8_profile=None), SPEC).explain()
 
 
 class OneArithmetic(QuantizedReferenceRunner):
@@ -318,6 +337,36 @@ IMPOSSIBLE = [
         config=EPConfig(dispatch_scales="float32"),
         message="plan: dispatch_scales is float32, but rows travel as bf16 (dispatch_dtype is "
         "None, the experts want bf16); expected fp8_e4m3 rows",
+    ),
+    Impossible(
+        id="arithmetic of INT8 for FP8",
+        experts=fp8_weights(),
+        config=EPConfig(int8_profile="rint127"),
+        message="plan: int8_profile is rint127, but rows travel as fp8_e4m3/128 and the experts "
+        "want fp8_e4m3/128; expected int8 in one of them",
+    ),
+    Impossible(
+        id="arithmetic of INT8 for none that is quantised",
+        experts=weights(32),
+        config=EPConfig(int8_profile="div"),
+        message="plan: int8_profile is div, but rows travel as bf16 and the experts want bf16",
+    ),
+    Impossible(
+        id="experts of another hidden size",
+        experts=weights(32).with_tensors(
+            {
+                "gate_up_proj": torch.zeros(8, 64, 72, dtype=torch.bfloat16),
+                "down_proj": torch.zeros(8, 72, 32, dtype=torch.bfloat16),
+            }
+        ),
+        config=EPConfig(),
+        message="plan: hidden_size of the experts is 72, expected 64 as MoESpec says",
+    ),
+    Impossible(
+        id="experts of another dtype",
+        experts=replace(int8_weights(), hidden_dtype=torch.float32),
+        config=EPConfig(),
+        message="plan: dtype of the experts is torch.float32, expected torch.bfloat16 as MoESpec",
     ),
     Impossible(
         id="INT8 rows for experts with powers of two",

@@ -99,6 +99,28 @@ def test_each_rank_holds_its_share_of_codes_and_scales(kind: str) -> None:
             assert torch.equal(parameter.view(torch.uint8), tensor.view(torch.uint8)), name
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_share_of_its_own_is_copied_contiguous(kind: str | None) -> None:
+    """Where a checkpoint keeps matrices transposed in memory."""
+    with EPGroup() as group:
+        plain = make_weights(SPECS["uneven"], 1, intermediate_size=INNER, device=group.device)
+        given = plain.with_tensors(
+            {
+                name: tensor.detach().mT.clone(memory_format=torch.contiguous_format).mT
+                for name, tensor in plain.tensors().items()
+            }
+        )
+        assert not given.gate_up_proj.is_contiguous()
+        weights = given if kind is None else KINDS[kind].from_unquantized(given)
+        layer = ExpertParallelExperts(weights, group, top_k=2, is_local=True)
+        for name, tensor in weights.tensors().items():
+            parameter = layer.get_parameter(name)
+            assert parameter.is_contiguous()
+            same = tensor.contiguous().view(torch.uint8)
+            assert torch.equal(parameter.detach().view(torch.uint8), same)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rounding:
     """What is not as usual: scales of the experts, or the arithmetic of INT8."""

@@ -37,6 +37,11 @@ def plain() -> ExpertWeights:
     return make_weights(SPEC, 1, intermediate_size=144)
 
 
+def lying_transposed(tensor: Tensor) -> Tensor:
+    """The same elements, with the last two dimensions the other way round in memory."""
+    return tensor.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bad:
     id: str
@@ -97,6 +102,42 @@ BAD = [
         name="down_scale",
         change=lambda scale: scale[:, :144],
         message="down_scale is torch.float32 [3, 144], expected torch.float32 [3, 200]",
+    ),
+    Bad(
+        id="codes that lie transposed",
+        kind=Fp8BlockWeights,
+        name="gate_up_proj",
+        change=lying_transposed,
+        message="gate_up_proj is [3, 288, 200] with strides [57600, 1, 288], expected contiguous; "
+        "call .contiguous()",
+    ),
+    Bad(
+        id="rows that lie apart",
+        kind=Int8ChannelWeights,
+        name="down_proj",
+        change=lambda codes: torch.cat([codes, codes], dim=2)[..., :144],
+        message="down_proj is [3, 200, 144] with strides [57600, 288, 1], expected contiguous",
+    ),
+    Bad(
+        id="scales that lie transposed",
+        kind=Fp8BlockWeights,
+        name="gate_up_scale",
+        change=lying_transposed,
+        message="gate_up_scale is [3, 3, 2] with strides [6, 1, 3], expected contiguous",
+    ),
+    Bad(
+        id="scales of every other element",
+        kind=Int8ChannelWeights,
+        name="down_scale",
+        change=lambda scale: torch.stack([scale, scale], dim=2)[..., 0],
+        message="down_scale is [3, 200] with strides [400, 2], expected contiguous",
+    ),
+    Bad(
+        id="another device",
+        kind=Int8ChannelWeights,
+        name="down_scale",
+        change=lambda scale: scale.to("meta"),
+        message="down_scale is on meta, expected cpu as gate_up_proj; move it",
     ),
     Bad(
         id="two dimensions",
@@ -210,3 +251,71 @@ def test_power_of_two_is_the_smallest_that_fits(largest: float, exponent: int) -
 def test_int8_has_no_power_of_two_scales() -> None:
     with pytest.raises(ConfigError, match="scales is power_of_two, expected float32; for power-of"):
         Int8ChannelWeights.from_unquantized(plain(), scales=ScaleDtype.POWER_OF_TWO)
+
+
+@every_kind
+def test_result_is_contiguous_whatever_was_quantised(
+    kind: type[Fp8BlockWeights | Int8ChannelWeights],
+) -> None:
+    weights = plain()
+    same = weights.with_tensors(
+        {name: lying_transposed(tensor.detach()) for name, tensor in weights.tensors().items()}
+    )
+    assert not same.gate_up_proj.is_contiguous()
+    expected = kind.from_unquantized(weights).tensors()
+    for name, tensor in kind.from_unquantized(same).tensors().items():
+        assert tensor.is_contiguous()
+        assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8))
+
+
+@every_kind
+@pytest.mark.parametrize(("hidden", "inner"), [(0, 128), (128, 0)])
+def test_experts_without_a_size_are_refused(
+    kind: type[Fp8BlockWeights | Int8ChannelWeights], hidden: int, inner: int
+) -> None:
+    scale_shape = kind._scale_shape
+    code = torch.int8 if kind is Int8ChannelWeights else torch.float8_e4m3fn
+    with pytest.raises(ShapeError, match=r"expected \[E, H, I\] with H and I of at least 1"):
+        kind(
+            gate_up_proj=torch.empty(2, 2 * inner, hidden, dtype=code),
+            gate_up_scale=torch.empty(scale_shape(2, 2 * inner, hidden)),
+            down_proj=torch.empty(2, hidden, inner, dtype=code),
+            down_scale=torch.empty(scale_shape(2, hidden, inner)),
+        )
+
+
+@pytest.mark.parametrize("scales", ScaleDtype)
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_value_that_is_not_finite_makes_its_block_nan(value: float, scales: ScaleDtype) -> None:
+    weights = plain()
+    broken = weights.gate_up_proj.detach().clone()
+    broken[1, 130, 5] = value
+    found = Fp8BlockWeights.from_unquantized(
+        replace(weights, gate_up_proj=broken), scales=scales
+    ).dequantized()["gate_up_proj"]
+    shares_a_scale = torch.zeros_like(found, dtype=torch.bool)
+    shares_a_scale[1, 128:256, :128] = True
+    assert torch.equal(found.isnan(), shares_a_scale)
+    expected = Fp8BlockWeights.from_unquantized(weights, scales=scales).dequantized()
+    assert torch.equal(found[~shares_a_scale], expected["gate_up_proj"][~shares_a_scale])
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_value_that_is_not_finite_makes_its_channel_nan(value: float) -> None:
+    weights = plain()
+    broken = weights.down_proj.detach().clone()
+    broken[2, 7, 5] = value
+    quantized = Int8ChannelWeights.from_unquantized(replace(weights, down_proj=broken))
+    assert not quantized.down_proj[2, 7].any()
+    found = quantized.dequantized()["down_proj"]
+    shares_a_scale = torch.zeros_like(found, dtype=torch.bool)
+    shares_a_scale[2, 7] = True
+    assert torch.equal(found.isnan(), shares_a_scale)
+
+
+def test_scales_have_names() -> None:
+    named = Fp8BlockWeights.from_unquantized(plain(), scales="power_of_two")
+    assert named.gate_up_scale.dtype == torch.float8_e8m0fnu
+    assert Int8ChannelWeights.from_unquantized(plain(), scales="float32").num_experts == 3
+    with pytest.raises(ConfigError, match=r"scales is 'ue8m0', expected one of \['float32', 'pow"):
+        Fp8BlockWeights.from_unquantized(plain(), scales="ue8m0")  # type: ignore[arg-type]

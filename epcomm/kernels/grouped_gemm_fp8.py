@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from epcomm.kernels.launch import IS_INTERPRETED, next_power_of_two
+from epcomm.kernels.launch import IS_INTERPRETED, Processor, next_power_of_two, processor_of
 from epcomm.kernels.quantize_fp8 import _e4m3_code
 
 # Elements of a row, and rows and columns of a matrix, that share a scale.
@@ -206,28 +206,34 @@ def gate_up_fp8(
     tile_rows = 32 if is_small else 64
     grid = _num_tiles(num_slots, num_experts, tile_rows, inner_size)
     run: Any = _gate_up_fp8_kernel[grid]
-    run(
-        codes,
-        scales,
-        counts if row_of_slot is None else row_of_slot,
-        counts,
-        first_slot,
-        TensorDescriptor.from_tensor(matrices.flatten(0, 1), [BLOCK, BLOCK]),
-        matrix_scales,
-        out_codes.view(torch.uint8),
-        out_scales,
-        HIDDEN=hidden_size,
-        INNER=inner_size,
-        X_STRIDE=codes.stride(0),
-        X_SCALES_STRIDE=scales.stride(0),
-        HAS_INDEX=row_of_slot is not None,
-        NUM_EXPERTS=num_experts,
-        EXPERTS_POW2=next_power_of_two(num_experts),
-        TILE_ROWS=tile_rows,
-        BLOCK=BLOCK,
-        IS_INTERPRETED=IS_INTERPRETED,
-        **_options(num_warps=4 if is_small else 8),
-    )
+    with torch.cuda.device_of(codes):
+        run(
+            codes,
+            scales,
+            counts if row_of_slot is None else row_of_slot,
+            counts,
+            first_slot,
+            TensorDescriptor.from_tensor(rows_of(matrices), [BLOCK, BLOCK]),
+            matrix_scales,
+            out_codes.view(torch.uint8),
+            out_scales,
+            HIDDEN=hidden_size,
+            INNER=inner_size,
+            X_STRIDE=codes.stride(0),
+            X_SCALES_STRIDE=scales.stride(0),
+            HAS_INDEX=row_of_slot is not None,
+            NUM_EXPERTS=num_experts,
+            EXPERTS_POW2=next_power_of_two(num_experts),
+            TILE_ROWS=tile_rows,
+            BLOCK=BLOCK,
+            IS_INTERPRETED=IS_INTERPRETED,
+            **gemm_options(
+                tile_rows,
+                2 * BLOCK,
+                num_warps=4 if is_small else 8,
+                processor=processor_of(codes.device),
+            ),
+        )
 
 
 def down_fp8(
@@ -257,29 +263,40 @@ def down_fp8(
     tile_rows = 32 if num_slots <= _FEW_SLOTS * num_experts else 64
     grid = _num_tiles(num_slots, num_experts, tile_rows, hidden_size)
     run: Any = _down_fp8_kernel[grid]
-    run(
-        codes,
-        scales,
-        counts,
-        first_slot,
-        TensorDescriptor.from_tensor(matrices.flatten(0, 1), [BLOCK, BLOCK]),
-        matrix_scales,
-        scales if slot_weights is None else slot_weights,
-        out,
-        HIDDEN=hidden_size,
-        INNER=inner_size,
-        HAS_WEIGHTS=slot_weights is not None,
-        NUM_EXPERTS=num_experts,
-        EXPERTS_POW2=next_power_of_two(num_experts),
-        TILE_ROWS=tile_rows,
-        BLOCK=BLOCK,
-        **_options(num_warps=4),
-    )
+    with torch.cuda.device_of(codes):
+        run(
+            codes,
+            scales,
+            counts,
+            first_slot,
+            TensorDescriptor.from_tensor(rows_of(matrices), [BLOCK, BLOCK]),
+            matrix_scales,
+            scales if slot_weights is None else slot_weights,
+            out,
+            HIDDEN=hidden_size,
+            INNER=inner_size,
+            HAS_WEIGHTS=slot_weights is not None,
+            NUM_EXPERTS=num_experts,
+            EXPERTS_POW2=next_power_of_two(num_experts),
+            TILE_ROWS=tile_rows,
+            BLOCK=BLOCK,
+            **gemm_options(tile_rows, BLOCK, num_warps=4, processor=processor_of(codes.device)),
+        )
 
 
-def _options(*, num_warps: int) -> dict[str, Any]:
-    # Three stages of 16 to 40 KB: with more, fewer programs fit on a processor.
-    return {"num_warps": num_warps, "num_stages": 3}
+def rows_of(matrices: Tensor) -> Tensor:
+    """[L, N, K] as [L * N, K], the same memory; a copy would be made anew in each call."""
+    assert matrices.is_contiguous(), "records of weights refuse others"
+    return matrices.view(-1, matrices.shape[2])
+
+
+def gemm_options(
+    tile_rows: int, matrix_rows: int, *, num_warps: int, processor: Processor
+) -> dict[str, Any]:
+    """For the compiler; matrix_rows: of all matrices in a stage."""
+    # Stages of 20 to 40 KB: with more than three, fewer programs fit on a processor.
+    stages = processor.stages((tile_rows + matrix_rows) * BLOCK, most=3)
+    return {"num_warps": num_warps, "num_stages": stages}
 
 
 def _num_tiles(num_slots: int, num_experts: int, tile_rows: int, columns: int) -> tuple[int]:

@@ -17,13 +17,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from epcomm.kernels.grouped_gemm_fp8 import _find_tile
-from epcomm.kernels.launch import EXACT, next_power_of_two, warps_for
+from epcomm.kernels.grouped_gemm_fp8 import _find_tile, rows_of
+from epcomm.kernels.launch import (
+    EXACT,
+    Processor,
+    next_power_of_two,
+    processor_of,
+    warps_for,
+)
 from epcomm.kernels.quantize_int8 import _MAGNITUDE_MASK, _codes_by, _finite_amax, _storable
 
 # Columns of I, and elements of a sum, that a program loads at a time.
@@ -220,26 +227,27 @@ def gate_up_int8(
     num_slots, inner_size = out.shape
     tile_rows = tile_rows_for(num_slots, num_experts, is_packed=row_of_slot is not None)
     run: Any = _gate_up_int8_kernel[_grid(num_slots, num_experts, tile_rows, inner_size, _BLOCK)]
-    run(
-        codes,
-        scales,
-        counts if row_of_slot is None else row_of_slot,
-        counts,
-        first_slot,
-        TensorDescriptor.from_tensor(matrices.flatten(0, 1), [_BLOCK, _BLOCK]),
-        matrix_scales,
-        out,
-        HIDDEN=hidden_size,
-        INNER=inner_size,
-        X_STRIDE=codes.stride(0),
-        X_SCALES_STRIDE=scales.stride(0),
-        HAS_INDEX=row_of_slot is not None,
-        NUM_EXPERTS=num_experts,
-        EXPERTS_POW2=next_power_of_two(num_experts),
-        TILE_ROWS=tile_rows,
-        BLOCK=_BLOCK,
-        **gemm_options(tile_rows),
-    )
+    with torch.cuda.device_of(codes):
+        run(
+            codes,
+            scales,
+            counts if row_of_slot is None else row_of_slot,
+            counts,
+            first_slot,
+            TensorDescriptor.from_tensor(rows_of(matrices), [_BLOCK, _BLOCK]),
+            matrix_scales,
+            out,
+            HIDDEN=hidden_size,
+            INNER=inner_size,
+            X_STRIDE=codes.stride(0),
+            X_SCALES_STRIDE=scales.stride(0),
+            HAS_INDEX=row_of_slot is not None,
+            NUM_EXPERTS=num_experts,
+            EXPERTS_POW2=next_power_of_two(num_experts),
+            TILE_ROWS=tile_rows,
+            BLOCK=_BLOCK,
+            **gemm_options(tile_rows, 2 * _BLOCK, processor_of(codes.device)),
+        )
 
 
 def quantize_hidden_int8(
@@ -266,21 +274,22 @@ def quantize_hidden_int8(
     tile_columns = next_power_of_two(inner_size)
     tile_rows = max(1, _QUANTIZED_ELEMENTS // tile_columns)
     run: Any = _quantize_hidden_int8_kernel[_grid(num_slots, num_experts, tile_rows, 1, 1)]
-    run(
-        hidden,
-        counts,
-        first_slot,
-        out_codes,
-        out_scales,
-        INNER=inner_size,
-        NUM_EXPERTS=num_experts,
-        EXPERTS_POW2=next_power_of_two(num_experts),
-        TILE_ROWS=tile_rows,
-        TILE_COLUMNS=tile_columns,
-        PROFILE=str(profile),
-        num_warps=warps_for(tile_rows * tile_columns),
-        **EXACT,
-    )
+    with torch.cuda.device_of(hidden):
+        run(
+            hidden,
+            counts,
+            first_slot,
+            out_codes,
+            out_scales,
+            INNER=inner_size,
+            NUM_EXPERTS=num_experts,
+            EXPERTS_POW2=next_power_of_two(num_experts),
+            TILE_ROWS=tile_rows,
+            TILE_COLUMNS=tile_columns,
+            PROFILE=str(profile),
+            num_warps=warps_for(tile_rows * tile_columns),
+            **EXACT,
+        )
 
 
 def down_int8(
@@ -312,25 +321,26 @@ def down_int8(
     tile_rows = tile_rows_for(num_slots, num_experts, is_packed=is_packed)
     columns = down_columns(tile_rows)
     run: Any = _down_int8_kernel[_grid(num_slots, num_experts, tile_rows, hidden_size, columns)]
-    run(
-        codes,
-        scales,
-        counts,
-        first_slot,
-        TensorDescriptor.from_tensor(matrices.flatten(0, 1), [columns, _BLOCK]),
-        matrix_scales,
-        scales if slot_weights is None else slot_weights,
-        out,
-        HIDDEN=hidden_size,
-        INNER=inner_size,
-        HAS_WEIGHTS=slot_weights is not None,
-        NUM_EXPERTS=num_experts,
-        EXPERTS_POW2=next_power_of_two(num_experts),
-        TILE_ROWS=tile_rows,
-        TILE_COLUMNS=columns,
-        BLOCK=_BLOCK,
-        **gemm_options(tile_rows),
-    )
+    with torch.cuda.device_of(codes):
+        run(
+            codes,
+            scales,
+            counts,
+            first_slot,
+            TensorDescriptor.from_tensor(rows_of(matrices), [columns, _BLOCK]),
+            matrix_scales,
+            scales if slot_weights is None else slot_weights,
+            out,
+            HIDDEN=hidden_size,
+            INNER=inner_size,
+            HAS_WEIGHTS=slot_weights is not None,
+            NUM_EXPERTS=num_experts,
+            EXPERTS_POW2=next_power_of_two(num_experts),
+            TILE_ROWS=tile_rows,
+            TILE_COLUMNS=columns,
+            BLOCK=_BLOCK,
+            **gemm_options(tile_rows, columns, processor_of(codes.device)),
+        )
 
 
 def tile_rows_for(num_slots: int, num_experts: int, *, is_packed: bool) -> int:
@@ -345,12 +355,16 @@ def down_columns(tile_rows: int) -> int:
     return 256 if tile_rows == 128 else _BLOCK
 
 
-def gemm_options(tile_rows: int) -> dict[str, Any]:
-    """For the compiler, by the rows of a tile; chosen by what fits, not by measurement."""
-    # At most 128 sums a thread. A processor has room for one large tile, whose stages are 48 KB; of
+def gemm_options(tile_rows: int, matrix_rows: int, processor: Processor) -> dict[str, Any]:
+    """For the compiler; chosen by what fits, not by measurement.
+
+    matrix_rows: of all matrices in a stage.
+    """
+    # At most 128 sums a thread. An H200 has room for one large tile, whose stages are 48 KB; of
     # smaller ones, 20 to 40 KB a stage, it holds up to three with 3 stages.
     is_large = tile_rows == 128
-    return {"num_warps": 8 if is_large else 4, "num_stages": 4 if is_large else 3}
+    stages = processor.stages((tile_rows + matrix_rows) * _BLOCK, most=4 if is_large else 3)
+    return {"num_warps": 8 if is_large else 4, "num_stages": stages}
 
 
 def _grid(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton import knobs
 
@@ -18,6 +21,44 @@ EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 # 32 elements a thread, in groups that make 16 bytes of codes, keep enough loads under way.
 ELEMENTS_PER_WARP = 1024
 _MAX_WARPS = 32
+
+# More than the barriers of stages take.
+_BARRIER_BYTES = 1024
+# Tensor cores of these major capabilities read shared memory while the next stage arrives; for
+# others, sm_120 too, one stage is in registers.
+_READ_SHARED = (9, 10, 11)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processor:
+    """What tiles of products depend on; by default that of an H200.
+
+    shared_bytes: of shared memory, most of a block.   major: of the compute capability.
+    """
+
+    shared_bytes: int = 227 * 1024
+    major: int = 9
+
+    def stages(self, stage_bytes: int, *, most: int) -> int:
+        """Stages of a loop over K that fit into shared memory, at most `most` and at least 1.
+
+        An H200 has room for four of 48 KB. sm_120 has 99 KB: three, of which two are there.
+        """
+        room = (self.shared_bytes - _BARRIER_BYTES) // stage_bytes
+        return max(1, min(most, room if self.major in _READ_SHARED else room + 1))
+
+
+def processor_of(device: torch.device) -> Processor:
+    """That of a GPU; the usual one where kernels are interpreted."""
+    return Processor() if device.type != "cuda" else _processor(device)
+
+
+@cache
+def _processor(device: torch.device) -> Processor:
+    found, usual = torch.cuda.get_device_properties(device), Processor()
+    # Not every version of torch tells.
+    shared_bytes = getattr(found, "shared_memory_per_block_optin", usual.shared_bytes)
+    return Processor(shared_bytes=shared_bytes, major=found.major)
 
 
 def next_power_of_two(value: int) -> int:

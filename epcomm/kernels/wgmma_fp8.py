@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -27,6 +28,10 @@ _SHARED_BYTES = 4 * (3 * TILE_ROWS * BLOCK + 4 * TILE_ROWS + 2 * 8) + 1024
 _COPY_BYTES = 16
 # With more experts the list of their first tiles no longer fits behind the stages.
 MAX_EXPERTS = 4096
+# What down_fp8() writes.
+HIDDEN_DTYPES = (torch.bfloat16, torch.float16)
+
+_CODES, _FLOAT32, _INT32 = (torch.float8_e4m3fn,), (torch.float32,), (torch.int32,)
 
 
 class _Rows(ctypes.Structure):
@@ -60,6 +65,55 @@ class _Down(ctypes.Structure):
         ("out", c_void_p),
         ("hidden_blocks", c_int),
     ]
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """A tensor that a kernel gets as a pointer, and what it takes it for.
+
+    tensor: None where there need not be one.   shape: None for any size.
+    is_spaced: rows may lie apart; other tensors are contiguous.
+    """
+
+    tensor: Tensor | None
+    dtypes: tuple[torch.dtype, ...]
+    shape: tuple[int | None, ...]
+    is_spaced: bool = False
+
+
+def _check_operands(device: torch.device, operands: Mapping[str, _Operand]) -> None:
+    """Refuse what a kernel would misread, for it sees addresses alone."""
+    if device.type != "cuda":
+        raise ShapeError(f"fp8_wgmma: codes are on {device}, expected cuda; move them")
+    for name, wanted in operands.items():
+        tensor = wanted.tensor
+        if tensor is None:
+            continue
+        if tensor.device != device or tensor.dtype not in wanted.dtypes:
+            dtypes = " or ".join(map(str, wanted.dtypes))
+            raise ShapeError(
+                f"fp8_wgmma: {name} is {tensor.dtype} on {tensor.device}, expected {dtypes} on "
+                f"{device} as codes; convert it with .to()"
+            )
+        if not (_has_shape(tensor, wanted.shape) and _is_in_order(tensor, wanted.is_spaced)):
+            order = "adjacent columns" if wanted.is_spaced else "contiguous"
+            sizes = ", ".join("any" if size is None else str(size) for size in wanted.shape)
+            raise ShapeError(
+                f"fp8_wgmma: {name} is {list(tensor.shape)} with strides {list(tensor.stride())}, "
+                f"expected [{sizes}], {order}; pass what belongs together, .contiguous()"
+            )
+
+
+def _has_shape(tensor: Tensor, shape: tuple[int | None, ...]) -> bool:
+    if tensor.dim() != len(shape):
+        return False
+    return all(size in (None, found) for found, size in zip(tensor.shape, shape, strict=True))
+
+
+def _is_in_order(tensor: Tensor, is_spaced: bool) -> bool:
+    if not is_spaced:
+        return tensor.is_contiguous()
+    return tensor.shape[1] <= 1 or tensor.stride(1) == 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +164,31 @@ def gate_up_fp8(
     """As grouped_gemm_fp8.gate_up_fp8(); L at most MAX_EXPERTS, rows at multiples of 16 bytes.
 
     Raises:
-        ShapeError: rows that are not.
+        ShapeError: rows that are not, or a tensor of another shape, dtype, device or order.
         CudaError: the compiler or the driver refuses.
     """
-    num_experts, _, hidden_size = matrices.shape
+    num_experts, num_columns, hidden_size = matrices.shape
     num_slots, inner_size = out_codes.shape
+    num_rows = num_slots if row_of_slot is None else None
+    k_blocks = hidden_size // BLOCK
+    _check_operands(
+        codes.device,
+        {
+            "codes": _Operand(codes, _CODES, (num_rows, hidden_size), is_spaced=True),
+            "scales": _Operand(scales, _FLOAT32, (num_rows, k_blocks), is_spaced=True),
+            "row_of_slot": _Operand(row_of_slot, _INT32, (num_slots,)),
+            "counts": _Operand(counts, _INT32, (num_experts,)),
+            "first_slot": _Operand(first_slot, _INT32, (num_experts + 1,)),
+            "matrices": _Operand(matrices, _CODES, (num_experts, 2 * inner_size, hidden_size)),
+            "matrix_scales": _Operand(
+                matrix_scales, _FLOAT32, (num_experts, num_columns // BLOCK, k_blocks)
+            ),
+            "out_codes": _Operand(out_codes, _CODES, (num_slots, inner_size)),
+            "out_scales": _Operand(out_scales, _FLOAT32, (num_slots, inner_size // BLOCK)),
+        },
+    )
+    if num_slots == 0:
+        return
     rows = _rows(codes, scales, row_of_slot, counts, first_slot, matrices)
     epilogue = _GateUp(
         matrix_scales=matrix_scales.data_ptr(),
@@ -143,9 +217,29 @@ def down_fp8(
     """As grouped_gemm_fp8.down_fp8(); out is bfloat16 or float16, L at most MAX_EXPERTS.
 
     Raises:
+        ShapeError: a tensor of another shape, dtype, device or order.
         CudaError: the compiler or the driver refuses.
     """
     num_experts, hidden_size, inner_size = matrices.shape
+    num_slots, k_blocks = codes.shape[0], inner_size // BLOCK
+    _check_operands(
+        codes.device,
+        {
+            "codes": _Operand(codes, _CODES, (num_slots, inner_size)),
+            "scales": _Operand(scales, _FLOAT32, (num_slots, k_blocks)),
+            "counts": _Operand(counts, _INT32, (num_experts,)),
+            "first_slot": _Operand(first_slot, _INT32, (num_experts + 1,)),
+            "matrices": _Operand(matrices, _CODES, (num_experts, hidden_size, inner_size)),
+            "matrix_scales": _Operand(
+                matrix_scales, _FLOAT32, (num_experts, hidden_size // BLOCK, k_blocks)
+            ),
+            "slot_weights": _Operand(slot_weights, _FLOAT32, (num_slots,)),
+            "out": _Operand(out, HIDDEN_DTYPES, (num_slots, hidden_size)),
+        },
+    )
+    # The copy engine takes no rows of which there are none.
+    if num_slots == 0:
+        return
     rows = _rows(codes, scales, None, counts, first_slot, matrices)
     epilogue = _Down(
         matrix_scales=matrix_scales.data_ptr(),
@@ -158,7 +252,7 @@ def down_fp8(
     matrix_map = byte_matrix_map(matrices.view(-1, inner_size), BLOCK, BLOCK)
     with torch.cuda.device(codes.device):
         column_tiles = -(-hidden_size // (2 * BLOCK))
-        blocks = _num_blocks(codes.shape[0], num_experts, column_tiles, kernels)
+        blocks = _num_blocks(num_slots, num_experts, column_tiles, kernels)
         kernels.down[out.dtype].launch(blocks, rows_map, matrix_map, rows, epilogue)
 
 

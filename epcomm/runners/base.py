@@ -19,7 +19,15 @@ from epcomm.records import (
     RowsCombineInput,
     RowsDispatchOutput,
 )
-from epcomm.types import Int8Profile, Layout, RowReading, WireDtype, WireFormat, WireTensor
+from epcomm.types import (
+    Int8Profile,
+    Layout,
+    RowReading,
+    WeightsAppliedBy,
+    WireDtype,
+    WireFormat,
+    WireTensor,
+)
 from epcomm.weights import ExpertTensors
 
 
@@ -94,6 +102,32 @@ class ExpertRunner(ABC):
                 caller=cls.name,
             )
 
+    @classmethod
+    def check_record(cls, dispatched: DispatchOutput, weights: ExpertTensors) -> None:
+        """Refuse a batch of which run() would misread rows or memory: check_rows(), then sizes.
+
+        Local.   Host sync: none.
+        Raises:
+            ShapeError: as check_rows(); or rows of another H, or counts of another L, than the
+                experts'; or no router weights where the runner applies them.
+        """
+        rows, counts = dispatched.hidden_states, dispatched.num_slots_per_expert
+        cls.check_rows(rows, weights, dispatched.layout)
+        hidden_size, wanted = rows.data.shape[-1], weights.hidden_size
+        if hidden_size != wanted:
+            raise ShapeError(
+                f"{cls.name}: rows are {list(rows.data.shape)}, so H is {hidden_size}, expected "
+                f"{wanted} of the experts; dispatch with a plan made for these experts"
+            )
+        held = rows.data.shape[:1] if dispatched.layout is Layout.MASKED else counts.shape
+        if list(counts.shape) != [weights.num_experts] or held != counts.shape:
+            raise ShapeError(
+                f"{cls.name}: num_slots_per_expert is {list(counts.shape)} for rows "
+                f"{list(rows.data.shape)}, expected [{weights.num_experts}], one for each of the "
+                "experts; pass the experts of this rank alone"
+            )
+        slot_weights_to_apply(dispatched, cls.name)
+
     @overload
     def run(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> RowsCombineInput: ...
 
@@ -123,6 +157,27 @@ def _row_major_readings(dtypes: frozenset[WireDtype], wanted: WireFormat) -> tup
         else:
             formats += [known for known in KNOWN_FORMATS if known.dtype is dtype]
     return tuple(RowReading(format=each) for each in formats)
+
+
+def slot_weights_to_apply(dispatched: DispatchOutput, caller: str) -> torch.Tensor | None:
+    """Router weights of slots, [C] or [L, C], where the runner multiplies by them; else None.
+
+    Raises:
+        ShapeError: the record says `runner` and has none, or not one a slot.
+    """
+    if dispatched.weights_applied_by is not WeightsAppliedBy.RUNNER:
+        return None
+    found = dispatched.slot_weights
+    is_masked = isinstance(dispatched, MaskedDispatchOutput)
+    expected = dispatched.hidden_states.data.shape[:2] if is_masked else (dispatched.num_slots,)
+    if found is None or found.shape != expected:
+        came = "None" if found is None else list(found.shape)
+        raise ShapeError(
+            f"{caller}: slot_weights is {came}, expected {list(expected)}, because "
+            f"weights_applied_by is {WeightsAppliedBy.RUNNER.value}; pass a weight a slot, or let "
+            "combine apply them"
+        )
+    return found
 
 
 def weight_slots(hidden: torch.Tensor, slot_weights: torch.Tensor) -> torch.Tensor:

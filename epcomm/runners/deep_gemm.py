@@ -40,13 +40,12 @@ from epcomm.records import (
     RowsDispatchOutput,
     SlotIndex,
 )
-from epcomm.runners.base import ExpertRunner, weight_slots
+from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
 from epcomm.types import (
     UNQUANTIZED_DTYPES,
     Layout,
     RowReading,
     ScaleLayout,
-    WeightsAppliedBy,
     WireDtype,
     WireFormat,
     WireTensor,
@@ -79,7 +78,7 @@ class _Package:
 
 
 class DeepGemmRunner(ExpertRunner):
-    """Asked for by name where fp8_triton serves too. No gradients.
+    """Asked for by name where fp8_triton serves too, with float32 scales. No gradients.
 
     Results of slots that no expert computes are undefined.
     """
@@ -131,7 +130,7 @@ class DeepGemmRunner(ExpertRunner):
 
     def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
         assert isinstance(weights, Fp8BlockWeights), "supports() said so"
-        self.check_rows(dispatched.hidden_states, weights, dispatched.layout)
+        self.check_record(dispatched, weights)
         if torch.is_grad_enabled() and dispatched.hidden_states.data.requires_grad:
             raise ConfigError(
                 "deep_gemm: rows need gradients, which its kernels do not have; use "
@@ -214,10 +213,8 @@ def _compute_rows(
     slots = _gather(_quantized(rows, weights), index, num_padded)
     hidden = _between(multiply(slots, "gate_up"), weights)
     results = multiply(hidden, "down")[:num_slots]
-    if dispatched.weights_applied_by is WeightsAppliedBy.RUNNER:
-        assert dispatched.slot_weights is not None, "who applies weights has them"
-        results = weight_slots(results, dispatched.slot_weights)
-    return results
+    slot_weights = slot_weights_to_apply(dispatched, DeepGemmRunner.name)
+    return results if slot_weights is None else weight_slots(results, slot_weights)
 
 
 def _compute_masked(
@@ -239,11 +236,10 @@ def _compute_masked(
     operand = _quantized(rows, weights)
     operand = replace(operand, data=operand.data.contiguous(), scales=_as_read(operand.scales))
     results = multiply(_between(multiply(operand, "gate_up"), weights), "down")
-    if dispatched.weights_applied_by is WeightsAppliedBy.RUNNER:
-        assert dispatched.slot_weights is not None, "who applies weights has them"
-        flat = weight_slots(results.flatten(0, 1), dispatched.slot_weights.flatten())
-        results = flat.view(results.shape)
-    return results
+    slot_weights = slot_weights_to_apply(dispatched, DeepGemmRunner.name)
+    if slot_weights is None:
+        return results
+    return weight_slots(results.flatten(0, 1), slot_weights.flatten()).view(results.shape)
 
 
 def _new_results(operand: WireTensor, matrices: Tensor) -> Tensor:

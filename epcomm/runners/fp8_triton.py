@@ -8,7 +8,7 @@ from torch import Tensor
 
 from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.quantized_weights import BLOCK, Fp8BlockWeights
-from epcomm.runners.gpu_slots import GpuSlotsRunner, Slots
+from epcomm.runners.gpu_slots import Capabilities, GpuSlotsRunner, Slots
 from epcomm.types import UNQUANTIZED_DTYPES, WireDtype, WireFormat
 from epcomm.weights import ExpertTensors
 
@@ -56,6 +56,8 @@ class Fp8TritonRunner(GpuSlotsRunner):
 
     name: ClassVar[str] = "fp8_triton"
     kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (Fp8BlockWeights,)
+    # Ada, the first that multiplies e4m3.
+    capabilities: ClassVar[Capabilities] = Capabilities(least=(8, 9))
     size_multiple: ClassVar[int] = BLOCK
     row_formats: ClassVar[tuple[WireFormat, ...]] = (FP8_FLOAT32_SCALES,)
 

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-
 from epcomm.buffers.base import Availability
 from epcomm.runners.fp8_triton import Down, Fp8TritonRunner, GateUp
+from epcomm.runners.gpu_slots import Capabilities
 from epcomm.weights import ExpertTensors
-
-# The processors that have the instructions, and no newer ones.
-_CAPABILITY = (9, 0)
-# What the kernels write.
-_HIDDEN_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Fp8WgmmaRunner(Fp8TritonRunner):
@@ -23,6 +17,8 @@ class Fp8WgmmaRunner(Fp8TritonRunner):
     """
 
     name: ClassVar[str] = "fp8_wgmma"
+    # No newer processors have these instructions.
+    capabilities: ClassVar[Capabilities] = Capabilities(least=(9, 0), most=(9, 0))
 
     @classmethod
     def supports(cls, weights: ExpertTensors) -> Availability:
@@ -34,19 +30,16 @@ class Fp8WgmmaRunner(Fp8TritonRunner):
     @classmethod
     def _missing(cls, weights: ExpertTensors) -> list[str]:
         from epcomm.kernels.cuda_cpp import nvrtc_is_installed
-        from epcomm.kernels.wgmma_fp8 import MAX_EXPERTS
+        from epcomm.kernels.wgmma_fp8 import HIDDEN_DTYPES, MAX_EXPERTS
 
         device = next(iter(weights.tensors().values())).device
         reasons = []
-        if weights.dtype not in _HIDDEN_DTYPES:
+        if weights.dtype not in HIDDEN_DTYPES:
             reasons.append(f"hidden states are {weights.dtype}, expected bfloat16 or float16")
         if weights.num_experts > MAX_EXPERTS:
             reasons.append(f"{weights.num_experts} experts, at most {MAX_EXPERTS}")
         if device.type != "cuda":
             return reasons
-        found = torch.cuda.get_device_capability(device)
-        if found != _CAPABILITY:
-            reasons.append(f"compute capability is {found}, expected {_CAPABILITY}")
         if not nvrtc_is_installed():
             reasons.append("NVRTC is not installed")
         return reasons

@@ -21,8 +21,8 @@ from epcomm.records import (
     RowsCombineInput,
     RowsDispatchOutput,
 )
-from epcomm.runners.base import ExpertRunner
-from epcomm.types import Int8Profile, Layout, WeightsAppliedBy, WireFormat, WireTensor
+from epcomm.runners.base import ExpertRunner, slot_weights_to_apply
+from epcomm.types import Int8Profile, Layout, WireFormat, WireTensor
 from epcomm.weights import ExpertTensors
 
 
@@ -52,14 +52,37 @@ class Slots:
         return rows.data, rows.scales
 
 
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """Compute capabilities of NVIDIA GPUs, major and minor; most: None for all newer ones."""
+
+    least: tuple[int, int]
+    most: tuple[int, int] | None = None
+
+    def lacking(self, device: torch.device) -> list[str]:
+        """The reason why `device` does not serve, if there is one."""
+        found = torch.cuda.get_device_capability(device)
+        if self.least <= found and (self.most is None or found <= self.most):
+            return []
+        if self.most is None:
+            expected = f"at least {self.least}"
+        else:
+            expected = (
+                f"{self.least}" if self.least == self.most else f"{self.least} to {self.most}"
+            )
+        return [f"compute capability is {found}, expected {expected}"]
+
+
 class GpuSlotsRunner(ExpertRunner):
     """Hands the slots of either layout to kernels. No gradients.
 
+    capabilities: what has the instructions.
     size_multiple: what hidden_size and intermediate_size must be multiples of.
     row_formats: quantised rows that the kernels read, and quantise to between the products.
     """
 
     layouts: ClassVar[frozenset[Layout]] = frozenset(Layout)
+    capabilities: ClassVar[Capabilities]
     size_multiple: ClassVar[int]
     row_formats: ClassVar[tuple[WireFormat, ...]]
 
@@ -75,6 +98,8 @@ class GpuSlotsRunner(ExpertRunner):
         device = next(iter(weights.tensors().values())).device
         if device.type != "cuda":
             reasons.append(f"the experts are on {device}, expected cuda")
+        else:
+            reasons += cls.capabilities.lacking(device)
         if weights.wire_format not in cls.row_formats:
             read = ", ".join(map(str, cls.row_formats))
             reasons.append(f"the experts want {weights.wire_format} rows, expected {read}")
@@ -91,7 +116,7 @@ class GpuSlotsRunner(ExpertRunner):
     ) -> MaskedCombineInput: ...
 
     def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
-        self.check_rows(dispatched.hidden_states, weights, dispatched.layout)
+        self.check_record(dispatched, weights)
         if torch.is_grad_enabled() and dispatched.hidden_states.data.requires_grad:
             raise ConfigError(
                 f"{self.name}: rows need gradients, which these kernels do not have; use "
@@ -99,9 +124,11 @@ class GpuSlotsRunner(ExpertRunner):
             )
         if isinstance(dispatched, MaskedDispatchOutput):
             shape = dispatched.hidden_states.data.shape
-            results = self.compute(_slots_of_masked(dispatched), weights)
+            results = self.compute(_slots_of_masked(dispatched, self.name), weights)
             return dispatched.combine_input(results.view(shape))
-        return dispatched.combine_input(self.compute(_slots_of_rows(dispatched), weights))
+        return dispatched.combine_input(
+            self.compute(_slots_of_rows(dispatched, self.name), weights)
+        )
 
     @abstractmethod
     def compute(self, slots: Slots, weights: ExpertTensors) -> Tensor:
@@ -119,24 +146,22 @@ def sizes_of(weights: ExpertTensors) -> dict[str, int]:
     }
 
 
-def _slots_of_rows(dispatched: RowsDispatchOutput) -> Slots:
+def _slots_of_rows(dispatched: RowsDispatchOutput, caller: str) -> Slots:
     index = dispatched.index
-    by_runner = dispatched.weights_applied_by is WeightsAppliedBy.RUNNER
     return Slots(
         rows=dispatched.hidden_states,
         row_of_slot=index.row_of_slot,
         counts=index.num_slots_per_expert,
         first_slot=index.first_slot,
-        weights=dispatched.slot_weights if by_runner else None,
+        weights=slot_weights_to_apply(dispatched, caller),
         num_slots=dispatched.num_slots,
     )
 
 
-def _slots_of_masked(dispatched: MaskedDispatchOutput) -> Slots:
+def _slots_of_masked(dispatched: MaskedDispatchOutput, caller: str) -> Slots:
     rows, counts = dispatched.hidden_states, dispatched.num_slots_per_expert
     num_experts, room = rows.data.shape[:2]
-    by_runner = dispatched.weights_applied_by is WeightsAppliedBy.RUNNER
-    weights = dispatched.slot_weights if by_runner else None
+    weights = slot_weights_to_apply(dispatched, caller)
     return Slots(
         rows=WireTensor(
             data=rows.data.flatten(0, 1),

@@ -26,8 +26,8 @@ from epcomm.records import (
     RowsDispatchOutput,
     SlotIndex,
 )
-from epcomm.runners.base import ExpertRunner, weight_slots
-from epcomm.types import ROW_ALIGNMENT_BYTES, Layout, WeightsAppliedBy, WireDtype
+from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
+from epcomm.types import ROW_ALIGNMENT_BYTES, Layout, WireDtype
 from epcomm.weights import ExpertTensors, ExpertWeights
 
 
@@ -81,10 +81,8 @@ class GroupedMMRunner(ExpertRunner):
         if weights.gate_up_bias is not None:
             hidden = hidden + _bias_of_slots(weights.gate_up_bias, index, slots.shape[0])
         hidden = activate(hidden, weights.format)
-        scale = None
-        if dispatched.weights_applied_by is WeightsAppliedBy.RUNNER:
-            scale = dispatched.slot_weights
-            assert scale is not None, "who applies weights has them"
+        scale = slot_weights_to_apply(dispatched, self.name)
+        if scale is not None:
             if index.row_of_slot is not None and not index.is_dense:
                 # Weights of padding are undefined, and would reach the gradients of the experts.
                 scale = scale.masked_fill(index.row_of_slot < 0, 0)

@@ -10,7 +10,7 @@ from torch import Tensor
 from epcomm.buffers.base import Availability
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.quantized_weights import Int8ChannelWeights
-from epcomm.runners.gpu_slots import GpuSlotsRunner, Slots, sizes_of
+from epcomm.runners.gpu_slots import Capabilities, GpuSlotsRunner, Slots, sizes_of
 from epcomm.types import UNQUANTIZED_DTYPES, Int8Profile, WireDtype, WireFormat
 from epcomm.weights import ExpertTensors
 
@@ -27,6 +27,8 @@ class Int8TritonRunner(GpuSlotsRunner):
 
     name: ClassVar[str] = "int8_triton"
     kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (Int8ChannelWeights,)
+    # Ampere: the compiler has no integer products for older tensor cores.
+    capabilities: ClassVar[Capabilities] = Capabilities(least=(8, 0))
     # Bytes that the rows of a matrix must be apart for the GPU to load tiles of it by itself.
     size_multiple: ClassVar[int] = 16
     int8_profiles: ClassVar[frozenset[Int8Profile]] = frozenset(Int8Profile)

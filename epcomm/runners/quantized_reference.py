@@ -25,13 +25,12 @@ from epcomm.records import (
     RowsDispatchOutput,
     SlotIndex,
 )
-from epcomm.runners.base import ExpertRunner
+from epcomm.runners.base import ExpertRunner, slot_weights_to_apply
 from epcomm.types import (
     UNQUANTIZED_DTYPES,
     Int8Profile,
     Layout,
     RowReading,
-    WeightsAppliedBy,
     WireDtype,
     WireFormat,
     WireTensor,
@@ -66,7 +65,7 @@ class QuantizedReferenceRunner(ExpertRunner):
 
     def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
         assert isinstance(weights, Fp8BlockWeights | Int8ChannelWeights), "supports() said so"
-        self.check_rows(dispatched.hidden_states, weights, dispatched.layout)
+        self.check_record(dispatched, weights)
         if isinstance(dispatched, MaskedDispatchOutput):
             return _run_masked(dispatched, weights, self.int8_profile)
         return _run_rows(dispatched, weights, self.int8_profile)
@@ -97,12 +96,12 @@ def _run_rows(
     results = slots.data.new_zeros(
         dispatched.num_slots, weights.hidden_size, dtype=weights.hidden_dtype
     )
+    slot_weights = slot_weights_to_apply(dispatched, QuantizedReferenceRunner.name)
     for expert, count in enumerate(counts):
         mine = slice(starts[expert], starts[expert] + count)
         result = _run_expert(_part(slots, mine), weights, expert, profile)
-        if dispatched.weights_applied_by is WeightsAppliedBy.RUNNER:
-            assert dispatched.slot_weights is not None, "who applies weights has them"
-            result = result * dispatched.slot_weights[mine].unsqueeze(1)
+        if slot_weights is not None:
+            result = result * slot_weights[mine].unsqueeze(1)
         results[mine] = result.to(weights.hidden_dtype)
     return dispatched.combine_input(results)
 
@@ -114,13 +113,13 @@ def _run_masked(
 ) -> MaskedCombineInput:
     rows = dispatched.hidden_states
     results = torch.zeros(rows.data.shape, dtype=weights.hidden_dtype, device=rows.data.device)
+    slot_weights = slot_weights_to_apply(dispatched, QuantizedReferenceRunner.name)
     for expert, count in enumerate(dispatched.num_slots_per_expert.tolist()):
         scales = None if rows.scales is None else rows.scales[expert, :count]
         mine = WireTensor(data=rows.data[expert, :count], format=rows.format, scales=scales)
         result = _run_expert(mine, weights, expert, profile)
-        if dispatched.weights_applied_by is WeightsAppliedBy.RUNNER:
-            assert dispatched.slot_weights is not None, "who applies weights has them"
-            result = result * dispatched.slot_weights[expert, :count].unsqueeze(1)
+        if slot_weights is not None:
+            result = result * slot_weights[expert, :count].unsqueeze(1)
         results[expert, :count] = result.to(weights.hidden_dtype)
     return dispatched.combine_input(results)
 

@@ -18,8 +18,8 @@ from epcomm.records import (
     RowsCombineInput,
     RowsDispatchOutput,
 )
-from epcomm.runners.base import ExpertRunner, weight_slots
-from epcomm.types import Layout, WeightsAppliedBy, WireDtype
+from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
+from epcomm.types import Layout, WireDtype
 from epcomm.weights import ExpertTensors, ExpertWeights
 
 
@@ -54,10 +54,11 @@ def _run_rows(dispatched: RowsDispatchOutput, weights: ExpertWeights) -> RowsCom
     slots = pack(dequantize(dispatched.hidden_states, weights.dtype), index)
     starts = index.first_slot.tolist()
     counts = index.host_num_slots_per_expert or index.num_slots_per_expert.tolist()
+    slot_weights = slot_weights_to_apply(dispatched, ReferenceRunner.name)
     pieces = []
     for expert, count in enumerate(counts):
         mine = slice(starts[expert], starts[expert] + count)
-        scale = _scale_of(dispatched, mine)
+        scale = None if slot_weights is None else slot_weights[mine]
         pieces.append(_run_expert(slots[mine], scale, weights, expert))
         # Padding behind the slots of an expert; zeros, so that gradients stay finite.
         pieces.append(slots.new_zeros(starts[expert + 1] - mine.stop, slots.shape[1]))
@@ -68,20 +69,11 @@ def _run_rows(dispatched: RowsDispatchOutput, weights: ExpertWeights) -> RowsCom
 def _run_masked(dispatched: MaskedDispatchOutput, weights: ExpertWeights) -> MaskedCombineInput:
     rows = dequantize(dispatched.hidden_states, weights.dtype)
     results = torch.zeros_like(rows)
+    slot_weights = slot_weights_to_apply(dispatched, ReferenceRunner.name)
     for expert, count in enumerate(dispatched.num_slots_per_expert.tolist()):
-        scale = None
-        if dispatched.weights_applied_by is WeightsAppliedBy.RUNNER:
-            assert dispatched.slot_weights is not None, "who applies weights has them"
-            scale = dispatched.slot_weights[expert, :count]
+        scale = None if slot_weights is None else slot_weights[expert, :count]
         results[expert, :count] = _run_expert(rows[expert, :count], scale, weights, expert)
     return dispatched.combine_input(results)
-
-
-def _scale_of(dispatched: RowsDispatchOutput, slots: slice) -> Tensor | None:
-    if dispatched.weights_applied_by is not WeightsAppliedBy.RUNNER:
-        return None
-    assert dispatched.slot_weights is not None, "who applies weights has them"
-    return dispatched.slot_weights[slots]
 
 
 def _run_expert(

@@ -1,4 +1,4 @@
-"""Compile the products of eight-bit experts for sm_90, without a GPU; print what came as JSON.
+"""Compile the products of eight-bit experts, without a GPU; print what came as JSON.
 
 A program of its own: kernels of the test process are interpreted, and those cannot be compiled.
 """
@@ -18,17 +18,20 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from epcomm.kernels.grouped_gemm_fp8 import _down_fp8_kernel, _gate_up_fp8_kernel, _options
+from epcomm.kernels import grouped_gemm_fp8, grouped_gemm_int8
+from epcomm.kernels.grouped_gemm_fp8 import _down_fp8_kernel, _gate_up_fp8_kernel
 from epcomm.kernels.grouped_gemm_int8 import (
     _down_int8_kernel,
     _gate_up_int8_kernel,
     _quantize_hidden_int8_kernel,
     down_columns,
-    gemm_options,
 )
-from epcomm.kernels.launch import EXACT, warps_for
+from epcomm.kernels.launch import EXACT, Processor, warps_for
 
 HOPPER = GPUTarget("cuda", 90, 32)
+# Blackwell of workstations, whose blocks have 99 KB of shared memory.
+WORKSTATION = GPUTarget("cuda", 120, 32)
+PROCESSORS = {HOPPER: Processor(), WORKSTATION: Processor(shared_bytes=99 * 1024, major=12)}
 EXPERTS, HIDDEN, INNER = 32, 7168, 2048
 # Multiples of 16 and of nothing larger: the last blocks are not full.
 ODD_HIDDEN, ODD_INNER = 7184, 2064
@@ -40,6 +43,8 @@ def compiled(
     kernel: triton.JITFunction,
     signature: Mapping[str, str],
     options: Mapping[str, Any],
+    *,
+    target: GPUTarget = HOPPER,
     **constants: object,
 ) -> dict[str, str | int]:
     """PTX of one variant, compiled as the launcher would, what ptxas says, and shared memory."""
@@ -53,9 +58,11 @@ def compiled(
         {(kernel.arg_names.index(name),): value for name, value in constants.items()},
         attributes,
     )
-    made = triton.compile(source, target=HOPPER, options=dict(options))
+    made = triton.compile(source, target=target, options=dict(options))
     ptx = made.asm["ptx"]
-    return {"ptx": ptx, "ptxas": assembled(ptx), "shared_bytes": made.metadata.shared}
+    # The assembler that comes for sm_90 need not know newer ones.
+    messages = assembled(ptx) if target == HOPPER else ""
+    return {"ptx": ptx, "ptxas": messages, "shared_bytes": made.metadata.shared}
 
 
 def assembled(ptx: str) -> str:
@@ -80,7 +87,7 @@ def experts(tile_rows: int) -> dict[str, object]:
     return {"NUM_EXPERTS": EXPERTS, "EXPERTS_POW2": EXPERTS, "TILE_ROWS": tile_rows, "BLOCK": 128}
 
 
-def fp8_gate_up() -> dict[str, str | int]:
+def fp8_gate_up(target: GPUTarget = HOPPER) -> dict[str, str | int]:
     return compiled(
         _gate_up_fp8_kernel,
         pointers(
@@ -94,7 +101,8 @@ def fp8_gate_up() -> dict[str, str | int]:
             out="*u8",
             out_scales="*fp32",
         ),
-        _options(num_warps=8),
+        grouped_gemm_fp8.gemm_options(64, 256, num_warps=8, processor=PROCESSORS[target]),
+        target=target,
         HIDDEN=HIDDEN,
         INNER=INNER,
         X_STRIDE=HIDDEN,
@@ -105,7 +113,7 @@ def fp8_gate_up() -> dict[str, str | int]:
     )
 
 
-def fp8_down() -> dict[str, str | int]:
+def fp8_down(target: GPUTarget = HOPPER) -> dict[str, str | int]:
     return compiled(
         _down_fp8_kernel,
         pointers(
@@ -118,7 +126,8 @@ def fp8_down() -> dict[str, str | int]:
             slot_weights="*fp32",
             out="*bf16",
         ),
-        _options(num_warps=4),
+        grouped_gemm_fp8.gemm_options(64, 128, num_warps=4, processor=PROCESSORS[target]),
+        target=target,
         HIDDEN=HIDDEN,
         INNER=INNER,
         HAS_WEIGHTS=True,
@@ -126,7 +135,9 @@ def fp8_down() -> dict[str, str | int]:
     )
 
 
-def int8_gate_up(tile_rows: int, hidden: int = HIDDEN, inner: int = INNER) -> dict[str, str | int]:
+def int8_gate_up(
+    tile_rows: int, hidden: int = HIDDEN, inner: int = INNER, *, target: GPUTarget = HOPPER
+) -> dict[str, str | int]:
     return compiled(
         _gate_up_int8_kernel,
         pointers(
@@ -139,7 +150,8 @@ def int8_gate_up(tile_rows: int, hidden: int = HIDDEN, inner: int = INNER) -> di
             matrix_scales="*fp32",
             out="*fp32",
         ),
-        gemm_options(tile_rows),
+        grouped_gemm_int8.gemm_options(tile_rows, 256, PROCESSORS[target]),
+        target=target,
         HIDDEN=hidden,
         INNER=inner,
         X_STRIDE=hidden,
@@ -149,7 +161,9 @@ def int8_gate_up(tile_rows: int, hidden: int = HIDDEN, inner: int = INNER) -> di
     )
 
 
-def int8_down(tile_rows: int, hidden: int = HIDDEN, inner: int = INNER) -> dict[str, str | int]:
+def int8_down(
+    tile_rows: int, hidden: int = HIDDEN, inner: int = INNER, *, target: GPUTarget = HOPPER
+) -> dict[str, str | int]:
     columns = down_columns(tile_rows)
     return compiled(
         _down_int8_kernel,
@@ -163,7 +177,8 @@ def int8_down(tile_rows: int, hidden: int = HIDDEN, inner: int = INNER) -> dict[
             slot_weights="*fp32",
             out="*bf16",
         ),
-        gemm_options(tile_rows),
+        grouped_gemm_int8.gemm_options(tile_rows, columns, PROCESSORS[target]),
+        target=target,
         HIDDEN=hidden,
         INNER=inner,
         HAS_WEIGHTS=True,
@@ -198,6 +213,11 @@ def main() -> None:
         variants[f"int8 down {tile_rows}"] = int8_down(tile_rows)
     variants["int8 gate_up odd"] = int8_gate_up(128, ODD_HIDDEN, ODD_INNER)
     variants["int8 down odd"] = int8_down(128, ODD_HIDDEN, ODD_INNER)
+    for tile_rows in (32, 64, 128):
+        for name, make in (("gate_up", int8_gate_up), ("down", int8_down)):
+            variants[f"sm_120 int8 {name} {tile_rows}"] = make(tile_rows, target=WORKSTATION)
+    variants["sm_120 fp8 gate_up"] = fp8_gate_up(WORKSTATION)
+    variants["sm_120 fp8 down"] = fp8_down(WORKSTATION)
     print(json.dumps(variants))
 
 

@@ -16,14 +16,23 @@ from epcomm.testing.oracle import relative_error
 from epcomm.types import Layout, WeightsAppliedBy
 from epcomm.weights import ExpertWeights
 from tests.kernels import slot_records
-from tests.kernels.slot_records import CASES, Case, record, results_of_experts
+from tests.kernels.fp8_products import check_slots_of_nobody_are_left
+from tests.kernels.slot_records import (
+    CASES,
+    Case,
+    check_no_slots,
+    check_poison_stays_in_its_rows,
+    record,
+    record_devices,
+    results_of_experts,
+)
 
 HIDDEN, INNER = 256, 128
 # Tensor cores keep some 14 bits of a sum of FP8 products, so a few activations fall to the other
 # side of a tie. A code next to the largest is 1/14 of it away; with the largest activation of 128
 # at four standard deviations, and the largest of y at three, one such code moves y by
-# 4/14 / (3 * 128**0.5), 0.8% of that. Two may meet; bfloat16 adds its own 2**-8.
-TOLERANCE = {torch.float32: 0.02, torch.bfloat16: 0.024}
+# 4/14 / (3 * 128**0.5), 0.8% of that. Two may meet; bfloat16 adds its own 2**-8, float16 2**-11.
+TOLERANCE = {torch.float32: 0.02, torch.bfloat16: 0.024, torch.float16: 0.0205}
 
 
 def make_weights(dtype: torch.dtype, device: torch.device) -> Fp8BlockWeights:
@@ -43,6 +52,31 @@ def test_runner_equals_the_plain_one(case: Case, device: torch.device) -> None:
     mine = results_of_experts(dispatched, actual), results_of_experts(dispatched, expected)
     for pair in zip(*mine, strict=True):
         assert relative_error(*pair) <= TOLERANCE[case.dtype]
+
+
+def test_slots_of_nobody_are_left_alone(device: torch.device) -> None:
+    products = Fp8TritonRunner().products()
+    check_slots_of_nobody_are_left(products, make_weights(torch.float32, device), device)
+
+
+def test_no_slots_are_no_results(device: torch.device) -> None:
+    check_no_slots(Fp8TritonRunner(), make_weights(torch.float32, device), device)
+
+
+# The interpreter multiplies infinity by zero, as it should.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+def test_poison_stays_in_its_rows(device: torch.device) -> None:
+    check_poison_stays_in_its_rows(Fp8TritonRunner(), make_weights(torch.float32, device), device)
+
+
+def test_kernels_are_launched_on_the_device_of_their_rows(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where another device is the current one, Triton would launch there."""
+    dispatched = record(CASES[0], HIDDEN, FP8_FLOAT32_SCALES, device)
+    entered = record_devices(monkeypatch)
+    Fp8TritonRunner().run(dispatched, make_weights(CASES[0].dtype, device))
+    assert entered == [device] * 2
 
 
 def test_gradients_are_refused(device: torch.device) -> None:

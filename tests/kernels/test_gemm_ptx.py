@@ -31,6 +31,9 @@ STAGES = {
 # What a block of an sm_90 processor may have.
 MAX_SHARED_BYTES = 227 * 1024
 VARIANTS = [*STAGES, "int8 hidden"]
+# What a block may have of the 100 KB of an sm_120 processor, and the products there.
+MAX_SHARED_BYTES_OF_SM_120 = 99 * 1024
+ON_SM_120 = [f"sm_120 {name}" for name in STAGES if not name.endswith("odd")]
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -63,7 +66,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Compiled]
 
 
 def test_all_variants_are_looked_at(compiled: Mapping[str, Compiled]) -> None:
-    assert sorted(compiled) == sorted(VARIANTS)
+    assert sorted(compiled) == sorted(VARIANTS + ON_SM_120)
 
 
 @pytest.mark.parametrize("variant", STAGES)
@@ -117,6 +120,18 @@ def test_registers_and_shared_memory_suffice(
         "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
         in (compiled[variant]["ptxas"])
     )
+
+
+@pytest.mark.parametrize("variant", ON_SM_120)
+def test_tiles_fit_where_there_is_less_shared_memory(
+    variant: str, compiled: Mapping[str, Compiled]
+) -> None:
+    # Operands of two stages at least: one would wait for each load.
+    tile_rows = int(variant.rpartition(" ")[2]) if "int8" in variant else 64
+    columns = 256 if "gate_up" in variant or tile_rows == 128 else 128
+    stage_bytes = (tile_rows + columns) * 128
+    assert 2 * stage_bytes <= compiled[variant]["shared_bytes"] <= MAX_SHARED_BYTES_OF_SM_120
+    assert ".local" not in compiled[variant]["ptx"]
 
 
 def test_hidden_rows_are_rounded_as_plain_torch_does(

@@ -20,9 +20,12 @@ from tests.kernels import slot_records
 from tests.kernels.slot_records import (
     CASES,
     Case,
+    check_no_slots,
+    check_poison_stays_in_its_rows,
     make_index,
     make_rows,
     record,
+    record_devices,
     results_of_experts,
 )
 from tests.quantization.rows import varied_rows
@@ -396,6 +399,23 @@ def test_rows_beyond_2_to_the_31_elements(device: torch.device) -> None:
         results.append(hidden)
     assert results[0][:3].any(dim=1).all()
     assert torch.equal(*results)
+
+
+def test_no_slots_are_no_results(device: torch.device) -> None:
+    check_no_slots(Int8TritonRunner(), make_weights(torch.float32, device), device)
+
+
+def test_poison_stays_in_its_rows(device: torch.device) -> None:
+    check_poison_stays_in_its_rows(Int8TritonRunner(), make_weights(torch.float32, device), device)
+
+
+def test_kernels_are_launched_on_the_device_of_their_rows(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatched = record(CASES[0], HIDDEN, INT8_PER_TOKEN, device)
+    entered = record_devices(monkeypatch)
+    Int8TritonRunner().run(dispatched, make_weights(CASES[0].dtype, device))
+    assert entered == [device] * 3
 
 
 def test_gradients_are_refused(device: torch.device) -> None:

@@ -12,22 +12,33 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from epcomm import ShapeError  # noqa: E402
+from epcomm import RowsDispatchOutput, ShapeError  # noqa: E402
 from epcomm.kernels import wgmma_fp8  # noqa: E402
 from epcomm.kernels.cuda_cpp import (  # noqa: E402
     CudaError,
     compile_to_cubin,
     nvrtc_is_installed,
 )
-from epcomm.quantization import FP8_FLOAT32_SCALES  # noqa: E402
+from epcomm.ops.static_slots import build_static_slot_index  # noqa: E402
+from epcomm.quantization import FP8_FLOAT32_SCALES, quantize  # noqa: E402
 from epcomm.quantized_weights import Fp8BlockWeights  # noqa: E402
+from epcomm.records import Handle, Route  # noqa: E402
 from epcomm.runners.fp8_wgmma import Fp8WgmmaRunner  # noqa: E402
 from epcomm.runners.quantized_reference import QuantizedReferenceRunner  # noqa: E402
 from epcomm.testing.oracle import relative_error  # noqa: E402
 from epcomm.types import Layout, WeightsAppliedBy  # noqa: E402
 from epcomm.weights import ExpertWeights  # noqa: E402
 from tests.kernels import slot_records  # noqa: E402
-from tests.kernels.slot_records import CASES, Case, record, results_of_experts  # noqa: E402
+from tests.kernels.fp8_products import check_slots_of_nobody_are_left  # noqa: E402
+from tests.kernels.slot_records import (  # noqa: E402
+    CASES,
+    NUM_EXPERTS,
+    Case,
+    check_no_slots,
+    check_poison_stays_in_its_rows,
+    record,
+    results_of_experts,
+)
 from tests.kernels.test_fp8_triton import TOLERANCE  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).with_name("backends") / "nvidia" / "bin" / "cuobjdump"
@@ -89,9 +100,13 @@ def test_the_compilers_messages_are_passed_on() -> None:
 
 
 def make_weights(
-    dtype: torch.dtype, device: torch.device, hidden: int = 256, inner: int = 128
+    dtype: torch.dtype,
+    device: torch.device,
+    hidden: int = 256,
+    inner: int = 128,
+    num_experts: int = NUM_EXPERTS,
 ) -> Fp8BlockWeights:
-    weights = slot_records.make_weights(hidden, inner, device)
+    weights = slot_records.make_weights(hidden, inner, device, num_experts)
     return replace(Fp8BlockWeights.from_unquantized(weights), hidden_dtype=dtype)
 
 
@@ -106,12 +121,19 @@ def test_experts_that_the_kernels_cannot_read_are_refused_with_reasons() -> None
     )
 
 
+WRITTEN_CASES = [
+    replace(case, dtype=dtype)
+    for dtype in wgmma_fp8.HIDDEN_DTYPES
+    for case in CASES
+    if case.dtype is torch.bfloat16
+]
+
+
+# Of K, 5 and 9 blocks go through the four stages more than once.
 @needs_hopper
-@pytest.mark.parametrize("inner", [128, 384])
-@pytest.mark.parametrize("hidden", [256, 384])
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.dtype is torch.bfloat16], ids=lambda case: case.id
-)
+@pytest.mark.parametrize("inner", [128, 384, 640])
+@pytest.mark.parametrize("hidden", [256, 384, 1152])
+@pytest.mark.parametrize("case", WRITTEN_CASES, ids=lambda case: case.id)
 def test_runner_equals_the_plain_one(
     case: Case, hidden: int, inner: int, device: torch.device
 ) -> None:
@@ -133,6 +155,56 @@ ROWS_CASE = Case(
     is_quantized=True,
     is_strided=False,
 )
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", wgmma_fp8.HIDDEN_DTYPES, ids=str)
+def test_blocks_that_take_several_tiles_equal_the_plain_runner(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    """Experts of 0, 1, 128, 129 and 300 rows, some 200 tiles for 132 processors."""
+    hidden, inner, counts = 1152, 640, [300, 0, 129, 300, 1, 128, 300, 300, 300, 300, 300, 300]
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+    num_row_tiles = sum(-(-count // wgmma_fp8.TILE_ROWS) for count in counts)
+    # Tiles are a block of I wide, or two of H.
+    assert num_row_tiles * min(inner // 128, -(-hidden // 256)) > num_processors
+    weights = make_weights(dtype, device, hidden, inner, num_experts=len(counts))
+    generator = torch.Generator().manual_seed(8)
+    ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    ids = ids[torch.randperm(len(ids), generator=generator)].unsqueeze(1).to(device)
+    x = torch.randn(len(ids), hidden, generator=generator).to(device, dtype)
+    dispatched = RowsDispatchOutput(
+        hidden_states=quantize(x, FP8_FLOAT32_SCALES),
+        index=build_static_slot_index(ids, len(counts), len(ids)),
+        slot_weights=torch.rand(len(ids), generator=generator).to(device),
+        weights_applied_by=WeightsAppliedBy.RUNNER,
+        handle=Handle(owner=None, route=Route(), call=1, num_tokens=len(ids), needs_backward=False),
+    )
+    actual = Fp8WgmmaRunner().run(dispatched, weights).hidden_states
+    expected = QuantizedReferenceRunner().run(dispatched, weights).hidden_states
+    for pair in zip(
+        results_of_experts(dispatched, actual),
+        results_of_experts(dispatched, expected),
+        strict=True,
+    ):
+        if len(pair[0]):
+            assert relative_error(*pair) <= TOLERANCE[dtype]
+
+
+@needs_hopper
+def test_slots_of_nobody_are_left_alone(device: torch.device) -> None:
+    products = Fp8WgmmaRunner().products()
+    check_slots_of_nobody_are_left(products, make_weights(torch.bfloat16, device), device)
+
+
+@needs_hopper
+def test_no_slots_are_no_results(device: torch.device) -> None:
+    check_no_slots(Fp8WgmmaRunner(), make_weights(torch.bfloat16, device), device)
+
+
+@needs_hopper
+def test_poison_stays_in_its_rows(device: torch.device) -> None:
+    check_poison_stays_in_its_rows(Fp8WgmmaRunner(), make_weights(torch.bfloat16, device), device)
 
 
 @needs_hopper

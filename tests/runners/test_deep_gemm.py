@@ -330,3 +330,15 @@ def test_plan_names_the_alignment_that_is_missing(monkeypatch: pytest.MonkeyPatc
 def test_auto_prefers_the_kernels_of_this_library() -> None:
     names = list(RUNNERS)
     assert names.index("fp8_triton") < names.index("deep_gemm") < names.index("quantized_reference")
+
+
+@pytest.mark.parametrize(
+    ("slot_alignment", "runner"), [(128, "deep_gemm"), (1, "quantized_reference")]
+)
+def test_auto_takes_it_for_powers_of_two_where_slots_are_aligned(
+    slot_alignment: int, runner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_deep_gemm.install(monkeypatch, architecture=10)
+    config = EPConfig(mode="normal", slot_alignment=slot_alignment)
+    weights = make_weights(ScaleDtype.POWER_OF_TWO)
+    assert plan(config, SPEC, weights=weights).runner == runner

@@ -29,8 +29,13 @@ from epcomm.quantization import (
 from epcomm.quantized_weights import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.records import Handle, Route, SlotIndex
 from epcomm.runners.base import ExpertRunner
+from epcomm.runners.deep_gemm import DeepGemmRunner
 from epcomm.runners.fp8_triton import Fp8TritonRunner
+from epcomm.runners.fp8_wgmma import Fp8WgmmaRunner
+from epcomm.runners.grouped_mm import GroupedMMRunner
+from epcomm.runners.int8_triton import Int8TritonRunner
 from epcomm.runners.quantized_reference import QuantizedReferenceRunner
+from epcomm.runners.reference import ReferenceRunner
 from epcomm.testing.data import BatchSpec, RankBatch, holed_ids, make_batch, make_weights
 from epcomm.testing.oracle import relative_error
 from epcomm.types import Layout, ScaleLayout, WeightsAppliedBy, WireDtype, WireFormat
@@ -405,6 +410,93 @@ def test_rows_that_would_be_misread_are_refused_with_both_sides(
     assert came.startswith(f"{runner.name}: ")
     assert case.came in came
     assert case.expected in expected
+
+
+# All runners of eight-bit experts, with a kind of experts each computes.
+RUNNERS = [
+    (QuantizedReferenceRunner, "fp8"),
+    (QuantizedReferenceRunner, "int8"),
+    (Fp8TritonRunner, "fp8"),
+    (Fp8WgmmaRunner, "fp8"),
+    (DeepGemmRunner, "fp8"),
+    (Int8TritonRunner, "int8"),
+]
+every_runner = pytest.mark.parametrize(
+    ("runner", "kind"), RUNNERS, ids=[f"{runner.name}, {kind}" for runner, kind in RUNNERS]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Misfit:
+    """What does not fit the experts, of which there are 3 with H = 200; rows are [9, H].
+
+    num_experts: those that are counted.   spare_weights: slot_weights for which there is no slot.
+    """
+
+    id: str
+    hidden_size: int = HIDDEN
+    num_experts: int = NUM_EXPERTS
+    has_slot_weights: bool = True
+    spare_weights: int = 0
+    message: str
+
+
+MISFITS = [
+    Misfit(id="wider rows", hidden_size=384, message="so H is 384, expected 200 of the experts"),
+    Misfit(id="narrower rows", hidden_size=8, message="so H is 8, expected 200 of the experts"),
+    Misfit(id="more experts", num_experts=4, message="is [4] for rows {}, expected [3]"),
+    Misfit(id="fewer experts", num_experts=2, message="is [2] for rows {}, expected [3]"),
+    Misfit(
+        id="no router weights",
+        has_slot_weights=False,
+        message="slot_weights is None, expected {}, because weights_applied_by is runner",
+    ),
+    Misfit(id="other router weights", spare_weights=1, message="slot_weights is {}, expected {}"),
+]
+
+
+def misfit_record(case: Misfit, layout: Layout) -> RowsDispatchOutput | MaskedDispatchOutput:
+    """Nine unquantised rows, or nine an expert, all in use."""
+    is_masked = layout is Layout.MASKED
+    shape = (case.num_experts, 9) if is_masked else (9,)
+    counts = torch.zeros(case.num_experts, dtype=torch.int32)
+    counts[0] = 9
+    x = torch.zeros(*shape, case.hidden_size)
+    rows = WireTensor(data=x, format=WireFormat.of(torch.float32))
+    slot_weights = torch.ones(*shape[:-1], 9 + case.spare_weights)
+    if is_masked:
+        return MaskedDispatchOutput(
+            hidden_states=rows,
+            num_slots_per_expert=counts,
+            slot_weights=slot_weights if case.has_slot_weights else None,
+            weights_applied_by=WeightsAppliedBy.RUNNER,
+            handle=handle(),
+        )
+    index = index_of([[0]] * 9, case.num_experts)
+    record = rows_record(rows, index, slot_weights, WeightsAppliedBy.RUNNER)
+    return record if case.has_slot_weights else replace(record, slot_weights=None)
+
+
+@every_runner
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("case", MISFITS, ids=lambda case: case.id)
+def test_records_that_do_not_fit_the_experts_are_refused(
+    case: Misfit, layout: Layout, runner: type[ExpertRunner], kind: str
+) -> None:
+    record = misfit_record(case, layout)
+    with pytest.raises(ShapeError) as caught:
+        runner().run(record, kind_weights(kind))  # type: ignore[arg-type]
+    for part in f"{runner.name}: |{case.message}".replace("{}", "|").split("|"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("runner", [ReferenceRunner, GroupedMMRunner])
+def test_unquantised_experts_need_router_weights_too(runner: type[ExpertRunner]) -> None:
+    plain = make_weights(SPEC, 1, intermediate_size=INNER)
+    case = Misfit(id="none", has_slot_weights=False, message="")
+    for layout in sorted(runner.layouts):
+        with pytest.raises(ShapeError, match=f"{runner.name}: slot_weights is None, expected "):
+            runner().run(misfit_record(case, layout), plain)  # type: ignore[arg-type]
 
 
 def test_kernels_that_scale_by_float32_refuse_powers_of_two() -> None:

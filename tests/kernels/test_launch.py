@@ -1,0 +1,52 @@
+"""What tiles are chosen by: the shared memory that a device says it has."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from epcomm.kernels import launch
+from epcomm.kernels.grouped_gemm_fp8 import rows_of
+from epcomm.kernels.launch import Processor, processor_of
+
+KB = 1024
+
+
+@pytest.mark.parametrize(
+    ("processor", "stage_kb", "most", "stages"),
+    [
+        (Processor(), 48, 4, 4),
+        (Processor(), 40, 3, 3),
+        # Two in shared memory and one in registers.
+        (Processor(shared_bytes=99 * KB, major=12), 48, 4, 3),
+        (Processor(shared_bytes=99 * KB, major=12), 40, 3, 3),
+        (Processor(shared_bytes=163 * KB, major=8), 48, 4, 4),
+        (Processor(shared_bytes=99 * KB, major=9), 48, 4, 2),
+        (Processor(shared_bytes=KB, major=9), 48, 4, 1),
+    ],
+)
+def test_stages_are_those_that_fit(
+    processor: Processor, stage_kb: int, most: int, stages: int
+) -> None:
+    assert processor.stages(stage_kb * KB, most=most) == stages
+
+
+def test_device_is_asked_for_its_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(major=12, shared_memory_per_block_optin=99 * KB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    launch._processor.cache_clear()
+    assert processor_of(torch.device("cuda", 0)) == Processor(shared_bytes=99 * KB, major=12)
+    del found.shared_memory_per_block_optin
+    assert processor_of(torch.device("cuda", 1)) == Processor(shared_bytes=227 * KB, major=12)
+    launch._processor.cache_clear()
+    assert processor_of(torch.device("cpu")) == Processor()
+
+
+def test_matrices_are_never_copied() -> None:
+    matrices = torch.zeros(2, 3, 4)
+    assert rows_of(matrices).data_ptr() == matrices.data_ptr()
+    with pytest.raises(AssertionError, match="records of weights refuse others"):
+        rows_of(matrices.transpose(1, 2))

@@ -1,0 +1,238 @@
+"""Which experts and devices the runners of GPUs accept, asked without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from epcomm import ShapeError
+from epcomm.kernels import cuda_cpp, wgmma_fp8
+from epcomm.quantized_weights import Fp8BlockWeights, Int8ChannelWeights
+from epcomm.runners.fp8_triton import Fp8TritonRunner
+from epcomm.runners.fp8_wgmma import Fp8WgmmaRunner
+from epcomm.runners.gpu_slots import GpuSlotsRunner
+from epcomm.runners.int8_triton import Int8TritonRunner
+
+# Not importorskip: tests/kernels must choose an interpreter before triton is imported.
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+
+HIDDEN, INNER = 256, 128
+CODES = torch.float8_e4m3fn
+
+
+@pytest.fixture
+def fakes() -> Iterator[None]:
+    """Tensors made in the test say that they are on a GPU, and have no memory."""
+    with FakeTensorMode():
+        yield
+
+
+def on_gpu(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def apart(num_rows: int, num_columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rows with gaps between them."""
+    strides = (num_columns + 16, 1)
+    return torch.empty_strided((num_rows, num_columns), strides, dtype=dtype, device="cuda")
+
+
+def fp8_weights(num_experts: int = 2) -> Fp8BlockWeights:
+    return Fp8BlockWeights(
+        gate_up_proj=on_gpu(num_experts, 2 * INNER, HIDDEN, dtype=CODES),
+        gate_up_scale=on_gpu(num_experts, 2, 2),
+        down_proj=on_gpu(num_experts, HIDDEN, INNER, dtype=CODES),
+        down_scale=on_gpu(num_experts, 2, 1),
+    )
+
+
+def int8_weights() -> Int8ChannelWeights:
+    return Int8ChannelWeights(
+        gate_up_proj=on_gpu(2, 2 * INNER, HIDDEN, dtype=torch.int8),
+        gate_up_scale=on_gpu(2, 2 * INNER),
+        down_proj=on_gpu(2, HIDDEN, INNER, dtype=torch.int8),
+        down_scale=on_gpu(2, HIDDEN),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """reasons: what a runner says of a GPU of this capability."""
+
+    runner: type[GpuSlotsRunner]
+    capability: tuple[int, int]
+    reasons: tuple[str, ...] = ()
+
+
+DEVICES = [
+    Device(
+        runner=Fp8TritonRunner,
+        capability=(8, 6),
+        reasons=("compute capability is (8, 6), expected at least (8, 9)",),
+    ),
+    Device(runner=Fp8TritonRunner, capability=(8, 9)),
+    Device(runner=Fp8TritonRunner, capability=(12, 0)),
+    Device(
+        runner=Int8TritonRunner,
+        capability=(7, 5),
+        reasons=("compute capability is (7, 5), expected at least (8, 0)",),
+    ),
+    Device(runner=Int8TritonRunner, capability=(8, 0)),
+    Device(runner=Int8TritonRunner, capability=(12, 0)),
+    Device(
+        runner=Fp8WgmmaRunner,
+        capability=(8, 9),
+        reasons=("compute capability is (8, 9), expected (9, 0)",),
+    ),
+    Device(runner=Fp8WgmmaRunner, capability=(9, 0)),
+    Device(
+        runner=Fp8WgmmaRunner,
+        capability=(10, 0),
+        reasons=("compute capability is (10, 0), expected (9, 0)",),
+    ),
+]
+
+
+def has_capability(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("case", DEVICES, ids=lambda case: f"{case.runner.name}, {case.capability}")
+def test_capability_decides(case: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_capability(monkeypatch, case.capability)
+    monkeypatch.setattr(cuda_cpp, "nvrtc_is_installed", lambda: True)
+    weights = int8_weights() if case.runner is Int8TritonRunner else fp8_weights()
+    verdict = case.runner.supports(weights)
+    assert verdict.reasons == case.reasons
+    assert verdict.ok == (not case.reasons)
+
+
+@pytest.mark.usefixtures("fakes")
+def test_wgmma_needs_its_compiler_few_experts_and_short_floats(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    has_capability(monkeypatch, (9, 0))
+    monkeypatch.setattr(cuda_cpp, "nvrtc_is_installed", lambda: False)
+    most = wgmma_fp8.MAX_EXPERTS
+    weights = replace(fp8_weights(most + 1), hidden_dtype=torch.float32)
+    assert Fp8WgmmaRunner.supports(weights).reasons == (
+        "hidden states are torch.float32, expected bfloat16 or float16",
+        f"{most + 1} experts, at most {most}",
+        "NVRTC is not installed",
+    )
+    monkeypatch.setattr(cuda_cpp, "nvrtc_is_installed", lambda: True)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert Fp8WgmmaRunner.supports(replace(fp8_weights(most), hidden_dtype=dtype)).ok
+
+
+def gate_up_operands(num_slots: int = 5, num_rows: int = 7) -> dict[str, Tensor]:
+    """What gate_up_fp8() takes, by name."""
+    weights = fp8_weights()
+    return {
+        "codes": apart(num_rows, HIDDEN, dtype=CODES),
+        "scales": apart(num_rows, 2),
+        "row_of_slot": on_gpu(num_slots, dtype=torch.int32),
+        "counts": on_gpu(2, dtype=torch.int32),
+        "first_slot": on_gpu(3, dtype=torch.int32),
+        "matrices": weights.gate_up_proj,
+        "matrix_scales": weights.gate_up_scale,
+        "out_codes": on_gpu(num_slots, INNER, dtype=CODES),
+        "out_scales": on_gpu(num_slots, 1),
+    }
+
+
+def down_operands(num_slots: int = 5) -> dict[str, Tensor]:
+    """What down_fp8() takes, by name."""
+    weights = fp8_weights()
+    return {
+        "codes": on_gpu(num_slots, INNER, dtype=CODES),
+        "scales": on_gpu(num_slots, 1),
+        "counts": on_gpu(2, dtype=torch.int32),
+        "first_slot": on_gpu(3, dtype=torch.int32),
+        "matrices": weights.down_proj,
+        "matrix_scales": weights.down_scale,
+        "slot_weights": on_gpu(num_slots),
+        "out": on_gpu(num_slots, HIDDEN, dtype=torch.bfloat16),
+    }
+
+
+PRODUCTS = {
+    "gate_up": (wgmma_fp8.gate_up_fp8, gate_up_operands),
+    "down": (wgmma_fp8.down_fp8, down_operands),
+}
+OPERANDS = [
+    (product, name)
+    for product, names in {
+        "gate_up": "codes scales row_of_slot counts first_slot matrices matrix_scales out_codes "
+        "out_scales",
+        "down": "codes scales counts first_slot matrices matrix_scales slot_weights out",
+    }.items()
+    for name in names.split()
+]
+
+
+def spread(tensor: Tensor) -> Tensor:
+    """The same shape, every other element of something larger."""
+    strides = [2 * stride for stride in torch.empty(tensor.shape, device="meta").stride()]
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cuda")
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """One more in the last dimension."""
+    return tensor.new_empty(*tensor.shape[:-1], tensor.shape[-1] + 1)
+
+
+# Changes of a tensor, with what the refusal says.
+CHANGES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "dtype": (
+        lambda tensor: tensor.new_empty(tensor.shape, dtype=torch.int64),
+        "is torch.int64 on",
+    ),
+    "device": (lambda tensor: tensor.new_empty(tensor.shape, device="cpu"), "cpu, expected "),
+    "order": (spread, "with strides"),
+    "shape": (widened, "with strides"),
+}
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("product", "name"), OPERANDS)
+def test_wgmma_refuses_operands_that_it_would_misread(product: str, name: str, change: str) -> None:
+    launch, make = PRODUCTS[product]
+    change_of, message = CHANGES[change]
+    operands = make()
+    operands[name] = change_of(operands[name])
+    with pytest.raises(ShapeError) as caught:
+        launch(**operands)
+    text = str(caught.value)
+    assert text.startswith("fp8_wgmma: ")
+    assert message in text
+    # Of these the sizes are taken, and then others do not fit.
+    if (name, change) not in {("matrices", "shape"), ("out_codes", "shape")}:
+        assert text.startswith(f"fp8_wgmma: {name} ")
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_wgmma_launches_nothing_where_there_are_no_slots(
+    product: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that receives nothing; the copy engine refuses a matrix of no rows."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("no slots, no work")
+
+    for name in ("_kernels", "byte_matrix_map", "_rows"):
+        monkeypatch.setattr(wgmma_fp8, name, refuse)
+    launch, make = PRODUCTS[product]
+    operands = make(0)
+    launch(**operands)
+    with pytest.raises(AssertionError, match="no slots"):
+        launch(**make(1))

@@ -92,6 +92,8 @@ class BufferCaps:
     has_slot_budget: BufferSpec.max_recv_slots bounds its static sizes; else they suffice for all.
     announces_faults: a bad call is told to all ranks, or waits for check() on all of them; else
         only with BufferSpec.compares_calls, and otherwise its own rank alone knows.
+    fills_holes: entries of -1 travel, to an expert that the row does not use, with weight 0 (see
+        ops/holes.py), and are computed and counted.
     device_types: of groups that it serves, None for all.
     needs_process_group: it serves groups of torch.distributed alone.
     """
@@ -115,6 +117,7 @@ class BufferCaps:
     owns_rows: bool = True
     has_slot_budget: bool = True
     announces_faults: bool = True
+    fills_holes: bool = False
     device_types: frozenset[str] | None = None
     needs_process_group: bool = False
 

@@ -69,6 +69,12 @@ def format_reasons(spec: BufferSpec) -> list[str]:
     return reasons
 
 
+def find_deep_ep() -> tuple[DeepEPKind | None, bool]:
+    """Which one is installed, None for none, and whether it is a stand-in. Imports nothing."""
+    folder = _find_folder()
+    return (None if folder is None else deep_ep_kind(folder)), _runs_on_cpu_ranks()
+
+
 def device_types() -> frozenset[str]:
     """Of the groups that the deep_ep here serves."""
     return frozenset({"cpu"} if _runs_on_cpu_ranks() else {"cuda"})

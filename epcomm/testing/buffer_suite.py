@@ -20,6 +20,7 @@ from epcomm.buffers.sizes import CallShape
 from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError, HandleError, ShapeError
 from epcomm.group import EPGroup
+from epcomm.ops.holes import fill_holes
 from epcomm.quantization import dequantize, quantize
 from epcomm.registry import buffer_class
 from epcomm.testing.data import (
@@ -124,10 +125,19 @@ class BufferEnv:
     def batches(self, spec: BatchSpec, number: int = 0) -> list[RankBatch]:
         """Batch `number` of all ranks."""
         world_size = self.group.world_size
-        return [
+        batches = [
             make_batch(spec, rank, world_size, number=number).to(self.group.device)
             for rank in range(world_size)
         ]
+        if not self.caps.fills_holes:
+            return batches
+        # What is expected is what the entries without an expert become.
+        return [_filled(batch, spec.num_experts(world_size)) for batch in batches]
+
+
+def _filled(batch: RankBatch, num_experts: int) -> RankBatch:
+    ids, weights = fill_holes(batch.topk_ids, batch.topk_weights, num_experts)
+    return replace(batch, topk_ids=ids, topk_weights=weights)
 
 
 def uneven(rank: int, world_size: int) -> int:

@@ -1,0 +1,35 @@
+"""Entries without an expert, for kernels that know none: another expert, with weight 0."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def fill_holes(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Replace each -1 by an expert that its row does not use, and its weight by 0.
+
+    Args:
+        topk_ids: [T, K], int64, distinct within a row but for -1; K <= P.
+        topk_weights: [T, K], float32.
+        num_experts: P.
+
+    The rows that are sent for them cost bytes and are multiplied by 0. They begin at another expert
+    for each token, so that no expert gets them all.
+
+    Returns: the same shapes, ids distinct within a row.
+    Host sync: none.   Deterministic: yes.
+    """
+    num_tokens, top_k = topk_ids.shape
+    is_hole = topk_ids < 0
+    experts = torch.arange(num_experts, device=topk_ids.device)
+    tokens = torch.arange(num_tokens, device=topk_ids.device).unsqueeze(1)
+    is_used = torch.zeros(
+        num_tokens, num_experts + 1, dtype=torch.bool, device=topk_ids.device
+    ).scatter_(1, torch.where(is_hole, num_experts, topk_ids), True)[:, :num_experts]
+    # Unused experts first, from that of the token on.
+    distance = (experts - tokens * top_k) % num_experts + is_used * num_experts
+    unused = distance.argsort(dim=1)
+    place = (is_hole.cumsum(1) - 1).clamp(min=0)
+    ids = torch.where(is_hole, unused.gather(1, place), topk_ids)
+    return ids, topk_weights.masked_fill(is_hole, 0.0)

@@ -230,6 +230,8 @@ def check_slots(
     if index.host_num_slots_per_expert is not None:
         host_counts = list(index.host_num_slots_per_expert)
         _expect_equal(env, "host_num_slots_per_expert", host_counts, counts)
+    # Compared apart from their bytes, which words of four scales have too.
+    _expect_equal(env, "dtype and width of scales", _scale_kind(rows), _scale_kind(sent[0]))
     row_of_slot = rows_of_slots(out, rows)
     received = [row_bits(rows, int(row_of_slot[position])) for position in positions]
     if not env.caps.ordered:
@@ -310,7 +312,8 @@ def check_redispatch(
 
 def check_operations_stand_alone(env: BufferEnv) -> None:
     """Dispatches without combines, two batches in flight, combines in any order and repeated."""
-    spec, most = env.adapted(BATCH_SPECS["uneven"]), env.caps.batches_in_flight
+    # Holes: on two ranks, three of four experts would bring every token to both.
+    spec, most = env.adapted(BATCH_SPECS["holes"]), env.caps.batches_in_flight
     buffer = env.open(spec)
     outs, all_batches = [], []
     for number in range(most or 4):
@@ -531,6 +534,10 @@ def run_scenario(name: str, env: BufferEnv) -> None:
     # Checkpointing joins the rows of one dispatch with the gradients of another.
     assert env.caps.ordered or not env.caps.trainable, "rows of a trainable buffer come in order"
     SCENARIOS[name](env)
+
+
+def _scale_kind(rows: WireTensor) -> tuple[torch.dtype, int] | None:
+    return None if rows.scales is None else (rows.scales.dtype, rows.scales.shape[-1])
 
 
 def _slot_scales(env: BufferEnv, out: Dispatched, spec: BatchSpec, num_slots: int) -> Tensor:

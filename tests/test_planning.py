@@ -667,3 +667,11 @@ def test_layer_that_cannot_be_is_named(sizes: tuple[int, int, int], message: str
 def test_layer_of_an_unknown_dtype_is_named() -> None:
     with pytest.raises(ConfigError, match=r"dtype is torch\.float64, expected bfloat16, float16"):
         MoESpec(hidden_size=64, num_experts=8, top_k=2, dtype=torch.float64)
+
+
+def test_slot_budget_is_that_of_prefill_alone() -> None:
+    config = EPConfig(max_tokens_per_rank=16, max_recv_slots=64)
+    chosen = plan(config, SPEC, world_size=4)
+    assert chosen.decode is not None
+    budgets = [phase.buffer_spec.max_recv_slots for phase in (chosen.prefill, chosen.decode)]
+    assert budgets == [64, None]

@@ -81,6 +81,11 @@ def deep_ep_kind(folder: Path) -> DeepEPKind:
     return DeepEPKind.V1 if "Buffer" in names else DeepEPKind.STRANGER
 
 
+def defines(folder: Path, name: str) -> bool:
+    """Whether the sources of a package define this class or function; nothing is imported."""
+    return name in _defined_names(folder)
+
+
 def communication_variables(variables: Mapping[str, str]) -> tuple[Variable, ...]:
     """Those that deep_ep V1 writes, set or not, and those that are set for somebody."""
     listed = [name for name in sorted(variables) if _advice_for(name) and name not in _V1_WRITES]

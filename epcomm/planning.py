@@ -154,7 +154,7 @@ class PhasePlan:
         ]
         lines += [f"{name}: {limit}" for name, limit in self.limits().items()]
         lines += [f"memory of {region.name}: {region}" for region in self.regions()]
-        lines += [f"rejected {rejection}" for rejection in self.rejected]
+        lines += [f"rejected {text}" for text in _grouped(self.rejected)]
         return "\n".join(lines)
 
     @property
@@ -201,7 +201,7 @@ class EPPlan:
             lines.append(f"no decode: {self.decode_lacks}")
         if self.runner is not None:
             lines.append(f"runner {self.runner}")
-        lines += [f"rejected runner {rejection}" for rejection in self.rejected_runners]
+        lines += [f"rejected runner {text}" for text in _grouped(self.rejected_runners)]
         return "\n".join(lines)
 
 
@@ -249,6 +249,14 @@ def plan(
     if weights is None:
         return chosen
     return _with_runner(chosen, config, survey.verdicts[RUNNER], weights)
+
+
+def _grouped(rejections: Iterable[Rejection]) -> list[str]:
+    """One text for all that have the same reasons, in the order of the first of each."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for rejection in rejections:
+        names.setdefault(rejection.reasons, []).append(rejection.name)
+    return [f"{', '.join(found)}: {'; '.join(reasons)}" for reasons, found in names.items()]
 
 
 def _limit(value: int | None) -> str:

@@ -61,7 +61,8 @@ def phase_configs(config: EPConfig) -> dict[str, EPConfig]:
     prefill_tokens = None if config.max_recv_slots is None else max_tokens
     configs = {PREFILL: replace(config, mode=Mode.NORMAL, max_tokens_per_rank=prefill_tokens)}
     if max_tokens is not None:
-        configs[DECODE] = replace(config, mode=Mode.LOW_LATENCY)
+        # Low latency has room for any routing of so few tokens; the budget is prefill's.
+        configs[DECODE] = replace(config, mode=Mode.LOW_LATENCY, max_recv_slots=None)
     return configs
 
 

@@ -105,10 +105,12 @@ def test_explain_says_what_was_chosen_and_rejected_and_why() -> None:
         "at most 288 B a token out, 256 B home, and 120 B of headers a dispatch",
         "tokens a rank: at most 128",
     ]
-    assert "rejected all_gather: serves standard, not normal" in lines
+    assert "rejected all_gather, replicated: serves standard, not normal" in lines
     unlimited = plan(EPConfig(mode="standard"), SPEC, world_size=4).explain().splitlines()
     assert "tokens a rank: no limit" in unlimited
-    assert "rejected collective: serves normal, not standard" in unlimited
+    of_normal = [line for line in unlimited if line.endswith(": serves normal, not standard")]
+    assert len(of_normal) == 1, "backends with the same reasons share a line"
+    assert ", collective: " in of_normal[0]
 
 
 def weights(intermediate_size: int) -> ExpertWeights:
@@ -665,3 +667,11 @@ def test_layer_that_cannot_be_is_named(sizes: tuple[int, int, int], message: str
 def test_layer_of_an_unknown_dtype_is_named() -> None:
     with pytest.raises(ConfigError, match=r"dtype is torch\.float64, expected bfloat16, float16"):
         MoESpec(hidden_size=64, num_experts=8, top_k=2, dtype=torch.float64)
+
+
+def test_slot_budget_is_that_of_prefill_alone() -> None:
+    config = EPConfig(max_tokens_per_rank=16, max_recv_slots=64)
+    chosen = plan(config, SPEC, world_size=4)
+    assert chosen.decode is not None
+    budgets = [phase.buffer_spec.max_recv_slots for phase in (chosen.prefill, chosen.decode)]
+    assert budgets == [64, None]

@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 
 from epcomm.buffers.base import Availability, BufferSpec
-from epcomm.deep_ep_facts import DeepEPKind, deep_ep_kind
+from epcomm.deep_ep_facts import DeepEPKind, deep_ep_kind, defines
 from epcomm.errors import BackendUnavailable
 from epcomm.types import WireDtype
 
@@ -37,6 +37,8 @@ def probe_deep_ep(kinds: Set[DeepEPKind]) -> Availability:
     reasons = []
     if kind not in kinds:
         reasons.append(f"the deep_ep installed is {kind.value}, expected {wanted}")
+    elif kinds == WITH_LEGACY_BUFFER and not defines(folder, "Buffer"):
+        reasons.append(f"the deep_ep installed is {kind.value} without the Buffer of V1")
     if not (torch.cuda.is_available() or _runs_on_cpu_ranks()):
         reasons.append("there is no CUDA device")
     return Availability(ok=not reasons, reasons=tuple(reasons))

@@ -61,6 +61,8 @@ from epcomm.types import Layout, RowsPer, WeightsAppliedBy
 _WORLD_SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 # Ranks that NVLink joins; beyond them it needs RDMA.
 MAX_NVLINK_RANKS = 8
+# Source of the limits: deep_ep, csrc/kernels/legacy.
+_MAX_TOP_K, _MAX_LOCAL_EXPERTS = 32, 1024
 # It loads 16 bytes at a time.
 _HIDDEN_MULTIPLE = 8
 # Source of the NVLink memory: deep_ep, csrc/kernels/legacy, Config.get_nvl_buffer_size_hint, with
@@ -107,6 +109,7 @@ class DeepEPV1Buffer(ForeignBuffer):
             ordered=True,
             wire_dtypes=WIRE_DTYPES,
             weights_applied_by=frozenset(WeightsAppliedBy),
+            max_top_k=_MAX_TOP_K,
             hidden_multiple=_HIDDEN_MULTIPLE,
             announces_faults=False,
             device_types=device_types(),
@@ -119,6 +122,8 @@ class DeepEPV1Buffer(ForeignBuffer):
         if world_size not in _WORLD_SIZES:
             sizes = ", ".join(map(str, _WORLD_SIZES))
             reasons.append(f"serves {sizes} ranks, not {world_size}")
+        if spec.num_local_experts > _MAX_LOCAL_EXPERTS:
+            reasons.append(f"has at most {_MAX_LOCAL_EXPERTS} experts a rank")
         return tuple(reasons)
 
     @classmethod
@@ -179,6 +184,7 @@ class DeepEPV1Buffer(ForeignBuffer):
 
     def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
         assert isinstance(route, DeepEPV1Route), "a route of this buffer"
+        self._check_open()
         rows, *_ = self._buffer.dispatch(hidden_states.contiguous(), handle=route.handle)
         backward = row_bytes_of(self._spec, backward=True)
         self._count_bytes(DISPATCH, route.rows_to_rank, backward.dispatch)
@@ -222,7 +228,7 @@ class DeepEPV1Buffer(ForeignBuffer):
             is_token_in_rank=is_in_rank,
             num_tokens_per_expert=per_expert,
             topk_idx=ids,
-            topk_weights=call.topk_weights,
+            topk_weights=call.topk_weights.contiguous(),
             num_worst_tokens=num_worst_tokens,
         )
         self._count_bytes(DISPATCH, per_rank, row_bytes_of(self._spec).dispatch)

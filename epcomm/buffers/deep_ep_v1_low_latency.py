@@ -2,13 +2,15 @@
 
 Every expert has room for M rows of each rank. Rows of one rank lie together, ranks in any order.
 Ids and weights stay with the route, for combine multiplies by them at home. The receive step runs
-in wait(): until then the network works and no processor of the device does.
+in wait(): until then the network works and no processor of the device does. A send clears the
+counts of the call before it, so that one is received first, whoever waits for it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -45,8 +47,10 @@ from epcomm.types import Layout, RowsPer, ScaleLayout, WeightsAppliedBy, WireDty
 _HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 _MAX_TOP_K = 11
 _MAX_LOCAL_EXPERTS = 1024
-# FP8 rows are cut into pieces of so many elements.
-_FP8_MULTIPLE = 512
+# Of its constructor: fewer ranks than NVLink joins, or whole hosts of so many.
+_HOST_RANKS = 8
+# It counts 16 bytes at a time in an int32.
+_MAX_MESSAGE_BYTES = 16 * (2**31 - 1)
 _BATCHES_IN_FLIGHT = 2
 # A send queue holds two entries a token, and one for each of its ends.
 _QUEUE_DEPTH_VARIABLE, _QUEUE_DEPTH = "NVSHMEM_QP_DEPTH", 1024
@@ -55,12 +59,30 @@ _HEADER_BYTES, _SCALE_BYTES, _SCALE_BLOCK = 16, 4, 128
 _ALIGNMENT_BYTES = 128
 
 
+@dataclass(kw_only=True, eq=False)
+class _Batch:
+    """A batch in flight. is_ended: a later dispatch has taken its memory."""
+
+    is_ended: bool = False
+
+
+class _Receipt:
+    """The receive step of one call, which runs once: in wait(), or before the next send."""
+
+    def __init__(self, receive: Callable[[], None] | None = None) -> None:
+        self._receive = receive
+
+    def run(self) -> None:
+        receive, self._receive = self._receive, None
+        if receive is not None:
+            receive()
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LowLatencyRoute(Route):
     """What combine needs of its dispatch.
 
-    topk_ids: [T, K], as they were sent.   topk_weights: [T, K], float32.
-    is_ended: set once a later dispatch has taken the memory of this batch.
+    topk_ids: [T, K], as they were sent.   topk_weights: [T, K], float32, a copy.
     """
 
     num_tokens: int
@@ -72,7 +94,7 @@ class LowLatencyRoute(Route):
     slots_to_rank: Tensor
     slots_from_rank: Tensor
     has_failed: Tensor
-    is_ended: list[bool] = field(default_factory=lambda: [False])
+    batch: _Batch
 
 
 class DeepEPV1LowLatencyBuffer(ForeignBuffer):
@@ -117,18 +139,10 @@ class DeepEPV1LowLatencyBuffer(ForeignBuffer):
             reasons.append(f"has at most {_MAX_LOCAL_EXPERTS} experts a rank")
         if spec.slot_alignment > 1:
             reasons.append("hands out rooms of one size, so slot_alignment must be 1")
-        if spec.max_tokens_per_rank is None:
-            return tuple(reasons)
-        depth = int(environment().get(_QUEUE_DEPTH_VARIABLE, _QUEUE_DEPTH))
-        if 2 * (spec.max_tokens_per_rank + 1) > depth:
-            reasons.append(
-                f"max_tokens_per_rank is {spec.max_tokens_per_rank}, at most {depth // 2 - 1} with "
-                f"{_QUEUE_DEPTH_VARIABLE} = {depth}"
-            )
-        if spec.dispatch_format.dtype is WireDtype.FP8_E4M3 and (
-            spec.max_tokens_per_rank * world_size % 4
-        ):
-            reasons.append("FP8 rows need max_tokens_per_rank * ranks to be a multiple of 4")
+        if world_size > _HOST_RANKS and world_size % _HOST_RANKS:
+            reasons.append(f"serves whole hosts of {_HOST_RANKS} ranks, not {world_size} ranks")
+        if spec.max_tokens_per_rank is not None:
+            reasons += _token_reasons(spec, spec.max_tokens_per_rank, world_size)
         return tuple(reasons)
 
     @classmethod
@@ -171,7 +185,8 @@ class DeepEPV1LowLatencyBuffer(ForeignBuffer):
             num_qps_per_rank=spec.num_local_experts,
             explicitly_destroy=True,
         )
-        self._in_flight: deque[LowLatencyRoute] = deque()
+        self._in_flight: deque[_Batch] = deque()
+        self._last_sent = _Receipt()
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         return self.dispatch_async(call).wait()
@@ -181,6 +196,7 @@ class DeepEPV1LowLatencyBuffer(ForeignBuffer):
         ids, fault, _ = self._guard_on_device(call)
         has_failed = self._record(call, fault, fault * 0, self._max_slots)
         is_power_of_two = self._spec.dispatch_format.scale_dtype == torch.float8_e8m0fnu
+        self._last_sent.run()
         received, counts, handle, _, receive = self._buffer.low_latency_dispatch(
             call.hidden_states.contiguous(),
             ids,
@@ -192,9 +208,15 @@ class DeepEPV1LowLatencyBuffer(ForeignBuffer):
             return_recv_hook=True,
         )
 
+        batch = self._keep(_Batch())
+        # Combine reads the weights, and the caller may have overwritten them by then.
+        weights = call.topk_weights.clone(memory_format=torch.contiguous_format)
+        receipt = self._last_sent = _Receipt(receive)
+
         def wait() -> Dispatched:
-            receive()
-            return self._dispatched(call, ids, received, counts, handle, has_failed)
+            self._check_in_flight(batch, "wait")
+            receipt.run()
+            return self._dispatched(batch, ids, weights, received, counts, handle, has_failed)
 
         return Pending(wait)
 
@@ -220,13 +242,9 @@ class DeepEPV1LowLatencyBuffer(ForeignBuffer):
         assert rows_per is RowsPer.SLOT, "a row is a slot here"
         assert slot_weights is None, "weights are applied at home"
         self._check_open()
-        if route.is_ended[0]:
-            raise HandleError(
-                f"combine: {_BATCHES_IN_FLIGHT} later batches were dispatched, which took the "
-                f"memory of this one (rank {self._rank} of {self._world_size}); combine a batch "
-                "before the second next dispatch"
-            )
+        self._check_in_flight(route.batch, "combine")
         self._compare_combine()
+        self._last_sent.run()
         y, _, receive = self._buffer.low_latency_combine(
             rows.view(self._spec.num_local_experts, self._room, -1),
             route.topk_ids,
@@ -235,19 +253,21 @@ class DeepEPV1LowLatencyBuffer(ForeignBuffer):
             return_recv_hook=True,
         )
         self._count_bytes(COMBINE, route.slots_from_rank, _slot_bytes(self._spec)[1])
-        if route in self._in_flight:
-            self._in_flight.remove(route)
+        if route.batch in self._in_flight:
+            self._in_flight.remove(route.batch)
+        receipt = self._last_sent = _Receipt(receive)
 
         def wait() -> Combined:
-            receive()
+            receipt.run()
             return Combined(y=y.masked_fill(route.has_failed, float("nan")), scalars=None)
 
         return Pending(wait)
 
     def _dispatched(
         self,
-        call: DispatchCall,
+        batch: _Batch,
         ids: Tensor,
+        weights: Tensor,
         received: Rows,
         counts: Tensor,
         handle: LegacyHandle,
@@ -270,13 +290,13 @@ class DeepEPV1LowLatencyBuffer(ForeignBuffer):
             index=index,
             handle=handle,
             topk_ids=ids,
-            topk_weights=call.topk_weights,
+            topk_weights=weights,
             slots_to_rank=sent,
             slots_from_rank=from_rank,
             has_failed=has_failed,
+            batch=batch,
         )
         self._count_bytes(DISPATCH, sent, _slot_bytes(self._spec)[0])
-        self._keep(route)
         return Dispatched(
             rows=self._wire(received),
             index=index,
@@ -285,11 +305,20 @@ class DeepEPV1LowLatencyBuffer(ForeignBuffer):
             any_flags=BatchFlags.NONE,
         )
 
-    def _keep(self, route: LowLatencyRoute) -> None:
-        """Remember a batch in flight; the third one ends the first."""
-        self._in_flight.append(route)
+    def _keep(self, batch: _Batch) -> _Batch:
+        """Remember a batch that is sent; the third one ends the first."""
+        self._in_flight.append(batch)
         if len(self._in_flight) > _BATCHES_IN_FLIGHT:
-            self._in_flight.popleft().is_ended[0] = True
+            self._in_flight.popleft().is_ended = True
+        return batch
+
+    def _check_in_flight(self, batch: _Batch, function: str) -> None:
+        if batch.is_ended:
+            raise HandleError(
+                f"{function}: {_BATCHES_IN_FLIGHT} later batches were dispatched, which took the "
+                f"memory of this one (rank {self._rank} of {self._world_size}); combine a batch "
+                "before the second next dispatch"
+            )
 
     def _wire(self, received: Rows) -> WireTensor:
         wire_format = self._spec.dispatch_format
@@ -306,6 +335,26 @@ class DeepEPV1LowLatencyBuffer(ForeignBuffer):
 
     def _destroy(self) -> None:
         self._buffer.destroy()
+
+
+def _token_reasons(spec: BufferSpec, max_tokens: int, world_size: int) -> list[str]:
+    """What keeps it from serving so many tokens a rank."""
+    reasons, depth = [], environment().get(_QUEUE_DEPTH_VARIABLE, str(_QUEUE_DEPTH))
+    if not depth.isdecimal():
+        reasons.append(f"{_QUEUE_DEPTH_VARIABLE} is {depth!r}, expected a number")
+    elif 2 * (max_tokens + 1) > int(depth):
+        reasons.append(
+            f"max_tokens_per_rank is {max_tokens}, at most {int(depth) // 2 - 1} with "
+            f"{_QUEUE_DEPTH_VARIABLE} = {depth}"
+        )
+    if spec.dispatch_format.dtype is WireDtype.FP8_E4M3 and max_tokens * world_size % 4:
+        reasons.append("FP8 rows need max_tokens_per_rank * ranks to be a multiple of 4")
+    num_bytes = message_bytes(spec, world_size)
+    if num_bytes >= _MAX_MESSAGE_BYTES:
+        reasons.append(
+            f"needs {num_bytes} B for messages, and takes less than {_MAX_MESSAGE_BYTES} B"
+        )
+    return reasons
 
 
 def message_bytes(spec: BufferSpec, world_size: int) -> int:

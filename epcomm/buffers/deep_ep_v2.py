@@ -158,7 +158,7 @@ class ElasticBase(ForeignBuffer):
         rows, local_ids, weights, handle, _ = self._buffer.dispatch(
             as_argument(call.wire_tensor(self._spec.dispatch_format)),
             topk_idx=ids,
-            topk_weights=call.topk_weights,
+            topk_weights=call.topk_weights.contiguous(),
             num_experts=self._num_experts,
             num_max_tokens_per_rank=self._max_tokens,
             expert_alignment=expert_alignment,
@@ -169,6 +169,7 @@ class ElasticBase(ForeignBuffer):
 
     def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
         assert isinstance(route, DeepEPV2Route), "a route of this buffer"
+        self._check_open()
         rows, *_ = self._buffer.dispatch(
             hidden_states.contiguous(), handle=route.handle, num_sms=route.handle.num_sms
         )
@@ -325,10 +326,7 @@ class DeepEPV2StaticBuffer(DeepEPV2Buffer):
         rows, local_ids, weights, handle = self._exchange(
             call, ids, expert_alignment=1, do_cpu_sync=False
         )
-        # Behind the last row that came, ids are whatever was in memory.
-        num_received = handle.psum_num_recv_tokens_per_scaleup_rank[-1]
-        is_received = torch.arange(local_ids.shape[0], device=local_ids.device) < num_received
-        local_ids = torch.where(is_received.unsqueeze(1), local_ids, -1)
+        local_ids = self._ids_received(local_ids, handle)
         num_local, alignment = self._spec.num_local_experts, self._spec.slot_alignment
         required = aligned_counts(count_experts(local_ids, num_local), alignment).sum()
         has_failed = self._record(call, fault, required, self._max_slots)
@@ -339,6 +337,13 @@ class DeepEPV2StaticBuffer(DeepEPV2Buffer):
             slot_alignment=alignment,
         )
         return self._dispatched(ids, rows, weights, handle, index, flags, has_failed)
+
+    @staticmethod
+    def _ids_received(local_ids: Tensor, handle: ElasticHandle) -> Tensor:
+        """-1 behind the last row that came, where ids are whatever was in memory."""
+        num_received = handle.psum_num_recv_tokens_per_scaleup_rank[-1]
+        is_received = torch.arange(local_ids.shape[0], device=local_ids.device) < num_received
+        return torch.where(is_received.unsqueeze(1), local_ids, -1)
 
 
 def ranks_needed(topk_ids: Tensor, num_local: int, world_size: int) -> Tensor:

@@ -90,7 +90,8 @@ def guard_ids(topk_ids: Tensor, num_experts: int, error: EPError | None) -> tupl
     bad_ids = ((topk_ids < -1) | (topk_ids >= num_experts)).any()
     code = FaultCode.of(error)
     fault = torch.where(bad_ids, int(FaultCode.IDS if code == FaultCode.NONE else code), int(code))
-    return torch.where(fault != 0, -1, topk_ids), fault
+    # Contiguous whatever came: torch.where keeps strides, which foreign kernels do not read.
+    return torch.where(fault != 0, -1, topk_ids).contiguous(), fault
 
 
 def ids_error(topk_ids: Tensor, num_experts: int, rank: int, world_size: int) -> ShapeError:

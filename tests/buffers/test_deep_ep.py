@@ -11,6 +11,7 @@ from epcomm import EPConfig, EPGroup, Mode, WireDtype
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES
 from epcomm.registry import buffer_class
 from epcomm.testing import buffer_suite, layer_suite
+from epcomm.testing.buffer_suite import BufferEnv
 from epcomm.testing.deep_ep import install
 from epcomm.testing.deep_ep.v1 import buffer as v1_buffer
 from epcomm.testing.layer_suite import LayerEnv
@@ -90,18 +91,21 @@ def test_power_of_two_scales_keep_the_contract(backend: str, scenario: str) -> N
 
 
 def run_buffer(backend: str, scenario: str, wire: str) -> None:
+    with install(CASES[backend].package), EPGroup() as group:
+        buffer_suite.run_scenario(scenario, buffer_env(backend, group, wire))
+
+
+def buffer_env(backend: str, group: EPGroup, wire: str) -> BufferEnv:
     case = CASES[backend]
-    with install(case.package), EPGroup() as group:
-        env = buffer_suite.BufferEnv(
-            group=group,
-            backend=backend,
-            mode=case.mode,
-            wire=WIRES[wire],
-            hidden_size=case.hidden_size,
-            dtype=torch.bfloat16,
-            token_multiple=case.token_multiple,
-        )
-        buffer_suite.run_scenario(scenario, env)
+    return BufferEnv(
+        group=group,
+        backend=backend,
+        mode=case.mode,
+        wire=WIRES[wire],
+        hidden_size=case.hidden_size,
+        dtype=torch.bfloat16,
+        token_multiple=case.token_multiple,
+    )
 
 
 CONFIGS = {

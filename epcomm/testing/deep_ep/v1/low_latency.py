@@ -54,7 +54,7 @@ class Sizes:
 
 @dataclass(kw_only=True)
 class Result:
-    """What a dispatch returns; `is_pending` until it is received, or lost to a third dispatch."""
+    """What a dispatch returns; `is_pending` until it is received."""
 
     x: Tensor
     scales: Tensor | None
@@ -81,6 +81,8 @@ class LowLatency:
         self._sizes: Sizes | None = None
         self._is_dirty = False
         self._results: list[Result] = []
+        # A call was sent whose receive step has not run.
+        self._is_unreceived = False
         # Calls so far; the last bit says which of the two buffers the next one takes.
         self._num_calls = 0
         self._combine_buffers: list[Tensor | None] = [None, None]
@@ -121,21 +123,18 @@ class LowLatency:
         check_bytes(max_tokens, x.shape[1], num_experts, self._num_rdma_bytes)
         self._begin(sizes)
         while len(self._results) >= _MAX_RESULTS:
-            oldest = self._results.pop(0)
-            oldest.is_pending = False
-            oldest.poison()
+            self._results.pop(0).poison()
         columns, blocks = _message(x, topk_idx, sizes, num_ranks, wire)
         wait = begin_exchange(self._group, blocks)
+        self._is_unreceived = True
         result = _new_result(columns, sizes, num_ranks)
         self._results.append(result)
         generator = torch.Generator().manual_seed(self._num_calls * num_ranks + self._group.rank())
 
         def receive() -> None:
             received = wait().flatten(0, 1)
-            require(
-                result.is_pending, "the fake: overwritten by a third dispatch, or received twice"
-            )
-            result.is_pending = False
+            require(result.is_pending, "the fake: received twice")
+            result.is_pending = self._is_unreceived = False
             _write_slabs(result, unpack(received, columns), num_ranks, generator)
             if expert_stats is not None:
                 expert_stats.add_(result.count)
@@ -164,6 +163,7 @@ class LowLatency:
         self._begin(sizes)
         self._forget(known)
         wait = begin_exchange(self._group, blocks)
+        self._is_unreceived = True
         # `out` may share memory with x, which has left.
         shape = (topk_idx.shape[0], x.shape[2])
         combined = undefined(shape, x.dtype) if out is None else poison(out)
@@ -172,6 +172,7 @@ class LowLatency:
         def receive() -> None:
             require(len(pending) == 1, "the fake: received twice")
             by_expert = pending.pop()().flatten(0, 1)
+            self._is_unreceived = False
             combined.copy_(_weighted_sum(by_expert, topk_idx, topk_weights))
 
         return combined, receive
@@ -189,6 +190,9 @@ class LowLatency:
 
     def _begin(self, sizes: Sizes) -> None:
         """What dispatch and combine have in common, after their checks and before they send."""
+        # A send clears the counts of the other of two buffers, for the call after it: those of the
+        # call before it, which then waits for ever. Source: csrc/kernels, internode_ll, next_clean.
+        require(not self._is_unreceived, "the fake: the call before is not received")
         require(not self._is_dirty, "the fake: normal kernels ran; call clean_low_latency_buffer")
         no_masks = self.masks is None or not bool(self.masks.any())
         require(no_masks, "the fake cannot leave a masked rank out")

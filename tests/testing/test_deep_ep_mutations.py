@@ -1,0 +1,327 @@
+"""The suites fail when an adapter over deep_ep makes one mistake."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib import import_module
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from epcomm import EPGroup, EPTimeout
+from epcomm.buffers.base import Buffer, BufferSpec, Combined, DispatchCall, Dispatched
+from epcomm.buffers.deep_ep_rows import ElasticHandle, LegacyHandle, Rows
+from epcomm.buffers.deep_ep_v1 import DeepEPV1Buffer, DeepEPV1Route, DeepEPV1StaticBuffer
+from epcomm.buffers.deep_ep_v1_low_latency import DeepEPV1LowLatencyBuffer, LowLatencyRoute
+from epcomm.buffers.deep_ep_v2 import DeepEPV2Buffer, DeepEPV2Route, DeepEPV2StaticBuffer
+from epcomm.buffers.deep_ep_v2_expand import DeepEPV2ExpandBuffer, DeepEPV2LowLatencyBuffer
+from epcomm.buffers.foreign import ForeignBuffer
+from epcomm.collectives.base import Collectives
+from epcomm.quantization.scale_layout import pack_scales
+from epcomm.records import Pending, Route
+from epcomm.registry import BUFFERS
+from epcomm.testing import buffer_suite, layer_suite
+from epcomm.testing.deep_ep import install
+from epcomm.testing.deep_ep.v1 import buffer as v1_buffer
+from epcomm.types import ROW_MAJOR, RowsPer, WireTensor
+from tests.buffers.test_deep_ep import CASES, buffer_env, layer_env
+
+NUM_RANKS = 2
+# Seconds that a rank which is left alone waits for the others.
+PATIENCE_S = 1
+
+
+class _WeighsInCombine(ForeignBuffer):
+    """slot_weights on their way to combine, multiplied `times` times in all."""
+
+    times = 1
+
+    def combine(
+        self,
+        rows: Tensor,
+        route: Route,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+    ) -> Combined:
+        weights = None if slot_weights is None else slot_weights**self.times
+        return super().combine(
+            rows, route, rows_per=rows_per, slot_weights=weights, row_scalars=row_scalars
+        )
+
+
+class V1WeighsTwice(_WeighsInCombine, DeepEPV1Buffer):
+    """The rows are weighted before the sum that weighs them."""
+
+    times = 2
+
+
+class V1WeighsNever(_WeighsInCombine, DeepEPV1Buffer):
+    """deep_ep is expected to weigh."""
+
+    times = 0
+
+
+class V2ExpandWeighsTwice(_WeighsInCombine, DeepEPV2ExpandBuffer):
+    """As V1WeighsTwice."""
+
+    times = 2
+
+
+class V2ExpandWeighsNever(_WeighsInCombine, DeepEPV2ExpandBuffer):
+    """As V1WeighsNever."""
+
+    times = 0
+
+
+class _WeighsAtHome(DeepEPV1LowLatencyBuffer):
+    times = 1
+
+    def combine_async(
+        self, rows: Tensor, route: Route, *, rows_per: RowsPer, slot_weights: Tensor | None = None
+    ) -> Pending[Combined]:
+        assert isinstance(route, LowLatencyRoute)
+        other = replace(route, topk_weights=route.topk_weights**self.times)
+        return super().combine_async(rows, other, rows_per=rows_per, slot_weights=slot_weights)
+
+
+class LowLatencyWeighsTwice(_WeighsAtHome):
+    """The runner's weights, and those of the kernel."""
+
+    times = 2
+
+
+class LowLatencyWeighsNever(_WeighsAtHome):
+    """The kernel gets ones."""
+
+    times = 0
+
+
+class V1StaticReadsUnusedRows(DeepEPV1StaticBuffer):
+    """The rows that nobody sent belong to expert 0."""
+
+    def _exchange(self, call: DispatchCall, ids: Tensor, *, num_worst_tokens: int):  # noqa: ANN202
+        received = super()._exchange(call, ids, num_worst_tokens=num_worst_tokens)
+        num_rows = received.handle[0][-1, self._rank]
+        is_unused = torch.arange(len(received.local_ids)) >= num_rows
+        return replace(
+            received, local_ids=received.local_ids.masked_fill(is_unused.unsqueeze(1), 0)
+        )
+
+
+class V2StaticReadsUnusedRows(DeepEPV2StaticBuffer):
+    """Ids behind the last row are taken where they look valid."""
+
+    @staticmethod
+    def _ids_received(local_ids: Tensor, handle: ElasticHandle) -> Tensor:
+        return torch.where(
+            local_ids < handle.num_unaligned_recv_tokens_per_expert.numel(), local_ids, -1
+        )
+
+
+class LowLatencyCountsRooms(DeepEPV1LowLatencyBuffer):
+    """Every expert has as many slots as there is room for."""
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        out = super().dispatch(call)
+        counts = torch.full_like(out.index.num_slots_per_expert, self._room)
+        return replace(out, index=replace(out.index, num_slots_per_expert=counts))
+
+
+class _CountsArePrefixSums(DeepEPV2ExpandBuffer):
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        out = super().dispatch(call)
+        assert isinstance(out.route, DeepEPV2Route)
+        counts = out.route.handle.psum_num_recv_tokens_per_expert
+        return replace(out, index=replace(out.index, num_slots_per_expert=counts))
+
+
+class V2ExpandCountsPrefixSums(_CountsArePrefixSums):
+    """psum_num_recv_tokens_per_expert is named like counts."""
+
+
+class V2LowLatencyCountsPrefixSums(_CountsArePrefixSums, DeepEPV2LowLatencyBuffer):
+    """The same, where the host knows no counts."""
+
+
+class V2CountsPrefixSumsOfRanks(DeepEPV2Buffer):
+    """Where the rows of a rank end, for how many they are."""
+
+    def _route(self, *args: object, **kwargs: object) -> DeepEPV2Route:
+        route = super()._route(*args, **kwargs)  # type: ignore[arg-type]
+        ends = route.handle.psum_num_recv_tokens_per_scaleup_rank
+        return replace(route, rows_from_rank=ends.to(torch.int64))
+
+
+class LowLatencyReadsScalesByRows(DeepEPV1LowLatencyBuffer):
+    """The memory of the scales, as if those of a row lay together."""
+
+    def _wire(self, received: Rows) -> WireTensor:
+        wire = super()._wire(received)
+        assert wire.scales is not None
+        by_row = wire.scales.transpose(1, 2).reshape(wire.scales.shape)
+        return replace(wire, scales=by_row, scale_layout=ROW_MAJOR)
+
+
+class _KeepsWords(ForeignBuffer):
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        out = super().dispatch(call)
+        assert out.rows.scales is not None
+        return replace(out, rows=replace(out.rows, scales=pack_scales(out.rows.scales)))
+
+
+class V1KeepsWords(_KeepsWords, DeepEPV1Buffer):
+    """Four scales in an int32, as they travelled."""
+
+
+class V2KeepsWords(_KeepsWords, DeepEPV2Buffer):
+    """The same."""
+
+
+class LowLatencyKeepsWords(DeepEPV1LowLatencyBuffer):
+    """The same, without a word about it."""
+
+    def _wire(self, received: Rows) -> WireTensor:
+        return replace(super()._wire(received), scale_layout=ROW_MAJOR)
+
+
+class ThirdBatchEndsNone(DeepEPV1LowLatencyBuffer):
+    """A batch whose memory is taken may be combined."""
+
+    def _check_in_flight(self, batch: object, function: str) -> None:
+        del batch, function
+
+
+class _KeepsFirstHandle(ForeignBuffer):
+    """One handle for all batches; sizes are static, so that it fits."""
+
+    first: LegacyHandle | ElasticHandle | None = None
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        out = super().dispatch(call)
+        assert isinstance(out.route, DeepEPV1Route | DeepEPV2Route)
+        self.first = out.route.handle if self.first is None else self.first
+        return replace(out, route=replace(out.route, handle=self.first))  # type: ignore[arg-type]
+
+
+class V1StaticKeepsFirstHandle(_KeepsFirstHandle, DeepEPV1StaticBuffer):
+    """See above."""
+
+
+class V2StaticKeepsFirstHandle(_KeepsFirstHandle, DeepEPV2StaticBuffer):
+    """See above."""
+
+
+class _KeepsFaults(ForeignBuffer):
+    """Ranks do not compare their calls, though they are asked to."""
+
+    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
+        super().__init__(collectives, replace(spec, compares_calls=False))
+
+
+class V1KeepsFaults(_KeepsFaults, DeepEPV1Buffer):
+    """See above."""
+
+
+class V1LowLatencyKeepsFaults(_KeepsFaults, DeepEPV1LowLatencyBuffer):
+    """See above."""
+
+
+class V2InAnyOrder(DeepEPV2Buffer):
+    """Rows of a rank as they come, which another dispatch does not repeat."""
+
+    is_in_order = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A broken adapter, a scenario of a suite, and what the failure tells.
+
+    ranks: those that notice.   error: of the stand-in, if it refuses what the real one does not.
+    """
+
+    buffer: type[Buffer]
+    scenario: str
+    tells: str
+    suite: str = "buffer"
+    wire: str = "bf16"
+    ranks: tuple[int, ...] = (0, 1)
+    error: type[Exception] = AssertionError
+
+    @property
+    def id(self) -> str:
+        return f"{self.buffer.__name__} in {self.suite} suite, {self.scenario}"
+
+
+CASES_OF_MISTAKES = [
+    Case(buffer=V1WeighsTwice, scenario="uneven", tells="combine with weights"),
+    Case(buffer=V1WeighsNever, scenario="uneven", tells="combine with weights"),
+    Case(buffer=V2ExpandWeighsTwice, scenario="uneven", tells="combine with weights"),
+    Case(buffer=V2ExpandWeighsNever, scenario="uneven", tells="combine with weights"),
+    Case(buffer=V2ExpandWeighsNever, suite="layer", scenario="uneven", tells="y is off by"),
+    Case(buffer=LowLatencyWeighsTwice, scenario="uneven", tells="combine with weights"),
+    Case(buffer=LowLatencyWeighsNever, scenario="uneven", tells="combine with weights"),
+    Case(buffer=LowLatencyWeighsTwice, suite="layer", scenario="uneven", tells="y is off by"),
+    Case(buffer=V1StaticReadsUnusedRows, scenario="uneven", tells="num_slots_per_expert"),
+    Case(buffer=V2StaticReadsUnusedRows, scenario="uneven", tells="num_slots_per_expert"),
+    Case(buffer=LowLatencyCountsRooms, scenario="uneven", tells="num_slots_per_expert"),
+    Case(buffer=V2ExpandCountsPrefixSums, scenario="uneven", tells="num_slots_per_expert"),
+    Case(buffer=V2LowLatencyCountsPrefixSums, scenario="uneven", tells="num_slots_per_expert"),
+    Case(buffer=V2CountsPrefixSumsOfRanks, scenario="traffic", tells="traffic is", ranks=(0,)),
+    Case(buffer=LowLatencyReadsScalesByRows, scenario="uneven", wire="fp8", tells="slot 0"),
+    Case(buffer=V1KeepsWords, scenario="uneven", wire="fp8_powers_of_two", tells="width of scales"),
+    Case(buffer=V2KeepsWords, scenario="uneven", wire="fp8_powers_of_two", tells="width of scales"),
+    Case(
+        buffer=LowLatencyKeepsWords,
+        scenario="uneven",
+        wire="fp8_powers_of_two",
+        tells="width of scales",
+    ),
+    Case(
+        buffer=ThirdBatchEndsNone,
+        scenario="stand_alone",
+        tells="handle is undefined",
+        error=RuntimeError,
+    ),
+    Case(buffer=V1StaticKeepsFirstHandle, scenario="stand_alone", tells=" is "),
+    Case(buffer=V2StaticKeepsFirstHandle, scenario="stand_alone", tells=" is "),
+    Case(buffer=V1KeepsFaults, scenario="faults", tells="got None", ranks=(0,)),
+    Case(buffer=V1LowLatencyKeepsFaults, scenario="faults", tells="", ranks=(0,)),
+    Case(buffer=V2InAnyOrder, suite="layer", scenario="checkpointing", tells="is off by"),
+]
+
+
+def run(case: Case, group: EPGroup) -> None:
+    backend = case.buffer.name
+    if case.suite == "buffer":
+        buffer_suite.run_scenario(case.scenario, buffer_env(backend, group, case.wire))
+    else:
+        layer_suite.run_scenario(case.scenario, layer_env(backend, group))
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("case", CASES_OF_MISTAKES, ids=lambda case: case.id)
+def test_mistake_fails(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(v1_buffer, "_check_torch_deterministic", lambda: None)
+    module, _, attribute = BUFFERS[case.buffer.name].partition(":")
+    monkeypatch.setattr(import_module(module), attribute, case.buffer)
+    failure, is_left_alone = None, False
+    with install(CASES[case.buffer.name].package):
+        group = EPGroup(dist.new_group())
+        group.limit_waits(PATIENCE_S)
+        try:
+            run(case, group)
+        except case.error as error:
+            failure = str(error)
+        except EPTimeout:
+            is_left_alone = True
+        if len(case.ranks) == NUM_RANKS:
+            # Together: where one rank alone has failed, the other is somewhere else.
+            group.close()
+    notices = dist.get_rank() in case.ranks
+    assert (failure is not None) == notices, failure
+    assert failure is None or case.tells in failure
+    assert not (is_left_alone and notices)

@@ -111,3 +111,18 @@ def require_soc(operator: str, feature: str, *allowed: Soc) -> None:
         machine.soc in allowed,
         f"{feature} runs on {' and '.join(allowed)}, this is {machine.soc}",
     )
+
+
+def require_modelled(operator: str, condition: bool, feature: str) -> None:
+    """Refuse what the operator has and the stand-in has not.
+
+    Args:
+        operator: the operator.
+        condition: whether the call does without the feature.
+        feature: what it is, with its value.
+
+    Raises:
+        NotImplementedError: the feature is used; no result is better than a wrong one.
+    """
+    if not condition:
+        raise NotImplementedError(f"{operator} (stand-in of torch_npu): {feature} is not modelled")

@@ -136,9 +136,8 @@ def _without_other_groups(scores: Tensor, k_group: int, group_count: int, mode: 
     group_scores = grouped.topk(mode + 1, dim=-1).values.sum(dim=-1)
     kept = _ranking(group_scores)[:, :k_group]
     is_kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter(1, kept, True)
-    # NaN stays, so that the row is seen to be undefined.
-    is_dropped = ~is_kept.unsqueeze(2) & ~grouped.isnan()
-    return grouped.masked_fill(is_dropped, -math.inf).flatten(1)
+    # A group with NaN ranks first, so that the row is still seen to be undefined.
+    return grouped.masked_fill(~is_kept.unsqueeze(2), -math.inf).flatten(1)
 
 
 def _ranking(scores: Tensor) -> Tensor:

@@ -101,6 +101,19 @@ def test_rows_of_other_memory_are_not_read(position: int) -> None:
         finalize(torch.zeros(4, 2), positions, torch.ones(2, 2))
 
 
+def test_permute_sorts_as_init_routing_does() -> None:
+    """Enough copies of few experts that an unstable sort would shuffle them."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(60, 4, generator=generator)
+    experts = torch.randint(3, (60, 2), generator=generator, dtype=torch.int32)
+    rows, positions = torch.ops.npu.npu_moe_token_permute(tokens, experts)
+    wanted, wanted_positions, _, _ = torch.ops.npu.npu_moe_init_routing_v2(
+        tokens, experts, expert_num=3
+    )
+    assert torch.equal(rows, wanted)
+    assert torch.equal(positions, wanted_positions)
+
+
 def permute(**options: Any) -> None:  # noqa: ANN401
     tensors = {"tokens": torch.zeros(3, 2), "indices": torch.zeros(3, 2, dtype=torch.int32)}
     torch.ops.npu.npu_moe_token_permute(**{**tensors, **options})

@@ -1,0 +1,25 @@
+"""What memory holds that an operator leaves unwritten: NaN, and integers nobody would compute."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# No id, count or position of a test comes near it; one beyond it does not overflow int32.
+UNDEFINED_INT = -0x5EAD_5EAD
+# In the middle of the range: clamping and rounding do not lead there.
+UNDEFINED_INT8 = 77
+
+
+def undefined(shape: list[int] | torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor that no kernel has written yet, on the CPU."""
+    return torch.full(shape, undefined_value(dtype), dtype=dtype)
+
+
+def undefined_value(dtype: torch.dtype) -> float | int:
+    """What an unwritten element of the dtype holds."""
+    if dtype.is_floating_point:
+        return float("nan")
+    if dtype in (torch.int8, torch.uint8):
+        return UNDEFINED_INT8
+    return UNDEFINED_INT

@@ -20,13 +20,16 @@ _MODULES = MappingProxyType(
     {
         "v1": "epcomm.testing.deep_ep.v1",
         "v2": "epcomm.testing.deep_ep.v2",
+        "ascend": "epcomm.testing.ascend.deep_ep",
     }
 )
+# Kind -> submodules that users of the real package import by name.
+_SUBMODULES = MappingProxyType({"ascend": ("buffer",)})
 
 
 @contextmanager
 def install(kind: str) -> Iterator[ModuleType]:
-    """While open, `import deep_ep` gives the fake of this kind: v1 or v2.
+    """While open, `import deep_ep` gives the fake of this kind: v1, v2 or ascend.
 
     `importlib.util.find_spec("deep_ep")` finds the fake's folder, so that whoever tells the
     packages apart by their sources sees the right one. What was deep_ep before comes back.
@@ -39,15 +42,21 @@ def install(kind: str) -> Iterator[ModuleType]:
     if kind not in _MODULES:
         raise ValueError(f"install: kind is {kind!r}, expected one of {', '.join(_MODULES)}")
     module = _as_deep_ep(importlib.import_module(_MODULES[kind]))
-    before = sys.modules.get(NAME)
-    sys.modules[NAME] = module
+    installed = {NAME: module}
+    for name in _SUBMODULES.get(kind, ()):
+        submodule = importlib.import_module(f"{_MODULES[kind]}.{name}")
+        setattr(module, name, submodule)
+        installed[f"{NAME}.{name}"] = submodule
+    before = {name: sys.modules.get(name) for name in installed}
+    sys.modules.update(installed)
     try:
         yield module
     finally:
-        if before is None:
-            del sys.modules[NAME]
-        else:
-            sys.modules[NAME] = before
+        for name, earlier in before.items():
+            if earlier is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = earlier
 
 
 def _as_deep_ep(fake: ModuleType) -> ModuleType:

@@ -53,7 +53,7 @@ def test_installed_as_deep_ep_and_removed() -> None:
         assert spec.submodule_search_locations is not None
         assert deep_ep_kind(Path(spec.submodule_search_locations[0])) is DeepEPKind.V1
     assert "deep_ep" not in sys.modules
-    with pytest.raises(ValueError, match=r"'v3', expected one of v1, v2"), install("v3"):
+    with pytest.raises(ValueError, match=r"'v3', expected one of v1, v2, ascend"), install("v3"):
         pass
 
 

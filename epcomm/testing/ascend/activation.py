@@ -1,0 +1,236 @@
+"""SwiGLU between the two GEMMs of an expert, alone and with quantisation around it.
+
+All in float32; a row that no group holds is undefined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from epcomm.quantization.int8 import INT8_MAX
+from epcomm.testing.ascend.dtypes import dtype_of
+from epcomm.testing.ascend.formats import as_nd, require_aligned
+from epcomm.testing.ascend.grouped_matmul import fill_rows, integer_product, scale_values
+from epcomm.testing.ascend.groups import Group, GroupListType, groups_of
+from epcomm.testing.ascend.limits import require
+from epcomm.testing.ascend.registry import implements
+from epcomm.testing.ascend.undefined import UNDEFINED_INT8, undefined
+
+_DEQUANT = "npu_dequant_swiglu_quant"
+_FUSED = "npu_grouped_matmul_swiglu_quant"
+# quant_mode of npu_dequant_swiglu_quant.
+DYNAMIC = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8Rows:
+    """codes int8 [N, I]; scales float32 [N]."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+def gated_int8(gate: Tensor, up: Tensor) -> Int8Rows:
+    """silu(gate) * up, of [N, I] float32, as INT8: scale a / 127, codes rint(row * 127 / a).
+
+    A row of zeros has the scale 0 and the codes of 0 / 0, which nobody knows.
+    """
+    rows = F.silu(gate) * up
+    amax = rows.abs().amax(dim=-1, keepdim=True)
+    scales = amax / torch.full_like(amax, INT8_MAX)
+    codes = torch.round(rows * INT8_MAX / amax).clamp(-128, INT8_MAX)
+    # Before the cast: NaN has no integer.
+    codes = torch.where(amax > 0, codes, UNDEFINED_INT8)
+    return Int8Rows(codes=codes.to(torch.int8), scales=scales.squeeze(-1))
+
+
+@implements("npu_swiglu")
+def swiglu(input: Tensor, dim: int = -1) -> Tensor:
+    """silu of the first half of `dim` times the second half, rounded once to the dtype."""
+    require("npu_swiglu", input.shape[dim] % 2 == 0, "the size of dim is even")
+    gate, up = input.float().chunk(2, dim=dim)
+    return (F.silu(gate) * up).to(input.dtype)
+
+
+@implements("npu_dequant_swiglu_quant")
+def dequant_swiglu_quant(
+    x: Tensor,
+    *,
+    weight_scale: Tensor | None = None,
+    activation_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    quant_scale: Tensor | None = None,
+    quant_offset: Tensor | None = None,
+    group_index: Tensor | None = None,
+    activate_left: bool = False,
+    quant_mode: int = 0,
+    dst_type: int | None = None,
+    round_mode: int | None = None,
+    activate_dim: int | None = None,
+    swiglu_mode: int = 0,
+    clamp_limit: float = 7.0,
+    glu_alpha: float = 1.702,
+    glu_bias: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """int32 sums of the first GEMM to INT8 rows for the second.
+
+    Args:
+        x: [M, 2I], int32; or bfloat16 and float16 without weight_scale.
+        weight_scale: [E, 2I], float32.
+        activation_scale: [M] or [M, 1], float32.
+        group_index: [E], int64, counts and nothing else; None: all rows are of one expert.
+        activate_left: silu of the left half times the right half; otherwise, and by default, silu
+            of the right half times the left half.
+        quant_mode: 1, a scale a token; 0, which is the default, is refused as not simulated.
+        clamp_limit, glu_alpha, glu_bias: ignored; swiglu_mode 1 alone reads them.
+
+    Returns:
+        codes [M, I], int8; scales [M], float32.
+
+    Refused as not simulated: everything else but its default.
+    Source: documented arithmetic of the operator; not checked on an NPU.
+    """
+    del clamp_limit, glu_alpha, glu_bias
+    foreign = (bias, quant_scale, quant_offset, round_mode, activate_dim)
+    is_known = all(value is None for value in foreign) and swiglu_mode == 0
+    if not is_known or quant_mode != DYNAMIC:
+        raise NotImplementedError(f"{_DEQUANT}: the stand-in has quant_mode 1, swiglu_mode 0")
+    if dst_type is not None and dtype_of(_DEQUANT, dst_type) != torch.int8:
+        raise NotImplementedError(f"{_DEQUANT}: the stand-in quantises to int8")
+    num_rows, width = x.shape
+    require(_DEQUANT, width % 2 == 0, f"x is [M, 2I], got {list(x.shape)}")
+    has_scale = weight_scale is not None
+    require(_DEQUANT, (x.dtype == torch.int32) == has_scale, "weight_scale comes with int32 x")
+    weights = torch.ones(1, width) if weight_scale is None else weight_scale.view(-1, width)
+    if group_index is None:
+        require(_DEQUANT, weights.shape[0] == 1, "weight_scale has one row without group_index")
+        groups: tuple[Group, ...] = (Group(expert=0, first=0, last=num_rows),)
+    else:
+        weights = weights if has_scale else weights.expand(group_index.shape[0], -1)
+        groups = groups_of(_DEQUANT, group_index, GroupListType.COUNTS, weights.shape[0], num_rows)
+    tokens = torch.ones(num_rows, 1) if activation_scale is None else activation_scale.view(-1, 1)
+    require(_DEQUANT, tokens.shape[0] == num_rows, "activation_scale is [M]")
+    parts: dict[Group, Int8Rows] = {}
+    for group in groups:
+        rows = x[group.rows].float() * weights[group.expert] * tokens[group.rows]
+        left, right = rows.chunk(2, dim=-1)
+        gate, up = (left, right) if activate_left else (right, left)
+        parts[group] = gated_int8(gate, up)
+    return _filled(parts, num_rows, width // 2)
+
+
+@implements("npu_grouped_matmul_swiglu_quant")
+def grouped_matmul_swiglu_quant(
+    x: Tensor,
+    weight: Tensor,
+    group_list: Tensor,
+    weight_scale: Tensor,
+    x_scale: Tensor,
+    *,
+    bias: Tensor | None = None,
+    offset: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """GEMM, dequantisation, SwiGLU and quantisation in one.
+
+    Args:
+        x: [M, K], int8.
+        weight: [E, K, 2I], int8, ND or NZ, the gate in the left half.
+        group_list: [E], int64, inclusive sums: counts are not recognised, and give nonsense where
+            they happen to grow.
+        weight_scale: [E, 2I], float32 or bfloat16.
+        x_scale: [M], float32.
+
+    Returns:
+        codes [M, I], int8; scales [M], float32; nothing, [0].
+
+    Source: documented arithmetic of the operator; not checked on an NPU.
+    """
+    if bias is not None or offset is not None:
+        raise NotImplementedError(f"{_FUSED}: the stand-in has no bias and no offset")
+    groups = _fused_groups(_FUSED, x, weight, group_list, GroupListType.CUMSUM)
+    codes, scales = _fused(_FUSED, x, weight, groups, weight_scale, x_scale)
+    return codes, scales, undefined([0], torch.float32)
+
+
+@implements("npu_grouped_matmul_swiglu_quant_v2")
+def grouped_matmul_swiglu_quant_v2(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    weight_scale: Sequence[Tensor],
+    x_scale: Tensor,
+    group_list: Tensor,
+    *,
+    smooth_scale: Tensor | None = None,
+    weight_assist_matrix: Sequence[Tensor] | None = None,
+    bias: Tensor | None = None,
+    dequant_mode: int | None = 0,
+    dequant_dtype: int | None = 6,
+    quant_mode: int | None = 0,
+    quant_dtype: int | None = 1,
+    group_list_type: int | None = 0,
+    tuning_config: Sequence[int] | None = None,
+    x_dtype: int | None = None,
+    weight_dtype: int | None = None,
+    weight_scale_dtype: int | None = None,
+    x_scale_dtype: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As the first version, with lists of one tensor, and group_list_type 0 (sums) or 1 (counts).
+
+    Refused as not simulated: everything else but its default; tuning_config is ignored.
+    """
+    name = f"{_FUSED}_v2"
+    numbers = (x_dtype, weight_dtype, weight_scale_dtype, x_scale_dtype)
+    tensors = (smooth_scale, weight_assist_matrix, bias)
+    is_known = all(value is None for value in (*numbers, *tensors))
+    modes = (dequant_mode, dequant_dtype, quant_mode, quant_dtype)
+    if not is_known or modes != (0, 6, 0, 1):
+        raise NotImplementedError(f"{name}: the stand-in has INT8 by token and channel alone")
+    require(name, len(weight) == len(weight_scale) == 1, "one weight and one weight_scale")
+    groups = _fused_groups(name, x, weight[0], group_list, group_list_type or 0)
+    return _fused(name, x, weight[0], groups, weight_scale[0], x_scale)
+
+
+def _fused_groups(
+    name: str, x: Tensor, weight: Tensor, group_list: Tensor, list_type: int
+) -> tuple[Group, ...]:
+    is_int8 = x.dtype == torch.int8 and weight.dtype == torch.int8
+    require(name, is_int8, f"x and weight are int8, got {x.dtype} and {weight.dtype}")
+    fits = x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[1]
+    require(name, fits, f"x [M, K], weight [E, K, 2I]; got {list(x.shape)}, {list(weight.shape)}")
+    require_aligned(name, weight)
+    return groups_of(name, group_list, list_type, weight.shape[0], x.shape[0])
+
+
+def _fused(
+    name: str,
+    x: Tensor,
+    weight: Tensor,
+    groups: tuple[Group, ...],
+    weight_scale: Tensor,
+    x_scale: Tensor,
+) -> tuple[Tensor, Tensor]:
+    num_experts, _, width = weight.shape
+    fits = weight_scale.shape == (num_experts, width) and x_scale.numel() == x.shape[0]
+    require(name, fits, "weight_scale [E, 2I] and x_scale [M]")
+    matrices, weights = as_nd(name, weight), scale_values(weight_scale)
+    parts: dict[Group, Int8Rows] = {}
+    for group in groups:
+        total = integer_product(x[group.rows], matrices[group.expert]).float()
+        rows = total * weights[group.expert] * x_scale.view(-1, 1)[group.rows]
+        gate, up = rows.chunk(2, dim=-1)
+        parts[group] = gated_int8(gate, up)
+    return _filled(parts, x.shape[0], width // 2)
+
+
+def _filled(parts: dict[Group, Int8Rows], num_rows: int, width: int) -> tuple[Tensor, Tensor]:
+    codes = {group: rows.codes for group, rows in parts.items()}
+    scales = {group: rows.scales for group, rows in parts.items()}
+    return (
+        fill_rows(codes, [num_rows, width], torch.int8),
+        fill_rows(scales, [num_rows], torch.float32),
+    )

@@ -1,0 +1,20 @@
+"""A stand-in for the deep_ep of Ascend: its Buffer over ranks that are processes on CPUs.
+
+Read buffer.py for the calls, normal.py and low_latency.py for what they do; `soc()` of
+epcomm.testing.ascend.limits says which chip it is. What fails silently on the device is refused
+where it can be seen, and undefined where it cannot.
+Source: sgl-project/sgl-kernel-npu, python/deep_ep, signatures and documented behaviour, not checked
+on an NPU; the code is ours.
+"""
+
+from __future__ import annotations
+
+from epcomm.testing.ascend.deep_ep.buffer import Buffer
+from epcomm.testing.ascend.deep_ep.config import Config
+from epcomm.testing.ascend.deep_ep.event import EventOverlap
+
+# Tells whoever probes a deep_ep that this one needs no NPU.
+CPU_RANKS = True
+
+# FuseMode is in deep_ep.buffer alone, as in the real package.
+__all__ = ["CPU_RANKS", "Buffer", "Config", "EventOverlap"]

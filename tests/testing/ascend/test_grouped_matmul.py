@@ -1,0 +1,255 @@
+"""GEMMs and activations of the stand-in for torch_npu: golden values, refusals, silent failures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from epcomm.testing.ascend.formats import (
+    ACL_FORMAT_ND,
+    ACL_FORMAT_NZ,
+    format_of,
+    nz_pack,
+    nz_unpack,
+)
+from epcomm.testing.ascend.grouped_matmul import scale_values
+from epcomm.testing.ascend.groups import GroupListType, groups_of
+from epcomm.testing.ascend.limits import soc
+from epcomm.testing.ascend.registry import register
+from epcomm.testing.ascend.undefined import UNDEFINED_INT8, undefined_value
+from tests.testing.ascend.recorded import assert_equals, defined, golden, tensor_of
+
+register()
+npu = torch.ops.npu
+
+GOLDEN = golden("ascend_grouped_matmul")
+INPUTS = GOLDEN["grouped_matmul_inputs"]
+# How far a scale may be that went through exp.
+SCALE_RTOL = 1e-6
+UNALIGNED = (6, 6)
+
+
+def ids(cases: list[dict[str, Any]]) -> list[str]:
+    return [case["id"] for case in cases]
+
+
+def grouped_call(case: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of a golden grouped_matmul, without group_list."""
+    call = {key: value for key, value in case["call"].items() if key != "group_list_type"}
+    if "output_dtype" in call:
+        call["output_dtype"] = getattr(torch, call["output_dtype"])
+    for name in ("scale", "per_token_scale"):
+        if case.get(name) is not None:
+            call[name] = [tensor_of(case[name])]
+    for name in ("x", "weight"):
+        call[name] = [tensor_of(case.get(name, INPUTS[name]))]
+    return call
+
+
+def is_poison(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point():
+        return tensor.isnan()
+    return tensor == undefined_value(tensor.dtype)
+
+
+@pytest.mark.parametrize("layout", [ACL_FORMAT_ND, ACL_FORMAT_NZ])
+@pytest.mark.parametrize("case", GOLDEN["grouped_matmul"], ids=ids(GOLDEN["grouped_matmul"]))
+def test_grouped_matmul_equals_the_golden_values(case: dict[str, Any], layout: int) -> None:
+    types = case["call"]["group_list_type"]
+    call = grouped_call(case)
+    call["weight"] = [npu.npu_format_cast(call["weight"][0], layout)]
+    for list_type in types if isinstance(types, list) else [types]:
+        group_list = tensor_of(INPUTS["group_list"][str(list_type)])
+        with soc("A3", size_limits=False):
+            (y,) = npu.npu_grouped_matmul(group_list=group_list, group_list_type=list_type, **call)
+        assert_equals(y, case["expected"]["y"])
+        assert is_poison(y[~defined(case["expected"]["y"])]).all()
+
+
+def test_lists_of_weights_and_results() -> None:
+    case = GOLDEN["grouped_matmul"][2]
+    call = grouped_call(case)
+    expected = tensor_of(case["expected"]["y"])
+    call |= {"weight": list(call["weight"][0]), "scale": list(call["scale"][0]), "split_item": 0}
+    parts = npu.npu_grouped_matmul(group_list=torch.tensor([3, 0, 4]), group_list_type=1, **call)
+    assert [part.shape[0] for part in parts] == [3, 0, 4]
+    assert torch.equal(torch.cat(parts), expected[:7])
+
+
+def test_without_groups_and_with_the_inner_dimension_split() -> None:
+    x, w = torch.randn(4, 6).bfloat16(), torch.randn(6, 5).bfloat16()
+    (y,) = npu.npu_grouped_matmul([x], [w], group_type=-1)
+    assert torch.equal(y, (x.float() @ w.float()).bfloat16())
+    group_list = torch.tensor([2, 2, 6])
+    (parts,) = npu.npu_grouped_matmul([x], [w], group_list=group_list, split_item=3, group_type=2)
+    assert torch.equal(parts[0], (x[:, :2].float() @ w[:2].float()).bfloat16())
+    assert not parts[1].any()
+
+
+def test_int8_weights_beside_bfloat16_rows() -> None:
+    x, w = torch.randn(3, 4).bfloat16(), torch.randint(-127, 128, (1, 4, 2), dtype=torch.int8)
+    scale, offset = torch.full((1, 2), 0.5).bfloat16(), torch.full((1, 2), 3.0).bfloat16()
+    (y,) = npu.npu_grouped_matmul(
+        [x],
+        [w],
+        antiquant_scale=[scale],
+        antiquant_offset=[offset],
+        group_list=torch.tensor([3]),
+        split_item=2,
+        group_type=0,
+    )
+    weight = ((w[0].float() + 3.0) * 0.5).bfloat16()
+    assert torch.equal(y, (x.float() @ weight.float()).bfloat16())
+
+
+def test_int64_scales_keep_the_upper_19_bits() -> None:
+    scales = torch.tensor([0.1, -0.1, 0.0, 1.0])
+    bits = scales.view(torch.int32).to(torch.int64)
+    cut = scale_values(bits)
+    assert (scales - cut).abs().max() < 2**-10 * 0.1
+    assert torch.equal(cut, scale_values(bits & 0xFFFFFFFF))
+    assert cut[3] == 1.0
+
+
+def test_sums_are_exact_beyond_float32() -> None:
+    # 127 * 127 * 2049 and one less differ, which float32 does not see.
+    x = torch.full((1, 2049), 127, dtype=torch.int8)
+    w = torch.full((1, 2049, 2), 127, dtype=torch.int8)
+    w[0, 0, 1] = 126
+    (y,) = npu.npu_grouped_matmul(
+        [x], [w], group_list=torch.tensor([1]), split_item=2, group_type=0
+    )
+    assert y.tolist() == [[127 * 127 * 2049, 127 * 127 * 2049 - 127]]
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        ({"group_type": None}, "group_type in"),
+        ({"split_item": 7}, "split_item in"),
+        ({"group_list": torch.tensor([3, 3, 10])}, "ends within the rows"),
+        ({"group_list": torch.tensor([3, 0, 4])}, "goes forwards"),
+        ({"group_list": torch.tensor([3, 3])}, "entr"),
+        ({"group_list": torch.tensor([3, 3, 7]).int()}, "int64"),
+        ({"output_dtype": torch.bfloat16}, "int32"),
+        ({"per_token_scale": [torch.ones(9)]}, "comes with scale"),
+        ({"scale": [torch.ones(3, 5)], "output_dtype": torch.bfloat16}, r"scale \[E, N\]"),
+    ],
+)
+def test_grouped_matmul_refuses(call: dict[str, Any], match: str) -> None:
+    plain = grouped_call(GOLDEN["grouped_matmul"][0]) | {"group_list": torch.tensor([3, 3, 7])}
+    plain.pop("output_dtype")
+    with pytest.raises(RuntimeError, match=match):
+        npu.npu_grouped_matmul(**plain | call)
+
+
+def test_unknown_keywords_are_refused_by_the_schema() -> None:
+    with pytest.raises((RuntimeError, TypeError), match="group_index"):
+        npu.npu_grouped_matmul([], [], group_index=None)
+
+
+def test_one_list_type_for_another_is_nonsense_where_it_fits() -> None:
+    grows = torch.tensor([1, 2, 3])
+    assert [group.last for group in groups_of("op", grows, 0, 3, 6)] == [1, 2, 3]
+    assert [group.last for group in groups_of("op", grows, 1, 3, 6)] == [1, 3, 6]
+    with pytest.raises(RuntimeError, match="within the rows"):
+        groups_of("op", torch.tensor([3, 3, 7]), GroupListType.COUNTS, 3, 9)
+
+
+@pytest.mark.parametrize(
+    "case", GOLDEN["dequant_swiglu_quant"], ids=ids(GOLDEN["dequant_swiglu_quant"])
+)
+def test_dequant_swiglu_quant_equals_the_golden_values(case: dict[str, Any]) -> None:
+    y, scale = npu.npu_dequant_swiglu_quant(
+        tensor_of(case["x"]),
+        weight_scale=tensor_of(case["weight_scale"]),
+        activation_scale=tensor_of(case["activation_scale"]),
+        group_index=tensor_of(case["group_index"]),
+        **case["call"],
+    )
+    assert_equals(y, case["expected"]["y"])
+    rtol = 0.0 if case["scale_exact"] else SCALE_RTOL
+    assert_equals(scale, case["expected"]["scale"], rtol=rtol)
+    beyond = ~defined(case["expected"]["scale"])
+    assert scale[beyond].isnan().all()
+    assert (y[beyond] == UNDEFINED_INT8).all()
+
+
+@pytest.mark.parametrize("layout", [ACL_FORMAT_ND, ACL_FORMAT_NZ])
+@pytest.mark.parametrize("version", [1, 2])
+def test_grouped_matmul_swiglu_quant_equals_the_golden_values(version: int, layout: int) -> None:
+    for case in GOLDEN["grouped_matmul_swiglu_quant"]:
+        x, weight, group_list, weight_scale, x_scale = (
+            tensor_of(case[name])
+            for name in ("x", "weight", "group_list", "weight_scale", "x_scale")
+        )
+        weight = npu.npu_format_cast(weight, layout)
+        with soc("A3", size_limits=False):
+            if version == 1:
+                y, scale, offset = npu.npu_grouped_matmul_swiglu_quant(
+                    x, weight, group_list, weight_scale, x_scale
+                )
+                assert offset.numel() == 0
+            else:
+                counts = group_list.diff(prepend=torch.zeros(1, dtype=torch.int64))
+                y, scale = npu.npu_grouped_matmul_swiglu_quant_v2(
+                    x, [weight], [weight_scale], x_scale, counts, group_list_type=1
+                )
+        assert_equals(y, case["expected"]["y"])
+        assert_equals(scale, case["expected"]["scale"], rtol=SCALE_RTOL)
+        assert scale[-1].isnan()
+
+
+def test_swiglu() -> None:
+    x = torch.randn(3, 8).bfloat16()
+    gate, up = x.float().chunk(2, dim=-1)
+    assert torch.equal(npu.npu_swiglu(x), (F.silu(gate) * up).bfloat16())
+    assert torch.equal(npu.npu_swiglu(x.T.contiguous(), 0), npu.npu_swiglu(x).T)
+    with pytest.raises(RuntimeError, match="even"):
+        npu.npu_swiglu(x[:, :3])
+
+
+def test_a_row_of_zeros_dequantises_to_zeros() -> None:
+    x = torch.zeros(1, 4, dtype=torch.int32)
+    y, scale = npu.npu_dequant_swiglu_quant(x, weight_scale=torch.ones(1, 4), quant_mode=1)
+    assert (y == UNDEFINED_INT8).all()
+    assert scale.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
+@pytest.mark.parametrize("shape", [UNALIGNED, (3, 17, 33), (2, 16, 32), (16, 16)])
+def test_values_survive_nz_and_row_major_readers_get_nonsense(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    matrix = torch.randint(1, 100, shape).to(dtype)
+    assert torch.equal(nz_unpack(nz_pack(matrix), *shape[-2:]), matrix)
+    tiled = npu.npu_format_cast(matrix, ACL_FORMAT_NZ)
+    assert format_of(tiled) == ACL_FORMAT_NZ
+    assert (tiled.shape, tiled.dtype) == (matrix.shape, matrix.dtype)
+    assert not (tiled == matrix).any()
+    # What shares the memory keeps the format.
+    parameter = torch.nn.Parameter(tiled, requires_grad=False)
+    assert torch.equal(npu.npu_format_cast(parameter, ACL_FORMAT_ND), matrix)
+    assert format_of(tiled.clone()) == ACL_FORMAT_ND
+    with pytest.raises(RuntimeError, match="not as a view"):
+        npu.npu_format_cast(tiled[:1], ACL_FORMAT_ND)
+
+
+def test_formats_are_forgotten_with_their_memory() -> None:
+    for _ in range(100):
+        tiled = npu.npu_format_cast(torch.ones(16, 32, dtype=torch.int8), ACL_FORMAT_NZ)
+        del tiled
+        assert format_of(torch.ones(16, 32, dtype=torch.int8)) == ACL_FORMAT_ND
+
+
+def test_unaligned_weights_in_nz_are_refused() -> None:
+    call = grouped_call(GOLDEN["grouped_matmul"][0])
+    call["weight"] = [npu.npu_format_cast(call["weight"][0], ACL_FORMAT_NZ)]
+    with soc("A3"), pytest.raises(RuntimeError, match="K % 16 == 0 and N % 32 == 0"):
+        npu.npu_grouped_matmul(group_list=torch.tensor([3, 3, 7]), **call)
+    with pytest.raises(RuntimeError, match="acl_format"):
+        npu.npu_format_cast(call["x"][0], 3)

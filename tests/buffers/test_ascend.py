@@ -1,0 +1,113 @@
+"""The Ascend buffers pass both suites on a stand-in for their package, over CPU ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from epcomm import BackendUnavailable, EPConfig, EPGroup, Mode, MoESpec, WireDtype, plan
+from epcomm.quantization import INT8_PER_TOKEN
+from epcomm.testing import buffer_suite, layer_suite
+from epcomm.testing.ascend import limits
+from epcomm.testing.deep_ep import install
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A buffer and how it is asked for."""
+
+    mode: Mode
+    config: EPConfig
+
+
+CASES = {
+    "ascend": Case(mode=Mode.NORMAL, config=EPConfig(mode="normal")),
+    "ascend_low_latency": Case(
+        mode=Mode.LOW_LATENCY, config=EPConfig(mode="low_latency", max_tokens_per_rank=16)
+    ),
+}
+HIDDEN = 1024
+WIRES = {"bf16": None, "int8": INT8_PER_TOKEN}
+# Rows are of one size and bfloat16 here, and packed.
+SCENARIOS = [
+    name
+    for name in buffer_suite.SCENARIOS
+    if name not in ("fp16", "bf16", "odd_hidden", "aligned", "aligned_holes")
+]
+# In bfloat16 a clamped activation may fall to either side of its limit, where its slope jumps.
+LAYER_SCENARIOS = [name for name in layer_suite.SCENARIOS if name != "clamped_swiglu"]
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Normal mode needs 416 MiB and its rows; the default is 200.
+    monkeypatch.setenv("HCCL_BUFFSIZE", "2000")
+    with limits.soc("A3"), install("ascend"):
+        yield
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("backend", CASES)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_ascend_buffer_keeps_its_contract(scenario: str, backend: str, wire: str) -> None:
+    with EPGroup() as group:
+        env = buffer_suite.BufferEnv(
+            group=group,
+            backend=backend,
+            mode=CASES[backend].mode,
+            wire=WIRES[wire],
+            hidden_size=HIDDEN,
+            dtype=torch.bfloat16,
+        )
+        buffer_suite.run_scenario(scenario, env)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("wire", [None, WireDtype.INT8])
+@pytest.mark.parametrize("backend", CASES)
+@pytest.mark.parametrize("scenario", LAYER_SCENARIOS)
+def test_layer_on_ascend_equals_the_oracle(
+    scenario: str, backend: str, wire: WireDtype | None
+) -> None:
+    with EPGroup() as group:
+        config = replace(CASES[backend].config, backend=backend, dispatch_dtype=wire)
+        env = layer_suite.pipeline_env(group, config, hidden_size=HIDDEN, dtype=torch.bfloat16)
+        layer_suite.run_scenario(scenario, replace(env, has_gradients=False))
+
+
+@pytest.mark.ranks(2)
+def test_a_small_window_is_an_error_that_names_the_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("HCCL_BUFFSIZE")
+    spec = MoESpec(hidden_size=HIDDEN, num_experts=4, top_k=2)
+    with EPGroup() as group:
+        with pytest.raises(
+            BackendUnavailable, match="needs a window of 448 MiB, but HCCL_BUFFSIZE"
+        ):
+            plan(EPConfig(mode="normal", backend="ascend"), spec, group)
+        monkeypatch.setenv("DEEPEP_HCCL_BUFFSIZE", "448")
+        chosen = plan(EPConfig(mode="normal", backend="ascend"), spec, group)
+        assert chosen.prefill.backend == "ascend"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("DEEP_NORMAL_MODE_USE_INT8_QUANT", "1", "rows were to travel as bf16"),
+        ("MOE_EXPERT_TOKEN_NUMS_TYPE", "0", "expected 1; unset it"),
+        ("DEEP_USE_MODE", "alltoall", "expected default; unset it"),
+    ],
+)
+def test_variables_that_contradict_the_configuration_are_errors(
+    name: str, value: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    spec = MoESpec(hidden_size=HIDDEN, num_experts=4, top_k=2)
+    with EPGroup() as group, pytest.raises(BackendUnavailable, match=wanted):
+        plan(EPConfig(mode="normal", backend="ascend"), spec, group)

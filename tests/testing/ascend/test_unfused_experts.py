@@ -20,7 +20,7 @@ register()
 npu = torch.ops.npu
 
 RECORDED = golden("ascend_fuseep_end_to_end")
-W, E, H, I, K = 2, 4, 128, 192, 2  # noqa: E741
+W, E, H, I, K = 2, 4, 128, 192, 2  # noqa: E741 (the letter of the intermediate size)
 L, M = E // W, 5
 
 

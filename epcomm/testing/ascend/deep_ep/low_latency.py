@@ -50,7 +50,8 @@ def dispatch(group: dist.ProcessGroup, x: Tensor, ids: Tensor, sizes: Sizes) -> 
 
     def check() -> Sequence[int]:
         _check_sent(x, ids, sizes, group.size(), known)
-        return [x.shape[1], ids.shape[1], sizes.num_experts, sizes.max_tokens, len(sizes.mode)]
+        is_int8 = int(sizes.mode == INT8)
+        return [x.shape[1], ids.shape[1], sizes.num_experts, sizes.max_tokens, is_int8]
 
     exchange.agree(group, DISPATCH, check)
     num_local = sizes.num_experts // group.size()

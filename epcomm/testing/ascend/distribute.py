@@ -19,9 +19,9 @@ from epcomm.testing.ascend.limits import (
     current_machine,
     require,
     require_modelled,
-    require_size,
 )
 from epcomm.testing.ascend.registry import implements
+from epcomm.testing.ascend.sizes import require_size
 from epcomm.testing.ascend.undefined import undefined, undefined_value
 from epcomm.testing.ascend.windows import low_latency_bytes, require_window
 from epcomm.types import Int8Profile

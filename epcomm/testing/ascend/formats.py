@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from epcomm.testing.ascend.limits import require, require_size
+from epcomm.testing.ascend.limits import require
 from epcomm.testing.ascend.registry import implements
+from epcomm.testing.ascend.sizes import require_size
 
 _NAME = "npu_format_cast"
 # aclFormat: row-major, and fractal.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from epcomm.config import environment
-from epcomm.testing.ascend.limits import require_size
+from epcomm.testing.ascend.sizes import require_size
 
 MIB = 1 << 20
 # What HCCL gives without HCCL_BUFFSIZE, in MiB.
@@ -45,7 +45,7 @@ def require_window(operator: str, needed: int, names: tuple[str, ...]) -> None:
         RuntimeError: it does not, and limits of sizes apply.
     """
     there = window_bytes(names)
-    rule = f"the window of {there >> 20} MiB holds {-(-needed // MIB)} MiB; set {names[0]}"
+    rule = f"the window of {there // MIB} MiB holds {-(-needed // MIB)} MiB; set {names[0]}"
     require_size(operator, there >= needed, rule)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 CONTRACTS = Path(__file__).parents[2] / "contracts"
@@ -42,6 +43,15 @@ def assert_equals(found: Tensor, recorded: dict[str, Any], *, rtol: float = 0.0)
     listed = found[: recorded.get("defined_rows", found.shape[0])] if found.dim() else found
     mask = defined(recorded)
     torch.testing.assert_close(listed[mask], tensor_of(recorded)[mask], rtol=rtol, atol=0.0)
+
+
+def group_for(num_ranks: int) -> dist.ProcessGroup | None:
+    """The first ranks, or None beyond them; all ranks call this alike."""
+    if num_ranks == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    group = dist.new_group(list(range(num_ranks)))
+    return group if isinstance(group, dist.ProcessGroup) and group.rank() >= 0 else None
 
 
 def _listed_shape(recorded: dict[str, Any]) -> list[int]:

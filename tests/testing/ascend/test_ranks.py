@@ -18,7 +18,7 @@ from epcomm.testing.ascend.limits import soc
 from epcomm.testing.ascend.registry import register
 from epcomm.testing.ascend.undefined import undefined_value
 from epcomm.testing.deep_ep.limits import limits_off
-from tests.testing.ascend.recorded import assert_equals, defined, golden, tensor_of
+from tests.testing.ascend.recorded import assert_equals, defined, golden, group_for, tensor_of
 
 pytestmark = pytest.mark.ranks(4)
 
@@ -46,15 +46,6 @@ class Inputs:
 def small_sizes() -> Iterator[None]:
     with soc("A3", size_limits=False):
         yield
-
-
-def group_for(num_ranks: int) -> dist.ProcessGroup | None:
-    """The first ranks, or None beyond them; all ranks call this alike."""
-    if num_ranks == dist.get_world_size():
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-    group = dist.new_group(list(range(num_ranks)))
-    return group if isinstance(group, dist.ProcessGroup) and group.rank() >= 0 else None
 
 
 def inputs_of(recorded: dict[str, Any]) -> Inputs:
@@ -444,13 +435,13 @@ def test_limits_of_sizes_apply_unless_they_are_off(monkeypatch: pytest.MonkeyPat
         with refused("1 to 512 tokens"):
             low_latency.low_latency_dispatch(tall.x, tall.ids, 513, E)
         # Normal mode needs twice 208 MiB for a start, and HCCL gives 200.
-        with refused("set HCCL_BUFFSIZE"):
+        with refused("set DEEPEP_HCCL_BUFFSIZE"):
             dispatch_normal(buffer, tall)
         monkeypatch.setenv("HCCL_BUFFSIZE", "600")
         dispatch_normal(buffer, tall)
         low_latency.low_latency_dispatch(tall.x, tall.ids, M, E)
         monkeypatch.setenv("DEEPEP_HCCL_BUFFSIZE", "1")
-        with refused("set HCCL_BUFFSIZE"):
+        with refused("set DEEPEP_HCCL_BUFFSIZE"):
             low_latency.low_latency_dispatch(tall.x, tall.ids, 512, E)
         with limits_off():
             dispatch_normal(buffer, inputs)

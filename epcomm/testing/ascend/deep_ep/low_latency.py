@@ -12,10 +12,10 @@ from torch import Tensor
 from epcomm.testing.ascend import exchange
 from epcomm.testing.ascend.deep_ep.config import WINDOW_VARIABLES, Settings, settings
 from epcomm.testing.ascend.deep_ep.quant_mode import INT8
-from epcomm.testing.ascend.deep_ep.sizes import require_size
 from epcomm.testing.ascend.int8 import quantize_rows
 from epcomm.testing.ascend.limits import Soc, current_machine, require
-from epcomm.testing.ascend.windows import low_latency_bytes, window_bytes
+from epcomm.testing.ascend.sizes import require_size
+from epcomm.testing.ascend.windows import low_latency_bytes, require_window
 from epcomm.types import Int8Profile
 
 DISPATCH = "deep_ep.Buffer.low_latency_dispatch"
@@ -50,7 +50,8 @@ def dispatch(group: dist.ProcessGroup, x: Tensor, ids: Tensor, sizes: Sizes) -> 
 
     def check() -> Sequence[int]:
         _check_sent(x, ids, sizes, group.size(), known)
-        return [x.shape[1], ids.shape[1], sizes.num_experts, sizes.max_tokens, len(sizes.mode)]
+        is_int8 = int(sizes.mode == INT8)
+        return [x.shape[1], ids.shape[1], sizes.num_experts, sizes.max_tokens, is_int8]
 
     exchange.agree(group, DISPATCH, check)
     num_local = sizes.num_experts // group.size()
@@ -124,6 +125,4 @@ def _check_sent(x: Tensor, ids: Tensor, sizes: Sizes, num_ranks: int, known: Set
     require_size(DISPATCH, fits, f"H is 1024 to {limit} (A2: by 32), got {hidden_size}")
     require_size(DISPATCH, 2 <= num_ranks <= 768, f"2 to 768 ranks, got {num_ranks}")
     needed = low_latency_bytes(max_tokens, num_topk, hidden_size, num_experts)
-    there = window_bytes(WINDOW_VARIABLES)
-    rule = f"the window has {there} bytes, {needed} are needed; set HCCL_BUFFSIZE"
-    require_size(DISPATCH, there >= needed, rule)
+    require_window(DISPATCH, needed, WINDOW_VARIABLES)

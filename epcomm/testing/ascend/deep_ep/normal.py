@@ -17,11 +17,11 @@ from epcomm.testing.ascend.deep_ep.config import (
     settings,
 )
 from epcomm.testing.ascend.deep_ep.quant_mode import BF16, INT8, checked
-from epcomm.testing.ascend.deep_ep.sizes import require_size
 from epcomm.testing.ascend.int8 import quantize_rows
 from epcomm.testing.ascend.limits import Soc, current_machine, require
+from epcomm.testing.ascend.sizes import require_size
 from epcomm.testing.ascend.undefined import undefined
-from epcomm.testing.ascend.windows import normal_bytes, window_bytes
+from epcomm.testing.ascend.windows import normal_bytes, require_window
 from epcomm.testing.deep_ep.v1.transport import gather
 from epcomm.types import Int8Profile
 
@@ -202,6 +202,4 @@ def _check_sizes(sent: Sent, num_experts: int, num_ranks: int, known: Settings) 
     # No size of a kernel but of the rounds, which the caller chose: no test mode lifts it.
     require(DISPATCH, num_tokens <= max_tokens, f"{num_tokens} tokens, of {max_tokens} at most")
     needed = normal_bytes(min(num_tokens, known.tokens_per_round), num_topk, hidden_size)
-    there = window_bytes(WINDOW_VARIABLES)
-    rule = f"the window has {there} bytes, {needed} are needed; set HCCL_BUFFSIZE"
-    require_size(DISPATCH, there >= needed, rule)
+    require_window(DISPATCH, needed, WINDOW_VARIABLES)

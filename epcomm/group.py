@@ -88,12 +88,22 @@ class EPGroup:
             self._buffers[key] = buffer
         return self._buffers[key]
 
-    def close(self) -> None:
-        """Close all buffers; later calls through them raise HandleError. Local, idempotent."""
+    def close(self, *, after_error: bool = False) -> None:
+        """Close all buffers; later calls through them raise HandleError. Idempotent.
+
+        Args:
+            after_error: other ranks may not come; buffers of packages whose own closing waits for
+                them stay allocated.
+
+        Local, but for such buffers (deep_ep), which all ranks close together.
+        """
         self.is_closed = True
         while self._buffers:
             _, buffer = self._buffers.popitem()
-            buffer.close()
+            if after_error:
+                buffer.abandon()
+            else:
+                buffer.close()
         if self._owns_collectives:
             self.collectives.close()
 
@@ -106,7 +116,7 @@ class EPGroup:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        self.close(after_error=error is not None)
 
 
 def _collectives_of(ranks: object) -> Collectives:

@@ -317,3 +317,7 @@ class Buffer(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free what prepare() allocated. Local, idempotent."""
+
+    def abandon(self) -> None:
+        """Close after an error, when other ranks may not come: what waits for them is not freed."""
+        self.close()

@@ -8,6 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -41,6 +42,13 @@ def probe_deep_ep(kinds: Set[DeepEPKind]) -> Availability:
         reasons.append(f"the deep_ep installed is {kind.value} without the Buffer of V1")
     if not (torch.cuda.is_available() or _runs_on_cpu_ranks()):
         reasons.append("there is no CUDA device")
+    # An attribute that torch makes at run time, which type checkers cannot see.
+    switch: Any = torch.utils.deterministic
+    if torch.are_deterministic_algorithms_enabled() and switch.fill_uninitialized_memory:
+        reasons.append(
+            "torch fills new memory beside its stream; set "
+            "torch.utils.deterministic.fill_uninitialized_memory = False"
+        )
     return Availability(ok=not reasons, reasons=tuple(reasons))
 
 
@@ -55,7 +63,7 @@ def load_deep_ep(kinds: Set[DeepEPKind]) -> ModuleType:
         raise BackendUnavailable(f"deep_ep: {'; '.join(verdict.reasons)}")
     try:
         return import_module("deep_ep")
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, AssertionError, RuntimeError) as error:
         raise BackendUnavailable(
             f"deep_ep: its import fails: {error}; rebuild it for this torch and this device"
         ) from error

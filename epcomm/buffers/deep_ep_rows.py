@@ -23,9 +23,9 @@ LegacyHandle = tuple[Tensor, ...]
 class ElasticHandle(Protocol):
     """What is read of the handle of an elastic buffer; counts are int32, on the device.
 
-    psum_num_recv_tokens_per_scaleup_rank: [W], where the rows of each rank end.
+    psum_num_recv_tokens_per_scaleup_rank: where the rows of each rank of an NVLink domain end.
     psum_num_recv_tokens_per_expert: [L]; expanded: aligned rows of the experts before, own ones.
-    num_unaligned_recv_tokens_per_expert: [L].
+    recv_src_metadata: [N, K + 2]; its first column numbers the token of each row, rank * M + t.
     num_recv_tokens_per_expert_list: [L], aligned, on the host; empty where it did not wait.
     """
 
@@ -33,7 +33,7 @@ class ElasticHandle(Protocol):
     num_recv_tokens_per_expert_list: list[int]
     psum_num_recv_tokens_per_scaleup_rank: Tensor
     psum_num_recv_tokens_per_expert: Tensor
-    num_unaligned_recv_tokens_per_expert: Tensor
+    recv_src_metadata: Tensor
 
 
 def as_argument(wire: WireTensor) -> Rows:

@@ -63,8 +63,10 @@ _WORLD_SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 MAX_NVLINK_RANKS = 8
 # Source of the limits: deep_ep, csrc/kernels/legacy.
 _MAX_TOP_K, _MAX_LOCAL_EXPERTS = 32, 1024
-# It loads 16 bytes at a time.
-_HIDDEN_MULTIPLE = 8
+# Half a row of bfloat16 is copied 16 bytes at a time, in pieces of 8192 bytes less a word.
+_HIDDEN_MULTIPLE, _MAX_HIDDEN = 16, 8176
+# Entries of a handle of ranks that NVLink joins.
+_NVLINK_HANDLE = 6
 # Source of the NVLink memory: deep_ep, csrc/kernels/legacy, Config.get_nvl_buffer_size_hint, with
 # 20 processors, 256 tokens a chunk, and room for 128 ids, weights and scales a token.
 _NUM_CHANNELS, _CHUNK_TOKENS = 10, 256
@@ -119,6 +121,8 @@ class DeepEPV1Buffer(ForeignBuffer):
     @classmethod
     def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
         reasons = format_reasons(spec)
+        if spec.hidden_size > _MAX_HIDDEN:
+            reasons.append(f"hidden_size is {spec.hidden_size}, at most {_MAX_HIDDEN}")
         if world_size not in _WORLD_SIZES:
             sizes = ", ".join(map(str, _WORLD_SIZES))
             reasons.append(f"serves {sizes} ranks, not {world_size}")
@@ -170,9 +174,9 @@ class DeepEPV1Buffer(ForeignBuffer):
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         self._check_open()
-        ids, fault, flags = self._guard(call)
+        ids, flags = self._guard(call)
         received = self._exchange(call, ids, num_worst_tokens=0)
-        self._raise_own(call, fault)
+        self._raise_own(call)
         counts = count_experts(received.local_ids, self._spec.num_local_experts)
         index = build_slot_index(
             received.local_ids,
@@ -250,8 +254,7 @@ class DeepEPV1Buffer(ForeignBuffer):
         has_failed: Tensor | None,
     ) -> Dispatched:
         wire = as_wire(received.rows, self._spec.dispatch_format)
-        # Of the rows from rank r the handle says where they end.
-        ends = received.handle[0][:, self._rank].to(torch.int64)
+        ends = _row_ends(received.handle, self._rank)
         route = DeepEPV1Route(
             num_tokens=call.topk_ids.shape[0],
             num_rows=wire.data.shape[0],
@@ -324,3 +327,10 @@ class _Received:
     host_counts: tuple[int, ...]
     handle: LegacyHandle
     rows_to_rank: Tensor
+
+
+def _row_ends(handle: LegacyHandle, rank: int) -> Tensor:
+    """[W], int64: where the rows of each source rank end, as the handle says."""
+    # Over NVLink its first entry is [W, W], from rank to rank; with RDMA its seventh is [W].
+    ends = handle[0][:, rank] if len(handle) == _NVLINK_HANDLE else handle[6]
+    return ends.to(torch.int64)

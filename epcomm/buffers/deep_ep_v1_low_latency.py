@@ -246,7 +246,7 @@ class DeepEPV1LowLatencyBuffer(ForeignBuffer):
         self._compare_combine()
         self._last_sent.run()
         y, _, receive = self._buffer.low_latency_combine(
-            rows.view(self._spec.num_local_experts, self._room, -1),
+            rows.contiguous().view(self._spec.num_local_experts, self._room, -1),
             route.topk_ids,
             route.topk_weights,
             route.handle,

@@ -82,10 +82,12 @@ class ElasticBase(ForeignBuffer):
     """What all ways through the elastic buffer share.
 
     is_in_order: rows come by (source rank, token).
+    empties_failed: a call that has failed here computes nothing for the others either.
     """
 
     name: ClassVar[str]
     is_in_order: ClassVar[bool]
+    empties_failed: ClassVar[bool] = True
 
     @classmethod
     def probe(cls, environment: object) -> Availability:
@@ -135,12 +137,14 @@ class ElasticBase(ForeignBuffer):
         assert self._spec.max_tokens_per_rank is not None, "plan() has checked the limit"
         self._max_tokens = self._spec.max_tokens_per_rank
         self._num_rows = self._max_tokens * self._world_size
+        is_fp8 = self._spec.dispatch_format.dtype is WireDtype.FP8_E4M3
         self._buffer = package.ElasticBuffer(
             self._process_group,
             num_max_tokens_per_rank=self._max_tokens,
             hidden=self._spec.hidden_size,
             num_topk=self._spec.top_k,
-            use_fp8_dispatch=self._spec.dispatch_format.dtype is WireDtype.FP8_E4M3,
+            # Gradients travel in bfloat16 along the same route, and need its room.
+            use_fp8_dispatch=is_fp8 and not self.is_in_order,
             deterministic=self.is_in_order,
             explicitly_destroy=True,
         )
@@ -193,7 +197,7 @@ class ElasticBase(ForeignBuffer):
             self._compare_combine()
         if rows_per is RowsPer.SLOT:
             rows = self._sums(rows, route, slot_weights)
-        if route.has_failed is not None:
+        if route.has_failed is not None and self.empties_failed:
             # The others do not know, so that sums without this rank's part may not look right.
             rows = rows.masked_fill(route.has_failed, float("nan"))
         y, scalars, _ = self._buffer.combine(
@@ -225,7 +229,6 @@ class ElasticBase(ForeignBuffer):
     ) -> DeepEPV2Route:
         to_rank = ranks_needed(ids, self._spec.num_local_experts, self._world_size)
         self._count_bytes(DISPATCH, to_rank, row_bytes_of(self._spec).dispatch)
-        ends = handle.psum_num_recv_tokens_per_scaleup_rank.to(torch.int64)
         return DeepEPV2Route(
             num_tokens=ids.shape[0],
             num_rows=num_rows,
@@ -233,9 +236,19 @@ class ElasticBase(ForeignBuffer):
             handle=handle,
             slots_by_row=members,
             rows_to_rank=to_rank,
-            rows_from_rank=ends.diff(prepend=ends.new_zeros(1)),
+            rows_from_rank=self._rows_from_ranks(handle),
             has_failed=has_failed,
         )
+
+    def _rows_from_ranks(self, handle: ElasticHandle) -> Tensor:
+        """[W], int64, on the device; prefix sums go by NVLink domains, so tokens are counted."""
+        tokens = handle.recv_src_metadata[:, 0].to(torch.int64)
+        num_received = handle.psum_num_recv_tokens_per_scaleup_rank[-1]
+        is_received = torch.arange(tokens.shape[0], device=tokens.device) < num_received
+        # Tokens are numbered rank * M + t. Behind the last row that came they are garbage.
+        ranks = torch.where(is_received, tokens // self._max_tokens, self._world_size)
+        counts = torch.zeros(self._world_size + 1, dtype=torch.int64, device=tokens.device)
+        return counts.scatter_add_(0, ranks, torch.ones_like(ranks))[: self._world_size]
 
     def _destroy(self) -> None:
         self._buffer.destroy()
@@ -266,11 +279,11 @@ class DeepEPV2Buffer(ElasticBase):
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         self._check_open()
-        ids, fault, flags = self._guard(call)
+        ids, flags = self._guard(call)
         rows, local_ids, weights, handle = self._exchange(
             call, ids, expert_alignment=1, do_cpu_sync=True
         )
-        self._raise_own(call, fault)
+        self._raise_own(call)
         index = build_slot_index(
             local_ids,
             count_experts(local_ids, self._spec.num_local_experts),

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from epcomm.buffers.base import BufferCaps, BufferSpec, DispatchCall, Dispatched
@@ -51,9 +52,9 @@ class DeepEPV2ExpandBuffer(ElasticBase):
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         self._check_open()
-        ids, fault, flags = self._guard(call)
+        ids, flags = self._guard(call)
         rows, weights, handle, index = self._expanded(call, ids, do_cpu_sync=True)
-        self._raise_own(call, fault)
+        self._raise_own(call)
         return self._dispatched(ids, rows, weights, handle, index, flags, has_failed=None)
 
     def _expanded(
@@ -66,16 +67,14 @@ class DeepEPV2ExpandBuffer(ElasticBase):
             do_cpu_sync=do_cpu_sync,
             do_expand=True,
         )
-        # Where each expert's real rows end; those of the experts before it are aligned.
+        # Where each expert's real rows end. The next one's begin at the next multiple.
         ends = handle.psum_num_recv_tokens_per_expert
-        counts = handle.num_unaligned_recv_tokens_per_expert
-        first = ends - counts
-        last = first[-1:] + aligned_counts(counts[-1:], self._spec.slot_alignment)
+        starts = F.pad(aligned_counts(ends, self._spec.slot_alignment), (1, 0))
         index = SlotIndex(
             row_of_slot=None,
             slots_of_row=None,
-            num_slots_per_expert=counts.to(torch.int32),
-            first_slot=torch.cat([first, last]).to(torch.int32),
+            num_slots_per_expert=(ends - starts[:-1]).to(torch.int32),
+            first_slot=starts.to(torch.int32),
             host_num_slots_per_expert=None,
             slot_alignment=self._spec.slot_alignment,
         )
@@ -116,6 +115,8 @@ class DeepEPV2LowLatencyBuffer(DeepEPV2ExpandBuffer):
 
     name: ClassVar[str] = "deep_ep_v2_low_latency"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
+    # Tokens of the others arrive and are computed, whatever this rank has sent.
+    empties_failed: ClassVar[bool] = False
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:

@@ -47,6 +47,9 @@ class ForeignBuffer(Buffer):
         self._device = collectives.device
         self._is_closed = False
         self._faults = DeviceFaults(collectives.rank, collectives.world_size, collectives.device)
+        # Read after a wait of the host that the package makes anyway, so that it costs none.
+        is_cuda = collectives.device.type == "cuda"
+        self._fault_on_host = torch.zeros((), dtype=torch.int64, pin_memory=is_cuda)
         # What check() says that there is room for.
         self._max_slots = 0
         # On the device: reading a count of rows would make the host wait.
@@ -64,13 +67,17 @@ class ForeignBuffer(Buffer):
         self._faults.check(self._max_slots)
 
     def close(self) -> None:
+        """As Buffer.close(), but the packages wait for all ranks in theirs."""
         if not self._is_closed:
             self._is_closed = True
             self._destroy()
 
+    def abandon(self) -> None:
+        self._is_closed = True
+
     @abstractmethod
     def _destroy(self) -> None:
-        """Free what the package holds. Local."""
+        """Free what the package holds. Collective, where the package makes it so."""
 
     @property
     def _num_experts(self) -> int:
@@ -93,31 +100,36 @@ class ForeignBuffer(Buffer):
                 "make a new EPGroup"
             )
 
-    def _guard(self, call: DispatchCall) -> tuple[Tensor, Tensor, BatchFlags]:
-        """ids that are safe to send, this rank's fault, and the flags to go by.
+    def _guard(self, call: DispatchCall) -> tuple[Tensor, BatchFlags]:
+        """ids that are safe to send, and the flags to go by; this rank's fault is for _raise_own().
 
         Host sync: none, with compares_calls one.
         Raises:
             EPError: with compares_calls, the fault of some rank, on every rank.
         """
         ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
+        self._fault_on_host.copy_(fault, non_blocking=True)
         if not self._spec.compares_calls:
-            return ids, fault, assume_all_need_grad(call.flags)
+            return ids, assume_all_need_grad(call.flags)
         flags = torch.tensor(int(call.flags), device=ids.device)
         words = self._gather_words(fault, flags).tolist()
         codes, all_flags = [word[0] for word in words], [word[1] for word in words]
         raise_faults(codes, self._rank, self._own_error(call, codes[self._rank]))
         check_grad_modes(all_flags, self._rank)
-        return ids, fault, any_flags(all_flags)
+        return ids, any_flags(all_flags)
 
     def _guard_on_device(self, call: DispatchCall) -> tuple[Tensor, Tensor, BatchFlags]:
         """As _guard(), where faults stay on the device, for _record(). Host sync: none."""
         ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
         return ids, fault, assume_all_need_grad(call.flags)
 
-    def _raise_own(self, call: DispatchCall, fault: Tensor) -> None:
-        """Raise this rank's own fault, after it has taken part. Host sync: yes, of work done."""
-        error = self._own_error(call, int(fault))
+    def _raise_own(self, call: DispatchCall) -> None:
+        """Raise this rank's own fault, after it has taken part and the host has waited.
+
+        Host sync: none of its own. The fault was copied before the exchange was enqueued, and the
+        package has read counts of that exchange.
+        """
+        error = self._own_error(call, int(self._fault_on_host))
         if error is not None:
             raise error
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from epcomm import EPConfig, EPGroup, Mode, WireDtype
+from epcomm.buffers.base import BufferSpec, DispatchCall
+from epcomm.buffers.faults import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES
 from epcomm.registry import buffer_class
 from epcomm.testing import buffer_suite, layer_suite
@@ -15,6 +17,7 @@ from epcomm.testing.buffer_suite import BufferEnv
 from epcomm.testing.deep_ep import install
 from epcomm.testing.deep_ep.v1 import buffer as v1_buffer
 from epcomm.testing.layer_suite import LayerEnv
+from epcomm.types import WireFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,3 +153,30 @@ def test_layer_on_deep_ep_equals_the_oracle(
 def test_layer_on_deep_ep_trains_like_the_oracle(scenario: str, backend: str) -> None:
     with install(CASES[backend].package), EPGroup() as group:
         layer_suite.run_scenario(scenario, layer_env(backend, group))
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_fp8_rows_fit_into_a_large_v2_buffer() -> None:
+    """Rows of FP8 are half as long as those of bfloat16 that go the same way in backward."""
+    wire = WireFormat.of(torch.bfloat16)
+    spec = BufferSpec(
+        hidden_size=7168,
+        top_k=1,
+        num_local_experts=2,
+        dispatch_format=FP8_FLOAT32_SCALES,
+        combine_format=wire,
+        backward_format=wire,
+        max_tokens_per_rank=4096,
+    )
+    with install("v2"), EPGroup() as group:
+        buffer = group.open_buffer("deep_ep_v2", spec)
+        out = buffer.dispatch(
+            DispatchCall(
+                hidden_states=torch.ones(2, 7168, dtype=torch.bfloat16),
+                topk_ids=torch.tensor([[0], [2]]),
+                topk_weights=torch.ones(2, 1),
+                flags=BatchFlags.NONE,
+            )
+        )
+        rows = buffer.redispatch(torch.full((2, 7168), 3.0, dtype=torch.bfloat16), out.route)
+        assert (rows == 3).all()

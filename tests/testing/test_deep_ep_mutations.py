@@ -117,9 +117,8 @@ class V2StaticReadsUnusedRows(DeepEPV2StaticBuffer):
 
     @staticmethod
     def _ids_received(local_ids: Tensor, handle: ElasticHandle) -> Tensor:
-        return torch.where(
-            local_ids < handle.num_unaligned_recv_tokens_per_expert.numel(), local_ids, -1
-        )
+        num_local = handle.psum_num_recv_tokens_per_expert.numel()
+        return torch.where(local_ids < num_local, local_ids, -1)
 
 
 class LowLatencyCountsRooms(DeepEPV1LowLatencyBuffer):

@@ -35,6 +35,7 @@ RUNNERS: Mapping[str, str] = MappingProxyType(
         "fp8_wgmma": "epcomm.runners.fp8_wgmma:Fp8WgmmaRunner",
         "fp8_triton": "epcomm.runners.fp8_triton:Fp8TritonRunner",
         "deep_gemm": "epcomm.runners.deep_gemm:DeepGemmRunner",
+        "ascend": "epcomm.runners.ascend:AscendRunner",
         "grouped_mm": "epcomm.runners.grouped_mm:GroupedMMRunner",
         "int8_triton": "epcomm.runners.int8_triton:Int8TritonRunner",
         "quantized_reference": "epcomm.runners.quantized_reference:QuantizedReferenceRunner",

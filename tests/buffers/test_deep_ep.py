@@ -81,16 +81,29 @@ RUNS = [
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("wire", ["bf16", "fp8"])
 @pytest.mark.parametrize(("backend", "scenario"), RUNS)
-def test_deep_ep_buffer_keeps_its_contract(backend: str, scenario: str, wire: str) -> None:
-    run_buffer(backend, scenario, wire)
+def test_deep_ep_buffer_keeps_its_contract(backend: str, scenario: str) -> None:
+    run_buffer(backend, scenario, "bf16")
+
+
+# What the number of ranks does not change runs on one size.
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("backend", "scenario"), RUNS)
+def test_quantized_rows_keep_the_contract(backend: str, scenario: str) -> None:
+    run_buffer(backend, scenario, "fp8")
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("backend", "scenario"), RUNS)
-def test_power_of_two_scales_keep_the_contract(backend: str, scenario: str) -> None:
+@pytest.mark.parametrize("backend", CASES)
+@pytest.mark.parametrize("scenario", ["uneven", "empty_rank", "holes"])
+def test_power_of_two_scales_keep_the_contract(scenario: str, backend: str) -> None:
     run_buffer(backend, scenario, "fp8_powers_of_two")
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("backend", CASES)
+def test_quantized_rows_of_four_ranks_keep_the_contract(backend: str) -> None:
+    run_buffer(backend, "uneven", "fp8")
 
 
 def run_buffer(backend: str, scenario: str, wire: str) -> None:
@@ -135,14 +148,21 @@ def layer_env(backend: str, group: EPGroup, wire: WireDtype | None = None) -> La
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("wire", [None, WireDtype.FP8_E4M3])
 @pytest.mark.parametrize("backend", CASES)
 @pytest.mark.parametrize("scenario", LAYER_SCENARIOS)
-def test_layer_on_deep_ep_equals_the_oracle(
-    scenario: str, backend: str, wire: WireDtype | None
+def test_layer_on_deep_ep_equals_the_oracle(scenario: str, backend: str) -> None:
+    with install(CASES[backend].package), EPGroup() as group:
+        layer_suite.run_scenario(scenario, layer_env(backend, group))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", CASES)
+@pytest.mark.parametrize("scenario", ["uneven", "empty_rank", "holes", "two_batches"])
+def test_layer_with_quantized_dispatch_on_deep_ep_equals_the_oracle(
+    scenario: str, backend: str
 ) -> None:
     with install(CASES[backend].package), EPGroup() as group:
-        layer_suite.run_scenario(scenario, layer_env(backend, group, wire))
+        layer_suite.run_scenario(scenario, layer_env(backend, group, WireDtype.FP8_E4M3))
 
 
 @pytest.mark.ranks(2, 4)

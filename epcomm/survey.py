@@ -96,11 +96,11 @@ def survey_rank(
         for phase, each in configs.items()
     }
     if weights is not None:
-        # Runners of other kinds of experts are no candidates, unless one is asked for.
+        # Runners of other experts and devices are no candidates, unless one is asked for.
         candidates = [
             name
             for name in RUNNERS
-            if name == config.runner or isinstance(weights, runner_class(name).kinds)
+            if name == config.runner or runner_class(name).is_candidate(weights)
         ]
         verdicts[RUNNER] = {name: runner_class(name).supports(weights) for name in candidates}
     return Survey(specs=specs, verdicts=verdicts)

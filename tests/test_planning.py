@@ -605,8 +605,9 @@ REFUSALS = [
     Refusal(
         id="unknown runner",
         config=EPConfig(runner="fastest"),
-        message="runner is 'fastest', expected auto or one of ['deep_gemm', 'fp8_triton', "
-        "'fp8_wgmma', 'grouped_mm', 'int8_triton', 'quantized_reference', 'reference']",
+        message="runner is 'fastest', expected auto or one of ['ascend', 'deep_gemm', "
+        "'fp8_triton', 'fp8_wgmma', 'grouped_mm', 'int8_triton', 'quantized_reference', "
+        "'reference']",
     ),
     Refusal(id="no ranks", config=EPConfig(), world_size=0, message="plan: world_size is 0"),
     Refusal(

@@ -124,7 +124,7 @@ class AscendNormalBuffer(AscendBuffer):
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         self._check_open()
-        ids, fault, _ = self._guard(call)
+        ids, _ = self._guard(call)
         ids, weights = fill_holes(ids, call.topk_weights, self._num_experts)
         per_rank, _, per_expert, is_in_rank, _ = self._buffer.get_dispatch_layout(
             ids, self._num_experts
@@ -138,7 +138,7 @@ class AscendNormalBuffer(AscendBuffer):
             topk_weights=weights,
             quant_mode=self._quant_mode,
         )
-        self._raise_own(call, fault)
+        self._raise_own(call)
         num_slots = sum(counts)
         wire = self._wire(received)
         index = _index_of(counts, ids.device)

@@ -56,11 +56,16 @@ class AscendRunner(ExpertRunner):
             reasons.append(f"computes {_PLAIN} without biases, not {weights.format}")
         if weights.dtype is not torch.bfloat16:
             reasons.append(f"hidden states are {weights.dtype}, expected bfloat16")
-        device = next(iter(weights.tensors().values())).device
+        device = _device_of(weights)
         missing = [name for name in _OPERATORS if not _has_kernel(name, device)]
         if missing:
             reasons.append(f"{', '.join(missing)} not on {device.type}; import torch_npu")
         return Availability(ok=not reasons, reasons=tuple(reasons))
+
+    @classmethod
+    def is_candidate(cls, weights: ExpertTensors) -> bool:
+        # Elsewhere nobody would want to read why it does not serve.
+        return super().is_candidate(weights) and _device_of(weights).type == "npu"
 
     @classmethod
     def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
@@ -160,6 +165,10 @@ def _grouped(
         group_list_type=_COUNTS,
         output_dtype=output_dtype,
     )[0]
+
+
+def _device_of(weights: ExpertTensors) -> torch.device:
+    return next(iter(weights.tensors().values())).device
 
 
 def _has_kernel(name: str, device: torch.device) -> bool:

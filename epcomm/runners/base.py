@@ -60,6 +60,11 @@ class ExpertRunner(ABC):
         )
 
     @classmethod
+    def is_candidate(cls, weights: ExpertTensors) -> bool:
+        """Whether a plan that names no runner should ask it. Local; pure. By default: by kind."""
+        return isinstance(weights, cls.kinds)
+
+    @classmethod
     @abstractmethod
     def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
         """What rows it reads for these experts, by their elements. Local; pure."""

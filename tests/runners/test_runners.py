@@ -58,7 +58,7 @@ class Case:
         return ", ".join((self.runner, self.layout.value, who, self.activation, bias, self.padding))
 
 
-# Those that train. The operators of `ascend` have no gradients; tests/buffers/test_ascend.py has it.
+# Those that train. Operators of `ascend` have no gradients: tests/buffers/test_ascend.py has it.
 UNQUANTIZED = [
     name for name in RUNNERS if ExpertWeights in runner_class(name).kinds and name != "ascend"
 ]

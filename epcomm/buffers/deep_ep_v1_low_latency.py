@@ -91,7 +91,6 @@ class LowLatencyRoute(Route):
     handle: LegacyHandle
     topk_ids: Tensor
     topk_weights: Tensor
-    slots_to_rank: Tensor
     slots_from_rank: Tensor
     has_failed: Tensor
     batch: _Batch
@@ -291,7 +290,6 @@ class DeepEPV1LowLatencyBuffer(ForeignBuffer):
             handle=handle,
             topk_ids=ids,
             topk_weights=weights,
-            slots_to_rank=sent,
             slots_from_rank=from_rank,
             has_failed=has_failed,
             batch=batch,

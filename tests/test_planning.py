@@ -105,7 +105,7 @@ def test_explain_says_what_was_chosen_and_rejected_and_why() -> None:
         "at most 288 B a token out, 256 B home, and 120 B of headers a dispatch",
         "tokens a rank: at most 128",
     ]
-    assert "rejected all_gather, replicated: serves standard, not normal" in lines
+    assert "rejected ascend_standard, all_gather, replicated: serves standard, not normal" in lines
     unlimited = plan(EPConfig(mode="standard"), SPEC, world_size=4).explain().splitlines()
     assert "tokens a rank: no limit" in unlimited
     of_normal = [line for line in unlimited if line.endswith(": serves normal, not standard")]

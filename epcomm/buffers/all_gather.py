@@ -45,17 +45,15 @@ from epcomm.ops.slots import (
     sum_parts,
 )
 from epcomm.records import Route, SlotIndex
-from epcomm.types import RowsPer, WireFormat
+from epcomm.types import RowsPer, WireFormat, WireTensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class AllGatherRoute(Route):
+class GatheredRoute(Route):
     """Which gathered rows are tokens.
 
     tokens_of_rank: [W].   max_tokens: rows that each rank occupies, padding last.
     row_of_token: [sum T], int64, the gathered row of each rank's tokens, padding left out.
-    slots_by_row: the slots of each gathered row, in k order.
-    has_no_slot: [R], bool, rows that no expert of this rank computes.
     """
 
     num_tokens: int
@@ -64,8 +62,34 @@ class AllGatherRoute(Route):
     tokens_of_rank: tuple[int, ...]
     max_tokens: int
     row_of_token: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AllGatherRoute(GatheredRoute):
+    """Which slots belong to a gathered row.
+
+    slots_by_row: the slots of each gathered row, in k order.
+    has_no_slot: [R], bool, rows that no expert of this rank computes.
+    """
+
     slots_by_row: Members
     has_no_slot: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Gathered:
+    """All tokens of all ranks; of W * max T rows, those without a token are undefined.
+
+    rows: [W * max T, H].   topk_ids: the same by K, int32.   topk_weights: float32. All of them are
+        views of one message.
+    row_of_token: [sum T], int64.
+    """
+
+    counts: Counts
+    rows: WireTensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    row_of_token: Tensor
 
 
 class AllGatherBuffer(OverCollectives):
@@ -108,6 +132,38 @@ class AllGatherBuffer(OverCollectives):
         )
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
+        gathered = self._gather_call(call)
+        counts, row_of_token = gathered.counts, gathered.row_of_token
+        ids = gathered.topk_ids
+        local_ids = torch.full_like(ids, -1, memory_format=torch.contiguous_format)
+        local_ids[row_of_token] = localize(
+            ids[row_of_token], self._collectives.rank, self._spec.num_local_experts
+        )
+        index = build_slot_index(
+            local_ids,
+            counts.device_slots_per_expert,
+            counts.slots_per_expert,
+            slot_alignment=self._spec.slot_alignment,
+        )
+        route = AllGatherRoute(
+            num_tokens=call.topk_ids.shape[0],
+            num_rows=ids.shape[0],
+            index=index,
+            tokens_of_rank=counts.rows_from_rank,
+            max_tokens=max(counts.rows_from_rank),
+            row_of_token=row_of_token,
+            slots_by_row=slots_by_row(index),
+            has_no_slot=(local_ids < 0).all(dim=1),
+        )
+        return Dispatched(
+            rows=gathered.rows,
+            index=index,
+            slot_weights=spread_to_slots(gathered.topk_weights, index),
+            route=route,
+            any_flags=counts.any_flags,
+        )
+
+    def _gather_call(self, call: DispatchCall) -> Gathered:
         topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
         counts = self._exchange_counts(call, topk_ids, fault)
         max_tokens = max(counts.rows_from_rank)
@@ -119,36 +175,12 @@ class AllGatherBuffer(OverCollectives):
         mine = message[: topk_ids.shape[0]]
         layout.write_tokens(mine, call.write, topk_ids, call.topk_weights)
         received = self._gather(message, max_tokens, phase="dispatch rows")
-
-        row_of_token = _rows_of_tokens(counts.rows_from_rank, max_tokens, topk_ids.device)
-        local_ids = torch.full(
-            (received.shape[0], self._spec.top_k), -1, dtype=torch.int32, device=topk_ids.device
-        )
-        local_ids[row_of_token] = localize(
-            layout.ids(received)[row_of_token], self._collectives.rank, self._spec.num_local_experts
-        )
-        index = build_slot_index(
-            local_ids,
-            counts.device_slots_per_expert,
-            counts.slots_per_expert,
-            slot_alignment=self._spec.slot_alignment,
-        )
-        route = AllGatherRoute(
-            num_tokens=topk_ids.shape[0],
-            num_rows=received.shape[0],
-            index=index,
-            tokens_of_rank=counts.rows_from_rank,
-            max_tokens=max_tokens,
-            row_of_token=row_of_token,
-            slots_by_row=slots_by_row(index),
-            has_no_slot=(local_ids < 0).all(dim=1),
-        )
-        return Dispatched(
+        return Gathered(
+            counts=counts,
             rows=layout.wire_tensor(received),
-            index=index,
-            slot_weights=spread_to_slots(layout.scalars(received), index),
-            route=route,
-            any_flags=counts.any_flags,
+            topk_ids=layout.ids(received),
+            topk_weights=layout.scalars(received),
+            row_of_token=_rows_of_tokens(counts.rows_from_rank, max_tokens, topk_ids.device),
         )
 
     def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
@@ -171,12 +203,10 @@ class AllGatherBuffer(OverCollectives):
         else:
             # Rows without a slot are undefined, and here all of them travel.
             rows = rows.masked_fill(route.has_no_slot.unsqueeze(1), 0)
-        if route.num_rows != sum(route.tokens_of_rank):
-            rows = torch.index_select(rows, 0, route.row_of_token)
         if row_scalars is None:
             compared.wait()
-            home = self._send_home(rows.contiguous(), route, phase="combine")
-            return Combined(y=sum_parts(home, rows.dtype), scalars=None)
+            return Combined(y=self._sum_home(rows, route), scalars=None)
+        rows = _tokens_of(rows, route)
         layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
         packed = layout.pack_rows(rows, row_scalars[route.row_of_token])
         home = self._send_home(packed, route, phase="backward of dispatch").flatten(0, 1)
@@ -195,7 +225,12 @@ class AllGatherBuffer(OverCollectives):
         self._traffic.dispatch([max_tokens] * world_size, row_bytes_of(rows))
         return self._collectives.all_gather(rows.contiguous(), phase=phase).flatten(0, 1)
 
-    def _send_home(self, rows: Tensor, route: AllGatherRoute, *, phase: str) -> Tensor:
+    def _sum_home(self, rows: Tensor, route: GatheredRoute) -> Tensor:
+        """[W * max T, H] partial sums of this rank to [T, H] sums over the ranks."""
+        home = self._send_home(_tokens_of(rows, route).contiguous(), route, phase="combine")
+        return sum_parts(home, rows.dtype)
+
+    def _send_home(self, rows: Tensor, route: GatheredRoute, *, phase: str) -> Tensor:
         """Partial sums of all ranks for this rank's tokens: [W, T, ...]."""
         self._traffic.combine(route.tokens_of_rank, row_bytes_of(rows))
         world_size = self._collectives.world_size
@@ -228,6 +263,12 @@ class AllGatherBuffer(OverCollectives):
 def _header_bytes(spec: BufferSpec, world_size: int) -> int:
     """The header of one rank: int64 words, with the slots of all P experts."""
     return 8 * (HEADER_WORDS + world_size * spec.num_local_experts)
+
+
+def _tokens_of(rows: Tensor, route: GatheredRoute) -> Tensor:
+    """Gathered rows without those that pad."""
+    num_tokens = sum(route.tokens_of_rank)
+    return rows if rows.shape[0] == num_tokens else torch.index_select(rows, 0, route.row_of_token)
 
 
 def _rows_of_tokens(

@@ -41,6 +41,7 @@ CASES = {
     "ascend_low_latency": Case(
         mode=Mode.LOW_LATENCY, config=EPConfig(mode="low_latency", max_tokens_per_rank=16)
     ),
+    "ascend_standard": Case(mode=Mode.STANDARD, config=EPConfig(mode="standard")),
 }
 HIDDEN = 1024
 WIRES = {"bf16": None, "int8": INT8_PER_TOKEN}
@@ -64,25 +65,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("backend", CASES)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_ascend_buffer_keeps_its_contract(scenario: str, backend: str, wire: str) -> None:
-    run_buffer(scenario, backend, wire)
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("backend", CASES)
-@pytest.mark.parametrize("scenario", ["uneven", "empty_rank", "holes"])
-def test_ascend_buffer_of_four_ranks_keeps_its_contract(
-    scenario: str, backend: str, wire: str
-) -> None:
-    run_buffer(scenario, backend, wire)
-
-
-def run_buffer(scenario: str, backend: str, wire: str) -> None:
     with EPGroup() as group:
         env = buffer_suite.BufferEnv(
             group=group,
@@ -95,7 +82,7 @@ def run_buffer(scenario: str, backend: str, wire: str) -> None:
         buffer_suite.run_scenario(scenario, env)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("wire", [None, WireDtype.INT8])
 @pytest.mark.parametrize("backend", CASES)
 @pytest.mark.parametrize("scenario", LAYER_SCENARIOS)

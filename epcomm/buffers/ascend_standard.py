@@ -1,0 +1,223 @@
+"""Standard mode on Ascend: gather all tokens, let the vendor's operators sort them and add up.
+
+The exchange is AllGatherBuffer's. npu_moe_init_routing_v2 writes the rows of this rank's experts,
+packed by (expert, source rank, token), and npu_moe_finalize_routing weighs the results and adds
+those of a token up, in float32 and k order. Entries without an expert, and the rows that pad ranks
+with fewer tokens, get an expert beyond all others, which no rank computes. finalize_routing reads a
+row for every entry, so those that are computed elsewhere read one row of zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from epcomm.ascend_operators import has_operator
+from epcomm.buffers.all_gather import AllGatherBuffer, Gathered, GatheredRoute
+from epcomm.buffers.base import (
+    Availability,
+    BufferCaps,
+    BufferSpec,
+    Combined,
+    DispatchCall,
+    Dispatched,
+)
+from epcomm.buffers.deep_ep_package import find_deep_ep
+from epcomm.buffers.over_collectives import COLLECTIVE_CAPS
+from epcomm.buffers.sizes import Region, most_slots_of, rows_region
+from epcomm.config import Mode
+from epcomm.quantization import INT8_PER_TOKEN
+from epcomm.records import Route, SlotIndex
+from epcomm.types import RowsPer, WeightsAppliedBy, WireDtype, WireTensor
+
+_OPERATORS = ("npu_moe_init_routing_v2", "npu_moe_finalize_routing")
+WIRE_DTYPES = frozenset({WireDtype.BF16, WireDtype.FP16, WireDtype.FP32, WireDtype.INT8})
+# Of npu_moe_init_routing_v2: rows travel as they are, counts are one number an expert, and
+# positions are those of entries among the rows.
+_AS_IT_IS, _COUNTS, _POSITIONS = -1, 1, 0
+# Of npu_moe_finalize_routing: positions are ordered by token, then k.
+_BY_TOKEN = 2
+# An id, a weight and a position; beside each packed row there is room for a scale.
+_ENTRY_BYTES, _SCALE_BYTES = 12, 4
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AscendStandardRoute(GatheredRoute):
+    """Where each gathered entry was put.
+
+    positions: [W * max T * K], int32, the row of each entry, -1 for none here.
+    topk_weights: [W * max T, K], float32, 0 where there is no expert.
+    num_slots: rows in use.
+    """
+
+    positions: Tensor
+    topk_weights: Tensor
+    num_slots: int
+
+
+class AscendStandardBuffer(AllGatherBuffer):
+    """Exact sizes; the host waits for the counts, once a dispatch. For inference."""
+
+    name: ClassVar[str] = "ascend_standard"
+    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.STANDARD})
+
+    @classmethod
+    def probe(cls, environment: Mapping[str, str]) -> Availability:
+        # Operators for CPU tensors stand in for the vendor's, and count while its package does.
+        _, is_stand_in = find_deep_ep()
+        device_type = "cpu" if is_stand_in else "npu"
+        missing = [name for name in _OPERATORS if not has_operator(name, device_type)]
+        if not missing:
+            return Availability(ok=True)
+        names = ", ".join(missing)
+        reason = f"{names} not on {device_type}; import torch_npu before epcomm plans"
+        return Availability(ok=False, reasons=(reason,))
+
+    @classmethod
+    def caps(cls, mode: Mode) -> BufferCaps:
+        return replace(
+            COLLECTIVE_CAPS,
+            trainable=False,
+            wire_dtypes=WIRE_DTYPES,
+            weights_applied_by=frozenset({WeightsAppliedBy.COMBINE}),
+            reuses_route=False,
+        )
+
+    @classmethod
+    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
+        reasons = []
+        if spec.slot_alignment > 1:
+            reasons.append("packs its rows, so slot_alignment must be 1")
+        if spec.dispatch_format.dtype is WireDtype.INT8 and spec.dispatch_format != INT8_PER_TOKEN:
+            reasons.append(f"moves a scale a row, {INT8_PER_TOKEN}, not {spec.dispatch_format}")
+        return tuple(reasons)
+
+    @classmethod
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+        shared = super().region_bytes(spec, world_size)
+        max_tokens = spec.max_tokens_per_rank
+        max_rows = None if max_tokens is None else max_tokens * world_size
+        max_slots = None if max_rows is None else most_slots_of(spec, max_rows)
+        data_bytes = spec.dispatch_format.data_bytes(spec.hidden_size)
+        result_bytes = spec.combine_format.data_bytes(spec.hidden_size)
+        entries = world_size * spec.top_k
+        # The operator allocates a row for each entry, wherever it is computed.
+        max_entries = None if max_rows is None else max_rows * spec.top_k
+        named = {region.name: region for region in shared}
+        return (
+            *(named[name] for name in ("headers", "sent rows", "received rows")),
+            rows_region("whole rows", data_bytes, per_token=world_size, max_rows=max_rows),
+            rows_region("entry map", _ENTRY_BYTES, per_token=entries, max_rows=max_entries),
+            rows_region(
+                "packed slots", data_bytes + _SCALE_BYTES, per_token=entries, max_rows=max_entries
+            ),
+            rows_region("expert results", result_bytes, per_token=spec.top_k, max_rows=max_slots),
+            *(named[name] for name in ("partial sums", "home rows")),
+        )
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        gathered = self._gather_call(call)
+        ids, weights = self._without_holes(gathered)
+        rows, positions, index = self._pack(gathered, ids)
+        route = AscendStandardRoute(
+            num_tokens=call.topk_ids.shape[0],
+            num_rows=rows.data.shape[0],
+            index=index,
+            tokens_of_rank=gathered.counts.rows_from_rank,
+            max_tokens=max(gathered.counts.rows_from_rank),
+            row_of_token=gathered.row_of_token,
+            positions=positions,
+            topk_weights=weights,
+            num_slots=sum(gathered.counts.slots_per_expert),
+        )
+        return Dispatched(
+            rows=rows,
+            index=index,
+            slot_weights=None,
+            route=route,
+            any_flags=gathered.counts.any_flags,
+        )
+
+    def _without_holes(self, gathered: Gathered) -> tuple[Tensor, Tensor]:
+        """ids [R, K], int32, and weights of all rows; of padding, the expert beyond all others."""
+        used = gathered.row_of_token
+        ids = torch.full(
+            gathered.topk_ids.shape, self._num_experts, dtype=torch.int32, device=used.device
+        )
+        found = gathered.topk_ids[used]
+        ids[used] = found.masked_fill(found < 0, self._num_experts)
+        return ids, gathered.topk_weights.masked_fill(ids == self._num_experts, 0.0)
+
+    def _pack(self, gathered: Gathered, ids: Tensor) -> tuple[WireTensor, Tensor, SlotIndex]:
+        """Rows of this rank's experts and, if some entry is computed elsewhere, one more."""
+        first = self._collectives.rank * self._spec.num_local_experts
+        wire = gathered.rows
+        rows, positions, counts, scales = torch.ops.npu.npu_moe_init_routing_v2(
+            wire.data.contiguous(),
+            ids,
+            scale=None if wire.scales is None else wire.scales.flatten(),
+            expert_num=self._num_experts + 1,
+            expert_tokens_num_type=_COUNTS,
+            expert_tokens_num_flag=True,
+            quant_mode=_AS_IT_IS,
+            active_expert_range=[first, first + self._spec.num_local_experts],
+            row_idx_type=_POSITIONS,
+        )
+        host_counts = gathered.counts.slots_per_expert
+        num_rows = min(sum(host_counts) + 1, ids.numel())
+        packed = WireTensor(
+            data=rows[:num_rows],
+            format=wire.format,
+            scales=None if wire.scales is None else scales[:num_rows].unsqueeze(1),
+        )
+        index = SlotIndex(
+            row_of_slot=None,
+            slots_of_row=None,
+            num_slots_per_expert=counts.to(torch.int32),
+            first_slot=F.pad(counts.cumsum(0), (1, 0)).to(torch.int32),
+            host_num_slots_per_expert=host_counts,
+        )
+        return packed, positions, index
+
+    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
+        raise NotImplementedError("the operators have no backward (caps.reuses_route)")
+
+    def combine(
+        self,
+        rows: Tensor,
+        route: Route,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+    ) -> Combined:
+        assert isinstance(route, AscendStandardRoute), "a route of this buffer"
+        assert slot_weights is None, "weights do not travel to the slots"
+        assert row_scalars is None, "there is no backward"
+        compared = self._compare_calls()
+        sums = self._add_up(rows, route)
+        compared.wait()
+        return Combined(y=self._sum_home(sums, route), scalars=None)
+
+    def _add_up(self, rows: Tensor, route: AscendStandardRoute) -> Tensor:
+        """[C, H] to [W * max T, H]: each token's part from this rank."""
+        if route.positions.numel() == 0:
+            return rows.new_zeros(0, rows.shape[1])
+        # The row behind those in use was allocated for this; nobody has written it.
+        rows = rows.contiguous()
+        rows[route.num_slots :].zero_()
+        return torch.ops.npu.npu_moe_finalize_routing(
+            rows,
+            None,
+            None,
+            None,
+            route.topk_weights,
+            torch.where(route.positions < 0, route.num_slots, route.positions),
+            None,
+            drop_pad_mode=_BY_TOKEN,
+        )

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 import torch
 
-from epcomm.buffers.base import Buffer, BufferSpec
+from epcomm.buffers.base import Backend, Buffer, BufferSpec
 from epcomm.collectives.base import Collectives
 from epcomm.errors import ConfigError, HandleError
-from epcomm.registry import buffer_class
+from epcomm.registry import buffer_class, fused_class
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from mpi4py import MPI
     from torch.distributed.device_mesh import DeviceMesh
+
+    from epcomm.fuseep.base import FusedBackend
+
+BackendT = TypeVar("BackendT", bound=Backend)
 
 
 class EPGroup:
@@ -47,7 +52,7 @@ class EPGroup:
         self.rank = self.collectives.rank
         self.world_size = self.collectives.world_size
         self.device: torch.device = self.collectives.device
-        self._buffers: dict[tuple[str, BufferSpec], Buffer] = {}
+        self._backends: dict[tuple[str, BufferSpec], Backend] = {}
         self._timeout_s: float | None = None
         self.is_closed = False
 
@@ -77,16 +82,31 @@ class EPGroup:
             HandleError: the group is closed.
             EPTimeout: some ranks do not come.
         """
+        return self._open(name, spec, buffer_class, "open_buffer")
+
+    def open_fused(self, name: str, spec: BufferSpec) -> FusedBackend:
+        """The fused operator `name` for `spec`; the rest as open_buffer()."""
+        return self._open(name, spec, fused_class, "open_fused")
+
+    def _open(
+        self,
+        name: str,
+        spec: BufferSpec,
+        class_of: Callable[[str], type[BackendT]],
+        function: str,
+    ) -> BackendT:
         if self.is_closed:
-            raise HandleError(f"open_buffer: the EPGroup is closed ({self.where}); make a new one")
-        # Compared before the look-up: a rank that finds its buffer must not leave others waiting.
-        self.collectives.agree({"backend": name, **spec.as_record()}, what="open_buffer")
-        key = (name, spec)
-        if key not in self._buffers:
-            buffer = buffer_class(name)(self.collectives, spec)
-            buffer.prepare()
-            self._buffers[key] = buffer
-        return self._buffers[key]
+            raise HandleError(f"{function}: the EPGroup is closed ({self.where}); make a new one")
+        # Compared before the look-up: a rank that finds its backend must not leave others waiting.
+        self.collectives.agree({"backend": name, **spec.as_record()}, what=function)
+        kind, key = class_of(name), (name, spec)
+        found = self._backends.get(key)
+        if found is None:
+            found = kind(self.collectives, spec)
+            found.prepare()
+            self._backends[key] = found
+        assert isinstance(found, kind), "names are of one class each"
+        return found
 
     def close(self, *, after_error: bool = False) -> None:
         """Close all buffers; later calls through them raise HandleError. Idempotent.
@@ -98,12 +118,12 @@ class EPGroup:
         Local, but for such buffers (deep_ep), which all ranks close together.
         """
         self.is_closed = True
-        while self._buffers:
-            _, buffer = self._buffers.popitem()
+        while self._backends:
+            _, backend = self._backends.popitem()
             if after_error:
-                buffer.abandon()
+                backend.abandon()
             else:
-                buffer.close()
+                backend.close()
         if self._owns_collectives:
             self.collectives.close()
 

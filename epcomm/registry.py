@@ -7,10 +7,12 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from epcomm.config import Mode
 from epcomm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from epcomm.buffers.base import Buffer
+    from epcomm.buffers.base import Backend, Buffer
+    from epcomm.fuseep.base import FusedBackend
     from epcomm.runners.base import ExpertRunner
 
 BUFFERS: Mapping[str, str] = MappingProxyType(
@@ -29,6 +31,14 @@ BUFFERS: Mapping[str, str] = MappingProxyType(
         "collective_static": "epcomm.buffers.static:StaticCollectiveBuffer",
         "all_gather": "epcomm.buffers.all_gather:AllGatherBuffer",
         "replicated": "epcomm.buffers.replicated:ReplicatedBuffer",
+    }
+)
+# Operators that dispatch, compute and combine in one call: mode fuseep.
+FUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "fused_deep_moe": "epcomm.fuseep.ascend:FusedDeepMoE",
+        "dispatch_ffn_combine": "epcomm.fuseep.ascend:DispatchFFNCombine",
+        "fuseep_reference": "epcomm.fuseep.reference:FuseEPReference",
     }
 )
 RUNNERS: Mapping[str, str] = MappingProxyType(
@@ -52,6 +62,29 @@ def buffer_class(name: str) -> type[Buffer]:
         ConfigError: no such name; the message lists those that exist.
     """
     return _load("backend", BUFFERS, name)
+
+
+def fused_class(name: str) -> type[FusedBackend]:
+    """The FusedBackend class registered as `name`.
+
+    Raises:
+        ConfigError: no such name; the message lists those that exist.
+    """
+    return _load("backend", FUSED, name)
+
+
+def backend_class(name: str) -> type[Backend]:
+    """The class of a buffer or a fused operator.
+
+    Raises:
+        ConfigError: no such name; the message lists the buffers that exist.
+    """
+    return fused_class(name) if name in FUSED else buffer_class(name)
+
+
+def backend_names(mode: Mode) -> tuple[str, ...]:
+    """What a mode may be served by, the first that can being chosen."""
+    return tuple(FUSED if mode is Mode.FUSEEP else BUFFERS)
 
 
 def buffer_family(name: str) -> tuple[str, ...]:

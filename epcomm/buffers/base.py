@@ -38,6 +38,8 @@ class BufferSpec:
     max_recv_slots: static budget of slots a rank receives, or None for exact sizes.
     slot_alignment: each expert's slots start at a multiple of this.
     compares_calls: ranks compare their calls where that needs an exchange of its own.
+    intermediate_size: I, for fused operators, which compute the experts; buffers do not, and have
+        None, as has a plan that was made without experts.
     """
 
     hidden_size: int
@@ -50,6 +52,7 @@ class BufferSpec:
     max_recv_slots: int | None = None
     slot_alignment: int = 1
     compares_calls: bool = False
+    intermediate_size: int | None = None
 
     def as_record(self) -> dict[str, str | int | None]:
         """Plain values for Collectives.agree."""
@@ -64,6 +67,7 @@ class BufferSpec:
             "max_recv_slots": self.max_recv_slots,
             "slot_alignment": self.slot_alignment,
             "compares_calls": self.compares_calls,
+            "intermediate_size": self.intermediate_size,
         }
 
 
@@ -180,8 +184,8 @@ class Combined:
     scalars: Tensor | None
 
 
-class Buffer(ABC):
-    """Mechanism of one backend. Calls are collective and come in one order on all ranks."""
+class Backend(ABC):
+    """What a plan asks before it chooses: of a Buffer, or of a fused operator."""
 
     name: ClassVar[str]
     modes: ClassVar[frozenset[Mode]]
@@ -231,10 +235,35 @@ class Buffer(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Allocate. EPGroup.open_buffer has compared the specification on all ranks.
+        """Allocate. The EPGroup has compared the specification on all ranks.
 
         Collective: yes.   Host sync: yes.
         """
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise what has failed on the device since the last check; if not is_static, nothing.
+
+        Local; all ranks know the same faults.   Host sync: yes.
+        Raises:
+            CapacityError, ShapeError, ConfigError, HandleError: the fault, with the ranks it names.
+        """
+
+    @abstractmethod
+    def traffic(self) -> BufferTraffic:
+        """Bytes sent to other ranks so far."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what prepare() allocated. Local, idempotent."""
+
+    def abandon(self) -> None:
+        """Close after an error, when other ranks may not come: what waits for them is not freed."""
+        self.close()
+
+
+class Buffer(Backend):
+    """Mechanism of one backend. Calls are collective and come in one order on all ranks."""
 
     @abstractmethod
     def dispatch(self, call: DispatchCall) -> Dispatched:
@@ -300,24 +329,3 @@ class Buffer(ABC):
         Raises:
             error: where the others raise too.
         """
-
-    @abstractmethod
-    def check(self) -> None:
-        """Raise what has failed on the device since the last check; if not is_static, nothing.
-
-        Local; all ranks know the same faults.   Host sync: yes.
-        Raises:
-            CapacityError, ShapeError, ConfigError, HandleError: the fault, with the ranks it names.
-        """
-
-    @abstractmethod
-    def traffic(self) -> BufferTraffic:
-        """Bytes sent to other ranks so far."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free what prepare() allocated. Local, idempotent."""
-
-    def abandon(self) -> None:
-        """Close after an error, when other ranks may not come: what waits for them is not freed."""
-        self.close()

@@ -1,4 +1,4 @@
-"""What buffers share whose exchange belongs to a foreign kernel: faults, traffic, the group.
+"""What backends share whose exchange belongs to a foreign kernel: faults, traffic, the group.
 
 Such a kernel carries no code of ours. A rank that finds a fault takes part with ids of -1 and
 raises, or keeps the fault for check(), alone; with spec.compares_calls the ranks spend one small
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, BufferSpec, DispatchCall
+from epcomm.buffers.base import Backend, Buffer, BufferSpec, DispatchCall
 from epcomm.buffers.faults import (
     BatchFlags,
     DeviceFaults,
@@ -35,8 +35,8 @@ from epcomm.errors import BackendUnavailable, EPError, HandleError
 DISPATCH, COMBINE = 0, 1
 
 
-class ForeignBuffer(Buffer):
-    """A buffer on top of a package that owns the exchange."""
+class ForeignCalls(Backend):
+    """A backend on top of a package that owns the exchange."""
 
     name: ClassVar[str]
 
@@ -59,9 +59,6 @@ class ForeignBuffer(Buffer):
         """Bytes sent to other ranks so far.   Host sync: yes."""
         dispatch, combine, control = self._sent_bytes.tolist()
         return BufferTraffic(dispatch_bytes=dispatch, combine_bytes=combine, control_bytes=control)
-
-    def refuse_combine(self, error: EPError) -> None:
-        self._compare_combine(error)
 
     def check(self) -> None:
         self._faults.check(self._max_slots)
@@ -158,6 +155,26 @@ class ForeignBuffer(Buffer):
             words[:, 0].to(torch.int32), words[:, 1] > max_slots, words[:, 1], call.error
         )
 
+    def _gather_words(self, *words: Tensor) -> Tensor:
+        """[W, n], int64: words of all ranks, on the device."""
+        mine = torch.stack([word.to(torch.int64) for word in words])
+        self._sent_bytes[2] += mine.numel() * mine.itemsize * (self._world_size - 1)
+        return self._collectives.all_gather(mine, phase="dispatch calls")
+
+    def _count_bytes(self, kind: int, rows_to_rank: Tensor, row_bytes: int) -> None:
+        """kind: DISPATCH or COMBINE.   rows_to_rank: [W], on the device."""
+        num_rows = rows_to_rank.sum() - rows_to_rank[self._rank]
+        self._sent_bytes[kind] += num_rows * row_bytes
+
+
+class ForeignBuffer(ForeignCalls, Buffer):
+    """A buffer on top of a package that owns the exchange."""
+
+    name: ClassVar[str]
+
+    def refuse_combine(self, error: EPError) -> None:
+        self._compare_combine(error)
+
     def _compare_combine(self, error: EPError | None = None) -> None:
         """With compares_calls, ask who refuses a combine; raise on every rank if any does.
 
@@ -169,14 +186,3 @@ class ForeignBuffer(Buffer):
         mine = torch.full((1,), code, device=self._device)
         codes = self._collectives.all_gather(mine, phase="combine calls").flatten().tolist()
         raise_faults(codes, self._rank, error, function="combine")
-
-    def _gather_words(self, *words: Tensor) -> Tensor:
-        """[W, n], int64: words of all ranks, on the device."""
-        mine = torch.stack([word.to(torch.int64) for word in words])
-        self._sent_bytes[2] += mine.numel() * mine.itemsize * (self._world_size - 1)
-        return self._collectives.all_gather(mine, phase="dispatch calls")
-
-    def _count_bytes(self, kind: int, rows_to_rank: Tensor, row_bytes: int) -> None:
-        """kind: DISPATCH or COMBINE.   rows_to_rank: [W], on the device."""
-        num_rows = rows_to_rank.sum() - rows_to_rank[self._rank]
-        self._sent_bytes[kind] += num_rows * row_bytes

@@ -1,0 +1,339 @@
+"""The fused operators of the Ascend deep_ep, which dispatch, compute W8A8 experts and combine.
+
+A call takes at most 256 tokens of a rank, and every rank makes ceil(M / 256) calls, also without
+tokens: then it passes one row of weight 0. Both operators come without a backward and without
+errors for what does not fit, so limits are compared before the first call. Source: sgl-kernel-npu;
+nothing here ran on an NPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from epcomm.fuseep.limits import (
+    MAX_CALL_TOKENS,
+    dispatch_ffn_combine_reasons,
+    dispatch_ffn_combine_window_bytes,
+    fused_deep_moe_reasons,
+    fused_deep_moe_window_bytes,
+    max_received_rows,
+)
+from epcomm.fuseep.spec import FuseEPSpec
+from epcomm.fuseep.weights import DispatchFFNCombineWeights, FusedDeepMoEWeights, PackedWeights
+from torch import Tensor
+
+from epcomm.ascend_facts import this_soc
+from epcomm.buffers.ascend_package import (
+    KINDS,
+    format_reasons,
+    probe_ascend,
+    slot_bytes,
+    slots_to_ranks,
+)
+from epcomm.buffers.base import Availability, BufferCaps, BufferSpec, DispatchCall
+from epcomm.buffers.deep_ep_package import load_deep_ep
+from epcomm.buffers.foreign import COMBINE, DISPATCH, ForeignCalls
+from epcomm.buffers.sizes import CallShape, Region
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.config import Mode, environment
+from epcomm.errors import BackendUnavailable
+from epcomm.fuseep.base import FusedBackend, FuseEPResult, check_packed
+from epcomm.ops.holes import fill_holes
+from epcomm.quantization import INT8_PER_TOKEN
+from epcomm.quantized_weights import Int8ChannelWeights
+from epcomm.types import Layout, WeightsAppliedBy, WireDtype
+
+AscendPackedT = TypeVar("AscendPackedT", bound=PackedWeights)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Chunk:
+    """Tokens of one call: x [N, H], ids and weights [N, K], N of 1 to 256.
+
+    is_dummy: its one token is nobody's.
+    """
+
+    x: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    is_dummy: bool
+
+
+class AscendFused(ForeignCalls, FusedBackend[AscendPackedT]):
+    """What both operators share. Static sizes: faults wait for check()."""
+
+    name: ClassVar[str]
+    kind: ClassVar[type[PackedWeights]]
+    has_slot_budget: ClassVar[bool]
+
+    @classmethod
+    def probe(cls, environment: Mapping[str, str]) -> Availability:
+        return probe_ascend()
+
+    @classmethod
+    def caps(cls, mode: Mode) -> BufferCaps:
+        return BufferCaps(
+            layout=Layout.ROWS,
+            trainable=False,
+            graph_safe=False,
+            ordered=True,
+            wire_dtypes=frozenset({WireDtype.INT8}),
+            weights_applied_by=frozenset({WeightsAppliedBy.COMBINE}),
+            reuses_route=False,
+            is_static=True,
+            host_reads=0,
+            has_slot_budget=cls.has_slot_budget,
+            announces_faults=False,
+            fills_holes=True,
+            needs_process_group=True,
+        )
+
+    @classmethod
+    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
+        reasons = format_reasons(spec)
+        if spec.dispatch_format.dtype is WireDtype.INT8 and spec.dispatch_format != INT8_PER_TOKEN:
+            reasons.append(f"quantises to {INT8_PER_TOKEN}, not {spec.dispatch_format}")
+        if spec.slot_alignment > 1:
+            reasons.append("computes experts itself; leave slot_alignment at 1")
+        if spec.intermediate_size is None:
+            reasons.append("has limits for the experts' sizes; plan with their weights")
+        if spec.intermediate_size is not None and spec.max_tokens_per_rank is not None:
+            reasons += cls._reasons(_sizes_of(spec), world_size)
+        return tuple(reasons)
+
+    @classmethod
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+        sizes = _sizes_of(spec)
+        packed = cls._packed_bytes(sizes)
+        return (
+            Region(name="window of the process group", max_bytes=cls._window(sizes, world_size)),
+            Region(name="packed experts", max_bytes=packed),
+        )
+
+    @classmethod
+    def wire_bytes(
+        cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
+    ) -> BufferTraffic:
+        out, home = slot_bytes(spec)
+        return BufferTraffic(
+            dispatch_bytes=call.slots_sent * out, combine_bytes=call.slots_received * home
+        )
+
+    @classmethod
+    @abstractmethod
+    def _reasons(cls, sizes: FuseEPSpec, world_size: int) -> list[str]:
+        """Why the operator does not serve these sizes here."""
+
+    @classmethod
+    @abstractmethod
+    def _window(cls, sizes: FuseEPSpec, world_size: int) -> int:
+        """HCCL window, in bytes."""
+
+    @abstractmethod
+    def _call_operator(
+        self, chunk: _Chunk, experts: AscendPackedT, fuse_mode: Any
+    ) -> tuple[Tensor, Tensor]:
+        """y [N, H] of one call, and the pairs computed, int32 [L]."""
+
+    @classmethod
+    def packed_bytes(cls, weights: Int8ChannelWeights) -> int:
+        return cls._packed_bytes_of(
+            weights.num_experts, weights.hidden_size, weights.intermediate_size
+        )
+
+    def prepare(self) -> None:
+        """Open the package.
+
+        Raises:
+            BackendUnavailable: it is not here, or a limit or a variable is in the way.
+        """
+        reasons = self.lacks(Mode.FUSEEP, self._spec, self._world_size)
+        if reasons:
+            raise BackendUnavailable(
+                f"{self.name}: {'; '.join(reasons)} (rank {self._rank} of {self._world_size})"
+            )
+        package: Any = load_deep_ep(KINDS)
+        self._sizes = _sizes_of(self._spec)
+        self._buffer = package.Buffer(self._process_group, low_latency_mode=True)
+        # The package exports its modes nowhere else.
+        self._fuse_modes = sys.modules[package.Buffer.__module__].FuseMode
+
+    def run(self, call: DispatchCall, experts: AscendPackedT) -> FuseEPResult:
+        check_packed(experts, self.kind, self.name)
+        self._check_open()
+        ids, fault, _ = self._guard_on_device(call)
+        has_failed = self._record(call, fault, fault * 0, self._max_slots)
+        ids, weights = fill_holes(ids, call.topk_weights, self._num_experts)
+        chunks = list(self._chunks(call.hidden_states, ids, weights))
+        outputs = [self._call_operator(chunk, experts, self._fuse_modes) for chunk in chunks]
+        counts = torch.stack([counts for _, counts in outputs]).sum(0).to(torch.int32)
+        self._count(chunks, counts)
+        parts = [y for (y, _), chunk in zip(outputs, chunks, strict=True) if not chunk.is_dummy]
+        y = torch.cat(parts) if parts else call.hidden_states
+        return FuseEPResult(y=y.masked_fill(has_failed, float("nan")), num_slots_per_expert=counts)
+
+    def _chunks(self, x: Tensor, ids: Tensor, weights: Tensor) -> Iterator[_Chunk]:
+        """As many on every rank: the operator waits for all of them."""
+        for start in range(0, self._sizes.max_tokens_per_rank, MAX_CALL_TOKENS):
+            own = slice(start, start + MAX_CALL_TOKENS)
+            if start >= x.shape[0]:
+                yield self._dummy(x, ids)
+                continue
+            yield _Chunk(
+                x=x[own].contiguous(),
+                topk_ids=ids[own].contiguous(),
+                topk_weights=weights[own].contiguous(),
+                is_dummy=False,
+            )
+
+    def _dummy(self, x: Tensor, ids: Tensor) -> _Chunk:
+        """One token of weight 0; of ones, for a row of zeros has no scale."""
+        top_k = self._sizes.top_k
+        # Each rank at other experts, so that no expert gets them all.
+        first = self._rank * top_k
+        experts = torch.arange(first, first + top_k, device=ids.device) % self._num_experts
+        return _Chunk(
+            x=x.new_ones(1, self._sizes.hidden_size),
+            topk_ids=experts.unsqueeze(0),
+            topk_weights=torch.zeros(1, top_k, device=x.device),
+            is_dummy=True,
+        )
+
+    def _count(self, chunks: list[_Chunk], counts: Tensor) -> None:
+        """Bytes to other ranks, from what was sent and computed."""
+        ids = torch.cat([chunk.topk_ids for chunk in chunks])
+        to_rank = slots_to_ranks(ids, self._num_experts, self._world_size)
+        out, home = slot_bytes(self._spec)
+        self._count_bytes(DISPATCH, to_rank, out)
+        # The operators do not tell from whom rows came, but what is one's own is known.
+        from_others = counts.sum() - to_rank[self._rank]
+        self._sent_bytes[COMBINE] += from_others * home
+
+    def _destroy(self) -> None:
+        """It holds a window of the process group, which is the group's."""
+        self._buffer = None
+
+    @classmethod
+    def _packed_bytes(cls, sizes: FuseEPSpec) -> int:
+        return cls._packed_bytes_of(
+            sizes.num_local_experts, sizes.hidden_size, sizes.intermediate_size
+        )
+
+    @staticmethod
+    @abstractmethod
+    def _packed_bytes_of(num_experts: int, hidden_size: int, intermediate_size: int) -> int:
+        """Of the record that pack() makes."""
+
+
+class FusedDeepMoE(AscendFused[FusedDeepMoEWeights]):
+    """Mode 1: float32 between the products, so that nothing overflows."""
+
+    name: ClassVar[str] = "fused_deep_moe"
+    kind: ClassVar[type[PackedWeights]] = FusedDeepMoEWeights
+    has_slot_budget: ClassVar[bool] = False
+
+    @classmethod
+    def pack(cls, weights: Int8ChannelWeights) -> FusedDeepMoEWeights:
+        return FusedDeepMoEWeights.pack(weights)
+
+    @classmethod
+    def _reasons(cls, sizes: FuseEPSpec, world_size: int) -> list[str]:
+        return fused_deep_moe_reasons(sizes, world_size, soc=this_soc(), environment=environment())
+
+    @classmethod
+    def _window(cls, sizes: FuseEPSpec, world_size: int) -> int:
+        return fused_deep_moe_window_bytes(sizes, world_size)
+
+    @staticmethod
+    def _packed_bytes_of(num_experts: int, hidden_size: int, intermediate_size: int) -> int:
+        # int8 codes, float32 scales.
+        codes = 3 * hidden_size * intermediate_size
+        return num_experts * (codes + 4 * (2 * intermediate_size + hidden_size))
+
+    def _call_operator(
+        self, chunk: _Chunk, experts: FusedDeepMoEWeights, fuse_mode: Any
+    ) -> tuple[Tensor, Tensor]:
+        y, counts = self._buffer.fused_deep_moe(
+            x=chunk.x,
+            topk_idx=chunk.topk_ids,
+            topk_weights=chunk.topk_weights,
+            gmm1_permuted_weight=experts.gate_up_proj,
+            gmm1_permuted_weight_scale=experts.gate_up_scale,
+            gmm2_weight=experts.down_proj,
+            gmm2_weight_scale=experts.down_scale,
+            num_max_dispatch_tokens_per_rank=min(self._sizes.max_tokens_per_rank, MAX_CALL_TOKENS),
+            num_experts=self._num_experts,
+            fuse_mode=fuse_mode.FUSED_DEEP_MOE,
+        )
+        # By expert, then source rank.
+        return y, counts.view(-1, self._world_size).sum(1)
+
+
+class DispatchFFNCombine(AscendFused[DispatchFFNCombineWeights]):
+    """Mode 2: float16 between the products, which overflows beyond 65504."""
+
+    name: ClassVar[str] = "dispatch_ffn_combine"
+    kind: ClassVar[type[PackedWeights]] = DispatchFFNCombineWeights
+    has_slot_budget: ClassVar[bool] = True
+
+    @classmethod
+    def pack(cls, weights: Int8ChannelWeights) -> DispatchFFNCombineWeights:
+        return DispatchFFNCombineWeights.pack(weights)
+
+    @classmethod
+    def _reasons(cls, sizes: FuseEPSpec, world_size: int) -> list[str]:
+        return dispatch_ffn_combine_reasons(
+            sizes, world_size, soc=this_soc(), environment=environment()
+        )
+
+    @classmethod
+    def _window(cls, sizes: FuseEPSpec, world_size: int) -> int:
+        return dispatch_ffn_combine_window_bytes(sizes)
+
+    @staticmethod
+    def _packed_bytes_of(num_experts: int, hidden_size: int, intermediate_size: int) -> int:
+        # int8 codes, scales in int64.
+        codes = 3 * hidden_size * intermediate_size
+        return num_experts * (codes + 8 * (2 * intermediate_size + hidden_size))
+
+    def _call_operator(
+        self, chunk: _Chunk, experts: DispatchFFNCombineWeights, fuse_mode: Any
+    ) -> tuple[Tensor, Tensor]:
+        y, counts = self._buffer.fused_deep_moe(
+            x=chunk.x,
+            topk_idx=chunk.topk_ids,
+            topk_weights=chunk.topk_weights,
+            gmm1_permuted_weight=experts.gate_up_proj,
+            gmm1_permuted_weight_scale=experts.gate_up_scale,
+            gmm2_weight=experts.down_proj,
+            gmm2_weight_scale=experts.down_scale,
+            # In this mode the argument bounds the rows that a rank receives, and what is beyond it
+            # is dropped: whatever its name says, tokens of a rank are something else.
+            num_max_dispatch_tokens_per_rank=self._max_rows,
+            num_experts=self._num_experts,
+            fuse_mode=fuse_mode.DISPATCH_FFN_COMBINE,
+        )
+        return y, counts
+
+    @property
+    def _max_rows(self) -> int:
+        safe = max_received_rows(self._sizes, self._world_size)
+        return max(safe, self._sizes.max_recv_slots or 0)
+
+
+def _sizes_of(spec: BufferSpec) -> FuseEPSpec:
+    assert spec.intermediate_size is not None, "a plan with weights knows it"
+    assert spec.max_tokens_per_rank is not None, "static sizes have a limit"
+    return FuseEPSpec(
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_local_experts=spec.num_local_experts,
+        top_k=spec.top_k,
+        max_tokens_per_rank=spec.max_tokens_per_rank,
+        max_recv_slots=spec.max_recv_slots,
+    )

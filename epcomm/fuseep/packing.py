@@ -1,0 +1,54 @@
+"""Packed experts beside those of the checkpoint, packed anew whenever these have changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from epcomm.errors import ConfigError
+from epcomm.fuseep.base import FusedBackend
+from epcomm.quantized_weights import Int8ChannelWeights
+
+# Where a tensor lies, and how often it was written.
+_State = tuple[int, int]
+
+
+class PackedExperts:
+    """One layer's experts as its operator reads them.
+
+    The originals stay, for state_dict and for reloading; both take memory.
+    """
+
+    def __init__(self, operator: FusedBackend[Any]) -> None:
+        self._operator = operator
+        self._states: dict[str, _State] = {}
+        # What was packed, so that nothing else comes to lie where it lay.
+        self._originals: list[Tensor] = []
+        self._packed: Any = None
+
+    def of(self, weights: Int8ChannelWeights) -> Any:
+        """What pack() makes of the weights as they are now.
+
+        Local.   Host sync: none.
+        Raises:
+            ConfigError: tensors that were made in inference mode, which do not tell when they are
+                written.
+        """
+        states = {name: _state_of(name, tensor) for name, tensor in weights.tensors().items()}
+        if self._packed is None or states != self._states:
+            # The old ones are freed first: two copies beside the originals might not fit.
+            self._packed = None
+            self._packed = self._operator.pack(weights)
+            self._states = states
+            self._originals = [tensor.detach() for tensor in weights.tensors().values()]
+        return self._packed
+
+
+def _state_of(name: str, tensor: Tensor) -> _State:
+    if tensor.is_inference():
+        raise ConfigError(
+            f"fuseep: {name} was made in inference mode, where tensors do not tell when they are "
+            "written; load the experts outside of it, under torch.no_grad()"
+        )
+    return tensor.data_ptr(), tensor._version

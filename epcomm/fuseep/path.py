@@ -1,0 +1,116 @@
+"""FuseEPPath: the one-call contract, (x, topk) to y, over the fused operator that a plan chose."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.base import DispatchCall
+from epcomm.buffers.faults import BatchFlags
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.config import EPConfig, Mode
+from epcomm.dispatchers.checks import find_call_error, num_tokens_of
+from epcomm.errors import ConfigError, EPError, HandleError
+from epcomm.fuseep.base import FuseEPResult
+from epcomm.fuseep.packing import PackedExperts
+from epcomm.group import EPGroup
+from epcomm.planning import MoESpec, PhasePlan
+from epcomm.quantized_weights import Int8ChannelWeights
+from epcomm.records import TopKOutput, empty_topk
+
+
+class FuseEPPath:
+    """What ExpertParallelExperts calls in mode fuseep; for inference."""
+
+    def __init__(self, group: EPGroup, spec: MoESpec, config: EPConfig, chosen: PhasePlan) -> None:
+        """Open the operator that `chosen` names; it was planned with the same group and spec.
+
+        Collective: yes.   Host sync: yes.
+        Raises:
+            ConfigError: the plan is for another mode, or ranks disagree.
+            BackendUnavailable: the operator is not here.
+        """
+        if chosen.mode is not Mode.FUSEEP:
+            raise ConfigError(
+                f"FuseEPPath: the plan is for mode {chosen.mode.value}, expected fuseep "
+                f"({group.where}); plan with EPConfig(mode='fuseep')"
+            )
+        self.plan = chosen
+        self._group, self._dtype = group, spec.dtype
+        self._spec = chosen.buffer_spec
+        self._operator = group.open_fused(chosen.backend, self._spec)
+        self._packed = PackedExperts(self._operator)
+        self._checks_calls = config.check_calls
+
+    def run(
+        self, hidden_states: Tensor, topk: TopKOutput, weights: Int8ChannelWeights
+    ) -> FuseEPResult:
+        """Compute the routed experts of this rank's tokens.
+
+        Args:
+            hidden_states: [T, H], T <= M where there is a limit; T may be 0 and differ.
+            topk: topk_ids [T, K], int64, -1 for none; topk_weights [T, K], float32.
+            weights: this rank's experts as in the checkpoint; packed at the first call, and anew
+                when they have changed.
+
+        Collective: yes.   Host sync: caps.host_reads times; with check_calls one more.
+        Lifetime: the caller owns the result.
+        Raises:
+            ConfigError: gradients are needed; at once, after the other ranks' call.
+            ShapeError, CapacityError: a bad call; where caps.is_static y is NaN and check() tells.
+            HandleError: the group is closed.
+        """
+        if self._group.is_closed:
+            raise HandleError(
+                f"fuseep: the EPGroup is closed ({self._group.where}); make a new one"
+            )
+        num_tokens, refusal = num_tokens_of(hidden_states), self._refusal(hidden_states, topk)
+        error = refusal or find_call_error(
+            hidden_states, topk, self._spec, self._dtype, self._group.device, self._group.where
+        )
+        experts = self._packed.of(weights)
+        result = self._operator.run(self._call(hidden_states, topk, error), experts)
+        if refusal is not None:
+            raise refusal
+        if error is not None:
+            # A static operator has not raised: this rank took part without tokens.
+            shape = (num_tokens, self._spec.hidden_size)
+            result = FuseEPResult(
+                y=result.y.new_full(shape, float("nan")),
+                num_slots_per_expert=result.num_slots_per_expert,
+            )
+        if self._checks_calls:
+            self.check()
+        return result
+
+    def check(self) -> None:
+        """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""
+        self._operator.check()
+
+    def traffic(self) -> BufferTraffic:
+        """Bytes that the operator has sent to other ranks, for all layers that share it."""
+        return self._operator.traffic()
+
+    def _refusal(self, hidden_states: Tensor, topk: TopKOutput) -> EPError | None:
+        inputs = (hidden_states, topk.topk_weights)
+        needs_grad = any(getattr(tensor, "requires_grad", False) for tensor in inputs)
+        if not (torch.is_grad_enabled() and needs_grad):
+            return None
+        return ConfigError(
+            f"fuseep: {self.plan.backend} has no gradients, but some are needed "
+            f"({self._group.where}); use mode normal, or torch.no_grad()"
+        )
+
+    def _call(self, hidden_states: Tensor, topk: TopKOutput, error: EPError | None) -> DispatchCall:
+        if error is not None:
+            hidden_states = torch.empty(
+                0, self._spec.hidden_size, dtype=self._dtype, device=self._group.device
+            )
+            topk = empty_topk(self._spec.top_k, self._group.device)
+        return DispatchCall(
+            hidden_states=hidden_states.detach(),
+            topk_ids=topk.topk_ids,
+            topk_weights=topk.topk_weights.detach(),
+            flags=BatchFlags.NONE,
+            error=error,
+        )

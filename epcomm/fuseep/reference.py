@@ -1,0 +1,165 @@
+"""FuseEP in plain torch over any group: what the fused operators compute, step by step.
+
+Tokens travel as INT8 codes with a scale each. An expert multiplies codes exactly, scales the sums
+to float32, applies SwiGLU, rounds to codes again, multiplies once more and gives bfloat16 results,
+which the tokens' rank weighs and adds up in float32. The exchange is that of CollectiveBuffer, with
+float32 sums on the way home, so that nothing is rounded between the experts' results and y.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.base import Availability, BufferCaps, BufferSpec, DispatchCall
+from epcomm.buffers.collective import CollectiveBuffer
+from epcomm.buffers.over_collectives import COLLECTIVE_CAPS
+from epcomm.buffers.sizes import CallShape, Region
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.collectives.base import Collectives
+from epcomm.config import Mode
+from epcomm.errors import HandleError
+from epcomm.fuseep.base import FusedBackend, FuseEPResult, check_packed
+from epcomm.ops.slots import gather_rows
+from epcomm.quantized_weights import INT8_MAX, Int8ChannelWeights
+from epcomm.types import RowsPer, WeightsAppliedBy, WireDtype, WireFormat, WireTensor
+
+_FLOAT32 = WireFormat(dtype=WireDtype.FP32)
+
+
+class FuseEPReference(FusedBackend[Int8ChannelWeights]):
+    """Exact sizes on any device; the host waits for the counts."""
+
+    name: ClassVar[str] = "fuseep_reference"
+
+    @classmethod
+    def probe(cls, environment: Mapping[str, str]) -> Availability:
+        return Availability(ok=True)
+
+    @classmethod
+    def caps(cls, mode: Mode) -> BufferCaps:
+        return replace(
+            COLLECTIVE_CAPS,
+            trainable=False,
+            wire_dtypes=frozenset({WireDtype.INT8}),
+            weights_applied_by=frozenset({WeightsAppliedBy.COMBINE}),
+            reuses_route=False,
+        )
+
+    @classmethod
+    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
+        if spec.slot_alignment > 1:
+            return ("computes experts itself; leave slot_alignment at 1",)
+        return ()
+
+    @classmethod
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+        return CollectiveBuffer.region_bytes(_exchange_spec(spec), world_size)
+
+    @classmethod
+    def wire_bytes(
+        cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
+    ) -> BufferTraffic:
+        return CollectiveBuffer.wire_bytes(_exchange_spec(spec), call, backward=backward)
+
+    @classmethod
+    def pack(cls, weights: Int8ChannelWeights) -> Int8ChannelWeights:
+        return weights
+
+    @classmethod
+    def packed_bytes(cls, weights: Int8ChannelWeights) -> int:
+        return 0
+
+    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
+        self._buffer = CollectiveBuffer(collectives, _exchange_spec(spec))
+        self._is_closed = False
+
+    def prepare(self) -> None:
+        self._buffer.prepare()
+
+    def run(self, call: DispatchCall, experts: Int8ChannelWeights) -> FuseEPResult:
+        check_packed(experts, Int8ChannelWeights, self.name)
+        if self._is_closed:
+            raise HandleError(f"{self.name}: it is closed; make a new EPGroup")
+        out = self._buffer.dispatch(call)
+        assert out.slot_weights is not None, "weights travel with the rows"
+        assert out.rows.scales is not None, "rows travel as INT8"
+        slots = WireTensor(
+            data=gather_rows(out.rows.data, out.index),
+            format=out.rows.format,
+            scales=gather_rows(out.rows.scales, out.index),
+        )
+        counts = out.index.host_num_slots_per_expert
+        assert counts is not None, "the host has read them"
+        results = compute_experts(slots, counts, experts)
+        combined = self._buffer.combine(
+            results.float(), out.route, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
+        )
+        return FuseEPResult(
+            y=combined.y.to(call.hidden_states.dtype),
+            num_slots_per_expert=out.index.num_slots_per_expert,
+        )
+
+    def check(self) -> None:
+        """Nothing waits on the device: faults are raised in the call."""
+
+    def traffic(self) -> BufferTraffic:
+        return self._buffer.traffic()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._buffer.close()
+
+
+def compute_experts(
+    slots: WireTensor, counts: tuple[int, ...], experts: Int8ChannelWeights
+) -> Tensor:
+    """W8A8 experts of packed slots.
+
+    Args:
+        slots: INT8 [S, H] with scales [S, 1], those of one expert behind one another.
+        counts: [L], slots of each expert, S in all.
+        experts: this rank's.
+
+    Returns:
+        [S, H], bfloat16, not weighted.
+    """
+    assert slots.scales is not None, "INT8 rows have scales"
+    results = torch.empty(slots.data.shape, dtype=torch.bfloat16, device=slots.data.device)
+    end = 0
+    for expert, count in enumerate(counts):
+        start, end = end, end + count
+        codes, scales = slots.data[start:end], slots.scales[start:end]
+        sums = _integer_product(codes, experts.gate_up_proj[expert])
+        hidden = sums * experts.gate_up_scale[expert] * scales
+        gate, up = hidden.chunk(2, dim=1)
+        codes, scales = _to_codes(gate * torch.sigmoid(gate) * up)
+        sums = _integer_product(codes, experts.down_proj[expert])
+        results[start:end] = (sums * experts.down_scale[expert] * scales).to(torch.bfloat16)
+    return results
+
+
+def _integer_product(codes: Tensor, matrix: Tensor) -> Tensor:
+    """codes [N, K] by matrix [M, K], int8, to [N, M], float32."""
+    # Sums of products of codes are integers below 2**53, where float64 is exact.
+    return (codes.double() @ matrix.double().T).float()
+
+
+def _to_codes(values: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 [N, I] to int8 codes and scales [N, 1]: rint(v * 127 / amax) and amax / 127.
+
+    A row of zeros gets codes and a scale of 0.
+    """
+    amax = values.abs().amax(dim=1, keepdim=True)
+    largest = torch.full_like(amax, INT8_MAX)
+    # Not `127 / amax`, which torch computes as a rounded reciprocal times 127.
+    factor = torch.where(amax > 0, torch.div(largest, amax), 0.0)
+    return (values * factor).round().to(torch.int8), amax / largest
+
+
+def _exchange_spec(spec: BufferSpec) -> BufferSpec:
+    return replace(spec, combine_format=_FLOAT32, intermediate_size=None)

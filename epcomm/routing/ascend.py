@@ -3,6 +3,9 @@
 npu_moe_gating_top_k scores by softmax or sigmoid, selects with a bias that weights do not see,
 drops groups to -inf, and always divides sigmoid weights by their sum. What it cannot say goes to
 the reference, and the reasons say what that is. Source: the operator's documentation.
+
+CANN up to November 2025 refuses to renormalise softmax weights, and older versions take 256 experts
+alone; nothing here asks for the version, so a call fails there: set EPConfig.router='reference'.
 """
 
 from __future__ import annotations

@@ -1,15 +1,20 @@
-"""Which of the vendor's operators are here, without importing what brings them."""
+"""Which operators of torch_npu a device has; torch_npu itself is the caller's to import."""
 
 from __future__ import annotations
 
 import torch
 
+# Devices that the operators may be registered for: the vendor's, and that of the stand-ins.
 _DISPATCH_KEYS = {"npu": "PrivateUse1", "cpu": "CPU"}
 
 
-def has_operator(name: str, device_type: str) -> bool:
-    """Whether torch.ops.npu.<name> computes on such devices; on a CPU only stand-ins do. Local."""
-    key, operator = _DISPATCH_KEYS.get(device_type), f"npu::{name}"
+def has_kernel(name: str, device: torch.device) -> bool:
+    """Whether torch.ops.npu.<name> is registered for tensors of `device`. Local; imports nothing.
+
+    Its schema alone is not enough: a call would raise NotImplementedError.
+    """
+    key = _DISPATCH_KEYS.get(device.type)
+    operator = f"npu::{name}"
     is_defined = bool(torch._C._jit_get_schemas_for_operator(operator))
     if key is None or not is_defined:
         return False

@@ -27,6 +27,14 @@ class Mode(StrEnum):
     FUSEEP = "fuseep"
 
 
+class Router(StrEnum):
+    """Who turns router logits into experts and weights, in a layer that routes."""
+
+    AUTO = "auto"
+    REFERENCE = "reference"
+    ASCEND = "ascend"
+
+
 E = TypeVar("E", bound=Enum)
 
 _OPTIONAL_ENUMS: Mapping[str, type[StrEnum]] = MappingProxyType(
@@ -38,6 +46,7 @@ _OPTIONAL_ENUMS: Mapping[str, type[StrEnum]] = MappingProxyType(
     }
 )
 ModeName = Literal["standard", "normal", "low_latency", "auto", "fuseep"]
+RouterName = Literal["auto", "reference", "ascend"]
 ScaleDtypeName = Literal["float32", "power_of_two"]
 Int8ProfileName = Literal["rint127", "rint127eps", "div", "divtrunc16", "triton"]
 
@@ -56,6 +65,9 @@ class EPConfig:
     mode: how tokens travel; `auto` takes normal, or low latency where the caller says so.
     backend: a name of the buffer registry, the beginning of several (`deep_ep`), or `auto`.
     runner: a name of the runner registry, or `auto`.
+    router: `reference` is epcomm.routing.route; `ascend` the gating operator of torch_npu, and the
+        reference where it cannot say the routing or gradients are needed; `auto` is ascend on NPUs
+        that have the operator. Only ExpertParallelMoE reads it; elsewhere the caller routes.
     dispatch_dtype: elements on the wire towards the experts; None: what the expert weights want.
     dispatch_scales: scales of FP8 rows towards the experts; None: what the expert weights want.
     int8_profile: arithmetic of INT8, before the experts and between their products; None: rint127.
@@ -77,6 +89,7 @@ class EPConfig:
     mode: Mode | ModeName = Mode.AUTO
     backend: str = "auto"
     runner: str = "auto"
+    router: Router | RouterName = Router.AUTO
     dispatch_dtype: WireDtype | None = None
     dispatch_scales: ScaleDtype | ScaleDtypeName | None = None
     int8_profile: Int8Profile | Int8ProfileName | None = None
@@ -93,6 +106,7 @@ class EPConfig:
     def __post_init__(self) -> None:
         # Plain strings are welcome (files, command lines); the fields hold the enums.
         object.__setattr__(self, "mode", _enum_member("mode", Mode, self.mode))
+        object.__setattr__(self, "router", _enum_member("router", Router, self.router))
         for name, kind in _OPTIONAL_ENUMS.items():
             value = getattr(self, name)
             if value is not None:

@@ -88,6 +88,7 @@ class ExpertParallelExperts(nn.Module):
         profile = self.plan.prefill.int8_profile
         self.runner = runner_class(self.plan.runner)(int8_profile=profile)
         self.group = group
+        self.config = config
         self.is_decoding = False
         self._spec = spec
         # What the experts are, without their values.
@@ -97,6 +98,11 @@ class ExpertParallelExperts(nn.Module):
         self._stats = EPStats()
         self._names = {role: (names or {}).get(role, role) for role in weights.tensors()}
         self._register(weights, num_experts, is_local)
+
+    @property
+    def num_experts(self) -> int:
+        """P, of all ranks."""
+        return self._spec.num_experts
 
     @property
     def weights(self) -> ExpertTensors:

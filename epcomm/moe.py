@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from epcomm.config import EPConfig
+from epcomm.config import EPConfig, Router
 from epcomm.errors import ConfigError
 from epcomm.experts import EPStats, ExpertParallelExperts
 from epcomm.group import EPGroup
 from epcomm.records import TopKOutput
-from epcomm.routing import RoutingSpec, route
+from epcomm.routing import RoutingSpec
+from epcomm.routing.choose import choose_router
 
 RouterCall = Callable[[nn.Module, Tensor, Tensor | None], Tensor | tuple[Tensor, ...]]
 
@@ -79,17 +80,26 @@ class ExpertParallelMoE(nn.Module):
 
         Args:
             routing: logits to experts and weights.
-            experts: the routed experts.
+            experts: the routed experts; their configuration says who computes the routing.
             parts: everything else by name: children, parameters, and other tensors as buffers.
             layout: what each part does.
 
         Local.
         Raises:
-            ConfigError: the layout names a part that is missing.
+            ConfigError: the layout names a part that is missing, or the routing is impossible
+                among these experts.
+            BackendUnavailable: the router asked for is not on the device of the group.
         """
         super().__init__()
         self._layout = layout
-        self.routing = routing
+        # Experts are not replicated: the logical ones, E, are the physical ones.
+        self._router = choose_router(
+            Router(experts.config.router),
+            routing,
+            num_experts=experts.num_experts,
+            device=experts.group.device,
+            where=experts.group.where,
+        )
         self.experts = experts
         for name, part in parts.items():
             self._register(name, part)
@@ -116,6 +126,11 @@ class ExpertParallelMoE(nn.Module):
 
         return from_transformers(block, group, config)
 
+    @property
+    def routing(self) -> RoutingSpec:
+        """Logits to experts and weights, as given at construction."""
+        return self._router.spec
+
     def route(self, x: Tensor) -> tuple[Tensor, TopKOutput]:
         """Route without computing experts, for auxiliary losses.
 
@@ -132,7 +147,8 @@ class ExpertParallelMoE(nn.Module):
         logits = layout.call_router(self.get_submodule(layout.router), tokens, bias)
         if isinstance(logits, tuple):
             logits = logits[0]
-        return logits, route(logits, self.routing, correction_bias=bias, hidden_states=tokens)
+        topk = self._router.route(logits, correction_bias=bias, hidden_states=tokens)
+        return logits, topk
 
     def forward(self, x: Tensor, *, decode: bool | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the block for this rank's tokens.
@@ -163,7 +179,7 @@ class ExpertParallelMoE(nn.Module):
 
     def explain(self) -> str:
         """What was chosen and rejected and why, as text."""
-        return self.experts.explain()
+        return "\n".join((self.experts.explain(), *self._router.explain()))
 
     def stats(self) -> EPStats:
         """Counts since construction. Local; no host sync."""

@@ -13,6 +13,7 @@ import pytest
 
 import epcomm
 from epcomm import ConfigError, EPConfig, Int8Profile, Mode, ScaleDtype, WireDtype
+from epcomm.config import Router
 
 PACKAGE = Path(epcomm.__file__).parent
 
@@ -30,6 +31,11 @@ BAD_VALUES = [
         values={"mode": "fast"},
         message="EPConfig: mode is 'fast', expected one of "
         "['standard', 'normal', 'low_latency', 'auto', 'fuseep']",
+    ),
+    BadValue(
+        id="unknown router",
+        values={"router": "npu"},
+        message="EPConfig: router is 'npu', expected one of ['auto', 'reference', 'ascend']",
     ),
     BadValue(
         id="unknown dtype",
@@ -120,13 +126,22 @@ def test_bad_value_is_named_with_what_was_expected(bad: BadValue) -> None:
 
 def test_strings_become_enums() -> None:
     config = EPConfig.from_mapping(
-        {"mode": "low_latency", "dispatch_dtype": "fp8_e4m3", "combine_dtype": "bf16"}
+        {
+            "mode": "low_latency",
+            "router": "ascend",
+            "dispatch_dtype": "fp8_e4m3",
+            "combine_dtype": "bf16",
+        }
     )
     assert config.mode is Mode.LOW_LATENCY
+    assert config.router is Router.ASCEND
     assert config.dispatch_dtype is WireDtype.FP8_E4M3
     assert config.combine_dtype is WireDtype.BF16
     assert config == EPConfig(
-        mode=Mode.LOW_LATENCY, dispatch_dtype=WireDtype.FP8_E4M3, combine_dtype=WireDtype.BF16
+        mode=Mode.LOW_LATENCY,
+        router=Router.ASCEND,
+        dispatch_dtype=WireDtype.FP8_E4M3,
+        combine_dtype=WireDtype.BF16,
     )
 
 
@@ -185,10 +200,12 @@ def test_environment_is_read_by_an_explicit_call_only(monkeypatch: pytest.Monkey
     monkeypatch.setenv("EPCOMM_INT8_PROFILE", "triton")
     monkeypatch.setenv("EPCOMM_CHECK_CALLS", "True")
     monkeypatch.setenv("EPCOMM_DETERMINISTIC", "0")
+    monkeypatch.setenv("EPCOMM_ROUTER", "reference")
 
     assert EPConfig() == EPConfig(mode="auto")
     assert EPConfig.from_env() == EPConfig(
         mode="standard",
+        router="reference",
         dispatch_scales=ScaleDtype.FLOAT32,
         int8_profile=Int8Profile.TRITON,
         max_tokens_per_rank=64,

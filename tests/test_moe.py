@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,9 +15,11 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.experts import EPStats
 from epcomm.integrations.transformers import FAMILIES
 from epcomm.moe import BlockLayout
+from epcomm.testing.ascend import limits, registry
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from tests.blocks import BLOCKS, HIDDEN, NUM_EXPERTS, mixtral, qwen3_moe
+from tests.routing.calls import expect_gating_calls
 
 # Routed experts and nothing else; tests/integrations has all kinds of block.
 PLAIN = ["qwen3_moe", "mixtral"]
@@ -196,6 +201,93 @@ def test_explain_names_plan_and_runner() -> None:
             "rejected runner grouped_mm: intermediate_size is 6, but torch.float32 rows need a "
             "multiple of 4",
         ]
+
+
+# Four experts a group, enough for the operator.
+GATED: dict[str, Callable[[], nn.Module]] = {
+    "deepseek_v3": partial(BLOCKS["deepseek_v3"], n_routed_experts=16),
+    "afmoe": BLOCKS["afmoe"],
+}
+UNGATED = partial(BLOCKS["deepseek_v3"], norm_topk_prob=False, n_group=1, topk_group=1)
+
+
+def block_with_router(
+    router: str, make: Callable[[], nn.Module], group: EPGroup
+) -> ExpertParallelMoE:
+    config = EPConfig(router=router)  # type: ignore[arg-type]
+    return ExpertParallelMoE.from_transformers(make().to(group.device), group, config)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("name", GATED)
+def test_block_that_the_gating_operator_routes_equals_the_reference(name: str) -> None:
+    registry.register()
+    with EPGroup() as group, limits.soc("A3"):
+        x = tokens(group.rank, group.device)
+        reference = block_with_router("reference", GATED[name], group)
+        moe = block_with_router("ascend", GATED[name], group)
+        assert moe.explain().splitlines() == [
+            *reference.explain().splitlines(),
+            "routing by npu_moe_gating_top_k, with gradients by the reference",
+        ]
+        with torch.no_grad(), expect_gating_calls(0):
+            expected, (_, wanted) = reference(x), reference.route(x)
+        with torch.no_grad(), expect_gating_calls(2):
+            y, (_, topk) = moe(x), moe.route(x)
+        assert relative_error(y, expected) <= FP32_TOLERANCE
+        assert torch.equal(topk.topk_ids, wanted.topk_ids)
+        assert topk.topk_weights.dtype is torch.float32
+        assert relative_error(topk.topk_weights, wanted.topk_weights) <= FP32_TOLERANCE
+
+        twin = tokens(group.rank, group.device)
+        with expect_gating_calls(0):
+            moe(x).square().sum().backward()
+        reference(twin).square().sum().backward()
+        pairs = {"dx": (x.grad, twin.grad)}
+        theirs = dict(reference.named_parameters())
+        pairs |= {key: (p.grad, theirs[key].grad) for key, p in moe.named_parameters()}
+        trained = {key for key, (actual, _) in pairs.items() if actual is not None}
+        assert {"dx", "experts.gate_up_proj"} <= trained
+        assert any(key.endswith(("gate.weight", "router.gate.weight")) for key in trained)
+        for key, (actual, expected) in pairs.items():
+            assert (actual is None) == (expected is None), key
+            assert actual is None or torch.equal(actual, expected), key  # type: ignore[arg-type]
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_routing_that_the_operator_cannot_say_is_the_references() -> None:
+    registry.register()
+    with EPGroup() as group, limits.soc("A3"), torch.no_grad():
+        x = tokens(group.rank, group.device)
+        moe = block_with_router("ascend", UNGATED, group)
+        with expect_gating_calls(0):
+            y = moe(x)
+        assert torch.equal(y, block_with_router("auto", UNGATED, group)(x))
+        assert moe.explain().splitlines()[-1] == (
+            "routing by the reference: npu_moe_gating_top_k always renormalises sigmoid weights"
+        )
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_auto_router_on_a_cpu_is_the_reference_and_says_nothing() -> None:
+    registry.register()
+    with EPGroup() as group, torch.no_grad():
+        moe = block_with_router("auto", BLOCKS["afmoe"], group)
+        with expect_gating_calls(0):
+            moe(tokens(group.rank, group.device))
+        assert moe.explain() == moe.experts.explain()
+        assert "routing" not in moe.explain()
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_router_that_is_not_there_says_what_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Under its own name another test of this process may have registered it.
+    monkeypatch.setattr("epcomm.routing.ascend.OPERATOR", "npu_gating_of_no_version")
+    with EPGroup() as group:
+        message = f"not on {group.device.type}; import torch_npu first, .*{group.where}"
+        with pytest.raises(BackendUnavailable, match=message):
+            block_with_router("ascend", BLOCKS["afmoe"], group)
+        assert block_with_router("auto", BLOCKS["afmoe"], group).routing.top_k
 
 
 class SparseBlock(nn.Module):

@@ -79,6 +79,7 @@ OTHER_CONFIG = {
     "mode": "standard",
     "backend": "collective",
     "runner": "reference",
+    "router": "reference",
     "dispatch_dtype": "bf16",
     "dispatch_scales": "float32",
     "int8_profile": "div",

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epcomm.ascend_operators import has_operator
+from epcomm.ascend_operators import has_kernel
 from epcomm.buffers.all_gather import AllGatherBuffer, Gathered, GatheredRoute
 from epcomm.buffers.base import (
     Availability,
@@ -71,7 +71,8 @@ class AscendStandardBuffer(AllGatherBuffer):
         # Operators for CPU tensors stand in for the vendor's, and count while its package does.
         _, is_stand_in = find_deep_ep()
         device_type = "cpu" if is_stand_in else "npu"
-        missing = [name for name in _OPERATORS if not has_operator(name, device_type)]
+        device = torch.device(device_type)
+        missing = [name for name in _OPERATORS if not has_kernel(name, device)]
         if not missing:
             return Availability(ok=True)
         names = ", ".join(missing)

@@ -135,9 +135,7 @@ class AscendFused(ForeignCalls, FusedBackend[AscendPackedT]):
         """HCCL window, in bytes."""
 
     @abstractmethod
-    def _call_operator(
-        self, chunk: _Chunk, experts: AscendPackedT, fuse_mode: Any
-    ) -> tuple[Tensor, Tensor]:
+    def _call_operator(self, chunk: _Chunk, experts: AscendPackedT) -> tuple[Tensor, Tensor]:
         """y [N, H] of one call, and the pairs computed, int32 [L]."""
 
     @classmethod
@@ -170,7 +168,7 @@ class AscendFused(ForeignCalls, FusedBackend[AscendPackedT]):
         has_failed = self._record(call, fault, fault * 0, self._max_slots)
         ids, weights = fill_holes(ids, call.topk_weights, self._num_experts)
         chunks = list(self._chunks(call.hidden_states, ids, weights))
-        outputs = [self._call_operator(chunk, experts, self._fuse_modes) for chunk in chunks]
+        outputs = [self._call_operator(chunk, experts) for chunk in chunks]
         counts = torch.stack([counts for _, counts in outputs]).sum(0).to(torch.int32)
         self._count(chunks, counts)
         parts = [y for (y, _), chunk in zip(outputs, chunks, strict=True) if not chunk.is_dummy]
@@ -255,9 +253,7 @@ class FusedDeepMoE(AscendFused[FusedDeepMoEWeights]):
         codes = 3 * hidden_size * intermediate_size
         return num_experts * (codes + 4 * (2 * intermediate_size + hidden_size))
 
-    def _call_operator(
-        self, chunk: _Chunk, experts: FusedDeepMoEWeights, fuse_mode: Any
-    ) -> tuple[Tensor, Tensor]:
+    def _call_operator(self, chunk: _Chunk, experts: FusedDeepMoEWeights) -> tuple[Tensor, Tensor]:
         y, counts = self._buffer.fused_deep_moe(
             x=chunk.x,
             topk_idx=chunk.topk_ids,
@@ -268,7 +264,7 @@ class FusedDeepMoE(AscendFused[FusedDeepMoEWeights]):
             gmm2_weight_scale=experts.down_scale,
             num_max_dispatch_tokens_per_rank=min(self._sizes.max_tokens_per_rank, MAX_CALL_TOKENS),
             num_experts=self._num_experts,
-            fuse_mode=fuse_mode.FUSED_DEEP_MOE,
+            fuse_mode=self._fuse_modes.FUSED_DEEP_MOE,
         )
         # By expert, then source rank.
         return y, counts.view(-1, self._world_size).sum(1)
@@ -302,7 +298,7 @@ class DispatchFFNCombine(AscendFused[DispatchFFNCombineWeights]):
         return num_experts * (codes + 8 * (2 * intermediate_size + hidden_size))
 
     def _call_operator(
-        self, chunk: _Chunk, experts: DispatchFFNCombineWeights, fuse_mode: Any
+        self, chunk: _Chunk, experts: DispatchFFNCombineWeights
     ) -> tuple[Tensor, Tensor]:
         y, counts = self._buffer.fused_deep_moe(
             x=chunk.x,
@@ -316,7 +312,7 @@ class DispatchFFNCombine(AscendFused[DispatchFFNCombineWeights]):
             # is dropped: whatever its name says, tokens of a rank are something else.
             num_max_dispatch_tokens_per_rank=self._max_rows,
             num_experts=self._num_experts,
-            fuse_mode=fuse_mode.DISPATCH_FFN_COMBINE,
+            fuse_mode=self._fuse_modes.DISPATCH_FFN_COMBINE,
         )
         return y, counts
 

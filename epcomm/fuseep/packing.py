@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Generic
 
 from torch import Tensor
 
 from epcomm.errors import ConfigError
-from epcomm.fuseep.base import FusedBackend
+from epcomm.fuseep.base import FusedBackend, PackedT
 from epcomm.quantized_weights import Int8ChannelWeights
 
 # Where a tensor lies, and how often it was written.
 _State = tuple[int, int]
 
 
-class PackedExperts:
+class PackedExperts(Generic[PackedT]):
     """One layer's experts as its operator reads them.
 
     The originals stay, for state_dict and for reloading; both take memory.
     """
 
-    def __init__(self, operator: FusedBackend[Any]) -> None:
+    def __init__(self, operator: FusedBackend[PackedT]) -> None:
         self._operator = operator
         self._states: dict[str, _State] = {}
         # What was packed, so that nothing else comes to lie where it lay.
         self._originals: list[Tensor] = []
-        self._packed: Any = None
+        self._packed: PackedT | None = None
 
-    def of(self, weights: Int8ChannelWeights) -> Any:
+    def of(self, weights: Int8ChannelWeights) -> PackedT:
         """What pack() makes of the weights as they are now.
 
         Local.   Host sync: none.
@@ -36,13 +36,14 @@ class PackedExperts:
                 written.
         """
         states = {name: _state_of(name, tensor) for name, tensor in weights.tensors().items()}
-        if self._packed is None or states != self._states:
+        packed = self._packed if states == self._states else None
+        if packed is None:
             # The old ones are freed first: two copies beside the originals might not fit.
             self._packed = None
-            self._packed = self._operator.pack(weights)
+            packed = self._packed = self._operator.pack(weights)
             self._states = states
             self._originals = [tensor.detach() for tensor in weights.tensors().values()]
-        return self._packed
+        return packed
 
 
 def _state_of(name: str, tensor: Tensor) -> _State:

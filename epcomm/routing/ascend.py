@@ -3,6 +3,9 @@
 npu_moe_gating_top_k scores by softmax or sigmoid, selects with a bias that weights do not see,
 drops groups to -inf, and always divides sigmoid weights by their sum. What it cannot say goes to
 the reference, and the reasons say what that is. Source: the operator's documentation.
+
+CANN up to November 2025 refuses to renormalise softmax weights, and older versions take 256 experts
+alone; nothing here asks for the version, so a call fails there: set EPConfig.router='reference'.
 """
 
 from __future__ import annotations
@@ -12,8 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from epcomm.ascend_operators import has_kernel
+from epcomm.buffers.base import Availability
 from epcomm.errors import BackendUnavailable
-from epcomm.records import TopKOutput
+from epcomm.records import TopKOutput, empty_topk
+from epcomm.routing.reference import check_arguments
 from epcomm.routing.spec import (
     CorrectionBias,
     DroppedGroups,
@@ -31,6 +37,24 @@ _GROUP_BLOCK, _MIN_GROUP_SIZE = 32, 3
 _GROUP_MODES = {1: 0, 2: 1}
 # Added to a sum that may be 0; too small to change any other.
 _TINY = 1e-20
+
+
+def is_gating_candidate(device: torch.device) -> bool:
+    """Whether anybody would want to read why the operator does not route on this device."""
+    return device.type == "npu"
+
+
+def gating_lacks(device: torch.device) -> tuple[str, ...]:
+    """Why the operator cannot be called on this device at all; empty if it can. Local."""
+    if has_kernel(OPERATOR, device):
+        return ()
+    return (f"{OPERATOR} is not on {device.type}; import torch_npu",)
+
+
+def gating_availability(spec: RoutingSpec, num_experts: int, device: torch.device) -> Availability:
+    """Whether the operator is on this device and can say this routing among E experts. Local."""
+    reasons = gating_lacks(device) + gating_reasons(spec, num_experts)
+    return Availability(ok=not reasons, reasons=reasons)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,26 +144,40 @@ def route_on_npu(
     """route() by the operator, without gradients.
 
     Args:
-        logits: [T, E], floating point.
+        logits: [T, E], floating point; T = 0 is legal.
         spec: the routing of the model.
         correction_bias: [E], where the spec has a bias.
 
     Returns:
-        topk_ids [T, K], int64; topk_weights [T, K], float32.
+        topk_ids [T, K], int64, distinct; topk_weights [T, K], float32. They equal those of route()
+        up to rounding, ties included, in rows without NaN that have a logit above -inf. Where
+        softmax comes after top-k, logits that softmax rounds to 0 are a tie here.
 
-    Host sync: none.
+    Collective: none.   Host sync: none.   Lifetime: ordinary tensors, owned by the caller.
     Raises:
         BackendUnavailable: the operator cannot say this routing.
+        ShapeError, ConfigError: as route().
     """
+    check_arguments(logits, spec, correction_bias)
     reasons = gating_reasons(spec, logits.shape[1])
     if reasons:
         raise BackendUnavailable(f"route_on_npu: {'; '.join(reasons)}; use route()")
-    flags = gating_flags(spec)
+    return call_gating(logits, gating_flags(spec), correction_bias)
+
+
+def call_gating(logits: Tensor, flags: GatingFlags, bias: Tensor | None) -> TopKOutput:
+    """The operator with flags that are known to serve; otherwise as route_on_npu."""
+    if not logits.shape[0]:
+        # The documentation does not say that there may be no token.
+        return empty_topk(flags.k, logits.device)
+    # The weights come in the dtype of the logits, and the reference computes in float32. What the
+    # operator makes of NaN is not documented, and of infinities it would make NaN: here they are
+    # the lowest and the largest float32, so that ids are valid whatever the model computed.
+    finite = logits.float().nan_to_num(nan=torch.finfo(torch.float32).min)
     weights, ids, _ = torch.ops.npu.npu_moe_gating_top_k(
-        # The weights come in the dtype of the logits, and the reference computes in float32.
-        logits.float(),
+        finite,
         flags.k,
-        bias=None if correction_bias is None else correction_bias.float(),
+        bias=None if bias is None else bias.float(),
         k_group=flags.k_group,
         group_count=flags.group_count,
         group_select_mode=flags.group_select_mode,

@@ -66,7 +66,7 @@ def route(
     Source: the routers of transformers, SGLang, vLLM and Megatron-LM; ours: one definition of
         ties, NaN, padding and zero sums.
     """
-    _check_arguments(logits, spec, correction_bias, num_valid_tokens)
+    check_arguments(logits, spec, correction_bias, num_valid_tokens)
     if spec.custom_function is None:
         topk = _route_by_spec(logits, spec, correction_bias)
     else:
@@ -200,12 +200,13 @@ def _mask_padding(topk: TopKOutput, num_valid_tokens: int | Tensor) -> TopKOutpu
     )
 
 
-def _check_arguments(
+def check_arguments(
     logits: Tensor,
     spec: RoutingSpec,
     bias: Tensor | None,
-    num_valid_tokens: int | Tensor | None,
+    num_valid_tokens: int | Tensor | None = None,
 ) -> None:
+    """Raise what route() raises for its arguments. Local; no host sync."""
     if logits.dim() != 2 or not logits.is_floating_point():
         raise ShapeError(
             f"route: logits is {list(logits.shape)} {logits.dtype}, expected [T, E], floating "

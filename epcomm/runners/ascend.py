@@ -11,7 +11,7 @@ from typing import ClassVar, overload
 import torch
 from torch import Tensor
 
-from epcomm.ascend_operators import has_operator
+from epcomm.ascend_operators import has_kernel
 from epcomm.buffers.base import Availability
 from epcomm.errors import ConfigError, ShapeError
 from epcomm.ops.slots import gather_rows
@@ -57,7 +57,7 @@ class AscendRunner(ExpertRunner):
         if weights.dtype is not torch.bfloat16:
             reasons.append(f"hidden states are {weights.dtype}, expected bfloat16")
         device = _device_of(weights)
-        missing = [name for name in _OPERATORS if not has_operator(name, device.type)]
+        missing = [name for name in _OPERATORS if not has_kernel(name, device)]
         if missing:
             reasons.append(f"{', '.join(missing)} not on {device.type}; import torch_npu")
         return Availability(ok=not reasons, reasons=tuple(reasons))

@@ -276,3 +276,9 @@ def test_closed_registration_says_what_to_do(folder: Path) -> None:
         registration.close()
         with pytest.raises(HandleError, match="registration is closed"):
             model(input_ids=batches("own_batches")[0])
+
+
+def test_router_that_nobody_would_ask_is_refused() -> None:
+    for router in ("reference", "ascend"):
+        with pytest.raises(ConfigError, match=f"router is {router}, expected auto, because"):
+            register_expert_parallel(EPConfig(router=router))

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from epcomm.config import EPConfig, Mode
+from epcomm.config import EPConfig, Mode, Router
 from epcomm.dispatchers.phases import PhaseDispatchers
-from epcomm.errors import HandleError
+from epcomm.errors import ConfigError, HandleError
 from epcomm.group import EPGroup
 from epcomm.layers import put_in_front
 from epcomm.ops.pack import pack
@@ -51,13 +51,21 @@ def register_expert_parallel(
         name: a later registration of the same name replaces this one for models loaded after it.
 
     Local; imports transformers.
+    Raises:
+        ConfigError: a router is asked for, where the model's own routes.
     """
+    config = config or EPConfig()
+    if config.router is not Router.AUTO:
+        raise ConfigError(
+            f"register_expert_parallel: router is {config.router!s}, expected auto, because the "
+            "model's own router chooses the experts; leave EPConfig.router out"
+        )
     from transformers.distributed.expert_parallel import (
         EPImplementation,
         EPImplementationInterface,
     )
 
-    registration = ExpertParallelRegistration(config or EPConfig())
+    registration = ExpertParallelRegistration(config)
 
     class EpcommEP(EPImplementation):
         """One layer's experts, reached through epcomm."""

@@ -11,6 +11,7 @@ from typing import ClassVar, overload
 import torch
 from torch import Tensor
 
+from epcomm.ascend_operators import has_kernel
 from epcomm.buffers.base import Availability
 from epcomm.errors import ConfigError, ShapeError
 from epcomm.ops.slots import gather_rows
@@ -29,7 +30,6 @@ from epcomm.types import UNQUANTIZED_DTYPES, Layout, WireDtype, WireTensor
 from epcomm.weights import ExpertFormat, ExpertTensors, ExpertWeights
 
 _OPERATORS = ("npu_grouped_matmul", "npu_swiglu", "npu_dequant_swiglu_quant")
-_DISPATCH_KEYS = {"npu": "PrivateUse1", "cpu": "CPU"}
 # Of npu_grouped_matmul: rows are cut by M, group_list holds counts, one tensor comes out.
 _CUT_ROWS, _COUNTS, _ONE_TENSOR = 0, 1, 2
 # Of npu_dequant_swiglu_quant: the left half goes through silu, the result to codes a token.
@@ -57,7 +57,7 @@ class AscendRunner(ExpertRunner):
         if weights.dtype is not torch.bfloat16:
             reasons.append(f"hidden states are {weights.dtype}, expected bfloat16")
         device = _device_of(weights)
-        missing = [name for name in _OPERATORS if not _has_kernel(name, device)]
+        missing = [name for name in _OPERATORS if not has_kernel(name, device)]
         if missing:
             reasons.append(f"{', '.join(missing)} not on {device.type}; import torch_npu")
         return Availability(ok=not reasons, reasons=tuple(reasons))
@@ -169,12 +169,3 @@ def _grouped(
 
 def _device_of(weights: ExpertTensors) -> torch.device:
     return next(iter(weights.tensors().values())).device
-
-
-def _has_kernel(name: str, device: torch.device) -> bool:
-    key = _DISPATCH_KEYS.get(device.type)
-    operator = f"npu::{name}"
-    is_defined = bool(torch._C._jit_get_schemas_for_operator(operator))
-    if key is None or not is_defined:
-        return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)

@@ -26,7 +26,7 @@ def bits_of_scales(scales: Tensor) -> Tensor:
         raise ShapeError(
             f"bits_of_scales: scales are {scales.dtype}, expected torch.float32; call .float()"
         )
-    return scales.contiguous().view(torch.int32).flatten().to(torch.int64)
+    return scales.view(torch.int32).flatten().to(torch.int64)
 
 
 def scales_of_bits(bits: Tensor, shape: Sequence[int]) -> Tensor:

@@ -223,6 +223,13 @@ BAD = [
         message=r"is \[64, 384\], expected \[E, H, 2I\] with 2I a multiple of 128",
     ),
     Bad(
+        id="no columns",
+        kind=FusedDeepMoEWeights,
+        name="gate_up_proj",
+        change=lambda codes: codes[:, :, :0].contiguous(),
+        message=r"is \[1, 64, 0\], expected \[E, H, 2I\] with 2I a multiple of 128",
+    ),
+    Bad(
         id="half a tile",
         kind=FusedDeepMoEWeights,
         name="gate_up_proj",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from types import MappingProxyType
 
 from epcomm.buffers.base import BufferSpec
@@ -21,6 +22,17 @@ _ROW_UNIT, _SCALE_UNIT, _ROW_TAIL = 512, 32, 44
 _NORMAL_EXTRA_MIB = 4 + 204
 MAX_TOP_K = 16
 MAX_EXPERTS = 512
+
+
+class Soc(StrEnum):
+    """A processor, by the short name of its server generation."""
+
+    # Ascend910B
+    A2 = "A2"
+    # Ascend910_93
+    A3 = "A3"
+    # ascend950
+    A5 = "A5"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,14 +109,19 @@ def window_reasons(needed: int, environment: Mapping[str, str]) -> list[str]:
 
 def variable_reasons(spec: BufferSpec, environment: Mapping[str, str]) -> list[str]:
     """Variables that contradict what the caller asked for."""
-    reasons = [
-        f"{name} is {environment[name]}, expected {' or '.join(wanted)}; unset it"
-        for name, wanted in _REQUIRED.items()
-        if environment.get(name, wanted[0]) not in wanted
-    ]
+    reasons = required_variable_reasons(environment)
     is_int8 = spec.dispatch_format.dtype is WireDtype.INT8
     if environment.get(_INT8_VARIABLE, "0") == "1" and not is_int8:
         reasons.append(
             f"{_INT8_VARIABLE} is 1, but rows were to travel as {spec.dispatch_format}; unset it"
         )
     return reasons
+
+
+def required_variable_reasons(environment: Mapping[str, str]) -> list[str]:
+    """Variables that contradict every caller."""
+    return [
+        f"{name} is {environment[name]}, expected {' or '.join(wanted)}; unset it"
+        for name, wanted in _REQUIRED.items()
+        if environment.get(name, wanted[0]) not in wanted
+    ]

@@ -1,0 +1,66 @@
+"""Gate and up columns in turns of 64, as the first product of FusedDeepMoE reads them on A3.
+
+A tile of 128 columns holds 64 gate columns and the 64 up columns that they meet, so that one core
+can apply SwiGLU to its own tile. With I = 192, in blocks of 64 columns:
+
+    checkpoint   g0 g1 g2 u0 u1 u2
+    interleaved  g0 u0 g1 u1 g2 u2
+
+At 2I = 128 this changes nothing, and at 2I = 256 twice is the same as never; tests use 384 or more.
+Source: sgl-kernel-npu, fused_deep_moe; the tile is GMM1_L1N of its kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from epcomm.errors import ConfigError
+
+# Columns of a tile; a half of it is gate, the other up.
+TILE = 128
+_HALF = TILE // 2
+
+
+def permutation(num_columns: int) -> Tensor:
+    """[2I], int64, on the CPU: interleaved column p is the checkpoint's column permutation[p].
+
+    Raises:
+        ConfigError: 2I is no multiple of 128.
+    """
+    if num_columns < TILE or num_columns % TILE:
+        raise ConfigError(
+            f"permutation: gate and up have {num_columns} columns, expected a multiple of {TILE}; "
+            "take experts whose intermediate_size is a multiple of 64, or dispatch_ffn_combine"
+        )
+    position = torch.arange(num_columns)
+    tile, inside = position // TILE, position % TILE
+    is_up, column = inside // _HALF, inside % _HALF
+    return is_up * (num_columns // 2) + _HALF * tile + column
+
+
+def inverse_permutation(num_columns: int) -> Tensor:
+    """[2I], int64: where the checkpoint's column lies after interleaving.
+
+    Raises:
+        ConfigError: as permutation().
+    """
+    return permutation(num_columns).argsort()
+
+
+def interleave(tensor: Tensor, dim: int) -> Tensor:
+    """The 2I columns along `dim` in the kernel's order; contiguous, in new memory.
+
+    Raises:
+        ConfigError: as permutation().
+    """
+    return tensor.index_select(dim, permutation(tensor.shape[dim]).to(tensor.device))
+
+
+def deinterleave(tensor: Tensor, dim: int) -> Tensor:
+    """The inverse of interleave().
+
+    Raises:
+        ConfigError: as permutation().
+    """
+    return tensor.index_select(dim, inverse_permutation(tensor.shape[dim]).to(tensor.device))

@@ -1,0 +1,172 @@
+"""What the fused operators refuse, and what they would compute wrongly without a word.
+
+Source: sgl-kernel-npu, the tiling of fused_deep_moe and dispatch_ffn_combine; not run on an NPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from epcomm.ascend_facts import MAX_EXPERTS, Soc, required_variable_reasons, window_reasons
+from epcomm.fuseep.interleave import TILE
+from epcomm.fuseep.nz import TILE_ROWS
+from epcomm.fuseep.spec import FuseEPSpec
+
+# Rows of a rank in one call of the operator. Documented of mode 1; mode 2 gets no more, which
+# bounds its window and its rows.
+MAX_CALL_TOKENS = 256
+# The source says 10 MB; an MB is taken as 2**20 bytes, as HCCL_BUFFSIZE counts.
+_MODE_2_EXTRA_BYTES = 10 * 2**20
+# Mode 1: rows out and home, 2 bytes an element.
+_MODE_1_COPIES, _MODE_1_ELEMENT_BYTES = 2, 2
+# Mode 2: bytes of an element of a row, INT8 out and 2 bytes home.
+_MODE_2_ELEMENT_BYTES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class FuseEPLimits:
+    """Sizes that an operator takes; ranges are inclusive, None where none is documented.
+
+    call_tokens: rows of a rank in one call.
+    hidden: H.   hidden_unit: H is a multiple of it.
+    gate_up_columns: 2I.   gate_up_unit: 2I is a multiple of it.
+    top_k: K.   experts: E.   local_experts: L.
+    """
+
+    call_tokens: int = MAX_CALL_TOKENS
+    hidden: tuple[int, int] | None = None
+    hidden_unit: int = 1
+    gate_up_columns: tuple[int, int] | None = None
+    gate_up_unit: int = 2
+    top_k: int | None = None
+    experts: int | None = None
+    local_experts: int | None = None
+
+
+FUSED_DEEP_MOE_LIMITS = FuseEPLimits(
+    hidden=(512, 7168),
+    # Its weights are in NZ, whose rows are counted in whole tiles.
+    hidden_unit=TILE_ROWS,
+    gate_up_columns=(1024, 6144),
+    gate_up_unit=TILE,
+    top_k=12,
+    experts=MAX_EXPERTS,
+    # Half of the 48 vector cores of A3.
+    local_experts=24,
+)
+# Its weights may be row-major, and its sizes are bounded by the window alone.
+DISPATCH_FFN_COMBINE_LIMITS = FuseEPLimits()
+
+
+def max_call_tokens(spec: FuseEPSpec, limits: FuseEPLimits) -> int:
+    """Most rows of this rank in one call; a longer batch takes several."""
+    return min(spec.max_tokens_per_rank, limits.call_tokens)
+
+
+def fused_deep_moe_window_bytes(
+    spec: FuseEPSpec, world_size: int, limits: FuseEPLimits = FUSED_DEEP_MOE_LIMITS
+) -> int:
+    """HCCL window of mode 1: room for every rank's rows at every local expert."""
+    slots = world_size * max_call_tokens(spec, limits) * spec.num_local_experts
+    return slots * spec.hidden_size * _MODE_1_ELEMENT_BYTES * _MODE_1_COPIES
+
+
+def dispatch_ffn_combine_window_bytes(
+    spec: FuseEPSpec, limits: FuseEPLimits = DISPATCH_FFN_COMBINE_LIMITS
+) -> int:
+    """HCCL window of mode 2. Refused by the operator where it is smaller; its text says 3 MB."""
+    rows = max_call_tokens(spec, limits) * spec.top_k
+    return _MODE_2_ELEMENT_BYTES * rows * spec.hidden_size + _MODE_2_EXTRA_BYTES
+
+
+def max_received_rows(
+    spec: FuseEPSpec, world_size: int, limits: FuseEPLimits = DISPATCH_FFN_COMBINE_LIMITS
+) -> int:
+    """Most rows that a rank can receive in one call: max_output_size of mode 2, to be safe.
+
+    A token's experts are distinct, so that a rank of L experts gets it min(K, L) times at most, and
+    each of W ranks has max_call_tokens() of them. (Upstream passes M * W * K, which is more than
+    can come where L < K.) The kernel drops what does not fit and reports nothing.
+    """
+    return max_call_tokens(spec, limits) * world_size * min(spec.top_k, spec.num_local_experts)
+
+
+def fused_deep_moe_reasons(
+    spec: FuseEPSpec,
+    world_size: int,
+    *,
+    soc: Soc | None,
+    environment: Mapping[str, str],
+    limits: FuseEPLimits = FUSED_DEEP_MOE_LIMITS,
+) -> list[str]:
+    """Why mode 1 does not serve W8A8 experts of these sizes; empty if it does.
+
+    Args:
+        soc: the processor, None where it is not known: then it is no reason.
+        environment: a snapshot of the variables.
+        limits: of sizes; a test on small ones passes its own.
+    """
+    reasons = _soc_reasons("fused_deep_moe takes MX weights there, not INT8", soc)
+    reasons += _size_reasons(spec, world_size, limits)
+    if spec.max_recv_slots is not None:
+        reasons.append("has room for any routing and no slot budget; leave max_recv_slots None")
+    reasons += window_reasons(fused_deep_moe_window_bytes(spec, world_size, limits), environment)
+    return reasons + required_variable_reasons(environment)
+
+
+def dispatch_ffn_combine_reasons(
+    spec: FuseEPSpec,
+    world_size: int,
+    *,
+    soc: Soc | None,
+    environment: Mapping[str, str],
+    limits: FuseEPLimits = DISPATCH_FFN_COMBINE_LIMITS,
+) -> list[str]:
+    """Why mode 2 does not serve W8A8 experts of these sizes; see fused_deep_moe_reasons()."""
+    reasons = _soc_reasons("dispatch_ffn_combine does not exist there", soc)
+    reasons += _size_reasons(spec, world_size, limits)
+    rows = max_received_rows(spec, world_size, limits)
+    if spec.max_recv_slots is not None and spec.max_recv_slots < rows:
+        reasons.append(
+            f"max_recv_slots is {spec.max_recv_slots}, but a rank may receive {rows} rows "
+            f"({max_call_tokens(spec, limits)} tokens * {world_size} ranks * "
+            f"{min(spec.top_k, spec.num_local_experts)} experts of a rank), and rows beyond it "
+            f"would vanish silently; set it to {rows} or leave it None"
+        )
+    reasons += window_reasons(dispatch_ffn_combine_window_bytes(spec, limits), environment)
+    return reasons + required_variable_reasons(environment)
+
+
+def _soc_reasons(on_a5: str, soc: Soc | None) -> list[str]:
+    why = {Soc.A2: "FuseEP is not built for it", Soc.A5: on_a5}
+    if soc is None or soc not in why:
+        return []
+    return [f"the processor is {soc.value}, expected {Soc.A3.value}: {why[soc]}"]
+
+
+def _size_reasons(spec: FuseEPSpec, world_size: int, limits: FuseEPLimits) -> list[str]:
+    columns = 2 * spec.intermediate_size
+    reasons = _range_reasons("hidden_size", spec.hidden_size, limits.hidden, limits.hidden_unit)
+    reasons += _range_reasons(
+        "2 * intermediate_size", columns, limits.gate_up_columns, limits.gate_up_unit
+    )
+    counts = {
+        "top_k": (spec.top_k, limits.top_k),
+        "num_experts": (spec.num_local_experts * world_size, limits.experts),
+        "num_local_experts": (spec.num_local_experts, limits.local_experts),
+    }
+    return reasons + [
+        f"{name} is {found}, at most {most}"
+        for name, (found, most) in counts.items()
+        if most is not None and found > most
+    ]
+
+
+def _range_reasons(name: str, found: int, bounds: tuple[int, int] | None, unit: int) -> list[str]:
+    reasons = []
+    if bounds is not None and not bounds[0] <= found <= bounds[1]:
+        reasons.append(f"{name} is {found}, expected {bounds[0]} to {bounds[1]}")
+    if found % unit:
+        reasons.append(f"{name} is {found}, expected a multiple of {unit}")
+    return reasons

@@ -1,0 +1,69 @@
+"""FRACTAL_NZ: the tiled layout in which an NPU keeps weights.
+
+A cast changes how memory is filled, not shape, dtype or strides of the tensor. Where the operator
+has no kernel, on a plain CPU, matrices stay row-major.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from epcomm.ascend_operators import has_kernel
+from epcomm.errors import ConfigError
+
+# aclFormat: row-major, and fractal.
+ACL_FORMAT_ND = 2
+ACL_FORMAT_NZ = 29
+# Rows of a tile.
+TILE_ROWS = 16
+# Bits of a row of a tile: 32 bytes.
+_TILE_ROW_BITS = 256
+
+_CAST = "npu_format_cast"
+_FORMAT = "get_npu_format"
+
+
+def is_nz_aligned(num_rows: int, num_columns: int, element_bits: int) -> bool:
+    """Whether matrices [num_rows, num_columns] are whole tiles: what GEMMs ask of NZ weights.
+
+    Args:
+        num_rows, num_columns: K and N of the product.
+        element_bits: 16, 8, or 4; of packed codes, num_columns counts codes.
+    """
+    return num_rows % TILE_ROWS == 0 and num_columns % (_TILE_ROW_BITS // element_bits) == 0
+
+
+def to_nz(matrices: Tensor) -> Tensor:
+    """[..., K, N] in NZ, new memory; `matrices` itself where unaligned or where nothing casts.
+
+    Raises:
+        ConfigError: the device made a row-major copy, as it does unless
+            `torch.npu.config.allow_internal_format = True` was set.
+    """
+    *_, num_rows, num_columns = matrices.shape
+    is_aligned = is_nz_aligned(num_rows, num_columns, 8 * matrices.dtype.itemsize)
+    if not is_aligned or not has_kernel(_CAST, matrices.device):
+        return matrices
+    cast = torch.ops.npu.npu_format_cast(matrices, ACL_FORMAT_NZ)
+    _check_format(cast)
+    return cast
+
+
+def to_nd(matrices: Tensor) -> Tensor:
+    """The same values, row-major: the inverse of to_nz()."""
+    if not has_kernel(_CAST, matrices.device):
+        return matrices
+    return torch.ops.npu.npu_format_cast(matrices, ACL_FORMAT_ND)
+
+
+def _check_format(cast: Tensor) -> None:
+    # The setting can be written and not read, and the device only warns: the result tells.
+    if not has_kernel(_FORMAT, cast.device):
+        return
+    found = torch.ops.npu.get_npu_format(cast)
+    if found != ACL_FORMAT_NZ:
+        raise ConfigError(
+            f"to_nz: weights on {cast.device} have format {found}, expected {ACL_FORMAT_NZ} (NZ); "
+            "set torch.npu.config.allow_internal_format = True before weights are packed"
+        )

@@ -1,0 +1,106 @@
+"""Gate and up in turns: the permutation, its inverse, and what it does to a product."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from epcomm import ConfigError
+from epcomm.fuseep.interleave import deinterleave, interleave, inverse_permutation, permutation
+from epcomm.testing.oracle import relative_error
+from tests.fuseep.checkpoint import GOLDEN, digest, golden_weights
+
+quick = settings(max_examples=25, deadline=None, derandomize=True)
+column_counts = st.integers(1, 48).map(lambda tiles: 128 * tiles)
+
+
+def test_the_permutation_is_the_golden_one() -> None:
+    golden = GOLDEN["permutation"]
+    assert permutation(golden["2I"]).tolist() == golden["perm"]
+    assert digest(inverse_permutation(golden["2I"])) == golden["sha256_of_inverse_as_int64"]
+    found = {size: digest(permutation(int(size))) for size in golden["sha256_of_perm_as_int64"]}
+    assert found == golden["sha256_of_perm_as_int64"]
+
+
+@quick
+@given(column_counts)
+def test_the_permutation_follows_its_formula(num_columns: int) -> None:
+    found = permutation(num_columns).tolist()
+    for tile in range(num_columns // 128):
+        for is_up in (0, 1):
+            start = is_up * num_columns // 2 + 64 * tile
+            place = 128 * tile + 64 * is_up
+            assert found[place : place + 64] == list(range(start, start + 64))
+
+
+@quick
+@given(column_counts)
+def test_the_inverse_undoes_it_and_it_is_no_inverse_of_itself(num_columns: int) -> None:
+    forward, back = permutation(num_columns), inverse_permutation(num_columns)
+    same = list(range(num_columns))
+    assert forward[back].tolist() == back[forward].tolist() == same
+    # Small sizes hide mistakes.
+    assert (forward.tolist() == same) == (num_columns == 128)
+    assert (forward[forward].tolist() == same) == (num_columns <= 256)
+
+
+@pytest.mark.parametrize("num_columns", [0, 64, 192, 1000])
+def test_half_tiles_are_refused(num_columns: int) -> None:
+    for function in (permutation, inverse_permutation):
+        with pytest.raises(ConfigError, match=f"have {num_columns} columns, expected a multiple"):
+            function(num_columns)
+    for function in (interleave, deinterleave):
+        with pytest.raises(ConfigError, match="expected a multiple of 128"):
+            function(torch.zeros(2, num_columns), dim=1)
+
+
+@pytest.mark.parametrize("num_columns", [128, 256, 384])
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+def test_either_way_gives_new_contiguous_memory(dim: int, num_columns: int) -> None:
+    shape = [3, 5, 2]
+    shape[dim] = num_columns
+    values = torch.arange(torch.Size(shape).numel()).view(shape)
+    lying_otherwise = values.transpose(0, 1).contiguous().transpose(0, 1)
+    for source in (values, lying_otherwise):
+        mixed = interleave(source, dim)
+        assert torch.equal(mixed.select(dim, 64), values.select(dim, num_columns // 2))
+        restored = deinterleave(mixed, dim)
+        assert torch.equal(restored, values)
+        for made, origin in ((mixed, source), (restored, mixed)):
+            assert made.is_contiguous()
+            assert made.data_ptr() != origin.data_ptr()
+
+
+def test_codes_and_scales_permuted_apart_are_weights_permuted() -> None:
+    weights = golden_weights(2)
+    matrices = weights.gate_up_proj.transpose(1, 2)
+    codes, scales = interleave(matrices, dim=2), interleave(weights.gate_up_scale, dim=1)
+    dequantized = matrices.float() * weights.gate_up_scale[:, None, :]
+    order = GOLDEN["permutation"]["perm"]
+    assert torch.equal(codes.float() * scales[:, None, :], dequantized[..., order])
+
+
+def kernel_swiglu(sums: Tensor) -> Tensor:
+    """What the kernel makes of its own columns: of 128, the first 64 are gate."""
+    tiles = sums.unflatten(1, (-1, 2, 64))
+    return F.silu(tiles[:, :, 0].double()).mul(tiles[:, :, 1].double()).flatten(1)
+
+
+@pytest.mark.parametrize("intermediate_size", [192, 256, 320])
+def test_swiglu_of_interleaved_columns_is_swiglu(intermediate_size: int) -> None:
+    generator = torch.Generator().manual_seed(intermediate_size)
+
+    def codes(*shape: int) -> Tensor:
+        return torch.randint(-4, 5, shape, generator=generator)
+
+    x, gate, up = codes(7, 16), codes(16, intermediate_size), codes(16, intermediate_size)
+    weights = torch.cat((gate, up), dim=1)
+    expected = F.silu((x @ gate).double()) * (x @ up).double()
+    once = interleave(weights, dim=1)
+    assert torch.equal(kernel_swiglu(x @ once), expected)
+    for wrong in (weights, interleave(once, dim=1)):
+        assert relative_error(kernel_swiglu(x @ wrong), expected) > 0.5

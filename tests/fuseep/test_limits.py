@@ -1,0 +1,293 @@
+"""What the fused operators refuse: each limit by its own sentence, and windows by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epcomm import ConfigError
+from epcomm.ascend_facts import Soc
+from epcomm.fuseep.limits import (
+    FUSED_DEEP_MOE_LIMITS,
+    FuseEPLimits,
+    dispatch_ffn_combine_reasons,
+    dispatch_ffn_combine_window_bytes,
+    fused_deep_moe_reasons,
+    fused_deep_moe_window_bytes,
+    max_call_tokens,
+    max_received_rows,
+)
+from epcomm.fuseep.spec import FuseEPSpec
+
+MODES = {"mode 1": fused_deep_moe_reasons, "mode 2": dispatch_ffn_combine_reasons}
+every_mode = pytest.mark.parametrize("mode", MODES)
+WORLD_SIZE = 8
+SPEC = FuseEPSpec(
+    hidden_size=2048,
+    intermediate_size=768,
+    num_local_experts=16,
+    top_k=8,
+    max_tokens_per_rank=128,
+)
+# Mode 1 needs 8 * 128 * 16 * 2048 * 4 B = 128 MiB of the 200 that are there without a variable.
+NOTHING: Mapping[str, str] = {}
+
+
+def reasons_of(
+    mode: str,
+    spec: FuseEPSpec = SPEC,
+    *,
+    world_size: int = WORLD_SIZE,
+    soc: Soc | None = Soc.A3,
+    environment: Mapping[str, str] = NOTHING,
+) -> list[str]:
+    return MODES[mode](spec, world_size, soc=soc, environment=environment)
+
+
+@every_mode
+@pytest.mark.parametrize("soc", [None, Soc.A3])
+def test_sizes_of_a_real_model_are_served(mode: str, soc: Soc | None) -> None:
+    assert reasons_of(mode, soc=soc) == []
+
+
+@every_mode
+def test_other_processors_are_refused(mode: str) -> None:
+    assert reasons_of(mode, soc=Soc.A2) == [
+        "the processor is A2, expected A3: FuseEP is not built for it"
+    ]
+    on_a5 = {
+        "mode 1": "fused_deep_moe takes MX weights there, not INT8",
+        "mode 2": "dispatch_ffn_combine does not exist there",
+    }
+    assert reasons_of(mode, soc=Soc.A5) == [f"the processor is A5, expected A3: {on_a5[mode]}"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edge:
+    """Sizes that just fit, and the ones that do not."""
+
+    id: str
+    fits: Mapping[str, int]
+    breaks: Mapping[str, int]
+    reason: str
+    world_size: int = WORLD_SIZE
+    environment: Mapping[str, str] = field(default_factory=lambda: {"HCCL_BUFFSIZE": "9000"})
+
+
+EDGES = [
+    Edge(
+        id="least hidden",
+        fits={"hidden_size": 512},
+        breaks={"hidden_size": 496},
+        reason="hidden_size is 496, expected 512 to 7168",
+    ),
+    Edge(
+        id="most hidden",
+        fits={"hidden_size": 7168},
+        breaks={"hidden_size": 7184},
+        reason="hidden_size is 7184, expected 512 to 7168",
+    ),
+    Edge(
+        id="hidden in tiles",
+        fits={"hidden_size": 2064},
+        breaks={"hidden_size": 2056},
+        reason="hidden_size is 2056, expected a multiple of 16",
+    ),
+    Edge(
+        id="least columns",
+        fits={"intermediate_size": 512},
+        breaks={"intermediate_size": 448},
+        reason="2 * intermediate_size is 896, expected 1024 to 6144",
+    ),
+    Edge(
+        id="most columns",
+        fits={"intermediate_size": 3072},
+        breaks={"intermediate_size": 3136},
+        reason="2 * intermediate_size is 6272, expected 1024 to 6144",
+    ),
+    Edge(
+        id="columns in tiles",
+        fits={"intermediate_size": 832},
+        breaks={"intermediate_size": 800},
+        reason="2 * intermediate_size is 1600, expected a multiple of 128",
+    ),
+    Edge(
+        id="experts a token",
+        fits={"top_k": 12},
+        breaks={"top_k": 13},
+        reason="top_k is 13, at most 12",
+    ),
+    Edge(
+        id="experts of a rank",
+        fits={"num_local_experts": 24},
+        breaks={"num_local_experts": 25},
+        reason="num_local_experts is 25, at most 24",
+    ),
+    Edge(
+        id="experts",
+        fits={"num_local_experts": 16},
+        breaks={"num_local_experts": 17},
+        world_size=32,
+        reason="num_experts is 544, at most 512",
+    ),
+    Edge(
+        id="window",
+        fits={"hidden_size": 3200},
+        breaks={"hidden_size": 3216},
+        environment=NOTHING,
+        reason="needs a window of 201 MiB, but HCCL_BUFFSIZE is 200; set it to 201 on all ranks",
+    ),
+    Edge(
+        id="slot budget",
+        fits={},
+        breaks={"max_recv_slots": 10**6},
+        reason="has room for any routing and no slot budget; leave max_recv_slots None",
+    ),
+]
+
+
+@pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.id)
+def test_mode_1_ends_where_its_tiling_says(edge: Edge) -> None:
+    def found(changes: Mapping[str, int]) -> list[str]:
+        return reasons_of(
+            "mode 1",
+            replace(SPEC, **changes),
+            world_size=edge.world_size,
+            environment=edge.environment,
+        )
+
+    assert found(edge.fits) == []
+    assert found(edge.breaks) == [edge.reason]
+
+
+def test_limits_of_sizes_are_an_argument() -> None:
+    small = replace(SPEC, hidden_size=64, intermediate_size=192)
+    assert len(reasons_of("mode 1", small)) == 2
+    limits = replace(FUSED_DEEP_MOE_LIMITS, hidden=(32, 128), gate_up_columns=None)
+    found = fused_deep_moe_reasons(small, WORLD_SIZE, soc=None, environment={}, limits=limits)
+    assert found == []
+    # A tile is no size that can be lifted with them.
+    odd = replace(small, intermediate_size=100)
+    found = fused_deep_moe_reasons(odd, WORLD_SIZE, soc=None, environment={}, limits=limits)
+    assert found == ["2 * intermediate_size is 200, expected a multiple of 128"]
+    few = FuseEPLimits(top_k=4)
+    found = dispatch_ffn_combine_reasons(SPEC, WORLD_SIZE, soc=None, environment={}, limits=few)
+    assert found == ["top_k is 8, at most 4"]
+
+
+def test_windows_by_hand() -> None:
+    # 8 ranks * 128 tokens * 16 experts * 2048 elements * 2 B, out and home.
+    assert fused_deep_moe_window_bytes(SPEC, 8) == 134_217_728
+    # 3 B * 128 tokens * 8 * 2048 + 10 * 1048576.
+    assert dispatch_ffn_combine_window_bytes(SPEC) == 6_291_456 + 10_485_760
+    # Longer batches take several calls of 256 tokens.
+    long = replace(SPEC, max_tokens_per_rank=5000)
+    assert max_call_tokens(long, FUSED_DEEP_MOE_LIMITS) == 256
+    assert fused_deep_moe_window_bytes(long, 8) == 2 * 134_217_728
+    assert dispatch_ffn_combine_window_bytes(long) == 2 * 6_291_456 + 10_485_760
+
+
+def test_the_window_of_mode_2_is_compared_with_the_variable_that_wins() -> None:
+    # 256 * 8 * 7168 * 3 B = 42 MiB, and 10.
+    spec = replace(SPEC, hidden_size=7168, max_tokens_per_rank=256)
+    for name, variables in (
+        ("HCCL_BUFFSIZE", {"HCCL_BUFFSIZE": "51"}),
+        ("DEEPEP_HCCL_BUFFSIZE", {"HCCL_BUFFSIZE": "900", "DEEPEP_HCCL_BUFFSIZE": "51"}),
+    ):
+        assert reasons_of("mode 2", spec, environment=variables) == [
+            f"needs a window of 52 MiB, but {name} is 51; set it to 52 on all ranks"
+        ]
+        assert reasons_of("mode 2", spec, environment=variables | {name: "52"}) == []
+
+
+def test_a_budget_that_would_lose_rows_is_refused() -> None:
+    """Two experts a rank: 128 tokens * 8 ranks * 2 rows at most, although K is 8."""
+    spec = replace(SPEC, num_local_experts=2)
+    assert reasons_of("mode 2", replace(spec, max_recv_slots=2048)) == []
+    # 128 is what another framework passes for the tokens of a rank.
+    for too_few in (128, 2047):
+        assert reasons_of("mode 2", replace(spec, max_recv_slots=too_few)) == [
+            f"max_recv_slots is {too_few}, but a rank may receive 2048 rows (128 tokens * 8 ranks "
+            "* 2 experts of a rank), and rows beyond it would vanish silently; set it to 2048 or "
+            "leave it None"
+        ]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    num_local_experts=st.integers(1, 5),
+    top_k=st.integers(1, 6),
+    world_size=st.integers(1, 4),
+    num_tokens=st.integers(1, 300),
+)
+def test_the_safe_budget_holds_the_worst_routing_and_no_row_more(
+    num_local_experts: int, top_k: int, world_size: int, num_tokens: int
+) -> None:
+    """Every token of every rank goes to as many experts of rank 0 as it can."""
+    num_experts = num_local_experts * world_size
+    top_k = min(top_k, num_experts)
+    spec = replace(
+        SPEC, num_local_experts=num_local_experts, top_k=top_k, max_tokens_per_rank=num_tokens
+    )
+    call = min(num_tokens, 256)
+    ids = torch.arange(top_k).expand(world_size * call, top_k)
+    assert max_received_rows(spec, world_size) == int((ids < num_local_experts).sum())
+
+
+@every_mode
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("DEEP_USE_MODE", "alltoall", "default"),
+        ("MOE_EXPERT_TOKEN_NUMS_TYPE", "0", "1"),
+        ("MOE_SHARED_EXPERT_RANK_NUM", "2", "0"),
+    ],
+)
+def test_variables_that_contradict_are_named(mode: str, name: str, value: str, wanted: str) -> None:
+    assert reasons_of(mode, environment={name: value}) == [
+        f"{name} is {value}, expected {wanted}; unset it"
+    ]
+    assert reasons_of(mode, environment={name: wanted}) == []
+
+
+def test_reasons_add_up() -> None:
+    spec = replace(SPEC, hidden_size=8000, top_k=16, max_tokens_per_rank=256)
+    found = reasons_of("mode 1", spec, soc=Soc.A2, environment={"DEEP_USE_MODE": "ops"})
+    beginnings = ["the processor", "hidden_size", "top_k", "needs a window", "DEEP_USE_MODE"]
+    assert [reason.startswith(text) for reason, text in zip(found, beginnings, strict=True)] == [
+        True
+    ] * 5
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hidden_size",
+        "intermediate_size",
+        "num_local_experts",
+        "top_k",
+        "max_tokens_per_rank",
+        "max_recv_slots",
+    ],
+)
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "8"])
+def test_sizes_that_are_none_are_refused(name: str, value: object) -> None:
+    bad: dict[str, object] = {name: value}
+    with pytest.raises(ConfigError, match=f"{name} is {value!r}, expected an integer of at least"):
+        replace(SPEC, **bad)  # pyright: ignore[reportArgumentType]
+
+
+def test_only_the_budget_may_be_none() -> None:
+    assert replace(SPEC, max_recv_slots=None).max_recv_slots is None
+    with pytest.raises(ConfigError, match="top_k is None"):
+        replace(SPEC, top_k=None)  # pyright: ignore[reportArgumentType]
+
+
+def test_mode_2_documents_no_sizes() -> None:
+    spec = replace(SPEC, hidden_size=100, intermediate_size=30, num_local_experts=40, top_k=16)
+    assert reasons_of("mode 2", spec) == []

@@ -1,0 +1,64 @@
+"""Scales in int64: every bit of float32 comes back, and the upper 19 are what they were."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epcomm import ShapeError
+from epcomm.fuseep.scale_bits import bits_of_scales, scales_of_bits
+from tests.fuseep.checkpoint import GOLDEN
+
+quick = settings(max_examples=50, deadline=None, derandomize=True)
+words = st.integers(-(2**31), 2**31 - 1)
+SPECIAL = [0, -(2**31), 1, -(2**31) + 1, 0x7FFFFF, 0x800000, 0x7F800000, 0x7FC00001, -1]
+
+
+@pytest.mark.parametrize("case", GOLDEN["int64_scale"], ids=lambda case: case["float32_bits"])
+def test_bits_are_the_golden_ones(case: dict[str, Any]) -> None:
+    scale = struct.unpack(">f", bytes.fromhex(case["float32_bits"]))[0]
+    bits = bits_of_scales(torch.tensor([scale]))
+    assert bits.dtype == torch.int64
+    assert bits.tolist() == [case["int64"]]
+    # What the device reads.
+    upper = scales_of_bits(bits & 0xFFFFE000, [1])
+    assert struct.pack(">f", upper.item()).hex() == case["top_19_bits"]
+    assert upper.item() == pytest.approx(case["top_19_bits_value"], rel=1e-8, abs=0)
+
+
+@quick
+@given(st.lists(words, max_size=6).map(lambda drawn: SPECIAL + drawn))
+def test_every_float32_comes_back_to_the_bit(drawn: list[int]) -> None:
+    scales = torch.tensor(drawn, dtype=torch.int32).view(torch.float32).view(-1, 1)
+    bits = bits_of_scales(scales)
+    assert bits.tolist() == drawn
+    restored = scales_of_bits(bits, scales.shape)
+    assert restored.shape == scales.shape
+    assert restored.view(torch.int32).flatten().tolist() == drawn
+
+
+@quick
+@given(st.floats(2.0**-126, 2.0**127, width=32))
+def test_the_device_sees_a_thousandth_less_at_most(scale: float) -> None:
+    bits = bits_of_scales(torch.tensor([scale]))
+    seen = scales_of_bits(bits & 0xFFFFE000, [1]).double().item()
+    assert scale * (1 - 2.0**-10) <= seen <= scale
+
+
+def test_scales_are_flattened_in_row_major_order_wherever_they_lie() -> None:
+    scales = torch.arange(1.0, 7.0).view(3, 2).T
+    restored = scales_of_bits(bits_of_scales(scales), (2, 3))
+    assert bits_of_scales(scales).shape == (6,)
+    assert torch.equal(restored, scales)
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(ShapeError, match=r"scales are torch.bfloat16, expected torch.float32"):
+        bits_of_scales(torch.ones(2, dtype=torch.bfloat16))
+    with pytest.raises(ShapeError, match=r"bits are torch.int32, expected torch.int64"):
+        scales_of_bits(torch.ones(2, dtype=torch.int32), [2])

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.config import EPConfig
+from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.phases import PhaseDispatchers
 from epcomm.errors import ConfigError
+from epcomm.fuseep.path import FuseEPPath
 from epcomm.group import EPGroup
+from epcomm.pipeline import PipelinePath
 from epcomm.planning import MoESpec, plan
-from epcomm.records import Route, TopKOutput, empty_topk
-from epcomm.registry import runner_class
+from epcomm.records import PathOutput, TopKOutput, empty_topk
+from epcomm.runners.base import ExpertRunner
 from epcomm.sharding import ExpertShard, local_share, tag_as_sharded
 from epcomm.survey import refuse_plan
 from epcomm.untraced import untraced
@@ -83,10 +85,11 @@ class ExpertParallelExperts(nn.Module):
         except ConfigError as error:
             refuse_plan(group, error)
         self.plan = plan(config, spec, group, weights=weights)
-        self.phases = PhaseDispatchers(group, spec, config, self.plan)
-        assert self.plan.runner is not None, "plan() was given the weights"
-        profile = self.plan.prefill.int8_profile
-        self.runner = runner_class(self.plan.runner)(int8_profile=profile)
+        self.path: PipelinePath | FuseEPPath = (
+            FuseEPPath(group, spec, config, self.plan.prefill)
+            if self.plan.prefill.mode is Mode.FUSEEP
+            else PipelinePath(group, spec, config, self.plan)
+        )
         self.group = group
         self.config = config
         self.is_decoding = False
@@ -103,6 +106,24 @@ class ExpertParallelExperts(nn.Module):
     def num_experts(self) -> int:
         """P, of all ranks."""
         return self._spec.num_experts
+
+    @property
+    def phases(self) -> PhaseDispatchers:
+        """The dispatchers of both phases, for those who drive a batch themselves.
+
+        Raises:
+            ConfigError: mode fuseep has none.
+        """
+        return self._pipeline("dispatchers").phases
+
+    @property
+    def runner(self) -> ExpertRunner:
+        """What computes the experts between dispatch and combine.
+
+        Raises:
+            ConfigError: mode fuseep has none.
+        """
+        return self._pipeline("runner").runner
 
     @property
     def weights(self) -> ExpertTensors:
@@ -129,11 +150,9 @@ class ExpertParallelExperts(nn.Module):
         """
         weights = self.weights
         decode = self.is_decoding if decode is None else decode
-        dispatcher = self.phases.of_phase(decode=decode)
-        out = dispatcher.dispatch(x, topk, experts_need_grad=weights.requires_grad)
-        y = dispatcher.combine(self.runner.run(out, weights))
-        self._count(x.shape[0], out.route)
-        return y
+        out = self.path.run(x, topk, weights, decode=decode)
+        self._count(x.shape[0], out)
+        return out.y
 
     def idle(self, carry: Tensor) -> Tensor:
         """See ExpertParallelLayer."""
@@ -146,7 +165,7 @@ class ExpertParallelExperts(nn.Module):
 
     def check(self) -> None:
         """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""
-        self.phases.check()
+        self.path.check()
 
     def explain(self) -> str:
         """What was chosen and rejected and why, as text."""
@@ -154,7 +173,7 @@ class ExpertParallelExperts(nn.Module):
 
     def stats(self) -> EPStats:
         """Counts since construction. Local; no host sync."""
-        return replace(self._stats, traffic=self.phases.traffic())
+        return replace(self._stats, traffic=self.path.traffic())
 
     def extra_repr(self) -> str:
         return f"{self._kind.format.activation.value}, {self.group.where}"
@@ -172,16 +191,21 @@ class ExpertParallelExperts(nn.Module):
             tag_as_sharded(parameter, shard)
             self.register_parameter(self._names[role], parameter)
 
-    def _count(self, num_tokens: int, route: Route) -> None:
-        old, index = self._stats, route.index
-        used, num_rows = index.host_num_slots_per_expert, route.num_rows
-        allocated = num_rows if index.row_of_slot is None else index.row_of_slot.shape[0]
-        num_slots = allocated if used is None else sum(used)
+    def _pipeline(self, what: str) -> PipelinePath:
+        if not isinstance(self.path, PipelinePath):
+            raise ConfigError(
+                f"ExpertParallelExperts: mode fuseep has no {what} ({self.group.where}); its "
+                "operator does everything in one call, layer.path.run()"
+            )
+        return self.path
+
+    def _count(self, num_tokens: int, out: PathOutput) -> None:
+        old, num_slots = self._stats, out.num_slots
         self._stats = replace(
             old,
             num_calls=old.num_calls + 1,
             num_tokens=old.num_tokens + num_tokens,
-            num_rows=old.num_rows + num_rows,
+            num_rows=old.num_rows + out.num_rows,
             num_slots=old.num_slots + num_slots,
             max_slots=max(old.max_slots, num_slots),
         )

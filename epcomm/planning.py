@@ -18,7 +18,7 @@ from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
 from epcomm.errors import BackendUnavailable, ConfigError
-from epcomm.registry import buffer_class, buffer_family, runner_class
+from epcomm.registry import backend_class, backend_family, fused_class, runner_class
 from epcomm.survey import DECODE, PREFILL, RUNNER, phase_configs, survey_group, survey_rank
 from epcomm.types import (
     ROW_MAJOR,
@@ -94,11 +94,11 @@ class PhasePlan:
 
     def regions(self) -> tuple[Region, ...]:
         """Memory of one call, in order of use."""
-        return buffer_class(self.backend).region_bytes(self.buffer_spec, self.world_size)
+        return backend_class(self.backend).region_bytes(self.buffer_spec, self.world_size)
 
     def wire_bytes(self, call: CallShape, *, backward: bool = False) -> BufferTraffic:
         """Bytes that one rank sends to other ranks in `call`, or in its backward."""
-        return buffer_class(self.backend).wire_bytes(self.buffer_spec, call, backward=backward)
+        return backend_class(self.backend).wire_bytes(self.buffer_spec, call, backward=backward)
 
     def header_bytes(self) -> int:
         """Bytes of counts, faults and flags that a rank sends in each dispatch."""
@@ -177,7 +177,8 @@ class EPPlan:
 
     prefill: for prefill and training.   decode: the same object, except in mode auto; None where
         something is missing for it, which decode_lacks says.
-    runner: runner registry name; None if the plan was made without expert weights.
+    runner: runner registry name; None if the plan was made without expert weights, and in mode
+        fuseep, whose operators compute them.
     rejected_runners: those that cannot compute these experts.
     """
 
@@ -201,6 +202,8 @@ class EPPlan:
             lines.append(f"no decode: {self.decode_lacks}")
         if self.runner is not None:
             lines.append(f"runner {self.runner}")
+        if self.prefill.mode is Mode.FUSEEP:
+            lines.append(f"experts computed by {self.prefill.backend} itself; y comes reduced")
         lines += [f"rejected runner {text}" for text in _grouped(self.rejected_runners)]
         return "\n".join(lines)
 
@@ -246,7 +249,7 @@ def plan(
     if chosen.decode is None:
         lacks = "set EPConfig.max_tokens_per_rank, because low latency has static sizes"
         chosen = replace(chosen, decode_lacks=lacks)
-    if weights is None:
+    if weights is None or prefill.mode is Mode.FUSEEP:
         return chosen
     return _with_runner(chosen, config, survey.verdicts[RUNNER], weights)
 
@@ -273,7 +276,7 @@ def _plan_phase(
     mode = Mode(config.mode)
     experts = None if weights is None else weights.wire_format.dtype
     backend = _choose_backend(config, mode, verdicts)
-    caps = buffer_class(backend).caps(mode)
+    caps = backend_class(backend).caps(mode)
     return PhasePlan(
         mode=mode,
         backend=backend,
@@ -282,14 +285,19 @@ def _plan_phase(
         weights_applied_by=_who_applies_weights(caps),
         world_size=world_size,
         rejected=_rejections(verdicts),
-        int8_profile=Int8Profile(config.int8_profile or Int8Profile.RINT127),
+        int8_profile=_int8_profile(config, mode, backend),
         rounds_int8=WireDtype.INT8 in (spec.dispatch_format.dtype, experts),
     )
 
 
+def _int8_profile(config: EPConfig, mode: Mode, backend: str) -> Int8Profile:
+    own = fused_class(backend).int8_profile if mode is Mode.FUSEEP else Int8Profile.RINT127
+    return Int8Profile(config.int8_profile or own)
+
+
 def _choose_backend(config: EPConfig, mode: Mode, verdicts: Mapping[str, Availability]) -> str:
     if config.backend != "auto":
-        family = buffer_family(config.backend)
+        family = backend_family(config.backend, mode)
         for name in family:
             if verdicts[name].ok:
                 return name

@@ -241,6 +241,18 @@ DispatchOutput = RowsDispatchOutput | MaskedDispatchOutput
 CombineInput = RowsCombineInput | MaskedCombineInput
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PathOutput:
+    """y of one call, [T, H], and what it took on this rank.
+
+    num_rows: received.   num_slots: computed, where the host knows, else those allocated.
+    """
+
+    y: Tensor
+    num_rows: int
+    num_slots: int
+
+
 class Pending(Generic[T_co]):
     """The unfinished half of an asynchronous dispatch or combine.
 

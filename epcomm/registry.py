@@ -99,6 +99,18 @@ def buffer_family(name: str) -> tuple[str, ...]:
     return (name,)
 
 
+def backend_family(name: str, mode: Mode) -> tuple[str, ...]:
+    """As buffer_family(), or of the fused operators in mode fuseep.
+
+    Raises:
+        ConfigError: no such name; the message lists those that exist.
+    """
+    if mode is not Mode.FUSEEP:
+        return buffer_family(name)
+    fused_class(name)
+    return (name,)
+
+
 def runner_class(name: str) -> type[ExpertRunner]:
     """The ExpertRunner class registered as `name`.
 

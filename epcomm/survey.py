@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING, NoReturn
 
 from epcomm.buffers.base import Availability, BufferCaps, BufferSpec
 from epcomm.config import EPConfig, Mode, environment
-from epcomm.errors import BackendUnavailable, ConfigError, EPError
+from epcomm.errors import ConfigError, EPError
 from epcomm.quantization import QUANTIZED_FORMATS
-from epcomm.registry import BUFFERS, RUNNERS, buffer_class, buffer_family, runner_class
+from epcomm.registry import (
+    RUNNERS,
+    backend_class,
+    backend_family,
+    backend_names,
+    fused_class,
+    runner_class,
+)
 from epcomm.types import ScaleDtype, WireDtype, WireFormat
 
 if TYPE_CHECKING:
@@ -42,18 +49,8 @@ class Survey:
 
 
 def phase_configs(config: EPConfig) -> dict[str, EPConfig]:
-    """What is asked for in each phase; without DECODE, decode is as prefill or unavailable.
-
-    Raises:
-        BackendUnavailable: the mode is not built.
-    """
+    """What is asked for in each phase; without DECODE, decode is as prefill or unavailable."""
     mode = Mode(config.mode)
-    if mode is Mode.FUSEEP:
-        built = sorted(other.value for other in Mode if other is not Mode.FUSEEP)
-        raise BackendUnavailable(
-            f"plan: mode is fuseep, expected one of {built}, because the fused path is not built "
-            "yet; change EPConfig.mode"
-        )
     if mode is not Mode.AUTO:
         return {PREFILL: config}
     max_tokens = config.max_tokens_per_rank
@@ -79,10 +76,9 @@ def survey_rank(
 
     Raises:
         ConfigError: the layer or the configuration cannot be served by anything.
-        BackendUnavailable: the mode is not built.
     """
     if config.backend != "auto":
-        buffer_family(config.backend)
+        backend_family(config.backend, Mode(config.mode))
     if config.runner != "auto":
         runner_class(config.runner)
     if weights is not None:
@@ -90,12 +86,19 @@ def survey_rank(
     configs = phase_configs(config)
     wanted = WireFormat.of(spec.dtype) if weights is None else weights.wire_format
     specs = {phase: _buffer_spec(each, spec, world_size, wanted) for phase, each in configs.items()}
+    is_fused = Mode(config.mode) is Mode.FUSEEP
+    if is_fused and weights is not None:
+        sized = replace(specs[PREFILL], intermediate_size=weights.intermediate_size)
+        specs = {PREFILL: sized}
     _check_int8_profile(config, specs[PREFILL].dispatch_format, wanted)
     verdicts = {
-        phase: {name: _probe(name, each, specs[phase], world_size, group) for name in BUFFERS}
+        phase: {
+            name: _probe(name, each, specs[phase], world_size, group, weights)
+            for name in backend_names(Mode(each.mode))
+        }
         for phase, each in configs.items()
     }
-    if weights is not None:
+    if weights is not None and not is_fused:
         # Runners of other experts and devices are no candidates, unless one is asked for.
         candidates = [
             name
@@ -115,7 +118,6 @@ def survey_group(
     Raises:
         ConfigError: ranks disagree on the configuration or the layer, or some rank cannot plan; on
             every rank.
-        BackendUnavailable: the mode is not built.
     """
     group.limit_waits(config.timeout_s)
     record = {_ERROR: ""} | _as_record(config) | _as_record(spec) | _describe_experts(weights)
@@ -282,10 +284,15 @@ def _wire_format(dtype: WireDtype, hidden_format: WireFormat, wanted: WireFormat
 
 
 def _probe(
-    name: str, config: EPConfig, spec: BufferSpec, world_size: int, group: EPGroup | None
+    name: str,
+    config: EPConfig,
+    spec: BufferSpec,
+    world_size: int,
+    group: EPGroup | None,
+    weights: ExpertTensors | None,
 ) -> Availability:
     """Everything that keeps one backend from serving a phase on this rank."""
-    buffer, mode = buffer_class(name), Mode(config.mode)
+    buffer, mode = backend_class(name), Mode(config.mode)
     if mode not in buffer.modes:
         serves = ", ".join(sorted(m.value for m in buffer.modes))
         return Availability(ok=False, reasons=(f"serves {serves}, not {mode.value}",))
@@ -301,13 +308,27 @@ def _probe(
         reasons.append("slots arrive in any order, and EPConfig.deterministic is set")
     if caps.serves_replicated != config.replicated:
         reasons.append(f"needs EPConfig.replicated = {caps.serves_replicated}")
-    if config.runner != "auto" and caps.layout not in runner_class(config.runner).layouts:
+    if mode is Mode.FUSEEP:
+        reasons += _fused_reasons(name, config, weights)
+    elif config.runner != "auto" and caps.layout not in runner_class(config.runner).layouts:
         reasons.append(f"hands out {caps.layout.value}, which runner {config.runner} does not read")
     reasons += _limit_reasons(spec, caps, mode)
     reasons += buffer.lacks(mode, spec, world_size)
     if group is not None:
         reasons += _group_reasons(group, caps)
     return Availability(ok=not reasons, reasons=tuple(reasons))
+
+
+def _fused_reasons(name: str, config: EPConfig, weights: ExpertTensors | None) -> list[str]:
+    """What a pipeline leaves to its runner."""
+    operator, reasons = fused_class(name), []
+    if weights is not None:
+        reasons += operator.supports(weights).reasons
+    if config.runner != "auto":
+        reasons.append(f"computes experts itself, without runner {config.runner}; leave it auto")
+    if config.int8_profile not in (None, operator.int8_profile):
+        reasons.append(f"rounds INT8 by {operator.int8_profile.value}, not {config.int8_profile}")
+    return reasons
 
 
 def _group_reasons(group: EPGroup, caps: BufferCaps) -> list[str]:

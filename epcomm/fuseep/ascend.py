@@ -15,16 +15,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from epcomm.fuseep.limits import (
-    MAX_CALL_TOKENS,
-    dispatch_ffn_combine_reasons,
-    dispatch_ffn_combine_window_bytes,
-    fused_deep_moe_reasons,
-    fused_deep_moe_window_bytes,
-    max_received_rows,
-)
-from epcomm.fuseep.spec import FuseEPSpec
-from epcomm.fuseep.weights import DispatchFFNCombineWeights, FusedDeepMoEWeights, PackedWeights
 from torch import Tensor
 
 from epcomm.ascend_facts import this_soc
@@ -43,10 +33,20 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import Mode, environment
 from epcomm.errors import BackendUnavailable
 from epcomm.fuseep.base import FusedBackend, FuseEPResult, check_packed
+from epcomm.fuseep.limits import (
+    MAX_CALL_TOKENS,
+    dispatch_ffn_combine_reasons,
+    dispatch_ffn_combine_window_bytes,
+    fused_deep_moe_reasons,
+    fused_deep_moe_window_bytes,
+    max_received_rows,
+)
+from epcomm.fuseep.spec import FuseEPSpec
+from epcomm.fuseep.weights import DispatchFFNCombineWeights, FusedDeepMoEWeights, PackedWeights
 from epcomm.ops.holes import fill_holes
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.quantized_weights import Int8ChannelWeights
-from epcomm.types import Layout, WeightsAppliedBy, WireDtype
+from epcomm.types import Int8Profile, Layout, WeightsAppliedBy, WireDtype
 
 AscendPackedT = TypeVar("AscendPackedT", bound=PackedWeights)
 
@@ -173,7 +173,13 @@ class AscendFused(ForeignCalls, FusedBackend[AscendPackedT]):
         self._count(chunks, counts)
         parts = [y for (y, _), chunk in zip(outputs, chunks, strict=True) if not chunk.is_dummy]
         y = torch.cat(parts) if parts else call.hidden_states
-        return FuseEPResult(y=y.masked_fill(has_failed, float("nan")), num_slots_per_expert=counts)
+        most = len(chunks) * max_received_rows(self._sizes, self._world_size)
+        return FuseEPResult(
+            y=y.masked_fill(has_failed, float("nan")),
+            num_slots_per_expert=counts,
+            num_slots=most,
+            num_rows=most,
+        )
 
     def _chunks(self, x: Tensor, ids: Tensor, weights: Tensor) -> Iterator[_Chunk]:
         """As many on every rank: the operator waits for all of them."""
@@ -274,6 +280,7 @@ class DispatchFFNCombine(AscendFused[DispatchFFNCombineWeights]):
     """Mode 2: float16 between the products, which overflows beyond 65504."""
 
     name: ClassVar[str] = "dispatch_ffn_combine"
+    int8_profile: ClassVar[Int8Profile] = Int8Profile.DIVTRUNC16
     kind: ClassVar[type[PackedWeights]] = DispatchFFNCombineWeights
     has_slot_budget: ClassVar[bool] = True
 

@@ -8,33 +8,49 @@ from typing import ClassVar, Generic, Literal, TypeVar
 
 from torch import Tensor
 
-from epcomm.buffers.base import Backend, DispatchCall
+from epcomm.buffers.base import Availability, Backend, DispatchCall
 from epcomm.config import Mode
 from epcomm.quantized_weights import Int8ChannelWeights
+from epcomm.records import PathOutput
+from epcomm.types import Int8Profile
+from epcomm.weights import ExpertTensors
 
 PackedT = TypeVar("PackedT")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class FuseEPResult:
-    """What a call returns.
+class FuseEPResult(PathOutput):
+    """What a call returns; y is weighted and summed over the experts of all ranks.
 
-    y: [T, H], dtype of the hidden states; weighted and summed over the experts of all ranks.
     num_slots_per_expert: [L], int32, on the device: (token, expert) pairs that this rank computed,
         with the substitutes of weight 0 for entries without an expert and for calls without tokens.
     is_reduced: y is complete; adding it up over ranks once more would multiply it.
     """
 
-    y: Tensor
     num_slots_per_expert: Tensor
     is_reduced: Literal[True] = True
 
 
 class FusedBackend(Backend, Generic[PackedT]):
-    """Dispatches, computes and combines W8A8 experts in one operation; for inference."""
+    """Dispatches, computes and combines W8A8 experts in one operation; for inference.
+
+    int8_profile: arithmetic of its rows.
+    """
 
     name: ClassVar[str]
+    int8_profile: ClassVar[Int8Profile] = Int8Profile.RINT127
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.FUSEEP})
+
+    @classmethod
+    def supports(cls, weights: ExpertTensors) -> Availability:
+        """Whether it can compute these experts. Local; pure."""
+        if isinstance(weights, Int8ChannelWeights):
+            return Availability(ok=True)
+        reason = (
+            f"computes W8A8 experts, Int8ChannelWeights, not {type(weights).__name__}; quantise "
+            "them, or take a mode with dispatchers"
+        )
+        return Availability(ok=False, reasons=(reason,))
 
     @classmethod
     @abstractmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from epcomm.group import EPGroup
 from epcomm.planning import MoESpec, PhasePlan
 from epcomm.quantized_weights import Int8ChannelWeights
 from epcomm.records import TopKOutput, empty_topk
+from epcomm.weights import ExpertTensors
 
 
 class FuseEPPath:
@@ -43,7 +46,12 @@ class FuseEPPath:
         self._checks_calls = config.check_calls
 
     def run(
-        self, hidden_states: Tensor, topk: TopKOutput, weights: Int8ChannelWeights
+        self,
+        hidden_states: Tensor,
+        topk: TopKOutput,
+        weights: ExpertTensors,
+        *,
+        decode: bool = False,
     ) -> FuseEPResult:
         """Compute the routed experts of this rank's tokens.
 
@@ -52,6 +60,7 @@ class FuseEPPath:
             topk: topk_ids [T, K], int64, -1 for none; topk_weights [T, K], float32.
             weights: this rank's experts as in the checkpoint; packed at the first call, and anew
                 when they have changed.
+            decode: either phase goes this way.
 
         Collective: yes.   Host sync: caps.host_reads times; with check_calls one more.
         Lifetime: the caller owns the result.
@@ -68,6 +77,7 @@ class FuseEPPath:
         error = refusal or find_call_error(
             hidden_states, topk, self._spec, self._dtype, self._group.device, self._group.where
         )
+        assert isinstance(weights, Int8ChannelWeights), "the plan was made for such"
         experts = self._packed.of(weights)
         result = self._operator.run(self._call(hidden_states, topk, error), experts)
         if refusal is not None:
@@ -75,10 +85,7 @@ class FuseEPPath:
         if error is not None:
             # A static operator has not raised: this rank took part without tokens.
             shape = (num_tokens, self._spec.hidden_size)
-            result = FuseEPResult(
-                y=result.y.new_full(shape, float("nan")),
-                num_slots_per_expert=result.num_slots_per_expert,
-            )
+            result = replace(result, y=result.y.new_full(shape, float("nan")))
         if self._checks_calls:
             self.check()
         return result

@@ -102,6 +102,8 @@ class FuseEPReference(FusedBackend[Int8ChannelWeights]):
         return FuseEPResult(
             y=combined.y.to(call.hidden_states.dtype),
             num_slots_per_expert=out.index.num_slots_per_expert,
+            num_slots=sum(counts),
+            num_rows=out.route.num_rows,
         )
 
     def check(self) -> None:

@@ -22,7 +22,7 @@ from epcomm.quantized_weights import Int8ChannelWeights
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _PackedWeights(ABC):
+class PackedWeights(ABC):
     """gate_up_proj: int8 [E, H, 2I].   The others: see the subclasses.
 
     E: experts of this rank. All contiguous, on one device; matrices in NZ where the device has it.
@@ -90,7 +90,7 @@ class _PackedWeights(ABC):
         """Field name to dtype and shape, from the shape of gate_up_proj."""
 
 
-class FusedDeepMoEWeights(_PackedWeights):
+class FusedDeepMoEWeights(PackedWeights):
     """Of mode 1: gate and up interleaved in tiles, scales in float32.
 
     gate_up_proj: int8 [E, H, 2I], interleaved.   gate_up_scale: float32 [E, 2I], interleaved alike.
@@ -129,7 +129,7 @@ class FusedDeepMoEWeights(_PackedWeights):
         }
 
 
-class DispatchFFNCombineWeights(_PackedWeights):
+class DispatchFFNCombineWeights(PackedWeights):
     """Of mode 2: gate columns, then up; scales as the bits of float32 in int64.
 
     gate_up_proj: int8 [E, H, 2I].   gate_up_scale: int64 [E * 2I].
@@ -167,7 +167,7 @@ class DispatchFFNCombineWeights(_PackedWeights):
         }
 
 
-def _check_source(cls: type[_PackedWeights], weights: object) -> None:
+def _check_source(cls: type[PackedWeights], weights: object) -> None:
     """Python runs what a type checker would refuse."""
     if not isinstance(weights, Int8ChannelWeights):
         raise ConfigError(

@@ -20,6 +20,7 @@ from epcomm.config import EPConfig, Mode
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
 from epcomm.quantization import QUANTIZED_FORMATS, dequantize, quantize
+from epcomm.quantized_weights import Int8ChannelWeights
 from epcomm.records import TopKOutput
 from epcomm.testing.buffer_suite import BATCH_SPECS
 from epcomm.testing.data import ACTIVATIONS, BatchSpec, RankBatch, make_batch, make_weights
@@ -34,6 +35,10 @@ FP32_TOLERANCE = 1e-5
 # and y; gradients go through twice as many. 16 roundings of the largest value, all in one
 # direction.
 BF16_TOLERANCE = 16 * 2.0**-9
+# What W8A8 adds: between the products activations become codes, each off by half a step, the row's
+# largest / 254. Such errors add up like y itself, so y is off by largest / rms / 254 / sqrt(3) of
+# its size; with a largest of ten times the rms, and as much again for the tail.
+W8A8_TOLERANCE = BF16_TOLERANCE + 2 * 10 / 254 / 3**0.5
 
 
 class Layer(Protocol):
@@ -60,6 +65,9 @@ class LayerEnv:
         carries without loss, but for the last bit of a scale.
     hidden_size, dtype: of all batches, where the backend does not take any.
     poisons: memory that nobody has written is NaN, but where a package refuses torch's switch.
+    is_w8a8: make_layer quantises the experts; then they are such as INT8 codes carry without loss,
+        but for the last bit of a scale.
+    intermediate_size: I of the experts.
     """
 
     group: EPGroup
@@ -70,10 +78,14 @@ class LayerEnv:
     hidden_size: int | None = None
     dtype: torch.dtype | None = None
     poisons: bool = True
+    is_w8a8: bool = False
+    intermediate_size: int = 16
 
     @property
     def tolerance(self) -> float:
         """What results may be off by, relative to the largest."""
+        if self.is_w8a8:
+            return W8A8_TOLERANCE
         return BF16_TOLERANCE if self.dtype is torch.bfloat16 else FP32_TOLERANCE
 
     def adapted(self, spec: BatchSpec) -> BatchSpec:
@@ -120,8 +132,17 @@ class LayerEnv:
 
     def weights(self, spec: BatchSpec, number: int = 0) -> ExpertWeights:
         """Experts `number` of all ranks."""
-        world_size, device = self.group.world_size, self.group.device
-        return make_weights(spec, world_size, number=number, device=device)
+        weights = make_weights(
+            spec,
+            self.group.world_size,
+            intermediate_size=self.intermediate_size,
+            number=number,
+            device=self.group.device,
+        )
+        if not self.is_w8a8:
+            return weights
+        carried = Int8ChannelWeights.from_unquantized(weights).dequantized()
+        return replace(weights, **carried)
 
 
 def pipeline_env(

@@ -1,0 +1,51 @@
+"""PipelinePath: dispatch, experts, combine, by the dispatchers and the runner of a plan."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.config import EPConfig
+from epcomm.dispatchers.phases import PhaseDispatchers
+from epcomm.group import EPGroup
+from epcomm.planning import EPPlan, MoESpec
+from epcomm.records import PathOutput, Route, TopKOutput
+from epcomm.registry import runner_class
+from epcomm.weights import ExpertTensors
+
+
+class PipelinePath:
+    """A layer's way in all modes but fuseep."""
+
+    def __init__(self, group: EPGroup, spec: MoESpec, config: EPConfig, chosen: EPPlan) -> None:
+        """Open what `chosen` names; it was planned with weights, and with the same arguments.
+
+        Collective: yes.   Host sync: yes.
+        """
+        self.phases = PhaseDispatchers(group, spec, config, chosen)
+        assert chosen.runner is not None, "plan() was given the weights"
+        self.runner = runner_class(chosen.runner)(int8_profile=chosen.prefill.int8_profile)
+
+    def run(
+        self, x: Tensor, topk: TopKOutput, weights: ExpertTensors, *, decode: bool
+    ) -> PathOutput:
+        """See ExpertParallelExperts.forward."""
+        dispatcher = self.phases.of_phase(decode=decode)
+        out = dispatcher.dispatch(x, topk, experts_need_grad=weights.requires_grad)
+        y = dispatcher.combine(self.runner.run(out, weights))
+        return PathOutput(y=y, num_rows=out.route.num_rows, num_slots=_num_slots(out.route))
+
+    def check(self) -> None:
+        """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""
+        self.phases.check()
+
+    def traffic(self) -> BufferTraffic:
+        """Bytes sent by the buffers of both phases."""
+        return self.phases.traffic()
+
+
+def _num_slots(route: Route) -> int:
+    used, row_of_slot = route.index.host_num_slots_per_expert, route.index.row_of_slot
+    if used is not None:
+        return sum(used)
+    return route.num_rows if row_of_slot is None else row_of_slot.shape[0]

@@ -16,7 +16,7 @@ from epcomm.config import EPConfig, Mode, environment
 from epcomm.errors import BackendUnavailable, ConfigError, EPError
 from epcomm.quantization import QUANTIZED_FORMATS
 from epcomm.registry import BUFFERS, RUNNERS, buffer_class, buffer_family, runner_class
-from epcomm.types import ScaleDtype, WireDtype, WireFormat
+from epcomm.types import Int8Profile, ScaleDtype, WireDtype, WireFormat
 
 if TYPE_CHECKING:
     from epcomm.collectives.base import Scalar
@@ -293,6 +293,8 @@ def _probe(
     if spec.dispatch_format.dtype not in caps.wire_dtypes:
         carried = sorted(dtype.value for dtype in caps.wire_dtypes)
         reasons.append(f"carries {carried}, not {spec.dispatch_format}")
+    elif spec.dispatch_format.dtype is WireDtype.INT8:
+        reasons += _int8_reasons(config, caps)
     if caps.max_top_k is not None and spec.top_k > caps.max_top_k:
         reasons.append(f"top_k is {spec.top_k}, at most {caps.max_top_k}")
     if spec.hidden_size % caps.hidden_multiple:
@@ -308,6 +310,15 @@ def _probe(
     if group is not None:
         reasons += _group_reasons(group, caps)
     return Availability(ok=not reasons, reasons=tuple(reasons))
+
+
+def _int8_reasons(config: EPConfig, caps: BufferCaps) -> list[str]:
+    """A package that makes the INT8 rows itself does it in its own way."""
+    profile = Int8Profile(config.int8_profile or Int8Profile.RINT127)
+    if profile in caps.int8_profiles:
+        return []
+    made = ", ".join(sorted(each.value for each in caps.int8_profiles))
+    return [f"makes INT8 rows by {made}, but EPConfig.int8_profile is {profile.value}"]
 
 
 def _group_reasons(group: EPGroup, caps: BufferCaps) -> list[str]:

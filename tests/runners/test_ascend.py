@@ -25,6 +25,7 @@ from epcomm import (
     MoESpec,
     RowsDispatchOutput,
     ShapeError,
+    WireDtype,
     WireFormat,
     WireTensor,
     plan,
@@ -45,6 +46,7 @@ from epcomm.types import WeightsAppliedBy
 from epcomm.weights import ExpertTensors
 from tests.ops.indices import index_of
 from tests.quantized_model import assert_within, expert_model
+from tests.testing.ascend.recorded import golden, tensor_of
 
 NUM_EXPERTS, HIDDEN, INNER = 3, 64, 48
 SPEC = BatchSpec(
@@ -200,6 +202,25 @@ def test_the_first_product_of_two_operators_is_one_of_them(spy: Spy) -> None:
     assert [format_of(args[1][0]) for args in grouped] == [ACL_FORMAT_NZ]
 
 
+@pytest.mark.parametrize(
+    ("name", "operator"),
+    [("ascend", "npu_grouped_matmul"), ("ascend_swiglu_quant", "npu_grouped_matmul_swiglu_quant")],
+)
+def test_rows_become_codes_in_the_arithmetic_of_the_runner(
+    name: str, operator: str, spy: Spy
+) -> None:
+    """On rows whose codes differ between the two."""
+    profiles, index = golden("ascend_quant_profiles"), batch_index()
+    rows = tensor_of(profiles["x"])[[5, 6, 8]].repeat(3, HIDDEN // 16)
+    calls = spy(operator)
+    wire = WireTensor(data=rows, format=WireFormat.of(torch.bfloat16))
+    make_runner(name).run(record(wire, index), int8_weights())
+    profile = "div" if name == "ascend_swiglu_quant" else "rint127"
+    recorded = tensor_of(profiles["profiles"][profile]["codes"])[[5, 6, 8]]
+    codes = calls[0][0] if name == "ascend_swiglu_quant" else calls[0][0][0]
+    assert torch.equal(codes, recorded.repeat(3, HIDDEN // 16)[index.row_of_slot])
+
+
 def write_in_place(tensors: dict[str, Tensor], new: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         tensor.copy_(new[name])
@@ -239,6 +260,19 @@ def test_copies_are_made_once_and_again_after_a_reload(
     tensors["down_proj"].zero_()
     assert not run().any()
     assert len(casts) == 3
+
+
+def test_another_tensor_at_the_old_address_is_seen() -> None:
+    """As where memory was given back and taken again: nothing but the object tells them apart."""
+    runner, sent, weights = AscendNZRunner(), plain_record(batch_index()), int8_weights()
+    memory = weights.down_proj.numpy()
+    before, after = (
+        weights.with_tensors(weights.tensors() | {"down_proj": torch.from_numpy(memory)})
+        for _ in range(2)
+    )
+    assert runner.run(sent, before).hidden_states.any()
+    memory[:] = 0
+    assert not runner.run(sent, after).hidden_states.any()
 
 
 def test_forgotten_copies_are_made_again() -> None:
@@ -428,7 +462,7 @@ def test_a_package_that_makes_int8_rows_in_its_own_way_is_no_help(
         with pytest.raises(BackendUnavailable, match=wanted):
             plan(config, LARGE, world_size=2, weights=weights)
         # Rows that travel in bfloat16 become codes in the runner.
-        unquantised = replace(config, dispatch_dtype="bf16")
+        unquantised = replace(config, dispatch_dtype=WireDtype.BF16)
         chosen = plan(unquantised, LARGE, world_size=2, weights=weights)
         assert chosen.runner == "ascend_swiglu_quant"
 

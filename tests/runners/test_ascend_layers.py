@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from epcomm import EPConfig, EPGroup, ExpertParallelExperts, Int8ChannelWeights, TopKOutput
+from epcomm import (
+    EPConfig,
+    EPGroup,
+    ExpertParallelExperts,
+    Int8ChannelWeights,
+    TopKOutput,
+    WireDtype,
+)
 from epcomm.testing.ascend import limits, registry
 from epcomm.testing.buffer_suite import BATCH_SPECS
 from epcomm.testing.data import make_batch, make_weights
@@ -19,7 +26,9 @@ from tests.quantized_model import model
 RUNNERS = {
     "ascend": EPConfig(mode="normal"),
     "ascend_nz": EPConfig(mode="normal"),
-    "ascend_swiglu_quant": EPConfig(mode="normal", dispatch_dtype="bf16", int8_profile="div"),
+    "ascend_swiglu_quant": EPConfig(
+        mode="normal", dispatch_dtype=WireDtype.BF16, int8_profile="div"
+    ),
 }
 # Of the largest result: single activations fall to the next of 127 codes, and bfloat16 rounds the
 # result of each slot and their sum, 2**-9 each.

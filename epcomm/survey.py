@@ -293,8 +293,6 @@ def _probe(
     if spec.dispatch_format.dtype not in caps.wire_dtypes:
         carried = sorted(dtype.value for dtype in caps.wire_dtypes)
         reasons.append(f"carries {carried}, not {spec.dispatch_format}")
-    elif spec.dispatch_format.dtype is WireDtype.INT8:
-        reasons += _int8_reasons(config, caps)
     if caps.max_top_k is not None and spec.top_k > caps.max_top_k:
         reasons.append(f"top_k is {spec.top_k}, at most {caps.max_top_k}")
     if spec.hidden_size % caps.hidden_multiple:
@@ -303,6 +301,8 @@ def _probe(
         reasons.append("slots arrive in any order, and EPConfig.deterministic is set")
     if caps.serves_replicated != config.replicated:
         reasons.append(f"needs EPConfig.replicated = {caps.serves_replicated}")
+    if spec.dispatch_format.dtype is WireDtype.INT8:
+        reasons += _int8_reasons(config, caps)
     if config.runner != "auto" and caps.layout not in runner_class(config.runner).layouts:
         reasons.append(f"hands out {caps.layout.value}, which runner {config.runner} does not read")
     reasons += _limit_reasons(spec, caps, mode)

@@ -47,6 +47,8 @@ RUNNERS: Mapping[str, str] = MappingProxyType(
         "fp8_triton": "epcomm.runners.fp8_triton:Fp8TritonRunner",
         "deep_gemm": "epcomm.runners.deep_gemm:DeepGemmRunner",
         "ascend": "epcomm.runners.ascend:AscendRunner",
+        "ascend_nz": "epcomm.runners.ascend_nz:AscendNZRunner",
+        "ascend_swiglu_quant": "epcomm.runners.ascend_swiglu_quant:AscendSwigluQuantRunner",
         "grouped_mm": "epcomm.runners.grouped_mm:GroupedMMRunner",
         "int8_triton": "epcomm.runners.int8_triton:Int8TritonRunner",
         "quantized_reference": "epcomm.runners.quantized_reference:QuantizedReferenceRunner",

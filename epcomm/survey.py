@@ -23,7 +23,7 @@ from epcomm.registry import (
     fused_class,
     runner_class,
 )
-from epcomm.types import ScaleDtype, WireDtype, WireFormat
+from epcomm.types import Int8Profile, ScaleDtype, WireDtype, WireFormat
 
 if TYPE_CHECKING:
     from epcomm.collectives.base import Scalar
@@ -310,8 +310,10 @@ def _probe(
         reasons.append(f"needs EPConfig.replicated = {caps.serves_replicated}")
     if mode is Mode.FUSEEP:
         reasons += _fused_reasons(name, config, weights)
-    elif config.runner != "auto" and caps.layout not in runner_class(config.runner).layouts:
-        reasons.append(f"hands out {caps.layout.value}, which runner {config.runner} does not read")
+    else:
+        reasons += _runner_reasons(config, caps)
+        if spec.dispatch_format.dtype is WireDtype.INT8:
+            reasons += _int8_reasons(config, caps)
     reasons += _limit_reasons(spec, caps, mode)
     reasons += buffer.lacks(mode, spec, world_size)
     if group is not None:
@@ -329,6 +331,21 @@ def _fused_reasons(name: str, config: EPConfig, weights: ExpertTensors | None) -
     if config.int8_profile not in (None, operator.int8_profile):
         reasons.append(f"rounds INT8 by {operator.int8_profile.value}, not {config.int8_profile}")
     return reasons
+
+
+def _runner_reasons(config: EPConfig, caps: BufferCaps) -> list[str]:
+    if config.runner == "auto" or caps.layout in runner_class(config.runner).layouts:
+        return []
+    return [f"hands out {caps.layout.value}, which runner {config.runner} does not read"]
+
+
+def _int8_reasons(config: EPConfig, caps: BufferCaps) -> list[str]:
+    """A package that makes the INT8 rows itself does it in its own way."""
+    profile = Int8Profile(config.int8_profile or Int8Profile.RINT127)
+    if profile in caps.int8_profiles:
+        return []
+    made = ", ".join(sorted(each.value for each in caps.int8_profiles))
+    return [f"makes INT8 rows by {made}, but EPConfig.int8_profile is {profile.value}"]
 
 
 def _group_reasons(group: EPGroup, caps: BufferCaps) -> list[str]:

@@ -29,6 +29,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 LAUNCHER = Path(__file__).parents[1] / "scripts" / "launch_multi_rank.sh"
 UNDER_LAUNCHER_ENV = "MULTI_RANK_TRANSPORT"  # set by the launcher: the transport
-BACKEND_ENV = "MULTI_RANK_BACKEND"  # set by the user: nccl runs the same tests on GPUs
+BACKEND_ENV = "MULTI_RANK_BACKEND"  # set by the user: nccl and hccl run the tests on devices
 RESULTS_ENV = "MULTI_RANK_RESULTS"  # set by the outer run: the folder for results
 
 # Seconds that a collective waits for a rank that does not come.
@@ -256,18 +257,27 @@ class InnerRun:
 @contextmanager
 def process_group() -> Iterator[None]:
     """The default process group, destroyed after a failure too: torch may abort otherwise."""
-    import torch  # slow, and useless to an empty selection
-    import torch.distributed as dist
+    import torch.distributed as dist  # slow, and useless to an empty selection
 
     backend = os.environ.get(BACKEND_ENV, "gloo")
-    if backend == "nccl":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    take_device(backend)
     dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_LIMIT_S))
     try:
         yield
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def take_device(backend: str) -> None:
+    """Let this rank use a device of its own, if the backend moves the memory of devices."""
+    if backend == "nccl":
+        import torch
+
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    elif backend == "hccl":
+        # Brings the backend, too.
+        import_module("torch_npu").npu.set_device(int(os.environ["LOCAL_RANK"]))
 
 
 def fail_if_skipped(report: pytest.CollectReport | pytest.TestReport) -> None:

@@ -1,10 +1,12 @@
 """The verdicts of the outer run; tests/scripts/test_launch_multi_rank.py runs real launches."""
 
+import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
-from tests.multi_rank import Launch, RankResult, World, describe_failure, judge
+from tests.multi_rank import Launch, RankResult, World, describe_failure, judge, take_device
 
 
 def result(rank: int, nodeid: str, *, failed_at_s: float | None = None) -> RankResult:
@@ -114,3 +116,14 @@ def test_a_missing_result_shows_where_the_rank_was_and_the_output() -> None:
     assert "no result from rank 1;" in text
     assert "the stack of rank 1" in text
     assert "the output" in text
+
+
+def test_a_rank_on_npus_takes_the_one_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    npu = SimpleNamespace(set_device=taken.append)
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu=npu))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    take_device("gloo")
+    assert taken == []
+    take_device("hccl")
+    assert taken == [3]

@@ -40,7 +40,7 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import Mode, environment
 from epcomm.ops.holes import fill_holes
 from epcomm.records import Route, SlotIndex
-from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireTensor
+from epcomm.types import Int8Profile, Layout, RowsPer, WeightsAppliedBy, WireTensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,6 +76,8 @@ class AscendNormalBuffer(AscendBuffer):
             reuses_route=False,
             announces_faults=False,
             fills_holes=True,
+            # By the second. They differ below magnitudes of 2e-5, where 1e-12 still counts.
+            int8_profiles=frozenset({Int8Profile.RINT127, Int8Profile.RINT127EPS}),
             needs_process_group=True,
         )
 

@@ -41,7 +41,7 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import Mode, environment
 from epcomm.ops.holes import fill_holes
 from epcomm.records import Route, SlotIndex
-from epcomm.types import Layout, RowsPer, WeightsAppliedBy
+from epcomm.types import Int8Profile, Layout, RowsPer, WeightsAppliedBy
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,6 +83,7 @@ class AscendLowLatencyBuffer(AscendBuffer):
             has_slot_budget=False,
             announces_faults=False,
             fills_holes=True,
+            int8_profiles=frozenset({Int8Profile.RINT127}),
             needs_process_group=True,
         )
 

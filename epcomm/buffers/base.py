@@ -17,7 +17,15 @@ from epcomm.config import Mode
 from epcomm.errors import EPError
 from epcomm.quantization import quantize
 from epcomm.records import Pending, Route, SlotIndex
-from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireDtype, WireFormat, WireTensor
+from epcomm.types import (
+    Int8Profile,
+    Layout,
+    RowsPer,
+    WeightsAppliedBy,
+    WireDtype,
+    WireFormat,
+    WireTensor,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +106,7 @@ class BufferCaps:
         only with BufferSpec.compares_calls, and otherwise its own rank alone knows.
     fills_holes: entries of -1 travel, to an expert that the row does not use, with weight 0 (see
         ops/holes.py), and are computed and counted.
+    int8_profiles: arithmetics in which its INT8 rows may be made: any, unless a package makes them.
     device_types: of groups that it serves, None for all.
     needs_process_group: it serves groups of torch.distributed alone.
     """
@@ -122,6 +131,7 @@ class BufferCaps:
     has_slot_budget: bool = True
     announces_faults: bool = True
     fills_holes: bool = False
+    int8_profiles: frozenset[Int8Profile] = frozenset(Int8Profile)
     device_types: frozenset[str] | None = None
     needs_process_group: bool = False
 

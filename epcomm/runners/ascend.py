@@ -1,7 +1,6 @@
 """Experts on an Ascend NPU: the vendor's grouped matmul, in BF16 and W8A8.
 
-group_list is counts here, which npu_dequant_swiglu_quant knows alone and npu_grouped_matmul calls
-type 1. Rows behind the last group stay undefined, as records have it.
+Rows behind the last group stay undefined, as records have it.
 """
 
 from __future__ import annotations
@@ -25,24 +24,29 @@ from epcomm.records import (
     RowsCombineInput,
     RowsDispatchOutput,
 )
+from epcomm.runners.ascend_groups import ExpertGroups, Int8Rows, activate_sums, multiply
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
-from epcomm.types import UNQUANTIZED_DTYPES, Layout, WireDtype, WireTensor
+from epcomm.types import UNQUANTIZED_DTYPES, Int8Profile, Layout, WireDtype
 from epcomm.weights import ExpertFormat, ExpertTensors, ExpertWeights
 
-_OPERATORS = ("npu_grouped_matmul", "npu_swiglu", "npu_dequant_swiglu_quant")
-# Of npu_grouped_matmul: rows are cut by M, group_list holds counts, one tensor comes out.
-_CUT_ROWS, _COUNTS, _ONE_TENSOR = 0, 1, 2
-# Of npu_dequant_swiglu_quant: the left half goes through silu, the result to codes a token.
-_DYNAMIC = 1
 _PLAIN = ExpertFormat()
+# Codes are at least -128, and a sum of more such products may leave int32.
+_MAX_INT8_INNER = (2**31 - 1) // 128**2
 
 
 class AscendRunner(ExpertRunner):
-    """No gradients. Slots that no expert computes are undefined."""
+    """No gradients. Slots that no expert computes are undefined.
+
+    Matrices are read where they lie, as transposed views. See ascend_nz.py for copies in tiles.
+
+    int8_profiles: codes between the products are those of RINT127, rint(x * 127 / a); their scale
+    is a / 127, at most one unit in the last place from RINT127's.
+    """
 
     name: ClassVar[str] = "ascend"
     kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (ExpertWeights, Int8ChannelWeights)
     layouts: ClassVar[frozenset[Layout]] = frozenset({Layout.ROWS})
+    int8_profiles: ClassVar[frozenset[Int8Profile]] = frozenset({Int8Profile.RINT127})
 
     @classmethod
     def supports(cls, weights: ExpertTensors) -> Availability:
@@ -53,11 +57,13 @@ class AscendRunner(ExpertRunner):
             weights.gate_up_bias is not None or weights.down_bias is not None
         )
         if weights.format != _PLAIN or has_bias:
-            reasons.append(f"computes {_PLAIN} without biases, not {weights.format}")
+            biases = " with biases" if has_bias else ""
+            reasons.append(f"computes {_PLAIN} without biases, not {weights.format}{biases}")
         if weights.dtype is not torch.bfloat16:
             reasons.append(f"hidden states are {weights.dtype}, expected bfloat16")
+        reasons += _int32_reasons(weights)
         device = _device_of(weights)
-        missing = [name for name in _OPERATORS if not has_kernel(name, device)]
+        missing = [name for name in cls._operators(weights) if not has_kernel(name, device)]
         if missing:
             reasons.append(f"{', '.join(missing)} not on {device.type}; import torch_npu")
         return Availability(ok=not reasons, reasons=tuple(reasons))
@@ -84,87 +90,94 @@ class AscendRunner(ExpertRunner):
     def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
         if not isinstance(dispatched, RowsDispatchOutput):
             raise ShapeError(f"{self.name}: the record has the MASKED layout, expected ROWS")
-        rows = dispatched.hidden_states
-        if torch.is_grad_enabled() and rows.data.requires_grad:
-            raise ConfigError(
-                f"{self.name}: rows need gradients, which these operators do not have; use "
-                "torch.no_grad()"
-            )
-        index = dispatched.index
-        if index.slot_alignment > 1:
+        self.check_record(dispatched, weights)
+        self._check_gradients(dispatched.hidden_states.data, weights)
+        alignment = dispatched.index.slot_alignment
+        if alignment > 1:
             raise ShapeError(
-                f"{self.name}: slots begin at multiples of {index.slot_alignment}, expected one "
+                f"{self.name}: slots begin at multiples of {alignment}, expected one "
                 "expert's right behind another's; set slot_alignment to 1"
             )
-        counts = dispatched.num_slots_per_expert.to(torch.int64)
+        groups = ExpertGroups(dispatched.num_slots_per_expert)
         if isinstance(weights, Int8ChannelWeights):
-            results = self._run_int8(_packed(rows, dispatched, weights), weights, counts)
+            results = self._run_int8(self._packed(dispatched, weights), weights, groups)
         else:
             assert isinstance(weights, ExpertWeights), "supports() said so"
-            packed = gather_rows(rows.data, index).to(weights.dtype)
-            hidden = _grouped(packed, weights.gate_up_matrices(), counts)
-            results = _grouped(torch.ops.npu.npu_swiglu(hidden), weights.down_matrices(), counts)
+            packed = gather_rows(dispatched.hidden_states.data, dispatched.index)
+            gate_up, down = self._matrices(weights)
+            hidden = multiply(packed.to(weights.dtype), gate_up, groups)
+            results = multiply(torch.ops.npu.npu_swiglu(hidden), down, groups)
         scale = slot_weights_to_apply(dispatched, self.name)
         return dispatched.combine_input(results if scale is None else weight_slots(results, scale))
 
-    def _run_int8(self, rows: WireTensor, weights: Int8ChannelWeights, counts: Tensor) -> Tensor:
-        assert rows.scales is not None, "quantised rows have scales"
-        sums = _grouped(
-            rows.data, weights.gate_up_proj.transpose(1, 2), counts, output_dtype=torch.int32
-        )
-        codes, scales = torch.ops.npu.npu_dequant_swiglu_quant(
-            sums,
-            weight_scale=weights.gate_up_scale,
-            activation_scale=rows.scales.flatten(),
-            group_index=counts,
-            activate_left=True,
-            quant_mode=_DYNAMIC,
-        )
-        return _grouped(
-            codes,
-            weights.down_proj.transpose(1, 2),
-            counts,
+    @classmethod
+    def _operators(cls, weights: ExpertTensors) -> tuple[str, ...]:
+        """What it calls for these experts."""
+        is_int8 = isinstance(weights, Int8ChannelWeights)
+        return ("npu_grouped_matmul", "npu_dequant_swiglu_quant" if is_int8 else "npu_swiglu")
+
+    def _matrices(self, weights: ExpertTensors) -> tuple[Tensor, Tensor]:
+        """[E, H, 2I] and [E, I, H], as the products read them."""
+        return matrices_of(weights)
+
+    def _check_gradients(self, rows: Tensor, weights: ExpertTensors) -> None:
+        if torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad):
+            what = "rows" if rows.requires_grad else "experts"
+            raise ConfigError(
+                f"{self.name}: {what} need gradients, which these operators do not have; use "
+                "torch.no_grad()"
+            )
+
+    def _run_int8(
+        self, rows: Int8Rows, weights: Int8ChannelWeights, groups: ExpertGroups
+    ) -> Tensor:
+        gate_up, down = self._matrices(weights)
+        hidden = self._between(rows, gate_up, weights, groups)
+        return multiply(
+            hidden.codes,
+            down,
+            groups,
             scale=weights.down_scale,
-            per_token_scale=scales,
+            per_token_scale=hidden.scales,
             output_dtype=torch.bfloat16,
         )
 
+    def _between(
+        self, rows: Int8Rows, matrices: Tensor, weights: Int8ChannelWeights, groups: ExpertGroups
+    ) -> Int8Rows:
+        """The first product, activated and quantised: [C, I]."""
+        sums = multiply(rows.codes, matrices, groups, output_dtype=torch.int32)
+        return activate_sums(
+            sums, groups, weight_scale=weights.gate_up_scale, row_scales=rows.scales
+        )
 
-def _packed(
-    rows: WireTensor, dispatched: RowsDispatchOutput, weights: Int8ChannelWeights
-) -> WireTensor:
-    """INT8 rows, one a slot; rows that came unquantised are quantised here."""
-    if not rows.format.dtype.is_quantized:
-        rows = quantize(rows.data, weights.wire_format)
-    assert rows.scales is not None, "quantised rows have scales"
-    return WireTensor(
-        data=gather_rows(rows.data, dispatched.index),
-        format=rows.format,
-        scales=gather_rows(rows.scales, dispatched.index),
-    )
+    def _packed(self, dispatched: RowsDispatchOutput, weights: Int8ChannelWeights) -> Int8Rows:
+        """One row a slot; rows that came unquantised are quantised here."""
+        rows = dispatched.hidden_states
+        if not rows.format.dtype.is_quantized:
+            rows = quantize(rows.data, weights.wire_format, profile=self.int8_profile)
+        assert rows.scales is not None, "quantised rows have scales"
+        codes, scales = (gather_rows(part, dispatched.index) for part in (rows.data, rows.scales))
+        return Int8Rows(codes=codes, scales=scales.flatten())
 
 
-def _grouped(
-    rows: Tensor,
-    matrices: Tensor,
-    counts: Tensor,
-    *,
-    scale: Tensor | None = None,
-    per_token_scale: Tensor | None = None,
-    output_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """rows [C, K] times the matrix of each expert, [E, K, N]."""
-    return torch.ops.npu.npu_grouped_matmul(
-        [rows],
-        [matrices],
-        scale=None if scale is None else [scale],
-        per_token_scale=None if per_token_scale is None else [per_token_scale],
-        group_list=counts,
-        split_item=_ONE_TENSOR,
-        group_type=_CUT_ROWS,
-        group_list_type=_COUNTS,
-        output_dtype=output_dtype,
-    )[0]
+def matrices_of(weights: ExpertTensors) -> tuple[Tensor, Tensor]:
+    """[E, H, 2I] and [E, I, H], views."""
+    if isinstance(weights, ExpertWeights):
+        return weights.gate_up_matrices(), weights.down_matrices()
+    assert isinstance(weights, Int8ChannelWeights), "supports() said so"
+    return weights.gate_up_proj.transpose(1, 2), weights.down_proj.transpose(1, 2)
+
+
+def _int32_reasons(weights: ExpertTensors) -> list[str]:
+    if not isinstance(weights, Int8ChannelWeights):
+        return []
+    sizes = {"hidden_size": weights.hidden_size, "intermediate_size": weights.intermediate_size}
+    return [
+        f"{name} is {size}, at most {_MAX_INT8_INNER}, for INT8 products to fit int32"
+        for name, size in sizes.items()
+        if size > _MAX_INT8_INNER
+    ]
 
 
 def _device_of(weights: ExpertTensors) -> torch.device:

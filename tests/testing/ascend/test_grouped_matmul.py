@@ -204,6 +204,36 @@ def test_grouped_matmul_swiglu_quant_equals_the_golden_values(version: int, layo
         assert scale[-1].isnan()
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_codes_of_the_fused_operator_are_quotients_by_the_scale(version: int) -> None:
+    """Rows that tell the profiles apart: as silu(64) * x, which is exactly 64 * x."""
+    profiles = golden("ascend_quant_profiles")
+    rows, expected = tensor_of(profiles["x"]).float(), profiles["profiles"]["div"]
+    x, x_scale, groups = torch.ones(1, 3, dtype=torch.int8), torch.ones(1), torch.tensor([1])
+    for row in profiles["where_they_differ"]["rint127/div"]["rows_with_other_codes"]:
+        fraction, exponent = torch.frexp(rows[row])
+        # bfloat16 has 8 bits; three codes add up to them, and the scale is the power of two.
+        mantissa, power = (fraction * 2**8).int(), 2.0 ** (exponent - 8)
+        assert torch.equal(mantissa * power, rows[row])
+        third = mantissa // 3
+        up = torch.stack([third, third, mantissa - 2 * third])
+        gate = torch.tensor([32, 32, 0])[:, None].expand_as(up)
+        weight = torch.cat([gate, up], dim=1).to(torch.int8)[None]
+        scale = torch.cat([torch.ones_like(power), power])[None]
+        with soc("A3", size_limits=False):
+            if version == 1:
+                y, y_scale, _ = npu.npu_grouped_matmul_swiglu_quant(
+                    x, weight, groups, scale, x_scale
+                )
+            else:
+                y, y_scale = npu.npu_grouped_matmul_swiglu_quant_v2(
+                    x, [weight], [scale], x_scale, groups
+                )
+        assert y[0].tolist() == expected["codes"]["values"][row]
+        wanted = int(expected["scale"]["bits"][row], 16)
+        assert (y_scale / 64).view(torch.int32).item() == wanted
+
+
 def test_swiglu() -> None:
     x = torch.randn(3, 8).bfloat16()
     gate, up = x.float().chunk(2, dim=-1)

@@ -1,0 +1,38 @@
+"""W8A8 experts on Ascend in two operators: the first is product, activation and quantisation.
+
+That saves writing and reading [C, 2I] of int32. The operator wants its matrices in NZ, and rounds
+as npu_dynamic_quant does (Int8Profile.DIV), so EPConfig.int8_profile must be that, and rows must
+not have been quantised otherwise by a package that dispatches them.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from epcomm.quantized_weights import Int8ChannelWeights
+from epcomm.runners.ascend_groups import ExpertGroups, Int8Rows, multiply_and_activate
+from epcomm.runners.ascend_nz import AscendNZRunner
+from epcomm.types import Int8Profile
+from epcomm.weights import ExpertTensors
+
+
+class AscendSwigluQuantRunner(AscendNZRunner):
+    """No gradients, and a second copy of the experts: see AscendNZRunner. Asked for by name."""
+
+    name: ClassVar[str] = "ascend_swiglu_quant"
+    kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (Int8ChannelWeights,)
+    int8_profiles: ClassVar[frozenset[Int8Profile]] = frozenset({Int8Profile.DIV})
+
+    def __init__(self, *, int8_profile: Int8Profile = Int8Profile.DIV) -> None:
+        super().__init__(int8_profile=int8_profile)
+
+    @classmethod
+    def _operators(cls, weights: ExpertTensors) -> tuple[str, ...]:
+        return ("npu_grouped_matmul_swiglu_quant", "npu_grouped_matmul", "npu_format_cast")
+
+    def _between(
+        self, rows: Int8Rows, matrices: Tensor, weights: Int8ChannelWeights, groups: ExpertGroups
+    ) -> Int8Rows:
+        return multiply_and_activate(rows, matrices, groups, weight_scale=weights.gate_up_scale)

@@ -8,12 +8,14 @@ import torch
 _DISPATCH_KEYS = {"npu": "PrivateUse1", "cpu": "CPU"}
 
 
-def has_kernel(name: str, device: torch.device) -> bool:
+def has_kernel(name: str, device: torch.device | str) -> bool:
     """Whether torch.ops.npu.<name> is registered for tensors of `device`. Local; imports nothing.
+
+    device: or its type alone; "npu" makes no torch.device where torch_npu is not imported.
 
     Its schema alone is not enough: a call would raise NotImplementedError.
     """
-    key = _DISPATCH_KEYS.get(device.type)
+    key = _DISPATCH_KEYS.get(device if isinstance(device, str) else device.type)
     operator = f"npu::{name}"
     is_defined = bool(torch._C._jit_get_schemas_for_operator(operator))
     if key is None or not is_defined:

@@ -71,8 +71,7 @@ class AscendStandardBuffer(AllGatherBuffer):
         # Operators for CPU tensors stand in for the vendor's, and count while its package does.
         _, is_stand_in = find_deep_ep()
         device_type = "cpu" if is_stand_in else "npu"
-        device = torch.device(device_type)
-        missing = [name for name in _OPERATORS if not has_kernel(name, device)]
+        missing = [name for name in _OPERATORS if not has_kernel(name, device_type)]
         if not missing:
             return Availability(ok=True)
         names = ", ".join(missing)

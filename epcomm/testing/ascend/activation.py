@@ -43,10 +43,14 @@ def gated_int8(gate: Tensor, up: Tensor) -> Int8Rows:
     rows = F.silu(gate) * up
     amax = rows.abs().amax(dim=-1, keepdim=True)
     scales = amax / torch.full_like(amax, INT8_MAX)
-    codes = torch.round(rows * INT8_MAX / amax).clamp(-128, INT8_MAX)
+    return Int8Rows(codes=int8_codes(rows * INT8_MAX / amax), scales=scales.squeeze(-1))
+
+
+def int8_codes(quotients: Tensor) -> Tensor:
+    """Rounded to nearest even, at most 127; what is no number has a code that nobody knows."""
+    codes = torch.round(quotients).clamp(-128, INT8_MAX)
     # Before the cast: NaN has no integer.
-    codes = torch.where(amax > 0, codes, UNDEFINED_INT8)
-    return Int8Rows(codes=codes.to(torch.int8), scales=scales.squeeze(-1))
+    return codes.nan_to_num(UNDEFINED_INT8).to(torch.int8)
 
 
 @implements("npu_swiglu")

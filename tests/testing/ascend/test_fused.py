@@ -164,6 +164,19 @@ def test_a_row_of_zeros_and_a_row_of_nan_stay_alone(mode: FuseMode) -> None:
     assert not y[1:2].any() if dist.get_rank() == 0 else not y.any()
 
 
+@pytest.mark.ranks(2)
+@MODES
+def test_half_a_code_is_even_in_mode_1_and_away_from_zero_in_mode_2(mode: FuseMode) -> None:
+    call = sized_call(mode, H=32, I=64)
+    call["x"][:] = 0.5
+    call["x"][0, 0] = 127.0
+    y, _ = buffer_of_all().fused_deep_moe(**call)
+    # The scale of the row is 1, so 0.5 has the code 0 or 1, and weights add up the codes.
+    gate = torch.tensor((127.0 + 31.0 * (mode == MODE2)) * 2**-10)
+    expected = torch.full_like(y, (F.silu(gate) * gate * 64 * 2**-10).item())
+    torch.testing.assert_close(y, expected, rtol=2**-8, atol=0.0)
+
+
 def test_float16_overflow_of_mode_2_is_kept() -> None:
     # Gate 0 is 127 * 127 * 16, beyond 65504; gate 1 and up are 127 * 16.
     w13 = torch.ones(1, 16, 4, dtype=torch.int8)
@@ -200,6 +213,7 @@ BOTH: dict[str, Change] = {
     r"gmm1_permuted_weight is torch.int8 \[2, 128, 384\]": lambda call: {
         W13: call[W13].repeat(2, 1, 1)
     },
+    "used whole, not as a view": lambda call: {W2: nz(nd(call[W2]).repeat(2, 1, 1))[:2]},
     r"gmm2_weight is torch.int8 .*contiguous": lambda call: {W2: call[W2].mT},
 }
 ONE: dict[str, Change] = {

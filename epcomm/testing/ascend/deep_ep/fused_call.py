@@ -11,7 +11,7 @@ from torch import Tensor
 
 from epcomm.testing.ascend import exchange
 from epcomm.testing.ascend.activation import Int8Rows
-from epcomm.testing.ascend.formats import require_aligned
+from epcomm.testing.ascend.formats import require_aligned, require_whole
 from epcomm.testing.ascend.limits import require
 from epcomm.types import Int8Profile
 
@@ -105,10 +105,11 @@ def check_w13(call: FusedCall) -> int:
 
 
 def require_weight(name: str, weight: Tensor, shape: list[int]) -> None:
-    """Refuse all but contiguous int8 of this shape, in NZ aligned."""
+    """Refuse all but contiguous int8 of this shape, in NZ whole and aligned."""
     rule = f"{name} is int8, got {weight.dtype}; whatever quant_mode is, no others are computed"
     require(NAME, weight.dtype == torch.int8, rule)
     require_tensor(name, weight, torch.int8, shape)
+    require_whole(NAME, weight)
     require_aligned(NAME, weight)
 
 

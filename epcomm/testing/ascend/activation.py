@@ -42,25 +42,25 @@ def gated_int8(gate: Tensor, up: Tensor) -> Int8Rows:
     """
     rows = F.silu(gate) * up
     amax = rows.abs().amax(dim=-1, keepdim=True)
-    return _int8_rows(rows * INT8_MAX / amax, amax)
+    return Int8Rows(codes=int8_codes(rows * INT8_MAX / amax), scales=_scales(amax).squeeze(-1))
 
 
 def divided_int8(gate: Tensor, up: Tensor) -> Int8Rows:
     """As gated_int8(), but codes rint(row / scale), which differ where that is nearly a half."""
     rows = F.silu(gate) * up
-    amax = rows.abs().amax(dim=-1, keepdim=True)
-    return _int8_rows(rows / _scales(amax), amax)
+    scales = _scales(rows.abs().amax(dim=-1, keepdim=True))
+    return Int8Rows(codes=int8_codes(rows / scales), scales=scales.squeeze(-1))
 
 
 def _scales(amax: Tensor) -> Tensor:
     return amax / torch.full_like(amax, INT8_MAX)
 
 
-def _int8_rows(quotients: Tensor, amax: Tensor) -> Int8Rows:
+def int8_codes(quotients: Tensor) -> Tensor:
+    """Rounded to nearest even, at most 127; what is no number has a code that nobody knows."""
     codes = torch.round(quotients).clamp(-128, INT8_MAX)
     # Before the cast: NaN has no integer.
-    codes = torch.where(amax > 0, codes, UNDEFINED_INT8)
-    return Int8Rows(codes=codes.to(torch.int8), scales=_scales(amax).squeeze(-1))
+    return codes.nan_to_num(UNDEFINED_INT8).to(torch.int8)
 
 
 @implements("npu_swiglu")

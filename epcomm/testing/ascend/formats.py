@@ -114,15 +114,21 @@ def as_nd(operator: str, tensor: Tensor) -> Tensor:
     tiled = _tiled(tensor)
     if tiled is None:
         return tensor
-    is_whole = tensor.shape == tiled.shape and tensor.storage_offset() == 0
-    require(
-        operator, is_whole and tensor.is_contiguous(), "a tensor in NZ is used whole, not as a view"
-    )
+    require_whole(operator, tensor)
     rows, columns = tensor.shape[-2:]
     width = tile_columns(tensor.dtype)
     shape = (*tensor.shape[:-2], -(-columns // width), -(-rows // TILE_ROWS), TILE_ROWS, width)
     memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
     return nz_unpack(_inverted(memory.view(shape)), rows, columns)
+
+
+def require_whole(operator: str, tensor: Tensor) -> None:
+    """No part and no other shape of memory in NZ."""
+    tiled = _tiled(tensor)
+    if tiled is not None:
+        is_whole = tensor.shape == tiled.shape and tensor.storage_offset() == 0
+        is_whole = is_whole and tensor.is_contiguous()
+        require(operator, is_whole, "a tensor in NZ is used whole, not as a view")
 
 
 def require_aligned(operator: str, tensor: Tensor) -> None:

@@ -38,6 +38,18 @@ def low_latency_bytes(
     return 2 * max_tokens * (sent + returned)
 
 
+def fused_deep_moe_bytes(
+    max_tokens: int, num_ranks: int, num_local_experts: int, hidden_size: int
+) -> int:
+    """fused_deep_moe() of deep_ep with fuse_mode 1."""
+    return num_ranks * max_tokens * num_local_experts * hidden_size * 2 * 2
+
+
+def dispatch_ffn_combine_bytes(num_tokens: int, num_topk: int, hidden_size: int) -> int:
+    """fused_deep_moe() of deep_ep with fuse_mode 2."""
+    return 3 * num_tokens * num_topk * hidden_size + 10 * MIB
+
+
 def require_window(operator: str, needed: int, names: tuple[str, ...]) -> None:
     """The window holds what the operator needs.
 

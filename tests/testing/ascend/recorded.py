@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from epcomm.testing.ascend.undefined import undefined_value
+
 CONTRACTS = Path(__file__).parents[2] / "contracts"
 
 
@@ -19,7 +21,7 @@ def golden(name: str) -> dict[str, Any]:
 
 
 def tensor_of(recorded: dict[str, Any]) -> Tensor:
-    """The tensor; 0 where its values are not defined."""
+    """The tensor; 0 where its values are not defined, and without the rows that are not listed."""
     dtype = getattr(torch, recorded["dtype"])
     values = _map(recorded["values"], lambda value: 0 if value is None else value)
     # Exact in every dtype: decimals are exact or restore a float32.
@@ -27,22 +29,38 @@ def tensor_of(recorded: dict[str, Any]) -> Tensor:
     return torch.tensor(values, dtype=wide).to(dtype).reshape(_listed_shape(recorded))
 
 
+def optional_tensor(recorded: dict[str, Any] | None) -> Tensor | None:
+    """The tensor of an argument that may be absent."""
+    return None if recorded is None else tensor_of(recorded)
+
+
 def defined(recorded: dict[str, Any]) -> Tensor:
     """bool, the shape of the tensor: where its values are defined."""
     values = _map(recorded["values"], lambda value: value is not None)
-    return torch.tensor(values, dtype=torch.bool).reshape(_listed_shape(recorded))
+    listed = torch.tensor(values, dtype=torch.bool).reshape(_listed_shape(recorded))
+    found = torch.zeros(recorded["shape"], dtype=torch.bool)
+    found[: recorded.get("defined_rows")] = listed
+    return found
 
 
-def assert_equals(found: Tensor, recorded: dict[str, Any], *, rtol: float = 0.0) -> None:
-    """Shape and dtype; and the values where they are defined, to the bit without rtol.
+def is_poison(tensor: Tensor) -> bool:
+    """Whether no operator has written any element."""
+    if tensor.is_floating_point():
+        return bool(tensor.isnan().all())
+    return bool((tensor == undefined_value(tensor.dtype)).all())
 
-    Where `defined_rows` says that rows are listed, those alone are compared.
-    """
+
+def assert_equals(
+    found: Tensor, recorded: dict[str, Any], *, rtol: float = 0.0, poisoned: bool = True
+) -> None:
+    """Shape, dtype and the defined values, to the bit without rtol; others are poison if asked."""
     assert str(found.dtype) == f"torch.{recorded['dtype']}"
     assert list(found.shape) == recorded["shape"]
-    listed = found[: recorded.get("defined_rows", found.shape[0])] if found.dim() else found
-    mask = defined(recorded)
-    torch.testing.assert_close(listed[mask], tensor_of(recorded)[mask], rtol=rtol, atol=0.0)
+    is_defined = defined(recorded)
+    listed = is_defined[: recorded.get("defined_rows")]
+    expected = tensor_of(recorded)[listed]
+    torch.testing.assert_close(found[is_defined], expected, rtol=rtol, atol=0.0)
+    assert not poisoned or is_poison(found[~is_defined])
 
 
 def group_for(num_ranks: int) -> dist.ProcessGroup | None:

@@ -11,10 +11,10 @@ from epcomm.testing.ascend import limits
 from epcomm.testing.ascend.int8 import quantize_rows
 from epcomm.testing.ascend.undefined import UNDEFINED_INT8
 from epcomm.types import Int8Profile
-from tests.testing.ascend.golden import load, required_tensor
+from tests.testing.ascend.recorded import golden, tensor_of
 
-GOLDEN = load("ascend_quant_profiles")
-X = required_tensor(GOLDEN["x"])
+GOLDEN = golden("ascend_quant_profiles")
+X = tensor_of(GOLDEN["x"])
 
 
 def dynamic_quant(x: torch.Tensor, **options: Any) -> list[torch.Tensor]:  # noqa: ANN401

@@ -14,26 +14,26 @@ from epcomm.routing.reference import route
 from epcomm.routing.spec import CorrectionBias, EpsilonMode, RoutingSpec, ScoreFunction
 from epcomm.testing.ascend import limits, registry
 from epcomm.testing.ascend.undefined import UNDEFINED_INT
-from tests.testing.ascend.golden import assert_matches, load, required_tensor, tensor_of
+from tests.testing.ascend.recorded import assert_equals, golden, optional_tensor, tensor_of
 
-GOLDEN = load("ascend_gating_top_k")
+GOLDEN = golden("ascend_gating_top_k")
 # Header of the golden file: the order of a float32 softmax sum is free.
 RTOL = 1e-6
 
 
 @pytest.mark.parametrize("case", GOLDEN["gating_top_k"], ids=lambda case: case["id"])
 def test_golden_gating(case: dict[str, Any]) -> None:
-    x = required_tensor(case["x"])
+    x = tensor_of(case["x"])
     y, ids, norm = torch.ops.npu.npu_moe_gating_top_k(
-        x, bias=tensor_of(case["bias"]), **case["call"]
+        x, bias=optional_tensor(case["bias"]), **case["call"]
     )
     expected = case["expected"]
-    assert_matches(ids, expected["expert_ids"])
-    assert_matches(y, expected["y"], rtol=0.0 if case["y_exact"] else RTOL)
+    assert_equals(ids, expected["expert_ids"])
+    assert_equals(y, expected["y"], rtol=0.0 if case["y_exact"] else RTOL)
     assert norm.shape == x.shape
     assert norm.dtype == torch.float32
     if case["call"]["out_flag"]:
-        assert_matches(norm, expected["norm"], rtol=RTOL)
+        assert_equals(norm, expected["norm"], rtol=RTOL)
     else:
         assert norm.isnan().all()
 
@@ -41,12 +41,12 @@ def test_golden_gating(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", GOLDEN["gating_top_k_softmax"], ids=lambda case: case["id"])
 def test_golden_softmax(case: dict[str, Any]) -> None:
     y, ids, rows = torch.ops.npu.npu_moe_gating_top_k_softmax(
-        required_tensor(case["x"]), tensor_of(case["finished"]), **case["call"]
+        tensor_of(case["x"]), optional_tensor(case["finished"]), **case["call"]
     )
     expected = case["expected"]
-    assert_matches(ids, expected["expert_ids"])
-    assert_matches(rows, expected["row_idx"])
-    assert_matches(y, expected["y"], rtol=0.0 if case["y_exact"] else RTOL)
+    assert_equals(ids, expected["expert_ids"])
+    assert_equals(rows, expected["row_idx"])
+    assert_equals(y, expected["y"], rtol=0.0 if case["y_exact"] else RTOL)
 
 
 @given(

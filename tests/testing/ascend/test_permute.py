@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.testing.ascend.golden import assert_matches, load, required_tensor, tensor_of
+from tests.testing.ascend.recorded import assert_equals, golden, optional_tensor, tensor_of
 
-GOLDEN = load("ascend_init_routing")
+GOLDEN = golden("ascend_init_routing")
 TENSORS = [
     "expanded_permuted_rows",
     "skip1",
@@ -25,33 +25,33 @@ TENSORS = [
 @pytest.mark.parametrize("case", GOLDEN["token_permute"], ids=lambda case: case["id"])
 def test_golden_permute(case: dict[str, Any]) -> None:
     rows, positions = torch.ops.npu.npu_moe_token_permute(
-        required_tensor(case["tokens"]), required_tensor(case["indices"])
+        tensor_of(case["tokens"]), tensor_of(case["indices"])
     )
-    assert_matches(rows, case["expected"]["permuted_tokens"])
-    assert_matches(positions, case["expected"]["sorted_indices"])
+    assert_equals(rows, case["expected"]["permuted_tokens"])
+    assert_equals(positions, case["expected"]["sorted_indices"])
 
 
 @pytest.mark.parametrize("case", GOLDEN["token_unpermute"], ids=lambda case: case["id"])
 def test_golden_unpermute(case: dict[str, Any]) -> None:
     tokens = torch.ops.npu.npu_moe_token_unpermute(
-        required_tensor(case["permuted_tokens"]),
-        required_tensor(case["sorted_indices"]),
-        tensor_of(case["probs"]),
+        tensor_of(case["permuted_tokens"]),
+        tensor_of(case["sorted_indices"]),
+        optional_tensor(case["probs"]),
     )
-    assert_matches(tokens, case["expected"]["unpermuted"])
+    assert_equals(tokens, case["expected"]["unpermuted"])
 
 
 @pytest.mark.parametrize("case", GOLDEN["finalize_routing"], ids=lambda case: case["id"])
 def test_golden_finalize(case: dict[str, Any]) -> None:
     out = torch.ops.npu.npu_moe_finalize_routing(
-        *[tensor_of(case[name]) for name in TENSORS], **case["call"]
+        *[optional_tensor(case[name]) for name in TENSORS], **case["call"]
     )
-    assert_matches(out, case["expected"]["out"])
+    assert_equals(out, case["expected"]["out"])
 
 
 def test_golden_finalize_refuses() -> None:
     (case,) = GOLDEN["must_raise"]
-    positions = required_tensor(case["expanded_src_to_dst_row"])
+    positions = tensor_of(case["expanded_src_to_dst_row"])
     with pytest.raises(RuntimeError, match=r"mode=2.* holds \[-1\], expected 0 to 9"):
         finalize(
             torch.zeros(10, 2), positions, torch.ones(5, 2), drop_pad_mode=case["drop_pad_mode"]

@@ -16,9 +16,8 @@ from epcomm.testing.ascend.communicators import comm_name
 from epcomm.testing.ascend.deep_ep import Buffer
 from epcomm.testing.ascend.limits import soc
 from epcomm.testing.ascend.registry import register
-from epcomm.testing.ascend.undefined import undefined_value
 from epcomm.testing.deep_ep.limits import limits_off
-from tests.testing.ascend.recorded import assert_equals, defined, golden, group_for, tensor_of
+from tests.testing.ascend.recorded import assert_equals, golden, group_for, is_poison, tensor_of
 
 pytestmark = pytest.mark.ranks(4)
 
@@ -75,12 +74,6 @@ def combine_x(case: dict[str, Any], rows: list[list[int]], shape: torch.Size) ->
     return y.bfloat16()
 
 
-def is_poison(tensor: Tensor) -> bool:
-    if tensor.is_floating_point():
-        return bool(tensor.isnan().all())
-    return bool((tensor == undefined_value(tensor.dtype)).all())
-
-
 def dispatch_normal(
     buffer: Buffer, inputs: Inputs, num_experts: int = E, *, quant_mode: str | None = None
 ) -> Any:  # noqa: ANN401 (what the real one returns)
@@ -127,7 +120,6 @@ def test_normal_mode_equals_the_golden_values(
     event.current_stream_wait()
     data, scales = recv_x if mode == "int8" else (recv_x, None)
     assert_equals(data, recorded["recv_x"])
-    assert is_poison(data[~defined(recorded["recv_x"])])
     if scales is not None:
         assert_equals(scales, recorded["scales"])
     assert is_poison(ids)
@@ -169,11 +161,11 @@ def test_low_latency_equals_the_golden_values(
     rows = recorded["rows"]
     # The hook does nothing: results are there before it.
     assert_equals(data, recorded["recv_x"])
-    assert is_poison(data[len(rows) :])
     hook()
     event.current_stream_wait()
     if scales is not None:
-        assert_equals(scales, recorded["scales"])
+        # A row of zeros has the scale 0, which the file leaves open.
+        assert_equals(scales, recorded["scales"], poisoned=False)
         assert is_poison(scales[len(rows) :])
     assert (scales is not None) is is_int8
     expected = tensor_of(recorded["recv_count"])
@@ -228,7 +220,7 @@ def test_distribute_dispatch_quantises_and_sums() -> None:
         inputs.x, inputs.ids.int(), *world, **options
     )
     assert_equals(x, recorded["recv_x"])
-    assert_equals(scales, recorded["scales"])
+    assert_equals(scales, recorded["scales"], poisoned=False)
     assert torch.equal(nums, tensor_of(recorded["recv_count"]).cumsum(0))
     # Powers of two change scales and nothing else.
     smooth = torch.full((E, H), 4.0)

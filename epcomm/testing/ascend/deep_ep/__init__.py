@@ -1,6 +1,6 @@
 """A stand-in for the deep_ep of Ascend: its Buffer over ranks that are processes on CPUs.
 
-Read buffer.py for the calls, normal.py and low_latency.py for what they do; `soc()` of
+Read buffer.py for the calls, normal.py, low_latency.py and fused.py for what they do; `soc()` of
 epcomm.testing.ascend.limits says which chip it is. What fails silently on the device is refused
 where it can be seen, and undefined where it cannot.
 Source: sgl-project/sgl-kernel-npu, python/deep_ep, signatures and documented behaviour, not checked

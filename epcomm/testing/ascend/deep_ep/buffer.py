@@ -17,6 +17,8 @@ from epcomm.testing.ascend.deep_ep.config import (
     strategies,
 )
 from epcomm.testing.ascend.deep_ep.event import EventOverlap, no_hook
+from epcomm.testing.ascend.deep_ep.fused import fused_moe
+from epcomm.testing.ascend.deep_ep.fused_call import FusedCall
 from epcomm.testing.ascend.deep_ep.quant_mode import INT8, checked, low_latency_mode
 from epcomm.testing.ascend.limits import current_machine, require, require_modelled
 from epcomm.testing.ascend.undefined import undefined
@@ -32,7 +34,7 @@ _ONE_HOST = "the ranks of the stand-in are on one host: internode operators are 
 
 
 class Buffer:
-    """Normal and low-latency dispatch and combine over the ranks of a gloo process group.
+    """Normal, low-latency and fused calls over the ranks of a gloo process group.
 
     Sizes of memory are ignored: it is the HCCL window, whose size is in the environment. Events,
     hooks, streams, zero_copy and out are accepted and ignored: everything is done on return.
@@ -322,5 +324,38 @@ class Buffer:
         fuse_mode: FuseMode = FuseMode.FUSED_DEEP_MOE,
         profile_enable: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Not in the stand-in yet."""
-        raise NotImplementedError("deep_ep.Buffer.fused_deep_moe is not modelled")
+        """Dispatch, W8A8 experts and combine, on A3; which arguments mean what is up to fuse_mode.
+
+        Args:
+            x: [T, H], bfloat16, T >= 1: a rank without tokens passes a dummy one.
+            topk_idx: [T, K], int64, the ids of a row all different, no -1.
+            topk_weights: [T, K], float32.
+            gmm1_permuted_weight: int8 [L, H, 2I]. Mode 1: NZ, 64 columns of gate and 64 of up in
+                turn. Mode 2: ND or NZ, gate first.
+            gmm1_permuted_weight_scale: mode 1: float32 [L, 2I], in the same order; mode 2: int64
+                [L * 2I], the bits of float32.
+            gmm2_weight: int8. Mode 1: [L, H, I], NZ; mode 2: [L, I, H], ND or NZ.
+            gmm2_weight_scale: mode 1: float32 [L, H]; mode 2: int64 [L * H].
+            num_max_dispatch_tokens_per_rank: mode 1: T at most, the same on all ranks; mode 2:
+                max_output_size, the rows that this rank may receive. Beyond it the device drops
+                rows in silence, and the stand-in raises on all ranks.
+            quant_mode: 0 or 1, of no effect.
+            profile_enable: ignored.
+
+        Returns:
+            y [T, H], bfloat16, already summed over the ranks; rows received, int32: mode 1
+            [L * W], by (local expert, source); mode 2 [L].
+        """
+        call = FusedCall(
+            x=x,
+            ids=topk_idx,
+            weights=topk_weights,
+            w13=gmm1_permuted_weight,
+            s13=gmm1_permuted_weight_scale,
+            w2=gmm2_weight,
+            s2=gmm2_weight_scale,
+            limit=num_max_dispatch_tokens_per_rank,
+            num_experts=num_experts,
+            num_ranks=self.group_size,
+        )
+        return fused_moe(self.group, call, fuse_mode, quant_mode)

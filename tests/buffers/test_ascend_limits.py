@@ -576,6 +576,21 @@ def test_two_layers_take_turns_on_one_buffer(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("chip", ["A2", "A5"])
+def test_both_modes_run_on_the_other_chips(chip: str) -> None:
+    """With the limits of their stand-in, which has its own list of them."""
+    with limits.soc(chip), EPGroup() as group, torch.no_grad():
+        layers: list[RowsDispatcher[Any, Any]] = [
+            DeepEPNormalDispatcher(group, A2_LAYER, config_of(NORMAL)),
+            DeepEPLowLatencyDispatcher(group, A2_LAYER, config_of(LOW_LATENCY)),
+        ]
+        x = torch.ones(2, A2_LAYER.hidden_size, dtype=torch.bfloat16)
+        for layer in layers:
+            out = layer.dispatch(x, topk_of([[0, 7], [5, 2]]))
+            assert torch.equal(layer.combine(out.combine_input(out.hidden_states.data)), x)
+
+
+@pytest.mark.ranks(2)
 def test_zero_rows_stay_zero_in_int8() -> None:
     """The device divides by 0 for them, and their codes are undefined."""
     spec = replace(buffer_suite.BATCH_SPECS["uneven"], hidden_size=HIDDEN, dtype=torch.bfloat16)

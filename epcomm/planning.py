@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from epcomm.buffers.base import Availability, BufferCaps, BufferSpec
+from epcomm.buffers.fit import max_tokens_of
 from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
@@ -118,7 +119,7 @@ class PhasePlan:
     def limits(self) -> Mapping[str, str]:
         """What a call may not exceed, as text."""
         spec, caps = self.buffer_spec, self.caps
-        limits = {"tokens a rank": _limit(spec.max_tokens_per_rank)}
+        limits = {"tokens a rank": _limit(max_tokens_of(spec, caps))}
         if spec.max_recv_slots is not None:
             limits["received slots a rank"] = _limit(spec.max_recv_slots)
         if caps.max_top_k is not None:

@@ -24,7 +24,7 @@ BUFFERS: Mapping[str, str] = MappingProxyType(
         "deep_ep_v1_low_latency": "epcomm.buffers.deep_ep_v1_low_latency:DeepEPV1LowLatencyBuffer",
         "deep_ep_v2_low_latency": "epcomm.buffers.deep_ep_v2_expand:DeepEPV2LowLatencyBuffer",
         "deep_ep_v2_expand": "epcomm.buffers.deep_ep_v2_expand:DeepEPV2ExpandBuffer",
-        "ascend": "epcomm.buffers.ascend:AscendNormalBuffer",
+        "ascend_normal": "epcomm.buffers.ascend:AscendNormalBuffer",
         "ascend_low_latency": "epcomm.buffers.ascend_low_latency:AscendLowLatencyBuffer",
         "ascend_standard": "epcomm.buffers.ascend_standard:AscendStandardBuffer",
         "collective": "epcomm.buffers.collective:CollectiveBuffer",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, NoReturn
 
 from epcomm.buffers.base import Availability, BufferCaps, BufferSpec
+from epcomm.buffers.fit import carrying_reasons, limit_reasons
 from epcomm.config import EPConfig, Mode, environment
 from epcomm.errors import ConfigError, EPError
 from epcomm.quantization import QUANTIZED_FORMATS
@@ -297,13 +298,7 @@ def _probe(
         serves = ", ".join(sorted(m.value for m in buffer.modes))
         return Availability(ok=False, reasons=(f"serves {serves}, not {mode.value}",))
     caps, reasons = buffer.caps(mode), list(buffer.probe(environment()).reasons)
-    if spec.dispatch_format.dtype not in caps.wire_dtypes:
-        carried = sorted(dtype.value for dtype in caps.wire_dtypes)
-        reasons.append(f"carries {carried}, not {spec.dispatch_format}")
-    if caps.max_top_k is not None and spec.top_k > caps.max_top_k:
-        reasons.append(f"top_k is {spec.top_k}, at most {caps.max_top_k}")
-    if spec.hidden_size % caps.hidden_multiple:
-        reasons.append(f"hidden_size {spec.hidden_size} is no multiple of {caps.hidden_multiple}")
+    reasons += carrying_reasons(spec, caps)
     if config.deterministic and not caps.ordered:
         reasons.append("slots arrive in any order, and EPConfig.deterministic is set")
     if caps.serves_replicated != config.replicated:
@@ -314,7 +309,7 @@ def _probe(
         reasons += _runner_reasons(config, caps)
         if spec.dispatch_format.dtype is WireDtype.INT8:
             reasons += _int8_reasons(config, caps)
-    reasons += _limit_reasons(spec, caps, mode)
+    reasons += limit_reasons(spec, caps, mode)
     reasons += buffer.lacks(mode, spec, world_size)
     if group is not None:
         reasons += _group_reasons(group, caps)
@@ -356,23 +351,4 @@ def _group_reasons(group: EPGroup, caps: BufferCaps) -> list[str]:
         reasons.append(f"serves groups on {served}, and this one is on {device_type}")
     if caps.needs_process_group and group.collectives.process_group is None:
         reasons.append("needs a group made of a torch.distributed process group")
-    return reasons
-
-
-def _limit_reasons(spec: BufferSpec, caps: BufferCaps, mode: Mode) -> list[str]:
-    """Static buffers want limits, and limits want static buffers."""
-    max_tokens, most = spec.max_tokens_per_rank, caps.max_tokens_per_rank
-    reasons = []
-    if max_tokens is not None and most is not None and max_tokens > most:
-        reasons.append(f"max_tokens_per_rank is {max_tokens}, at most {most}")
-    if not caps.is_static:
-        if spec.max_recv_slots is not None:
-            reasons.append("has exact sizes and no slot budget; leave max_recv_slots None")
-        return reasons
-    if max_tokens is None:
-        reasons.append("has static sizes; set max_tokens_per_rank")
-    if mode is Mode.NORMAL and spec.max_recv_slots is None:
-        reasons.append("has static sizes; set max_recv_slots")
-    if spec.max_recv_slots is not None and not caps.has_slot_budget:
-        reasons.append("has room for any routing and no slot budget; leave max_recv_slots None")
     return reasons

@@ -64,6 +64,32 @@ print(json.dumps({
 """
 
 
+# The rest of the package, module by module, where what it needs of others is installed.
+MODULES_PROBE = """
+import json, os, sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+folder = Path(find_spec("epcomm").origin).parent
+imported = []
+for path in sorted(folder.rglob("*.py")):
+    name = ".".join(path.relative_to(folder.parent).with_suffix("").parts)
+    if name.startswith("epcomm.testing.") or name.endswith("__main__"):
+        continue
+    try:
+        import_module(name.removesuffix(".__init__"))
+    except ModuleNotFoundError as error:
+        if error.name.partition(".")[0] not in ("triton", "mpi4py", "transformers"):
+            raise
+    imported.append(name)
+found = sorted({name.partition(".")[0] for name in sys.modules})
+print(json.dumps({"imported": imported, "found": found}))
+"""
+# Their import has effects on the process, or fails where there is no device.
+NEVER_IMPORTED = {"deep_ep", "deep_gemm", "torch_npu"}
+
+
 def test_import_touches_no_vendor_package_device_or_environment() -> None:
     result = subprocess.run(
         [sys.executable, "-c", PROBE], capture_output=True, text=True, check=False
@@ -76,3 +102,20 @@ def test_import_touches_no_vendor_package_device_or_environment() -> None:
     assert found["reads_at_import"] == []
     assert found["device_calls"] == []
     assert not found["cuda_is_initialized"]
+
+
+def test_no_module_imports_a_package_with_effects() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", MODULES_PROBE], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert {"epcomm.moe", "epcomm.buffers.ascend", "epcomm.runners.ascend"} <= set(
+        found["imported"]
+    )
+    assert not NEVER_IMPORTED & set(found["found"])
+
+
+def test_collecting_the_tests_imports_none_either() -> None:
+    """What was collected with this test is imported by now; tests install stand-ins later."""
+    assert not NEVER_IMPORTED & set(sys.modules)

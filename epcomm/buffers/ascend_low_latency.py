@@ -7,57 +7,46 @@ and cleaning do nothing there: everything is in the order of the stream.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from epcomm.ascend_facts import (
-    LOW_LATENCY_LIMITS,
     MAX_LOCAL_EXPERTS_TIMES_RANKS,
-    MAX_TOP_K,
+    SizeLimits,
+    low_latency_limits,
     low_latency_window_bytes,
-    size_reasons,
-    variable_reasons,
-    window_reasons,
 )
+from epcomm.ascend_soc import Soc, current_soc
+from epcomm.buffers.ascend_calls import slot_bytes
 from epcomm.buffers.ascend_package import (
-    KINDS,
-    WIRE_DTYPES,
     AscendBuffer,
-    format_reasons,
-    slot_bytes,
+    AscendRoute,
+    packed_caps,
     slots_from_ranks,
-    slots_to_ranks,
 )
-from epcomm.buffers.base import BufferCaps, BufferSpec, Combined, DispatchCall, Dispatched
-from epcomm.buffers.deep_ep_package import load_deep_ep
-from epcomm.buffers.faults import BatchFlags
-from epcomm.buffers.foreign import COMBINE, DISPATCH
-from epcomm.buffers.sizes import CallShape, Region
-from epcomm.buffers.traffic import BufferTraffic
-from epcomm.config import Mode, environment
+from epcomm.buffers.base import BufferCaps, BufferSpec, DispatchCall, Dispatched
+from epcomm.buffers.sizes import Region
+from epcomm.config import Mode
 from epcomm.ops.holes import fill_holes
-from epcomm.records import Route, SlotIndex
-from epcomm.types import Int8Profile, Layout, RowsPer, WeightsAppliedBy
+from epcomm.records import SlotIndex
+from epcomm.types import Int8Profile
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class AscendLowLatencyRoute(Route):
-    """What combine needs of its dispatch.
+class AscendLowLatencyRoute(AscendRoute):
+    """What combine needs of its dispatch besides.
 
     topk_ids: [T, K], as they were sent.   topk_weights: [T, K], float32, 0 where there was a hole.
     """
 
-    num_tokens: int
-    num_rows: int
-    index: SlotIndex
-    handle: Any
     topk_ids: Tensor
     topk_weights: Tensor
-    slots_from_rank: Tensor
     has_failed: Tensor
 
 
@@ -65,42 +54,54 @@ class AscendLowLatencyBuffer(AscendBuffer):
     """Static sizes, no host read."""
 
     name: ClassVar[str] = "ascend_low_latency"
+    mode: ClassVar[Mode] = Mode.LOW_LATENCY
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
+    calls: ClassVar[Mapping[str, Sequence[str]]] = MappingProxyType(
+        {
+            "__init__": ("group", "low_latency_mode"),
+            "low_latency_dispatch": (
+                "x",
+                "topk_idx",
+                "num_max_dispatch_tokens_per_rank",
+                "num_experts",
+                "use_fp8",
+                "topk_weights",
+                "quant_mode",
+            ),
+            "low_latency_combine": ("x", "topk_idx", "topk_weights", "handle"),
+        }
+    )
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
-        return BufferCaps(
-            layout=Layout.ROWS,
-            trainable=False,
+        return replace(
+            packed_caps(low_latency_limits(current_soc()).max_tokens),
             graph_safe=True,
-            ordered=True,
-            wire_dtypes=WIRE_DTYPES,
-            weights_applied_by=frozenset({WeightsAppliedBy.COMBINE}),
-            max_top_k=MAX_TOP_K,
-            reuses_route=False,
             is_static=True,
             host_reads=0,
             has_slot_budget=False,
-            announces_faults=False,
-            fills_holes=True,
             int8_profiles=frozenset({Int8Profile.RINT127}),
-            needs_process_group=True,
         )
 
     @classmethod
-    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        reasons = format_reasons(spec) + size_reasons(spec, world_size, LOW_LATENCY_LIMITS)
+    def _limits(cls, soc: Soc | None) -> SizeLimits:
+        return low_latency_limits(soc)
+
+    @classmethod
+    def _window_bytes(
+        cls, spec: BufferSpec, world_size: int, variables: Mapping[str, str]
+    ) -> int | None:
+        has_limit = spec.max_tokens_per_rank is not None
+        return low_latency_window_bytes(spec, world_size) if has_limit else None
+
+    @classmethod
+    def _mode_reasons(
+        cls, spec: BufferSpec, world_size: int, variables: Mapping[str, str]
+    ) -> list[str]:
         rows = spec.num_local_experts * world_size
-        if rows > MAX_LOCAL_EXPERTS_TIMES_RANKS:
-            reasons.append(
-                f"experts of one rank * ranks is {rows}, at most {MAX_LOCAL_EXPERTS_TIMES_RANKS}"
-            )
-        if spec.slot_alignment > 1:
-            reasons.append("packs its rows, so slot_alignment must be 1")
-        variables = environment()
-        if spec.max_tokens_per_rank is not None:
-            reasons += window_reasons(low_latency_window_bytes(spec, world_size), variables)
-        return tuple(reasons + variable_reasons(spec, variables))
+        if rows <= MAX_LOCAL_EXPERTS_TIMES_RANKS:
+            return []
+        return [f"experts of one rank * ranks is {rows}, at most {MAX_LOCAL_EXPERTS_TIMES_RANKS}"]
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
@@ -112,18 +113,8 @@ class AscendLowLatencyBuffer(AscendBuffer):
         }
         return tuple(Region(name=name, max_bytes=size) for name, size in sizes.items())
 
-    @classmethod
-    def wire_bytes(
-        cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
-    ) -> BufferTraffic:
-        out, home = slot_bytes(spec)
-        return BufferTraffic(
-            dispatch_bytes=call.slots_sent * out, combine_bytes=call.slots_received * home
-        )
-
     def prepare(self) -> None:
-        package: Any = load_deep_ep(KINDS)
-        self._buffer = package.Buffer(self._process_group, low_latency_mode=True)
+        self._open(low_latency_mode=True)
         self._max_slots = _num_slots(self._spec, self._world_size)
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
@@ -132,11 +123,11 @@ class AscendLowLatencyBuffer(AscendBuffer):
         has_failed = self._record(call, fault, fault * 0, self._max_slots)
         ids, weights = fill_holes(ids, call.topk_weights, self._num_experts)
         received, counts, handle, _, _ = self._buffer.low_latency_dispatch(
-            call.hidden_states.contiguous(),
-            ids,
-            self._spec.max_tokens_per_rank,
-            self._num_experts,
-            # The name is that of the other package; here it means INT8.
+            x=call.hidden_states.contiguous(),
+            topk_idx=ids,
+            num_max_dispatch_tokens_per_rank=self._spec.max_tokens_per_rank,
+            num_experts=self._num_experts,
+            # The name is that of the other package; here it means INT8, and is on by default.
             use_fp8=self._quant_mode == "int8",
             topk_weights=weights,
             quant_mode=self._quant_mode,
@@ -148,8 +139,6 @@ class AscendLowLatencyBuffer(AscendBuffer):
             first_slot=F.pad(counts.cumsum(0), (1, 0)).to(torch.int32),
             host_num_slots_per_expert=None,
         )
-        to_rank = slots_to_ranks(ids, self._num_experts, self._world_size)
-        self._count_bytes(DISPATCH, to_rank, slot_bytes(self._spec)[0])
         route = AscendLowLatencyRoute(
             num_tokens=ids.shape[0],
             num_rows=self._max_slots,
@@ -160,36 +149,17 @@ class AscendLowLatencyBuffer(AscendBuffer):
             slots_from_rank=slots_from_ranks(handle[1], self._world_size),
             has_failed=has_failed,
         )
-        return Dispatched(
-            rows=self._wire(received),
-            index=index,
-            slot_weights=None,
-            route=route,
-            any_flags=BatchFlags.NONE,
-        )
+        return self._dispatched(self._wire(received), ids, route)
 
-    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
-        raise NotImplementedError("low latency has no backward (caps.reuses_route)")
-
-    def combine(
-        self,
-        rows: Tensor,
-        route: Route,
-        *,
-        rows_per: RowsPer,
-        slot_weights: Tensor | None = None,
-        row_scalars: Tensor | None = None,
-    ) -> Combined:
+    def _bring_home(self, rows: Tensor, route: AscendRoute) -> Tensor:
         assert isinstance(route, AscendLowLatencyRoute), "a route of this buffer"
-        assert slot_weights is None, "weights are applied at home"
-        assert row_scalars is None, "there is no backward"
-        self._check_open()
-        self._compare_combine()
         y, _, _ = self._buffer.low_latency_combine(
-            rows.contiguous(), route.topk_ids, route.topk_weights, route.handle
+            x=rows.contiguous(),
+            topk_idx=route.topk_ids,
+            topk_weights=route.topk_weights,
+            handle=route.handle,
         )
-        self._count_bytes(COMBINE, route.slots_from_rank, slot_bytes(self._spec)[1])
-        return Combined(y=y.masked_fill(route.has_failed, float("nan")), scalars=None)
+        return y.masked_fill(route.has_failed, float("nan"))
 
 
 def _num_slots(spec: BufferSpec, world_size: int) -> int:

@@ -1,42 +1,83 @@
-"""What the buffers over the Ascend deep_ep share: probing, rows, counts."""
+"""What the buffers over the Ascend deep_ep share: limits, rows, counts."""
 
 from __future__ import annotations
 
-import sys
-from typing import ClassVar
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Availability, BufferSpec
-from epcomm.buffers.deep_ep_package import find_deep_ep
-from epcomm.buffers.foreign import ForeignBuffer
-from epcomm.deep_ep_facts import DeepEPKind
+from epcomm.ascend_facts import MAX_TOP_K, SizeLimits, size_reasons, window_reasons
+from epcomm.ascend_soc import Soc, current_soc
+from epcomm.ascend_variables import variable_reasons
+from epcomm.buffers.ascend_calls import AscendCalls, slot_bytes, slots_to_ranks
+from epcomm.buffers.base import BufferCaps, BufferSpec, Combined, Dispatched
+from epcomm.buffers.faults import BatchFlags
+from epcomm.buffers.foreign import COMBINE, DISPATCH, ForeignBuffer
+from epcomm.config import Mode, environment
+from epcomm.errors import BackendUnavailable
 from epcomm.quantization import INT8_PER_TOKEN
-from epcomm.types import WireDtype, WireFormat, WireTensor
+from epcomm.records import Route, SlotIndex
+from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireDtype, WireFormat, WireTensor
 
-KINDS = frozenset({DeepEPKind.ASCEND})
 WIRE_DTYPES = frozenset({WireDtype.BF16, WireDtype.INT8})
-# Ids and weights of one (token, expert) pair, and the scale of its row.
-ENTRY_BYTES, SCALE_BYTES = 12, 4
 
 
-class AscendBuffer(ForeignBuffer):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AscendRoute(Route):
+    """The package's handle, and what the bytes of a combine are counted by.
+
+    slots_from_rank: [W], int64, on the device.
+    """
+
+    num_tokens: int
+    num_rows: int
+    index: SlotIndex
+    handle: Any
+    slots_from_rank: Tensor
+
+
+class AscendBuffer(AscendCalls, ForeignBuffer):
     """Rows come packed, one a (token, expert) pair; combine multiplies by the router weights."""
 
     name: ClassVar[str]
 
     @classmethod
-    def probe(cls, environment: object) -> Availability:
-        kind, is_stand_in = find_deep_ep()
+    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
+        variables, soc = environment(), current_soc()
         reasons = []
-        if kind is None:
-            reasons.append("deep_ep for Ascend is not installed")
-        elif kind not in KINDS:
-            reasons.append(f"the deep_ep installed is {kind.value}, expected Ascend")
-        elif not is_stand_in and "torch_npu" not in sys.modules:
-            reasons.append("torch_npu is not imported; import it before epcomm plans")
-        return Availability(ok=not reasons, reasons=tuple(reasons))
+        if spec.combine_format.dtype is not WireDtype.BF16:
+            reasons.append(f"combine carries bf16, not {spec.combine_format}")
+        if spec.slot_alignment > 1:
+            reasons.append("packs its rows, so slot_alignment must be 1")
+        reasons += size_reasons(spec, world_size, cls._limits(soc), soc)
+        window = cls._window_bytes(spec, world_size, variables)
+        if window is not None:
+            reasons += window_reasons(window, variables)
+        reasons += variable_reasons(variables, soc)
+        return tuple(reasons + cls._mode_reasons(spec, world_size, variables))
+
+    @classmethod
+    @abstractmethod
+    def _limits(cls, soc: Soc | None) -> SizeLimits:
+        """Sizes that the kernels of this mode take."""
+
+    @classmethod
+    @abstractmethod
+    def _window_bytes(
+        cls, spec: BufferSpec, world_size: int, variables: Mapping[str, str]
+    ) -> int | None:
+        """The HCCL window that it needs; None where the specification lacks what decides it."""
+
+    @classmethod
+    @abstractmethod
+    def _mode_reasons(
+        cls, spec: BufferSpec, world_size: int, variables: Mapping[str, str]
+    ) -> list[str]:
+        """What this mode alone refuses."""
 
     @property
     def _quant_mode(self) -> str:
@@ -44,35 +85,77 @@ class AscendBuffer(ForeignBuffer):
         return "int8" if self._spec.dispatch_format.dtype is WireDtype.INT8 else "bf16"
 
     def _wire(self, received: Tensor | tuple[Tensor, Tensor]) -> WireTensor:
-        if isinstance(received, Tensor):
-            return WireTensor(data=received, format=WireFormat.of(received.dtype))
-        data, scales = received
+        """Received rows with their scales.
+
+        Raises:
+            BackendUnavailable: they are not what was asked for.
+        """
+        data, scales = (received, None) if isinstance(received, Tensor) else received
+        wanted = self._spec.dispatch_format
+        if data.dtype != wanted.dtype.torch_dtype or (scales is None) is wanted.dtype.is_quantized:
+            with_scales = "no scales" if scales is None else "scales"
+            raise BackendUnavailable(
+                f"{self.name}: rows came as {data.dtype} with {with_scales}, expected {wanted} "
+                f"(rank {self._rank} of {self._world_size}); install another release of deep_ep"
+            )
+        if scales is None:
+            return WireTensor(data=data, format=WireFormat.of(data.dtype))
         return WireTensor(data=data, format=INT8_PER_TOKEN, scales=scales.unsqueeze(1))
 
-    def _destroy(self) -> None:
-        """It holds a window of the process group, which is the group's."""
-        self._buffer = None
+    def _dispatched(self, rows: WireTensor, ids: Tensor, route: AscendRoute) -> Dispatched:
+        """What arrived, after the bytes that this rank sent were counted."""
+        to_rank = slots_to_ranks(ids, self._num_experts, self._world_size)
+        self._count_bytes(DISPATCH, to_rank, slot_bytes(self._spec)[0])
+        return Dispatched(
+            rows=rows,
+            index=route.index,
+            slot_weights=None,
+            route=route,
+            any_flags=BatchFlags.NONE,
+        )
+
+    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
+        raise NotImplementedError("there is no cached dispatch (caps.reuses_route)")
+
+    def combine(
+        self,
+        rows: Tensor,
+        route: Route,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+    ) -> Combined:
+        assert isinstance(route, AscendRoute), "a route of this buffer"
+        assert slot_weights is None, "weights are applied at home"
+        assert row_scalars is None, "there is no backward"
+        self._check_open()
+        self._compare_combine()
+        y = self._bring_home(rows, route)
+        self._count_bytes(COMBINE, route.slots_from_rank, slot_bytes(self._spec)[1])
+        return Combined(y=y, scalars=None)
+
+    @abstractmethod
+    def _bring_home(self, rows: Tensor, route: AscendRoute) -> Tensor:
+        """[T, H]: the sums of `rows`, times the router weights. Collective."""
 
 
-def format_reasons(spec: BufferSpec) -> list[str]:
-    """What no buffer of the package carries."""
-    if spec.combine_format.dtype is WireDtype.BF16:
-        return []
-    return [f"combine carries bf16, not {spec.combine_format}"]
-
-
-def slot_bytes(spec: BufferSpec) -> tuple[int, int]:
-    """Of one (token, expert) pair, out and home."""
-    scale_bytes = SCALE_BYTES if spec.dispatch_format.dtype is WireDtype.INT8 else 0
-    wire = spec.dispatch_format.data_bytes(spec.hidden_size)
-    return wire + scale_bytes + ENTRY_BYTES, 2 * spec.hidden_size
-
-
-def slots_to_ranks(topk_ids: Tensor, num_experts: int, world_size: int) -> Tensor:
-    """[W], int64, on the device: (token, expert) pairs for each rank."""
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=topk_ids.device)
-    flat = topk_ids.flatten()
-    return counts.scatter_add_(0, flat, torch.ones_like(flat)).view(world_size, -1).sum(1)
+def packed_caps(max_tokens: int | None) -> BufferCaps:
+    """What both modes have in common, on the side of exact sizes."""
+    return BufferCaps(
+        layout=Layout.ROWS,
+        trainable=False,
+        graph_safe=False,
+        ordered=True,
+        wire_dtypes=WIRE_DTYPES,
+        weights_applied_by=frozenset({WeightsAppliedBy.COMBINE}),
+        max_tokens_per_rank=max_tokens,
+        max_top_k=MAX_TOP_K,
+        reuses_route=False,
+        announces_faults=False,
+        fills_holes=True,
+        needs_process_group=True,
+    )
 
 
 def slots_from_ranks(prefix: Tensor, world_size: int) -> Tensor:

@@ -61,6 +61,15 @@ def load_deep_ep(kinds: Set[DeepEPKind]) -> ModuleType:
     verdict = probe_deep_ep(kinds)
     if not verdict.ok:
         raise BackendUnavailable(f"deep_ep: {'; '.join(verdict.reasons)}")
+    return import_deep_ep()
+
+
+def import_deep_ep() -> ModuleType:
+    """Import whichever is installed.
+
+    Raises:
+        BackendUnavailable: its import fails.
+    """
     try:
         return import_module("deep_ep")
     except (ImportError, OSError, AssertionError, RuntimeError) as error:

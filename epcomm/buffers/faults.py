@@ -30,6 +30,7 @@ class FaultCode(IntEnum):
     HANDLE = 6
     ROWS = 7
     NO_GRADIENTS = 8
+    REPEATED_IDS = 9
 
     @classmethod
     def of(cls, error: EPError | None, *, in_combine: bool = False) -> FaultCode:
@@ -48,6 +49,7 @@ class FaultCode(IntEnum):
 _FAULT_TEXT = {
     FaultCode.SHAPE: "a tensor of wrong shape, dtype or device",
     FaultCode.IDS: "topk_ids out of range",
+    FaultCode.REPEATED_IDS: "an expert twice in a row of topk_ids",
     FaultCode.CAPACITY: "more tokens than max_tokens_per_rank",
     FaultCode.OVERFLOW: "more received slots than max_recv_slots",
     FaultCode.GRAD_MODE: "torch.no_grad() while other ranks are in grad mode",
@@ -81,8 +83,12 @@ def any_flags(flags: Sequence[int]) -> BatchFlags:
     return BatchFlags(reduce(or_, flags))
 
 
-def guard_ids(topk_ids: Tensor, num_experts: int, error: EPError | None) -> tuple[Tensor, Tensor]:
+def guard_ids(
+    topk_ids: Tensor, num_experts: int, error: EPError | None, *, distinct: bool = False
+) -> tuple[Tensor, Tensor]:
     """Replace all ids of a bad call by -1, and make its fault code, without a host read.
+
+    distinct: whether an expert twice in a row is a fault too.
 
     Returns:
         topk_ids [T, K] that are safe to index with, and the FaultCode as an int64 scalar tensor.
@@ -90,8 +96,16 @@ def guard_ids(topk_ids: Tensor, num_experts: int, error: EPError | None) -> tupl
     bad_ids = ((topk_ids < -1) | (topk_ids >= num_experts)).any()
     code = FaultCode.of(error)
     fault = torch.where(bad_ids, int(FaultCode.IDS if code == FaultCode.NONE else code), int(code))
+    if distinct:
+        is_repeated = _is_repeated(topk_ids.sort(dim=1).values).any() & (fault == 0)
+        fault = torch.where(is_repeated, int(FaultCode.REPEATED_IDS), fault)
     # Contiguous whatever came: torch.where keeps strides, which foreign kernels do not read.
     return torch.where(fault != 0, -1, topk_ids).contiguous(), fault
+
+
+def _is_repeated(ordered_ids: Tensor) -> Tensor:
+    """[T, K - 1]: the expert of the next entry is the same; rows are ordered."""
+    return (ordered_ids[:, 1:] == ordered_ids[:, :-1]) & (ordered_ids[:, 1:] >= 0)
 
 
 def ids_error(topk_ids: Tensor, num_experts: int, rank: int, world_size: int) -> ShapeError:
@@ -100,6 +114,17 @@ def ids_error(topk_ids: Tensor, num_experts: int, rank: int, world_size: int) ->
     return ShapeError(
         f"dispatch: topk_ids holds {worst}, expected -1 or 0 to {num_experts - 1} "
         f"(rank {rank} of {world_size}); pass physical expert ids"
+    )
+
+
+def repeated_ids_error(topk_ids: Tensor, rank: int, world_size: int) -> ShapeError:
+    """The detailed error of a rank that names an expert twice. Reads the ids on the host."""
+    ordered = topk_ids.sort(dim=1).values.cpu()
+    token, place = _is_repeated(ordered).nonzero()[0].tolist()
+    return ShapeError(
+        f"dispatch: topk_ids names expert {int(ordered[token, place])} twice for token {token}, "
+        f"expected distinct experts in a row (rank {rank} of {world_size}); add up their weights "
+        "and pass -1 for the others"
     )
 
 

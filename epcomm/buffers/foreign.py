@@ -26,6 +26,7 @@ from epcomm.buffers.faults import (
     ids_error,
     pack_header,
     raise_faults,
+    repeated_ids_error,
 )
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
@@ -39,6 +40,8 @@ class ForeignCalls(Backend):
     """A backend on top of a package that owns the exchange."""
 
     name: ClassVar[str]
+    # Whether its kernels fail where a row of ids names an expert twice.
+    needs_distinct_ids: ClassVar[bool] = False
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
         self._collectives = collectives
@@ -104,7 +107,7 @@ class ForeignCalls(Backend):
         Raises:
             EPError: with compares_calls, the fault of some rank, on every rank.
         """
-        ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
+        ids, fault = self._guard_ids(call)
         self._fault_on_host.copy_(fault, non_blocking=True)
         if not self._spec.compares_calls:
             return ids, assume_all_need_grad(call.flags)
@@ -117,8 +120,12 @@ class ForeignCalls(Backend):
 
     def _guard_on_device(self, call: DispatchCall) -> tuple[Tensor, Tensor, BatchFlags]:
         """As _guard(), where faults stay on the device, for _record(). Host sync: none."""
-        ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
+        ids, fault = self._guard_ids(call)
         return ids, fault, assume_all_need_grad(call.flags)
+
+    def _guard_ids(self, call: DispatchCall) -> tuple[Tensor, Tensor]:
+        distinct = self.needs_distinct_ids
+        return guard_ids(call.topk_ids, self._num_experts, call.error, distinct=distinct)
 
     def _raise_own(self, call: DispatchCall) -> None:
         """Raise this rank's own fault, after it has taken part and the host has waited.
@@ -133,6 +140,8 @@ class ForeignCalls(Backend):
     def _own_error(self, call: DispatchCall, code: int) -> EPError | None:
         if call.error is not None or code == FaultCode.NONE:
             return call.error
+        if code == FaultCode.REPEATED_IDS:
+            return repeated_ids_error(call.topk_ids, self._rank, self._world_size)
         return ids_error(call.topk_ids, self._num_experts, self._rank, self._world_size)
 
     def _record(

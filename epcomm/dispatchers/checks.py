@@ -18,10 +18,13 @@ def find_call_error(
     dtype: torch.dtype,
     device: torch.device,
     where: str,
+    *,
+    backend_limit: int | None = None,
 ) -> EPError | None:
     """The first fault of a dispatch call, from shapes and dtypes alone: no host sync.
 
     where: `rank 3 of 8`, for the message.
+    backend_limit: BufferCaps.max_tokens_per_rank.
     """
     num_tokens = num_tokens_of(hidden_states)
     pair = [num_tokens, spec.top_k]
@@ -39,6 +42,11 @@ def find_call_error(
         return CapacityError(
             f"dispatch: hidden_states has {num_tokens} tokens, expected at most "
             f"max_tokens_per_rank = {limit} ({where}); raise the limit or split the batch"
+        )
+    if backend_limit is not None and num_tokens > backend_limit:
+        return CapacityError(
+            f"dispatch: hidden_states has {num_tokens} tokens, expected at most {backend_limit}, "
+            f"which is all that the backend takes ({where}); split the batch"
         )
     return None
 

@@ -106,7 +106,13 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             hidden_states, topk, experts_need_grad
         )
         error = refusal or find_call_error(
-            hidden_states, topk, self._spec, self._dtype, self._group.device, self._group.where
+            hidden_states,
+            topk,
+            self._spec,
+            self._dtype,
+            self._group.device,
+            self._group.where,
+            backend_limit=self.plan.caps.max_tokens_per_rank,
         )
         if error is not None:
             # Take part with no tokens, so that the others hear of the fault instead of waiting.

@@ -10,28 +10,20 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from epcomm.ascend_facts import this_soc
-from epcomm.buffers.ascend_package import (
-    KINDS,
-    format_reasons,
-    probe_ascend,
-    slot_bytes,
-    slots_to_ranks,
-)
-from epcomm.buffers.base import Availability, BufferCaps, BufferSpec, DispatchCall
-from epcomm.buffers.deep_ep_package import load_deep_ep
-from epcomm.buffers.foreign import COMBINE, DISPATCH, ForeignCalls
-from epcomm.buffers.sizes import CallShape, Region
-from epcomm.buffers.traffic import BufferTraffic
+from epcomm.ascend_soc import current_soc
+from epcomm.buffers.ascend_calls import AscendCalls, slot_bytes, slots_to_ranks
+from epcomm.buffers.base import BufferCaps, BufferSpec, DispatchCall
+from epcomm.buffers.foreign import COMBINE, DISPATCH
+from epcomm.buffers.sizes import Region
 from epcomm.config import Mode, environment
-from epcomm.errors import BackendUnavailable
 from epcomm.fuseep.base import FusedBackend, FuseEPResult, check_packed
 from epcomm.fuseep.limits import (
     MAX_CALL_TOKENS,
@@ -49,6 +41,23 @@ from epcomm.quantized_weights import Int8ChannelWeights
 from epcomm.types import Int8Profile, Layout, WeightsAppliedBy, WireDtype
 
 AscendPackedT = TypeVar("AscendPackedT", bound=PackedWeights)
+_CALLS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "__init__": ("group", "low_latency_mode"),
+        "fused_deep_moe": (
+            "x",
+            "topk_idx",
+            "topk_weights",
+            "gmm1_permuted_weight",
+            "gmm1_permuted_weight_scale",
+            "gmm2_weight",
+            "gmm2_weight_scale",
+            "num_max_dispatch_tokens_per_rank",
+            "num_experts",
+            "fuse_mode",
+        ),
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,16 +73,14 @@ class _Chunk:
     is_dummy: bool
 
 
-class AscendFused(ForeignCalls, FusedBackend[AscendPackedT]):
+class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
     """What both operators share. Static sizes: faults wait for check()."""
 
     name: ClassVar[str]
+    mode: ClassVar[Mode] = Mode.FUSEEP
+    calls: ClassVar[Mapping[str, Sequence[str]]] = _CALLS
     kind: ClassVar[type[PackedWeights]]
     has_slot_budget: ClassVar[bool]
-
-    @classmethod
-    def probe(cls, environment: Mapping[str, str]) -> Availability:
-        return probe_ascend()
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
@@ -95,7 +102,9 @@ class AscendFused(ForeignCalls, FusedBackend[AscendPackedT]):
 
     @classmethod
     def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        reasons = format_reasons(spec)
+        reasons = []
+        if spec.combine_format.dtype is not WireDtype.BF16:
+            reasons.append(f"returns bf16, not {spec.combine_format}")
         if spec.dispatch_format.dtype is WireDtype.INT8 and spec.dispatch_format != INT8_PER_TOKEN:
             reasons.append(f"quantises to {INT8_PER_TOKEN}, not {spec.dispatch_format}")
         if spec.slot_alignment > 1:
@@ -113,15 +122,6 @@ class AscendFused(ForeignCalls, FusedBackend[AscendPackedT]):
         return (
             Region(name="window of the process group", max_bytes=cls._window(sizes, world_size)),
             Region(name="packed experts", max_bytes=packed),
-        )
-
-    @classmethod
-    def wire_bytes(
-        cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
-    ) -> BufferTraffic:
-        out, home = slot_bytes(spec)
-        return BufferTraffic(
-            dispatch_bytes=call.slots_sent * out, combine_bytes=call.slots_received * home
         )
 
     @classmethod
@@ -145,21 +145,10 @@ class AscendFused(ForeignCalls, FusedBackend[AscendPackedT]):
         )
 
     def prepare(self) -> None:
-        """Open the package.
-
-        Raises:
-            BackendUnavailable: it is not here, or a limit or a variable is in the way.
-        """
-        reasons = self.lacks(Mode.FUSEEP, self._spec, self._world_size)
-        if reasons:
-            raise BackendUnavailable(
-                f"{self.name}: {'; '.join(reasons)} (rank {self._rank} of {self._world_size})"
-            )
-        package: Any = load_deep_ep(KINDS)
+        self._open(low_latency_mode=True)
         self._sizes = _sizes_of(self._spec)
-        self._buffer = package.Buffer(self._process_group, low_latency_mode=True)
         # The package exports its modes nowhere else.
-        self._fuse_modes = sys.modules[package.Buffer.__module__].FuseMode
+        self._fuse_modes: Any = sys.modules[type(self._buffer).__module__].FuseMode
 
     def run(self, call: DispatchCall, experts: AscendPackedT) -> FuseEPResult:
         check_packed(experts, self.kind, self.name)
@@ -218,10 +207,6 @@ class AscendFused(ForeignCalls, FusedBackend[AscendPackedT]):
         from_others = counts.sum() - to_rank[self._rank]
         self._sent_bytes[COMBINE] += from_others * home
 
-    def _destroy(self) -> None:
-        """It holds a window of the process group, which is the group's."""
-        self._buffer = None
-
     @classmethod
     def _packed_bytes(cls, sizes: FuseEPSpec) -> int:
         return cls._packed_bytes_of(
@@ -247,7 +232,9 @@ class FusedDeepMoE(AscendFused[FusedDeepMoEWeights]):
 
     @classmethod
     def _reasons(cls, sizes: FuseEPSpec, world_size: int) -> list[str]:
-        return fused_deep_moe_reasons(sizes, world_size, soc=this_soc(), environment=environment())
+        return fused_deep_moe_reasons(
+            sizes, world_size, soc=current_soc(), environment=environment()
+        )
 
     @classmethod
     def _window(cls, sizes: FuseEPSpec, world_size: int) -> int:
@@ -291,7 +278,7 @@ class DispatchFFNCombine(AscendFused[DispatchFFNCombineWeights]):
     @classmethod
     def _reasons(cls, sizes: FuseEPSpec, world_size: int) -> list[str]:
         return dispatch_ffn_combine_reasons(
-            sizes, world_size, soc=this_soc(), environment=environment()
+            sizes, world_size, soc=current_soc(), environment=environment()
         )
 
     @classmethod

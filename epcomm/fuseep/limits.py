@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from epcomm.ascend_facts import MAX_EXPERTS, Soc, required_variable_reasons, window_reasons
+from epcomm.ascend_facts import MAX_EXPERTS, window_reasons
+from epcomm.ascend_soc import Soc
+from epcomm.ascend_variables import variable_reasons
 from epcomm.fuseep.interleave import TILE
 from epcomm.fuseep.nz import TILE_ROWS
 from epcomm.fuseep.spec import FuseEPSpec
@@ -112,7 +114,7 @@ def fused_deep_moe_reasons(
     if spec.max_recv_slots is not None:
         reasons.append("has room for any routing and no slot budget; leave max_recv_slots None")
     reasons += window_reasons(fused_deep_moe_window_bytes(spec, world_size, limits), environment)
-    return reasons + required_variable_reasons(environment)
+    return reasons + variable_reasons(environment, soc)
 
 
 def dispatch_ffn_combine_reasons(
@@ -135,7 +137,7 @@ def dispatch_ffn_combine_reasons(
             f"would vanish silently; set it to {rows} or leave it None"
         )
     reasons += window_reasons(dispatch_ffn_combine_window_bytes(spec, limits), environment)
-    return reasons + required_variable_reasons(environment)
+    return reasons + variable_reasons(environment, soc)
 
 
 def _soc_reasons(on_a5: str, soc: Soc | None) -> list[str]:

@@ -13,7 +13,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from epcomm.ascend_facts import Soc
+from epcomm.ascend_soc import Soc
 from epcomm.errors import ConfigError, ShapeError
 from epcomm.fuseep.interleave import TILE, deinterleave, interleave
 from epcomm.fuseep.nz import to_nd, to_nz

@@ -37,7 +37,7 @@ class Case:
 
 
 CASES = {
-    "ascend": Case(mode=Mode.NORMAL, config=EPConfig(mode="normal")),
+    "ascend_normal": Case(mode=Mode.NORMAL, config=EPConfig(mode="normal")),
     "ascend_low_latency": Case(
         mode=Mode.LOW_LATENCY, config=EPConfig(mode="low_latency", max_tokens_per_rank=16)
     ),
@@ -141,7 +141,7 @@ def test_a_small_window_is_an_error_that_names_the_setting(
             plan(EPConfig(mode="normal", backend="ascend"), spec, group)
         monkeypatch.setenv("DEEPEP_HCCL_BUFFSIZE", "560")
         chosen = plan(EPConfig(mode="normal", backend="ascend"), spec, group)
-        assert chosen.prefill.backend == "ascend"
+        assert chosen.prefill.backend == "ascend_normal"
 
 
 @pytest.mark.ranks(2)

@@ -110,7 +110,7 @@ def test_w8a8_blocks_are_within_what_their_scales_allow(name: str) -> None:
 def test_unquantised_blocks_give_the_same_through_all_buffers(name: str) -> None:
     with EPGroup() as group, torch.no_grad():
         found = through_all_buffers(name, group, is_int8=False)
-        normal = found.pop("ascend").double()
+        normal = found.pop("ascend_normal").double()
         # Rows of the other two buffers are the same, and so are the experts'. Sums of a rank, the
         # sum over ranks and the sum with shared experts are stored in bfloat16.
         largest = normal.abs().amax() if normal.numel() else 1.0

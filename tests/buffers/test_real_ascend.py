@@ -35,7 +35,7 @@ def why_not() -> str:
         return "there is no NPU"
     # For ascend_nz; it holds for the process.
     npu.config.allow_internal_format = True
-    return "; ".join(buffer_class("ascend").probe({}).reasons)
+    return "; ".join(buffer_class("ascend_normal").probe({}).reasons)
 
 
 REASON = why_not()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epcomm import ConfigError
-from epcomm.ascend_facts import Soc
+from epcomm.ascend_soc import Soc
 from epcomm.fuseep.limits import (
     FUSED_DEEP_MOE_LIMITS,
     FuseEPLimits,

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from epcomm import EPConfig, EPGroup, ExpertParallelExperts, Int8ChannelWeights, TopKOutput
+from epcomm import EPConfig, EPGroup, ExpertParallelExperts, Int8ChannelWeights
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.testing import layer_suite
 from epcomm.testing.ascend import limits, registry
-from epcomm.testing.data import BatchSpec, RankBatch, make_batch, make_weights, random_ids
 from epcomm.testing.deep_ep import install
-from epcomm.types import WireDtype
 
 OPERATORS = ("fuseep_reference", "fused_deep_moe", "dispatch_ffn_combine")
 HIDDEN, INNER = 512, 512

@@ -20,7 +20,7 @@ from epcomm import (
     Int8ChannelWeights,
     ShapeError,
 )
-from epcomm.ascend_facts import Soc
+from epcomm.ascend_soc import Soc
 from epcomm.fuseep import nz
 from epcomm.fuseep.nz import ACL_FORMAT_ND, ACL_FORMAT_NZ
 from epcomm.fuseep.weights import DispatchFFNCombineWeights, FusedDeepMoEWeights

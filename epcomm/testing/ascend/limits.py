@@ -9,18 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from enum import StrEnum
 
-
-class Soc(StrEnum):
-    """A chip, by the short name of its server generation."""
-
-    # Ascend910B
-    A2 = "A2"
-    # Ascend910_93
-    A3 = "A3"
-    # ascend950
-    A5 = "A5"
+from epcomm.ascend_soc import DEVICE_NAMES, Soc
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +62,12 @@ def current_machine() -> Machine:
             f"{', '.join(Soc)}; call inside `with soc(...)`"
         )
     return machine
+
+
+def device_name() -> str | None:
+    """What torch_npu would call the device of these ranks; None where no chip is chosen."""
+    machine = _MACHINE.get(None)
+    return None if machine is None else DEVICE_NAMES[machine.soc]
 
 
 def require(operator: str, condition: bool, rule: str) -> None:

@@ -398,6 +398,19 @@ def test_rounds_lengthen_the_layout_and_keep_the_order(monkeypatch: pytest.Monke
         dispatch_normal(buffer, Inputs(*many))
 
 
+def test_combine_has_one_round_unless_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPEP_NORMAL_LONG_SEQ_ROUND", "2")
+    monkeypatch.setenv("DEEPEP_NORMAL_LONG_SEQ_PER_ROUND_TOKENS", "8192")
+    num_tokens = 8193 if dist.get_rank() == 1 else 1
+    ids, x = torch.zeros(num_tokens, 1).long(), torch.ones(num_tokens, H).bfloat16()
+    buffer = normal_buffer()
+    data, _, _, _, handle, _ = dispatch_normal(buffer, Inputs(x, ids, torch.ones(num_tokens, 1)))
+    with refused("8193 tokens, of 8192" if dist.get_rank() == 1 else r"ranks \[1\] refuse"):
+        buffer.combine(data, handle)
+    monkeypatch.setenv("DEEPEP_NORMAL_COMBINE_ENABLE_LONG_SEQ", "1")
+    assert torch.equal(buffer.combine(data, handle)[0], x)
+
+
 def test_combine_refuses_a_handle_or_ids_of_another_dispatch() -> None:
     buffer, inputs = low_latency_buffer(), my_inputs()
     recv_x, _, handle, _, _ = buffer.low_latency_dispatch(inputs.x, inputs.ids, M, E, use_fp8=False)

@@ -12,9 +12,11 @@ from __future__ import annotations
 from epcomm.testing.ascend.deep_ep.buffer import Buffer
 from epcomm.testing.ascend.deep_ep.config import Config
 from epcomm.testing.ascend.deep_ep.event import EventOverlap
+from epcomm.testing.ascend.limits import device_name as cpu_device_name
 
-# Tells whoever probes a deep_ep that this one needs no NPU.
+# CPU_RANKS tells whoever probes a deep_ep that this one needs no NPU, and cpu_device_name() what
+# chip it stands for.
 CPU_RANKS = True
 
 # FuseMode is in deep_ep.buffer alone, as in the real package.
-__all__ = ["CPU_RANKS", "Buffer", "Config", "EventOverlap"]
+__all__ = ["CPU_RANKS", "Buffer", "Config", "EventOverlap", "cpu_device_name"]

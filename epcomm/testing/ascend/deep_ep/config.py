@@ -80,6 +80,7 @@ class Settings:
     counts_are_sums: rows per expert are inclusive sums instead of counts.
     allows_none: low latency takes -1 for no expert.
     num_rounds, tokens_per_round: how normal mode cuts long batches.
+    combine_tokens: tokens that its combine takes, which has one round unless it is told otherwise.
     """
 
     normal_int8: bool
@@ -87,6 +88,7 @@ class Settings:
     allows_none: bool
     num_rounds: int
     tokens_per_round: int
+    combine_tokens: int
 
 
 def settings() -> Settings:
@@ -107,12 +109,14 @@ def settings() -> Settings:
         pcie = variables.get("HCCL_INTRA_PCIE_ENABLE"), variables.get("HCCL_INTRA_ROCE_ENABLE")
         require_modelled(_NAME, pcie != ("1", "0"), "communication in layers (PCIe)")
     num_rounds, tokens_per_round = _rounds(variables)
+    has_rounds = variables.get("DEEPEP_NORMAL_COMBINE_ENABLE_LONG_SEQ", "0") == "1"
     return Settings(
         normal_int8=variables.get("DEEP_NORMAL_MODE_USE_INT8_QUANT") == "1",
         counts_are_sums=nums_type == "0",
         allows_none=variables.get("MOE_ENABLE_TOPK_NEG_ONE") == "1",
         num_rounds=num_rounds,
         tokens_per_round=tokens_per_round,
+        combine_tokens=num_rounds * tokens_per_round if has_rounds else TOKENS_PER_ROUND,
     )
 
 

@@ -141,10 +141,13 @@ def dispatch(
 
 def combine(group: dist.ProcessGroup, x: Tensor, handle: tuple[Tensor, ...]) -> Tensor:
     """Sum rows times the weights that dispatch was given: [T, H]."""
+    most = settings().combine_tokens
 
     def check() -> Sequence[int]:
         require(COMBINE, len(handle) == 8, "the handle is that of dispatch")
-        triples, prefix = handle[3], handle[5]
+        triples, prefix, num_tokens = handle[3], handle[5], handle[6].shape[0]
+        rule = f"{num_tokens} tokens, of {most} at most without rounds in combine"
+        require(COMBINE, num_tokens <= most, rule)
         require(COMBINE, x.dim() == 2 and x.is_contiguous(), "x is 2-D and contiguous")
         require(COMBINE, x.dtype == torch.bfloat16, f"x is bfloat16, got {x.dtype}")
         num_rows = triples.numel() // 3

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
-from epcomm import EPConfig, EPGroup, ExpertParallelExperts, Int8ChannelWeights
+from epcomm import EPConfig, EPGroup, ExpertParallelExperts, ExpertWeights, Int8ChannelWeights
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.testing import layer_suite
 from epcomm.testing.ascend import limits, registry
@@ -31,6 +32,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+def w8a8(weights: ExpertWeights) -> Int8ChannelWeights:
+    return replace(Int8ChannelWeights.from_unquantized(weights), hidden_dtype=torch.bfloat16)
+
+
 def config_of(operator: str, max_tokens: int = 16) -> EPConfig:
     return EPConfig(mode="fuseep", backend=operator, max_tokens_per_rank=max_tokens)
 
@@ -43,10 +48,7 @@ def test_layer_equals_the_oracle(scenario: str, operator: str) -> None:
         env = layer_suite.LayerEnv(
             group=group,
             make_layer=lambda weights, top_k: ExpertParallelExperts(
-                Int8ChannelWeights.from_unquantized(weights),
-                group,
-                config_of(operator),
-                top_k=top_k,
+                w8a8(weights), group, config_of(operator), top_k=top_k
             ),
             has_gradients=False,
             wire=INT8_PER_TOKEN,

@@ -137,18 +137,16 @@ class CollectiveBuffer(OverCollectives):
         sends = _order_sends(needed, destination, sum(send_splits))
 
         layout = self._row_layout(self._spec.dispatch_format, has_ids=True)
-        packed = layout.pack_tokens(
-            hidden_states,
-            sends.token_of_row,
-            topk_ids,
-            call.topk_weights,
-            out=self._sent.rows(sum(send_splits), layout.row_bytes, torch.uint8),
-        )
+        def write(rows: slice, out: Tensor) -> None:
+            tokens = sends.token_of_row[rows]
+            layout.pack_tokens(hidden_states, tokens, topk_ids, call.topk_weights, out=out)
+
         self._traffic.dispatch(send_splits, layout.row_bytes)
-        received = self._collectives.all_to_all(
-            packed,
-            send_splits=send_splits,
-            recv_splits=counts.rows_from_rank,
+        received = self._send_rows(
+            write,
+            send_splits,
+            counts.rows_from_rank,
+            (layout.row_bytes, torch.uint8),
             phase="dispatch rows",
         )
 
@@ -177,14 +175,17 @@ class CollectiveBuffer(OverCollectives):
 
     def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
         assert isinstance(route, CollectiveRoute), "a route of this buffer"
-        tokens, width = route.sends.token_of_row, hidden_states.shape[1]
-        rows = self._sent.rows(tokens.shape[0], width, hidden_states.dtype)
-        torch.index_select(hidden_states, 0, tokens, out=rows)
-        self._traffic.dispatch(route.send_splits, row_bytes_of(rows))
-        return self._collectives.all_to_all(
-            rows,
-            send_splits=route.send_splits,
-            recv_splits=route.recv_splits,
+        tokens = route.sends.token_of_row
+
+        def write(rows: slice, out: Tensor) -> None:
+            torch.index_select(hidden_states, 0, tokens[rows], out=out)
+
+        self._traffic.dispatch(route.send_splits, row_bytes_of(hidden_states))
+        return self._send_rows(
+            write,
+            route.send_splits,
+            route.recv_splits,
+            (hidden_states.shape[1], hidden_states.dtype),
             phase="backward of combine",
         )
 
@@ -212,6 +213,32 @@ class CollectiveBuffer(OverCollectives):
         scalars = _scalars_of_topk(layout.scalars(home), route.sends.row_of_topk)
         return Combined(y=reduce_rows(layout.data(home), rows_of_token), scalars=scalars)
 
+    def _send_rows(
+        self,
+        write: Callable[[slice, Tensor], None],
+        send_splits: Sequence[int],
+        recv_splits: Sequence[int],
+        shape: tuple[int, torch.dtype],
+        *,
+        phase: str,
+    ) -> Tensor:
+        """Send rows to the ranks of experts.
+
+        Args:
+            write: puts some of the rows, numbered by rank, then token, where they travel from.
+            send_splits, recv_splits: rows to and from each rank.
+            shape: elements of a row, and their dtype.
+            phase: what it is for.
+
+        Returns: the rows from all ranks, by source.
+        """
+        num_rows = sum(send_splits)
+        rows = self._sent.rows(num_rows, *shape)
+        write(slice(0, num_rows), rows)
+        return self._collectives.all_to_all(
+            rows, send_splits=send_splits, recv_splits=recv_splits, phase=phase
+        )
+
     def _send_home(self, rows: Tensor, route: CollectiveRoute, *, phase: str) -> Tensor:
         self._traffic.combine(route.recv_splits, row_bytes_of(rows))
         return self._collectives.all_to_all(
@@ -237,7 +264,7 @@ class CollectiveBuffer(OverCollectives):
         header[:, 2] = needed.sum(0)
         slots = count_experts(topk_ids, self._num_experts)
         header[:, HEADER_WORDS:] = slots.view(world_size, -1)
-        received = self._collectives.all_to_all(header, phase="dispatch counts")
+        received = self._exchange_headers(header)
         self._traffic.control([1] * world_size, row_bytes_of(header))
         sent_words, received_words = torch.stack([header, received]).tolist()
         counts = read_counts(
@@ -248,6 +275,11 @@ class CollectiveBuffer(OverCollectives):
             self._collectives.rank,
         )
         return counts, tuple(words[2] for words in sent_words)
+
+
+    def _exchange_headers(self, header: Tensor) -> Tensor:
+        """[W, words], one for each rank, to those from each rank."""
+        return self._collectives.all_to_all(header, phase="dispatch counts")
 
 
 def _ranks_needed(destination: Tensor, world_size: int) -> Tensor:

@@ -91,8 +91,11 @@ def survey_rank(
     wanted = WireFormat.of(spec.dtype) if weights is None else weights.wire_format
     specs = {phase: _buffer_spec(each, spec, world_size, wanted) for phase, each in configs.items()}
     _check_int8_profile(config, specs[PREFILL].dispatch_format, wanted)
+    snapshot = environment()
     verdicts = {
-        phase: {name: _probe(name, each, specs[phase], world_size, group) for name in BUFFERS}
+        phase: {
+            name: _probe(name, each, specs[phase], world_size, group, snapshot) for name in BUFFERS
+        }
         for phase, each in configs.items()
     }
     if weights is not None:
@@ -118,8 +121,6 @@ def survey_group(
         BackendUnavailable: the mode is not built.
     """
     group.limit_waits(config.timeout_s)
-    record = {_ERROR: ""} | _as_record(config) | _as_record(spec) | _describe_experts(weights)
-    group.collectives.agree(record, what="plan")
     error, survey = None, Survey(specs={}, verdicts={})
     try:
         survey = survey_rank(config, spec, group.world_size, weights, group)
@@ -131,7 +132,8 @@ def survey_group(
         for name, verdict in verdicts.items()
     }
     found[_ERROR] = str(error or "")
-    records = group.collectives.gather_records(found, phase="plan")
+    record = {_ERROR: ""} | _as_record(config) | _as_record(spec) | _describe_experts(weights)
+    records = group.collectives.agree(record, what="plan", findings=found)
     if error is not None:
         raise error
     errors = [f"rank {rank}: {other[_ERROR]}" for rank, other in enumerate(records)]
@@ -282,14 +284,19 @@ def _wire_format(dtype: WireDtype, hidden_format: WireFormat, wanted: WireFormat
 
 
 def _probe(
-    name: str, config: EPConfig, spec: BufferSpec, world_size: int, group: EPGroup | None
+    name: str,
+    config: EPConfig,
+    spec: BufferSpec,
+    world_size: int,
+    group: EPGroup | None,
+    environment: Mapping[str, str],
 ) -> Availability:
     """Everything that keeps one backend from serving a phase on this rank."""
     buffer, mode = buffer_class(name), Mode(config.mode)
     if mode not in buffer.modes:
         serves = ", ".join(sorted(m.value for m in buffer.modes))
         return Availability(ok=False, reasons=(f"serves {serves}, not {mode.value}",))
-    caps, reasons = buffer.caps(mode), list(buffer.probe(environment()).reasons)
+    caps, reasons = buffer.caps(mode), list(buffer.probe(environment).reasons)
     if spec.dispatch_format.dtype not in caps.wire_dtypes:
         carried = sorted(dtype.value for dtype in caps.wire_dtypes)
         reasons.append(f"carries {carried}, not {spec.dispatch_format}")

@@ -109,6 +109,7 @@ class BufferCaps:
     int8_profiles: arithmetics in which its INT8 rows may be made: any, unless a package makes them.
     device_types: of groups that it serves, None for all.
     needs_process_group: it serves groups of torch.distributed alone.
+    needs_one_host: it serves ranks that can share memory.
     """
 
     layout: Layout
@@ -134,6 +135,7 @@ class BufferCaps:
     int8_profiles: frozenset[Int8Profile] = frozenset(Int8Profile)
     device_types: frozenset[str] | None = None
     needs_process_group: bool = False
+    needs_one_host: bool = False
 
 
 class RowQuantizer(Protocol):

@@ -10,6 +10,7 @@ also the reference for the others. Worked example, 2 ranks, 1 expert each, on ra
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -50,6 +51,9 @@ from epcomm.ops.slots import (
 from epcomm.records import Route, SlotIndex
 from epcomm.types import RowsPer, WireFormat
 
+# [W][W]: rows from each rank to each rank.
+RowTable = tuple[tuple[int, ...], ...]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SendOrder:
@@ -71,6 +75,7 @@ class CollectiveRoute(Route):
 
     send_splits, recv_splits: [W] rows to and from each rank.
     slots_by_row: the slots of each received row, in k order.
+    table: rows from each rank to each rank, where all ranks see all headers.
     """
 
     num_tokens: int
@@ -80,6 +85,7 @@ class CollectiveRoute(Route):
     recv_splits: tuple[int, ...]
     sends: SendOrder
     slots_by_row: Members
+    table: RowTable | None = None
 
 
 class CollectiveBuffer(OverCollectives):
@@ -87,6 +93,8 @@ class CollectiveBuffer(OverCollectives):
 
     name: ClassVar[str] = "collective"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
+    # Of the last headers, where all ranks see all of them.
+    _table: RowTable | None = None
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
@@ -137,6 +145,7 @@ class CollectiveBuffer(OverCollectives):
         sends = _order_sends(needed, destination, sum(send_splits))
 
         layout = self._row_layout(self._spec.dispatch_format, has_ids=True)
+
         def write(rows: slice, out: Tensor) -> None:
             tokens = sends.token_of_row[rows]
             layout.pack_tokens(hidden_states, tokens, topk_ids, call.topk_weights, out=out)
@@ -144,6 +153,7 @@ class CollectiveBuffer(OverCollectives):
         self._traffic.dispatch(send_splits, layout.row_bytes)
         received = self._send_rows(
             write,
+            self._table,
             send_splits,
             counts.rows_from_rank,
             (layout.row_bytes, torch.uint8),
@@ -164,6 +174,7 @@ class CollectiveBuffer(OverCollectives):
             recv_splits=counts.rows_from_rank,
             sends=sends,
             slots_by_row=slots_by_row(index),
+            table=self._table,
         )
         return Dispatched(
             rows=layout.wire_tensor(received),
@@ -183,6 +194,7 @@ class CollectiveBuffer(OverCollectives):
         self._traffic.dispatch(route.send_splits, row_bytes_of(hidden_states))
         return self._send_rows(
             write,
+            route.table,
             route.send_splits,
             route.recv_splits,
             (hidden_states.shape[1], hidden_states.dtype),
@@ -216,6 +228,7 @@ class CollectiveBuffer(OverCollectives):
     def _send_rows(
         self,
         write: Callable[[slice, Tensor], None],
+        table: RowTable | None,
         send_splits: Sequence[int],
         recv_splits: Sequence[int],
         shape: tuple[int, torch.dtype],
@@ -226,6 +239,7 @@ class CollectiveBuffer(OverCollectives):
 
         Args:
             write: puts some of the rows, numbered by rank, then token, where they travel from.
+            table: see CollectiveRoute.
             send_splits, recv_splits: rows to and from each rank.
             shape: elements of a row, and their dtype.
             phase: what it is for.
@@ -275,7 +289,6 @@ class CollectiveBuffer(OverCollectives):
             self._collectives.rank,
         )
         return counts, tuple(words[2] for words in sent_words)
-
 
     def _exchange_headers(self, header: Tensor) -> Tensor:
         """[W, words], one for each rank, to those from each rank."""

@@ -197,15 +197,20 @@ def check_batch(env: BufferEnv, spec: BatchSpec, slot_alignment: int = 1) -> Non
 
 
 def make_call(
-    env: BufferEnv, batch: RankBatch, spec: BatchSpec, error: EPError | None = None
+    env: BufferEnv,
+    batch: RankBatch,
+    spec: BatchSpec,
+    error: EPError | None = None,
+    *,
+    flags: BatchFlags = BatchFlags.NONE,
 ) -> DispatchCall:
-    """One rank's call without gradients; with an error it has no tokens."""
+    """One rank's call, by default without gradients; with an error it has no tokens."""
     num_tokens = batch.x.shape[0] if error is None else 0
     return DispatchCall(
         hidden_states=batch.x[:num_tokens],
         topk_ids=batch.topk_ids[:num_tokens],
         topk_weights=batch.topk_weights[:num_tokens],
-        flags=BatchFlags.NONE,
+        flags=flags,
         error=error,
     )
 
@@ -328,10 +333,13 @@ def check_operations_stand_alone(env: BufferEnv) -> None:
     # Holes: on two ranks, three of four experts would bring every token to both.
     spec, most = env.adapted(BATCH_SPECS["holes"]), env.caps.batches_in_flight
     buffer = env.open(spec)
+    # Without gradients rows may be views that a later dispatch overwrites.
+    flags = BatchFlags.NONE if env.caps.owns_rows or most else BatchFlags.GRAD_ENABLED
     outs, all_batches = [], []
     for number in range(most or 4):
         all_batches.append(env.batches(spec, number))
-        outs.append(dispatch(env, buffer, all_batches[-1][env.group.rank], spec))
+        mine = all_batches[-1][env.group.rank]
+        outs.append(buffer.dispatch(make_call(env, mine, spec, flags=flags)))
     if most is not None:
         _check_ended_batch(env, buffer, outs, all_batches, spec)
         return

@@ -24,6 +24,7 @@ class Case(NamedTuple):
 
 CASES = {
     "normal": Case("collective", Mode.NORMAL),
+    "shared_memory": Case("shared_memory", Mode.NORMAL),
     "standard": Case("all_gather", Mode.STANDARD),
     "normal_budget": Case("collective_static", Mode.NORMAL),
     "low_latency": Case("collective_static", Mode.LOW_LATENCY),

@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING, NoReturn
 
 from epcomm.buffers.base import Availability, BufferCaps, BufferSpec
 from epcomm.buffers.fit import carrying_reasons, limit_reasons
+from epcomm.buffers.host_memory import host_of_this_process
 from epcomm.config import EPConfig, Mode, environment
 from epcomm.errors import ConfigError, EPError
 from epcomm.quantization import QUANTIZED_FORMATS
 from epcomm.registry import (
+    BUFFERS,
     RUNNERS,
     backend_class,
     backend_family,
     backend_names,
+    buffer_class,
     fused_class,
     runner_class,
 )
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
 
 # The field of the compared record in which a rank says why it cannot plan.
 _ERROR = "error"
+# That in which it says where it runs.
+_HOST = "host"
 # The questions: which backend serves a phase, which runner computes the experts.
 PREFILL, DECODE, RUNNER = "prefill", "decode", "runner"
 
@@ -132,7 +137,7 @@ def survey_group(
         for question, verdicts in survey.verdicts.items()
         for name, verdict in verdicts.items()
     }
-    found[_ERROR] = str(error or "")
+    found |= {_ERROR: str(error or ""), _HOST: host_of_this_process()}
     record = {_ERROR: ""} | _as_record(config) | _as_record(spec) | _describe_experts(weights)
     records = group.collectives.agree(record, what="plan", findings=found)
     if error is not None:
@@ -147,7 +152,8 @@ def survey_group(
         question: {name: _combine(records, f"{question}/{name}") for name in candidates}
         for question, candidates in survey.verdicts.items()
     }
-    return replace(survey, verdicts=verdicts)
+    hosts = [str(other[_HOST]) for other in records]
+    return replace(survey, verdicts=_on_hosts(verdicts, hosts))
 
 
 def refuse_plan(group: EPGroup, error: ConfigError) -> NoReturn:
@@ -158,6 +164,25 @@ def refuse_plan(group: EPGroup, error: ConfigError) -> NoReturn:
     with suppress(ConfigError):
         group.collectives.agree({_ERROR: str(error)}, what="plan")
     raise error
+
+
+def _on_hosts(
+    verdicts: Mapping[str, Mapping[str, Availability]], hosts: Sequence[str]
+) -> Mapping[str, Mapping[str, Availability]]:
+    """What needs one host lacks it where ranks have several, or share no memory."""
+    if len(set(hosts)) == 1 and hosts[0]:
+        return verdicts
+    reason = f"ranks are on {len(set(hosts))} hosts, expected one whose memory they share"
+
+    def judge(name: str, verdict: Availability) -> Availability:
+        if name not in BUFFERS or not buffer_class(name).needs_one_host:
+            return verdict
+        return Availability(ok=False, reasons=(*verdict.reasons, reason))
+
+    return {
+        question: {name: judge(name, verdict) for name, verdict in found.items()}
+        for question, found in verdicts.items()
+    }
 
 
 def _describe_experts(weights: ExpertTensors | None) -> dict[str, Scalar]:
@@ -314,6 +339,8 @@ def _probe(
     reasons += buffer.lacks(mode, spec, world_size)
     if group is not None:
         reasons += _group_reasons(group, caps)
+    elif buffer.needs_one_host:
+        reasons.append("needs a group, to see that its ranks share a host")
     return Availability(ok=not reasons, reasons=tuple(reasons))
 
 

@@ -109,7 +109,6 @@ class BufferCaps:
     int8_profiles: arithmetics in which its INT8 rows may be made: any, unless a package makes them.
     device_types: of groups that it serves, None for all.
     needs_process_group: it serves groups of torch.distributed alone.
-    needs_one_host: it serves ranks that can share memory.
     """
 
     layout: Layout
@@ -135,7 +134,6 @@ class BufferCaps:
     int8_profiles: frozenset[Int8Profile] = frozenset(Int8Profile)
     device_types: frozenset[str] | None = None
     needs_process_group: bool = False
-    needs_one_host: bool = False
 
 
 class RowQuantizer(Protocol):
@@ -197,7 +195,12 @@ class Combined:
 
 
 class Backend(ABC):
-    """What a plan asks before it chooses: of a Buffer, or of a fused operator."""
+    """What a plan asks before it chooses: of a Buffer, or of a fused operator.
+
+    needs_one_host: it serves ranks that can share memory, and no others.
+    """
+
+    needs_one_host: ClassVar[bool] = False
 
     name: ClassVar[str]
     modes: ClassVar[frozenset[Mode]]

@@ -26,13 +26,15 @@ _NAME_BYTES = 16
 
 
 def host_of_this_process() -> str:
-    """Equal for processes that can share memory: same kernel, same folder of shared memory.
+    """Equal for processes that can share memory: one kernel, one folder of shared memory.
 
-    Empty where there is no such folder. Local.
+    And one network, for processes in several are taken for several hosts. Empty where that cannot
+    be known. Local.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-        return f"{boot}/{os.stat(_FOLDER).st_dev}"
+        network = os.stat("/proc/self/ns/net").st_ino
+        return f"{boot}/{os.stat(_FOLDER).st_dev}/{network}"
     except OSError:
         return ""
 

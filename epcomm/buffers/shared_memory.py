@@ -43,6 +43,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
     """Normal mode over shared memory: exact sizes. Under no_grad rows are views of it."""
 
     name: ClassVar[str] = "shared_memory"
+    needs_one_host: ClassVar[bool] = True
 
     @classmethod
     def probe(cls, environment: Mapping[str, str]) -> Availability:
@@ -52,9 +53,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
-        return replace(
-            COLLECTIVE_CAPS, owns_rows=False, device_types=frozenset({"cpu"}), needs_one_host=True
-        )
+        return replace(COLLECTIVE_CAPS, owns_rows=False, device_types=frozenset({"cpu"}))
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
         super().__init__(collectives, spec)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # 32 tokens and 256 slots are more than any batch of the suite has on 8 ranks.
 CONFIGS = {
     "normal": EPConfig(mode="normal"),
+    "normal_collective": EPConfig(mode="normal", backend="collective"),
     "normal_budget": EPConfig(mode="normal", max_tokens_per_rank=32, max_recv_slots=256),
     "standard": EPConfig(mode="standard"),
     "replicated": EPConfig(mode="standard", replicated=True),

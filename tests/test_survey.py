@@ -27,6 +27,7 @@ from epcomm import (
 )
 from epcomm.buffers.base import Availability
 from epcomm.buffers.collective import CollectiveBuffer
+from epcomm.buffers.shared_memory import SharedMemoryBuffer
 from epcomm.ops.slots import gather_rows
 from epcomm.runners.grouped_mm import GroupedMMRunner
 
@@ -49,9 +50,11 @@ def lacking(*reasons: str) -> Availability:
 def test_backend_that_one_rank_lacks_is_rejected_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     with EPGroup() as group:
         reasons = ("no cable", "no driver") if group.rank == 1 else ()
-        monkeypatch.setattr(CollectiveBuffer, "probe", lambda environment: lacking(*reasons))
+        for kind in (CollectiveBuffer, SharedMemoryBuffer):
+            monkeypatch.setattr(kind, "probe", lambda environment: lacking(*reasons))
         with pytest.raises(ConfigError) as caught:
             plan(EPConfig(mode="normal"), SPEC, group)
+        assert "shared_memory: rank 1: no cable; rank 1: no driver" in str(caught.value)
         assert "collective: rank 1: no cable; rank 1: no driver; collective_static: has static" in (
             str(caught.value)
         )
@@ -68,7 +71,7 @@ def test_a_plan_and_its_buffer_take_one_exchange_each(monkeypatch: pytest.Monkey
             return gather(tensor, phase=phase)
 
         monkeypatch.setattr(group.collectives, "all_gather", counted)
-        config = EPConfig(max_tokens_per_rank=8)
+        config = EPConfig(mode="normal", backend="collective", max_tokens_per_rank=8)
         chosen = plan(config, SPEC, group, weights=weights())
         group.open_buffer(chosen.prefill.backend, chosen.prefill.buffer_spec)
     assert phases == ["plan", "open_buffer"]
@@ -77,7 +80,8 @@ def test_a_plan_and_its_buffer_take_one_exchange_each(monkeypatch: pytest.Monkey
 @pytest.mark.ranks(NUM_RANKS)
 def test_reason_that_all_ranks_share_names_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     with EPGroup() as group:
-        monkeypatch.setattr(CollectiveBuffer, "probe", lambda environment: lacking("no cable"))
+        for kind in (CollectiveBuffer, SharedMemoryBuffer):
+            monkeypatch.setattr(kind, "probe", lambda environment: lacking("no cable"))
         with pytest.raises(ConfigError, match="collective: no cable; collective_static"):
             plan(EPConfig(mode="normal"), SPEC, group)
 

@@ -2,10 +2,14 @@
 
 Names are random, of the owner alone, and gone as soon as every rank has attached, so that a process
 that dies leaves nothing behind. Memory lasts as long as somebody holds a view of it.
+
+Each rank keeps a lock on its own file, which the system releases when its processes have ended: so
+others can tell a rank that is gone from one that is busy.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import secrets
@@ -51,6 +55,10 @@ class HostMemory:
                 rank.
         """
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)
+        self._rank = collectives.rank
+        # Of this rank's file, locked, and of the files of all ranks.
+        self._own_file: int | None = None
+        self._files: list[int] = []
         path = _FOLDER / f"{_PREFIX}{secrets.token_hex(_NAME_BYTES)}"
         try:
             error = self._create(path)
@@ -66,15 +74,27 @@ class HostMemory:
             torch.frombuffer(each, dtype=torch.uint8) for each in maps
         )
 
+    def ended_ranks(self) -> list[int]:
+        """Ranks whose processes have ended, or have let go of their memory. Local."""
+        return [
+            rank for rank, file in enumerate(self._files) if rank != self._rank and _is_free(file)
+        ]
+
+    def close(self) -> None:
+        """Let go of the files; views stay. Local, idempotent."""
+        if self._own_file is not None:
+            os.close(self._own_file)
+            self._own_file = None
+        while self._files:
+            os.close(self._files.pop())
+
     def _create(self, path: Path) -> str:
         """Why the block cannot be had; empty if it can."""
         try:
-            file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, _OWNER_ONLY)
-            try:
-                # Now, and not by a signal at the first touch of a page that is not there.
-                os.posix_fallocate(file, 0, self.num_bytes)
-            finally:
-                os.close(file)
+            self._own_file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, _OWNER_ONLY)
+            fcntl.flock(self._own_file, fcntl.LOCK_EX)
+            # Now, and not by a signal at the first touch of a page that is not there.
+            os.posix_fallocate(self._own_file, 0, self.num_bytes)
         except OSError as error:
             return f"{self.num_bytes} B in {_FOLDER}: {error.strerror}"
         return ""
@@ -83,11 +103,9 @@ class HostMemory:
         maps = []
         for path in paths:
             try:
-                file = os.open(path, os.O_RDWR)
-                try:
-                    maps.append(mmap.mmap(file, self.num_bytes))
-                finally:
-                    os.close(file)
+                # Opened anew also by its owner, for a lock belongs to one opening.
+                self._files.append(os.open(path, os.O_RDWR))
+                maps.append(mmap.mmap(self._files[-1], self.num_bytes))
             except OSError as error:
                 return [], f"{path}: {error.strerror}"
         return maps, ""
@@ -101,8 +119,19 @@ class HostMemory:
             if record["error"]
         ]
         if faults:
+            self.close()
             raise BackendUnavailable(
                 f"{phase}: {'; '.join(faults)} (this is rank {collectives.rank} of "
                 f"{collectives.world_size}); enlarge {_FOLDER} or use backend='collective'"
             )
         return [str(record["text"]) for record in records]
+
+
+def _is_free(file: int) -> bool:
+    """Whether nobody holds the lock of a file."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(file, fcntl.LOCK_UN)
+    return True

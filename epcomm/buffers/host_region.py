@@ -39,6 +39,8 @@ class HostRegion:
             room *= 2
         self._memory = None
         self._memory = HostMemory(self._collectives, NUM_SLOTS * room, phase=f"grow {self._name}")
+        # The views are enough.
+        self._memory.close()
         self._room = room
 
     def rows(self, rank: int, epoch: int, rows: slice, width: int, dtype: torch.dtype) -> Tensor:

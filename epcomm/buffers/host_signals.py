@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from epcomm.buffers.host_memory import HostMemory
+from epcomm.collectives.base import describe_ranks
 from epcomm.collectives.bounded import BoundedWait, Step
 
 # A word a cache line: neighbours would slow one another down.
@@ -51,6 +52,7 @@ class HostSignals:
         self, memory: HostMemory, rank: int, world_size: int, bounded: BoundedWait
     ) -> None:
         self._rank, self._world_size, self._bounded = rank, world_size, bounded
+        self._memory = memory
         self._words = [memoryview(each).cast("q") for each in memory.maps]
         self._epochs = dict.fromkeys(Signal, 0)
         self._fence = threading.Lock()
@@ -76,12 +78,13 @@ class HostSignals:
         """
         own, epoch = self._words[self._rank], self._epochs[kind]
         places = [self._place(kind, source) for source in range(self._world_size)]
-        self._bounded.run(lambda: _step(own, places, epoch), phase)
+        self._bounded.run(lambda: _step(own, places, epoch, self._memory), phase)
         self._order()
 
     def release(self) -> None:
         """Let go of the memory. Local, idempotent."""
         self._words = []
+        self._memory.close()
 
     def _place(self, kind: Signal, source: int) -> int:
         return (kind * self._world_size + source) * _WORDS_PER_LINE
@@ -96,7 +99,7 @@ class HostSignals:
                 pass
 
 
-def _step(words: memoryview, places: Sequence[int], epoch: int) -> Step:
+def _step(words: memoryview, places: Sequence[int], epoch: int, memory: HostMemory) -> Step:
     def step(seconds: float) -> bool:
         deadline_s = time.monotonic() + seconds
         num_polls, nap_s = 0, _SHORTEST_NAP_S
@@ -106,6 +109,9 @@ def _step(words: memoryview, places: Sequence[int], epoch: int) -> Step:
                 os.sched_yield()
                 continue
             if time.monotonic() >= deadline_s:
+                ended = [rank for rank in memory.ended_ranks() if words[places[rank]] < epoch]
+                if ended:
+                    raise RuntimeError(f"the process of {describe_ranks(ended)} has ended")
                 return False
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)

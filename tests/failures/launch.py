@@ -151,7 +151,7 @@ def main() -> None:
 def _start(scenario: Scenario, parent: Path) -> Run:
     folder = parent / scenario.name
     folder.mkdir()
-    start = _start_gloo if scenario.transport == "gloo" else _start_mpi
+    start = _start_mpi if scenario.transport == "mpi" else _start_gloo
     return start(scenario, folder)
 
 

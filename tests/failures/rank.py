@@ -61,6 +61,7 @@ def open_mpi(scenario: Scenario) -> Iterator[EPGroup]:
 TRANSPORTS: Mapping[str, Callable[[Scenario], AbstractContextManager[EPGroup]]] = {
     "gloo": open_gloo,
     "mpi": open_mpi,
+    "shared_memory": open_gloo,
 }
 
 
@@ -82,7 +83,9 @@ def run_rank(scenario: Scenario, folder: Path) -> int:
 
 
 def _lose(scenario: Scenario, group: EPGroup) -> tuple[str, float, str, float]:
-    config = EPConfig(timeout_s=SETUP_TIMEOUT_S)
+    is_shared = scenario.transport == "shared_memory"
+    backend = "shared_memory" if is_shared else "collective"
+    config = EPConfig(backend=backend, timeout_s=SETUP_TIMEOUT_S)
     dispatcher = DeepEPNormalDispatcher(group, SPEC, config)
     x = torch.randn(8, SPEC.hidden_size, requires_grad=True)
     ids = torch.arange(8 * SPEC.top_k).view(8, SPEC.top_k) % SPEC.num_experts

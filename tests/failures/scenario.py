@@ -33,7 +33,7 @@ class Scenario:
 
     fault: Literal["killed", "stopped", "late"]
     phase: Literal["dispatch", "combine", "backward"]
-    transport: Literal["gloo", "mpi"] = "gloo"
+    transport: Literal["gloo", "mpi", "shared_memory"] = "gloo"
     lost_ranks: tuple[int, ...] = (2,)
     store_host: int | None = None
     destroys: bool = True

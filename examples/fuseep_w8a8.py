@@ -191,6 +191,11 @@ def main(
         console = Console(quiet=dist.get_rank() != 0, highlight=False, markup=False)
         try:
             records = measure(size, seed=seed, max_tokens=max_tokens)
+            counts = [
+                tokens_of(rank, dist.get_world_size(), max_tokens)
+                for rank in range(dist.get_world_size())
+            ]
+            console.print(f"tokens of the ranks: {', '.join(map(str, counts))}")
             console.print(paths_table(records), choices(records), sep="\n", soft_wrap=True)
             check(records)
         except (CheckError, EPError) as error:

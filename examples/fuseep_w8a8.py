@@ -71,8 +71,10 @@ class CheckError(Exception):
 def machine(*, stand_ins: bool) -> Iterator[str]:
     """While open, the Ascend operators are there; gives the backend of the process group."""
     if not stand_ins:
-        importlib.import_module("torch_npu")
-        torch.npu.set_device(int(os.environ["LOCAL_RANK"]))  # type: ignore[attr-defined]
+        npu = importlib.import_module("torch_npu").npu
+        # Else experts could not be packed in the layout of the chip's matrix units.
+        npu.config.allow_internal_format = True
+        npu.set_device(int(os.environ["LOCAL_RANK"]))
         yield "hccl"
         return
     registry.register()

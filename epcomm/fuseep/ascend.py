@@ -26,7 +26,10 @@ from epcomm.buffers.sizes import Region
 from epcomm.config import Mode, environment
 from epcomm.fuseep.base import FusedBackend, FuseEPResult, check_packed
 from epcomm.fuseep.limits import (
+    DISPATCH_FFN_COMBINE_LIMITS,
+    FUSED_DEEP_MOE_LIMITS,
     MAX_CALL_TOKENS,
+    FuseEPLimits,
     dispatch_ffn_combine_reasons,
     dispatch_ffn_combine_window_bytes,
     fused_deep_moe_reasons,
@@ -74,12 +77,16 @@ class _Chunk:
 
 
 class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
-    """What both operators share. Static sizes: faults wait for check()."""
+    """What both operators share. Static sizes: faults wait for check().
+
+    limits: of sizes, for those who show them.
+    """
 
     name: ClassVar[str]
     mode: ClassVar[Mode] = Mode.FUSEEP
     calls: ClassVar[Mapping[str, Sequence[str]]] = _CALLS
     kind: ClassVar[type[PackedWeights]]
+    limits: ClassVar[FuseEPLimits]
     has_slot_budget: ClassVar[bool]
 
     @classmethod
@@ -224,6 +231,7 @@ class FusedDeepMoE(AscendFused[FusedDeepMoEWeights]):
 
     name: ClassVar[str] = "fused_deep_moe"
     kind: ClassVar[type[PackedWeights]] = FusedDeepMoEWeights
+    limits: ClassVar[FuseEPLimits] = FUSED_DEEP_MOE_LIMITS
     has_slot_budget: ClassVar[bool] = False
 
     @classmethod
@@ -269,6 +277,7 @@ class DispatchFFNCombine(AscendFused[DispatchFFNCombineWeights]):
     name: ClassVar[str] = "dispatch_ffn_combine"
     int8_profile: ClassVar[Int8Profile] = Int8Profile.DIVTRUNC16
     kind: ClassVar[type[PackedWeights]] = DispatchFFNCombineWeights
+    limits: ClassVar[FuseEPLimits] = DISPATCH_FFN_COMBINE_LIMITS
     has_slot_budget: ClassVar[bool] = True
 
     @classmethod

@@ -30,6 +30,8 @@ class PackedExperts(Generic[PackedT]):
     def of(self, weights: Int8ChannelWeights) -> PackedT:
         """What pack() makes of the weights as they are now.
 
+        A write through `.data` leaves the version of its tensor as it was; then comes forget().
+
         Local.   Host sync: none.
         Raises:
             ConfigError: tensors that were made in inference mode, which do not tell when they are
@@ -44,6 +46,10 @@ class PackedExperts(Generic[PackedT]):
             self._states = states
             self._originals = [tensor.detach() for tensor in weights.tensors().values()]
         return packed
+
+    def forget(self) -> None:
+        """Pack at the next call, whatever the tensors tell."""
+        self._states, self._packed = {}, None
 
 
 def _state_of(name: str, tensor: Tensor) -> _State:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Generic
 
+import torch
 from torch import Tensor
 
 from epcomm.errors import ConfigError
@@ -42,7 +43,8 @@ class PackedExperts(Generic[PackedT]):
         if packed is None:
             # The old ones are freed first: two copies beside the originals might not fit.
             self._packed = None
-            packed = self._packed = self._operator.pack(weights)
+            with torch.no_grad():
+                packed = self._packed = self._operator.pack(weights)
             self._states = states
             self._originals = [tensor.detach() for tensor in weights.tensors().values()]
         return packed

@@ -6,7 +6,6 @@ import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -117,16 +116,11 @@ def _advice_for(name: str) -> str:
 def _defined_names(folder: Path) -> Iterator[str]:
     """The classes and functions, methods included, that the sources of a package define."""
     for path in sorted(folder.rglob("*.py")):
-        yield from _names_in(path.read_bytes())
-
-
-# Each backend of each layer asks; parsing a package takes 70 ms. None has as many as 64 sources.
-@lru_cache(maxsize=64)
-def _names_in(source: bytes) -> tuple[str, ...]:
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        # Not Python that we know; whatever it defines, its import tells.
-        return ()
-    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return tuple(node.name for node in ast.walk(tree) if isinstance(node, kinds))
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):
+            # Not Python that we know; whatever it defines, its import tells.
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield node.name

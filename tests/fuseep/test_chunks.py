@@ -139,10 +139,13 @@ def test_every_rank_makes_as_many_calls(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.ranks(2)
 @pytest.mark.usefixtures("small_a3")
 @pytest.mark.parametrize("name", OPERATORS)
-def test_bytes_are_those_of_the_plan(name: str) -> None:
-    """A full call, all of whose tokens go to the other rank."""
+def test_bytes_are_those_of_the_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full call, all of whose tokens go to the other rank; a budget of rows changes nothing."""
+    recorder, budget = Recorder(monkeypatch), None if name == "fused_deep_moe" else 5000
     with EPGroup() as group:
-        config = EPConfig(mode="fuseep", backend=name, max_tokens_per_rank=300)
+        config = EPConfig(
+            mode="fuseep", backend=name, max_tokens_per_rank=300, max_recv_slots=budget
+        )
         layer = ExpertParallelExperts(experts(), group, config, top_k=K)
         x, topk = batch(300, group.rank)
         first = (1 - group.rank) * (E // 2)
@@ -158,6 +161,7 @@ def test_bytes_are_those_of_the_plan(name: str) -> None:
             "dispatch": found.dispatch_bytes,
             "combine": found.combine_bytes,
         }
+        assert recorder.limits == [budget or 256] * 2
         # What stays here costs none.
         local = TopKOutput(topk_ids=(ids + E // 2) % E, topk_weights=topk.topk_weights)
         layer(x, local)

@@ -26,6 +26,7 @@ from epcomm import (
 from epcomm.fuseep.ascend import DispatchFFNCombine, FusedDeepMoE
 from epcomm.fuseep.path import FuseEPPath
 from epcomm.fuseep.reference import FuseEPReference
+from epcomm.layers import idle_step
 from epcomm.testing.ascend import limits
 from epcomm.testing.ascend.deep_ep import Buffer
 from tests.fuseep.layers import OPERATORS, E, K, M, batch, experts, make_layer
@@ -189,6 +190,11 @@ def test_tokens_without_an_expert_cost_rows_and_give_zeros(operator: str) -> Non
         total = out.num_slots_per_expert.sum()
         torch.distributed.all_reduce(total)
         assert int(total) == 2 * K
+        # A rank without data takes part, so that another has its y.
+        if group.rank == 1:
+            idle_step(layer)
+        else:
+            assert torch.equal(layer(x, topk), y)
 
 
 @pytest.mark.ranks(2)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -71,7 +72,7 @@ def deep_ep_kind(folder: Path) -> DeepEPKind:
 
     V2 holds the Buffer of V1 too, and so do the Hybrid branch and the package for Ascend.
     """
-    names = set(_defined_names(folder))
+    names = _defined_names(folder)
     if "fused_deep_moe" in names:
         return DeepEPKind.ASCEND
     if "HybridEPBuffer" in names:
@@ -113,14 +114,19 @@ def _advice_for(name: str) -> str:
     return next((text for prefix, text in _READERS.items() if name.startswith(prefix)), "")
 
 
-def _defined_names(folder: Path) -> Iterator[str]:
+def _defined_names(folder: Path) -> set[str]:
     """The classes and functions, methods included, that the sources of a package define."""
-    for path in sorted(folder.rglob("*.py")):
-        try:
-            tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):
-            # Not Python that we know; whatever it defines, its import tells.
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                yield node.name
+    return {name for path in folder.rglob("*.py") for name in _names_in(path.read_bytes())}
+
+
+# Every plan asks for each backend of the package, and parsing it takes 50 ms. By contents, so that
+# another package in its place is seen. 256 files: more than any of the packages has.
+@lru_cache(maxsize=256)
+def _names_in(source: bytes) -> frozenset[str]:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        # Not Python that we know; whatever it defines, its import tells.
+        return frozenset()
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, kinds))

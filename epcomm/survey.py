@@ -92,9 +92,10 @@ def survey_rank(
         sized = replace(specs[PREFILL], intermediate_size=weights.intermediate_size)
         specs = {PREFILL: sized}
     _check_int8_profile(config, specs[PREFILL].dispatch_format, wanted)
+    snapshot = environment()
     verdicts = {
         phase: {
-            name: _probe(name, each, specs[phase], world_size, group, weights)
+            name: _probe(name, each, specs[phase], world_size, group, weights, snapshot)
             for name in backend_names(Mode(each.mode))
         }
         for phase, each in configs.items()
@@ -121,8 +122,6 @@ def survey_group(
             every rank.
     """
     group.limit_waits(config.timeout_s)
-    record = {_ERROR: ""} | _as_record(config) | _as_record(spec) | _describe_experts(weights)
-    group.collectives.agree(record, what="plan")
     error, survey = None, Survey(specs={}, verdicts={})
     try:
         survey = survey_rank(config, spec, group.world_size, weights, group)
@@ -134,7 +133,8 @@ def survey_group(
         for name, verdict in verdicts.items()
     }
     found[_ERROR] = str(error or "")
-    records = group.collectives.gather_records(found, phase="plan")
+    record = {_ERROR: ""} | _as_record(config) | _as_record(spec) | _describe_experts(weights)
+    records = group.collectives.agree(record, what="plan", findings=found)
     if error is not None:
         raise error
     errors = [f"rank {rank}: {other[_ERROR]}" for rank, other in enumerate(records)]
@@ -291,13 +291,14 @@ def _probe(
     world_size: int,
     group: EPGroup | None,
     weights: ExpertTensors | None,
+    environment: Mapping[str, str],
 ) -> Availability:
     """Everything that keeps one backend from serving a phase on this rank."""
     buffer, mode = backend_class(name), Mode(config.mode)
     if mode not in buffer.modes:
         serves = ", ".join(sorted(m.value for m in buffer.modes))
         return Availability(ok=False, reasons=(f"serves {serves}, not {mode.value}",))
-    caps, reasons = buffer.caps(mode), list(buffer.probe(environment()).reasons)
+    caps, reasons = buffer.caps(mode), list(buffer.probe(environment).reasons)
     reasons += carrying_reasons(spec, caps)
     if config.deterministic and not caps.ordered:
         reasons.append("slots arrive in any order, and EPConfig.deterministic is set")

@@ -138,6 +138,13 @@ def test_every_deep_ep_is_told_apart(deep_ep: DeepEP, tmp_path: Path) -> None:
     assert found.status is (Status.ATTENTION if is_stranger else Status.HERE)
 
 
+def test_another_deep_ep_in_its_place_is_seen(tmp_path: Path) -> None:
+    for deep_ep in DEEP_EPS:
+        write_package(tmp_path / deep_ep.id, deep_ep.files).rename(tmp_path / "deep_ep")
+        assert deep_ep_kind(tmp_path / "deep_ep") is deep_ep.kind
+        (tmp_path / "deep_ep").rename(tmp_path / f"old {deep_ep.id}")
+
+
 def test_deep_ep_that_does_not_import_says_why(tmp_path: Path) -> None:
     folder = write_package(tmp_path / "deep_ep", DEEP_EPS[0].files)
     error = "ImportError: libcudart.so.13: cannot open shared object file"

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from epcomm import (
     Activation,
@@ -54,6 +55,23 @@ def test_backend_that_one_rank_lacks_is_rejected_on_all(monkeypatch: pytest.Monk
         assert "collective: rank 1: no cable; rank 1: no driver; collective_static: has static" in (
             str(caught.value)
         )
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_a_plan_and_its_buffer_take_one_exchange_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    phases: list[str] = []
+    with EPGroup() as group:
+        gather = group.collectives.all_gather
+
+        def counted(tensor: Tensor, *, phase: str) -> Tensor:
+            phases.append(phase)
+            return gather(tensor, phase=phase)
+
+        monkeypatch.setattr(group.collectives, "all_gather", counted)
+        config = EPConfig(max_tokens_per_rank=8)
+        chosen = plan(config, SPEC, group, weights=weights())
+        group.open_buffer(chosen.prefill.backend, chosen.prefill.buffer_spec)
+    assert phases == ["plan", "open_buffer"]
 
 
 @pytest.mark.ranks(NUM_RANKS)

@@ -24,6 +24,11 @@ DEFAULT_TIMEOUT_S = EPConfig.timeout_s
 
 Scalar = str | int | float | bool | None
 
+# Bytes that every rank sends of its records at first, their length among them: twice what a plan in
+# mode auto needs, the longest of this package. Longer ones take a second exchange.
+_FIRST_BYTES = 8192
+_LENGTH_BYTES = 8
+
 
 class Collectives(ABC):
     """Three verbs over the ranks of one group.
@@ -97,27 +102,32 @@ class Collectives(ABC):
 
         Collective: yes.   Host sync: yes.
         """
-        payload = json.dumps(dict(record)).encode()
-        length = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
-        lengths = self.all_gather(length, phase=phase).flatten().tolist()
-        padded = payload.ljust(max(lengths))
-        mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(self.device)
-        texts = self.all_gather(mine, phase=phase).cpu().numpy()
-        return [json.loads(texts[rank].tobytes()) for rank in range(self.world_size)]
+        return [record for (record,) in self._gather_json([record], phase)]
 
-    def agree(self, record: Mapping[str, Scalar], *, what: str) -> None:
+    def agree(
+        self,
+        record: Mapping[str, Scalar],
+        *,
+        what: str,
+        findings: Mapping[str, Scalar] | None = None,
+    ) -> list[dict[str, Scalar]]:
         """Compare a record over all ranks.
 
         Args:
             record: names and values that must be equal everywhere.
             what: the function and the thing compared, for the message.
+            findings: what this rank has to tell, which may differ; it takes no exchange of its own.
+
+        Returns:
+            The findings of all ranks, by rank.
 
         Collective: yes.   Host sync: yes.
 
         Raises:
             ConfigError: some field differs; on every rank, with the field, values and ranks.
         """
-        records = self.gather_records(record, phase=what)
+        gathered = self._gather_json([record, findings or {}], what)
+        records = [compared for compared, _ in gathered]
         names = list(dict.fromkeys(name for other in records for name in other))
         faults = [
             _describe_values(name, [other.get(name, "<absent>") for other in records])
@@ -129,6 +139,27 @@ class Collectives(ABC):
                 f"{what}: ranks disagree on {'; on '.join(faults)} "
                 f"(this is rank {self.rank} of {self.world_size}); make them equal on all ranks"
             )
+        return [told for _, told in gathered]
+
+    def _gather_json(
+        self, records: Sequence[Mapping[str, Scalar]], phase: str
+    ) -> list[list[dict[str, Scalar]]]:
+        """What all ranks pass here, by rank; most often in one exchange."""
+        payload = json.dumps([dict(record) for record in records]).encode()
+        message = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
+        texts = self._gather_bytes(message[:_FIRST_BYTES].ljust(_FIRST_BYTES), phase)
+        lengths = [int.from_bytes(text[:_LENGTH_BYTES], "little") for text in texts]
+        num_left = _LENGTH_BYTES + max(lengths) - _FIRST_BYTES
+        if num_left > 0:
+            rests = self._gather_bytes(message[_FIRST_BYTES:].ljust(num_left), phase)
+            texts = [text + rest for text, rest in zip(texts, rests, strict=True)]
+        return [json.loads(text[_LENGTH_BYTES:]) for text in texts]
+
+    def _gather_bytes(self, message: bytes, phase: str) -> list[bytes]:
+        """The messages of all ranks, by rank, of one length."""
+        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self.device)
+        gathered = self.all_gather(mine, phase=phase).cpu().numpy()
+        return [gathered[rank].tobytes() for rank in range(self.world_size)]
 
 
 def _describe_values(name: str, values: Sequence[Scalar]) -> str:

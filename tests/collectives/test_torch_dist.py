@@ -115,7 +115,7 @@ def test_records_of_any_length_are_gathered_by_rank() -> None:
     def record(rank: int) -> dict[str, str | int | float | bool | None]:
         return {
             "rank": rank,
-            "text": "é\n" * 50 * rank,
+            "text": "é\n" * 1000 * rank,
             "half": rank / 2,
             "none": None,
             "yes": True,
@@ -125,11 +125,26 @@ def test_records_of_any_length_are_gathered_by_rank() -> None:
         record(rank) for rank in range(NUM_RANKS)
     ]
     assert collectives.gather_records({}) == [{}] * NUM_RANKS
+    # All lengths around that of the first message, on one rank or another.
+    for length in range(8192 - 32, 8192 + 2):
+        texts = ["x" * length if rank == length % NUM_RANKS else "" for rank in range(NUM_RANKS)]
+        found = collectives.gather_records({"text": texts[collectives.rank]})
+        assert found == [{"text": text} for text in texts]
 
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_agreement_passes_equal_records() -> None:
     world().agree({"hidden_size": 64, "backend": "collective", "limit": None}, what="open_buffer")
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_findings_may_differ_and_are_told_to_all_ranks() -> None:
+    collectives = world()
+    findings = {"top_k": collectives.rank, f"of rank {collectives.rank}": "here"}
+    told = collectives.agree({"top_k": 2}, what="plan", findings=findings)
+    assert told == [{"top_k": rank, f"of rank {rank}": "here"} for rank in range(NUM_RANKS)]
+    with pytest.raises(ConfigError, match="plan: ranks disagree on top_k: 0 on rank 0, 1 on rank"):
+        collectives.agree({"top_k": collectives.rank}, what="plan", findings={"top_k": 2})
 
 
 @pytest.mark.ranks(NUM_RANKS)

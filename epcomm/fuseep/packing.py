@@ -42,7 +42,7 @@ class PackedExperts(Generic[PackedT]):
         packed = self._packed if states == self._states else None
         if packed is None:
             # The old ones are freed first: two copies beside the originals might not fit.
-            self._packed = None
+            self._packed, self._originals = None, []
             with torch.no_grad():
                 packed = self._packed = self._operator.pack(weights)
             self._states = states

@@ -29,6 +29,7 @@ from epcomm.fuseep.reference import FuseEPReference
 from epcomm.layers import idle_step
 from epcomm.testing.ascend import limits
 from epcomm.testing.ascend.deep_ep import Buffer
+from tests.fuseep.formats import device_that_keeps
 from tests.fuseep.layers import OPERATORS, E, K, M, batch, experts, make_layer
 
 pytestmark = pytest.mark.usefixtures("small_a3")
@@ -234,7 +235,7 @@ def test_paths_refuse_other_plans_closed_groups_and_other_packings() -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_what_one_rank_lacks_all_ranks_hear(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable before the plan, another chip, and a package without a parameter."""
+    """A variable, a chip, a parameter of the package, weights that the device keeps row-major."""
 
     class Older(Buffer):
         """A release with one operator."""
@@ -263,5 +264,8 @@ def test_what_one_rank_lacks_all_ranks_hear(operator: str, monkeypatch: pytest.M
                 f"{operator}: cannot be opened, rank 1: Older.fused_deep_moe of the package "
                 "installed has no parameter topk_idx; install another release"
             )
+            expect(BackendUnavailable, text, lambda: make_layer(group, operator))
+        with device_that_keeps(allows_nz=not is_bad):
+            text = "rank 1: to_nz: weights on cpu have format 2, expected 29 (NZ); set torch.npu."
             expect(BackendUnavailable, text, lambda: make_layer(group, operator))
         make_layer(group, operator)

@@ -36,6 +36,7 @@ from epcomm.fuseep.limits import (
     fused_deep_moe_window_bytes,
     max_received_rows,
 )
+from epcomm.fuseep.nz import nz_reasons
 from epcomm.fuseep.spec import FuseEPSpec
 from epcomm.fuseep.weights import DispatchFFNCombineWeights, FusedDeepMoEWeights, PackedWeights
 from epcomm.ops.holes import fill_holes
@@ -156,6 +157,13 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
         self._sizes = _sizes_of(self._spec)
         # The package exports its modes nowhere else.
         self._fuse_modes: Any = sys.modules[type(self._buffer).__module__].FuseMode
+
+    def _raise_reasons(self, reasons: Sequence[str]) -> None:
+        """Whether weights can be packed here too: one rank that cannot would leave others waiting.
+
+        They are packed in the first call.
+        """
+        super()._raise_reasons([*reasons, *nz_reasons(self._device)])
 
     def run(self, call: DispatchCall, experts: AscendPackedT) -> FuseEPResult:
         check_packed(experts, self.kind, self.name)

@@ -13,7 +13,7 @@ from torch import Tensor
 from epcomm.ascend_facts import MAX_TOP_K, SizeLimits, size_reasons, window_reasons
 from epcomm.ascend_soc import Soc, current_soc
 from epcomm.ascend_variables import variable_reasons
-from epcomm.buffers.ascend_calls import AscendCalls, slot_bytes, slots_to_ranks
+from epcomm.buffers.ascend_calls import AscendCalls, device_types, slot_bytes, slots_to_ranks
 from epcomm.buffers.base import BufferCaps, BufferSpec, Combined, Dispatched
 from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.foreign import COMBINE, DISPATCH, ForeignBuffer
@@ -155,6 +155,7 @@ def packed_caps(max_tokens: int | None) -> BufferCaps:
         announces_faults=False,
         fills_holes=True,
         needs_process_group=True,
+        device_types=device_types(),
     )
 
 

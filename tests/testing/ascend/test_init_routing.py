@@ -35,6 +35,8 @@ def test_golden_init_routing(case: dict[str, Any]) -> None:
     names = ["expanded_x", "expanded_row_idx", "tokens", "expanded_scale"]
     for name, tensor in zip(names, found, strict=True):
         assert_equals(tensor, case["expected"][name])
+    if case["call"]["row_idx_type"] == 0:
+        assert int((found[1] >= 0).sum()) == case["expected"]["active_rows"]
 
 
 @given(

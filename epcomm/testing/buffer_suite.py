@@ -618,6 +618,8 @@ def _expect_equal(env: BufferEnv, what: str, actual: object, expected: object) -
 def _expect_close(
     env: BufferEnv, what: str, actual: Tensor, expected: Tensor, tolerance: float
 ) -> None:
+    # A row more than none would broadcast.
+    _expect_equal(env, f"shape of {what}", list(actual.shape), list(expected.shape))
     error = relative_error(actual, expected)
     if not error <= tolerance:
         _fail(env, f"{what} is off by {error:.3g}, allowed {tolerance:.3g}")

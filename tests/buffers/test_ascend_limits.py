@@ -594,7 +594,7 @@ def test_a_rank_without_tokens_sends_one_to_itself() -> None:
             mine = [empty, topk_of([[1, 6]])]
             if group.rank == 0:
                 mine = [topk_of([[0, 5], [2, 5]]), empty]
-            outs = []
+            outs, sent_before = [], -1
             for topk in mine:
                 outs.append(dispatcher.dispatch(rows(len(topk.topk_ids)), topk))
                 if topk is empty:

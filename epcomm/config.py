@@ -62,8 +62,10 @@ def environment() -> Mapping[str, str]:
 class EPConfig:
     """Every choice of one expert-parallel layer; equal on all ranks.
 
-    mode: how tokens travel; `auto` takes normal, or low latency where the caller says so.
-    backend: a name of the buffer registry, the beginning of several (`deep_ep`), or `auto`.
+    mode: how tokens travel; `auto` takes normal, or low latency where the caller says so; in
+        `fuseep` one operator computes the experts too.
+    backend: a name of the buffer registry, the beginning of several (`deep_ep`), or `auto`; in
+        mode fuseep a name of the fused operators, or `auto`.
     runner: a name of the runner registry, or `auto`.
     router: `reference` is epcomm.routing.route; `ascend` the gating operator of torch_npu, and the
         reference where it cannot say the routing or gradients are needed; `auto` is ascend on NPUs

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from epcomm.deep_ep_facts import DeepEPKind, Variable, communication_variables, deep_ep_kind
 from epcomm.machine import Machine, this_machine
-from epcomm.registry import BUFFERS, RUNNERS, buffer_class, runner_class
+from epcomm.registry import BUFFERS, FUSED, RUNNERS, backend_class, runner_class
 
 
 class Status(StrEnum):
@@ -44,7 +44,8 @@ class Report:
 
     platform: torch, its distributed backends, devices.   packages: those that epcomm may use.
     deep_ep: which one it is; None where there is none.
-    backends, runners: of the registries.   variables: see Variable.
+    backends, runners: of the registries, fused operators among the backends.
+    variables: see Variable.
     """
 
     platform: tuple[Finding, ...]
@@ -77,7 +78,7 @@ def doctor(machine: Machine | None = None) -> Report:
             _torch_npu(machine),
         ),
         deep_ep=kind,
-        backends=tuple(_backend(name, machine.environment) for name in BUFFERS),
+        backends=tuple(_backend(name, machine.environment) for name in (*BUFFERS, *FUSED)),
         runners=tuple(_runner(name) for name in RUNNERS),
         variables=communication_variables(machine.environment),
     )
@@ -255,9 +256,9 @@ def _torch_npu(machine: Machine) -> Finding:
 
 
 def _backend(name: str, variables: Mapping[str, str]) -> Finding:
-    buffer = buffer_class(name)
-    verdict = buffer.probe(variables)
-    modes = ", ".join(sorted(mode.value for mode in buffer.modes))
+    backend = backend_class(name)
+    verdict = backend.probe(variables)
+    modes = ", ".join(sorted(mode.value for mode in backend.modes))
     return Finding(
         name=name,
         status=Status.HERE if verdict.ok else Status.MISSING,

@@ -20,6 +20,14 @@ from epcomm.doctor import Finding, Report, Status
 # Wide enough that no cell is wrapped.
 WIDE = {"COLUMNS": "240"}
 LAYER = ["--hidden-size", "64", "--num-experts", "8", "--top-k", "2", "--ranks", "4"]
+# DeepSeek-V3 in W8A8.
+FUSEEP = [
+    *("--hidden-size", "7168", "--num-experts", "256", "--top-k", "8", "--ranks", "16"),
+    *("--intermediate-size", "2048", "--mode", "fuseep", "--experts", "int8"),
+]
+
+
+WINDOW_REASON = "needs a window of 1792 MiB, but HCCL_BUFFSIZE is 200; set it to 1792 on all ranks"
 
 
 def run(*arguments: str) -> Result:
@@ -84,9 +92,38 @@ BAD_CALLS = [
         message="EPConfig: mode is 'fast', expected one of",
     ),
     BadCall(
-        id="fuseep",
-        arguments=[*LAYER, "--mode", "fuseep"],
-        message="the fused path is not built yet; change EPConfig.mode",
+        id="fuseep of experts that are not W8A8",
+        arguments=[*LAYER, "--mode", "fuseep", "--intermediate-size", "32"],
+        message="fuseep_reference: carries ['int8'], not bf16; computes W8A8 experts, "
+        "Int8ChannelWeights, not ExpertWeights; quantise them",
+    ),
+    BadCall(
+        id="fuseep with a runner",
+        arguments=[*FUSEEP, "--runner", "quantized_reference"],
+        message="computes experts itself, without runner quantized_reference; leave it auto",
+    ),
+    BadCall(
+        id="fuseep of an unknown operator",
+        arguments=[*FUSEEP, "--backend", "collective"],
+        message="backend is 'collective', expected auto or one of ['dispatch_ffn_combine', "
+        "'fused_deep_moe', 'fuseep_reference']",
+    ),
+    BadCall(
+        id="experts of an unknown kind",
+        arguments=[*LAYER, "--experts", "int4"],
+        message="epcomm plan: experts is 'int4', expected bf16, as the hidden states are, or one "
+        "of ['fp8', 'int8']",
+    ),
+    BadCall(
+        id="unquantised experts of another dtype",
+        arguments=[*LAYER, "--experts", "fp16"],
+        message="epcomm plan: experts is 'fp16', expected bf16, as the hidden states are",
+    ),
+    BadCall(
+        id="experts without a size",
+        arguments=[*LAYER, "--experts", "int8"],
+        message="epcomm plan: experts is int8, but their size is in neither an option nor a "
+        "--model file; pass --intermediate-size",
     ),
     BadCall(
         id="backend that does not serve",
@@ -119,6 +156,55 @@ def test_bad_call_ends_with_one_sentence(call: BadCall) -> None:
     assert result.stdout == ""
     assert call.message in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_fuseep_shows_every_operator_with_its_limits_and_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HCCL_BUFFSIZE", "200")
+    result = run("plan", *FUSEEP, "--max-tokens", "512")
+    assert result.exit_code == 0, result.output
+    assert "no runner: fuseep_reference computes the experts itself" in result.stdout
+    printed = rows(result.stdout)
+    assert ["backend", "fuseep_reference"] in printed
+    assert ["", "", WINDOW_REASON] in printed
+    place = printed.index(
+        ["operator", "fused_deep_moe", "dispatch_ffn_combine", "fuseep_reference"]
+    )
+    assert printed[place + 1 : place + 10] == [
+        ["chip", "A3", "A3", "any"],
+        ["rows a call", "at most 256", "at most 256", "no limit"],
+        ["hidden size", "512 to 7168 in steps of 16", "no limit", "no limit"],
+        ["2 * intermediate size", "1024 to 6144 in steps of 128", "no limit", "no limit"],
+        ["top k", "at most 12", "no limit", "no limit"],
+        ["experts", "at most 512", "no limit", "no limit"],
+        ["experts of a rank", "at most 24", "no limit", "no limit"],
+        # 16 ranks * 256 rows * 16 experts * 7168 * 4; 3 * 256 * 8 * 7168 + 10 MiB.
+        ["HCCL window", "1,879,048,192 B (1,792.0 MiB)", "54,525,952 B (52.0 MiB)", "none"],
+        # 16 experts * (3 * 7168 * 2048 codes, 4096 + 7168 scales of 4 or 8 bytes).
+        ["packed experts", "705,363,968 B (672.7 MiB)", "706,084,864 B (673.4 MiB)", "none"],
+    ]
+
+
+def test_fuseep_without_a_token_limit_says_what_windows_need() -> None:
+    result = run("plan", *FUSEEP)
+    assert result.exit_code == 0, result.output
+    needed = "pass --max-tokens"
+    assert ["HCCL window", needed, needed, "none"] in rows(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wire"),
+    [("bf16", "bf16"), ("fp8", "fp8_e4m3/128"), ("int8", "int8/0")],
+    ids=["bf16", "fp8", "int8"],
+)
+def test_kind_of_experts_decides_what_travels(kind: str, wire: str) -> None:
+    layer = [*LAYER, "--mode", "normal", "--intermediate-size", "32"]
+    result = run("plan", *layer, "--experts", kind)
+    assert result.exit_code == 0, result.output
+    assert ["wire format out", wire] in rows(result.stdout)
+    runner = "grouped_mm" if kind == "bf16" else "quantized_reference"
+    assert f"runner: {runner}" in result.stdout
 
 
 def test_unusual_arithmetic_has_a_row(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import epcomm.machine
 from epcomm.deep_ep_facts import DeepEPKind, deep_ep_kind
 from epcomm.doctor import Finding, Report, Status, doctor
 from epcomm.machine import Answer, Machine, this_machine
-from epcomm.registry import BUFFERS, RUNNERS
+from epcomm.registry import BUFFERS, FUSED, RUNNERS
 
 TORCH_ON_CPU = {
     "version": "2.13.0",
@@ -229,10 +229,15 @@ def test_torch_npu_is_found_and_never_asked(has_toolkit: bool, tmp_path: Path) -
 
 def test_backends_and_runners_of_the_registries_are_listed() -> None:
     report = doctor(machine())
-    assert [finding.name for finding in report.backends] == list(BUFFERS)
+    assert [finding.name for finding in report.backends] == [*BUFFERS, *FUSED]
     assert [finding.name for finding in report.runners] == list(RUNNERS)
     collective = next(finding for finding in report.backends if finding.name == "collective")
     assert (collective.status, collective.detail) == (Status.HERE, "serves normal")
+    found = {finding.name: finding for finding in report.backends}
+    here, missing = found["fuseep_reference"], found["fused_deep_moe"]
+    assert (here.status, here.detail) == (Status.HERE, "serves fuseep")
+    assert (missing.status, missing.detail) == (Status.MISSING, "serves fuseep")
+    assert missing.advice == "deep_ep for Ascend is not installed"
 
 
 def test_variables_of_deep_ep_are_listed_with_what_v1_writes() -> None:

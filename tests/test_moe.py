@@ -15,6 +15,7 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.experts import EPStats
 from epcomm.integrations.transformers import FAMILIES
 from epcomm.moe import BlockLayout
+from epcomm.registry import FUSED
 from epcomm.testing.ascend import limits, registry
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
@@ -326,13 +327,15 @@ def test_block_that_computes_something_else_is_refused() -> None:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_mode_without_a_dispatcher_lists_the_modes() -> None:
+def test_fuseep_refuses_a_block_that_is_not_w8a8_by_every_operator() -> None:
     with EPGroup() as group:
         block = qwen3_moe().to(group.device)
-        with pytest.raises(BackendUnavailable) as caught:
+        with pytest.raises(ConfigError) as caught:
             ExpertParallelMoE.from_transformers(block, group, EPConfig(mode="fuseep"))
-        modes = "['auto', 'low_latency', 'normal', 'standard']"
-        assert f"mode is fuseep, expected one of {modes}" in str(caught.value)
+        reasons = str(caught.value).partition("no backend serves mode fuseep: ")[2]
+        kind = "computes W8A8 experts, Int8ChannelWeights, not ExpertWeights; quantise them"
+        assert reasons.count(kind) == len(FUSED)
+        assert all(f"{name}: " in reasons for name in FUSED)
 
 
 @pytest.mark.ranks(NUM_RANKS)

@@ -596,11 +596,18 @@ REFUSALS = [
         "set max_tokens_per_rank; ",
     ),
     Refusal(
-        id="a mode that is not built",
-        config=EPConfig(mode="fuseep"),
-        error=BackendUnavailable,
-        message="plan: mode is fuseep, expected one of ['auto', 'low_latency', 'normal', "
-        "'standard'], because the fused path is not built yet; change EPConfig.mode",
+        id="fuseep without experts: nothing is INT8",
+        config=EPConfig(mode="fuseep", max_tokens_per_rank=16),
+        message="plan: no backend serves mode fuseep: fused_deep_moe: deep_ep for Ascend is not "
+        "installed; carries ['int8'], not bf16; has limits for the experts' sizes; plan with their "
+        "weights; dispatch_ffn_combine: deep_ep for Ascend is not installed; carries ['int8'], not "
+        "bf16; has limits for the experts' sizes; plan with their weights; fuseep_reference: "
+        "carries ['int8'], not bf16",
+    ),
+    Refusal(
+        id="a fused operator in another mode",
+        config=EPConfig(mode="normal", backend="fuseep_reference"),
+        message=f"backend is 'fuseep_reference', expected auto or one of {sorted(BUFFERS)}",
     ),
     Refusal(
         id="unknown runner",

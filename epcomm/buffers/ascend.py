@@ -29,7 +29,6 @@ from epcomm.buffers.ascend_package import (
 from epcomm.buffers.base import BufferCaps, BufferSpec, DispatchCall, Dispatched
 from epcomm.buffers.sizes import Region
 from epcomm.config import Mode, environment
-from epcomm.ops.holes import fill_holes
 from epcomm.records import SlotIndex
 from epcomm.types import Int8Profile, WireTensor
 
@@ -106,17 +105,17 @@ class AscendNormalBuffer(AscendBuffer):
     def dispatch(self, call: DispatchCall) -> Dispatched:
         self._check_open()
         ids, _ = self._guard(call)
-        ids, weights = fill_holes(ids, call.topk_weights, self._num_experts)
+        sent = self._sent(call, ids)
         per_rank, _, per_expert, is_in_rank, _ = self._buffer.get_dispatch_layout(
-            topk_idx=ids, num_experts=self._num_experts
+            topk_idx=sent.topk_ids, num_experts=self._num_experts
         )
         received, _, _, counts, handle, _ = self._buffer.dispatch(
-            x=call.hidden_states.contiguous(),
+            x=sent.hidden_states,
             num_tokens_per_rank=per_rank,
             is_token_in_rank=is_in_rank,
             num_tokens_per_expert=per_expert,
-            topk_idx=ids,
-            topk_weights=weights,
+            topk_idx=sent.topk_ids,
+            topk_weights=sent.topk_weights,
             quant_mode=self._quant_mode,
         )
         self._raise_own(call)
@@ -129,7 +128,7 @@ class AscendNormalBuffer(AscendBuffer):
             slots_from_rank=slots_from_ranks(handle[5], self._world_size),
         )
         # Where nothing arrived there is one row of garbage.
-        return self._dispatched(_first_rows(self._wire(received), num_slots), ids, route)
+        return self._dispatched(_first_rows(self._wire(received), num_slots), sent.topk_ids, route)
 
     def _bring_home(self, rows: Tensor, route: AscendRoute) -> Tensor:
         if route.num_rows == 0:

@@ -117,6 +117,12 @@ class AscendCalls(ForeignCalls):
         self._buffer = None
 
 
+def device_types() -> frozenset[str]:
+    """Of the groups that the kernels serve: the vendor's, or those that stand in for them."""
+    kind, is_stand_in = find_deep_ep()
+    return frozenset({"cpu"} if is_stand_in and kind is DeepEPKind.ASCEND else {"npu"})
+
+
 def slot_bytes(spec: BufferSpec) -> tuple[int, int]:
     """Of one (token, expert) pair, out and home."""
     scale_bytes = SCALE_BYTES if spec.dispatch_format.dtype is WireDtype.INT8 else 0

@@ -33,7 +33,6 @@ from epcomm.buffers.ascend_package import (
 from epcomm.buffers.base import BufferCaps, BufferSpec, DispatchCall, Dispatched
 from epcomm.buffers.sizes import Region
 from epcomm.config import Mode
-from epcomm.ops.holes import fill_holes
 from epcomm.records import SlotIndex
 from epcomm.types import Int8Profile
 
@@ -42,7 +41,7 @@ from epcomm.types import Int8Profile
 class AscendLowLatencyRoute(AscendRoute):
     """What combine needs of its dispatch besides.
 
-    topk_ids: [T, K], as they were sent.   topk_weights: [T, K], float32, 0 where there was a hole.
+    topk_ids, topk_weights: as they were sent, float32 and 0 where there was no expert.
     """
 
     topk_ids: Tensor
@@ -121,15 +120,15 @@ class AscendLowLatencyBuffer(AscendBuffer):
         self._check_open()
         ids, fault, _ = self._guard_on_device(call)
         has_failed = self._record(call, fault, fault * 0, self._max_slots)
-        ids, weights = fill_holes(ids, call.topk_weights, self._num_experts)
+        sent = self._sent(call, ids)
         received, counts, handle, _, _ = self._buffer.low_latency_dispatch(
-            x=call.hidden_states.contiguous(),
-            topk_idx=ids,
+            x=sent.hidden_states,
+            topk_idx=sent.topk_ids,
             num_max_dispatch_tokens_per_rank=self._spec.max_tokens_per_rank,
             num_experts=self._num_experts,
             # The name is that of the other package; here it means INT8, and is on by default.
             use_fp8=self._quant_mode == "int8",
-            topk_weights=weights,
+            topk_weights=sent.topk_weights,
             quant_mode=self._quant_mode,
         )
         index = SlotIndex(
@@ -144,12 +143,12 @@ class AscendLowLatencyBuffer(AscendBuffer):
             num_rows=self._max_slots,
             index=index,
             handle=handle,
-            topk_ids=ids,
-            topk_weights=weights,
+            topk_ids=sent.topk_ids,
+            topk_weights=sent.topk_weights,
             slots_from_rank=slots_from_ranks(handle[1], self._world_size),
             has_failed=has_failed,
         )
-        return self._dispatched(self._wire(received), ids, route)
+        return self._dispatched(self._wire(received), sent.topk_ids, route)
 
     def _bring_home(self, rows: Tensor, route: AscendRoute) -> Tensor:
         assert isinstance(route, AscendLowLatencyRoute), "a route of this buffer"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -13,12 +13,13 @@ from torch import Tensor
 from epcomm.ascend_facts import MAX_TOP_K, SizeLimits, size_reasons, window_reasons
 from epcomm.ascend_soc import Soc, current_soc
 from epcomm.ascend_variables import variable_reasons
-from epcomm.buffers.ascend_calls import AscendCalls, slot_bytes, slots_to_ranks
-from epcomm.buffers.base import BufferCaps, BufferSpec, Combined, Dispatched
+from epcomm.buffers.ascend_calls import AscendCalls, device_types, slot_bytes, slots_to_ranks
+from epcomm.buffers.base import BufferCaps, BufferSpec, Combined, DispatchCall, Dispatched
 from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.foreign import COMBINE, DISPATCH, ForeignBuffer
 from epcomm.config import Mode, environment
 from epcomm.errors import BackendUnavailable
+from epcomm.ops.holes import fill_holes
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.records import Route, SlotIndex
 from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireDtype, WireFormat, WireTensor
@@ -30,6 +31,7 @@ WIRE_DTYPES = frozenset({WireDtype.BF16, WireDtype.INT8})
 class AscendRoute(Route):
     """The package's handle, and what the bytes of a combine are counted by.
 
+    num_tokens: of the call; the package was given one where there was none.
     slots_from_rank: [W], int64, on the device.
     """
 
@@ -84,6 +86,32 @@ class AscendBuffer(AscendCalls, ForeignBuffer):
         """Passed with every call, so that no variable of the process decides."""
         return "int8" if self._spec.dispatch_format.dtype is WireDtype.INT8 else "bf16"
 
+    def _sent(self, call: DispatchCall, ids: Tensor) -> DispatchCall:
+        """What the package is given: an expert in every entry, and one token at least.
+
+        ids: those of the call that are safe to send.
+
+        Releases of the package put a token in place of none, and keep in their Buffer that they
+        did: the next dispatch then decides what an earlier one's combine returns.
+        """
+        if ids.shape[0] == 0:
+            return self._dummy(call)
+        ids, weights = fill_holes(ids, call.topk_weights, self._num_experts)
+        rows = call.hidden_states.contiguous()
+        return replace(call, hidden_states=rows, topk_ids=ids, topk_weights=weights)
+
+    def _dummy(self, call: DispatchCall) -> DispatchCall:
+        """One token of weight 0, for experts of this rank first; a row of zeros had no scale."""
+        top_k, device = self._spec.top_k, call.topk_ids.device
+        first = self._rank * self._spec.num_local_experts
+        experts = torch.arange(first, first + top_k, device=device) % self._num_experts
+        return replace(
+            call,
+            hidden_states=call.hidden_states.new_ones(1, self._spec.hidden_size),
+            topk_ids=experts.unsqueeze(0),
+            topk_weights=torch.zeros(1, top_k, device=device),
+        )
+
     def _wire(self, received: Tensor | tuple[Tensor, Tensor]) -> WireTensor:
         """Received rows with their scales.
 
@@ -131,13 +159,14 @@ class AscendBuffer(AscendCalls, ForeignBuffer):
         assert row_scalars is None, "there is no backward"
         self._check_open()
         self._compare_combine()
-        y = self._bring_home(rows, route)
+        # Without the token of a rank that has none.
+        y = self._bring_home(rows, route)[: route.num_tokens]
         self._count_bytes(COMBINE, route.slots_from_rank, slot_bytes(self._spec)[1])
         return Combined(y=y, scalars=None)
 
     @abstractmethod
     def _bring_home(self, rows: Tensor, route: AscendRoute) -> Tensor:
-        """[T, H]: the sums of `rows`, times the router weights. Collective."""
+        """The sums of `rows`, times the router weights, for all tokens sent. Collective."""
 
 
 def packed_caps(max_tokens: int | None) -> BufferCaps:
@@ -154,7 +183,9 @@ def packed_caps(max_tokens: int | None) -> BufferCaps:
         reuses_route=False,
         announces_faults=False,
         fills_holes=True,
+        fills_empty=True,
         needs_process_group=True,
+        device_types=device_types(),
     )
 
 

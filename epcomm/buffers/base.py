@@ -106,6 +106,8 @@ class BufferCaps:
         only with BufferSpec.compares_calls, and otherwise its own rank alone knows.
     fills_holes: entries of -1 travel, to an expert that the row does not use, with weight 0 (see
         ops/holes.py), and are computed and counted.
+    fills_empty: a rank without tokens sends one, of ones, to K experts from its own first on, with
+        weight 0, which is computed and counted; its y is empty all the same.
     int8_profiles: arithmetics in which its INT8 rows may be made: any, unless a package makes them.
     device_types: of groups that it serves, None for all.
     needs_process_group: it serves groups of torch.distributed alone.
@@ -131,6 +133,7 @@ class BufferCaps:
     has_slot_budget: bool = True
     announces_faults: bool = True
     fills_holes: bool = False
+    fills_empty: bool = False
     int8_profiles: frozenset[Int8Profile] = frozenset(Int8Profile)
     device_types: frozenset[str] | None = None
     needs_process_group: bool = False

@@ -12,12 +12,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from epcomm.cli.fused import fused_table
 from epcomm.cli.model_file import ModelShape, read_model_file
-from epcomm.config import EPConfig
+from epcomm.cli.numbers import bytes_text
+from epcomm.config import EPConfig, Mode
 from epcomm.errors import ConfigError, EPError
 from epcomm.planning import EPPlan, MoESpec, PhasePlan, plan
+from epcomm.quantized_weights import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.types import WireDtype
-from epcomm.weights import ExpertWeights
+from epcomm.weights import ExpertTensors, ExpertWeights
 
 T = TypeVar("T")
 
@@ -29,6 +32,7 @@ _DTYPES = {
     "fp32": torch.float32,
     "float32": torch.float32,
 }
+_QUANTIZED = {"fp8": Fp8BlockWeights, "int8": Int8ChannelWeights}
 
 
 def plan_command(
@@ -41,8 +45,13 @@ def plan_command(
         int | None, typer.Option(help="Of one expert; without it no runner is chosen.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32.")] = None,
+    experts: Annotated[
+        str | None, typer.Option(help="fp8, int8, or unquantised: what --dtype is.")
+    ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="That share the experts.")] = 8,
-    mode: Annotated[str | None, typer.Option(help="standard, normal, low_latency or auto.")] = None,
+    mode: Annotated[
+        str | None, typer.Option(help="standard, normal, low_latency, auto or fuseep.")
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="auto or a registered name.")] = None,
     runner: Annotated[str | None, typer.Option(help="auto or a registered name.")] = None,
     max_tokens: Annotated[
@@ -92,7 +101,9 @@ def plan_command(
             replace(_read_config(config), **_given(fields)),
             spec,
             world_size=ranks,
-            weights=_weights_of(spec, intermediate_size or (shape and shape.intermediate_size)),
+            weights=_weights_of(
+                spec, intermediate_size or (shape and shape.intermediate_size), experts
+            ),
         )
     except EPError as error:
         Console(stderr=True).print(str(error), markup=False, highlight=False, soft_wrap=True)
@@ -132,15 +143,34 @@ def _read_config(path: Path | None) -> EPConfig:
         raise ConfigError(f"epcomm plan: {path} does not parse: {error}") from None
 
 
-def _weights_of(spec: MoESpec, intermediate_size: int | None) -> ExpertWeights | None:
+def _weights_of(
+    spec: MoESpec, intermediate_size: int | None, kind: str | None
+) -> ExpertTensors | None:
     """One gated expert without memory, to choose a runner by; None if its size is unknown."""
+    _check_kind(spec, kind)
     if intermediate_size is None:
+        if kind is not None:
+            raise ConfigError(
+                f"epcomm plan: experts is {kind}, but their size is in neither an option nor a "
+                "--model file; pass --intermediate-size"
+            )
         return None
     gate_up = torch.empty(
         1, 2 * intermediate_size, spec.hidden_size, dtype=spec.dtype, device="meta"
     )
     down = torch.empty(1, spec.hidden_size, intermediate_size, dtype=spec.dtype, device="meta")
-    return ExpertWeights(gate_up_proj=gate_up, down_proj=down)
+    plain = ExpertWeights(gate_up_proj=gate_up, down_proj=down)
+    return _QUANTIZED[kind].from_unquantized(plain) if kind in _QUANTIZED else plain
+
+
+def _check_kind(spec: MoESpec, kind: str | None) -> None:
+    if kind is None or kind in _QUANTIZED or _DTYPES.get(kind) is spec.dtype:
+        return
+    own = WireDtype.from_torch(spec.dtype).value
+    raise ConfigError(
+        f"epcomm plan: experts is {kind!r}, expected {own}, as the hidden states are, or one of "
+        f"{sorted(_QUANTIZED)}"
+    )
 
 
 def _print_plan(
@@ -155,16 +185,21 @@ def _print_plan(
     console.print("\n".join(lines), markup=False, highlight=False)
     console.print(_choice_table(chosen))
     lines = [] if chosen.decode_lacks is None else [f"no decode: {chosen.decode_lacks}"]
-    if chosen.runner is None:
-        lines.append(
-            "no runner chosen: the size of the experts is unknown; pass --intermediate-size"
-        )
-    else:
-        lines.append(f"runner: {chosen.runner}")
+    lines.append(_who_computes(chosen))
     console.print("\n".join(lines), markup=False, highlight=False)
     console.print(_rejection_table(chosen))
+    if chosen.prefill.mode is Mode.FUSEEP:
+        console.print(fused_table(chosen.prefill))
     for name, phase in chosen.phases().items():
         console.print(_memory_table(name, phase))
+
+
+def _who_computes(chosen: EPPlan) -> str:
+    if chosen.prefill.mode is Mode.FUSEEP:
+        return f"no runner: {chosen.prefill.backend} computes the experts itself"
+    if chosen.runner is None:
+        return "no runner chosen: the size of the experts is unknown; pass --intermediate-size"
+    return f"runner: {chosen.runner}"
 
 
 def _choice_table(chosen: EPPlan) -> Table:
@@ -187,15 +222,15 @@ def _choice(phase: PhasePlan) -> dict[str, str]:
         "gradients": "yes" if caps.trainable else "no",
         "graph capture": "yes" if caps.graph_safe else "no",
         "host reads a dispatch": str(caps.host_reads),
-        "bytes a token, out": _bytes(per_token["dispatch"]),
-        "bytes a token, home": _bytes(per_token["combine"]),
-        "headers a dispatch": _bytes(phase.header_bytes()),
+        "bytes a token, out": bytes_text(per_token["dispatch"]),
+        "bytes a token, home": bytes_text(per_token["combine"]),
+        "headers a dispatch": bytes_text(phase.header_bytes()),
     }
     if caps.trainable:
         backward = phase.max_bytes_per_token(backward=True)
         row["backward format"] = str(spec.backward_format)
-        row["backward a token, out"] = _bytes(backward["dispatch"])
-        row["backward a token, home"] = _bytes(backward["combine"])
+        row["backward a token, out"] = bytes_text(backward["dispatch"])
+        row["backward a token, home"] = bytes_text(backward["combine"])
     return {**row, **{f"limit: {name}": limit for name, limit in phase.limits().items()}}
 
 
@@ -216,14 +251,9 @@ def _memory_table(name: str, phase: PhasePlan) -> Table:
     table.add_column("a token, all ranks", justify="right")
     table.add_column("a rank, at most", justify="right")
     for region in phase.regions():
-        most = "no limit" if region.max_bytes is None else _bytes(region.max_bytes)
+        most = "no limit" if region.max_bytes is None else bytes_text(region.max_bytes)
         if region.bytes_per_token is None:
             table.add_row(region.name, "fixed", most)
         else:
-            table.add_row(region.name, _bytes(region.bytes_per_token), most)
+            table.add_row(region.name, bytes_text(region.bytes_per_token), most)
     return table
-
-
-def _bytes(number: int) -> str:
-    # From 1 MiB on the exact number alone is hard to read.
-    return f"{number:,} B" + (f" ({number / 2**20:,.1f} MiB)" if number >= 2**20 else "")

@@ -26,13 +26,17 @@ from epcomm.buffers.sizes import Region
 from epcomm.config import Mode, environment
 from epcomm.fuseep.base import FusedBackend, FuseEPResult, check_packed
 from epcomm.fuseep.limits import (
+    DISPATCH_FFN_COMBINE_LIMITS,
+    FUSED_DEEP_MOE_LIMITS,
     MAX_CALL_TOKENS,
+    FuseEPLimits,
     dispatch_ffn_combine_reasons,
     dispatch_ffn_combine_window_bytes,
     fused_deep_moe_reasons,
     fused_deep_moe_window_bytes,
     max_received_rows,
 )
+from epcomm.fuseep.nz import nz_reasons
 from epcomm.fuseep.spec import FuseEPSpec
 from epcomm.fuseep.weights import DispatchFFNCombineWeights, FusedDeepMoEWeights, PackedWeights
 from epcomm.ops.holes import fill_holes
@@ -74,12 +78,16 @@ class _Chunk:
 
 
 class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
-    """What both operators share. Static sizes: faults wait for check()."""
+    """What both operators share. Static sizes: faults wait for check().
+
+    limits: of sizes, for those who show them.
+    """
 
     name: ClassVar[str]
     mode: ClassVar[Mode] = Mode.FUSEEP
     calls: ClassVar[Mapping[str, Sequence[str]]] = _CALLS
     kind: ClassVar[type[PackedWeights]]
+    limits: ClassVar[FuseEPLimits]
     has_slot_budget: ClassVar[bool]
 
     @classmethod
@@ -149,6 +157,13 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
         self._sizes = _sizes_of(self._spec)
         # The package exports its modes nowhere else.
         self._fuse_modes: Any = sys.modules[type(self._buffer).__module__].FuseMode
+
+    def _raise_reasons(self, reasons: Sequence[str]) -> None:
+        """Whether weights can be packed here too: one rank that cannot would leave others waiting.
+
+        They are packed in the first call.
+        """
+        super()._raise_reasons([*reasons, *nz_reasons(self._device)])
 
     def run(self, call: DispatchCall, experts: AscendPackedT) -> FuseEPResult:
         check_packed(experts, self.kind, self.name)
@@ -224,6 +239,7 @@ class FusedDeepMoE(AscendFused[FusedDeepMoEWeights]):
 
     name: ClassVar[str] = "fused_deep_moe"
     kind: ClassVar[type[PackedWeights]] = FusedDeepMoEWeights
+    limits: ClassVar[FuseEPLimits] = FUSED_DEEP_MOE_LIMITS
     has_slot_budget: ClassVar[bool] = False
 
     @classmethod
@@ -269,6 +285,7 @@ class DispatchFFNCombine(AscendFused[DispatchFFNCombineWeights]):
     name: ClassVar[str] = "dispatch_ffn_combine"
     int8_profile: ClassVar[Int8Profile] = Int8Profile.DIVTRUNC16
     kind: ClassVar[type[PackedWeights]] = DispatchFFNCombineWeights
+    limits: ClassVar[FuseEPLimits] = DISPATCH_FFN_COMBINE_LIMITS
     has_slot_budget: ClassVar[bool] = True
 
     @classmethod

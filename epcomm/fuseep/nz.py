@@ -50,6 +50,15 @@ def to_nz(matrices: Tensor) -> Tensor:
     return cast
 
 
+def nz_reasons(device: torch.device) -> list[str]:
+    """Why to_nz() would refuse weights on this device; empty if it would not."""
+    try:
+        to_nz(torch.zeros(TILE_ROWS, _TILE_ROW_BITS // 8, dtype=torch.int8, device=device))
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
 def to_nd(matrices: Tensor) -> Tensor:
     """The same values, row-major: the inverse of to_nz()."""
     if not has_kernel(_CAST, matrices.device):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Generic
 
+import torch
 from torch import Tensor
 
 from epcomm.errors import ConfigError
@@ -30,6 +31,8 @@ class PackedExperts(Generic[PackedT]):
     def of(self, weights: Int8ChannelWeights) -> PackedT:
         """What pack() makes of the weights as they are now.
 
+        A write through `.data` leaves the version of its tensor as it was; then comes forget().
+
         Local.   Host sync: none.
         Raises:
             ConfigError: tensors that were made in inference mode, which do not tell when they are
@@ -39,11 +42,16 @@ class PackedExperts(Generic[PackedT]):
         packed = self._packed if states == self._states else None
         if packed is None:
             # The old ones are freed first: two copies beside the originals might not fit.
-            self._packed = None
-            packed = self._packed = self._operator.pack(weights)
+            self._packed, self._originals = None, []
+            with torch.no_grad():
+                packed = self._packed = self._operator.pack(weights)
             self._states = states
             self._originals = [tensor.detach() for tensor in weights.tensors().values()]
         return packed
+
+    def forget(self) -> None:
+        """Pack at the next call, whatever the tensors tell."""
+        self._states, self._packed = {}, None
 
 
 def _state_of(name: str, tensor: Tensor) -> _State:

@@ -59,7 +59,7 @@ class FuseEPPath:
             hidden_states: [T, H], T <= M where there is a limit; T may be 0 and differ.
             topk: topk_ids [T, K], int64, -1 for none; topk_weights [T, K], float32.
             weights: this rank's experts as in the checkpoint; packed at the first call, and anew
-                when they have changed.
+                when they have changed, but for writes through `.data`, see repack().
             decode: either phase goes this way.
 
         Collective: yes.   Host sync: caps.host_reads times; with check_calls one more.
@@ -73,33 +73,45 @@ class FuseEPPath:
             raise HandleError(
                 f"fuseep: the EPGroup is closed ({self._group.where}); make a new one"
             )
-        num_tokens, refusal = num_tokens_of(hidden_states), self._refusal(hidden_states, topk)
+        num_tokens = num_tokens_of(hidden_states)
+        refusal = self._refusal(hidden_states, topk, weights)
         error = refusal or find_call_error(
             hidden_states, topk, self._spec, self._dtype, self._group.device, self._group.where
         )
         assert isinstance(weights, Int8ChannelWeights), "the plan was made for such"
         experts = self._packed.of(weights)
         result = self._operator.run(self._call(hidden_states, topk, error), experts)
+        if self._checks_calls:
+            # Before the refusal is raised, which would wait for the next call's check else.
+            self.check()
         if refusal is not None:
             raise refusal
         if error is not None:
             # A static operator has not raised: this rank took part without tokens.
             shape = (num_tokens, self._spec.hidden_size)
             result = replace(result, y=result.y.new_full(shape, float("nan")))
-        if self._checks_calls:
-            self.check()
         return result
 
     def check(self) -> None:
         """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""
         self._operator.check()
 
+    def repack(self) -> None:
+        """Pack the experts anew at the next call. Local.
+
+        For those who write `parameter.data.copy_(...)` or `parameter.data[...] = ...`, of which
+        the parameter does not tell; load_state_dict(), copy_() and `.data = ...` are noticed.
+        """
+        self._packed.forget()
+
     def traffic(self) -> BufferTraffic:
         """Bytes that the operator has sent to other ranks, for all layers that share it."""
         return self._operator.traffic()
 
-    def _refusal(self, hidden_states: Tensor, topk: TopKOutput) -> EPError | None:
-        inputs = (hidden_states, topk.topk_weights)
+    def _refusal(
+        self, hidden_states: Tensor, topk: TopKOutput, weights: ExpertTensors
+    ) -> EPError | None:
+        inputs = (hidden_states, topk.topk_weights, *weights.tensors().values())
         needs_grad = any(getattr(tensor, "requires_grad", False) for tensor in inputs)
         if not (torch.is_grad_enabled() and needs_grad):
             return None

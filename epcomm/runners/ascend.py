@@ -98,12 +98,16 @@ class AscendRunner(ExpertRunner):
                 f"{self.name}: slots begin at multiples of {alignment}, expected one "
                 "expert's right behind another's; set slot_alignment to 1"
             )
+        rows, row_of_slot = dispatched.hidden_states.data, dispatched.index.row_of_slot
+        if len(rows if row_of_slot is None else row_of_slot) == 0:
+            # What the operators make of no row is not documented, and on a rank it is common.
+            return dispatched.combine_input(rows.new_empty(0, rows.shape[1], dtype=weights.dtype))
         groups = ExpertGroups(dispatched.num_slots_per_expert)
         if isinstance(weights, Int8ChannelWeights):
             results = self._run_int8(self._packed(dispatched, weights), weights, groups)
         else:
             assert isinstance(weights, ExpertWeights), "supports() said so"
-            packed = gather_rows(dispatched.hidden_states.data, dispatched.index)
+            packed = gather_rows(rows, dispatched.index)
             gate_up, down = self._matrices(weights)
             hidden = multiply(packed.to(weights.dtype), gate_up, groups)
             results = multiply(torch.ops.npu.npu_swiglu(hidden), down, groups)

@@ -143,6 +143,21 @@ def _filled(batch: RankBatch, num_experts: int) -> RankBatch:
     return replace(batch, topk_ids=ids, topk_weights=weights)
 
 
+def _never_empty(batch: RankBatch, rank: int, env: BufferEnv, spec: BatchSpec) -> RankBatch:
+    """What arrives of a rank's batch: of one without tokens, BufferCaps.fills_empty."""
+    if len(batch.x):
+        return batch
+    top_k = batch.topk_ids.shape[1]
+    num_experts = spec.num_experts(env.group.world_size)
+    experts = [(rank * spec.num_local_experts + k) % num_experts for k in range(top_k)]
+    return RankBatch(
+        x=batch.x.new_ones(1, spec.hidden_size),
+        topk_ids=batch.topk_ids.new_tensor([experts]),
+        topk_weights=batch.topk_weights.new_zeros(1, top_k),
+        dy=batch.dy.new_zeros(1, spec.hidden_size),
+    )
+
+
 def uneven(rank: int, world_size: int) -> int:
     """3, 4, 5, ... tokens."""
     return 3 + rank
@@ -237,6 +252,8 @@ def check_slots(
 ) -> list[PlacedSlot]:
     """Order, counts, bit-equal payload and weights of the received slots; returns them."""
     num_local, index = spec.num_local_experts, out.index
+    if env.caps.fills_empty:
+        batches = [_never_empty(batch, rank, env, spec) for rank, batch in enumerate(batches)]
     slots = expected_slots(batches, env.group.rank, num_local)
     is_masked = env.caps.layout is Layout.MASKED
     room = out.rows.data.shape[1] if is_masked else None
@@ -609,6 +626,8 @@ def _expect_equal(env: BufferEnv, what: str, actual: object, expected: object) -
 def _expect_close(
     env: BufferEnv, what: str, actual: Tensor, expected: Tensor, tolerance: float
 ) -> None:
+    # A row more than none would broadcast.
+    _expect_equal(env, f"shape of {what}", list(actual.shape), list(expected.shape))
     error = relative_error(actual, expected)
     if not error <= tolerance:
         _fail(env, f"{what} is off by {error:.3g}, allowed {tolerance:.3g}")

@@ -29,6 +29,7 @@ from epcomm import (
     WireDtype,
     plan,
 )
+from epcomm.buffers.ascend_calls import slot_bytes
 from epcomm.buffers.ascend_package import AscendBuffer
 from epcomm.buffers.base import BufferSpec
 from epcomm.dispatchers.rows import RowsDispatcher
@@ -465,7 +466,7 @@ def test_more_tokens_than_the_rounds_hold_are_refused(
             ):
                 dispatcher.dispatch(rows(many), topk)
         else:
-            # Rank 1 took part without tokens.
+            # Rank 1 took part without tokens, hence with one for its own experts.
             out = dispatcher.dispatch(rows(many), topk)
             assert out.index.host_num_slots_per_expert == (32, 0, 0, 0)
         # Exactly as many as the rounds hold.
@@ -573,6 +574,47 @@ def test_two_layers_take_turns_on_one_buffer(monkeypatch: pytest.MonkeyPatch) ->
             assert torch.equal(y, number * rows(len(y)))
     order = ["get_dispatch_layout", "dispatch"] * 2 + ["combine"] * 2
     assert [method for method, _ in seen] == order
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_without_tokens_sends_one_to_itself() -> None:
+    """Releases of the package keep in their Buffer that the newest batch was empty."""
+    empty = TopKOutput(
+        topk_ids=torch.empty(0, 2, dtype=torch.int64), topk_weights=torch.empty(0, 2)
+    )
+    for backend, make in (
+        (NORMAL, DeepEPNormalDispatcher),
+        (LOW_LATENCY, DeepEPLowLatencyDispatcher),
+    ):
+        adapter = buffer_class(backend)
+        assert issubclass(adapter, AscendBuffer)
+        with pytest.MonkeyPatch.context() as patch, EPGroup() as group, torch.no_grad():
+            seen = record_calls(patch, adapter)
+            dispatcher: RowsDispatcher[Any, Any] = make(group, LAYER, config_of(backend))
+            mine = [empty, topk_of([[1, 6]])]
+            if group.rank == 0:
+                mine = [topk_of([[0, 5], [2, 5]]), empty]
+            outs, sent_before = [], -1
+            for topk in mine:
+                outs.append(dispatcher.dispatch(rows(len(topk.topk_ids)), topk))
+                if topk is empty:
+                    sent_before = dispatcher._buffer.traffic().dispatch_bytes
+            # Of each rank, its own token for its first two experts is among them.
+            counts = [out.num_slots_per_expert.tolist() for out in outs]
+            wanted = ([[1, 0, 1, 0], [1, 2, 0, 0]], [[1, 3, 0, 0], [0, 0, 1, 0]])
+            assert counts == wanted[group.rank]
+            for out, topk in zip(reversed(outs), reversed(mine), strict=True):
+                y = dispatcher.combine(out.combine_input(out.hidden_states.data))
+                assert torch.equal(y, rows(len(topk.topk_ids)))
+            dispatcher.check()
+        assert all(
+            len(arguments[name])
+            for _, arguments in seen
+            for name in ("x", "topk_idx")
+            if name in arguments
+        )
+        sent = 2 * slot_bytes(SPECS[backend])[0]
+        assert sent_before == (sent if group.rank == 0 else 0)
 
 
 @pytest.mark.ranks(2)

@@ -1,12 +1,41 @@
-"""torch.ops.npu on a CPU, so that weights are cast as on a device."""
+"""torch.ops.npu on a CPU, so that weights are cast as on a device, and chips for whole layers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
 import pytest
 
-from epcomm.testing.ascend import registry
+import epcomm.ascend_facts
+import epcomm.fuseep.ascend
+from epcomm.fuseep.limits import FUSED_DEEP_MOE_LIMITS, fused_deep_moe_reasons
+from epcomm.testing.ascend import limits, registry
+from epcomm.testing.deep_ep import install
 
 
 @pytest.fixture(autouse=True)
 def operators() -> None:
     registry.register()
+
+
+@pytest.fixture
+def a3() -> Iterator[None]:
+    """An A3 with all of its limits."""
+    with limits.soc("A3"), install("ascend"):
+        yield
+
+
+@pytest.fixture
+def small_a3(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An A3 that takes any H and I, by itself and by what epcomm knows of it."""
+    sizes = replace(FUSED_DEEP_MOE_LIMITS, hidden=None, gate_up_columns=None)
+    lifted = partial(fused_deep_moe_reasons, limits=sizes)
+    monkeypatch.setattr(epcomm.fuseep.ascend, "fused_deep_moe_reasons", lifted)
+    low_latency = epcomm.ascend_facts._LOW_LATENCY
+    monkeypatch.setattr(
+        epcomm.ascend_facts, "_LOW_LATENCY", replace(low_latency, hidden=(32, 8192))
+    )
+    with limits.soc("A3", size_limits=False), install("ascend"):
+        yield

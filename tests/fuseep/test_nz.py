@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from epcomm import ConfigError
 from epcomm.fuseep.nz import ACL_FORMAT_ND, ACL_FORMAT_NZ, is_nz_aligned, to_nd, to_nz
 from epcomm.testing.ascend.formats import format_of, nz_pack, nz_unpack
 from tests.fuseep.checkpoint import GOLDEN, assert_golden
+from tests.fuseep.formats import device_that_keeps
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)
 # Bits of an element: what rows and columns are a multiple of.
@@ -76,22 +73,6 @@ def test_others_are_left_as_they_are() -> None:
     without_operators = torch.ones(16, 32, dtype=torch.int8, device="meta")
     assert to_nz(without_operators) is without_operators
     assert to_nd(without_operators) is without_operators
-
-
-@contextmanager
-def device_that_keeps(allows_nz: bool) -> Iterator[None]:
-    """A device that says in which format a tensor is, and may have made it row-major."""
-    library = torch.library.Library("npu", "FRAGMENT")
-
-    def get_npu_format(input: Tensor) -> int:
-        return format_of(input) if allows_nz else ACL_FORMAT_ND
-
-    library.define("get_npu_format(Tensor input) -> int")
-    library.impl("get_npu_format", get_npu_format, "CPU")
-    try:
-        yield
-    finally:
-        library._destroy()
 
 
 def test_a_device_that_stays_row_major_is_an_error_that_names_the_setting() -> None:

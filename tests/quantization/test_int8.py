@@ -62,6 +62,21 @@ def test_golden_rows_are_bit_equal(profile: Int8Profile) -> None:
     assert num_defined >= len(X) - 1
 
 
+def test_profiles_differ_where_it_is_recorded() -> None:
+    wires = {each.value: quantize(X, INT8_PER_TOKEN, profile=each) for each in PROFILES}
+    # A row of zeros is undefined in most of them.
+    (zeros,) = [row for row in range(len(X)) if not X[row].any()]
+    assert zeros == GOLDEN["zero_row"]["row"]
+    rows = [row for row in range(len(X)) if row != zeros]
+    for pair, recorded in GOLDEN["where_they_differ"].items():
+        first, second = (wires[name] for name in pair.split("/"))
+        codes = (first.data != second.data).any(1)
+        scales = (scales_of(first) != scales_of(second)).any(1)
+        for name, differs in (("codes", codes), ("scale", scales)):
+            found = [row for row in rows if differs[row]]
+            assert found == recorded[f"rows_with_other_{name}"], (pair, name)
+
+
 def test_golden_rows_would_notice_a_rounded_reciprocal() -> None:
     amax = X.float().abs().amax(1)
     bits = GOLDEN["profiles"]["rint127"]["scale"]["bits"]

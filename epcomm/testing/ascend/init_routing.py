@@ -68,10 +68,10 @@ def moe_init_routing_v2(
     Args:
         x: [n, H], float16, bfloat16, float32; int8 without quantisation.
         expert_idx: [n, K], int32, 0 <= id < expert_num.
-        scale: [n], float32, a factor that travels with its token; smoothing factors of quantisation
-            are not modelled.
+        scale: [n], float32, a factor that travels with its token, but for INT8 rows; smoothing
+            factors of quantisation are not modelled.
         offset: not modelled.
-        active_num: n * K; -1 or 0 mean the same; fewer rows are not modelled.
+        active_num: n * K; -1 means the same; fewer rows are not modelled.
         expert_capacity: not read without a capacity.
         expert_num: E.
         drop_pad_mode: 0; 1 (a capacity) is not modelled.
@@ -87,7 +87,8 @@ def moe_init_routing_v2(
         expanded_x [n * K, H], dtype of x or int8, unwritten after the active rows; row indices
         [n * K], int32, with type 1 unwritten after the active rows; tokens [E_active] or, as pairs,
         [E, 2] with an unwritten tail, int64, or a single unwritten element without the flag;
-        scales [n * K], float32, unwritten after the active rows and where there are none.
+        scales [n * K], float32, unwritten after the active rows, where there are none, and beside
+        an x of INT8.
     """
     _check_modelled(quant_mode, drop_pad_mode, x_dtype, offset)
     _check_tensors(x, expert_idx, scale, quant_mode)
@@ -96,7 +97,7 @@ def moe_init_routing_v2(
     num_copies = expert_idx.numel()
     require_modelled(
         INIT_ROUTING,
-        active_num in (-1, 0, num_copies),
+        active_num in (-1, num_copies),
         f"active_num={active_num} beside {num_copies}, all rows,",
     )
     first, last = active_expert_range or (0, expert_num)
@@ -108,7 +109,7 @@ def moe_init_routing_v2(
         rows, expanded_scale[:num_active] = quantize_rows(x[tokens], Int8Profile.DIVTRUNC16)
     else:
         rows = x[tokens]
-        if scale is not None:
+        if scale is not None and x.dtype != torch.int8:
             expanded_scale[:num_active] = scale[tokens]
     expanded_x = undefined([num_copies, x.shape[1]], rows.dtype)
     expanded_x[:num_active] = rows

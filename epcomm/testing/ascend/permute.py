@@ -120,11 +120,11 @@ def moe_finalize_routing(
     """skip1 + skip2 + the sum over a token's experts of scale * (row + bias of the expert).
 
     Args:
-        expanded_permuted_rows: [n * K, H]; in modes 1 and 3 [E, C, H].
+        expanded_permuted_rows: [n * K, H]; in modes 1 and 3 [E, C, H], E at least K.
         skip1: [n, H].
         skip2: [n, H]; only beside skip1.
         bias: [E, H].
-        scales: [n, K]; without it K is 1.
+        scales: [n, K], dtype of the rows or, beside bfloat16, float32; without it K is 1.
         expanded_src_to_dst_row: [n * K], int32, where each copy lies; its order depends on the
             mode; -1 in modes 1 and 3 is a row of zeros, and refused in modes 0 and 2.
         export_for_source_row: [n, K], int32, the experts; only the bias needs it.
@@ -156,6 +156,20 @@ def moe_finalize_routing(
         f"expanded_src_to_dst_row is {list(positions.shape)} {positions.dtype}, expected "
         f"[{weights.numel()}] int32, one for each of scales",
     )
+    is_mixed = rows.dtype == torch.bfloat16 and weights.dtype == torch.float32
+    require(
+        FINALIZE,
+        scales is None or is_mixed or weights.dtype == rows.dtype,
+        f"scales are {weights.dtype} beside rows of {rows.dtype}, expected the same or float32 "
+        "beside bfloat16",
+    )
+    num_places, num_choices = expanded_permuted_rows.shape[0], weights.shape[1]
+    if mode in WITH_CAPACITY:
+        rule = f"expanded_permuted_rows has {num_places} experts, expected {num_choices} at least"
+        require(FINALIZE, num_places >= num_choices, rule)
+    else:
+        rule = f"expanded_permuted_rows has {num_places} rows, expected {positions.numel()}"
+        require(FINALIZE, num_places == positions.numel(), rule)
     lowest = -1 if mode in WITH_CAPACITY else 0
     _check_range(FINALIZE, f"expanded_src_to_dst_row ({mode=})", positions, lowest, len(rows))
     num_tokens, num_choices = weights.shape

@@ -35,6 +35,8 @@ def test_golden_init_routing(case: dict[str, Any]) -> None:
     names = ["expanded_x", "expanded_row_idx", "tokens", "expanded_scale"]
     for name, tensor in zip(names, found, strict=True):
         assert_equals(tensor, case["expected"][name])
+    if case["call"]["row_idx_type"] == 0:
+        assert int((found[1] >= 0).sum()) == case["expected"]["active_rows"]
 
 
 @given(
@@ -106,6 +108,12 @@ def test_int8_rows_pass_through_without_quantisation() -> None:
     rows, *_ = init_routing(X.to(torch.int8))
     assert rows.dtype == torch.int8
     assert rows[0].tolist() == X[0].tolist()
+
+
+def test_scales_do_not_travel_beside_int8_rows() -> None:
+    scale = torch.arange(1.0, 5.0)
+    assert init_routing(scale=scale)[3].tolist() == [1.0, 3.0, 2.0, 3.0, 4.0, 1.0, 2.0, 4.0]
+    assert init_routing(X.to(torch.int8), scale=scale)[3].isnan().all()
 
 
 def test_without_the_flag_there_are_no_counts() -> None:

@@ -168,6 +168,13 @@ def test_unpermute_refuses(options: dict[str, Any], message: str) -> None:
         ({"bias": torch.zeros(3, 2)}, "bias without export_for_source_row"),
         ({"scales": torch.zeros(2, 3)}, r"expanded_src_to_dst_row is \[4\].*expected \[6\]"),
         ({"scales": None, "k": 2}, "k=2 without scales is not modelled"),
+        ({"expanded_permuted_rows": torch.zeros(5, 2)}, "has 5 rows, expected 4"),
+        (
+            {"expanded_permuted_rows": torch.zeros(1, 4, 2), "drop_pad_mode": 3},
+            "has 1 experts, expected 2 at least",
+        ),
+        ({"expanded_permuted_rows": torch.zeros(4, 2).half()}, "scales are .*float32 beside rows"),
+        ({"scales": torch.ones(2, 2).bfloat16()}, "scales are .*bfloat16 beside rows of .*float32"),
     ],
     ids=str,
 )

@@ -7,20 +7,24 @@ import torch
 
 from epcomm.testing.ascend.deep_ep import Buffer
 from epcomm.testing.ascend.formats import ACL_FORMAT_NZ
+from epcomm.testing.ascend.int8 import quantize_rows
 from epcomm.testing.ascend.limits import soc
 from epcomm.testing.ascend.registry import register
+from epcomm.types import Int8Profile
 from tests.testing.ascend.fuseep import (
     RECORDED,
     E,
     L,
     M,
     W,
+    dense,
     digest,
     hidden_states,
     topk,
     weights,
 )
 from tests.testing.ascend.recorded import group_for
+from tests.testing.ascend.test_fused import MODE1, MODE2, buffer_of_all, distance, my_call
 
 register()
 npu = torch.ops.npu
@@ -34,7 +38,41 @@ def test_inputs_are_those_of_the_recording() -> None:
     assert x == sha["x (bfloat16, per rank)"]
 
 
-@pytest.mark.ranks(4)
+def test_codes_equal_the_recorded_digests() -> None:
+    """Of the tokens as they travel, and between the two products; all experts on one rank."""
+    w13, _, s13, _ = weights()
+    for rank in range(W):
+        x, (ids, _) = hidden_states(rank), topk(rank)
+        codes, scales = quantize_rows(x, Int8Profile.RINT127)
+        sent = codes[:, None].expand(-1, ids.shape[1], -1)
+        assert digest(sent) == RECORDED["unfused"]["codes_of_x_sha256"][rank]
+        hidden = torch.zeros(*ids.shape, w13.shape[1] // 2, dtype=torch.int8)
+        for expert in range(E):
+            tokens, choices = (ids == expert).nonzero(as_tuple=True)
+            count = torch.tensor([len(tokens)])
+            with soc("A3", size_limits=False):
+                (sums,) = npu.npu_grouped_matmul(
+                    [codes[tokens]],
+                    [w13[expert, None].transpose(1, 2)],
+                    output_dtype=torch.int32,
+                    group_list=count,
+                    group_list_type=1,
+                    group_type=0,
+                    split_item=2,
+                )
+                found, _ = npu.npu_dequant_swiglu_quant(
+                    sums,
+                    weight_scale=s13[expert, None],
+                    activation_scale=scales[tokens],
+                    group_index=count,
+                    activate_left=True,
+                    quant_mode=1,
+                )
+            hidden[tokens, choices] = found
+        assert digest(hidden) == RECORDED["unfused"]["codes_of_swiglu_sha256"][rank]
+
+
+@pytest.mark.ranks(2)
 def test_the_unfused_path_equals_the_golden_digest() -> None:
     group = group_for(W)
     if group is None:
@@ -75,3 +113,13 @@ def test_the_unfused_path_equals_the_golden_digest() -> None:
     first = RECORDED["unfused"]["y_first_4_columns"][rank]["values"]
     assert combined[:, :4].tolist() == first
     assert digest(combined) == RECORDED["unfused"]["y_sha256"][rank]
+    with soc("A3", size_limits=False):
+        fused = [buffer_of_all().fused_deep_moe(**my_call(mode))[0] for mode in (MODE1, MODE2)]
+    apart = RECORDED["relative_l2"]
+    for expected, pair in (
+        (RECORDED["unfused"]["relative_l2_to_dense"], (combined, dense(rank))),
+        (apart["mode1_to_unfused"], (fused[0], combined)),
+        (apart["mode2_to_unfused"], (fused[1], combined)),
+    ):
+        # The file gives six digits.
+        assert distance(*pair) == pytest.approx(expected, rel=1e-4)

@@ -1,0 +1,210 @@
+"""Send the same tokens through W8A8 experts by five paths, and compare all of them with float64.
+
+    scripts/launch_multi_rank.sh 4 examples/fuseep_w8a8.py
+    scripts/launch_multi_rank.sh 4 examples/fuseep_w8a8.py --no-stand-ins
+
+Two paths are pipelines, dispatch, runner and combine; three are FuseEP, where one operator does
+everything. The operators are those of Ascend, A3: by default stand-ins compute them on a CPU, with
+the limits of the chip; --no-stand-ins takes torch_npu and its deep_ep, a rank on each NPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Annotated, TypeVar
+
+import torch
+import torch.distributed as dist
+import typer
+from path_report import PathRecord, choices, paths_table
+from rich.console import Console
+from torch import Tensor
+from w8a8_block import Batch, LayerSize, dense, make_batch, make_experts, matrices_of
+
+from epcomm import EPConfig, EPError, EPGroup, ExpertParallelExperts, Int8ChannelWeights, TopKOutput
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.testing.ascend import limits, registry
+from epcomm.testing.deep_ep import install
+
+T = TypeVar("T")
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+# Of INT8 activations, with weights that are INT8 on both sides.
+MAX_ERROR = 0.02
+# Between paths that round the same numbers in another way.
+MAX_DIFFERENCE = 0.01
+REFERENCE = "fuseep_reference"
+# Path -> mode and backend.
+PATHS = MappingProxyType(
+    {
+        REFERENCE: ("fuseep", REFERENCE),
+        "fused_deep_moe": ("fuseep", "fused_deep_moe"),
+        "dispatch_ffn_combine": ("fuseep", "dispatch_ffn_combine"),
+        "normal": ("normal", "collective"),
+        "low_latency": ("low_latency", "collective_static"),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """What one path gave: y [T, H] of this rank, float64 on the CPU, and how."""
+
+    y: Tensor
+    sent: BufferTraffic
+    host_reads: int
+    choice: str
+
+
+class CheckError(Exception):
+    """A path computes something else; the message says which and by how much."""
+
+
+@contextmanager
+def machine(*, stand_ins: bool) -> Iterator[str]:
+    """While open, the Ascend operators are there; gives the backend of the process group."""
+    if not stand_ins:
+        npu = importlib.import_module("torch_npu").npu
+        # Else experts could not be packed in the layout of the chip's matrix units.
+        npu.config.allow_internal_format = True
+        npu.set_device(int(os.environ["LOCAL_RANK"]))
+        yield "hccl"
+        return
+    registry.register()
+    with limits.soc("A3"), install("ascend"):
+        yield "gloo"
+
+
+def tokens_of(rank: int, world_size: int, max_tokens: int) -> int:
+    """Fewer from rank to rank, and none on the last of several."""
+    return 0 if rank and rank == world_size - 1 else max_tokens >> rank
+
+
+def run_path(
+    name: str, experts: Int8ChannelWeights, batch: Batch, group: EPGroup, *, max_tokens: int
+) -> Run:
+    """Compute the batch of this rank. Collective: yes."""
+    mode, backend = PATHS[name]
+    config = EPConfig(mode=mode, backend=backend, max_tokens_per_rank=max_tokens)  # type: ignore[arg-type]
+    top_k = batch.topk.topk_ids.shape[1]
+    layer = ExpertParallelExperts(experts, group, config, top_k=top_k)
+    topk = TopKOutput(
+        topk_ids=batch.topk.topk_ids.to(group.device),
+        topk_weights=batch.topk.topk_weights.to(group.device),
+    )
+    with torch.no_grad():
+        y = layer(batch.x.to(group.device), topk)
+    layer.check()
+    lines = layer.explain().splitlines()
+    computed = next(line for line in lines if line.startswith(("runner ", "experts computed by ")))
+    return Run(
+        y=y.double().cpu(),
+        sent=layer.stats().traffic,
+        host_reads=layer.plan.prefill.caps.host_reads,
+        choice=f"{lines[0]}; {computed}",
+    )
+
+
+def measure(size: LayerSize, *, seed: int, max_tokens: int) -> list[PathRecord]:
+    """Run all paths and compare them. Collective: yes."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    num_tokens = tokens_of(rank, world_size, max_tokens)
+    batch = make_batch(size, num_tokens, rank=rank, seed=seed)
+    plain = make_experts(size, seed=seed)
+    w8a8 = Int8ChannelWeights.from_unquantized(plain)
+    with EPGroup(dist.group.WORLD) as group:
+        on_device = w8a8.with_tensors(
+            {name: tensor.to(group.device) for name, tensor in w8a8.tensors().items()}
+        )
+        runs = {
+            name: run_path(name, on_device, batch, group, max_tokens=max_tokens) for name in PATHS
+        }
+    return compare(runs, dense(batch, matrices_of(plain)), dense(batch, matrices_of(w8a8)))
+
+
+def compare(runs: Mapping[str, Run], to_bf16: Tensor, to_w8a8: Tensor) -> list[PathRecord]:
+    """Errors over the tokens of all ranks. Collective: yes."""
+    reference = runs[REFERENCE].y
+    return [
+        PathRecord(
+            name=name,
+            to_bf16=_relative_error(run.y, to_bf16),
+            to_w8a8=_relative_error(run.y, to_w8a8),
+            to_reference=None if name == REFERENCE else _relative_error(run.y, reference),
+            sent=_gather(run.sent),
+            host_reads=run.host_reads,
+            choice=run.choice,
+        )
+        for name, run in runs.items()
+    ]
+
+
+def _relative_error(found: Tensor, expected: Tensor) -> float:
+    """L2 over the tokens of all ranks."""
+    squares = ((found - expected).square().sum().item(), expected.square().sum().item())
+    errors, norms = zip(*_gather(squares), strict=True)
+    return (sum(errors) / sum(norms)) ** 0.5
+
+
+def _gather(mine: T) -> list[T]:
+    found: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return [one for one in found if one is not None]
+
+
+def check(records: Sequence[PathRecord]) -> None:
+    """Raise CheckError if some path is too far off."""
+    failures = [record.failure(MAX_ERROR, MAX_DIFFERENCE) for record in records]
+    if found := [failure for failure in failures if failure is not None]:
+        raise CheckError("; ".join(found))
+
+
+def main(
+    stand_ins: Annotated[
+        bool, typer.Option(help="Compute Ascend's operators on a CPU; else on NPUs.")
+    ] = True,
+    seed: Annotated[int, typer.Option(help="Of weights and tokens.")] = 0,
+    hidden_size: Annotated[int, typer.Option(help="H; fused_deep_moe takes 512 to 7168.")] = 512,
+    intermediate_size: Annotated[
+        int, typer.Option(help="I; fused_deep_moe takes 512 to 3072.")
+    ] = 512,
+    experts: Annotated[int, typer.Option(help="Of all ranks; a multiple of them.")] = 8,
+    top_k: Annotated[int, typer.Option(help="Experts of a token.")] = 2,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="On rank 0; beyond 256 the operators take several calls.")
+    ] = 300,
+) -> None:
+    """Compute the same layer by all paths, compare, and print what each cost."""
+    size = LayerSize(
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_experts=experts,
+        top_k=top_k,
+    )
+    with machine(stand_ins=stand_ins) as backend:
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        console = Console(quiet=dist.get_rank() != 0, highlight=False, markup=False)
+        try:
+            records = measure(size, seed=seed, max_tokens=max_tokens)
+            counts = [
+                tokens_of(rank, dist.get_world_size(), max_tokens)
+                for rank in range(dist.get_world_size())
+            ]
+            console.print(f"tokens of the ranks: {', '.join(map(str, counts))}")
+            console.print(paths_table(records), choices(records), sep="\n", soft_wrap=True)
+            check(records)
+        except (CheckError, EPError) as error:
+            sys.exit(str(error))
+        finally:
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)

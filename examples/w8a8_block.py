@@ -1,0 +1,76 @@
+"""An MoE layer in BF16, its experts in W8A8, and what it computes in float64, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from epcomm import ExpertWeights, Int8ChannelWeights, RoutingSpec, TopKOutput, route
+
+# Of the seeds: every rank draws tokens of its own.
+_SEED_STRIDE = 1009
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSize:
+    """hidden_size: H.   intermediate_size: I.   num_experts: E, of all ranks.   top_k: K."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """One rank's tokens: x [T, H], bfloat16, and their routing; all on the CPU."""
+
+    x: Tensor
+    topk: TopKOutput
+
+
+def make_experts(size: LayerSize, *, seed: int) -> ExpertWeights:
+    """BF16 experts of all ranks, equal wherever they are made, with results of about x's size."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        values = torch.randn(size.num_experts, rows, columns, generator=generator)
+        return (values / columns**0.5).bfloat16()
+
+    return ExpertWeights(
+        gate_up_proj=matrix(2 * size.intermediate_size, size.hidden_size),
+        down_proj=matrix(size.hidden_size, size.intermediate_size),
+    )
+
+
+def make_batch(size: LayerSize, num_tokens: int, *, rank: int, seed: int) -> Batch:
+    """Tokens of one rank, routed by a softmax over random logits."""
+    generator = torch.Generator().manual_seed(seed + _SEED_STRIDE * (rank + 1))
+    # Uniform: a channel far beyond the others would take the codes of all, as in every INT8 layer.
+    x = 2 * torch.rand(num_tokens, size.hidden_size, generator=generator) - 1
+    logits = torch.randn(num_tokens, size.num_experts, generator=generator)
+    return Batch(
+        x=x.bfloat16(), topk=route(logits, RoutingSpec(top_k=size.top_k, renormalize=True))
+    )
+
+
+def matrices_of(weights: ExpertWeights | Int8ChannelWeights) -> Mapping[str, Tensor]:
+    """gate_up_proj [E, 2I, H] and down_proj [E, H, I] as they are meant, float64."""
+    is_w8a8 = isinstance(weights, Int8ChannelWeights)
+    named = weights.dequantized() if is_w8a8 else weights.tensors()
+    return {name: tensor.double() for name, tensor in named.items()}
+
+
+def dense(batch: Batch, matrices: Mapping[str, Tensor]) -> Tensor:
+    """y [T, H] in float64: each expert computes the tokens that chose it."""
+    x, ids, weights = batch.x.double(), batch.topk.topk_ids, batch.topk.topk_weights.double()
+    y = torch.zeros_like(x)
+    for expert in range(len(matrices["gate_up_proj"])):
+        tokens, places = torch.where(ids == expert)
+        gate, up = (x[tokens] @ matrices["gate_up_proj"][expert].T).chunk(2, dim=1)
+        hidden = gate / (1 + torch.exp(-gate)) * up
+        y[tokens] += weights[tokens, places, None] * (hidden @ matrices["down_proj"][expert].T)
+    return y

@@ -1,0 +1,271 @@
+"""Bad calls on one of two ranks: who hears of them and when, and that the next call is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from epcomm import (
+    BackendUnavailable,
+    CapacityError,
+    ConfigError,
+    EPConfig,
+    EPError,
+    EPGroup,
+    ExpertParallelExperts,
+    HandleError,
+    ShapeError,
+    TopKOutput,
+)
+from epcomm.fuseep.ascend import DispatchFFNCombine, FusedDeepMoE
+from epcomm.fuseep.path import FuseEPPath
+from epcomm.fuseep.reference import FuseEPReference
+from epcomm.layers import idle_step
+from epcomm.testing.ascend import limits
+from epcomm.testing.ascend.deep_ep import Buffer
+from tests.fuseep.formats import device_that_keeps
+from tests.fuseep.layers import OPERATORS, E, K, M, batch, experts, make_layer
+
+pytestmark = pytest.mark.usefixtures("small_a3")
+
+Call = tuple[Tensor, TopKOutput]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What rank 1 passes, the error and its text, and what rank 0 is told with check_calls."""
+
+    change: Callable[[Tensor, TopKOutput], Call]
+    error: type[EPError]
+    text: str
+    to_others: str
+
+
+def with_ids(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor, TopKOutput], Call]:
+    return lambda x, topk: (x, replace(topk, topk_ids=change(topk.topk_ids)))
+
+
+FAULTS = [
+    Fault(
+        change=lambda x, topk: batch(1, num_tokens=M + 1),
+        error=CapacityError,
+        text=f"hidden_states has {M + 1} tokens, expected at most max_tokens_per_rank = {M} "
+        "(rank 1 of 2)",
+        to_others="more tokens than max_tokens_per_rank on rank 1",
+    ),
+    Fault(
+        change=with_ids(lambda ids: ids.index_fill(0, torch.tensor([2]), E)),
+        error=ShapeError,
+        text="topk_ids out of range on rank 1",
+        to_others="topk_ids out of range on rank 1",
+    ),
+    Fault(
+        change=with_ids(lambda ids: ids.index_fill(0, torch.tensor([2]), -2)),
+        error=ShapeError,
+        text="topk_ids out of range on rank 1",
+        to_others="topk_ids out of range on rank 1",
+    ),
+    Fault(
+        change=with_ids(lambda ids: ids[:, :1].repeat(1, K)),
+        error=ShapeError,
+        text="an expert twice in a row of topk_ids on rank 1",
+        to_others="an expert twice in a row of topk_ids on rank 1",
+    ),
+    Fault(
+        change=lambda x, topk: (x.float(), topk),
+        error=ShapeError,
+        text="hidden_states is torch.float32, expected torch.bfloat16 (rank 1 of 2)",
+        to_others="a tensor of wrong shape, dtype or device on rank 1",
+    ),
+]
+
+
+def expect(error: type[EPError], text: str, call: Callable[[], object]) -> None:
+    with pytest.raises(EPError) as caught:
+        call()
+    assert type(caught.value) is error
+    assert text in str(caught.value)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_bad_call_gives_nan_and_waits_for_check(operator: str) -> None:
+    with EPGroup() as group:
+        layer, (x, topk) = make_layer(group, operator), batch(group.rank)
+        good = layer(x, topk)
+        for fault in FAULTS:
+            bad_x, bad_topk = fault.change(x, topk) if group.rank == 1 else (x, topk)
+            y = layer(bad_x, bad_topk)
+            assert y.shape == bad_x.shape
+            assert y.dtype is torch.bfloat16
+            if group.rank == 1:
+                assert y.isnan().all()
+                expect(fault.error, fault.text, layer.check)
+            else:
+                # This rank knows of nothing, and its tokens went to both ranks as ever.
+                assert torch.equal(y, good)
+            # Told once.
+            layer.check()
+            assert torch.equal(layer(x, topk), good)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_with_check_calls_every_rank_raises_at_once(operator: str) -> None:
+    with EPGroup() as group:
+        layer, (x, topk) = make_layer(group, operator, check_calls=True), batch(group.rank)
+        good = layer(x, topk)
+        for fault in FAULTS:
+            bad_x, bad_topk = fault.change(x, topk) if group.rank == 1 else (x, topk)
+            text = fault.text if group.rank == 1 else fault.to_others
+            expect(fault.error, text, lambda x=bad_x, topk=bad_topk: layer(x, topk))
+            assert torch.equal(layer(x, topk), good)
+        assert layer.path.traffic().control_bytes > 0
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("checks", [False, True])
+def test_gradients_are_refused_on_the_rank_that_needs_them(checks: bool) -> None:
+    """Of x, router weights or scales; others hear of it from check_calls or a host read."""
+    with EPGroup() as group:
+        for operator in (*OPERATORS, "fuseep_reference"):
+            layer, (x, topk) = make_layer(group, operator, check_calls=checks), batch(group.rank)
+            good, all_hear = layer(x, topk), checks or operator == "fuseep_reference"
+            leaves = {
+                "x": x.clone(),
+                "weights": topk.topk_weights.clone(),
+                "scale": layer.get_parameter("down_scale"),
+            }
+            for leaf in leaves.values():
+                leaf.requires_grad_(group.rank == 1)
+                call = partial(layer, leaves["x"], replace(topk, topk_weights=leaves["weights"]))
+                with torch.no_grad():
+                    assert torch.equal(call(), good)
+                if group.rank == 1:
+                    text = f"{operator} has no gradients, but some are needed (rank 1 of 2)"
+                    expect(ConfigError, text, call)
+                    if not all_hear:
+                        # It stands on the device too, as faults of all bad calls.
+                        expect(ConfigError, text, layer.check)
+                elif all_hear:
+                    text = "gradients asked of a mode that has none on rank 1"
+                    expect(ConfigError, text, call)
+                else:
+                    assert torch.equal(call(), good)
+                # Nothing waits.
+                layer.check()
+                leaf.requires_grad_(False)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_tokens_without_an_expert_cost_rows_and_give_zeros(operator: str) -> None:
+    with EPGroup() as group:
+        layer, (x, topk) = make_layer(group, operator), batch(group.rank)
+        assert isinstance(layer.path, FuseEPPath)
+        y = layer(x, topk)
+        ids = topk.topk_ids.clone()
+        ids[0], ids[1, 1] = -1, -1
+        holed = layer.path.run(x, replace(topk, topk_ids=ids), layer.weights)
+        layer.check()
+        assert torch.equal(holed.y[2:], y[2:])
+        assert not holed.y[0].any()
+        # The weight of a hole is not read.
+        weights = topk.topk_weights.masked_fill(ids < 0, float("nan"))
+        again = layer(x, TopKOutput(topk_ids=ids, topk_weights=weights))
+        assert torch.equal(again, holed.y)
+        # Substitutes are computed: 5 tokens of 2 ranks, and 2 experts of each.
+        total = holed.num_slots_per_expert.sum()
+        torch.distributed.all_reduce(total)
+        assert int(total) == 2 * 5 * K
+        # Without any tokens each rank sends a single one.
+        nothing = TopKOutput(topk_ids=ids[:0], topk_weights=weights[:0])
+        out = layer.path.run(x[:0], nothing, layer.weights)
+        assert out.y.shape == x[:0].shape
+        total = out.num_slots_per_expert.sum()
+        torch.distributed.all_reduce(total)
+        assert int(total) == 2 * K
+        # A rank without data takes part, so that another has its y.
+        if group.rank == 1:
+            idle_step(layer)
+        else:
+            assert torch.equal(layer(x, topk), y)
+
+
+@pytest.mark.ranks(2)
+def test_paths_refuse_other_plans_closed_groups_and_other_packings() -> None:
+    with EPGroup() as group:
+        layers = {name: make_layer(group, name) for name in OPERATORS}
+        x, topk = batch(group.rank)
+        normal = EPConfig(mode="normal", backend="collective")
+        pipeline = ExpertParallelExperts(experts(), group, normal, top_k=K)
+        expect(
+            ConfigError,
+            "the plan is for mode normal, expected fuseep",
+            lambda: FuseEPPath(group, pipeline._spec, normal, pipeline.plan.prefill),
+        )
+        layer = layers["fused_deep_moe"]
+        for part in ("phases", "runner"):
+            expect(ConfigError, "mode fuseep has no", lambda part=part: getattr(layer, part))
+        first, second = FusedDeepMoE.pack(experts()), DispatchFFNCombine.pack(experts())
+        operators: list[tuple[Any, object]] = [
+            (FusedDeepMoE, second),
+            (DispatchFFNCombine, first),
+            (FuseEPReference, first),
+            (FusedDeepMoE, experts()),
+        ]
+        for kind, wrong in operators:
+            operator = group.open_fused(kind.name, layer.plan.prefill.buffer_spec)
+            with pytest.raises(TypeError, match=f"experts are {type(wrong).__name__}, expected"):
+                operator.run(Any, wrong)  # pyright: ignore[reportArgumentType]
+        for kind, packed in ((FusedDeepMoE, first), (DispatchFFNCombine, second)):
+            with pytest.raises(ConfigError, match="pack the W8A8 experts of a checkpoint, once"):
+                kind.pack(packed)  # pyright: ignore[reportArgumentType]
+        layer(x, topk)
+    for layer in layers.values():
+        expect(HandleError, "the EPGroup is closed", lambda layer=layer: layer(x, topk))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_what_one_rank_lacks_all_ranks_hear(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable, a chip, a parameter of the package, weights that the device keeps row-major."""
+
+    class Older(Buffer):
+        """A release with one operator."""
+
+        def fused_deep_moe(  # pyright: ignore[reportIncompatibleMethodOverride]
+            self,
+            x: Tensor,
+            **others: Any,  # noqa: ANN401 (they pass through)
+        ) -> tuple[Tensor, Tensor]:
+            return super().fused_deep_moe(x, **others)
+
+    with EPGroup() as group:
+        is_bad = group.rank == 1
+        with monkeypatch.context() as patch:
+            if is_bad:
+                patch.setenv("DEEP_USE_MODE", "ops")
+            text = "rank 1: DEEP_USE_MODE is ops, expected default; unset it"
+            expect(BackendUnavailable, text, lambda: make_layer(group, operator))
+        with limits.soc("A2" if is_bad else "A3", size_limits=False):
+            text = "rank 1: the processor is A2, expected A3"
+            expect(BackendUnavailable, text, lambda: make_layer(group, operator))
+        with monkeypatch.context() as patch:
+            if is_bad:
+                patch.setattr("deep_ep.Buffer", Older)
+            text = (
+                f"{operator}: cannot be opened, rank 1: Older.fused_deep_moe of the package "
+                "installed has no parameter topk_idx; install another release"
+            )
+            expect(BackendUnavailable, text, lambda: make_layer(group, operator))
+        with device_that_keeps(allows_nz=not is_bad):
+            text = "rank 1: to_nz: weights on cpu have format 2, expected 29 (NZ); set torch.npu."
+            expect(BackendUnavailable, text, lambda: make_layer(group, operator))
+        make_layer(group, operator)

@@ -1,0 +1,311 @@
+"""What a plan refuses: each limit and each silent failure of the fused operators, in one sentence.
+
+Limits to the last unit are in test_limits.py; here each comes through plan().
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from epcomm import (
+    BackendUnavailable,
+    ConfigError,
+    EPConfig,
+    EPPlan,
+    ExpertWeights,
+    Fp8BlockWeights,
+    Int8ChannelWeights,
+    MoESpec,
+    WireDtype,
+    plan,
+)
+from epcomm.testing.ascend import limits
+from epcomm.types import Int8Profile
+from epcomm.weights import ExpertTensors
+
+MODE_1, MODE_2, REFERENCE = "fused_deep_moe", "dispatch_ffn_combine", "fuseep_reference"
+OPERATORS = (MODE_1, MODE_2)
+# Mode 1 needs 8 * 128 * 4 * 1024 * 4 B = 16 MiB, mode 2 3 * 128 * 4 * 1024 B + 10 MiB.
+H, I, WORLD_SIZE = 1024, 512, 8  # noqa: E741 (the letter of the intermediate size)
+LAYER = MoESpec(hidden_size=H, num_experts=32, top_k=4)
+
+pytestmark = pytest.mark.usefixtures("a3")
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Of one expert, without values."""
+    return torch.empty(1, *shape, dtype=dtype, device="meta")
+
+
+def w8a8(
+    hidden: int = H, inner: int = I, dtype: torch.dtype = torch.bfloat16
+) -> Int8ChannelWeights:
+    return Int8ChannelWeights(
+        gate_up_proj=empty(2 * inner, hidden, dtype=torch.int8),
+        gate_up_scale=empty(2 * inner),
+        down_proj=empty(hidden, inner, dtype=torch.int8),
+        down_scale=empty(hidden),
+        hidden_dtype=dtype,
+    )
+
+
+BF16 = ExpertWeights(
+    gate_up_proj=empty(2 * I, H, dtype=torch.bfloat16),
+    down_proj=empty(H, I, dtype=torch.bfloat16),
+)
+FP8 = Fp8BlockWeights(
+    gate_up_proj=empty(2 * I, H, dtype=torch.float8_e4m3fn),
+    gate_up_scale=empty(2 * I // 128, H // 128),
+    down_proj=empty(H, I, dtype=torch.float8_e4m3fn),
+    down_scale=empty(H // 128, I // 128),
+)
+
+
+def planned(
+    operator: str,
+    *,
+    layer: MoESpec = LAYER,
+    weights: ExpertTensors | None = None,
+    world_size: int = WORLD_SIZE,
+    **changes: Any,  # noqa: ANN401 (fields of EPConfig)
+) -> EPPlan:
+    config = EPConfig(mode="fuseep", backend=operator, max_tokens_per_rank=128)
+    weights = w8a8(hidden=layer.hidden_size, dtype=layer.dtype) if weights is None else weights
+    return plan(replace(config, **changes), layer, world_size=world_size, weights=weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """What is asked of the operators, and what they say.
+
+    arguments: of planned().
+    """
+
+    id: str
+    operators: tuple[str, ...] = OPERATORS
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    chip: str = "A3"
+    variables: Mapping[str, str] = field(default_factory=dict)
+    reason: str
+
+
+def layer(**changes: Any) -> dict[str, Any]:  # noqa: ANN401 (fields of MoESpec)
+    return {"layer": replace(LAYER, **changes)}
+
+
+ALL = (*OPERATORS, REFERENCE)
+REFUSALS = [
+    Refusal(
+        id="bf16 weights",
+        operators=ALL,
+        arguments={"weights": BF16},
+        reason="computes W8A8 experts, Int8ChannelWeights, not ExpertWeights; quantise them",
+    ),
+    Refusal(
+        id="fp8 weights",
+        operators=ALL,
+        arguments={"weights": FP8},
+        reason="computes W8A8 experts, Int8ChannelWeights, not Fp8BlockWeights; quantise them",
+    ),
+    Refusal(
+        id="hidden states",
+        arguments=layer(dtype=torch.float16),
+        reason="returns bf16, not fp16",
+    ),
+    Refusal(
+        id="bf16 rows",
+        operators=ALL,
+        arguments={"dispatch_dtype": WireDtype.BF16},
+        reason="carries ['int8'], not bf16",
+    ),
+    Refusal(id="A2", chip="A2", reason="the processor is A2, expected A3: FuseEP is not built"),
+    Refusal(
+        id="A5, mode 1",
+        operators=(MODE_1,),
+        chip="A5",
+        reason="the processor is A5, expected A3: fused_deep_moe takes MX weights there, not INT8",
+    ),
+    Refusal(
+        id="A5, mode 2",
+        operators=(MODE_2,),
+        chip="A5",
+        reason="the processor is A5, expected A3: dispatch_ffn_combine does not exist there",
+    ),
+    Refusal(
+        id="H",
+        operators=(MODE_1,),
+        arguments=layer(hidden_size=496),
+        reason="hidden_size is 496, expected 512 to 7168",
+    ),
+    Refusal(
+        id="2I",
+        operators=(MODE_1,),
+        arguments={"weights": w8a8(inner=448)},
+        reason="2 * intermediate_size is 896, expected 1024 to 6144",
+    ),
+    Refusal(
+        id="2I in tiles",
+        operators=(MODE_1,),
+        arguments={"weights": w8a8(inner=544)},
+        reason="2 * intermediate_size is 1088, expected a multiple of 128",
+    ),
+    Refusal(
+        id="K", operators=(MODE_1,), arguments=layer(top_k=13), reason="top_k is 13, at most 12"
+    ),
+    Refusal(
+        id="E",
+        operators=(MODE_1,),
+        arguments={**layer(num_experts=544), "world_size": 32, "max_tokens_per_rank": 32},
+        reason="num_experts is 544, at most 512",
+    ),
+    Refusal(
+        id="L",
+        operators=(MODE_1,),
+        arguments=layer(num_experts=200),
+        reason="num_local_experts is 25, at most 24",
+    ),
+    Refusal(
+        id="window, mode 1",
+        operators=(MODE_1,),
+        variables={"HCCL_BUFFSIZE": "15"},
+        reason="needs a window of 16 MiB, but HCCL_BUFFSIZE is 15; set it to 16 on all ranks",
+    ),
+    Refusal(
+        id="window, mode 2",
+        operators=(MODE_2,),
+        variables={"HCCL_BUFFSIZE": "900", "DEEPEP_HCCL_BUFFSIZE": "11"},
+        reason="a window of 12 MiB, but DEEPEP_HCCL_BUFFSIZE is 11; set it to 12 on all ranks",
+    ),
+    Refusal(
+        id="window that is not set",
+        operators=(MODE_1,),
+        arguments={**layer(num_experts=192, hidden_size=7168), "max_tokens_per_rank": 256},
+        reason="needs a window of 1344 MiB, but HCCL_BUFFSIZE is 200; set it to 1344",
+    ),
+    Refusal(
+        id="no limit of tokens",
+        arguments={"max_tokens_per_rank": None},
+        reason="has static sizes; set max_tokens_per_rank",
+    ),
+    Refusal(
+        id="budget, mode 1",
+        operators=(MODE_1,),
+        arguments={"max_recv_slots": 10**6},
+        reason="has room for any routing and no slot budget; leave max_recv_slots None",
+    ),
+    Refusal(
+        id="budget, mode 2",
+        operators=(MODE_2,),
+        # Tokens of a rank, which another framework passes for these rows.
+        arguments={"max_recv_slots": 128},
+        reason="max_recv_slots is 128, but a rank may receive 4096 rows (128 tokens * 8 ranks * 4 "
+        "experts of a rank), and rows beyond it would vanish silently; set it to 4096",
+    ),
+    Refusal(
+        id="other operators",
+        variables={"DEEP_USE_MODE": "alltoall"},
+        reason="DEEP_USE_MODE is alltoall, expected default; unset it",
+    ),
+    Refusal(
+        id="shared expert ranks",
+        variables={"MOE_SHARED_EXPERT_RANK_NUM": "1"},
+        reason="MOE_SHARED_EXPERT_RANK_NUM is 1, expected 0; unset it",
+    ),
+    Refusal(
+        id="sums for counts",
+        variables={"MOE_EXPERT_TOKEN_NUMS_TYPE": "0"},
+        reason="MOE_EXPERT_TOKEN_NUMS_TYPE is 0, expected 1; unset it",
+    ),
+    Refusal(
+        id="what only A5 has",
+        variables={"MOE_ENABLE_CCU": "1"},
+        reason="MOE_ENABLE_CCU is 1, but only A5 has it and this is A3; unset it",
+    ),
+    Refusal(
+        id="runner",
+        operators=ALL,
+        arguments={"runner": "ascend"},
+        reason="computes experts itself, without runner ascend; leave it auto",
+    ),
+    Refusal(
+        id="profile of mode 2 in mode 1",
+        operators=(MODE_1, REFERENCE),
+        arguments={"int8_profile": Int8Profile.DIVTRUNC16},
+        reason="rounds INT8 by rint127, not divtrunc16",
+    ),
+    Refusal(
+        id="profile of mode 1 in mode 2",
+        operators=(MODE_2,),
+        arguments={"int8_profile": Int8Profile.RINT127},
+        reason="rounds INT8 by divtrunc16, not rint127",
+    ),
+    Refusal(
+        id="alignment",
+        operators=ALL,
+        arguments={"slot_alignment": 8},
+        reason="computes experts itself; leave slot_alignment at 1",
+    ),
+]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.id)
+def test_plan_says_why(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
+    for operator in refusal.operators:
+        assert planned(operator).prefill.backend == operator
+    for name, value in refusal.variables.items():
+        monkeypatch.setenv(name, value)
+    for operator in refusal.operators:
+        with limits.soc(refusal.chip), pytest.raises(BackendUnavailable) as caught:
+            planned(operator, **refusal.arguments)
+        assert f"plan: backend {operator} cannot serve this layer: " in str(caught.value)
+        assert refusal.reason in str(caught.value)
+
+
+def test_the_profile_of_an_operator_may_be_asked_for() -> None:
+    for operator, profile in ((MODE_1, Int8Profile.RINT127), (MODE_2, Int8Profile.DIVTRUNC16)):
+        assert planned(operator, int8_profile=profile).prefill.int8_profile is profile
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_plan_without_weights_asks_for_them(operator: str) -> None:
+    config = EPConfig(mode="fuseep", backend=operator, max_tokens_per_rank=128)
+    with pytest.raises(BackendUnavailable, match="limits for the experts' sizes; plan with their"):
+        plan(config, LAYER, world_size=WORLD_SIZE)
+
+
+def test_the_first_that_can_is_chosen_and_the_others_are_explained() -> None:
+    """Nothing serves BF16 experts: then all reasons are in one error."""
+    assert planned("auto").prefill.backend == MODE_1
+    assert planned("auto", layer=replace(LAYER, hidden_size=496)).prefill.backend == MODE_2
+    with limits.soc("A2"):
+        chosen = planned("auto", max_tokens_per_rank=None)
+    assert [rejection.name for rejection in chosen.prefill.rejected] == list(OPERATORS)
+    assert chosen.prefill.backend == REFERENCE
+    with pytest.raises(ConfigError, match="no backend serves mode fuseep: ") as caught:
+        planned("auto", weights=BF16)
+    assert all(f"{name}: carries" in str(caught.value) for name in ALL)
+    assert str(caught.value).count("computes W8A8 experts") == len(ALL)
+
+
+def test_explain_names_operator_bytes_and_limits() -> None:
+    lines = planned(MODE_2, max_recv_slots=5000).explain().split("\n")
+    row = H + 4 + 12
+    for line in (
+        f"mode fuseep on backend {MODE_2}, 8 ranks with 4 experts each",
+        "int8 profile: divtrunc16",
+        "router weights applied by combine; trainable: False; host reads a dispatch: 0",
+        f"at most {4 * row} B a token out, {4 * 2 * H} B home, and 0 B of headers a dispatch",
+        "tokens a rank: at most 128",
+        "received slots a rank: at most 5000",
+        f"memory of window of the process group: {3 * 128 * 4 * H + 10 * 2**20} B",
+        f"memory of packed experts: {4 * (3 * H * I + 8 * (2 * I + H))} B",
+        f"experts computed by {MODE_2} itself; y comes reduced",
+    ):
+        assert line in lines, lines
+    assert not any(line.startswith("runner") for line in lines)

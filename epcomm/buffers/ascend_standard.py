@@ -40,7 +40,7 @@ from epcomm.types import RowsPer, WeightsAppliedBy, WireDtype, WireTensor, align
 _OPERATORS = ("npu_moe_init_routing_v2", "npu_moe_finalize_routing")
 # Of npu_moe_init_routing_v2, with the expert that nobody has.
 MAX_EXPERTS = 10240 - 1
-WIRE_DTYPES = frozenset({WireDtype.BF16, WireDtype.FP16, WireDtype.FP32, WireDtype.INT8})
+WIRE_DTYPES = frozenset({WireDtype.BF16, WireDtype.FP32, WireDtype.INT8})
 # Of npu_moe_init_routing_v2: rows travel as they are, counts are one number an expert, and
 # positions are those of entries among the rows.
 _AS_IT_IS, _COUNTS, _POSITIONS = -1, 1, 0

@@ -185,6 +185,23 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
             num_rows=most,
         )
 
+    def _fused(
+        self, chunk: _Chunk, experts: PackedWeights, most: int, fuse_mode: object
+    ) -> tuple[Tensor, Tensor]:
+        """What the package's operator returns; `most` means something else in each mode."""
+        return self._buffer.fused_deep_moe(
+            x=chunk.x,
+            topk_idx=chunk.topk_ids,
+            topk_weights=chunk.topk_weights,
+            gmm1_permuted_weight=experts.gate_up_proj,
+            gmm1_permuted_weight_scale=experts.gate_up_scale,
+            gmm2_weight=experts.down_proj,
+            gmm2_weight_scale=experts.down_scale,
+            num_max_dispatch_tokens_per_rank=most,
+            num_experts=self._num_experts,
+            fuse_mode=fuse_mode,
+        )
+
     def _chunks(self, x: Tensor, ids: Tensor, weights: Tensor) -> Iterator[_Chunk]:
         """As many on every rank: the operator waits for all of them."""
         for start in range(0, self._sizes.max_tokens_per_rank, MAX_CALL_TOKENS):
@@ -263,17 +280,11 @@ class FusedDeepMoE(AscendFused[FusedDeepMoEWeights]):
         return num_experts * (codes + 4 * (2 * intermediate_size + hidden_size))
 
     def _call_operator(self, chunk: _Chunk, experts: FusedDeepMoEWeights) -> tuple[Tensor, Tensor]:
-        y, counts = self._buffer.fused_deep_moe(
-            x=chunk.x,
-            topk_idx=chunk.topk_ids,
-            topk_weights=chunk.topk_weights,
-            gmm1_permuted_weight=experts.gate_up_proj,
-            gmm1_permuted_weight_scale=experts.gate_up_scale,
-            gmm2_weight=experts.down_proj,
-            gmm2_weight_scale=experts.down_scale,
-            num_max_dispatch_tokens_per_rank=min(self._sizes.max_tokens_per_rank, MAX_CALL_TOKENS),
-            num_experts=self._num_experts,
-            fuse_mode=self._fuse_modes.FUSED_DEEP_MOE,
+        y, counts = self._fused(
+            chunk,
+            experts,
+            min(self._sizes.max_tokens_per_rank, MAX_CALL_TOKENS),
+            self._fuse_modes.FUSED_DEEP_MOE,
         )
         # By expert, then source rank.
         return y, counts.view(-1, self._world_size).sum(1)
@@ -311,21 +322,9 @@ class DispatchFFNCombine(AscendFused[DispatchFFNCombineWeights]):
     def _call_operator(
         self, chunk: _Chunk, experts: DispatchFFNCombineWeights
     ) -> tuple[Tensor, Tensor]:
-        y, counts = self._buffer.fused_deep_moe(
-            x=chunk.x,
-            topk_idx=chunk.topk_ids,
-            topk_weights=chunk.topk_weights,
-            gmm1_permuted_weight=experts.gate_up_proj,
-            gmm1_permuted_weight_scale=experts.gate_up_scale,
-            gmm2_weight=experts.down_proj,
-            gmm2_weight_scale=experts.down_scale,
-            # In this mode the argument bounds the rows that a rank receives, and what is beyond it
-            # is dropped: whatever its name says, tokens of a rank are something else.
-            num_max_dispatch_tokens_per_rank=self._max_rows,
-            num_experts=self._num_experts,
-            fuse_mode=self._fuse_modes.DISPATCH_FFN_COMBINE,
-        )
-        return y, counts
+        # In this mode the argument bounds the rows that a rank receives, and what is beyond it is
+        # dropped: whatever its name says, tokens of a rank are something else.
+        return self._fused(chunk, experts, self._max_rows, self._fuse_modes.DISPATCH_FFN_COMBINE)
 
     @property
     def _max_rows(self) -> int:

@@ -17,7 +17,7 @@ from epcomm import (
     TopKOutput,
 )
 from tests.blocks import BLOCKS
-from tests.buffers.test_ascend import CASES, HIDDEN, machine
+from tests.buffers.test_ascend import CASES, hidden_size_of, machine
 from tests.quantized_model import Bounded, assert_within, expert_model
 
 __all__ = ["machine"]
@@ -28,9 +28,11 @@ MODELS = ("deepseek_v3", "afmoe")
 BF16_ROUNDING = 2.0**-8
 
 
-def make_block(name: str) -> nn.Module:
+def make_block(name: str, hidden_size: int) -> nn.Module:
     """One that keeps its activations of order one at this size."""
-    block = BLOCKS[name](hidden_size=HIDDEN, moe_intermediate_size=INNER, intermediate_size=INNER)
+    block = BLOCKS[name](
+        hidden_size=hidden_size, moe_intermediate_size=INNER, intermediate_size=INNER
+    )
     with torch.no_grad():
         for parameter in block.parameters():
             if parameter.dim() > 1:
@@ -38,18 +40,20 @@ def make_block(name: str) -> nn.Module:
     return block.to(torch.bfloat16)
 
 
-def tokens_of(rank: int) -> Tensor:
+def tokens_of(rank: int, hidden_size: int) -> Tensor:
     generator = torch.Generator().manual_seed(31 + rank)
     # One of the ranks has none.
-    return torch.randn(5 * rank, HIDDEN, generator=generator).to(torch.bfloat16)
+    return torch.randn(5 * rank, hidden_size, generator=generator).to(torch.bfloat16)
 
 
-def through_all_buffers(name: str, group: EPGroup, *, is_int8: bool) -> dict[str, Tensor]:
+def through_all_buffers(
+    name: str, group: EPGroup, hidden_size: int, *, is_int8: bool
+) -> dict[str, Tensor]:
     """y by buffer; with is_int8 the experts are W8A8, and so are the rows."""
     found = {}
     for backend, case in CASES.items():
         config = replace(case.config, backend=backend, runner="ascend")
-        block = make_block(name)
+        block = make_block(name, hidden_size)
         moe = ExpertParallelMoE.from_transformers(block, group, config)
         if is_int8:
             moe.experts = ExpertParallelExperts(
@@ -58,7 +62,7 @@ def through_all_buffers(name: str, group: EPGroup, *, is_int8: bool) -> dict[str
         wire = "int8/0" if is_int8 else "bf16"
         assert f"on backend {backend}" in moe.explain()
         assert f"wire: dispatch {wire}, combine bf16" in moe.explain()
-        found[backend] = moe(tokens_of(group.rank))
+        found[backend] = moe(tokens_of(group.rank, hidden_size))
         moe.check()
     return found
 
@@ -91,9 +95,9 @@ def int8_model(x: Tensor, topk: TopKOutput, weights: Int8ChannelWeights) -> Boun
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("name", MODELS)
 def test_w8a8_blocks_are_within_what_their_scales_allow(name: str) -> None:
-    with EPGroup() as group, torch.no_grad():
-        block, x = make_block(name), tokens_of(group.rank)
-        found = through_all_buffers(name, group, is_int8=True)
+    with EPGroup() as group, torch.no_grad(), hidden_size_of(group) as hidden_size:
+        block, x = make_block(name, hidden_size), tokens_of(group.rank, hidden_size)
+        found = through_all_buffers(name, group, hidden_size, is_int8=True)
         routed = ExpertParallelMoE.from_transformers(block, group).route(x)[1]
         expected = int8_model(x, routed, int8_weights(block))
         shared = block.get_submodule("shared_experts")(x).double()
@@ -108,8 +112,8 @@ def test_w8a8_blocks_are_within_what_their_scales_allow(name: str) -> None:
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("name", MODELS)
 def test_unquantised_blocks_give_the_same_through_all_buffers(name: str) -> None:
-    with EPGroup() as group, torch.no_grad():
-        found = through_all_buffers(name, group, is_int8=False)
+    with EPGroup() as group, torch.no_grad(), hidden_size_of(group) as hidden_size:
+        found = through_all_buffers(name, group, hidden_size, is_int8=False)
         normal = found.pop("ascend_normal").double()
         # Rows of the other two buffers are the same, and so are the experts'. Sums of a rank, the
         # sum over ranks and the sum with shared experts are stored in bfloat16.

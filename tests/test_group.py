@@ -162,4 +162,4 @@ def test_bad_configuration_of_one_rank_reaches_every_rank(name: str) -> None:
         config = SPOILT_ON_ONE_RANK[name] if group.rank == 1 else good
         with pytest.raises((ConfigError, BackendUnavailable)):
             DeepEPNormalDispatcher(group, spec, config)
-        assert DeepEPNormalDispatcher(group, spec, good).plan.backend == "shared_memory"
+        assert DeepEPNormalDispatcher(group, spec, good).plan.backend == "collective"

@@ -113,26 +113,26 @@ def _send_combine_kernel(
         if tl.max(slots) >= 0:
             total = tl.zeros([COLUMNS], tl.float32)
             if PER_ROW:
-                row_ptr = rows_ptr + row.to(tl.int64) * ROWS_STRIDE
+                row_ptr = rows_ptr + tl.cast(row, tl.int64) * ROWS_STRIDE
                 total = tl.load(row_ptr + column, mask=is_element, other=0.0).to(tl.float32)
             else:
                 for k in tl.static_range(K):
                     place = tl.load(slots_of_row_ptr + row * K + k)
                     is_slot = place >= 0
-                    row_ptr = rows_ptr + place.to(tl.int64) * ROWS_STRIDE
+                    row_ptr = rows_ptr + tl.cast(place, tl.int64) * ROWS_STRIDE
                     part = tl.load(row_ptr + column, mask=is_element & is_slot, other=0.0)
                     part = part.to(tl.float32)
                     if HAS_WEIGHTS:
                         part *= tl.load(weights_ptr + place, mask=is_slot, other=0.0)
                     total += part
             base = tl.load(bases_ptr + source)
-            home = base + BACK_AT + (rank.to(tl.int64) * M + token) * BACK_BYTES
+            home = base + BACK_AT + (tl.cast(rank, tl.int64) * M + token) * BACK_BYTES
             home_ptr = home.to(tl.pointer_type(rows_ptr.dtype.element_ty))
             value = _cast(total, rows_ptr.dtype.element_ty)
             tl.store(tl.multiple_of(home_ptr, 16) + column, value, mask=is_element)
             num_sent += tl.where(source == rank, 0, 1)
     # Of this rank alone, and read by its host.
-    tl.atomic_add(counters_ptr + 3, num_sent.to(tl.int64), sem="relaxed")
+    tl.atomic_add(counters_ptr + 3, tl.cast(num_sent, tl.int64), sem="relaxed")
     publish(bases_ptr, ARRIVED_COMBINE_AT + rank * 4, 1, W, W_LANES)
 
 
@@ -207,13 +207,13 @@ def _receive_combine_kernel(
         total = tl.zeros([COLUMNS], tl.float32)
         for source in tl.static_range(W):
             is_there = tl.load(is_sent_ptr + token * W + source) != 0
-            place = source * M + token.to(tl.int64)
+            place = source * M + tl.cast(token, tl.int64)
             part_ptr = (slot_address + BACK_AT + place * BACK_BYTES).to(tl.pointer_type(dtype))
             part_ptr = tl.multiple_of(part_ptr, 16) + column
             part = tl.load(part_ptr, mask=is_element & is_there & (has_failed == 0), other=0.0)
             total += part.to(tl.float32)
         total = tl.where(has_failed, float("nan"), total)
-        out_row_ptr = out_ptr + token.to(tl.int64) * HIDDEN
+        out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
         tl.store(out_row_ptr + column, _cast(total, dtype), mask=is_element)
 
 

@@ -237,7 +237,7 @@ def _send_dispatch_kernel(
         weight_bits = weights.to(tl.int32, bitcast=True)
         positions = _positions(ids_ptr, ids, token, K, K_LANES, CHUNK)
         owners = tl.where(ids >= 0, ids // L, -1)
-        row_ptr = x_ptr + token.to(tl.int64) * X_STRIDE
+        row_ptr = x_ptr + tl.cast(token, tl.int64) * X_STRIDE
         if KIND == _PLAIN:
             at = tl.arange(0, COLUMNS)
             is_element = at < HIDDEN
@@ -257,7 +257,7 @@ def _send_dispatch_kernel(
             row, scale = quantize_blocks(values, KIND == _FP8_POWER_OF_TWO, HAS_E4M3)  # pyright: ignore[reportGeneralTypeIssues]
 
         # Where rows of this rank begin, in the memory of any.
-        place = rank.to(tl.int64) * M + token
+        place = tl.cast(rank, tl.int64) * M + token
         for peer in tl.static_range(W):
             is_owner = owners == peer
             is_needed = tl.max(is_owner.to(tl.int32))
@@ -283,8 +283,8 @@ def _send_dispatch_kernel(
             num_sent += tl.where(peer == rank, 0, is_needed)
         num_records += W - 1
     # Of this rank alone, and read by its host.
-    tl.atomic_add(counters_ptr, num_sent.to(tl.int64), sem="relaxed")
-    tl.atomic_add(counters_ptr + 1, num_records.to(tl.int64), sem="relaxed")
+    tl.atomic_add(counters_ptr, tl.cast(num_sent, tl.int64), sem="relaxed")
+    tl.atomic_add(counters_ptr + 1, tl.cast(num_records, tl.int64), sem="relaxed")
     publish(bases_ptr, ARRIVED_DISPATCH_AT + rank * 4, 1, W, W_LANES)
 
 
@@ -388,7 +388,7 @@ def _receive_dispatch_kernel(
     k = pair % K_LANES
     row = source * M + token
     is_pair = (token < num_tokens) & (k < K)
-    record_ptr = words_at(slot_address + RECORD_AT) + row.to(tl.int64) * (RECORD_BYTES // 4) + k
+    record_ptr = words_at(slot_address + RECORD_AT) + tl.cast(row, tl.int64) * (RECORD_BYTES // 4) + k
     experts = tl.load(record_ptr, mask=is_pair, other=-1)
     positions = tl.load(record_ptr + K_LANES, mask=is_pair, other=0)
     weight_bits = tl.load(record_ptr + 2 * K_LANES, mask=is_pair, other=0)

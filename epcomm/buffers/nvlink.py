@@ -27,7 +27,13 @@ from epcomm.buffers.base import (
     DispatchCall,
     Dispatched,
 )
-from epcomm.buffers.faults import BatchFlags, DeviceFaults, FaultCode, assume_all_need_grad, pack_word
+from epcomm.buffers.faults import (
+    BatchFlags,
+    DeviceFaults,
+    FaultCode,
+    assume_all_need_grad,
+    pack_word,
+)
 from epcomm.buffers.nvlink_layout import HEADER_BYTES, NUM_SLOTS, BlockLayout
 from epcomm.buffers.sizes import CallShape, Region, index_bytes, most_slots_of, slot_regions
 from epcomm.buffers.symmetric_memory import SymmetricMemory, open_symmetric_memory
@@ -291,9 +297,7 @@ class NVLinkBuffer(Buffer):
         row_scalars: Tensor | None = None,
     ) -> Combined:
         assert row_scalars is None, "without gradients there are none"
-        return self.combine_async(
-            rows, route, rows_per=rows_per, slot_weights=slot_weights
-        ).wait()
+        return self.combine_async(rows, route, rows_per=rows_per, slot_weights=slot_weights).wait()
 
     def combine_async(
         self, rows: Tensor, route: Route, *, rows_per: RowsPer, slot_weights: Tensor | None = None

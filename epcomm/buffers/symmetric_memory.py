@@ -67,6 +67,4 @@ def _open_cuda(collectives: Collectives, num_bytes: int, *, phase: str) -> Symme
     torch.cuda.synchronize(device)
     mapped = _symmetric_memory.rendezvous(block, group)
     collectives.gather_records({}, phase=phase)
-    return SymmetricMemory(
-        block=block, addresses=tuple(mapped.buffer_ptrs), keeps=(block, mapped)
-    )
+    return SymmetricMemory(block=block, addresses=tuple(mapped.buffer_ptrs), keeps=(block, mapped))

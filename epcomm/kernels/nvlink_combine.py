@@ -42,9 +42,7 @@ def _cast(values: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     return values.to(DTYPE)
 
 
-@triton.jit(
-    do_not_specialize=["slot_address", "abort_address", "slot", "rank", "announced"]
-)
+@triton.jit(do_not_specialize=["slot_address", "abort_address", "slot", "rank", "announced"])
 def _send_combine_kernel(
     rows_ptr: tl.tensor,
     weights_ptr: tl.tensor,

@@ -388,7 +388,9 @@ def _receive_dispatch_kernel(
     k = pair % K_LANES
     row = source * M + token
     is_pair = (token < num_tokens) & (k < K)
-    record_ptr = words_at(slot_address + RECORD_AT) + tl.cast(row, tl.int64) * (RECORD_BYTES // 4) + k
+    record_ptr = (
+        words_at(slot_address + RECORD_AT) + tl.cast(row, tl.int64) * (RECORD_BYTES // 4) + k
+    )
     experts = tl.load(record_ptr, mask=is_pair, other=-1)
     positions = tl.load(record_ptr + K_LANES, mask=is_pair, other=0)
     weight_bits = tl.load(record_ptr + 2 * K_LANES, mask=is_pair, other=0)

@@ -337,11 +337,7 @@ class NVLinkBuffer(Buffer):
         ).wait()
 
     def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
-        """Never called: caps.reuses_route is False."""
-        raise HandleError(
-            f"{self.name}: redispatch along an old route (rank {self._rank} of "
-            f"{self._world_size}), expected none without gradients; dispatch again"
-        )
+        raise NotImplementedError("low latency has no backward (caps.reuses_route)")
 
     def check(self) -> None:
         self._check_open()
@@ -515,9 +511,9 @@ class NVLinkBuffer(Buffer):
             self._meet()
             out = sent.wait()
             self._meet()
-            results = self._no_rows.expand(self._num_index_slots, -1)
+            # No row has a slot, so one is as good as C of them.
             home = self.combine_async(
-                results, out.route, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
+                self._no_rows, out.route, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
             )
             self._meet()
             home.wait()

@@ -262,7 +262,8 @@ def _send_dispatch_kernel(
             is_owner = owners == peer
             is_needed = tl.max(is_owner.to(tl.int32))
             base = tl.load(bases_ptr + peer)
-            record_ptr = words_at(base + RECORD_AT + place * RECORD_BYTES)
+            record_address = base + RECORD_AT + place * RECORD_BYTES
+            record_ptr = tl.multiple_of(record_address.to(tl.pointer_type(tl.int32)), 16)
             tl.store(record_ptr + k, tl.where(is_owner, ids - peer * L, -1))
             tl.store(record_ptr + K_LANES + k, positions)
             tl.store(record_ptr + 2 * K_LANES + k, weight_bits)

@@ -1,0 +1,245 @@
+"""The NVLink buffer between CPU ranks, whose kernels are interpreted: the contract, and long runs.
+
+An interpreter takes a third of a second for a dispatch, so a case goes through several scenarios.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from epcomm import EPGroup, Mode
+from epcomm.buffers.base import BufferSpec, DispatchCall
+from epcomm.buffers.faults import BatchFlags
+from epcomm.buffers.nvlink import NVLinkBuffer
+from epcomm.errors import BackendUnavailable, EPTimeout
+from epcomm.kernels import launch
+from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT8_PER_TOKEN
+from epcomm.testing import buffer_suite
+from epcomm.types import RowsPer, WireFormat
+
+BACKEND = "nvlink_low_latency"
+BF16 = WireFormat.of(torch.bfloat16)
+SCENARIOS = {
+    "shapes": ("empty_rank", "nowhere", "odd_hidden", "aligned_holes"),
+    "batches": ("stand_alone", "traffic", "many_experts"),
+    "faults": ("faults",),
+    "refusals": ("combine_faults",),
+}
+QUANTIZED = {
+    "fp8": FP8_FLOAT32_SCALES,
+    "fp8_powers_of_two": FP8_POWER_OF_TWO_SCALES,
+    "int8": INT8_PER_TOKEN,
+}
+
+
+def env_of(group: EPGroup, wire: WireFormat | None = None) -> buffer_suite.BufferEnv:
+    return buffer_suite.BufferEnv(
+        group=group,
+        backend=BACKEND,
+        mode=Mode.LOW_LATENCY,
+        wire=wire,
+        dtype=torch.bfloat16,
+    )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", SCENARIOS)
+def test_buffer_keeps_its_contract(case: str) -> None:
+    with EPGroup() as group:
+        for scenario in SCENARIOS[case]:
+            buffer_suite.run_scenario(scenario, env_of(group))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wire", QUANTIZED)
+def test_kernels_quantize_as_torch_does(wire: str) -> None:
+    spec = buffer_suite.BATCH_SPECS["holes"]
+    with EPGroup() as group:
+        # Several blocks, the last one short.
+        env = buffer_suite.BufferEnv(
+            group=group,
+            backend=BACKEND,
+            mode=Mode.LOW_LATENCY,
+            wire=QUANTIZED[wire],
+            dtype=torch.bfloat16,
+            hidden_size=300,
+        )
+        buffer_suite.check_batch(env, spec)
+
+
+@pytest.mark.ranks(4)
+def test_four_ranks_keep_the_contract() -> None:
+    with EPGroup() as group:
+        for scenario in ("empty_rank", "traffic"):
+            buffer_suite.run_scenario(scenario, env_of(group))
+
+
+class OneSlotBuffer(NVLinkBuffer):
+    """Every dispatch takes the memory of the last: faults of reuse show."""
+
+    num_slots: ClassVar[int] = 1
+
+
+HIDDEN, TOP_K, NUM_LOCAL, MAX_TOKENS = 16, 2, 2, 3
+
+
+def spec_of() -> BufferSpec:
+    return BufferSpec(
+        hidden_size=HIDDEN,
+        top_k=TOP_K,
+        num_local_experts=NUM_LOCAL,
+        dispatch_format=BF16,
+        combine_format=BF16,
+        backward_format=BF16,
+        max_tokens_per_rank=MAX_TOKENS,
+    )
+
+
+def call_of(number: int, rank: int, world_size: int) -> DispatchCall:
+    """Whole numbers that no other (number, rank, token) has, to random experts, some to none."""
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    num_tokens = int(torch.randint(0, MAX_TOKENS + 1, (), generator=generator))
+    scores = torch.rand(num_tokens, NUM_LOCAL * world_size, generator=generator)
+    ids = scores.argsort(dim=1)[:, :TOP_K].clone()
+    ids[torch.rand(ids.shape, generator=generator) < 0.25] = -1
+    values = torch.arange(num_tokens).unsqueeze(1) + 4 * (rank + world_size * (number % 8))
+    return DispatchCall(
+        hidden_states=values.expand(-1, HIDDEN).to(torch.bfloat16).contiguous(),
+        topk_ids=ids,
+        # Powers of two: sums are exact.
+        topk_weights=0.5 ** torch.randint(0, 3, ids.shape, generator=generator),
+        flags=BatchFlags.NONE,
+    )
+
+
+def expected_sums(call: DispatchCall) -> Tensor:
+    """Expert e multiplies by 1 if it is even and by 2 if it is odd; exact in bfloat16."""
+    factors = torch.where(call.topk_ids < 0, 0, call.topk_ids % 2 + 1)
+    share = (factors * call.topk_weights).sum(1, keepdim=True)
+    return (call.hidden_states.float() * share).to(torch.bfloat16)
+
+
+def run_rounds(buffer: NVLinkBuffer, rounds: range, rank: int, world_size: int) -> None:
+    """Dispatch, compute, combine; every fifth batch is left uncombined, on every rank."""
+    for number in rounds:
+        call = call_of(number, rank, world_size)
+        if number % 7 == rank:
+            # The other ranks must wait.
+            time.sleep(0.01)
+        out = buffer.dispatch(call)
+        if number % 5 == 4:
+            continue
+        row_of_slot = out.index.row_of_slot
+        assert row_of_slot is not None and out.slot_weights is not None
+        counts = out.index.num_slots_per_expert.tolist()
+        first = out.index.first_slot.tolist()
+        results = torch.full((row_of_slot.numel(), HIDDEN), float("nan"), dtype=torch.bfloat16)
+        for expert, count in enumerate(counts):
+            mine = slice(first[expert], first[expert] + count)
+            rows = out.rows.data[row_of_slot[mine].long()]
+            results[mine] = rows * ((rank * NUM_LOCAL + expert) % 2 + 1)
+        y = buffer.combine(
+            results, out.route, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
+        ).y
+        assert torch.equal(y, expected_sums(call)), f"round {number}, rank {rank}"
+    buffer.check()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [OneSlotBuffer, NVLinkBuffer])
+def test_slots_are_used_again_and_again(kind: type[NVLinkBuffer]) -> None:
+    with EPGroup() as group:
+        buffer = kind(group.collectives, spec_of())
+        buffer.prepare()
+        run_rounds(buffer, range(6), group.rank, group.world_size)
+        buffer.close()
+
+
+@pytest.mark.ranks(2)
+def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
+    with EPGroup() as group:
+        group.limit_waits(0.1)
+        buffer = NVLinkBuffer(group.collectives, spec_of())
+        buffer.prepare()
+        group.limit_waits(60)
+        call = call_of(1, group.rank, group.world_size)
+        sent = buffer.dispatch_async(call) if group.rank == 0 else None
+        if sent is not None:
+            # Rank 1 does not come: nothing is counted.
+            assert sent.wait().index.num_slots_per_expert.tolist() == [0] * NUM_LOCAL
+            with pytest.raises(EPTimeout, match="rank 1 did not arrive in dispatch, round 1"):
+                buffer.check()
+        group.collectives.gather_records({}, phase="rank 0 gave up")
+        if sent is None:
+            # Its kernels return at once, and its host hears of it.
+            out = buffer.dispatch(call)
+            assert out.index.num_slots_per_expert.tolist() == [0] * NUM_LOCAL
+            with pytest.raises(EPTimeout, match="rank 0 gave up"):
+                buffer.dispatch(call)
+        # The process lives on, and so does the group.
+        with pytest.raises(EPTimeout):
+            buffer.dispatch(call)
+        buffer.close()
+        again = NVLinkBuffer(group.collectives, spec_of())
+        again.prepare()
+        run_rounds(again, range(1), group.rank, group.world_size)
+        again.close()
+
+
+@pytest.mark.ranks(2)
+def test_receiver_waits_for_a_late_sender_and_calls_may_be_finished_late() -> None:
+    with EPGroup() as group:
+        buffer = NVLinkBuffer(group.collectives, spec_of())
+        buffer.prepare()
+        calls = [call_of(number, group.rank, group.world_size) for number in range(3)]
+        homes = []
+        for call in calls:
+            if group.rank == 1:
+                time.sleep(0.05)
+            sent = buffer.dispatch_async(call)
+            out = sent.wait()
+            assert out.index.row_of_slot is not None
+            rows = out.rows.data[out.index.row_of_slot.clamp(min=0).long()]
+            # The third dispatch needs the slot whose sums nobody has asked for.
+            homes.append(
+                buffer.combine_async(
+                    rows, out.route, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
+                )
+            )
+        for call, home in zip(calls, homes, strict=True):
+            share = (call.topk_weights * (call.topk_ids >= 0)).sum(1, keepdim=True)
+            wanted = (call.hidden_states.float() * share).to(torch.bfloat16)
+            assert torch.equal(home.wait().y, wanted)
+        buffer.close()
+
+
+@pytest.mark.ranks(2)
+def test_cpu_ranks_are_refused_where_kernels_are_not_interpreted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "IS_INTERPRETED", False)
+    with EPGroup() as group, pytest.raises(BackendUnavailable, match="use backend="):
+        group.open_buffer(BACKEND, spec_of())
+
+
+def test_plans_on_a_cpu_do_not_take_it() -> None:
+    verdict = NVLinkBuffer.probe({})
+    if not torch.cuda.is_available():
+        assert verdict.reasons == ("there is no CUDA device",)
+    assert NVLinkBuffer.caps(Mode.LOW_LATENCY).device_types == {"cuda"}
+
+
+def soak(num_rounds: int) -> None:
+    """Some hundred rounds, by hand: scripts/launch_multi_rank.sh 2 -c 'soak(300)'."""
+    for kind, start in itertools.product([OneSlotBuffer, NVLinkBuffer], [0]):
+        with EPGroup() as group:
+            buffer = kind(group.collectives, spec_of())
+            buffer.prepare()
+            run_rounds(buffer, range(start, num_rounds), group.rank, group.world_size)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 import torch
@@ -57,11 +58,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Polls of a kernel in a second: of an H200 [not measured yet], and of an interpreter.
-_POLLS_PER_S = {"cuda": 2_000_000, "cpu": 8_000}
 _MOST_POLLS = 2**31 - 1
-# Programs of a kernel that sends: a token each at 128 tokens, and room for all on an H200 at once.
-_MOST_PROGRAMS = 128
 # What a second rank of programs would cost an interpreter, it never gains.
 _INTERPRETED_PROGRAMS = 2
 
@@ -120,6 +117,10 @@ class NVLinkBuffer(Buffer):
     needs_one_host: ClassVar[bool] = True
     # Used in turns; tests use one as well, which hides fewer faults.
     num_slots: ClassVar[int] = NUM_SLOTS
+    # Of a kernel that sends: a token each at 128 tokens, and room for all on an H200 at once.
+    most_programs: ClassVar[int] = 128
+    # Polls of a kernel in a second: of a GPU, not measured yet, and of an interpreter.
+    polls_per_s: ClassVar[Mapping[str, int]] = MappingProxyType({"cuda": 2_000_000, "cpu": 8_000})
 
     @classmethod
     def probe(cls, environment: Mapping[str, str]) -> Availability:
@@ -339,6 +340,10 @@ class NVLinkBuffer(Buffer):
     def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
         raise NotImplementedError("low latency has no backward (caps.reuses_route)")
 
+    def received_rows(self) -> tuple[WireTensor, ...]:
+        """[W * M, H] of each slot, views of memory that peers write. Local."""
+        return tuple(slot.rows for slot in self._slots)
+
     def check(self) -> None:
         self._check_open()
         if self._device.type == "cuda":
@@ -370,7 +375,8 @@ class NVLinkBuffer(Buffer):
         self._check_open()
         self._check_batch(slot, batch)
         row_of_slot, slots_of_row = slot.index.row_of_slot, slot.index.slots_of_row
-        assert row_of_slot is not None and slots_of_row is not None, "rows are read by index"
+        assert row_of_slot is not None, "rows are read by index"
+        assert slots_of_row is not None, "rows are read by index"
         nvlink_dispatch.receive_dispatch(
             slot.exchange,
             row_of_slot,
@@ -586,14 +592,15 @@ class NVLinkBuffer(Buffer):
 
     @property
     def _max_polls(self) -> int:
-        return min(_MOST_POLLS, max(1, int(self._timeout_s * _POLLS_PER_S[self._device.type])))
+        polls = self._timeout_s * self.polls_per_s[self._device.type]
+        return min(_MOST_POLLS, max(1, int(polls)))
 
     @property
     def _num_programs(self) -> int:
         """P: every program sends, so a few tokens each; at least one for each rank's header."""
         if self._device.type != "cuda":
             return max(self._world_size, _INTERPRETED_PROGRAMS)
-        return max(self._world_size, min(_MOST_PROGRAMS, self._layout.max_tokens))
+        return max(self._world_size, min(self.most_programs, self._layout.max_tokens))
 
     @property
     def _num_index_slots(self) -> int:

@@ -34,12 +34,12 @@ _IS_INTERPRETED = tl.constexpr(IS_INTERPRETED)
 @triton.jit
 def _cast(values: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """float32 to DTYPE, ties to even; the interpreter would truncate to bfloat16."""
-    if _IS_INTERPRETED and DTYPE == tl.bfloat16:
+    if _IS_INTERPRETED and tl.bfloat16 == DTYPE:
         bits = values.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         # A carry would make some NaN numbers.
         values = tl.where(values == values, rounded, 0x7FC00000).to(tl.float32, bitcast=True)
-    return values.to(DTYPE)
+    return values.to(DTYPE)  # pyright: ignore[reportArgumentType]
 
 
 @triton.jit(do_not_specialize=["slot_address", "abort_address", "slot", "rank", "announced"])

@@ -55,8 +55,8 @@ def _has_bad_ids(
     ids_ptr: tl.tensor, num_pairs: tl.tensor, E: tl.constexpr, CHUNK: tl.constexpr
 ) -> tl.tensor:
     """1 if any of the ids is neither -1 nor an expert: of 0 -1 4 with E = 4, the last."""
-    bad = 0
-    for start in tl.range(0, num_pairs, CHUNK, num_stages=1):
+    bad = tl.full([], 0, tl.int32)
+    for start in tl.range(0, num_pairs, CHUNK, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         at = start + tl.arange(0, CHUNK)
         ids = tl.load(ids_ptr + at, mask=at < num_pairs, other=-1)
         bad = tl.maximum(bad, tl.max(((ids < -1) | (ids >= E)).to(tl.int32)))

@@ -31,7 +31,7 @@ class PeerExchange:
     offsets: where the regions of a slot begin, in bytes.
     record_words: of each of the three parts of a record.
     data_bytes, scale_bytes, back_bytes: from one row to the next.
-    table: [N + 1, W], int64: addresses of the slots of all ranks, then of their words to give up by.
+    table: [N + 1, W], int64: addresses of all ranks' slots, then of their words to give up by.
     state: [4], int32: epoch of dispatch (1 at first) and of combine (0), whether the call failed.
     counters: [4], int64: rows and records sent to others, dispatches, sums sent to others.
     faults: [W, 2], int64: the first fault of each rank since the last check, and another word.

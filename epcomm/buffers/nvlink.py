@@ -597,10 +597,10 @@ class NVLinkBuffer(Buffer):
 
     @property
     def _num_programs(self) -> int:
-        """P: every program sends, so a few tokens each; at least one for each rank's header."""
+        """P: at least one for each rank's header, and no more than rows that a rank may reduce."""
         if self._device.type != "cuda":
             return max(self._world_size, _INTERPRETED_PROGRAMS)
-        return max(self._world_size, min(self.most_programs, self._layout.max_tokens))
+        return max(self._world_size, min(self.most_programs, self._layout.num_rows))
 
     @property
     def _num_index_slots(self) -> int:

@@ -31,7 +31,7 @@ PLAIN, FP8, FP8_POWER_OF_TWO, INT8 = 0, 1, 2, 3
 
 # Pairs of an id and an expert that a program compares at once: eight a thread.
 _COMPARISONS = 4096
-# Slots of received rows that a program writes.
+# Entries of received records that a program reads, at most: few, so that many programs share them.
 _PAIRS = 128
 # A row of 7168 elements is then 14 of them a thread.
 _SEND_WARPS = 16
@@ -530,8 +530,8 @@ def receive_dispatch(
     Collective: yes, after send_dispatch().   Allocates nothing.   Host sync: none.
     """
     dims, offsets = exchange.dims, exchange.offsets
-    k_lanes = exchange.record_words
-    rows = max(1, _PAIRS // k_lanes)
+    k_lanes, l_lanes = exchange.record_words, next_power_of_two(dims.num_local_experts)
+    rows = max(1, min(_PAIRS, _COMPARISONS // l_lanes) // k_lanes)
     with on_device(row_of_slot):
         _receive_dispatch_kernel[(dims.world_size * -(-dims.max_tokens // rows),)](
             exchange.table,
@@ -556,7 +556,7 @@ def receive_dispatch(
             K=dims.top_k,
             K_LANES=k_lanes,
             L=dims.num_local_experts,
-            L_LANES=next_power_of_two(dims.num_local_experts),
+            L_LANES=l_lanes,
             ALIGNMENT=slot_alignment,
             ROWS=rows,
             NUM_SLOTS=exchange.num_slots,

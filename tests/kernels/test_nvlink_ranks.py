@@ -118,7 +118,7 @@ def call_of(number: int, rank: int, world_size: int) -> DispatchCall:
     scores = torch.rand(num_tokens, NUM_LOCAL * world_size, generator=generator)
     ids = scores.argsort(dim=1)[:, :TOP_K].clone()
     ids[torch.rand(ids.shape, generator=generator) < 0.25] = -1
-    values = torch.arange(num_tokens).unsqueeze(1) + 4 * (rank + world_size * (number % 8))
+    values = 1 + torch.arange(num_tokens).unsqueeze(1) + 4 * (rank + world_size * (number % 8))
     return DispatchCall(
         hidden_states=values.expand(-1, HIDDEN).to(torch.bfloat16).contiguous(),
         topk_ids=ids,

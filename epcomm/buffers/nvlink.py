@@ -260,6 +260,7 @@ class NVLinkBuffer(Buffer):
     def dispatch_async(self, call: DispatchCall) -> Pending[Dispatched]:
         from epcomm.kernels import nvlink_dispatch
 
+        assert len(call.hidden_states) <= self._layout.max_tokens, "the dispatcher has checked T"
         self._begin_call()
         batch = self._num_batches
         slot = self._slots[batch % self.num_slots]

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+from benchmarks import bench_nvlink_low_latency as bench
+from benchmarks.checks import CheckError
 from epcomm import EPGroup, Mode
 from epcomm.buffers.base import BufferSpec, DispatchCall, Dispatched
 from epcomm.buffers.faults import BatchFlags
@@ -88,9 +90,9 @@ class OneSlotBuffer(NVLinkBuffer):
 
 
 class ImpatientBuffer(NVLinkBuffer):
-    """Gives up after 200 polls."""
+    """Gives up after 200 polls, or a million of a GPU."""
 
-    polls_per_s: ClassVar[Mapping[str, int]] = {"cpu": 2}
+    polls_per_s: ClassVar[Mapping[str, int]] = {"cpu": 2, "cuda": 10_000}
 
 
 # Batches of which both of two ranks have tokens.
@@ -110,7 +112,9 @@ def spec_of() -> BufferSpec:
     )
 
 
-def call_of(number: int, rank: int, world_size: int) -> DispatchCall:
+def call_of(
+    number: int, rank: int, world_size: int, device: torch.device | None = None
+) -> DispatchCall:
     """Whole numbers that no other (number, rank, token) has, to random experts, some to none."""
     generator = torch.Generator().manual_seed(1000 * number + rank)
     # 1 3, 0 2, 3 1, 2 0 tokens on two ranks, and then the same.
@@ -119,11 +123,12 @@ def call_of(number: int, rank: int, world_size: int) -> DispatchCall:
     ids = scores.argsort(dim=1)[:, :TOP_K].clone()
     ids[torch.rand(ids.shape, generator=generator) < 0.25] = -1
     values = 1 + torch.arange(num_tokens).unsqueeze(1) + 4 * (rank + world_size * (number % 8))
+    # Powers of two: sums are exact.
+    weights = 0.5 ** torch.randint(0, 3, ids.shape, generator=generator)
     return DispatchCall(
-        hidden_states=values.expand(-1, HIDDEN).to(torch.bfloat16).contiguous(),
-        topk_ids=ids,
-        # Powers of two: sums are exact.
-        topk_weights=0.5 ** torch.randint(0, 3, ids.shape, generator=generator),
+        hidden_states=values.expand(-1, HIDDEN).to(device, torch.bfloat16).contiguous(),
+        topk_ids=ids.to(device),
+        topk_weights=weights.to(device),
         flags=BatchFlags.NONE,
     )
 
@@ -142,14 +147,15 @@ def check_rows(out: Dispatched, number: int, rank: int, world_size: int) -> None
     for row, slots in enumerate(slots_of_row.tolist()):
         if max(slots) >= 0:
             source, token = divmod(row, MAX_TOKENS)
-            wanted = call_of(number, source, world_size).hidden_states[token]
+            wanted = call_of(number, source, world_size, out.rows.data.device).hidden_states[token]
             assert torch.equal(out.rows.data[row], wanted), f"round {number}, rank {rank}"
 
 
-def run_rounds(buffer: NVLinkBuffer, rounds: range, rank: int, world_size: int) -> None:
+def run_rounds(buffer: NVLinkBuffer, rounds: range, group: EPGroup) -> None:
     """Dispatch, compute, combine; every fifth batch is left uncombined, on every rank."""
+    rank, world_size = group.rank, group.world_size
     for number in rounds:
-        call = call_of(number, rank, world_size)
+        call = call_of(number, rank, world_size, group.device)
         if number % 7 == rank:
             # The other ranks must wait.
             time.sleep(0.01)
@@ -165,7 +171,7 @@ def run_rounds(buffer: NVLinkBuffer, rounds: range, rank: int, world_size: int) 
         assert out.slot_weights is not None
         counts = out.index.num_slots_per_expert.tolist()
         first = out.index.first_slot.tolist()
-        results = torch.full((row_of_slot.numel(), HIDDEN), float("nan"), dtype=torch.bfloat16)
+        results = out.rows.data.new_full((row_of_slot.numel(), HIDDEN), float("nan"))
         for expert, count in enumerate(counts):
             mine = slice(first[expert], first[expert] + count)
             rows = out.rows.data[row_of_slot[mine].long()]
@@ -183,7 +189,7 @@ def test_slots_are_used_again_and_again(kind: type[NVLinkBuffer]) -> None:
     with EPGroup() as group:
         buffer = kind(group.collectives, spec_of())
         buffer.prepare()
-        run_rounds(buffer, range(7), group.rank, group.world_size)
+        run_rounds(buffer, range(7), group)
         buffer.close()
 
 
@@ -192,7 +198,7 @@ def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
     with EPGroup() as group:
         buffer = ImpatientBuffer(group.collectives, spec_of())
         buffer.prepare()
-        call = call_of(1, group.rank, group.world_size)
+        call = call_of(1, group.rank, group.world_size, group.device)
         sent = buffer.dispatch_async(call) if group.rank == 0 else None
         if sent is not None:
             # Rank 1 does not come: nothing is counted.
@@ -212,7 +218,7 @@ def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
         buffer.close()
         again = NVLinkBuffer(group.collectives, spec_of())
         again.prepare()
-        run_rounds(again, range(1), group.rank, group.world_size)
+        run_rounds(again, range(1), group)
         again.close()
 
 
@@ -221,7 +227,7 @@ def test_receiver_waits_for_a_late_sender_and_calls_may_be_finished_late() -> No
     with EPGroup() as group:
         buffer = NVLinkBuffer(group.collectives, spec_of())
         buffer.prepare()
-        calls = [call_of(number, group.rank, group.world_size) for number in BUSY]
+        calls = [call_of(number, group.rank, group.world_size, group.device) for number in BUSY]
         homes = []
         for call in calls:
             if group.rank == 1:
@@ -249,8 +255,47 @@ def test_cpu_ranks_are_refused_where_kernels_are_not_interpreted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launch, "IS_INTERPRETED", False)
-    with EPGroup() as group, pytest.raises(BackendUnavailable, match="use backend="):
-        group.open_buffer(BACKEND, spec_of())
+    with EPGroup() as group:
+        if group.device.type == "cuda":
+            group.open_buffer(BACKEND, spec_of())
+            return
+        with pytest.raises(BackendUnavailable, match="use backend="):
+            group.open_buffer(BACKEND, spec_of())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wire", [bench.WireName.BF16, bench.WireName.FP8])
+def test_benchmark_checks_before_it_measures(wire: bench.WireName) -> None:
+    options = bench.Options(
+        tokens=3,
+        hidden=32,
+        top_k=2,
+        experts=4,
+        wire=wire,
+        programs=0,
+        iterations=1,
+        warm_up=1,
+        pairs=2,
+        checked=2,
+        seed=0,
+    )
+    with EPGroup() as group:
+        buffer = bench.open_buffer(options, group)
+        assert bench.check(options, group, buffer)["batches"] == 2
+        if group.rank == 1:
+            # An element that rank 1 alone receives wrong.
+            send, row_bytes = buffer.dispatch, options.hidden
+
+            def spoil(call: DispatchCall) -> Dispatched:
+                out = send(call)
+                row = int(bench.row_of_slot(out)[0])
+                out.rows.data.view(torch.uint8)[row, row_bytes - 1] += 1
+                return out
+
+            buffer.dispatch = spoil
+        with pytest.raises(CheckError, match="rank 1: elements of slots differ"):
+            bench.check(options, group, buffer)
+        buffer.close()
 
 
 def test_plans_on_a_cpu_do_not_take_it() -> None:

@@ -115,16 +115,16 @@ def spec_of() -> BufferSpec:
 def call_of(
     number: int, rank: int, world_size: int, device: torch.device | None = None
 ) -> DispatchCall:
-    """Whole numbers that no other (number, rank, token) has, to random experts, some to none."""
+    """Odd numbers of eight bits, to random experts, some to none; near batches share none."""
     generator = torch.Generator().manual_seed(1000 * number + rank)
     # 1 3, 0 2, 3 1, 2 0 tokens on two ranks, and then the same.
     num_tokens = (3 * number + 2 * rank + 1) % (MAX_TOKENS + 1)
     scores = torch.rand(num_tokens, NUM_LOCAL * world_size, generator=generator)
     ids = scores.argsort(dim=1)[:, :TOP_K].clone()
     ids[torch.rand(ids.shape, generator=generator) < 0.25] = -1
-    values = 1 + torch.arange(num_tokens).unsqueeze(1) + 4 * (rank + world_size * (number % 8))
-    # Powers of two: sums are exact.
-    weights = 0.5 ** torch.randint(0, 3, ids.shape, generator=generator)
+    places = torch.arange(num_tokens).unsqueeze(1) + 4 * (rank + world_size * (number % 4))
+    values = 129 + 2 * places
+    weights = torch.rand(ids.shape, generator=generator) + 0.1
     return DispatchCall(
         hidden_states=values.expand(-1, HIDDEN).to(device, torch.bfloat16).contiguous(),
         topk_ids=ids.to(device),
@@ -133,11 +133,23 @@ def call_of(
     )
 
 
-def expected_sums(call: DispatchCall) -> Tensor:
-    """Expert e multiplies by 1 if it is even and by 2 if it is odd; exact in bfloat16."""
-    factors = torch.where(call.topk_ids < 0, 0, call.topk_ids % 2 + 1)
-    share = (factors * call.topk_weights).sum(1, keepdim=True)
-    return (call.hidden_states.float() * share).to(torch.bfloat16)
+def factor_of(expert: int) -> int:
+    """What an expert multiplies by; exact in bfloat16."""
+    return expert % 2 + 1
+
+
+def expected_sums(call: DispatchCall, world_size: int) -> Tensor:
+    """y to the bit: each rank's part in k order, cast, then the parts in rank order, cast."""
+    x, ids, weights = call.hidden_states.float(), call.topk_ids, call.topk_weights
+    y = torch.zeros_like(x)
+    for rank in range(world_size):
+        part = torch.zeros_like(x)
+        for k in range(TOP_K):
+            is_there = (ids[:, k] >= 0) & (ids[:, k] // NUM_LOCAL == rank)
+            share = torch.where(is_there, weights[:, k], 0)
+            part += (x * (ids[:, k] % 2 + 1).unsqueeze(1)) * share.unsqueeze(1)
+        y += part.to(torch.bfloat16).float()
+    return y.to(torch.bfloat16)
 
 
 def check_rows(out: Dispatched, number: int, rank: int, world_size: int) -> None:
@@ -149,6 +161,19 @@ def check_rows(out: Dispatched, number: int, rank: int, world_size: int) -> None
             source, token = divmod(row, MAX_TOKENS)
             wanted = call_of(number, source, world_size, out.rows.data.device).hidden_states[token]
             assert torch.equal(out.rows.data[row], wanted), f"round {number}, rank {rank}"
+
+
+def compute(out: Dispatched, rank: int) -> Tensor:
+    """[C, H]: what the experts of a rank make of their slots, NaN elsewhere."""
+    row_of_slot = out.index.row_of_slot
+    assert row_of_slot is not None
+    results = out.rows.data.new_full((row_of_slot.numel(), HIDDEN), float("nan"))
+    first = out.index.first_slot.tolist()
+    for expert, count in enumerate(out.index.num_slots_per_expert.tolist()):
+        mine = slice(first[expert], first[expert] + count)
+        rows = out.rows.data[row_of_slot[mine].long()]
+        results[mine] = rows * factor_of(rank * NUM_LOCAL + expert)
+    return results
 
 
 def run_rounds(buffer: NVLinkBuffer, rounds: range, group: EPGroup) -> None:
@@ -166,20 +191,11 @@ def run_rounds(buffer: NVLinkBuffer, rounds: range, group: EPGroup) -> None:
                 time.sleep(0.3)
             check_rows(out, number, rank, world_size)
             continue
-        row_of_slot = out.index.row_of_slot
-        assert row_of_slot is not None
-        assert out.slot_weights is not None
-        counts = out.index.num_slots_per_expert.tolist()
-        first = out.index.first_slot.tolist()
-        results = out.rows.data.new_full((row_of_slot.numel(), HIDDEN), float("nan"))
-        for expert, count in enumerate(counts):
-            mine = slice(first[expert], first[expert] + count)
-            rows = out.rows.data[row_of_slot[mine].long()]
-            results[mine] = rows * ((rank * NUM_LOCAL + expert) % 2 + 1)
+        results = compute(out, rank)
         y = buffer.combine(
             results, out.route, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
         ).y
-        assert torch.equal(y, expected_sums(call)), f"round {number}, rank {rank}"
+        assert torch.equal(y, expected_sums(call, world_size)), f"round {number}, rank {rank}"
     buffer.check()
 
 
@@ -234,8 +250,7 @@ def test_receiver_waits_for_a_late_sender_and_calls_may_be_finished_late() -> No
                 time.sleep(0.05)
             sent = buffer.dispatch_async(call)
             out = sent.wait()
-            assert out.index.row_of_slot is not None
-            rows = out.rows.data[out.index.row_of_slot.clamp(min=0).long()]
+            rows = compute(out, group.rank)
             # The third dispatch needs the slot whose sums nobody has asked for.
             homes.append(
                 buffer.combine_async(
@@ -243,8 +258,7 @@ def test_receiver_waits_for_a_late_sender_and_calls_may_be_finished_late() -> No
                 )
             )
         for call, home in zip(calls, homes, strict=True):
-            share = (call.topk_weights * (call.topk_ids >= 0)).sum(1, keepdim=True)
-            wanted = (call.hidden_states.float() * share).to(torch.bfloat16)
+            wanted = expected_sums(call, group.world_size)
             assert wanted.any()
             assert torch.equal(home.wait().y, wanted)
         buffer.close()

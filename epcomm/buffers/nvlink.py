@@ -430,8 +430,17 @@ class NVLinkBuffer(Buffer):
             nvlink_combine.receive_combine(slot.exchange, y, slot.is_sent)
             return Combined(y=y, scalars=None)
 
-        slot.unfinished = _Late(receive)
-        return Pending(slot.unfinished.run)
+        unfinished = _Late(receive)
+        slot.unfinished = unfinished
+
+        def wait() -> Combined:
+            combined = unfinished.run()
+            if slot.unfinished is unfinished:
+                # The caller owns y: a slot that waits for its turn must not keep it.
+                slot.unfinished = None
+            return combined
+
+        return Pending(wait)
 
     def _make_slot(self, number: int, memory: SymmetricMemory) -> _Slot:
         from epcomm.kernels.peer_exchange import ExchangeDims, PeerExchange

@@ -22,7 +22,7 @@ from epcomm.buffers.base import BufferSpec
 from epcomm.buffers.nvlink_layout import BlockLayout
 from epcomm.kernels import nvlink_combine, nvlink_dispatch
 from epcomm.kernels.peer_exchange import ExchangeDims, PeerExchange
-from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT8_PER_TOKEN
+from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
 from epcomm.types import WireFormat
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -150,7 +150,6 @@ def sent_dispatch(wire: WireFormat, hidden_size: int = 7168, world_size: int = 8
     kinds: Mapping[WireFormat, int] = {
         PLAIN: nvlink_dispatch.PLAIN,
         FP8_FLOAT32_SCALES: nvlink_dispatch.FP8,
-        FP8_POWER_OF_TWO_SCALES: nvlink_dispatch.FP8_POWER_OF_TWO,
         INT8_PER_TOKEN: nvlink_dispatch.INT8,
     }
     # Instead of the device that is not here.
@@ -217,14 +216,12 @@ def main() -> None:
     variants = {
         "send dispatch bf16": sent_dispatch(PLAIN),
         "send dispatch fp8": sent_dispatch(FP8_FLOAT32_SCALES),
-        "send dispatch fp8 powers of two": sent_dispatch(FP8_POWER_OF_TWO_SCALES),
         "send dispatch int8": sent_dispatch(INT8_PER_TOKEN),
         # Three ranks, and rows of 16 bytes more than a power of two.
         "send dispatch odd": sent_dispatch(PLAIN, 2056, 3),
         "receive dispatch": received_dispatch(),
         "release slot": released(),
         "send combine": sent_combine(),
-        "send combine odd": sent_combine(2056, 3),
         "receive combine": received_combine(),
     }
     print(json.dumps(variants))

@@ -29,7 +29,7 @@ from epcomm.types import RowsPer, WireFormat
 BACKEND = "nvlink_low_latency"
 BF16 = WireFormat.of(torch.bfloat16)
 SCENARIOS = {
-    "shapes": ("empty_rank", "nowhere", "odd_hidden", "aligned_holes"),
+    "shapes": ("empty_rank", "odd_hidden", "aligned_holes"),
     "batches": ("stand_alone", "traffic", "many_experts"),
     "faults": ("faults",),
     "refusals": ("combine_faults",),

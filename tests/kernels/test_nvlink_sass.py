@@ -18,11 +18,9 @@ pytest.importorskip("triton")
 STORES = {
     "send dispatch bf16": 16,
     "send dispatch fp8": 8,
-    "send dispatch fp8 powers of two": 8,
     "send dispatch int8": 8,
     "send dispatch odd": 3,
     "send combine": 2,
-    "send combine odd": 1,
     "receive combine": 2,
 }
 PUBLISHERS = [name for name in STORES if name.startswith("send")] + ["release slot"]

@@ -100,6 +100,7 @@ class BufferCaps:
     serves_replicated: for tokens that all ranks share, and for no others.
     host_reads: times a dispatch makes the host wait for the device.
     combine_codecs: private compressions of combine, by name.
+    combines_once: a dispatch may be combined once; a second combine raises HandleError.
     owns_rows: rows are ordinary tensors; else they live until the second next dispatch.
     has_slot_budget: BufferSpec.max_recv_slots bounds its static sizes; else they suffice for all.
     announces_faults: a bad call is told to all ranks, or waits for check() on all of them; else
@@ -129,6 +130,7 @@ class BufferCaps:
     serves_replicated: bool = False
     host_reads: int = 1
     combine_codecs: frozenset[str] = frozenset()
+    combines_once: bool = False
     owns_rows: bool = True
     has_slot_budget: bool = True
     announces_faults: bool = True

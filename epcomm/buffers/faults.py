@@ -193,6 +193,11 @@ def pack_header(fault: Tensor, flags: BatchFlags) -> Tensor:
     return fault.to(torch.int32) | (int(flags) << _FLAGS_SHIFT)
 
 
+def pack_word(code: FaultCode, flags: BatchFlags) -> int:
+    """The same, where the host knows the fault."""
+    return int(code) | (int(flags) << _FLAGS_SHIFT)
+
+
 class DeviceFaults:
     """Faults that wait on the device: the first one of each rank since the last check."""
 
@@ -202,6 +207,15 @@ class DeviceFaults:
         self._own_error: EPError | None = None
         # [W, 2]: FaultCode, and the slots that an overflow would have needed.
         self._words = torch.zeros(world_size, 2, dtype=torch.int64, device=device)
+
+    @property
+    def words(self) -> Tensor:
+        """[W, 2], int64: a FaultCode, and slots, of each rank; for kernels that note faults."""
+        return self._words
+
+    def note_own(self, error: EPError | None) -> None:
+        """Keep the detailed error of this rank, whose code a kernel notes. Local."""
+        self._own_error = self._own_error or error
 
     def record(
         self, headers: Tensor, overflows: Tensor, required: Tensor, own_error: EPError | None
@@ -233,7 +247,7 @@ class DeviceFaults:
         return self._note(codes, torch.zeros_like(codes), own_error)
 
     def _note(self, codes: Tensor, required: Tensor, own_error: EPError | None) -> Tensor:
-        self._own_error = self._own_error or own_error
+        self.note_own(own_error)
         words = torch.stack([codes, required], dim=1)
         is_first = self._words[:, :1] == 0
         # In place: a captured graph keeps writing to this memory.

@@ -63,6 +63,40 @@ def _e4m3_code(value: tl.tensor) -> tl.tensor:
     return tl.where(magnitude > _INFINITY_BITS, _E4M3_NAN, code).to(tl.uint8)
 
 
+@triton.jit
+def quantize_blocks(
+    x: tl.tensor, IS_POWER_OF_TWO: tl.constexpr, HAS_E4M3: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Codes [blocks, columns], uint8, and scales [blocks] of float32 values, one block a row.
+
+    Of the block 896 448 1 0, with powers of two: the codes of 448 224 0.5 0 and the scale 128.
+    """
+    # As integers, magnitudes are ordered as the numbers are, with NaN above infinity.
+    amax_bits = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=1)
+    is_finite = amax_bits < _INFINITY_BITS
+    amax_bits = tl.maximum(tl.where(is_finite, amax_bits, 0), _AMAX_FLOOR_BITS)
+    if IS_POWER_OF_TWO:
+        exponent = (amax_bits >> 23) - 8
+        exponent += ((amax_bits & _FRACTION_MASK) > _FRACTION_OF_E4M3_MAX).to(tl.int32)
+        scale = tl.where(is_finite, exponent, _E8M0_NAN).to(tl.uint8)
+        factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    else:
+        amax = amax_bits.to(tl.float32, bitcast=True)
+        scale_bits = (amax * _RECIPROCAL_OF_MAX).to(tl.int32, bitcast=True)
+        scale = tl.where(is_finite, scale_bits, _NAN_BITS).to(tl.float32, bitcast=True)
+        # `/` would be approximate.
+        factor = tl.math.div_rn(tl.zeros_like(amax) + _E4M3_MAX, amax)
+
+    # A factor of NaN makes all codes of the block NaN, at no cost an element.
+    factor_bits = tl.where(is_finite, factor.to(tl.int32, bitcast=True), _NAN_BITS)
+    scaled = x * factor_bits.to(tl.float32, bitcast=True)[:, None]
+    if HAS_E4M3:  # noqa: SIM108
+        codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        codes = _e4m3_code(scaled)
+    return codes, scale
+
+
 @triton.jit(do_not_specialize=["num_blocks"])
 def _quantize_fp8_kernel(
     x_ptr: tl.tensor,
@@ -95,34 +129,8 @@ def _quantize_fp8_kernel(
     is_element = is_block[:, None] & (lane < BLOCK)[None, :] & (column < HIDDEN)
 
     x = tl.load(x_ptr + row[:, None] * X_STRIDE + column, mask=is_element, other=0.0)
-    x = x.to(tl.float32)
-    # As integers, magnitudes are ordered as the numbers are, with NaN above infinity.
-    amax_bits = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=1)
-    is_finite = amax_bits < _INFINITY_BITS
-    amax_bits = tl.maximum(tl.where(is_finite, amax_bits, 0), _AMAX_FLOOR_BITS)
-
-    scales_at = scales_ptr + row * SCALES_STRIDE + block_of_row
-    if IS_POWER_OF_TWO:
-        exponent = (amax_bits >> 23) - 8
-        exponent += ((amax_bits & _FRACTION_MASK) > _FRACTION_OF_E4M3_MAX).to(tl.int32)
-        scale = tl.where(is_finite, exponent, _E8M0_NAN).to(tl.uint8)
-        tl.store(scales_at, scale, mask=is_block)
-        factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    else:
-        amax = amax_bits.to(tl.float32, bitcast=True)
-        scale_bits = (amax * _RECIPROCAL_OF_MAX).to(tl.int32, bitcast=True)
-        scale_bits = tl.where(is_finite, scale_bits, _NAN_BITS)
-        tl.store(scales_at, scale_bits.to(tl.float32, bitcast=True), mask=is_block)
-        # `/` would be approximate.
-        factor = tl.math.div_rn(tl.full([TILE_BLOCKS], _E4M3_MAX, tl.float32), amax)
-
-    # A factor of NaN makes all codes of the block NaN, at no cost an element.
-    factor_bits = tl.where(is_finite, factor.to(tl.int32, bitcast=True), _NAN_BITS)
-    scaled = x * factor_bits.to(tl.float32, bitcast=True)[:, None]
-    if HAS_E4M3:  # noqa: SIM108
-        codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        codes = _e4m3_code(scaled)
+    codes, scale = quantize_blocks(x.to(tl.float32), IS_POWER_OF_TWO, HAS_E4M3)  # pyright: ignore[reportGeneralTypeIssues]
+    tl.store(scales_ptr + row * SCALES_STRIDE + block_of_row, scale, mask=is_block)
     tl.store(codes_ptr + row[:, None] * CODES_STRIDE + column, codes, mask=is_element)
 
 
@@ -161,7 +169,7 @@ def quantize_fp8_triton(
             CODES_STRIDE=codes.stride(0),
             SCALES_STRIDE=scales.stride(0),
             IS_POWER_OF_TWO=is_power_of_two,
-            HAS_E4M3=_has_e4m3(hidden_states.device),
+            HAS_E4M3=has_e4m3(hidden_states.device),
             TILE_BLOCKS=tile_blocks,
             TILE_COLUMNS=tile_columns,
             num_warps=warps_for(tile_blocks * tile_columns),  # pyright: ignore[reportCallIssue]
@@ -175,7 +183,8 @@ def tile_of(scale_block: int) -> tuple[int, int]:
     return max(1, _TILE_ELEMENTS // tile_columns), tile_columns
 
 
-def _has_e4m3(device: torch.device) -> bool:
+def has_e4m3(device: torch.device) -> bool:
+    """Whether its hardware converts to e4m3."""
     return not IS_INTERPRETED and torch.cuda.get_device_capability(device) >= _FIRST_WITH_E4M3
 
 

@@ -123,6 +123,19 @@ def _storable(
 
 
 @triton.jit
+def quantize_row(x: tl.tensor, PROFILE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Codes [columns], int8, and the scale of one row of float32 values.
+
+    rint127 of the row 254 1 -3 9: the codes 127 0 -2 4 and the scale 2.
+    """
+    # As integers, magnitudes are ordered as the numbers are, with NaN above infinity.
+    amax_bits = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=0)
+    amax = _finite_amax(amax_bits)
+    codes, scale, is_usable = _codes_by(x, amax, PROFILE)  # pyright: ignore[reportGeneralTypeIssues]
+    return _storable(codes, scale, amax_bits, is_usable)
+
+
+@triton.jit
 def _quantize_int8_kernel(
     x_ptr: tl.tensor,
     codes_ptr: tl.tensor,
@@ -143,11 +156,7 @@ def _quantize_int8_kernel(
     column = tl.arange(0, TILE_COLUMNS)
     is_element = column < HIDDEN
     x = tl.load(x_ptr + row * X_STRIDE + column, mask=is_element, other=0.0).to(tl.float32)
-    # As integers, magnitudes are ordered as the numbers are, with NaN above infinity.
-    amax_bits = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=0)
-    amax = _finite_amax(amax_bits)
-    codes, scale, is_usable = _codes_by(x, amax, PROFILE)  # pyright: ignore[reportGeneralTypeIssues]
-    codes, scale = _storable(codes, scale, amax_bits, is_usable)  # pyright: ignore[reportGeneralTypeIssues]
+    codes, scale = quantize_row(x, PROFILE)  # pyright: ignore[reportGeneralTypeIssues]
     tl.store(scales_ptr + row * SCALES_STRIDE, scale)
     tl.store(codes_ptr + row * CODES_STRIDE + column, codes, mask=is_element)
 

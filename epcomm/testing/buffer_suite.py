@@ -285,46 +285,120 @@ def check_slots(
 
 
 def check_combine(
-    env: BufferEnv, buffer: Buffer, out: Dispatched, batches: list[RankBatch], spec: BatchSpec
+    env: BufferEnv,
+    buffer: Buffer,
+    out: Dispatched,
+    batches: list[RankBatch],
+    spec: BatchSpec,
+    *,
+    once: bool = False,
 ) -> None:
-    """Expert e multiplies by e + 1; every way to combine must give the same sums."""
-    caps, batch = env.caps, batches[env.group.rank]
-    received = flat_rows(out, caps.layout)
+    """Expert e multiplies by e + 1; every way to combine must give the same sums.
+
+    once: only the first way, where a dispatch is combined once; else it is dispatched again.
+    """
+    caps = env.caps
+    ways: list[Callable[[_Computed], None]] = []
+    if WeightsAppliedBy.COMBINE in caps.weights_applied_by:
+        ways.append(_combine_with_weights)
+    if WeightsAppliedBy.RUNNER in caps.weights_applied_by:
+        ways.append(_combine_weighted_slots)
+    if caps.trainable or out.index.slots_of_row is not None:
+        ways.append(_combine_rows)
+    for number, way in enumerate(ways):
+        if number and caps.combines_once:
+            if once:
+                return
+            out = dispatch(env, buffer, batches[env.group.rank], spec)
+        way(_compute(env, buffer, out, batches, spec))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Computed:
+    """A batch that the experts are done with.
+
+    results: [C, H], NaN where no slot is.   scale: [C], what the expert of a slot multiplies by.
+    arriving: [T, H] and factor: [T, K], float64: this rank's tokens, and what experts make of them.
+    """
+
+    env: BufferEnv
+    buffer: Buffer
+    out: Dispatched
+    batch: RankBatch
+    spec: BatchSpec
+    results: Tensor
+    scale: Tensor
+    arriving: Tensor
+    factor: Tensor
+
+    @property
+    def weighted_sums(self) -> Tensor:
+        """y: [T, H], float64."""
+        return self.arriving * (self.factor * self.batch.topk_weights.double()).sum(1, keepdim=True)
+
+    def expect(self, what: str, actual: Tensor, expected: Tensor) -> None:
+        """The sums are the same, but for roundings on the way."""
+        _expect_close(self.env, what, actual, expected, _sum_tolerance(self.spec))
+
+
+def _compute(
+    env: BufferEnv, buffer: Buffer, out: Dispatched, batches: list[RankBatch], spec: BatchSpec
+) -> _Computed:
+    batch = batches[env.group.rank]
+    received = flat_rows(out, env.caps.layout)
     row_of_slot = rows_of_slots(out, received)
     scale = _slot_scales(env, out, spec, len(row_of_slot))
     used = scale > 0
     values = dequantize(received, torch.float32)
     rows = values[row_of_slot.clamp(min=0).long()] if used.numel() else values[:0]
-    results = (rows * scale.unsqueeze(1)).to(spec.dtype)
+    return _Computed(
+        env=env,
+        buffer=buffer,
+        out=out,
+        batch=batch,
+        spec=spec,
+        results=poison_rows((rows * scale.unsqueeze(1)).to(spec.dtype), used),
+        scale=scale,
+        arriving=env.arriving(batch, spec),
+        factor=(batch.topk_ids + 1).clamp(min=0).double(),
+    )
 
-    factor = (batch.topk_ids + 1).clamp(min=0).double()
-    arriving = env.arriving(batch, spec)
-    expected = arriving * (factor * batch.topk_weights.double()).sum(1, keepdim=True)
-    tolerance = _sum_tolerance(spec)
-    if WeightsAppliedBy.COMBINE in caps.weights_applied_by:
-        y = buffer.combine(
-            poison_rows(results, used),
-            out.route,
-            rows_per=RowsPer.SLOT,
-            slot_weights=out.slot_weights,
-        ).y
-        _expect_close(env, "combine with weights", y, expected, tolerance)
-    if WeightsAppliedBy.RUNNER in caps.weights_applied_by:
-        assert out.slot_weights is not None, "who applies weights has them"
-        weighted = (results * out.slot_weights.unsqueeze(1)).to(spec.dtype)
-        y = buffer.combine(poison_rows(weighted, used), out.route, rows_per=RowsPer.SLOT).y
-        _expect_close(env, "combine of weighted slots", y, expected, tolerance)
-        if y.dtype != spec.dtype:
-            _fail(env, f"combine returned {y.dtype}, expected {spec.dtype}")
-    if not caps.trainable and out.index.slots_of_row is None:
-        return
-    per_row, scalars = _reduce_to_rows(out, poison_rows(results, used), scale)
-    home = buffer.combine(per_row, out.route, rows_per=RowsPer.ROW, row_scalars=scalars)
-    plain = arriving * factor.sum(1, keepdim=True)
-    _expect_close(env, "combine of rows", home.y, plain, tolerance)
-    assert home.scalars is not None, "row scalars come home"
-    # The scalar of a slot is its expert's number, so (t, k) must receive topk_ids + 1.
-    _expect_equal(env, "scalars", home.scalars.tolist(), factor.float().tolist())
+
+def _combine_with_weights(done: _Computed) -> None:
+    y = done.buffer.combine(
+        done.results,
+        done.out.route,
+        rows_per=RowsPer.SLOT,
+        slot_weights=done.out.slot_weights,
+    ).y
+    done.expect("combine with weights", y, done.weighted_sums)
+
+
+def _combine_weighted_slots(done: _Computed) -> None:
+    assert done.out.slot_weights is not None, "who applies weights has them"
+    weighted = (done.results * done.out.slot_weights.unsqueeze(1)).to(done.spec.dtype)
+    weighted = poison_rows(weighted, done.scale > 0)
+    y = done.buffer.combine(weighted, done.out.route, rows_per=RowsPer.SLOT).y
+    done.expect("combine of weighted slots", y, done.weighted_sums)
+    if y.dtype != done.spec.dtype:
+        _fail(done.env, f"combine returned {y.dtype}, expected {done.spec.dtype}")
+
+
+def _combine_rows(done: _Computed) -> None:
+    per_row, scalars = _reduce_to_rows(done.out, done.results, done.scale)
+    plain = done.arriving * done.factor.sum(1, keepdim=True)
+    has_scalars = done.env.caps.trainable or done.env.caps.reuses_route
+    home = done.buffer.combine(
+        per_row,
+        done.out.route,
+        rows_per=RowsPer.ROW,
+        row_scalars=scalars if has_scalars else None,
+    )
+    done.expect("combine of rows", home.y, plain)
+    if has_scalars:
+        assert home.scalars is not None, "row scalars come home"
+        # The scalar of a slot is its expert's number, so (t, k) must receive topk_ids + 1.
+        _expect_equal(done.env, "scalars", home.scalars.tolist(), done.factor.float().tolist())
 
 
 def check_redispatch(
@@ -382,7 +456,12 @@ def _check_ended_batch(
         _fail(env, f"combine of an ended batch raised {error!r}, expected HandleError")
     for out, found in ((newest, batches), (outs[-1], all_batches[-1])):
         check_slots(env, out, found, spec, 1)
-        check_combine(env, buffer, out, found, spec)
+        # Dispatching again would end the other batch.
+        check_combine(env, buffer, out, found, spec, once=True)
+    if env.caps.combines_once:
+        again = _raised(lambda: _finish(env, buffer, newest, spec))
+        if not isinstance(again, HandleError):
+            _fail(env, f"a second combine raised {again!r}, expected HandleError")
 
 
 def check_faults(env: BufferEnv) -> None:

@@ -1,0 +1,450 @@
+"""Measure the NVLink buffer in low latency on the GPUs of one host.
+
+    torchrun --standalone --nproc-per-node 8 -m benchmarks.bench_nvlink_low_latency \
+        --tokens 128 --wire fp8 --output nvlink.json
+
+Random batches, T differing by rank, are compared with the collective buffer first: indices, rows
+and scales bit-equal, sums within their roundings; on a difference the program ends without a
+number. On a CPU the kernels are interpreted: a dry run, whose times mean nothing.
+
+Each iteration replays a dispatch and a combine that nobody times, so that all GPUs begin together,
+then a dispatch and a combine between events; it takes as long as its slowest rank. Then come graphs
+of many pairs in which y of one is x of the next.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from torch import Tensor
+
+from benchmarks.checks import CheckError
+from benchmarks.machine_facts import describe_hardware, describe_versions
+from benchmarks.timing import Percentiles, captured, clock_for
+from epcomm import EPGroup
+from epcomm.buffers.base import Buffer, BufferSpec, DispatchCall, Dispatched
+from epcomm.buffers.faults import BatchFlags
+from epcomm.buffers.nvlink import NVLinkBuffer
+from epcomm.quantization import (
+    FP8_FLOAT32_SCALES,
+    FP8_POWER_OF_TWO_SCALES,
+    INT8_PER_TOKEN,
+    dequantize,
+)
+from epcomm.testing.oracle import relative_error
+from epcomm.types import RowsPer, WireFormat
+
+# 120 s: a rank that fails must not leave the others waiting for long.
+COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+BF16 = WireFormat.of(torch.bfloat16)
+# A sum and each rank's part of it are cast once, in an order that may differ: half a unit each,
+# and as much again where a half goes the other way.
+SUM_TOLERANCE = 2 * torch.finfo(torch.bfloat16).eps
+
+T = TypeVar("T")
+
+
+class WireName(StrEnum):
+    """Elements towards the experts; home they are bfloat16."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"
+    FP8_POWERS_OF_TWO = "fp8_powers_of_two"
+    INT8 = "int8"
+
+
+WIRES = {
+    WireName.BF16: BF16,
+    WireName.FP8: FP8_FLOAT32_SCALES,
+    WireName.FP8_POWERS_OF_TWO: FP8_POWER_OF_TWO_SCALES,
+    WireName.INT8: INT8_PER_TOKEN,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments of a run, equal on all ranks; see main()."""
+
+    tokens: int
+    hidden: int
+    top_k: int
+    experts: int
+    wire: WireName
+    programs: int
+    iterations: int
+    warm_up: int
+    pairs: int
+    checked: int
+    seed: int
+
+    def spec(self, world_size: int) -> BufferSpec:
+        """Of both buffers."""
+        return BufferSpec(
+            hidden_size=self.hidden,
+            top_k=self.top_k,
+            num_local_experts=self.experts // world_size,
+            dispatch_format=WIRES[self.wire],
+            combine_format=BF16,
+            backward_format=BF16,
+            max_tokens_per_rank=self.tokens,
+        )
+
+    def make_call(self, number: int, rank: int, device: torch.device) -> DispatchCall:
+        """Batch `number` of a rank: all T tokens if it is 0, else fewer, and holes."""
+        generator = torch.Generator().manual_seed(self.seed + 7919 * (rank + 101 * number))
+        num_tokens = self.tokens
+        if number:
+            num_tokens = int(torch.randint(0, self.tokens + 1, (), generator=generator))
+        scores = torch.rand(num_tokens, self.experts, generator=generator)
+        ids = scores.topk(self.top_k, dim=1).indices
+        if number % 2:
+            ids[torch.rand(ids.shape, generator=generator) < 0.25] = -1
+        weights = torch.rand(num_tokens, self.top_k, generator=generator) + 0.1
+        x = torch.randn(num_tokens, self.hidden, generator=generator).to(torch.bfloat16)
+        return DispatchCall(
+            hidden_states=x.to(device),
+            topk_ids=ids.to(device),
+            topk_weights=weights.to(device),
+            flags=BatchFlags.NONE,
+        )
+
+
+def open_buffer(options: Options, group: EPGroup) -> NVLinkBuffer:
+    """The buffer, with another number of programs if that was asked for. Collective: yes."""
+
+    class Tuned(NVLinkBuffer):
+        most_programs: ClassVar[int] = options.programs or NVLinkBuffer.most_programs
+
+    buffer = Tuned(group.collectives, options.spec(group.world_size))
+    buffer.prepare()
+    return buffer
+
+
+def check(options: Options, group: EPGroup, buffer: NVLinkBuffer) -> dict[str, float]:
+    """Compare with the collective buffer, batch by batch; the largest errors.
+
+    Collective: yes.
+    Raises:
+        CheckError: on all ranks, with the fault of each.
+    """
+    reference = group.open_buffer("collective_static", options.spec(group.world_size))
+    worst = 0.0
+    for number in range(options.checked):
+        if number < buffer.num_slots:
+            poison(buffer, group)
+        call = options.make_call(number, group.rank, group.device)
+        fault, error = compare(call, reference, buffer, factor=1 + number % 3)
+        worst = max(worst, error)
+        faults = [f"rank {r}: {f}" for r, f in enumerate(of_all_ranks(fault)) if f]
+        if faults:
+            raise CheckError(f"batch {number}: {'; '.join(faults)}; nothing was measured")
+    buffer.check()
+    return {"batches": options.checked, "largest_error_of_sums": worst, "allowed": SUM_TOLERANCE}
+
+
+def poison(buffer: NVLinkBuffer, group: EPGroup) -> None:
+    """Fill what was received before, and what is received next, with NaN. Collective: yes."""
+    wait_for_all(group.device)
+    for rows in buffer.received_rows():
+        rows.data.view(torch.uint8).fill_(0xFF)
+    wait_for_all(group.device)
+
+
+def compare(
+    call: DispatchCall, reference: Buffer, buffer: Buffer, *, factor: int
+) -> tuple[str, float]:
+    """What is wrong with this rank's part of a batch, '' if nothing, and the error of its sums."""
+    wanted, found = reference.dispatch(call), buffer.dispatch(call)
+    fault = find_fault(wanted, found)
+    sums = [
+        each.combine(
+            results_of(out, factor),
+            out.route,
+            rows_per=RowsPer.SLOT,
+            slot_weights=out.slot_weights,
+        ).y
+        for each, out in ((reference, wanted), (buffer, found))
+    ]
+    error = relative_error(sums[1], sums[0].double()) if len(sums[0]) else 0.0
+    if not error <= SUM_TOLERANCE:
+        fault = fault or f"sums are off by {error:.2e}, allowed {SUM_TOLERANCE:.2e}"
+    return fault, error
+
+
+def find_fault(wanted: Dispatched, found: Dispatched) -> str:
+    """Counts, order, elements, scales and weights must be the same bits."""
+    counts = wanted.index.num_slots_per_expert.tolist()
+    came = found.index.num_slots_per_expert.tolist()
+    if came != counts:
+        return f"slots are {came}, expected {counts}"
+    used = used_slots(wanted, counts)
+    parts = {"elements": [out.rows.data for out in (wanted, found)]}
+    if wanted.rows.scales is not None and found.rows.scales is not None:
+        parts["scales"] = [wanted.rows.scales, found.rows.scales]
+    for name, (right, mine) in parts.items():
+        bits = [
+            part[row_of_slot(out)[used].long()].contiguous().view(torch.uint8)
+            for out, part in ((wanted, right), (found, mine))
+        ]
+        if not torch.equal(*bits):
+            return f"{name} of slots differ"
+    assert wanted.slot_weights is not None
+    assert found.slot_weights is not None
+    if not torch.equal(wanted.slot_weights[used], found.slot_weights[used]):
+        return "weights of slots differ"
+    is_padding = torch.ones(len(row_of_slot(found)), dtype=torch.bool, device=used.device)
+    is_padding[used] = False
+    if not bool((row_of_slot(found)[is_padding] == -1).all()):
+        return "padding has rows"
+    return ""
+
+
+def used_slots(out: Dispatched, counts: list[int]) -> Tensor:
+    """Slots that hold a token."""
+    first = out.index.first_slot.tolist()
+    slots = [
+        s for start, count in zip(first, counts, strict=False) for s in range(start, start + count)
+    ]
+    return torch.tensor(slots, dtype=torch.int64, device=out.index.first_slot.device)
+
+
+def row_of_slot(out: Dispatched) -> Tensor:
+    """Both buffers have an index."""
+    assert out.index.row_of_slot is not None
+    return out.index.row_of_slot
+
+
+def results_of(out: Dispatched, factor: int) -> Tensor:
+    """[C, H]: what experts make that multiply by a whole number; NaN where there is no slot."""
+    rows = row_of_slot(out)
+    picked = replace(
+        out.rows,
+        data=out.rows.data[rows.clamp(min=0).long()],
+        scales=None if out.rows.scales is None else out.rows.scales[rows.clamp(min=0).long()],
+    )
+    values = dequantize(picked, torch.float32) * factor
+    return values.masked_fill((rows < 0).unsqueeze(1), float("nan")).to(torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Work:
+    """One batch, and experts' results that are there already."""
+
+    buffer: NVLinkBuffer
+    call: DispatchCall
+    results: Tensor
+
+    @classmethod
+    def of(cls, options: Options, group: EPGroup, buffer: NVLinkBuffer) -> Work:
+        """The batch in which every rank has all its tokens."""
+        call = options.make_call(0, group.rank, group.device)
+        out = buffer.dispatch(call)
+        buffer.combine(results_of(out, 1), out.route, rows_per=RowsPer.SLOT)
+        size = len(row_of_slot(out)), options.hidden
+        generator = torch.Generator(group.device).manual_seed(group.rank)
+        results = torch.randn(size, generator=generator, device=group.device)
+        return cls(buffer=buffer, call=call, results=results.to(torch.bfloat16))
+
+    def dispatch(self, hidden_states: Tensor | None = None) -> Dispatched:
+        """Of the batch, or of other hidden states along its routing."""
+        x = self.call.hidden_states if hidden_states is None else hidden_states
+        return self.buffer.dispatch(replace(self.call, hidden_states=x))
+
+    def combine(self, out: Dispatched) -> Tensor:
+        """y."""
+        combined = self.buffer.combine(
+            self.results, out.route, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
+        )
+        return combined.y
+
+    def pairs(self, count: int) -> Tensor:
+        """So many dispatches and combines, each of what came home before."""
+        y = self.call.hidden_states
+        for _ in range(count):
+            y = self.combine(self.dispatch(y))
+        return y
+
+
+def measure(options: Options, work: Work, device: torch.device) -> dict[str, list[float]]:
+    """Microseconds of each iteration on this rank, by what is timed. Collective: yes."""
+    if device.type != "cuda":
+        return measure_eagerly(options, work, device)
+    # Slot 0 is captured by the first graphs alone, and the pairs end as they began.
+    halves: list[Dispatched] = []
+    dispatching = capture_half(lambda: halves.append(work.dispatch()))
+    combining = capture_half(lambda: work.combine(halves[-1]))
+    aligning = captured(lambda: work.pairs(2))
+    chain = captured(lambda: work.pairs(options.pairs))
+    clock = clock_for(device)
+    spans: dict[str, list[float]] = {"dispatch": [], "combine": [], "pair": [], "pair_in_chain": []}
+    for number in range(-options.warm_up, options.iterations):
+        aligning.replay()
+        clock.mark()
+        dispatching.replay()
+        clock.mark()
+        combining.replay()
+        clock.mark()
+        dispatch, combine = clock.take()
+        aligning.replay()
+        clock.mark()
+        chain.replay()
+        clock.mark()
+        (all_pairs,) = clock.take()
+        if number >= 0:
+            spans["dispatch"].append(1e3 * dispatch)
+            spans["combine"].append(1e3 * combine)
+            spans["pair"].append(1e3 * (dispatch + combine))
+            spans["pair_in_chain"].append(1e3 * all_pairs / options.pairs)
+    return spans | measure_eagerly(options, work, device)
+
+
+def capture_half(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Half a pair: it must not run but in its place, so nothing warms it up."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def measure_eagerly(options: Options, work: Work, device: torch.device) -> dict[str, list[float]]:
+    """The same, launched one by one."""
+    clock = clock_for(device)
+    spans: dict[str, list[float]] = {"eager_dispatch": [], "eager_combine": []}
+    for number in range(-options.warm_up, options.iterations):
+        wait_for_all(device)
+        clock.mark()
+        out = work.dispatch()
+        clock.mark()
+        work.combine(out)
+        clock.mark()
+        dispatch, combine = clock.take()
+        if number >= 0:
+            spans["eager_dispatch"].append(1e3 * dispatch)
+            spans["eager_combine"].append(1e3 * combine)
+    return spans
+
+
+def slowest(spans: dict[str, list[float]]) -> dict[str, Percentiles]:
+    """Of each iteration, the rank that took longest. Collective: yes."""
+    by_rank = of_all_ranks(spans)
+    return {
+        name: Percentiles.of(max(each) for each in zip(*(r[name] for r in by_rank), strict=True))
+        for name in spans
+    }
+
+
+def sent_bytes(work: Work) -> dict[str, int]:
+    """Of one pair, by the rank that sends most. Collective: yes."""
+    before = work.buffer.traffic()
+    work.pairs(1)
+    after = work.buffer.traffic()
+    sent = {name: value - asdict(before)[name] for name, value in asdict(after).items()}
+    return {name: max(rank[name] for rank in of_all_ranks(sent)) for name in sent}
+
+
+def of_all_ranks(value: T) -> list[T]:
+    """By rank. Collective: yes."""
+    values: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return [value for value in values if value is not None]
+
+
+def wait_for_all(device: torch.device) -> None:
+    """Return when every rank has come here and finished its work. Collective: yes."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        dist.barrier(device_ids=[torch.cuda.current_device()])
+        torch.cuda.synchronize(device)
+    else:
+        dist.barrier()
+
+
+def init_process_group() -> None:
+    """nccl where there is a GPU for each rank, else gloo, under an interpreter."""
+    if torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"]):
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=COLLECTIVE_TIMEOUT, device_id=device)
+    else:
+        # Read when triton is imported, which has not happened yet.
+        os.environ["TRITON_INTERPRET"] = "1"
+        dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+
+
+def main(
+    tokens: Annotated[int, typer.Option(min=1, help="T, on each rank, and M.")] = 128,
+    hidden: Annotated[int, typer.Option(min=1, help="H.")] = 7168,
+    top_k: Annotated[int, typer.Option(min=1, help="K, distinct and uniformly random.")] = 8,
+    experts: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 256,
+    wire: Annotated[WireName, typer.Option(help="Towards the experts.")] = WireName.BF16,
+    programs: Annotated[
+        int, typer.Option(min=0, help="Most programs of a kernel that sends; 0: the buffer's.")
+    ] = 0,
+    iterations: Annotated[int, typer.Option(min=1, help="Measured.")] = 200,
+    warm_up: Annotated[int, typer.Option(min=1, help="Before that.")] = 20,
+    pairs: Annotated[int, typer.Option(min=2, help="In the graph of dependent pairs; even.")] = 20,
+    checked: Annotated[int, typer.Option(min=1, help="Batches that are compared.")] = 8,
+    seed: Annotated[int, typer.Option(help="Of tokens and routing.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
+) -> None:
+    """Check, measure, and print what came of it."""
+    options = Options(
+        tokens=tokens,
+        hidden=hidden,
+        top_k=top_k,
+        experts=experts,
+        wire=wire,
+        programs=programs,
+        iterations=iterations,
+        warm_up=warm_up,
+        # Two slots are used in turns: a graph ends in the one in which it began.
+        pairs=pairs + pairs % 2,
+        checked=checked,
+        seed=seed,
+    )
+    init_process_group()
+    console = Console(quiet=dist.get_rank() != 0, highlight=False, markup=False)
+    try:
+        with EPGroup(dist.group.WORLD) as group, torch.no_grad():
+            buffer = open_buffer(options, group)
+            report = {
+                "configuration": {**asdict(options), "ranks": group.world_size},
+                "hardware": describe_hardware(group.device),
+                "versions": describe_versions(group.device),
+                "command": shlex.join([Path(__file__).name, *sys.argv[1:]]),
+                "check": check(options, group, buffer),
+            }
+            console.print(f"checked: {report['check']}", soft_wrap=True)
+            work = Work.of(options, group, buffer)
+            report["sent_bytes"] = sent_bytes(work)
+            spans = slowest(measure(options, work, group.device))
+            buffer.check()
+            report["us"] = {name: asdict(each) for name, each in spans.items()}
+            buffer.close()
+        for name, each in spans.items():
+            console.print(f"{name:>16}: {each.p50:9.1f} {each.p95:9.1f} {each.p99:9.1f} us")
+        console.print(f"sent: {report['sent_bytes']}", soft_wrap=True)
+        if output is not None and dist.get_rank() == 0:
+            output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    except CheckError as error:
+        sys.exit(str(error))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)

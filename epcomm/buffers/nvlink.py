@@ -1,0 +1,647 @@
+"""The buffer for the GPUs of one host: kernels store rows where the experts' rank reads them.
+
+Low latency: static sizes, no host read, two launches a phase, two slots used in turns, router
+weights that travel with the tokens, and sums of a rank's experts that go home as one row. Words,
+order and reuse: epcomm/kernels/nvlink_dispatch.py and nvlink_combine.py.
+
+A dispatch of a slot whose last batch was never combined ends that batch first, on every rank alike,
+for calls have one order; its route is then refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.base import (
+    Availability,
+    Buffer,
+    BufferCaps,
+    BufferSpec,
+    Combined,
+    DispatchCall,
+    Dispatched,
+)
+from epcomm.buffers.faults import (
+    BatchFlags,
+    DeviceFaults,
+    FaultCode,
+    assume_all_need_grad,
+    pack_word,
+)
+from epcomm.buffers.nvlink_layout import HEADER_BYTES, NUM_SLOTS, BlockLayout
+from epcomm.buffers.sizes import CallShape, Region, index_bytes, most_slots_of, slot_regions
+from epcomm.buffers.symmetric_memory import SymmetricMemory, open_symmetric_memory
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.collectives.base import DEFAULT_TIMEOUT_S, Collectives, describe_ranks
+from epcomm.config import Mode
+from epcomm.errors import BackendUnavailable, EPError, EPTimeout, HandleError
+from epcomm.records import Pending, Route, SlotIndex
+from epcomm.types import (
+    Int8Profile,
+    Layout,
+    RowsPer,
+    WeightsAppliedBy,
+    WireDtype,
+    WireFormat,
+    WireTensor,
+)
+
+if TYPE_CHECKING:
+    from epcomm.kernels.peer_exchange import PeerExchange
+
+T = TypeVar("T")
+
+_MOST_POLLS = 2**31 - 1
+# What a second rank of programs would cost an interpreter, it never gains.
+_INTERPRETED_PROGRAMS = 2
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NVLinkRoute(Route):
+    """The W * M received rows, of which rank s filled the first T from s * M on.
+
+    batch: number of the dispatch; its slot is that modulo N.
+    """
+
+    num_tokens: int
+    num_rows: int
+    index: SlotIndex
+    batch: int
+
+
+class _Late(Generic[T]):
+    """A step that is done once: when it is waited for, or earlier if its slot is needed."""
+
+    def __init__(self, step: Callable[[], T]) -> None:
+        self._step: Callable[[], T] | None = step
+        self._result: T | None = None
+
+    def run(self) -> T:
+        if self._step is not None:
+            step, self._step = self._step, None
+            self._result = step()
+        assert self._result is not None, "steps return records"
+        return self._result
+
+
+@dataclass(kw_only=True, eq=False)
+class _Slot:
+    """One slot of this rank: what its kernels are given, and which batch it holds.
+
+    batch: the last one dispatched.   is_open: it awaits its combine.
+    unfinished: a combine whose sums have not been received.
+    """
+
+    exchange: PeerExchange
+    rows: WireTensor
+    index: SlotIndex
+    slot_weights: Tensor
+    is_sent: Tensor
+    batch: int = -1
+    is_open: bool = False
+    unfinished: _Late[Combined] | None = None
+
+
+class NVLinkBuffer(Buffer):
+    """Low latency between the GPUs of one host; under Triton's interpreter between CPU ranks."""
+
+    name: ClassVar[str] = "nvlink_low_latency"
+    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
+    needs_one_host: ClassVar[bool] = True
+    # Used in turns; tests use one as well, which hides fewer faults.
+    num_slots: ClassVar[int] = NUM_SLOTS
+    # Of a kernel that sends: a token each at 128 tokens, and room for all on an H200 at once.
+    most_programs: ClassVar[int] = 128
+    # Polls of a kernel in a second: of a GPU, not measured yet, and of an interpreter.
+    polls_per_s: ClassVar[Mapping[str, int]] = MappingProxyType({"cuda": 2_000_000, "cpu": 8_000})
+
+    @classmethod
+    def probe(cls, environment: Mapping[str, str]) -> Availability:
+        reasons = []
+        if find_spec("triton") is None:
+            reasons.append("triton is not installed; install it")
+        if not torch.cuda.is_available():
+            reasons.append("there is no CUDA device")
+            return Availability(ok=False, reasons=tuple(reasons))
+        if find_spec("torch.distributed._symmetric_memory") is None:
+            reasons.append("this torch has no symmetric memory; install 2.11 or newer")
+        mine = torch.cuda.current_device()
+        far = [
+            other
+            for other in range(torch.cuda.device_count())
+            if other != mine and not torch.cuda.can_device_access_peer(mine, other)
+        ]
+        if far:
+            reasons.append(f"device {mine} cannot write the memory of devices {far}")
+        return Availability(ok=not reasons, reasons=tuple(reasons))
+
+    @classmethod
+    def caps(cls, mode: Mode) -> BufferCaps:
+        return BufferCaps(
+            layout=Layout.ROWS,
+            trainable=False,
+            graph_safe=True,
+            ordered=True,
+            wire_dtypes=frozenset(WireDtype),
+            weights_applied_by=frozenset(WeightsAppliedBy),
+            batches_in_flight=cls.num_slots,
+            late_receive=True,
+            reuses_route=False,
+            is_static=True,
+            host_reads=0,
+            combines_once=True,
+            owns_rows=False,
+            has_slot_budget=False,
+            int8_profiles=frozenset({Int8Profile.RINT127}),
+            device_types=frozenset({"cuda"}),
+            needs_process_group=True,
+        )
+
+    @classmethod
+    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
+        reasons = []
+        if spec.combine_format.dtype.is_quantized:
+            reasons.append(f"combine carries unquantised rows, not {spec.combine_format}")
+        if spec.dispatch_format.dtype is WireDtype.INT8 and spec.dispatch_format.scale_block:
+            reasons.append(f"INT8 rows have one scale, not {spec.dispatch_format}")
+        return tuple(reasons)
+
+    @classmethod
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+        layout = BlockLayout(spec, world_size, cls.num_slots)
+        num_slots = most_slots_of(spec, layout.num_rows)
+        index = index_bytes(spec, num_rows=layout.num_rows, num_slots=num_slots, num_members=0)
+        words = sum(layout.regions[name] for name in layout.regions if name not in _ROW_REGIONS)
+        sizes = {
+            "words and records": cls.num_slots * words,
+            **{name: cls.num_slots * layout.regions[name] for name in _ROW_REGIONS},
+            "slot index": cls.num_slots * (index + layout.num_rows),
+        }
+        packed = slot_regions(
+            spec, row_bytes=layout.data_bytes + layout.scale_bytes, max_rows=layout.num_rows
+        )
+        return (
+            *(Region(name=name, max_bytes=size) for name, size in sizes.items()),
+            *(Region(name=region.name, max_bytes=region.max_bytes) for region in packed),
+        )
+
+    @classmethod
+    def wire_bytes(
+        cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
+    ) -> BufferTraffic:
+        """As Buffer.wire_bytes(); words that count arrivals are not counted."""
+        layout, num_others = BlockLayout(spec, call.world_size, cls.num_slots), call.world_size - 1
+        num_tokens = call.tokens_of_rank[call.rank]
+        return BufferTraffic(
+            dispatch_bytes=call.rows_sent * _row_bytes(spec),
+            combine_bytes=call.rows_received * spec.combine_format.data_bytes(spec.hidden_size),
+            control_bytes=num_others * (num_tokens * layout.record_bytes + _call_bytes(spec)),
+        )
+
+    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
+        self._collectives, self._spec = collectives, spec
+        self._rank, self._world_size = collectives.rank, collectives.world_size
+        self._device = collectives.device
+        self._layout = BlockLayout(spec, self._world_size, self.num_slots)
+        self._faults = DeviceFaults(self._rank, self._world_size, self._device)
+        self._slots: list[_Slot] = []
+        self._num_batches = 0
+        self._memory: SymmetricMemory | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def prepare(self) -> None:
+        """Map the blocks of all ranks, and launch each kernel once where launching is slow.
+
+        Collective: yes.   Host sync: yes.
+        Raises:
+            BackendUnavailable: some rank has not enough memory or cannot map it, or this is a CPU
+                rank whose kernels are not interpreted.
+        """
+        from epcomm.kernels.launch import IS_INTERPRETED
+        from epcomm.kernels.peer_signals import REPORT_LATE
+
+        if self._device.type != "cuda" and not IS_INTERPRETED:
+            raise BackendUnavailable(
+                f"{self.name}: the group is on {self._device} (rank {self._rank} of "
+                f"{self._world_size}), expected cuda; use backend='shared_memory'"
+            )
+        self._memory = open_symmetric_memory(
+            self._collectives, self._layout.num_bytes, phase=f"open {self.name}"
+        )
+        device, size = self._memory.block.device, self._world_size
+        self._counters = torch.zeros(4, dtype=torch.int64, device=device)
+        # The host reads it while kernels run.
+        self._report = torch.zeros(
+            REPORT_LATE + size, dtype=torch.int32, pin_memory=device.type == "cuda"
+        )
+        table = [
+            [base + self._layout.slot_offset(slot) for base in self._memory.addresses]
+            for slot in range(self.num_slots)
+        ]
+        aborts = list(self._memory.addresses)
+        self._table = torch.tensor([*table, aborts], dtype=torch.int64, device=device)
+        self._slots = [self._make_slot(slot, self._memory) for slot in range(self.num_slots)]
+        self._no_rows = torch.zeros(
+            1, self._spec.hidden_size, dtype=self._combine_dtype, device=device
+        )
+        if device.type == "cuda":
+            self._warm_up()
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        return self.dispatch_async(call).wait()
+
+    def dispatch_async(self, call: DispatchCall) -> Pending[Dispatched]:
+        from epcomm.kernels import nvlink_dispatch
+
+        assert len(call.hidden_states) <= self._layout.max_tokens, "the dispatcher has checked T"
+        self._begin_call()
+        batch = self._num_batches
+        slot = self._slots[batch % self.num_slots]
+        if slot.unfinished is not None:
+            slot.unfinished.run()
+        if slot.is_open:
+            nvlink_dispatch.release_slot(slot.exchange)
+        self._num_batches += 1
+        slot.batch, slot.is_open, slot.unfinished = batch, True, None
+        self._faults.note_own(call.error)
+        wire, hidden_states = self._spec.dispatch_format, call.hidden_states
+        if not wire.dtype.is_quantized:
+            hidden_states = hidden_states.to(wire.dtype.torch_dtype)
+        if hidden_states.stride(-1) != 1:
+            hidden_states = hidden_states.contiguous()
+        nvlink_dispatch.send_dispatch(
+            slot.exchange,
+            hidden_states,
+            call.topk_ids.contiguous(),
+            call.topk_weights.contiguous(),
+            slot.is_sent,
+            announced=pack_word(FaultCode.of(call.error), call.flags),
+            kind=_kind_of(wire),
+            scale_block=wire.scale_block or self._spec.hidden_size,
+            profile=Int8Profile.RINT127.value,
+        )
+        return Pending(lambda: self._receive(slot, batch, call))
+
+    def combine(
+        self,
+        rows: Tensor,
+        route: Route,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+    ) -> Combined:
+        assert row_scalars is None, "without gradients there are none"
+        return self.combine_async(rows, route, rows_per=rows_per, slot_weights=slot_weights).wait()
+
+    def combine_async(
+        self, rows: Tensor, route: Route, *, rows_per: RowsPer, slot_weights: Tensor | None = None
+    ) -> Pending[Combined]:
+        assert isinstance(route, NVLinkRoute), "a route of this buffer"
+        self._begin_call()
+        slot = self._slots[route.batch % self.num_slots]
+        self._check_batch(slot, route.batch)
+        rows = rows.to(self._combine_dtype)
+        return self._send_home(
+            slot,
+            rows if rows.stride(-1) == 1 else rows.contiguous(),
+            slot_weights,
+            per_row=rows_per is RowsPer.ROW,
+            num_tokens=route.num_tokens,
+        )
+
+    def refuse_combine(self, error: EPError) -> None:
+        """As Buffer.refuse_combine(), of the oldest batch that awaits its combine.
+
+        Which batch the other ranks combine is not known here; if it is another, they wait in vain.
+        Raises:
+            error: no batch awaits its combine.
+        """
+        self._begin_call()
+        waiting = [slot for slot in self._slots if slot.is_open]
+        if not waiting:
+            raise error
+        self._faults.note_own(error)
+        self._send_home(
+            min(waiting, key=lambda slot: slot.batch),
+            self._no_rows,
+            None,
+            per_row=True,
+            num_tokens=0,
+            code=FaultCode.of(error, in_combine=True),
+        ).wait()
+
+    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
+        raise NotImplementedError("low latency has no backward (caps.reuses_route)")
+
+    def received_rows(self) -> tuple[WireTensor, ...]:
+        """[W * M, H] of each slot, views of memory that peers write. Local."""
+        return tuple(slot.rows for slot in self._slots)
+
+    def check(self) -> None:
+        self._check_open()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._check_report()
+        self._faults.check(self._num_index_slots)
+
+    def traffic(self) -> BufferTraffic:
+        """Bytes sent to other ranks so far.   Host sync: yes."""
+        rows, records, calls, sums = self._counters.tolist()
+        return BufferTraffic(
+            dispatch_bytes=rows * _row_bytes(self._spec),
+            combine_bytes=sums * self._spec.combine_format.data_bytes(self._spec.hidden_size),
+            control_bytes=records * self._layout.record_bytes
+            + calls * (self._world_size - 1) * _call_bytes(self._spec),
+        )
+
+    def close(self) -> None:
+        if self._memory is None:
+            return
+        if self._device.type == "cuda":
+            # Peers keep what they have mapped; our own kernels must not be under way.
+            torch.cuda.synchronize(self._device)
+        self._memory, self._slots = None, []
+
+    def _receive(self, slot: _Slot, batch: int, call: DispatchCall) -> Dispatched:
+        from epcomm.kernels import nvlink_dispatch
+
+        self._check_open()
+        self._check_batch(slot, batch)
+        row_of_slot, slots_of_row = slot.index.row_of_slot, slot.index.slots_of_row
+        assert row_of_slot is not None, "rows are read by index"
+        assert slots_of_row is not None, "rows are read by index"
+        nvlink_dispatch.receive_dispatch(
+            slot.exchange,
+            row_of_slot,
+            slots_of_row,
+            slot.slot_weights,
+            slot.index.num_slots_per_expert,
+            slot.index.first_slot,
+            slot_alignment=self._spec.slot_alignment,
+        )
+        route = NVLinkRoute(
+            num_tokens=call.hidden_states.shape[0],
+            num_rows=self._layout.num_rows,
+            index=slot.index,
+            batch=batch,
+        )
+        return Dispatched(
+            rows=slot.rows,
+            index=slot.index,
+            slot_weights=slot.slot_weights,
+            route=route,
+            any_flags=assume_all_need_grad(call.flags),
+        )
+
+    def _send_home(
+        self,
+        slot: _Slot,
+        rows: Tensor,
+        slot_weights: Tensor | None,
+        *,
+        per_row: bool,
+        num_tokens: int,
+        code: FaultCode = FaultCode.NONE,
+    ) -> Pending[Combined]:
+        from epcomm.kernels import nvlink_combine
+
+        slots_of_row = slot.index.slots_of_row
+        assert slots_of_row is not None, "rows are read by index"
+        nvlink_combine.send_combine(
+            slot.exchange,
+            rows,
+            slot_weights,
+            slots_of_row,
+            per_row=per_row,
+            announced=int(code),
+        )
+        slot.is_open = False
+
+        def receive() -> Combined:
+            y = rows.new_empty(num_tokens, self._spec.hidden_size)
+            nvlink_combine.receive_combine(slot.exchange, y, slot.is_sent)
+            return Combined(y=y, scalars=None)
+
+        unfinished = _Late(receive)
+        slot.unfinished = unfinished
+
+        def wait() -> Combined:
+            combined = unfinished.run()
+            if slot.unfinished is unfinished:
+                # The caller owns y: a slot that waits for its turn must not keep it.
+                slot.unfinished = None
+            return combined
+
+        return Pending(wait)
+
+    def _make_slot(self, number: int, memory: SymmetricMemory) -> _Slot:
+        from epcomm.kernels.peer_exchange import ExchangeDims, PeerExchange
+
+        layout, spec, device = self._layout, self._spec, memory.block.device
+        num_rows, num_local = layout.num_rows, spec.num_local_experts
+
+        def integers(*shape: int) -> Tensor:
+            return torch.full(shape, -1, dtype=torch.int32, device=device)
+
+        exchange = PeerExchange(
+            slot=number,
+            num_slots=self.num_slots,
+            rank=self._rank,
+            num_programs=self._num_programs,
+            max_polls=self._max_polls,
+            slot_address=memory.addresses[self._rank] + layout.slot_offset(number),
+            abort_address=memory.addresses[self._rank],
+            dims=ExchangeDims(
+                world_size=self._world_size,
+                max_tokens=layout.max_tokens,
+                top_k=spec.top_k,
+                num_local_experts=num_local,
+            ),
+            offsets=layout.offsets,
+            record_words=layout.record_words,
+            data_bytes=layout.data_bytes,
+            scale_bytes=layout.scale_bytes,
+            back_bytes=layout.back_bytes,
+            table=self._table,
+            state=torch.tensor([1, 0, 0, 0], dtype=torch.int32, device=device),
+            counters=self._counters,
+            faults=self._faults.words,
+            report=self._report,
+        )
+        index = SlotIndex(
+            row_of_slot=integers(self._num_index_slots),
+            slots_of_row=integers(num_rows, spec.top_k),
+            num_slots_per_expert=integers(num_local),
+            first_slot=integers(num_local + 1),
+            host_num_slots_per_expert=None,
+            slot_alignment=spec.slot_alignment,
+        )
+        return _Slot(
+            exchange=exchange,
+            rows=self._received_rows(memory.block, layout.slot_offset(number)),
+            index=index,
+            slot_weights=torch.zeros(self._num_index_slots, device=device),
+            is_sent=torch.zeros(
+                layout.max_tokens, self._world_size, dtype=torch.uint8, device=device
+            ),
+        )
+
+    def _received_rows(self, block: Tensor, slot_offset: int) -> WireTensor:
+        """Views of the rows and scales of a slot."""
+        layout, spec, wire = self._layout, self._spec, self._spec.dispatch_format
+
+        def view(region: str, row_bytes: int, dtype: torch.dtype, width: int) -> Tensor:
+            begin = slot_offset + layout.offsets[region]
+            part = block[begin : begin + layout.num_rows * row_bytes]
+            return part.view(dtype).view(layout.num_rows, -1)[:, :width]
+
+        scales = None
+        if wire.scale_dtype is not None:
+            num_scales = wire.num_scales(spec.hidden_size)
+            scales = view("scales", layout.scale_bytes, wire.scale_dtype, num_scales)
+        data = view("data", layout.data_bytes, wire.dtype.torch_dtype, spec.hidden_size)
+        return WireTensor(data=data, format=wire, scales=scales)
+
+    def _warm_up(self) -> None:
+        """A batch without tokens through each slot: kernels are compiled and loaded.
+
+        The ranks meet after each step, for compiling may take one of them longer than a wait.
+        """
+        spec, device = self._spec, self._no_rows.device
+        call = DispatchCall(
+            hidden_states=self._no_rows[:0],
+            topk_ids=torch.empty(0, spec.top_k, dtype=torch.int64, device=device),
+            topk_weights=torch.empty(0, spec.top_k, device=device),
+            flags=BatchFlags.NONE,
+        )
+        for _ in range(self.num_slots):
+            sent = self.dispatch_async(call)
+            self._meet()
+            out = sent.wait()
+            self._meet()
+            # No row has a slot, so one is as good as C of them.
+            home = self.combine_async(
+                self._no_rows, out.route, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
+            )
+            self._meet()
+            home.wait()
+            self._meet()
+
+    def _meet(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self._collectives.gather_records({}, phase=f"open {self.name}")
+
+    def _begin_call(self) -> None:
+        self._check_open()
+        self._check_report()
+        if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            # Waiting kernels on free streams could fill two GPUs in different orders.
+            stream = torch.cuda.current_stream(self._device)
+            if self._stream is not None and self._stream != stream:
+                stream.wait_stream(self._stream)
+            self._stream = stream
+
+    def _check_open(self) -> None:
+        if self._memory is None:
+            raise HandleError(
+                f"{self.name}: the buffer is closed (rank {self._rank} of {self._world_size}); "
+                "make a new EPGroup"
+            )
+
+    def _check_batch(self, slot: _Slot, batch: int) -> None:
+        if slot.batch != batch or not slot.is_open:
+            raise HandleError(
+                f"combine: batch {batch} of {self.name} was combined, or ended by dispatch "
+                f"{batch + self.num_slots} (rank {self._rank} of {self._world_size}); dispatch "
+                "again"
+            )
+
+    def _check_report(self) -> None:
+        """Raise what a kernel has reported. Local; no device is waited for."""
+        from epcomm.kernels.nvlink_combine import PHASE_COMBINE
+        from epcomm.kernels.nvlink_dispatch import PHASE_CREDIT, PHASE_DISPATCH
+        from epcomm.kernels.peer_signals import (
+            REPORT_ABORTED,
+            REPORT_EPOCH,
+            REPORT_LATE,
+            REPORT_PHASE,
+        )
+
+        words = self._report.tolist()
+        where = f"rank {self._rank} of {self._world_size}"
+        if words[REPORT_PHASE]:
+            phases = {
+                PHASE_CREDIT: "the end of the last combine",
+                PHASE_DISPATCH: "dispatch",
+                PHASE_COMBINE: "combine",
+            }
+            late = [rank for rank, is_late in enumerate(words[REPORT_LATE:]) if is_late]
+            raise EPTimeout(
+                f"{self.name}: {describe_ranks(late)} did not arrive in "
+                f"{phases[words[REPORT_PHASE]]}, round {words[REPORT_EPOCH]} of its slot, within "
+                f"{self._timeout_s:g} s (this is {where}); close the group and make a new one"
+            )
+        if words[REPORT_ABORTED]:
+            raise EPTimeout(
+                f"{self.name}: rank {words[REPORT_ABORTED] - 1} gave up waiting and told all "
+                f"ranks (this is {where}); see its message; close the group and make a new one"
+            )
+
+    @property
+    def _timeout_s(self) -> float:
+        bounded = self._collectives.bounded
+        return DEFAULT_TIMEOUT_S if bounded is None else bounded.timeout_s
+
+    @property
+    def _max_polls(self) -> int:
+        polls = self._timeout_s * self.polls_per_s[self._device.type]
+        return min(_MOST_POLLS, max(1, int(polls)))
+
+    @property
+    def _num_programs(self) -> int:
+        """P: at least one for each rank's header, and no more than rows that a rank may reduce."""
+        if self._device.type != "cuda":
+            return max(self._world_size, _INTERPRETED_PROGRAMS)
+        return max(self._world_size, min(self.most_programs, self._layout.num_rows))
+
+    @property
+    def _num_index_slots(self) -> int:
+        """C: any routing fits."""
+        return most_slots_of(self._spec, self._layout.num_rows)
+
+    @property
+    def _combine_dtype(self) -> torch.dtype:
+        return self._spec.combine_format.dtype.torch_dtype
+
+
+_ROW_REGIONS = ("data", "scales", "back")
+
+
+def _row_bytes(spec: BufferSpec) -> int:
+    """Of one row on its way to the experts, without the gaps between rows."""
+    wire = spec.dispatch_format
+    return wire.data_bytes(spec.hidden_size) + wire.scale_bytes(spec.hidden_size)
+
+
+def _call_bytes(spec: BufferSpec) -> int:
+    """What a dispatch tells each rank besides its tokens: a header and counts."""
+    return HEADER_BYTES + 4 * spec.num_local_experts
+
+
+def _kind_of(wire: WireFormat) -> int:
+    from epcomm.kernels import nvlink_dispatch
+
+    if wire.dtype is WireDtype.INT8:
+        return nvlink_dispatch.INT8
+    if wire.dtype is not WireDtype.FP8_E4M3:
+        return nvlink_dispatch.PLAIN
+    is_power_of_two = wire.scale_dtype == torch.float8_e8m0fnu
+    return nvlink_dispatch.FP8_POWER_OF_TWO if is_power_of_two else nvlink_dispatch.FP8

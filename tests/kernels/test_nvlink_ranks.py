@@ -1,0 +1,319 @@
+"""The NVLink buffer between CPU ranks, whose kernels are interpreted: the contract, and long runs.
+
+An interpreter takes a third of a second for a dispatch, so a case goes through several scenarios.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from benchmarks import bench_nvlink_low_latency as bench
+from benchmarks.checks import CheckError
+from epcomm import EPGroup, Mode
+from epcomm.buffers.base import BufferSpec, DispatchCall, Dispatched
+from epcomm.buffers.faults import BatchFlags
+from epcomm.buffers.nvlink import NVLinkBuffer
+from epcomm.errors import BackendUnavailable, EPTimeout
+from epcomm.kernels import launch
+from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT8_PER_TOKEN
+from epcomm.testing import buffer_suite
+from epcomm.types import RowsPer, WireFormat
+
+BACKEND = "nvlink_low_latency"
+BF16 = WireFormat.of(torch.bfloat16)
+SCENARIOS = {
+    "shapes": ("empty_rank", "odd_hidden", "aligned_holes"),
+    "batches": ("stand_alone", "traffic", "many_experts"),
+    "faults": ("faults",),
+    "refusals": ("combine_faults",),
+}
+QUANTIZED = {
+    "fp8": FP8_FLOAT32_SCALES,
+    "fp8_powers_of_two": FP8_POWER_OF_TWO_SCALES,
+    "int8": INT8_PER_TOKEN,
+}
+
+
+def env_of(group: EPGroup, wire: WireFormat | None = None) -> buffer_suite.BufferEnv:
+    return buffer_suite.BufferEnv(
+        group=group,
+        backend=BACKEND,
+        mode=Mode.LOW_LATENCY,
+        wire=wire,
+        dtype=torch.bfloat16,
+    )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", SCENARIOS)
+def test_buffer_keeps_its_contract(case: str) -> None:
+    with EPGroup() as group:
+        for scenario in SCENARIOS[case]:
+            buffer_suite.run_scenario(scenario, env_of(group))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wire", QUANTIZED)
+def test_kernels_quantize_as_torch_does(wire: str) -> None:
+    spec = buffer_suite.BATCH_SPECS["holes"]
+    with EPGroup() as group:
+        # Several blocks, the last one short.
+        env = buffer_suite.BufferEnv(
+            group=group,
+            backend=BACKEND,
+            mode=Mode.LOW_LATENCY,
+            wire=QUANTIZED[wire],
+            dtype=torch.bfloat16,
+            hidden_size=300,
+        )
+        buffer_suite.check_batch(env, spec)
+
+
+@pytest.mark.ranks(4)
+def test_four_ranks_keep_the_contract() -> None:
+    with EPGroup() as group:
+        for scenario in ("empty_rank", "traffic"):
+            buffer_suite.run_scenario(scenario, env_of(group))
+
+
+class OneSlotBuffer(NVLinkBuffer):
+    """Every dispatch takes the memory of the last: faults of reuse show."""
+
+    num_slots: ClassVar[int] = 1
+
+
+class ImpatientBuffer(NVLinkBuffer):
+    """Gives up after 200 polls, or a million of a GPU."""
+
+    polls_per_s: ClassVar[Mapping[str, int]] = {"cpu": 2, "cuda": 10_000}
+
+
+# Batches of which both of two ranks have tokens.
+BUSY = (0, 2, 4)
+HIDDEN, TOP_K, NUM_LOCAL, MAX_TOKENS = 16, 2, 2, 3
+
+
+def spec_of() -> BufferSpec:
+    return BufferSpec(
+        hidden_size=HIDDEN,
+        top_k=TOP_K,
+        num_local_experts=NUM_LOCAL,
+        dispatch_format=BF16,
+        combine_format=BF16,
+        backward_format=BF16,
+        max_tokens_per_rank=MAX_TOKENS,
+    )
+
+
+def call_of(
+    number: int, rank: int, world_size: int, device: torch.device | None = None
+) -> DispatchCall:
+    """Odd numbers of eight bits, to random experts, some to none; near batches share none."""
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    # 1 3, 0 2, 3 1, 2 0 tokens on two ranks, and then the same.
+    num_tokens = (3 * number + 2 * rank + 1) % (MAX_TOKENS + 1)
+    scores = torch.rand(num_tokens, NUM_LOCAL * world_size, generator=generator)
+    ids = scores.argsort(dim=1)[:, :TOP_K].clone()
+    ids[torch.rand(ids.shape, generator=generator) < 0.25] = -1
+    places = torch.arange(num_tokens).unsqueeze(1) + 4 * (rank + world_size * (number % 4))
+    values = 129 + 2 * places
+    weights = torch.rand(ids.shape, generator=generator) + 0.1
+    return DispatchCall(
+        hidden_states=values.expand(-1, HIDDEN).to(device, torch.bfloat16).contiguous(),
+        topk_ids=ids.to(device),
+        topk_weights=weights.to(device),
+        flags=BatchFlags.NONE,
+    )
+
+
+def factor_of(expert: int) -> int:
+    """What an expert multiplies by; exact in bfloat16."""
+    return expert % 2 + 1
+
+
+def expected_sums(call: DispatchCall, world_size: int) -> Tensor:
+    """y to the bit: each rank's part in k order, cast, then the parts in rank order, cast."""
+    x, ids, weights = call.hidden_states.float(), call.topk_ids, call.topk_weights
+    y = torch.zeros_like(x)
+    for rank in range(world_size):
+        part = torch.zeros_like(x)
+        for k in range(TOP_K):
+            is_there = (ids[:, k] >= 0) & (ids[:, k] // NUM_LOCAL == rank)
+            share = torch.where(is_there, weights[:, k], 0)
+            part += (x * (ids[:, k] % 2 + 1).unsqueeze(1)) * share.unsqueeze(1)
+        y += part.to(torch.bfloat16).float()
+    return y.to(torch.bfloat16)
+
+
+def check_rows(out: Dispatched, number: int, rank: int, world_size: int) -> None:
+    """Each row with a slot is that of its source and token."""
+    slots_of_row = out.index.slots_of_row
+    assert slots_of_row is not None
+    for row, slots in enumerate(slots_of_row.tolist()):
+        if max(slots) >= 0:
+            source, token = divmod(row, MAX_TOKENS)
+            wanted = call_of(number, source, world_size, out.rows.data.device).hidden_states[token]
+            assert torch.equal(out.rows.data[row], wanted), f"round {number}, rank {rank}"
+
+
+def compute(out: Dispatched, rank: int) -> Tensor:
+    """[C, H]: what the experts of a rank make of their slots, NaN elsewhere."""
+    row_of_slot = out.index.row_of_slot
+    assert row_of_slot is not None
+    results = out.rows.data.new_full((row_of_slot.numel(), HIDDEN), float("nan"))
+    first = out.index.first_slot.tolist()
+    for expert, count in enumerate(out.index.num_slots_per_expert.tolist()):
+        mine = slice(first[expert], first[expert] + count)
+        rows = out.rows.data[row_of_slot[mine].long()]
+        results[mine] = rows * factor_of(rank * NUM_LOCAL + expert)
+    return results
+
+
+def run_rounds(buffer: NVLinkBuffer, rounds: range, group: EPGroup) -> None:
+    """Dispatch, compute, combine; every fifth batch is left uncombined, on every rank."""
+    rank, world_size = group.rank, group.world_size
+    for number in rounds:
+        call = call_of(number, rank, world_size, group.device)
+        if number % 7 == rank:
+            # The other ranks must wait.
+            time.sleep(0.01)
+        out = buffer.dispatch(call)
+        if number % 5 == 4:
+            if number % 2 == rank:
+                # The other rank is at the next dispatch, which must not write here yet.
+                time.sleep(0.3)
+            check_rows(out, number, rank, world_size)
+            continue
+        results = compute(out, rank)
+        y = buffer.combine(
+            results, out.route, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
+        ).y
+        assert torch.equal(y, expected_sums(call, world_size)), f"round {number}, rank {rank}"
+    buffer.check()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [OneSlotBuffer, NVLinkBuffer])
+def test_slots_are_used_again_and_again(kind: type[NVLinkBuffer]) -> None:
+    with EPGroup() as group:
+        buffer = kind(group.collectives, spec_of())
+        buffer.prepare()
+        run_rounds(buffer, range(7), group)
+        buffer.close()
+
+
+@pytest.mark.ranks(2)
+def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
+    with EPGroup() as group:
+        buffer = ImpatientBuffer(group.collectives, spec_of())
+        buffer.prepare()
+        call = call_of(1, group.rank, group.world_size, group.device)
+        sent = buffer.dispatch_async(call) if group.rank == 0 else None
+        if sent is not None:
+            # Rank 1 does not come: nothing is counted.
+            assert sent.wait().index.num_slots_per_expert.tolist() == [0] * NUM_LOCAL
+            with pytest.raises(EPTimeout, match="rank 1 did not arrive in dispatch, round 1"):
+                buffer.check()
+        group.collectives.gather_records({}, phase="rank 0 gave up")
+        if sent is None:
+            # Its kernels return at once, and its host hears of it.
+            out = buffer.dispatch(call)
+            assert out.index.num_slots_per_expert.tolist() == [0] * NUM_LOCAL
+            with pytest.raises(EPTimeout, match="rank 0 gave up"):
+                buffer.dispatch(call)
+        # The process lives on, and so does the group.
+        with pytest.raises(EPTimeout):
+            buffer.dispatch(call)
+        buffer.close()
+        again = NVLinkBuffer(group.collectives, spec_of())
+        again.prepare()
+        run_rounds(again, range(1), group)
+        again.close()
+
+
+@pytest.mark.ranks(2)
+def test_receiver_waits_for_a_late_sender_and_calls_may_be_finished_late() -> None:
+    with EPGroup() as group:
+        buffer = NVLinkBuffer(group.collectives, spec_of())
+        buffer.prepare()
+        calls = [call_of(number, group.rank, group.world_size, group.device) for number in BUSY]
+        homes = []
+        for call in calls:
+            if group.rank == 1:
+                time.sleep(0.05)
+            sent = buffer.dispatch_async(call)
+            out = sent.wait()
+            rows = compute(out, group.rank)
+            # The third dispatch needs the slot whose sums nobody has asked for.
+            homes.append(
+                buffer.combine_async(
+                    rows, out.route, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
+                )
+            )
+        for call, home in zip(calls, homes, strict=True):
+            wanted = expected_sums(call, group.world_size)
+            assert wanted.any()
+            assert torch.equal(home.wait().y, wanted)
+        buffer.close()
+
+
+@pytest.mark.ranks(2)
+def test_cpu_ranks_are_refused_where_kernels_are_not_interpreted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "IS_INTERPRETED", False)
+    with EPGroup() as group:
+        if group.device.type == "cuda":
+            group.open_buffer(BACKEND, spec_of())
+            return
+        with pytest.raises(BackendUnavailable, match="use backend="):
+            group.open_buffer(BACKEND, spec_of())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wire", [bench.WireName.BF16, bench.WireName.FP8])
+def test_benchmark_checks_before_it_measures(wire: bench.WireName) -> None:
+    options = bench.Options(
+        tokens=3,
+        hidden=32,
+        top_k=2,
+        experts=4,
+        wire=wire,
+        programs=0,
+        iterations=1,
+        warm_up=1,
+        pairs=2,
+        checked=2,
+        seed=0,
+    )
+    with EPGroup() as group:
+        buffer = bench.open_buffer(options, group)
+        assert bench.check(options, group, buffer)["batches"] == 2
+        if group.rank == 1:
+            # An element that rank 1 alone receives wrong.
+            send, row_bytes = buffer.dispatch, options.hidden
+
+            def spoil(call: DispatchCall) -> Dispatched:
+                out = send(call)
+                row = int(bench.row_of_slot(out)[0])
+                out.rows.data.view(torch.uint8)[row, row_bytes - 1] += 1
+                return out
+
+            buffer.dispatch = spoil
+        with pytest.raises(CheckError, match="rank 1: elements of slots differ"):
+            bench.check(options, group, buffer)
+        buffer.close()
+
+
+def test_plans_on_a_cpu_do_not_take_it() -> None:
+    verdict = NVLinkBuffer.probe({})
+    if not torch.cuda.is_available():
+        assert verdict.reasons == ("there is no CUDA device",)
+    assert NVLinkBuffer.caps(Mode.LOW_LATENCY).device_types == {"cuda"}

@@ -39,7 +39,7 @@ from epcomm.fuseep.limits import (
 from epcomm.fuseep.nz import nz_reasons
 from epcomm.fuseep.spec import FuseEPSpec
 from epcomm.fuseep.weights import DispatchFFNCombineWeights, FusedDeepMoEWeights, PackedWeights
-from epcomm.ops.holes import fill_holes
+from epcomm.ops.holes import fill_holes, is_nowhere
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.quantized_weights import Int8ChannelWeights
 from epcomm.types import Int8Profile, Layout, WeightsAppliedBy, WireDtype
@@ -170,7 +170,7 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
         self._check_open()
         ids, fault, _ = self._guard_on_device(call)
         has_failed = self._record(call, fault, fault * 0, self._max_slots)
-        is_nowhere = (ids < 0).all(dim=1, keepdim=True)
+        is_empty = is_nowhere(ids)
         ids, weights = fill_holes(ids, call.topk_weights, self._num_experts)
         chunks = list(self._chunks(call.hidden_states, ids, weights))
         outputs = [self._call_operator(chunk, experts) for chunk in chunks]
@@ -178,8 +178,7 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
         self._count(chunks, counts)
         parts = [y for (y, _), chunk in zip(outputs, chunks, strict=True) if not chunk.is_dummy]
         y = torch.cat(parts) if parts else call.hidden_states
-        # Padding may be NaN, or too large for a substitute, and 0 times that is no 0.
-        y = y.masked_fill(is_nowhere, 0.0)
+        y = y.masked_fill(is_empty, 0.0)
         most = len(chunks) * max_received_rows(self._sizes, self._world_size)
         return FuseEPResult(
             y=y.masked_fill(has_failed, float("nan")),

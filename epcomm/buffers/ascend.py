@@ -29,6 +29,7 @@ from epcomm.buffers.ascend_package import (
 from epcomm.buffers.base import BufferCaps, BufferSpec, DispatchCall, Dispatched
 from epcomm.buffers.sizes import Region
 from epcomm.config import Mode, environment
+from epcomm.ops.holes import is_nowhere
 from epcomm.records import SlotIndex
 from epcomm.types import Int8Profile, WireTensor
 
@@ -126,6 +127,7 @@ class AscendNormalBuffer(AscendBuffer):
             index=_index_of(counts, ids.device),
             handle=handle,
             slots_from_rank=slots_from_ranks(handle[5], self._world_size),
+            is_empty=is_nowhere(ids),
         )
         # Where nothing arrived there is one row of garbage.
         return self._dispatched(_first_rows(self._wire(received), num_slots), sent.topk_ids, route)

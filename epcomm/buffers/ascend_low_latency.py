@@ -33,6 +33,7 @@ from epcomm.buffers.ascend_package import (
 from epcomm.buffers.base import BufferCaps, BufferSpec, DispatchCall, Dispatched
 from epcomm.buffers.sizes import Region
 from epcomm.config import Mode
+from epcomm.ops.holes import is_nowhere
 from epcomm.records import SlotIndex
 from epcomm.types import Int8Profile
 
@@ -146,6 +147,8 @@ class AscendLowLatencyBuffer(AscendBuffer):
             topk_ids=sent.topk_ids,
             topk_weights=sent.topk_weights,
             slots_from_rank=slots_from_ranks(handle[1], self._world_size),
+            # After a fault y is NaN.
+            is_empty=is_nowhere(ids) & ~has_failed,
             has_failed=has_failed,
         )
         return self._dispatched(self._wire(received), sent.topk_ids, route)

@@ -33,6 +33,7 @@ class AscendRoute(Route):
 
     num_tokens: of the call; the package was given one where there was none.
     slots_from_rank: [W], int64, on the device.
+    is_empty: [T, 1], bool: tokens that are zeros in y.
     """
 
     num_tokens: int
@@ -40,6 +41,7 @@ class AscendRoute(Route):
     index: SlotIndex
     handle: Any
     slots_from_rank: Tensor
+    is_empty: Tensor
 
 
 class AscendBuffer(AscendCalls, ForeignBuffer):
@@ -160,7 +162,7 @@ class AscendBuffer(AscendCalls, ForeignBuffer):
         self._check_open()
         self._compare_combine()
         # Without the token of a rank that has none.
-        y = self._bring_home(rows, route)[: route.num_tokens]
+        y = self._bring_home(rows, route)[: route.num_tokens].masked_fill(route.is_empty, 0.0)
         self._count_bytes(COMBINE, route.slots_from_rank, slot_bytes(self._spec)[1])
         return Combined(y=y, scalars=None)
 

@@ -39,7 +39,7 @@ from epcomm.fuseep.limits import (
 from epcomm.fuseep.nz import nz_reasons
 from epcomm.fuseep.spec import FuseEPSpec
 from epcomm.fuseep.weights import DispatchFFNCombineWeights, FusedDeepMoEWeights, PackedWeights
-from epcomm.ops.holes import fill_holes
+from epcomm.ops.holes import fill_holes, is_nowhere
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.quantized_weights import Int8ChannelWeights
 from epcomm.types import Int8Profile, Layout, WeightsAppliedBy, WireDtype
@@ -170,6 +170,7 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
         self._check_open()
         ids, fault, _ = self._guard_on_device(call)
         has_failed = self._record(call, fault, fault * 0, self._max_slots)
+        is_empty = is_nowhere(ids)
         ids, weights = fill_holes(ids, call.topk_weights, self._num_experts)
         chunks = list(self._chunks(call.hidden_states, ids, weights))
         outputs = [self._call_operator(chunk, experts) for chunk in chunks]
@@ -177,6 +178,7 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
         self._count(chunks, counts)
         parts = [y for (y, _), chunk in zip(outputs, chunks, strict=True) if not chunk.is_dummy]
         y = torch.cat(parts) if parts else call.hidden_states
+        y = y.masked_fill(is_empty, 0.0)
         most = len(chunks) * max_received_rows(self._sizes, self._world_size)
         return FuseEPResult(
             y=y.masked_fill(has_failed, float("nan")),
@@ -291,7 +293,11 @@ class FusedDeepMoE(AscendFused[FusedDeepMoEWeights]):
 
 
 class DispatchFFNCombine(AscendFused[DispatchFFNCombineWeights]):
-    """Mode 2: float16 between the products, which overflows beyond 65504."""
+    """Mode 2: float16 between the products, which overflows beyond 65504.
+
+    A token whose row overflows at one of its experts, or at the substitute for an entry without
+    one (see ops/holes.py), is not finite in y.
+    """
 
     name: ClassVar[str] = "dispatch_ffn_combine"
     int8_profile: ClassVar[Int8Profile] = Int8Profile.DIVTRUNC16

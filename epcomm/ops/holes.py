@@ -6,6 +6,16 @@ import torch
 from torch import Tensor
 
 
+def is_nowhere(topk_ids: Tensor) -> Tensor:
+    """[T, 1], bool: tokens of ids [T, K] without any expert, which are zeros in y.
+
+    Weights of 0 do not make them so: padding may be NaN, or too large for a substitute.
+
+    Host sync: none.
+    """
+    return (topk_ids < 0).all(dim=1, keepdim=True)
+
+
 def fill_holes(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Replace each -1 by an expert that its row does not use, and its weight by 0.
 

@@ -144,6 +144,29 @@ def test_unquantised_experts_equal_the_oracle(backend: str) -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("backend", CASES)
+def test_what_lies_in_padding_does_not_matter(backend: str, wire: str) -> None:
+    """A token without any expert travels, and is zeros in y whatever becomes of it."""
+    spec = replace(buffer_suite.BATCH_SPECS["uneven"], hidden_size=HIDDEN, dtype=torch.bfloat16)
+    with EPGroup() as group, torch.no_grad():
+        batch = make_batch(spec, group.rank, group.world_size)
+        dtype = WireDtype.INT8 if wire == "int8" else None
+        config = replace(CASES[backend].config, backend=backend, dispatch_dtype=dtype)
+        weights = make_weights(spec, group.world_size, intermediate_size=16)
+        layer = ExpertParallelExperts(weights, group, config, top_k=spec.num_topk(group.world_size))
+        ids, x = batch.topk_ids.clone(), batch.x.clone()
+        ids[:1] = -1
+        topk = TopKOutput(topk_ids=ids, topk_weights=batch.topk_weights)
+        expected = layer(x, topk)
+        x[:1] = float("nan")
+        y = layer(x, topk)
+        layer.check()
+        assert not y[:1].any()
+        assert torch.equal(y, expected)
+
+
+@pytest.mark.ranks(2)
 def test_a_small_window_is_an_error_that_names_the_setting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

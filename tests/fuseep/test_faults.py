@@ -199,6 +199,26 @@ def test_tokens_without_an_expert_cost_rows_and_give_zeros(operator: str) -> Non
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("operator", [*OPERATORS, "fuseep_reference"])
+def test_what_lies_in_padding_does_not_matter(operator: str) -> None:
+    """A token without any expert is zeros in y, whatever a substitute makes of it."""
+    with EPGroup() as group:
+        layer, (x, topk) = make_layer(group, operator), batch(group.rank)
+        ids = topk.topk_ids.clone()
+        ids[:3] = -1
+        topk = replace(topk, topk_ids=ids)
+        good = layer(x, topk)
+        # The last one is finite, and its products are not in float16.
+        for row, value in enumerate((float("nan"), float("inf"), 3e38)):
+            x[row] = value
+        y = layer(x, topk)
+        layer.check()
+        assert not y[:3].any()
+        assert y[3:].any()
+        assert torch.equal(y, good)
+
+
+@pytest.mark.ranks(2)
 def test_paths_refuse_other_plans_closed_groups_and_other_packings() -> None:
     with EPGroup() as group:
         layers = {name: make_layer(group, name) for name in OPERATORS}

@@ -60,7 +60,7 @@ def test_layer_equals_the_oracle(scenario: str, operator: str) -> None:
 @pytest.mark.usefixtures("small_a3")
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_layer_equals_the_oracle_on_more_ranks(operator: str) -> None:
-    for scenario in ("empty_rank", "holes", "many_experts"):
+    for scenario in SCENARIOS:
         check_layer(scenario, operator, SMALL_SIZES)
 
 

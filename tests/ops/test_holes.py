@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epcomm.ops.holes import fill_holes
+from epcomm.ops.holes import fill_holes, is_nowhere
 
 
 @given(
@@ -37,3 +37,9 @@ def test_holes_of_many_tokens_spread_over_the_experts() -> None:
     ids = torch.full((64, 2), -1)
     filled, _ = fill_holes(ids, torch.ones(64, 2), 8)
     assert torch.bincount(filled.flatten(), minlength=8).tolist() == [16] * 8
+
+
+def test_a_token_is_nowhere_if_it_has_no_expert_at_all() -> None:
+    ids = torch.tensor([[0, 1], [-1, 3], [-1, -1]])
+    assert is_nowhere(ids).tolist() == [[False], [False], [True]]
+    assert is_nowhere(ids[:0]).shape == (0, 1)

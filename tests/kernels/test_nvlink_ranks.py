@@ -185,10 +185,10 @@ def run_rounds(buffer: NVLinkBuffer, rounds: range, group: EPGroup) -> None:
             # The other ranks must wait.
             time.sleep(0.01)
         out = buffer.dispatch(call)
-        if number % 5 == 4:
-            if number % 2 == rank:
+        if number % 5 == 1:
+            if number % 2 != rank:
                 # The other rank is at the next dispatch, which must not write here yet.
-                time.sleep(0.3)
+                time.sleep(0.5)
             check_rows(out, number, rank, world_size)
             continue
         results = compute(out, rank)
@@ -205,7 +205,7 @@ def test_slots_are_used_again_and_again(kind: type[NVLinkBuffer]) -> None:
     with EPGroup() as group:
         buffer = kind(group.collectives, spec_of())
         buffer.prepare()
-        run_rounds(buffer, range(7), group)
+        run_rounds(buffer, range(6), group)
         buffer.close()
 
 
@@ -228,6 +228,11 @@ def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
             assert out.index.num_slots_per_expert.tolist() == [0] * NUM_LOCAL
             with pytest.raises(EPTimeout, match="rank 0 gave up"):
                 buffer.dispatch(call)
+            # A graph goes on, for its host does not look.
+            buffer._report.zero_()
+            y = buffer.combine(compute(out, group.rank), out.route, rows_per=RowsPer.SLOT).y
+            assert y.numel() > 0
+            assert y.isnan().all()
         # The process lives on, and so does the group.
         with pytest.raises(EPTimeout):
             buffer.dispatch(call)
@@ -278,14 +283,13 @@ def test_cpu_ranks_are_refused_where_kernels_are_not_interpreted(
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("wire", [bench.WireName.BF16, bench.WireName.FP8])
-def test_benchmark_checks_before_it_measures(wire: bench.WireName) -> None:
+def test_benchmark_checks_before_it_measures() -> None:
     options = bench.Options(
         tokens=3,
         hidden=32,
         top_k=2,
         experts=4,
-        wire=wire,
+        wire=bench.WireName.FP8,
         programs=0,
         iterations=1,
         warm_up=1,

@@ -339,8 +339,10 @@ def _probe(
     reasons += buffer.lacks(mode, spec, world_size)
     if group is not None:
         reasons += _group_reasons(group, caps)
-    elif buffer.needs_one_host:
+    if buffer.needs_one_host and group is None:
         reasons.append("needs a group, to see that its ranks share a host")
+    if buffer.needs_one_host and group is not None and group.collectives.bounded is None:
+        reasons.append("needs a transport whose verbs the host waits in, gloo or MPI")
     return Availability(ok=not reasons, reasons=tuple(reasons))
 
 

@@ -22,7 +22,7 @@ WORD_BYTES = 64
 _WORDS_PER_LINE = WORD_BYTES // 8
 # Polls that only let other processes run, then naps of 50 us to 1 ms: ranks may be more than cores,
 # and a rank that computes must not be held up by those that wait.
-_NUM_YIELDS = 200
+_NUM_YIELDS = 10
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 50e-6, 1e-3
 
 

@@ -127,7 +127,7 @@ class NVLinkBuffer(Buffer):
         reasons = []
         if find_spec("triton") is None:
             reasons.append("triton is not installed; install it")
-        if not torch.cuda.is_available():
+        if not (torch.backends.cuda.is_built() and torch.cuda.is_available()):
             reasons.append("there is no CUDA device")
             return Availability(ok=False, reasons=tuple(reasons))
         if find_spec("torch.distributed._symmetric_memory") is None:

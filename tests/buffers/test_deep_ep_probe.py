@@ -378,11 +378,11 @@ class Auto:
 
 DECODE = EPConfig(max_tokens_per_rank=16)
 AUTO = [
-    Auto(package=None, config=DECODE, prefill="collective", decode="collective_static"),
+    Auto(package=None, config=DECODE, prefill="shared_memory", decode="collective_static"),
     Auto(package="v1", config=DECODE, prefill="deep_ep_v1", decode="deep_ep_v1_low_latency"),
     Auto(package="v1", config=EPConfig(), prefill="deep_ep_v1", decode=None),
     # A prefill without a limit has no room in the elastic buffer, which allocates once.
-    Auto(package="v2", config=DECODE, prefill="collective", decode="deep_ep_v2_low_latency"),
+    Auto(package="v2", config=DECODE, prefill="shared_memory", decode="deep_ep_v2_low_latency"),
     Auto(
         package="v2",
         config=replace(DECODE, mode=Mode.NORMAL),

@@ -24,10 +24,14 @@ FOLDER = Path("/dev/shm")
 SPEC = MoESpec(hidden_size=16, num_experts=8, top_k=2, dtype=torch.float32)
 
 
+# What other processes left, before these tests.
+BEFORE = frozenset(path.name for path in FOLDER.iterdir())
+
+
 def files_left(group: EPGroup) -> set[str]:
     # Every rank removes its own when it has heard that all are attached.
     group.collectives.gather_records({})
-    left = {path.name for path in FOLDER.iterdir() if path.name.startswith("epcomm-")}
+    left = {path.name for path in FOLDER.iterdir() if path.name.startswith("epcomm-")} - BEFORE
     # And begins nothing new before all have looked.
     group.collectives.gather_records({})
     return left

@@ -76,13 +76,6 @@ def test_kernels_quantize_as_torch_does(wire: str) -> None:
         buffer_suite.check_batch(env, spec)
 
 
-@pytest.mark.ranks(4)
-def test_four_ranks_keep_the_contract() -> None:
-    with EPGroup() as group:
-        for scenario in ("empty_rank", "traffic"):
-            buffer_suite.run_scenario(scenario, env_of(group))
-
-
 class OneSlotBuffer(NVLinkBuffer):
     """Every dispatch takes the memory of the last: faults of reuse show."""
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from epcomm import ConfigError
-from epcomm.ascend_formats import ACL_FORMAT_NZ, nz_reasons, require_internal_formats, to_nz
+from epcomm.ascend_formats import ACL_FORMAT_NZ, alignment_reasons, to_nz
 from epcomm.testing.ascend import registry
 from epcomm.testing.ascend.formats import as_nd, format_of
 
@@ -38,7 +35,7 @@ from epcomm.testing.ascend.formats import as_nd, format_of
 def test_matrices_fill_whole_tiles(
     shape: tuple[int, ...], dtype: torch.dtype, reasons: list[str]
 ) -> None:
-    assert nz_reasons("w", torch.zeros(shape, dtype=dtype)) == reasons
+    assert alignment_reasons("w", torch.zeros(shape, dtype=dtype)) == reasons
 
 
 def test_a_view_becomes_a_tiled_copy_and_stays_as_it_is() -> None:
@@ -50,11 +47,3 @@ def test_a_view_becomes_a_tiled_copy_and_stays_as_it_is() -> None:
     assert not tiled.requires_grad
     assert torch.equal(as_nd("test", tiled), before.transpose(1, 2))
     assert torch.equal(stored, before)
-
-
-def test_a_device_that_may_not_hold_formats_is_an_error() -> None:
-    require_internal_formats(SimpleNamespace(config=SimpleNamespace(allow_internal_format=True)))
-    forbidding = SimpleNamespace(config=SimpleNamespace(allow_internal_format=False))
-    wanted = r"to_nz: torch\.npu\.config\.allow_internal_format is False, expected True"
-    with pytest.raises(ConfigError, match=wanted):
-        require_internal_formats(forbidding)

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from epcomm.ascend_formats import nz_reasons
 from epcomm.ascend_soc import current_soc
 from epcomm.buffers.ascend_calls import AscendCalls, slot_bytes, slots_to_ranks
 from epcomm.buffers.base import BufferCaps, BufferSpec, DispatchCall
@@ -36,7 +37,6 @@ from epcomm.fuseep.limits import (
     fused_deep_moe_window_bytes,
     max_received_rows,
 )
-from epcomm.fuseep.nz import nz_reasons
 from epcomm.fuseep.spec import FuseEPSpec
 from epcomm.fuseep.weights import DispatchFFNCombineWeights, FusedDeepMoEWeights, PackedWeights
 from epcomm.ops.holes import fill_holes, is_nowhere

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from epcomm.ascend_facts import MAX_EXPERTS, window_reasons
+from epcomm.ascend_formats import TILE_ROWS
 from epcomm.ascend_soc import Soc
 from epcomm.ascend_variables import variable_reasons
 from epcomm.fuseep.interleave import TILE
-from epcomm.fuseep.nz import TILE_ROWS
 from epcomm.fuseep.spec import FuseEPSpec
 
 # Rows of a rank in one call of the operator. Documented of mode 1; mode 2 gets no more, which

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Generic
 
 import torch
 from torch import Tensor
 
-from epcomm.errors import ConfigError
 from epcomm.fuseep.base import FusedBackend, PackedT
 from epcomm.quantized_weights import Int8ChannelWeights
-
-# Where a tensor lies, and how often it was written.
-_State = tuple[int, int]
+from epcomm.written import WriteState
 
 
 class PackedExperts(Generic[PackedT]):
@@ -23,9 +21,7 @@ class PackedExperts(Generic[PackedT]):
 
     def __init__(self, operator: FusedBackend[PackedT]) -> None:
         self._operator = operator
-        self._states: dict[str, _State] = {}
-        # What was packed, so that nothing else comes to lie where it lay.
-        self._originals: list[Tensor] = []
+        self._states: dict[str, WriteState] = {}
         self._packed: PackedT | None = None
 
     def of(self, weights: Int8ChannelWeights) -> PackedT:
@@ -38,26 +34,19 @@ class PackedExperts(Generic[PackedT]):
             ConfigError: tensors that were made in inference mode, which do not tell when they are
                 written.
         """
-        states = {name: _state_of(name, tensor) for name, tensor in weights.tensors().items()}
-        packed = self._packed if states == self._states else None
-        if packed is None:
+        tensors = weights.tensors()
+        states = {name: WriteState.of(name, each, "fuseep") for name, each in tensors.items()}
+        if self._packed is None or not self._is_of(tensors):
             # The old ones are freed first: two copies beside the originals might not fit.
-            self._packed, self._originals = None, []
+            self._packed, self._states = None, {}
             with torch.no_grad():
-                packed = self._packed = self._operator.pack(weights)
+                self._packed = self._operator.pack(weights)
             self._states = states
-            self._originals = [tensor.detach() for tensor in weights.tensors().values()]
-        return packed
+        return self._packed
+
+    def _is_of(self, tensors: Mapping[str, Tensor]) -> bool:
+        return all(self._states[name].is_of(tensor) for name, tensor in tensors.items())
 
     def forget(self) -> None:
         """Pack at the next call, whatever the tensors tell."""
         self._states, self._packed = {}, None
-
-
-def _state_of(name: str, tensor: Tensor) -> _State:
-    if tensor.is_inference():
-        raise ConfigError(
-            f"fuseep: {name} was made in inference mode, where tensors do not tell when they are "
-            "written; load the experts outside of it, under torch.no_grad()"
-        )
-    return tensor.data_ptr(), tensor._version

@@ -13,10 +13,10 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from epcomm.ascend_formats import to_nd, to_nz
 from epcomm.ascend_soc import Soc
 from epcomm.errors import ConfigError, ShapeError
 from epcomm.fuseep.interleave import TILE, deinterleave, interleave
-from epcomm.fuseep.nz import to_nd, to_nz
 from epcomm.fuseep.scale_bits import bits_of_scales, scales_of_bits
 from epcomm.quantized_weights import Int8ChannelWeights
 

@@ -6,37 +6,28 @@ row-major and [E, out, in], as checkpoints are loaded into and saved from them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
-from weakref import ref
 
 from torch import Tensor
 
-from epcomm.ascend_formats import nz_reasons, to_nz
+from epcomm.ascend_formats import alignment_reasons, nz_reasons, to_nz
 from epcomm.buffers.base import Availability
-from epcomm.errors import ConfigError
 from epcomm.runners.ascend import AscendRunner, matrices_of
 from epcomm.types import Int8Profile
 from epcomm.weights import ExpertTensors
+from epcomm.written import WriteState
 
 # The parameters that are copied, in the order of matrices_of().
 _NAMES = ("gate_up_proj", "down_proj")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Prepared:
-    """A copy in NZ, and what it was made of: which tensor, where, after how many writes."""
+    """A copy in NZ, and what it was made of."""
 
-    source: Callable[[], Tensor | None]
-    address: int
-    num_writes: int
+    source: WriteState
     matrices: Tensor
-
-    def is_of(self, tensor: Tensor) -> bool:
-        """Whether `tensor` still holds what was copied."""
-        is_same = self.source() is tensor and self.address == tensor.data_ptr()
-        return is_same and self.num_writes == tensor._version
 
 
 class AscendNZRunner(AscendRunner):
@@ -61,7 +52,9 @@ class AscendNZRunner(AscendRunner):
             return verdict
         reasons = list(verdict.reasons)
         for name, matrices in zip(_NAMES, matrices_of(weights), strict=True):
-            reasons += nz_reasons(name, matrices)
+            reasons += alignment_reasons(name, matrices)
+        # One rank that refuses in its first run would leave the others waiting.
+        reasons += nz_reasons(next(iter(weights.tensors().values())).device)
         return Availability(ok=not reasons, reasons=tuple(reasons))
 
     @classmethod
@@ -87,23 +80,13 @@ class AscendNZRunner(AscendRunner):
 
     def _in_nz(self, name: str, tensor: Tensor, matrices: Tensor) -> Tensor:
         """The matrices of a parameter, a view of it, in NZ."""
-        if tensor.is_inference():
-            raise ConfigError(
-                f"{self.name}: {name} was made in torch.inference_mode(), where torch counts no "
-                "writes, so that reloading would go unseen; make it outside, or use "
-                "runner='ascend'"
-            )
+        source = WriteState.of(name, tensor, self.name)
         found = self._prepared.get(name)
-        if found is not None and found.is_of(tensor):
+        if found is not None and found.source.is_of(tensor):
             return found.matrices
         # The old copy goes before the new one comes.
         del found
         self._prepared.pop(name, None)
-        prepared = _Prepared(
-            source=ref(tensor),
-            address=tensor.data_ptr(),
-            num_writes=tensor._version,
-            matrices=to_nz(matrices),
-        )
+        prepared = _Prepared(source=source, matrices=to_nz(matrices))
         self._prepared[name] = prepared
         return prepared.matrices

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from epcomm.fuseep.nz import ACL_FORMAT_ND
+from epcomm.ascend_formats import ACL_FORMAT_ND
 from epcomm.testing.ascend.formats import format_of
 
 

@@ -18,9 +18,9 @@ from epcomm import (
     TopKOutput,
     WireDtype,
 )
+from epcomm.ascend_formats import to_nd, to_nz
 from epcomm.fuseep.ascend import FusedDeepMoE
 from epcomm.fuseep.interleave import deinterleave
-from epcomm.fuseep.nz import to_nd, to_nz
 from epcomm.fuseep.weights import FusedDeepMoEWeights
 
 W, E, H, I, K = 4, 16, 256, 192, 4  # noqa: E741 (the letter of the intermediate size)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epcomm import ConfigError
-from epcomm.fuseep.nz import ACL_FORMAT_ND, ACL_FORMAT_NZ, is_nz_aligned, to_nd, to_nz
+from epcomm.ascend_formats import ACL_FORMAT_ND, ACL_FORMAT_NZ, is_nz_aligned, to_nd, to_nz
 from epcomm.testing.ascend.formats import format_of, nz_pack, nz_unpack
 from tests.fuseep.checkpoint import GOLDEN, assert_golden
 from tests.fuseep.formats import device_that_keeps

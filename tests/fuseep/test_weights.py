@@ -20,9 +20,9 @@ from epcomm import (
     Int8ChannelWeights,
     ShapeError,
 )
+from epcomm import ascend_formats as nz
+from epcomm.ascend_formats import ACL_FORMAT_ND, ACL_FORMAT_NZ
 from epcomm.ascend_soc import Soc
-from epcomm.fuseep import nz
-from epcomm.fuseep.nz import ACL_FORMAT_ND, ACL_FORMAT_NZ
 from epcomm.fuseep.weights import DispatchFFNCombineWeights, FusedDeepMoEWeights
 from epcomm.testing.ascend.formats import as_nd, format_of, nz_pack
 from tests.fuseep.checkpoint import GOLDEN, HIDDEN, INTERMEDIATE, assert_golden, golden_weights

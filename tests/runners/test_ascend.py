@@ -289,7 +289,7 @@ def test_tensors_that_count_no_writes_are_refused() -> None:
         weights = int8_weights()
     sent = plain_record(batch_index())
     AscendRunner().run(sent, weights)
-    with pytest.raises(ConfigError, match=r"ascend_nz: gate_up_proj was made in .*inference_mode"):
+    with pytest.raises(ConfigError, match=r"ascend_nz: gate_up_proj was made in inference mode"):
         AscendNZRunner().run(sent, weights)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Self
-from weakref import ReferenceType
+from weakref import ReferenceType, ref
 
 from torch import Tensor
 
@@ -37,7 +37,12 @@ class WriteState:
                 f"{caller}: {name} was made in inference mode, where tensors do not tell when they "
                 "are written; load the experts outside of it, under torch.no_grad()"
             )
-        return cls(memory=tensor.detach(), address=tensor.data_ptr(), num_writes=tensor._version)
+        return cls(
+            source=ref(tensor),
+            memory=tensor.detach(),
+            address=tensor.data_ptr(),
+            num_writes=tensor._version,
+        )
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether `tensor` is that one, lies where it lay, and was not written since."""

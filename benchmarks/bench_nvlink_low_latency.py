@@ -37,7 +37,7 @@ from benchmarks.timing import Percentiles, captured, clock_for
 from epcomm import EPGroup
 from epcomm.buffers.base import Buffer, BufferSpec, DispatchCall, Dispatched
 from epcomm.buffers.faults import BatchFlags
-from epcomm.buffers.nvlink import NVLinkBuffer
+from epcomm.buffers.nvlink_low_latency import NVLinkLowLatencyBuffer
 from epcomm.quantization import (
     FP8_FLOAT32_SCALES,
     FP8_POWER_OF_TWO_SCALES,
@@ -122,18 +122,18 @@ class Options:
         )
 
 
-def open_buffer(options: Options, group: EPGroup) -> NVLinkBuffer:
+def open_buffer(options: Options, group: EPGroup) -> NVLinkLowLatencyBuffer:
     """The buffer, with another number of programs if that was asked for. Collective: yes."""
 
-    class Tuned(NVLinkBuffer):
-        most_programs: ClassVar[int] = options.programs or NVLinkBuffer.most_programs
+    class Tuned(NVLinkLowLatencyBuffer):
+        most_programs: ClassVar[int] = options.programs or NVLinkLowLatencyBuffer.most_programs
 
     buffer = Tuned(group.collectives, options.spec(group.world_size))
     buffer.prepare()
     return buffer
 
 
-def check(options: Options, group: EPGroup, buffer: NVLinkBuffer) -> dict[str, float]:
+def check(options: Options, group: EPGroup, buffer: NVLinkLowLatencyBuffer) -> dict[str, float]:
     """Compare with the collective buffer, batch by batch; the largest errors.
 
     Collective: yes.
@@ -155,7 +155,7 @@ def check(options: Options, group: EPGroup, buffer: NVLinkBuffer) -> dict[str, f
     return {"batches": options.checked, "largest_error_of_sums": worst, "allowed": SUM_TOLERANCE}
 
 
-def poison(buffer: NVLinkBuffer, group: EPGroup) -> None:
+def poison(buffer: NVLinkLowLatencyBuffer, group: EPGroup) -> None:
     """Fill what was received before, and what is received next, with NaN. Collective: yes."""
     wait_for_all(group.device)
     for rows in buffer.received_rows():
@@ -243,12 +243,12 @@ def results_of(out: Dispatched, factor: int) -> Tensor:
 class Work:
     """One batch, and experts' results that are there already."""
 
-    buffer: NVLinkBuffer
+    buffer: NVLinkLowLatencyBuffer
     call: DispatchCall
     results: Tensor
 
     @classmethod
-    def of(cls, options: Options, group: EPGroup, buffer: NVLinkBuffer) -> Work:
+    def of(cls, options: Options, group: EPGroup, buffer: NVLinkLowLatencyBuffer) -> Work:
         """The batch in which every rank has all its tokens."""
         call = options.make_call(0, group.rank, group.device)
         out = buffer.dispatch(call)

@@ -33,7 +33,7 @@ BUFFERS: Mapping[str, str] = MappingProxyType(
         "all_gather": "epcomm.buffers.all_gather:AllGatherBuffer",
         "replicated": "epcomm.buffers.replicated:ReplicatedBuffer",
         # Behind all that serve the same, so that nobody gets it unasked: not run between GPUs yet.
-        "nvlink_low_latency": "epcomm.buffers.nvlink:NVLinkBuffer",
+        "nvlink_low_latency": "epcomm.buffers.nvlink_low_latency:NVLinkLowLatencyBuffer",
     }
 )
 # Operators that dispatch, compute and combine in one call: mode fuseep.

@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 from epcomm.buffers.base import BufferSpec
 from epcomm.buffers.nvlink_layout import BlockLayout
-from epcomm.kernels import nvlink_combine, nvlink_dispatch
+from epcomm.kernels import nvlink_combine, nvlink_receive, nvlink_send
 from epcomm.kernels.peer_exchange import ExchangeDims, PeerExchange
 from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
 from epcomm.types import WireFormat
@@ -146,15 +146,15 @@ def recorded(module: object, name: str) -> _Recorder:
 
 
 def sent_dispatch(wire: WireFormat, hidden_size: int = 7168, world_size: int = 8) -> dict[str, str]:
-    recorder = recorded(nvlink_dispatch, "_send_dispatch_kernel")
+    recorder = recorded(nvlink_send, "_send_dispatch_kernel")
     kinds: Mapping[WireFormat, int] = {
-        PLAIN: nvlink_dispatch.PLAIN,
-        FP8_FLOAT32_SCALES: nvlink_dispatch.FP8,
-        INT8_PER_TOKEN: nvlink_dispatch.INT8,
+        PLAIN: nvlink_send.PLAIN,
+        FP8_FLOAT32_SCALES: nvlink_send.FP8,
+        INT8_PER_TOKEN: nvlink_send.INT8,
     }
     # Instead of the device that is not here.
-    nvlink_dispatch.has_e4m3 = lambda device: True
-    nvlink_dispatch.send_dispatch(
+    nvlink_send.has_e4m3 = lambda device: True
+    nvlink_send.send_dispatch(
         exchange_of(wire, hidden_size, world_size),
         torch.zeros(2, hidden_size, dtype=torch.bfloat16),
         torch.zeros(2, 8, dtype=torch.int64),
@@ -169,9 +169,9 @@ def sent_dispatch(wire: WireFormat, hidden_size: int = 7168, world_size: int = 8
 
 
 def received_dispatch() -> dict[str, str]:
-    recorder = recorded(nvlink_dispatch, "_receive_dispatch_kernel")
+    recorder = recorded(nvlink_receive, "_receive_dispatch_kernel")
     integers = torch.zeros(8, dtype=torch.int32)
-    nvlink_dispatch.receive_dispatch(
+    nvlink_receive.receive_dispatch(
         exchange_of(PLAIN, 7168, 8),
         torch.zeros(8192, dtype=torch.int32),
         integers,
@@ -184,8 +184,8 @@ def received_dispatch() -> dict[str, str]:
 
 
 def released() -> dict[str, str]:
-    recorder = recorded(nvlink_dispatch, "_release_slot_kernel")
-    nvlink_dispatch.release_slot(exchange_of(PLAIN, 7168, 8))
+    recorder = recorded(nvlink_receive, "_release_slot_kernel")
+    nvlink_receive.release_slot(exchange_of(PLAIN, 7168, 8))
     return recorder.compiled()
 
 

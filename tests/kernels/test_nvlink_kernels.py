@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from epcomm.buffers.base import BufferSpec
 from epcomm.buffers.nvlink_layout import BlockLayout
-from epcomm.kernels import nvlink_combine, nvlink_dispatch
+from epcomm.kernels import nvlink_combine, nvlink_receive, nvlink_send
 from epcomm.kernels.peer_exchange import ExchangeDims, PeerExchange
 from epcomm.types import WireFormat
 
@@ -97,14 +97,14 @@ def send(rank: Rank, ids: list[list[int]], weights: list[list[float]]) -> Tensor
     device = rank.block.device
     values = torch.arange(1, len(ids) + 1, device=device) * 10 * (rank.exchange.rank + 1)
     x = values.unsqueeze(1).expand(-1, HIDDEN).to(torch.bfloat16).contiguous()
-    nvlink_dispatch.send_dispatch(
+    nvlink_send.send_dispatch(
         rank.exchange,
         x,
         torch.tensor(ids, device=device),
         torch.tensor(weights, dtype=torch.float32, device=device),
         rank.is_sent,
         announced=0,
-        kind=nvlink_dispatch.PLAIN,
+        kind=nvlink_send.PLAIN,
         scale_block=HIDDEN,
         profile="rint127",
     )
@@ -142,7 +142,7 @@ def test_receiver_orders_slots_by_expert_and_source(device: torch.device) -> Non
 
     row_of_slot, slots_of_row, counts, first = integers(8), integers(4, 2), integers(2), integers(3)
     slot_weights = torch.full((8,), float("nan"), device=device)
-    nvlink_dispatch.receive_dispatch(
+    nvlink_receive.receive_dispatch(
         ranks[0].exchange, row_of_slot, slots_of_row, slot_weights, counts, first, slot_alignment=1
     )
     assert counts.tolist() == [2, 2]
@@ -193,7 +193,7 @@ def test_wait_in_vain_is_reported_and_told_to_all(device: torch.device) -> None:
     ranks = make_ranks(2, device)
     send(ranks[0], [[0, 1]], [[1, 1]])
     index = [torch.zeros(8, dtype=torch.int32, device=device) for _ in range(4)]
-    nvlink_dispatch.receive_dispatch(
+    nvlink_receive.receive_dispatch(
         ranks[0].exchange,
         index[0],
         index[1].view(4, 2),
@@ -203,7 +203,7 @@ def test_wait_in_vain_is_reported_and_told_to_all(device: torch.device) -> None:
         slot_alignment=1,
     )
     phase, epoch, _, _, *late = ranks[0].exchange.report.tolist()
-    assert (phase, epoch, late) == (nvlink_dispatch.PHASE_DISPATCH, 1, [0, 1])
+    assert (phase, epoch, late) == (nvlink_receive.PHASE_DISPATCH, 1, [0, 1])
     assert index[2][:2].tolist() == [0, 0]
     assert [int(rank.block[:4].view(torch.int32)) for rank in ranks] == [1, 1]
     # Rank 1 only notes who gave up, and sends nothing.

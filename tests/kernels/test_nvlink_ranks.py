@@ -19,7 +19,7 @@ from benchmarks.checks import CheckError
 from epcomm import EPGroup, Mode
 from epcomm.buffers.base import BufferSpec, DispatchCall, Dispatched
 from epcomm.buffers.faults import BatchFlags
-from epcomm.buffers.nvlink import NVLinkBuffer
+from epcomm.buffers.nvlink_low_latency import NVLinkLowLatencyBuffer
 from epcomm.errors import BackendUnavailable, EPTimeout
 from epcomm.kernels import launch
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT8_PER_TOKEN
@@ -76,13 +76,13 @@ def test_kernels_quantize_as_torch_does(wire: str) -> None:
         buffer_suite.check_batch(env, spec)
 
 
-class OneSlotBuffer(NVLinkBuffer):
+class OneSlotBuffer(NVLinkLowLatencyBuffer):
     """Every dispatch takes the memory of the last: faults of reuse show."""
 
     num_slots: ClassVar[int] = 1
 
 
-class ImpatientBuffer(NVLinkBuffer):
+class ImpatientBuffer(NVLinkLowLatencyBuffer):
     """Gives up after 200 polls, or a million of a GPU."""
 
     polls_per_s: ClassVar[Mapping[str, int]] = {"cpu": 2, "cuda": 10_000}
@@ -169,7 +169,7 @@ def compute(out: Dispatched, rank: int) -> Tensor:
     return results
 
 
-def run_rounds(buffer: NVLinkBuffer, rounds: range, group: EPGroup) -> None:
+def run_rounds(buffer: NVLinkLowLatencyBuffer, rounds: range, group: EPGroup) -> None:
     """Dispatch, compute, combine; every fifth batch is left uncombined, on every rank."""
     rank, world_size = group.rank, group.world_size
     for number in rounds:
@@ -193,8 +193,8 @@ def run_rounds(buffer: NVLinkBuffer, rounds: range, group: EPGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", [OneSlotBuffer, NVLinkBuffer])
-def test_slots_are_used_again_and_again(kind: type[NVLinkBuffer]) -> None:
+@pytest.mark.parametrize("kind", [OneSlotBuffer, NVLinkLowLatencyBuffer])
+def test_slots_are_used_again_and_again(kind: type[NVLinkLowLatencyBuffer]) -> None:
     with EPGroup() as group:
         buffer = kind(group.collectives, spec_of())
         buffer.prepare()
@@ -230,7 +230,7 @@ def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
         with pytest.raises(EPTimeout):
             buffer.dispatch(call)
         buffer.close()
-        again = NVLinkBuffer(group.collectives, spec_of())
+        again = NVLinkLowLatencyBuffer(group.collectives, spec_of())
         again.prepare()
         run_rounds(again, range(1), group)
         again.close()
@@ -239,7 +239,7 @@ def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
 @pytest.mark.ranks(2)
 def test_receiver_waits_for_a_late_sender_and_calls_may_be_finished_late() -> None:
     with EPGroup() as group:
-        buffer = NVLinkBuffer(group.collectives, spec_of())
+        buffer = NVLinkLowLatencyBuffer(group.collectives, spec_of())
         buffer.prepare()
         calls = [call_of(number, group.rank, group.world_size, group.device) for number in BUSY]
         homes = []
@@ -310,7 +310,7 @@ def test_benchmark_checks_before_it_measures() -> None:
 
 
 def test_plans_on_a_cpu_do_not_take_it() -> None:
-    verdict = NVLinkBuffer.probe({})
+    verdict = NVLinkLowLatencyBuffer.probe({})
     if not torch.cuda.is_available():
         assert verdict.reasons == ("there is no CUDA device",)
-    assert NVLinkBuffer.caps(Mode.LOW_LATENCY).device_types == {"cuda"}
+    assert NVLinkLowLatencyBuffer.caps(Mode.LOW_LATENCY).device_types == {"cuda"}

@@ -1,8 +1,8 @@
-"""The buffer for the GPUs of one host: kernels store rows where the experts' rank reads them.
+"""Low latency between the GPUs of one host: kernels store rows where the experts' rank reads them.
 
-Low latency: static sizes, no host read, two launches a phase, two slots used in turns, router
-weights that travel with the tokens, and sums of a rank's experts that go home as one row. Words,
-order and reuse: epcomm/kernels/nvlink_dispatch.py and nvlink_combine.py.
+Static sizes, no host read, two launches a phase, two slots used in turns, router weights that
+travel with the tokens, and sums of a rank's experts that go home as one row. Words, order and
+reuse: epcomm/kernels/nvlink_send.py, nvlink_receive.py and nvlink_combine.py.
 
 A dispatch of a slot whose last batch was never combined ends that batch first, on every rank alike,
 for calls have one order; its route is then refused.
@@ -12,16 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
-from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from epcomm.buffers.base import (
-    Availability,
-    Buffer,
     BufferCaps,
     BufferSpec,
     Combined,
@@ -30,18 +26,18 @@ from epcomm.buffers.base import (
 )
 from epcomm.buffers.faults import (
     BatchFlags,
-    DeviceFaults,
     FaultCode,
     assume_all_need_grad,
     pack_word,
 )
+from epcomm.buffers.nvlink_host import NVLinkHost
 from epcomm.buffers.nvlink_layout import HEADER_BYTES, NUM_SLOTS, BlockLayout
 from epcomm.buffers.sizes import CallShape, Region, index_bytes, most_slots_of, slot_regions
-from epcomm.buffers.symmetric_memory import SymmetricMemory, open_symmetric_memory
+from epcomm.buffers.symmetric_memory import SymmetricMemory
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.collectives.base import DEFAULT_TIMEOUT_S, Collectives, describe_ranks
+from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
-from epcomm.errors import BackendUnavailable, EPError, EPTimeout, HandleError
+from epcomm.errors import EPError, HandleError
 from epcomm.records import Pending, Route, SlotIndex
 from epcomm.types import (
     Int8Profile,
@@ -58,7 +54,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MOST_POLLS = 2**31 - 1
 # What a second rank of programs would cost an interpreter, it never gains.
 _INTERPRETED_PROGRAMS = 2
 
@@ -109,38 +104,27 @@ class _Slot:
     unfinished: _Late[Combined] | None = None
 
 
-class NVLinkBuffer(Buffer):
+class NVLinkLowLatencyBuffer(NVLinkHost):
     """Low latency between the GPUs of one host; under Triton's interpreter between CPU ranks."""
 
     name: ClassVar[str] = "nvlink_low_latency"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
-    needs_one_host: ClassVar[bool] = True
     # Used in turns; tests use one as well, which hides fewer faults.
     num_slots: ClassVar[int] = NUM_SLOTS
     # Of a kernel that sends: a token each at 128 tokens, and room for all on an H200 at once.
     most_programs: ClassVar[int] = 128
-    # Polls of a kernel in a second: of a GPU, not measured yet, and of an interpreter.
-    polls_per_s: ClassVar[Mapping[str, int]] = MappingProxyType({"cuda": 2_000_000, "cpu": 8_000})
 
     @classmethod
-    def probe(cls, environment: Mapping[str, str]) -> Availability:
-        reasons = []
-        if find_spec("triton") is None:
-            reasons.append("triton is not installed; install it")
-        if not (torch.backends.cuda.is_built() and torch.cuda.is_available()):
-            reasons.append("there is no CUDA device")
-            return Availability(ok=False, reasons=tuple(reasons))
-        if find_spec("torch.distributed._symmetric_memory") is None:
-            reasons.append("this torch has no symmetric memory; install 2.11 or newer")
-        mine = torch.cuda.current_device()
-        far = [
-            other
-            for other in range(torch.cuda.device_count())
-            if other != mine and not torch.cuda.can_device_access_peer(mine, other)
-        ]
-        if far:
-            reasons.append(f"device {mine} cannot write the memory of devices {far}")
-        return Availability(ok=not reasons, reasons=tuple(reasons))
+    def _waits(cls) -> Mapping[int, str]:
+        from epcomm.kernels.nvlink_combine import PHASE_COMBINE
+        from epcomm.kernels.nvlink_receive import PHASE_DISPATCH
+        from epcomm.kernels.nvlink_send import PHASE_CREDIT
+
+        return {
+            PHASE_CREDIT: "the end of the last combine, round {epoch} of its slot",
+            PHASE_DISPATCH: "dispatch, round {epoch} of its slot",
+            PHASE_COMBINE: "combine, round {epoch} of its slot",
+        }
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
@@ -206,15 +190,10 @@ class NVLinkBuffer(Buffer):
         )
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
-        self._collectives, self._spec = collectives, spec
-        self._rank, self._world_size = collectives.rank, collectives.world_size
-        self._device = collectives.device
+        super().__init__(collectives, spec)
         self._layout = BlockLayout(spec, self._world_size, self.num_slots)
-        self._faults = DeviceFaults(self._rank, self._world_size, self._device)
         self._slots: list[_Slot] = []
         self._num_batches = 0
-        self._memory: SymmetricMemory | None = None
-        self._stream: torch.cuda.Stream | None = None
 
     def prepare(self) -> None:
         """Map the blocks of all ranks, and launch each kernel once where launching is slow.
@@ -224,30 +203,16 @@ class NVLinkBuffer(Buffer):
             BackendUnavailable: some rank has not enough memory or cannot map it, or this is a CPU
                 rank whose kernels are not interpreted.
         """
-        from epcomm.kernels.launch import IS_INTERPRETED
-        from epcomm.kernels.peer_signals import REPORT_LATE
-
-        if self._device.type != "cuda" and not IS_INTERPRETED:
-            raise BackendUnavailable(
-                f"{self.name}: the group is on {self._device} (rank {self._rank} of "
-                f"{self._world_size}), expected cuda; use backend='shared_memory'"
-            )
-        self._memory = open_symmetric_memory(
-            self._collectives, self._layout.num_bytes, phase=f"open {self.name}"
-        )
-        device, size = self._memory.block.device, self._world_size
+        memory = self._open_memory(self._layout.num_bytes)
+        device = memory.block.device
         self._counters = torch.zeros(4, dtype=torch.int64, device=device)
-        # The host reads it while kernels run.
-        self._report = torch.zeros(
-            REPORT_LATE + size, dtype=torch.int32, pin_memory=device.type == "cuda"
-        )
         table = [
-            [base + self._layout.slot_offset(slot) for base in self._memory.addresses]
+            [base + self._layout.slot_offset(slot) for base in memory.addresses]
             for slot in range(self.num_slots)
         ]
-        aborts = list(self._memory.addresses)
+        aborts = list(memory.addresses)
         self._table = torch.tensor([*table, aborts], dtype=torch.int64, device=device)
-        self._slots = [self._make_slot(slot, self._memory) for slot in range(self.num_slots)]
+        self._slots = [self._make_slot(slot, memory) for slot in range(self.num_slots)]
         self._no_rows = torch.zeros(
             1, self._spec.hidden_size, dtype=self._combine_dtype, device=device
         )
@@ -258,7 +223,8 @@ class NVLinkBuffer(Buffer):
         return self.dispatch_async(call).wait()
 
     def dispatch_async(self, call: DispatchCall) -> Pending[Dispatched]:
-        from epcomm.kernels import nvlink_dispatch
+        from epcomm.kernels.nvlink_receive import release_slot
+        from epcomm.kernels.nvlink_send import send_dispatch
 
         assert len(call.hidden_states) <= self._layout.max_tokens, "the dispatcher has checked T"
         self._begin_call()
@@ -267,7 +233,7 @@ class NVLinkBuffer(Buffer):
         if slot.unfinished is not None:
             slot.unfinished.run()
         if slot.is_open:
-            nvlink_dispatch.release_slot(slot.exchange)
+            release_slot(slot.exchange)
         self._num_batches += 1
         slot.batch, slot.is_open, slot.unfinished = batch, True, None
         self._faults.note_own(call.error)
@@ -276,7 +242,7 @@ class NVLinkBuffer(Buffer):
             hidden_states = hidden_states.to(wire.dtype.torch_dtype)
         if hidden_states.stride(-1) != 1:
             hidden_states = hidden_states.contiguous()
-        nvlink_dispatch.send_dispatch(
+        send_dispatch(
             slot.exchange,
             hidden_states,
             call.topk_ids.contiguous(),
@@ -363,22 +329,18 @@ class NVLinkBuffer(Buffer):
         )
 
     def close(self) -> None:
-        if self._memory is None:
-            return
-        if self._device.type == "cuda":
-            # Peers keep what they have mapped; our own kernels must not be under way.
-            torch.cuda.synchronize(self._device)
-        self._memory, self._slots = None, []
+        super().close()
+        self._slots = []
 
     def _receive(self, slot: _Slot, batch: int, call: DispatchCall) -> Dispatched:
-        from epcomm.kernels import nvlink_dispatch
+        from epcomm.kernels.nvlink_receive import receive_dispatch
 
         self._check_open()
         self._check_batch(slot, batch)
         row_of_slot, slots_of_row = slot.index.row_of_slot, slot.index.slots_of_row
         assert row_of_slot is not None, "rows are read by index"
         assert slots_of_row is not None, "rows are read by index"
-        nvlink_dispatch.receive_dispatch(
+        receive_dispatch(
             slot.exchange,
             row_of_slot,
             slots_of_row,
@@ -535,27 +497,6 @@ class NVLinkBuffer(Buffer):
             home.wait()
             self._meet()
 
-    def _meet(self) -> None:
-        torch.cuda.synchronize(self._device)
-        self._collectives.gather_records({}, phase=f"open {self.name}")
-
-    def _begin_call(self) -> None:
-        self._check_open()
-        self._check_report()
-        if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            # Waiting kernels on free streams could fill two GPUs in different orders.
-            stream = torch.cuda.current_stream(self._device)
-            if self._stream is not None and self._stream != stream:
-                stream.wait_stream(self._stream)
-            self._stream = stream
-
-    def _check_open(self) -> None:
-        if self._memory is None:
-            raise HandleError(
-                f"{self.name}: the buffer is closed (rank {self._rank} of {self._world_size}); "
-                "make a new EPGroup"
-            )
-
     def _check_batch(self, slot: _Slot, batch: int) -> None:
         if slot.batch != batch or not slot.is_open:
             raise HandleError(
@@ -563,47 +504,6 @@ class NVLinkBuffer(Buffer):
                 f"{batch + self.num_slots} (rank {self._rank} of {self._world_size}); dispatch "
                 "again"
             )
-
-    def _check_report(self) -> None:
-        """Raise what a kernel has reported. Local; no device is waited for."""
-        from epcomm.kernels.nvlink_combine import PHASE_COMBINE
-        from epcomm.kernels.nvlink_dispatch import PHASE_CREDIT, PHASE_DISPATCH
-        from epcomm.kernels.peer_signals import (
-            REPORT_ABORTED,
-            REPORT_EPOCH,
-            REPORT_LATE,
-            REPORT_PHASE,
-        )
-
-        words = self._report.tolist()
-        where = f"rank {self._rank} of {self._world_size}"
-        if words[REPORT_PHASE]:
-            phases = {
-                PHASE_CREDIT: "the end of the last combine",
-                PHASE_DISPATCH: "dispatch",
-                PHASE_COMBINE: "combine",
-            }
-            late = [rank for rank, is_late in enumerate(words[REPORT_LATE:]) if is_late]
-            raise EPTimeout(
-                f"{self.name}: {describe_ranks(late)} did not arrive in "
-                f"{phases[words[REPORT_PHASE]]}, round {words[REPORT_EPOCH]} of its slot, within "
-                f"{self._timeout_s:g} s (this is {where}); close the group and make a new one"
-            )
-        if words[REPORT_ABORTED]:
-            raise EPTimeout(
-                f"{self.name}: rank {words[REPORT_ABORTED] - 1} gave up waiting and told all "
-                f"ranks (this is {where}); see its message; close the group and make a new one"
-            )
-
-    @property
-    def _timeout_s(self) -> float:
-        bounded = self._collectives.bounded
-        return DEFAULT_TIMEOUT_S if bounded is None else bounded.timeout_s
-
-    @property
-    def _max_polls(self) -> int:
-        polls = self._timeout_s * self.polls_per_s[self._device.type]
-        return min(_MOST_POLLS, max(1, int(polls)))
 
     @property
     def _num_programs(self) -> int:
@@ -637,11 +537,11 @@ def _call_bytes(spec: BufferSpec) -> int:
 
 
 def _kind_of(wire: WireFormat) -> int:
-    from epcomm.kernels import nvlink_dispatch
+    from epcomm.kernels import nvlink_send
 
     if wire.dtype is WireDtype.INT8:
-        return nvlink_dispatch.INT8
+        return nvlink_send.INT8
     if wire.dtype is not WireDtype.FP8_E4M3:
-        return nvlink_dispatch.PLAIN
+        return nvlink_send.PLAIN
     is_power_of_two = wire.scale_dtype == torch.float8_e8m0fnu
-    return nvlink_dispatch.FP8_POWER_OF_TWO if is_power_of_two else nvlink_dispatch.FP8
+    return nvlink_send.FP8_POWER_OF_TWO if is_power_of_two else nvlink_send.FP8

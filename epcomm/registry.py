@@ -33,6 +33,8 @@ BUFFERS: Mapping[str, str] = MappingProxyType(
         "all_gather": "epcomm.buffers.all_gather:AllGatherBuffer",
         "replicated": "epcomm.buffers.replicated:ReplicatedBuffer",
         # Behind all that serve the same, so that nobody gets it unasked: not run between GPUs yet.
+        "nvlink": "epcomm.buffers.nvlink_normal:NVLinkBuffer",
+        "nvlink_static": "epcomm.buffers.nvlink_normal:NVLinkStaticBuffer",
         "nvlink_low_latency": "epcomm.buffers.nvlink_low_latency:NVLinkLowLatencyBuffer",
     }
 )

@@ -59,12 +59,8 @@ def read_counts(
         ShapeError, CapacityError: some rank announced a fault; on every rank.
         ConfigError: some ranks need gradients, others run under no_grad; on every rank.
     """
-    own_error = call.error
-    if headers[rank][0] == FaultCode.IDS:
-        own_error = ids_error(call.topk_ids, num_experts, rank, len(headers))
-    raise_faults([words[0] for words in headers], rank, own_error)
-    flags = [words[1] for words in headers]
-    check_grad_modes(flags, rank)
+    codes, flags = [words[0] for words in headers], [words[1] for words in headers]
+    check_headers(codes, flags, call, num_experts, rank)
     slots_from_rank = [words[HEADER_WORDS:] for words in headers]
     return Counts(
         rows_from_rank=tuple(words[2] for words in headers),
@@ -72,3 +68,18 @@ def read_counts(
         device_slots_per_expert=device_slots.sum(0),
         any_flags=any_flags(flags),
     )
+
+
+def check_headers(
+    codes: Sequence[int], flags: Sequence[int], call: DispatchCall, num_experts: int, rank: int
+) -> None:
+    """Raise what the headers of a dispatch say is wrong: a FaultCode and BatchFlags a rank.
+
+    Raises:
+        ShapeError, CapacityError, ConfigError: as read_counts().
+    """
+    own_error = call.error
+    if codes[rank] == FaultCode.IDS:
+        own_error = ids_error(call.topk_ids, num_experts, rank, len(codes))
+    raise_faults(codes, rank, own_error)
+    check_grad_modes(flags, rank)

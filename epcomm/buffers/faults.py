@@ -198,6 +198,11 @@ def pack_word(code: FaultCode, flags: BatchFlags) -> int:
     return int(code) | (int(flags) << _FLAGS_SHIFT)
 
 
+def unpack_word(word: int) -> tuple[int, int]:
+    """FaultCode and BatchFlags of a word of pack_word()."""
+    return word & ((1 << _FLAGS_SHIFT) - 1), word >> _FLAGS_SHIFT
+
+
 class DeviceFaults:
     """Faults that wait on the device: the first one of each rank since the last check."""
 

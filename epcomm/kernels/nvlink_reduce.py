@@ -1,0 +1,396 @@
+"""Combine of normal mode over NVLink: senders and reducers in one launch.
+
+Senders sum the slots of a row in k order, in float32, cast once, and store the sum at the place of
+its token on the token's rank; reducers there add the sums of the ranks up, in rank order, in
+float32, and cast once. Sums are announced item by item, a few dozen rows of one source each, so
+that reducers follow while the wire is busy.
+
+Memory order: a rank says that it has begun a combine, and so has done with the sums of the last
+one; whoever has heard so stores there, and releases the number of the combine into a word of each
+item, which the reducer acquires. Reducers come behind all senders of their rank, and senders wait
+for no reducer: any number of programs may be resident.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from epcomm.kernels.epochs import COMBINE_EPOCH, COMBINE_LEFT, end_epoch
+from epcomm.kernels.launch import EXACT, next_power_of_two
+from epcomm.kernels.normal_exchange import Arrivals, NormalExchange, Sends
+from epcomm.kernels.nvlink_combine import _cast
+from epcomm.kernels.peer_exchange import on_device
+from epcomm.kernels.peer_signals import await_words, give_up, publish, words_at
+
+# What a report says that a rank waited for.
+PHASE_READY, PHASE_SUMS = 14, 15
+
+_PHASE_READY = tl.constexpr(PHASE_READY)
+_PHASE_SUMS = tl.constexpr(PHASE_SUMS)
+_COMBINE_EPOCH = tl.constexpr(COMBINE_EPOCH)
+_COMBINE_LEFT = tl.constexpr(COMBINE_LEFT)
+
+
+@triton.jit
+def _nth_slot(slots: tl.tensor, order: tl.tensor, nth: tl.tensor) -> tl.tensor:
+    """[rows]: of -1 5 -1 2 the first is 5, the second 2, the third -1; order: 0 1 1 2."""
+    return tl.max(tl.where((slots >= 0) & (order == nth), slots, -1), 1)
+
+
+@triton.jit
+def _weighted_rows(
+    rows_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    places: tl.tensor,
+    column: tl.tensor,
+    is_element: tl.tensor,
+    ROWS_STRIDE: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+) -> tl.tensor:
+    """[rows, COLUMNS], float32: result times weight, 0 where there is none (-1)."""
+    is_there = places >= 0
+    row_ptr = rows_ptr + tl.cast(places, tl.int64)[:, None] * ROWS_STRIDE + column
+    part = tl.load(row_ptr, mask=is_there[:, None] & is_element, other=0.0).to(tl.float32)
+    if HAS_WEIGHTS:
+        part *= tl.load(weights_ptr + places, mask=is_there, other=0.0)[:, None]
+    return part
+
+
+@triton.jit
+def _await_items(
+    done_ptr: tl.tensor,
+    abort_ptr: tl.tensor,
+    lowest: tl.tensor,
+    highest: tl.tensor,
+    epoch: tl.tensor,
+    max_polls: tl.tensor,
+    ITEM_ROWS: tl.constexpr,
+    ITEMS: tl.constexpr,
+    W_LANES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Wait for places lowest to highest of each rank, within two items; -1: for none.
+
+    Returns as peer_signals.await_words().
+    """
+    lane = tl.arange(0, W_LANES)
+    is_needed = highest >= 0
+    from_ptr = done_ptr + lane * ITEMS + tl.maximum(lowest, 0) // ITEM_ROWS
+    to_ptr = done_ptr + lane * ITEMS + tl.maximum(highest, 0) // ITEM_ROWS
+    num_late = 1
+    polls_left = max_polls
+    while (num_late > 0) & (polls_left > 0):
+        begun = tl.load(from_ptr, mask=is_needed, other=0, volatile=True) - epoch
+        ended = tl.load(to_ptr, mask=is_needed, other=0, volatile=True) - epoch
+        num_late = tl.sum((is_needed & (tl.minimum(begun, ended) < 0)).to(tl.int32))
+        polls_left = tl.where(tl.load(abort_ptr, volatile=True) != 0, 0, polls_left - 1)
+    nothing = tl.zeros_like(lane)
+    begun = tl.atomic_add(from_ptr, nothing, mask=is_needed, sem="acquire", scope="sys") - epoch
+    ended = tl.atomic_add(to_ptr, nothing, mask=is_needed, sem="acquire", scope="sys") - epoch
+    late = (is_needed & (tl.minimum(begun, ended) < 0)).to(tl.int32)
+    # The other threads may load only after those that acquired.
+    tl.debug_barrier()
+    return late, tl.load(abort_ptr, volatile=True)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "own_address",
+        "rank",
+        "announced",
+        "num_tokens",
+        "num_senders",
+        "max_polls",
+    ]
+)
+def _combine_kernel(
+    rows_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    slots_of_row_ptr: tl.tensor,
+    scalars_ptr: tl.tensor,
+    rows_from_ptr: tl.tensor,
+    row_base_ptr: tl.tensor,
+    has_failed_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    owners_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    out_scalars_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    state_ptr: tl.tensor,
+    counters_ptr: tl.tensor,
+    faults_ptr: tl.tensor,
+    report_ptr: tl.tensor,
+    own_address: tl.tensor,
+    rank: tl.tensor,
+    announced: tl.tensor,
+    num_tokens: tl.tensor,
+    num_senders: tl.tensor,
+    max_polls: tl.tensor,
+    PER_ROW: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    HAS_SCALARS: tl.constexpr,
+    ROWS_STRIDE: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ITEM_ROWS: tl.constexpr,
+    ITEMS: tl.constexpr,
+    WAITED: tl.constexpr,
+    W: tl.constexpr,
+    W_LANES: tl.constexpr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    K_LANES: tl.constexpr,
+    READY_AT: tl.constexpr,
+    CALLED_AT: tl.constexpr,
+    DONE_AT: tl.constexpr,
+    BACK_AT: tl.constexpr,
+    BACK_BYTES: tl.constexpr,
+    SCALARS_AT: tl.constexpr,
+) -> None:
+    """Items p, p + S, ... of sender p of S; the other programs reduce.
+
+    W = 2: of the example of nvlink_plan.py, the sum of place 1 of rank 1 on rank 0 goes to row
+    0 * M + 1 of rank 1, whose token 1 is there alone.
+    """
+    program = tl.program_id(0)
+    epoch = tl.load(state_ptr + _COMBINE_EPOCH) + 1
+    source_lane = tl.arange(0, W_LANES)
+    is_source = source_lane < W
+    # Ranks may be one combine apart.
+    called_at = CALLED_AT + (epoch % 2) * (W * 4)
+    if program == 0:
+        bases = tl.load(table_ptr + source_lane, mask=is_source, other=0)
+        called_ptr = (bases + called_at + rank * 4).to(tl.pointer_type(tl.int32))
+        tl.store(called_ptr, tl.zeros_like(source_lane) + announced, mask=is_source)
+        # Awaited below, on every rank: this one has done with the sums of its last combine.
+        publish(table_ptr, READY_AT + rank * 4, 1, W, W_LANES)
+    abort_ptr = words_at(own_address)
+    late, aborted = await_words(  # pyright: ignore[reportGeneralTypeIssues]
+        words_at(own_address + READY_AT), abort_ptr, epoch, max_polls, W, W_LANES
+    )
+    is_lost = (tl.sum(late) > 0) | (aborted != 0)
+    if is_lost:
+        give_up(late, aborted, report_ptr, table_ptr, _PHASE_READY, epoch, rank, W, W_LANES)
+    called_ptr = words_at(own_address + CALLED_AT) + (epoch % 2) * W + source_lane
+    codes = tl.load(called_ptr, mask=is_source & (is_lost == 0), other=0)
+    if program == 0:
+        earlier = tl.load(faults_ptr + 2 * source_lane, mask=is_source, other=0)
+        is_news = is_source & (earlier == 0) & (codes != 0)
+        tl.store(faults_ptr + 2 * source_lane, codes.to(tl.int64), mask=is_news)
+    has_failed = is_lost | (tl.max(codes) != 0) | (tl.load(has_failed_ptr) != 0)
+
+    column = tl.arange(0, COLUMNS)[None, :]
+    is_element = column < HIDDEN
+    dtype = rows_ptr.dtype.element_ty
+    lane = tl.arange(0, ROWS)
+    k = tl.arange(0, K_LANES)[None, :]
+    if program < num_senders:
+        num_sent = 0
+        rows_from = tl.load(rows_from_ptr + source_lane, mask=is_source, other=0)
+        num_items = (tl.max(rows_from) + ITEM_ROWS - 1) // ITEM_ROWS * W
+        num_items = tl.where(has_failed, 0, num_items)
+        for number in tl.range(program, num_items, num_senders, num_stages=1):
+            # Each rank begins elsewhere, so that they do not all store to the same one.
+            source = (number + rank) % W
+            item = number // W
+            row_base = tl.load(row_base_ptr + source)
+            end = tl.minimum((item + 1) * ITEM_ROWS, tl.load(rows_from_ptr + source))
+            base = tl.load(table_ptr + source)
+            if item * ITEM_ROWS < end:
+                for start in tl.range(item * ITEM_ROWS, end, ROWS, num_stages=1):
+                    place = start + lane
+                    is_row = place < end
+                    row = row_base + place
+                    entry_at = row[:, None] * K + k
+                    is_entry = is_row[:, None] & (k < K)
+                    if PER_ROW:
+                        row = tl.where(is_row, row, -1)
+                        total = _weighted_rows(
+                            rows_ptr, weights_ptr, row, column, is_element, ROWS_STRIDE, False
+                        )
+                    else:
+                        slots = tl.load(slots_of_row_ptr + entry_at, mask=is_entry, other=-1)
+                        order = tl.cumsum((slots >= 0).to(tl.int32), 1)
+                        # Most rows have one slot or two, whose loads go out together.
+                        total = _weighted_rows(
+                            rows_ptr,
+                            weights_ptr,
+                            _nth_slot(slots, order, 1),
+                            column,
+                            is_element,
+                            ROWS_STRIDE,
+                            HAS_WEIGHTS,
+                        ) + _weighted_rows(
+                            rows_ptr,
+                            weights_ptr,
+                            _nth_slot(slots, order, 2),
+                            column,
+                            is_element,
+                            ROWS_STRIDE,
+                            HAS_WEIGHTS,
+                        )
+                        for nth in tl.range(3, tl.max(tl.max(order, 1), 0) + 1, 1, num_stages=1):
+                            total += _weighted_rows(
+                                rows_ptr,
+                                weights_ptr,
+                                _nth_slot(slots, order, nth),
+                                column,
+                                is_element,
+                                ROWS_STRIDE,
+                                HAS_WEIGHTS,
+                            )
+                    target = tl.cast(rank, tl.int64) * M + place
+                    home_ptr = (base + BACK_AT + target * BACK_BYTES).to(tl.pointer_type(dtype))
+                    home_ptr = tl.multiple_of(home_ptr, 16)[:, None] + column
+                    tl.store(home_ptr, _cast(total, dtype), mask=is_row[:, None] & is_element)
+                    if HAS_SCALARS:
+                        scalars = tl.load(scalars_ptr + entry_at, mask=is_entry, other=0.0)
+                        home_ptr = (base + SCALARS_AT + target * (4 * K_LANES)).to(
+                            tl.pointer_type(tl.float32)
+                        )
+                        tl.store(tl.multiple_of(home_ptr, 16)[:, None] + k, scalars, mask=is_entry)
+                num_sent += tl.where(source == rank, 0, end - item * ITEM_ROWS)
+                # The release is made by one thread: it covers the stores of the others only so.
+                tl.debug_barrier()
+                done_ptr = words_at(base + DONE_AT) + rank * ITEMS + item
+                # Acquired in _await_items().
+                tl.atomic_xchg(done_ptr, epoch, sem="release", scope="sys")
+        # Of this rank alone, and read by its host.
+        counter_ptr = counters_ptr + (4 if HAS_SCALARS else 3)
+        tl.atomic_add(counter_ptr, tl.cast(num_sent, tl.int64), sem="relaxed")
+    else:
+        num_reducers = tl.num_programs(0) - num_senders
+        step = num_reducers * WAITED
+        for start in tl.range((program - num_senders) * WAITED, num_tokens, step, num_stages=1):
+            token = start + tl.arange(0, WAITED)
+            is_place = (token < num_tokens)[:, None] & is_source[None, :]
+            at = token[:, None] * W + source_lane[None, :]
+            places = tl.load(places_ptr + at, mask=is_place & (has_failed == 0), other=-1)
+            # Places of one rank ascend with the tokens, so they span as many at most.
+            highest = tl.max(places, 0)
+            lowest = tl.min(tl.where(places >= 0, places, 0x7FFFFFFF), 0)
+            lowest = tl.where(highest >= 0, lowest, 0)
+            late, aborted = _await_items(  # pyright: ignore[reportGeneralTypeIssues]
+                words_at(own_address + DONE_AT),
+                abort_ptr,
+                lowest,
+                highest,
+                epoch,
+                tl.where(has_failed, 1, max_polls),
+                ITEM_ROWS,
+                ITEMS,
+                W_LANES,
+            )
+            is_missing = (tl.sum(late) > 0) | (aborted != 0)
+            if is_missing:
+                give_up(late, aborted, report_ptr, table_ptr, _PHASE_SUMS, epoch, rank, W, W_LANES)
+            is_void = has_failed | is_missing
+            for first in tl.range(start, start + WAITED, ROWS, num_stages=1):
+                token = first + lane
+                is_token = token < num_tokens
+                is_read = is_token & (is_void == 0)
+                total = tl.zeros([ROWS, COLUMNS], tl.float32)
+                for source in tl.static_range(W):
+                    place = tl.load(places_ptr + token * W + source, mask=is_read, other=-1)
+                    at = source * M + tl.cast(place, tl.int64)
+                    part_ptr = (own_address + BACK_AT + at * BACK_BYTES).to(tl.pointer_type(dtype))
+                    part_ptr = tl.multiple_of(part_ptr, 16)[:, None] + column
+                    is_part = (place >= 0)[:, None] & is_element
+                    total += tl.load(part_ptr, mask=is_part, other=0.0).to(tl.float32)
+                total = tl.where(is_void, float("nan"), total)
+                out_row_ptr = out_ptr + tl.cast(token, tl.int64)[:, None] * HIDDEN + column
+                tl.store(out_row_ptr, _cast(total, dtype), mask=is_token[:, None] & is_element)
+                if HAS_SCALARS:
+                    entry_at = token[:, None] * K + k
+                    is_entry = is_token[:, None] & (k < K)
+                    owner = tl.load(owners_ptr + entry_at, mask=is_entry & (is_void == 0), other=-1)
+                    is_owned = owner >= 0
+                    place = tl.load(places_ptr + token[:, None] * W + owner, mask=is_owned, other=0)
+                    at = (tl.cast(owner, tl.int64) * M + place) * K_LANES + k
+                    scalar_ptr = (own_address + SCALARS_AT).to(tl.pointer_type(tl.float32))
+                    scalars = tl.load(scalar_ptr + at, mask=is_owned, other=0.0)
+                    scalars = tl.where(is_void, float("nan"), scalars)
+                    tl.store(out_scalars_ptr + entry_at, scalars, mask=is_entry)
+    end_epoch(state_ptr, _COMBINE_EPOCH, _COMBINE_LEFT, epoch)
+
+
+def combine_rows(
+    exchange: NormalExchange,
+    rows: Tensor,
+    sends: Sends,
+    arrivals: Arrivals,
+    slots_of_row: Tensor | None,
+    out: Tensor,
+    *,
+    slot_weights: Tensor | None = None,
+    row_scalars: Tensor | None = None,
+    out_scalars: Tensor | None = None,
+    announced: int = 0,
+) -> None:
+    """Sum the slots of each received row, send the sums home, and add them up there.
+
+    Args:
+        exchange: the memory of all ranks.
+        rows: [C, H], or [R, H] if slots_of_row is None, of any floating dtype; rows may lie apart.
+        sends, arrivals: of the route.
+        slots_of_row: [R, K], int32, as index_rows() wrote it.
+        out: [T, H], contiguous, written, in the dtype of rows; NaN if the call has failed.
+        slot_weights: [C], float32, multiplied into slots, or None.
+        row_scalars: [R, K], float32, that travel with the rows, to out_scalars [T, K].
+        announced: why this rank refuses the call, a FaultCode, or 0.
+
+    Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
+    """
+    dims, regions, tuning = exchange.dims, exchange.regions, exchange.tuning
+    (num_tokens, hidden_size), programs = out.shape, exchange.num_programs
+    num_senders = max(1, programs - max(1, programs // tuning.reducers))
+    with on_device(out):
+        _combine_kernel[(max(programs, num_senders + 1),)](
+            rows,
+            slot_weights,
+            slots_of_row,
+            row_scalars,
+            arrivals.rows_from,
+            arrivals.row_base,
+            arrivals.has_failed,
+            sends.places,
+            sends.owners,
+            out,
+            out_scalars,
+            exchange.table,
+            exchange.state,
+            exchange.counters,
+            exchange.faults,
+            exchange.report,
+            exchange.own_address,
+            exchange.rank,
+            announced,
+            num_tokens,
+            num_senders,
+            exchange.max_polls,
+            PER_ROW=slots_of_row is None,
+            HAS_WEIGHTS=slot_weights is not None,
+            HAS_SCALARS=row_scalars is not None,
+            ROWS_STRIDE=rows.stride(0) if rows.shape[0] > 1 else hidden_size,
+            HIDDEN=hidden_size,
+            COLUMNS=next_power_of_two(hidden_size),
+            ROWS=tuning.combined_rows,
+            ITEM_ROWS=tuning.item_rows,
+            ITEMS=exchange.num_items,
+            WAITED=tuning.waited_tokens,
+            W=dims.world_size,
+            W_LANES=next_power_of_two(dims.world_size),
+            M=dims.max_tokens,
+            K=dims.top_k,
+            K_LANES=exchange.record_words,
+            READY_AT=regions["ready"],
+            CALLED_AT=regions["called"],
+            DONE_AT=regions["done"],
+            BACK_AT=regions["back"],
+            BACK_BYTES=exchange.back_bytes,
+            SCALARS_AT=regions["back_scalars"],
+            num_warps=tuning.combine_warps,  # pyright: ignore[reportCallIssue]
+            **EXACT,
+        )

@@ -486,49 +486,14 @@ class _NVLinkNormal(NVLinkHost):
 
     def _open(self, max_tokens: int) -> None:
         """Blocks with room for M tokens of each rank, and words that begin anew."""
-        from epcomm.kernels.epochs import STATE_WORDS
-        from epcomm.kernels.launch import next_power_of_two
-        from epcomm.kernels.normal_exchange import NormalExchange
-        from epcomm.kernels.peer_exchange import ExchangeDims
-
-        spec, size = self._spec, self._world_size
-        layout = self._layout_for(spec, size, max_tokens)
-        memory = self._open_memory(layout.num_bytes)
-        programs, num_experts = self._num_programs, size * spec.num_local_experts
-        lanes = next_power_of_two(num_experts) + next_power_of_two(size) + 1
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=self._device)
-
-        self._layout = layout
-        self._exchange = NormalExchange(
-            rank=self._rank,
-            num_programs=programs,
+        self._layout = self._layout_for(self._spec, self._world_size, max_tokens)
+        memory = self._open_memory(self._layout.num_bytes)
+        self._exchange = exchange_of(
+            self._layout,
+            memory.addresses,
+            self._rank,
+            num_programs=self._num_programs,
             max_polls=self._max_polls,
-            own_address=memory.addresses[self._rank],
-            table=torch.tensor(memory.addresses, dtype=torch.int64, device=self._device),
-            dims=ExchangeDims(
-                world_size=size,
-                max_tokens=max_tokens,
-                top_k=spec.top_k,
-                num_local_experts=spec.num_local_experts,
-            ),
-            tuning=self._tuning(),
-            regions=layout.offsets,
-            slots_at=layout.slots_at,
-            slot_bytes=layout.slot_bytes,
-            num_items=layout.num_items,
-            record_words=layout.record_words,
-            data_bytes=layout.data_bytes,
-            scale_bytes=layout.scale_bytes,
-            header_bytes=layout.header_bytes,
-            back_bytes=layout.back_bytes,
-            state=zeros(STATE_WORDS),
-            scratch=zeros(programs, lanes),
-            counted=zeros(programs),
-            bases=zeros(
-                programs, next_power_of_two(size) * next_power_of_two(spec.num_local_experts)
-            ),
             counters=self._counters,
             faults=self._faults.words,
             report=self._report,
@@ -565,11 +530,6 @@ class _NVLinkNormal(NVLinkHost):
         scalars = torch.zeros(backward.shape[0], spec.top_k, device=self._device)
         self.combine(backward, out.route, rows_per=RowsPer.ROW, row_scalars=scalars)
         self._meet()
-
-    def _tuning(self) -> NormalTuning:
-        from epcomm.kernels.normal_exchange import NormalTuning
-
-        return NormalTuning(item_rows=ITEM_ROWS)
 
     @property
     def _num_programs(self) -> int:
@@ -704,6 +664,65 @@ class NVLinkStaticBuffer(_NVLinkNormal):
 
     def _compare_combine(self, error: EPError | None = None) -> None:
         """Nobody waits: a refused combine is NaN, and check() tells."""
+
+
+def exchange_of(
+    layout: NormalLayout,
+    addresses: Sequence[int],
+    rank: int,
+    *,
+    num_programs: int,
+    max_polls: int,
+    counters: Tensor,
+    faults: Tensor,
+    report: Tensor,
+) -> NormalExchange:
+    """What kernels are given: blocks at `addresses`, words that begin anew.
+
+    counters, faults, report: see NormalExchange; the device is that of counters.
+    """
+    from epcomm.kernels.epochs import STATE_WORDS
+    from epcomm.kernels.launch import next_power_of_two
+    from epcomm.kernels.normal_exchange import NormalExchange, NormalTuning
+    from epcomm.kernels.peer_exchange import ExchangeDims
+
+    spec, size, device = layout.spec, layout.world_size, counters.device
+    rank_lanes, local_lanes = next_power_of_two(size), next_power_of_two(spec.num_local_experts)
+    plan_words = next_power_of_two(size * spec.num_local_experts) + rank_lanes + 1
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    return NormalExchange(
+        rank=rank,
+        num_programs=num_programs,
+        max_polls=max_polls,
+        own_address=addresses[rank],
+        table=torch.tensor(addresses, dtype=torch.int64, device=device),
+        dims=ExchangeDims(
+            world_size=size,
+            max_tokens=layout.max_tokens,
+            top_k=spec.top_k,
+            num_local_experts=spec.num_local_experts,
+        ),
+        tuning=NormalTuning(item_rows=layout.item_rows),
+        regions=layout.offsets,
+        slots_at=layout.slots_at,
+        slot_bytes=layout.slot_bytes,
+        num_items=layout.num_items,
+        record_words=layout.record_words,
+        data_bytes=layout.data_bytes,
+        scale_bytes=layout.scale_bytes,
+        header_bytes=layout.header_bytes,
+        back_bytes=layout.back_bytes,
+        state=zeros(STATE_WORDS),
+        scratch=zeros(num_programs, plan_words),
+        counted=zeros(num_programs),
+        bases=zeros(num_programs, rank_lanes * local_lanes),
+        counters=counters,
+        faults=faults,
+        report=report,
+    )
 
 
 def _as_words(rows: Tensor) -> Tensor:

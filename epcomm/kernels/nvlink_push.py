@@ -32,7 +32,7 @@ PHASE_BEGIN, PHASE_HEADERS = 11, 12
 HEADER_WORDS = 2
 
 # Entries of ids that a program plans at once: they are compared with one another.
-_PLANNED = 128
+_PLANNED = 64
 
 _PHASE_BEGIN = tl.constexpr(PHASE_BEGIN)
 _PHASE_HEADERS = tl.constexpr(PHASE_HEADERS)
@@ -385,7 +385,7 @@ def push_rows(
             SCALE_LANES=1 if scales is None else next_power_of_two(scales.shape[1]),
             TOKENS=exchange.tuning.pushed_tokens,
             PLANNED=max(1, _PLANNED // k_lanes),
-            P_LANES=next_power_of_two(exchange.num_programs),
+            P_LANES=1 if topk is None else next_power_of_two(exchange.num_programs),
             W=dims.world_size,
             W_LANES=next_power_of_two(dims.world_size),
             M=dims.max_tokens,

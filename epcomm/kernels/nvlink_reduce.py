@@ -288,29 +288,31 @@ def _combine_kernel(
                 give_up(late, aborted, report_ptr, table_ptr, _PHASE_SUMS, epoch, rank, W, W_LANES)
             is_void = has_failed | is_missing
             for first in tl.range(start, start + WAITED, ROWS, num_stages=1):
-                token = first + lane
-                is_token = token < num_tokens
-                is_read = is_token & (is_void == 0)
+                each = first + lane
+                is_each = each < num_tokens
+                is_read = is_each & (is_void == 0)
                 total = tl.zeros([ROWS, COLUMNS], tl.float32)
                 for source in tl.static_range(W):
-                    place = tl.load(places_ptr + token * W + source, mask=is_read, other=-1)
-                    at = source * M + tl.cast(place, tl.int64)
-                    part_ptr = (own_address + BACK_AT + at * BACK_BYTES).to(tl.pointer_type(dtype))
+                    place = tl.load(places_ptr + each * W + source, mask=is_read, other=-1)
+                    home_at = source * M + tl.cast(place, tl.int64)
+                    part_ptr = (own_address + BACK_AT + home_at * BACK_BYTES).to(
+                        tl.pointer_type(dtype)
+                    )
                     part_ptr = tl.multiple_of(part_ptr, 16)[:, None] + column
                     is_part = (place >= 0)[:, None] & is_element
                     total += tl.load(part_ptr, mask=is_part, other=0.0).to(tl.float32)
                 total = tl.where(is_void, float("nan"), total)
-                out_row_ptr = out_ptr + tl.cast(token, tl.int64)[:, None] * HIDDEN + column
-                tl.store(out_row_ptr, _cast(total, dtype), mask=is_token[:, None] & is_element)
+                out_row_ptr = out_ptr + tl.cast(each, tl.int64)[:, None] * HIDDEN + column
+                tl.store(out_row_ptr, _cast(total, dtype), mask=is_each[:, None] & is_element)
                 if HAS_SCALARS:
-                    entry_at = token[:, None] * K + k
-                    is_entry = is_token[:, None] & (k < K)
+                    entry_at = each[:, None] * K + k
+                    is_entry = is_each[:, None] & (k < K)
                     owner = tl.load(owners_ptr + entry_at, mask=is_entry & (is_void == 0), other=-1)
                     is_owned = owner >= 0
-                    place = tl.load(places_ptr + token[:, None] * W + owner, mask=is_owned, other=0)
-                    at = (tl.cast(owner, tl.int64) * M + place) * K_LANES + k
+                    place = tl.load(places_ptr + each[:, None] * W + owner, mask=is_owned, other=0)
+                    scalar_at = (tl.cast(owner, tl.int64) * M + place) * K_LANES + k
                     scalar_ptr = (own_address + SCALARS_AT).to(tl.pointer_type(tl.float32))
-                    scalars = tl.load(scalar_ptr + at, mask=is_owned, other=0.0)
+                    scalars = tl.load(scalar_ptr + scalar_at, mask=is_owned, other=0.0)
                     scalars = tl.where(is_void, float("nan"), scalars)
                     tl.store(out_scalars_ptr + entry_at, scalars, mask=is_entry)
     end_epoch(state_ptr, _COMBINE_EPOCH, _COMBINE_LEFT, epoch)

@@ -313,23 +313,21 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
 
     def check(self) -> None:
         self._check_open()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._synchronize()
         self._check_report()
         self._faults.check(self._num_index_slots)
 
     def traffic(self) -> BufferTraffic:
         """Bytes sent to other ranks so far.   Host sync: yes."""
-        rows, records, calls, sums = self._counters.tolist()
+        rows, records, headers, sums = self._counters.tolist()
         return BufferTraffic(
             dispatch_bytes=rows * _row_bytes(self._spec),
             combine_bytes=sums * self._spec.combine_format.data_bytes(self._spec.hidden_size),
-            control_bytes=records * self._layout.record_bytes
-            + calls * (self._world_size - 1) * _call_bytes(self._spec),
+            control_bytes=records * self._layout.record_bytes + headers * _call_bytes(self._spec),
         )
 
-    def close(self) -> None:
-        super().close()
+    def _release(self) -> None:
+        super()._release()
         self._slots = []
 
     def _receive(self, slot: _Slot, batch: int, call: DispatchCall) -> Dispatched:
@@ -435,6 +433,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             table=self._table,
             state=torch.tensor([1, 0, 0, 0], dtype=torch.int32, device=device),
             counters=self._counters,
+            masked=self._masked,
             faults=self._faults.words,
             report=self._report,
         )

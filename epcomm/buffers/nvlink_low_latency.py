@@ -62,7 +62,7 @@ _INTERPRETED_PROGRAMS = 2
 class NVLinkRoute(Route):
     """The W * M received rows, of which rank s filled the first T from s * M on.
 
-    batch: number of the dispatch; its slot is that modulo N.
+    batch: number of the dispatch; its slot is that modulo N, but see _first_batch.
     """
 
     num_tokens: int
@@ -194,6 +194,8 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
         self._layout = BlockLayout(spec, self._world_size, self.num_slots)
         self._slots: list[_Slot] = []
         self._num_batches = 0
+        # The one that took the first slot: a later one after mask_ranks().
+        self._first_batch = 0
 
     def prepare(self) -> None:
         """Map the blocks of all ranks, and launch each kernel once where launching is slow.
@@ -229,7 +231,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
         assert len(call.hidden_states) <= self._layout.max_tokens, "the dispatcher has checked T"
         self._begin_call()
         batch = self._num_batches
-        slot = self._slots[batch % self.num_slots]
+        slot = self._slot_of(batch)
         if slot.unfinished is not None:
             slot.unfinished.run()
         if slot.is_open:
@@ -272,7 +274,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
     ) -> Pending[Combined]:
         assert isinstance(route, NVLinkRoute), "a route of this buffer"
         self._begin_call()
-        slot = self._slots[route.batch % self.num_slots]
+        slot = self._slot_of(route.batch)
         self._check_batch(slot, route.batch)
         rows = rows.to(self._combine_dtype)
         return self._send_home(
@@ -325,6 +327,24 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             combine_bytes=sums * self._spec.combine_format.data_bytes(self._spec.hidden_size),
             control_bytes=records * self._layout.record_bytes + headers * _call_bytes(self._spec),
         )
+
+    def _slot_of(self, batch: int) -> _Slot:
+        return self._slots[(batch - self._first_batch) % self.num_slots]
+
+    def _start_anew(self) -> None:
+        assert self._memory is not None, "mask_ranks() has looked"
+        block, layout = self._memory.block, self._layout
+        # The word to give up by.
+        block[: layout.slot_offset(0)].zero_()
+        for number, slot in enumerate(self._slots):
+            begin = layout.slot_offset(number)
+            for name in ("arrived_dispatch", "arrived_combine"):
+                at = begin + layout.offsets[name]
+                block[at : at + layout.regions[name]].zero_()
+            slot.exchange.state.copy_(_first_state(block.device))
+            slot.is_open, slot.unfinished = False, None
+        # Ranks may have come to different numbers, and routes of old batches stay refused.
+        self._first_batch = self._num_batches
 
     def _release(self) -> None:
         super()._release()
@@ -431,7 +451,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             scale_bytes=layout.scale_bytes,
             back_bytes=layout.back_bytes,
             table=self._table,
-            state=torch.tensor([1, 0, 0, 0], dtype=torch.int32, device=device),
+            state=_first_state(device),
             counters=self._counters,
             masked=self._masked,
             faults=self._faults.words,
@@ -533,6 +553,11 @@ def _row_bytes(spec: BufferSpec) -> int:
 def _call_bytes(spec: BufferSpec) -> int:
     """What a dispatch tells each rank besides its tokens: a header and counts."""
     return HEADER_BYTES + 4 * spec.num_local_experts
+
+
+def _first_state(device: torch.device) -> Tensor:
+    """Epochs of dispatch and combine, and no failure; see PeerExchange.state."""
+    return torch.tensor([1, 0, 0, 0], dtype=torch.int32, device=device)
 
 
 def _kind_of(wire: WireFormat) -> int:

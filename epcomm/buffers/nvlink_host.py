@@ -33,6 +33,7 @@ class NVLinkHost(Buffer):
     """A buffer between the GPUs of one host; under Triton's interpreter between CPU ranks."""
 
     needs_one_host: ClassVar[bool] = True
+    needs_nvlink: ClassVar[bool] = True
     # Polls of a kernel in a second: of a GPU, not measured yet, and of an interpreter.
     polls_per_s: ClassVar[Mapping[str, int]] = MappingProxyType({"cuda": 2_000_000, "cpu": 8_000})
 
@@ -46,14 +47,7 @@ class NVLinkHost(Buffer):
             return Availability(ok=False, reasons=tuple(reasons))
         if find_spec("torch.distributed._symmetric_memory") is None:
             reasons.append("this torch has no symmetric memory; install 2.11 or newer")
-        mine = torch.cuda.current_device()
-        far = [
-            other
-            for other in range(torch.cuda.device_count())
-            if other != mine and not torch.cuda.can_device_access_peer(mine, other)
-        ]
-        if far:
-            reasons.append(f"device {mine} cannot write the memory of devices {far}")
+        # What its device reaches depends on the ranks: the survey asks (needs_nvlink).
         return Availability(ok=not reasons, reasons=tuple(reasons))
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:

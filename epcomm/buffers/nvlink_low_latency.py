@@ -151,6 +151,8 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
     @classmethod
     def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
         reasons = []
+        if world_size == 1:
+            reasons.append("writes to peers, and a single rank has none")
         if spec.combine_format.dtype.is_quantized:
             reasons.append(f"combine carries unquantised rows, not {spec.combine_format}")
         if spec.dispatch_format.dtype is WireDtype.INT8 and spec.dispatch_format.scale_block:

@@ -115,7 +115,7 @@ class EPGroup:
             after_error: other ranks may not come; buffers of packages whose own closing waits for
                 them stay allocated.
 
-        Local, but for such buffers (deep_ep), which all ranks close together.
+        Local, but for such buffers (deep_ep, nvlink), which all ranks close together.
         """
         self.is_closed = True
         while self._backends:

@@ -27,15 +27,14 @@ BUFFERS: Mapping[str, str] = MappingProxyType(
         "ascend_normal": "epcomm.buffers.ascend:AscendNormalBuffer",
         "ascend_low_latency": "epcomm.buffers.ascend_low_latency:AscendLowLatencyBuffer",
         "ascend_standard": "epcomm.buffers.ascend_standard:AscendStandardBuffer",
+        "nvlink": "epcomm.buffers.nvlink_normal:NVLinkBuffer",
+        "nvlink_static": "epcomm.buffers.nvlink_normal:NVLinkStaticBuffer",
+        "nvlink_low_latency": "epcomm.buffers.nvlink_low_latency:NVLinkLowLatencyBuffer",
         "shared_memory": "epcomm.buffers.shared_memory:SharedMemoryBuffer",
         "collective": "epcomm.buffers.collective:CollectiveBuffer",
         "collective_static": "epcomm.buffers.static:StaticCollectiveBuffer",
         "all_gather": "epcomm.buffers.all_gather:AllGatherBuffer",
         "replicated": "epcomm.buffers.replicated:ReplicatedBuffer",
-        # Behind all that serve the same, so that nobody gets it unasked: not run between GPUs yet.
-        "nvlink": "epcomm.buffers.nvlink_normal:NVLinkBuffer",
-        "nvlink_static": "epcomm.buffers.nvlink_normal:NVLinkStaticBuffer",
-        "nvlink_low_latency": "epcomm.buffers.nvlink_low_latency:NVLinkLowLatencyBuffer",
     }
 )
 # Operators that dispatch, compute and combine in one call: mode fuseep.

@@ -6,14 +6,15 @@ part in one exchange, after which all of them know the same and choose, or raise
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, NoReturn
 
-from epcomm.buffers.base import Availability, BufferCaps, BufferSpec
+from epcomm.buffers.base import Availability, Buffer, BufferCaps, BufferSpec
 from epcomm.buffers.fit import carrying_reasons, limit_reasons
 from epcomm.buffers.host_memory import host_of_this_process
+from epcomm.buffers.peer_reach import PeerReach, reach_of, reach_reasons
 from epcomm.config import EPConfig, Mode, environment
 from epcomm.errors import ConfigError, EPError
 from epcomm.quantization import QUANTIZED_FORMATS
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 _ERROR = "error"
 # That in which it says where it runs.
 _HOST = "host"
+# That in which it says which GPUs its own one reaches.
+_REACH = "reach"
 # The questions: which backend serves a phase, which runner computes the experts.
 PREFILL, DECODE, RUNNER = "prefill", "decode", "runner"
 
@@ -138,6 +141,8 @@ def survey_group(
         for name, verdict in verdicts.items()
     }
     found |= {_ERROR: str(error or ""), _HOST: host_of_this_process()}
+    if group.device.type == "cuda":
+        found[_REACH] = reach_of(group.device).as_text()
     record = {_ERROR: ""} | _as_record(config) | _as_record(spec) | _describe_experts(weights)
     records = group.collectives.agree(record, what="plan", findings=found)
     if error is not None:
@@ -152,8 +157,9 @@ def survey_group(
         question: {name: _combine(records, f"{question}/{name}") for name in candidates}
         for question, candidates in survey.verdicts.items()
     }
-    hosts = [str(other[_HOST]) for other in records]
-    return replace(survey, verdicts=_on_hosts(verdicts, hosts))
+    verdicts = _on_hosts(verdicts, [str(other[_HOST]) for other in records])
+    told = [PeerReach.parse(str(other[_REACH])) for other in records if _REACH in other]
+    return replace(survey, verdicts=_with_nvlink(verdicts, told))
 
 
 def refuse_plan(group: EPGroup, error: ConfigError) -> NoReturn:
@@ -173,11 +179,27 @@ def _on_hosts(
     if len(set(hosts)) == 1 and hosts[0]:
         return verdicts
     reason = f"ranks are on {len(set(hosts))} hosts, expected one whose memory they share"
+    return _with_reasons(verdicts, lambda backend: backend.needs_one_host, [reason])
+
+
+def _with_nvlink(
+    verdicts: Mapping[str, Mapping[str, Availability]], told: Sequence[PeerReach]
+) -> Mapping[str, Mapping[str, Availability]]:
+    """What needs NVLink lacks it where it does not join the GPUs of all ranks."""
+    return _with_reasons(verdicts, lambda backend: backend.needs_nvlink, reach_reasons(told))
+
+
+def _with_reasons(
+    verdicts: Mapping[str, Mapping[str, Availability]],
+    needs: Callable[[type[Buffer]], bool],
+    reasons: Sequence[str],
+) -> Mapping[str, Mapping[str, Availability]]:
+    """Reject buffers that need what is not there; other candidates stay as they are."""
 
     def judge(name: str, verdict: Availability) -> Availability:
-        if name not in BUFFERS or not buffer_class(name).needs_one_host:
+        if not reasons or name not in BUFFERS or not needs(buffer_class(name)):
             return verdict
-        return Availability(ok=False, reasons=(*verdict.reasons, reason))
+        return Availability(ok=False, reasons=(*verdict.reasons, *reasons))
 
     return {
         question: {name: judge(name, verdict) for name, verdict in found.items()}
@@ -341,7 +363,7 @@ def _probe(
         reasons += _group_reasons(group, caps)
     if buffer.needs_one_host and group is None:
         reasons.append("needs a group, to see that its ranks share a host")
-    if buffer.needs_one_host and group is not None and group.collectives.bounded is None:
+    if buffer.needs_host_waits and group is not None and group.collectives.bounded is None:
         reasons.append("needs a transport whose verbs the host waits in, gloo or MPI")
     return Availability(ok=not reasons, reasons=tuple(reasons))
 

@@ -203,9 +203,13 @@ class Backend(ABC):
     """What a plan asks before it chooses: of a Buffer, or of a fused operator.
 
     needs_one_host: it serves ranks that can share memory, and no others.
+    needs_host_waits: its host waits for the others, as the verbs of its transport must do too.
+    needs_nvlink: GPUs of its ranks write one another's memory, with atomics.
     """
 
     needs_one_host: ClassVar[bool] = False
+    needs_host_waits: ClassVar[bool] = False
+    needs_nvlink: ClassVar[bool] = False
 
     name: ClassVar[str]
     modes: ClassVar[frozenset[Mode]]

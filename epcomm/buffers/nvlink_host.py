@@ -7,7 +7,8 @@ order of calls, what a kernel reports, and the end.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import ClassVar
@@ -19,15 +20,20 @@ from epcomm.buffers.base import Availability, Buffer, BufferSpec
 from epcomm.buffers.faults import DeviceFaults
 from epcomm.buffers.symmetric_memory import SymmetricMemory, open_symmetric_memory
 from epcomm.collectives.base import DEFAULT_TIMEOUT_S, Collectives, describe_ranks
-from epcomm.errors import BackendUnavailable, EPTimeout, HandleError
+from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError
+from epcomm.types import align_up
 
 _MOST_POLLS = 2**31 - 1
+# Words of a meeting begin at a line of the L2 cache.
+_LINE_BYTES = 128
+_WORD_BYTES = 4
 
 
 class NVLinkHost(Buffer):
     """A buffer between the GPUs of one host; under Triton's interpreter between CPU ranks."""
 
     needs_one_host: ClassVar[bool] = True
+    needs_nvlink: ClassVar[bool] = True
     # Polls of a kernel in a second: of a GPU, not measured yet, and of an interpreter.
     polls_per_s: ClassVar[Mapping[str, int]] = MappingProxyType({"cuda": 2_000_000, "cpu": 8_000})
 
@@ -41,14 +47,7 @@ class NVLinkHost(Buffer):
             return Availability(ok=False, reasons=tuple(reasons))
         if find_spec("torch.distributed._symmetric_memory") is None:
             reasons.append("this torch has no symmetric memory; install 2.11 or newer")
-        mine = torch.cuda.current_device()
-        far = [
-            other
-            for other in range(torch.cuda.device_count())
-            if other != mine and not torch.cuda.can_device_access_peer(mine, other)
-        ]
-        if far:
-            reasons.append(f"device {mine} cannot write the memory of devices {far}")
+        # What its device reaches depends on the ranks: the survey asks (needs_nvlink).
         return Availability(ok=not reasons, reasons=tuple(reasons))
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
@@ -65,15 +64,111 @@ class NVLinkHost(Buffer):
         """What a report's phase waited for; `{epoch}` in it stands for the report's epoch."""
 
     def close(self) -> None:
+        """Let go of the memory once no rank writes it: ranks close together. Idempotent.
+
+        A rank that does not come is waited for as long as in a call, and not at all once a wait has
+        been in vain. It is no danger then: a block lasts until nobody has it mapped, and what this
+        rank had under way has ended.
+        """
         if self._memory is None:
             return
-        if self._device.type == "cuda":
-            # Peers keep what they have mapped; our own kernels must not be under way.
-            torch.cuda.synchronize(self._device)
+        self._synchronize()
+        if not self._report.any():
+            self._late_ranks()
+        self._release()
+
+    def abandon(self) -> None:
+        """As close(), without a look at the others."""
+        if self._memory is None:
+            return
+        # The error that this follows may be the device's own, which raises it again.
+        with suppress(RuntimeError):
+            self._synchronize()
+        self._release()
+
+    def mask_ranks(self, ranks: Sequence[int]) -> None:
+        """Go on without ranks that are dead: they are not waited for, and nothing is sent to them.
+
+        Entries of topk_ids whose expert is theirs are as entries of -1, and sums leave them out.
+        Nothing is decided here: who is missing an EPTimeout has said, and all others must be told
+        of the same ranks. What was under way is lost; faults are forgotten, the EPTimeout too.
+        Captured graphs may be replayed afterwards. A rank that was masked stays so, whatever it
+        does, until the buffer is opened anew.
+
+        Args:
+            ranks: those to do without; those masked before stay masked.
+
+        Collective: yes, among the ranks that are left, at one place in the order of their calls.
+        Host sync: yes.
+        Raises:
+            ConfigError: ranks that are none of the group, or this one; before anything is done.
+            EPTimeout: some other rank did not come; it may be masked as well.
+            HandleError: the buffer is closed.
+        """
+        self._check_open()
+        wrong = [rank for rank in ranks if rank == self._rank or not 0 <= rank < self._world_size]
+        if wrong:
+            raise ConfigError(
+                f"mask_ranks: ranks holds {wrong}, expected other ranks of 0 to "
+                f"{self._world_size - 1} (rank {self._rank} of {self._world_size}); pass those "
+                "that are missing"
+            )
+        self._synchronize()
+        for rank in ranks:
+            self._masked[rank] = 1
+        # Nobody who is left has a kernel under way that writes here.
+        self._meet_living()
+        self._start_anew()
+        self._report.zero_()
+        self._synchronize()
+        # Nobody writes before all have cleared their words.
+        self._meet_living()
+
+    def _meet_living(self) -> None:
+        late = self._late_ranks()
+        if late:
+            raise EPTimeout(
+                f"mask_ranks: {describe_ranks(late)} did not come within {self._timeout_s:g} s "
+                f"(this is rank {self._rank} of {self._world_size}); mask them as well, or make a "
+                "new EPGroup"
+            )
+
+    @abstractmethod
+    def _start_anew(self) -> None:
+        """Bring words and states to what they were at first; no kernel is under way. Local."""
+
+    def _release(self) -> None:
+        """Forget every view of the memory."""
         self._memory = None
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _late_ranks(self) -> list[int]:
+        """Meet all ranks on the device; those that did not come.
+
+        Collective: yes, and ends if some do not come.   Host sync: yes.
+        """
+        from epcomm.kernels.peer_meeting import meet
+
+        self._num_meetings += 1
+        meet(
+            self._meeting_table,
+            self._masked,
+            self._never,
+            self._late,
+            words_address=self._meeting_address,
+            rank=self._rank,
+            number=self._num_meetings,
+            max_polls=self._max_polls,
+        )
+        return [rank for rank, is_late in enumerate(self._late.tolist()) if is_late]
 
     def _open_memory(self, num_bytes: int) -> SymmetricMemory:
         """Map the blocks of all ranks, zero at first, and make the report.
+
+        num_bytes: of a block as the kernels of a mode know it; words of meetings follow it.
 
         Collective: yes.   Host sync: yes.
         Raises:
@@ -88,20 +183,28 @@ class NVLinkHost(Buffer):
                 f"{self.name}: the group is on {self._device} (rank {self._rank} of "
                 f"{self._world_size}), expected cuda; use backend='shared_memory'"
             )
-        memory = open_symmetric_memory(self._collectives, num_bytes, phase=f"open {self.name}")
+        words_at, size = align_up(num_bytes, _LINE_BYTES), self._world_size
+        memory = open_symmetric_memory(
+            self._collectives, words_at + _WORD_BYTES * size, phase=f"open {self.name}"
+        )
+        device = memory.block.device
+        addresses = [base + words_at for base in memory.addresses]
+        self._meeting_table = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self._meeting_address, self._num_meetings = addresses[self._rank], 0
+        # Not 0: a rank that is dead.
+        self._masked = torch.zeros(size, dtype=torch.int32, device=device)
+        self._never = torch.zeros(1, dtype=torch.int32, device=device)
+        self._late = torch.zeros(size, dtype=torch.int32, device=device)
         # The host reads it while kernels run.
         self._report: Tensor = torch.zeros(
-            REPORT_LATE + self._world_size,
-            dtype=torch.int32,
-            pin_memory=self._device.type == "cuda",
+            REPORT_LATE + size, dtype=torch.int32, pin_memory=device.type == "cuda"
         )
         self._memory = memory
         return memory
 
     def _meet(self) -> None:
         """All ranks have done on the device what they were told.   Collective: yes."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._synchronize()
         self._collectives.gather_records({}, phase=f"open {self.name}")
 
     def _begin_call(self) -> None:

@@ -62,7 +62,7 @@ _INTERPRETED_PROGRAMS = 2
 class NVLinkRoute(Route):
     """The W * M received rows, of which rank s filled the first T from s * M on.
 
-    batch: number of the dispatch; its slot is that modulo N.
+    batch: number of the dispatch; its slot is that modulo N, but see _first_batch.
     """
 
     num_tokens: int
@@ -151,6 +151,8 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
     @classmethod
     def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
         reasons = []
+        if world_size == 1:
+            reasons.append("writes to peers, and a single rank has none")
         if spec.combine_format.dtype.is_quantized:
             reasons.append(f"combine carries unquantised rows, not {spec.combine_format}")
         if spec.dispatch_format.dtype is WireDtype.INT8 and spec.dispatch_format.scale_block:
@@ -194,6 +196,8 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
         self._layout = BlockLayout(spec, self._world_size, self.num_slots)
         self._slots: list[_Slot] = []
         self._num_batches = 0
+        # The one that took the first slot: a later one after mask_ranks().
+        self._first_batch = 0
 
     def prepare(self) -> None:
         """Map the blocks of all ranks, and launch each kernel once where launching is slow.
@@ -229,7 +233,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
         assert len(call.hidden_states) <= self._layout.max_tokens, "the dispatcher has checked T"
         self._begin_call()
         batch = self._num_batches
-        slot = self._slots[batch % self.num_slots]
+        slot = self._slot_of(batch)
         if slot.unfinished is not None:
             slot.unfinished.run()
         if slot.is_open:
@@ -272,7 +276,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
     ) -> Pending[Combined]:
         assert isinstance(route, NVLinkRoute), "a route of this buffer"
         self._begin_call()
-        slot = self._slots[route.batch % self.num_slots]
+        slot = self._slot_of(route.batch)
         self._check_batch(slot, route.batch)
         rows = rows.to(self._combine_dtype)
         return self._send_home(
@@ -313,23 +317,39 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
 
     def check(self) -> None:
         self._check_open()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._synchronize()
         self._check_report()
         self._faults.check(self._num_index_slots)
 
     def traffic(self) -> BufferTraffic:
         """Bytes sent to other ranks so far.   Host sync: yes."""
-        rows, records, calls, sums = self._counters.tolist()
+        rows, records, headers, sums = self._counters.tolist()
         return BufferTraffic(
             dispatch_bytes=rows * _row_bytes(self._spec),
             combine_bytes=sums * self._spec.combine_format.data_bytes(self._spec.hidden_size),
-            control_bytes=records * self._layout.record_bytes
-            + calls * (self._world_size - 1) * _call_bytes(self._spec),
+            control_bytes=records * self._layout.record_bytes + headers * _call_bytes(self._spec),
         )
 
-    def close(self) -> None:
-        super().close()
+    def _slot_of(self, batch: int) -> _Slot:
+        return self._slots[(batch - self._first_batch) % self.num_slots]
+
+    def _start_anew(self) -> None:
+        assert self._memory is not None, "mask_ranks() has looked"
+        block, layout = self._memory.block, self._layout
+        # The word to give up by.
+        block[: layout.slot_offset(0)].zero_()
+        for number, slot in enumerate(self._slots):
+            begin = layout.slot_offset(number)
+            for name in ("arrived_dispatch", "arrived_combine"):
+                at = begin + layout.offsets[name]
+                block[at : at + layout.regions[name]].zero_()
+            slot.exchange.state.copy_(_first_state(block.device))
+            slot.is_open, slot.unfinished = False, None
+        # Ranks may have come to different numbers, and routes of old batches stay refused.
+        self._first_batch = self._num_batches
+
+    def _release(self) -> None:
+        super()._release()
         self._slots = []
 
     def _receive(self, slot: _Slot, batch: int, call: DispatchCall) -> Dispatched:
@@ -433,8 +453,9 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             scale_bytes=layout.scale_bytes,
             back_bytes=layout.back_bytes,
             table=self._table,
-            state=torch.tensor([1, 0, 0, 0], dtype=torch.int32, device=device),
+            state=_first_state(device),
             counters=self._counters,
+            masked=self._masked,
             faults=self._faults.words,
             report=self._report,
         )
@@ -534,6 +555,11 @@ def _row_bytes(spec: BufferSpec) -> int:
 def _call_bytes(spec: BufferSpec) -> int:
     """What a dispatch tells each rank besides its tokens: a header and counts."""
     return HEADER_BYTES + 4 * spec.num_local_experts
+
+
+def _first_state(device: torch.device) -> Tensor:
+    """Epochs of dispatch and combine, and no failure; see PeerExchange.state."""
+    return torch.tensor([1, 0, 0, 0], dtype=torch.int32, device=device)
 
 
 def _kind_of(wire: WireFormat) -> int:

@@ -288,6 +288,14 @@ class _NVLinkNormal(NVLinkHost):
         """[W * M, H] of each slot, views of memory that peers write. Local."""
         return tuple(self._received_tensor(slot) for slot in range(self.num_slots))
 
+    def _start_anew(self) -> None:
+        assert self._memory is not None, "mask_ranks() has looked"
+        layout, exchange = self._layout, self._exchange
+        # All words, before the sums that came home.
+        self._memory.block[: layout.offsets["back"]].zero_()
+        for words in (exchange.state, exchange.counted):
+            words.zero_()
+
     @abstractmethod
     def _compare_combine(self, error: EPError | None = None) -> None:
         """Where the specification asks for it, raise on every rank if any refuses a combine."""

@@ -44,6 +44,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
 
     name: ClassVar[str] = "shared_memory"
     needs_one_host: ClassVar[bool] = True
+    needs_host_waits: ClassVar[bool] = True
 
     @classmethod
     def probe(cls, environment: Mapping[str, str]) -> Availability:

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from epcomm.kernels.launch import EXACT, IS_INTERPRETED, next_power_of_two
 from epcomm.kernels.peer_exchange import PeerExchange, on_device
-from epcomm.kernels.peer_signals import REPORT_ABORTED, await_words, give_up, publish, words_at
+from epcomm.kernels.peer_signals import (
+    REPORT_ABORTED,
+    await_words,
+    give_up,
+    publish,
+    taking_part,
+    words_at,
+)
 
 # What a report says that a rank waited for.
 PHASE_COMBINE = 3
@@ -50,6 +57,7 @@ def _send_combine_kernel(
     table_ptr: tl.tensor,
     state_ptr: tl.tensor,
     counters_ptr: tl.tensor,
+    masked_ptr: tl.tensor,
     report_ptr: tl.tensor,
     slot_address: tl.tensor,
     abort_address: tl.tensor,
@@ -88,13 +96,14 @@ def _send_combine_kernel(
         return
 
     bases_ptr = table_ptr + slot * W
-    if program < W:
+    if (program < W) & (tl.load(masked_ptr + program, mask=program < W, other=1) == 0):
         called_ptr = words_at(tl.load(bases_ptr + program) + CALLED_AT)
         tl.store(called_ptr + rank, announced)
 
     source_lane = tl.arange(0, W_LANES)
     tokens_ptr = words_at(slot_address + HEADER_AT) + source_lane * 4 + 1
-    most = tl.max(tl.load(tokens_ptr, mask=source_lane < W, other=0))
+    is_source = taking_part(masked_ptr, W, W_LANES)
+    most = tl.max(tl.load(tokens_ptr, mask=is_source, other=0))
     # A call that was refused has no rows; neither has this rank if it refuses now.
     is_empty = (tl.load(state_ptr + 2) != 0) | (announced != 0)
     most = tl.where(is_empty, 0, most)
@@ -131,7 +140,7 @@ def _send_combine_kernel(
             num_sent += tl.where(source == rank, 0, 1)
     # Of this rank alone, and read by its host.
     tl.atomic_add(counters_ptr + 3, tl.cast(num_sent, tl.int64), sem="relaxed")
-    publish(bases_ptr, ARRIVED_COMBINE_AT + rank * 4, 1, W, W_LANES)
+    publish(bases_ptr, ARRIVED_COMBINE_AT + rank * 4, 1, W, W_LANES, masked_ptr)
 
 
 @triton.jit(
@@ -150,6 +159,7 @@ def _receive_combine_kernel(
     state_ptr: tl.tensor,
     is_sent_ptr: tl.tensor,
     faults_ptr: tl.tensor,
+    masked_ptr: tl.tensor,
     report_ptr: tl.tensor,
     slot_address: tl.tensor,
     abort_address: tl.tensor,
@@ -182,14 +192,26 @@ def _receive_combine_kernel(
         max_polls,
         W,
         W_LANES,
+        masked_ptr,
     )
     is_lost = (tl.sum(late) > 0) | (aborted != 0)
     if is_lost:
         aborts_ptr = table_ptr + NUM_SLOTS * W
-        give_up(late, aborted, report_ptr, aborts_ptr, _PHASE_COMBINE, epoch, rank, W, W_LANES)
+        give_up(
+            late,
+            aborted,
+            report_ptr,
+            aborts_ptr,
+            _PHASE_COMBINE,
+            epoch,
+            rank,
+            W,
+            W_LANES,
+            masked_ptr,
+        )
 
     source_lane = tl.arange(0, W_LANES)
-    is_source = source_lane < W
+    is_source = taking_part(masked_ptr, W, W_LANES)
     called_ptr = words_at(slot_address + CALLED_AT) + source_lane
     codes = tl.load(called_ptr, mask=is_source & (is_lost == 0), other=0)
     if program == 0:
@@ -245,6 +267,7 @@ def send_combine(
             exchange.table,
             exchange.state,
             exchange.counters,
+            exchange.masked,
             exchange.report,
             exchange.slot_address,
             exchange.abort_address,
@@ -291,6 +314,7 @@ def receive_combine(exchange: PeerExchange, out: Tensor, is_sent: Tensor) -> Non
             exchange.state,
             is_sent,
             exchange.faults,
+            exchange.masked,
             exchange.report,
             exchange.slot_address,
             exchange.abort_address,

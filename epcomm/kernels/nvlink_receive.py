@@ -14,7 +14,7 @@ from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.peer_exchange import PeerExchange, on_device
-from epcomm.kernels.peer_signals import await_words, give_up, publish, words_at
+from epcomm.kernels.peer_signals import await_words, give_up, publish, taking_part, words_at
 
 # What a report says that a rank waited for.
 PHASE_DISPATCH = 2
@@ -43,7 +43,7 @@ def _receive_dispatch_kernel(
     counts_ptr: tl.tensor,
     first_slot_ptr: tl.tensor,
     faults_ptr: tl.tensor,
-    counters_ptr: tl.tensor,
+    masked_ptr: tl.tensor,
     report_ptr: tl.tensor,
     slot_address: tl.tensor,
     abort_address: tl.tensor,
@@ -83,14 +83,27 @@ def _receive_dispatch_kernel(
         max_polls,
         W,
         W_LANES,
+        masked_ptr,
     )
     is_lost = (tl.sum(late) > 0) | (aborted != 0)
     if is_lost:
         aborts_ptr = table_ptr + NUM_SLOTS * W
-        give_up(late, aborted, report_ptr, aborts_ptr, _PHASE_DISPATCH, epoch, rank, W, W_LANES)
+        give_up(
+            late,
+            aborted,
+            report_ptr,
+            aborts_ptr,
+            _PHASE_DISPATCH,
+            epoch,
+            rank,
+            W,
+            W_LANES,
+            masked_ptr,
+        )
 
     source_lane = tl.arange(0, W_LANES)
-    is_source = source_lane < W
+    # What a masked rank once sent is still there, and counts no more.
+    is_source = taking_part(masked_ptr, W, W_LANES)
     headers_ptr = words_at(slot_address + HEADER_AT) + source_lane * 4
     announced = tl.load(headers_ptr + 2, mask=is_source, other=0)
     codes = announced & _FAULT_MASK
@@ -117,14 +130,14 @@ def _receive_dispatch_kernel(
             earlier = tl.load(faults_ptr + 2 * source_lane, mask=is_source, other=0)
             noted = tl.where(earlier == 0, codes.to(tl.int64), earlier)
             tl.store(faults_ptr + 2 * source_lane, noted, mask=is_source)
-        tl.atomic_add(counters_ptr + 2, tl.full([], 1, tl.int64), sem="relaxed")
 
     # The rows of this program.
     PER_SOURCE: tl.constexpr = (M + ROWS - 1) // ROWS
     source = program // PER_SOURCE
     first_token = (program % PER_SOURCE) * ROWS
     header_ptr = words_at(slot_address + HEADER_AT)
-    num_tokens = tl.where(has_failed, 0, tl.load(header_ptr + source * 4 + 1))
+    has_none = has_failed | (tl.load(masked_ptr + source) != 0)
+    num_tokens = tl.where(has_none, 0, tl.load(header_ptr + source * 4 + 1))
     is_before = source_lane < source
     before = tl.sum(tl.where(is_before[:, None], counts_of_source, 0), axis=0)
     bases = starts + before
@@ -160,6 +173,7 @@ def _receive_dispatch_kernel(
 def _release_slot_kernel(
     table_ptr: tl.tensor,
     state_ptr: tl.tensor,
+    masked_ptr: tl.tensor,
     slot: tl.tensor,
     rank: tl.tensor,
     num_programs: tl.tensor,
@@ -169,7 +183,8 @@ def _release_slot_kernel(
 ) -> None:
     """In place of a combine that never came: epoch 5 ends, and all ranks hear of P programs."""
     tl.store(state_ptr, tl.load(state_ptr + 1) + 1)
-    publish(table_ptr + slot * W, ARRIVED_COMBINE_AT + rank * 4, num_programs, W, W_LANES)
+    bases_ptr = table_ptr + slot * W
+    publish(bases_ptr, ARRIVED_COMBINE_AT + rank * 4, num_programs, W, W_LANES, masked_ptr)
 
 
 def receive_dispatch(
@@ -205,7 +220,7 @@ def receive_dispatch(
             num_slots_per_expert,
             first_slot,
             exchange.faults,
-            exchange.counters,
+            exchange.masked,
             exchange.report,
             exchange.slot_address,
             exchange.abort_address,
@@ -242,6 +257,7 @@ def release_slot(exchange: PeerExchange) -> None:
         _release_slot_kernel[(1,)](
             exchange.table,
             exchange.state,
+            exchange.masked,
             exchange.slot,
             exchange.rank,
             exchange.num_programs,

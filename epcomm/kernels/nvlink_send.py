@@ -18,7 +18,7 @@ from torch import Tensor
 
 from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.peer_exchange import PeerExchange, on_device
-from epcomm.kernels.peer_signals import await_words, give_up, publish, words_at
+from epcomm.kernels.peer_signals import await_words, give_up, publish, taking_part, words_at
 from epcomm.kernels.quantize_fp8 import has_e4m3, quantize_blocks
 from epcomm.kernels.quantize_int8 import quantize_row
 
@@ -130,6 +130,7 @@ def _send_dispatch_kernel(
     state_ptr: tl.tensor,
     is_sent_ptr: tl.tensor,
     counters_ptr: tl.tensor,
+    masked_ptr: tl.tensor,
     report_ptr: tl.tensor,
     slot_address: tl.tensor,
     abort_address: tl.tensor,
@@ -191,10 +192,22 @@ def _send_dispatch_kernel(
         max_polls,
         W,
         W_LANES,
+        masked_ptr,
     )
     if (tl.sum(late) > 0) | (aborted != 0):
         aborts_ptr = table_ptr + NUM_SLOTS * W
-        give_up(late, aborted, report_ptr, aborts_ptr, _PHASE_CREDIT, epoch, rank, W, W_LANES)
+        give_up(
+            late,
+            aborted,
+            report_ptr,
+            aborts_ptr,
+            _PHASE_CREDIT,
+            epoch,
+            rank,
+            W,
+            W_LANES,
+            masked_ptr,
+        )
         return
 
     is_faulty = (announced & _FAULT_MASK) != 0
@@ -203,7 +216,9 @@ def _send_dispatch_kernel(
     num_tokens = tl.where((announced & _FAULT_MASK) != 0, 0, num_tokens)
 
     bases_ptr = table_ptr + slot * W
-    if program < W:
+    # A program beyond the last rank has no header to send.
+    is_header = (program < W) & (tl.load(masked_ptr + program, mask=program < W, other=1) == 0)
+    if is_header:
         _send_header(
             ids_ptr,
             tl.load(bases_ptr + program),
@@ -222,6 +237,7 @@ def _send_dispatch_kernel(
 
     num_sent = 0
     num_records = 0
+    num_others = tl.sum(taking_part(masked_ptr, W, W_LANES).to(tl.int32)) - 1
     k = tl.arange(0, K_LANES)
     for token in tl.range(program, num_tokens, num_programs, num_stages=1):
         ids = tl.load(ids_ptr + token * K + k, mask=k < K, other=-1).to(tl.int32)
@@ -251,14 +267,17 @@ def _send_dispatch_kernel(
         # Where rows of this rank begin, in the memory of any.
         place = tl.cast(rank, tl.int64) * M + token
         for peer in tl.static_range(W):
-            is_owner = owners == peer
+            is_living = tl.load(masked_ptr + peer) == 0
+            # Entries of a masked rank are as those without an expert.
+            is_owner = (owners == peer) & is_living
             is_needed = tl.max(is_owner.to(tl.int32))
             base = tl.load(bases_ptr + peer)
             record_address = base + RECORD_AT + place * RECORD_BYTES
             record_ptr = tl.multiple_of(record_address.to(tl.pointer_type(tl.int32)), 16)
-            tl.store(record_ptr + k, tl.where(is_owner, ids - peer * L, -1))
-            tl.store(record_ptr + K_LANES + k, positions)
-            tl.store(record_ptr + 2 * K_LANES + k, weight_bits)
+            is_entry = is_living & (k >= 0)
+            tl.store(record_ptr + k, tl.where(is_owner, ids - peer * L, -1), mask=is_entry)
+            tl.store(record_ptr + K_LANES + k, positions, mask=is_entry)
+            tl.store(record_ptr + 2 * K_LANES + k, weight_bits, mask=is_entry)
             # For the receiver of combine on this rank.
             tl.store(is_sent_ptr + token * W + peer, is_needed.to(tl.uint8))
             if is_needed > 0:
@@ -274,11 +293,13 @@ def _send_dispatch_kernel(
                     is_block = block * BLOCK < HIDDEN
                     tl.store(tl.multiple_of(scales_ptr, 16) + block, scale, mask=is_block)
             num_sent += tl.where(peer == rank, 0, is_needed)
-        num_records += W - 1
+        num_records += num_others
     # Of this rank alone, and read by its host.
     tl.atomic_add(counters_ptr, tl.cast(num_sent, tl.int64), sem="relaxed")
     tl.atomic_add(counters_ptr + 1, tl.cast(num_records, tl.int64), sem="relaxed")
-    publish(bases_ptr, ARRIVED_DISPATCH_AT + rank * 4, 1, W, W_LANES)
+    num_headers = tl.where(is_header & (program != rank), 1, 0)
+    tl.atomic_add(counters_ptr + 2, tl.cast(num_headers, tl.int64), sem="relaxed")
+    publish(bases_ptr, ARRIVED_DISPATCH_AT + rank * 4, 1, W, W_LANES, masked_ptr)
 
 
 def send_dispatch(
@@ -320,6 +341,7 @@ def send_dispatch(
             exchange.state,
             is_sent,
             exchange.counters,
+            exchange.masked,
             exchange.report,
             exchange.slot_address,
             exchange.abort_address,

@@ -33,7 +33,8 @@ class PeerExchange:
     data_bytes, scale_bytes, back_bytes: from one row to the next.
     table: [N + 1, W], int64: addresses of all ranks' slots, then of their words to give up by.
     state: [4], int32: epoch of dispatch (1 at first) and of combine (0), whether the call failed.
-    counters: [4], int64: rows and records sent to others, dispatches, sums sent to others.
+    counters: [4], int64: rows, records, headers and sums sent to others.
+    masked: [W], int32: not 0: a rank that is not waited for, and to which nothing is sent.
     faults: [W, 2], int64: the first fault of each rank since the last check, and another word.
     report: [REPORT_LATE + W], int32, in memory that the host reads while kernels run.
 
@@ -56,6 +57,7 @@ class PeerExchange:
     table: Tensor
     state: Tensor
     counters: Tensor
+    masked: Tensor
     faults: Tensor
     report: Tensor
 

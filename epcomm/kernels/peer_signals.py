@@ -7,6 +7,8 @@ are compared by the sign of a difference, for a fast rank may be one epoch ahead
 
 Waits end after a number of polls. The rank that gives up says so in a report that its host reads,
 and in a word of every rank, by which all later kernels return at once.
+
+Ranks that are masked, for they are dead, are not waited for, and nothing is sent to them.
 """
 
 from __future__ import annotations
@@ -31,17 +33,36 @@ def words_at(address: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def taking_part(masked_ptr: tl.tensor | None, W: tl.constexpr, LANES: tl.constexpr) -> tl.tensor:
+    """[LANES]: ranks that are waited for and sent to. Of the words 0 1 0 of masked: yes, no, yes.
+
+    masked_ptr: [W], int32, of this rank, written by its host between kernels; None: all take part.
+    """
+    lane = tl.arange(0, LANES)
+    is_rank = lane < W
+    if masked_ptr is not None:
+        is_rank = is_rank & (tl.load(masked_ptr + lane, mask=is_rank, other=0) == 0)
+    return is_rank
+
+
+@triton.jit
 def publish(
-    bases_ptr: tl.tensor, offset: tl.tensor, amount: tl.tensor, W: tl.constexpr, LANES: tl.constexpr
+    bases_ptr: tl.tensor,
+    offset: tl.tensor,
+    amount: tl.tensor,
+    W: tl.constexpr,
+    LANES: tl.constexpr,
+    masked_ptr: tl.tensor | None = None,
 ) -> None:
     """Add `amount` to a word of every rank: whatever this program stored is there before it.
 
     bases_ptr: [W] addresses of the ranks.   offset: of the word, in bytes, the same on all ranks.
+    masked_ptr: as of taking_part().
     """
+    lane = tl.arange(0, LANES)
+    is_rank = taking_part(masked_ptr, W, LANES)
     # The release is made by a few threads: it covers the stores of the others only after this.
     tl.debug_barrier()
-    lane = tl.arange(0, LANES)
-    is_rank = lane < W
     bases = tl.load(bases_ptr + lane, mask=is_rank, other=0)
     words = (bases + offset).to(tl.pointer_type(tl.int32))
     # Read by await_words() on every rank. One vector, hence one fence for all ranks.
@@ -56,15 +77,17 @@ def await_words(
     max_polls: tl.tensor,
     W: tl.constexpr,
     LANES: tl.constexpr,
+    masked_ptr: tl.tensor | None = None,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Wait until W words are at least `wanted`; what their sources stored before is visible then.
 
     words_ptr: [W], of this rank.   abort_ptr: not 0 once any rank has given up.
+    masked_ptr: as of taking_part(); who is masked is not late.
     Returns: [LANES], int32, 1 where a word is still late, and the word at abort_ptr.
     Of the words 4 and 2 and a `wanted` of 3: late are 0 1 until the second is 3.
     """
     lane = tl.arange(0, LANES)
-    is_rank = lane < W
+    is_rank = taking_part(masked_ptr, W, LANES)
     num_late = 1
     polls_left = max_polls
     # Only scalars go around: a tensor would have to keep its layout.
@@ -94,17 +117,19 @@ def give_up(
     rank: tl.tensor,
     W: tl.constexpr,
     LANES: tl.constexpr,
+    masked_ptr: tl.tensor | None = None,
 ) -> None:
     """Report why this rank cannot go on, and tell every rank, unless some rank did before.
 
     report_ptr: [REPORT_LATE + W], read by the host.   aborts_ptr: [W] addresses of their words.
+    masked_ptr: as of taking_part().
     """
     lane = tl.arange(0, LANES)
-    is_rank = lane < W
+    is_rank = taking_part(masked_ptr, W, LANES)
     if aborted != 0:
         tl.store(report_ptr + _REPORT_ABORTED, aborted)
     else:
-        tl.store(report_ptr + _REPORT_LATE + lane, late, mask=is_rank)
+        tl.store(report_ptr + _REPORT_LATE + lane, late, mask=lane < W)
         tl.store(report_ptr + _REPORT_EPOCH, epoch)
         tl.store(report_ptr + _REPORT_PHASE, phase)
         tl.debug_barrier()

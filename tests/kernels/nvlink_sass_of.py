@@ -130,6 +130,7 @@ def exchange_of(wire: WireFormat, hidden_size: int, world_size: int) -> PeerExch
         table=torch.zeros(3, world_size, dtype=torch.int64),
         state=torch.zeros(4, dtype=torch.int32),
         counters=torch.zeros(4, dtype=torch.int64),
+        masked=torch.zeros(world_size, dtype=torch.int32),
         faults=torch.zeros(world_size, 2, dtype=torch.int64),
         report=torch.zeros(4 + world_size, dtype=torch.int32),
     )

@@ -81,6 +81,7 @@ def make_ranks(world_size: int, device: torch.device, *, top_k: int = 2) -> list
                 table=torch.tensor(table, dtype=torch.int64, device=device),
                 state=torch.tensor([1, 0, 0, 0], dtype=torch.int32, device=device),
                 counters=torch.zeros(4, dtype=torch.int64, device=device),
+                masked=torch.zeros(world_size, dtype=torch.int32, device=device),
                 faults=torch.zeros(world_size, 2, dtype=torch.int64, device=device),
                 report=torch.zeros(4 + world_size, dtype=torch.int32, device=device),
             ),
@@ -128,8 +129,8 @@ def test_sender_stores_a_row_and_a_record_where_the_experts_are(device: torch.de
     assert [rank.region("header", torch.int32)[4:7].tolist() for rank in ranks] == [[1, 2, 0]] * 2
     words = [rank.region("arrived_dispatch", torch.int32)[:2].tolist() for rank in ranks]
     assert words == [[0, 2]] * 2
-    # One row and two records to the other rank.
-    assert ranks[1].exchange.counters[:2].tolist() == [1, 2]
+    # One row, two records and a header to the other rank.
+    assert ranks[1].exchange.counters[:3].tolist() == [1, 2, 1]
 
 
 def test_receiver_orders_slots_by_expert_and_source(device: torch.device) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -20,7 +21,7 @@ from epcomm import EPGroup, Mode
 from epcomm.buffers.base import BufferSpec, DispatchCall, Dispatched
 from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.nvlink_low_latency import NVLinkLowLatencyBuffer
-from epcomm.errors import BackendUnavailable, EPTimeout
+from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError
 from epcomm.kernels import launch
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT8_PER_TOKEN
 from epcomm.testing import buffer_suite
@@ -212,7 +213,11 @@ def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
         if sent is not None:
             # Rank 1 does not come: nothing is counted.
             assert sent.wait().index.num_slots_per_expert.tolist() == [0] * NUM_LOCAL
-            with pytest.raises(EPTimeout, match="rank 1 did not arrive in dispatch, round 1"):
+            # A GPU has been warmed up by a round.
+            number = 1 if group.device.type == "cpu" else 2
+            with pytest.raises(
+                EPTimeout, match=f"rank 1 did not arrive in dispatch, round {number} "
+            ):
                 buffer.check()
         group.collectives.gather_records({}, phase="rank 0 gave up")
         if sent is None:
@@ -234,6 +239,99 @@ def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
         again.prepare()
         run_rounds(again, range(1), group)
         again.close()
+
+
+@pytest.mark.ranks(2)
+def test_nobody_lets_go_of_memory_before_all_have_come() -> None:
+    with EPGroup() as group:
+        buffer = NVLinkLowLatencyBuffer(group.collectives, spec_of())
+        buffer.prepare()
+        begin = time.monotonic()
+        if group.rank == 1:
+            time.sleep(0.5)
+        buffer.close()
+        assert time.monotonic() - begin >= 0.4
+        buffer.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["close", "abandon"])
+def test_end_does_not_wait_for_a_rank_that_is_gone(way: str) -> None:
+    with EPGroup() as group:
+        buffer = ImpatientBuffer(group.collectives, spec_of())
+        buffer.prepare()
+        begin = time.monotonic()
+        if group.rank == 0:
+            getattr(buffer, way)()
+        # 200 polls of an interpreter, a million of a GPU.
+        assert time.monotonic() - begin < 10
+        group.collectives.gather_records({}, phase="rank 0 has closed")
+
+
+class HastyBuffer(NVLinkLowLatencyBuffer):
+    """Gives up after 15,000 polls, two seconds, or two million of a GPU."""
+
+    polls_per_s: ClassVar[Mapping[str, int]] = {"cpu": 150, "cuda": 20_000}
+
+
+def run_without(buffer: NVLinkLowLatencyBuffer, dead: int, rounds: range, group: EPGroup) -> None:
+    """As run_rounds() among the ranks that are left: what the dead one owns counts as -1."""
+    rank, world_size = group.rank, group.world_size
+    for number in rounds:
+        call = call_of(number, rank, world_size, group.device)
+        out = buffer.dispatch(call)
+        row_of_slot = out.index.row_of_slot
+        assert row_of_slot is not None
+        sources = {row // MAX_TOKENS for row in row_of_slot.tolist() if row >= 0}
+        assert dead not in sources
+        check_rows(out, number, rank, world_size)
+        y = buffer.combine(
+            compute(out, rank), out.route, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
+        ).y
+        is_lost = call.topk_ids // NUM_LOCAL == dead
+        left = replace(call, topk_ids=torch.where(is_lost, -1, call.topk_ids))
+        assert torch.equal(y, expected_sums(left, world_size)), f"round {number}, rank {rank}"
+        if world_size > 2 and len(call.hidden_states) > 1:
+            assert (~is_lost & (call.topk_ids >= 0)).any(), "some entries are left"
+    buffer.check()
+
+
+@pytest.mark.ranks(2, 3)
+def test_living_ranks_go_on_without_a_dead_one(num_ranks: int) -> None:
+    dead = 1
+    with EPGroup() as group:
+        buffer = HastyBuffer(group.collectives, spec_of())
+        buffer.prepare()
+        # A batch of all, which leaves the rows and words of the dead rank behind.
+        run_rounds(buffer, range(1), group)
+        is_dead = group.rank == dead
+        call = call_of(2, group.rank, num_ranks, group.device)
+        route = None
+        if not is_dead:
+            route = buffer.dispatch(call).route
+            with pytest.raises(EPTimeout, match=r"rank 1 did not arrive|gave up waiting"):
+                buffer.check()
+            with pytest.raises(ConfigError, match="expected other ranks of 0 to"):
+                buffer.mask_ranks([group.rank])
+        group.collectives.gather_records({}, phase="the living have given up")
+        if route is not None:
+            buffer.mask_ranks([dead])
+            with pytest.raises(HandleError, match="dispatch again"):
+                buffer.combine(torch.zeros(1, HIDDEN), route, rows_per=RowsPer.ROW)
+            run_without(buffer, dead, range(3, 5), group)
+            before = buffer.traffic()
+            buffer.dispatch(call)
+            sent = buffer.traffic().control_bytes - before.control_bytes
+            assert (sent > 0) == (num_ranks > 2), "nothing is sent to the dead"
+        group.collectives.gather_records({}, phase="the living have gone on")
+        if is_dead:
+            # It comes late, hears of it, and disturbs nobody.
+            buffer.dispatch(call)
+            with pytest.raises(EPTimeout, match="gave up waiting"):
+                buffer.check()
+        else:
+            run_without(buffer, dead, range(5, 6), group)
+        buffer.close()
 
 
 @pytest.mark.ranks(2)

@@ -1,0 +1,144 @@
+"""Which GPUs write one another's memory over NVLink, as the driver's library NVML tells.
+
+torch knows only devices that a process sees, and CUDA_VISIBLE_DEVICES often leaves it one; NVML
+knows all of the container. NVLink is asked for, and not any way to a peer: its atomics are done in
+the memory of the peer, those over PCIe in general not.
+
+Each rank tells what its own GPU reaches; who belongs to the group is seen when all have told.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+_LIBRARY = "libnvidia-ml.so.1"
+# Of nvml.h: NVML_SUCCESS, NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK, and more characters than
+# NVML_DEVICE_UUID_V2_BUFFER_SIZE counts.
+_SUCCESS, _NVLINK, _STATUS_OK, _UUID_BYTES = 0, 2, 0, 96
+
+
+class NvmlError(Exception):
+    """NVML is not there, or does not answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerReach:
+    """What one rank tells.
+
+    device: the UUID of its GPU.   reached: UUIDs of those that it writes over NVLink.
+    lacks: why that is not known; then the others are empty.
+    """
+
+    device: str = ""
+    reached: tuple[str, ...] = ()
+    lacks: str = ""
+
+    def as_text(self) -> str:
+        """For Collectives.agree."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str) -> PeerReach:
+        values = json.loads(text)
+        return cls(**values | {"reached": tuple(values["reached"])})
+
+
+def reach_of(device: torch.device) -> PeerReach:
+    """What a CUDA device of this process reaches. Local; allocates nothing on it."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    try:
+        return reach_in(nvlink_peers(), uuid)
+    except NvmlError as error:
+        return PeerReach(lacks=str(error))
+
+
+def reach_in(peers: dict[str, list[str]], uuid: str) -> PeerReach:
+    """That of one GPU, where NVML has told of all."""
+    if uuid not in peers:
+        return PeerReach(lacks=f"NVML knows no GPU {uuid}, which may be a part of one (MIG)")
+    return PeerReach(device=uuid, reached=tuple(peers[uuid]))
+
+
+def reach_reasons(told: Sequence[PeerReach]) -> list[str]:
+    """Why ranks cannot write one another's memory, by what all of them told; empty if they can."""
+    unknown = [f"rank {rank}: {each.lacks}" for rank, each in enumerate(told) if each.lacks]
+    if unknown:
+        return unknown
+    reasons = []
+    for rank, mine in enumerate(told):
+        later = list(enumerate(told))[rank + 1 :]
+        same = [other for other, theirs in later if theirs.device == mine.device]
+        far = [
+            other
+            for other, theirs in later
+            if other not in same
+            and not (theirs.device in mine.reached and mine.device in theirs.reached)
+        ]
+        if same:
+            reasons.append(f"rank {rank} shares its GPU with {same}, and kernels wait for peers")
+        if far:
+            reasons.append(f"rank {rank} is not joined to {far} by NVLink")
+    return reasons
+
+
+def nvlink_peers() -> dict[str, list[str]]:
+    """For each GPU that NVML knows, those to which NVLink joins it; by UUID, as torch writes them.
+
+    Raises:
+        NvmlError: the library is not there, or a call fails.
+    """
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+    except OSError as error:
+        raise NvmlError(
+            f"{_LIBRARY} of the driver cannot be loaded, which knows what NVLink joins; in a "
+            "container, add utility to NVIDIA_DRIVER_CAPABILITIES"
+        ) from error
+    _call(library, "nvmlInit_v2")
+    try:
+        return _peers_in(library)
+    finally:
+        _call(library, "nvmlShutdown")
+
+
+def _peers_in(library: ctypes.CDLL) -> dict[str, list[str]]:
+    count = ctypes.c_uint()
+    _call(library, "nvmlDeviceGetCount_v2", ctypes.byref(count))
+    handles: dict[str, ctypes.c_void_p] = {}
+    for index in range(count.value):
+        handle, uuid = ctypes.c_void_p(), ctypes.create_string_buffer(_UUID_BYTES)
+        _call(library, "nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
+        _call(library, "nvmlDeviceGetUUID", handle, uuid, ctypes.c_uint(_UUID_BYTES))
+        # torch writes them without the kind of the device.
+        handles[uuid.value.decode("ascii").removeprefix("GPU-")] = handle
+
+    def is_joined(mine: str, other: str) -> bool:
+        status = ctypes.c_int()
+        _call(
+            library,
+            "nvmlDeviceGetP2PStatus",
+            handles[mine],
+            handles[other],
+            ctypes.c_int(_NVLINK),
+            ctypes.byref(status),
+        )
+        return status.value == _STATUS_OK
+
+    return {
+        mine: [other for other in handles if other != mine and is_joined(mine, other)]
+        for mine in handles
+    }
+
+
+def _call(library: ctypes.CDLL, name: str, *arguments: object) -> None:
+    try:
+        result = getattr(library, name)(*arguments)
+    except AttributeError as error:
+        raise NvmlError(f"{_LIBRARY} has no {name}; install a newer driver") from error
+    if result != _SUCCESS:
+        raise NvmlError(f"{name} of {_LIBRARY} returned {result}; see nvmlReturn_t of nvml.h")

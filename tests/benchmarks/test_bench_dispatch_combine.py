@@ -57,22 +57,29 @@ def launch(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Arguments of a run, and the alternative that they choose."""
+    """Arguments of a run, and the buffer and the alternative that they choose."""
 
     arguments: tuple[str, ...]
+    backend: str
     alternative: str = "expert_rows"
 
 
 CASES = [
-    pytest.param(Case(arguments=("--profile",)), id="normal"),
+    pytest.param(
+        Case(arguments=("--profile", "--copy-rate"), backend="shared_memory"), id="normal"
+    ),
     pytest.param(
         Case(
             arguments=("--mode", "standard", "--alternative", "all_gather", "--dtype", "fp32"),
+            backend="all_gather",
             alternative="all_gather",
         ),
         id="standard against all_gather",
     ),
-    pytest.param(Case(arguments=("--mode", "low_latency", "--no-keep-memory")), id="low_latency"),
+    pytest.param(
+        Case(arguments=("--mode", "low_latency", "--no-keep-memory"), backend="collective_static"),
+        id="low_latency",
+    ),
 ]
 
 
@@ -87,11 +94,12 @@ def test_a_run_prints_a_table_and_writes_its_result(case: Case, tmp_path: Path) 
     assert result["benchmark"] == "dispatch_combine"
     assert result["configuration"]["ranks"] == 2
     assert result["configuration"]["pairs"] == 3
+    assert result["configuration"]["backend"] == case.backend
     assert result["command"].startswith(
         "scripts/launch_multi_rank.sh 2 benchmarks/bench_dispatch_combine.py --tokens 8"
     )
     assert list(result["contenders"]) == ["epcomm", case.alternative]
-    spans = {"dispatch", "dispatch_without_grouping", "combine", "total"}
+    spans = {"dispatch", "dispatch_without_grouping", "combine", "total", "total_without_grouping"}
     for contender in result["contenders"].values():
         assert set(contender["ms"]) == spans
         for ms in contender["ms"].values():
@@ -104,6 +112,11 @@ def test_a_run_prints_a_table_and_writes_its_result(case: Case, tmp_path: Path) 
     assert result["ratio_of_medians"]["total"] == pytest.approx(medians[1] / medians[0], rel=0.1)
     assert {"torch", "commit", "python"} <= set(result["versions"])
     assert {"processor", "num_cores", "threads_per_rank"} <= set(result["hardware"])
+    assert ("copies" in result) == ("--copy-rate" in case.arguments)
+    if "copies" in result:
+        ours = result["contenders"]["epcomm"]["ms"]["total_without_grouping"]["p50"]
+        assert result["copies"]["ms"] == ours
+        assert result["copies"]["copy_gb_per_s"] > 0
     is_profiled = "--profile" in case.arguments
     names = [section["name"] for section in result["profile"] if section["depth"] == 0]
     steps = ["contenders.dispatch", "contenders.group", "contenders.combine"]

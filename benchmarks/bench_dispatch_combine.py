@@ -4,6 +4,16 @@
 
 Both are checked first: rows must arrive bit-equal and y must be the dense result, or the program
 ends without a number. Then they run in turn, and an iteration takes as long as its slowest rank.
+
+`--backend` chooses the buffer of epcomm. `--copy-rate` lets all ranks copy memory in each round and
+relates dispatch and combine to that; copy_rate.py says what is counted. The README's result
+cpu_shared_memory is made on an idle machine by
+
+    scripts/launch_multi_rank.sh 4 benchmarks/bench_dispatch_combine.py --tokens 1024 --hidden 2048
+        --backend shared_memory --copy-rate --output benchmarks/results/cpu_shared_memory.json
+    python -m benchmarks.readme_table README.md
+
+where the first is one line.
 """
 
 from __future__ import annotations
@@ -11,7 +21,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -26,6 +35,7 @@ from rich.console import Console
 from benchmarks.alternatives import Experts
 from benchmarks.checks import CheckError, check_contender
 from benchmarks.contenders import ALTERNATIVES, Contender, Epcomm, dtype_of
+from benchmarks.copy_rate import Copies, CopyFinding, MovedBytes, moved_bytes
 from benchmarks.machine_facts import (
     describe_hardware,
     describe_versions,
@@ -34,7 +44,14 @@ from benchmarks.machine_facts import (
 )
 from benchmarks.measure import run_in_turn
 from benchmarks.profiles import profile_contender
-from benchmarks.report import Finding, Report, bytes_summary, profile_summary, table_of
+from benchmarks.report import (
+    Finding,
+    Report,
+    bytes_summary,
+    copies_summary,
+    profile_summary,
+    table_of,
+)
 from epcomm import ConfigError, EPConfig, EPGroup, Mode, MoESpec
 from epcomm.testing.data import BatchSpec, RankBatch, make_batch, random_ids
 
@@ -77,6 +94,7 @@ class Options:
     experts: int
     dtype: DtypeName
     mode: ModeName
+    backend: str
     alternative: AlternativeName
     pairs: int
     warm_up: int
@@ -97,7 +115,7 @@ class Options:
         ranks = range(group.world_size)
         return [make_batch(spec, rank, group.world_size).to(group.device) for rank in ranks]
 
-    def make_contenders(self, group: EPGroup) -> list[Contender]:
+    def make_contenders(self, group: EPGroup) -> tuple[Epcomm, Contender]:
         """epcomm, then the alternative. Collective: yes."""
         spec = MoESpec(
             hidden_size=self.hidden,
@@ -105,21 +123,24 @@ class Options:
             top_k=self.top_k,
             dtype=dtype_of(self.dtype),
         )
-        config = EPConfig(mode=Mode(self.mode.value), max_tokens_per_rank=self.tokens)
+        config = EPConfig(
+            mode=Mode(self.mode.value), backend=self.backend, max_tokens_per_rank=self.tokens
+        )
         experts = Experts(
             rank=group.rank,
             world_size=group.world_size,
             num_local=self.experts // group.world_size,
         )
-        return [Epcomm(group, spec, config), ALTERNATIVES[self.alternative](experts)]
+        return Epcomm(group, spec, config), ALTERNATIVES[self.alternative](experts)
 
 
 def run(
     options: Options,
     group: EPGroup,
-    contenders: Sequence[Contender],
+    contenders: tuple[Epcomm, Contender],
     *,
     profile_calls: int = 0,
+    copies: Copies | None = None,
 ) -> Report:
     """Check, measure, gather: the same report on all ranks.
 
@@ -128,20 +149,23 @@ def run(
         group: the ranks.
         contenders: epcomm and the alternative.
         profile_calls: calls of epcomm under a profiler, after the measurement.
+        copies: measured in each round, or None.
 
     Collective: yes.
     Raises:
         CheckError: on all ranks, before anything was measured.
     """
     batches, rank = options.make_batches(group), group.rank
+    num_local = options.experts // group.world_size
     for contender in contenders:
-        check_contender(contender, batches, rank, options.experts // group.world_size)
-    batch = batches[rank]
+        check_contender(contender, batches, rank, num_local)
+    batch, moved = batches[rank], moved_bytes(batches, num_local)
     del batches
     sent = {contender.name: contender.sent_bytes(batch) for contender in contenders}
     run_in_turn(contenders, batch, num_rounds=options.warm_up)
     load_before = load_average()
-    laps = run_in_turn(contenders, batch, num_rounds=options.pairs)
+    on_round = copies.run if copies else _nothing
+    laps = run_in_turn(contenders, batch, num_rounds=options.pairs, on_round=on_round)
     load_after = load_average()
     findings = {
         name: Finding.of(_of_all_ranks(laps[name]), _of_all_ranks(sent[name])) for name in laps
@@ -150,13 +174,31 @@ def run(
         profile_contender(contenders[0], batch, num_calls=profile_calls) if profile_calls else ()
     )
     return Report(
-        configuration={**asdict(options), "ranks": group.world_size, "transport": _transport()},
+        configuration={
+            **asdict(options),
+            "backend": contenders[0].plan.backend,
+            "ranks": group.world_size,
+            "transport": _transport(),
+        },
         hardware=describe_hardware(group.device),
         versions=describe_versions(group.device),
         command=_command(group.world_size),
         load_average=(load_before, load_after),
         findings=findings,
         profile=profile,
+        copies=_finding_of_copies(copies, moved, findings[Epcomm.name]) if copies else None,
+    )
+
+
+def _nothing() -> None:
+    """Between rounds."""
+
+
+def _finding_of_copies(copies: Copies, moved: MovedBytes, ours: Finding) -> CopyFinding:
+    return CopyFinding(
+        moved=moved,
+        ms=ours.ms["total_without_grouping"].p50,
+        copy_gb_per_s=copies.gb_per_s(_of_all_ranks(copies.ms)),
     )
 
 
@@ -193,6 +235,8 @@ def show(report: Report, console: Console) -> None:
     console.print(table_of(report))
     console.print(bytes_summary(report), soft_wrap=True)
     console.print(f"epcomm is {ratio:.2f} times as fast, by medians of dispatch + combine")
+    if report.copies:
+        console.print(copies_summary(report.copies), soft_wrap=True)
     if report.profile:
         console.print(
             f"epcomm, ms of a call on the slowest rank\n{profile_summary(report.profile)}"
@@ -206,6 +250,7 @@ def main(
     experts: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 64,
     dtype: Annotated[DtypeName, typer.Option(help="Of the hidden states.")] = DtypeName.BF16,
     mode: Annotated[ModeName, typer.Option(help="Of epcomm.")] = ModeName.NORMAL,
+    backend: Annotated[str, typer.Option(help="The buffer of epcomm.")] = "auto",
     alternative: Annotated[
         AlternativeName, typer.Option(help="What epcomm is measured against.")
     ] = AlternativeName.EXPERT_ROWS,
@@ -214,6 +259,9 @@ def main(
     seed: Annotated[int, typer.Option(help="Of tokens and routing.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
     profile: Annotated[bool, typer.Option(help="Show where the time of epcomm goes.")] = False,
+    copy_rate: Annotated[
+        bool, typer.Option(help="Copy in each round, and relate epcomm to that.")
+    ] = False,
     keep_memory: Annotated[
         bool, typer.Option(help="Let malloc recycle large blocks, for all contenders.")
     ] = False,
@@ -227,6 +275,7 @@ def main(
         experts=experts,
         dtype=dtype,
         mode=mode,
+        backend=backend,
         alternative=alternative,
         pairs=pairs,
         warm_up=warm_up,
@@ -238,7 +287,14 @@ def main(
     try:
         with EPGroup(dist.group.WORLD) as group, torch.no_grad():
             contenders = options.make_contenders(group)
-            report = run(options, group, contenders, profile_calls=10 if profile else 0)
+            like = torch.empty(0, hidden, dtype=dtype_of(dtype), device=group.device)
+            report = run(
+                options,
+                group,
+                contenders,
+                profile_calls=10 if profile else 0,
+                copies=Copies(like) if copy_rate else None,
+            )
         show(report, console)
         if output is not None and dist.get_rank() == 0:
             report.write(output)

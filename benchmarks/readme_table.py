@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated, NotRequired, TypedDict
 
 import typer
 
@@ -49,6 +49,16 @@ class GemmResult(TypedDict):
     findings: list[GemmFinding]
 
 
+class CopiesResult(TypedDict):
+    """epcomm beside copies, as copy_rate.py writes it."""
+
+    copied_bytes: int
+    touched_bytes: int
+    copy_gb_per_s: float
+    copied_over_copy_rate: float
+    touched_over_copy_rate: float
+
+
 class Result(TypedDict):
     """The parts of a result that a table shows."""
 
@@ -58,6 +68,7 @@ class Result(TypedDict):
     command: str
     contenders: dict[str, ContenderResult]
     ratio_of_medians: dict[str, float]
+    copies: NotRequired[CopiesResult]
 
 
 def fill(text: str, results: Path = RESULTS) -> str:
@@ -93,7 +104,10 @@ def render(result: Result) -> str:
     sent = [f"{one['sent_bytes']['total'] / 1e6:.2f} MB" for one in contenders.values()]
     blanks = [""] * (len(_QUANTILES) - 1)
     lines.append(_row("sent by a rank", *[cell for one in sent for cell in (one, *blanks)], ""))
-    return "\n".join([*lines, "", _caption(result), ""])
+    captions = [_caption(result)]
+    if "copies" in result:
+        captions += ["", _copies_caption(result["copies"])]
+    return "\n".join([*lines, "", *captions, ""])
 
 
 def render_gemm(result: GemmResult) -> str:
@@ -127,10 +141,22 @@ def _row(*cells: str) -> str:
 def _caption(result: Result) -> str:
     configuration, hardware = result["configuration"], result["hardware"]
     where = hardware.get("accelerator", f"{hardware['num_cores']} cores of {hardware['processor']}")
+    # Results from before it was recorded are of `collective`.
+    buffer = f", epcomm in {configuration['backend']}" if "backend" in configuration else ""
     return (
-        f"{configuration['ranks']} ranks over {configuration['transport']} on {where}, torch "
-        f"{result['versions']['torch']}, {configuration['pairs']} calls of each in turn: "
+        f"{configuration['ranks']} ranks over {configuration['transport']}{buffer} on {where}, "
+        f"torch {result['versions']['torch']}, {configuration['pairs']} calls of each in turn: "
         f"`{result['command']}`"
+    )
+
+
+def _copies_caption(copies: CopiesResult) -> str:
+    return (
+        f"In the same run all ranks at once copy {copies['copy_gb_per_s']:.1f} GB/s. Of that rate "
+        f"`total without grouping` reaches {copies['copied_over_copy_rate']:.0%} if rows out and "
+        f"sums home are counted once ({copies['copied_bytes'] / 1e6:.1f} MB of all ranks), and "
+        f"{copies['touched_over_copy_rate']:.0%} if what must be read and what must be written are "
+        f"both counted, there and of the copies ({copies['touched_bytes'] / 1e6:.1f} MB)."
     )
 
 

@@ -10,11 +10,18 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
+from benchmarks.copy_rate import CopyFinding
 from benchmarks.host_profile import Section
 from benchmarks.sent_bytes import SentBytes
 from benchmarks.timing import Laps, Percentiles, slowest_rank
 
-SPANS = ("dispatch", "dispatch_without_grouping", "combine", "total")
+SPANS = (
+    "dispatch",
+    "dispatch_without_grouping",
+    "combine",
+    "total",
+    "total_without_grouping",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +53,7 @@ class Report:
     findings: by contender, epcomm first.
     load_average: of the machine before and after the measurement.
     profile: of epcomm, of the slowest rank; empty unless it was asked for.
+    copies: epcomm beside the copies of the same run; None unless it was asked for.
     """
 
     configuration: Mapping[str, str | int | bool]
@@ -55,6 +63,7 @@ class Report:
     load_average: Sequence[float]
     findings: Mapping[str, Finding]
     profile: Sequence[Section] = ()
+    copies: CopyFinding | None = None
 
     def ratios(self) -> dict[str, float]:
         """By span, how many times as fast as the alternative epcomm is, by medians."""
@@ -84,6 +93,8 @@ class Report:
             "ratio_of_medians": _rounded(self.ratios()),
             "profile": [asdict(section) | {"ms": round(section.ms, 3)} for section in self.profile],
         }
+        if self.copies is not None:
+            values["copies"] = self.copies.as_record()
         return json.dumps(values, indent=2) + "\n"
 
     def write(self, path: Path) -> None:
@@ -119,6 +130,16 @@ def bytes_summary(report: Report) -> str:
         for name, sent in ((name, one.sent_bytes) for name, one in report.findings.items())
     ]
     return "\n".join(lines)
+
+
+def copies_summary(copies: CopyFinding) -> str:
+    """How far from copying, both ways of counting."""
+    return (
+        f"of the rate at which all ranks copy, {copies.copy_gb_per_s:.1f} GB/s, dispatch without "
+        f"grouping and combine reach {copies.copied_over_copy_rate:.0%} by rows and sums, "
+        f"{copies.moved.copied / 1e6:.1f} MB, and {copies.touched_over_copy_rate:.0%} by bytes "
+        f"read and written, {copies.moved.touched / 1e6:.1f} MB"
+    )
 
 
 def profile_summary(sections: Sequence[Section]) -> str:

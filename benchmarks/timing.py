@@ -23,13 +23,14 @@ class Laps:
     combine: float
 
     def spans(self) -> dict[str, float]:
-        """What is reported: both halves, without grouping too, and all together."""
+        """What is reported: both halves and all together, with grouping and without."""
         grouped = self.dispatch + self.group
         return {
             "dispatch": grouped,
             "dispatch_without_grouping": self.dispatch,
             "combine": self.combine,
             "total": grouped + self.combine,
+            "total_without_grouping": self.dispatch + self.combine,
         }
 
 

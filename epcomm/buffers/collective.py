@@ -48,7 +48,7 @@ from epcomm.ops.slots import (
     slots_by_row,
     spread_to_slots,
 )
-from epcomm.records import Route, SlotIndex
+from epcomm.records import Pending, Route, SlotIndex
 from epcomm.types import RowsPer, WireFormat
 
 # [W][W]: rows from each rank to each rank.
@@ -212,16 +212,24 @@ class CollectiveBuffer(OverCollectives):
     ) -> Combined:
         assert isinstance(route, CollectiveRoute), "a route of this buffer"
         compared = self._compare_calls(is_forward=row_scalars is None)
-        if rows_per is RowsPer.SLOT:
-            rows = reduce_rows(rows, route.slots_by_row, slot_weights)
+
+        def sums(part: slice) -> Tensor:
+            if rows_per is RowsPer.ROW:
+                return rows[part].contiguous()
+            return reduce_rows(rows, route.slots_by_row.part(part), slot_weights)
+
         rows_of_token = route.sends.rows_of_token
         if row_scalars is None:
-            compared.wait()
-            home = self._send_home(rows.contiguous(), route, phase="combine")
+            shape = (rows.shape[1], rows.dtype)
+            home = self._send_home(sums, route, shape, compared, phase="combine")
             return Combined(y=reduce_rows(home, rows_of_token), scalars=None)
         layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
-        packed = layout.pack_rows(rows, row_scalars)
-        home = self._send_home(packed, route, phase="backward of dispatch")
+
+        def packed(part: slice) -> Tensor:
+            return layout.pack_rows(sums(part), row_scalars[part])
+
+        shape = (layout.row_bytes, torch.uint8)
+        home = self._send_home(packed, route, shape, compared, phase="backward of dispatch")
         scalars = _scalars_of_topk(layout.scalars(home), route.sends.row_of_topk)
         return Combined(y=reduce_rows(layout.data(home), rows_of_token), scalars=scalars)
 
@@ -253,13 +261,35 @@ class CollectiveBuffer(OverCollectives):
             rows, send_splits=send_splits, recv_splits=recv_splits, phase=phase
         )
 
-    def _send_home(self, rows: Tensor, route: CollectiveRoute, *, phase: str) -> Tensor:
+    def _send_home(
+        self,
+        make: Callable[[slice], Tensor],
+        route: CollectiveRoute,
+        shape: tuple[int, torch.dtype],
+        compared: Pending[None],
+        *,
+        phase: str,
+    ) -> Tensor:
+        """Send what this rank's experts made of its received rows back to where they came from.
+
+        Args:
+            make: some of the rows that travel, numbered as they arrived.
+            route: of the dispatch.
+            shape: elements of a row, and their dtype.
+            compared: waited for between the local work and the exchange.
+            phase: what it is for.
+
+        Returns: the rows from all ranks, by rank of the experts.
+        """
+        width, dtype = shape
+        rows = make(slice(0, route.num_rows))
+        compared.wait()
         self._traffic.combine(route.recv_splits, row_bytes_of(rows))
         return self._collectives.all_to_all(
             rows,
             send_splits=route.recv_splits,
             recv_splits=route.send_splits,
-            out=self._home.rows(sum(route.send_splits), rows.shape[1], rows.dtype),
+            out=self._home.rows(sum(route.send_splits), width, dtype),
             phase=phase,
         )
 

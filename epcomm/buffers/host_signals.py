@@ -62,6 +62,10 @@ class HostSignals:
         self._epochs[kind] += 1
         return self._epochs[kind]
 
+    def coming_epoch(self, kind: Signal) -> int:
+        """What next_epoch() will begin."""
+        return self._epochs[kind] + 1
+
     def publish(self, kind: Signal) -> None:
         """Tell all ranks that this one has got to the current epoch. Local."""
         self._order()

@@ -16,9 +16,8 @@ header.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import ClassVar
 
 import torch
@@ -31,12 +30,16 @@ from epcomm.buffers.faults import BatchFlags, FaultCode, raise_faults
 from epcomm.buffers.host_memory import HostMemory, host_of_this_process
 from epcomm.buffers.host_region import NUM_SLOTS, HostRegion, line_aligned
 from epcomm.buffers.host_signals import HostSignals, Signal, signal_bytes
-from epcomm.buffers.over_collectives import COLLECTIVE_CAPS, row_bytes_of
+from epcomm.buffers.over_collectives import COLLECTIVE_CAPS
 from epcomm.buffers.sizes import RowBytes
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.records import Pending, Route
+
+# Sums are made in pieces of so many bytes and copied while they lie in the cache: torch has no sum
+# into memory that is given, and for memory as large as all of them malloc asks the system.
+_PART_BYTES = 2**21
 
 
 class SharedMemoryBuffer(CollectiveBuffer):
@@ -160,17 +163,29 @@ class SharedMemoryBuffer(CollectiveBuffer):
         self._signals.wait(Signal.GOT, phase)
         return self._rows.rows(self._rank, epoch, slice(0, sum(recv_splits)), *shape)
 
-    def _send_home(self, rows: Tensor, route: CollectiveRoute, *, phase: str) -> Tensor:
+    def _send_home(
+        self,
+        make: Callable[[slice], Tensor],
+        route: CollectiveRoute,
+        shape: tuple[int, torch.dtype],
+        compared: Pending[None],
+        *,
+        phase: str,
+    ) -> Tensor:
         assert route.table is not None, "headers brought it"
-        self._traffic.combine(route.recv_splits, row_bytes_of(rows))
-        epoch, shape = self._signals.next_epoch(Signal.DONE), (rows.shape[1], rows.dtype)
-        ends = accumulate(route.recv_splits, initial=0)
-        for home, (start, num_rows) in enumerate(zip(ends, route.recv_splits, strict=False)):
-            if num_rows:
-                # There they lie as they left: by the rank of the experts.
-                first = sum(route.table[home][: self._rank])
-                out = self._sums.rows(home, epoch, slice(first, first + num_rows), *shape)
-                out.copy_(rows[start : start + num_rows])
+        row_bytes = shape[0] * shape[1].itemsize
+        # A refused call leaves the epoch to the next one, which writes the same places again.
+        epoch, first = self._signals.coming_epoch(Signal.DONE), 0
+        for home, num_rows in enumerate(route.recv_splits):
+            # There they lie as they left: by the rank of the experts.
+            place = sum(route.table[home][: self._rank])
+            out = self._sums.rows(home, epoch, slice(place, place + num_rows), *shape)
+            for part in _parts(num_rows, row_bytes):
+                out[part] = make(slice(first + part.start, first + part.stop))
+            first += num_rows
+        compared.wait()
+        self._traffic.combine(route.recv_splits, row_bytes)
+        self._signals.next_epoch(Signal.DONE)
         self._signals.publish(Signal.DONE)
         self._signals.wait(Signal.DONE, phase)
         return self._sums.rows(self._rank, epoch, slice(0, sum(route.send_splits)), *shape)
@@ -199,6 +214,12 @@ class SharedMemoryBuffer(CollectiveBuffer):
                 f"{self.name}: the buffer is closed (rank {self._rank} of {self._world_size}); "
                 "make a new EPGroup"
             )
+
+
+def _parts(num_rows: int, row_bytes: int) -> Iterator[slice]:
+    """Neighbouring rows, at most _PART_BYTES at once."""
+    step = max(_PART_BYTES // row_bytes, 1)
+    return (slice(at, min(at + step, num_rows)) for at in range(0, num_rows, step))
 
 
 def _table_of(headers: Tensor) -> RowTable:

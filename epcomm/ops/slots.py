@@ -45,6 +45,17 @@ class Members:
         """Targets, without the tail."""
         return self.offsets.shape[0] - (2 if self.has_tail else 1)
 
+    def part(self, targets: slice) -> Members:
+        """Of some neighbouring targets; `targets` has a start and a stop.
+
+        Host sync: none for all targets, else two reads.
+        """
+        if (targets.start, targets.stop) == (0, self.num_targets):
+            return self
+        offsets = self.offsets[targets.start : targets.stop + 1]
+        first, end = int(offsets[0]), int(offsets[-1])
+        return Members(flat=self.flat[first:end], offsets=offsets - first)
+
 
 def members_of(table: Tensor, num_members: int) -> Members:
     """The non-negative entries of each row of `table` [N, K], in k order.

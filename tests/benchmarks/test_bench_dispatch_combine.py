@@ -1,14 +1,20 @@
-"""The program end to end, on two ranks through the launcher."""
+"""The program end to end, on two ranks through the launcher, and its parts on two ranks."""
 
 import json
 import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+
+from benchmarks import bench_dispatch_combine, contenders
+from benchmarks.bench_dispatch_combine import AlternativeName, DtypeName, ModeName, Options
+from benchmarks.checks import CheckError
+from epcomm import EPGroup
 
 REPOSITORY = Path(__file__).parents[2]
 LAUNCHER = REPOSITORY / "scripts" / "launch_multi_rank.sh"
@@ -18,22 +24,36 @@ TINY = [word for name, value in SIZE.items() for word in (f"--{name}", str(value
 # Seconds: two ranks import torch on a loaded machine.
 LIMIT_S = 180
 
-# The program with one contender that gets a single element wrong, on rank 1 alone.
+OPTIONS = Options(
+    tokens=8,
+    hidden=32,
+    top_k=2,
+    experts=4,
+    dtype=DtypeName.BF16,
+    mode=ModeName.NORMAL,
+    backend="auto",
+    alternative=AlternativeName.EXPERT_ROWS,
+    pairs=3,
+    warm_up=1,
+    seed=0,
+    keep_freed_memory=False,
+)
+
+# The program with a contender that gets a single element wrong, on rank 1 alone.
 BROKEN = """
 import torch.distributed as dist
 import typer
 from benchmarks import bench_dispatch_combine, contenders
 
-kind = getattr(contenders, {kind!r})
-right = kind.{step}
+right = contenders.Epcomm.combine
 
 def wrong(self, *arguments):
-    result = right(self, *arguments)
+    y = right(self, *arguments)
     if dist.get_rank() == 1:
-        (result.rows if {step!r} == "group" else result)[0, 0] += 1
-    return result
+        y[0, 0] += 1
+    return y
 
-kind.{step} = wrong
+contenders.Epcomm.combine = wrong
 typer.run(bench_dispatch_combine.main)
 """
 
@@ -55,43 +75,38 @@ def launch(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """Arguments of a run, and the alternative that they choose."""
-
-    arguments: tuple[str, ...]
-    alternative: str = "expert_rows"
-
-
-CASES = [
-    pytest.param(Case(arguments=("--profile",)), id="normal"),
-    pytest.param(
-        Case(
-            arguments=("--mode", "standard", "--alternative", "all_gather", "--dtype", "fp32"),
-            alternative="all_gather",
-        ),
-        id="standard against all_gather",
-    ),
-    pytest.param(Case(arguments=("--mode", "low_latency", "--no-keep-memory")), id="low_latency"),
-]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_run_prints_a_table_and_writes_its_result(case: Case, tmp_path: Path) -> None:
+def test_a_run_prints_a_table_and_writes_its_result(tmp_path: Path) -> None:
+    """Every argument differs from what is taken without it."""
     output = tmp_path / "new folder" / "result.json"
-    done = launch(PROGRAM, *case.arguments, "--output", str(output))
+    arguments = ["--mode", "standard", "--backend", "all_gather", "--alternative", "all_gather"]
+    arguments += ["--dtype", "fp32", "--seed", "5", "--profile", "--copy-rate", "--keep-memory"]
+    done = launch(PROGRAM, *arguments, "--output", str(output))
     assert done.returncode == 0, done.stdout + done.stderr
     # One rank prints.
     assert done.stdout.count("times as fast, by medians of dispatch + combine") == 1
     result = json.loads(output.read_text("utf-8"))
     assert result["benchmark"] == "dispatch_combine"
-    assert result["configuration"]["ranks"] == 2
-    assert result["configuration"]["pairs"] == 3
     assert result["command"].startswith(
         "scripts/launch_multi_rank.sh 2 benchmarks/bench_dispatch_combine.py --tokens 8"
     )
-    assert list(result["contenders"]) == ["epcomm", case.alternative]
-    spans = {"dispatch", "dispatch_without_grouping", "combine", "total"}
+    chosen = {"mode": "standard", "backend": "all_gather", "alternative": "all_gather"}
+    sizes = {name.replace("-", "_"): value for name, value in SIZE.items()}
+    expected = {**chosen, **sizes, "dtype": "fp32", "seed": 5, "ranks": 2}
+    found = {name: result["configuration"][name] for name in expected}
+    assert found == expected
+    assert {"torch", "commit", "python"} <= set(result["versions"])
+    assert {"processor", "num_cores", "threads_per_rank"} <= set(result["hardware"])
+    check_findings(result, "all_gather")
+    names = [section["name"] for section in result["profile"] if section["depth"] == 0]
+    assert names == ["contenders.dispatch", "contenders.group", "contenders.combine"]
+    ours = result["contenders"]["epcomm"]["ms"]["total_without_grouping"]["p50"]
+    assert result["copies"]["ms"] == ours
+    assert result["copies"]["copy_gb_per_s"] > 0
+
+
+def check_findings(result: dict[str, dict], alternative: str) -> None:
+    assert list(result["contenders"]) == ["epcomm", alternative]
+    spans = {"dispatch", "dispatch_without_grouping", "combine", "total", "total_without_grouping"}
     for contender in result["contenders"].values():
         assert set(contender["ms"]) == spans
         for ms in contender["ms"].values():
@@ -102,30 +117,60 @@ def test_a_run_prints_a_table_and_writes_its_result(case: Case, tmp_path: Path) 
     assert set(result["ratio_of_medians"]) == spans
     medians = [one["ms"]["total"]["p50"] for one in result["contenders"].values()]
     assert result["ratio_of_medians"]["total"] == pytest.approx(medians[1] / medians[0], rel=0.1)
-    assert {"torch", "commit", "python"} <= set(result["versions"])
-    assert {"processor", "num_cores", "threads_per_rank"} <= set(result["hardware"])
-    is_profiled = "--profile" in case.arguments
-    names = [section["name"] for section in result["profile"] if section["depth"] == 0]
-    steps = ["contenders.dispatch", "contenders.group", "contenders.combine"]
-    assert names == (steps if is_profiled else [])
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("mode", "backend"),
+    [("normal", "shared_memory"), ("low_latency", "collective_static")],
+)
+def test_each_mode_can_be_measured(mode: str, backend: str) -> None:
+    options = replace(OPTIONS, mode=ModeName(mode))
+    with EPGroup() as group, torch.no_grad():
+        report = bench_dispatch_combine.run(options, group, options.make_contenders(group))
+    result = json.loads(report.as_json())
+    assert result["configuration"]["backend"] == backend
+    assert result["profile"] == []
+    assert "copies" not in result
+    check_findings(result, "expert_rows")
+
+
+def test_a_wrong_contender_ends_the_program_without_a_number(tmp_path: Path) -> None:
+    program, output = tmp_path / "broken.py", tmp_path / "result.json"
+    program.write_text(BROKEN, encoding="utf-8")
+    done = launch(program, "--output", str(output))
+    assert done.returncode != 0
+    assert re.search(r"epcomm: rank 1: y is beyond", done.stderr), done.stderr
+    assert "times as fast" not in done.stdout
+    assert not output.exists()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("kind", "step", "message"),
     [
-        pytest.param("Epcomm", "combine", r"epcomm: rank 1: y is beyond", id="our sums"),
         pytest.param("ExpertRows", "combine", r"expert_rows: rank 1: y is beyond", id="its sums"),
         pytest.param("Epcomm", "group", r"epcomm: .*rank 1: expert 2", id="our rows"),
         pytest.param("ExpertRows", "group", r"expert_rows: .*rank 1: expert 2", id="its rows"),
     ],
 )
-def test_a_wrong_contender_ends_the_program_before_any_time(
-    kind: str, step: str, message: str, tmp_path: Path
+def test_a_wrong_contender_is_found_before_any_time(
+    kind: str, step: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program, output = tmp_path / "broken.py", tmp_path / "result.json"
-    program.write_text(BROKEN.format(kind=kind, step=step), encoding="utf-8")
-    done = launch(program, "--output", str(output))
-    assert done.returncode != 0
-    assert re.search(message, done.stderr), done.stderr
-    assert "times as fast" not in done.stdout
-    assert not output.exists()
+    """Of every contender and step, on every rank; what the program then does is tested above."""
+    with EPGroup() as group, torch.no_grad():
+        right = getattr(getattr(contenders, kind), step)
+
+        def wrong(self: contenders.Contender, *arguments: object) -> object:
+            result = right(self, *arguments)
+            if group.rank == 1:
+                (result.rows if step == "group" else result)[0, 0] += 1
+            return result
+
+        def measured(*arguments: object, **options: object) -> None:
+            raise AssertionError("a wrong contender is measured")
+
+        monkeypatch.setattr(getattr(contenders, kind), step, wrong)
+        monkeypatch.setattr(bench_dispatch_combine, "run_in_turn", measured)
+        with pytest.raises(CheckError, match=message):
+            bench_dispatch_combine.run(OPTIONS, group, OPTIONS.make_contenders(group))

@@ -3,7 +3,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.readme_table import RESULTS, GemmResult, Result, fill, render, render_gemm
+from benchmarks.readme_table import (
+    RESULTS,
+    CopiesResult,
+    GemmResult,
+    Result,
+    fill,
+    render,
+    render_gemm,
+)
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -36,6 +44,25 @@ def test_a_result_becomes_a_table() -> None:
         "4 ranks over gloo on 2 cores of A Processor, torch 2.13, 30 calls of each in turn: "
         "`scripts/launch_multi_rank.sh 4 benchmarks/bench.py`\n"
     )
+
+
+def test_copies_of_the_same_run_are_told_below_the_table() -> None:
+    copies = CopiesResult(
+        copied_bytes=123_400_000,
+        touched_bytes=352_000_000,
+        copy_gb_per_s=12.34,
+        copied_over_copy_rate=0.163,
+        touched_over_copy_rate=0.238,
+    )
+    configuration = {**result()["configuration"], "backend": "shared_memory"}
+    found: Result = {**result(), "configuration": configuration, "copies": copies}
+    table, caption, told = render(found).split("\n\n")
+    assert table == render(result()).split("\n\n")[0]
+    assert caption.startswith("4 ranks over gloo, epcomm in shared_memory on 2 cores of A Process")
+    assert "copy 12.3 GB/s" in told
+    assert "reaches 16% if rows out and sums home are counted once (123.4 MB" in told
+    assert "and 24% if" in told
+    assert "(352.0 MB)" in told
 
 
 def test_only_what_stands_between_markers_is_replaced(tmp_path: Path) -> None:

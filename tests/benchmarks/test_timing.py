@@ -32,6 +32,7 @@ def test_an_iteration_takes_as_long_as_its_slowest_rank() -> None:
         "combine": [5.0, 1.0],
         # 9 in the first iteration, not 6 + 5: the halves of one rank belong together.
         "total": [9.0, 11.0],
+        "total_without_grouping": [7.0, 10.0],
     }
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from epcomm import BackendUnavailable, EPConfig, EPGroup, HandleError, MoESpec, plan, survey
-from epcomm.buffers import host_memory
+from epcomm.buffers import host_memory, shared_memory
 from epcomm.buffers.base import Buffer
 from epcomm.buffers.host_memory import HostMemory
 from epcomm.buffers.host_region import HostRegion
 from epcomm.buffers.shared_memory import SharedMemoryBuffer
 from epcomm.config import Mode
-from epcomm.testing.buffer_suite import BATCH_SPECS, BufferEnv, dispatch
+from epcomm.testing.buffer_suite import BATCH_SPECS, BufferEnv, check_batch, dispatch
 from epcomm.testing.data import BatchSpec, random_ids
 
 NUM_RANKS = 2
@@ -127,6 +127,15 @@ def test_calls_of_any_size_follow_one_another() -> None:
                 if ((batch.topk_ids[t] // few.num_local_experts) == group.rank).any()
             )
             assert float(out.rows.data.double().sum()) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("part_bytes", [1, 300], ids=["a row at once", "some rows at once"])
+def test_sums_made_in_parts_are_the_same(part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests of all buffers have less than one part; rows here take 128 B."""
+    monkeypatch.setattr(shared_memory, "_PART_BYTES", part_bytes)
+    with EPGroup() as group:
+        check_batch(env_of(group), BATCH_SPECS["uneven"])
 
 
 @pytest.mark.ranks(NUM_RANKS)

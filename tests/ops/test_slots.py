@@ -248,6 +248,23 @@ def test_weights_are_multiplied_in_float32() -> None:
     assert reduce_rows(rows, members, torch.tensor([1 + 2**-8, 1.0])).item() == 2**-8
 
 
+@pytest.mark.parametrize(
+    ("targets", "flat", "offsets"),
+    [
+        (slice(0, 3), [2, 0, 2], [0, 2, 2, 3]),
+        (slice(0, 2), [2, 0], [0, 2, 2]),
+        (slice(1, 3), [2], [0, 0, 1]),
+        (slice(1, 1), [], [0]),
+    ],
+)
+def test_a_part_of_members_is_that_of_its_targets(
+    targets: slice, flat: list[int], offsets: list[int]
+) -> None:
+    part = MEMBERS.part(targets)
+    assert (part.flat.tolist(), part.offsets.tolist()) == (flat, offsets)
+    assert part.num_targets == targets.stop - targets.start
+
+
 def test_members_are_the_valid_entries_in_order() -> None:
     members = members_of(torch.tensor([[3, -1, 0], [-1, -1, -1], [-1, 2, 1]]), 4)
     assert members.flat.tolist() == [3, 0, 2, 1]

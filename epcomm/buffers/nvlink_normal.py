@@ -692,11 +692,14 @@ def exchange_of(
     from epcomm.kernels.epochs import STATE_WORDS
     from epcomm.kernels.launch import next_power_of_two
     from epcomm.kernels.normal_exchange import NormalExchange, NormalTuning
+    from epcomm.kernels.nvlink_plan import GROUP_TOKENS, GROUP_WORDS
     from epcomm.kernels.peer_exchange import ExchangeDims
 
     spec, size, device = layout.spec, layout.world_size, counters.device
     rank_lanes, local_lanes = next_power_of_two(size), next_power_of_two(spec.num_local_experts)
-    plan_words = next_power_of_two(size * spec.num_local_experts) + rank_lanes + 1
+    expert_lanes = next_power_of_two(size * spec.num_local_experts)
+    run = -(-layout.max_tokens // num_programs)
+    num_groups = max(1, -(-run // GROUP_TOKENS))
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -718,13 +721,15 @@ def exchange_of(
         slots_at=layout.slots_at,
         slot_bytes=layout.slot_bytes,
         num_items=layout.num_items,
+        num_groups=num_groups,
         record_words=layout.record_words,
         data_bytes=layout.data_bytes,
         scale_bytes=layout.scale_bytes,
         header_bytes=layout.header_bytes,
         back_bytes=layout.back_bytes,
         state=zeros(STATE_WORDS),
-        scratch=zeros(num_programs, plan_words),
+        scratch=zeros(num_programs, expert_lanes + rank_lanes + 1),
+        bits=zeros(num_programs, num_groups, expert_lanes + rank_lanes, GROUP_WORDS),
         counted=zeros(num_programs),
         bases=zeros(num_programs, rank_lanes * local_lanes),
         counters=counters,

@@ -16,15 +16,18 @@ class NormalTuning:
 
     push_warps: of a program that pushes.   pushed_tokens: that it holds at once.
     combine_warps: of a program of combine.   combined_rows: that it sums at once.
+    combine_stages, reduce_stages: rows whose loads are under way at once, of senders and reducers.
     item_rows: sums of one source that are announced together.
     waited_tokens: of a reducer, whose sums it waits for together; at most item_rows.
     reducers: of the programs of combine, one in so many adds up what came home.
     """
 
     push_warps: int = 16
-    pushed_tokens: int = 1
+    pushed_tokens: int = 2
     combine_warps: int = 16
-    combined_rows: int = 2
+    combined_rows: int = 1
+    combine_stages: int = 3
+    reduce_stages: int = 1
     item_rows: int = 32
     waited_tokens: int = 16
     reducers: int = 4
@@ -39,9 +42,11 @@ class NormalExchange:
     own_address: of this rank's block.   table: [W], int64: addresses of all.
     regions: where each begins, from the beginning of the block or, behind slots_at, of a slot.
     slot_bytes: from one slot to the next.   num_items: of sums from one rank, at most.
+    num_groups: of tokens that a program plans, at most.
     record_words: of each of the three parts of a record.
     data_bytes, scale_bytes, header_bytes, back_bytes: from one to the next.
-    state: [STATE_WORDS], int32.   scratch, counted: see plan_tokens(), on this rank.
+    state: [STATE_WORDS], int32.   scratch, bits, counted: see plan_tokens(), of this
+        rank.
     bases: [P, W * L] lanes, int32, of this rank.
     counters: [6], int64: dispatches, rows sent to others by them and along old routes, sums sent to
         others, those with scalars.
@@ -60,6 +65,7 @@ class NormalExchange:
     slots_at: int
     slot_bytes: int
     num_items: int
+    num_groups: int
     record_words: int
     data_bytes: int
     scale_bytes: int
@@ -67,6 +73,7 @@ class NormalExchange:
     back_bytes: int
     state: Tensor
     scratch: Tensor
+    bits: Tensor
     counted: Tensor
     bases: Tensor
     counters: Tensor

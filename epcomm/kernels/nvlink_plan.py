@@ -4,6 +4,10 @@ Part of the kernel that pushes rows. Each program counts a run of tokens, tells 
 and waits for the earlier ones alone, so that any number of programs may be resident. Then it writes
 the places and positions of its tokens, which a route keeps.
 
+Who goes where is a bit for each token, in words of each expert and rank: what came earlier are the
+bits below. So nothing is compared with anything, and a token that two experts of a rank want is
+counted once there.
+
 Worked example, W = 2, L = 2, K = 2, two programs of two tokens each:
 
     ids          0 3 | 1 -1      2 3 | 0 1
@@ -16,6 +20,39 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+# Tokens of a group, and words of their bits: two entries a thread at K = 8.
+GROUP_TOKENS, GROUP_WORDS = 128, 4
+# Earlier programs whose counts are read at once.
+_EARLIER = 16
+
+_GROUP_TOKENS = tl.constexpr(GROUP_TOKENS)
+_GROUP_WORDS = tl.constexpr(GROUP_WORDS)
+_EARLIER_PROGRAMS = tl.constexpr(_EARLIER)
+
+
+@triton.jit
+def _num_bits(words: tl.tensor) -> tl.tensor:
+    """Bits that are set: of 5, two."""
+    bits = words.to(tl.uint32, bitcast=True)
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+    return ((bits * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _below(place: tl.tensor, word: tl.constexpr) -> tl.tensor:
+    """Bits of a word that are earlier than a place: word 0 of place 2 is 3, word 0 of 40 all."""
+    own = place // 32
+    return tl.where(own > word, -1, tl.where(own == word, (1 << (place % 32)) - 1, 0))
+
+
+@triton.jit
+def _totals(bits_ptr: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
+    """[LANES]: bits of each row of words [LANES, GROUP_WORDS], which atomics of this program set."""
+    at = tl.arange(0, LANES)[:, None] * _GROUP_WORDS + tl.arange(0, _GROUP_WORDS)[None, :]
+    return tl.sum(_num_bits(tl.load(bits_ptr + at, volatile=True)), 1)
 
 
 @triton.jit
@@ -36,22 +73,59 @@ def _loaded_ids(
 
 
 @triton.jit
-def _needs(owners: tl.tensor, W_LANES: tl.constexpr) -> tl.tensor:
-    """[tokens, W_LANES]: 1 where a token goes to a rank; owners [tokens, K_LANES]."""
-    ranks = tl.arange(0, W_LANES)
-    return tl.max((owners[:, :, None] == ranks[None, None, :]).to(tl.int32), 1)
+def _mark(
+    bits_ptr: tl.tensor,
+    ids: tl.tensor,
+    L: tl.constexpr,
+    E_LANES: tl.constexpr,
+    W_LANES: tl.constexpr,
+) -> None:
+    """Set the bits of the tokens of a group; bits_ptr: [E_LANES + W_LANES, GROUP_WORDS]."""
+    words = tl.arange(0, E_LANES * _GROUP_WORDS)
+    tl.store(bits_ptr + words, tl.zeros_like(words))
+    words = tl.arange(0, W_LANES * _GROUP_WORDS)
+    tl.store(bits_ptr + E_LANES * _GROUP_WORDS + words, tl.zeros_like(words))
+    tl.debug_barrier()
+    place = tl.arange(0, _GROUP_TOKENS)[:, None]
+    word, bit = place // 32, 1 << (place % 32)
+    bits = tl.zeros_like(ids) + bit
+    is_entry = ids >= 0
+    # Read by this program alone, behind the barrier.
+    expert_ptr = bits_ptr + ids * _GROUP_WORDS + word
+    tl.atomic_or(expert_ptr, bits, mask=is_entry, sem="relaxed", scope="gpu")
+    rank_ptr = bits_ptr + (E_LANES + ids // L) * _GROUP_WORDS + word
+    tl.atomic_or(rank_ptr, bits, mask=is_entry, sem="relaxed", scope="gpu")
+    tl.debug_barrier()
 
 
 @triton.jit
-def _count(ids: tl.tensor, E_LANES: tl.constexpr) -> tl.tensor:
-    """[E_LANES]: entries of each expert; ids [n], -1 for none."""
-    return tl.histogram(tl.where(ids >= 0, ids, 0), E_LANES, mask=ids >= 0)
+def _await_earlier(
+    counted_ptr: tl.tensor, epoch: tl.tensor, max_polls: tl.tensor, P_LANES: tl.constexpr
+) -> tl.tensor:
+    """Earlier programs that have counted: all, unless the wait was in vain."""
+    program = tl.program_id(0)
+    lane = tl.arange(0, P_LANES)
+    is_earlier = lane < program
+    num_late = program
+    polls_left = max_polls
+    while (num_late > 0) & (polls_left > 0):
+        words = tl.load(counted_ptr + lane, mask=is_earlier, other=0, volatile=True)
+        num_late = tl.sum((is_earlier & (words - epoch < 0)).to(tl.int32))
+        polls_left -= 1
+    # Acquires what they released; see peer_signals.await_words().
+    words = tl.atomic_add(
+        counted_ptr + lane, tl.zeros_like(lane), mask=is_earlier, sem="acquire", scope="gpu"
+    )
+    num_counted = tl.sum((is_earlier & (words - epoch >= 0)).to(tl.int32))
+    tl.debug_barrier()
+    return num_counted
 
 
 @triton.jit
 def plan_tokens(
     ids_ptr: tl.tensor,
     scratch_ptr: tl.tensor,
+    bits_ptr: tl.tensor,
     counted_ptr: tl.tensor,
     places_ptr: tl.tensor,
     positions_ptr: tl.tensor,
@@ -67,11 +141,12 @@ def plan_tokens(
     L: tl.constexpr,
     E_LANES: tl.constexpr,
     P_LANES: tl.constexpr,
-    TOKENS: tl.constexpr,
+    GROUPS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Plan the tokens from `first` to `end`, the run of this program.
+    """Plan the tokens from `first` to `end`, the run of this program, at most GROUPS groups.
 
     scratch_ptr: [P, E_LANES + W_LANES + 1], int32, of this rank.   counted_ptr: [P], int32: epochs.
+    bits_ptr: [P, GROUPS, E_LANES + W_LANES, GROUP_WORDS], int32, of this rank.
     places_ptr: [T, W], int32, written.   positions_ptr, owners_ptr: [T, K], int32, written.
 
     Returns: slots of each expert [E_LANES] and rows to each rank [W_LANES], of this program and all
@@ -79,19 +154,23 @@ def plan_tokens(
     """
     E: tl.constexpr = W * L
     STRIDE: tl.constexpr = E_LANES + W_LANES + 1
-    PAIRS: tl.constexpr = TOKENS * K_LANES
+    GROUP_BITS: tl.constexpr = (E_LANES + W_LANES) * _GROUP_WORDS
+    RANKS_AT: tl.constexpr = E_LANES * _GROUP_WORDS
     program = tl.program_id(0)
     expert, rank = tl.arange(0, E_LANES), tl.arange(0, W_LANES)
+    lane = tl.arange(0, _GROUP_TOKENS)
     k = tl.arange(0, K_LANES)
+    own_bits_ptr = bits_ptr + program * (GROUPS * GROUP_BITS)
 
     counts = tl.zeros([E_LANES], tl.int32)
     rows = tl.zeros([W_LANES], tl.int32)
     is_bad = tl.full([], 0, tl.int32)
-    for start in tl.range(first, end, TOKENS, num_stages=1):
-        token = start + tl.arange(0, TOKENS)
-        ids, is_bad_here = _loaded_ids(ids_ptr, token, end, K, K_LANES, E)  # pyright: ignore[reportGeneralTypeIssues]
-        counts += _count(tl.reshape(ids, [PAIRS]), E_LANES)
-        rows += tl.sum(_needs(tl.where(ids >= 0, ids // L, -1), W_LANES), 0)
+    for start in tl.range(first, end, _GROUP_TOKENS, num_stages=1):
+        ids, is_bad_here = _loaded_ids(ids_ptr, start + lane, end, K, K_LANES, E)  # pyright: ignore[reportGeneralTypeIssues]
+        group_ptr = own_bits_ptr + (start - first) // _GROUP_TOKENS * GROUP_BITS
+        _mark(group_ptr, ids, L, E_LANES, W_LANES)
+        counts += _totals(group_ptr, E_LANES)
+        rows += _totals(group_ptr + RANKS_AT, W_LANES)
         is_bad = tl.maximum(is_bad, is_bad_here)
     mine_ptr = scratch_ptr + program * STRIDE
     tl.store(mine_ptr + expert, counts)
@@ -101,52 +180,48 @@ def plan_tokens(
     tl.debug_barrier()
     tl.atomic_xchg(counted_ptr + program, epoch, sem="release", scope="gpu")
 
-    lane = tl.arange(0, P_LANES)
-    is_earlier = lane < program
-    num_late = program
-    polls_left = max_polls
-    while (num_late > 0) & (polls_left > 0):
-        words = tl.load(counted_ptr + lane, mask=is_earlier, other=0, volatile=True)
-        num_late = tl.sum((is_earlier & (words - epoch < 0)).to(tl.int32))
-        polls_left -= 1
-    # Acquires what they released; see peer_signals.await_words().
-    words = tl.atomic_add(
-        counted_ptr + lane, tl.zeros_like(lane), mask=is_earlier, sem="acquire", scope="gpu"
-    )
-    is_counted = tl.sum((is_earlier & (words - epoch >= 0)).to(tl.int32))
-    tl.debug_barrier()
+    num_earlier = _await_earlier(counted_ptr, epoch, max_polls, P_LANES)
+    counts = tl.zeros([E_LANES], tl.int32)
+    rows = tl.zeros([W_LANES], tl.int32)
+    for start in tl.range(0, num_earlier, _EARLIER_PROGRAMS, num_stages=1):
+        other = start + tl.arange(0, _EARLIER_PROGRAMS)
+        is_other = (other < num_earlier)[:, None]
+        other_ptr = scratch_ptr + other[:, None] * STRIDE
+        counts += tl.sum(tl.load(other_ptr + expert[None, :], mask=is_other, other=0), 0)
+        other_ptr += E_LANES
+        rows += tl.sum(tl.load(other_ptr + rank[None, :], mask=is_other, other=0), 0)
+        is_bad_there = tl.load(other_ptr + W_LANES, mask=is_other, other=0)
+        is_bad = tl.maximum(is_bad, tl.max(tl.max(is_bad_there, 1), 0))
 
-    for other in tl.range(0, is_counted, 1, num_stages=1):
-        other_ptr = scratch_ptr + other * STRIDE
-        counts_before = tl.load(other_ptr + expert)
-        counts += counts_before
-        rows += tl.load(other_ptr + E_LANES + rank)
-        is_bad = tl.maximum(is_bad, tl.load(other_ptr + E_LANES + W_LANES))
-    # What came before this run.
-    counts -= tl.load(mine_ptr + expert)
-    rows -= tl.load(mine_ptr + E_LANES + rank)
-
-    for start in tl.range(first, end, TOKENS, num_stages=1):
-        token = start + tl.arange(0, TOKENS)
+    for start in tl.range(first, end, _GROUP_TOKENS, num_stages=1):
+        token = start + lane
         is_token = token < end
         ids, _ = _loaded_ids(ids_ptr, token, end, K, K_LANES, E)  # pyright: ignore[reportGeneralTypeIssues]
-        flat = tl.reshape(ids, [PAIRS])
-        pair = tl.arange(0, PAIRS)
-        is_same = (flat[:, None] == flat[None, :]) & (pair[None, :] < pair[:, None])
-        before = tl.gather(counts, tl.maximum(flat, 0), 0)
-        positions = before + tl.sum(is_same.to(tl.int32), 1)
-        owners = tl.where(ids >= 0, ids // L, -1)
-        needs = _needs(owners, W_LANES)
-        places = rows[None, :] + tl.cumsum(needs, 0) - needs
+        is_entry = ids >= 0
+        group_ptr = own_bits_ptr + (start - first) // _GROUP_TOKENS * GROUP_BITS
+        flat = tl.reshape(tl.maximum(ids, 0), [_GROUP_TOKENS * K_LANES])
+        positions = tl.reshape(tl.gather(counts, flat, 0), [_GROUP_TOKENS, K_LANES])
+        places = tl.zeros([_GROUP_TOKENS, W_LANES], tl.int32) + rows[None, :]
+        is_sent = tl.zeros([_GROUP_TOKENS, W_LANES], tl.int32)
+        for word in tl.static_range(_GROUP_WORDS):
+            earlier = _below(lane, word)[:, None]
+            expert_ptr = group_ptr + ids * _GROUP_WORDS + word
+            bits = tl.load(expert_ptr, mask=is_entry, other=0, volatile=True)
+            positions += _num_bits(bits & earlier)
+            rank_ptr = group_ptr + RANKS_AT + rank[None, :] * _GROUP_WORDS + word
+            bits = tl.load(rank_ptr, volatile=True)
+            places += _num_bits(bits & earlier)
+            own = tl.where(lane // 32 == word, 1 << (lane % 32), 0)[:, None]
+            is_sent = is_sent | (bits & own)
         at = token[:, None] * K + k[None, :]
-        is_entry = is_token[:, None] & (k < K)[None, :]
-        tl.store(positions_ptr + at, tl.reshape(positions, [TOKENS, K_LANES]), mask=is_entry)
-        tl.store(owners_ptr + at, owners, mask=is_entry)
-        places = tl.where(needs > 0, places, -1)
+        is_stored = is_token[:, None] & (k < K)[None, :]
+        tl.store(positions_ptr + at, positions, mask=is_stored)
+        tl.store(owners_ptr + at, tl.where(is_entry, ids // L, -1), mask=is_stored)
         at = token[:, None] * W + rank[None, :]
-        tl.store(places_ptr + at, places, mask=is_token[:, None] & (rank < W)[None, :])
-        counts += _count(flat, E_LANES)
-        rows += tl.sum(needs, 0)
+        is_stored = is_token[:, None] & (rank < W)[None, :]
+        tl.store(places_ptr + at, tl.where(is_sent != 0, places, -1), mask=is_stored)
+        counts += _totals(group_ptr, E_LANES)
+        rows += _totals(group_ptr + RANKS_AT, W_LANES)
     # Its own threads read what was written here.
     tl.debug_barrier()
     return counts, rows, is_bad

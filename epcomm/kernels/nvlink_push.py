@@ -31,9 +31,6 @@ PHASE_BEGIN, PHASE_HEADERS = 11, 12
 # Words of a header before rows [W] and slots [E]: fault and flags, T.
 HEADER_WORDS = 2
 
-# Entries of ids that a program plans at once: they are compared with one another.
-_PLANNED = 64
-
 _PHASE_BEGIN = tl.constexpr(PHASE_BEGIN)
 _PHASE_HEADERS = tl.constexpr(PHASE_HEADERS)
 _HEADER_WORDS = tl.constexpr(HEADER_WORDS)
@@ -119,6 +116,7 @@ def _push_kernel(
     positions_ptr: tl.tensor,
     owners_ptr: tl.tensor,
     scratch_ptr: tl.tensor,
+    bits_ptr: tl.tensor,
     counted_ptr: tl.tensor,
     totals_ptr: tl.tensor,
     table_ptr: tl.tensor,
@@ -140,7 +138,7 @@ def _push_kernel(
     SCALES: tl.constexpr,
     SCALE_LANES: tl.constexpr,
     TOKENS: tl.constexpr,
-    PLANNED: tl.constexpr,
+    GROUPS: tl.constexpr,
     P_LANES: tl.constexpr,
     W: tl.constexpr,
     W_LANES: tl.constexpr,
@@ -183,6 +181,7 @@ def _push_kernel(
         counts, rows, is_bad = plan_tokens(  # pyright: ignore[reportGeneralTypeIssues]
             ids_ptr,
             scratch_ptr,
+            bits_ptr,
             counted_ptr,
             places_ptr,
             positions_ptr,
@@ -198,7 +197,7 @@ def _push_kernel(
             L,
             E_LANES,
             P_LANES,
-            PLANNED,
+            GROUPS,
         )
 
     abort_ptr = words_at(own_address)
@@ -363,6 +362,7 @@ def push_rows(
             sends.positions,
             sends.owners,
             exchange.scratch,
+            exchange.bits,
             exchange.counted,
             totals,
             exchange.table,
@@ -384,7 +384,7 @@ def push_rows(
             SCALES=0 if scales is None else scales.shape[1],
             SCALE_LANES=1 if scales is None else next_power_of_two(scales.shape[1]),
             TOKENS=exchange.tuning.pushed_tokens,
-            PLANNED=max(1, _PLANNED // k_lanes),
+            GROUPS=exchange.num_groups,
             P_LANES=1 if topk is None else next_power_of_two(exchange.num_programs),
             W=dims.world_size,
             W_LANES=next_power_of_two(dims.world_size),

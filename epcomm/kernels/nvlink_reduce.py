@@ -134,6 +134,8 @@ def _combine_kernel(
     HIDDEN: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    REDUCE_STAGES: tl.constexpr,
     ITEM_ROWS: tl.constexpr,
     ITEMS: tl.constexpr,
     WAITED: tl.constexpr,
@@ -199,7 +201,7 @@ def _combine_kernel(
             end = tl.minimum((item + 1) * ITEM_ROWS, tl.load(rows_from_ptr + source))
             base = tl.load(table_ptr + source)
             if item * ITEM_ROWS < end:
-                for start in tl.range(item * ITEM_ROWS, end, ROWS, num_stages=1):
+                for start in tl.range(item * ITEM_ROWS, end, ROWS, num_stages=STAGES):
                     place = start + lane
                     is_row = place < end
                     row = row_base + place
@@ -231,16 +233,18 @@ def _combine_kernel(
                             ROWS_STRIDE,
                             HAS_WEIGHTS,
                         )
-                        for nth in tl.range(3, tl.max(tl.max(order, 1), 0) + 1, 1, num_stages=1):
-                            total += _weighted_rows(
-                                rows_ptr,
-                                weights_ptr,
-                                _nth_slot(slots, order, nth),
-                                column,
-                                is_element,
-                                ROWS_STRIDE,
-                                HAS_WEIGHTS,
-                            )
+                        third = _nth_slot(slots, order, 3)
+                        if tl.max(third) >= 0:
+                            for nth in tl.range(3, tl.max(tl.max(order, 1), 0) + 1, num_stages=1):
+                                total += _weighted_rows(
+                                    rows_ptr,
+                                    weights_ptr,
+                                    _nth_slot(slots, order, nth),
+                                    column,
+                                    is_element,
+                                    ROWS_STRIDE,
+                                    HAS_WEIGHTS,
+                                )
                     target = tl.cast(rank, tl.int64) * M + place
                     home_ptr = (base + BACK_AT + target * BACK_BYTES).to(tl.pointer_type(dtype))
                     home_ptr = tl.multiple_of(home_ptr, 16)[:, None] + column
@@ -287,7 +291,7 @@ def _combine_kernel(
             if is_missing:
                 give_up(late, aborted, report_ptr, table_ptr, _PHASE_SUMS, epoch, rank, W, W_LANES)
             is_void = has_failed | is_missing
-            for first in tl.range(start, start + WAITED, ROWS, num_stages=1):
+            for first in tl.range(start, start + WAITED, ROWS, num_stages=REDUCE_STAGES):
                 each = first + lane
                 is_each = each < num_tokens
                 is_read = is_each & (is_void == 0)
@@ -379,6 +383,8 @@ def combine_rows(
             HIDDEN=hidden_size,
             COLUMNS=next_power_of_two(hidden_size),
             ROWS=tuning.combined_rows,
+            STAGES=tuning.combine_stages,
+            REDUCE_STAGES=tuning.reduce_stages,
             ITEM_ROWS=tuning.item_rows,
             ITEMS=exchange.num_items,
             WAITED=tuning.waited_tokens,

@@ -25,7 +25,8 @@ class NormalTuning:
     push_warps: int = 16
     pushed_tokens: int = 2
     combine_warps: int = 16
-    combined_rows: int = 1
+    combined_rows: int = 16
+    combined_columns: int = 512
     combine_stages: int = 3
     reduce_stages: int = 1
     item_rows: int = 32

@@ -28,6 +28,7 @@ BUFFERS: Mapping[str, str] = MappingProxyType(
         "ascend_low_latency": "epcomm.buffers.ascend_low_latency:AscendLowLatencyBuffer",
         "ascend_standard": "epcomm.buffers.ascend_standard:AscendStandardBuffer",
         "nvlink_low_latency": "epcomm.buffers.nvlink_low_latency:NVLinkLowLatencyBuffer",
+        "nvlink_low_latency_masked": "epcomm.buffers.nvlink_masked:NVLinkMaskedBuffer",
         "shared_memory": "epcomm.buffers.shared_memory:SharedMemoryBuffer",
         "collective": "epcomm.buffers.collective:CollectiveBuffer",
         "collective_static": "epcomm.buffers.static:StaticCollectiveBuffer",

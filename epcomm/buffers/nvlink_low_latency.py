@@ -87,15 +87,20 @@ class _Late(Generic[T]):
 
 
 @dataclass(kw_only=True, eq=False)
-class _Slot:
+class NVLinkSlot:
     """One slot of this rank: what its kernels are given, and which batch it holds.
 
+    arrived: views of the memory that peers write.   rows, index: what is handed out.
+    row_of_slot: None where nobody asks.
     batch: the last one dispatched.   is_open: it awaits its combine.
     unfinished: a combine whose sums have not been received.
     """
 
     exchange: PeerExchange
+    arrived: WireTensor
     rows: WireTensor
+    row_of_slot: Tensor | None
+    slots_of_row: Tensor
     index: SlotIndex
     slot_weights: Tensor
     is_sent: Tensor
@@ -162,7 +167,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
         layout = BlockLayout(spec, world_size, cls.num_slots)
-        num_slots = most_slots_of(spec, layout.num_rows)
+        num_slots = cls._num_slots_of(spec, layout.num_rows)
         index = index_bytes(spec, num_rows=layout.num_rows, num_slots=num_slots, num_members=0)
         words = sum(layout.regions[name] for name in layout.regions if name not in _ROW_REGIONS)
         sizes = {
@@ -170,13 +175,23 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             **{name: cls.num_slots * layout.regions[name] for name in _ROW_REGIONS},
             "slot index": cls.num_slots * (index + layout.num_rows),
         }
+        return (
+            *(Region(name=name, max_bytes=size) for name, size in sizes.items()),
+            *cls._handed_regions(spec, layout),
+        )
+
+    @classmethod
+    def _num_slots_of(cls, spec: BufferSpec, num_rows: int) -> int:
+        """C: any routing fits."""
+        return most_slots_of(spec, num_rows)
+
+    @classmethod
+    def _handed_regions(cls, spec: BufferSpec, layout: BlockLayout) -> tuple[Region, ...]:
+        """What is made of the received rows."""
         packed = slot_regions(
             spec, row_bytes=layout.data_bytes + layout.scale_bytes, max_rows=layout.num_rows
         )
-        return (
-            *(Region(name=name, max_bytes=size) for name, size in sizes.items()),
-            *(Region(name=region.name, max_bytes=region.max_bytes) for region in packed),
-        )
+        return tuple(Region(name=each.name, max_bytes=each.max_bytes) for each in packed)
 
     @classmethod
     def wire_bytes(
@@ -194,7 +209,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
         super().__init__(collectives, spec)
         self._layout = BlockLayout(spec, self._world_size, self.num_slots)
-        self._slots: list[_Slot] = []
+        self._slots: list[NVLinkSlot] = []
         self._num_batches = 0
         # The one that took the first slot: a later one after mask_ranks().
         self._first_batch = 0
@@ -313,7 +328,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
 
     def received_rows(self) -> tuple[WireTensor, ...]:
         """[W * M, H] of each slot, views of memory that peers write. Local."""
-        return tuple(slot.rows for slot in self._slots)
+        return tuple(slot.arrived for slot in self._slots)
 
     def check(self) -> None:
         self._check_open()
@@ -330,7 +345,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             control_bytes=records * self._layout.record_bytes + headers * _call_bytes(self._spec),
         )
 
-    def _slot_of(self, batch: int) -> _Slot:
+    def _slot_of(self, batch: int) -> NVLinkSlot:
         return self._slots[(batch - self._first_batch) % self.num_slots]
 
     def _start_anew(self) -> None:
@@ -352,26 +367,25 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
         super()._release()
         self._slots = []
 
-    def _receive(self, slot: _Slot, batch: int, call: DispatchCall) -> Dispatched:
+    def _receive(self, slot: NVLinkSlot, batch: int, call: DispatchCall) -> Dispatched:
         from epcomm.kernels.nvlink_receive import receive_dispatch
 
         self._check_open()
         self._check_batch(slot, batch)
-        row_of_slot, slots_of_row = slot.index.row_of_slot, slot.index.slots_of_row
-        assert row_of_slot is not None, "rows are read by index"
-        assert slots_of_row is not None, "rows are read by index"
         receive_dispatch(
             slot.exchange,
-            row_of_slot,
-            slots_of_row,
+            slot.row_of_slot,
+            slot.slots_of_row,
             slot.slot_weights,
             slot.index.num_slots_per_expert,
             slot.index.first_slot,
             slot_alignment=self._spec.slot_alignment,
+            room=self._room,
         )
+        self._hand_out(slot)
         route = NVLinkRoute(
             num_tokens=call.hidden_states.shape[0],
-            num_rows=self._layout.num_rows,
+            num_rows=self._num_handed_rows,
             index=slot.index,
             batch=batch,
         )
@@ -385,7 +399,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
 
     def _send_home(
         self,
-        slot: _Slot,
+        slot: NVLinkSlot,
         rows: Tensor,
         slot_weights: Tensor | None,
         *,
@@ -395,13 +409,11 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
     ) -> Pending[Combined]:
         from epcomm.kernels import nvlink_combine
 
-        slots_of_row = slot.index.slots_of_row
-        assert slots_of_row is not None, "rows are read by index"
         nvlink_combine.send_combine(
             slot.exchange,
             rows,
             slot_weights,
-            slots_of_row,
+            slot.slots_of_row,
             per_row=per_row,
             announced=int(code),
         )
@@ -424,7 +436,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
 
         return Pending(wait)
 
-    def _make_slot(self, number: int, memory: SymmetricMemory) -> _Slot:
+    def _make_slot(self, number: int, memory: SymmetricMemory) -> NVLinkSlot:
         from epcomm.kernels.peer_exchange import ExchangeDims, PeerExchange
 
         layout, spec, device = self._layout, self._spec, memory.block.device
@@ -467,10 +479,16 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             host_num_slots_per_expert=None,
             slot_alignment=spec.slot_alignment,
         )
-        return _Slot(
+        handed = self._handed_index(index)
+        arrived = self._received_rows(memory.block, layout.slot_offset(number))
+        assert index.slots_of_row is not None, "made above"
+        return NVLinkSlot(
             exchange=exchange,
-            rows=self._received_rows(memory.block, layout.slot_offset(number)),
-            index=index,
+            arrived=arrived,
+            rows=self._handed_rows(arrived),
+            row_of_slot=handed.row_of_slot,
+            slots_of_row=index.slots_of_row,
+            index=handed,
             slot_weights=torch.zeros(self._num_index_slots, device=device),
             is_sent=torch.zeros(
                 layout.max_tokens, self._world_size, dtype=torch.uint8, device=device
@@ -492,6 +510,27 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             scales = view("scales", layout.scale_bytes, wire.scale_dtype, num_scales)
         data = view("data", layout.data_bytes, wire.dtype.torch_dtype, spec.hidden_size)
         return WireTensor(data=data, format=wire, scales=scales)
+
+    @property
+    def _room(self) -> int:
+        """Slots of each expert, used or not; 0: as many as it has."""
+        return 0
+
+    @property
+    def _num_handed_rows(self) -> int:
+        """Rows that are handed out, whatever comes."""
+        return self._layout.num_rows
+
+    def _handed_index(self, index: SlotIndex) -> SlotIndex:
+        """The index as it is handed out."""
+        return index
+
+    def _handed_rows(self, arrived: WireTensor) -> WireTensor:
+        """The rows as they are handed out: those that peers write."""
+        return arrived
+
+    def _hand_out(self, slot: NVLinkSlot) -> None:
+        """Bring what has arrived to where it is handed out.   Local.   Host sync: none."""
 
     def _warm_up(self) -> None:
         """A batch without tokens through each slot: kernels are compiled and loaded.
@@ -518,7 +557,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             home.wait()
             self._meet()
 
-    def _check_batch(self, slot: _Slot, batch: int) -> None:
+    def _check_batch(self, slot: NVLinkSlot, batch: int) -> None:
         if slot.batch != batch or not slot.is_open:
             raise HandleError(
                 f"combine: batch {batch} of {self.name} was combined, or ended by dispatch "
@@ -535,8 +574,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
 
     @property
     def _num_index_slots(self) -> int:
-        """C: any routing fits."""
-        return most_slots_of(self._spec, self._layout.num_rows)
+        return self._num_slots_of(self._spec, self._layout.num_rows)
 
     @property
     def _combine_dtype(self) -> torch.dtype:

@@ -28,6 +28,7 @@ from epcomm.testing import buffer_suite
 from epcomm.types import RowsPer, WireFormat
 
 BACKEND = "nvlink_low_latency"
+MASKED = f"{BACKEND}_masked"
 BF16 = WireFormat.of(torch.bfloat16)
 SCENARIOS = {
     "shapes": ("empty_rank", "odd_hidden", "aligned_holes"),
@@ -42,12 +43,25 @@ QUANTIZED = {
 }
 
 
-def env_of(group: EPGroup, wire: WireFormat | None = None) -> buffer_suite.BufferEnv:
+MASKED_SCENARIOS = {
+    "batches": ("empty_rank", "odd_hidden", "stand_alone", "traffic"),
+    "refusals": ("combine_faults",),
+}
+
+
+def env_of(
+    group: EPGroup,
+    backend: str = BACKEND,
+    *,
+    wire: WireFormat | None = None,
+    hidden_size: int | None = None,
+) -> buffer_suite.BufferEnv:
     return buffer_suite.BufferEnv(
         group=group,
-        backend=BACKEND,
+        backend=backend,
         mode=Mode.LOW_LATENCY,
         wire=wire,
+        hidden_size=hidden_size,
         dtype=torch.bfloat16,
     )
 
@@ -61,19 +75,23 @@ def test_buffer_keeps_its_contract(case: str) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("wire", QUANTIZED)
-def test_kernels_quantize_as_torch_does(wire: str) -> None:
+@pytest.mark.parametrize("case", MASKED_SCENARIOS)
+def test_masked_buffer_keeps_its_contract(case: str) -> None:
+    with EPGroup() as group:
+        for scenario in MASKED_SCENARIOS[case]:
+            buffer_suite.run_scenario(scenario, env_of(group, MASKED))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("backend", "wire"),
+    [*((BACKEND, wire) for wire in QUANTIZED), (MASKED, "fp8"), (MASKED, "int8")],
+)
+def test_kernels_quantize_as_torch_does(backend: str, wire: str) -> None:
     spec = buffer_suite.BATCH_SPECS["holes"]
     with EPGroup() as group:
         # Several blocks, the last one short.
-        env = buffer_suite.BufferEnv(
-            group=group,
-            backend=BACKEND,
-            mode=Mode.LOW_LATENCY,
-            wire=QUANTIZED[wire],
-            dtype=torch.bfloat16,
-            hidden_size=300,
-        )
+        env = env_of(group, backend, wire=QUANTIZED[wire], hidden_size=300)
         buffer_suite.check_batch(env, spec)
 
 

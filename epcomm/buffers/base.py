@@ -156,6 +156,7 @@ class DispatchCall:
     hidden_states: [T, H], unquantised.   topk_ids: [T, K], int64.   topk_weights: [T, K], float32.
     error: why this rank takes part with T = 0, if it does.
     quantize: brings hidden states to a format, into the memory of a message where a buffer can.
+    int8_profile: its arithmetic of INT8 rows, for buffers that make them while they send.
     """
 
     hidden_states: Tensor
@@ -164,6 +165,7 @@ class DispatchCall:
     flags: BatchFlags
     error: EPError | None = None
     quantize: RowQuantizer = quantize
+    int8_profile: Int8Profile = Int8Profile.RINT127
 
     def wire_tensor(self, wire_format: WireFormat) -> WireTensor:
         """The hidden states as they travel. Lifetime: may share memory with hidden_states."""

@@ -148,7 +148,6 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             combines_once=True,
             owns_rows=False,
             has_slot_budget=False,
-            int8_profiles=frozenset({Int8Profile.RINT127}),
             device_types=frozenset({"cuda"}),
             needs_process_group=True,
         )
@@ -270,7 +269,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             announced=pack_word(FaultCode.of(call.error), call.flags),
             kind=_kind_of(wire),
             scale_block=wire.scale_block or self._spec.hidden_size,
-            profile=Int8Profile.RINT127.value,
+            profile=_profile_of(wire, call).value,
         )
         return Pending(lambda: self._receive(slot, batch, call))
 
@@ -593,6 +592,11 @@ def _row_bytes(spec: BufferSpec) -> int:
 def _call_bytes(spec: BufferSpec) -> int:
     """What a dispatch tells each rank besides its tokens: a header and counts."""
     return HEADER_BYTES + 4 * spec.num_local_experts
+
+
+def _profile_of(wire: WireFormat, call: DispatchCall) -> Int8Profile:
+    """That of the call; one for all rows that are not INT8, or each would be compiled anew."""
+    return call.int8_profile if wire.dtype is WireDtype.INT8 else Int8Profile.RINT127
 
 
 def _first_state(device: torch.device) -> Tensor:

@@ -281,6 +281,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             flags=flags,
             error=error,
             quantize=self._quantize,
+            int8_profile=self.plan.int8_profile,
         )
 
     def _arranged(self, rows: WireTensor) -> WireTensor:

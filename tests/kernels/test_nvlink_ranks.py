@@ -17,15 +17,28 @@ from torch import Tensor
 pytest.importorskip("triton")
 from benchmarks import bench_nvlink_low_latency as bench
 from benchmarks.checks import CheckError
-from epcomm import EPGroup, Mode
-from epcomm.buffers.base import BufferSpec, DispatchCall, Dispatched
+from epcomm import (
+    DeepEPLowLatencyDispatcher,
+    EPConfig,
+    EPGroup,
+    Mode,
+    MoESpec,
+    RowsDispatchOutput,
+    TopKOutput,
+)
+from epcomm.buffers.base import Availability, BufferSpec, DispatchCall, Dispatched
 from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.nvlink_low_latency import NVLinkLowLatencyBuffer
 from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError
 from epcomm.kernels import launch
-from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT8_PER_TOKEN
+from epcomm.quantization import (
+    FP8_FLOAT32_SCALES,
+    FP8_POWER_OF_TWO_SCALES,
+    INT8_PER_TOKEN,
+    quantize,
+)
 from epcomm.testing import buffer_suite
-from epcomm.types import RowsPer, WireFormat
+from epcomm.types import Int8Profile, RowsPer, WireDtype, WireFormat
 
 BACKEND = "nvlink_low_latency"
 MASKED = f"{BACKEND}_masked"
@@ -93,6 +106,48 @@ def test_kernels_quantize_as_torch_does(backend: str, wire: str) -> None:
         # Several blocks, the last one short.
         env = env_of(group, backend, wire=QUANTIZED[wire], hidden_size=300)
         buffer_suite.check_batch(env, spec)
+
+
+@pytest.mark.ranks(2)
+def test_int8_rows_are_made_as_the_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    caps = NVLinkLowLatencyBuffer.caps(Mode.LOW_LATENCY)
+    monkeypatch.setattr(NVLinkLowLatencyBuffer, "probe", lambda environment: Availability(ok=True))
+    monkeypatch.setattr(
+        NVLinkLowLatencyBuffer, "caps", lambda mode: replace(caps, device_types=None)
+    )
+    spec = MoESpec(hidden_size=64, num_experts=4, top_k=1)
+    # Halves, which profiles round apart, with a scale of 1, and a row that 1e-12 changes.
+    row = torch.arange(64) - 31.5
+    row[-1] = 127
+    tokens = torch.stack([row, row * 2.0**-40])
+    with EPGroup() as group:
+        # Of ranks 0 and 1; the first token goes to rank 0 and the second one to rank 1.
+        theirs = torch.stack([tokens, -tokens]).to(group.device, torch.bfloat16)
+        x = theirs[group.rank]
+        ids = torch.tensor([[0], [2]], device=group.device)
+        topk = TopKOutput(topk_ids=ids, topk_weights=torch.ones(2, 1, device=group.device))
+        seen = set()
+        # All but that of the other tests.
+        for profile in sorted({*Int8Profile} - {Int8Profile.RINT127}):
+            config = EPConfig(
+                backend=BACKEND,
+                dispatch_dtype=WireDtype.INT8,
+                int8_profile=profile,
+                max_tokens_per_rank=4,
+            )
+            dispatcher = DeepEPLowLatencyDispatcher(group, spec, config)
+            out = dispatcher.dispatch(x, topk)
+            assert isinstance(out, RowsDispatchOutput)
+            assert out.index.row_of_slot is not None
+            assert out.hidden_states.scales is not None
+            # From rank 0 and from rank 1.
+            rows = out.index.row_of_slot[:2].tolist()
+            wanted = quantize(theirs[:, group.rank], INT8_PER_TOKEN, profile=profile)
+            assert wanted.scales is not None
+            assert torch.equal(out.hidden_states.data[rows], wanted.data), profile
+            assert torch.equal(out.hidden_states.scales[rows], wanted.scales), profile
+            seen.add((wanted.data.cpu().numpy().tobytes(), wanted.scales.cpu().numpy().tobytes()))
+        assert len(seen) >= (3 if group.rank == 0 else 2), "these rows tell profiles apart"
 
 
 class OneSlotBuffer(NVLinkLowLatencyBuffer):

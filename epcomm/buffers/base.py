@@ -355,3 +355,10 @@ class Buffer(Backend):
         Raises:
             error: where the others raise too.
         """
+
+    def refuse_combine_of(self, route: Route, error: EPError) -> None:
+        """As refuse_combine(), where it is known which batch the other ranks combine.
+
+        Buffers whose batches have memory of their own need it, if several are in flight.
+        """
+        self.refuse_combine(error)

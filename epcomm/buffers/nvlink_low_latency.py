@@ -308,13 +308,26 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
         Raises:
             error: no batch awaits its combine.
         """
+        self._refuse(error, lambda slot: slot.is_open)
+
+    def refuse_combine_of(self, route: Route, error: EPError) -> None:
+        """As Buffer.refuse_combine_of().
+
+        Raises:
+            error: the batch was combined or ended.
+        """
+        assert isinstance(route, NVLinkRoute), "a route of this buffer"
+        self._refuse(error, lambda slot: slot.is_open and slot.batch == route.batch)
+
+    def _refuse(self, error: EPError, is_meant: Callable[[NVLinkSlot], bool]) -> None:
+        """Send nothing home but the fault, of the oldest batch that may be meant."""
         self._begin_call()
-        waiting = [slot for slot in self._slots if slot.is_open]
-        if not waiting:
+        meant = [slot for slot in self._slots if is_meant(slot)]
+        if not meant:
             raise error
         self._faults.note_own(error)
         self._send_home(
-            min(waiting, key=lambda slot: slot.batch),
+            min(meant, key=lambda slot: slot.batch),
             self._no_rows,
             None,
             per_row=True,

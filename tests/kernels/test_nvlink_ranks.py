@@ -29,7 +29,7 @@ from epcomm import (
 from epcomm.buffers.base import Availability, BufferSpec, DispatchCall, Dispatched
 from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.nvlink_low_latency import NVLinkLowLatencyBuffer
-from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError
+from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError, ShapeError
 from epcomm.kernels import launch
 from epcomm.quantization import (
     FP8_FLOAT32_SCALES,
@@ -108,13 +108,18 @@ def test_kernels_quantize_as_torch_does(backend: str, wire: str) -> None:
         buffer_suite.check_batch(env, spec)
 
 
-@pytest.mark.ranks(2)
-def test_int8_rows_are_made_as_the_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def serve_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans take the buffer for CPU ranks too."""
     caps = NVLinkLowLatencyBuffer.caps(Mode.LOW_LATENCY)
     monkeypatch.setattr(NVLinkLowLatencyBuffer, "probe", lambda environment: Availability(ok=True))
     monkeypatch.setattr(
         NVLinkLowLatencyBuffer, "caps", lambda mode: replace(caps, device_types=None)
     )
+
+
+@pytest.mark.ranks(2)
+def test_int8_rows_are_made_as_the_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_any_device(monkeypatch)
     spec = MoESpec(hidden_size=64, num_experts=4, top_k=1)
     # Halves, which profiles round apart, with a scale of 1, and a row that 1e-12 changes.
     row = torch.arange(64) - 31.5
@@ -431,6 +436,49 @@ def test_receiver_waits_for_a_late_sender_and_calls_may_be_finished_late() -> No
             assert wanted.any()
             assert torch.equal(home.wait().y, wanted)
         buffer.close()
+
+
+@pytest.mark.ranks(2)
+def test_refused_combine_is_of_the_batch_that_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_any_device(monkeypatch)
+    config = EPConfig(backend=BACKEND, max_tokens_per_rank=MAX_TOKENS)
+    with EPGroup() as group:
+        dispatcher = DeepEPLowLatencyDispatcher(
+            group, MoESpec(hidden_size=HIDDEN, num_experts=4, top_k=TOP_K), config
+        )
+        calls = [call_of(number, group.rank, 2, group.device) for number in BUSY[1:]]
+        outs = [
+            dispatcher.dispatch(
+                call.hidden_states,
+                TopKOutput(topk_ids=call.topk_ids, topk_weights=call.topk_weights),
+            )
+            for call in calls
+        ]
+        inputs = []
+        for out in outs:
+            assert isinstance(out, RowsDispatchOutput)
+            assert out.index.row_of_slot is not None
+            results = torch.zeros(
+                len(out.index.row_of_slot), HIDDEN, dtype=torch.bfloat16, device=group.device
+            )
+            first = out.index.first_slot.tolist()
+            for expert, count in enumerate(out.index.num_slots_per_expert.tolist()):
+                mine = slice(first[expert], first[expert] + count)
+                rows = out.hidden_states.data[out.index.row_of_slot[mine].long()]
+                results[mine] = rows * factor_of(expert)
+            inputs.append(out.combine_input(results))
+        # The later batch first; rank 1 passes rows of a wrong width.
+        if group.rank == 1:
+            wrong = replace(inputs[1], hidden_states=inputs[1].hidden_states[:, :-1])
+            with pytest.raises(ShapeError, match="hidden_states is"):
+                dispatcher.combine(wrong)
+        else:
+            assert dispatcher.combine(inputs[1]).isnan().all()
+        with pytest.raises(ShapeError, match=r"rank 1|hidden_states is"):
+            dispatcher.check()
+        y = dispatcher.combine(inputs[0])
+        assert torch.equal(y, expected_sums(calls[0], 2))
+        dispatcher.check()
 
 
 @pytest.mark.ranks(2)

@@ -11,8 +11,7 @@ for calls have one order; its route is then refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,8 +29,17 @@ from epcomm.buffers.faults import (
     assume_all_need_grad,
     pack_word,
 )
-from epcomm.buffers.nvlink_host import NVLinkHost
 from epcomm.buffers.nvlink_layout import HEADER_BYTES, NUM_SLOTS, BlockLayout
+from epcomm.buffers.nvlink_masks import MaskingHost
+from epcomm.buffers.nvlink_slots import (
+    Late,
+    NVLinkRoute,
+    NVLinkSlot,
+    first_state,
+    kind_of,
+    profile_of,
+    received_rows,
+)
 from epcomm.buffers.sizes import CallShape, Region, index_bytes, most_slots_of, slot_regions
 from epcomm.buffers.symmetric_memory import SymmetricMemory
 from epcomm.buffers.traffic import BufferTraffic
@@ -40,76 +48,18 @@ from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.records import Pending, Route, SlotIndex
 from epcomm.types import (
-    Int8Profile,
     Layout,
     RowsPer,
     WeightsAppliedBy,
     WireDtype,
-    WireFormat,
     WireTensor,
 )
-
-if TYPE_CHECKING:
-    from epcomm.kernels.peer_exchange import PeerExchange
-
-T = TypeVar("T")
 
 # What a second rank of programs would cost an interpreter, it never gains.
 _INTERPRETED_PROGRAMS = 2
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class NVLinkRoute(Route):
-    """The W * M received rows, of which rank s filled the first T from s * M on.
-
-    batch: number of the dispatch; its slot is that modulo N, but see _first_batch.
-    """
-
-    num_tokens: int
-    num_rows: int
-    index: SlotIndex
-    batch: int
-
-
-class _Late(Generic[T]):
-    """A step that is done once: when it is waited for, or earlier if its slot is needed."""
-
-    def __init__(self, step: Callable[[], T]) -> None:
-        self._step: Callable[[], T] | None = step
-        self._result: T | None = None
-
-    def run(self) -> T:
-        if self._step is not None:
-            step, self._step = self._step, None
-            self._result = step()
-        assert self._result is not None, "steps return records"
-        return self._result
-
-
-@dataclass(kw_only=True, eq=False)
-class NVLinkSlot:
-    """One slot of this rank: what its kernels are given, and which batch it holds.
-
-    arrived: views of the memory that peers write.   rows, index: what is handed out.
-    row_of_slot: None where nobody asks.
-    batch: the last one dispatched.   is_open: it awaits its combine.
-    unfinished: a combine whose sums have not been received.
-    """
-
-    exchange: PeerExchange
-    arrived: WireTensor
-    rows: WireTensor
-    row_of_slot: Tensor | None
-    slots_of_row: Tensor
-    index: SlotIndex
-    slot_weights: Tensor
-    is_sent: Tensor
-    batch: int = -1
-    is_open: bool = False
-    unfinished: _Late[Combined] | None = None
-
-
-class NVLinkLowLatencyBuffer(NVLinkHost):
+class NVLinkLowLatencyBuffer(MaskingHost):
     """Low latency between the GPUs of one host; under Triton's interpreter between CPU ranks."""
 
     name: ClassVar[str] = "nvlink_low_latency"
@@ -267,9 +217,9 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             call.topk_weights.contiguous(),
             slot.is_sent,
             announced=pack_word(FaultCode.of(call.error), call.flags),
-            kind=_kind_of(wire),
+            kind=kind_of(wire),
             scale_block=wire.scale_block or self._spec.hidden_size,
-            profile=_profile_of(wire, call).value,
+            profile=profile_of(wire, call).value,
         )
         return Pending(lambda: self._receive(slot, batch, call))
 
@@ -370,7 +320,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             for name in ("arrived_dispatch", "arrived_combine"):
                 at = begin + layout.offsets[name]
                 block[at : at + layout.regions[name]].zero_()
-            slot.exchange.state.copy_(_first_state(block.device))
+            slot.exchange.state.copy_(first_state(block.device))
             slot.is_open, slot.unfinished = False, None
         # Ranks may have come to different numbers, and routes of old batches stay refused.
         self._first_batch = self._num_batches
@@ -436,7 +386,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             nvlink_combine.receive_combine(slot.exchange, y, slot.is_sent)
             return Combined(y=y, scalars=None)
 
-        unfinished = _Late(receive)
+        unfinished = Late(receive)
         slot.unfinished = unfinished
 
         def wait() -> Combined:
@@ -477,7 +427,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             scale_bytes=layout.scale_bytes,
             back_bytes=layout.back_bytes,
             table=self._table,
-            state=_first_state(device),
+            state=first_state(device),
             counters=self._counters,
             masked=self._masked,
             faults=self._faults.words,
@@ -492,7 +442,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             slot_alignment=spec.slot_alignment,
         )
         handed = self._handed_index(index)
-        arrived = self._received_rows(memory.block, layout.slot_offset(number))
+        arrived = received_rows(layout, memory.block, number)
         assert index.slots_of_row is not None, "made above"
         return NVLinkSlot(
             exchange=exchange,
@@ -506,22 +456,6 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
                 layout.max_tokens, self._world_size, dtype=torch.uint8, device=device
             ),
         )
-
-    def _received_rows(self, block: Tensor, slot_offset: int) -> WireTensor:
-        """Views of the rows and scales of a slot."""
-        layout, spec, wire = self._layout, self._spec, self._spec.dispatch_format
-
-        def view(region: str, row_bytes: int, dtype: torch.dtype, width: int) -> Tensor:
-            begin = slot_offset + layout.offsets[region]
-            part = block[begin : begin + layout.num_rows * row_bytes]
-            return part.view(dtype).view(layout.num_rows, -1)[:, :width]
-
-        scales = None
-        if wire.scale_dtype is not None:
-            num_scales = wire.num_scales(spec.hidden_size)
-            scales = view("scales", layout.scale_bytes, wire.scale_dtype, num_scales)
-        data = view("data", layout.data_bytes, wire.dtype.torch_dtype, spec.hidden_size)
-        return WireTensor(data=data, format=wire, scales=scales)
 
     @property
     def _room(self) -> int:
@@ -605,24 +539,3 @@ def _row_bytes(spec: BufferSpec) -> int:
 def _call_bytes(spec: BufferSpec) -> int:
     """What a dispatch tells each rank besides its tokens: a header and counts."""
     return HEADER_BYTES + 4 * spec.num_local_experts
-
-
-def _profile_of(wire: WireFormat, call: DispatchCall) -> Int8Profile:
-    """That of the call; one for all rows that are not INT8, or each would be compiled anew."""
-    return call.int8_profile if wire.dtype is WireDtype.INT8 else Int8Profile.RINT127
-
-
-def _first_state(device: torch.device) -> Tensor:
-    """Epochs of dispatch and combine, and no failure; see PeerExchange.state."""
-    return torch.tensor([1, 0, 0, 0], dtype=torch.int32, device=device)
-
-
-def _kind_of(wire: WireFormat) -> int:
-    from epcomm.kernels import nvlink_send
-
-    if wire.dtype is WireDtype.INT8:
-        return nvlink_send.INT8
-    if wire.dtype is not WireDtype.FP8_E4M3:
-        return nvlink_send.PLAIN
-    is_power_of_two = wire.scale_dtype == torch.float8_e8m0fnu
-    return nvlink_send.FP8_POWER_OF_TWO if is_power_of_two else nvlink_send.FP8

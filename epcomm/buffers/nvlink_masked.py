@@ -14,7 +14,8 @@ from torch import Tensor
 
 from epcomm.buffers.base import BufferCaps, BufferSpec, Combined
 from epcomm.buffers.nvlink_layout import BlockLayout
-from epcomm.buffers.nvlink_low_latency import NVLinkLowLatencyBuffer, NVLinkSlot
+from epcomm.buffers.nvlink_low_latency import NVLinkLowLatencyBuffer
+from epcomm.buffers.nvlink_slots import NVLinkSlot
 from epcomm.buffers.sizes import Region
 from epcomm.config import Mode
 from epcomm.records import Pending, Route, SlotIndex

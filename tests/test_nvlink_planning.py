@@ -14,7 +14,7 @@ from epcomm.buffers.nvlink_host import NVLinkHost
 from epcomm.buffers.peer_reach import PeerReach, reach_in, reach_reasons
 
 SPEC = MoESpec(hidden_size=16, num_experts=8, top_k=2)
-CONFIG = EPConfig(max_tokens_per_rank=8)
+CONFIG = EPConfig(max_tokens_per_rank=8, timeout_s=7)
 NAME = "nvlink_low_latency"
 BOTH = f"{NAME}, {NAME}_masked"
 # Four GPUs in two pairs.
@@ -116,6 +116,7 @@ def test_decode_takes_it_where_it_can(case: Case, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(survey, "reach_of", lambda device: mine)
         monkeypatch.setattr(survey, "host_of_this_process", lambda: case.hosts[group.rank])
         chosen = plan(CONFIG, SPEC, group)
+        assert group.collectives.kernel_timeout_s == CONFIG.timeout_s == 7
     assert chosen.decode is not None
     assert chosen.decode.backend == case.decode
     assert chosen.prefill.backend == "collective"

@@ -19,7 +19,7 @@ from torch import Tensor
 from epcomm.buffers.base import Availability, Buffer, BufferSpec
 from epcomm.buffers.faults import DeviceFaults
 from epcomm.buffers.symmetric_memory import SymmetricMemory, open_symmetric_memory
-from epcomm.collectives.base import DEFAULT_TIMEOUT_S, Collectives, describe_ranks
+from epcomm.collectives.base import Collectives, describe_ranks
 from epcomm.errors import BackendUnavailable, EPTimeout, HandleError
 from epcomm.types import align_up
 
@@ -201,8 +201,7 @@ class NVLinkHost(Buffer):
 
     @property
     def _timeout_s(self) -> float:
-        bounded = self._collectives.bounded
-        return DEFAULT_TIMEOUT_S if bounded is None else bounded.timeout_s
+        return self._collectives.kernel_timeout_s
 
     @property
     def _max_polls(self) -> int:

@@ -70,6 +70,7 @@ class EPGroup:
         Local.
         """
         self._timeout_s = max(timeout_s, self._timeout_s or timeout_s)
+        self.collectives.kernel_timeout_s = self._timeout_s
         if self.collectives.bounded is not None:
             self.collectives.bounded.timeout_s = self._timeout_s
 

@@ -30,6 +30,7 @@ BUFFERS: Mapping[str, str] = MappingProxyType(
         "nvlink": "epcomm.buffers.nvlink_normal:NVLinkBuffer",
         "nvlink_static": "epcomm.buffers.nvlink_normal:NVLinkStaticBuffer",
         "nvlink_low_latency": "epcomm.buffers.nvlink_low_latency:NVLinkLowLatencyBuffer",
+        "nvlink_low_latency_masked": "epcomm.buffers.nvlink_masked:NVLinkMaskedBuffer",
         "shared_memory": "epcomm.buffers.shared_memory:SharedMemoryBuffer",
         "collective": "epcomm.buffers.collective:CollectiveBuffer",
         "collective_static": "epcomm.buffers.static:StaticCollectiveBuffer",

@@ -14,8 +14,9 @@ from epcomm.buffers.nvlink_host import NVLinkHost
 from epcomm.buffers.peer_reach import PeerReach, reach_in, reach_reasons
 
 SPEC = MoESpec(hidden_size=16, num_experts=8, top_k=2)
-CONFIG = EPConfig(max_tokens_per_rank=8)
+CONFIG = EPConfig(max_tokens_per_rank=8, timeout_s=7)
 NAME = "nvlink_low_latency"
+BOTH = f"{NAME}, {NAME}_masked"
 # Four GPUs in two pairs.
 PAIRS = {"a": ["b"], "b": ["a"], "c": ["d"], "d": ["c"]}
 
@@ -92,13 +93,13 @@ CASES = [
         id="apart",
         devices=("a", "c"),
         decode="collective_static",
-        reason=f"rejected {NAME}: rank 0 is not joined to [1] by NVLink",
+        reason=f"rejected {BOTH}: rank 0 is not joined to [1] by NVLink",
     ),
     Case(
         id="two hosts",
         hosts=("one", "two"),
         decode="collective_static",
-        reason=f"rejected {NAME}: ranks are on 2 hosts, expected one whose memory they share",
+        reason=f"rejected {BOTH}: ranks are on 2 hosts, expected one whose memory they share",
     ),
 ]
 
@@ -115,6 +116,7 @@ def test_decode_takes_it_where_it_can(case: Case, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(survey, "reach_of", lambda device: mine)
         monkeypatch.setattr(survey, "host_of_this_process", lambda: case.hosts[group.rank])
         chosen = plan(CONFIG, SPEC, group)
+        assert group.collectives.kernel_timeout_s == CONFIG.timeout_s == 7
     assert chosen.decode is not None
     assert chosen.decode.backend == case.decode
     assert chosen.prefill.backend == "collective"
@@ -128,7 +130,7 @@ def test_decode_takes_it_where_it_can(case: Case, monkeypatch: pytest.MonkeyPatc
 def test_a_plan_without_ranks_or_with_one_does_not_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NVLinkHost, "probe", lambda environment: Availability(ok=True))
     text = plan(CONFIG, SPEC, world_size=2).explain()
-    assert f"rejected {NAME}: needs a group, to see that its ranks share a host" in text
-    assert f"rejected {NAME}: writes to peers, and a single rank has none; " in (
+    assert f"rejected {BOTH}: needs a group, to see that its ranks share a host" in text
+    assert f"rejected {BOTH}: writes to peers, and a single rank has none; " in (
         plan(CONFIG, SPEC).explain()
     )

@@ -156,6 +156,7 @@ class DispatchCall:
     hidden_states: [T, H], unquantised.   topk_ids: [T, K], int64.   topk_weights: [T, K], float32.
     error: why this rank takes part with T = 0, if it does.
     quantize: brings hidden states to a format, into the memory of a message where a buffer can.
+    int8_profile: its arithmetic of INT8 rows, for buffers that make them while they send.
     """
 
     hidden_states: Tensor
@@ -164,6 +165,7 @@ class DispatchCall:
     flags: BatchFlags
     error: EPError | None = None
     quantize: RowQuantizer = quantize
+    int8_profile: Int8Profile = Int8Profile.RINT127
 
     def wire_tensor(self, wire_format: WireFormat) -> WireTensor:
         """The hidden states as they travel. Lifetime: may share memory with hidden_states."""
@@ -353,3 +355,10 @@ class Buffer(Backend):
         Raises:
             error: where the others raise too.
         """
+
+    def refuse_combine_of(self, route: Route, error: EPError) -> None:
+        """As refuse_combine(), where it is known which batch the other ranks combine.
+
+        Buffers whose batches have memory of their own need it, if several are in flight.
+        """
+        self.refuse_combine(error)

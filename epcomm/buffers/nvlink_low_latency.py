@@ -11,8 +11,7 @@ for calls have one order; its route is then refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,8 +29,17 @@ from epcomm.buffers.faults import (
     assume_all_need_grad,
     pack_word,
 )
-from epcomm.buffers.nvlink_host import NVLinkHost
 from epcomm.buffers.nvlink_layout import HEADER_BYTES, NUM_SLOTS, BlockLayout
+from epcomm.buffers.nvlink_masks import MaskingHost
+from epcomm.buffers.nvlink_slots import (
+    Late,
+    NVLinkRoute,
+    NVLinkSlot,
+    first_state,
+    kind_of,
+    profile_of,
+    received_rows,
+)
 from epcomm.buffers.sizes import CallShape, Region, index_bytes, most_slots_of, slot_regions
 from epcomm.buffers.symmetric_memory import SymmetricMemory
 from epcomm.buffers.traffic import BufferTraffic
@@ -40,71 +48,18 @@ from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.records import Pending, Route, SlotIndex
 from epcomm.types import (
-    Int8Profile,
     Layout,
     RowsPer,
     WeightsAppliedBy,
     WireDtype,
-    WireFormat,
     WireTensor,
 )
-
-if TYPE_CHECKING:
-    from epcomm.kernels.peer_exchange import PeerExchange
-
-T = TypeVar("T")
 
 # What a second rank of programs would cost an interpreter, it never gains.
 _INTERPRETED_PROGRAMS = 2
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class NVLinkRoute(Route):
-    """The W * M received rows, of which rank s filled the first T from s * M on.
-
-    batch: number of the dispatch; its slot is that modulo N, but see _first_batch.
-    """
-
-    num_tokens: int
-    num_rows: int
-    index: SlotIndex
-    batch: int
-
-
-class _Late(Generic[T]):
-    """A step that is done once: when it is waited for, or earlier if its slot is needed."""
-
-    def __init__(self, step: Callable[[], T]) -> None:
-        self._step: Callable[[], T] | None = step
-        self._result: T | None = None
-
-    def run(self) -> T:
-        if self._step is not None:
-            step, self._step = self._step, None
-            self._result = step()
-        assert self._result is not None, "steps return records"
-        return self._result
-
-
-@dataclass(kw_only=True, eq=False)
-class _Slot:
-    """One slot of this rank: what its kernels are given, and which batch it holds.
-
-    batch: the last one dispatched.   is_open: it awaits its combine.
-    unfinished: a combine whose sums have not been received.
-    """
-
-    exchange: PeerExchange
-    rows: WireTensor
-    index: SlotIndex
-    slot_weights: Tensor
-    is_sent: Tensor
-    batch: int = -1
-    is_open: bool = False
-    unfinished: _Late[Combined] | None = None
-
-
-class NVLinkLowLatencyBuffer(NVLinkHost):
+class NVLinkLowLatencyBuffer(MaskingHost):
     """Low latency between the GPUs of one host; under Triton's interpreter between CPU ranks."""
 
     name: ClassVar[str] = "nvlink_low_latency"
@@ -143,7 +98,6 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             combines_once=True,
             owns_rows=False,
             has_slot_budget=False,
-            int8_profiles=frozenset({Int8Profile.RINT127}),
             device_types=frozenset({"cuda"}),
             needs_process_group=True,
         )
@@ -162,7 +116,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
         layout = BlockLayout(spec, world_size, cls.num_slots)
-        num_slots = most_slots_of(spec, layout.num_rows)
+        num_slots = cls._num_slots_of(spec, layout.num_rows)
         index = index_bytes(spec, num_rows=layout.num_rows, num_slots=num_slots, num_members=0)
         words = sum(layout.regions[name] for name in layout.regions if name not in _ROW_REGIONS)
         sizes = {
@@ -170,13 +124,23 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             **{name: cls.num_slots * layout.regions[name] for name in _ROW_REGIONS},
             "slot index": cls.num_slots * (index + layout.num_rows),
         }
+        return (
+            *(Region(name=name, max_bytes=size) for name, size in sizes.items()),
+            *cls._handed_regions(spec, layout),
+        )
+
+    @classmethod
+    def _num_slots_of(cls, spec: BufferSpec, num_rows: int) -> int:
+        """C: any routing fits."""
+        return most_slots_of(spec, num_rows)
+
+    @classmethod
+    def _handed_regions(cls, spec: BufferSpec, layout: BlockLayout) -> tuple[Region, ...]:
+        """What is made of the received rows."""
         packed = slot_regions(
             spec, row_bytes=layout.data_bytes + layout.scale_bytes, max_rows=layout.num_rows
         )
-        return (
-            *(Region(name=name, max_bytes=size) for name, size in sizes.items()),
-            *(Region(name=region.name, max_bytes=region.max_bytes) for region in packed),
-        )
+        return tuple(Region(name=each.name, max_bytes=each.max_bytes) for each in packed)
 
     @classmethod
     def wire_bytes(
@@ -194,7 +158,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
         super().__init__(collectives, spec)
         self._layout = BlockLayout(spec, self._world_size, self.num_slots)
-        self._slots: list[_Slot] = []
+        self._slots: list[NVLinkSlot] = []
         self._num_batches = 0
         # The one that took the first slot: a later one after mask_ranks().
         self._first_batch = 0
@@ -253,9 +217,9 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             call.topk_weights.contiguous(),
             slot.is_sent,
             announced=pack_word(FaultCode.of(call.error), call.flags),
-            kind=_kind_of(wire),
+            kind=kind_of(wire),
             scale_block=wire.scale_block or self._spec.hidden_size,
-            profile=Int8Profile.RINT127.value,
+            profile=profile_of(wire, call).value,
         )
         return Pending(lambda: self._receive(slot, batch, call))
 
@@ -294,13 +258,26 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
         Raises:
             error: no batch awaits its combine.
         """
+        self._refuse(error, lambda slot: slot.is_open)
+
+    def refuse_combine_of(self, route: Route, error: EPError) -> None:
+        """As Buffer.refuse_combine_of().
+
+        Raises:
+            error: the batch was combined or ended.
+        """
+        assert isinstance(route, NVLinkRoute), "a route of this buffer"
+        self._refuse(error, lambda slot: slot.is_open and slot.batch == route.batch)
+
+    def _refuse(self, error: EPError, is_meant: Callable[[NVLinkSlot], bool]) -> None:
+        """Send nothing home but the fault, of the oldest batch that may be meant."""
         self._begin_call()
-        waiting = [slot for slot in self._slots if slot.is_open]
-        if not waiting:
+        meant = [slot for slot in self._slots if is_meant(slot)]
+        if not meant:
             raise error
         self._faults.note_own(error)
         self._send_home(
-            min(waiting, key=lambda slot: slot.batch),
+            min(meant, key=lambda slot: slot.batch),
             self._no_rows,
             None,
             per_row=True,
@@ -313,7 +290,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
 
     def received_rows(self) -> tuple[WireTensor, ...]:
         """[W * M, H] of each slot, views of memory that peers write. Local."""
-        return tuple(slot.rows for slot in self._slots)
+        return tuple(slot.arrived for slot in self._slots)
 
     def check(self) -> None:
         self._check_open()
@@ -330,7 +307,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             control_bytes=records * self._layout.record_bytes + headers * _call_bytes(self._spec),
         )
 
-    def _slot_of(self, batch: int) -> _Slot:
+    def _slot_of(self, batch: int) -> NVLinkSlot:
         return self._slots[(batch - self._first_batch) % self.num_slots]
 
     def _start_anew(self) -> None:
@@ -343,7 +320,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             for name in ("arrived_dispatch", "arrived_combine"):
                 at = begin + layout.offsets[name]
                 block[at : at + layout.regions[name]].zero_()
-            slot.exchange.state.copy_(_first_state(block.device))
+            slot.exchange.state.copy_(first_state(block.device))
             slot.is_open, slot.unfinished = False, None
         # Ranks may have come to different numbers, and routes of old batches stay refused.
         self._first_batch = self._num_batches
@@ -352,26 +329,25 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
         super()._release()
         self._slots = []
 
-    def _receive(self, slot: _Slot, batch: int, call: DispatchCall) -> Dispatched:
+    def _receive(self, slot: NVLinkSlot, batch: int, call: DispatchCall) -> Dispatched:
         from epcomm.kernels.nvlink_receive import receive_dispatch
 
         self._check_open()
         self._check_batch(slot, batch)
-        row_of_slot, slots_of_row = slot.index.row_of_slot, slot.index.slots_of_row
-        assert row_of_slot is not None, "rows are read by index"
-        assert slots_of_row is not None, "rows are read by index"
         receive_dispatch(
             slot.exchange,
-            row_of_slot,
-            slots_of_row,
+            slot.row_of_slot,
+            slot.slots_of_row,
             slot.slot_weights,
             slot.index.num_slots_per_expert,
             slot.index.first_slot,
             slot_alignment=self._spec.slot_alignment,
+            room=self._room,
         )
+        self._hand_out(slot)
         route = NVLinkRoute(
             num_tokens=call.hidden_states.shape[0],
-            num_rows=self._layout.num_rows,
+            num_rows=self._num_handed_rows,
             index=slot.index,
             batch=batch,
         )
@@ -385,7 +361,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
 
     def _send_home(
         self,
-        slot: _Slot,
+        slot: NVLinkSlot,
         rows: Tensor,
         slot_weights: Tensor | None,
         *,
@@ -395,13 +371,11 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
     ) -> Pending[Combined]:
         from epcomm.kernels import nvlink_combine
 
-        slots_of_row = slot.index.slots_of_row
-        assert slots_of_row is not None, "rows are read by index"
         nvlink_combine.send_combine(
             slot.exchange,
             rows,
             slot_weights,
-            slots_of_row,
+            slot.slots_of_row,
             per_row=per_row,
             announced=int(code),
         )
@@ -412,7 +386,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             nvlink_combine.receive_combine(slot.exchange, y, slot.is_sent)
             return Combined(y=y, scalars=None)
 
-        unfinished = _Late(receive)
+        unfinished = Late(receive)
         slot.unfinished = unfinished
 
         def wait() -> Combined:
@@ -424,7 +398,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
 
         return Pending(wait)
 
-    def _make_slot(self, number: int, memory: SymmetricMemory) -> _Slot:
+    def _make_slot(self, number: int, memory: SymmetricMemory) -> NVLinkSlot:
         from epcomm.kernels.peer_exchange import ExchangeDims, PeerExchange
 
         layout, spec, device = self._layout, self._spec, memory.block.device
@@ -453,7 +427,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             scale_bytes=layout.scale_bytes,
             back_bytes=layout.back_bytes,
             table=self._table,
-            state=_first_state(device),
+            state=first_state(device),
             counters=self._counters,
             masked=self._masked,
             faults=self._faults.words,
@@ -467,31 +441,42 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             host_num_slots_per_expert=None,
             slot_alignment=spec.slot_alignment,
         )
-        return _Slot(
+        handed = self._handed_index(index)
+        arrived = received_rows(layout, memory.block, number)
+        assert index.slots_of_row is not None, "made above"
+        return NVLinkSlot(
             exchange=exchange,
-            rows=self._received_rows(memory.block, layout.slot_offset(number)),
-            index=index,
+            arrived=arrived,
+            rows=self._handed_rows(arrived),
+            row_of_slot=handed.row_of_slot,
+            slots_of_row=index.slots_of_row,
+            index=handed,
             slot_weights=torch.zeros(self._num_index_slots, device=device),
             is_sent=torch.zeros(
                 layout.max_tokens, self._world_size, dtype=torch.uint8, device=device
             ),
         )
 
-    def _received_rows(self, block: Tensor, slot_offset: int) -> WireTensor:
-        """Views of the rows and scales of a slot."""
-        layout, spec, wire = self._layout, self._spec, self._spec.dispatch_format
+    @property
+    def _room(self) -> int:
+        """Slots of each expert, used or not; 0: as many as it has."""
+        return 0
 
-        def view(region: str, row_bytes: int, dtype: torch.dtype, width: int) -> Tensor:
-            begin = slot_offset + layout.offsets[region]
-            part = block[begin : begin + layout.num_rows * row_bytes]
-            return part.view(dtype).view(layout.num_rows, -1)[:, :width]
+    @property
+    def _num_handed_rows(self) -> int:
+        """Rows that are handed out, whatever comes."""
+        return self._layout.num_rows
 
-        scales = None
-        if wire.scale_dtype is not None:
-            num_scales = wire.num_scales(spec.hidden_size)
-            scales = view("scales", layout.scale_bytes, wire.scale_dtype, num_scales)
-        data = view("data", layout.data_bytes, wire.dtype.torch_dtype, spec.hidden_size)
-        return WireTensor(data=data, format=wire, scales=scales)
+    def _handed_index(self, index: SlotIndex) -> SlotIndex:
+        """The index as it is handed out."""
+        return index
+
+    def _handed_rows(self, arrived: WireTensor) -> WireTensor:
+        """The rows as they are handed out: those that peers write."""
+        return arrived
+
+    def _hand_out(self, slot: NVLinkSlot) -> None:
+        """Bring what has arrived to where it is handed out.   Local.   Host sync: none."""
 
     def _warm_up(self) -> None:
         """A batch without tokens through each slot: kernels are compiled and loaded.
@@ -518,7 +503,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
             home.wait()
             self._meet()
 
-    def _check_batch(self, slot: _Slot, batch: int) -> None:
+    def _check_batch(self, slot: NVLinkSlot, batch: int) -> None:
         if slot.batch != batch or not slot.is_open:
             raise HandleError(
                 f"combine: batch {batch} of {self.name} was combined, or ended by dispatch "
@@ -535,8 +520,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost):
 
     @property
     def _num_index_slots(self) -> int:
-        """C: any routing fits."""
-        return most_slots_of(self._spec, self._layout.num_rows)
+        return self._num_slots_of(self._spec, self._layout.num_rows)
 
     @property
     def _combine_dtype(self) -> torch.dtype:
@@ -555,19 +539,3 @@ def _row_bytes(spec: BufferSpec) -> int:
 def _call_bytes(spec: BufferSpec) -> int:
     """What a dispatch tells each rank besides its tokens: a header and counts."""
     return HEADER_BYTES + 4 * spec.num_local_experts
-
-
-def _first_state(device: torch.device) -> Tensor:
-    """Epochs of dispatch and combine, and no failure; see PeerExchange.state."""
-    return torch.tensor([1, 0, 0, 0], dtype=torch.int32, device=device)
-
-
-def _kind_of(wire: WireFormat) -> int:
-    from epcomm.kernels import nvlink_send
-
-    if wire.dtype is WireDtype.INT8:
-        return nvlink_send.INT8
-    if wire.dtype is not WireDtype.FP8_E4M3:
-        return nvlink_send.PLAIN
-    is_power_of_two = wire.scale_dtype == torch.float8_e8m0fnu
-    return nvlink_send.FP8_POWER_OF_TWO if is_power_of_two else nvlink_send.FP8

@@ -48,6 +48,8 @@ class Collectives(ABC):
     process_group: dist.ProcessGroup | None = None
     # Ends the waits of the verbs; None where the host does not wait in them.
     bounded: BoundedWait | None = None
+    # Seconds that kernels wait for other ranks; EPGroup.limit_waits() sets it with that of bounded.
+    kernel_timeout_s: float = DEFAULT_TIMEOUT_S
 
     def close(self) -> None:  # noqa: B027 (most transports make nothing of their own)
         """Free what this object made for itself, never what it was given. Local, idempotent."""

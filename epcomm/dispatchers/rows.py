@@ -25,6 +25,7 @@ from epcomm.records import (
     MaskedCombineInput,
     MaskedDispatchOutput,
     Pending,
+    Route,
     RowsCombineInput,
     RowsDispatchOutput,
     TopKOutput,
@@ -128,8 +129,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             pending = Pending(lambda: out)
         if refusal is not None:
             # A static buffer has not raised. No combine will come of this call, so end it here.
-            pending.wait()
-            self._refuse_combine(refusal)
+            self._refuse_combine(refusal, pending.wait().route)
         self._num_calls += 1
         number = self._num_calls
         return Pending(lambda: self._record(pending.wait(), number, num_tokens))
@@ -186,7 +186,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             layout=self.plan.caps.layout,
         )
         if error is not None:
-            self._refuse_combine(error)
+            self._refuse_combine(error, self._open_route_of(combine_input))
         rows = _as_rows(combine_input)
         if late_receive:
             pending = self._buffer.combine_async(
@@ -249,10 +249,27 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             f"use {other}, or torch.no_grad()"
         )
 
-    def _refuse_combine(self, error: EPError) -> NoReturn:
-        """Let the other ranks hear of `error` instead of waiting, then raise it."""
+    def _open_route_of(self, combine_input: object) -> Route | None:
+        """That of the batch which a bad input belongs to, if it can be known."""
+        handle = getattr(combine_input, "handle", None)
+        if not isinstance(handle, Handle):
+            return None
         try:
-            self._buffer.refuse_combine(error)
+            handle.check(self)
+        except HandleError:
+            return None
+        return handle.route
+
+    def _refuse_combine(self, error: EPError, route: Route | None) -> NoReturn:
+        """Let the other ranks hear of `error` instead of waiting, then raise it.
+
+        route: of the batch that they combine, or end; None if that is not known.
+        """
+        try:
+            if route is None:
+                self._buffer.refuse_combine(error)
+            else:
+                self._buffer.refuse_combine_of(route, error)
             if self._checks_calls:
                 self.check()
         except EPTimeout as timeout:
@@ -281,6 +298,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             flags=flags,
             error=error,
             quantize=self._quantize,
+            int8_profile=self.plan.int8_profile,
         )
 
     def _arranged(self, rows: WireTensor) -> WireTensor:

@@ -37,7 +37,7 @@ _FAULT_GRAD_MODE = tl.constexpr(5)
 def _receive_dispatch_kernel(
     table_ptr: tl.tensor,
     state_ptr: tl.tensor,
-    row_of_slot_ptr: tl.tensor,
+    row_of_slot_ptr: tl.tensor | None,
     slots_of_row_ptr: tl.tensor,
     slot_weights_ptr: tl.tensor,
     counts_ptr: tl.tensor,
@@ -59,6 +59,7 @@ def _receive_dispatch_kernel(
     L: tl.constexpr,
     L_LANES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
+    ROOM: tl.constexpr,
     ROWS: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
     ARRIVED_DISPATCH_AT: tl.constexpr,
@@ -117,7 +118,10 @@ def _receive_dispatch_kernel(
     count_ptr = words_at(slot_address + COUNTS_AT) + source_lane[:, None] * L + expert[None, :]
     counts_of_source = tl.load(count_ptr, mask=is_count, other=0)
     counts = tl.sum(counts_of_source, axis=0)
-    aligned = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    # With rooms of one size, those of experts that are none are empty.
+    aligned = tl.where(expert < L, ROOM, 0)
+    if ROOM == 0:
+        aligned = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     ends = tl.cumsum(aligned, axis=0)
     starts = ends - aligned
 
@@ -155,18 +159,24 @@ def _receive_dispatch_kernel(
     is_slot = experts >= 0
     is_expert = experts[:, None] == expert[None, :]
     slots = tl.sum(tl.where(is_expert, bases[None, :], 0), axis=1) + positions
-    tl.store(row_of_slot_ptr + slots, row, mask=is_slot)
+    if row_of_slot_ptr is not None:
+        tl.store(row_of_slot_ptr + slots, row, mask=is_slot)
     tl.store(slot_weights_ptr + slots, weight_bits.to(tl.float32, bitcast=True), mask=is_slot)
     is_entry = (token < M) & (k < K)
     tl.store(slots_of_row_ptr + row * K + k, tl.where(is_slot, slots, -1), mask=is_entry)
 
-    # Slots that no row has.
-    STRIPE: tl.constexpr = ROWS * K_LANES
-    for start in tl.range(program * STRIPE, C, tl.num_programs(0) * STRIPE, num_stages=1):
-        slot = start + tl.arange(0, STRIPE)
-        is_in = (slot[:, None] >= starts[None, :]) & (slot[:, None] < (starts + counts)[None, :])
-        is_used = tl.max(is_in.to(tl.int32), axis=1) > 0
-        tl.store(row_of_slot_ptr + slot, tl.zeros_like(slot) - 1, mask=(is_used == 0) & (slot < C))
+    if row_of_slot_ptr is not None:
+        # Slots that no row has.
+        STRIPE: tl.constexpr = ROWS * K_LANES
+        for start in tl.range(program * STRIPE, C, tl.num_programs(0) * STRIPE, num_stages=1):
+            slot = start + tl.arange(0, STRIPE)
+            is_in = (slot[:, None] >= starts[None, :]) & (
+                slot[:, None] < (starts + counts)[None, :]
+            )
+            is_used = tl.max(is_in.to(tl.int32), axis=1) > 0
+            tl.store(
+                row_of_slot_ptr + slot, tl.zeros_like(slot) - 1, mask=(is_used == 0) & (slot < C)
+            )
 
 
 @triton.jit(do_not_specialize=["slot", "rank", "num_programs"])
@@ -189,28 +199,31 @@ def _release_slot_kernel(
 
 def receive_dispatch(
     exchange: PeerExchange,
-    row_of_slot: Tensor,
+    row_of_slot: Tensor | None,
     slots_of_row: Tensor,
     slot_weights: Tensor,
     num_slots_per_expert: Tensor,
     first_slot: Tensor,
     *,
     slot_alignment: int,
+    room: int = 0,
 ) -> None:
     """Wait for the rows of all ranks and write the expert-major index over them.
 
     Args:
         exchange: the slot.
-        row_of_slot: [C], int32.   slots_of_row: [W * M, K], int32.   slot_weights: [C], float32.
+        row_of_slot: [C], int32, or None where nobody asks.   slots_of_row: [W * M, K], int32.
+        slot_weights: [C], float32.
         num_slots_per_expert: [L], int32.   first_slot: [L + 1], int32.
         slot_alignment: each expert's slots start at a multiple of this.
+        room: slots of each expert, used or not; 0: as many as it has, aligned.
 
     Collective: yes, after send_dispatch().   Allocates nothing.   Host sync: none.
     """
     dims, offsets = exchange.dims, exchange.offsets
     k_lanes, l_lanes = exchange.record_words, next_power_of_two(dims.num_local_experts)
     rows = max(1, min(_PAIRS, _COMPARISONS // l_lanes) // k_lanes)
-    with on_device(row_of_slot):
+    with on_device(slots_of_row):
         _receive_dispatch_kernel[(dims.world_size * -(-dims.max_tokens // rows),)](
             exchange.table,
             exchange.state,
@@ -227,7 +240,7 @@ def receive_dispatch(
             exchange.rank,
             exchange.num_programs,
             exchange.max_polls,
-            C=row_of_slot.shape[0],
+            C=0 if row_of_slot is None else row_of_slot.shape[0],
             W=dims.world_size,
             W_LANES=next_power_of_two(dims.world_size),
             M=dims.max_tokens,
@@ -236,6 +249,7 @@ def receive_dispatch(
             L=dims.num_local_experts,
             L_LANES=l_lanes,
             ALIGNMENT=slot_alignment,
+            ROOM=room,
             ROWS=rows,
             NUM_SLOTS=exchange.num_slots,
             ARRIVED_DISPATCH_AT=offsets["arrived_dispatch"],

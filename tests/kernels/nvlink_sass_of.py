@@ -20,7 +20,13 @@ from triton.compiler import ASTSource
 
 from epcomm.buffers.base import BufferSpec
 from epcomm.buffers.nvlink_layout import BlockLayout
-from epcomm.kernels import nvlink_combine, nvlink_receive, nvlink_send
+from epcomm.kernels import (
+    nvlink_combine,
+    nvlink_pack,
+    nvlink_receive,
+    nvlink_send,
+    peer_meeting,
+)
 from epcomm.kernels.peer_exchange import ExchangeDims, PeerExchange
 from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
 from epcomm.types import WireFormat
@@ -169,17 +175,42 @@ def sent_dispatch(wire: WireFormat, hidden_size: int = 7168, world_size: int = 8
     return recorder.compiled()
 
 
-def received_dispatch() -> dict[str, str]:
+def received_dispatch(room: int = 0) -> dict[str, str]:
     recorder = recorded(nvlink_receive, "_receive_dispatch_kernel")
     integers = torch.zeros(8, dtype=torch.int32)
     nvlink_receive.receive_dispatch(
         exchange_of(PLAIN, 7168, 8),
-        torch.zeros(8192, dtype=torch.int32),
+        None if room else torch.zeros(8192, dtype=torch.int32),
         integers,
         torch.zeros(8),
         integers,
         integers,
         slot_alignment=1,
+        room=room,
+    )
+    return recorder.compiled()
+
+
+def packed_rows() -> dict[str, str]:
+    recorder = recorded(nvlink_pack, "_pack_rows_kernel")
+    integers = torch.zeros(8, 8, dtype=torch.int32)
+    exchange = exchange_of(FP8_FLOAT32_SCALES, 7168, 8)
+    nvlink_pack.pack_rows(exchange, integers, integers, integers)
+    return recorder.compiled()
+
+
+def met() -> dict[str, str]:
+    recorder = recorded(peer_meeting, "_meet_kernel")
+    words = torch.zeros(8, dtype=torch.int32)
+    peer_meeting.meet(
+        torch.zeros(8, dtype=torch.int64),
+        words,
+        words,
+        words,
+        words_address=2**40,
+        rank=0,
+        number=1,
+        max_polls=2**20,
     )
     return recorder.compiled()
 
@@ -221,7 +252,10 @@ def main() -> None:
         # Three ranks, and rows of 16 bytes more than a power of two.
         "send dispatch odd": sent_dispatch(PLAIN, 2056, 3),
         "receive dispatch": received_dispatch(),
+        "receive dispatch masked": received_dispatch(room=1024),
+        "pack rows": packed_rows(),
         "release slot": released(),
+        "meet": met(),
         "send combine": sent_combine(),
         "receive combine": received_combine(),
     }

@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from epcomm.buffers.base import BufferSpec
 from epcomm.buffers.nvlink_layout import BlockLayout
-from epcomm.kernels import nvlink_combine, nvlink_receive, nvlink_send
+from epcomm.kernels import nvlink_combine, nvlink_pack, nvlink_receive, nvlink_send
 from epcomm.kernels.peer_exchange import ExchangeDims, PeerExchange
 from epcomm.types import WireFormat
 
@@ -43,7 +43,9 @@ class Rank:
         return [*parts[:2, :top_k].tolist(), parts[2, :top_k].view(torch.float32).tolist()]
 
 
-def make_ranks(world_size: int, device: torch.device, *, top_k: int = 2) -> list[Rank]:
+def make_ranks(
+    world_size: int, device: torch.device, *, top_k: int = 2, max_tokens: int = MAX_TOKENS
+) -> list[Rank]:
     spec = BufferSpec(
         hidden_size=HIDDEN,
         top_k=top_k,
@@ -51,7 +53,7 @@ def make_ranks(world_size: int, device: torch.device, *, top_k: int = 2) -> list
         dispatch_format=BF16,
         combine_format=BF16,
         backward_format=BF16,
-        max_tokens_per_rank=MAX_TOKENS,
+        max_tokens_per_rank=max_tokens,
     )
     layout = BlockLayout(spec, world_size, 1)
     blocks = [
@@ -60,7 +62,7 @@ def make_ranks(world_size: int, device: torch.device, *, top_k: int = 2) -> list
     addresses = [block.data_ptr() for block in blocks]
     table = [[base + layout.slot_offset(0) for base in addresses], addresses]
     dims = ExchangeDims(
-        world_size=world_size, max_tokens=MAX_TOKENS, top_k=top_k, num_local_experts=2
+        world_size=world_size, max_tokens=max_tokens, top_k=top_k, num_local_experts=2
     )
     return [
         Rank(
@@ -87,7 +89,7 @@ def make_ranks(world_size: int, device: torch.device, *, top_k: int = 2) -> list
             ),
             block=blocks[rank],
             layout=layout,
-            is_sent=torch.zeros(MAX_TOKENS, world_size, dtype=torch.uint8, device=device),
+            is_sent=torch.zeros(max_tokens, world_size, dtype=torch.uint8, device=device),
         )
         for rank in range(world_size)
     ]
@@ -152,6 +154,44 @@ def test_receiver_orders_slots_by_expert_and_source(device: torch.device) -> Non
     assert row_of_slot.tolist() == [0, 2, 2, 3, -1, -1, -1, -1]
     assert slots_of_row.tolist() == [[0, -1], [-1, -1], [1, 2], [3, -1]]
     assert slot_weights[:4].tolist() == [1, 0.5, 2, 4]
+
+
+def test_rooms_of_one_size_begin_where_experts_do(device: torch.device) -> None:
+    ranks = make_ranks(2, device)
+    send(ranks[0], [[0, -1]], [[1, 0]])
+    send(ranks[1], [[0, 1], [1, -1]], [[0.5, 2], [4, 0]])
+
+    def integers(*shape: int) -> Tensor:
+        return torch.full(shape, 77, dtype=torch.int32, device=device)
+
+    slots_of_row, counts, first = integers(4, 2), integers(2), integers(3)
+    slot_weights = torch.full((8,), float("nan"), device=device)
+    nvlink_receive.receive_dispatch(
+        ranks[0].exchange,
+        None,
+        slots_of_row,
+        slot_weights,
+        counts,
+        first,
+        slot_alignment=1,
+        room=4,
+    )
+    assert counts.tolist() == [2, 2]
+    assert first.tolist() == [0, 4, 8]
+    assert slots_of_row.tolist() == [[0, -1], [-1, -1], [1, 4], [5, -1]]
+    assert [slot_weights[slot].item() for slot in (0, 1, 4, 5)] == [1, 0.5, 2, 4]
+
+
+def test_rows_are_copied_to_their_slots(device: torch.device) -> None:
+    (rank,) = make_ranks(1, device, top_k=3, max_tokens=4)
+    received = rank.region("data", torch.bfloat16)[: 4 * HIDDEN].view(4, HIDDEN)
+    received[:] = torch.arange(4 * HIDDEN, device=device).view(4, HIDDEN)
+    slots_of_row = torch.full((4, 3), -1, dtype=torch.int32, device=device)
+    slots_of_row[3] = torch.tensor([5, -1, 2], device=device)
+    packed = torch.full((6, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
+    nvlink_pack.pack_rows(rank.exchange, slots_of_row, packed.view(torch.int32), None)
+    assert torch.equal(packed[[5, 2]], received[[3, 3]])
+    assert packed[[0, 1, 3, 4]].isnan().all()
 
 
 def test_slots_of_a_row_go_home_as_one_sum(device: torch.device) -> None:

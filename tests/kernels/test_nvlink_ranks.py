@@ -17,17 +17,31 @@ from torch import Tensor
 pytest.importorskip("triton")
 from benchmarks import bench_nvlink_low_latency as bench
 from benchmarks.checks import CheckError
-from epcomm import EPGroup, Mode
-from epcomm.buffers.base import BufferSpec, DispatchCall, Dispatched
+from epcomm import (
+    DeepEPLowLatencyDispatcher,
+    EPConfig,
+    EPGroup,
+    Mode,
+    MoESpec,
+    RowsDispatchOutput,
+    TopKOutput,
+)
+from epcomm.buffers.base import Availability, BufferSpec, DispatchCall, Dispatched
 from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.nvlink_low_latency import NVLinkLowLatencyBuffer
-from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError
+from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError, ShapeError
 from epcomm.kernels import launch
-from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT8_PER_TOKEN
+from epcomm.quantization import (
+    FP8_FLOAT32_SCALES,
+    FP8_POWER_OF_TWO_SCALES,
+    INT8_PER_TOKEN,
+    quantize,
+)
 from epcomm.testing import buffer_suite
-from epcomm.types import RowsPer, WireFormat
+from epcomm.types import Int8Profile, RowsPer, WireDtype, WireFormat
 
 BACKEND = "nvlink_low_latency"
+MASKED = f"{BACKEND}_masked"
 BF16 = WireFormat.of(torch.bfloat16)
 SCENARIOS = {
     "shapes": ("empty_rank", "odd_hidden", "aligned_holes"),
@@ -42,12 +56,25 @@ QUANTIZED = {
 }
 
 
-def env_of(group: EPGroup, wire: WireFormat | None = None) -> buffer_suite.BufferEnv:
+MASKED_SCENARIOS = {
+    "batches": ("empty_rank", "odd_hidden", "stand_alone", "traffic"),
+    "refusals": ("combine_faults",),
+}
+
+
+def env_of(
+    group: EPGroup,
+    backend: str = BACKEND,
+    *,
+    wire: WireFormat | None = None,
+    hidden_size: int | None = None,
+) -> buffer_suite.BufferEnv:
     return buffer_suite.BufferEnv(
         group=group,
-        backend=BACKEND,
+        backend=backend,
         mode=Mode.LOW_LATENCY,
         wire=wire,
+        hidden_size=hidden_size,
         dtype=torch.bfloat16,
     )
 
@@ -61,20 +88,71 @@ def test_buffer_keeps_its_contract(case: str) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("wire", QUANTIZED)
-def test_kernels_quantize_as_torch_does(wire: str) -> None:
+@pytest.mark.parametrize("case", MASKED_SCENARIOS)
+def test_masked_buffer_keeps_its_contract(case: str) -> None:
+    with EPGroup() as group:
+        for scenario in MASKED_SCENARIOS[case]:
+            buffer_suite.run_scenario(scenario, env_of(group, MASKED))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("backend", "wire"),
+    [*((BACKEND, wire) for wire in QUANTIZED), (MASKED, "fp8"), (MASKED, "int8")],
+)
+def test_kernels_quantize_as_torch_does(backend: str, wire: str) -> None:
     spec = buffer_suite.BATCH_SPECS["holes"]
     with EPGroup() as group:
         # Several blocks, the last one short.
-        env = buffer_suite.BufferEnv(
-            group=group,
-            backend=BACKEND,
-            mode=Mode.LOW_LATENCY,
-            wire=QUANTIZED[wire],
-            dtype=torch.bfloat16,
-            hidden_size=300,
-        )
+        env = env_of(group, backend, wire=QUANTIZED[wire], hidden_size=300)
         buffer_suite.check_batch(env, spec)
+
+
+def serve_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans take the buffer for CPU ranks too."""
+    caps = NVLinkLowLatencyBuffer.caps(Mode.LOW_LATENCY)
+    monkeypatch.setattr(NVLinkLowLatencyBuffer, "probe", lambda environment: Availability(ok=True))
+    monkeypatch.setattr(
+        NVLinkLowLatencyBuffer, "caps", lambda mode: replace(caps, device_types=None)
+    )
+
+
+@pytest.mark.ranks(2)
+def test_int8_rows_are_made_as_the_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_any_device(monkeypatch)
+    spec = MoESpec(hidden_size=64, num_experts=4, top_k=1)
+    # Halves, which profiles round apart, with a scale of 1, and a row that 1e-12 changes.
+    row = torch.arange(64) - 31.5
+    row[-1] = 127
+    tokens = torch.stack([row, row * 2.0**-40])
+    with EPGroup() as group:
+        # Of ranks 0 and 1; the first token goes to rank 0 and the second one to rank 1.
+        theirs = torch.stack([tokens, -tokens]).to(group.device, torch.bfloat16)
+        x = theirs[group.rank]
+        ids = torch.tensor([[0], [2]], device=group.device)
+        topk = TopKOutput(topk_ids=ids, topk_weights=torch.ones(2, 1, device=group.device))
+        seen = set()
+        # All but that of the other tests.
+        for profile in sorted({*Int8Profile} - {Int8Profile.RINT127}):
+            config = EPConfig(
+                backend=BACKEND,
+                dispatch_dtype=WireDtype.INT8,
+                int8_profile=profile,
+                max_tokens_per_rank=4,
+            )
+            dispatcher = DeepEPLowLatencyDispatcher(group, spec, config)
+            out = dispatcher.dispatch(x, topk)
+            assert isinstance(out, RowsDispatchOutput)
+            assert out.index.row_of_slot is not None
+            assert out.hidden_states.scales is not None
+            # From rank 0 and from rank 1.
+            rows = out.index.row_of_slot[:2].tolist()
+            wanted = quantize(theirs[:, group.rank], INT8_PER_TOKEN, profile=profile)
+            assert wanted.scales is not None
+            assert torch.equal(out.hidden_states.data[rows], wanted.data), profile
+            assert torch.equal(out.hidden_states.scales[rows], wanted.scales), profile
+            seen.add((wanted.data.cpu().numpy().tobytes(), wanted.scales.cpu().numpy().tobytes()))
+        assert len(seen) >= (3 if group.rank == 0 else 2), "these rows tell profiles apart"
 
 
 class OneSlotBuffer(NVLinkLowLatencyBuffer):
@@ -269,9 +347,9 @@ def test_end_does_not_wait_for_a_rank_that_is_gone(way: str) -> None:
 
 
 class HastyBuffer(NVLinkLowLatencyBuffer):
-    """Gives up after 15,000 polls, two seconds, or two million of a GPU."""
+    """Gives up after 3000 polls, some three seconds, or two million of a GPU."""
 
-    polls_per_s: ClassVar[Mapping[str, int]] = {"cpu": 150, "cuda": 20_000}
+    polls_per_s: ClassVar[Mapping[str, int]] = {"cpu": 30, "cuda": 20_000}
 
 
 def run_without(buffer: NVLinkLowLatencyBuffer, dead: int, rounds: range, group: EPGroup) -> None:
@@ -358,6 +436,49 @@ def test_receiver_waits_for_a_late_sender_and_calls_may_be_finished_late() -> No
             assert wanted.any()
             assert torch.equal(home.wait().y, wanted)
         buffer.close()
+
+
+@pytest.mark.ranks(2)
+def test_refused_combine_is_of_the_batch_that_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_any_device(monkeypatch)
+    config = EPConfig(backend=BACKEND, max_tokens_per_rank=MAX_TOKENS)
+    with EPGroup() as group:
+        dispatcher = DeepEPLowLatencyDispatcher(
+            group, MoESpec(hidden_size=HIDDEN, num_experts=4, top_k=TOP_K), config
+        )
+        calls = [call_of(number, group.rank, 2, group.device) for number in BUSY[1:]]
+        outs = [
+            dispatcher.dispatch(
+                call.hidden_states,
+                TopKOutput(topk_ids=call.topk_ids, topk_weights=call.topk_weights),
+            )
+            for call in calls
+        ]
+        inputs = []
+        for out in outs:
+            assert isinstance(out, RowsDispatchOutput)
+            assert out.index.row_of_slot is not None
+            results = torch.zeros(
+                len(out.index.row_of_slot), HIDDEN, dtype=torch.bfloat16, device=group.device
+            )
+            first = out.index.first_slot.tolist()
+            for expert, count in enumerate(out.index.num_slots_per_expert.tolist()):
+                mine = slice(first[expert], first[expert] + count)
+                rows = out.hidden_states.data[out.index.row_of_slot[mine].long()]
+                results[mine] = rows * factor_of(expert)
+            inputs.append(out.combine_input(results))
+        # The later batch first; rank 1 passes rows of a wrong width.
+        if group.rank == 1:
+            wrong = replace(inputs[1], hidden_states=inputs[1].hidden_states[:, :-1])
+            with pytest.raises(ShapeError, match="hidden_states is"):
+                dispatcher.combine(wrong)
+        else:
+            assert dispatcher.combine(inputs[1]).isnan().all()
+        with pytest.raises(ShapeError, match=r"rank 1|hidden_states is"):
+            dispatcher.check()
+        y = dispatcher.combine(inputs[0])
+        assert torch.equal(y, expected_sums(calls[0], 2))
+        dispatcher.check()
 
 
 @pytest.mark.ranks(2)

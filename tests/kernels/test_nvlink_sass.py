@@ -22,9 +22,15 @@ STORES = {
     "send dispatch odd": 3,
     "send combine": 2,
     "receive combine": 2,
+    "pack rows": 16,
 }
-PUBLISHERS = [name for name in STORES if name.startswith("send")] + ["release slot"]
-WAITERS = [name for name in STORES if not name.startswith("send combine")] + ["receive dispatch"]
+PUBLISHERS = [name for name in STORES if name.startswith("send")] + ["release slot", "meet"]
+WAITERS = [
+    *(name for name in STORES if name not in ("send combine", "pack rows")),
+    "receive dispatch",
+    "receive dispatch masked",
+    "meet",
+]
 VARIANTS = {*STORES, *PUBLISHERS, *WAITERS}
 REPOSITORY = Path(__file__).parents[2]
 

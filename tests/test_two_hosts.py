@@ -14,6 +14,9 @@ REPO = Path(__file__).parents[1]
 NAMES = [f"epcomm{os.getpid()}h{host}" for host in range(2)]
 ADDRESSES = ["10.77.0.1", "10.77.0.2"]
 LIMIT_S = 180
+# Eight bits travel as bytes like all others, and every case of them passes on one host; here one
+# scenario of each buffer and layer shows that two hosts agree on them.
+SELECTION = "not smaller and not variant and not blocks and (not quantized or (int8 and uneven))"
 
 
 def ip(*arguments: str) -> None:
@@ -64,12 +67,7 @@ def start_host(host: int, folder: Path) -> subprocess.Popen[bytes]:
     # The ranks must not take this run's place in an outer launch.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MULTI_RANK_RESULTS"):
         env.pop(name, None)
-    suites = [
-        "tests/buffers/test_buffers.py",
-        "tests/test_experts.py",
-        "-k",
-        "not smaller and not variant",
-    ]
+    suites = ["tests/buffers/test_buffers.py", "tests/test_experts.py", "-k", SELECTION]
     with (folder / f"host{host}.log").open("wb") as log:
         return subprocess.Popen(
             ["ip", "netns", "exec", NAMES[host], launcher, "2", *suites],

@@ -1,7 +1,7 @@
 """Real launches, of programs and of tests written to a temporary folder.
 
 A launch costs seconds of start-up, mostly spent importing torch, and some of these wait on purpose:
-all start in one fixture, two at a time.
+all start in one fixture, three at a time.
 """
 
 import os
@@ -159,7 +159,7 @@ WAITING_PROGRAM = """
     import sys
     import time
 
-    pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
+    pathlib.Path(sys.argv[1] + os.environ["RANK"]).write_text(str(os.getpid()))
     time.sleep(600)
 """
 
@@ -203,6 +203,10 @@ COMMANDS = {
     "mpi_failing_program": [LAUNCHER, "--mpi", "2", "mpi_program.py", "--fail"],
 }
 
+# Options of the launches that are ended by a signal, by transport, and the signals.
+SIGNALLED = {"torch": [], "mpi": ["--mpi"]}
+SIGNALS = [signal.SIGTERM, signal.SIGINT]
+
 # Of a command above, and of a test id.
 TRANSPORTS = pytest.mark.parametrize(("prefix", "mark"), [("", "ranks"), ("mpi_", "mpi_ranks")])
 
@@ -226,10 +230,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@dataclass(frozen=True, kw_only=True)
+class Launches:
+    """Under way, or done: of COMMANDS, and those of SIGNALS, which end when a signal comes."""
+
+    runs: dict[str, Future[Run]]
+    signalled: dict[tuple[str, signal.Signals], Future[None]]
+
+
 @pytest.fixture(scope="module")
-def runs(folder: Path) -> Iterator[dict[str, Future[Run]]]:
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        yield {name: pool.submit(run, folder, command) for name, command in COMMANDS.items()}
+def launches(folder: Path) -> Iterator[Launches]:
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        runs = {name: pool.submit(run, folder, command) for name, command in COMMANDS.items()}
+        signalled = {
+            (transport, number): pool.submit(check_signal, folder, transport, number)
+            for transport in SIGNALLED
+            for number in SIGNALS
+        }
+        yield Launches(runs=runs, signalled=signalled)
+
+
+@pytest.fixture(scope="module")
+def runs(launches: Launches) -> dict[str, Future[Run]]:
+    return launches.runs
 
 
 def test_passing_run_exits_0_and_destroys_the_process_group(runs: dict[str, Future[Run]]) -> None:
@@ -325,19 +348,22 @@ def test_outer_run_ends_a_launch_that_hangs(runs: dict[str, Future[Run]]) -> Non
     assert re.search(r"--- rank 1 was ended here\n.*\n.* in test_hangs\n", output), output
 
 
-@pytest.mark.parametrize("options", [[], ["--mpi"]], ids=["torch", "mpi"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_signal_ends_all_ranks(
-    folder: Path, tmp_path: Path, number: signal.Signals, options: list[str]
-) -> None:
+@pytest.mark.parametrize("transport", SIGNALLED)
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_signal_ends_all_ranks(launches: Launches, number: signal.Signals, transport: str) -> None:
+    launches.signalled[transport, number].result()
+
+
+def check_signal(folder: Path, transport: str, number: signal.Signals) -> None:
+    """Launch two ranks that wait, send the signal to the launcher, and see everything end."""
+    files = [folder / f"{transport}_{number.name}_{rank}" for rank in range(2)]
     launcher = subprocess.Popen(
-        [LAUNCHER, *options, "2", "waiting_program.py", str(tmp_path)],
+        [LAUNCHER, *SIGNALLED[transport], "2", "waiting_program.py", f"{transport}_{number.name}_"],
         cwd=folder,
         env=environment(),
         stderr=subprocess.DEVNULL,
     )
     try:
-        files = [tmp_path / "0", tmp_path / "1"]
         wait_until(lambda: all(file.exists() and file.read_text() for file in files))
     finally:
         launcher.send_signal(number)

@@ -17,6 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import EXACT, IS_INTERPRETED, next_power_of_two
+from epcomm.kernels.overlap import (
+    await_previous,
+    let_next_start,
+    overlapping,
+    overlaps_on,
+)
 from epcomm.kernels.peer_exchange import PeerExchange, on_device
 from epcomm.kernels.peer_signals import (
     REPORT_ABORTED,
@@ -79,6 +85,7 @@ def _send_combine_kernel(
     CALLED_AT: tl.constexpr,
     BACK_AT: tl.constexpr,
     BACK_BYTES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Rows p, p + P, ... of program p of P, counted over tokens and then over sources.
 
@@ -87,6 +94,8 @@ def _send_combine_kernel(
     """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
+    if OVERLAPS:
+        let_next_start()
     epoch = tl.load(state_ptr + 1)
     if program == 0:
         tl.store(state_ptr, epoch + 1)
@@ -177,6 +186,7 @@ def _receive_combine_kernel(
     CALLED_AT: tl.constexpr,
     BACK_AT: tl.constexpr,
     BACK_BYTES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Tokens p, p + P, ... of program p of P.
 
@@ -235,6 +245,8 @@ def _receive_combine_kernel(
         total = tl.where(has_failed, float("nan"), total)
         out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
         tl.store(out_row_ptr + column, _cast(total, dtype), mask=is_element)
+    if OVERLAPS:
+        await_previous()
 
 
 def send_combine(
@@ -289,6 +301,7 @@ def send_combine(
             CALLED_AT=offsets["called"],
             BACK_AT=offsets["back"],
             BACK_BYTES=exchange.back_bytes,
+            OVERLAPS=overlaps_on(rows.device),
             num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
             **EXACT,
         )
@@ -332,6 +345,8 @@ def receive_combine(exchange: PeerExchange, out: Tensor, is_sent: Tensor) -> Non
             CALLED_AT=offsets["called"],
             BACK_AT=offsets["back"],
             BACK_BYTES=exchange.back_bytes,
+            OVERLAPS=overlaps_on(out.device),
             num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
             **EXACT,
+            **overlapping(out.device),
         )

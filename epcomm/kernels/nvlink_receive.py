@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
+from epcomm.kernels.overlap import await_previous, overlapping, overlaps_on
 from epcomm.kernels.peer_exchange import PeerExchange, on_device
 from epcomm.kernels.peer_signals import await_words, give_up, publish, taking_part, words_at
 
@@ -67,6 +68,7 @@ def _receive_dispatch_kernel(
     COUNTS_AT: tl.constexpr,
     RECORD_AT: tl.constexpr,
     RECORD_BYTES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """ROWS rows of one source a program, and every so many slots of padding.
 
@@ -177,6 +179,8 @@ def _receive_dispatch_kernel(
             tl.store(
                 row_of_slot_ptr + slot, tl.zeros_like(slot) - 1, mask=(is_used == 0) & (slot < C)
             )
+    if OVERLAPS:
+        await_previous()
 
 
 @triton.jit(do_not_specialize=["slot", "rank", "num_programs"])
@@ -257,7 +261,9 @@ def receive_dispatch(
             COUNTS_AT=offsets["counts"],
             RECORD_AT=offsets["record"],
             RECORD_BYTES=12 * k_lanes,
+            OVERLAPS=overlaps_on(slots_of_row.device),
             num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
+            **overlapping(slots_of_row.device),
         )
 
 

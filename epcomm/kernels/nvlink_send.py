@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import EXACT, next_power_of_two
+from epcomm.kernels.overlap import let_next_start, overlaps_on
 from epcomm.kernels.peer_exchange import PeerExchange, on_device
 from epcomm.kernels.peer_signals import await_words, give_up, publish, taking_part, words_at
 from epcomm.kernels.quantize_fp8 import has_e4m3, quantize_blocks
@@ -28,8 +29,10 @@ PHASE_CREDIT = 1
 # Kinds of rows on the wire.
 PLAIN, FP8, FP8_POWER_OF_TWO, INT8 = 0, 1, 2, 3
 
-# Pairs of an id and an expert that a program compares at once: eight a thread.
-_COMPARISONS = 4096
+# Pairs of an id and an expert that a program compares at once: sixteen a thread.
+_COMPARISONS = 8192
+# Ids that a program counts at once: those of 128 tokens at K = 8.
+_COUNTED = 1024
 # A row of 7168 elements is then 14 of them a thread.
 _WARPS = 16
 
@@ -43,19 +46,6 @@ _FAULT_IDS = tl.constexpr(2)
 
 
 @triton.jit
-def _has_bad_ids(
-    ids_ptr: tl.tensor, num_pairs: tl.tensor, E: tl.constexpr, CHUNK: tl.constexpr
-) -> tl.tensor:
-    """1 if any of the ids is neither -1 nor an expert: of 0 -1 4 with E = 4, the last."""
-    bad = tl.full([], 0, tl.int32)
-    for start in tl.range(0, num_pairs, CHUNK, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
-        at = start + tl.arange(0, CHUNK)
-        ids = tl.load(ids_ptr + at, mask=at < num_pairs, other=-1)
-        bad = tl.maximum(bad, tl.max(((ids < -1) | (ids >= E)).to(tl.int32)))
-    return bad
-
-
-@triton.jit
 def _send_header(
     ids_ptr: tl.tensor,
     base: tl.tensor,
@@ -64,6 +54,7 @@ def _send_header(
     epoch: tl.tensor,
     num_tokens: tl.tensor,
     announced: tl.tensor,
+    W: tl.constexpr,
     K: tl.constexpr,
     L: tl.constexpr,
     L_LANES: tl.constexpr,
@@ -73,19 +64,43 @@ def _send_header(
 ) -> None:
     """Tell `peer`, whose slot begins at `base`, this rank's slots for each of its L experts, and T.
 
-    ids 0 2 | 3 2 with L = 2: rank 1 is told 2 1, for its experts 2 and 3.
+    ids 0 2 | 3 2 with L = 2: rank 1 is told 2 1, for its experts 2 and 3. With an id that is
+    neither -1 nor an expert, every rank is told of the fault, and of no token.
     """
-    lane = tl.arange(0, L_LANES)
-    experts = peer * L + lane
     counts = tl.zeros([L_LANES], tl.int32)
-    for start in tl.range(0, num_tokens * K, CHUNK, num_stages=1):
+    bad = tl.full([], 0, tl.int32)
+    for start in tl.range(0, num_tokens * K, CHUNK, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         at = start + tl.arange(0, CHUNK)
-        ids = tl.load(ids_ptr + at, mask=at < num_tokens * K, other=-1).to(tl.int32)
-        counts += tl.sum((ids[:, None] == experts[None, :]).to(tl.int32), axis=0)
-    tl.store(words_at(base + COUNTS_AT) + rank * L + lane, counts, mask=lane < L)
-    word = tl.arange(0, 4)
-    header = tl.where(word == 0, epoch, tl.where(word == 1, num_tokens, announced))
-    tl.store(words_at(base + HEADER_AT) + rank * 4 + word, header)
+        ids = tl.load(ids_ptr + at, mask=at < num_tokens * K, other=-1)
+        bad = tl.maximum(bad, tl.max(((ids < -1) | (ids >= W * L)).to(tl.int32)))
+        local = ids.to(tl.int32) - peer * L
+        is_local = (local >= 0) & (local < L)
+        counts += tl.histogram(tl.where(is_local, local, 0), L_LANES, mask=is_local)
+    word = announced
+    if ((announced & _FAULT_MASK) == 0) & (bad != 0):
+        word += _FAULT_IDS
+    is_faulty = (word & _FAULT_MASK) != 0
+    lane = tl.arange(0, L_LANES)
+    counts_ptr = words_at(base + COUNTS_AT) + rank * L + lane
+    tl.store(counts_ptr, tl.where(is_faulty, 0, counts), mask=lane < L)
+    sent = tl.where(is_faulty, 0, num_tokens)
+    part = tl.arange(0, 4)
+    header = tl.where(part == 0, epoch, tl.where(part == 1, sent, word))
+    tl.store(words_at(base + HEADER_AT) + rank * 4 + part, header)
+
+
+@triton.jit
+def _load_token(
+    x_ptr: tl.tensor,
+    token: tl.tensor,
+    num_tokens: tl.tensor,
+    X_STRIDE: tl.constexpr,
+    at: tl.tensor,
+    is_element: tl.tensor,
+) -> tl.tensor:
+    """Elements `at` of a token, zeros behind the last one."""
+    row_ptr = x_ptr + tl.cast(token, tl.int64) * X_STRIDE
+    return tl.load(row_ptr + at, mask=is_element & (token < num_tokens), other=0.0)
 
 
 @triton.jit
@@ -168,6 +183,7 @@ def _send_dispatch_kernel(
     RECORD_BYTES: tl.constexpr,
     DATA_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Tokens p, p + P, ... of program p of P; the first W programs also send the headers.
 
@@ -177,6 +193,18 @@ def _send_dispatch_kernel(
     """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
+    if OVERLAPS:
+        let_next_start()
+    num_tokens = tl.where((announced & _FAULT_MASK) != 0, 0, num_tokens)
+    if (KIND == _PLAIN) | (KIND == _INT8):
+        at = tl.arange(0, COLUMNS)
+        is_element = at < HIDDEN
+    else:
+        lane = tl.arange(0, BLOCK_LANES)[None, :]
+        at = tl.arange(0, BLOCKS)[:, None] * BLOCK + lane
+        is_element = (lane < BLOCK) & (at < HIDDEN)
+    # On its way while the credit is awaited, and each later one while the one before is stored.
+    following = _load_token(x_ptr, program, num_tokens, X_STRIDE, at, is_element)
     # This kernel reads the first word and writes the second, those of combine the other way round:
     # no program meets the update of its own kernel.
     epoch = tl.load(state_ptr)
@@ -210,11 +238,6 @@ def _send_dispatch_kernel(
         )
         return
 
-    is_faulty = (announced & _FAULT_MASK) != 0
-    if (_has_bad_ids(ids_ptr, num_tokens * K, W * L, CHUNK) > 0) & (is_faulty == 0):
-        announced += _FAULT_IDS
-    num_tokens = tl.where((announced & _FAULT_MASK) != 0, 0, num_tokens)
-
     bases_ptr = table_ptr + slot * W
     # A program beyond the last rank has no header to send.
     is_header = (program < W) & (tl.load(masked_ptr + program, mask=program < W, other=1) == 0)
@@ -227,6 +250,7 @@ def _send_dispatch_kernel(
             epoch,
             num_tokens,
             announced,
+            W,
             K,
             L,
             L_LANES,
@@ -245,24 +269,18 @@ def _send_dispatch_kernel(
         weight_bits = weights.to(tl.int32, bitcast=True)
         positions = _positions(ids_ptr, ids, token, K, K_LANES, CHUNK)
         owners = tl.where(ids >= 0, ids // L, -1)
-        row_ptr = x_ptr + tl.cast(token, tl.int64) * X_STRIDE
+        elements = following
+        following = _load_token(x_ptr, token + num_programs, num_tokens, X_STRIDE, at, is_element)
         if KIND == _PLAIN:
-            at = tl.arange(0, COLUMNS)
-            is_element = at < HIDDEN
             # Bits, whatever they mean: an interpreter need not know the dtype.
-            row = tl.load(row_ptr + at, mask=is_element)
+            row = elements
             scale = 0
         elif KIND == _INT8:
-            at = tl.arange(0, COLUMNS)
-            is_element = at < HIDDEN
-            values = tl.load(row_ptr + at, mask=is_element, other=0.0).to(tl.float32)
-            row, scale = quantize_row(values, PROFILE)  # pyright: ignore[reportGeneralTypeIssues]
+            row, scale = quantize_row(elements.to(tl.float32), PROFILE)  # pyright: ignore[reportGeneralTypeIssues]
         else:
-            lane = tl.arange(0, BLOCK_LANES)[None, :]
-            at = tl.arange(0, BLOCKS)[:, None] * BLOCK + lane
-            is_element = (lane < BLOCK) & (at < HIDDEN)
-            values = tl.load(row_ptr + at, mask=is_element, other=0.0).to(tl.float32)
-            row, scale = quantize_blocks(values, KIND == _FP8_POWER_OF_TWO, HAS_E4M3)  # pyright: ignore[reportGeneralTypeIssues]
+            row, scale = quantize_blocks(  # pyright: ignore[reportGeneralTypeIssues]
+                elements.to(tl.float32), KIND == _FP8_POWER_OF_TWO, HAS_E4M3
+            )
 
         # Where rows of this rank begin, in the memory of any.
         place = tl.cast(rank, tl.int64) * M + token
@@ -367,7 +385,7 @@ def send_dispatch(
             PROFILE=profile,
             HAS_E4M3=kind in (FP8, FP8_POWER_OF_TWO) and has_e4m3(hidden_states.device),
             CHUNK=max(32, _COMPARISONS // k_lanes),
-            COUNT_CHUNK=max(32, _COMPARISONS // l_lanes),
+            COUNT_CHUNK=_COUNTED,
             NUM_SLOTS=exchange.num_slots,
             ARRIVED_DISPATCH_AT=offsets["arrived_dispatch"],
             ARRIVED_COMBINE_AT=offsets["arrived_combine"],
@@ -379,6 +397,7 @@ def send_dispatch(
             RECORD_BYTES=12 * k_lanes,
             DATA_BYTES=exchange.data_bytes,
             SCALE_BYTES=exchange.scale_bytes,
+            OVERLAPS=overlaps_on(hidden_states.device),
             num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
             **EXACT,
         )

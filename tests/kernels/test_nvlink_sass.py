@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import subprocess
-import sys
-from collections.abc import Mapping
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
+from tests.kernels.sass import (
+    ACQUIRE,
+    ADD_TO_PEERS,
+    Compiled,
+    check_acquire,
+    check_no_spills,
+    check_release,
+    compiled_by,
+    operations,
+)
 
 # What each kernel does: store rows to peers, publish, wait.
 STORES = {
@@ -32,46 +34,19 @@ WAITERS = [
     "meet",
 ]
 VARIANTS = {*STORES, *PUBLISHERS, *WAITERS}
-REPOSITORY = Path(__file__).parents[2]
-
-ADD_TO_PEERS = "REDG.E.ADD.STRONG.SYS"
-ACQUIRE = "ATOMG.E.ADD.STRONG.SYS"
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str, str]]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
-        "PYTHONPATH": str(REPOSITORY),
-    }
-    program = Path(__file__).with_name("nvlink_sass_of.py")
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    return compiled_by("nvlink_sass_of.py", tmp_path_factory.mktemp("triton"))
 
 
-def operations(sass: str) -> list[str]:
-    """Of memory and barriers, in the order of the code."""
-    return re.findall(
-        r"\b((?:STG|LDG|REDG|ATOMG|MEMBAR|CCTL|BAR|STL|LDL)\.[A-Z0-9_.]+|STL|LDL)\b", sass
-    )
-
-
-def test_all_variants_are_looked_at(compiled: Mapping[str, Mapping[str, str]]) -> None:
+def test_all_variants_are_looked_at(compiled: Compiled) -> None:
     assert set(compiled) == VARIANTS
 
 
 @pytest.mark.parametrize("variant", STORES)
-def test_rows_are_stored_16_bytes_at_a_time(
-    variant: str, compiled: Mapping[str, Mapping[str, str]]
-) -> None:
+def test_rows_are_stored_16_bytes_at_a_time(variant: str, compiled: Compiled) -> None:
     found = operations(compiled[variant]["sass"])
     assert found.count("STG.E.128") == STORES[variant]
     # What the byte by byte stores of an address without alignment would be.
@@ -85,37 +60,24 @@ def _report_stores(variant: str) -> set[str]:
 
 
 @pytest.mark.parametrize("variant", PUBLISHERS)
-def test_words_are_added_after_a_barrier_and_a_fence(
-    variant: str, compiled: Mapping[str, Mapping[str, str]]
-) -> None:
+def test_words_are_added_after_a_barrier_and_a_fence(variant: str, compiled: Compiled) -> None:
     found = operations(compiled[variant]["sass"])
     # One instruction for all peers.
     assert found.count(ADD_TO_PEERS) == 1
-    before = found[: found.index(ADD_TO_PEERS)]
-    barrier = len(before) - before[::-1].index("BAR.SYNC.DEFER_BLOCKING")
-    assert "MEMBAR.ALL.SYS" in before[barrier:]
-    fence = len(before) - before[::-1].index("MEMBAR.ALL.SYS")
     # No row is stored between the barrier and the word.
-    assert not [name for name in before[barrier:] if name.startswith("STG")]
-    assert before[fence:] == []
+    check_release(found, found.index(ADD_TO_PEERS))
 
 
 @pytest.mark.parametrize("variant", WAITERS)
-def test_waits_acquire_before_anything_is_read(
-    variant: str, compiled: Mapping[str, Mapping[str, str]]
-) -> None:
+def test_waits_acquire_before_anything_is_read(variant: str, compiled: Compiled) -> None:
     found = operations(compiled[variant]["sass"])
     assert found.count(ACQUIRE) == 1, "its value is used, or it would be deleted"
     acquire = found.index(ACQUIRE)
-    assert found[acquire + 1] == "CCTL.IVALL"
     # The poll comes first, and all other threads wait before they load.
     assert "LDG.E.STRONG.SYS" in found[:acquire]
-    after = found[acquire + 2 :]
-    loads = [place for place, name in enumerate(after) if name.startswith("LDG")]
-    assert after.index("BAR.SYNC.DEFER_BLOCKING") < loads[0]
+    check_acquire(found, acquire)
 
 
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
-def test_nothing_is_spilled(variant: str, compiled: Mapping[str, Mapping[str, str]]) -> None:
-    assert "0 bytes spill stores, 0 bytes spill loads" in compiled[variant]["ptxas"]
-    assert not {"STL", "LDL"} & {name[:3] for name in operations(compiled[variant]["sass"])}
+def test_nothing_is_spilled(variant: str, compiled: Compiled) -> None:
+    check_no_spills(compiled[variant])

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 # A rank alone has no use for more, and an interpreter gains nothing by them.
 _INTERPRETED_PROGRAMS = 3
-# Sums of one source that are announced together: fences cost less than a tenth of their time.
-ITEM_ROWS = 32
+# Sums of one source that are announced together: a fence costs a few hundredths of their time.
+ITEM_ROWS = 64
 # Tokens of a rank that a buffer without a limit has room for at first, and by which it grows.
 _FIRST_TOKENS, _TOKEN_MULTIPLE = 256, 128
 

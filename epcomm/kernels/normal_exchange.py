@@ -19,7 +19,7 @@ class NormalTuning:
     combine_stages, reduce_stages: rows whose loads are under way at once, of senders and reducers.
     item_rows: sums of one source that are announced together.
     waited_tokens: of a reducer, whose sums it waits for together; at most item_rows.
-    reducers: of the programs of combine, one in so many adds up what came home.
+    reducer_share: of the programs of combine, those that add up what came home.
     """
 
     push_warps: int = 16
@@ -29,9 +29,9 @@ class NormalTuning:
     combined_columns: int = 512
     combine_stages: int = 3
     reduce_stages: int = 1
-    item_rows: int = 32
+    item_rows: int = 64
     waited_tokens: int = 16
-    reducers: int = 4
+    reducer_share: float = 0.29
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -38,6 +38,8 @@ PHASE_COMBINE = 3
 
 # A row of 7168 elements is then 14 of them a thread.
 _WARPS = 16
+# Of a receiver half as many, and half a row at once: it is to fit on a processor beside a sender.
+_RECEIVE_WARPS, _RECEIVED_COLUMNS = 8, 4096
 
 _PHASE_COMBINE = tl.constexpr(PHASE_COMBINE)
 _REPORT_ABORTED = tl.constexpr(REPORT_ABORTED)
@@ -95,6 +97,7 @@ def _send_combine_kernel(
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     if OVERLAPS:
+        await_previous()
         let_next_start()
     epoch = tl.load(state_ptr + 1)
     if program == 0:
@@ -230,21 +233,22 @@ def _receive_combine_kernel(
         tl.store(faults_ptr + 2 * source_lane, noted, mask=is_source)
     has_failed = is_lost | (tl.max(codes) != 0) | (tl.load(state_ptr + 2) != 0)
 
-    column = tl.arange(0, COLUMNS)
-    is_element = column < HIDDEN
     dtype = out_ptr.dtype.element_ty
     for token in tl.range(program, num_tokens, tl.num_programs(0), num_stages=1):
-        total = tl.zeros([COLUMNS], tl.float32)
-        for source in tl.static_range(W):
-            is_there = tl.load(is_sent_ptr + token * W + source) != 0
-            place = source * M + tl.cast(token, tl.int64)
-            part_ptr = (slot_address + BACK_AT + place * BACK_BYTES).to(tl.pointer_type(dtype))
-            part_ptr = tl.multiple_of(part_ptr, 16) + column
-            part = tl.load(part_ptr, mask=is_element & is_there & (has_failed == 0), other=0.0)
-            total += part.to(tl.float32)
-        total = tl.where(has_failed, float("nan"), total)
         out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
-        tl.store(out_row_ptr + column, _cast(total, dtype), mask=is_element)
+        for begin in tl.range(0, HIDDEN, COLUMNS, num_stages=1):
+            column = begin + tl.arange(0, COLUMNS)
+            is_element = column < HIDDEN
+            total = tl.zeros([COLUMNS], tl.float32)
+            for source in tl.static_range(W):
+                is_there = tl.load(is_sent_ptr + token * W + source) != 0
+                place = source * M + tl.cast(token, tl.int64)
+                part_ptr = (slot_address + BACK_AT + place * BACK_BYTES).to(tl.pointer_type(dtype))
+                part_ptr = tl.multiple_of(part_ptr, 16) + column
+                is_part = is_element & is_there & (has_failed == 0)
+                total += tl.load(part_ptr, mask=is_part, other=0.0).to(tl.float32)
+            total = tl.where(has_failed, float("nan"), total)
+            tl.store(out_row_ptr + column, _cast(total, dtype), mask=is_element)
     if OVERLAPS:
         await_previous()
 
@@ -304,6 +308,7 @@ def send_combine(
             OVERLAPS=overlaps_on(rows.device),
             num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
             **EXACT,
+            **overlapping(rows.device),
         )
 
 
@@ -339,14 +344,14 @@ def receive_combine(exchange: PeerExchange, out: Tensor, is_sent: Tensor) -> Non
             W_LANES=next_power_of_two(dims.world_size),
             M=dims.max_tokens,
             HIDDEN=hidden_size,
-            COLUMNS=next_power_of_two(hidden_size),
+            COLUMNS=min(_RECEIVED_COLUMNS, next_power_of_two(hidden_size)),
             NUM_SLOTS=exchange.num_slots,
             ARRIVED_COMBINE_AT=offsets["arrived_combine"],
             CALLED_AT=offsets["called"],
             BACK_AT=offsets["back"],
             BACK_BYTES=exchange.back_bytes,
             OVERLAPS=overlaps_on(out.device),
-            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
+            num_warps=_RECEIVE_WARPS,  # pyright: ignore[reportCallIssue]
             **EXACT,
             **overlapping(out.device),
         )

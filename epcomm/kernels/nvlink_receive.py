@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
-from epcomm.kernels.overlap import await_previous, overlapping, overlaps_on
+from epcomm.kernels.overlap import await_previous, let_next_start, overlapping, overlaps_on
 from epcomm.kernels.peer_exchange import PeerExchange, on_device
 from epcomm.kernels.peer_signals import await_words, give_up, publish, taking_part, words_at
 
@@ -76,6 +76,8 @@ def _receive_dispatch_kernel(
     2 and 3; the row of rank 1 at position 1 of expert 1 is slot 3.
     """
     program = tl.program_id(0)
+    if OVERLAPS:
+        let_next_start()
     epoch = tl.load(state_ptr)
     # Added by every sending program of every rank: their rows, records and headers are here.
     abort_ptr = words_at(abort_address)

@@ -105,6 +105,24 @@ def _send_rows(
 
 
 @triton.jit
+def _slots_of(
+    slots_of_row_ptr: tl.tensor,
+    row: tl.tensor,
+    is_row: tl.tensor,
+    K: tl.constexpr,
+    K_LANES: tl.constexpr,
+    PER_ROW: tl.constexpr,
+) -> tl.tensor:
+    """[rows, K_LANES]: the slots of rows in k order, -1 for none; PER_ROW: the row itself."""
+    k = tl.arange(0, K_LANES)[None, :]
+    if PER_ROW:
+        return tl.where(is_row[:, None] & (k == 0), row[:, None], -1)
+    else:  # noqa: RET505 - what is not compiled must be the other branch
+        is_entry = is_row[:, None] & (k < K)
+        return tl.load(slots_of_row_ptr + row[:, None] * K + k, mask=is_entry, other=-1)
+
+
+@triton.jit
 def _await_items(
     done_ptr: tl.tensor,
     abort_ptr: tl.tensor,
@@ -245,17 +263,21 @@ def _combine_kernel(
             end = tl.minimum((item + 1) * ITEM_ROWS, tl.load(rows_from_ptr + source))
             base = tl.load(table_ptr + source)
             if item * ITEM_ROWS < end:
+                first = item * ITEM_ROWS + lane
+                following = _slots_of(
+                    slots_of_row_ptr, row_base + first, first < end, K, K_LANES, PER_ROW
+                )
                 for start in tl.range(item * ITEM_ROWS, end, ROWS, num_stages=1):
                     place = start + lane
                     is_row = place < end
                     row = row_base + place
                     entry_at = row[:, None] * K + k
                     is_entry = is_row[:, None] & (k < K)
-                    if PER_ROW:
-                        # The only slot of a row is the row.
-                        slots = tl.where(is_row[:, None] & (k == 0), row[:, None], -1)
-                    else:
-                        slots = tl.load(slots_of_row_ptr + entry_at, mask=is_entry, other=-1)
+                    slots = following
+                    # On their way while these rows are summed.
+                    following = _slots_of(
+                        slots_of_row_ptr, row + ROWS, place + ROWS < end, K, K_LANES, PER_ROW
+                    )
                     target = tl.cast(rank, tl.int64) * M + place
                     home_ptr = (base + BACK_AT + target * BACK_BYTES).to(tl.pointer_type(dtype))
                     _send_rows(
@@ -375,7 +397,7 @@ def combine_rows(
     """
     dims, regions, tuning = exchange.dims, exchange.regions, exchange.tuning
     (num_tokens, hidden_size), programs = out.shape, exchange.num_programs
-    num_senders = max(1, programs - max(1, programs // tuning.reducers))
+    num_senders = max(1, programs - max(1, round(programs * tuning.reducer_share)))
     with on_device(out):
         _combine_kernel[(max(programs, num_senders + 1),)](
             rows,

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import EXACT, next_power_of_two
-from epcomm.kernels.overlap import let_next_start, overlaps_on
+from epcomm.kernels.overlap import await_previous, let_next_start, overlapping, overlaps_on
 from epcomm.kernels.peer_exchange import PeerExchange, on_device
 from epcomm.kernels.peer_signals import await_words, give_up, publish, taking_part, words_at
 from epcomm.kernels.quantize_fp8 import has_e4m3, quantize_blocks
@@ -194,6 +194,7 @@ def _send_dispatch_kernel(
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     if OVERLAPS:
+        await_previous()
         let_next_start()
     num_tokens = tl.where((announced & _FAULT_MASK) != 0, 0, num_tokens)
     if (KIND == _PLAIN) | (KIND == _INT8):
@@ -400,4 +401,5 @@ def send_dispatch(
             OVERLAPS=overlaps_on(hidden_states.device),
             num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
             **EXACT,
+            **overlapping(hidden_states.device),
         )

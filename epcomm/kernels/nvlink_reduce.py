@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from epcomm.kernels import nvlink_reduce_cpp
 from epcomm.kernels.epochs import COMBINE_EPOCH, COMBINE_LEFT, end_epoch
 from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.normal_exchange import Arrivals, NormalExchange, Sends
@@ -395,6 +396,20 @@ def combine_rows(
 
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
     """
+    if nvlink_reduce_cpp.serves(rows, out):
+        nvlink_reduce_cpp.combine_rows_cpp(
+            exchange,
+            rows,
+            sends,
+            arrivals,
+            slots_of_row,
+            out,
+            slot_weights=slot_weights,
+            row_scalars=row_scalars,
+            out_scalars=out_scalars,
+            announced=announced,
+        )
+        return
     dims, regions, tuning = exchange.dims, exchange.regions, exchange.tuning
     (num_tokens, hidden_size), programs = out.shape, exchange.num_programs
     num_senders = max(1, programs - max(1, round(programs * tuning.reducer_share)))

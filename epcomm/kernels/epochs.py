@@ -9,9 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Places in the state of a rank (int32): the last dispatch and combine, programs that have left.
+# Places in the state of a rank (int32): the last dispatch and combine, programs that have left; the
+# fifth, tokens that are taken, is that of nvlink_reduce.cu.
 DISPATCH_EPOCH, COMBINE_EPOCH, DISPATCH_LEFT, COMBINE_LEFT = 0, 1, 2, 3
-STATE_WORDS = 4
+STATE_WORDS = 5
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 //
 // The warps of a block have two roles. Senders take the rows of an item in turn, sum the slots of
 // each and store the sum at home; when all of them are done, one releases the item's word. Reducers
-// take a token each, acquire the words of the items that hold its sums, and add them up. Neither
-// role waits for the other one of its block.
+// take a token each, acquire the words of the items that hold its sums, and add them up. Senders
+// wait for no reducer, and reduce when all is sent.
 //
 // Defined before: HIDDEN (a multiple of 8), TOP_K, K_LANES, WORLD, MAX_TOKENS, ITEM_ROWS, ITEMS,
 // BACK_BYTES, SENDERS, REDUCERS, UNROLL, and the offsets READY_AT, CALLED_AT, DONE_AT, BACK_AT, SCALARS_AT.
@@ -14,7 +14,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 // Places in the state and in a report, as epochs.py and peer_signals.py have them.
-constexpr int COMBINE_EPOCH = 1, COMBINE_LEFT = 3;
+constexpr int COMBINE_EPOCH = 1, COMBINE_LEFT = 3, COMBINE_TOKENS = 4;
 constexpr int REPORT_PHASE = 0, REPORT_EPOCH = 1, REPORT_ABORTED = 2, REPORT_LATE = 4;
 constexpr int PHASE_READY = 14, PHASE_SUMS = 15;
 constexpr u32 ALL_LANES = 0xffffffffu;
@@ -245,11 +245,20 @@ __device__ void send(const Arguments& a, int epoch, bool has_failed) {
     if (lane == 0) atomicAdd(a.counters + (a.scalars != nullptr ? 4 : 3), num_sent);
 }
 
+// The next token that no warp of this rank has taken; in order, as their sums come.
+__device__ int take_token(const Arguments& a) {
+    int token = 0;
+    if (threadIdx.x % 32 == 0) token = atomicAdd(a.state + COMBINE_TOKENS, 1);
+    return token;
+}
+
 // One token a warp: the sums of all ranks, in their order.
 __device__ void reduce(const Arguments& a, int epoch, bool has_failed) {
-    const int warp = threadIdx.x / 32 - SENDERS, lane = threadIdx.x % 32;
-    const int step = gridDim.x * REDUCERS;
-    for (int token = blockIdx.x * REDUCERS + warp; token < a.num_tokens; token += step) {
+    const int lane = threadIdx.x % 32;
+    int token = __shfl_sync(ALL_LANES, take_token(a), 0);
+    while (token < a.num_tokens) {
+        // Known by the time that this one is done.
+        const int next = take_token(a);
         int place = -1;
         if (!has_failed && takes_part(a, lane)) place = a.places[(i64)token * WORLD + lane];
         const u64 item = (u64)lane * ITEMS + place / ITEM_ROWS;
@@ -269,6 +278,7 @@ __device__ void reduce(const Arguments& a, int epoch, bool has_failed) {
             }
             if (lane < TOP_K) a.out_scalars[(i64)token * TOP_K + lane] = scalar;
         }
+        token = __shfl_sync(ALL_LANES, next, 0);
     }
 }
 
@@ -296,16 +306,15 @@ extern "C" __global__ void __launch_bounds__(32 * (SENDERS + REDUCERS), 1)
         if (lane == 0) failed = !is_there || has_code || a.has_failed[0] != 0;
     }
     __syncthreads();
-    if (warp < SENDERS) {
-        send(a, epoch, failed != 0);
-    } else {
-        reduce(a, epoch, failed != 0);
-    }
+    if (warp < SENDERS) send(a, epoch, failed != 0);
+    // Whoever has nothing more to send helps.
+    reduce(a, epoch, failed != 0);
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
         if (atomicAdd(a.state + COMBINE_LEFT, 1) == gridDim.x - 1) {
             a.state[COMBINE_LEFT] = 0;
+            a.state[COMBINE_TOKENS] = 0;
             a.state[COMBINE_EPOCH] = epoch;
         }
     }

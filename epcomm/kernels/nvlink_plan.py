@@ -50,7 +50,7 @@ def _below(place: tl.tensor, word: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _totals(bits_ptr: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
-    """[LANES]: bits of each row of words [LANES, GROUP_WORDS], which atomics of this program set."""
+    """[LANES]: bits of each row of words [LANES, GROUP_WORDS], set by atomics of this program."""
     at = tl.arange(0, LANES)[:, None] * _GROUP_WORDS + tl.arange(0, _GROUP_WORDS)[None, :]
     return tl.sum(_num_bits(tl.load(bits_ptr + at, volatile=True)), 1)
 

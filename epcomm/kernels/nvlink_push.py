@@ -59,7 +59,7 @@ def _send_headers(
     """Tell every rank what this one sends to all of them: all ranks see the same totals."""
     is_sent = (word & _FAULT_MASK) == 0
     lane, expert = tl.arange(0, W_LANES), tl.arange(0, E_LANES)
-    for peer in tl.static_range(W):
+    for peer in tl.static_range(W):  # pyright: ignore[reportGeneralTypeIssues]
         base = tl.load(table_ptr + peer)
         header_ptr = words_at(base + header_at + rank * HEADER_BYTES)
         tl.store(header_ptr, word)
@@ -209,8 +209,8 @@ def _push_kernel(
         return
 
     slot_at = SLOTS_AT + tl.cast(slot, tl.int64) * SLOT_BYTES
-    if IS_PLANNED:
-        if program == num_programs - 1:
+    if program == num_programs - 1:
+        if IS_PLANNED:
             word = announced
             if ((word & _FAULT_MASK) == 0) & (is_bad != 0):
                 word += _FAULT_IDS
@@ -230,7 +230,6 @@ def _push_kernel(
                 HEADER_BYTES,
             )
             tl.atomic_add(counters_ptr, tl.full([], 1, tl.int64), sem="relaxed")
-    if program == num_programs - 1:
         publish(table_ptr, HEADED_AT + rank * 4, 1, W, W_LANES)
         if totals_ptr is not None:
             late, aborted = await_words(  # pyright: ignore[reportGeneralTypeIssues]
@@ -280,7 +279,7 @@ def _push_kernel(
             positions = tl.load(positions_ptr + entry_at, mask=is_entry, other=0)
             weights = tl.load(weights_ptr + entry_at, mask=is_entry, other=0.0)
             weight_bits = weights.to(tl.int32, bitcast=True)
-        for turn in tl.static_range(W):
+        for turn in tl.static_range(W):  # pyright: ignore[reportGeneralTypeIssues]
             # Each rank begins elsewhere, so that they do not all store to the same one.
             peer = (rank + turn) % W
             place = tl.load(places_ptr + token * W + peer, mask=is_token, other=-1)

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from epcomm.buffers.base import BufferSpec
-from epcomm.buffers.nvlink_normal import exchange_of
 from epcomm.buffers.nvlink_normal_layout import NormalLayout
+from epcomm.buffers.nvlink_normal_memory import exchange_of
 from epcomm.kernels import nvlink_collect, nvlink_index, nvlink_push, nvlink_reduce
 from epcomm.kernels.normal_exchange import Arrivals, NormalExchange, Sends
 from epcomm.quantization import FP8_FLOAT32_SCALES

@@ -17,19 +17,19 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from epcomm import EPGroup, Mode
-from epcomm.buffers.base import Buffer, BufferSpec, DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
 from epcomm.buffers.faults import BatchFlags
-from epcomm.buffers.nvlink_normal import NVLinkBuffer, NVLinkStaticBuffer
+from epcomm.buffers.nvlink_exact import NVLinkBuffer
+from epcomm.buffers.nvlink_static import NVLinkStaticBuffer
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
 from epcomm.errors import EPTimeout
 from epcomm.ops.slots import gather_rows
 from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
 from epcomm.records import Handle, RowsCombineInput
 from epcomm.testing import buffer_suite
-from epcomm.types import RowsPer, WireFormat
+from epcomm.types import RowsPer
 from tests.kernels.test_nvlink_ranks import (
     HIDDEN,
-    MAX_TOKENS,
     NUM_LOCAL,
     TOP_K,
     call_of,
@@ -258,9 +258,3 @@ def test_gradients_are_those_of_the_collective_buffer(backend: str) -> None:
                 # Terms have one sign; they are rounded to bfloat16 at most four times on the way.
                 torch.testing.assert_close(mine, other, rtol=4 * 2**-8, atol=0)
         found.check()
-
-
-def test_spec_of_the_rounds_is_small_enough_for_an_interpreter() -> None:
-    spec: BufferSpec = spec_of()
-    assert spec.max_tokens_per_rank == MAX_TOKENS
-    assert spec.dispatch_format == WireFormat.of(torch.bfloat16)

@@ -14,8 +14,9 @@ from epcomm.buffers.counts import check_headers
 from epcomm.buffers.faults import BatchFlags, FaultCode, any_flags, raise_faults, unpack_word
 from epcomm.buffers.nvlink_normal import NVLinkNormal
 from epcomm.buffers.nvlink_normal_routes import NVLinkNormalRoute
+from epcomm.collectives.base import describe_ranks
 from epcomm.config import Mode
-from epcomm.errors import EPError, EPTimeout
+from epcomm.errors import CapacityError, EPError, EPTimeout
 from epcomm.types import align_up
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ class NVLinkBuffer(NVLinkNormal):
         )
 
     def _compare_combine(self, error: EPError | None = None) -> None:
-        if not self._spec.compares_calls:
+        if self._dead or not self._spec.compares_calls:
+            # A collective would wait for the dead: y is NaN on the others, and check() tells.
             return
         code = int(FaultCode.of(error, in_combine=True))
         mine = torch.full((1,), code, device=self._device)
@@ -126,7 +128,11 @@ class NVLinkBuffer(NVLinkNormal):
             ShapeError, CapacityError, ConfigError: as check_headers().
         """
         size = self._world_size
-        codes, flags = zip(*(unpack_word(word) for word in totals[:size]), strict=True)
+        words = [unpack_word(word) for word in totals[:size]]
+        for rank in self._dead:
+            # They agree with everybody.
+            words[rank] = FaultCode.NONE, call.flags
+        codes, flags = zip(*words, strict=True)
         check_headers(codes, flags, call, self._spec.num_local_experts * size, self._rank)
         return _Counts(
             most_tokens=max(totals[size : 2 * size]),
@@ -136,7 +142,18 @@ class NVLinkBuffer(NVLinkNormal):
         )
 
     def _grow(self, num_tokens: int) -> None:
-        """Room for so many tokens of a rank, on every rank: all have read the same counts."""
+        """Room for so many tokens of a rank, on every rank: all have read the same counts.
+
+        Raises:
+            CapacityError: some rank is masked; on all that are left.
+        """
+        if self._dead:
+            raise CapacityError(
+                f"dispatch: a rank has T = {num_tokens} tokens, expected at most "
+                f"{self._layout.max_tokens}, for memory cannot grow without "
+                f"{describe_ranks(self._dead)} (this is rank {self._rank} of {self._world_size}); "
+                "pass max_tokens_per_rank to EPConfig, or make a new EPGroup"
+            )
         # Nobody stores to the old blocks any more; views of this rank keep them.
         self._meet()
         wanted = max(num_tokens, 2 * self._layout.max_tokens)

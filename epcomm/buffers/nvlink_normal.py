@@ -18,7 +18,7 @@ from torch import Tensor
 from epcomm.buffers.base import BufferSpec, Combined, DispatchCall
 from epcomm.buffers.faults import BatchFlags, FaultCode, pack_word
 from epcomm.buffers.nvlink_normal_facts import FIRST_TOKENS, NVLinkNormalFacts, row_bytes
-from epcomm.buffers.nvlink_normal_memory import as_words, exchange_of, received_rows
+from epcomm.buffers.nvlink_normal_memory import as_words, exchange_of, forget_rows, received_rows
 from epcomm.buffers.nvlink_normal_routes import NVLinkNormalRoute, RouteMemory
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
@@ -39,6 +39,8 @@ class NVLinkNormal(NVLinkNormalFacts):
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
         super().__init__(collectives, spec)
         self._num_dispatches = 0
+        # Ranks that are masked.
+        self._dead: tuple[int, ...] = ()
         self._routes = RouteMemory(spec=spec, world_size=self._world_size, device=self._device)
 
     def prepare(self) -> None:
@@ -116,14 +118,13 @@ class NVLinkNormal(NVLinkNormalFacts):
 
     def traffic(self) -> BufferTraffic:
         """Bytes sent to other ranks so far.   Host sync: yes."""
-        calls, rows, old_rows, sums, scaled_sums, _ = self._counters.tolist()
+        headers, rows, old_rows, sums, scaled_sums, _ = self._counters.tolist()
         out, home = row_bytes(self._spec, backward=False)
         back_out, back_home = row_bytes(self._spec, backward=True)
-        headers = calls * (self._world_size - 1) * self._layout.header_bytes
         return BufferTraffic(
             dispatch_bytes=rows * out + old_rows * back_out,
             combine_bytes=sums * home + scaled_sums * back_home,
-            control_bytes=rows * self._layout.record_bytes + headers,
+            control_bytes=rows * self._layout.record_bytes + headers * self._layout.header_bytes,
         )
 
     def received_rows(self) -> tuple[WireTensor, ...]:
@@ -133,11 +134,18 @@ class NVLinkNormal(NVLinkNormalFacts):
 
     def _start_anew(self) -> None:
         assert self._memory is not None, "mask_ranks() has looked"
-        layout, exchange = self._layout, self._exchange
+        block, layout, exchange = self._memory.block, self._layout, self._exchange
         # All words, before the sums that came home.
-        self._memory.block[: layout.offsets["back"]].zero_()
-        for words in (exchange.state, exchange.counted):
+        block[: layout.offsets["back"]].zero_()
+        for words in (exchange.state, exchange.counted, exchange.faults):
             words.zero_()
+        # Ranks may have come to different numbers.
+        self._num_dispatches = 0
+        self._dead = tuple(rank for rank, word in enumerate(self._masked.tolist()) if word)
+        for slot in range(self.num_slots):
+            for rank in self._dead:
+                # Rows along old routes are used where they lie.
+                forget_rows(layout, block, slot, rank)
 
     @abstractmethod
     def _compare_combine(self, error: EPError | None = None) -> None:
@@ -260,6 +268,7 @@ class NVLinkNormal(NVLinkNormalFacts):
             self._rank,
             num_programs=self._num_programs,
             max_polls=self._max_polls,
+            masked=self._masked,
             counters=self._counters,
             faults=self._faults.words,
             report=self._report,

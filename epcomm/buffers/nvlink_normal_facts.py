@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from epcomm.buffers.base import BufferCaps, BufferSpec
-from epcomm.buffers.nvlink_host import NVLinkHost
+from epcomm.buffers.nvlink_masks import MaskingHost
 from epcomm.buffers.nvlink_normal_layout import NUM_SLOTS, NormalLayout
 from epcomm.buffers.sizes import CallShape, Region, index_bytes, most_slots_of, slot_regions
 from epcomm.buffers.traffic import BufferTraffic
@@ -19,7 +19,7 @@ ITEM_ROWS = 32
 FIRST_TOKENS = 256
 
 
-class NVLinkNormalFacts(NVLinkHost):
+class NVLinkNormalFacts(MaskingHost):
     """Its capabilities, limits and bytes."""
 
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})

@@ -22,13 +22,14 @@ def exchange_of(
     *,
     num_programs: int,
     max_polls: int,
+    masked: Tensor,
     counters: Tensor,
     faults: Tensor,
     report: Tensor,
 ) -> NormalExchange:
     """What kernels are given: blocks at `addresses`, words that begin anew.
 
-    counters, faults, report: see NormalExchange; the device is that of counters.
+    masked, counters, faults, report: see NormalExchange; the device is that of counters.
     """
     from epcomm.kernels.epochs import STATE_WORDS
     from epcomm.kernels.launch import next_power_of_two
@@ -73,6 +74,7 @@ def exchange_of(
         bits=zeros(num_programs, num_groups, expert_lanes + rank_lanes, GROUP_WORDS),
         counted=zeros(num_programs),
         bases=zeros(num_programs, rank_lanes * local_lanes),
+        masked=masked,
         counters=counters,
         faults=faults,
         report=report,
@@ -87,6 +89,12 @@ def received_rows(layout: NormalLayout, block: Tensor, slot: int, wire: WireForm
         scales = _region(layout, block, slot, "scales").view(wire.scale_dtype)
         scales = scales[:, : wire.num_scales(hidden_size)]
     return WireTensor(data=data, format=wire, scales=scales)
+
+
+def forget_rows(layout: NormalLayout, block: Tensor, slot: int, rank: int) -> None:
+    """What came from a rank is 0."""
+    rows = _region(layout, block, slot, "data")
+    rows[rank * layout.max_tokens : (rank + 1) * layout.max_tokens].zero_()
 
 
 def _region(layout: NormalLayout, block: Tensor, slot: int, region: str) -> Tensor:

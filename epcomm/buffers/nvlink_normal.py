@@ -8,186 +8,40 @@ combine no dispatch.
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import BufferCaps, BufferSpec, Combined, DispatchCall, Dispatched
-from epcomm.buffers.counts import check_headers
-from epcomm.buffers.faults import (
-    BatchFlags,
-    FaultCode,
-    any_flags,
-    assume_all_need_grad,
-    pack_word,
-    raise_faults,
-    unpack_word,
-)
-from epcomm.buffers.nvlink_host import NVLinkHost
-from epcomm.buffers.nvlink_normal_layout import NUM_SLOTS, NormalLayout
-from epcomm.buffers.sizes import CallShape, Region, index_bytes, most_slots_of, slot_regions
+from epcomm.buffers.base import BufferSpec, Combined, DispatchCall
+from epcomm.buffers.faults import BatchFlags, FaultCode, pack_word
+from epcomm.buffers.nvlink_normal_facts import FIRST_TOKENS, NVLinkNormalFacts, row_bytes
+from epcomm.buffers.nvlink_normal_memory import as_words, exchange_of, forget_rows, received_rows
+from epcomm.buffers.nvlink_normal_routes import NVLinkNormalRoute, RouteMemory
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
-from epcomm.config import Mode
-from epcomm.errors import EPError, EPTimeout
-from epcomm.records import Route, SlotIndex
-from epcomm.types import (
-    Layout,
-    RowsPer,
-    WeightsAppliedBy,
-    WireDtype,
-    WireFormat,
-    WireTensor,
-    align_up,
-)
+from epcomm.errors import EPError
+from epcomm.records import Route
+from epcomm.types import RowsPer, WireFormat, WireTensor
 
 if TYPE_CHECKING:
-    from epcomm.kernels.normal_exchange import Arrivals, NormalTuning, Sends
+    from epcomm.kernels.normal_exchange import Sends
 
-# A rank alone has no use for more, and an interpreter gains nothing by them.
+# Enough for programs to wait for one another; an interpreter gains nothing by more.
 _INTERPRETED_PROGRAMS = 3
-# Sums of one source that are announced together: a fence costs a few hundredths of their time.
-ITEM_ROWS = 64
-# Tokens of a rank that a buffer without a limit has room for at first, and by which it grows.
-_FIRST_TOKENS, _TOKEN_MULTIPLE = 256, 128
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class NVLinkNormalRoute(Route):
-    """Where this rank's tokens went, and what came.
-
-    owns_rows: rows are numbered without gaps, and copied; else place q of source s is row
-        s * M + q, of room_tokens = M, of memory that peers write.
-    """
-
-    num_tokens: int
-    num_rows: int
-    index: SlotIndex
-    sends: Sends
-    arrivals: Arrivals
-    owns_rows: bool
-    room_tokens: int
-
-
-class _NVLinkNormal(NVLinkHost):
-    """What exact and static sizes share."""
-
-    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
-    # Used in turns; tests use one as well, which hides fewer faults.
-    num_slots: ClassVar[int] = NUM_SLOTS
-    # Of each kernel, a block on each: enough for nine tenths of what the wire takes.
-    default_num_sms: ClassVar[int] = 32
-
-    @classmethod
-    def _waits(cls) -> Mapping[int, str]:
-        from epcomm.kernels.nvlink_index import PHASE_ROWS
-        from epcomm.kernels.nvlink_push import PHASE_BEGIN, PHASE_HEADERS
-        from epcomm.kernels.nvlink_reduce import PHASE_READY, PHASE_SUMS
-
-        return {
-            PHASE_BEGIN: "the beginning of dispatch {epoch}",
-            PHASE_HEADERS: "the counts of dispatch {epoch}",
-            PHASE_ROWS: "dispatch {epoch}",
-            PHASE_READY: "the beginning of combine {epoch}",
-            PHASE_SUMS: "combine {epoch}",
-        }
-
-    @classmethod
-    def _caps(cls, *, is_static: bool) -> BufferCaps:
-        return BufferCaps(
-            layout=Layout.ROWS,
-            trainable=True,
-            graph_safe=is_static,
-            ordered=True,
-            wire_dtypes=frozenset(WireDtype),
-            weights_applied_by=frozenset(WeightsAppliedBy),
-            is_static=is_static,
-            host_reads=0 if is_static else 1,
-            owns_rows=False,
-            announces_faults=True,
-            device_types=frozenset({"cuda"}),
-            needs_process_group=True,
-        )
-
-    @classmethod
-    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        if spec.combine_format.dtype.is_quantized:
-            return (f"combine carries unquantised rows, not {spec.combine_format}",)
-        return ()
-
-    @classmethod
-    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
-        layout = cls._layout_for(spec, world_size, spec.max_tokens_per_rank or _FIRST_TOKENS)
-        is_bounded = spec.max_tokens_per_rank is not None
-        index = index_bytes(
-            spec,
-            num_rows=layout.num_rows,
-            num_slots=cls._most_slots(spec, layout.num_rows),
-            num_members=0,
-        )
-        row = layout.record_bytes + layout.data_bytes + layout.scale_bytes
-        sizes = {
-            "words and headers": layout.slots_at
-            - layout.num_rows * layout.back_bytes
-            + cls.num_slots * layout.slot_regions["header"],
-            "received rows": cls.num_slots * layout.num_rows * row,
-            "home rows": layout.num_rows * layout.back_bytes,
-            "slot index": index,
-        }
-        packed = slot_regions(
-            spec, row_bytes=layout.data_bytes + layout.scale_bytes, max_rows=layout.num_rows
-        )
-        per_token = {name: size // layout.max_tokens for name, size in sizes.items()}
-        return (
-            *(
-                Region(
-                    name=name,
-                    bytes_per_token=None if is_bounded else per_token[name],
-                    max_bytes=size if is_bounded else None,
-                )
-                for name, size in sizes.items()
-            ),
-            *(
-                Region(
-                    name=region.name,
-                    bytes_per_token=None if is_bounded else region.bytes_per_token,
-                    max_bytes=region.max_bytes if is_bounded else None,
-                )
-                for region in packed
-            ),
-        )
-
-    @classmethod
-    def wire_bytes(
-        cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
-    ) -> BufferTraffic:
-        """As Buffer.wire_bytes(); words that count arrivals are not counted."""
-        layout = cls._layout_for(spec, call.world_size, _FIRST_TOKENS)
-        out, home = _row_bytes(spec, backward=backward)
-        control = call.rows_sent * layout.record_bytes
-        control += (call.world_size - 1) * layout.header_bytes
-        return BufferTraffic(
-            dispatch_bytes=call.rows_sent * out,
-            combine_bytes=call.rows_received * home,
-            control_bytes=0 if backward else control,
-        )
-
-    @classmethod
-    def _layout_for(cls, spec: BufferSpec, world_size: int, max_tokens: int) -> NormalLayout:
-        return NormalLayout(spec, world_size, max_tokens, ITEM_ROWS, cls.num_slots)
-
-    @classmethod
-    def _most_slots(cls, spec: BufferSpec, num_rows: int) -> int:
-        return spec.max_recv_slots or most_slots_of(spec, num_rows)
+class NVLinkNormal(NVLinkNormalFacts):
+    """What exact and static sizes share: all but dispatch."""
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
         super().__init__(collectives, spec)
         self._num_dispatches = 0
+        # Ranks that are masked.
+        self._dead: tuple[int, ...] = ()
+        self._routes = RouteMemory(spec=spec, world_size=self._world_size, device=self._device)
 
     def prepare(self) -> None:
         """Map the blocks of all ranks.
@@ -199,7 +53,7 @@ class _NVLinkNormal(NVLinkHost):
         """
         # Kept when the blocks grow.
         self._counters = torch.zeros(6, dtype=torch.int64, device=self._device)
-        self._open(self._spec.max_tokens_per_rank or _FIRST_TOKENS)
+        self._open(self._spec.max_tokens_per_rank or FIRST_TOKENS)
         if self._device.type == "cuda":
             self._warm_up()
 
@@ -211,21 +65,12 @@ class _NVLinkNormal(NVLinkHost):
         assert isinstance(route, NVLinkNormalRoute), "a route of this buffer"
         self._begin_call()
         slot = self._next_slot()
-        words = _as_words(hidden_states)
+        words = as_words(hidden_states)
         push_rows(self._exchange, words, None, route.sends, slot=slot, topk=None)
         if not route.owns_rows and route.room_tokens == self._layout.max_tokens:
             collect_rows(self._exchange, route.arrivals, slot=slot)
-            wire = WireFormat.of(hidden_states.dtype)
-            return self._received("data", slot, wire.dtype.torch_dtype, self._spec.hidden_size)
-        rows = hidden_states.new_empty(route.num_rows, self._spec.hidden_size)
-        collect_rows(
-            self._exchange,
-            route.arrivals,
-            slot=slot,
-            row_bytes=self._layout.data_bytes,
-            out=_as_words(rows),
-        )
-        return rows
+            return self._received(slot, WireFormat.of(hidden_states.dtype)).data
+        return self._collected(route, slot, "data", hidden_states)
 
     def combine(
         self,
@@ -255,7 +100,7 @@ class _NVLinkNormal(NVLinkHost):
         self._compare_combine(error)
         self._begin_call()
         self._faults.note_own(error)
-        route = self._empty_route()
+        route = self._routes.empty_route()
         rows = torch.empty(
             0,
             self._spec.hidden_size,
@@ -267,34 +112,40 @@ class _NVLinkNormal(NVLinkHost):
 
     def check(self) -> None:
         self._check_open()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._synchronize()
         self._check_report()
         self._faults.check(self._most_slots(self._spec, self._layout.num_rows))
 
     def traffic(self) -> BufferTraffic:
         """Bytes sent to other ranks so far.   Host sync: yes."""
-        calls, rows, old_rows, sums, scaled_sums, _ = self._counters.tolist()
-        out, home = _row_bytes(self._spec, backward=False)
-        back_out, back_home = _row_bytes(self._spec, backward=True)
-        headers = calls * (self._world_size - 1) * self._layout.header_bytes
+        headers, rows, old_rows, sums, scaled_sums, _ = self._counters.tolist()
+        out, home = row_bytes(self._spec, backward=False)
+        back_out, back_home = row_bytes(self._spec, backward=True)
         return BufferTraffic(
             dispatch_bytes=rows * out + old_rows * back_out,
             combine_bytes=sums * home + scaled_sums * back_home,
-            control_bytes=rows * self._layout.record_bytes + headers,
+            control_bytes=rows * self._layout.record_bytes + headers * self._layout.header_bytes,
         )
 
     def received_rows(self) -> tuple[WireTensor, ...]:
         """[W * M, H] of each slot, views of memory that peers write. Local."""
-        return tuple(self._received_tensor(slot) for slot in range(self.num_slots))
+        wire = self._spec.dispatch_format
+        return tuple(self._received(slot, wire) for slot in range(self.num_slots))
 
     def _start_anew(self) -> None:
         assert self._memory is not None, "mask_ranks() has looked"
-        layout, exchange = self._layout, self._exchange
+        block, layout, exchange = self._memory.block, self._layout, self._exchange
         # All words, before the sums that came home.
-        self._memory.block[: layout.offsets["back"]].zero_()
-        for words in (exchange.state, exchange.counted):
+        block[: layout.offsets["back"]].zero_()
+        for words in (exchange.state, exchange.counted, exchange.faults):
             words.zero_()
+        # Ranks may have come to different numbers.
+        self._num_dispatches = 0
+        self._dead = tuple(rank for rank, word in enumerate(self._masked.tolist()) if word)
+        for slot in range(self.num_slots):
+            for rank in self._dead:
+                # Rows along old routes are used where they lie.
+                forget_rows(layout, block, slot, rank)
 
     @abstractmethod
     def _compare_combine(self, error: EPError | None = None) -> None:
@@ -307,7 +158,7 @@ class _NVLinkNormal(NVLinkHost):
         wire = call.wire_tensor(self._spec.dispatch_format)
         num_tokens = wire.data.shape[0]
         fits = num_tokens <= self._layout.max_tokens
-        data, scales = _as_words(wire.data), wire.scales
+        data, scales = as_words(wire.data), wire.scales
         if scales is not None:
             scales = scales.view(torch.uint8) if scales.itemsize == 1 else scales
             scales = scales if scales.stride(-1) == 1 else scales.contiguous()
@@ -333,7 +184,6 @@ class _NVLinkNormal(NVLinkHost):
         has_budget: bool,
     ) -> WireTensor:
         """Wait for the rows, index them, and return them, copied if the route owns them."""
-        from epcomm.kernels.nvlink_collect import collect_rows
         from epcomm.kernels.nvlink_index import index_rows
 
         index_rows(
@@ -345,27 +195,28 @@ class _NVLinkNormal(NVLinkHost):
             is_compact=is_compact,
             has_budget=has_budget,
         )
-        rows = self._received_tensor(slot)
+        rows = self._received(slot, self._spec.dispatch_format)
         if not route.owns_rows:
             return rows
-
-        def collected(region: str, part: Tensor, row_bytes: int) -> Tensor:
-            out = part.new_empty(route.num_rows, part.shape[1])
-            collect_rows(
-                self._exchange,
-                route.arrivals,
-                slot=slot,
-                region=region,
-                row_bytes=row_bytes,
-                out=_as_words(out),
-            )
-            return out
-
-        data = collected("data", rows.data, self._layout.data_bytes)
-        scales = rows.scales
+        data, scales = self._collected(route, slot, "data", rows.data), rows.scales
         if scales is not None:
-            scales = collected("scales", scales, self._layout.scale_bytes)
+            scales = self._collected(route, slot, "scales", scales)
         return WireTensor(data=data, format=rows.format, scales=scales)
+
+    def _collected(self, route: NVLinkNormalRoute, slot: int, region: str, like: Tensor) -> Tensor:
+        """[R, columns] of memory of their own: a region of the rows, once all are there."""
+        from epcomm.kernels.nvlink_collect import collect_rows
+
+        out, layout = like.new_empty(route.num_rows, like.shape[1]), self._layout
+        collect_rows(
+            self._exchange,
+            route.arrivals,
+            slot=slot,
+            region=region,
+            row_bytes=layout.data_bytes if region == "data" else layout.scale_bytes,
+            out=as_words(out),
+        )
+        return out
 
     def _combine(
         self,
@@ -398,99 +249,14 @@ class _NVLinkNormal(NVLinkHost):
         )
         return Combined(y=y, scalars=scalars)
 
-    def _empty_route(self) -> NVLinkNormalRoute:
-        """Nothing went anywhere, and nothing came."""
-        from epcomm.kernels.normal_exchange import Arrivals
-
-        integers = torch.zeros(self._world_size, dtype=torch.int32, device=self._device)
-        arrivals = Arrivals(rows_from=integers, row_base=integers, has_failed=integers[:1])
-        index = self._new_index(0, 0, None, is_dense=True)
-        return self._new_route(0, 0, index, self._new_sends(0), arrivals, owns_rows=True)
-
-    def _new_route(
-        self,
-        num_tokens: int,
-        num_rows: int,
-        index: SlotIndex,
-        sends: Sends,
-        arrivals: Arrivals,
-        *,
-        owns_rows: bool,
-    ) -> NVLinkNormalRoute:
-        return NVLinkNormalRoute(
-            num_tokens=num_tokens,
-            num_rows=num_rows,
-            index=index,
-            sends=sends,
-            arrivals=arrivals,
-            owns_rows=owns_rows,
-            room_tokens=self._layout.max_tokens,
-        )
-
-    def _new_sends(self, num_tokens: int) -> Sends:
-        from epcomm.kernels.normal_exchange import Sends
-
-        top_k = self._spec.top_k
-        return Sends(
-            places=self._integers(num_tokens, self._world_size),
-            positions=self._integers(num_tokens, top_k),
-            owners=self._integers(num_tokens, top_k),
-        )
-
-    def _new_arrivals(self) -> Arrivals:
-        from epcomm.kernels.normal_exchange import Arrivals
-
-        return Arrivals(
-            rows_from=self._integers(self._world_size),
-            row_base=self._integers(self._world_size),
-            has_failed=self._integers(1),
-        )
-
-    def _new_index(
-        self,
-        num_rows: int,
-        num_slots: int,
-        counts: Sequence[int] | None,
-        *,
-        is_dense: bool,
-    ) -> SlotIndex:
-        num_local = self._spec.num_local_experts
-        return SlotIndex(
-            row_of_slot=self._integers(num_slots),
-            slots_of_row=self._integers(num_rows, self._spec.top_k),
-            num_slots_per_expert=self._integers(num_local),
-            first_slot=self._integers(num_local + 1),
-            host_num_slots_per_expert=None if counts is None else tuple(counts),
-            slot_alignment=self._spec.slot_alignment,
-            is_dense=is_dense,
-        )
-
-    def _integers(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=self._device)
+    def _received(self, slot: int, wire: WireFormat) -> WireTensor:
+        assert self._memory is not None, "the call has been checked"
+        return received_rows(self._layout, self._memory.block, slot, wire)
 
     def _next_slot(self) -> int:
         slot = self._num_dispatches % self.num_slots
         self._num_dispatches += 1
         return slot
-
-    def _received_tensor(self, slot: int) -> WireTensor:
-        """The rows and scales of a slot, where they lie."""
-        wire, hidden_size = self._spec.dispatch_format, self._spec.hidden_size
-        data = self._received("data", slot, wire.dtype.torch_dtype, hidden_size)
-        scales = None
-        if wire.scale_dtype is not None:
-            num_scales = wire.num_scales(hidden_size)
-            scales = self._received("scales", slot, wire.scale_dtype, num_scales)
-        return WireTensor(data=data, format=wire, scales=scales)
-
-    def _received(self, region: str, slot: int, dtype: torch.dtype, width: int) -> Tensor:
-        """[W * M, width]: a view of a region of a slot."""
-        assert self._memory is not None, "the call has been checked"
-        layout = self._layout
-        row_bytes = layout.data_bytes if region == "data" else layout.scale_bytes
-        begin = layout.slots_at + slot * layout.slot_bytes + layout.offsets[region]
-        part = self._memory.block[begin : begin + layout.num_rows * row_bytes]
-        return part.view(dtype).view(layout.num_rows, -1)[:, :width]
 
     def _open(self, max_tokens: int) -> None:
         """Blocks with room for M tokens of each rank, and words that begin anew."""
@@ -502,6 +268,7 @@ class _NVLinkNormal(NVLinkHost):
             self._rank,
             num_programs=self._num_programs,
             max_polls=self._max_polls,
+            masked=self._masked,
             counters=self._counters,
             faults=self._faults.words,
             report=self._report,
@@ -544,216 +311,3 @@ class _NVLinkNormal(NVLinkHost):
         if self._device.type != "cuda":
             return _INTERPRETED_PROGRAMS
         return self.default_num_sms
-
-
-class NVLinkBuffer(_NVLinkNormal):
-    """Exact sizes: the host reads counts once a dispatch, while rows are on their way."""
-
-    name: ClassVar[str] = "nvlink"
-
-    @classmethod
-    def caps(cls, mode: Mode) -> BufferCaps:
-        return cls._caps(is_static=False)
-
-    def dispatch(self, call: DispatchCall) -> Dispatched:
-        self._begin_call()
-        while True:
-            slot, sends = self._next_slot(), self._new_sends(call.hidden_states.shape[0])
-            totals = self._begin_totals()
-            self._push(call, sends, slot, totals)
-            words, tokens, rows, counts = self._await_totals(totals)
-            codes, flags = zip(*(unpack_word(word) for word in words), strict=True)
-            check_headers(codes, flags, call, self._num_experts, self._rank)
-            if max(tokens) <= self._layout.max_tokens:
-                break
-            self._grow(max(tokens))
-        owns_rows = bool(call.flags & BatchFlags.GRAD_ENABLED)
-        num_rows = sum(rows) if owns_rows else self._layout.num_rows
-        num_slots = sum(align_up(count, self._spec.slot_alignment) for count in counts)
-        index = self._new_index(num_rows, num_slots, counts, is_dense=num_slots == sum(counts))
-        route = self._new_route(
-            call.hidden_states.shape[0],
-            num_rows,
-            index,
-            sends,
-            self._new_arrivals(),
-            owns_rows=owns_rows,
-        )
-        slot_weights = torch.empty(num_slots, device=self._device)
-        received = self._index(route, slot_weights, slot, is_compact=owns_rows, has_budget=False)
-        return Dispatched(
-            rows=received,
-            index=index,
-            slot_weights=slot_weights,
-            route=route,
-            any_flags=any_flags(flags),
-        )
-
-    def _compare_combine(self, error: EPError | None = None) -> None:
-        if not self._spec.compares_calls:
-            return
-        code = int(FaultCode.of(error, in_combine=True))
-        mine = torch.full((1,), code, device=self._device)
-        codes = self._collectives.all_gather(mine, phase="combine calls").flatten().tolist()
-        raise_faults(codes, self._rank, error, function="combine")
-
-    def _begin_totals(self) -> Tensor:
-        """[3 * W + L], int32, negative until a kernel has written it."""
-        num_words = 3 * self._world_size + self._spec.num_local_experts
-        # Of this call alone: an earlier one may have ended in a timeout.
-        totals = torch.empty(num_words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        return totals.fill_(-1)
-
-    def _await_totals(self, totals: Tensor) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Fault and flags, T and rows of each rank, and slots of each expert; the host read.
-
-        Raises:
-            EPTimeout: some rank did not come.
-        """
-        # A kernel that waits in vain reports it; this is for one that never runs.
-        deadline, size = time.monotonic() + 2 * self._timeout_s, self._world_size
-        while True:
-            words = totals.tolist()
-            if min(words) >= 0:
-                break
-            self._check_report()
-            if time.monotonic() > deadline:
-                raise EPTimeout(
-                    f"{self.name}: no counts within {2 * self._timeout_s:g} s (rank {self._rank} "
-                    f"of {size}): work before this dispatch did not end; close the group and make "
-                    "a new one"
-                )
-        return words[:size], words[size : 2 * size], words[2 * size : 3 * size], words[3 * size :]
-
-    def _grow(self, num_tokens: int) -> None:
-        """Room for so many tokens of a rank, on every rank: all have read the same counts."""
-        # Nobody stores to the old blocks any more; views of this rank keep them.
-        self._meet()
-        wanted = max(num_tokens, 2 * self._layout.max_tokens)
-        self._open(align_up(wanted, _TOKEN_MULTIPLE))
-
-    @property
-    def _num_experts(self) -> int:
-        return self._spec.num_local_experts * self._world_size
-
-
-class NVLinkStaticBuffer(_NVLinkNormal):
-    """A budget of slots, no host read: for graphs, and where the host must not wait."""
-
-    name: ClassVar[str] = "nvlink_static"
-
-    @classmethod
-    def caps(cls, mode: Mode) -> BufferCaps:
-        return cls._caps(is_static=True)
-
-    def dispatch(self, call: DispatchCall) -> Dispatched:
-        self._begin_call()
-        num_tokens = call.hidden_states.shape[0]
-        assert num_tokens <= self._layout.max_tokens, "the dispatcher has checked T"
-        self._faults.note_own(call.error)
-        slot, sends = self._next_slot(), self._new_sends(num_tokens)
-        self._push(call, sends, slot, None)
-        owns_rows = bool(call.flags & BatchFlags.GRAD_ENABLED)
-        num_rows = self._layout.num_rows
-        num_slots = self._most_slots(self._spec, num_rows)
-        index = self._new_index(num_rows, num_slots, None, is_dense=False)
-        route = self._new_route(
-            num_tokens, num_rows, index, sends, self._new_arrivals(), owns_rows=owns_rows
-        )
-        slot_weights = torch.zeros(num_slots, device=self._device)
-        rows = self._index(route, slot_weights, slot, is_compact=False, has_budget=True)
-        return Dispatched(
-            rows=rows,
-            index=index,
-            slot_weights=slot_weights,
-            route=route,
-            any_flags=assume_all_need_grad(call.flags),
-        )
-
-    def _compare_combine(self, error: EPError | None = None) -> None:
-        """Nobody waits: a refused combine is NaN, and check() tells."""
-
-
-def exchange_of(
-    layout: NormalLayout,
-    addresses: Sequence[int],
-    rank: int,
-    *,
-    num_programs: int,
-    max_polls: int,
-    counters: Tensor,
-    faults: Tensor,
-    report: Tensor,
-) -> NormalExchange:
-    """What kernels are given: blocks at `addresses`, words that begin anew.
-
-    counters, faults, report: see NormalExchange; the device is that of counters.
-    """
-    from epcomm.kernels.epochs import STATE_WORDS
-    from epcomm.kernels.launch import next_power_of_two
-    from epcomm.kernels.normal_exchange import NormalExchange, NormalTuning
-    from epcomm.kernels.nvlink_plan import GROUP_TOKENS, GROUP_WORDS
-    from epcomm.kernels.peer_exchange import ExchangeDims
-
-    spec, size, device = layout.spec, layout.world_size, counters.device
-    rank_lanes, local_lanes = next_power_of_two(size), next_power_of_two(spec.num_local_experts)
-    expert_lanes = next_power_of_two(size * spec.num_local_experts)
-    run = -(-layout.max_tokens // num_programs)
-    num_groups = max(1, -(-run // GROUP_TOKENS))
-
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=device)
-
-    return NormalExchange(
-        rank=rank,
-        num_programs=num_programs,
-        max_polls=max_polls,
-        own_address=addresses[rank],
-        table=torch.tensor(addresses, dtype=torch.int64, device=device),
-        dims=ExchangeDims(
-            world_size=size,
-            max_tokens=layout.max_tokens,
-            top_k=spec.top_k,
-            num_local_experts=spec.num_local_experts,
-        ),
-        tuning=NormalTuning(item_rows=layout.item_rows),
-        regions=layout.offsets,
-        slots_at=layout.slots_at,
-        slot_bytes=layout.slot_bytes,
-        num_items=layout.num_items,
-        num_groups=num_groups,
-        record_words=layout.record_words,
-        data_bytes=layout.data_bytes,
-        scale_bytes=layout.scale_bytes,
-        header_bytes=layout.header_bytes,
-        back_bytes=layout.back_bytes,
-        state=zeros(STATE_WORDS),
-        scratch=zeros(num_programs, expert_lanes + rank_lanes + 1),
-        bits=zeros(num_programs, num_groups, expert_lanes + rank_lanes, GROUP_WORDS),
-        counted=zeros(num_programs),
-        bases=zeros(num_programs, rank_lanes * local_lanes),
-        counters=counters,
-        faults=faults,
-        report=report,
-    )
-
-
-def _as_words(rows: Tensor) -> Tensor:
-    """[n, words]: rows as the widest integers that fit, for kernels that only move them."""
-    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    row_bytes = rows.shape[1] * rows.itemsize
-    for dtype in (torch.int32, torch.int16):
-        if row_bytes % dtype.itemsize == 0 and rows.stride(0) * rows.itemsize % dtype.itemsize == 0:
-            return rows.view(dtype)
-    return rows.view(torch.uint8)
-
-
-def _row_bytes(spec: BufferSpec, *, backward: bool) -> tuple[int, int]:
-    """Of one row on its way to the experts and home, without the gaps between rows."""
-    hidden_size = spec.hidden_size
-    if backward:
-        bare = spec.backward_format.data_bytes(hidden_size)
-        return bare, bare + 4 * spec.top_k
-    wire = spec.dispatch_format
-    out = wire.data_bytes(hidden_size) + wire.scale_bytes(hidden_size)
-    return out, spec.combine_format.data_bytes(hidden_size)

@@ -29,7 +29,7 @@ class NormalTuning:
     combined_columns: int = 512
     combine_stages: int = 3
     reduce_stages: int = 1
-    item_rows: int = 64
+    item_rows: int = 16
     waited_tokens: int = 16
     reducer_share: float = 0.29
 
@@ -49,8 +49,10 @@ class NormalExchange:
     state: [STATE_WORDS], int32.   scratch, bits, counted: see plan_tokens(), of this
         rank.
     bases: [P, W * L] lanes, int32, of this rank.
-    counters: [6], int64: dispatches, rows sent to others by them and along old routes, sums sent to
-        others, those with scalars.
+    masked: [W], int32: not 0: a rank that is not waited for, to which nothing is sent, and of which
+        nothing is read.
+    counters: [6], int64: headers sent to others, rows sent to others by new routes and along old
+        ones, sums sent to others, those with scalars.
     faults: [W, 2], int64: the first fault of each rank since the last check, and slots needed.
     report: [REPORT_LATE + W], int32, in memory that the host reads while kernels run.
     """
@@ -77,6 +79,7 @@ class NormalExchange:
     bits: Tensor
     counted: Tensor
     bases: Tensor
+    masked: Tensor
     counters: Tensor
     faults: Tensor
     report: Tensor

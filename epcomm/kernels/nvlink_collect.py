@@ -31,6 +31,7 @@ def _collect_kernel(
     rows_from_ptr: tl.tensor,
     row_base_ptr: tl.tensor,
     table_ptr: tl.tensor,
+    masked_ptr: tl.tensor,
     state_ptr: tl.tensor,
     report_ptr: tl.tensor,
     own_address: tl.tensor,
@@ -59,9 +60,12 @@ def _collect_kernel(
         max_polls,
         W,
         W_LANES,
+        masked_ptr,
     )
     if (tl.sum(late) > 0) | (aborted != 0):
-        give_up(late, aborted, report_ptr, table_ptr, _PHASE_ROWS, epoch, rank, W, W_LANES)
+        give_up(
+            late, aborted, report_ptr, table_ptr, _PHASE_ROWS, epoch, rank, W, W_LANES, masked_ptr
+        )
         return
     if COPIES:
         PER_SOURCE: tl.constexpr = (M + ROWS - 1) // ROWS
@@ -72,13 +76,16 @@ def _collect_kernel(
             is_row = place < tl.load(rows_from_ptr + source)
             if tl.max(is_row.to(tl.int32)) > 0:
                 mask = is_row[:, None] & (at < WORDS)
+                # Of an old route: nothing came along it, and what is there is of an earlier call.
+                is_there = mask & (tl.load(masked_ptr + source) == 0)
                 row = tl.cast(source, tl.int64) * M + place
                 from_ptr = (region_address + row * ROW_BYTES).to(
                     tl.pointer_type(out_ptr.dtype.element_ty)
                 )
                 from_ptr = tl.multiple_of(from_ptr, 16)[:, None] + at
                 to = tl.cast(tl.load(row_base_ptr + source) + place, tl.int64) * OUT_STRIDE
-                tl.store(out_ptr + to[:, None] + at, tl.load(from_ptr, mask=mask), mask=mask)
+                words = tl.load(from_ptr, mask=is_there, other=0)
+                tl.store(out_ptr + to[:, None] + at, words, mask=mask)
 
 
 def collect_rows(
@@ -90,7 +97,7 @@ def collect_rows(
     row_bytes: int = 0,
     out: Tensor | None = None,
 ) -> None:
-    """Wait for the rows of all ranks, and copy a region of them.
+    """Wait for the rows of all ranks, and copy a region of them; rows of masked ranks are 0.
 
     Args:
         exchange: the memory of all ranks.
@@ -110,6 +117,7 @@ def collect_rows(
             arrivals.rows_from,
             arrivals.row_base,
             exchange.table,
+            exchange.masked,
             exchange.state,
             exchange.report,
             exchange.own_address,

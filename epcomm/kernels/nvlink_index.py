@@ -16,7 +16,7 @@ from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.normal_exchange import Arrivals, NormalExchange
 from epcomm.kernels.nvlink_push import HEADER_WORDS
 from epcomm.kernels.peer_exchange import on_device
-from epcomm.kernels.peer_signals import await_words, give_up, words_at
+from epcomm.kernels.peer_signals import await_words, give_up, taking_part, words_at
 from epcomm.records import SlotIndex
 
 # What a report says that a rank waited for.
@@ -85,6 +85,7 @@ def _index_kernel(
     has_failed_ptr: tl.tensor,
     bases_ptr: tl.tensor,
     table_ptr: tl.tensor,
+    masked_ptr: tl.tensor,
     state_ptr: tl.tensor,
     faults_ptr: tl.tensor,
     report_ptr: tl.tensor,
@@ -129,13 +130,16 @@ def _index_kernel(
         max_polls,
         W,
         W_LANES,
+        masked_ptr,
     )
     is_lost = (tl.sum(late) > 0) | (aborted != 0)
     if is_lost:
-        give_up(late, aborted, report_ptr, table_ptr, _PHASE_ROWS, epoch, rank, W, W_LANES)
+        give_up(
+            late, aborted, report_ptr, table_ptr, _PHASE_ROWS, epoch, rank, W, W_LANES, masked_ptr
+        )
 
     source_lane, expert = tl.arange(0, W_LANES), tl.arange(0, L_LANES)
-    is_source = source_lane < W
+    is_rank, is_source = source_lane < W, taking_part(masked_ptr, W, W_LANES)
     slot_address = own_address + SLOTS_AT + tl.cast(slot, tl.int64) * SLOT_BYTES
     headers_ptr = words_at(slot_address + HEADER_AT) + source_lane * (HEADER_BYTES // 4)
     codes = _codes(headers_ptr, is_source)
@@ -165,8 +169,8 @@ def _index_kernel(
         tl.store(counts_ptr + expert, counts, mask=expert < L)
         tl.store(first_slot_ptr + expert, starts, mask=expert < L)
         tl.store(first_slot_ptr + L, tl.sum(aligned))
-        tl.store(rows_from_ptr + source_lane, rows_from, mask=is_source)
-        tl.store(row_base_ptr + source_lane, row_bases, mask=is_source)
+        tl.store(rows_from_ptr + source_lane, rows_from, mask=is_rank)
+        tl.store(row_base_ptr + source_lane, row_bases, mask=is_rank)
         tl.store(has_failed_ptr, has_failed.to(tl.int32))
         if is_lost == 0:
             earlier = tl.load(faults_ptr + 2 * source_lane, mask=is_source, other=0)
@@ -250,6 +254,7 @@ def index_rows(
             arrivals.has_failed,
             exchange.bases,
             exchange.table,
+            exchange.masked,
             exchange.state,
             exchange.faults,
             exchange.report,

@@ -50,7 +50,7 @@ def _below(place: tl.tensor, word: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _totals(bits_ptr: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
-    """[LANES]: bits of each row of words [LANES, GROUP_WORDS], which atomics of this program set."""
+    """[LANES]: bits of each row of words [LANES, GROUP_WORDS], set by atomics of this program."""
     at = tl.arange(0, LANES)[:, None] * _GROUP_WORDS + tl.arange(0, _GROUP_WORDS)[None, :]
     return tl.sum(_num_bits(tl.load(bits_ptr + at, volatile=True)), 1)
 
@@ -58,18 +58,21 @@ def _totals(bits_ptr: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
 @triton.jit
 def _loaded_ids(
     ids_ptr: tl.tensor,
+    masked_ptr: tl.tensor,
     token: tl.tensor,
     end: tl.tensor,
     K: tl.constexpr,
     K_LANES: tl.constexpr,
+    L: tl.constexpr,
     E: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """[tokens, K_LANES]: ids, -1 for what is none, and whether any is out of range."""
+    """[tokens, K_LANES]: ids, -1 for what is none or masked; whether any is out of range."""
     k = tl.arange(0, K_LANES)
     is_entry = (token < end)[:, None] & (k < K)[None, :]
     ids = tl.load(ids_ptr + token[:, None] * K + k[None, :], mask=is_entry, other=-1)
     is_bad = (ids < -1) | (ids >= E)
-    return tl.where(is_bad, -1, ids).to(tl.int32), tl.max(tl.max(is_bad.to(tl.int32), 1), 0)
+    is_masked = tl.load(masked_ptr + ids // L, mask=(ids >= 0) & (ids < E), other=1) != 0
+    return tl.where(is_masked, -1, ids).to(tl.int32), tl.max(tl.max(is_bad.to(tl.int32), 1), 0)
 
 
 @triton.jit
@@ -124,6 +127,7 @@ def _await_earlier(
 @triton.jit
 def plan_tokens(
     ids_ptr: tl.tensor,
+    masked_ptr: tl.tensor,
     scratch_ptr: tl.tensor,
     bits_ptr: tl.tensor,
     counted_ptr: tl.tensor,
@@ -145,6 +149,7 @@ def plan_tokens(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Plan the tokens from `first` to `end`, the run of this program, at most GROUPS groups.
 
+    masked_ptr: [W], int32: not 0: entries of this rank's experts are as entries of -1.
     scratch_ptr: [P, E_LANES + W_LANES + 1], int32, of this rank.   counted_ptr: [P], int32: epochs.
     bits_ptr: [P, GROUPS, E_LANES + W_LANES, GROUP_WORDS], int32, of this rank.
     places_ptr: [T, W], int32, written.   positions_ptr, owners_ptr: [T, K], int32, written.
@@ -166,7 +171,7 @@ def plan_tokens(
     rows = tl.zeros([W_LANES], tl.int32)
     is_bad = tl.full([], 0, tl.int32)
     for start in tl.range(first, end, _GROUP_TOKENS, num_stages=1):
-        ids, is_bad_here = _loaded_ids(ids_ptr, start + lane, end, K, K_LANES, E)  # pyright: ignore[reportGeneralTypeIssues]
+        ids, is_bad_here = _loaded_ids(ids_ptr, masked_ptr, start + lane, end, K, K_LANES, L, E)  # pyright: ignore[reportGeneralTypeIssues]
         group_ptr = own_bits_ptr + (start - first) // _GROUP_TOKENS * GROUP_BITS
         _mark(group_ptr, ids, L, E_LANES, W_LANES)
         counts += _totals(group_ptr, E_LANES)
@@ -196,7 +201,7 @@ def plan_tokens(
     for start in tl.range(first, end, _GROUP_TOKENS, num_stages=1):
         token = start + lane
         is_token = token < end
-        ids, _ = _loaded_ids(ids_ptr, token, end, K, K_LANES, E)  # pyright: ignore[reportGeneralTypeIssues]
+        ids, _ = _loaded_ids(ids_ptr, masked_ptr, token, end, K, K_LANES, L, E)  # pyright: ignore[reportGeneralTypeIssues]
         is_entry = ids >= 0
         group_ptr = own_bits_ptr + (start - first) // _GROUP_TOKENS * GROUP_BITS
         flat = tl.reshape(tl.maximum(ids, 0), [_GROUP_TOKENS * K_LANES])

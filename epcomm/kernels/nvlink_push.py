@@ -23,7 +23,7 @@ from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.normal_exchange import NormalExchange, Sends
 from epcomm.kernels.nvlink_plan import plan_tokens
 from epcomm.kernels.peer_exchange import on_device
-from epcomm.kernels.peer_signals import await_words, give_up, publish, words_at
+from epcomm.kernels.peer_signals import await_words, give_up, publish, taking_part, words_at
 
 # What a report says that a rank waited for.
 PHASE_BEGIN, PHASE_HEADERS = 11, 12
@@ -44,6 +44,7 @@ _FAULT_IDS = tl.constexpr(2)
 @triton.jit
 def _send_headers(
     table_ptr: tl.tensor,
+    masked_ptr: tl.tensor,
     word: tl.tensor,
     num_tokens: tl.tensor,
     rows: tl.tensor,
@@ -59,19 +60,22 @@ def _send_headers(
     """Tell every rank what this one sends to all of them: all ranks see the same totals."""
     is_sent = (word & _FAULT_MASK) == 0
     lane, expert = tl.arange(0, W_LANES), tl.arange(0, E_LANES)
-    for peer in tl.static_range(W):
+    for peer in tl.static_range(W):  # pyright: ignore[reportGeneralTypeIssues]
         base = tl.load(table_ptr + peer)
+        is_told = tl.load(masked_ptr + peer) == 0
         header_ptr = words_at(base + header_at + rank * HEADER_BYTES)
-        tl.store(header_ptr, word)
-        tl.store(header_ptr + 1, num_tokens)
-        tl.store(header_ptr + _HEADER_WORDS + lane, tl.where(is_sent, rows, 0), mask=lane < W)
+        tl.store(header_ptr, word, mask=is_told)
+        tl.store(header_ptr + 1, num_tokens, mask=is_told)
+        is_row = (lane < W) & is_told
+        tl.store(header_ptr + _HEADER_WORDS + lane, tl.where(is_sent, rows, 0), mask=is_row)
         slots_ptr = header_ptr + _HEADER_WORDS + W + expert
-        tl.store(slots_ptr, tl.where(is_sent, counts, 0), mask=expert < E)
+        tl.store(slots_ptr, tl.where(is_sent, counts, 0), mask=(expert < E) & is_told)
 
 
 @triton.jit
 def _report_totals(
     totals_ptr: tl.tensor,
+    masked_ptr: tl.tensor,
     headers_address: tl.tensor,
     rank: tl.tensor,
     W: tl.constexpr,
@@ -82,7 +86,7 @@ def _report_totals(
 ) -> None:
     """To the host, which waits until no word is negative: see launch of push_rows()."""
     source, expert = tl.arange(0, W_LANES), tl.arange(0, L_LANES)
-    is_source = source < W
+    is_rank, is_source = source < W, taking_part(masked_ptr, W, W_LANES)
     header_ptr = words_at(headers_address) + source * (HEADER_BYTES // 4)
     words = tl.load(header_ptr, mask=is_source, other=0)
     tokens = tl.load(header_ptr + 1, mask=is_source, other=0)
@@ -90,9 +94,9 @@ def _report_totals(
     slots_ptr = header_ptr[:, None] + _HEADER_WORDS + W + rank * L + expert[None, :]
     is_slot = is_source[:, None] & (expert < L)[None, :]
     slots = tl.sum(tl.load(slots_ptr, mask=is_slot, other=0), 0)
-    tl.store(totals_ptr + source, words, mask=is_source)
-    tl.store(totals_ptr + W + source, tokens, mask=is_source)
-    tl.store(totals_ptr + 2 * W + source, rows, mask=is_source)
+    tl.store(totals_ptr + source, words, mask=is_rank)
+    tl.store(totals_ptr + W + source, tokens, mask=is_rank)
+    tl.store(totals_ptr + 2 * W + source, rows, mask=is_rank)
     tl.store(totals_ptr + 3 * W + expert, slots, mask=expert < L)
 
 
@@ -120,6 +124,7 @@ def _push_kernel(
     counted_ptr: tl.tensor,
     totals_ptr: tl.tensor,
     table_ptr: tl.tensor,
+    masked_ptr: tl.tensor,
     state_ptr: tl.tensor,
     counters_ptr: tl.tensor,
     report_ptr: tl.tensor,
@@ -172,7 +177,7 @@ def _push_kernel(
     epoch = tl.load(state_ptr + _DISPATCH_EPOCH) + 1
     if program == 0:
         # All earlier work of this stream is done, so rows of this slot may come. Awaited below.
-        publish(table_ptr, NOTED_AT + rank * 4, 1, W, W_LANES)
+        publish(table_ptr, NOTED_AT + rank * 4, 1, W, W_LANES, masked_ptr)
 
     run = (num_tokens + num_programs - 1) // num_programs
     first = tl.minimum(program * run, num_tokens)
@@ -180,6 +185,7 @@ def _push_kernel(
     if IS_PLANNED:
         counts, rows, is_bad = plan_tokens(  # pyright: ignore[reportGeneralTypeIssues]
             ids_ptr,
+            masked_ptr,
             scratch_ptr,
             bits_ptr,
             counted_ptr,
@@ -202,21 +208,24 @@ def _push_kernel(
 
     abort_ptr = words_at(own_address)
     late, aborted = await_words(  # pyright: ignore[reportGeneralTypeIssues]
-        words_at(own_address + NOTED_AT), abort_ptr, epoch, max_polls, W, W_LANES
+        words_at(own_address + NOTED_AT), abort_ptr, epoch, max_polls, W, W_LANES, masked_ptr
     )
     if (tl.sum(late) > 0) | (aborted != 0):
-        give_up(late, aborted, report_ptr, table_ptr, _PHASE_BEGIN, epoch, rank, W, W_LANES)
+        give_up(
+            late, aborted, report_ptr, table_ptr, _PHASE_BEGIN, epoch, rank, W, W_LANES, masked_ptr
+        )
         return
 
     slot_at = SLOTS_AT + tl.cast(slot, tl.int64) * SLOT_BYTES
-    if IS_PLANNED:
-        if program == num_programs - 1:
+    if program == num_programs - 1:
+        if IS_PLANNED:
             word = announced
             if ((word & _FAULT_MASK) == 0) & (is_bad != 0):
                 word += _FAULT_IDS
             header_at = slot_at + HEADER_AT
             _send_headers(
                 table_ptr,
+                masked_ptr,
                 word,
                 wanted_tokens,
                 rows,
@@ -229,20 +238,37 @@ def _push_kernel(
                 E_LANES,
                 HEADER_BYTES,
             )
-            tl.atomic_add(counters_ptr, tl.full([], 1, tl.int64), sem="relaxed")
-    if program == num_programs - 1:
-        publish(table_ptr, HEADED_AT + rank * 4, 1, W, W_LANES)
+            is_told = taking_part(masked_ptr, W, W_LANES) & (tl.arange(0, W_LANES) != rank)
+            num_told = tl.sum(is_told.to(tl.int32))
+            tl.atomic_add(counters_ptr, tl.cast(num_told, tl.int64), sem="relaxed")
+        publish(table_ptr, HEADED_AT + rank * 4, 1, W, W_LANES, masked_ptr)
         if totals_ptr is not None:
             late, aborted = await_words(  # pyright: ignore[reportGeneralTypeIssues]
-                words_at(own_address + HEADED_AT), abort_ptr, epoch, max_polls, W, W_LANES
+                words_at(own_address + HEADED_AT),
+                abort_ptr,
+                epoch,
+                max_polls,
+                W,
+                W_LANES,
+                masked_ptr,
             )
             if (tl.sum(late) > 0) | (aborted != 0):
                 give_up(
-                    late, aborted, report_ptr, table_ptr, _PHASE_HEADERS, epoch, rank, W, W_LANES
+                    late,
+                    aborted,
+                    report_ptr,
+                    table_ptr,
+                    _PHASE_HEADERS,
+                    epoch,
+                    rank,
+                    W,
+                    W_LANES,
+                    masked_ptr,
                 )
             else:
                 _report_totals(
                     totals_ptr,
+                    masked_ptr,
                     own_address + slot_at + HEADER_AT,
                     rank,
                     W,
@@ -280,11 +306,14 @@ def _push_kernel(
             positions = tl.load(positions_ptr + entry_at, mask=is_entry, other=0)
             weights = tl.load(weights_ptr + entry_at, mask=is_entry, other=0.0)
             weight_bits = weights.to(tl.int32, bitcast=True)
-        for turn in tl.static_range(W):
+        for turn in tl.static_range(W):  # pyright: ignore[reportGeneralTypeIssues]
             # Each rank begins elsewhere, so that they do not all store to the same one.
             peer = (rank + turn) % W
             place = tl.load(places_ptr + token * W + peer, mask=is_token, other=-1)
             is_sent = place >= 0
+            if IS_PLANNED == 0:
+                # New routes leave masked ranks out; an old one may be older than the mask.
+                is_sent = is_sent & (tl.load(masked_ptr + peer) == 0)
             num_here = tl.sum(is_sent.to(tl.int32))
             if num_here > 0:
                 base = tl.load(table_ptr + peer) + slot_at
@@ -314,7 +343,7 @@ def _push_kernel(
     # Of this rank alone, and read by its host.
     counter_ptr = counters_ptr + (1 if IS_PLANNED else 2)
     tl.atomic_add(counter_ptr, tl.cast(num_sent, tl.int64), sem="relaxed")
-    publish(table_ptr, GOT_AT + rank * 4, 1, W, W_LANES)
+    publish(table_ptr, GOT_AT + rank * 4, 1, W, W_LANES, masked_ptr)
     end_epoch(state_ptr, _DISPATCH_EPOCH, _DISPATCH_LEFT, epoch)
 
 
@@ -343,7 +372,8 @@ def push_rows(
         announced: fault and flags of this rank, as pack_word() packs them.
         wanted_tokens: T as the caller gave it.
         totals: [3 * W + L], int32, in memory that the host reads: negative before; then fault and
-            flags, T and rows from each rank, and slots for each expert of this rank.
+            flags, T and rows from each rank, 0 if it is masked, and slots for each expert of this
+            rank.
 
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call, unless
     there are totals.
@@ -366,6 +396,7 @@ def push_rows(
             exchange.counted,
             totals,
             exchange.table,
+            exchange.masked,
             exchange.state,
             exchange.counters,
             exchange.report,

@@ -23,7 +23,7 @@ from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.normal_exchange import Arrivals, NormalExchange, Sends
 from epcomm.kernels.nvlink_combine import _cast
 from epcomm.kernels.peer_exchange import on_device
-from epcomm.kernels.peer_signals import await_words, give_up, publish, words_at
+from epcomm.kernels.peer_signals import await_words, give_up, publish, taking_part, words_at
 
 # What a report says that a rank waited for.
 PHASE_READY, PHASE_SUMS = 14, 15
@@ -182,6 +182,7 @@ def _combine_kernel(
     out_ptr: tl.tensor,
     out_scalars_ptr: tl.tensor,
     table_ptr: tl.tensor,
+    masked_ptr: tl.tensor,
     state_ptr: tl.tensor,
     counters_ptr: tl.tensor,
     faults_ptr: tl.tensor,
@@ -224,7 +225,8 @@ def _combine_kernel(
     program = tl.program_id(0)
     epoch = tl.load(state_ptr + _COMBINE_EPOCH) + 1
     source_lane = tl.arange(0, W_LANES)
-    is_source = source_lane < W
+    # Routes may be older than the mask.
+    is_source = taking_part(masked_ptr, W, W_LANES)
     # Ranks may be one combine apart.
     called_at = CALLED_AT + (epoch % 2) * (W * 4)
     if program == 0:
@@ -232,14 +234,16 @@ def _combine_kernel(
         called_ptr = (bases + called_at + rank * 4).to(tl.pointer_type(tl.int32))
         tl.store(called_ptr, tl.zeros_like(source_lane) + announced, mask=is_source)
         # Awaited below, on every rank: this one has done with the sums of its last combine.
-        publish(table_ptr, READY_AT + rank * 4, 1, W, W_LANES)
+        publish(table_ptr, READY_AT + rank * 4, 1, W, W_LANES, masked_ptr)
     abort_ptr = words_at(own_address)
     late, aborted = await_words(  # pyright: ignore[reportGeneralTypeIssues]
-        words_at(own_address + READY_AT), abort_ptr, epoch, max_polls, W, W_LANES
+        words_at(own_address + READY_AT), abort_ptr, epoch, max_polls, W, W_LANES, masked_ptr
     )
     is_lost = (tl.sum(late) > 0) | (aborted != 0)
     if is_lost:
-        give_up(late, aborted, report_ptr, table_ptr, _PHASE_READY, epoch, rank, W, W_LANES)
+        give_up(
+            late, aborted, report_ptr, table_ptr, _PHASE_READY, epoch, rank, W, W_LANES, masked_ptr
+        )
     called_ptr = words_at(own_address + CALLED_AT) + (epoch % 2) * W + source_lane
     codes = tl.load(called_ptr, mask=is_source & (is_lost == 0), other=0)
     if program == 0:
@@ -261,7 +265,8 @@ def _combine_kernel(
             source = (number + rank) % W
             item = number // W
             row_base = tl.load(row_base_ptr + source)
-            end = tl.minimum((item + 1) * ITEM_ROWS, tl.load(rows_from_ptr + source))
+            num_rows = tl.sum(tl.where(source_lane == source, rows_from, 0))
+            end = tl.minimum((item + 1) * ITEM_ROWS, num_rows)
             base = tl.load(table_ptr + source)
             if item * ITEM_ROWS < end:
                 first = item * ITEM_ROWS + lane
@@ -333,7 +338,18 @@ def _combine_kernel(
             )
             is_missing = (tl.sum(late) > 0) | (aborted != 0)
             if is_missing:
-                give_up(late, aborted, report_ptr, table_ptr, _PHASE_SUMS, epoch, rank, W, W_LANES)
+                give_up(
+                    late,
+                    aborted,
+                    report_ptr,
+                    table_ptr,
+                    _PHASE_SUMS,
+                    epoch,
+                    rank,
+                    W,
+                    W_LANES,
+                    masked_ptr,
+                )
             is_void = has_failed | is_missing
             for first in tl.range(start, start + WAITED, ROWS, num_stages=1):
                 each = first + lane
@@ -350,7 +366,8 @@ def _combine_kernel(
                             tl.pointer_type(dtype)
                         )
                         part_ptr = tl.multiple_of(part_ptr, 16)[:, None] + column
-                        is_part = (place >= 0)[:, None] & is_element
+                        is_part = (place >= 0) & (tl.load(masked_ptr + source) == 0)
+                        is_part = is_part[:, None] & is_element
                         total += tl.load(part_ptr, mask=is_part, other=0.0).to(tl.float32)
                     total = tl.where(is_void, float("nan"), total)
                     out_row_ptr = out_ptr + tl.cast(each, tl.int64)[:, None] * HIDDEN + column
@@ -363,7 +380,9 @@ def _combine_kernel(
                     place = tl.load(places_ptr + each[:, None] * W + owner, mask=is_owned, other=0)
                     scalar_at = (tl.cast(owner, tl.int64) * M + place) * K_LANES + k
                     scalar_ptr = (own_address + SCALARS_AT).to(tl.pointer_type(tl.float32))
-                    scalars = tl.load(scalar_ptr + scalar_at, mask=is_owned, other=0.0)
+                    is_masked = tl.load(masked_ptr + owner, mask=is_owned, other=1) != 0
+                    is_there = is_owned & (is_masked == 0)
+                    scalars = tl.load(scalar_ptr + scalar_at, mask=is_there, other=0.0)
                     scalars = tl.where(is_void, float("nan"), scalars)
                     tl.store(out_scalars_ptr + entry_at, scalars, mask=is_entry)
     end_epoch(state_ptr, _COMBINE_EPOCH, _COMBINE_LEFT, epoch)
@@ -383,6 +402,8 @@ def combine_rows(
     announced: int = 0,
 ) -> None:
     """Sum the slots of each received row, send the sums home, and add them up there.
+
+    Of a masked rank nothing is added, though the route may have sent tokens there.
 
     Args:
         exchange: the memory of all ranks.
@@ -427,6 +448,7 @@ def combine_rows(
             out,
             out_scalars,
             exchange.table,
+            exchange.masked,
             exchange.state,
             exchange.counters,
             exchange.faults,

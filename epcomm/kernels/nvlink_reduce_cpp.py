@@ -25,7 +25,7 @@ from epcomm.kernels.normal_exchange import Arrivals, NormalExchange, Sends
 
 SOURCE = Path(__file__).with_name("nvlink_reduce.cu")
 # Warps of a block, and vectors that each of their threads loads at once from a row.
-SENDERS, REDUCERS, UNROLL = 14, 6, 4
+SENDERS, REDUCERS, UNROLL = 16, 4, 4
 # What one thread copies at a time.
 _COPY_BYTES = 16
 
@@ -139,7 +139,7 @@ def combine_rows_cpp(
                 out=out.data_ptr(),
                 out_scalars=_address(out_scalars),
                 table=exchange.table.data_ptr(),
-                masked=None,
+                masked=exchange.masked.data_ptr(),
                 state=exchange.state.data_ptr(),
                 counters=exchange.counters.data_ptr(),
                 faults=exchange.faults.data_ptr(),

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from epcomm.buffers.base import BufferSpec
-from epcomm.buffers.nvlink_normal import exchange_of
 from epcomm.buffers.nvlink_normal_layout import NormalLayout
+from epcomm.buffers.nvlink_normal_memory import exchange_of
 from epcomm.kernels import nvlink_collect, nvlink_index, nvlink_push, nvlink_reduce
 from epcomm.kernels.normal_exchange import Arrivals, NormalExchange, Sends
 from epcomm.quantization import FP8_FLOAT32_SCALES
@@ -34,6 +34,7 @@ def exchange_for(wire: WireFormat, hidden_size: int, world_size: int) -> NormalE
         0,
         num_programs=32,
         max_polls=2**20,
+        masked=torch.zeros(world_size, dtype=torch.int32),
         counters=torch.zeros(6, dtype=torch.int64),
         faults=torch.zeros(world_size, 2, dtype=torch.int64),
         report=torch.zeros(4 + world_size, dtype=torch.int32),

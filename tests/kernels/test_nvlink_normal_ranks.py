@@ -17,19 +17,21 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from epcomm import EPGroup, Mode
-from epcomm.buffers.base import Buffer, BufferSpec, DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
 from epcomm.buffers.faults import BatchFlags
-from epcomm.buffers.nvlink_normal import NVLinkBuffer, NVLinkStaticBuffer
+from epcomm.buffers.nvlink_exact import NVLinkBuffer
+from epcomm.buffers.nvlink_normal import NVLinkNormal
+from epcomm.buffers.nvlink_normal_routes import NVLinkNormalRoute
+from epcomm.buffers.nvlink_static import NVLinkStaticBuffer
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
-from epcomm.errors import EPTimeout
+from epcomm.errors import CapacityError, EPTimeout
 from epcomm.ops.slots import gather_rows
 from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
 from epcomm.records import Handle, RowsCombineInput
 from epcomm.testing import buffer_suite
-from epcomm.types import RowsPer, WireFormat
+from epcomm.types import RowsPer
 from tests.kernels.test_nvlink_ranks import (
     HIDDEN,
-    MAX_TOKENS,
     NUM_LOCAL,
     TOP_K,
     call_of,
@@ -222,6 +224,126 @@ def test_rank_that_misses_a_combine_is_named() -> None:
         buffer.close()
 
 
+class HastyBuffer(NVLinkBuffer):
+    """Gives up after 1000 polls, about a second, or two million of a GPU."""
+
+    polls_per_s: ClassVar[Mapping[str, int]] = {"cpu": 10, "cuda": 20_000}
+
+
+class HastyStaticBuffer(NVLinkStaticBuffer):
+    """The same."""
+
+    polls_per_s: ClassVar[Mapping[str, int]] = HastyBuffer.polls_per_s
+
+
+DEAD = 1
+
+
+def without_the_dead(call: DispatchCall) -> DispatchCall:
+    """What the dead rank owns counts as -1."""
+    is_lost = call.topk_ids // NUM_LOCAL == DEAD
+    return replace(call, topk_ids=torch.where(is_lost, -1, call.topk_ids))
+
+
+def combine(buffer: Buffer, out: Dispatched, results: Tensor) -> Tensor:
+    return buffer.combine(
+        results, out.route, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
+    ).y
+
+
+def call_in_vain(buffer: Buffer, operation: str, call: DispatchCall, early: Dispatched) -> None:
+    """An operation that some rank does not come to, and the check that tells."""
+    if operation == "dispatch":
+        buffer.dispatch(call)
+    else:
+        assert combine(buffer, early, torch.zeros_like(early.rows.data)).isnan().all()
+    buffer.check()
+
+
+def check_new_routes(buffer: Buffer, rounds: range, group: EPGroup) -> None:
+    for number in rounds:
+        call = call_of(number, group.rank, group.world_size, group.device)
+        # What the dead rank said of gradients was something else.
+        out = buffer.dispatch(replace(call, flags=TRAINS))
+        assert isinstance(out.route, NVLinkNormalRoute)
+        assert out.route.arrivals.rows_from[DEAD] == 0
+        y = combine(buffer, out, compute(out, group.rank))
+        assert torch.equal(y, expected_sums(without_the_dead(call), group.world_size))
+    buffer.check()
+
+
+def check_old_route(buffer: Buffer, early: Dispatched, call: DispatchCall) -> None:
+    """Rows go out and sums and scalars come home as if the dead rank had never owned a thing."""
+    route = early.route
+    assert isinstance(route, NVLinkNormalRoute)
+    rows = buffer.redispatch(call.hidden_states, route)
+    first, count = int(route.arrivals.row_base[DEAD]), int(route.arrivals.rows_from[DEAD])
+    assert count > 0 or len(route.arrivals.rows_from) > 2, "the test is of something"
+    assert not rows[first : first + count].any()
+    is_left = without_the_dead(call).topk_ids >= 0
+    scalars = torch.ones(len(rows), TOP_K, device=rows.device)
+    home = buffer.combine(rows, route, rows_per=RowsPer.ROW, row_scalars=scalars)
+    assert home.scalars is not None
+    assert torch.equal(home.scalars, is_left.float())
+    owners = torch.where(is_left, call.topk_ids // NUM_LOCAL, -1)
+    num_ranks = sum((owners == rank).any(dim=1).int() for rank in range(3))
+    assert torch.equal(home.y, call.hidden_states * torch.as_tensor(num_ranks).unsqueeze(1))
+
+
+def go_on_without_the_dead(
+    kind: type[NVLinkNormal], num_ranks: int, *, missed: str, flags: BatchFlags
+) -> None:
+    with EPGroup() as group:
+        buffer = kind(group.collectives, spec_of())
+        buffer.prepare()
+        call = call_of(2, group.rank, num_ranks, group.device)
+        # A batch of all, whose route names the dead rank.
+        early = buffer.dispatch(replace(call, flags=flags))
+        results = compute(early, group.rank)
+        group.collectives.gather_records({}, phase="all have dispatched")
+        if group.rank == 0:
+            # The other living ones are told, and have come to other numbers.
+            with pytest.raises(EPTimeout, match=r"ranks? 1.* did not arrive"):
+                call_in_vain(buffer, missed, call, early)
+        group.collectives.gather_records({}, phase="rank 0 has given up")
+        if group.rank != DEAD:
+            buffer.mask_ranks([DEAD])
+            before = buffer.traffic()
+            y = combine(buffer, early, results)
+            assert torch.equal(y, expected_sums(without_the_dead(call), num_ranks))
+            check_old_route(buffer, early, call)
+            check_new_routes(buffer, range(3, 5), group)
+            assert (buffer.traffic() != before) == (num_ranks > 2), "nothing is sent to the dead"
+        group.collectives.gather_records({}, phase="the living have gone on")
+        if group.rank == DEAD:
+            # It comes late, hears of it, and disturbs nobody.
+            with pytest.raises(EPTimeout, match="gave up waiting"):
+                call_in_vain(buffer, "dispatch", call, early)
+        else:
+            if kind is HastyBuffer:
+                large = call_of(2, 0, num_ranks, group.device)
+                large = replace(
+                    large,
+                    hidden_states=large.hidden_states.repeat(2, 1),
+                    topk_ids=large.topk_ids.repeat(2, 1),
+                    topk_weights=large.topk_weights.repeat(2, 1),
+                )
+                with pytest.raises(CapacityError, match=r"without rank 1 .* max_tokens_per_rank"):
+                    buffer.dispatch(large)
+            check_new_routes(buffer, range(5, 6), group)
+        buffer.close()
+
+
+@pytest.mark.ranks(2, 3)
+def test_living_ranks_go_on_without_one_that_missed_a_dispatch(num_ranks: int) -> None:
+    go_on_without_the_dead(HastyBuffer, num_ranks, missed="dispatch", flags=TRAINS)
+
+
+@pytest.mark.ranks(2)
+def test_living_ranks_go_on_without_one_that_missed_a_combine(num_ranks: int) -> None:
+    go_on_without_the_dead(HastyStaticBuffer, num_ranks, missed="combine", flags=BatchFlags.NONE)
+
+
 def gradients(buffer: Buffer, call: DispatchCall) -> list[Tensor]:
     """y, and the gradients of hidden states and router weights; experts multiply."""
     x = call.hidden_states.clone().requires_grad_()
@@ -258,9 +380,3 @@ def test_gradients_are_those_of_the_collective_buffer(backend: str) -> None:
                 # Terms have one sign; they are rounded to bfloat16 at most four times on the way.
                 torch.testing.assert_close(mine, other, rtol=4 * 2**-8, atol=0)
         found.check()
-
-
-def test_spec_of_the_rounds_is_small_enough_for_an_interpreter() -> None:
-    spec: BufferSpec = spec_of()
-    assert spec.max_tokens_per_rank == MAX_TOKENS
-    assert spec.dispatch_format == WireFormat.of(torch.bfloat16)

@@ -80,6 +80,8 @@ class EPConfig:
     max_recv_slots: most slots a rank receives in one call of normal mode; None: exact sizes.
     replicated: every rank passes the same tokens and the same gradients; standard mode only.
     slot_alignment: each expert's slots start at a multiple of this, for GEMMs that tile.
+    num_sms: processors of a GPU that each kernel of normal mode over NVLink may take, so that
+        others compute meanwhile; None: the buffer's own choice. Other buffers do not look at it.
     timeout_s: longest wait for another rank, in seconds; a group waits as long as its most patient
         layer. NCCL and HCCL follow the timeout of the process group instead.
     check_calls: find faults in the call they belong to, at a cost: static buffers run check() in
@@ -100,6 +102,7 @@ class EPConfig:
     max_recv_slots: int | None = None
     replicated: bool = False
     slot_alignment: int = 1
+    num_sms: int | None = None
     # 100 s: a first call may compile kernels on one rank while the others wait.
     timeout_s: float = 100.0
     check_calls: bool = False
@@ -115,7 +118,7 @@ class EPConfig:
                 object.__setattr__(self, name, _enum_member(name, kind, value))
         scales = None if self.dispatch_scales is None else ScaleDtype(self.dispatch_scales)
         _check_scales(self.dispatch_dtype, scales)
-        for name in ("max_tokens_per_rank", "max_recv_slots"):
+        for name in ("max_tokens_per_rank", "max_recv_slots", "num_sms"):
             value = getattr(self, name)
             is_valid = value is None or (_is_integer(value) and value >= 1)
             _expect(name, value, is_valid, "at least 1 or None")
@@ -214,6 +217,7 @@ def _enum_member(name: str, kind: type[E], value: object) -> E:
 _PARSERS = {
     "max_tokens_per_rank": int,
     "max_recv_slots": int,
+    "num_sms": int,
     "slot_alignment": int,
     "timeout_s": float,
 }

@@ -296,6 +296,7 @@ def _buffer_spec(
         max_recv_slots=config.max_recv_slots,
         slot_alignment=config.slot_alignment,
         compares_calls=config.check_calls,
+        num_sms=config.num_sms,
     )
 
 

@@ -110,6 +110,7 @@ OTHER_CONFIG = {
     "max_recv_slots": 40,
     "replicated": True,
     "slot_alignment": 4,
+    "num_sms": 16,
     "timeout_s": 50.0,
     "check_calls": True,
     "deterministic": True,

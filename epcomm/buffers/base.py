@@ -46,6 +46,7 @@ class BufferSpec:
     max_recv_slots: static budget of slots a rank receives, or None for exact sizes.
     slot_alignment: each expert's slots start at a multiple of this.
     compares_calls: ranks compare their calls where that needs an exchange of its own.
+    num_sms: processors of a GPU that kernels of its own may take, None for the buffer's choice.
     intermediate_size: I, for fused operators, which compute the experts; buffers do not, and have
         None, as has a plan that was made without experts.
     """
@@ -60,6 +61,7 @@ class BufferSpec:
     max_recv_slots: int | None = None
     slot_alignment: int = 1
     compares_calls: bool = False
+    num_sms: int | None = None
     intermediate_size: int | None = None
 
     def as_record(self) -> dict[str, str | int | None]:
@@ -75,6 +77,7 @@ class BufferSpec:
             "max_recv_slots": self.max_recv_slots,
             "slot_alignment": self.slot_alignment,
             "compares_calls": self.compares_calls,
+            "num_sms": self.num_sms,
             "intermediate_size": self.intermediate_size,
         }
 

@@ -310,4 +310,4 @@ class NVLinkNormal(NVLinkNormalFacts):
     def _num_programs(self) -> int:
         if self._device.type != "cuda":
             return _INTERPRETED_PROGRAMS
-        return self.default_num_sms
+        return self._spec.num_sms or self.default_num_sms

@@ -3,7 +3,7 @@
 Rows are used where peers have stored them, through an expert-major index; with gradients they are
 copied once into memory of their own. Words, order and reuse: epcomm/kernels/nvlink_push.py,
 nvlink_index.py and nvlink_reduce.py. Every operation stands alone: a dispatch needs no combine, a
-combine no dispatch.
+combine no dispatch. Here is what nvlink_exact.py and nvlink_static.py share.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from epcomm.testing import buffer_suite
 from epcomm.types import RowsPer
 from tests.kernels.test_nvlink_ranks import (
     HIDDEN,
+    MAX_TOKENS,
     NUM_LOCAL,
     TOP_K,
     call_of,
@@ -272,10 +273,14 @@ def check_new_routes(buffer: Buffer, rounds: range, group: EPGroup) -> None:
     buffer.check()
 
 
-def check_old_route(buffer: Buffer, early: Dispatched, call: DispatchCall) -> None:
+def check_old_route(buffer: NVLinkNormal, early: Dispatched, call: DispatchCall) -> None:
     """Rows go out and sums and scalars come home as if the dead rank had never owned a thing."""
     route = early.route
     assert isinstance(route, NVLinkNormalRoute)
+    if route.owns_rows:
+        for received in buffer.received_rows():
+            # Stores that were under way when it was masked.
+            received.data[DEAD * MAX_TOKENS : (DEAD + 1) * MAX_TOKENS] = 7
     rows = buffer.redispatch(call.hidden_states, route)
     first, count = int(route.arrivals.row_base[DEAD]), int(route.arrivals.rows_from[DEAD])
     assert count > 0 or len(route.arrivals.rows_from) > 2, "the test is of something"
@@ -300,7 +305,10 @@ def go_on_without_the_dead(
         # A batch of all, whose route names the dead rank.
         early = buffer.dispatch(replace(call, flags=flags))
         results = compute(early, group.rank)
-        group.collectives.gather_records({}, phase="all have dispatched")
+        scalars = torch.ones(early.rows.data.shape[0], TOP_K, device=group.device)
+        # Leaves sums and scalars of the dead rank behind.
+        buffer.combine(early.rows.data, early.route, rows_per=RowsPer.ROW, row_scalars=scalars)
+        group.collectives.gather_records({}, phase="all have combined")
         if group.rank == 0:
             # The other living ones are told, and have come to other numbers.
             with pytest.raises(EPTimeout, match=r"ranks? 1.* did not arrive"):

@@ -44,15 +44,18 @@ from benchmarks.checks import CheckError
 from benchmarks.machine_facts import describe_hardware, describe_versions
 from benchmarks.timing import Percentiles, clock_for
 from epcomm import EPGroup
-from epcomm.buffers.base import BufferSpec, DispatchCall, Dispatched
+from epcomm.buffers.base import DispatchCall, Dispatched
 from epcomm.buffers.nvlink_static import NVLinkStaticBuffer
 from epcomm.ops.pack import pack
+from epcomm.quantization import quantizer_for
 from epcomm.types import RowsPer, WireFormat, WireTensor
 
 # Most tokens of a rank in low latency: beyond them rows fill the wire for longer than waits last.
 LOW_LATENCY_TOKENS = 512
 # Cycles that all GPUs sleep after they have met, so that the host is ahead of them: 60 us.
 _HEAD_START = 100_000
+# Iterations that are not counted.
+_WARM_UP = 3
 
 Call = Callable[[], object]
 
@@ -93,6 +96,7 @@ class NormalWork:
     """One batch in normal mode, whose rows come as they travel."""
 
     buffer: NVLinkStaticBuffer
+    wire: WireFormat
     call: DispatchCall
     out: Dispatched
     results: Tensor
@@ -118,7 +122,13 @@ class NormalWork:
         out = buffer.dispatch(call)
         num_slots = low_latency.row_of_slot(out).shape[0]
         results = torch.randn(num_slots, options.hidden, device=group.device)
-        return cls(buffer=buffer, call=call, out=out, results=results.to(torch.bfloat16))
+        return cls(
+            buffer=buffer,
+            wire=spec.dispatch_format,
+            call=call,
+            out=out,
+            results=results.to(torch.bfloat16),
+        )
 
     def dispatch(self) -> Dispatched:
         """Along a new route."""
@@ -126,8 +136,8 @@ class NormalWork:
 
     def dispatch_again(self) -> Tensor:
         """Along the route of the first dispatch."""
-        wire = self.call.wire_tensor(self.buffer.spec.dispatch_format)
-        return self.buffer.redispatch(wire.data, self.out.route)
+        data = self.call.wire_tensor(self.wire).data
+        return self.buffer.redispatch(data, self.out.route)
 
     def combine(self) -> Tensor:
         """y."""
@@ -157,9 +167,10 @@ def normal_calls(work: NormalWork, wire: WireName) -> dict[str, Call]:
         x = work.call.hidden_states
         return {
             "dispatch_fp8": work.dispatch,
+            # Of its codes alone: what travels again has no scales.
             "dispatch_fp8_again": work.dispatch_again,
             "pack_fp8": work.pack,
-            "quantize": lambda: quantized(x, work.buffer.spec.dispatch_format),
+            "quantize": lambda: quantized(x, work.wire),
         }
     return {
         "dispatch": work.dispatch,
@@ -171,8 +182,6 @@ def normal_calls(work: NormalWork, wire: WireName) -> dict[str, Call]:
 
 def quantized(x: Tensor, wire: WireFormat) -> WireTensor:
     """Rows as they travel, by the kernel that dispatchers use."""
-    from epcomm.quantization import quantizer_for
-
     return quantizer_for(x.device)(x, wire)
 
 
@@ -202,6 +211,13 @@ def nccl_calls(call: DispatchCall, experts: Experts) -> dict[str, Call]:
     }
 
 
+def replays_of(calls: Mapping[str, Call], device: torch.device) -> Mapping[str, Call]:
+    """What is timed: graphs, or the calls themselves where there are none.   Collective: yes."""
+    if device.type != "cuda":
+        return calls
+    return {name: graph.replay for name, graph in graphs_of(calls).items()}
+
+
 def graphs_of(calls: Mapping[str, Call]) -> dict[str, torch.cuda.CUDAGraph]:
     """Each call as a graph, after one call that compiles and allocates.   Collective: yes."""
     found = {}
@@ -219,14 +235,16 @@ def timed(
     calls: Mapping[str, Call], iterations: int, device: torch.device
 ) -> dict[str, list[float]]:
     """Microseconds of each iteration on this rank.   Collective: yes."""
-    graphs, meeting = graphs_of(calls), torch.zeros(1, device=device)
-    clock, spans = clock_for(device), {name: [] for name in calls}
-    for number in range(-3, iterations):
-        for name, graph in graphs.items():
+    replays, meeting = replays_of(calls, device), torch.zeros(1, device=device)
+    clock = clock_for(device)
+    spans: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(-_WARM_UP, iterations):
+        for name, replay in replays.items():
             dist.all_reduce(meeting)
-            torch.cuda._sleep(_HEAD_START)
+            if device.type == "cuda":
+                torch.cuda._sleep(_HEAD_START)
             clock.mark()
-            graph.replay()
+            replay()
             clock.mark()
             (ms,) = clock.take()
             if number >= 0:
@@ -278,7 +296,8 @@ def by_tokens(sweep: Sweep, tokens: int, group: EPGroup) -> dict[str, object]:
         num_local=sweep.experts // group.world_size,
     )
     us |= slowest(timed(nccl_calls(call, experts), sweep.iterations, group.device))
-    torch.cuda.empty_cache()
+    if group.device.type == "cuda":
+        torch.cuda.empty_cache()
     return {"tokens": tokens, "us": us, "remote_bytes": sent}
 
 

@@ -37,6 +37,7 @@ from benchmarks.timing import Percentiles, captured, clock_for
 from epcomm import EPGroup
 from epcomm.buffers.base import Buffer, BufferSpec, DispatchCall, Dispatched
 from epcomm.buffers.faults import BatchFlags
+from epcomm.buffers.nvlink_host import NVLinkHost
 from epcomm.buffers.nvlink_low_latency import NVLinkLowLatencyBuffer
 from epcomm.quantization import (
     FP8_FLOAT32_SCALES,
@@ -133,7 +134,7 @@ def open_buffer(options: Options, group: EPGroup) -> NVLinkLowLatencyBuffer:
     return buffer
 
 
-def check(options: Options, group: EPGroup, buffer: NVLinkLowLatencyBuffer) -> dict[str, float]:
+def check(options: Options, group: EPGroup, buffer: NVLinkHost) -> dict[str, float]:
     """Compare with the collective buffer, batch by batch; the largest errors.
 
     Collective: yes.
@@ -155,7 +156,7 @@ def check(options: Options, group: EPGroup, buffer: NVLinkLowLatencyBuffer) -> d
     return {"batches": options.checked, "largest_error_of_sums": worst, "allowed": SUM_TOLERANCE}
 
 
-def poison(buffer: NVLinkLowLatencyBuffer, group: EPGroup) -> None:
+def poison(buffer: NVLinkHost, group: EPGroup) -> None:
     """Fill what was received before, and what is received next, with NaN. Collective: yes."""
     wait_for_all(group.device)
     for rows in buffer.received_rows():

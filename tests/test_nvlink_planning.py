@@ -83,6 +83,7 @@ class Case:
     id: str
     devices: tuple[str, str] = ("a", "b")
     hosts: tuple[str, str] = ("one", "one")
+    prefill: str = "nvlink"
     decode: str = NAME
     reason: str = ""
 
@@ -92,12 +93,14 @@ CASES = [
     Case(
         id="apart",
         devices=("a", "c"),
+        prefill="collective",
         decode="collective_static",
         reason=f"rejected {BOTH}: rank 0 is not joined to [1] by NVLink",
     ),
     Case(
         id="two hosts",
         hosts=("one", "two"),
+        prefill="collective",
         decode="collective_static",
         reason=f"rejected {BOTH}: ranks are on 2 hosts, expected one whose memory they share",
     ),
@@ -119,7 +122,7 @@ def test_decode_takes_it_where_it_can(case: Case, monkeypatch: pytest.MonkeyPatc
         assert group.collectives.kernel_timeout_s == CONFIG.timeout_s == 7
     assert chosen.decode is not None
     assert chosen.decode.backend == case.decode
-    assert chosen.prefill.backend == "collective"
+    assert chosen.prefill.backend == case.prefill
     text = chosen.explain()
     assert case.reason in text
     waits = "needs a transport whose verbs the host waits in, gloo or MPI"

@@ -21,7 +21,7 @@ from epcomm.buffers.faults import DeviceFaults
 from epcomm.buffers.symmetric_memory import SymmetricMemory, open_symmetric_memory
 from epcomm.collectives.base import Collectives, describe_ranks
 from epcomm.errors import BackendUnavailable, EPTimeout, HandleError
-from epcomm.types import align_up
+from epcomm.types import WireTensor, align_up
 
 _MOST_POLLS = 2**31 - 1
 # Words of a meeting begin at a line of the L2 cache.
@@ -34,6 +34,8 @@ class NVLinkHost(Buffer):
 
     needs_one_host: ClassVar[bool] = True
     needs_nvlink: ClassVar[bool] = True
+    # Places for what a dispatch brings, used in turns.
+    num_slots: ClassVar[int]
     # Polls of a kernel in a second: of a GPU, not measured yet, and of an interpreter, which takes
     # 1.1 ms for one on a busy machine.
     polls_per_s: ClassVar[Mapping[str, int]] = MappingProxyType({"cuda": 2_000_000, "cpu": 1_000})
@@ -58,6 +60,10 @@ class NVLinkHost(Buffer):
         self._faults = DeviceFaults(self._rank, self._world_size, self._device)
         self._memory: SymmetricMemory | None = None
         self._stream: torch.cuda.Stream | None = None
+
+    @abstractmethod
+    def received_rows(self) -> tuple[WireTensor, ...]:
+        """[W * M, H] of each slot, views of memory that peers write. Local."""
 
     @classmethod
     @abstractmethod

@@ -18,7 +18,13 @@ from torch import Tensor
 from epcomm.buffers.base import BufferSpec, Combined, DispatchCall
 from epcomm.buffers.faults import BatchFlags, FaultCode, pack_word
 from epcomm.buffers.nvlink_normal_facts import FIRST_TOKENS, NVLinkNormalFacts, row_bytes
-from epcomm.buffers.nvlink_normal_memory import as_words, exchange_of, forget_rows, received_rows
+from epcomm.buffers.nvlink_normal_memory import (
+    as_words,
+    exchange_of,
+    forget_rows,
+    received_data,
+    received_rows,
+)
 from epcomm.buffers.nvlink_normal_routes import NVLinkNormalRoute, RouteMemory
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
@@ -69,7 +75,9 @@ class NVLinkNormal(NVLinkNormalFacts):
         push_rows(self._exchange, words, None, route.sends, slot=slot, topk=None)
         if not route.owns_rows and route.room_tokens == self._layout.max_tokens:
             collect_rows(self._exchange, route.arrivals, slot=slot)
-            return self._received(slot, WireFormat.of(hidden_states.dtype)).data
+            assert self._memory is not None, "the call has been checked"
+            block = self._memory.block
+            return received_data(self._layout, block, slot, hidden_states.dtype)
         return self._collected(route, slot, "data", hidden_states)
 
     def combine(

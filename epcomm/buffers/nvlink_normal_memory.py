@@ -81,10 +81,15 @@ def exchange_of(
     )
 
 
+def received_data(layout: NormalLayout, block: Tensor, slot: int, dtype: torch.dtype) -> Tensor:
+    """[W * M, H]: the elements of the rows of a slot, where they lie."""
+    return _region(layout, block, slot, "data").view(dtype)[:, : layout.spec.hidden_size]
+
+
 def received_rows(layout: NormalLayout, block: Tensor, slot: int, wire: WireFormat) -> WireTensor:
     """[W * M, H]: the rows of a slot as they travelled, and their scales, where they lie."""
     hidden_size, scales = layout.spec.hidden_size, None
-    data = _region(layout, block, slot, "data").view(wire.dtype.torch_dtype)[:, :hidden_size]
+    data = received_data(layout, block, slot, wire.dtype.torch_dtype)
     if wire.scale_dtype is not None:
         scales = _region(layout, block, slot, "scales").view(wire.scale_dtype)
         scales = scales[:, : wire.num_scales(hidden_size)]

@@ -375,23 +375,25 @@ def main(
                 "versions": describe_versions(group.device),
                 "command": shlex.join(["python", "-m", "benchmarks.bench_nvlink", *sys.argv[1:]]),
             }
-            findings = []
-            for each in sweep.tokens:
-                findings.append(by_tokens(sweep, each, group))
-                console.print(summary(findings[-1]))
-            report["by_tokens"] = findings
-            rates = []
-            for each in sweep.sms:
-                rates.append(by_sms(sweep, each, group))
-                console.print(summary(rates[-1]))
-            report["by_sms"] = rates
-        if output is not None and dist.get_rank() == 0:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(json.dumps(rounded(report), indent=2) + "\n", encoding="utf-8")
+            findings: dict[str, list[dict[str, object]]] = {"by_tokens": [], "by_sms": []}
+            steps = [("by_tokens", by_tokens, each) for each in sweep.tokens]
+            steps += [("by_sms", by_sms, each) for each in sweep.sms]
+            for name, measure, each in steps:
+                findings[name].append(measure(sweep, each, group))
+                console.print(summary(findings[name][-1]))
+                # Each time anew: a run that is cut short has measured something.
+                if output is not None and group.rank == 0:
+                    write(report | findings, output)
     except CheckError as error:
         sys.exit(str(error))
     finally:
         dist.destroy_process_group()
+
+
+def write(report: Mapping[str, object], path: Path) -> None:
+    """As JSON, into a folder that is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(rounded(report), indent=2) + "\n", encoding="utf-8")
 
 
 def summary(finding: Mapping[str, object]) -> str:

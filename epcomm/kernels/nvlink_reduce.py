@@ -35,9 +35,17 @@ _COMBINE_LEFT = tl.constexpr(COMBINE_LEFT)
 
 
 @triton.jit
-def _nth_slot(slots: tl.tensor, order: tl.tensor, nth: tl.tensor) -> tl.tensor:
-    """[rows]: of -1 5 -1 2 the first is 5, the second 2, the third -1; order: 0 1 1 2."""
-    return tl.max(tl.where((slots >= 0) & (order == nth), slots, -1), 1)
+def _next_slot(
+    slots: tl.tensor, last: tl.tensor, K_LANES: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """[rows], twice: the first slot behind entry `last` of a row, -1 for none, and its entry.
+
+    Of -1 5 -1 2 behind -1 it is 5, entry 1; behind that 2, entry 3. No scan: Triton 3.6 cannot make
+    one of four columns in the layout that rows are read in.
+    """
+    k = tl.arange(0, K_LANES)[None, :]
+    entry = tl.min(tl.where((slots >= 0) & (k > last[:, None]), k, K_LANES), 1)
+    return tl.max(tl.where(k == entry[:, None], slots, -1), 1), entry
 
 
 @triton.jit
@@ -74,6 +82,7 @@ def _send_rows(
     slots: tl.tensor,
     home_ptr: tl.tensor,
     is_row: tl.tensor,
+    K_LANES: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     ROWS_STRIDE: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -81,15 +90,15 @@ def _send_rows(
     STAGES: tl.constexpr,
 ) -> None:
     """Sum the slots of a few rows, in k order, to where home_ptr [rows] points."""
-    order = tl.cumsum((slots >= 0).to(tl.int32), 1)
     # Nine rows in ten have no fourth slot; these three are loaded together, ahead of the sums.
-    first = _nth_slot(slots, order, 1)
-    second = _nth_slot(slots, order, 2)
-    third = _nth_slot(slots, order, 3)
+    none = tl.zeros_like(tl.max(slots, 1)) - 1
+    first, entry = _next_slot(slots, none, K_LANES)  # pyright: ignore[reportGeneralTypeIssues]
+    second, entry = _next_slot(slots, entry, K_LANES)  # pyright: ignore[reportGeneralTypeIssues]
+    third, third_entry = _next_slot(slots, entry, K_LANES)  # pyright: ignore[reportGeneralTypeIssues]
     first_weights = _weights_of(weights_ptr, first, HAS_WEIGHTS)
     second_weights = _weights_of(weights_ptr, second, HAS_WEIGHTS)
     third_weights = _weights_of(weights_ptr, third, HAS_WEIGHTS)
-    most = tl.max(tl.max(order, 1), 0)
+    most = tl.max(tl.sum((slots >= 0).to(tl.int32), 1), 0)
     for begin in tl.range(0, HIDDEN, COLUMNS, num_stages=STAGES):
         column = begin + tl.arange(0, COLUMNS)[None, :]
         is_in = column < HIDDEN
@@ -97,10 +106,11 @@ def _send_rows(
         total += _part(rows_ptr, second, second_weights, column, is_in, ROWS_STRIDE, HAS_WEIGHTS)
         total += _part(rows_ptr, third, third_weights, column, is_in, ROWS_STRIDE, HAS_WEIGHTS)
         if most > 3:
-            for nth in tl.range(4, most + 1, num_stages=1):
-                nth_slot = _nth_slot(slots, order, nth)
-                weights = _weights_of(weights_ptr, nth_slot, HAS_WEIGHTS)
-                total += _part(rows_ptr, nth_slot, weights, column, is_in, ROWS_STRIDE, HAS_WEIGHTS)
+            entry = third_entry
+            for _ in tl.range(3, most, num_stages=1):
+                later, entry = _next_slot(slots, entry, K_LANES)  # pyright: ignore[reportGeneralTypeIssues]
+                weights = _weights_of(weights_ptr, later, HAS_WEIGHTS)
+                total += _part(rows_ptr, later, weights, column, is_in, ROWS_STRIDE, HAS_WEIGHTS)
         value = _cast(total, rows_ptr.dtype.element_ty)
         tl.store(home_ptr[:, None] + column, value, mask=is_row[:, None] & is_in)
 
@@ -292,6 +302,7 @@ def _combine_kernel(
                         slots,
                         tl.multiple_of(home_ptr, 16),
                         is_row,
+                        K_LANES,
                         HAS_WEIGHTS,
                         ROWS_STRIDE,
                         HIDDEN,

@@ -34,10 +34,6 @@ from epcomm.kernels.peer_exchange import ExchangeDims, PeerExchange
 from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
 from epcomm.types import WireFormat
 
-# The compiler prints what ptxas says of registers and spills, which a cache would not.
-knobs.nvidia.dump_ptxas_log = True
-knobs.compilation.always_compile = True
-
 HOPPER = GPUTarget("cuda", 90, 32)
 # As at run time: memory from torch begins at multiples of 16 bytes.
 IS_ALIGNED = [["tt.divisibility", 16]]
@@ -246,6 +242,10 @@ def received_combine(hidden_size: int = 7168, world_size: int = 8) -> dict[str, 
 
 
 def print_compiled(variants: Mapping[str, Callable[[], dict[str, str]]]) -> None:
+    # The compiler prints what ptxas says of registers and spills, which a cache would not. Not when
+    # this is imported: the knobs are variables of the environment, which other programs inherit.
+    knobs.nvidia.dump_ptxas_log = True
+    knobs.compilation.always_compile = True
     # A compiler takes one core.
     with multiprocessing.get_context("fork").Pool(2) as pool:
         waiting = {name: pool.apply_async(compiled) for name, compiled in variants.items()}

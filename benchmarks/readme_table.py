@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Annotated, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import typer
 
@@ -21,6 +21,16 @@ _MARKED = re.compile(
     r"(?P<start><!-- benchmark:(?P<name>[\w-]+) -->\n).*?(?P<end><!-- /benchmark -->)", re.DOTALL
 )
 _QUANTILES = ("p50", "p95", "p99")
+# Columns of a result of NVLink buffers: the spans that a way takes, which are added up.
+_WAYS = {
+    "low latency FP8 pair": ("pair_in_chain_fp8",),
+    "low latency BF16 pair": ("pair_in_chain_bf16",),
+    "normal FP8 dispatch": ("dispatch_fp8",),
+    "normal BF16 dispatch": ("dispatch",),
+    "normal combine": ("combine",),
+    "NCCL all-to-all, both ways": ("all_to_all_dispatch", "all_to_all_combine"),
+    "NCCL all-gather and reduce-scatter": ("all_gather", "reduce_scatter"),
+}
 
 
 class ContenderResult(TypedDict):
@@ -59,6 +69,31 @@ class CopiesResult(TypedDict):
     touched_over_copy_rate: float
 
 
+class NVLinkTimes(TypedDict):
+    """All ways at one number of tokens, as bench_nvlink.py writes it; us: by what is timed."""
+
+    tokens: int
+    us: dict[str, dict[str, float]]
+
+
+class NVLinkRates(TypedDict):
+    """Normal mode on some processors."""
+
+    num_sms: int
+    remote_gb_per_s: dict[str, float]
+
+
+class NVLinkResult(TypedDict):
+    """The parts of a result of NVLink buffers that a table shows."""
+
+    configuration: dict[str, int]
+    hardware: dict[str, str | int]
+    versions: dict[str, str]
+    command: str
+    by_tokens: list[NVLinkTimes]
+    by_sms: list[NVLinkRates]
+
+
 class Result(TypedDict):
     """The parts of a result that a table shows."""
 
@@ -80,10 +115,17 @@ def fill(text: str, results: Path = RESULTS) -> str:
 
     def table(match: re.Match[str]) -> str:
         result = json.loads((results / f"{match['name']}.json").read_text("utf-8"))
-        table = render_gemm(result) if result["benchmark"].startswith("gemm") else render(result)
-        return f"{match['start']}{table}{match['end']}"
+        return f"{match['start']}{_render_kind(result)}{match['end']}"
 
     return _MARKED.sub(table, text)
+
+
+def _render_kind(result: Any) -> str:
+    """By what the benchmark calls itself; each kind has a record of its own."""
+    kind = result["benchmark"]
+    if kind == "nvlink":
+        return render_nvlink(result)
+    return render_gemm(result) if kind.startswith("gemm") else render(result)
 
 
 def render(result: Result) -> str:
@@ -130,6 +172,33 @@ def render_gemm(result: GemmResult) -> str:
         f"{result['hardware']['accelerator']}, torch {result['versions']['torch']}; "
         f"{findings[-1]['rows']} rows read the matrices at {share:.0%} of the rate of a copy: "
         f"`{result['command']}`"
+    )
+    return "\n".join([*lines, "", caption, ""])
+
+
+def render_nvlink(result: NVLinkResult) -> str:
+    """Two tables: by tokens, a column for each way; by processors, what crosses NVLink."""
+    lines = [
+        _row("tokens a rank", *_WAYS),
+        _row(*["---:"] * (1 + len(_WAYS))),
+    ]
+    for finding in result["by_tokens"]:
+        us = {name: span["p50"] for name, span in finding["us"].items()}
+        sums = [[us[part] for part in parts if part in us] for parts in _WAYS.values()]
+        cells = [f"{sum(found):.0f}" if found else "" for found in sums]
+        lines.append(_row(str(finding["tokens"]), *cells))
+    names = list(result["by_sms"][0]["remote_gb_per_s"])
+    lines += ["", _row("SMs", *(f"{name.replace('_', ' ')}, GB/s" for name in names))]
+    lines.append(_row(*["---:"] * (1 + len(names))))
+    for rates in result["by_sms"]:
+        cells = [f"{rates['remote_gb_per_s'][name]:.0f}" for name in names]
+        lines.append(_row(str(rates["num_sms"]), *cells))
+    sizes, hardware = result["configuration"], result["hardware"]
+    caption = (
+        f"{sizes['ranks']} ranks on {hardware['accelerator']}, H = {sizes['hidden']}, top-"
+        f"{sizes['top_k']} of {sizes['experts']}, torch {result['versions']['torch']}; medians in "
+        f"us of captured graphs on the slowest rank; remote bytes alone, at {sizes['sms_tokens']} "
+        f"tokens: `{result['command']}`"
     )
     return "\n".join([*lines, "", caption, ""])
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Annotated, NotRequired, TypedDict
 
 import typer
 
@@ -114,14 +114,15 @@ def fill(text: str, results: Path = RESULTS) -> str:
     """
 
     def table(match: re.Match[str]) -> str:
-        result = json.loads((results / f"{match['name']}.json").read_text("utf-8"))
-        return f"{match['start']}{_render_kind(result)}{match['end']}"
+        text = (results / f"{match['name']}.json").read_text("utf-8")
+        return f"{match['start']}{_render_kind(text)}{match['end']}"
 
     return _MARKED.sub(table, text)
 
 
-def _render_kind(result: Any) -> str:
+def _render_kind(text: str) -> str:
     """By what the benchmark calls itself; each kind has a record of its own."""
+    result = json.loads(text)
     kind = result["benchmark"]
     if kind == "nvlink":
         return render_nvlink(result)

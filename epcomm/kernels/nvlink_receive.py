@@ -3,7 +3,7 @@
 Memory order: as in nvlink_send.py, whose programs' adds it awaits. It reads no rows, only records;
 the host reads nothing.
 
-Not yet timed.
+4.5 us on an H200 at 128 tokens of eight ranks, beside the sender 1.5.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ from tests.kernels.test_nvlink_ranks import (
     NUM_LOCAL,
     TOP_K,
     call_of,
+    compute,
     expected_sums,
     factor_of,
     spec_of,
@@ -105,19 +106,6 @@ class ImpatientBuffer(NVLinkBuffer):
     """Gives up after 200 polls, or a million of a GPU."""
 
     polls_per_s: ClassVar[Mapping[str, int]] = {"cpu": 2, "cuda": 10_000}
-
-
-def compute(out: Dispatched, rank: int) -> Tensor:
-    """[C, H]: what the experts of a rank make of their slots, NaN elsewhere."""
-    row_of_slot = out.index.row_of_slot
-    assert row_of_slot is not None
-    results = out.rows.data.new_full((row_of_slot.numel(), HIDDEN), float("nan"))
-    first = out.index.first_slot.tolist()
-    for expert, count in enumerate(out.index.num_slots_per_expert.tolist()):
-        mine = slice(first[expert], first[expert] + count)
-        rows = out.rows.data[row_of_slot[mine].long()]
-        results[mine] = rows * factor_of(rank * NUM_LOCAL + expert)
-    return results
 
 
 def run_rounds(buffer: Buffer, rounds: range, group: EPGroup) -> None:

@@ -1,7 +1,7 @@
 """Combine of normal mode over NVLink in CUDA C++, from nvlink_reduce.cu.
 
-The Triton version moves 14 KB rows at 264 GB/s on 32 processors of an H200 under the load of eight
-ranks, for its programs issue loads of all their threads in step; a warp a row does not.
+Between two H200 that send each other what eight ranks with 4096 tokens each would, on 32 processors,
+it takes 0.89 ms and the Triton version 1.02 ms: there the loads of a program are issued in step.
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from matplotlib.lines import Line2D
 
-pytest.importorskip("triton")
 from benchmarks.bench_nvlink import rounded, summary
 from benchmarks.plot_nvlink import draw
 from benchmarks.readme_table import NVLinkResult, render_nvlink

@@ -330,6 +330,7 @@ def by_sms(sweep: Sweep, num_sms: int, group: EPGroup) -> dict[str, object]:
             kind = "combine" if name == "combine" else "dispatch"
             rates[name] = sent[kind] / span["p50"] / 1e3
         us |= found
+        work.buffer.check()
         work.buffer.close()
     return {"num_sms": num_sms, "us": us, "remote_gb_per_s": rates}
 

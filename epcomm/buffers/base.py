@@ -320,7 +320,9 @@ class Buffer(Backend):
     def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
         """Send [T, H] along an old route and return [R, H]: the dual of combine.
 
-        Collective: yes.   Host sync: none.   Lifetime: the caller owns the rows.
+        Collective: yes.   Host sync: none.
+        Lifetime: the caller owns the rows, unless caps.owns_rows is False and the dispatch was made
+            without gradients: then as those of a dispatch.
         """
 
     @abstractmethod

@@ -371,6 +371,9 @@ class NVLinkLowLatencyBuffer(MaskingHost):
     ) -> Pending[Combined]:
         from epcomm.kernels import nvlink_combine
 
+        # Not when it is received: its kernel does not wait for those behind this sender, whose
+        # inputs, freed by then, could be the same memory.
+        y = rows.new_empty(num_tokens, self._spec.hidden_size)
         nvlink_combine.send_combine(
             slot.exchange,
             rows,
@@ -380,9 +383,11 @@ class NVLinkLowLatencyBuffer(MaskingHost):
             announced=int(code),
         )
         slot.is_open = False
+        sent_on = torch.cuda.current_stream(y.device) if y.is_cuda else None
 
         def receive() -> Combined:
-            y = rows.new_empty(num_tokens, self._spec.hidden_size)
+            if sent_on is not None and sent_on != (stream := torch.cuda.current_stream(y.device)):
+                y.record_stream(stream)
             nvlink_combine.receive_combine(slot.exchange, y, slot.is_sent)
             return Combined(y=y, scalars=None)
 

@@ -112,8 +112,9 @@ def _region(layout: NormalLayout, block: Tensor, slot: int, region: str) -> Tens
 def as_words(rows: Tensor) -> Tensor:
     """[n, words]: rows as the widest integers that fit, for kernels that only move them."""
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    row_bytes = rows.shape[1] * rows.itemsize
+    # Where a row begins and ends; the first one may begin anywhere in a larger tensor.
+    places = (rows.storage_offset(), rows.stride(0), rows.shape[1])
     for dtype in (torch.int32, torch.int16):
-        if row_bytes % dtype.itemsize == 0 and rows.stride(0) * rows.itemsize % dtype.itemsize == 0:
+        if all(place * rows.itemsize % dtype.itemsize == 0 for place in places):
             return rows.view(dtype)
     return rows.view(torch.uint8)

@@ -25,12 +25,16 @@ from epcomm.types import RowsPer, WireFormat, WireTensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _CombineCall:
-    """The arguments of combine that are no tensors of the graph."""
+    """The arguments of combine that are no tensors of the graph.
+
+    lasts: rows along the route are the caller's own; see Buffer.redispatch().
+    """
 
     buffer: Buffer
     route: Route
     rows_per: RowsPer
     gradient_dtype: torch.dtype
+    lasts: bool
 
 
 class _Dispatch(torch.autograd.Function):
@@ -86,7 +90,8 @@ class _Combine(torch.autograd.Function):
         wire = grad_y.to(call.gradient_dtype).contiguous()
         grad_rows = call.buffer.redispatch(wire, call.route).to(grad_y.dtype)
         if call.rows_per is RowsPer.ROW:
-            return grad_rows, None, None
+            # Autograd may keep them; slots are copied below.
+            return grad_rows if call.lasts else grad_rows.clone(), None, None
         grad_slots = gather_rows(grad_rows, call.route.index)
         if not ctx.saved_tensors:  # type: ignore[attr-defined]
             return grad_slots, None, None
@@ -133,6 +138,7 @@ def combine_rows(buffer: Buffer, rows: RowsCombineInput, gradient_dtype: torch.d
         route=handle.route,
         rows_per=rows.rows_per,
         gradient_dtype=gradient_dtype,
+        lasts=handle.needs_backward,
     )
     hidden_states = rows.hidden_states
     if handle.needs_backward and torch.is_grad_enabled():

@@ -141,8 +141,9 @@ def byte_matrix_map(matrix: Tensor, box_rows: int, box_columns: int) -> TensorMa
     return found
 
 
+@cache
 def nvrtc_is_installed() -> bool:
-    """Whether the compiler can be loaded. Loads it."""
+    """Whether the compiler can be loaded. Loads it; looks once, for it is asked in every call."""
     try:
         _nvrtc()
     except CudaError:

@@ -197,7 +197,8 @@ def _receive_combine_kernel(
     Token 1 was sent to ranks 0 and 2: the sum of rows 1 and 2 * M + 1 of `back`.
     """
     program = tl.program_id(0)
-    epoch = tl.load(state_ptr + 1)
+    # Not from the L1 cache: only the end of the kernel before would empty it for sure.
+    epoch = tl.load(state_ptr + 1, volatile=True)
     # Added by every sending program of every rank: their sums are here.
     late, aborted = await_words(  # pyright: ignore[reportGeneralTypeIssues]
         words_at(slot_address + ARRIVED_COMBINE_AT),
@@ -230,8 +231,9 @@ def _receive_combine_kernel(
     codes = tl.load(called_ptr, mask=is_source & (is_lost == 0), other=0)
     if program == 0:
         earlier = tl.load(faults_ptr + 2 * source_lane, mask=is_source, other=0)
-        noted = tl.where(earlier == 0, codes.to(tl.int64), earlier)
-        tl.store(faults_ptr + 2 * source_lane, noted, mask=is_source)
+        # No fault is not stored: the receiver of another slot may note one meanwhile.
+        is_news = is_source & (earlier == 0) & (codes != 0)
+        tl.store(faults_ptr + 2 * source_lane, codes.to(tl.int64), mask=is_news)
     has_failed = is_lost | (tl.max(codes) != 0) | (tl.load(state_ptr + 2) != 0)
 
     dtype = out_ptr.dtype.element_ty
@@ -318,7 +320,9 @@ def receive_combine(exchange: PeerExchange, out: Tensor, is_sent: Tensor) -> Non
 
     Args:
         exchange: the slot.
-        out: [T, H], contiguous, in the dtype of the sums; NaN if the call has failed.
+        out: [T, H], contiguous, in the dtype of the sums; NaN if the call has failed. Allocated
+            before send_combine(): kernels between the two may run still, and memory that they
+            read is given away once the host has launched them.
         is_sent: [M, W], uint8, as send_dispatch() wrote it.
 
     Collective: yes, after send_combine().   Allocates nothing.   Host sync: none.

@@ -38,13 +38,19 @@ _FAULT_GRAD_MODE = tl.constexpr(5)
 
 
 @triton.jit
-def _codes(headers_ptr: tl.tensor, is_source: tl.tensor) -> tl.tensor:
-    """[W_LANES]: the fault of each rank; one mode of gradients on all ranks, or it is one."""
+def _codes(headers_ptr: tl.tensor, is_source: tl.tensor, HAS_BUDGET: tl.constexpr) -> tl.tensor:
+    """[W_LANES]: the fault of each rank; of two modes of gradients, that of those without.
+
+    Modes may differ unless some rank needs gradients. A host that reads headers has looked; where
+    none does, all are taken to need them.
+    """
     announced = tl.load(headers_ptr, mask=is_source, other=0)
     codes = announced & _FAULT_MASK
-    has_grad = is_source & (((announced >> _FLAGS_SHIFT) & _GRAD_ENABLED) != 0)
-    is_mixed = is_source & (has_grad == 0) & (tl.max(has_grad.to(tl.int32)) > 0)
-    return tl.where(is_mixed & (codes == 0), _FAULT_GRAD_MODE, codes)
+    if HAS_BUDGET:
+        has_grad = is_source & (((announced >> _FLAGS_SHIFT) & _GRAD_ENABLED) != 0)
+        is_mixed = is_source & (has_grad == 0) & (tl.max(has_grad.to(tl.int32)) > 0)
+        codes = tl.where(is_mixed & (codes == 0), _FAULT_GRAD_MODE, codes)
+    return codes
 
 
 @triton.jit
@@ -142,7 +148,7 @@ def _index_kernel(
     is_rank, is_source = source_lane < W, taking_part(masked_ptr, W, W_LANES)
     slot_address = own_address + SLOTS_AT + tl.cast(slot, tl.int64) * SLOT_BYTES
     headers_ptr = words_at(slot_address + HEADER_AT) + source_lane * (HEADER_BYTES // 4)
-    codes = _codes(headers_ptr, is_source)
+    codes = _codes(headers_ptr, is_source, HAS_BUDGET)
     needed = tl.zeros([W_LANES], tl.int32)
     if HAS_BUDGET:
         needed = _needed_slots(headers_ptr, is_source, ALIGNMENT, W, W_LANES, L, L_LANES)
@@ -235,7 +241,8 @@ def index_rows(
         arrivals: of the route, written.
         slot: where the rows lie.
         is_compact: rows are numbered without gaps; else place q of source s is row s * M + q.
-        has_budget: C may be too small, which is a fault on all ranks; else it fits.
+        has_budget: C may be too small, which is a fault on all ranks, and no host has read the
+            headers; else C fits, and the host has refused what they forbid.
 
     Collective: yes, after push_rows() along a new route.   Allocates nothing.   Host sync: none.
     """
@@ -265,7 +272,8 @@ def index_rows(
             exchange.max_polls,
             index.row_of_slot.shape[0],
             HAS_BUDGET=has_budget,
-            HAS_PADDING=not index.is_dense,
+            # One variant for all batches of a buffer, so that prepare() compiles it.
+            HAS_PADDING=index.slot_alignment > 1 or not index.is_dense,
             IS_COMPACT=is_compact,
             ALIGNMENT=index.slot_alignment,
             ROWS=rows,

@@ -78,7 +78,8 @@ def _receive_dispatch_kernel(
     program = tl.program_id(0)
     if OVERLAPS:
         let_next_start()
-    epoch = tl.load(state_ptr)
+    # Not from the L1 cache: only the end of the kernel before would empty it for sure.
+    epoch = tl.load(state_ptr, volatile=True)
     # Added by every sending program of every rank: their rows, records and headers are here.
     abort_ptr = words_at(abort_address)
     late, aborted = await_words(  # pyright: ignore[reportGeneralTypeIssues]
@@ -136,8 +137,9 @@ def _receive_dispatch_kernel(
         tl.store(state_ptr + 2, has_failed.to(tl.int32))
         if is_lost == 0:
             earlier = tl.load(faults_ptr + 2 * source_lane, mask=is_source, other=0)
-            noted = tl.where(earlier == 0, codes.to(tl.int64), earlier)
-            tl.store(faults_ptr + 2 * source_lane, noted, mask=is_source)
+            # No fault is not stored: the receiver of another slot may note one meanwhile.
+            is_news = is_source & (earlier == 0) & (codes != 0)
+            tl.store(faults_ptr + 2 * source_lane, codes.to(tl.int64), mask=is_news)
 
     # The rows of this program.
     PER_SOURCE: tl.constexpr = (M + ROWS - 1) // ROWS

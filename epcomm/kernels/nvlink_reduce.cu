@@ -4,10 +4,12 @@
 // The warps of a block have two roles. Senders take the rows of an item in turn, sum the slots of
 // each and store the sum at home; when all of them are done, one releases the item's word. Reducers
 // take a token each, acquire the words of the items that hold its sums, and add them up. Senders
-// wait for no reducer, and reduce when all is sent.
+// wait for no reducer, and reduce when all is sent. No more blocks than processors: one that is not
+// there yet would be waited for by all that are, on every rank.
 //
-// Defined before: HIDDEN (a multiple of 8), TOP_K, K_LANES, WORLD, MAX_TOKENS, ITEM_ROWS, ITEMS,
-// BACK_BYTES, SENDERS, REDUCERS, UNROLL, and the offsets READY_AT, CALLED_AT, DONE_AT, BACK_AT, SCALARS_AT.
+// Defined before: HIDDEN (a multiple of 8), TOP_K and WORLD (at most 32), K_LANES, MAX_TOKENS,
+// ITEM_ROWS, ITEMS, BACK_BYTES, SENDERS, REDUCERS, UNROLL, and the offsets READY_AT, CALLED_AT,
+// DONE_AT, BACK_AT, SCALARS_AT.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;

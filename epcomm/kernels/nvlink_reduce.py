@@ -428,7 +428,7 @@ def combine_rows(
 
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
     """
-    if nvlink_reduce_cpp.serves(rows, out):
+    if nvlink_reduce_cpp.serves(exchange, rows, out):
         nvlink_reduce_cpp.combine_rows_cpp(
             exchange,
             rows,

@@ -28,6 +28,8 @@ SOURCE = Path(__file__).with_name("nvlink_reduce.cu")
 SENDERS, REDUCERS, UNROLL = 16, 4, 4
 # What one thread copies at a time.
 _COPY_BYTES = 16
+# Each lane of a warp holds one entry of a row, or one rank.
+_LANES = 32
 
 
 class _Arguments(ctypes.Structure):
@@ -58,9 +60,9 @@ class _Arguments(ctypes.Structure):
     ]
 
 
-def serves(rows: Tensor, out: Tensor) -> bool:
+def serves(exchange: NormalExchange, rows: Tensor, out: Tensor) -> bool:
     """Whether these rows are combined here: bfloat16 on a GPU, in vectors, where NVRTC is."""
-    if not rows.is_cuda or rows.dtype != torch.bfloat16:
+    if not rows.is_cuda or rows.dtype != torch.bfloat16 or not fits(exchange):
         return False
     steps = (
         rows.data_ptr(),
@@ -69,6 +71,16 @@ def serves(rows: Tensor, out: Tensor) -> bool:
         rows.shape[1] * rows.itemsize,
     )
     return all(step % _COPY_BYTES == 0 for step in steps) and nvrtc_is_installed()
+
+
+def fits(exchange: NormalExchange) -> bool:
+    """Whether a warp has lanes for all entries of a token, and for all ranks."""
+    return max(exchange.dims.top_k, exchange.dims.world_size) <= _LANES
+
+
+def num_blocks(num_programs: int, num_sms: int) -> int:
+    """As many as run at once: their warps wait for what the others send, here and on peers."""
+    return min(num_programs, num_sms)
 
 
 def definitions(exchange: NormalExchange, hidden_size: int) -> Mapping[str, int]:
@@ -123,9 +135,10 @@ def combine_rows_cpp(
     """
     constants = definitions(exchange, rows.shape[1])
     kernel = _kernel(tuple(constants.items()), rows.device)
+    num_sms = torch.cuda.get_device_properties(rows.device).multi_processor_count
     with torch.cuda.device(rows.device):
         kernel.launch(
-            exchange.num_programs,
+            num_blocks(exchange.num_programs, num_sms),
             _Arguments(
                 rows=rows.data_ptr(),
                 weights=_address(slot_weights),

@@ -5,18 +5,23 @@ A process plays all ranks, one after another: every word is there before it is w
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 from epcomm.buffers.base import BufferSpec
 from epcomm.buffers.nvlink_layout import BlockLayout
+from epcomm.buffers.nvlink_low_latency import NVLinkLowLatencyBuffer
+from epcomm.buffers.nvlink_slots import NVLinkSlot
 from epcomm.kernels import nvlink_combine, nvlink_pack, nvlink_receive, nvlink_send
 from epcomm.kernels.peer_exchange import ExchangeDims, PeerExchange
-from epcomm.types import WireFormat
+from epcomm.records import SlotIndex
+from epcomm.types import WireFormat, WireTensor
 
 BF16 = WireFormat.of(torch.bfloat16)
 MAX_TOKENS, HIDDEN = 2, 8
@@ -228,6 +233,63 @@ def test_sums_of_the_ranks_of_a_token_are_added_up(device: torch.device) -> None
     y = torch.full((2, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
     nvlink_combine.receive_combine(receiver.exchange, y, receiver.is_sent)
     assert y.tolist() == [[0] * HIDDEN, [7] * HIDDEN]
+
+
+class Allocations(TorchDispatchMode):
+    """Counts what is allocated."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        self.count += "empty" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_sums_are_given_memory_before_they_are_sent(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The receiver may run beside kernels whose inputs the host has freed since.
+    allocated: list[int] = []
+    with Allocations() as seen:
+        monkeypatch.setattr(
+            nvlink_combine, "send_combine", lambda *_, **__: allocated.append(seen.count)
+        )
+        monkeypatch.setattr(
+            nvlink_combine, "receive_combine", lambda *_: allocated.append(seen.count)
+        )
+        rank = make_ranks(2, device)[0]
+        buffer = object.__new__(NVLinkLowLatencyBuffer)
+        buffer._spec = rank.layout.spec
+        rows = torch.zeros(4, HIDDEN, dtype=torch.bfloat16, device=device)
+        integers = torch.zeros(8, dtype=torch.int32, device=device)
+        index = SlotIndex(
+            row_of_slot=integers,
+            slots_of_row=integers.view(4, 2),
+            num_slots_per_expert=integers[:2],
+            first_slot=integers[:3],
+            host_num_slots_per_expert=None,
+            slot_alignment=1,
+        )
+        slot = NVLinkSlot(
+            exchange=rank.exchange,
+            arrived=WireTensor(data=rows, format=BF16),
+            rows=WireTensor(data=rows, format=BF16),
+            row_of_slot=integers,
+            slots_of_row=integers.view(4, 2),
+            index=index,
+            slot_weights=torch.zeros(8, device=device),
+            is_sent=rank.is_sent,
+        )
+        before = seen.count
+        y = buffer._send_home(slot, rows, None, per_row=False, num_tokens=3).wait().y
+    assert y.shape == (3, HIDDEN)
+    assert allocated == [before + 1, before + 1]
 
 
 def test_wait_in_vain_is_reported_and_told_to_all(device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,4 +77,17 @@ def test_rows_move_by_vectors_and_words_are_released_and_acquired(
 
 def test_rows_on_a_cpu_are_left_to_triton() -> None:
     rows = torch.zeros(2, 64, dtype=torch.bfloat16)
-    assert not nvlink_reduce_cpp.serves(rows, rows)
+    assert not nvlink_reduce_cpp.serves(exchange_for(PLAIN, 64, 2), rows, rows)
+
+
+def test_more_entries_or_ranks_than_lanes_are_left_to_triton() -> None:
+    exchange = exchange_for(PLAIN, 64, 2)
+    for change, expected in (({"top_k": 32}, True), ({"top_k": 33}, False)):
+        changed = replace(exchange, dims=replace(exchange.dims, **change))
+        assert nvlink_reduce_cpp.fits(changed) == expected
+    assert not nvlink_reduce_cpp.fits(replace(exchange, dims=replace(exchange.dims, world_size=64)))
+
+
+def test_blocks_are_all_there_at_once() -> None:
+    assert nvlink_reduce_cpp.num_blocks(32, 132) == 32
+    assert nvlink_reduce_cpp.num_blocks(200, 132) == 132

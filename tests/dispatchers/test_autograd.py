@@ -1,0 +1,57 @@
+"""Backward of combine in one process, over a buffer that only shows what it is asked."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.base import Buffer, Combined
+from epcomm.buffers.nvlink_slots import NVLinkRoute
+from epcomm.dispatchers.autograd import combine_rows
+from epcomm.records import Handle, Route, RowsCombineInput, SlotIndex
+from epcomm.types import RowsPer
+
+NUM_ROWS, HIDDEN = 3, 4
+
+
+class OneMemoryBuffer:
+    """Hands out rows where the next call overwrites them, as caps.owns_rows = False allows."""
+
+    def __init__(self) -> None:
+        self.received = torch.full((NUM_ROWS, HIDDEN), 2.0)
+
+    def combine(self, rows: Tensor, route: Route, **_: object) -> Combined:
+        return Combined(y=rows.detach().clone(), scalars=None)
+
+    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
+        return self.received.view(NUM_ROWS, HIDDEN)
+
+
+def test_gradients_of_rows_outlive_the_buffers_next_call() -> None:
+    integers = torch.zeros(NUM_ROWS, dtype=torch.int32)
+    index = SlotIndex(
+        row_of_slot=integers,
+        slots_of_row=integers.view(NUM_ROWS, 1),
+        num_slots_per_expert=integers[:1],
+        first_slot=integers[:2],
+        host_num_slots_per_expert=None,
+        slot_alignment=1,
+    )
+    route = NVLinkRoute(index=index, num_tokens=NUM_ROWS, num_rows=NUM_ROWS, batch=0)
+    # Dispatched without gradients; the results of the experts have some all the same.
+    handle = Handle(owner=None, route=route, call=1, num_tokens=NUM_ROWS, needs_backward=False)
+    rows = torch.ones(NUM_ROWS, HIDDEN, requires_grad=True)
+    buffer = OneMemoryBuffer()
+    y = combine_rows(
+        cast(Buffer, buffer),
+        RowsCombineInput(
+            hidden_states=rows, rows_per=RowsPer.ROW, slot_weights=None, handle=handle
+        ),
+        torch.float32,
+    )
+    y.sum().backward()
+    buffer.received.fill_(7.0)
+    assert rows.grad is not None
+    assert (rows.grad == 2).all()

@@ -36,9 +36,9 @@ class NVLinkHost(Buffer):
     needs_nvlink: ClassVar[bool] = True
     # Places for what a dispatch brings, used in turns.
     num_slots: ClassVar[int]
-    # Polls of a kernel in a second: of a GPU, not measured yet, and of an interpreter, which takes
+    # Polls of a kernel in a second: 5.3 million were seen on an H200; an interpreter takes
     # 1.1 ms for one on a busy machine.
-    polls_per_s: ClassVar[Mapping[str, int]] = MappingProxyType({"cuda": 2_000_000, "cpu": 1_000})
+    polls_per_s: ClassVar[Mapping[str, int]] = MappingProxyType({"cuda": 5_000_000, "cpu": 1_000})
 
     @classmethod
     def probe(cls, environment: Mapping[str, str]) -> Availability:

@@ -191,7 +191,8 @@ __device__ void give_up(const Arguments& a, u32 late, u32 aborted, int phase, in
 // What their ranks had stored before can be loaded then, by all lanes.
 __device__ bool wait(const Arguments& a, u64 word, int epoch, int phase) {
     u32 late = ALL_LANES, aborted = 0;
-    for (int polls = 0; late && polls < a.max_polls && !aborted; ++polls) {
+    // Each looks twice, one after the other, where those of Triton look once.
+    for (int polls = a.max_polls / 2; late && polls > 0 && !aborted; --polls) {
         late = __ballot_sync(ALL_LANES, word && (int)(watched(word) - (u32)epoch) < 0);
         if (late) aborted = watched(a.own);
         aborted = __shfl_sync(ALL_LANES, aborted, 0);

@@ -377,7 +377,7 @@ class NVLinkLowLatencyBuffer(MaskingHost):
         nvlink_combine.send_combine(
             slot.exchange,
             rows,
-            slot_weights,
+            None if slot_weights is None else slot_weights.contiguous(),
             slot.slots_of_row,
             per_row=per_row,
             announced=int(code),

@@ -250,7 +250,7 @@ class NVLinkNormal(NVLinkNormalFacts):
             route.arrivals,
             None if per_row else route.index.slots_of_row,
             y,
-            slot_weights=slot_weights,
+            slot_weights=None if slot_weights is None else slot_weights.contiguous(),
             row_scalars=row_scalars,
             out_scalars=scalars,
             announced=int(code),
@@ -268,8 +268,10 @@ class NVLinkNormal(NVLinkNormalFacts):
 
     def _open(self, max_tokens: int) -> None:
         """Blocks with room for M tokens of each rank, and words that begin anew."""
-        self._layout = self._layout_for(self._spec, self._world_size, max_tokens)
-        memory = self._open_memory(self._layout.num_bytes)
+        layout = self._layout_for(self._spec, self._world_size, max_tokens)
+        memory = self._open_memory(layout.num_bytes)
+        # Not before: where memory cannot grow, that of the old layout stays in use.
+        self._layout = layout
         self._exchange = exchange_of(
             self._layout,
             memory.addresses,

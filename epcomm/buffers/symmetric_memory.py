@@ -60,11 +60,37 @@ def _open_cuda(collectives: Collectives, num_bytes: int, *, phase: str) -> Symme
     # Not at the top: CPU ranks have no use for it.
     from torch.distributed import _symmetric_memory
 
-    device = torch.device("cuda", torch.cuda.current_device())
-    block = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
-    # Nobody else writes before the ranks have met below.
-    block.zero_()
-    torch.cuda.synchronize(device)
+    block, error = None, ""
+    try:
+        device = torch.device("cuda", torch.cuda.current_device())
+        block = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+        # Nobody else writes before the ranks have met below.
+        block.zero_()
+        torch.cuda.synchronize(device)
+    except RuntimeError as own_error:
+        # That of an allocator has many lines; the first one says it.
+        error = str(own_error).partition("\n")[0] or type(own_error).__name__
+    agree_on_memory(collectives, error, num_bytes, phase=phase)
+    assert block is not None, "some rank would have raised"
     mapped = _symmetric_memory.rendezvous(block, group)
     collectives.gather_records({}, phase=phase)
     return SymmetricMemory(block=block, addresses=tuple(mapped.buffer_ptrs), keeps=(block, mapped))
+
+
+def agree_on_memory(collectives: Collectives, error: str, num_bytes: int, *, phase: str) -> None:
+    """Raise on every rank if some rank has no block: mapping would wait for it.
+
+    error: of this rank, or empty.
+
+    Collective: yes.   Host sync: yes.
+    Raises:
+        BackendUnavailable: some rank has an error.
+    """
+    records = collectives.gather_records({"error": error}, phase=phase)
+    faults = [f"rank {rank}: {each['error']}" for rank, each in enumerate(records) if each["error"]]
+    if faults:
+        raise BackendUnavailable(
+            f"{phase}: no block of {num_bytes} bytes, {'; '.join(faults)} (this is rank "
+            f"{collectives.rank} of {collectives.world_size}); lower max_tokens_per_rank or free "
+            "memory of the GPU"
+        )

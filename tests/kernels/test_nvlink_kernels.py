@@ -257,9 +257,12 @@ def test_sums_are_given_memory_before_they_are_sent(
     # The receiver may run beside kernels whose inputs the host has freed since.
     allocated: list[int] = []
     with Allocations() as seen:
-        monkeypatch.setattr(
-            nvlink_combine, "send_combine", lambda *_, **__: allocated.append(seen.count)
-        )
+
+        def send(exchange: object, rows: Tensor, weights: Tensor, *_: object, **__: object) -> None:
+            assert weights.is_contiguous()
+            allocated.append(seen.count)
+
+        monkeypatch.setattr(nvlink_combine, "send_combine", send)
         monkeypatch.setattr(
             nvlink_combine, "receive_combine", lambda *_: allocated.append(seen.count)
         )
@@ -286,10 +289,13 @@ def test_sums_are_given_memory_before_they_are_sent(
             slot_weights=torch.zeros(8, device=device),
             is_sent=rank.is_sent,
         )
+        # As a caller may give them: a column of something.
+        weights = torch.zeros(8, 2, device=device)[:, 0]
         before = seen.count
-        y = buffer._send_home(slot, rows, None, per_row=False, num_tokens=3).wait().y
+        y = buffer._send_home(slot, rows, weights, per_row=False, num_tokens=3).wait().y
     assert y.shape == (3, HIDDEN)
-    assert allocated == [before + 1, before + 1]
+    assert allocated[0] > before
+    assert allocated[1] == allocated[0]
 
 
 def test_wait_in_vain_is_reported_and_told_to_all(device: torch.device) -> None:

@@ -327,12 +327,19 @@ def by_sms(sweep: Sweep, num_sms: int, group: EPGroup) -> dict[str, object]:
         found = slowest(timed(chosen, sweep.iterations, group.device))
         sent = remote_bytes(work)
         for name, span in found.items():
-            kind = "combine" if name == "combine" else "dispatch"
-            rates[name] = sent[kind] / span["p50"] / 1e3
+            num_bytes = sent["combine" if name == "combine" else "dispatch"]
+            if name.endswith("again"):
+                num_bytes = num_bytes * work.wire.data_bytes(sweep.hidden) // row_bytes(work, sweep)
+            rates[name] = num_bytes / span["p50"] / 1e3
         us |= found
         work.buffer.check()
         work.buffer.close()
     return {"num_sms": num_sms, "us": us, "remote_gb_per_s": rates}
+
+
+def row_bytes(work: NormalWork, sweep: Sweep) -> int:
+    """Of a row towards the experts, with its scales, which do not travel again."""
+    return work.wire.data_bytes(sweep.hidden) + work.wire.scale_bytes(sweep.hidden)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -167,6 +167,10 @@ class NVLinkHost(Buffer):
         """Refuse a call that cannot succeed, and put it behind the last one on the device."""
         self._check_open()
         self._check_report()
+        self._follow()
+
+    def _follow(self) -> None:
+        """Put what comes behind the last call, if that was on another stream."""
         if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             # Waiting kernels on free streams could fill two GPUs in different orders.
             stream = torch.cuda.current_stream(self._device)

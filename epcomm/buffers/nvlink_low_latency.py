@@ -334,6 +334,7 @@ class NVLinkLowLatencyBuffer(MaskingHost):
 
         self._check_open()
         self._check_batch(slot, batch)
+        self._follow()
         receive_dispatch(
             slot.exchange,
             slot.row_of_slot,
@@ -388,6 +389,7 @@ class NVLinkLowLatencyBuffer(MaskingHost):
         def receive() -> Combined:
             if sent_on is not None and sent_on != (stream := torch.cuda.current_stream(y.device)):
                 y.record_stream(stream)
+            self._follow()
             nvlink_combine.receive_combine(slot.exchange, y, slot.is_sent)
             return Combined(y=y, scalars=None)
 

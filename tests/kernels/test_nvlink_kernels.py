@@ -268,7 +268,7 @@ def test_sums_are_given_memory_before_they_are_sent(
         )
         rank = make_ranks(2, device)[0]
         buffer = object.__new__(NVLinkLowLatencyBuffer)
-        buffer._spec = rank.layout.spec
+        buffer._spec, buffer._device = rank.layout.spec, device
         rows = torch.zeros(4, HIDDEN, dtype=torch.bfloat16, device=device)
         integers = torch.zeros(8, dtype=torch.int32, device=device)
         index = SlotIndex(

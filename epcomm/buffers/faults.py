@@ -66,7 +66,7 @@ _ERRORS = (
 
 
 # In a header of one word, the flags lie above the code.
-_FLAGS_SHIFT = 8
+FLAGS_SHIFT = 8
 
 
 class BatchFlags(IntFlag):
@@ -190,17 +190,17 @@ def assume_all_need_grad(flags: BatchFlags) -> BatchFlags:
 
 def pack_header(fault: Tensor, flags: BatchFlags) -> Tensor:
     """FaultCode (scalar tensor) and BatchFlags of a rank in one int32."""
-    return fault.to(torch.int32) | (int(flags) << _FLAGS_SHIFT)
+    return fault.to(torch.int32) | (int(flags) << FLAGS_SHIFT)
 
 
 def pack_word(code: FaultCode, flags: BatchFlags) -> int:
     """The same, where the host knows the fault."""
-    return int(code) | (int(flags) << _FLAGS_SHIFT)
+    return int(code) | (int(flags) << FLAGS_SHIFT)
 
 
 def unpack_word(word: int) -> tuple[int, int]:
     """FaultCode and BatchFlags of a word of pack_word()."""
-    return word & ((1 << _FLAGS_SHIFT) - 1), word >> _FLAGS_SHIFT
+    return word & ((1 << FLAGS_SHIFT) - 1), word >> FLAGS_SHIFT
 
 
 class DeviceFaults:
@@ -238,9 +238,9 @@ class DeviceFaults:
 
         Host sync: none.
         """
-        flags = headers >> _FLAGS_SHIFT
+        flags = headers >> FLAGS_SHIFT
         has_grad = (flags & int(BatchFlags.GRAD_ENABLED)) != 0
-        codes = (headers & ((1 << _FLAGS_SHIFT) - 1)).long()
+        codes = (headers & ((1 << FLAGS_SHIFT) - 1)).long()
         codes = torch.where(overflows, int(FaultCode.OVERFLOW), codes)
         mixed = has_grad.any() & ~has_grad & (codes == 0)
         codes = torch.where(mixed, int(FaultCode.GRAD_MODE), codes)

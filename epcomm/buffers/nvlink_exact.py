@@ -97,9 +97,11 @@ class NVLinkBuffer(NVLinkNormal):
     def _begin_totals(self) -> Tensor:
         """[3 * W + L], int32, negative until a kernel has written it."""
         num_words = 3 * self._world_size + self._spec.num_local_experts
-        # Of this call alone: an earlier one may have ended in a timeout.
+        # Of this call alone, for an earlier one may have ended in a timeout; kept, for then a
+        # kernel may write it when the call has raised.
         totals = torch.empty(num_words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        return totals.fill_(-1)
+        self._totals = totals.fill_(-1)
+        return totals
 
     def _await_totals(self, totals: Tensor) -> list[int]:
         """Words of all ranks, once a kernel has written them; the host read.

@@ -58,7 +58,7 @@ class NVLinkNormal(NVLinkNormalFacts):
                 rank whose kernels are not interpreted.
         """
         # Kept when the blocks grow.
-        self._counters = torch.zeros(6, dtype=torch.int64, device=self._device)
+        self._counters = torch.zeros(5, dtype=torch.int64, device=self._device)
         self._open(self._spec.max_tokens_per_rank or FIRST_TOKENS)
         if self._device.type == "cuda":
             self._warm_up()
@@ -126,7 +126,7 @@ class NVLinkNormal(NVLinkNormalFacts):
 
     def traffic(self) -> BufferTraffic:
         """Bytes sent to other ranks so far.   Host sync: yes."""
-        headers, rows, old_rows, sums, scaled_sums, _ = self._counters.tolist()
+        headers, rows, old_rows, sums, scaled_sums = self._counters.tolist()
         out, home = row_bytes(self._spec, backward=False)
         back_out, back_home = row_bytes(self._spec, backward=True)
         return BufferTraffic(

@@ -51,7 +51,7 @@ class NormalExchange:
     bases: [P, W * L] lanes, int32, of this rank.
     masked: [W], int32: not 0: a rank that is not waited for, to which nothing is sent, and of which
         nothing is read.
-    counters: [6], int64: headers sent to others, rows sent to others by new routes and along old
+    counters: [5], int64: headers sent to others, rows sent to others by new routes and along old
         ones, sums sent to others, those with scalars.
     faults: [W, 2], int64: the first fault of each rank since the last check, and slots needed.
     report: [REPORT_LATE + W], int32, in memory that the host reads while kernels run.

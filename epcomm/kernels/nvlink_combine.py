@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from epcomm.kernels.launch import EXACT, IS_INTERPRETED, next_power_of_two
+from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.overlap import (
     await_previous,
     let_next_start,
@@ -33,6 +33,7 @@ from epcomm.kernels.peer_signals import (
     taking_part,
     words_at,
 )
+from epcomm.kernels.rounding import cast
 
 # What a report says that a rank waited for.
 PHASE_COMBINE = 3
@@ -44,18 +45,6 @@ _RECEIVE_WARPS, _RECEIVED_COLUMNS = 8, 4096
 
 _PHASE_COMBINE = tl.constexpr(PHASE_COMBINE)
 _REPORT_ABORTED = tl.constexpr(REPORT_ABORTED)
-_IS_INTERPRETED = tl.constexpr(IS_INTERPRETED)
-
-
-@triton.jit
-def _cast(values: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """float32 to DTYPE, ties to even; the interpreter would truncate to bfloat16."""
-    if _IS_INTERPRETED and tl.bfloat16 == DTYPE:
-        bits = values.to(tl.int32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        # A carry would make some NaN numbers.
-        values = tl.where(values == values, rounded, 0x7FC00000).to(tl.float32, bitcast=True)
-    return values.to(DTYPE)  # pyright: ignore[reportArgumentType]
 
 
 @triton.jit(do_not_specialize=["slot_address", "abort_address", "slot", "rank", "announced"])
@@ -148,7 +137,7 @@ def _send_combine_kernel(
             base = tl.load(bases_ptr + source)
             home = base + BACK_AT + (tl.cast(rank, tl.int64) * M + token) * BACK_BYTES
             home_ptr = home.to(tl.pointer_type(rows_ptr.dtype.element_ty))
-            value = _cast(total, rows_ptr.dtype.element_ty)
+            value = cast(total, rows_ptr.dtype.element_ty)
             tl.store(tl.multiple_of(home_ptr, 16) + column, value, mask=is_element)
             num_sent += tl.where(source == rank, 0, 1)
     # Of this rank alone, and read by its host.
@@ -251,7 +240,7 @@ def _receive_combine_kernel(
                 is_part = is_element & is_there & (has_failed == 0)
                 total += tl.load(part_ptr, mask=is_part, other=0.0).to(tl.float32)
             total = tl.where(has_failed, float("nan"), total)
-            tl.store(out_row_ptr + column, _cast(total, dtype), mask=is_element)
+            tl.store(out_row_ptr + column, cast(total, dtype), mask=is_element)
     if OVERLAPS:
         await_previous()
 

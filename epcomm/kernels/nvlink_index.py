@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from epcomm.buffers.nvlink_normal_layout import HEADER_WORDS
 from epcomm.kernels.epochs import DISPATCH_EPOCH
+from epcomm.kernels.fault_words import FAULT_MASK, FAULT_OVERFLOW, codes_of_one_mode
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.normal_exchange import Arrivals, NormalExchange
-from epcomm.kernels.nvlink_push import HEADER_WORDS
 from epcomm.kernels.peer_exchange import on_device
 from epcomm.kernels.peer_signals import await_words, give_up, taking_part, words_at
 from epcomm.records import SlotIndex
@@ -29,12 +30,6 @@ _WARPS = 16
 _PHASE_ROWS = tl.constexpr(PHASE_ROWS)
 _HEADER_WORDS = tl.constexpr(HEADER_WORDS)
 _DISPATCH_EPOCH = tl.constexpr(DISPATCH_EPOCH)
-# As epcomm.buffers.faults packs a header: the fault below, the flags above.
-_FAULT_MASK = tl.constexpr(0xFF)
-_FLAGS_SHIFT = tl.constexpr(8)
-_GRAD_ENABLED = tl.constexpr(1)
-_FAULT_OVERFLOW = tl.constexpr(4)
-_FAULT_GRAD_MODE = tl.constexpr(5)
 
 
 @triton.jit
@@ -45,12 +40,7 @@ def _codes(headers_ptr: tl.tensor, is_source: tl.tensor, HAS_BUDGET: tl.constexp
     none does, all are taken to need them.
     """
     announced = tl.load(headers_ptr, mask=is_source, other=0)
-    codes = announced & _FAULT_MASK
-    if HAS_BUDGET:
-        has_grad = is_source & (((announced >> _FLAGS_SHIFT) & _GRAD_ENABLED) != 0)
-        is_mixed = is_source & (has_grad == 0) & (tl.max(has_grad.to(tl.int32)) > 0)
-        codes = tl.where(is_mixed & (codes == 0), _FAULT_GRAD_MODE, codes)
-    return codes
+    return codes_of_one_mode(announced, is_source) if HAS_BUDGET else announced & FAULT_MASK
 
 
 @triton.jit
@@ -152,7 +142,7 @@ def _index_kernel(
     needed = tl.zeros([W_LANES], tl.int32)
     if HAS_BUDGET:
         needed = _needed_slots(headers_ptr, is_source, ALIGNMENT, W, W_LANES, L, L_LANES)
-        codes = tl.where((needed > C) & (codes == 0), _FAULT_OVERFLOW, codes)
+        codes = tl.where((needed > C) & (codes == 0), FAULT_OVERFLOW, codes)
     has_failed = is_lost | (tl.max(codes) != 0)
 
     is_count = is_source[:, None] & (expert < L)[None, :] & (has_failed == 0)

@@ -18,7 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from epcomm.buffers.nvlink_normal_layout import HEADER_WORDS
 from epcomm.kernels.epochs import DISPATCH_EPOCH, DISPATCH_LEFT, end_epoch
+from epcomm.kernels.fault_words import FAULT_IDS, FAULT_MASK
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.normal_exchange import NormalExchange, Sends
 from epcomm.kernels.nvlink_plan import plan_tokens
@@ -28,17 +30,11 @@ from epcomm.kernels.peer_signals import await_words, give_up, publish, taking_pa
 # What a report says that a rank waited for.
 PHASE_BEGIN, PHASE_HEADERS = 11, 12
 
-# Words of a header before rows [W] and slots [E]: fault and flags, T.
-HEADER_WORDS = 2
-
 _PHASE_BEGIN = tl.constexpr(PHASE_BEGIN)
 _PHASE_HEADERS = tl.constexpr(PHASE_HEADERS)
 _HEADER_WORDS = tl.constexpr(HEADER_WORDS)
 _DISPATCH_EPOCH = tl.constexpr(DISPATCH_EPOCH)
 _DISPATCH_LEFT = tl.constexpr(DISPATCH_LEFT)
-# As epcomm.buffers.faults packs a header: the fault below, the flags above.
-_FAULT_MASK = tl.constexpr(0xFF)
-_FAULT_IDS = tl.constexpr(2)
 
 
 @triton.jit
@@ -58,7 +54,7 @@ def _send_headers(
     HEADER_BYTES: tl.constexpr,
 ) -> None:
     """Tell every rank what this one sends to all of them: all ranks see the same totals."""
-    is_sent = (word & _FAULT_MASK) == 0
+    is_sent = (word & FAULT_MASK) == 0
     lane, expert = tl.arange(0, W_LANES), tl.arange(0, E_LANES)
     for peer in tl.static_range(W):  # pyright: ignore[reportGeneralTypeIssues]
         base = tl.load(table_ptr + peer)
@@ -220,8 +216,8 @@ def _push_kernel(
     if program == num_programs - 1:
         if IS_PLANNED:
             word = announced
-            if ((word & _FAULT_MASK) == 0) & (is_bad != 0):
-                word += _FAULT_IDS
+            if ((word & FAULT_MASK) == 0) & (is_bad != 0):
+                word += FAULT_IDS
             header_at = slot_at + HEADER_AT
             _send_headers(
                 table_ptr,

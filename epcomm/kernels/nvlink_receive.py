@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from epcomm.kernels.fault_words import codes_of_one_mode
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.overlap import await_previous, let_next_start, overlapping, overlaps_on
 from epcomm.kernels.peer_exchange import PeerExchange, on_device
@@ -27,11 +28,6 @@ _PAIRS = 128
 _WARPS = 4
 
 _PHASE_DISPATCH = tl.constexpr(PHASE_DISPATCH)
-# As epcomm.buffers.faults packs a header: the fault below, the flags above.
-_FAULT_MASK = tl.constexpr(0xFF)
-_FLAGS_SHIFT = tl.constexpr(8)
-_GRAD_ENABLED = tl.constexpr(1)
-_FAULT_GRAD_MODE = tl.constexpr(5)
 
 
 @triton.jit(do_not_specialize=["slot_address", "abort_address", "rank", "num_senders", "max_polls"])
@@ -112,10 +108,7 @@ def _receive_dispatch_kernel(
     is_source = taking_part(masked_ptr, W, W_LANES)
     headers_ptr = words_at(slot_address + HEADER_AT) + source_lane * 4
     announced = tl.load(headers_ptr + 2, mask=is_source, other=0)
-    codes = announced & _FAULT_MASK
-    has_grad = is_source & (((announced >> _FLAGS_SHIFT) & _GRAD_ENABLED) != 0)
-    is_mixed = is_source & (has_grad == 0) & (tl.max(has_grad.to(tl.int32)) > 0)
-    codes = tl.where(is_mixed & (codes == 0), _FAULT_GRAD_MODE, codes)
+    codes = codes_of_one_mode(announced, is_source)
     has_failed = is_lost | (tl.max(codes) != 0)
 
     expert = tl.arange(0, L_LANES)

@@ -21,9 +21,9 @@ from epcomm.kernels import nvlink_reduce_cpp
 from epcomm.kernels.epochs import COMBINE_EPOCH, COMBINE_LEFT, end_epoch
 from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.normal_exchange import Arrivals, NormalExchange, Sends
-from epcomm.kernels.nvlink_combine import _cast
 from epcomm.kernels.peer_exchange import on_device
 from epcomm.kernels.peer_signals import await_words, give_up, publish, taking_part, words_at
+from epcomm.kernels.rounding import cast
 
 # What a report says that a rank waited for.
 PHASE_READY, PHASE_SUMS = 14, 15
@@ -111,7 +111,7 @@ def _send_rows(
                 later, entry = _next_slot(slots, entry, K_LANES)  # pyright: ignore[reportGeneralTypeIssues]
                 weights = _weights_of(weights_ptr, later, HAS_WEIGHTS)
                 total += _part(rows_ptr, later, weights, column, is_in, ROWS_STRIDE, HAS_WEIGHTS)
-        value = _cast(total, rows_ptr.dtype.element_ty)
+        value = cast(total, rows_ptr.dtype.element_ty)
         tl.store(home_ptr[:, None] + column, value, mask=is_row[:, None] & is_in)
 
 
@@ -382,7 +382,7 @@ def _combine_kernel(
                         total += tl.load(part_ptr, mask=is_part, other=0.0).to(tl.float32)
                     total = tl.where(is_void, float("nan"), total)
                     out_row_ptr = out_ptr + tl.cast(each, tl.int64)[:, None] * HIDDEN + column
-                    tl.store(out_row_ptr, _cast(total, dtype), mask=is_each[:, None] & is_element)
+                    tl.store(out_row_ptr, cast(total, dtype), mask=is_each[:, None] & is_element)
                 if HAS_SCALARS:
                     entry_at = each[:, None] * K + k
                     is_entry = is_each[:, None] & (k < K)

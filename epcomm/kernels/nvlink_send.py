@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from epcomm.kernels.fault_words import FAULT_IDS, FAULT_MASK
 from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.overlap import await_previous, let_next_start, overlapping, overlaps_on
 from epcomm.kernels.peer_exchange import PeerExchange, on_device
@@ -41,9 +42,6 @@ _PHASE_CREDIT = tl.constexpr(PHASE_CREDIT)
 _PLAIN = tl.constexpr(PLAIN)
 _FP8_POWER_OF_TWO = tl.constexpr(FP8_POWER_OF_TWO)
 _INT8 = tl.constexpr(INT8)
-# As epcomm.buffers.faults packs a header: the fault below, the flags above.
-_FAULT_MASK = tl.constexpr(0xFF)
-_FAULT_IDS = tl.constexpr(2)
 
 
 @triton.jit
@@ -78,9 +76,9 @@ def _send_header(
         is_local = (local >= 0) & (local < L)
         counts += tl.histogram(tl.where(is_local, local, 0), L_LANES, mask=is_local)
     word = announced
-    if ((announced & _FAULT_MASK) == 0) & (bad != 0):
-        word += _FAULT_IDS
-    is_faulty = (word & _FAULT_MASK) != 0
+    if ((announced & FAULT_MASK) == 0) & (bad != 0):
+        word += FAULT_IDS
+    is_faulty = (word & FAULT_MASK) != 0
     lane = tl.arange(0, L_LANES)
     counts_ptr = words_at(base + COUNTS_AT) + rank * L + lane
     tl.store(counts_ptr, tl.where(is_faulty, 0, counts), mask=lane < L)
@@ -197,7 +195,7 @@ def _send_dispatch_kernel(
     if OVERLAPS:
         await_previous()
         let_next_start()
-    num_tokens = tl.where((announced & _FAULT_MASK) != 0, 0, num_tokens)
+    num_tokens = tl.where((announced & FAULT_MASK) != 0, 0, num_tokens)
     if (KIND == _PLAIN) | (KIND == _INT8):
         at = tl.arange(0, COLUMNS)
         is_element = at < HIDDEN

@@ -35,7 +35,7 @@ def exchange_for(wire: WireFormat, hidden_size: int, world_size: int) -> NormalE
         num_programs=32,
         max_polls=2**20,
         masked=torch.zeros(world_size, dtype=torch.int32),
-        counters=torch.zeros(6, dtype=torch.int64),
+        counters=torch.zeros(5, dtype=torch.int64),
         faults=torch.zeros(world_size, 2, dtype=torch.int64),
         report=torch.zeros(4 + world_size, dtype=torch.int32),
     )

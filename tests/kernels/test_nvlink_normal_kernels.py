@@ -51,7 +51,7 @@ def test_grad_modes_may_differ_where_the_host_reads_headers(
         num_programs=2,
         max_polls=3,
         masked=torch.zeros(WORLD_SIZE, dtype=torch.int32, device=device),
-        counters=torch.zeros(6, dtype=torch.int64, device=device),
+        counters=torch.zeros(5, dtype=torch.int64, device=device),
         faults=faults,
         report=torch.zeros(4 + WORLD_SIZE, dtype=torch.int32),
     )

@@ -16,7 +16,7 @@ from epcomm.errors import (
     HandleError,
     ShapeError,
 )
-from epcomm.experts import EPStats, ExpertParallelExperts
+from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
 from epcomm.layers import decode_phase, idle_step
 from epcomm.moe import ExpertParallelMoE
@@ -33,6 +33,8 @@ from epcomm.records import (
     TopKOutput,
 )
 from epcomm.routing import RoutingSpec, route
+from epcomm.stats import EPStats
+from epcomm.telemetry import Metric, as_prometheus_text, metrics
 from epcomm.types import Int8Profile, ScaleDtype, WireDtype, WireFormat, WireTensor
 from epcomm.weights import Activation, ExpertFormat, ExpertWeights
 
@@ -62,6 +64,7 @@ __all__ = [
     "Int8Profile",
     "MaskedCombineInput",
     "MaskedDispatchOutput",
+    "Metric",
     "MoESpec",
     "Mode",
     "Pending",
@@ -75,8 +78,10 @@ __all__ = [
     "WireDtype",
     "WireFormat",
     "WireTensor",
+    "as_prometheus_text",
     "decode_phase",
     "idle_step",
+    "metrics",
     "plan",
     "route",
 ]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.phases import PhaseDispatchers
 from epcomm.errors import ConfigError
@@ -16,29 +14,13 @@ from epcomm.fuseep.path import FuseEPPath
 from epcomm.group import EPGroup
 from epcomm.pipeline import PipelinePath
 from epcomm.planning import MoESpec, plan
-from epcomm.records import PathOutput, TopKOutput, empty_topk
+from epcomm.records import TopKOutput, empty_topk
 from epcomm.runners.base import ExpertRunner
 from epcomm.sharding import ExpertShard, local_share, tag_as_sharded
+from epcomm.stats import EPStats, LayerCounter
 from epcomm.survey import refuse_plan
 from epcomm.untraced import untraced
 from epcomm.weights import ExpertTensors
-
-
-@dataclass(frozen=True, kw_only=True)
-class EPStats:
-    """What one layer on one rank has done since construction; forward passes only.
-
-    num_tokens: dispatched here.   num_rows: received.   num_slots: (token, expert) pairs computed.
-    max_slots: most slots of one call.
-    traffic: bytes sent by the buffer, by all layers that share it, backward included.
-    """
-
-    num_calls: int = 0
-    num_tokens: int = 0
-    num_rows: int = 0
-    num_slots: int = 0
-    max_slots: int = 0
-    traffic: BufferTraffic = field(default_factory=BufferTraffic)
 
 
 class ExpertParallelExperts(nn.Module):
@@ -98,7 +80,7 @@ class ExpertParallelExperts(nn.Module):
         self._kind = weights.with_tensors(
             {role: tensor.detach().to("meta") for role, tensor in weights.tensors().items()}
         )
-        self._stats = EPStats()
+        self._counter = LayerCounter(num_experts // group.world_size, group.device)
         self._names = {role: (names or {}).get(role, role) for role in weights.tensors()}
         self._register(weights, num_experts, is_local)
 
@@ -151,7 +133,7 @@ class ExpertParallelExperts(nn.Module):
         weights = self.weights
         decode = self.is_decoding if decode is None else decode
         out = self.path.run(x, topk, weights, decode=decode)
-        self._count(x.shape[0], out)
+        self._counter.count(x.shape[0], out)
         return out.y
 
     def idle(self, carry: Tensor) -> Tensor:
@@ -172,8 +154,8 @@ class ExpertParallelExperts(nn.Module):
         return self.plan.explain()
 
     def stats(self) -> EPStats:
-        """Counts since construction. Local; no host sync."""
-        return replace(self._stats, traffic=self.path.traffic())
+        """Counts since construction. Local; no host sync until counts by expert are read."""
+        return self._counter.snapshot(self.path.traffic())
 
     def extra_repr(self) -> str:
         return f"{self._kind.format.activation.value}, {self.group.where}"
@@ -198,17 +180,6 @@ class ExpertParallelExperts(nn.Module):
                 "operator does everything in one call, layer.path.run()"
             )
         return self.path
-
-    def _count(self, num_tokens: int, out: PathOutput) -> None:
-        old, num_slots = self._stats, out.num_slots
-        self._stats = replace(
-            old,
-            num_calls=old.num_calls + 1,
-            num_tokens=old.num_tokens + num_tokens,
-            num_rows=old.num_rows + out.num_rows,
-            num_slots=old.num_slots + num_slots,
-            max_slots=max(old.max_slots, num_slots),
-        )
 
 
 def _copy_of(tensor: Tensor) -> Tensor:

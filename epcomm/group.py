@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeGuard, TypeVar
 import torch
 
 from epcomm.buffers.base import Backend, Buffer, BufferSpec
+from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
 from epcomm.errors import ConfigError, HandleError
 from epcomm.registry import buffer_class, fused_class
@@ -54,6 +55,7 @@ class EPGroup:
         self.device: torch.device = self.collectives.device
         self._backends: dict[tuple[str, BufferSpec], Backend] = {}
         self._timeout_s: float | None = None
+        self._told: set[str] = set()
         self.is_closed = False
 
     @property
@@ -74,6 +76,12 @@ class EPGroup:
         if self.collectives.bounded is not None:
             self.collectives.bounded.timeout_s = self._timeout_s
 
+    def is_news(self, text: str) -> bool:
+        """Whether this group has not been asked about `text` before; layers log it then. Local."""
+        is_new = text not in self._told
+        self._told.add(text)
+        return is_new
+
     def open_buffer(self, name: str, spec: BufferSpec) -> Buffer:
         """The buffer `name` for `spec`, shared by every layer that asks for the same.
 
@@ -88,6 +96,13 @@ class EPGroup:
     def open_fused(self, name: str, spec: BufferSpec) -> FusedBackend:
         """The fused operator `name` for `spec`; the rest as open_buffer()."""
         return self._open(name, spec, fused_class, "open_fused")
+
+    def traffic(self) -> dict[str, BufferTraffic]:
+        """Bytes that this rank has sent to the others, by backend; none of a closed group."""
+        sent: dict[str, BufferTraffic] = {}
+        for (name, _), backend in self._backends.items():
+            sent[name] = sent.get(name, BufferTraffic()) + backend.traffic()
+        return sent
 
     def _open(
         self,

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from epcomm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from epcomm.group import EPGroup
+    from epcomm.stats import EPStats
 
 _ATTRIBUTE = "epcomm_layer"
 
@@ -25,6 +29,15 @@ class ExpertParallelLayer(Protocol):
     """
 
     is_decoding: bool
+
+    @property
+    def group(self) -> EPGroup:
+        """The ranks that share the experts."""
+        ...
+
+    def stats(self) -> EPStats:
+        """Counts since construction. Local; no host sync until counts by expert are read."""
+        ...
 
     def idle(self, carry: Tensor) -> Tensor:
         """Take part in a call without a token; `carry` is a float32 scalar, and so is the result.
@@ -52,11 +65,18 @@ def put_in_front(module: nn.Module, layer: ExpertParallelLayer) -> None:
 
 def expert_parallel_layers(model: nn.Module) -> list[ExpertParallelLayer]:
     """The layers of a model, in the order in which they are registered."""
-    found = (
-        module if isinstance(module, ExpertParallelLayer) else getattr(module, _ATTRIBUTE, None)
-        for module in model.modules()
-    )
-    return [layer for layer in found if layer is not None]
+    return list(named_expert_parallel_layers(model).values())
+
+
+def named_expert_parallel_layers(model: nn.Module) -> dict[str, ExpertParallelLayer]:
+    """The layers of a model by the names of their modules, in the order of registration."""
+    found = {
+        name: module
+        if isinstance(module, ExpertParallelLayer)
+        else getattr(module, _ATTRIBUTE, None)
+        for name, module in model.named_modules()
+    }
+    return {name: layer for name, layer in found.items() if layer is not None}
 
 
 @contextmanager

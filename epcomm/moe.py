@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from epcomm.config import EPConfig, Router
 from epcomm.errors import ConfigError
-from epcomm.experts import EPStats, ExpertParallelExperts
+from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
+from epcomm.profiling import ranged
 from epcomm.records import TopKOutput
 from epcomm.routing import RoutingSpec
 from epcomm.routing.choose import choose_router
+from epcomm.stats import EPStats
 
 RouterCall = Callable[[nn.Module, Tensor, Tensor | None], Tensor | tuple[Tensor, ...]]
 
@@ -131,6 +133,7 @@ class ExpertParallelMoE(nn.Module):
         """Logits to experts and weights, as given at construction."""
         return self._router.spec
 
+    @ranged("route")
     def route(self, x: Tensor) -> tuple[Tensor, TopKOutput]:
         """Route without computing experts, for auxiliary losses.
 
@@ -182,7 +185,7 @@ class ExpertParallelMoE(nn.Module):
         return "\n".join((self.experts.explain(), *self._router.explain()))
 
     def stats(self) -> EPStats:
-        """Counts since construction. Local; no host sync."""
+        """Counts since construction. Local; no host sync until counts by expert are read."""
         return self.experts.stats()
 
     def _register(self, name: str, part: nn.Module | Tensor) -> None:

@@ -9,7 +9,8 @@ from epcomm.config import EPConfig
 from epcomm.dispatchers.phases import PhaseDispatchers
 from epcomm.group import EPGroup
 from epcomm.planning import EPPlan, MoESpec
-from epcomm.records import PathOutput, Route, TopKOutput
+from epcomm.profiling import ranged
+from epcomm.records import CombineInput, DispatchOutput, PathOutput, Route, TopKOutput
 from epcomm.registry import runner_class
 from epcomm.weights import ExpertTensors
 
@@ -32,8 +33,12 @@ class PipelinePath:
         """See ExpertParallelExperts.forward."""
         dispatcher = self.phases.of_phase(decode=decode)
         out = dispatcher.dispatch(x, topk, experts_need_grad=weights.requires_grad)
-        y = dispatcher.combine(self.runner.run(out, weights))
-        return PathOutput(y=y, num_rows=out.route.num_rows, num_slots=_num_slots(out.route))
+        y = dispatcher.combine(self._run_experts(out, weights))
+        return path_output(y, out)
+
+    @ranged("experts")
+    def _run_experts(self, out: DispatchOutput, weights: ExpertTensors) -> CombineInput:
+        return self.runner.run(out, weights)
 
     def check(self) -> None:
         """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""
@@ -42,6 +47,16 @@ class PipelinePath:
     def traffic(self) -> BufferTraffic:
         """Bytes sent by the buffers of both phases."""
         return self.phases.traffic()
+
+
+def path_output(y: Tensor, out: DispatchOutput) -> PathOutput:
+    """y with what the batch took on this rank. Local; no host sync."""
+    return PathOutput(
+        y=y,
+        num_rows=out.route.num_rows,
+        num_slots=_num_slots(out.route),
+        num_slots_per_expert=out.num_slots_per_expert,
+    )
 
 
 def _num_slots(route: Route) -> int:

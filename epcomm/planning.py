@@ -19,6 +19,7 @@ from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
 from epcomm.errors import BackendUnavailable, ConfigError
+from epcomm.plan_log import log_plan
 from epcomm.registry import backend_class, backend_family, fused_class, runner_class
 from epcomm.survey import DECODE, PREFILL, RUNNER, phase_configs, survey_group, survey_rank
 from epcomm.types import (
@@ -250,9 +251,11 @@ def plan(
     if chosen.decode is None:
         lacks = "set EPConfig.max_tokens_per_rank, because low latency has static sizes"
         chosen = replace(chosen, decode_lacks=lacks)
-    if weights is None or prefill.mode is Mode.FUSEEP:
-        return chosen
-    return _with_runner(chosen, config, survey.verdicts[RUNNER], weights)
+    if weights is not None and prefill.mode is not Mode.FUSEEP:
+        chosen = _with_runner(chosen, config, survey.verdicts[RUNNER], weights)
+    if group is not None:
+        log_plan(chosen, group)
+    return chosen
 
 
 def _grouped(rejections: Iterable[Rejection]) -> list[str]:

@@ -246,11 +246,13 @@ class PathOutput:
     """y of one call, [T, H], and what it took on this rank.
 
     num_rows: received.   num_slots: computed, where the host knows, else those allocated.
+    num_slots_per_expert: [L], int32, on the device: (token, expert) pairs that this rank computed.
     """
 
     y: Tensor
     num_rows: int
     num_slots: int
+    num_slots_per_expert: Tensor
 
 
 class Pending(Generic[T_co]):

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from epcomm import BackendUnavailable, ConfigError, EPConfig, EPGroup, ExpertParallelMoE
+from epcomm import BackendUnavailable, ConfigError, EPConfig, EPGroup, EPStats, ExpertParallelMoE
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.experts import EPStats
 from epcomm.integrations.transformers import FAMILIES
 from epcomm.moe import BlockLayout
 from epcomm.registry import FUSED
+from epcomm.stats import gather_expert_slots
 from epcomm.testing.ascend import limits, registry
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
@@ -110,6 +110,8 @@ CHOSEN = [[(0, 1), (0, 4), (7, 4)], [(1, 5)]]
 # Rank 0 receives tokens 0 and 1 of rank 0 and the token of rank 1, with 2, 1 and 1 slots; rank 1
 # receives tokens 1 and 2 of rank 0 and its own token, with 1, 2 and 1.
 NUM_ROWS, NUM_SLOTS = (3, 3), (4, 4)
+# By expert of the rank: expert 0 has tokens 0 and 1 of rank 0, expert 1 token 0 and that of rank 1.
+LOADS = [[2, 2, 0, 0], [2, 1, 0, 1]]
 # Tokens that leave for the other rank, and rows of the other rank that go home.
 NUM_SENT, NUM_RETURNED = (2, 1), (1, 2)
 # 16 float32 elements, K ids and K weights; home, K scalars and a gap up to 16 B.
@@ -146,7 +148,8 @@ def test_stats_equal_numbers_counted_by_hand() -> None:
                 control_bytes=HEADER_BYTES,
             ),
         )
-        assert moe.stats() == forward
+        first = moe.stats()
+        assert first == forward
 
         moe(x.requires_grad_()).sum().backward()
         # Backward sends dy out without ids, and dx home with K gradients of weights.
@@ -162,6 +165,13 @@ def test_stats_equal_numbers_counted_by_hand() -> None:
                 control_bytes=2 * HEADER_BYTES,
             ),
         )
+        assert moe.stats().num_slots_per_expert == tuple(2 * load for load in LOADS[rank])
+        # Not read until now, and still of the first call.
+        assert first.num_slots_per_expert == tuple(LOADS[rank])
+        # Four slots of four experts.
+        assert first.imbalance == 2.0
+        assert gather_expert_slots(first, group).tolist() == LOADS
+        assert EPStats().imbalance == 1.0
 
 
 @pytest.mark.ranks(NUM_RANKS)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
 from epcomm.buffers.host_memory import HostMemory
 from epcomm.collectives.base import Collectives
 from epcomm.types import align_up
+
+_logger = logging.getLogger(__name__)
 
 # Used in turns, so that a batch may still be read while the next one arrives.
 NUM_SLOTS = 2
@@ -42,6 +46,7 @@ class HostRegion:
         # The views are enough.
         self._memory.close()
         self._room = room
+        _logger.debug("rank %d: %s has %d B a slot now", self._collectives.rank, self._name, room)
 
     def rows(self, rank: int, epoch: int, rows: slice, width: int, dtype: torch.dtype) -> Tensor:
         """[rows, width] of the slot that `epoch` uses in the block of `rank`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -21,6 +22,8 @@ from epcomm.types import align_up
 
 if TYPE_CHECKING:
     from epcomm.kernels.normal_exchange import Sends
+
+_logger = logging.getLogger(__name__)
 
 # By which a buffer without a limit grows.
 _TOKEN_MULTIPLE = 128
@@ -160,3 +163,4 @@ class NVLinkBuffer(NVLinkNormal):
         self._meet()
         wanted = max(num_tokens, 2 * self._layout.max_tokens)
         self._open(align_up(wanted, _TOKEN_MULTIPLE))
+        _logger.debug("rank %d: nvlink has room for %d tokens now", self._rank, wanted)

@@ -18,6 +18,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
 from epcomm.buffers.faults import BatchFlags
 from epcomm.ops.slots import gather_rows, gather_scalars
+from epcomm.profiling import ranged
 from epcomm.quantization import dequantize
 from epcomm.records import Route, RowsCombineInput
 from epcomm.types import RowsPer, WireFormat, WireTensor
@@ -53,6 +54,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @ranged("dispatch_backward")
     def backward(  # type: ignore[override]
         ctx: FunctionCtx, grad_rows: Tensor, grad_slot_weights: Tensor, _: None
     ) -> tuple[Tensor, Tensor | None, None, None]:
@@ -82,6 +84,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @ranged("combine_backward")
     def backward(  # type: ignore[override]
         ctx: FunctionCtx, grad_y: Tensor
     ) -> tuple[Tensor, Tensor | None, None]:

@@ -19,6 +19,7 @@ from epcomm.dispatchers.checks import find_call_error, find_combine_error, num_t
 from epcomm.errors import ConfigError, EPError, EPTimeout, HandleError
 from epcomm.group import EPGroup
 from epcomm.planning import MoESpec, PhasePlan, plan
+from epcomm.profiling import ranged
 from epcomm.quantization import arrange_scales, quantize, quantizer_for, restore_scales
 from epcomm.records import (
     Handle,
@@ -79,18 +80,21 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self._is_closed = False
 
     @untraced
+    @ranged("dispatch")
     def dispatch(
         self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: bool = False
     ) -> DispatchT:
         return self._begin(hidden_states, topk, experts_need_grad, late_receive=False).wait()
 
     @untraced
+    @ranged("dispatch_begin")
     def dispatch_async(
         self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: bool = False
     ) -> Pending[DispatchT]:
         if not self.plan.caps.late_receive:
             return super().dispatch_async(hidden_states, topk, experts_need_grad=experts_need_grad)
-        return self._begin(hidden_states, topk, experts_need_grad, late_receive=True)
+        pending = self._begin(hidden_states, topk, experts_need_grad, late_receive=True)
+        return Pending(partial(_wait_for_rows, pending))
 
     def _begin(
         self,
@@ -164,14 +168,17 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         return cast(DispatchT, record)
 
     @untraced
+    @ranged("combine")
     def combine(self, combine_input: CombineT) -> Tensor:
         return self._begin_combine(combine_input, late_receive=False).wait()
 
     @untraced
+    @ranged("combine_begin")
     def combine_async(self, combine_input: CombineT) -> Pending[Tensor]:
         if not self.plan.caps.late_receive:
             return super().combine_async(combine_input)
-        return self._begin_combine(combine_input, late_receive=True)
+        pending = self._begin_combine(combine_input, late_receive=True)
+        return Pending(partial(_wait_for_sums, pending))
 
     def _begin_combine(self, combine_input: CombineT, *, late_receive: bool) -> Pending[Tensor]:
         """Send sums home; with late_receive they are received in wait()."""
@@ -311,6 +318,16 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             num_scales = rows.format.num_scales(self._spec.hidden_size)
             scales = arrange_scales(restore_scales(scales, came, num_scales), layout)
         return replace(rows, scales=scales, scale_layout=layout)
+
+
+@ranged("dispatch_wait")
+def _wait_for_rows(pending: Pending[DispatchT]) -> DispatchT:
+    return pending.wait()
+
+
+@ranged("combine_wait")
+def _wait_for_sums(pending: Pending[Tensor]) -> Tensor:
+    return pending.wait()
 
 
 def _as_rows(combine_input: RowsCombineInput | MaskedCombineInput) -> RowsCombineInput:

@@ -6,8 +6,6 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Literal, TypeVar
 
-from torch import Tensor
-
 from epcomm.buffers.base import Availability, Backend, DispatchCall
 from epcomm.config import Mode
 from epcomm.quantized_weights import Int8ChannelWeights
@@ -22,12 +20,11 @@ PackedT = TypeVar("PackedT")
 class FuseEPResult(PathOutput):
     """What a call returns; y is weighted and summed over the experts of all ranks.
 
-    num_slots_per_expert: [L], int32, on the device: (token, expert) pairs that this rank computed,
-        with the substitutes of weight 0 for entries without an expert and for calls without tokens.
+    num_slots_per_expert: with the substitutes of weight 0 for entries without an expert and for
+        calls without tokens.
     is_reduced: y is complete; adding it up over ranks once more would multiply it.
     """
 
-    num_slots_per_expert: Tensor
     is_reduced: Literal[True] = True
 
 

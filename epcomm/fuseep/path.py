@@ -17,6 +17,7 @@ from epcomm.fuseep.base import FuseEPResult
 from epcomm.fuseep.packing import PackedExperts
 from epcomm.group import EPGroup
 from epcomm.planning import MoESpec, PhasePlan
+from epcomm.profiling import ranged
 from epcomm.quantized_weights import Int8ChannelWeights
 from epcomm.records import TopKOutput, empty_topk
 from epcomm.weights import ExpertTensors
@@ -45,6 +46,7 @@ class FuseEPPath:
         self._packed = PackedExperts(self._operator)
         self._checks_calls = config.check_calls
 
+    @ranged("fuseep")
     def run(
         self,
         hidden_states: Tensor,

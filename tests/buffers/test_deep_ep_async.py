@@ -112,7 +112,7 @@ def identity(out: object) -> Any:  # noqa: ANN401 - the input of combine, whose 
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_nothing_is_received_before_wait(receipts: list[str]) -> None:
-    with opened() as (group, dispatcher):
+    with opened() as (group, dispatcher), torch.profiler.profile() as profiler:
         batch = make_batch(group, 0)
         pending = dispatcher.dispatch_async(batch.x, batch.topk)
         assert receipts == []
@@ -122,6 +122,9 @@ def test_nothing_is_received_before_wait(receipts: list[str]) -> None:
         assert receipts == ["dispatch 1"]
         assert torch.equal(pending_y.wait(), batch.y)
         assert receipts == ["dispatch 1", "combine 1"]
+    shown = {event.key for event in profiler.key_averages() if event.key.startswith("epcomm::")}
+    halves = ("dispatch_begin", "dispatch_wait", "combine_begin", "combine_wait")
+    assert shown == {f"epcomm::{half}" for half in halves}
 
 
 @pytest.mark.ranks(NUM_RANKS)

@@ -150,5 +150,9 @@ def test_layers_share_an_operator_and_a_group(monkeypatch: pytest.MonkeyPatch) -
         traffic = [layer.stats().traffic for layer in layers]
         assert traffic[0] == traffic[1]
         assert [layer.stats().num_calls for layer in layers] == [2] * 4
+        # A fused operator tells its loads too: those of one routing, however it is computed.
+        loads = [layer.stats().num_slots_per_expert for layer in layers]
+        assert loads == [loads[3]] * 4
+        assert sum(loads[3]) > 0
         for layer in layers:
             layer.check()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from epcomm import ConfigError, EPConfig, HandleError, decode_phase, idle_step
 from epcomm.gradients import clip_grad_norm
 from epcomm.integrations.transformers import ExpertParallelRegistration, register_expert_parallel
+from epcomm.telemetry import metrics
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 
@@ -245,6 +246,13 @@ def test_rank_without_data_takes_part_in_training_by_an_idle_step(folder: Path) 
         else:
             idle_step(model)
         check_gradients(whole_gradients(model), expected)
+        # Two of nine tokens and two of one, each computed by two experts somewhere.
+        names = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+        found = [one for one in metrics(model) if one.name == "epcomm_expert_tokens_total"]
+        for name in names:
+            computed = torch.tensor(sum(m.value for m in found if m.labels["layer"] == name))
+            dist.all_reduce(computed)
+            assert computed.item() == 2 * (2 * NUM_TOKENS + 2 * 1)
         with torch.no_grad():
             if dist.get_rank() in busy:
                 model(input_ids=parts[dist.get_rank()])

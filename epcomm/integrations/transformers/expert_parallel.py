@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode, Router
 from epcomm.dispatchers.phases import PhaseDispatchers
 from epcomm.errors import ConfigError, HandleError
@@ -26,8 +27,11 @@ from epcomm.group import EPGroup
 from epcomm.layers import put_in_front
 from epcomm.ops.pack import pack
 from epcomm.ops.slots import expert_of_slot
+from epcomm.pipeline import path_output
 from epcomm.planning import MoESpec, plan
+from epcomm.profiling import ranged
 from epcomm.records import RowsDispatchOutput, TopKOutput
+from epcomm.stats import EPStats, LayerCounter
 from epcomm.types import WeightsAppliedBy
 from epcomm.untraced import untraced
 
@@ -173,6 +177,7 @@ class ExpertsBridge:
         self._batch_mesh = batch_mesh if has_slices else None
         self._phases: dict[_Shape, PhaseDispatchers] = {}
         self._plans: list[str] = []
+        self._counter: LayerCounter | None = None
         self.is_decoding = False
         registration.add(self)
         put_in_front(experts, self)
@@ -207,6 +212,18 @@ class ExpertsBridge:
         device = next(model.parameters()).device
         return model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device))[0]
 
+    @property
+    def group(self) -> EPGroup:
+        """The ranks that share the experts."""
+        return self._registration.group_of(self._ep_mesh)
+
+    def stats(self) -> EPStats:
+        """Counts since construction. Local; no host sync until counts by expert are read."""
+        if self._counter is None:
+            return EPStats()
+        traffic = (phases.traffic() for phases in self._phases.values())
+        return self._counter.snapshot(sum(traffic, BufferTraffic()))
+
     def explain(self) -> list[str]:
         """The plans of this layer, one for each shape that it has seen."""
         return self._plans
@@ -216,8 +233,13 @@ class ExpertsBridge:
         dispatcher = phases.of_phase(decode=self.is_decoding)
         needs_grad = any(parameter.requires_grad for parameter in self._experts.parameters())
         out = dispatcher.dispatch(hidden_states, topk, experts_need_grad=needs_grad)
-        return dispatcher.combine(out.combine_input(self._run(out)))
+        y = dispatcher.combine(out.combine_input(self._run(out)))
+        if self._counter is None:
+            self._counter = LayerCounter(self._num_local_experts, y.device)
+        self._counter.count(hidden_states.shape[0], path_output(y, out))
+        return y
 
+    @ranged("experts")
     def _run(self, out: RowsDispatchOutput) -> Tensor:
         """[C, H]: the model's experts on one slot a row, times its weight if theirs to apply."""
         slots = pack(out.hidden_states.data, out.index)

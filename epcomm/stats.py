@@ -1,0 +1,111 @@
+"""What a layer has done on one rank: plain counts, and the load of each of its experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.errors import ConfigError
+from epcomm.records import PathOutput
+
+if TYPE_CHECKING:
+    from epcomm.group import EPGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class EPStats:
+    """What one layer on one rank has done since construction; forward passes only.
+
+    num_tokens: dispatched here.   num_rows: received.   num_slots: (token, expert) pairs computed.
+    max_slots: most slots of one call.
+    traffic: bytes sent by the buffer, by all layers that share it, backward included.
+    expert_slots: [L], int64, on the device: (token, expert) pairs by expert of this rank, as they
+        were when the statistics were taken; None in statistics of no layer. Not compared by `==`.
+
+    Calls that backward repeats for activation checkpointing count nothing but traffic. Of a device
+    graph, expert_slots counts every replay, and the numbers of the host its capture alone.
+    """
+
+    num_calls: int = 0
+    num_tokens: int = 0
+    num_rows: int = 0
+    num_slots: int = 0
+    max_slots: int = 0
+    traffic: BufferTraffic = field(default_factory=BufferTraffic)
+    expert_slots: Tensor | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def num_slots_per_expert(self) -> tuple[int, ...]:
+        """L counts: tokens that each expert of this rank has computed.
+
+        Local.   Host sync: yes, when first read.
+        """
+        return () if self.expert_slots is None else tuple(self.expert_slots.tolist())
+
+    @property
+    def imbalance(self) -> float:
+        """The most tokens of an expert of this rank over their mean; 1.0 before any came.
+
+        Local.   Host sync: yes, when first read.
+        """
+        return imbalance_of(self.num_slots_per_expert)
+
+
+def imbalance_of(loads: tuple[int, ...]) -> float:
+    """Return the largest of some loads over their mean, and 1.0 where there is no load."""
+    total = sum(loads)
+    return max(loads) * len(loads) / total if total else 1.0
+
+
+class LayerCounter:
+    """Counts the forward passes of one layer on one rank."""
+
+    def __init__(self, num_local_experts: int, device: torch.device) -> None:
+        """Begin at zero, with L counts on `device`."""
+        self._totals = EPStats()
+        # Made here, not at the first call: a capture would set it to zero in every replay.
+        self._expert_slots = torch.zeros(num_local_experts, dtype=torch.int64, device=device)
+
+    def count(self, num_tokens: int, out: PathOutput) -> None:
+        """Add a call. Local; no host sync; may be captured in a device graph."""
+        # Backward is running: this call repeats one that was counted.
+        if torch._C._current_graph_task_id() != -1:
+            return
+        old, num_slots = self._totals, out.num_slots
+        self._totals = replace(
+            old,
+            num_calls=old.num_calls + 1,
+            num_tokens=old.num_tokens + num_tokens,
+            num_rows=old.num_rows + out.num_rows,
+            num_slots=old.num_slots + num_slots,
+            max_slots=max(old.max_slots, num_slots),
+        )
+        self._expert_slots.add_(out.num_slots_per_expert)
+
+    def snapshot(self, traffic: BufferTraffic) -> EPStats:
+        """The counts so far; later calls do not change them. Local; no host sync."""
+        return replace(self._totals, traffic=traffic, expert_slots=self._expert_slots.clone())
+
+
+def gather_expert_slots(stats: EPStats, group: EPGroup) -> Tensor:
+    """Return [W, L], int64, on the device: the counts by expert of every rank of the group.
+
+    Args:
+        stats: of the same layer on every rank.
+        group: that of the layer.
+
+    Collective: yes, beside the calls of layers, never within one.   Host sync: as all_gather().
+    Raises:
+        ConfigError: statistics of no layer.
+    """
+    if stats.expert_slots is None:
+        raise ConfigError(
+            f"gather_expert_slots: the statistics have no counts by expert ({group.where}); pass "
+            "what stats() of a layer returned"
+        )
+    return group.collectives.all_gather(stats.expert_slots, phase="gather_expert_slots")

@@ -1,0 +1,164 @@
+"""The statistics of a model's layers as named numbers, and as the text that Prometheus reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from epcomm.group import EPGroup
+from epcomm.layers import named_expert_parallel_layers
+from epcomm.stats import EPStats
+
+Kind = Literal["counter", "gauge"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """One number of this rank, by the rules of Prometheus for names and labels.
+
+    kind: a counter only grows; a gauge may do anything.   help: what it says, one sentence.
+    """
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+    kind: Kind
+    help: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Family:
+    """Metrics of one name; `read` gives the value, or one for each expert of the rank."""
+
+    name: str
+    kind: Kind
+    help: str
+    read: Callable[[EPStats], float | tuple[int, ...]]
+
+
+_OF_LAYERS = (
+    _Family(
+        name="epcomm_calls_total",
+        kind="counter",
+        help="Forward passes of the layer.",
+        read=lambda stats: stats.num_calls,
+    ),
+    _Family(
+        name="epcomm_tokens_total",
+        kind="counter",
+        help="Tokens that the rank dispatched.",
+        read=lambda stats: stats.num_tokens,
+    ),
+    _Family(
+        name="epcomm_rows_total",
+        kind="counter",
+        help="Rows that the rank received.",
+        read=lambda stats: stats.num_rows,
+    ),
+    _Family(
+        name="epcomm_expert_tokens_total",
+        kind="counter",
+        help="Tokens that an expert of the rank computed.",
+        read=lambda stats: stats.num_slots_per_expert,
+    ),
+    _Family(
+        name="epcomm_expert_imbalance",
+        kind="gauge",
+        help="Most tokens of an expert of the rank over their mean, since construction.",
+        read=lambda stats: stats.imbalance,
+    ),
+    _Family(
+        name="epcomm_max_slots",
+        kind="gauge",
+        help="Most (token, expert) pairs that the rank computed in one call.",
+        read=lambda stats: stats.max_slots,
+    ),
+)
+
+
+def metrics(model: nn.Module) -> list[Metric]:
+    """Return what the expert-parallel layers of `model` have done on this rank.
+
+    Labels: `group`, numbered among those of the model, and `rank` in it, on all; `layer`, the name
+    of its module; `expert`, an index among those of the rank. Bytes are counted by buffers, for all
+    layers and models on the group, so they have `backend` and `direction` (dispatch, combine,
+    control) instead. Metrics of one name follow one another.
+
+    Local.   Host sync: yes, one a layer.
+    """
+    layers = named_expert_parallel_layers(model)
+    groups = list(dict.fromkeys(layer.group for layer in layers.values()))
+    labels_of = {
+        group: {"group": str(number), "rank": str(group.rank)}
+        for number, group in enumerate(groups)
+    }
+    taken = [
+        ({**labels_of[layer.group], "layer": name}, layer.stats()) for name, layer in layers.items()
+    ]
+    found = [
+        metric
+        for family in _OF_LAYERS
+        for labels, stats in taken
+        for metric in _of_layer(family, labels, stats)
+    ]
+    return found + [metric for group in groups for metric in _sent_bytes(group, labels_of[group])]
+
+
+def as_prometheus_text(found: Iterable[Metric]) -> str:
+    """Return metrics in the text format of Prometheus, version 0.0.4.
+
+    Args:
+        found: metrics of one name follow one another, as metrics() returns them.
+    """
+    lines: list[str] = []
+    last = None
+    for metric in found:
+        if metric.name != last:
+            lines.append(f"# HELP {metric.name} {metric.help}")
+            lines.append(f"# TYPE {metric.name} {metric.kind}")
+        last = metric.name
+        labels = ",".join(f'{name}="{_escaped(text)}"' for name, text in metric.labels.items())
+        lines.append(f"{metric.name}{{{labels}}} {metric.value}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _of_layer(family: _Family, labels: Mapping[str, str], stats: EPStats) -> Iterator[Metric]:
+    read = family.read(stats)
+    values = (
+        [({"expert": str(expert)}, float(value)) for expert, value in enumerate(read)]
+        if isinstance(read, tuple)
+        else [({}, float(read))]
+    )
+    for more, value in values:
+        yield Metric(
+            name=family.name,
+            labels={**labels, **more},
+            value=value,
+            kind=family.kind,
+            help=family.help,
+        )
+
+
+def _sent_bytes(group: EPGroup, labels: Mapping[str, str]) -> Iterator[Metric]:
+    for backend, traffic in group.traffic().items():
+        sent = {
+            "dispatch": traffic.dispatch_bytes,
+            "combine": traffic.combine_bytes,
+            "control": traffic.control_bytes,
+        }
+        for direction, num_bytes in sent.items():
+            yield Metric(
+                name="epcomm_sent_bytes_total",
+                labels={**labels, "backend": backend, "direction": direction},
+                value=float(num_bytes),
+                kind="counter",
+                help="Bytes that the rank sent to other ranks, forward and backward.",
+            )
+
+
+def _escaped(text: str) -> str:
+    """A label's value as it stands between quotes."""
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -9,7 +9,7 @@ collectives in the same order everywhere.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
 from epcomm.buffers.faults import BatchFlags
+from epcomm.dispatchers import operators
+from epcomm.dispatchers.operators import CombineCall
 from epcomm.ops.slots import gather_rows, gather_scalars
 from epcomm.profiling import ranged
 from epcomm.quantization import dequantize
@@ -24,26 +26,12 @@ from epcomm.records import Route, RowsCombineInput
 from epcomm.types import RowsPer, WireFormat, WireTensor
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _CombineCall:
-    """The arguments of combine that are no tensors of the graph.
-
-    lasts: rows along the route are the caller's own; see Buffer.redispatch().
-    """
-
-    buffer: Buffer
-    route: Route
-    rows_per: RowsPer
-    gradient_dtype: torch.dtype
-    lasts: bool
-
-
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx, x: Tensor, topk_weights: Tensor, buffer: Buffer, call: DispatchCall
     ) -> tuple[Tensor, Tensor, Dispatched]:
-        out = buffer.dispatch(call)
+        out = operators.dispatch(buffer, call)
         ctx.buffer, ctx.route, ctx.dtype = buffer, out.route, x.dtype  # type: ignore[attr-defined]
         # Codes have no gradient. Rows that need one are handed out dequantised, and the gradient
         # passes the quantisation as if it were not there (straight through).
@@ -73,14 +61,12 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, rows: Tensor, slot_weights: Tensor | None, call: _CombineCall
+        ctx: FunctionCtx, rows: Tensor, slot_weights: Tensor | None, call: CombineCall
     ) -> Tensor:
         ctx.call = call  # type: ignore[attr-defined]
         if slot_weights is not None:
             ctx.save_for_backward(rows, slot_weights)
-        return call.buffer.combine(
-            rows, call.route, rows_per=call.rows_per, slot_weights=slot_weights
-        ).y
+        return operators.combine(rows, slot_weights, call)
 
     @staticmethod
     @once_differentiable
@@ -88,7 +74,7 @@ class _Combine(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: FunctionCtx, grad_y: Tensor
     ) -> tuple[Tensor, Tensor | None, None]:
-        call: _CombineCall = ctx.call  # type: ignore[attr-defined]
+        call: CombineCall = ctx.call  # type: ignore[attr-defined]
         # contiguous(): an expanded gradient, as sum() makes, has no rows to send.
         wire = grad_y.to(call.gradient_dtype).contiguous()
         grad_rows = call.buffer.redispatch(wire, call.route).to(grad_y.dtype)
@@ -136,7 +122,7 @@ def combine_rows(buffer: Buffer, rows: RowsCombineInput, gradient_dtype: torch.d
     Collective: yes, and so is its backward, on every rank if any rank needs one.
     """
     handle = rows.handle
-    call = _CombineCall(
+    call = CombineCall(
         buffer=buffer,
         route=handle.route,
         rows_per=rows.rows_per,

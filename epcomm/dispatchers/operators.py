@@ -1,0 +1,145 @@
+"""Dispatch and combine of a training step as operators with names, for those who watch operators.
+
+A policy of selective activation checkpointing chooses by name what it saves:
+
+    saved = {torch.ops.epcomm.dispatch.default, torch.ops.epcomm.combine.default}
+
+What is saved does not travel again when backward recomputes. An operator takes tensors and numbers
+alone, so the call of a buffer goes by a number, and so does the route of a batch: when rows come
+from the storage of a policy, that number still finds it, because the graph of the forward pass
+holds it.
+
+Only a TorchDispatchMode sees operators, so without one a call goes to its buffer directly.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
+from epcomm.buffers.faults import BatchFlags
+from epcomm.records import Route, SlotIndex
+from epcomm.types import RowsPer, WireTensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CombineCall:
+    """The arguments of combine that are no tensors of the graph.
+
+    lasts: rows along the route are the caller's own; see Buffer.redispatch().
+    """
+
+    buffer: Buffer
+    route: Route
+    rows_per: RowsPer
+    gradient_dtype: torch.dtype
+    lasts: bool
+
+
+@dataclass(kw_only=True, eq=False)
+class _DispatchOn:
+    """A call of a buffer, which holds the route that came of it until the caller does."""
+
+    buffer: Buffer
+    call: DispatchCall
+    route: Route | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Arrival:
+    """What a dispatch tells beside its route and its tensors; `rows` is without elements."""
+
+    rows: WireTensor
+    index: SlotIndex
+    any_flags: BatchFlags
+
+
+# Who makes a call or has a route holds it; nothing is kept alive here.
+_numbered: WeakValueDictionary[int, object] = WeakValueDictionary()
+_arrivals: WeakKeyDictionary[Route, _Arrival] = WeakKeyDictionary()
+_numbers = itertools.count()
+
+
+def _number_of(record: object) -> int:
+    number = next(_numbers)
+    _numbered[number] = record
+    return number
+
+
+def dispatch(buffer: Buffer, call: DispatchCall) -> Dispatched:
+    """Dispatch through the operator, where somebody watches.
+
+    Lifetime: a policy's storage serves as long as somebody holds the route.
+    Collective: as Buffer.dispatch; unless a policy had saved it, on all ranks alike.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return buffer.dispatch(call)
+    held = _DispatchOn(buffer=buffer, call=call)
+    rows, scales, slot_weights, number = torch.ops.epcomm.dispatch.default(
+        call.hidden_states, call.topk_ids, call.topk_weights, _number_of(held)
+    )
+    route = _numbered[int(number)]
+    assert isinstance(route, Route), "the operator returned the number of one"
+    arrival = _arrivals[route]
+    has_scales = arrival.rows.scales is not None
+    return Dispatched(
+        rows=replace(arrival.rows, data=rows, scales=scales if has_scales else None),
+        index=arrival.index,
+        slot_weights=slot_weights,
+        route=route,
+        any_flags=arrival.any_flags,
+    )
+
+
+def combine(rows: Tensor, slot_weights: Tensor | None, call: CombineCall) -> Tensor:
+    """Combine through the operator, where somebody watches: y [T, H].
+
+    Collective: as Buffer.combine; unless a policy had saved it, on all ranks alike.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return _combine_on(rows, slot_weights, call)
+    return torch.ops.epcomm.combine.default(rows, slot_weights, _number_of(call))
+
+
+def _dispatch_kernel(
+    hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, call: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    held = _numbered[call]
+    assert isinstance(held, _DispatchOn), "numbers are made here"
+    out = held.buffer.dispatch(held.call)
+    assert out.slot_weights is not None, "to a trainable buffer, weights travel"
+    rows, scales = out.rows.data, out.rows.scales
+    nothing = rows.new_empty(0)
+    shell = replace(out.rows, data=nothing, scales=None if scales is None else nothing)
+    _arrivals[out.route] = _Arrival(rows=shell, index=out.index, any_flags=out.any_flags)
+    held.route = out.route
+    number = torch.tensor(_number_of(out.route))
+    return rows, nothing.clone() if scales is None else scales, out.slot_weights, number
+
+
+def _combine_kernel(rows: Tensor, slot_weights: Tensor | None, call: int) -> Tensor:
+    held = _numbered[call]
+    assert isinstance(held, CombineCall), "numbers are made here"
+    return _combine_on(rows, slot_weights, held)
+
+
+def _combine_on(rows: Tensor, slot_weights: Tensor | None, call: CombineCall) -> Tensor:
+    return call.buffer.combine(
+        rows, call.route, rows_per=call.rows_per, slot_weights=slot_weights
+    ).y
+
+
+_library = Library("epcomm", "DEF")
+_library.define(
+    "dispatch(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, int call)"
+    " -> (Tensor rows, Tensor scales, Tensor slot_weights, Tensor number)"
+)
+_library.define("combine(Tensor rows, Tensor? slot_weights, int call) -> Tensor")
+_library.impl("dispatch", _dispatch_kernel, "CompositeExplicitAutograd")
+_library.impl("combine", _combine_kernel, "CompositeExplicitAutograd")

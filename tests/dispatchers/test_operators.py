@@ -1,0 +1,96 @@
+"""Dispatch and combine as operators that selective activation checkpointing chooses by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from epcomm import EPConfig, EPGroup, EPStats, ExpertParallelMoE
+from epcomm.types import WireDtype
+from tests.blocks import HIDDEN, qwen3_moe
+
+# A buffer has two places for rows, so that those of the first layer are gone in backward.
+NUM_LAYERS = 3
+DISPATCH, COMBINE = torch.ops.epcomm.dispatch.default, torch.ops.epcomm.combine.default
+
+
+def step(layers: list[ExpertParallelMoE], x: Tensor, call: Callable[..., object]) -> list[Tensor]:
+    """The gradients of one step through layers with residuals, each in its own region."""
+    parameters = [parameter for layer in layers for parameter in layer.experts.parameters()]
+    for parameter in parameters:
+        parameter.grad = None
+
+    def region(x: Tensor, layer: nn.Module) -> Tensor:
+        # The square wants y again, so that recomputation goes on past combine.
+        return x + layer(x.tanh()).square()
+
+    y = x
+    for layer in layers:
+        y = call(region, y, layer)
+        assert isinstance(y, Tensor)
+    y.square().sum().backward()
+    return [parameter.grad for parameter in parameters]  # type: ignore[misc]
+
+
+def spent(before: EPStats, after: EPStats) -> tuple[int, int]:
+    sent, was = after.traffic, before.traffic
+    return sent.dispatch_bytes - was.dispatch_bytes, sent.combine_bytes - was.combine_bytes
+
+
+@pytest.mark.ranks(2)
+def test_what_a_policy_saves_does_not_travel_again() -> None:
+    config = EPConfig(mode="normal", backend="shared_memory", dispatch_dtype=WireDtype.FP8_E4M3)
+    with EPGroup() as group:
+        layers = [
+            ExpertParallelMoE.from_transformers(qwen3_moe(), group, config)
+            for _ in range(NUM_LAYERS)
+        ]
+        # Then rows of the first layer need no gradient, and are saved as codes and scales.
+        for layer in layers:
+            layer.get_parameter("gate.weight").requires_grad_(False)
+        generator = torch.Generator().manual_seed(group.rank)
+        x = torch.randn(3 + group.rank, HIDDEN, generator=generator)
+
+        def measure(call: Callable[..., object]) -> tuple[int, int]:
+            before = layers[0].stats()
+            gradients = step(layers, x, call)
+            after = layers[0].stats()
+            # Recomputation is no forward pass.
+            assert after.num_calls == before.num_calls + 1
+            assert after.num_slots - before.num_slots == sum(after.num_slots_per_expert) - sum(
+                before.num_slots_per_expert
+            )
+            for gradient, wanted in zip(gradients, expected, strict=True):
+                assert torch.equal(gradient, wanted)
+            return spent(before, after)
+
+        def call_saving(saved: set[object]) -> Callable[..., object]:
+            def policy(
+                _: object, operator: object, *args: object, **kwargs: object
+            ) -> CheckpointPolicy:
+                is_saved = operator in saved
+                return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+            contexts = partial(create_selective_checkpoint_contexts, policy)
+            return partial(checkpoint, use_reentrant=False, context_fn=contexts)
+
+        def plainly(region: Callable[..., Tensor], x: Tensor, layer: nn.Module) -> Tensor:
+            return region(x, layer)
+
+        expected = step(layers, x, plainly)
+        dispatched, combined = measure(plainly)
+        again = measure(call_saving(set()))
+        assert again[0] > dispatched
+        assert again[1] > combined
+        assert measure(call_saving({DISPATCH})) == (dispatched, again[1])
+        assert measure(call_saving({COMBINE})) == (again[0], combined)
+        assert measure(call_saving({DISPATCH, COMBINE})) == (dispatched, combined)

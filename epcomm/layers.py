@@ -5,8 +5,9 @@ A module is such a layer, or carries one that was put in front of it, as transfo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -100,7 +101,7 @@ def idle_step(
     model: nn.Module,
     *,
     backward: bool | None = None,
-    run_token: Callable[[], Tensor] | None = None,
+    run_token: Callable[[], object] | None = None,
 ) -> None:
     """Take part in a step of the other ranks without data of one's own.
 
@@ -112,12 +113,16 @@ def idle_step(
     Args:
         model: as it is called elsewhere.
         backward: the other ranks run backward; None: as grad mode says here.
-        run_token: runs the model on one token and returns a tensor that depends on its output; for
+        run_token: runs the model on one token and returns its output: a tensor, or a mapping,
+            tuple, list or dataclass of tensors and other things, as models of transformers do; for
             models inside DDP or FSDP, and where other ranks recompute activations.
 
     Collective: yes, in place of one forward, and of its backward.   Host sync: as the layers.
     Raises:
-        ConfigError: the model has no expert-parallel layer.
+        ConfigError: the model has no expert-parallel layer; or backward is wanted and run_token
+            returned no tensor that requires grad, though its layers did: after backward through
+            these, so that other ranks need not wait. In a model loaded by transformers they do, and
+            only what holds no tensor of floats is refused.
     """
     layers = expert_parallel_layers(model)
     if not layers:
@@ -127,9 +132,21 @@ def idle_step(
         )
     backward = torch.is_grad_enabled() if backward is None else backward
     with torch.set_grad_enabled(backward):
-        result = run_token() if run_token is not None else _run_idle(model, layers)
-        if backward and result.requires_grad:
-            (result.float().sum() * 0).backward()
+        if run_token is None:
+            output, of_layers = _run_idle(model, layers), []
+        else:
+            with _collecting_results(layers) as of_layers:
+                output = run_token()
+        if not backward:
+            return
+        found = list(_float_tensors(output))
+        lacks_history = not any(tensor.requires_grad for tensor in found)
+        _backward_of_nothing(of_layers if lacks_history else found)
+    if lacks_history and (not found or any(y.requires_grad for y in of_layers)):
+        raise ConfigError(
+            f"idle_step: run_token returned {type(output).__name__} without a tensor that requires "
+            "grad, expected the output of the model; return model(one_token), or its logits"
+        )
 
 
 def _run_idle(model: nn.Module, layers: list[ExpertParallelLayer]) -> Tensor:
@@ -140,3 +157,41 @@ def _run_idle(model: nn.Module, layers: list[ExpertParallelLayer]) -> Tensor:
     for layer in layers:
         carry = layer.idle(carry)
     return carry
+
+
+def _backward_of_nothing(results: list[Tensor]) -> None:
+    """Run backward through what has a history; all gradients are 0."""
+    losses = [result.float().sum() * 0 for result in results if result.requires_grad]
+    if losses:
+        torch.autograd.backward(losses)
+
+
+def _float_tensors(output: object) -> Iterator[Tensor]:
+    """The tensors in what a model returns that may have gradients, whatever it wraps them in."""
+    parts: Iterable[object] = ()
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, Mapping):
+        parts = output.values()
+    elif isinstance(output, tuple | list):
+        parts = output
+    elif is_dataclass(output) and not isinstance(output, type):
+        parts = [getattr(output, field.name) for field in fields(output)]
+    for part in parts:
+        yield from _float_tensors(part)
+
+
+@contextmanager
+def _collecting_results(layers: list[ExpertParallelLayer]) -> Iterator[list[Tensor]]:
+    """Within it, what the layers that are modules return is added to the list."""
+    results: list[Tensor] = []
+
+    def keep(_: nn.Module, __: object, y: Tensor) -> None:
+        results.append(y)
+
+    with ExitStack() as stack:
+        for layer in layers:
+            if isinstance(layer, nn.Module):
+                stack.callback(layer.register_forward_hook(keep).remove)
+        yield results

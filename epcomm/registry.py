@@ -52,6 +52,7 @@ RUNNERS: Mapping[str, str] = MappingProxyType(
         "fp8_triton": "epcomm.runners.fp8_triton:Fp8TritonRunner",
         "deep_gemm": "epcomm.runners.deep_gemm:DeepGemmRunner",
         "ascend": "epcomm.runners.ascend:AscendRunner",
+        "ascend_swiglu": "epcomm.runners.ascend_swiglu:AscendSwigluRunner",
         "ascend_nz": "epcomm.runners.ascend_nz:AscendNZRunner",
         "ascend_swiglu_quant": "epcomm.runners.ascend_swiglu_quant:AscendSwigluQuantRunner",
         "grouped_mm": "epcomm.runners.grouped_mm:GroupedMMRunner",

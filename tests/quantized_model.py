@@ -19,6 +19,8 @@ from epcomm.testing.data import RankBatch
 KINDS = {"fp8": Fp8BlockWeights, "int8": Int8ChannelWeights}
 # Roundings beside those two: scales that are powers of two, and halves that go up.
 POWERS_OF_TWO, HALVES_UP = "fp8 by powers of two", "int8 halves up"
+# INT8 with scales of the first product, sums and activations in bfloat16.
+OF_BFLOAT16 = "int8 of bfloat16"
 # The largest step between neighbouring e4m3 numbers.
 _LARGEST_FP8_STEP = 32.0
 # Half a unit in the last place of float32, relative: what one operation may be off by.
@@ -84,12 +86,13 @@ def rounded(x: Bounded, rounding: str) -> Bounded:
 def _rounded_block(x: Bounded, rounding: str) -> Bounded:
     """Rounding keeps order, so the library's code lies between those of the ends of the error."""
     is_int8 = rounding.startswith("int8")
-    amax = x.values.abs().amax(dim=1, keepdim=True)
-    if not is_int8:
-        amax = amax.clamp(min=1e-4)
+    low, found, high = (
+        (x.values.abs() + sign * x.error).amax(dim=1, keepdim=True) for sign in (-1, 0, 1)
+    )
+    amax = found if is_int8 else found.clamp(min=1e-4)
     amax = torch.where(amax > 0, amax, torch.ones_like(amax))
     # What the library's scale may be off by, relative.
-    off = x.error.amax(dim=1, keepdim=True) / amax + _SCALE_ROUNDINGS * _ROUNDING
+    off = torch.maximum(high - found, found - low) / amax + _SCALE_ROUNDINGS * _ROUNDING
     if is_int8:
         # Of rows with the largest magnitude 127 the library's numbers are those rows, exactly.
         off = torch.where((amax == 127) & (x.error.amax(dim=1, keepdim=True) == 0), 0.0, off)
@@ -99,6 +102,7 @@ def _rounded_block(x: Bounded, rounding: str) -> Bounded:
         is_doubtful = _power_above(scale * (1 + off)) != _power_above(scale * (1 - off))
         scale, off = _power_above(scale), torch.zeros_like(off)
     codes_of = {"int8": torch.round, HALVES_UP: lambda numbers: (numbers + 0.5).floor()}
+    codes_of[OF_BFLOAT16] = codes_of["int8"]
     code_of = codes_of.get(rounding, nearest_fp8)
     numbers, reach = x.values / scale, (x.error + x.values.abs() * off) / scale
     codes = code_of(numbers)
@@ -129,10 +133,20 @@ def _activated(gate: Bounded, up: Bounded) -> Bounded:
     return Bounded(values=values, error=error + num_roundings * _ROUNDING * values.abs())
 
 
+def stored(x: Bounded) -> Bounded:
+    """x in bfloat16; the library's value lies between those of the ends of the error."""
+    low, values, high = ((x.values + sign * x.error).bfloat16().double() for sign in (-1, 0, 1))
+    return Bounded(values=values, error=torch.maximum(high - values, values - low))
+
+
 def expert_model(
     x: Tensor, weights: Fp8BlockWeights | Int8ChannelWeights, expert: int, rounding: str
 ) -> Bounded:
     """Unweighted results [N, H] of one expert for float64 rows [N, H] that are quantised here."""
+    is_stored = rounding == OF_BFLOAT16
+    if is_stored:
+        scale = weights.gate_up_scale.bfloat16().float()
+        weights = weights.with_tensors({**weights.tensors(), "gate_up_scale": scale})
     gate_up, down = (
         weights.dequantized()[name][expert].double().cpu() for name in ("gate_up_proj", "down_proj")
     )
@@ -141,13 +155,16 @@ def expert_model(
     sums = (0, 0) if rounding.startswith("int8") else (x.shape[1], down.shape[1])
     rows = rounded(Bounded(values=x, error=torch.zeros_like(x)), rounding)
     product = _multiplied(rows, gate_up, sums[0] + 4)
+    product = stored(product) if is_stored else product
     gate, up = (
         Bounded(values=values, error=error)
         for values, error in zip(
             product.values.chunk(2, dim=1), product.error.chunk(2, dim=1), strict=True
         )
     )
-    return _multiplied(rounded(_activated(gate, up), rounding), down, sums[1] + 6)
+    hidden = _activated(gate, up)
+    hidden = stored(hidden) if is_stored else hidden
+    return _multiplied(rounded(hidden, rounding), down, sums[1] + 6)
 
 
 def model(

@@ -613,7 +613,7 @@ REFUSALS = [
         id="unknown runner",
         config=EPConfig(runner="fastest"),
         message="runner is 'fastest', expected auto or one of ['ascend', 'ascend_nz', "
-        "'ascend_swiglu_quant', 'deep_gemm', "
+        "'ascend_swiglu', 'ascend_swiglu_quant', 'deep_gemm', "
         "'fp8_triton', 'fp8_wgmma', 'grouped_mm', 'int8_triton', 'quantized_reference', "
         "'reference']",
     ),

@@ -24,7 +24,13 @@ from epcomm.records import (
     RowsCombineInput,
     RowsDispatchOutput,
 )
-from epcomm.runners.ascend_groups import ExpertGroups, Int8Rows, activate_sums, multiply
+from epcomm.runners.ascend_groups import (
+    ExpertGroups,
+    Int8Rows,
+    activate_sums,
+    multiply,
+    sums_reasons,
+)
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
 from epcomm.types import UNQUANTIZED_DTYPES, Int8Profile, Layout, WireDtype
 from epcomm.weights import ExpertFormat, ExpertTensors, ExpertWeights
@@ -37,7 +43,8 @@ _MAX_INT8_INNER = (2**31 - 1) // 128**2
 class AscendRunner(ExpertRunner):
     """No gradients. Slots that no expert computes are undefined.
 
-    Matrices are read where they lie, as transposed views. See ascend_nz.py for copies in tiles.
+    Matrices are read where they lie, as transposed views. See ascend_nz.py for copies in tiles,
+    and ascend_swiglu.py for W8A8 experts of an I that the operators here refuse.
 
     int8_profiles: codes between the products are those of RINT127, rint(x * 127 / a); their scale
     is a / 127, at most one unit in the last place from RINT127's.
@@ -61,7 +68,8 @@ class AscendRunner(ExpertRunner):
             reasons.append(f"computes {_PLAIN} without biases, not {weights.format}{biases}")
         if weights.dtype is not torch.bfloat16:
             reasons.append(f"hidden states are {weights.dtype}, expected bfloat16")
-        reasons += _int32_reasons(weights)
+        if isinstance(weights, Int8ChannelWeights):
+            reasons += _int32_reasons(weights) + cls._size_reasons(weights.intermediate_size)
         device = _device_of(weights)
         missing = [name for name in cls._operators(weights) if not has_kernel(name, device)]
         if missing:
@@ -120,6 +128,11 @@ class AscendRunner(ExpertRunner):
         is_int8 = isinstance(weights, Int8ChannelWeights)
         return ("npu_grouped_matmul", "npu_dequant_swiglu_quant" if is_int8 else "npu_swiglu")
 
+    @classmethod
+    def _size_reasons(cls, intermediate_size: int) -> list[str]:
+        """Why _between() refuses INT8 experts of this I."""
+        return sums_reasons(intermediate_size)
+
     def _matrices(self, weights: ExpertTensors) -> tuple[Tensor, Tensor]:
         """[E, H, 2I] and [E, I, H], as the products read them."""
         return matrices_of(weights)
@@ -173,9 +186,7 @@ def matrices_of(weights: ExpertTensors) -> tuple[Tensor, Tensor]:
     return weights.gate_up_proj.transpose(1, 2), weights.down_proj.transpose(1, 2)
 
 
-def _int32_reasons(weights: ExpertTensors) -> list[str]:
-    if not isinstance(weights, Int8ChannelWeights):
-        return []
+def _int32_reasons(weights: Int8ChannelWeights) -> list[str]:
     sizes = {"hidden_size": weights.hidden_size, "intermediate_size": weights.intermediate_size}
     return [
         f"{name} is {size}, at most {_MAX_INT8_INNER}, for INT8 products to fit int32"

@@ -17,6 +17,9 @@ from torch import Tensor
 _CUT_ROWS, _ONE_TENSOR = 0, 2
 # Of npu_dequant_swiglu_quant: codes and a scale for each row.
 _DYNAMIC = 1
+# 2I of npu_dequant_swiglu_quant with groups: a multiple of the first, at most the second.
+# The third: 2I of npu_grouped_matmul_swiglu_quant, at most.
+_SUMS_UNIT, _MAX_SUMS, _MAX_FUSED = 64, 10496, 10240
 
 
 class GroupListKind(IntEnum):
@@ -58,24 +61,25 @@ def multiply(
     scale: Tensor | None = None,
     per_token_scale: Tensor | None = None,
     output_dtype: torch.dtype | None = None,
-    kind: GroupListKind = GroupListKind.COUNTS,
 ) -> Tensor:
     """Each expert's rows times its matrix: [C, K] by [E, K, N] to [C, N].
 
     Args:
-        scale: [E, N], of the columns of INT8 products.   per_token_scale: [C], of their rows.
-        output_dtype: None: that of the rows, int32 for INT8.
-        kind: the operator reads either, to the same result.
+        scale: [E, N], of the columns of INT8 products; multiplies in bfloat16, because A2 and A3
+            take no other for a bfloat16 result.   per_token_scale: [C], float32, of their rows.
+        output_dtype: None: that of the rows. INT8 needs one: int32, or with scales bfloat16.
     """
+    # Documentation allows no counts of one group alone; they are its sum as well.
+    is_one = len(matrices) == 1
     return torch.ops.npu.npu_grouped_matmul(
         [rows],
         [matrices],
-        scale=None if scale is None else [scale],
+        scale=None if scale is None else [scale.to(torch.bfloat16)],
         per_token_scale=None if per_token_scale is None else [per_token_scale],
-        group_list=groups.as_kind(kind),
+        group_list=groups.as_kind(GroupListKind.COUNTS),
         split_item=_ONE_TENSOR,
         group_type=_CUT_ROWS,
-        group_list_type=int(kind),
+        group_list_type=int(GroupListKind.CUMULATIVE if is_one else GroupListKind.COUNTS),
         output_dtype=output_dtype,
     )[0]
 
@@ -85,7 +89,7 @@ def activate_sums(
 ) -> Int8Rows:
     """int32 sums [C, 2I] to the INT8 rows of silu(left half) * right half.
 
-    weight_scale: [E, 2I], float32.   row_scales: [C], float32.
+    weight_scale: [E, 2I], float32.   row_scales: [C], float32.   2I: see sums_reasons().
     """
     codes, scales = torch.ops.npu.npu_dequant_swiglu_quant(
         sums,
@@ -98,10 +102,24 @@ def activate_sums(
     return Int8Rows(codes=codes, scales=scales)
 
 
+def sums_reasons(intermediate_size: int) -> list[str]:
+    """Why activate_sums() refuses experts of this I."""
+    width = 2 * intermediate_size
+    if width % _SUMS_UNIT == 0 and width <= _MAX_SUMS:
+        return []
+    return [
+        f"2 * intermediate_size is {width}, expected a multiple of {_SUMS_UNIT} of at most "
+        f"{_MAX_SUMS} for npu_dequant_swiglu_quant"
+    ]
+
+
 def multiply_and_activate(
     rows: Int8Rows, matrices: Tensor, groups: ExpertGroups, *, weight_scale: Tensor
 ) -> Int8Rows:
-    """multiply() and activate_sums() in one operator, which rounds as Int8Profile.DIV."""
+    """multiply() and activate_sums() in one operator, which rounds as Int8Profile.DIV.
+
+    2I: see fused_reasons().
+    """
     codes, scales, _ = torch.ops.npu.npu_grouped_matmul_swiglu_quant(
         rows.codes,
         matrices,
@@ -110,3 +128,14 @@ def multiply_and_activate(
         rows.scales,
     )
     return Int8Rows(codes=codes, scales=scales)
+
+
+def fused_reasons(intermediate_size: int) -> list[str]:
+    """Why multiply_and_activate() refuses experts of this I."""
+    width = 2 * intermediate_size
+    if width <= _MAX_FUSED:
+        return []
+    return [
+        f"2 * intermediate_size is {width}, expected at most {_MAX_FUSED} for "
+        "npu_grouped_matmul_swiglu_quant"
+    ]

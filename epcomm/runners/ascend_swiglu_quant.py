@@ -12,7 +12,12 @@ from typing import ClassVar
 from torch import Tensor
 
 from epcomm.quantized_weights import Int8ChannelWeights
-from epcomm.runners.ascend_groups import ExpertGroups, Int8Rows, multiply_and_activate
+from epcomm.runners.ascend_groups import (
+    ExpertGroups,
+    Int8Rows,
+    fused_reasons,
+    multiply_and_activate,
+)
 from epcomm.runners.ascend_nz import AscendNZRunner
 from epcomm.types import Int8Profile
 from epcomm.weights import ExpertTensors
@@ -31,6 +36,10 @@ class AscendSwigluQuantRunner(AscendNZRunner):
     @classmethod
     def _operators(cls, weights: ExpertTensors) -> tuple[str, ...]:
         return ("npu_grouped_matmul_swiglu_quant", "npu_grouped_matmul", "npu_format_cast")
+
+    @classmethod
+    def _size_reasons(cls, intermediate_size: int) -> list[str]:
+        return fused_reasons(intermediate_size)
 
     def _between(
         self, rows: Int8Rows, matrices: Tensor, weights: Int8ChannelWeights, groups: ExpertGroups

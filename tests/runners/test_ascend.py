@@ -45,10 +45,10 @@ from epcomm.testing.poison import poison_rows, poisoned_memory
 from epcomm.types import WeightsAppliedBy
 from epcomm.weights import ExpertTensors
 from tests.ops.indices import index_of
-from tests.quantized_model import assert_within, expert_model
+from tests.quantized_model import OF_BFLOAT16, assert_within, expert_model
 from tests.testing.ascend.recorded import golden, tensor_of
 
-NUM_EXPERTS, HIDDEN, INNER = 3, 64, 48
+NUM_EXPERTS, HIDDEN, INNER = 3, 64, 64
 SPEC = BatchSpec(
     hidden_size=HIDDEN,
     num_local_experts=NUM_EXPERTS,
@@ -60,7 +60,8 @@ SPEC = BatchSpec(
 # Half a unit in the last place of bfloat16, relative.
 BF16_ROUNDING = 2.0**-8
 NAMES = ("ascend", "ascend_nz", "ascend_swiglu_quant")
-PROFILES = {name: Int8Profile.DIV if name == NAMES[2] else Int8Profile.RINT127 for name in NAMES}
+W8A8 = (*NAMES, "ascend_swiglu")
+PROFILES = {name: Int8Profile.DIV if name == NAMES[2] else Int8Profile.RINT127 for name in W8A8}
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +119,7 @@ def experts_of_slots(index: SlotIndex) -> list[int]:
     return [e for e, n in enumerate(index.num_slots_per_expert.tolist()) for _ in range(n)]
 
 
-@pytest.mark.parametrize(("name", "is_quantized"), list(product(NAMES, [True, False])))
+@pytest.mark.parametrize(("name", "is_quantized"), list(product(W8A8, [True, False])))
 def test_w8a8_experts_equal_a_float64_model(name: str, is_quantized: bool) -> None:
     index, weights = batch_index(tail=4), int8_weights()
     assert index.row_of_slot is not None
@@ -128,10 +129,12 @@ def test_w8a8_experts_equal_a_float64_model(name: str, is_quantized: bool) -> No
         sent = record(wire, index) if is_quantized else plain_record(index)
         results = make_runner(name).run(sent, weights).hidden_states
     assert results.dtype == torch.bfloat16
+    rounding = OF_BFLOAT16 if name == "ascend_swiglu" else "int8"
     for slot, expert in enumerate(experts_of_slots(index)):
         row = int(index.row_of_slot[slot])
-        expected = expert_model(x[row : row + 1].double(), weights, expert, "int8")
-        assert_within(results[slot : slot + 1], expected, extra=BF16_ROUNDING)
+        expected = expert_model(x[row : row + 1].double(), weights, expert, rounding)
+        # The scale of the second product is rounded, and its result.
+        assert_within(results[slot : slot + 1], expected, extra=(1 + BF16_ROUNDING) ** 2 - 1)
 
 
 def bf16_model(x: Tensor, weights: ExpertWeights, expert: int) -> Tensor:
@@ -317,18 +320,43 @@ class Support:
     names: tuple[str, ...] = NAMES[:2]
 
 
+SUMS = (
+    "2 * intermediate_size is {}, expected a multiple of 64 of at most 10496 for "
+    "npu_dequant_swiglu_quant"
+)
 SUPPORTS = [
     Support(id="bf16", weights=zeros(64, 48)),
-    Support(id="w8a8", weights=int8_zeros(64, 48), names=NAMES),
-    Support(id="any sizes row-major", weights=int8_zeros(7, 5), names=NAMES[:1]),
+    Support(id="widest sums", weights=int8_zeros(64, 5248), names=NAMES[:2]),
+    Support(id="widest of one operator", weights=int8_zeros(64, 5120), names=NAMES[2:]),
+    Support(id="any sizes", weights=int8_zeros(7, 5), names=W8A8[3:]),
+    Support(
+        id="sums out of blocks",
+        weights=int8_zeros(64, 48),
+        names=NAMES[:2],
+        reasons=(SUMS.format(96),),
+    ),
+    Support(
+        id="sums too wide",
+        weights=int8_zeros(64, 5280),
+        names=NAMES[:2],
+        reasons=(SUMS.format(10560),),
+    ),
+    Support(
+        id="too wide for one operator",
+        weights=int8_zeros(64, 5136),
+        names=NAMES[2:],
+        reasons=(
+            "2 * intermediate_size is 10272, expected at most 10240 for "
+            "npu_grouped_matmul_swiglu_quant",
+        ),
+    ),
     Support(
         id="int8 out of tiles",
-        weights=int8_zeros(48, 40),
+        weights=int8_zeros(40, 32),
         names=NAMES[1:],
         reasons=(
-            "gate_up_proj has N = 80, expected a multiple of 32 for torch.int8 in NZ",
-            "down_proj has K = 40, expected a multiple of 16 in NZ",
-            "down_proj has N = 48, expected a multiple of 32 for torch.int8 in NZ",
+            "gate_up_proj has K = 40, expected a multiple of 16 in NZ",
+            "down_proj has N = 40, expected a multiple of 32 for torch.int8 in NZ",
         ),
     ),
     Support(

@@ -5,7 +5,6 @@ All in float32; a row that no group holds is undefined.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,7 @@ from epcomm.testing.ascend.dtypes import dtype_of
 from epcomm.testing.ascend.formats import as_nd, require_aligned
 from epcomm.testing.ascend.grouped_matmul import fill_rows, integer_product, scale_values
 from epcomm.testing.ascend.groups import Group, GroupListType, groups_of
-from epcomm.testing.ascend.limits import require
+from epcomm.testing.ascend.limits import require, require_modelled, require_size
 from epcomm.testing.ascend.registry import implements
 from epcomm.testing.ascend.undefined import UNDEFINED_INT8, undefined
 
@@ -25,6 +24,8 @@ _DEQUANT = "npu_dequant_swiglu_quant"
 _FUSED = "npu_grouped_matmul_swiglu_quant"
 # quant_mode of npu_dequant_swiglu_quant.
 DYNAMIC = 1
+# Its 2I with group_index, and what it is a multiple of; 2I of the fused operator.
+_WIDTH, _WIDTH_UNIT, _FUSED_WIDTH = 10496, 64, 10240
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,8 @@ def dequant_swiglu_quant(
     """int32 sums of the first GEMM to INT8 rows for the second.
 
     Args:
-        x: [M, 2I], int32; or bfloat16 and float16 without weight_scale.
+        x: [M, 2I], int32; or bfloat16 and float16 without weight_scale. With group_index 2I is a
+            multiple of 64 and at most 10496.
         weight_scale: [E, 2I], float32.
         activation_scale: [M] or [M, 1], float32.
         group_index: [E], int64, counts and nothing else; None: all rows are of one expert.
@@ -112,10 +114,11 @@ def dequant_swiglu_quant(
     del clamp_limit, glu_alpha, glu_bias
     foreign = (bias, quant_scale, quant_offset, round_mode, activate_dim)
     is_known = all(value is None for value in foreign) and swiglu_mode == 0
-    if not is_known or quant_mode != DYNAMIC:
-        raise NotImplementedError(f"{_DEQUANT}: the stand-in has quant_mode 1, swiglu_mode 0")
-    if dst_type is not None and dtype_of(_DEQUANT, dst_type) != torch.int8:
-        raise NotImplementedError(f"{_DEQUANT}: the stand-in quantises to int8")
+    is_known = is_known and quant_mode == DYNAMIC
+    require_modelled(_DEQUANT, is_known, "more than quant_mode=1 and swiglu_mode=0")
+    is_int8 = dst_type is None or dtype_of(_DEQUANT, dst_type) == torch.int8
+    require_modelled(_DEQUANT, is_int8, f"{dst_type=}")
+    require_modelled(_DEQUANT, x.dim() == 2, f"x {list(x.shape)}, which is not 2-D,")
     num_rows, width = x.shape
     require(_DEQUANT, width % 2 == 0, f"x is [M, 2I], got {list(x.shape)}")
     has_scale = weight_scale is not None
@@ -125,6 +128,8 @@ def dequant_swiglu_quant(
         require(_DEQUANT, weights.shape[0] == 1, "weight_scale has one row without group_index")
         groups: tuple[Group, ...] = (Group(expert=0, first=0, last=num_rows),)
     else:
+        rule = f"2I is a multiple of {_WIDTH_UNIT}, at most {_WIDTH}, with group_index, got {width}"
+        require_size(_DEQUANT, width % _WIDTH_UNIT == 0 and width <= _WIDTH, rule)
         weights = weights if has_scale else weights.expand(group_index.shape[0], -1)
         groups = groups_of(_DEQUANT, group_index, GroupListType.COUNTS, weights.shape[0], num_rows)
     tokens = torch.ones(num_rows, 1) if activation_scale is None else activation_scale.view(-1, 1)
@@ -153,92 +158,35 @@ def grouped_matmul_swiglu_quant(
 
     Args:
         x: [M, K], int8.
-        weight: [E, K, 2I], int8, ND or NZ, the gate in the left half.
+        weight: [E, K, 2I], int8, ND or NZ, the gate in the left half; 2I at most 10240.
         group_list: [E], int64, inclusive sums: counts are not recognised, and give nonsense where
             they happen to grow.
         weight_scale: [E, 2I], float32 or bfloat16.
         x_scale: [M], float32.
 
     Returns:
-        codes [M, I], int8; scales [M], float32; nothing, [0].
+        codes [M, I], int8; scales [M], float32; one unwritten element.
 
     Source: documented arithmetic of the operator; not checked on an NPU.
     """
-    if bias is not None or offset is not None:
-        raise NotImplementedError(f"{_FUSED}: the stand-in has no bias and no offset")
-    groups = _fused_groups(_FUSED, x, weight, group_list, GroupListType.CUMSUM)
-    codes, scales = _fused(_FUSED, x, weight, groups, weight_scale, x_scale)
-    return codes, scales, undefined([0], torch.float32)
-
-
-@implements("npu_grouped_matmul_swiglu_quant_v2")
-def grouped_matmul_swiglu_quant_v2(
-    x: Tensor,
-    weight: Sequence[Tensor],
-    weight_scale: Sequence[Tensor],
-    x_scale: Tensor,
-    group_list: Tensor,
-    *,
-    smooth_scale: Tensor | None = None,
-    weight_assist_matrix: Sequence[Tensor] | None = None,
-    bias: Tensor | None = None,
-    dequant_mode: int | None = 0,
-    dequant_dtype: int | None = 6,
-    quant_mode: int | None = 0,
-    quant_dtype: int | None = 1,
-    group_list_type: int | None = 0,
-    tuning_config: Sequence[int] | None = None,
-    x_dtype: int | None = None,
-    weight_dtype: int | None = None,
-    weight_scale_dtype: int | None = None,
-    x_scale_dtype: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """As the first version, with lists of one tensor, and group_list_type 0 (sums) or 1 (counts).
-
-    Refused as not simulated: everything else but its default; tuning_config is ignored.
-    """
-    name = f"{_FUSED}_v2"
-    numbers = (x_dtype, weight_dtype, weight_scale_dtype, x_scale_dtype)
-    tensors = (smooth_scale, weight_assist_matrix, bias)
-    is_known = all(value is None for value in (*numbers, *tensors))
-    modes = (dequant_mode, dequant_dtype, quant_mode, quant_dtype)
-    if not is_known or modes != (0, 6, 0, 1):
-        raise NotImplementedError(f"{name}: the stand-in has INT8 by token and channel alone")
-    require(name, len(weight) == len(weight_scale) == 1, "one weight and one weight_scale")
-    groups = _fused_groups(name, x, weight[0], group_list, group_list_type or 0)
-    return _fused(name, x, weight[0], groups, weight_scale[0], x_scale)
-
-
-def _fused_groups(
-    name: str, x: Tensor, weight: Tensor, group_list: Tensor, list_type: int
-) -> tuple[Group, ...]:
+    require_modelled(_FUSED, bias is None and offset is None, "a bias or an offset")
     is_int8 = x.dtype == torch.int8 and weight.dtype == torch.int8
-    require(name, is_int8, f"x and weight are int8, got {x.dtype} and {weight.dtype}")
+    require(_FUSED, is_int8, f"x and weight are int8, got {x.dtype} and {weight.dtype}")
     fits = x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[1]
-    require(name, fits, f"x [M, K], weight [E, K, 2I]; got {list(x.shape)}, {list(weight.shape)}")
-    require_aligned(name, weight)
-    return groups_of(name, group_list, list_type, weight.shape[0], x.shape[0])
-
-
-def _fused(
-    name: str,
-    x: Tensor,
-    weight: Tensor,
-    groups: tuple[Group, ...],
-    weight_scale: Tensor,
-    x_scale: Tensor,
-) -> tuple[Tensor, Tensor]:
-    num_experts, _, width = weight.shape
-    fits = weight_scale.shape == (num_experts, width) and x_scale.numel() == x.shape[0]
-    require(name, fits, "weight_scale [E, 2I] and x_scale [M]")
-    matrices, weights = as_nd(name, weight), scale_values(weight_scale)
+    shapes = f"{list(x.shape)}, {list(weight.shape)}"
+    require(_FUSED, fits, f"x [M, K], weight [E, K, 2I]; got {shapes}")
+    require_aligned(_FUSED, weight)
+    num_rows, (num_experts, _, width) = len(x), weight.shape
+    require_size(_FUSED, width <= _FUSED_WIDTH, f"2I is at most {_FUSED_WIDTH}, got {width}")
+    fits = weight_scale.shape == (num_experts, width) and x_scale.numel() == num_rows
+    require(_FUSED, fits, "weight_scale [E, 2I] and x_scale [M]")
+    matrices, weights = as_nd(_FUSED, weight), scale_values(weight_scale)
     parts: dict[Group, Int8Rows] = {}
-    for group in groups:
+    for group in groups_of(_FUSED, group_list, GroupListType.CUMSUM, num_experts, num_rows):
         total = integer_product(x[group.rows], matrices[group.expert]).float()
         rows = total * weights[group.expert] * x_scale.view(-1, 1)[group.rows]
-        gate, up = rows.chunk(2, dim=-1)
-        parts[group] = divided_int8(gate, up)
-    return _filled(parts, x.shape[0], width // 2)
+        parts[group] = divided_int8(*rows.chunk(2, dim=-1))
+    return *_filled(parts, num_rows, width // 2), undefined([], torch.float32)
 
 
 def _filled(parts: dict[Group, Int8Rows], num_rows: int, width: int) -> tuple[Tensor, Tensor]:

@@ -12,12 +12,13 @@ from epcomm.testing.ascend.dtypes import dtype_of
 from epcomm.testing.ascend.int8 import quantize_rows
 from epcomm.testing.ascend.limits import Soc, require, require_modelled, require_soc
 from epcomm.testing.ascend.registry import implements
+from epcomm.testing.ascend.undefined import has_values
 from epcomm.types import Int8Profile
 
 DYNAMIC_QUANT = "npu_dynamic_quant"
 
 
-@implements(DYNAMIC_QUANT)
+@implements(DYNAMIC_QUANT, "CPU", "Meta")
 def dynamic_quant(
     input: Tensor,
     *,
@@ -75,14 +76,16 @@ def _smooth_rows(input: Tensor, smooth_scales: Tensor, group_index: Tensor | Non
         return smooth_scales.float()
     require_soc(DYNAMIC_QUANT, "group_index", Soc.A2, Soc.A3)
     num_rows = input.numel() // input.shape[-1]
+    is_list = group_index.dim() == 1 and group_index.dtype == torch.int32
+    rule = f"group_index is int32 [E], got {group_index.dtype} {num_groups}"
+    require(DYNAMIC_QUANT, is_list, rule)
+    if not has_values(group_index):
+        return smooth_scales.new_empty(num_rows, input.shape[-1], dtype=torch.float32)
     sizes = group_index.diff(prepend=group_index.new_zeros(1))
     require(
         DYNAMIC_QUANT,
-        group_index.dim() == 1
-        and group_index.dtype == torch.int32
-        and bool((sizes >= 0).all())
-        and int(sizes.sum()) == num_rows,
-        f"group_index is {group_index.tolist()} {group_index.dtype}, expected rising int32 ends of "
-        f"the groups, the last {num_rows}, the rows",
+        bool((sizes >= 0).all()) and int(sizes.sum()) == num_rows,
+        f"group_index is {group_index.tolist()}, expected rising ends of the groups, the last "
+        f"{num_rows}, the rows",
     )
     return smooth_scales.float().repeat_interleave(sizes.long(), dim=0)

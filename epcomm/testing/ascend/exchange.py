@@ -33,10 +33,6 @@ class Pairs:
     choices: Tensor
     per_expert: Tensor
 
-    def experts(self) -> Tensor:
-        """The expert of each pair, [P]."""
-        return torch.arange(self.per_expert.shape[0]).repeat_interleave(self.per_expert)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Received:

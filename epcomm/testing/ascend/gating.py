@@ -28,7 +28,7 @@ MIN_GROUP_SIZE = 3
 MAX_SOFTMAX_K = 1024
 
 
-@implements(GATING)
+@implements(GATING, "CPU", "Meta")
 def moe_gating_top_k(
     x: Tensor,
     k: int,
@@ -89,11 +89,11 @@ def moe_gating_top_k(
     return (
         weights.masked_fill(is_undefined, math.nan).to(x.dtype),
         ids.int().masked_fill(is_undefined, UNDEFINED_INT),
-        norm if out_flag else undefined(x.shape, torch.float32),
+        norm if out_flag else undefined(x.shape, torch.float32, x.device),
     )
 
 
-@implements(GATING_SOFTMAX)
+@implements(GATING_SOFTMAX, "CPU", "Meta")
 def moe_gating_top_k_softmax(
     x: Tensor, finished: Tensor | None = None, k: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,7 +112,7 @@ def moe_gating_top_k_softmax(
     require_modelled(GATING_SOFTMAX, x.dim() != 3, "x of three dimensions")
     _check_logits(GATING_SOFTMAX, x)
     num_tokens, num_experts = x.shape
-    require(GATING_SOFTMAX, 1 <= k <= num_experts, f"k is {k}, expected 1 to {num_experts}, E")
+    require(GATING_SOFTMAX, 0 <= k <= num_experts, f"k is {k}, expected 0 to {num_experts}, E")
     require_size(GATING_SOFTMAX, k <= MAX_SOFTMAX_K, f"k is {k}, expected {MAX_SOFTMAX_K} at most")
     weights = x.float().softmax(dim=-1).to(x.dtype)
     ids = _ranking(weights)[:, :k]
@@ -125,7 +125,8 @@ def moe_gating_top_k_softmax(
             f"finished is {list(finished.shape)} {finished.dtype}, expected [{num_tokens}] bool",
         )
         chosen = chosen.masked_fill(finished.unsqueeze(1), num_experts)
-    rows = torch.arange(k * num_tokens, dtype=torch.int32).view(k, num_tokens).T.contiguous()
+    numbers = torch.arange(k * num_tokens, dtype=torch.int32, device=x.device)
+    rows = numbers.view(k, num_tokens).T.contiguous()
     return weights.gather(1, ids).masked_fill(is_undefined, math.nan), chosen, rows
 
 

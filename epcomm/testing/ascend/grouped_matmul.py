@@ -7,7 +7,6 @@ Rows that no group holds are undefined.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from epcomm.testing.ascend.dtypes import dtype_of
 from epcomm.testing.ascend.formats import as_nd, require_aligned
 from epcomm.testing.ascend.groups import Group, GroupListType, groups_of
-from epcomm.testing.ascend.limits import require
+from epcomm.testing.ascend.limits import Soc, current_machine, require, require_modelled
 from epcomm.testing.ascend.registry import implements
 from epcomm.testing.ascend.undefined import undefined
 
@@ -23,48 +22,10 @@ _NAME = "npu_grouped_matmul"
 # An int64 scale holds the bits of a float32, of which the device reads the upper 19.
 _SCALE_MASK = -(1 << 13)
 
-# group_type: what group_list cuts.
-NO_SPLIT = -1
-SPLIT_ROWS = 0
-SPLIT_INNER = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Matmul:
-    """weights E x [K, N]; the others E x [N], or None; per_token_scales float32 [M], or None."""
-
-    weights: list[Tensor]
-    bias: list[Tensor] | None = None
-    scales: list[Tensor] | None = None
-    antiquant_scales: list[Tensor] | None = None
-    antiquant_offsets: list[Tensor] | None = None
-    per_token_scales: Tensor | None = None
-
-    def rows(self, x: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
-        """The rows of the group, of x [M, K], times the weight of its expert: [m, N]."""
-        expert = group.expert
-        rows, weight = x[group.rows], self.weights[expert]
-        if rows.dtype == torch.int8:
-            total = integer_product(rows, weight)
-        else:
-            total = rows.float() @ self._float_weight(expert, rows.dtype)
-        if self.bias is not None:
-            total = total + self.bias[expert]
-        if self.scales is None:
-            return total.to(dtype)
-        total = total.float() * scale_values(self.scales[expert])
-        if self.per_token_scales is not None:
-            total = total * self.per_token_scales[group.rows, None]
-        return total.to(dtype)
-
-    def _float_weight(self, expert: int, dtype: torch.dtype) -> Tensor:
-        weight = self.weights[expert].float()
-        if self.antiquant_scales is None:
-            return weight
-        if self.antiquant_offsets is not None:
-            weight = weight + self.antiquant_offsets[expert].float()
-        # Rounded to what the products are made of; not verified on hardware.
-        return (weight * self.antiquant_scales[expert].float()).to(dtype).float()
+# split_item: one tensor comes out.   group_type: rows are cut by M.
+_ONE_TENSOR, _CUT_ROWS = (2, 3), 0
+# Of INT8 with a scale on A2 and A3: dtype of the scale -> dtype of the result.
+_RESULTS = {torch.bfloat16: torch.bfloat16, torch.float32: torch.float16}
 
 
 def integer_product(rows: Tensor, weight: Tensor) -> Tensor:
@@ -118,120 +79,88 @@ def grouped_matmul(
     """Rows of each group times the weight of its expert.
 
     Args:
-        x: one [M, K], int8, bfloat16, float16 or float32; with group_type -1 one a weight.
-        weight: one [E, K, N], or E of [K, N]; ND or NZ; int8 beside floating x with
-            antiquant_scale. With group_type 2 one [K, N].
-        bias: [E, N], int32 for int8 x, else floating.
-        scale: [E, N], float32, bfloat16, or the bits of float32 in int64.
-        antiquant_scale, antiquant_offset: [E, N].
-        per_token_scale: [M], float32.
-        group_list: int64, see GroupListType; rows behind the last group are undefined.
-        split_item: 0 or 1 give a tensor for each group, 2 or 3 one tensor.
-        group_type: 0 cuts M, 2 cuts K, -1 cuts nothing. There is no default.
+        x: one [M, K], int8, bfloat16, float16 or float32.
+        weight: one [E, K, N], the dtype of x; ND or NZ.
+        scale: one [E, N], for int8 x. On A2 and A3 bfloat16 beside a bfloat16 result and float32
+            beside a float16 one; on A5 either, or the bits of float32 in int64.
+        per_token_scale: one [M], float32, beside scale.
+        group_list: int64, see GroupListType; rows behind the last group are undefined. A single
+            group comes as type 0.
+        split_item: 2 or 3, one tensor.
+        group_type: 0, which cuts M.
         tuning_config: ignored; it changes no number.
-        output_dtype: what float results are rounded to, by default the dtype of x. INT8 without
-            scales gives int32.
+        output_dtype: of int8 x int32 without a scale, bfloat16 or float16 with one; else that of x.
 
     Returns:
-        [M, N]; one a group; or [E, M, N] with group_type 2.
+        One [M, N].
 
-    Refused as not simulated: offset, activations, INT8 results, the dtypes of Ascend 950.
-    Source: documented arithmetic of the operator; not checked on an NPU.
+    Refused as not simulated: everything else.
+    Source: documented arithmetic of the operator, and what its host code checks; not run on an NPU.
     """
-    foreign = (offset, activation_input, activation_quant_scale, activation_quant_offset)
+    foreign = (bias, offset, antiquant_scale, antiquant_offset)
+    activation = (activation_input, activation_quant_scale, activation_quant_offset)
     numbers = (x_dtype, weight_dtype, scale_dtype, per_token_scale_dtype)
-    if any(foreign) or act_type or any(number is not None for number in numbers):
-        raise NotImplementedError(f"{_NAME}: the stand-in has no offset, activation, other dtypes")
-    require(_NAME, split_item in (0, 1, 2, 3), f"split_item in [0, 1, 2, 3], got {split_item}")
-    types = (NO_SPLIT, SPLIT_ROWS, SPLIT_INNER)
-    require(_NAME, group_type in types, f"group_type in {types}, got {group_type}")
-    for matrix in weight:
-        require_aligned(_NAME, matrix)
-    wanted = None if output_dtype is None else dtype_of(_NAME, output_dtype)
-    dtype = _output_dtype(x[0].dtype, bool(scale), wanted)
-    matmul = Matmul(
-        weights=_by_expert([as_nd(_NAME, matrix) for matrix in weight], 2),
-        bias=_by_expert(bias, 1) if bias else None,
-        scales=_by_expert(scale, 1) if scale else None,
-        antiquant_scales=_by_expert(antiquant_scale, 1) if antiquant_scale else None,
-        antiquant_offsets=_by_expert(antiquant_offset, 1) if antiquant_offset else None,
-        per_token_scales=torch.cat(list(per_token_scale)) if per_token_scale else None,
-    )
-    if group_type == NO_SPLIT:
-        return _pairwise(x, matmul, dtype)
-    require(_NAME, len(x) == 1, "one x where group_list cuts it (the stand-in takes no list)")
+    is_plain = not any((*foreign, *activation, act_type)) and numbers == (None,) * 4
+    require_modelled(_NAME, is_plain, "a bias, offset, activation or another dtype")
+    is_one = split_item in _ONE_TENSOR and group_type == _CUT_ROWS and len(x) == len(weight) == 1
+    require_modelled(_NAME, is_one, f"{split_item=}, {group_type=}, or a list of tensors,")
+    require_aligned(_NAME, weight[0])
+    rows, matrices = x[0], as_nd(_NAME, weight[0])
+    factors, tokens = (each[0] if each else None for each in (scale, per_token_scale))
+    dtype = rows.dtype if output_dtype is None else dtype_of(_NAME, output_dtype)
+    _check_dtypes(rows.dtype, dtype, factors, tokens)
+    _check_sizes(rows, matrices, factors, tokens)
+    list_type = group_list_type or GroupListType.CUMSUM
+    is_int8, is_pairs = rows.dtype == torch.int8, list_type == GroupListType.PAIRS
+    require(_NAME, is_int8 or not is_pairs, "group_list_type 2 is for INT8")
     require(_NAME, group_list is not None, "group_list is given")
     assert group_list is not None, "required above"
-    list_type = group_list_type or GroupListType.CUMSUM
-    if group_type == SPLIT_INNER:
-        return [_split_inner(x[0], matmul.weights, group_list, list_type, dtype)]
-    _check_rows(x[0], matmul, list_type)
-    num_rows, num_columns = x[0].shape[0], matmul.weights[0].shape[1]
-    groups = groups_of(_NAME, group_list, list_type, len(matmul.weights), num_rows)
-    parts = {group: matmul.rows(x[0], group, dtype) for group in groups}
-    if split_item in (0, 1):
-        return list(parts.values())
-    return [fill_rows(parts, [num_rows, num_columns], dtype)]
+    is_counts = list_type == GroupListType.COUNTS
+    rule = "group_list_type 1 (counts) is of several groups; pass the end of one group, type 0"
+    require(_NAME, not (is_counts and len(group_list) == 1), rule)
+    parts: dict[Group, Tensor] = {}
+    for group in groups_of(_NAME, group_list, list_type, len(matrices), len(rows)):
+        own, matrix = rows[group.rows], matrices[group.expert]
+        total = integer_product(own, matrix) if is_int8 else own.float() @ matrix.float()
+        if factors is not None:
+            total = total.float() * scale_values(factors[group.expert])
+        if tokens is not None:
+            total = total * tokens[group.rows, None]
+        parts[group] = total.to(dtype)
+    return [fill_rows(parts, [len(rows), matrices.shape[2]], dtype)]
 
 
-def _by_expert(tensors: Sequence[Tensor], num_dims: int) -> list[Tensor]:
-    """One of [E, ...], or E of them, as E of them."""
-    if len(tensors) == 1 and tensors[0].dim() == num_dims + 1:
-        return list(tensors[0].unbind())
-    is_list = all(tensor.dim() == num_dims for tensor in tensors)
-    require(_NAME, is_list, f"one {num_dims + 1}-D tensor, or {num_dims}-D ones, by expert")
-    return list(tensors)
+def _check_dtypes(
+    rows: torch.dtype, result: torch.dtype, scale: Tensor | None, tokens: Tensor | None
+) -> None:
+    require(_NAME, tokens is None or scale is not None, "per_token_scale comes with scale")
+    if rows != torch.int8:
+        require(_NAME, scale is None, "scale is for INT8")
+        require_modelled(_NAME, result == rows, f"{result} from {rows}")
+        return
+    require_modelled(_NAME, result != torch.int8, "an INT8 result, which is the default,")
+    if scale is None:
+        require(_NAME, result == torch.int32, f"INT8 without scale gives int32, not {result}")
+        return
+    is_half = result in (torch.bfloat16, torch.float16)
+    require(_NAME, is_half, f"output_dtype is bfloat16 or float16, got {result}")
+    if current_machine().soc is not Soc.A5:
+        rule = (
+            "A2 and A3 take a bfloat16 scale for a bfloat16 result and a float32 one for float16, "
+            f"got {scale.dtype} for {result}"
+        )
+        require(_NAME, _RESULTS.get(scale.dtype) == result, rule)
 
 
-def _output_dtype(x: torch.dtype, has_scale: bool, wanted: torch.dtype | None) -> torch.dtype:
-    if x != torch.int8:
-        return x if wanted is None else wanted
-    if not has_scale:
-        require(_NAME, wanted in (None, torch.int32), "INT8 without scale gives int32")
-        return torch.int32
-    if wanted is None or wanted == torch.int8:
-        raise NotImplementedError(f"{_NAME}: the stand-in gives no INT8; pass output_dtype")
-    is_half = wanted in (torch.bfloat16, torch.float16)
-    require(_NAME, is_half, f"output_dtype is bfloat16 or float16, got {wanted}")
-    return wanted
-
-
-def _check_rows(x: Tensor, matmul: Matmul, list_type: int) -> None:
-    weight, scales, tokens = matmul.weights[0], matmul.scales, matmul.per_token_scales
-    fits = x.dim() == 2 and x.shape[1] == weight.shape[0]
-    require(_NAME, fits, f"x [M, K], weight [E, K, N]; got {list(x.shape)}, {list(weight.shape)}")
-    is_int8 = x.dtype == torch.int8
-    is_mixed = not is_int8 and weight.dtype == torch.int8
-    require(_NAME, is_mixed or weight.dtype == x.dtype, "weight has the dtype of x, or is int8")
-    has_antiquant = matmul.antiquant_scales is not None
-    require(_NAME, is_mixed == has_antiquant, "antiquant_scale with floating x, int8 weights")
-    is_pairs = list_type == GroupListType.PAIRS
-    require(_NAME, is_int8 or not is_pairs, "group_list_type 2 is for INT8")
-    require(_NAME, is_int8 or scales is None, "scale is for INT8")
-    require(_NAME, tokens is None or scales is not None, "per_token_scale comes with scale")
+def _check_sizes(
+    rows: Tensor, matrices: Tensor, scale: Tensor | None, tokens: Tensor | None
+) -> None:
+    fits = rows.dim() == 2 and matrices.dim() == 3 and rows.shape[1] == matrices.shape[1]
+    shapes = f"{list(rows.shape)}, {list(matrices.shape)}"
+    require(_NAME, fits, f"x [M, K], weight [E, K, N]; got {shapes}")
+    require(_NAME, matrices.dtype == rows.dtype, "weight has the dtype of x")
+    if scale is not None:
+        require(_NAME, scale.shape == matrices[:, 0].shape, "scale [E, N]")
     if tokens is not None:
-        fits = tokens.shape == x.shape[:1] and tokens.dtype == torch.float32
+        fits = tokens.shape == rows.shape[:1] and tokens.dtype == torch.float32
         require(_NAME, fits, f"per_token_scale is float32 [M], got {list(tokens.shape)}")
-    if scales is not None:
-        fits = len(scales) == len(matmul.weights)
-        fits = fits and all(scale.shape == weight.shape[1:] for scale in scales)
-        require(_NAME, fits, "scale [E, N]")
-
-
-def _pairwise(x: Sequence[Tensor], matmul: Matmul, dtype: torch.dtype) -> list[Tensor]:
-    require(_NAME, len(x) == len(matmul.weights), "as many x as weights with group_type -1")
-    is_plain = matmul.per_token_scales is None
-    require(_NAME, is_plain, "per_token_scale with group_type 0 (the stand-in)")
-    groups = [Group(expert=i, first=0, last=rows.shape[0]) for i, rows in enumerate(x)]
-    return [matmul.rows(rows, group, dtype) for rows, group in zip(x, groups, strict=True)]
-
-
-def _split_inner(
-    x: Tensor, weights: list[Tensor], group_list: Tensor, list_type: int, dtype: torch.dtype
-) -> Tensor:
-    """x [M, K] times weight [K, N], K cut into groups: [E, M, N]; an empty group gives zeros."""
-    require(_NAME, x.dtype != torch.int8, "group_type 2 is for floating x")
-    require(_NAME, len(weights) == 1, "one weight [K, N] where K is cut")
-    groups = groups_of(_NAME, group_list, list_type, group_list.shape[0], x.shape[1])
-    parts = [x[:, group.rows].float() @ weights[0][group.rows].float() for group in groups]
-    return torch.stack(parts).to(dtype)

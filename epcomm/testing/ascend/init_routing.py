@@ -15,7 +15,7 @@ from torch import Tensor
 from epcomm.testing.ascend.int8 import quantize_rows
 from epcomm.testing.ascend.limits import Soc, require, require_modelled, require_size, require_soc
 from epcomm.testing.ascend.registry import implements
-from epcomm.testing.ascend.undefined import undefined
+from epcomm.testing.ascend.undefined import has_values, undefined
 from epcomm.types import Int8Profile
 
 INIT_ROUTING = "npu_moe_init_routing_v2"
@@ -45,7 +45,7 @@ class _Sorted:
     first_expert: int
 
 
-@implements(INIT_ROUTING)
+@implements(INIT_ROUTING, "CPU", "Meta")
 def moe_init_routing_v2(
     x: Tensor,
     expert_idx: Tensor,
@@ -77,7 +77,7 @@ def moe_init_routing_v2(
         drop_pad_mode: 0; 1 (a capacity) is not modelled.
         expert_tokens_num_type: 0 inclusive cumulative sums, 1 counts, 2 (expert, count) pairs of
             the experts that got rows.
-        expert_tokens_num_flag: whether these are returned.
+        expert_tokens_num_flag: True; without, the vendor's shape function and host code disagree.
         quant_mode: -1 none, 1 INT8 with a scale a row; the others are not modelled.
         active_expert_range: [first, one past the last]; none: all.
         row_idx_type: 0: where each copy went, -1 if nowhere; 1: which copy each row is.
@@ -86,11 +86,11 @@ def moe_init_routing_v2(
     Returns:
         expanded_x [n * K, H], dtype of x or int8, unwritten after the active rows; row indices
         [n * K], int32, with type 1 unwritten after the active rows; tokens [E_active] or, as pairs,
-        [E, 2] with an unwritten tail, int64, or a single unwritten element without the flag;
-        scales [n * K], float32, unwritten after the active rows, where there are none, and beside
-        an x of INT8.
+        [E, 2] with an unwritten tail, int64; scales [n * K], float32, unwritten after the active
+        rows, where there are none, and beside an x of INT8.
     """
     _check_modelled(quant_mode, drop_pad_mode, x_dtype, offset)
+    require_modelled(INIT_ROUTING, expert_tokens_num_flag, "expert_tokens_num_flag=False")
     _check_tensors(x, expert_idx, scale, quant_mode)
     _check_experts(expert_idx, expert_num, active_expert_range, expert_tokens_num_type)
     require(INIT_ROUTING, row_idx_type in (0, 1), f"row_idx_type is {row_idx_type}, expected 0, 1")
@@ -101,6 +101,14 @@ def moe_init_routing_v2(
         f"active_num={active_num} beside {num_copies}, all rows,",
     )
     first, last = active_expert_range or (0, expert_num)
+    if not has_values(x):
+        is_pairs, is_int8 = expert_tokens_num_type == PAIRS, quant_mode == INT8_PER_TOKEN
+        return (
+            x.new_empty(num_copies, x.shape[1], dtype=torch.int8 if is_int8 else x.dtype),
+            x.new_empty(num_copies, dtype=torch.int32),
+            x.new_empty([expert_num, 2] if is_pairs else [last - first], dtype=torch.int64),
+            x.new_empty(num_copies, dtype=torch.float32),
+        )
     found = _sort(expert_idx, first, last)
     num_active = len(found.copies)
     tokens = found.copies // max(1, expert_idx.shape[1])
@@ -116,9 +124,7 @@ def moe_init_routing_v2(
     return (
         expanded_x,
         _row_indices(found.copies, num_copies, row_idx_type),
-        _token_numbers(found, expert_num, expert_tokens_num_type)
-        if expert_tokens_num_flag
-        else undefined([], torch.int64),
+        _token_numbers(found, expert_num, expert_tokens_num_type),
         expanded_scale,
     )
 
@@ -210,9 +216,10 @@ def _check_experts(
         0 <= first < last <= expert_num,
         f"active_expert_range is [{first}, {last}], expected a rising one within [0, {expert_num}]",
     )
+    is_outside = (expert_idx < 0) | (expert_idx >= expert_num)
     require(
         INIT_ROUTING,
-        not ((expert_idx < 0) | (expert_idx >= expert_num)).any(),
+        not (has_values(expert_idx) and is_outside.any()),
         f"expert_idx holds ids outside 0 to {expert_num - 1}, expert_num - 1",
     )
     maximum = MAX_EXPERTS_OF_PAIRS if kind == PAIRS else MAX_EXPERTS

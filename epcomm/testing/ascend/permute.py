@@ -13,6 +13,7 @@ from torch import Tensor
 
 from epcomm.testing.ascend.limits import require, require_modelled
 from epcomm.testing.ascend.registry import implements
+from epcomm.testing.ascend.undefined import has_values
 
 PERMUTE = "npu_moe_token_permute"
 UNPERMUTE = "npu_moe_token_unpermute"
@@ -24,7 +25,7 @@ BY_CHOICE = (0, 1)
 WITH_CAPACITY = (1, 3)
 
 
-@implements(PERMUTE)
+@implements(PERMUTE, "CPU", "Meta")
 def moe_token_permute(
     tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -57,11 +58,11 @@ def moe_token_permute(
     num_choices = 1 if indices.dim() == 1 else indices.shape[1]
     order = indices.flatten().argsort(stable=True)
     positions = torch.empty_like(order, dtype=torch.int32)
-    positions[order] = torch.arange(len(order), dtype=torch.int32)
+    positions[order] = torch.arange(len(order), dtype=torch.int32, device=order.device)
     return tokens[order // max(1, num_choices)], positions
 
 
-@implements(UNPERMUTE)
+@implements(UNPERMUTE, "CPU", "Meta")
 def moe_token_unpermute(
     permuted_tokens: Tensor,
     sorted_indices: Tensor,
@@ -90,7 +91,7 @@ def moe_token_unpermute(
         f"sorted_indices is {list(sorted_indices.shape)} {sorted_indices.dtype}, expected "
         "[n * K] int32",
     )
-    weights = torch.ones(num_copies, 1) if probs is None else probs
+    weights = sorted_indices.new_ones(num_copies, 1) if probs is None else probs
     require(
         UNPERMUTE,
         weights.dim() == 2 and weights.numel() == num_copies,
@@ -98,14 +99,14 @@ def moe_token_unpermute(
     )
     _check_range(UNPERMUTE, "sorted_indices", sorted_indices, 0, len(permuted_tokens))
     index_of = sorted_indices.view(weights.shape).long()
-    total = torch.zeros(len(weights), permuted_tokens.shape[1])
+    total = permuted_tokens.new_zeros(len(weights), permuted_tokens.shape[1], dtype=torch.float32)
     for choice in range(weights.shape[1]):
         rows = permuted_tokens[index_of[:, choice]].float()
         total += rows * weights[:, choice : choice + 1].float()
     return total.to(permuted_tokens.dtype)
 
 
-@implements(FINALIZE)
+@implements(FINALIZE, "CPU", "Meta")
 def moe_finalize_routing(
     expanded_permuted_rows: Tensor,
     skip1: Tensor | None,
@@ -147,7 +148,7 @@ def moe_finalize_routing(
     )
     rows = expanded_permuted_rows.flatten(0, -2)
     positions = expanded_src_to_dst_row
-    weights = torch.ones(positions.numel(), 1) if scales is None else scales
+    weights = positions.new_ones(positions.numel(), 1) if scales is None else scales
     require(
         FINALIZE,
         positions.dim() == 1
@@ -179,7 +180,7 @@ def moe_finalize_routing(
         index_of = positions.view(num_tokens, num_choices)
     experts = export_for_source_row
     require(FINALIZE, bias is None or experts is not None, "bias without export_for_source_row")
-    total = torch.zeros(num_tokens, rows.shape[1])
+    total = rows.new_zeros(num_tokens, rows.shape[1], dtype=torch.float32)
     for skip in (skip1, skip2):
         if skip is not None:
             total += skip.float()
@@ -194,6 +195,8 @@ def moe_finalize_routing(
 
 def _check_range(operator: str, name: str, indices: Tensor, lowest: int, end: int) -> None:
     """Indices outside would read somebody else's memory on the device."""
+    if not has_values(indices):
+        return
     is_outside = (indices < lowest) | (indices >= end)
     require(
         operator,

@@ -31,9 +31,7 @@ _R = TypeVar("_R")
 _IMPLEMENTATIONS: dict[tuple[str, Device], Callable[..., Any]] = {}
 
 
-def implements(
-    operator: str, device: Device = "CPU"
-) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+def implements(operator: str, *devices: Device) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Mark a function as an operator's implementation, for `register()` to find.
 
     The dispatcher leaves out arguments that equal their default, so the function repeats the names,
@@ -41,13 +39,15 @@ def implements(
 
     Args:
         operator: its name, with ".overload" where it has one, without "npu::".
-        device: whose tensors the function takes.
+        devices: whose tensors the function takes, by default the CPU's. On "Meta" tensors have no
+            values, and so the function checks what they do not tell and returns shapes and dtypes.
     """
 
     def mark(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        key = (operator, device)
-        assert key not in _IMPLEMENTATIONS, f"{operator} has two implementations for {device}"
-        _IMPLEMENTATIONS[key] = function
+        for device in devices or ("CPU",):
+            key = (operator, device)
+            assert key not in _IMPLEMENTATIONS, f"{operator} has two implementations for {device}"
+            _IMPLEMENTATIONS[key] = function
         return function
 
     return mark

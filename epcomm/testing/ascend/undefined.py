@@ -11,9 +11,16 @@ UNDEFINED_INT = -0x5EAD_5EAD
 UNDEFINED_INT8 = 77
 
 
-def undefined(shape: list[int] | torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor that no kernel has written yet, on the CPU."""
-    return torch.full(shape, undefined_value(dtype), dtype=dtype)
+def undefined(
+    shape: list[int] | torch.Size, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Tensor:
+    """A tensor that no kernel has written yet."""
+    return torch.full(shape, undefined_value(dtype), dtype=dtype, device=device)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether the tensor has memory; without, an operator tells shapes and dtypes alone."""
+    return tensor.device.type != "meta"
 
 
 def undefined_value(dtype: torch.dtype) -> float | int:

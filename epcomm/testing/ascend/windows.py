@@ -28,12 +28,10 @@ def normal_bytes(max_tokens: int, num_topk: int, hidden_size: int) -> int:
     return 2 * (max_tokens * num_topk * row + 4 * MIB + 204 * MIB)
 
 
-def low_latency_bytes(
-    max_tokens: int, num_topk: int, hidden_size: int, num_experts: int, *, overhead: int = 44
-) -> int:
-    """low_latency_dispatch() and its combine; overhead 64: npu_moe_distribute_dispatch_v2."""
+def low_latency_bytes(max_tokens: int, num_topk: int, hidden_size: int, num_experts: int) -> int:
+    """low_latency_dispatch() and its combine."""
     # Two bytes an element, also where INT8 travels: combine needs them.
-    sent = num_experts * _align(_align(2 * hidden_size, 32) + overhead, 512)
+    sent = num_experts * _align(_align(2 * hidden_size, 32) + 44, 512)
     returned = num_topk * _align(2 * hidden_size, 512)
     return 2 * max_tokens * (sent + returned)
 

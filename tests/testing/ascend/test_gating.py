@@ -177,7 +177,7 @@ def test_sizes_beyond_the_chip(num_experts: int, options: dict[str, int], messag
 @pytest.mark.parametrize(
     ("x", "options", "message"),
     [
-        (torch.zeros(2, 4), {"k": 5}, "k is 5, expected 1 to 4"),
+        (torch.zeros(2, 4), {"k": 5}, "k is 5, expected 0 to 4"),
         (torch.zeros(2, 4), {"finished": torch.zeros(3, dtype=torch.bool)}, r"expected \[2\] bool"),
         (torch.zeros(2, 4), {"finished": torch.zeros(2)}, r"expected \[2\] bool"),
         (torch.zeros(4), {}, r"x is \[4\]"),

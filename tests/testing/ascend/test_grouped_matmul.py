@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from epcomm.testing.ascend.formats import (
 )
 from epcomm.testing.ascend.grouped_matmul import scale_values
 from epcomm.testing.ascend.groups import GroupListType, groups_of
-from epcomm.testing.ascend.limits import soc
+from epcomm.testing.ascend.limits import Soc, soc
 from epcomm.testing.ascend.registry import register
 from epcomm.testing.ascend.undefined import UNDEFINED_INT8
 from tests.testing.ascend.recorded import assert_equals, golden, tensor_of
@@ -30,6 +32,7 @@ INPUTS = GOLDEN["grouped_matmul_inputs"]
 # How far a scale may be that went through exp.
 SCALE_RTOL = 1e-6
 UNALIGNED = (6, 6)
+ONE_TENSOR = {"split_item": 2, "group_type": 0}
 
 
 def ids(cases: list[dict[str, Any]]) -> list[str]:
@@ -52,50 +55,21 @@ def grouped_call(case: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", [ACL_FORMAT_ND, ACL_FORMAT_NZ])
 @pytest.mark.parametrize("case", GOLDEN["grouped_matmul"], ids=ids(GOLDEN["grouped_matmul"]))
 def test_grouped_matmul_equals_the_golden_values(case: dict[str, Any], layout: int) -> None:
+    """On chips that take the case; others refuse the dtype of its scale."""
     types = case["call"]["group_list_type"]
     call = grouped_call(case)
     call["weight"] = [npu.npu_format_cast(call["weight"][0], layout)]
-    for list_type in types if isinstance(types, list) else [types]:
+    for list_type, chip in product(types if isinstance(types, list) else [types], Soc):
         group_list = tensor_of(INPUTS["group_list"][str(list_type)])
-        with soc("A3", size_limits=False):
-            (y,) = npu.npu_grouped_matmul(group_list=group_list, group_list_type=list_type, **call)
-        assert_equals(y, case["expected"]["y"])
-
-
-def test_lists_of_weights_and_results() -> None:
-    case = GOLDEN["grouped_matmul"][2]
-    call = grouped_call(case)
-    expected = tensor_of(case["expected"]["y"])
-    call |= {"weight": list(call["weight"][0]), "scale": list(call["scale"][0]), "split_item": 0}
-    parts = npu.npu_grouped_matmul(group_list=torch.tensor([3, 0, 4]), group_list_type=1, **call)
-    assert [part.shape[0] for part in parts] == [3, 0, 4]
-    assert torch.equal(torch.cat(parts), expected[:7])
-
-
-def test_without_groups_and_with_the_inner_dimension_split() -> None:
-    x, w = torch.randn(4, 6).bfloat16(), torch.randn(6, 5).bfloat16()
-    (y,) = npu.npu_grouped_matmul([x], [w], group_type=-1)
-    assert torch.equal(y, (x.float() @ w.float()).bfloat16())
-    group_list = torch.tensor([2, 2, 6])
-    (parts,) = npu.npu_grouped_matmul([x], [w], group_list=group_list, split_item=3, group_type=2)
-    assert torch.equal(parts[0], (x[:, :2].float() @ w[:2].float()).bfloat16())
-    assert not parts[1].any()
-
-
-def test_int8_weights_beside_bfloat16_rows() -> None:
-    x, w = torch.randn(3, 4).bfloat16(), torch.randint(-127, 128, (1, 4, 2), dtype=torch.int8)
-    scale, offset = torch.full((1, 2), 0.5).bfloat16(), torch.full((1, 2), 3.0).bfloat16()
-    (y,) = npu.npu_grouped_matmul(
-        [x],
-        [w],
-        antiquant_scale=[scale],
-        antiquant_offset=[offset],
-        group_list=torch.tensor([3]),
-        split_item=2,
-        group_type=0,
-    )
-    weight = ((w[0].float() + 3.0) * 0.5).bfloat16()
-    assert torch.equal(y, (x.float() @ weight.float()).bfloat16())
+        options = call | {"group_list": group_list, "group_list_type": list_type}
+        with soc(chip, size_limits=False):
+            if chip in case.get("chips", list(Soc)):
+                (y,) = npu.npu_grouped_matmul(**options)
+                assert_equals(y, case["expected"]["y"])
+            else:
+                rule = "a bfloat16 scale for a bfloat16 result and a float32 one for float16, got "
+                with pytest.raises(RuntimeError, match=f"{rule}{call['scale'][0].dtype} for"):
+                    npu.npu_grouped_matmul(**options)
 
 
 def test_int64_scales_keep_the_upper_19_bits() -> None:
@@ -113,7 +87,7 @@ def test_sums_are_exact_beyond_float32() -> None:
     w = torch.full((1, 2049, 2), 127, dtype=torch.int8)
     w[0, 0, 1] = 126
     (y,) = npu.npu_grouped_matmul(
-        [x], [w], group_list=torch.tensor([1]), split_item=2, group_type=0
+        [x], [w], group_list=torch.tensor([1]), output_dtype=torch.int32, **ONE_TENSOR
     )
     assert y.tolist() == [[127 * 127 * 2049, 127 * 127 * 2049 - 127]]
 
@@ -121,20 +95,24 @@ def test_sums_are_exact_beyond_float32() -> None:
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        ({"group_type": None}, "group_type in"),
-        ({"split_item": 7}, "split_item in"),
+        ({"group_type": -1}, "group_type=-1, or a list of tensors, is not modelled"),
+        ({"split_item": 0}, "split_item=0, .* is not modelled"),
+        ({"output_dtype": None}, "an INT8 result, which is the default, is not modelled"),
+        (
+            {"group_list": torch.tensor([3]), "group_list_type": 1},
+            r"group_list_type 1 \(counts\) is of several groups; pass the end of one group, type 0",
+        ),
         ({"group_list": torch.tensor([3, 3, 10])}, "ends within the rows"),
         ({"group_list": torch.tensor([3, 0, 4])}, "goes forwards"),
         ({"group_list": torch.tensor([3, 3])}, "entr"),
         ({"group_list": torch.tensor([3, 3, 7]).int()}, "int64"),
         ({"output_dtype": torch.bfloat16}, "int32"),
         ({"per_token_scale": [torch.ones(9)]}, "comes with scale"),
-        ({"scale": [torch.ones(3, 5)], "output_dtype": torch.bfloat16}, r"scale \[E, N\]"),
+        ({"scale": [torch.ones(3, 5)], "output_dtype": torch.float16}, r"scale \[E, N\]"),
     ],
 )
 def test_grouped_matmul_refuses(call: dict[str, Any], match: str) -> None:
     plain = grouped_call(GOLDEN["grouped_matmul"][0]) | {"group_list": torch.tensor([3, 3, 7])}
-    plain.pop("output_dtype")
     with pytest.raises(RuntimeError, match=match):
         npu.npu_grouped_matmul(**plain | call)
 
@@ -169,31 +147,20 @@ def test_dequant_swiglu_quant_equals_the_golden_values(case: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("layout", [ACL_FORMAT_ND, ACL_FORMAT_NZ])
-@pytest.mark.parametrize("version", [1, 2])
-def test_grouped_matmul_swiglu_quant_equals_the_golden_values(version: int, layout: int) -> None:
+def test_grouped_matmul_swiglu_quant_equals_the_golden_values(layout: int) -> None:
     for case in GOLDEN["grouped_matmul_swiglu_quant"]:
-        x, weight, group_list, weight_scale, x_scale = (
+        x, weight, *others = (
             tensor_of(case[name])
             for name in ("x", "weight", "group_list", "weight_scale", "x_scale")
         )
         weight = npu.npu_format_cast(weight, layout)
-        with soc("A3", size_limits=False):
-            if version == 1:
-                y, scale, offset = npu.npu_grouped_matmul_swiglu_quant(
-                    x, weight, group_list, weight_scale, x_scale
-                )
-                assert offset.numel() == 0
-            else:
-                counts = group_list.diff(prepend=torch.zeros(1, dtype=torch.int64))
-                y, scale = npu.npu_grouped_matmul_swiglu_quant_v2(
-                    x, [weight], [weight_scale], x_scale, counts, group_list_type=1
-                )
+        y, scale, offset = npu.npu_grouped_matmul_swiglu_quant(x, weight, *others)
+        assert offset.shape == ()
         assert_equals(y, case["expected"]["y"])
         assert_equals(scale, case["expected"]["scale"], rtol=SCALE_RTOL)
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_codes_of_the_fused_operator_are_quotients_by_the_scale(version: int) -> None:
+def test_codes_of_the_fused_operator_are_quotients_by_the_scale() -> None:
     """Rows that tell the profiles apart: as silu(64) * x, which is exactly 64 * x."""
     profiles = golden("ascend_quant_profiles")
     rows, expected = tensor_of(profiles["x"]).float(), profiles["profiles"]["div"]
@@ -208,18 +175,41 @@ def test_codes_of_the_fused_operator_are_quotients_by_the_scale(version: int) ->
         gate = torch.tensor([32, 32, 0])[:, None].expand_as(up)
         weight = torch.cat([gate, up], dim=1).to(torch.int8)[None]
         scale = torch.cat([torch.ones_like(power), power])[None]
-        with soc("A3", size_limits=False):
-            if version == 1:
-                y, y_scale, _ = npu.npu_grouped_matmul_swiglu_quant(
-                    x, weight, groups, scale, x_scale
-                )
-            else:
-                y, y_scale = npu.npu_grouped_matmul_swiglu_quant_v2(
-                    x, [weight], [scale], x_scale, groups
-                )
+        y, y_scale, _ = npu.npu_grouped_matmul_swiglu_quant(x, weight, groups, scale, x_scale)
         assert y[0].tolist() == expected["codes"]["values"][row]
         wanted = int(expected["scale"]["bits"][row], 16)
         assert (y_scale / 64).view(torch.int32).item() == wanted
+
+
+@pytest.mark.parametrize(
+    ("width", "groups", "rule"),
+    [
+        (96, torch.tensor([1]), "2I is a multiple of 64, at most 10496, .* got 96"),
+        (10560, torch.tensor([1]), "2I is a multiple of 64, at most 10496, .* got 10560"),
+        (10496, torch.tensor([1]), None),
+        (96, None, None),
+    ],
+)
+def test_widths_that_are_activated(width: int, groups: torch.Tensor | None, rule: str) -> None:
+    x, scale = torch.ones(1, width, dtype=torch.int32), torch.ones(1, width)
+    options = {"weight_scale": scale, "group_index": groups, "quant_mode": 1}
+    with soc("A3"), nullcontext() if rule is None else pytest.raises(RuntimeError, match=rule):
+        npu.npu_dequant_swiglu_quant(x, **options)
+
+
+def test_rows_of_more_dimensions_are_not_modelled() -> None:
+    x = torch.ones(1, 1, 4, dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match=r"x \[1, 1, 4\], which is not 2-D, is not mod"):
+        npu.npu_dequant_swiglu_quant(x, weight_scale=torch.ones(1, 4), quant_mode=1)
+
+
+def test_the_fused_operator_has_a_largest_width() -> None:
+    x, groups = torch.ones(1, 1, dtype=torch.int8), torch.tensor([1])
+    for width, rule in ((10240, None), (10304, "2I is at most 10240, got 10304")):
+        weight = torch.ones(1, 1, width, dtype=torch.int8)
+        refusal = nullcontext() if rule is None else pytest.raises(RuntimeError, match=rule)
+        with soc("A3"), refusal:
+            npu.npu_grouped_matmul_swiglu_quant(x, weight, groups, weight[0].float(), torch.ones(1))
 
 
 def test_swiglu() -> None:

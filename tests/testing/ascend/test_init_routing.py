@@ -116,12 +116,6 @@ def test_scales_do_not_travel_beside_int8_rows() -> None:
     assert init_routing(X.to(torch.int8), scale=scale)[3].isnan().all()
 
 
-def test_without_the_flag_there_are_no_counts() -> None:
-    _, _, tokens, _ = init_routing(expert_tokens_num_flag=False)
-    assert tokens.shape == ()
-    assert tokens.item() == UNDEFINED_INT
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -150,6 +144,7 @@ def test_init_routing_refuses(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
+        {"expert_tokens_num_flag": False},
         {"quant_mode": 0},
         {"drop_pad_mode": 1},
         {"active_num": 5},

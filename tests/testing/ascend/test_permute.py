@@ -108,7 +108,7 @@ def test_permute_sorts_as_init_routing_does() -> None:
     experts = torch.randint(3, (60, 2), generator=generator, dtype=torch.int32)
     rows, positions = torch.ops.npu.npu_moe_token_permute(tokens, experts)
     wanted, wanted_positions, _, _ = torch.ops.npu.npu_moe_init_routing_v2(
-        tokens, experts, expert_num=3
+        tokens, experts, expert_num=3, expert_tokens_num_flag=True
     )
     assert torch.equal(rows, wanted)
     assert torch.equal(positions, wanted_positions)

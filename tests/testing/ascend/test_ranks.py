@@ -1,4 +1,4 @@
-"""Ascend's Buffer and dispatch operators over ranks: golden values, lifetimes, refusals."""
+"""Ascend's Buffer over ranks: golden values, lifetimes, refusals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm.testing.ascend.communicators import comm_name
 from epcomm.testing.ascend.deep_ep import Buffer
 from epcomm.testing.ascend.limits import soc
 from epcomm.testing.ascend.registry import register
@@ -22,12 +21,10 @@ from tests.testing.ascend.recorded import assert_equals, golden, group_for, is_p
 pytestmark = pytest.mark.ranks(4)
 
 register()
-npu = torch.ops.npu
 
 NORMAL = golden("ascend_deep_ep_normal")["cases"]
 LOW_LATENCY = golden("ascend_deep_ep_low_latency")
 CASES = LOW_LATENCY["cases"]
-BF16 = [case for case in CASES if case["wire"] == "bfloat16" and "minus_one_ids" not in case]
 NEG_ONE = "MOE_ENABLE_TOPK_NEG_ONE"
 E, H, K, M = 8, 6, 3, 6
 
@@ -184,98 +181,6 @@ def test_low_latency_equals_the_golden_values(
     assert_equals(combined, recorded["combined_x"])
     # `out` is accepted and ignored.
     assert bool((out == 7.0).all())
-
-
-@pytest.mark.parametrize("case", BF16, ids=[case["id"] for case in BF16])
-def test_distribute_operators_equal_the_golden_values(case: dict[str, Any]) -> None:
-    group = group_for(case["W"])
-    if group is None:
-        return
-    recorded = case["ranks"][group.rank()]
-    inputs, num_rows = inputs_of(recorded), case["A"]
-    world = (comm_name(group), case["W"], group.rank(), case["E"])
-    sizes = {"global_bs": case["num_max_dispatch_tokens_per_rank"] * case["W"]}
-    x, scales, assist, nums, counts, _, _ = npu.npu_moe_distribute_dispatch_v2(
-        inputs.x, inputs.ids.int(), *world, **sizes
-    )
-    assert_equals(x, recorded["recv_x"])
-    assert_equals(nums, recorded["recv_count"])
-    assert_equals(counts, recorded["layout_range"])
-    assert is_poison(scales)
-    assert assist.shape == (num_rows * 128,)
-    y = combine_x(case, recorded["rows"], x.shape)
-    combined = npu.npu_moe_distribute_combine_v2(
-        y, inputs.ids.int(), assist, counts, inputs.weights, *world, **sizes
-    )
-    assert_equals(combined, recorded["combined_x"])
-
-
-def test_distribute_dispatch_quantises_and_sums() -> None:
-    (case,) = (case for case in CASES if case["wire"] == "int8")
-    group = group_for(4)
-    assert group is not None
-    recorded = case["ranks"][group.rank()]
-    inputs = inputs_of(recorded)
-    world = (comm_name(group), 4, group.rank(), E)
-    options = {"global_bs": 4 * M, "quant_mode": 2, "expert_token_nums_type": 0}
-    x, scales, _, nums, _, _, _ = npu.npu_moe_distribute_dispatch_v2(
-        inputs.x, inputs.ids.int(), *world, **options
-    )
-    assert_equals(x, recorded["recv_x"])
-    assert_equals(scales, recorded["scales"], poisoned=False)
-    assert torch.equal(nums, tensor_of(recorded["recv_count"]).cumsum(0))
-    # Powers of two change scales and nothing else.
-    smooth = torch.full((E, H), 4.0)
-    y, smooth_scales, *_ = npu.npu_moe_distribute_dispatch_v2(
-        inputs.x, inputs.ids.int(), *world, scales=smooth, **options
-    )
-    assert torch.equal(x, y)
-    num_rows = len(recorded["rows"])
-    assert torch.equal(smooth_scales[:num_rows], 4.0 * scales[:num_rows])
-
-
-def test_distribute_operators_leave_masked_tokens_out() -> None:
-    group, inputs = group_for(4), my_inputs()
-    assert group is not None
-    world, sizes = (comm_name(group), 4, group.rank(), E), {"global_bs": 4 * M}
-    mask = torch.arange(inputs.x.shape[0]) < 1
-    ids = inputs.ids.int()
-    x, _, assist, nums, counts, _, _ = npu.npu_moe_distribute_dispatch_v2(
-        inputs.x, ids, *world, x_active_mask=mask, **sizes
-    )
-    total = torch.tensor([int(nums.sum())])
-    dist.all_reduce(total)
-    assert int(total) == 3 * K
-    combined = npu.npu_moe_distribute_combine_v2(
-        x, ids, assist, counts, inputs.weights, *world, x_active_mask=mask, **sizes
-    )
-    assert not combined[:1].isnan().any()
-    assert combined[1:].isnan().all()
-    with refused("true ones first" if inputs.x.shape[0] > 1 else "refuse their arguments"):
-        npu.npu_moe_distribute_dispatch_v2(
-            inputs.x, ids, *world, x_active_mask=mask.flip(0), **sizes
-        )
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({}, "same sizes"),
-        ({"global_bs": 8}, "of 2 at most|refuse"),
-        ({"global_bs": 4 * M, "shared_expert_num": 2}, "shared_expert_num"),
-        ({"global_bs": 4 * M, "quant_mode": 1}, "quant_mode"),
-        ({"global_bs": 4 * M, "moe_expert_num": 6}, "moe_expert_num %"),
-        ({"global_bs": 4 * M, "ep_rank_id": 7}, "ep_rank_id"),
-        ({"global_bs": 4 * M, "group_ep": "0"}, "comm_name"),
-    ],
-)
-def test_distribute_dispatch_refuses(options: dict[str, Any], match: str) -> None:
-    group, inputs = group_for(4), my_inputs()
-    assert group is not None
-    names = ("group_ep", "ep_world_size", "ep_rank_id", "moe_expert_num")
-    world = dict(zip(names, (comm_name(group), 4, group.rank(), E), strict=True))
-    with refused(match):
-        npu.npu_moe_distribute_dispatch_v2(inputs.x, inputs.ids.int(), **(world | options))
 
 
 def low_latency_buffer() -> Buffer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -44,15 +45,33 @@ def arguments(operator: str, device: str = "cpu") -> tuple[Any, ...]:
     return table[operator]
 
 
-OPTIONS: dict[str, dict[str, Any]] = {"npu_moe_init_routing_v2": {"expert_num": 4}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "npu_moe_init_routing_v2": {"expert_num": 4, "expert_tokens_num_flag": True}
+}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *[(operator, {}) for operator in OWN],
     ("npu_moe_gating_top_k", {"out_flag": True}),
     ("npu_moe_init_routing_v2", {"quant_mode": 1}),
-    ("npu_moe_init_routing_v2", {"expert_tokens_num_flag": True}),
-    ("npu_moe_init_routing_v2", {"expert_tokens_num_flag": True, "expert_tokens_num_type": 2}),
-    ("npu_moe_init_routing_v2", {"expert_tokens_num_flag": True, "active_expert_range": [1, 3]}),
+    ("npu_moe_init_routing_v2", {"expert_tokens_num_type": 2}),
+    ("npu_moe_init_routing_v2", {"active_expert_range": [1, 3]}),
     ("npu_moe_finalize_routing", {"drop_pad_mode": 2}),
+    ("npu_moe_gating_top_k_softmax", {"k": 0}),
+]
+# Of each operator something that shapes alone tell to be wrong or not modelled.
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("npu_dynamic_quant", {"dst_type": torch.float8_e4m3fn}),
+    ("npu_dynamic_quant", {"quant_mode": "perchannel"}),
+    ("npu_moe_finalize_routing", {"drop_pad_mode": 3}),
+    ("npu_moe_gating_top_k", {"bias": torch.zeros(1, 8, dtype=torch.bfloat16)}),
+    ("npu_moe_gating_top_k", {"input_ids": torch.zeros(3)}),
+    ("npu_moe_gating_top_k_softmax", {"k": 9}),
+    ("npu_moe_init_routing_v2", {"active_num": 3}),
+    ("npu_moe_init_routing_v2", {"active_expert_range": [3, 1]}),
+    ("npu_moe_init_routing_v2", {"drop_pad_mode": 1}),
+    ("npu_moe_init_routing_v2", {"expert_tokens_num_flag": False}),
+    ("npu_moe_init_routing_v2", {"quant_mode": 0}),
+    ("npu_moe_token_permute", {"num_out_tokens": 3}),
+    ("npu_moe_token_unpermute", {"restore_shape": [3, 8]}),
 ]
 
 
@@ -82,6 +101,17 @@ def test_shapes_without_memory_are_those_of_results(operator: str, options: dict
     ):
         assert fake.device.type == "meta"
         assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
+
+
+@pytest.mark.parametrize(("operator", "options"), REFUSED, ids=str)
+def test_tensors_without_memory_are_refused_as_others(
+    operator: str, options: dict[str, Any]
+) -> None:
+    with pytest.raises(RuntimeError) as expected:
+        call(operator, **options)
+    there = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in options.items()}
+    with pytest.raises(type(expected.value), match=re.escape(str(expected.value))):
+        call(operator, "meta", **there)
 
 
 @pytest.mark.parametrize(("operator", "options"), VARIANTS, ids=str)

@@ -56,7 +56,6 @@ def test_codes_equal_the_recorded_digests() -> None:
                     [w13[expert, None].transpose(1, 2)],
                     output_dtype=torch.int32,
                     group_list=count,
-                    group_list_type=1,
                     group_type=0,
                     split_item=2,
                 )

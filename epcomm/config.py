@@ -71,6 +71,7 @@ class EPConfig:
         reference where it cannot say the routing or gradients are needed; `auto` is ascend on NPUs
         that have the operator. Only ExpertParallelMoE reads it; elsewhere the caller routes.
     dispatch_dtype: elements on the wire towards the experts; None: what the expert weights want.
+        One that is not quantised is that of all rows, also on the way home and in backward.
     dispatch_scales: scales of FP8 rows towards the experts; None: what the expert weights want.
     int8_profile: arithmetic of INT8, before the experts and between their products; None: rint127.
         Nothing else is rounded by it, and where nothing is INT8 it is refused.

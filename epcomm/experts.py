@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from epcomm.fuseep.path import FuseEPPath
 from epcomm.group import EPGroup
 from epcomm.pipeline import PipelinePath
 from epcomm.planning import MoESpec, plan
+from epcomm.precision import check_cast
 from epcomm.records import TopKOutput, empty_topk
 from epcomm.runners.base import ExpertRunner
 from epcomm.sharding import ExpertShard, local_share, tag_as_sharded
@@ -119,7 +121,8 @@ class ExpertParallelExperts(nn.Module):
 
         Args:
             x: [T, H]; T differs by rank and may be 0.
-            topk: topk_ids [T, K], int64, -1 for none; topk_weights [T, K], float32.
+            topk: topk_ids [T, K], int64, -1 for none; topk_weights [T, K], float32; another
+                floating dtype is cast, as x is, see docs/precision.md.
             decode: the phase, equal on all ranks; in mode auto it selects low latency. None: as
                 decode_phase() says, else False.
 
@@ -127,6 +130,7 @@ class ExpertParallelExperts(nn.Module):
             [T, H], dtype of x.
 
         Collective: yes, forward and backward.   Host sync: as explain() says.
+        After a cast to a wider dtype, as .double(), the first call plans anew, on all ranks.
         torch.compile: one graph break.
         Raises: what Dispatcher.dispatch and combine raise.
         """
@@ -138,7 +142,7 @@ class ExpertParallelExperts(nn.Module):
 
     def idle(self, carry: Tensor) -> Tensor:
         """See ExpertParallelLayer."""
-        x = carry.to(self._spec.dtype).expand(0, self._spec.hidden_size)
+        x = carry.to(self.weights.dtype).expand(0, self._spec.hidden_size)
         return self(x, empty_topk(self._spec.top_k, self.group.device)).sum().float()
 
     def idle_model(self, model: nn.Module) -> Tensor | None:
@@ -151,7 +155,8 @@ class ExpertParallelExperts(nn.Module):
 
     def explain(self) -> str:
         """What was chosen and rejected and why, as text."""
-        return self.plan.explain()
+        chosen = self.path.chosen if isinstance(self.path, PipelinePath) else self.plan
+        return chosen.explain()
 
     def stats(self) -> EPStats:
         """Counts since construction. Local; no host sync until counts by expert are read."""
@@ -159,6 +164,10 @@ class ExpertParallelExperts(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self._kind.format.activation.value}, {self.group.where}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        check_cast(self._kind, fn, self.group.where)
+        return super()._apply(fn, recurse)
 
     def _register(self, weights: ExpertTensors, num_experts: int, is_local: bool) -> None:
         num_local = num_experts // self.group.world_size

@@ -17,6 +17,7 @@ from epcomm.collectives.base import Collectives
 from epcomm.errors import ConfigError
 from epcomm.group import EPGroup
 from epcomm.sharding import replicated_parameters, sharded_parameters
+from epcomm.types import sum_dtype
 
 
 def sum_replicated_gradients(model: nn.Module, group: EPGroup) -> None:
@@ -108,5 +109,5 @@ def _sum_over_ranks(flat: Tensor, collectives: Collectives, *, phase: str) -> Te
     share = -(-flat.shape[0] // world_size)
     padded = torch.nn.functional.pad(flat, (0, share * world_size - flat.shape[0]))
     parts = collectives.all_to_all(padded.view(world_size, share), phase=phase)
-    total = parts.float().sum(dim=0).to(flat.dtype)
+    total = parts.to(sum_dtype(flat.dtype)).sum(dim=0).to(flat.dtype)
     return collectives.all_gather(total, phase=phase).flatten()[: flat.shape[0]]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig
 from epcomm.dispatchers.phases import PhaseDispatchers
 from epcomm.group import EPGroup
-from epcomm.planning import EPPlan, MoESpec
+from epcomm.planning import EPPlan, MoESpec, plan
+from epcomm.precision import is_widened
 from epcomm.profiling import ranged
 from epcomm.records import CombineInput, DispatchOutput, PathOutput, Route, TopKOutput
 from epcomm.registry import runner_class
@@ -23,14 +26,17 @@ class PipelinePath:
 
         Collective: yes.   Host sync: yes.
         """
-        self.phases = PhaseDispatchers(group, spec, config, chosen)
-        assert chosen.runner is not None, "plan() was given the weights"
-        self.runner = runner_class(chosen.runner)(int8_profile=chosen.prefill.int8_profile)
+        self._group, self._config = group, config
+        # Without a dtype of the user's choice rows travel as the experts are.
+        self._may_widen = config.dispatch_dtype is None
+        self._open(spec, chosen)
 
     def run(
         self, x: Tensor, topk: TopKOutput, weights: ExpertTensors, *, decode: bool
     ) -> PathOutput:
         """See ExpertParallelExperts.forward."""
+        if self._may_widen and is_widened(weights, self._spec.dtype):
+            self._widen(weights)
         dispatcher = self.phases.of_phase(decode=decode)
         out = dispatcher.dispatch(x, topk, experts_need_grad=weights.requires_grad)
         y = dispatcher.combine(self._run_experts(out, weights))
@@ -39,6 +45,21 @@ class PipelinePath:
     @ranged("experts")
     def _run_experts(self, out: DispatchOutput, weights: ExpertTensors) -> CombineInput:
         return self.runner.run(out, weights)
+
+    def _widen(self, weights: ExpertTensors) -> None:
+        """Plan anew for experts that were cast to a wider dtype, as all ranks have cast theirs.
+
+        Collective: yes.   Host sync: yes.
+        """
+        spec = replace(self._spec, dtype=weights.dtype)
+        self._open(spec, plan(self._config, spec, self._group, weights=weights))
+
+    def _open(self, spec: MoESpec, chosen: EPPlan) -> None:
+        self.phases = PhaseDispatchers(self._group, spec, self._config, chosen)
+        assert chosen.runner is not None, "plan() was given the weights"
+        self.runner = runner_class(chosen.runner)(int8_profile=chosen.prefill.int8_profile)
+        # Last, so that a refusal is met again by the next call.
+        self._spec, self.chosen = spec, chosen
 
     def check(self) -> None:
         """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from epcomm.config import ScaleDtypeName
 from epcomm.errors import ConfigError, ShapeError
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT8_PER_TOKEN
-from epcomm.types import ScaleDtype, WireDtype, WireFormat
+from epcomm.types import QUANTIZABLE_DTYPES, ScaleDtype, WireDtype, WireFormat
 from epcomm.weights import ExpertFormat, ExpertTensors, ExpertWeights
 
 # The block of FP8 checkpoints, rows and columns; hidden states have a scale for as many elements.
@@ -46,7 +46,11 @@ class _EightBitWeights(ExpertTensors):
                 f"{type(self).__name__}: format is {self.format}, expected {_PLAIN}; convert the "
                 "checkpoint"
             )
-        WireDtype.from_torch(self.hidden_dtype)
+        if WireDtype.from_torch(self.hidden_dtype) not in QUANTIZABLE_DTYPES:
+            raise ConfigError(
+                f"{type(self).__name__}: hidden_dtype is {self.hidden_dtype}, expected bfloat16, "
+                "float16 or float32, in which eight-bit experts compute; cast the experts first"
+            )
         code_dtype = self.wire_format.dtype.torch_dtype
         scale_dtype = self.wire_format.scale_dtype
         shapes = self._expected_shapes()

@@ -24,7 +24,8 @@ class TopKOutput:
     """The routing of one batch.
 
     topk_ids: [T, K], int64, physical expert ids, distinct within a row; -1 means no expert.
-    topk_weights: [T, K], float32; the weight of a -1 entry is ignored.
+    topk_weights: [T, K], float32; beside float64 rows float64; another floating dtype is cast. The
+        weight of a -1 entry is ignored.
     """
 
     topk_ids: Tensor
@@ -67,15 +68,23 @@ class Route:
 class Handle:
     """The single-use claim of one dispatch on its combine."""
 
-    __slots__ = ("_owner", "_spent", "call", "needs_backward", "num_tokens", "route")
+    __slots__ = ("_owner", "_spent", "call", "dtype", "needs_backward", "num_tokens", "route")
 
     def __init__(
-        self, *, owner: object, route: Route, call: int, num_tokens: int, needs_backward: bool
+        self,
+        *,
+        owner: object,
+        route: Route,
+        call: int,
+        num_tokens: int,
+        needs_backward: bool,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Tie dispatch number `call` of `owner` to its route.
 
         num_tokens: T as the caller gave it; the route of a refused batch has none.
         needs_backward: some rank of the group runs the backward of this batch, so all do.
+        dtype: of the hidden states as the caller gave them, and of y; None: as they travel.
         """
         self._owner = owner
         self._spent: str | None = None
@@ -83,6 +92,7 @@ class Handle:
         self.call = call
         self.num_tokens = num_tokens
         self.needs_backward = needs_backward
+        self.dtype = dtype
 
     def check(self, owner: object) -> None:
         """Raise HandleError unless `owner` made this handle and it is still unspent."""
@@ -107,7 +117,7 @@ class RowsCombineInput:
     """Expert results for the ROWS layout.
 
     hidden_states: [C, H], one row a slot, or [R, H], one row a received row, as `rows_per` says.
-    slot_weights: [C], float32, when combine must apply them, else None.
+    slot_weights: [C], dtype of the router weights, when combine must apply them, else None.
     """
 
     hidden_states: Tensor
@@ -122,7 +132,8 @@ class RowsDispatchOutput:
 
     hidden_states: [R, H]; the row stride may exceed H. Rows without a slot are undefined.
     index: the expert-major slots over the rows.
-    slot_weights: [C], float32, differentiable on trainable paths; None where none travelled.
+    slot_weights: [C], float32 (float64 beside such rows), differentiable on trainable paths; None
+        where none travelled.
     weights_applied_by: who multiplies by slot_weights.
     combine_rows: [C, H], memory that combine can send from without a copy, or None.
     """

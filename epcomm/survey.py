@@ -278,12 +278,17 @@ def _buffer_spec(
             f"plan: num_experts is {spec.num_experts}, expected a multiple of the {world_size} "
             "ranks; add redundant experts or use fewer ranks"
         )
-    hidden_format = WireFormat.of(spec.dtype)
+    hidden_format = _hidden_format(config, spec, wanted)
     wanted = _dispatch_format(config, hidden_format, wanted)
     if config.combine_dtype not in (None, hidden_format.dtype):
         raise ConfigError(
             f"plan: combine_dtype is {config.combine_dtype}, but experts return {hidden_format}, "
             "the dtype of the hidden states; leave it None"
+        )
+    if wanted.dtype.is_quantized and hidden_format.dtype is WireDtype.FP64:
+        raise ConfigError(
+            f"plan: rows travel as {wanted}, but the hidden states are {hidden_format}; expected "
+            "bf16, fp16 or fp32, of which eight bits are made, or dispatch_dtype None"
         )
     return BufferSpec(
         hidden_size=spec.hidden_size,
@@ -298,6 +303,17 @@ def _buffer_spec(
         compares_calls=config.check_calls,
         num_sms=config.num_sms,
     )
+
+
+def _hidden_format(config: EPConfig, spec: MoESpec, wanted: WireFormat) -> WireFormat:
+    """How rows travel that are not quantised: as the hidden states are, unless configured.
+
+    Experts that are not quantised compute in any floating dtype, whatever they are held in.
+    """
+    dtype = config.dispatch_dtype
+    if dtype is None or dtype.is_quantized or wanted.dtype.is_quantized:
+        return WireFormat.of(spec.dtype)
+    return WireFormat(dtype=dtype)
 
 
 def _dispatch_format(config: EPConfig, hidden_format: WireFormat, wanted: WireFormat) -> WireFormat:
@@ -324,6 +340,7 @@ def _wire_format(dtype: WireDtype, hidden_format: WireFormat, wanted: WireFormat
         return wanted
     if dtype in QUANTIZED_FORMATS:
         return QUANTIZED_FORMATS[dtype]
+    # Experts in eight bits return one dtype; _hidden_format() has followed any other choice.
     if dtype is not hidden_format.dtype:
         raise ConfigError(
             f"plan: dispatch_dtype is {dtype.value}, but the hidden states are {hidden_format}; "

@@ -25,6 +25,7 @@ class WireDtype(StrEnum):
     BF16 = "bf16"
     FP16 = "fp16"
     FP32 = "fp32"
+    FP64 = "fp64"
     FP8_E4M3 = "fp8_e4m3"
     INT8 = "int8"
 
@@ -38,19 +39,24 @@ class WireDtype(StrEnum):
         """Whether rows carry scales beside their elements."""
         return self in (WireDtype.FP8_E4M3, WireDtype.INT8)
 
+    @property
+    def scalar_dtype(self) -> torch.dtype:
+        """The torch dtype of sums over rows, and of the router weights that travel beside them."""
+        return sum_dtype(self.torch_dtype)
+
     @classmethod
     def from_torch(cls, dtype: torch.dtype) -> WireDtype:
         """The wire dtype of an unquantised tensor.
 
         Raises:
-            ConfigError: the dtype is none of bfloat16, float16, float32.
+            ConfigError: the dtype is none of bfloat16, float16, float32, float64.
         """
-        for wire_dtype in (cls.BF16, cls.FP16, cls.FP32):
+        for wire_dtype in (cls.BF16, cls.FP16, cls.FP32, cls.FP64):
             if wire_dtype.torch_dtype == dtype:
                 return wire_dtype
         raise ConfigError(
-            f"WireDtype.from_torch: dtype is {dtype}, expected bfloat16, float16 or float32; "
-            "cast the hidden states"
+            f"WireDtype.from_torch: dtype is {dtype}, expected bfloat16, float16, float32 or "
+            "float64; cast the hidden states"
         )
 
 
@@ -58,9 +64,15 @@ _TORCH_DTYPES = {
     WireDtype.BF16: torch.bfloat16,
     WireDtype.FP16: torch.float16,
     WireDtype.FP32: torch.float32,
+    WireDtype.FP64: torch.float64,
     WireDtype.FP8_E4M3: torch.float8_e4m3fn,
     WireDtype.INT8: torch.int8,
 }
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which elements of `dtype` are added up: float64 for float64, else float32."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 class ScaleDtype(StrEnum):
@@ -96,6 +108,10 @@ class Int8Profile(StrEnum):
 
 
 UNQUANTIZED_DTYPES = frozenset(dtype for dtype in WireDtype if not dtype.is_quantized)
+# What eight-bit rows are made of, and eight-bit experts read beside them.
+QUANTIZABLE_DTYPES = UNQUANTIZED_DTYPES - {WireDtype.FP64}
+# What buffers carry whose kernels add up in float32.
+FLOAT32_SUM_DTYPES = frozenset(WireDtype) - {WireDtype.FP64}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,8 +138,8 @@ BAD_CALLS = [
     ),
     BadCall(
         id="dtype",
-        arguments=[*LAYER, "--dtype", "fp64"],
-        message="epcomm plan: dtype is 'fp64', expected one of ['bf16', 'bfloat16',",
+        arguments=[*LAYER, "--dtype", "tf32"],
+        message="epcomm plan: dtype is 'tf32', expected one of ['bf16', 'bfloat16',",
     ),
     BadCall(
         id="runner that cannot compute the experts",

@@ -39,9 +39,9 @@ BAD_VALUES = [
     ),
     BadValue(
         id="unknown dtype",
-        values={"combine_dtype": "fp64"},
-        message="EPConfig: combine_dtype is 'fp64', expected one of "
-        "['bf16', 'fp16', 'fp32', 'fp8_e4m3', 'int8']",
+        values={"combine_dtype": "tf32"},
+        message="EPConfig: combine_dtype is 'tf32', expected one of "
+        "['bf16', 'fp16', 'fp32', 'fp64', 'fp8_e4m3', 'int8']",
     ),
     BadValue(
         id="unknown scales",

@@ -206,7 +206,7 @@ def test_wire_format_of_other_experts_is_refused_with_all_three(
     }[other]
     assert (
         f"quantized_reference: reads {reads}, but collective was asked to carry {asked}, of bf16, "
-        "fp16, fp32, fp8_e4m3, int8"
+        "fp16, fp32, fp64, fp8_e4m3, int8"
     ) in str(caught.value)
 
 
@@ -375,7 +375,14 @@ IMPOSSIBLE = [
         experts=fp8_weights(POWERS),
         config=EPConfig(dispatch_dtype=WireDtype.INT8),
         message="quantized_reference: reads bf16, fp16, fp32, fp8_e4m3/128, fp8_e4m3/128/ue8m0, "
-        "but collective was asked to carry int8/0, of bf16, fp16, fp32, fp8_e4m3, int8",
+        "but collective was asked to carry int8/0, of bf16, fp16, fp32, fp64, fp8_e4m3, int8",
+    ),
+    Impossible(
+        id="another dispatch dtype than experts in eight bits return",
+        experts=int8_weights(),
+        config=EPConfig(dispatch_dtype=WireDtype.FP32),
+        message="plan: dispatch_dtype is fp32, but the hidden states are bf16; expected that, "
+        "fp8_e4m3 or int8, or None",
     ),
     Impossible(
         id="scales that the runner does not read",
@@ -470,7 +477,7 @@ def test_runner_that_does_not_read_the_wire_format_is_rejected_with_all_three(
     assert chosen.runner == "reference"
     assert [str(rejection) for rejection in chosen.rejected_runners] == [
         "grouped_mm: reads fp32, but collective was asked to carry bf16, of bf16, fp16, fp32, "
-        "fp8_e4m3, int8"
+        "fp64, fp8_e4m3, int8"
     ]
 
 
@@ -632,12 +639,6 @@ REFUSALS = [
         "sizes; set max_recv_slots; all_gather: serves standard, not normal; ",
     ),
     Refusal(
-        id="dispatch dtype that hidden states do not have",
-        config=EPConfig(dispatch_dtype="fp32"),  # type: ignore[arg-type]
-        message="plan: dispatch_dtype is fp32, but the hidden states are bf16; expected that, "
-        "fp8_e4m3 or int8, or None",
-    ),
-    Refusal(
         id="combine dtype that experts do not return",
         config=EPConfig(combine_dtype="fp32"),  # type: ignore[arg-type]
         message="plan: combine_dtype is fp32, but experts return bf16",
@@ -674,8 +675,8 @@ def test_layer_that_cannot_be_is_named(sizes: tuple[int, int, int], message: str
 
 
 def test_layer_of_an_unknown_dtype_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"dtype is torch\.float64, expected bfloat16, float16"):
-        MoESpec(hidden_size=64, num_experts=8, top_k=2, dtype=torch.float64)
+    with pytest.raises(ConfigError, match=r"dtype is torch\.int64, expected bfloat16, float16"):
+        MoESpec(hidden_size=64, num_experts=8, top_k=2, dtype=torch.int64)
 
 
 def test_slot_budget_is_that_of_prefill_alone() -> None:

@@ -69,6 +69,15 @@ ROW_BYTES = [
         text="fp32",
     ),
     RowBytes(
+        id="fp64",
+        format=WireFormat.of(torch.float64),
+        hidden_size=5,
+        num_scales=0,
+        data_bytes=40,
+        scale_bytes=0,
+        text="fp64",
+    ),
+    RowBytes(
         id="fp8, the last block is short",
         format=FP8_BLOCKS,
         hidden_size=300,

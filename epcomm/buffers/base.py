@@ -156,7 +156,8 @@ class RowQuantizer(Protocol):
 class DispatchCall:
     """One rank's part of a dispatch.
 
-    hidden_states: [T, H], unquantised.   topk_ids: [T, K], int64.   topk_weights: [T, K], float32.
+    hidden_states: [T, H], unquantised.   topk_ids: [T, K], int64.   topk_weights: [T, K], float32;
+        beside float64 rows this and all that is float32 below is float64.
     error: why this rank takes part with T = 0, if it does.
     quantize: brings hidden states to a format, into the memory of a message where a buffer can.
     int8_profile: its arithmetic of INT8 rows, for buffers that make them while they send.

@@ -48,6 +48,7 @@ from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.records import Pending, Route, SlotIndex
 from epcomm.types import (
+    FLOAT32_SUM_DTYPES,
     Layout,
     RowsPer,
     WeightsAppliedBy,
@@ -88,7 +89,7 @@ class NVLinkLowLatencyBuffer(MaskingHost):
             trainable=False,
             graph_safe=True,
             ordered=True,
-            wire_dtypes=frozenset(WireDtype),
+            wire_dtypes=FLOAT32_SUM_DTYPES,
             weights_applied_by=frozenset(WeightsAppliedBy),
             batches_in_flight=cls.num_slots,
             late_receive=True,

@@ -11,7 +11,7 @@ from epcomm.buffers.nvlink_normal_layout import NUM_SLOTS, NormalLayout
 from epcomm.buffers.sizes import CallShape, Region, index_bytes, most_slots_of, slot_regions
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import Mode
-from epcomm.types import Layout, WeightsAppliedBy, WireDtype
+from epcomm.types import FLOAT32_SUM_DTYPES, Layout, WeightsAppliedBy
 
 # Sums of one source that are announced together: fences cost less than a tenth of their time.
 ITEM_ROWS = 16
@@ -49,7 +49,7 @@ class NVLinkNormalFacts(MaskingHost):
             trainable=True,
             graph_safe=is_static,
             ordered=True,
-            wire_dtypes=frozenset(WireDtype),
+            wire_dtypes=FLOAT32_SUM_DTYPES,
             weights_applied_by=frozenset(WeightsAppliedBy),
             is_static=is_static,
             host_reads=0 if is_static else 1,

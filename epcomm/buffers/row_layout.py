@@ -13,10 +13,10 @@ from epcomm.types import ROW_ALIGNMENT_BYTES, WireFormat, WireTensor, align_up
 
 @dataclass(frozen=True, kw_only=True)
 class RowLayout:
-    """Byte offsets inside one row [elements | scales | K ids int32 | K scalars float32 | gap].
+    """Byte offsets inside one row [elements | scales | K ids int32 | K scalars | gap].
 
-    The scalars are router weights towards the experts, their gradients on the way home; rows on
-    the way home have no ids.
+    The scalars are router weights towards the experts, their gradients on the way home: float64
+    beside such elements, else float32. Rows on the way home have no ids.
     """
 
     hidden_size: int
@@ -37,12 +37,23 @@ class RowLayout:
     @property
     def scalars_at(self) -> int:
         """First byte of the scalars."""
-        return self.ids_at + (4 * self.top_k if self.has_ids else 0)
+        end = self.ids_at + (4 * self.top_k if self.has_ids else 0)
+        return align_up(end, self.scalar_dtype.itemsize)
+
+    @property
+    def scalar_dtype(self) -> torch.dtype:
+        """The dtype of the scalars."""
+        return self.format.dtype.scalar_dtype
+
+    @property
+    def scalars_end(self) -> int:
+        """First byte behind the scalars."""
+        return self.scalars_at + self.scalar_dtype.itemsize * self.top_k
 
     @property
     def row_bytes(self) -> int:
         """Bytes from one row to the next."""
-        return align_up(self.scalars_at + 4 * self.top_k, ROW_ALIGNMENT_BYTES)
+        return align_up(self.scalars_end, ROW_ALIGNMENT_BYTES)
 
     def data(self, rows: Tensor) -> Tensor:
         """[N, H] view of the elements."""
@@ -61,8 +72,12 @@ class RowLayout:
         return rows[:, self.ids_at : self.ids_at + 4 * self.top_k].view(torch.int32)
 
     def scalars(self, rows: Tensor) -> Tensor:
-        """[N, K] float32 view of the scalars."""
-        return rows[:, self.scalars_at : self.scalars_at + 4 * self.top_k].view(torch.float32)
+        """[N, K] view of the scalars, scalar_dtype."""
+        return rows[:, self.scalars_at : self.scalars_end].view(self.scalar_dtype)
+
+    def first_words(self, rows: Tensor) -> Tensor:
+        """[N] int32 view of the first four bytes of the scalars, for rows that are headers."""
+        return rows[:, self.scalars_at : self.scalars_at + 4].view(torch.int32)[:, 0]
 
     def wire_tensor(self, rows: Tensor) -> WireTensor:
         """The elements and scales of received rows, in place."""

@@ -19,9 +19,8 @@ from epcomm.ops.static_slots import most_slots
 if TYPE_CHECKING:
     from epcomm.buffers.base import BufferSpec
 
-# Bytes of a slot: row_of_slot (int32), its router weight (float32), its place in slots_by_row
-# (int64).
-SLOT_INDEX_BYTES, SLOT_WEIGHT_BYTES, SLOT_MEMBER_BYTES = 4, 4, 8
+# Bytes of a slot beside its router weight: row_of_slot (int32), its place in slots_by_row (int64).
+SLOT_INDEX_BYTES, SLOT_MEMBER_BYTES = 4, 8
 # Bytes of a received row: an entry of slots_of_row for each k (int32), and its offset in
 # slots_by_row (int64).
 ROW_SLOT_BYTES, ROW_OFFSET_BYTES = 4, 8
@@ -121,10 +120,15 @@ def rows_region(name: str, row_bytes: int, *, per_token: int, max_rows: int | No
     )
 
 
+def slot_weight_bytes(spec: BufferSpec) -> int:
+    """Bytes of the router weight of a slot."""
+    return spec.combine_format.dtype.scalar_dtype.itemsize
+
+
 def index_region(spec: BufferSpec, *, rows_per_token: int, max_rows: int | None) -> Region:
     """The expert-major index over R received rows, see index_bytes."""
     row_bytes = ROW_SLOT_BYTES * spec.top_k + ROW_OFFSET_BYTES
-    slot_bytes = SLOT_INDEX_BYTES + SLOT_WEIGHT_BYTES + SLOT_MEMBER_BYTES
+    slot_bytes = SLOT_INDEX_BYTES + slot_weight_bytes(spec) + SLOT_MEMBER_BYTES
     max_bytes = None
     if max_rows is not None:
         max_bytes = index_bytes(
@@ -171,8 +175,9 @@ def index_bytes(spec: BufferSpec, *, num_rows: int, num_slots: int, num_members:
         num_members: slots in use, or as many as the host reserves for them.
     """
     rows = num_rows * (ROW_SLOT_BYTES * spec.top_k + ROW_OFFSET_BYTES)
-    slots = num_slots * (SLOT_INDEX_BYTES + SLOT_WEIGHT_BYTES) + num_members * SLOT_MEMBER_BYTES
+    weight_bytes = slot_weight_bytes(spec)
+    slots = num_slots * (SLOT_INDEX_BYTES + weight_bytes) + num_members * SLOT_MEMBER_BYTES
     # num_slots_per_expert [L] and first_slot [L + 1], int32; an offset more than rows; a weight
     # more than slots, which takes the entries without a slot.
     experts = 4 * spec.num_local_experts + 4 * (spec.num_local_experts + 1)
-    return rows + slots + experts + ROW_OFFSET_BYTES + SLOT_WEIGHT_BYTES
+    return rows + slots + experts + ROW_OFFSET_BYTES + weight_bytes

@@ -133,7 +133,7 @@ class StaticCollectiveBuffer(OverCollectives):
         layout = self._row_layout(self._spec.dispatch_format, has_ids=True)
         topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
         rows = self._gather(self._message(layout, call, topk_ids, fault), phase="dispatch")
-        headers = layout.scalars(rows)[:: self._rows_per_rank, 0].view(torch.int32)
+        headers = layout.first_words(rows[:: self._rows_per_rank])
 
         all_ids = layout.ids(rows)
         required = self._slots_required(all_ids)
@@ -220,7 +220,7 @@ class StaticCollectiveBuffer(OverCollectives):
             self._rows_per_rank, layout.row_bytes, dtype=torch.uint8, device=topk_ids.device
         )
         layout.ids(message[:1]).fill_(-1)
-        layout.scalars(message)[:1, 0].view(torch.int32)[:] = pack_header(fault, call.flags)
+        layout.first_words(message[:1])[:] = pack_header(fault, call.flags)
         layout.write_tokens(message[1:end], call.write, topk_ids, call.topk_weights)
         layout.ids(message[end:]).fill_(-1)
         return message

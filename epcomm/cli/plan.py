@@ -31,6 +31,8 @@ _DTYPES = {
     "float16": torch.float16,
     "fp32": torch.float32,
     "float32": torch.float32,
+    "fp64": torch.float64,
+    "float64": torch.float64,
 }
 _QUANTIZED = {"fp8": Fp8BlockWeights, "int8": Int8ChannelWeights}
 
@@ -44,7 +46,7 @@ def plan_command(
     intermediate_size: Annotated[
         int | None, typer.Option(help="Of one expert; without it no runner is chosen.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or fp64.")] = None,
     experts: Annotated[
         str | None, typer.Option(help="fp8, int8, or unquantised: what --dtype is.")
     ] = None,

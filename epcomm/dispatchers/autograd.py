@@ -23,7 +23,7 @@ from epcomm.ops.slots import gather_rows, gather_scalars
 from epcomm.profiling import ranged
 from epcomm.quantization import dequantize
 from epcomm.records import Route, RowsCombineInput
-from epcomm.types import RowsPer, WireFormat, WireTensor
+from epcomm.types import RowsPer, WireFormat, WireTensor, sum_dtype
 
 
 class _Dispatch(torch.autograd.Function):
@@ -85,7 +85,8 @@ class _Combine(torch.autograd.Function):
         if not ctx.saved_tensors:  # type: ignore[attr-defined]
             return grad_slots, None, None
         rows, slot_weights = ctx.saved_tensors  # type: ignore[attr-defined]
-        grad_weights = (grad_slots.float() * rows.float()).sum(dim=1)
+        dtype = sum_dtype(rows.dtype)
+        grad_weights = (grad_slots.to(dtype) * rows.to(dtype)).sum(dim=1)
         weighted = (grad_slots * slot_weights.unsqueeze(1)).to(grad_slots.dtype)
         return weighted, grad_weights, None
 
@@ -97,7 +98,7 @@ def dispatch_rows(
 
     Args:
         x: [T, H], what call.hidden_states was made from.
-        topk_weights: [T, K], float32, call.topk_weights with its history.
+        topk_weights: [T, K], call.topk_weights with its history.
         call: the call; its tensors carry no history.
 
     Collective: yes, and so is its backward, on every rank if any rank's inputs need gradients.

@@ -26,9 +26,10 @@ class Dispatcher(ABC, Generic[DispatchT, CombineT]):
         """Send each token to the ranks that own its experts.
 
         Args:
-            hidden_states: [T, H], the dtype given at construction; T <= M, T = 0 is legal.
+            hidden_states: [T, H], the dtype given at construction, or another floating one, which
+                is cast and which y comes back in; T <= M, T = 0 is legal.
             topk: topk_ids [T, K], int64, physical expert ids, -1 for none; topk_weights [T, K],
-                float32.
+                float32, or another floating dtype, which is cast.
             experts_need_grad: this rank's expert weights will receive gradients, so combine runs
                 its backward even where no input needs one.
 

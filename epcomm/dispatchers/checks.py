@@ -7,6 +7,7 @@ from torch import Tensor
 
 from epcomm.buffers.base import BufferSpec
 from epcomm.errors import CapacityError, EPError, HandleError, ShapeError
+from epcomm.precision import FLOAT_DTYPES
 from epcomm.records import CombineInput, MaskedCombineInput, RowsCombineInput, TopKOutput
 from epcomm.types import Layout, RowsPer
 
@@ -22,6 +23,8 @@ def find_call_error(
     backend_limit: int | None = None,
 ) -> EPError | None:
     """The first fault of a dispatch call, from shapes and dtypes alone: no host sync.
+
+    A floating dtype serves where another is expected: the caller casts.
 
     where: `rank 3 of 8`, for the message.
     backend_limit: BufferCaps.max_tokens_per_rank.
@@ -109,7 +112,7 @@ def _mismatch(
         return f"{name} is {type(tensor).__name__}, expected a tensor {shape}", "pass one"
     if list(tensor.shape) != shape:
         return f"{name} is {list(tensor.shape)}, expected {shape}", "pass tensors of one batch"
-    if tensor.dtype != dtype:
+    if tensor.dtype != dtype and not {tensor.dtype, dtype} <= FLOAT_DTYPES:
         return f"{name} is {tensor.dtype}, expected {dtype}", f"call {name}.to({dtype})"
     if tensor.device != device:
         return (

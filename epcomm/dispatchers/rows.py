@@ -19,6 +19,7 @@ from epcomm.dispatchers.checks import find_call_error, find_combine_error, num_t
 from epcomm.errors import ConfigError, EPError, EPTimeout, HandleError
 from epcomm.group import EPGroup
 from epcomm.planning import MoESpec, PhasePlan, plan
+from epcomm.precision import cast_results, cast_topk, in_dtype
 from epcomm.profiling import ranged
 from epcomm.quantization import arrange_scales, quantize, quantizer_for, restore_scales
 from epcomm.records import (
@@ -66,7 +67,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self.plan: PhasePlan = chosen or plan(config, spec, group).prefill
         self._group = group
         self._spec = self.plan.buffer_spec
-        self._dtype = spec.dtype
+        self._dtype = self._spec.combine_format.dtype.torch_dtype
         self._buffer = group.open_buffer(self.plan.backend, self._spec)
         # Plain torch casts; only eight bits need a kernel.
         is_quantized = self._spec.dispatch_format.dtype.is_quantized
@@ -125,6 +126,8 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
                 0, self._spec.hidden_size, dtype=self._dtype, device=self._group.device
             )
             topk = empty_topk(self._spec.top_k, self._group.device)
+        given, hidden_states = hidden_states.dtype, in_dtype(hidden_states, self._dtype)
+        topk = cast_topk(topk, self._dtype)
         call = self._make_call(hidden_states, topk, experts_need_grad, error)
         if late_receive:
             pending = self._buffer.dispatch_async(call)
@@ -136,9 +139,11 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             self._refuse_combine(refusal, pending.wait().route)
         self._num_calls += 1
         number = self._num_calls
-        return Pending(lambda: self._record(pending.wait(), number, num_tokens))
+        return Pending(lambda: self._record(pending.wait(), number, num_tokens, given))
 
-    def _record(self, out: Dispatched, number: int, num_tokens: int) -> DispatchT:
+    def _record(
+        self, out: Dispatched, number: int, num_tokens: int, given: torch.dtype
+    ) -> DispatchT:
         """The record of dispatch call `number`."""
         handle = Handle(
             owner=self,
@@ -146,6 +151,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             call=number,
             num_tokens=num_tokens,
             needs_backward=bool(out.any_flags & ~BatchFlags.GRAD_ENABLED),
+            dtype=given,
         )
         if self.plan.caps.layout is Layout.MASKED:
             room = out.rows.data.shape[:2]
@@ -194,7 +200,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         )
         if error is not None:
             self._refuse_combine(error, self._open_route_of(combine_input))
-        rows = _as_rows(combine_input)
+        rows = cast_results(_as_rows(combine_input), self._dtype)
         if late_receive:
             pending = self._buffer.combine_async(
                 rows.hidden_states,
@@ -206,16 +212,17 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             y = combine_rows(self._buffer, rows, self._spec.backward_format.dtype.torch_dtype)
             pending = Pending(lambda: Combined(y=y, scalars=None))
         rows.handle.spend("was combined before")
-        return Pending(lambda: self._finished(pending.wait().y, rows.handle.num_tokens))
+        return Pending(lambda: self._finished(pending.wait().y, rows.handle))
 
-    def _finished(self, y: Tensor, num_tokens: int) -> Tensor:
+    def _finished(self, y: Tensor, handle: Handle) -> Tensor:
         """y of the batch as the caller gave it."""
+        num_tokens = handle.num_tokens
         if y.shape[0] != num_tokens:
             # This rank's call was refused on a static buffer: it took part with no tokens.
             y = y.new_full((num_tokens, self._spec.hidden_size), float("nan"))
         if self._checks_calls:
             self.check()
-        return y
+        return y if handle.dtype is None else in_dtype(y, handle.dtype)
 
     def check(self) -> None:
         self._buffer.check()

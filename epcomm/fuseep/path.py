@@ -17,6 +17,7 @@ from epcomm.fuseep.base import FuseEPResult
 from epcomm.fuseep.packing import PackedExperts
 from epcomm.group import EPGroup
 from epcomm.planning import MoESpec, PhasePlan
+from epcomm.precision import cast_topk
 from epcomm.profiling import ranged
 from epcomm.quantized_weights import Int8ChannelWeights
 from epcomm.records import TopKOutput, empty_topk
@@ -91,8 +92,8 @@ class FuseEPPath:
         if error is not None:
             # A static operator has not raised: this rank took part without tokens.
             shape = (num_tokens, self._spec.hidden_size)
-            result = replace(result, y=result.y.new_full(shape, float("nan")))
-        return result
+            return replace(result, y=result.y.new_full(shape, float("nan")))
+        return replace(result, y=result.y.to(hidden_states.dtype))
 
     def check(self) -> None:
         """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""
@@ -129,9 +130,9 @@ class FuseEPPath:
             )
             topk = empty_topk(self._spec.top_k, self._group.device)
         return DispatchCall(
-            hidden_states=hidden_states.detach(),
+            hidden_states=hidden_states.detach().to(self._dtype),
             topk_ids=topk.topk_ids,
-            topk_weights=topk.topk_weights.detach(),
+            topk_weights=cast_topk(topk, self._dtype).topk_weights.detach(),
             flags=BatchFlags.NONE,
             error=error,
         )

@@ -26,7 +26,7 @@ class _Pack(torch.autograd.Function):
 def pack(rows: Tensor, index: SlotIndex) -> Tensor:
     """Copy the row of each slot: [R, H] to [C, H], expert-major.
 
-    Differentiable in rows: the gradient of a row is the float32 sum over its slots, in k order.
+    Differentiable in rows: the gradient of a row is the sum over its slots, in k order.
     Padding slots are zero, and their gradient is ignored.
     Host sync: none.
     """

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from epcomm.records import SlotIndex
-from epcomm.types import align_up
+from epcomm.types import align_up, sum_dtype
 
 # bfloat16 numbers that hold a float32.
 NUM_PARTS = 3
@@ -168,12 +168,12 @@ def gather_rows(rows: Tensor, index: SlotIndex) -> Tensor:
 
 
 def reduce_rows(rows: Tensor, members: Members, weights: Tensor | None = None) -> Tensor:
-    """Sum member rows into each target, in float32 and member order, cast once to rows.dtype.
+    """Sum member rows into each target, in sum_dtype() and member order, cast once to rows.dtype.
 
     Args:
         rows: [N, H]; rows that are no member are never read.
         members: sources of each target.
-        weights: [N], float32, multiplied into the rows, or None.
+        weights: [N], float32 (float64 beside such rows), multiplied into the rows, or None.
 
     Returns:
         [targets, H], contiguous; a target without members is zero.
@@ -187,14 +187,14 @@ def reduce_rows(rows: Tensor, members: Members, weights: Tensor | None = None) -
     whole = _whole_rows(rows)
     if weights is not None:
         weights = weights[flat]
-        # embedding_bag adds in float32 whatever the dtype of the rows, but wants the weights in it.
+        # embedding_bag adds in sum_dtype() of the rows, but wants the weights in their own.
         if dtype is torch.bfloat16:
             # Each weight as a sum of three such numbers: a float32 copy of the rows would cost many
             # times as much as reading them again from the cache.
             parts = _split_weights(weights).flatten()
             flat, offsets = flat.repeat_interleave(NUM_PARTS), offsets * NUM_PARTS
         else:
-            whole, parts = whole.float(), weights
+            whole, parts = whole.to(sum_dtype(dtype)), weights
     sums = F.embedding_bag(
         flat,
         whole,
@@ -207,8 +207,8 @@ def reduce_rows(rows: Tensor, members: Members, weights: Tensor | None = None) -
 
 
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """[W, T, ...] to [T, ...], added in float32 by ascending W, cast once."""
-    total = parts[0].float()
+    """[W, T, ...] to [T, ...], added in sum_dtype() by ascending W, cast once."""
+    total = parts[0].to(sum_dtype(parts.dtype))
     for part in parts[1:]:
         total = total + part
     return total.to(dtype)
@@ -233,7 +233,7 @@ def spread_to_slots(row_values: Tensor, index: SlotIndex) -> Tensor:
 
 
 def gather_scalars(values: Tensor, table: Tensor) -> Tensor:
-    """values[table], float32, with 0 where the table is negative; values [N], table [R, K]."""
+    """values[table], with 0 where the table is negative; values [N], table [R, K]."""
     if values.shape[0] == 0:
         return values.new_zeros(table.shape)
     picked = values[table.clamp(min=0).long()]

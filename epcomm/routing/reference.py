@@ -21,6 +21,7 @@ from epcomm.routing.spec import (
     ScoreFunction,
     SoftmaxOrder,
 )
+from epcomm.types import sum_dtype
 
 _FILL = {DroppedGroups.NEG_INF: -math.inf, DroppedGroups.ZERO: 0.0}
 
@@ -35,12 +36,12 @@ def route(
 ) -> TopKOutput:
     """Choose the experts of each token and their weights.
 
-    All arithmetic is float32, whatever the dtype of the logits. The weights are differentiable with
+    All arithmetic is float64 for such logits, else float32. The weights are differentiable with
     respect to the logits, and to a bias inside the score; the choice is not.
 
     Ties go to the lowest id, among groups as among experts. A NaN logit ranks last, behind -inf;
     its expert weighs 0 and the others are weighed as if it were absent. +inf counts as the largest
-    float32. With softmax, a row without any logit above -inf weighs 0, and so does, under
+    finite number. With softmax, a row without any logit above -inf weighs 0, and so does, under
     renormalisation, a selection whose scores sum to 0. An expert of a dropped group is selected
     only where NaN, -inf or the ZERO fill leave too few others; it weighs 0, except that with the
     ZERO fill and a bias for the selection it keeps its score, as the models with that pair do.
@@ -55,7 +56,7 @@ def route(
 
     Returns:
         topk_ids [T, K], int64, distinct, best selection score first; -1 in padding rows.
-        topk_weights [T, K], float32; 0 in padding rows.
+        topk_weights [T, K], float32, or float64 for such logits; 0 in padding rows.
 
     Collective: none.
     Host sync: none.   Graph capture: yes.   Deterministic: yes.
@@ -101,15 +102,16 @@ def _route_by_spec(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> To
 def _adjust_logits(
     logits: Tensor, spec: RoutingSpec, bias: Tensor | None, is_nan: Tensor
 ) -> Tensor:
-    """Float32 logits with softcap and inner bias; NaN became -inf, which always scores 0."""
+    """Logits in sum_dtype(), with softcap and inner bias; NaN became -inf, which scores 0."""
+    dtype = sum_dtype(logits.dtype)
     # NaN passes the softcap as 0, so that its gradient is 0 and not NaN.
-    logits = logits.float().masked_fill(is_nan, 0.0)
+    logits = logits.to(dtype).masked_fill(is_nan, 0.0)
     if spec.softcap is not None:
         logits = spec.softcap * torch.tanh(logits / spec.softcap)
     if spec.correction_bias is CorrectionBias.SCORE and bias is not None:
-        logits = logits + bias.float()
+        logits = logits + bias.to(dtype)
     # inf - inf would make a whole softmax row NaN.
-    logits = logits.clamp(max=torch.finfo(torch.float32).max)
+    logits = logits.clamp(max=torch.finfo(dtype).max)
     return logits.masked_fill(is_nan, -math.inf)
 
 
@@ -137,12 +139,14 @@ def _sigmoid(logits: Tensor) -> Tensor:
 
 
 def _sqrt_softplus(logits: Tensor) -> Tensor:
-    # 20: beyond it log1p(exp(x)) is x, and below -20 it is exp(x), to float32 precision. There
-    # sqrt(softplus(x)) would have the gradient 0 * inf; exp(x / 2) is the same and smooth.
-    tail = torch.exp(logits.clamp(max=-20.0) / 2)
-    body = torch.log1p(torch.exp(logits.clamp(-20.0, 20.0))).sqrt()
-    head = logits.clamp(min=20.0).sqrt()
-    return torch.where(logits < -20.0, tail, torch.where(logits > 20.0, head, body))
+    # Beyond 20 log1p(exp(x)) is x, and below -20 it is exp(x), to float32 precision; to float64
+    # precision that takes 40. There sqrt(softplus(x)) would have the gradient 0 * inf; exp(x / 2)
+    # is the same and smooth.
+    end = 40.0 if logits.dtype is torch.float64 else 20.0
+    tail = torch.exp(logits.clamp(max=-end) / 2)
+    body = torch.log1p(torch.exp(logits.clamp(-end, end))).sqrt()
+    head = logits.clamp(min=end).sqrt()
+    return torch.where(logits < -end, tail, torch.where(logits > end, head, body))
 
 
 @torch.no_grad()
@@ -151,7 +155,7 @@ def _select(
 ) -> tuple[Tensor, Tensor | None]:
     """The chosen ids [T, K], best first, and which experts were in dropped groups [T, E]."""
     if spec.correction_bias is CorrectionBias.SELECTION and bias is not None:
-        scores = scores + bias.float()
+        scores = scores + bias.to(scores.dtype)
     scores = scores.masked_fill(is_nan, -math.inf)
     is_dropped = None
     if spec.drops_groups:
@@ -249,12 +253,12 @@ def _check_bias(spec: RoutingSpec, bias: Tensor | None) -> None:
 
 
 def _check_custom_output(topk: TopKOutput, shape: tuple[int, int]) -> None:
-    for name, tensor, dtype in (
-        ("topk_ids", topk.topk_ids, torch.int64),
-        ("topk_weights", topk.topk_weights, torch.float32),
+    for name, tensor, dtypes in (
+        ("topk_ids", topk.topk_ids, (torch.int64,)),
+        ("topk_weights", topk.topk_weights, (torch.float32, torch.float64)),
     ):
-        if tensor.shape != shape or tensor.dtype != dtype:
+        if tensor.shape != shape or tensor.dtype not in dtypes:
             raise ShapeError(
                 f"route: custom_function returned {name} {list(tensor.shape)} {tensor.dtype}, "
-                f"expected {list(shape)} {dtype}; fix the function"
+                f"expected {list(shape)} {dtypes[0]}; fix the function"
             )

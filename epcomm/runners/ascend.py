@@ -32,7 +32,7 @@ from epcomm.runners.ascend_groups import (
     sums_reasons,
 )
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
-from epcomm.types import UNQUANTIZED_DTYPES, Int8Profile, Layout, WireDtype
+from epcomm.types import QUANTIZABLE_DTYPES, Int8Profile, Layout, WireDtype
 from epcomm.weights import ExpertFormat, ExpertTensors, ExpertWeights
 
 _PLAIN = ExpertFormat()
@@ -84,8 +84,8 @@ class AscendRunner(ExpertRunner):
     @classmethod
     def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
         if isinstance(weights, Int8ChannelWeights):
-            return UNQUANTIZED_DTYPES | {WireDtype.INT8}
-        return UNQUANTIZED_DTYPES
+            return QUANTIZABLE_DTYPES | {WireDtype.INT8}
+        return QUANTIZABLE_DTYPES
 
     @overload
     def run(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> RowsCombineInput: ...

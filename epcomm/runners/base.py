@@ -186,5 +186,5 @@ def slot_weights_to_apply(dispatched: DispatchOutput, caller: str) -> torch.Tens
 
 
 def weight_slots(hidden: torch.Tensor, slot_weights: torch.Tensor) -> torch.Tensor:
-    """hidden [S, *] times slot_weights [S], multiplied in float32 and cast once."""
+    """hidden [S, *] times slot_weights [S], multiplied in sum_dtype() and cast once."""
     return (hidden * slot_weights.unsqueeze(1)).to(hidden.dtype)

@@ -42,7 +42,7 @@ from epcomm.records import (
 )
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
 from epcomm.types import (
-    UNQUANTIZED_DTYPES,
+    QUANTIZABLE_DTYPES,
     Layout,
     RowReading,
     ScaleLayout,
@@ -110,13 +110,13 @@ class DeepGemmRunner(ExpertRunner):
 
     @classmethod
     def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
-        return UNQUANTIZED_DTYPES | {WireDtype.FP8_E4M3}
+        return QUANTIZABLE_DTYPES | {WireDtype.FP8_E4M3}
 
     @classmethod
     def readings(cls, weights: ExpertTensors, layout: Layout) -> tuple[RowReading, ...]:
         # Columns for ROWS too: gathering slots from columns gives columns, in one pass.
         assert isinstance(weights, Fp8BlockWeights), "supports() said so"
-        plain = (RowReading(format=WireFormat(dtype=each)) for each in sorted(UNQUANTIZED_DTYPES))
+        plain = (RowReading(format=WireFormat(dtype=each)) for each in sorted(QUANTIZABLE_DTYPES))
         wanted = RowReading(format=weights.wire_format, scale_layout=_scale_layout(weights))
         return (*plain, wanted)
 

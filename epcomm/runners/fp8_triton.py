@@ -9,7 +9,7 @@ from torch import Tensor
 from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.quantized_weights import BLOCK, Fp8BlockWeights
 from epcomm.runners.gpu_slots import Capabilities, GpuSlotsRunner, Slots
-from epcomm.types import UNQUANTIZED_DTYPES, WireDtype, WireFormat
+from epcomm.types import QUANTIZABLE_DTYPES, WireDtype, WireFormat
 from epcomm.weights import ExpertTensors
 
 
@@ -63,7 +63,7 @@ class Fp8TritonRunner(GpuSlotsRunner):
 
     @classmethod
     def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
-        return UNQUANTIZED_DTYPES | {WireDtype.FP8_E4M3}
+        return QUANTIZABLE_DTYPES | {WireDtype.FP8_E4M3}
 
     def compute(self, slots: Slots, weights: ExpertTensors) -> Tensor:
         """[C, H] in the dtype of the hidden states. Local. Host sync: none."""

@@ -16,6 +16,7 @@ from epcomm.errors import ShapeError
 from epcomm.ops.activation import activate
 from epcomm.ops.pack import pack
 from epcomm.ops.slots import expert_of_slot
+from epcomm.precision import cast_experts, compute_dtype
 from epcomm.quantization import dequantize
 from epcomm.records import (
     CombineInput,
@@ -42,6 +43,8 @@ class GroupedMMRunner(ExpertRunner):
     def supports(cls, weights: ExpertTensors) -> Availability:
         if not isinstance(weights, cls.kinds):
             return super().supports(weights)
+        if weights.dtype is torch.float64:
+            return Availability(ok=False, reasons=("torch's grouped matmul has no float64",))
         per_row = ROW_ALIGNMENT_BYTES // weights.dtype.itemsize
         sizes = {
             "hidden_size": weights.hidden_size,
@@ -73,8 +76,9 @@ class GroupedMMRunner(ExpertRunner):
                 "GroupedMMRunner.run: the record has the MASKED layout, expected ROWS; "
                 "use runner='reference' for it"
             )
-        index = dispatched.index
-        slots = pack(dequantize(dispatched.hidden_states, weights.dtype), index)
+        dtype, index = _dtype_of(dispatched, weights), dispatched.index
+        weights = cast_experts(weights, dtype)
+        slots = pack(dequantize(dispatched.hidden_states, dtype), index)
         # Padding of one expert is computed with it: its rows are never combined.
         ends = index.first_slot[1:]
         hidden = torch.nn.functional.grouped_mm(slots, weights.gate_up_matrices(), offs=ends)
@@ -92,6 +96,14 @@ class GroupedMMRunner(ExpertRunner):
             bias = _bias_of_slots(weights.down_bias, index, slots.shape[0])
             results = results + (bias if scale is None else weight_slots(bias, scale))
         return dispatched.combine_input(results)
+
+
+def _dtype_of(dispatched: RowsDispatchOutput, weights: ExpertWeights) -> torch.dtype:
+    """compute_dtype(), or float32 where torch's grouped matmul does not take rows in that."""
+    dtype = compute_dtype(dispatched, weights)
+    per_row = ROW_ALIGNMENT_BYTES // dtype.itemsize
+    is_aligned = weights.hidden_size % per_row == 0 and weights.intermediate_size % per_row == 0
+    return dtype if is_aligned and dtype is not torch.float64 else torch.float32
 
 
 def _bias_of_slots(bias: Tensor, index: SlotIndex, num_slots: int) -> Tensor:

@@ -11,7 +11,7 @@ from epcomm.buffers.base import Availability
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.quantized_weights import Int8ChannelWeights
 from epcomm.runners.gpu_slots import Capabilities, GpuSlotsRunner, Slots, sizes_of
-from epcomm.types import UNQUANTIZED_DTYPES, Int8Profile, WireDtype, WireFormat
+from epcomm.types import QUANTIZABLE_DTYPES, Int8Profile, WireDtype, WireFormat
 from epcomm.weights import ExpertTensors
 
 # Products of two codes, 128**2 at most, that 32 bits can add up.
@@ -48,7 +48,7 @@ class Int8TritonRunner(GpuSlotsRunner):
 
     @classmethod
     def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
-        return UNQUANTIZED_DTYPES | {WireDtype.INT8}
+        return QUANTIZABLE_DTYPES | {WireDtype.INT8}
 
     def compute(self, slots: Slots, weights: ExpertTensors) -> Tensor:
         """[C, H] in the dtype of the hidden states. Local. Host sync: none."""

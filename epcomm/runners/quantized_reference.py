@@ -27,7 +27,7 @@ from epcomm.records import (
 )
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply
 from epcomm.types import (
-    UNQUANTIZED_DTYPES,
+    QUANTIZABLE_DTYPES,
     Int8Profile,
     Layout,
     RowReading,
@@ -49,7 +49,7 @@ class QuantizedReferenceRunner(ExpertRunner):
     @classmethod
     def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
         # Unquantised rows are quantised on arrival, to the same values as before they leave.
-        return UNQUANTIZED_DTYPES | {weights.wire_format.dtype}
+        return QUANTIZABLE_DTYPES | {weights.wire_format.dtype}
 
     @classmethod
     def readings(cls, weights: ExpertTensors, layout: Layout) -> tuple[RowReading, ...]:
@@ -76,7 +76,7 @@ _READINGS = {
     dtype: tuple(
         RowReading(format=each)
         for each in (
-            *(WireFormat(dtype=plain) for plain in sorted(UNQUANTIZED_DTYPES)),
+            *(WireFormat(dtype=plain) for plain in sorted(QUANTIZABLE_DTYPES)),
             *(known for known in KNOWN_FORMATS if known.dtype is dtype),
         )
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from epcomm.ops.activation import activate
 from epcomm.ops.pack import pack
+from epcomm.precision import cast_experts, compute_dtype
 from epcomm.quantization import dequantize
 from epcomm.records import (
     CombineInput,
@@ -44,6 +45,7 @@ class ReferenceRunner(ExpertRunner):
 
     def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
         assert isinstance(weights, ExpertWeights), "supports() said so"
+        weights = cast_experts(weights, compute_dtype(dispatched, weights))
         if isinstance(dispatched, MaskedDispatchOutput):
             return _run_masked(dispatched, weights)
         return _run_rows(dispatched, weights)

@@ -44,7 +44,15 @@ from epcomm.testing.slot_oracle import (
     rows_of_slots,
     slot_positions,
 )
-from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireFormat, WireTensor, align_up
+from epcomm.types import (
+    Layout,
+    RowsPer,
+    WeightsAppliedBy,
+    WireFormat,
+    WireTensor,
+    align_up,
+    sum_dtype,
+)
 
 # float32 sums of at most K * W terms of order one: a few units of 2**-23 each.
 SUM_TOLERANCE = 1e-5
@@ -106,7 +114,7 @@ class BufferEnv:
 
     def arriving(self, batch: RankBatch, spec: BatchSpec) -> Tensor:
         """What experts make of them: [T, H], float64."""
-        return dequantize(self.sent(batch, spec), torch.float32).double()
+        return dequantize(self.sent(batch, spec), sum_dtype(spec.dtype)).double()
 
     def buffer_spec(self, spec: BatchSpec) -> BufferSpec:
         """What the buffer must carry for batches of `spec`."""
@@ -349,7 +357,7 @@ def _compute(
     row_of_slot = rows_of_slots(out, received)
     scale = _slot_scales(env, out, spec, len(row_of_slot))
     used = scale > 0
-    values = dequantize(received, torch.float32)
+    values = dequantize(received, sum_dtype(spec.dtype))
     rows = values[row_of_slot.clamp(min=0).long()] if used.numel() else values[:0]
     return _Computed(
         env=env,
@@ -673,11 +681,12 @@ def _reduce_to_rows(out: Dispatched, results: Tensor, scale: Tensor) -> tuple[Te
     assert table is not None, "this suite reads rows through the index"
     num_rows, hidden_size = out.rows.data.shape
     rows = results.new_full((num_rows, hidden_size), float("nan"))
-    scalars = scale.new_zeros(table.shape)
+    made = sum_dtype(results.dtype)
+    scalars = scale.new_zeros(table.shape, dtype=made)
     for row, slots in enumerate(table.tolist()):
         mine = [slot for slot in slots if slot >= 0]
         if mine:
-            rows[row] = results[mine].float().sum(0)
+            rows[row] = results[mine].to(made).sum(0)
         for k, slot in enumerate(slots):
             if slot >= 0:
                 scalars[row, k] = scale[slot]
@@ -686,7 +695,8 @@ def _reduce_to_rows(out: Dispatched, results: Tensor, scale: Tensor) -> tuple[Te
 
 def _sum_tolerance(spec: BatchSpec) -> float:
     """Roundings on the way: result, weighted result, row, y; each half a unit of the dtype."""
-    return SUM_TOLERANCE + 4 * torch.finfo(spec.dtype).eps
+    finer = torch.finfo(sum_dtype(spec.dtype)).eps / torch.finfo(torch.float32).eps
+    return SUM_TOLERANCE * finer + 4 * torch.finfo(spec.dtype).eps
 
 
 def _raised(function: Callable[[], object]) -> EPError | None:

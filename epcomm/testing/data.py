@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from epcomm.types import sum_dtype
 from epcomm.weights import Activation, ExpertFormat, ExpertWeights
 
 # A prime between the seeds of ranks, so that no two batches share one.
@@ -18,8 +19,8 @@ _SEED_STRIDE = 7919
 class RankBatch:
     """One rank's part of a batch.
 
-    x: [T, H].   topk_ids: [T, K], int64.   topk_weights: [T, K], float32.   dy: [T, H], the
-    gradient that reaches the output.
+    x: [T, H].   topk_ids: [T, K], int64.   topk_weights: [T, K], float32; beside float64 rows
+    float64.   dy: [T, H], the gradient that reaches the output.
     """
 
     x: Tensor
@@ -65,11 +66,13 @@ def make_batch(spec: BatchSpec, rank: int, world_size: int, *, number: int = 0) 
     generator = torch.Generator().manual_seed(spec.seed + _SEED_STRIDE * (rank + 101 * number))
     num_tokens = spec.tokens_of_rank(rank, world_size)
     top_k, shape = spec.num_topk(world_size), (num_tokens, spec.hidden_size)
+    # float64 rows use all their digits.
+    made = sum_dtype(spec.dtype)
     return RankBatch(
-        x=torch.randn(shape, generator=generator).to(spec.dtype),
+        x=torch.randn(shape, generator=generator, dtype=made).to(spec.dtype),
         topk_ids=spec.choose_ids(num_tokens, top_k, spec.num_experts(world_size), generator),
-        topk_weights=torch.rand(num_tokens, top_k, generator=generator) + 0.1,
-        dy=torch.randn(shape, generator=generator).to(spec.dtype),
+        topk_weights=torch.rand(num_tokens, top_k, generator=generator, dtype=made) + 0.1,
+        dy=torch.randn(shape, generator=generator, dtype=made).to(spec.dtype),
     )
 
 
@@ -87,14 +90,16 @@ def make_weights(
     generator = torch.Generator().manual_seed(spec.seed + 104729 * (number + 1))
     num_experts, hidden_size = spec.num_experts(world_size), spec.hidden_size
     first = intermediate_size * (2 if expert_format.activation.is_gated else 1)
+    made = sum_dtype(spec.dtype)
 
     def matrix(rows: int, columns: int) -> Tensor:
-        values = torch.randn(num_experts, rows, columns, generator=generator) / columns**0.5
+        shape = (num_experts, rows, columns)
+        values = torch.randn(shape, generator=generator, dtype=made) / columns**0.5
         stored = values.transpose(1, 2).contiguous() if expert_format.is_transposed else values
         return stored.to(device, spec.dtype).requires_grad_()
 
     def bias(size: int) -> Tensor | None:
-        values = torch.randn(num_experts, size, generator=generator) / 2
+        values = torch.randn(num_experts, size, generator=generator, dtype=made) / 2
         return values.to(device, spec.dtype).requires_grad_() if has_bias else None
 
     return ExpertWeights(

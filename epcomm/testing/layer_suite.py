@@ -86,6 +86,9 @@ class LayerEnv:
         """What results may be off by, relative to the largest."""
         if self.is_w8a8:
             return W8A8_TOLERANCE
+        if self.dtype is torch.float64:
+            # As many roundings, each finer.
+            return FP32_TOLERANCE * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
         return BF16_TOLERANCE if self.dtype is torch.bfloat16 else FP32_TOLERANCE
 
     def adapted(self, spec: BatchSpec) -> BatchSpec:

@@ -36,8 +36,8 @@ def run_oracle(batches: Sequence[RankBatch], weights: ExpertWeights) -> OracleRe
         name: tensor.detach().double().requires_grad_(tensor.requires_grad)
         for name, tensor in weights.tensors().items()
     }
-    xs = [batch.x.double().requires_grad_() for batch in batches]
-    ws = [batch.topk_weights.double().requires_grad_() for batch in batches]
+    xs = [batch.x.detach().double().requires_grad_() for batch in batches]
+    ws = [batch.topk_weights.detach().double().requires_grad_() for batch in batches]
     ys, loss = [], batches[0].x.new_zeros((), dtype=torch.float64)
     for batch, x, w in zip(batches, xs, ws, strict=True):
         y = _dense_layer(x, batch.topk_ids, w, params, weights)

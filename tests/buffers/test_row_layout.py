@@ -72,6 +72,17 @@ CASES = [
         scalars_at=20,
         row_bytes=32,
     ),
+    # Scalars of eight bytes begin at a multiple of eight.
+    Case(
+        id="fp64 with an odd number of ids",
+        format=WireFormat.of(torch.float64),
+        hidden_size=5,
+        top_k=3,
+        scales_at=40,
+        ids_at=40,
+        scalars_at=56,
+        row_bytes=80,
+    ),
     Case(
         id="fp8 with a short last block",
         format=FP8,
@@ -132,7 +143,7 @@ def test_packed_tokens_are_bit_equal(case: Case, token_of_row: list[int]) -> Non
     if wire.scale_dtype is not None:
         scales = random_bits(3, wire.num_scales(case.hidden_size), wire.scale_dtype)
     ids = torch.arange(3 * case.top_k).view(3, -1) - 1
-    weights = random_bits(3, case.top_k, torch.float32)
+    weights = random_bits(3, case.top_k, layout.scalar_dtype)
     picked = torch.tensor(token_of_row, dtype=torch.int64)
 
     rows = layout.pack_tokens(

@@ -194,9 +194,9 @@ BAD_CALLS = [
     Bad(
         id="dtype",
         call=lambda play: play.dispatcher.combine(
-            rows_input(play, play.results.hidden_states.bfloat16())
+            rows_input(play, play.results.hidden_states.int())
         ),
-        own="hidden_states is torch.bfloat16, expected torch.float32 (rank 1 of 4)",
+        own="hidden_states is torch.int32, expected torch.float32 (rank 1 of 4)",
     ),
     Bad(
         id="slot weights",

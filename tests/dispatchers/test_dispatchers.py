@@ -111,8 +111,8 @@ SPOILT = [
     ),
     Spoilt(
         id="dtype",
-        spoil=lambda call: replace(call, x=call.x.bfloat16()),
-        own="hidden_states is torch.bfloat16, expected torch.float32 (rank 1 of 4); "
+        spoil=lambda call: replace(call, x=call.x.int()),
+        own="hidden_states is torch.int32, expected torch.float32 (rank 1 of 4); "
         "call hidden_states.to(torch.float32)",
     ),
     Spoilt(
@@ -129,9 +129,9 @@ SPOILT = [
         "call topk_ids.to(torch.int64)",
     ),
     Spoilt(
-        id="bfloat16 weights",
-        spoil=lambda call: replace(call, weights=call.weights.bfloat16()),
-        own="topk_weights is torch.bfloat16, expected torch.float32 (rank 1 of 4)",
+        id="integer weights",
+        spoil=lambda call: replace(call, weights=call.weights.int()),
+        own="topk_weights is torch.int32, expected torch.float32 (rank 1 of 4)",
     ),
     Spoilt(
         id="routing of another batch",

@@ -61,7 +61,7 @@ def other_hidden_size(x: torch.Tensor, topk: TopKOutput) -> tuple[torch.Tensor, 
 
 
 def other_dtype(x: torch.Tensor, topk: TopKOutput) -> tuple[torch.Tensor, TopKOutput]:
-    return x.double(), topk
+    return x.int(), topk
 
 
 def narrow_ids(x: torch.Tensor, topk: TopKOutput) -> tuple[torch.Tensor, TopKOutput]:
@@ -77,7 +77,7 @@ def ids_out_of_range(x: torch.Tensor, topk: TopKOutput) -> tuple[torch.Tensor, T
 FAULTS = {
     "too_many_tokens": (too_many_tokens, CapacityError, "7 tokens"),
     "other_hidden_size": (other_hidden_size, ShapeError, "hidden_states is [6, 31]"),
-    "other_dtype": (other_dtype, ShapeError, "float64"),
+    "other_dtype": (other_dtype, ShapeError, "int32"),
     "narrow_ids": (narrow_ids, ShapeError, "topk_ids.to(torch.int64)"),
     "ids_out_of_range": (ids_out_of_range, ShapeError, "rank 2"),
 }

@@ -75,8 +75,8 @@ class Spoilt:
 SPOILT = [
     Spoilt(
         id="dtype",
-        spoil=lambda call: replace(call, x=call.x.bfloat16()),
-        own="hidden_states is torch.bfloat16, expected torch.float32 (rank 1 of 4)",
+        spoil=lambda call: replace(call, x=call.x.int()),
+        own="hidden_states is torch.int32, expected torch.float32 (rank 1 of 4)",
         others="a tensor of wrong shape, dtype or device on rank 1",
     ),
     Spoilt(

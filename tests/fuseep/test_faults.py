@@ -78,9 +78,9 @@ FAULTS = [
         to_others="an expert twice in a row of topk_ids on rank 1",
     ),
     Fault(
-        change=lambda x, topk: (x.float(), topk),
+        change=lambda x, topk: (x.int(), topk),
         error=ShapeError,
-        text="hidden_states is torch.float32, expected torch.bfloat16 (rank 1 of 2)",
+        text="hidden_states is torch.int32, expected torch.bfloat16 (rank 1 of 2)",
         to_others="a tensor of wrong shape, dtype or device on rank 1",
     ),
 ]

@@ -161,10 +161,10 @@ def test_5_epsilon_of_the_renormalisation(spec: RoutingSpec, expected: list[floa
     torch.testing.assert_close(topk.topk_weights, torch.tensor([expected]), rtol=1e-5, atol=0.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrt_softplus"])
 @pytest.mark.parametrize("where", ["selection", "score"])
-def test_6_arithmetic_is_float32_whatever_the_dtype_of_logits_and_bias(
+def test_6_arithmetic_is_float32_whatever_the_narrower_dtype_of_logits_and_bias(
     dtype: torch.dtype, function: str, where: str
 ) -> None:
     spec = RoutingSpec.from_mapping(

@@ -229,7 +229,7 @@ def test_custom_function_replaces_the_arithmetic_but_not_the_padding() -> None:
     ("hidden_states", "message"),
     [
         (torch.zeros(3, 1), r"topk_weights \[3, 1\] torch.float32, expected \[3, 2\]"),
-        (torch.zeros(3, 4).double(), r"topk_weights \[3, 2\] torch.float64, expected \[3, 2\]"),
+        (torch.zeros(3, 4).half(), r"topk_weights \[3, 2\] torch.float16, expected \[3, 2\]"),
     ],
     ids=["shape", "dtype"],
 )

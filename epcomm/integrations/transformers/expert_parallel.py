@@ -194,7 +194,7 @@ class ExpertsBridge:
                 _slice_of(tensor, self._batch_mesh)
                 for tensor in (hidden_states, top_k_index, top_k_weights)
             )
-        topk = TopKOutput(topk_ids=top_k_index.long(), topk_weights=top_k_weights.float())
+        topk = TopKOutput(topk_ids=top_k_index.long(), topk_weights=top_k_weights)
         y = self._compute(hidden_states.contiguous(), topk)
         return y if self._batch_mesh is None else _gather_slices(y, self._batch_mesh, num_tokens)
 

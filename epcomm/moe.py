@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 from torch import Tensor, nn
@@ -18,37 +19,49 @@ from epcomm.routing import RoutingSpec
 from epcomm.routing.choose import choose_router
 from epcomm.stats import EPStats
 
-RouterCall = Callable[[nn.Module, Tensor, Tensor | None], Tensor | tuple[Tensor, ...]]
 
+class RouterInput(StrEnum):
+    """What a router is called with, besides itself.
 
-def call_with_tokens(
-    router: nn.Module, tokens: Tensor, correction_bias: Tensor | None
-) -> Tensor | tuple[Tensor, ...]:
-    """Call a router with tokens [T, H] alone, as most want it."""
-    return router(tokens)
+    TOKENS: the tokens, [T, H].   BATCH: the same as a batch of one, [1, T, H].
+    CORRECTION_BIAS: what BlockLayout.correction_bias names, [E]; None where it names nothing.
+    INPUT_IDS: ids of the tokens in the vocabulary, [T].
+    """
+
+    TOKENS = "tokens"
+    BATCH = "batch"
+    CORRECTION_BIAS = "correction_bias"
+    INPUT_IDS = "input_ids"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockLayout:
     """Which part of a block does what, by its dotted name below the block; None: there is none.
 
-    router: tokens [T, H] to logits [T, E], or to a tuple whose first entry they are.
-    call_router: calls it with the tokens and, where it wants it, the correction bias [E].
+    router: what router_inputs say to logits [T, E], or to a tuple whose first entry they are; where
+        the routing is chosen_by_router, to (logits, topk_weights [T, K], topk_ids [T, K], ...).
+    router_inputs: its arguments, in order.
     correction_bias: E values, whatever their shape, that the routing wants.
     shared_experts: [..., H] to [..., H], computed on every rank's own tokens.
     shared_experts_gate: [..., H] to [..., 1]; its sigmoid multiplies what the shared experts give.
+    averages_shared_experts: y is the mean of routed and shared experts instead of their sum.
     latent_in, latent_out: [T, H] to [T, H'] before dispatch, and back after combine; H' is the
         hidden size of the routed experts.
+    routed_scale: multiplies what the routed experts give, after latent_out.
+    output_norm: [..., H] to [..., H], applied to y last.
     returns_scores: the block returns (y, topk_weights [T, K] in the dtype of the logits), not y.
     """
 
     router: str = "gate"
-    call_router: RouterCall = call_with_tokens
+    router_inputs: tuple[RouterInput, ...] = (RouterInput.TOKENS,)
     correction_bias: str | None = None
     shared_experts: str | None = None
     shared_experts_gate: str | None = None
+    averages_shared_experts: bool = False
     latent_in: str | None = None
     latent_out: str | None = None
+    routed_scale: float = 1.0
+    output_norm: str | None = None
     returns_scores: bool = False
 
     def names(self) -> dict[str, str]:
@@ -60,8 +73,26 @@ class BlockLayout:
             "shared_experts_gate": self.shared_experts_gate,
             "latent_in": self.latent_in,
             "latent_out": self.latent_out,
+            "output_norm": self.output_norm,
         }
         return {field: name for field, name in named.items() if name is not None}
+
+
+def chosen_by_router(
+    logits: Tensor, *, top_k: int, correction_bias: Tensor | None, hidden_states: Tensor | None
+) -> TopKOutput:
+    """Stand for the choice of a router module that returns weights and ids beside its logits.
+
+    `RoutingSpec(top_k=K, custom_function=chosen_by_router)` makes ExpertParallelMoE take both as
+    they are; no RoutingSpec has to describe them, and no operator of the device replaces them.
+
+    Raises:
+        ConfigError: always, because logits alone do not tell what the router chose.
+    """
+    raise ConfigError(
+        "chosen_by_router: called with logits, expected to be taken from the router's own output; "
+        "use it in the RoutingSpec of an ExpertParallelMoE, not with route()"
+    )
 
 
 class ExpertParallelMoE(nn.Module):
@@ -114,15 +145,19 @@ class ExpertParallelMoE(nn.Module):
     ) -> ExpertParallelMoE:
         """Spread the experts of a transformers MoE block over the group.
 
+        The block is read by its structure, whatever its class, and a copy of it confirms on a few
+        random tokens what was read; docs/blocks.md says how.
+
         Args:
             block: a whole block, equal on all ranks; its experts are copied, the rest is reused.
+                On the meta device it gives a layer of this rank's shares on meta.
             group: the ranks that share the experts.
             config: the user's choices.
 
         Collective: yes.   Host sync: yes.
         Raises:
-            ConfigError: the kind of block is unknown (the message lists the known ones), or it is
-                configured to compute something else than its kind does here.
+            ConfigError: a part or an attribute that nobody knows (the message names it), or a block
+                that computes something else than its parts say; on all ranks.
         """
         from epcomm.integrations.transformers import from_transformers
 
@@ -134,30 +169,41 @@ class ExpertParallelMoE(nn.Module):
         return self._router.spec
 
     @ranged("route")
-    def route(self, x: Tensor) -> tuple[Tensor, TopKOutput]:
+    def route(self, x: Tensor, *, input_ids: Tensor | None = None) -> tuple[Tensor, TopKOutput]:
         """Route without computing experts, for auxiliary losses.
 
         Args:
             x: [..., H].
+            input_ids: [...], for routers that look experts up by token; others do not read them.
 
         Returns:
             logits [T, E] and the TopKOutput, both differentiable in x.
 
         Local.   Host sync: none.
+        Raises:
+            ConfigError: the router wants input_ids and there are none.
         """
         tokens = x.reshape(-1, x.shape[-1])
-        layout, bias = self._layout, self._correction_bias()
-        logits = layout.call_router(self.get_submodule(layout.router), tokens, bias)
-        if isinstance(logits, tuple):
-            logits = logits[0]
-        topk = self._router.route(logits, correction_bias=bias, hidden_states=tokens)
-        return logits, topk
+        bias = self._correction_bias()
+        inputs = [
+            self._router_input(kind, tokens, input_ids) for kind in self._layout.router_inputs
+        ]
+        outputs = self.get_submodule(self._layout.router)(*inputs)
+        logits = outputs[0] if isinstance(outputs, tuple) else outputs
+        if self._is_chosen_by_router:
+            _, weights, ids = outputs[:3]
+            return logits, TopKOutput(topk_ids=ids.long(), topk_weights=weights.float())
+        return logits, self._router.route(logits, correction_bias=bias, hidden_states=tokens)
 
-    def forward(self, x: Tensor, *, decode: bool | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, input_ids: Tensor | None = None, *, decode: bool | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the block for this rank's tokens.
 
         Args:
             x: [..., H]; the number of tokens differs by rank and may be 0.
+            input_ids: [...], ids of the tokens in the vocabulary, for routers that look experts up
+                by token; others do not read them.
             decode: the phase, equal on all ranks; in mode auto it selects low latency. None: as
                 decode_phase() says, else False.
 
@@ -167,13 +213,17 @@ class ExpertParallelMoE(nn.Module):
 
         Collective: yes, forward and backward, on every rank also when it has no token.
         Host sync: as explain() says.
-        Raises: what ExpertParallelExperts.forward raises.
+        Raises:
+            ConfigError: the router wants input_ids and there are none, on this rank alone, so give
+                them on all ranks; further what ExpertParallelExperts.forward raises.
         """
         layout = self._layout
-        logits, topk = self.route(x)
+        logits, topk = self.route(x, input_ids=input_ids)
         tokens = self._through(layout.latent_in, x.reshape(-1, x.shape[-1]))
         y = self._through(layout.latent_out, self.experts(tokens, topk, decode=decode))
-        y = self._add_shared_experts(y.view(x.shape), x)
+        if layout.routed_scale != 1.0:
+            y = y * layout.routed_scale
+        y = self._through(layout.output_norm, self._add_shared_experts(y.view(x.shape), x))
         return (y, topk.topk_weights.to(logits.dtype)) if layout.returns_scores else y
 
     def check(self) -> None:
@@ -182,7 +232,10 @@ class ExpertParallelMoE(nn.Module):
 
     def explain(self) -> str:
         """What was chosen and rejected and why, as text."""
-        return "\n".join((self.experts.explain(), *self._router.explain()))
+        routing = self._router.explain()
+        if self._is_chosen_by_router:
+            routing = ("routing by the block's own router",)
+        return "\n".join((self.experts.explain(), *routing))
 
     def stats(self) -> EPStats:
         """Counts since construction. Local; no host sync until counts by expert are read."""
@@ -195,6 +248,28 @@ class ExpertParallelMoE(nn.Module):
             self.register_parameter(name, part)
         else:
             self.register_buffer(name, part)
+
+    @property
+    def _is_chosen_by_router(self) -> bool:
+        return self.routing.custom_function is chosen_by_router
+
+    def _router_input(
+        self, kind: RouterInput, tokens: Tensor, input_ids: Tensor | None
+    ) -> Tensor | None:
+        if kind is RouterInput.TOKENS:
+            return tokens
+        if kind is RouterInput.BATCH:
+            return tokens.unsqueeze(0)
+        if kind is RouterInput.CORRECTION_BIAS:
+            return self._correction_bias()
+        if input_ids is None or input_ids.numel() != tokens.shape[0]:
+            came = "None" if input_ids is None else list(input_ids.shape)
+            raise ConfigError(
+                f"ExpertParallelMoE: input_ids is {came}, expected one id for each of the "
+                f"{tokens.shape[0]} tokens, because the router looks experts up by token "
+                f"({self.experts.group.where}); pass input_ids"
+            )
+        return input_ids.reshape(-1)
 
     def _correction_bias(self) -> Tensor | None:
         name = self._layout.correction_bias
@@ -214,7 +289,7 @@ class ExpertParallelMoE(nn.Module):
         shared = self.get_submodule(layout.shared_experts)(x)
         if layout.shared_experts_gate is not None:
             shared = torch.sigmoid(self.get_submodule(layout.shared_experts_gate)(x)) * shared
-        return y + shared
+        return (y + shared) / 2 if layout.averages_shared_experts else y + shared
 
 
 def find_part(block: nn.Module, field: str, name: str) -> nn.Module | Tensor:

@@ -21,11 +21,13 @@ class Activation(StrEnum):
     SWIGLU: silu(gate) * up.
     CLAMPED_SWIGLU: g * sigmoid(alpha * g) * (u + 1) with g = min(gate, limit) and
         u = clamp(up, -limit, limit).
+    LIMITED_SWIGLU: silu(g) * u with the same g and u.
     RELU2: relu(up)**2, no gate.
     """
 
     SWIGLU = "swiglu"
     CLAMPED_SWIGLU = "clamped_swiglu"
+    LIMITED_SWIGLU = "limited_swiglu"
     RELU2 = "relu2"
 
     @property
@@ -40,7 +42,7 @@ class ExpertFormat:
 
     is_transposed: matrices are [E, in, out] instead of [E, out, in].
     is_interleaved: gate and up columns alternate instead of gate first, then up.
-    alpha, limit: of CLAMPED_SWIGLU.
+    alpha: of CLAMPED_SWIGLU.   limit: of CLAMPED_SWIGLU and LIMITED_SWIGLU.
     """
 
     activation: Activation = Activation.SWIGLU
@@ -50,11 +52,13 @@ class ExpertFormat:
     limit: float | None = None
 
     def __post_init__(self) -> None:
-        needs_clamp = self.activation is Activation.CLAMPED_SWIGLU
-        if {self.alpha is not None, self.limit is not None} != {needs_clamp}:
+        needs_alpha = self.activation is Activation.CLAMPED_SWIGLU
+        needs_limit = needs_alpha or self.activation is Activation.LIMITED_SWIGLU
+        if (self.alpha is not None, self.limit is not None) != (needs_alpha, needs_limit):
             raise ConfigError(
                 f"ExpertFormat: {self.activation.value} with alpha={self.alpha} and "
-                f"limit={self.limit}; clamped_swiglu needs both, others neither"
+                f"limit={self.limit}; clamped_swiglu needs both, limited_swiglu a limit, others "
+                "neither"
             )
 
 

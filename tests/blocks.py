@@ -162,5 +162,10 @@ def seeded(block: nn.Module) -> nn.Module:
     with torch.no_grad():
         # Buffers are correction biases; at zero, routing that forgot them would pass.
         for tensor in [*block.parameters(), *block.buffers()]:
-            tensor.copy_(torch.randn(tensor.shape, generator=generator) / 2)
+            values = torch.randn(tensor.shape, generator=generator) / 2
+            if not tensor.is_floating_point():
+                # The experts of each token id, distinct.
+                values = torch.rand(len(tensor), NUM_EXPERTS, generator=generator).argsort(dim=1)
+                values = values[:, : tensor.shape[1]]
+            tensor.copy_(values)
     return block

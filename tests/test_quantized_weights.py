@@ -171,7 +171,7 @@ OTHERS = [
             id=name,
             weights=lambda name=name: make_weights(SPEC, 1, expert_format=ACTIVATIONS[name]),
         )
-        for name in ("clamped_swiglu", "relu2")
+        for name in ("clamped_swiglu", "limited_swiglu", "relu2")
     ),
 ]
 

@@ -157,6 +157,8 @@ def test_misfit_is_named(misfit: Misfit) -> None:
     [
         (Activation.CLAMPED_SWIGLU, None, None),
         (Activation.CLAMPED_SWIGLU, 1.7, None),
+        (Activation.LIMITED_SWIGLU, None, None),
+        (Activation.LIMITED_SWIGLU, 1.7, 7.0),
         (Activation.SWIGLU, 1.7, 7.0),
         (Activation.SWIGLU, 1.7, None),
         (Activation.RELU2, None, 7.0),
@@ -165,5 +167,6 @@ def test_misfit_is_named(misfit: Misfit) -> None:
 def test_alpha_and_limit_belong_to_the_clamped_activation(
     activation: Activation, alpha: float | None, limit: float | None
 ) -> None:
-    with pytest.raises(ConfigError, match="clamped_swiglu needs both, others neither"):
+    message = "clamped_swiglu needs both, limited_swiglu a limit, others neither"
+    with pytest.raises(ConfigError, match=message):
         ExpertFormat(activation=activation, alpha=alpha, limit=limit)

@@ -16,10 +16,12 @@ def activate(gate_up: Tensor, expert_format: ExpertFormat) -> Tensor:
     gate, up = _split(gate_up, expert_format.is_interleaved)
     if expert_format.activation is Activation.SWIGLU:
         return F.silu(gate) * up
-    assert expert_format.limit is not None, "checked at creation"
+    limit = expert_format.limit
+    assert limit is not None, "checked at creation"
+    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    if expert_format.activation is Activation.LIMITED_SWIGLU:
+        return F.silu(gate) * up
     assert expert_format.alpha is not None, "checked at creation"
-    gate = gate.clamp(max=expert_format.limit)
-    up = up.clamp(min=-expert_format.limit, max=expert_format.limit)
     return (up + 1) * (gate * torch.sigmoid(gate * expert_format.alpha))
 
 

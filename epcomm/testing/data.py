@@ -147,5 +147,6 @@ ACTIVATIONS = {
         alpha=1.702,
         limit=0.75,
     ),
+    "limited_swiglu": ExpertFormat(activation=Activation.LIMITED_SWIGLU, limit=0.75),
     "relu2": ExpertFormat(activation=Activation.RELU2),
 }

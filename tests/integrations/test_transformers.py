@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -14,14 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from epcomm import ConfigError, EPConfig, EPGroup, ExpertParallelMoE
 from epcomm.config import Mode
-from epcomm.integrations.transformers import FAMILIES
+from epcomm.integrations.transformers.reading import read_block
+from epcomm.integrations.transformers.structure import read_layout
+from epcomm.moe import chosen_by_router
+from epcomm.routing import RoutingSpec, route
 from epcomm.sharding import ExpertShard, gather_state_dict, local_share, shard_of
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from tests.blocks import BLOCKS, HIDDEN, KINDS, NUM_EXPERTS, VARIANTS, BlockKind, seeded
 
-NUM_RANKS = 4
-NUM_LOCAL = NUM_EXPERTS // NUM_RANKS
 # Tokens of each rank: uneven, and one has none.
 NUM_TOKENS = (5, 0, 3, 9)
 
@@ -47,16 +49,18 @@ def run(module: nn.Module, x: Tensor) -> list[Tensor]:
 def run_one_process(block: nn.Module, inputs: list[Tensor]) -> list[tuple[Tensor, ...]]:
     """The outputs of each rank, from one batch: for no token a block gives no graph."""
     outputs = run(block, torch.cat(inputs, dim=1))
-    return list(zip(*(output.split(NUM_TOKENS) for output in outputs), strict=True))
+    counts = [x.shape[1] for x in inputs]
+    return list(zip(*(output.split(counts) for output in outputs), strict=True))
 
 
 def backward(*outputs: Tensor) -> None:
     torch.stack([output.square().sum() for output in outputs]).sum().backward()
 
 
-def shard(rank: int) -> ExpertShard:
+def shard(group: EPGroup) -> ExpertShard:
+    num_local = NUM_EXPERTS // group.world_size
     return ExpertShard(
-        first_expert=rank * NUM_LOCAL, num_local_experts=NUM_LOCAL, num_experts=NUM_EXPERTS
+        first_expert=group.rank * num_local, num_local_experts=num_local, num_experts=NUM_EXPERTS
     )
 
 
@@ -84,7 +88,7 @@ def summed_gradient(parameter: Tensor) -> Tensor | None:
     return total
 
 
-@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("mode", ["normal", "standard"])
 @every_variant
 def test_block_and_all_gradients_equal_those_of_one_process(
@@ -95,7 +99,7 @@ def test_block_and_all_gradients_equal_those_of_one_process(
         block = make().to(group.device)
         config = EPConfig(mode=Mode(mode))
         moe = ExpertParallelMoE.from_transformers(make().to(group.device), group, config)
-        inputs = [tokens(each, group.device) for each in range(NUM_RANKS)]
+        inputs = [tokens(each, group.device) for each in range(group.world_size)]
         expected = run_one_process(block, inputs)
         backward(*(output for outputs in expected for output in outputs))
 
@@ -109,20 +113,20 @@ def test_block_and_all_gradients_equal_those_of_one_process(
         for name, parameter in moe.named_parameters():
             wanted = theirs.pop(name).grad
             if shard_of(parameter) is not None and wanted is not None:
-                wanted = local_share(wanted, shard(rank))
+                wanted = local_share(wanted, shard(group))
             pairs[name] = (summed_gradient(parameter), wanted)
         assert not theirs, "a parameter got lost"
         check(pairs)
 
 
-@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.ranks(2)
 @every_variant
 def test_low_latency_output_equals_that_of_one_process(make: Callable[[], nn.Module]) -> None:
     with EPGroup() as group, torch.no_grad():
         block = make().to(group.device)
         config = EPConfig(mode="low_latency", max_tokens_per_rank=max(NUM_TOKENS))
         moe = ExpertParallelMoE.from_transformers(make().to(group.device), group, config)
-        inputs = [tokens(rank, group.device) for rank in range(NUM_RANKS)]
+        inputs = [tokens(rank, group.device) for rank in range(group.world_size)]
         expected = run_one_process(block, inputs)
         # Twice: the second batch must not remember the first.
         for _ in range(2):
@@ -135,16 +139,16 @@ def spread_by_transformers(block: nn.Module, group: EPGroup) -> nn.Module:
 
     experts = block.get_submodule("experts")
     for name, parameter in list(experts.named_parameters()):
-        setattr(experts, name, nn.Parameter(local_share(parameter, shard(group.rank))))
-    vars(experts).update(num_experts=NUM_LOCAL)
+        setattr(experts, name, nn.Parameter(local_share(parameter, shard(group))))
+    vars(experts).update(num_experts=NUM_EXPERTS // group.world_size)
     device = group.device.type
-    mesh = init_device_mesh(device, (NUM_RANKS, 1), mesh_dim_names=("ep", "tp"))
+    mesh = init_device_mesh(device, (group.world_size, 1), mesh_dim_names=("ep", "tp"))
     # Instead of the method, as transformers installs it.
     vars(experts).update(forward=AllToAllEP(experts, mesh["ep"], mesh["tp"]))
     return block
 
 
-@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.ranks(2)
 @every_kind
 def test_block_and_all_gradients_equal_those_of_transformers_own_all_to_all(
     make: Callable[[], nn.Module],
@@ -165,7 +169,7 @@ def test_block_and_all_gradients_equal_those_of_transformers_own_all_to_all(
         check({"dx": (xs[0].grad, xs[1].grad), **grads})
 
 
-@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.ranks(2)
 @every_variant
 def test_gathered_state_is_that_of_the_block(make: Callable[[], nn.Module]) -> None:
     with EPGroup() as group:
@@ -209,14 +213,14 @@ def make_model(name: str) -> nn.Module:
     return seeded(getattr(library, f"{name}ForCausalLM")(config)).eval()
 
 
-@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_model_goes_on_working_and_recording_router_logits(name: str) -> None:
     with EPGroup() as group, torch.no_grad():
         model, spread = (make_model(name).to(group.device) for _ in range(2))
         for layer in spread.get_submodule("model.layers").children():
             block = layer.get_submodule("mlp")
-            if type(block).__name__ in FAMILIES:
+            if hasattr(block, "experts"):
                 layer.add_module("mlp", ExpertParallelMoE.from_transformers(block, group))
         generator = torch.Generator().manual_seed(group.rank)
         ids = torch.randint(1, 32, (2, 3 + group.rank), generator=generator).to(group.device)
@@ -258,7 +262,7 @@ SETTINGS = [
     Setting(kind="nemotron_h", changes={"n_group": 1, "topk_group": 1}),
     Setting(kind="nemotron_h", changes={"routed_scaling_factor": 1.0}),
 ]
-BIASED = [kind for kind in KINDS if FAMILIES[kind.block].layout.correction_bias is not None]
+BIASED = [kind for kind in KINDS if read_layout(kind.make()).correction_bias is not None]
 
 
 def outputs_of(block: nn.Module) -> Tensor:
@@ -279,7 +283,7 @@ def test_setting_decides_in_the_comparison(setting: Setting) -> None:
 def test_correction_bias_decides_in_the_comparison(kind: BlockKind) -> None:
     block = kind.make()
     before = outputs_of(block)
-    name = FAMILIES[kind.block].layout.correction_bias
+    name = read_layout(block).correction_bias
     assert name is not None
     block.state_dict()[name].zero_()
     assert relative_error(outputs_of(block), before) > 0.01
@@ -289,9 +293,30 @@ def add_child(block: nn.Module) -> None:
     block.add_module("norm", nn.LayerNorm(HIDDEN))
 
 
-def add_expert_bias(block: nn.Module) -> None:
-    experts = block.get_submodule("experts")
-    experts.register_parameter("down_proj_bias", nn.Parameter(torch.zeros(NUM_EXPERTS, HIDDEN)))
+def add_expert_norm(block: nn.Module) -> None:
+    block.get_submodule("experts").add_module("norm", nn.LayerNorm(HIDDEN))
+
+
+def with_other_code(module: nn.Module) -> None:
+    """The same parts under the same names, used otherwise."""
+    kind = type(module)
+
+    class Doubled(kind):
+        def forward(self, *args: Tensor) -> Tensor:
+            return 2 * super().forward(*args)
+
+    module.__class__ = Doubled
+    Doubled.forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+
+
+def with_detached_tokens(block: nn.Module) -> None:
+    """The same outputs, and other gradients."""
+
+    class Detached(type(block)):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return super().forward(hidden_states.detach())
+
+    block.__class__ = Detached
 
 
 def drop_shared_experts(block: nn.Module) -> None:
@@ -331,30 +356,61 @@ REFUSALS = {
     "method": Refusal(
         kind="deepseek_v2",
         changes={"topk_method": "noaux_tc"},
-        message="topk_method of DeepseekV2Moe is 'noaux_tc', expected one of",
+        message="DeepseekV2Moe cannot be run on a few random tokens: UnboundLocalError",
     ),
     "child": Refusal(
         kind="qwen3_moe",
         change=add_child,
-        message=r"consists of \['experts', 'gate', 'norm'\], expected \['experts', 'gate'\]",
+        message="Qwen3MoeSparseMoeBlock has norm, a part that nobody here knows",
     ),
-    "expert_bias": Refusal(
+    "expert_norm": Refusal(
         kind="mixtral",
-        change=add_expert_bias,
-        message=r"MixtralExperts consists of \['down_proj', 'down_proj_bias', 'gate_up_proj'\]",
+        change=add_expert_norm,
+        message="MixtralExperts has norm, a part that nobody here knows",
+    ),
+    "attribute": Refusal(
+        kind="qwen3_moe",
+        change=lambda block: setattr(block, "gain", 2.0),
+        message="gain of Qwen3MoeSparseMoeBlock is 2.0, an attribute that nobody here knows",
+    ),
+    "attribute_of_experts": Refusal(
+        kind="mixtral",
+        change=lambda block: setattr(block.experts, "gain", 2.0),
+        message="gain of MixtralExperts is 2.0, an attribute that nobody here knows",
+    ),
+    "experts": Refusal(
+        kind="mixtral",
+        change=lambda block: setattr(block, "experts", None),
+        message="MixtralSparseMoeBlock has no experts",
+    ),
+    # What no name tells.
+    "code": Refusal(
+        kind="qwen2_moe",
+        change=with_other_code,
+        message="Doubled computes something else than its parts say .*: output 0 differs by 0.",
+    ),
+    "code_of_experts": Refusal(
+        kind="qwen3_moe",
+        change=lambda block: with_other_code(block.get_submodule("experts")),
+        message="experts of Qwen3MoeSparseMoeBlock compute something else .*: y differs",
+    ),
+    "detached": Refusal(
+        kind="qwen3_moe",
+        change=with_detached_tokens,
+        message="Detached computes something else .*: the gradient of x differs",
     ),
     "no_shared_experts": Refusal(
         kind="deepseek_v3",
         change=drop_shared_experts,
-        message="DeepseekV3MoE: shared_experts is NoneType, expected its shared_experts",
+        message="DeepseekV3MoE cannot be run on a few random tokens: .*not callable",
     ),
     "no_top_k": Refusal(
-        kind="lfm2_moe", change=drop_top_k, message="Lfm2MoeTopKRouter has no top_k"
+        kind="lfm2_moe", change=drop_top_k, message="cannot be run .* no attribute 'top_k'"
     ),
 }
 
 
-@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("refusal", REFUSALS.values(), ids=REFUSALS)
 def test_block_that_computes_something_else_is_refused(refusal: Refusal) -> None:
     with EPGroup() as group:
@@ -363,3 +419,72 @@ def test_block_that_computes_something_else_is_refused(refusal: Refusal) -> None
             refusal.change(block)
         with pytest.raises(ConfigError, match=refusal.message):
             ExpertParallelMoE.from_transformers(block, group)
+
+
+@pytest.mark.ranks(2)
+def test_refusal_of_one_rank_reaches_the_others() -> None:
+    with EPGroup() as group:
+        block = BLOCKS["mixtral"](router_jitter_noise=0.1 if group.rank else 0.0)
+        with pytest.raises(ConfigError, match="router jitter of Mixtral"):
+            ExpertParallelMoE.from_transformers(block, group)
+        ExpertParallelMoE.from_transformers(BLOCKS["mixtral"](), group)
+
+
+class CubedRouter(nn.Module):
+    """Weights that no RoutingSpec describes, under an attribute that nobody knows."""
+
+    def __init__(self, gate: nn.Module) -> None:
+        super().__init__()
+        self.weight = gate.get_parameter("weight")
+        self.power = 3
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = nn.functional.linear(tokens, self.weight)
+        weights, ids = logits.softmax(-1).topk(2)
+        return logits, weights**self.power, ids
+
+
+@pytest.mark.ranks(2)
+def test_router_that_no_preset_describes_goes_on_choosing() -> None:
+    def make() -> nn.Module:
+        block = BLOCKS["qwen3_moe"]()
+        block.add_module("gate", CubedRouter(block.get_submodule("gate")))
+        return block.to(group.device)
+
+    with EPGroup() as group, torch.no_grad():
+        moe = ExpertParallelMoE.from_transformers(make(), group)
+        assert moe.routing.custom_function is chosen_by_router
+        assert "routing by the block's own router" in moe.explain()
+        inputs = [tokens(rank, group.device) for rank in range(group.world_size)]
+        expected = run_one_process(make(), inputs)
+        check_outputs(run(moe, inputs[group.rank]), expected[group.rank])
+
+
+def test_choice_of_a_router_cannot_be_told_from_logits() -> None:
+    spec = RoutingSpec(top_k=2, custom_function=chosen_by_router)
+    with pytest.raises(ConfigError, match="chosen_by_router: called with logits"):
+        route(torch.zeros(1, 4), spec)
+
+
+def test_reading_changes_neither_the_block_nor_the_state_of_random_numbers() -> None:
+    block = BLOCKS["deepseek_v3"]()
+    before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
+    state = torch.get_rng_state()
+    with torch.no_grad(), torch.device("meta"):
+        reading = read_block(block)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert block.training
+    assert reading.parts["gate"] is block.get_submodule("gate")
+    for name, tensor in block.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.ranks(2)
+def test_block_on_meta_gives_a_layer_of_local_shares_on_meta() -> None:
+    with EPGroup() as group:
+        whole = BLOCKS["deepseek_v3"]().to("meta")
+        moe = ExpertParallelMoE.from_transformers(whole, group)
+        assert all(tensor.is_meta for tensor in moe.state_dict().values())
+        experts = moe.experts.weights.tensors().values()
+        assert {each.shape[0] for each in experts} == {NUM_EXPERTS // group.world_size}
+        assert moe.routing == read_block(BLOCKS["deepseek_v3"]()).routing

@@ -30,6 +30,10 @@ def clamped_swiglu(gate: float, up: float) -> float:
     return gate * sigmoid(ALPHA * gate) * (up + 1)
 
 
+def limited_swiglu(gate: float, up: float) -> float:
+    return swiglu(min(gate, LIMIT), max(min(up, LIMIT), -LIMIT))
+
+
 def relu2(gate: float, up: float) -> float:
     return max(gate, 0.0) ** 2
 
@@ -59,6 +63,11 @@ CASES = [
     ),
     Case(id="clamped", format=clamped(is_interleaved=False), formula=clamped_swiglu),
     Case(id="clamped interleaved", format=clamped(is_interleaved=True), formula=clamped_swiglu),
+    Case(
+        id="limited",
+        format=ExpertFormat(activation=Activation.LIMITED_SWIGLU, limit=LIMIT),
+        formula=limited_swiglu,
+    ),
     Case(id="relu2", format=ExpertFormat(activation=Activation.RELU2), formula=relu2),
 ]
 # Both sides of zero and of both limits.

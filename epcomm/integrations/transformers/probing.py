@@ -1,0 +1,267 @@
+"""Whether a block computes what its names propose: the block itself, run on a few random tokens.
+
+Names do not say whether a softmax runs before or after top-k, or where a block multiplies by its
+scale; that is code. So what was read is never taken on trust: a copy of the block and the layer
+that was read from it must agree, in outputs and in all gradients, in training and in evaluation.
+
+The copy has random float32 values on the CPU in place of those of the block, whose zeros would hide
+a correction bias, and which a block on the meta device does not have. Its experts and shared
+experts, the large parts, are replaced by cheap functions; the experts are tried by themselves, on
+small matrices (probing_experts.py). So a probe reads no weight, talks to no other rank and takes
+20 ms of a CPU for a small block, 0.7 s for one of DeepSeek-V3.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from epcomm.config import EPConfig, Router
+from epcomm.errors import EPError
+from epcomm.experts import ExpertParallelExperts
+from epcomm.integrations.transformers.random_copy import (
+    copy_with,
+    fill,
+    is_table,
+    on_cpu,
+    row_error,
+)
+from epcomm.integrations.transformers.structure import correction_bias_of, refusal
+from epcomm.moe import BlockLayout, ExpertParallelMoE, RouterInput
+from epcomm.records import TopKOutput
+from epcomm.routing import RoutingSpec
+
+# Tokens with logits of order one, and for each entry below some whose logits are all near it: there
+# a sigmoid is as small as the epsilons of renormalisation, 1e-6 and 1e-20.
+_NUM_TOKENS = 16
+_LOW_LOGITS, _NUM_LOW_TOKENS = (-14.0, -46.0), 4
+# 1024 roundings of float32, each 2**-24 of a value: in the gradient of a token whose logits are all
+# low, terms about a hundred times as large as the result cancel. A wrong step is off by 1e-3 and
+# more.
+_TOLERANCE = 1024 * 2.0**-24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What a block did when it was called.
+
+    router_inputs: what it called its router with.   top_k: experts of a token.
+    returns_scores: it returned the weights [T, K] beside y.
+    """
+
+    router_inputs: tuple[RouterInput, ...]
+    top_k: int
+    returns_scores: bool
+
+
+class BlockProbe:
+    """A copy of a block, with random values and without its large parts."""
+
+    def __init__(self, block: nn.Module, layout: BlockLayout, num_experts: int) -> None:
+        """Copy the block; `layout` is what its names propose. Local."""
+        self._kind = type(block).__name__
+        self._layout = layout
+        self._num_experts = num_experts
+        self._generator = torch.Generator().manual_seed(0)
+        with on_cpu():
+            self._slopes = torch.rand(num_experts, generator=self._generator) + 0.5
+            large: dict[str, nn.Module] = {"experts": _StubOfBlock(self._slopes)}
+            if layout.shared_experts is not None:
+                large[layout.shared_experts] = _StubOfShared(self._kind, layout.shared_experts)
+            self._block = copy_with(block, large, num_experts)
+
+    def trace(self) -> Trace:
+        """Watch the block.
+
+        Raises:
+            ConfigError: it cannot be run on tokens alone, or calls or returns what is not built.
+        """
+        calls: list[tuple[tuple[object, ...], dict[str, object]]] = []
+        router = self._block.get_submodule(self._layout.router)
+        handle = router.register_forward_pre_hook(
+            lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+        )
+        with on_cpu():
+            x, input_ids = self._inputs(is_negative=False)
+            outputs = self._run(x, input_ids)
+        handle.remove()
+        stub = cast(_StubOfBlock, self._block.get_submodule("experts"))
+        if len(calls) != 1 or stub.topk_ids is None:
+            raise refusal(f"{self._kind} called its router {len(calls)} times", "one call")
+        return Trace(
+            router_inputs=self._router_inputs(calls[0], x, input_ids),
+            top_k=stub.topk_ids.shape[-1],
+            returns_scores=self._returns_scores(outputs, stub.topk_ids),
+        )
+
+    def disagreement(self, layout: BlockLayout, routing: RoutingSpec) -> str | None:
+        """Say what the block and the layer of this layout and routing do not agree on, or None."""
+        parts: dict[str, nn.Module | Tensor] = dict(self._block.named_children())
+        parts |= dict(self._block.named_parameters(recurse=False))
+        parts |= dict(self._block.named_buffers(recurse=False))
+        del parts["experts"]
+        experts = cast(ExpertParallelExperts, _StubOfLayer(self._slopes))
+        with on_cpu():
+            try:
+                layer = ExpertParallelMoE(
+                    routing=routing, experts=experts, parts=parts, layout=layout
+                )
+                for is_training in (True, False):
+                    # Of both signs: dropped groups count 0 in some models, above a negative bias.
+                    x, input_ids = self._inputs(is_negative=is_training)
+                    self._block.train(is_training)
+                    found = self._compare(layer, x, input_ids)
+                    if found is not None:
+                        return found
+            except EPError as error:
+                return str(error)
+        return None
+
+    def _compare(self, layer: nn.Module, x: Tensor, input_ids: Tensor) -> str | None:
+        tensors = {"x": x} | {n: p for n, p in self._block.named_parameters() if p.requires_grad}
+
+        def outcome(call: Callable[[], tuple[Tensor, ...]]) -> dict[str, Tensor | None]:
+            torch.manual_seed(0)  # for routers that draw experts in training
+            outputs = call()
+            factors = [torch.linspace(-1, 1, each.numel()).view(each.shape) for each in outputs]
+            total = sum(((o * f).sum() for o, f in zip(outputs, factors, strict=True)), x.sum())
+            grads = torch.autograd.grad(total, list(tensors.values()), allow_unused=True)
+            named = {f"output {place}": each for place, each in enumerate(outputs)}
+            found: dict[str, Tensor | None] = dict(named)
+            return found | {f"the gradient of {n}": g for n, g in zip(tensors, grads, strict=True)}
+
+        wanted = outcome(lambda: self._run(x, input_ids))
+        found = outcome(lambda: _as_tuple(layer(x, input_ids)))
+        if wanted.keys() != found.keys():
+            return f"it returns {len(wanted) - len(tensors)} tensors"
+        for name, each in wanted.items():
+            error = row_error(found[name], each)
+            if not error <= _TOLERANCE:
+                return f"{name} differs by {error:.1g} of its largest value"
+        return None
+
+    def _run(self, x: Tensor, input_ids: Tensor) -> tuple[Tensor, ...]:
+        takes_ids = "input_ids" in inspect.signature(type(self._block).forward).parameters
+        arguments = {"input_ids": input_ids} if takes_ids else {}
+        try:
+            # A copy, because some blocks change their input.
+            outputs = _as_tuple(self._block(x.clone(), **arguments))
+        except EPError:
+            raise
+        except Exception as error:
+            raise refusal(
+                f"{self._kind} cannot be run on a few random tokens: "
+                f"{type(error).__name__}: {error}",
+                "a block that takes hidden states alone",
+            ) from error
+        if not all(isinstance(each, Tensor) and each.is_floating_point() for each in outputs):
+            kinds = [type(each).__name__ for each in outputs]
+            raise refusal(f"{self._kind} returns {kinds}", "y, or y and the weights of experts")
+        return outputs
+
+    def _inputs(self, *, is_negative: bool) -> tuple[Tensor, Tensor]:
+        """Fill the copy anew, and return a batch [2, T / 2, H] with its token ids."""
+        generator = self._generator
+        with torch.no_grad():
+            fill(self._block, generator, self._num_experts)
+            bias = correction_bias_of(self._block, self._layout)
+            if bias is not None:
+                bias.copy_(torch.rand(bias.shape, generator=generator) / 4)
+                bias.add_(-2.0 if is_negative else 0.05)
+        router = self._block.get_submodule(self._layout.router)
+        matrices = [each for each in router.parameters() if each.dim() == 2]
+        if not matrices:
+            raise refusal(f"the router of {self._kind} has no matrix", "one of [E, H]")
+        hidden_size = matrices[0].shape[1]
+        ordinary = 8 * torch.randn(_NUM_TOKENS, hidden_size, generator=generator)
+        low = [torch.full((_NUM_LOW_TOKENS, hidden_size), -each) for each in _LOW_LOGITS]
+        x = torch.cat([ordinary, *low])
+        x = x[torch.randperm(x.shape[0], generator=generator)]
+        num_ids = min((len(each) for each in router.buffers() if is_table(each)), default=2)
+        input_ids = torch.randint(0, num_ids, (2, x.shape[0] // 2), generator=generator)
+        return x.view(2, -1, hidden_size).requires_grad_(), input_ids
+
+    def _router_inputs(
+        self, call: tuple[tuple[object, ...], dict[str, object]], x: Tensor, input_ids: Tensor
+    ) -> tuple[RouterInput, ...]:
+        args, kwargs = call
+        tokens = args[0] if args else None
+        if kwargs or not isinstance(tokens, Tensor):
+            raise refusal(f"{self._kind} calls its router with {sorted(kwargs)}", "tokens first")
+        found = [RouterInput.TOKENS if tokens.dim() == 2 else RouterInput.BATCH]
+        bias = correction_bias_of(self._block, self._layout)
+        for place, each in enumerate(args[1:], 2):
+            if each is bias:
+                found.append(RouterInput.CORRECTION_BIAS)
+            elif each is input_ids:
+                found.append(RouterInput.INPUT_IDS)
+            else:
+                raise refusal(
+                    f"{self._kind} calls its router with a {type(each).__name__} as argument "
+                    f"{place}",
+                    "its correction bias or input_ids",
+                )
+        return tuple(found)
+
+    def _returns_scores(self, outputs: tuple[Tensor, ...], topk_ids: Tensor) -> bool:
+        if len(outputs) == 1:
+            return False
+        if len(outputs) == 2 and outputs[1].shape == topk_ids.shape:
+            return True
+        shapes = [list(each.shape) for each in outputs]
+        raise refusal(
+            f"{self._kind} returns {len(outputs)} tensors of {shapes}",
+            "y, or y and the weights [T, K] of the experts",
+        )
+
+
+class _StubOfBlock(nn.Module):
+    """Stands for the experts of a block: each multiplies its tokens by a number of its own."""
+
+    def __init__(self, slopes: Tensor) -> None:
+        super().__init__()
+        self.slopes = slopes
+        self.topk_ids: Tensor | None = None
+
+    def forward(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        self.topk_ids = topk_ids
+        return hidden * (self.slopes[topk_ids] * topk_weights).sum(-1, keepdim=True)
+
+
+class _StubOfLayer(nn.Module):
+    """The same for ExpertParallelMoE, in place of ExpertParallelExperts."""
+
+    def __init__(self, slopes: Tensor) -> None:
+        super().__init__()
+        self.slopes = slopes
+        self.num_experts = len(slopes)
+        self.config = EPConfig(router=Router.REFERENCE)
+        self.group = SimpleNamespace(device=torch.device("cpu"), where="in a probe")
+
+    def forward(self, hidden: Tensor, topk: TopKOutput, *, decode: bool | None = None) -> Tensor:
+        factors = (self.slopes[topk.topk_ids] * topk.topk_weights).sum(-1, keepdim=True)
+        return hidden * factors
+
+
+class _StubOfShared(nn.Module):
+    """Stands for the shared experts."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        super().__init__()
+        self._what = f"{kind} calls {name}"
+
+    def forward(self, x: Tensor, *others: object, **further: object) -> Tensor:
+        if others or further:
+            names = sorted(further) or [type(each).__name__ for each in others]
+            raise refusal(f"{self._what} with {names} beside the tokens", "tokens alone")
+        return x.flip(-1) * 0.7
+
+
+def _as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)

@@ -1,0 +1,137 @@
+"""Presets that may describe what a router computes, by its attributes.
+
+Several presets can have the same attributes (softmax before or after top-k, sigmoid): these are
+candidates, and probing.py tries each on the router itself. A router with an attribute that is in no
+recipe has no candidate; then the router itself chooses, whatever it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch import nn
+
+from epcomm.errors import ConfigError
+from epcomm.integrations.transformers.structure import router_settings
+from epcomm.moe import chosen_by_router
+from epcomm.routing import RoutingSpec, ScoreFunction, presets
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterRecipe:
+    """A preset, and the attributes of routers that it may describe.
+
+    preset: makes the RoutingSpec from top_k and what `settings` name.
+    settings: keyword of the preset to attribute of the router; there are no others, except
+    before_logits: attributes of which the logits, as the router returns them, already tell.
+    has_bias: whether there is a correction bias.
+    """
+
+    preset: Callable[..., RoutingSpec]
+    settings: Mapping[str, str] = field(default_factory=dict)
+    before_logits: frozenset[str] = frozenset()
+    has_bias: bool = False
+
+
+def routing_candidates(router: nn.Module, *, top_k: int, has_bias: bool) -> Iterator[RoutingSpec]:
+    """Yield the routings to try, the router's own choice last."""
+    settings = router_settings(router)
+    for recipe in _RECIPES:
+        names = {*recipe.settings.values(), *recipe.before_logits}
+        if names != set(settings) or recipe.has_bias != has_bias:
+            continue
+        # Values that the preset cannot hold, such as no groups: it is no candidate.
+        with suppress(ConfigError):
+            values = {keyword: settings[name] for keyword, name in recipe.settings.items()}
+            yield recipe.preset(top_k=top_k, **values)
+    yield RoutingSpec(top_k=top_k, custom_function=chosen_by_router)
+
+
+def _deepseek_v2(
+    *, top_k: int, routed_scaling_factor: float, method: str, num_groups: int, topk_groups: int
+) -> RoutingSpec:
+    """Its groups count only under one of its methods, and may be None under the other."""
+    of_method = {
+        "greedy": {},
+        "group_limited_greedy": {"num_groups": num_groups, "topk_groups": topk_groups},
+    }
+    return presets.deepseek_v2(
+        top_k=top_k, routed_scaling_factor=routed_scaling_factor, **of_method.get(method, {})
+    )
+
+
+def _sigmoid(*, top_k: int, renormalize: bool) -> RoutingSpec:
+    """Sigmoid of the best logits, without a bias."""
+    return RoutingSpec(top_k=top_k, score_function=ScoreFunction.SIGMOID, renormalize=renormalize)
+
+
+def _cohere2(*, top_k: int, function: str, renormalize: bool) -> RoutingSpec:
+    if function == "sigmoid":
+        return _sigmoid(top_k=top_k, renormalize=renormalize)
+    return presets.gpt_oss(top_k=top_k)
+
+
+def _deepseek_v4(
+    *, top_k: int, routed_scaling_factor: float, score_fn: object, function: ScoreFunction
+) -> RoutingSpec:
+    """As afmoe, with another score; which one score_fn is, the probe says."""
+    spec = presets.afmoe(top_k=top_k, routed_scaling_factor=routed_scaling_factor)
+    values = spec.to_dict() | {"score_function": function}
+    return RoutingSpec.from_mapping(values)
+
+
+_RENORMALIZE = {"renormalize": "norm_topk_prob"}
+_SCALE = {"routed_scaling_factor": "routed_scaling_factor"}
+_GROUPS = {"num_groups": "num_group", "topk_groups": "topk_group"}
+
+_RECIPES = (
+    RouterRecipe(preset=presets.mixtral),
+    RouterRecipe(preset=partial(presets.qwen2_moe, renormalize=False)),
+    RouterRecipe(preset=presets.gpt_oss),
+    RouterRecipe(preset=presets.qwen2_moe, settings=_RENORMALIZE),
+    RouterRecipe(preset=_sigmoid, settings=_RENORMALIZE),
+    RouterRecipe(preset=_cohere2, settings=_RENORMALIZE | {"function": "expert_selection_fn"}),
+    RouterRecipe(preset=_deepseek_v2, settings=_GROUPS | _SCALE | {"method": "topk_method"}),
+    RouterRecipe(
+        preset=presets.deepseek_v3, settings=_GROUPS | _SCALE | _RENORMALIZE, has_bias=True
+    ),
+    RouterRecipe(
+        preset=partial(presets.deepseek_v3, routed_scaling_factor=1.0),
+        settings=_GROUPS | _RENORMALIZE,
+        has_bias=True,
+    ),
+    RouterRecipe(
+        preset=presets.afmoe, settings={"routed_scaling_factor": "route_scale"}, has_bias=True
+    ),
+    RouterRecipe(
+        preset=presets.afmoe,
+        settings={"routed_scaling_factor": "router_scaling_factor"},
+        has_bias=True,
+    ),
+    *(
+        RouterRecipe(
+            preset=partial(_deepseek_v4, function=function),
+            settings=_SCALE | {"score_fn": "score_fn"},
+            has_bias=True,
+        )
+        for function in (ScoreFunction.SQRT_SOFTPLUS, ScoreFunction.SIGMOID)
+    ),
+    RouterRecipe(preset=presets.minimax_m2, has_bias=True),
+    RouterRecipe(
+        preset=presets.minimax_m2,
+        before_logits=frozenset({"router_logit_softcapping"}),
+        has_bias=True,
+    ),
+    RouterRecipe(preset=presets.ernie4_5_moe, settings={"epsilon": "norm_min"}, has_bias=True),
+    *(
+        RouterRecipe(
+            preset=partial(presets.lfm2_moe, use_correction_bias=has_bias),
+            settings=_RENORMALIZE | _SCALE,
+            has_bias=has_bias,
+        )
+        for has_bias in (True, False)
+    ),
+)

@@ -1,0 +1,314 @@
+"""What the parts of MoE blocks are called, and what each name means; any other name is refused.
+
+A name proposes what its part does. Whether the block uses it so, probing.py finds out.
+Source: the blocks of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from torch import Tensor, nn
+
+from epcomm.errors import ConfigError
+from epcomm.moe import BlockLayout
+from epcomm.weights import Activation, ExpertFormat, ExpertWeights
+
+# Child or tensor of a block to the field of BlockLayout that names it.
+_PARTS: Mapping[str, str] = MappingProxyType(
+    {
+        "gate": "router",
+        "router": "router",
+        "expert_bias": "correction_bias",
+        "e_score_correction_bias": "correction_bias",
+        "shared_experts": "shared_experts",
+        "shared_expert": "shared_experts",
+        "shared_mlp": "shared_experts",
+        "shared_expert_gate": "shared_experts_gate",
+        "fc1_latent_proj": "latent_in",
+        "fc2_latent_proj": "latent_out",
+        "post_mlp_layernorm": "output_norm",
+    }
+)
+# Parts and attributes that are known, and not built: why.
+_NOT_BUILT: Mapping[str, str] = MappingProxyType(
+    {
+        "identity_expert": "experts that return their input are not built",
+        "post_expert_norm": "a norm after each expert is not built",
+        "self_attn": "a whole decoder layer is no block of experts",
+    }
+)
+# Where routers keep a bias that their block has not: its dotted name below the router.
+_ROUTER_BIASES = ("e_score_correction_bias", "moe_statics.e_score_correction_bias")
+
+# Attributes that repeat sizes, or say of parts what the parts themselves say.
+_SIZES = frozenset(
+    {
+        "config",
+        "ffn_dim",
+        "hidden_dim",
+        "hidden_size",
+        "input_size",
+        "intermediate_dim",
+        "intermediate_size",
+        "layer_idx",
+        "num_experts",
+        "num_shared_experts",
+        "expert_dim",
+        "top_k",
+        # How the block calls its router is watched.
+        "is_hash",
+        "use_expert_bias",
+        # A sum of two bfloat16 values is the same, whether they become float32 before or inside it.
+        "enable_moe_fp32_combine",
+        # transformers notes here that the weights were initialised.
+        "_is_hf_initialized",
+    }
+)
+_NOISE = frozenset({"jitter_noise", "input_jitter_noise"})
+_SCALE, _COMBINATION = "routed_scaling_factor", "shared_expert_combination_strategy"
+_AVERAGES = MappingProxyType({"sum": False, "average": True})
+
+# Parameter of the experts to the field of ExpertWeights.
+_WEIGHTS: Mapping[str, str] = MappingProxyType(
+    {
+        "gate_up_proj": "gate_up_proj",
+        "up_proj": "gate_up_proj",
+        "down_proj": "down_proj",
+        "gate_up_proj_bias": "gate_up_bias",
+        "up_proj_bias": "gate_up_bias",
+        "down_proj_bias": "down_bias",
+    }
+)
+# What transformers' decorator notes about the experts, and what it is where it notes nothing.
+_FLAGS: Mapping[str, bool | None] = MappingProxyType(
+    {
+        "is_transposed": False,
+        "is_concatenated": True,
+        "has_gate": None,
+        "has_bias": None,
+        "has_post_expert_norm": False,
+        "_is_expert_parallel": False,
+    }
+)
+_ALPHAS, _LIMITS = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")
+# Names of act_fn, a function or a module, that mean the activation; clamped experts have their own.
+# torch's SiLU is what transformers' class wraps.
+_SILU = ("SiLUActivation", "SiLU", "silu")
+_ACT_FN_NAMES: Mapping[Activation, tuple[str, ...]] = MappingProxyType(
+    {
+        Activation.SWIGLU: _SILU,
+        Activation.CLAMPED_SWIGLU: ("NoneType",),
+        Activation.LIMITED_SWIGLU: (*_SILU, "NoneType"),
+        Activation.RELU2: ("ReLUSquaredActivation",),
+    }
+)
+
+
+def read_layout(block: nn.Module) -> BlockLayout:
+    """Return the layout that a block's names propose; router_inputs are left to the probe.
+
+    Raises:
+        ConfigError: a part or an attribute that nobody here knows, or a value that is not built.
+    """
+    if not isinstance(getattr(block, "experts", None), nn.Module):
+        raise refusal(f"{_kind(block)} has no experts", "a block with the child 'experts'")
+    names: dict[str, str] = {}
+    tensors = dict(block.named_parameters(recurse=False)) | dict(block.named_buffers(recurse=False))
+    for name in (*dict(block.named_children()), *tensors):
+        field = _PARTS.get(name)
+        if name == "experts":
+            continue
+        if field is None:
+            raise _unknown(block, name)
+        if field in names:
+            raise refusal(f"{_kind(block)} has {names[field]} and {name}", f"one {field}")
+        names[field] = name
+    if "router" not in names:
+        raise refusal(f"{_kind(block)} has no router", "a child 'gate' or 'router'")
+    names |= _bias_of_router(block, names)
+    _check_takes(block, block, 1, extra={"input_ids"})
+    settings = _settings(block, {*_NOISE, _SCALE, _COMBINATION})
+    _check_num_experts(block)
+    _check_no_jitter(block, settings)
+    combination = str(settings.get(_COMBINATION, "sum"))
+    if combination not in _AVERAGES:
+        raise refusal(
+            f"{_COMBINATION} of {_kind(block)} is {combination!r}", f"one of {sorted(_AVERAGES)}"
+        )
+    return BlockLayout(
+        **names,  # type: ignore[arg-type]
+        averages_shared_experts=_AVERAGES[combination],
+        routed_scale=float(settings.get(_SCALE, 1.0)),  # type: ignore[arg-type]
+    )
+
+
+def read_experts(experts: nn.Module) -> tuple[ExpertWeights, dict[str, str]]:
+    """Return the experts, and what they call their parameters, by field of ExpertWeights.
+
+    Raises:
+        ConfigError: as read_layout().
+    """
+    _check_takes(experts, experts, 3)
+    known_modules = {"act_fn"}
+    tensors = dict(experts.named_parameters()) | dict(experts.named_buffers())
+    for name in (*dict(experts.named_children()), *tensors):
+        if name not in _WEIGHTS and name not in known_modules:
+            raise _unknown(experts, name)
+    names = {_WEIGHTS[name]: name for name in tensors if name in _WEIGHTS}
+    for field in ("gate_up_proj", "down_proj"):
+        if field not in names:
+            raise refusal(f"{_kind(experts)} has no {field}", "experts in two tensors of [E, ...]")
+    expert_format = _read_format(experts, has_gate=names["gate_up_proj"] != "up_proj")
+    _check_activation(experts, expert_format.activation)
+    found = {field: tensors[name] for field, name in names.items()}
+    return ExpertWeights(**found, format=expert_format), names
+
+
+def _read_format(experts: nn.Module, *, has_gate: bool) -> ExpertFormat:
+    settings = _settings(experts, {*_FLAGS, *_ALPHAS, *_LIMITS, "act_fn"})
+    for name in ("has_post_expert_norm", "_is_expert_parallel"):
+        if settings.get(name, False):
+            raise refusal(f"{name} of {_kind(experts)} is {settings[name]}", "False")
+    alpha = _one_of(experts, settings, _ALPHAS)
+    limit = _one_of(experts, settings, _LIMITS)
+    if limit is not None and math.isinf(limit):
+        limit = None
+    if not has_gate:
+        activation = Activation.RELU2
+    elif limit is None and alpha is None:
+        activation = Activation.SWIGLU
+    else:
+        activation = Activation.LIMITED_SWIGLU if alpha is None else Activation.CLAMPED_SWIGLU
+    return ExpertFormat(
+        activation=activation,
+        is_transposed=bool(settings.get("is_transposed", _FLAGS["is_transposed"])),
+        is_interleaved=not settings.get("is_concatenated", _FLAGS["is_concatenated"]),
+        alpha=alpha,
+        limit=limit,
+    )
+
+
+def correction_bias_of(block: nn.Module, layout: BlockLayout) -> Tensor | None:
+    """Return the tensor that the layout calls correction_bias."""
+    if layout.correction_bias is None:
+        return None
+    part: object = block
+    for step in layout.correction_bias.split("."):
+        part = getattr(part, step)
+    assert isinstance(part, Tensor), "read_layout() found it"
+    return part
+
+
+def router_settings(router: nn.Module) -> dict[str, object]:
+    """Return what decides how a router routes: no sizes, and of children those without tensors.
+
+    Children with tensors make the logits, and so do the tensors of the router itself.
+    """
+    found = {name: value for name, value in _attributes(router).items() if name not in _SIZES}
+    has_tensors = {name.partition(".")[0] for name in router.state_dict(keep_vars=True)}
+    return found | {n: one for n, one in router.named_children() if n not in has_tensors}
+
+
+def refusal(came: str, expected: str) -> ConfigError:
+    """Return the error about a block that from_transformers does not take."""
+    return ConfigError(
+        f"from_transformers: {came}, expected {expected}; assemble ExpertParallelMoE from its "
+        "parts, or try register_expert_parallel on the whole model"
+    )
+
+
+def _unknown(module: nn.Module, name: str) -> ConfigError:
+    why = _NOT_BUILT.get(name, "a part that nobody here knows")
+    return refusal(f"{_kind(module)} has {name}, {why}", "a block of known parts")
+
+
+def _kind(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _attributes(module: nn.Module) -> dict[str, object]:
+    """Return what a module holds beside its parts and what torch keeps in every module."""
+    ours = set(vars(nn.Module()))
+    return {name: value for name, value in vars(module).items() if name not in ours}
+
+
+def _settings(module: nn.Module, known: Iterable[str]) -> dict[str, object]:
+    """Return the attributes that decide what is computed, each of which must be known."""
+    known = set(known)
+    found = {name: one for name, one in _attributes(module).items() if name not in _SIZES}
+    for name, value in found.items():
+        # A part that other blocks of the kind have, and this one has not.
+        is_absent = value is None and name in _PARTS
+        if name not in known and not is_absent:
+            raise refusal(
+                f"{name} of {_kind(module)} is {value!r}, an attribute that nobody here knows",
+                f"no other than {sorted(known)}",
+            )
+    return found
+
+
+def _bias_of_router(block: nn.Module, names: Mapping[str, str]) -> dict[str, str]:
+    """Return the name of a correction bias in the router, if the block itself has none."""
+    router = block.get_submodule(names["router"])
+    tensors = {*dict(router.named_parameters()), *dict(router.named_buffers())}
+    found = [name for name in _ROUTER_BIASES if name in tensors]
+    if not found or "correction_bias" in names:
+        return {}
+    return {"correction_bias": f"{names['router']}.{found[0]}"}
+
+
+def _check_takes(
+    owner: nn.Module, module: nn.Module, num_inputs: int, *, extra: Iterable[str] = ()
+) -> None:
+    """Raise ConfigError unless forward takes so many arguments, and at most `extra` further."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    further = sorted(set(names[num_inputs:]) - set(extra))
+    if len(names) < num_inputs or further:
+        raise refusal(
+            f"{_kind(owner)} is called with ({', '.join(names)})",
+            f"{num_inputs} argument{'' if num_inputs == 1 else 's'}",
+        )
+
+
+def _check_num_experts(block: nn.Module) -> None:
+    """Raise ConfigError where a block calls something else its number of experts."""
+    held = next(block.get_submodule("experts").parameters(), None)
+    named = getattr(block, "num_experts", None)
+    if held is not None and named is not None and named != held.shape[0]:
+        raise refusal(
+            f"num_experts of {_kind(block)} is {named}", f"{held.shape[0]}, as its experts are"
+        )
+
+
+def _check_no_jitter(block: nn.Module, settings: Mapping[str, object]) -> None:
+    for name in _NOISE:
+        if settings.get(name):
+            raise ConfigError(
+                f"from_transformers: router jitter of {_kind(block)} is {settings[name]}, expected "
+                "0, because noise on the input is not built; set router_jitter_noise=0"
+            )
+
+
+def _check_activation(experts: nn.Module, activation: Activation) -> None:
+    act_fn = getattr(experts, "act_fn", None)
+    found = getattr(act_fn, "__name__", type(act_fn).__name__)
+    expected = _ACT_FN_NAMES[activation]
+    if found not in expected:
+        raise ConfigError(
+            f"from_transformers: act_fn of {_kind(experts)} is {found}, expected "
+            f"{expected[0]}; these experts are built with {activation.value} alone"
+        )
+
+
+def _one_of(
+    experts: nn.Module, settings: Mapping[str, object], names: Iterable[str]
+) -> float | None:
+    """Return the value of an attribute that has several names, which may not disagree."""
+    found = {float(settings[name]) for name in names if settings.get(name) is not None}  # type: ignore[arg-type]
+    if len(found) > 1:
+        raise refusal(f"{_kind(experts)} has {list(names)} of {sorted(found)}", "one value")
+    return found.pop() if found else None

@@ -1,0 +1,34 @@
+"""docs/transformers_blocks.md is true: each block is served like one process, or refused so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from epcomm import ConfigError, EPGroup, ExpertParallelMoE
+from tests.blocks import HIDDEN
+from tests.integrations.block_table import DOCUMENT, find_variants, make_block, render, table
+
+
+@pytest.mark.ranks(2)
+def test_every_block_of_transformers_is_as_the_document_says() -> None:
+    with EPGroup() as group:
+        rows = table(group)
+    wrong = {row.variant.name: row.error for row in rows if not row.is_served and not row.refusal}
+    assert not wrong, "served, and not equal"
+    command = "run python -m tests.integrations.block_table, and read what changed"
+    assert render(rows) == DOCUMENT.read_text(encoding="utf-8"), command
+
+
+@pytest.mark.ranks(2)
+def test_router_that_looks_experts_up_by_token_says_that_it_wants_input_ids() -> None:
+    variant = next(each for each in find_variants() if "hash_moe" in each.name)
+    with EPGroup() as group:
+        moe = ExpertParallelMoE.from_transformers(make_block(variant), group)
+        x = torch.zeros(1, 3, HIDDEN)
+        with pytest.raises(
+            ConfigError, match="input_ids is None, expected one id for each of the 3"
+        ):
+            moe(x)
+        with pytest.raises(ConfigError, match=r"input_ids is \[1, 2\], expected one id"):
+            moe(x, torch.zeros(1, 2, dtype=torch.int64))

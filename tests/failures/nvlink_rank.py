@@ -77,6 +77,8 @@ def run_rank(mode: str) -> int:
         print(f"{mode}, rank {rank}, {waited_s:.2f} s: {error}", flush=True)
         is_named = f"rank {LOST_RANK} did not arrive" in str(error)
         is_in_time = waited_s <= TIMEOUT_S + NAMING_LIMIT_S
+        # Others may be about to hear of it from this rank's memory and store.
+        time.sleep(2 * NAMING_LIMIT_S)
         # Not by the interpreter: NCCL would wait for the rank that is gone.
         os._exit(0 if is_named and is_in_time else 1)
     return 1

@@ -26,7 +26,13 @@ from epcomm.buffers.host_memory import HostMemory
 from epcomm.buffers.host_region import HostRegion
 from epcomm.buffers.shared_memory import SharedMemoryBuffer
 from epcomm.config import Mode
-from epcomm.testing.buffer_suite import BATCH_SPECS, BufferEnv, check_batch, dispatch
+from epcomm.testing.buffer_suite import (
+    BATCH_SPECS,
+    BufferEnv,
+    check_batch,
+    dispatch,
+    run_scenario,
+)
 from epcomm.testing.data import BatchSpec, random_ids
 from epcomm.types import RowsPer
 
@@ -178,6 +184,15 @@ def test_overwritten_rows_are_refused_on_all_ranks_that_hold_views_and_told_to_t
     num_ranks_of_token = torch.tensor([len({int(i) // 4 for i in row}) for row in ids])
     for number, found in enumerate(y, start=1):
         assert torch.equal(found, (x + number) * num_ranks_of_token.unsqueeze(1))
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_the_suite_sees_a_batch_that_is_combined_after_its_rows_are_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SharedMemoryBuffer, "_check_views", lambda buffer, route: None)
+    with EPGroup() as group, pytest.raises(AssertionError, match="expected HandleError with 2"):
+        run_scenario("stand_alone", env_of(group))
 
 
 @pytest.mark.ranks(NUM_RANKS)

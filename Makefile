@@ -10,13 +10,18 @@ PY := $(CURDIR)/.venv/bin/python
 ENVIRONMENT := .venv/.installed
 endif
 
-.PHONY: demo test lint clean
+.PHONY: demo test soak lint clean
 
 demo: $(ENVIRONMENT)
 	PYTHON='$(PY)' scripts/launch_multi_rank.sh 4 examples/train_qwen3_moe.py
 
 test: $(ENVIRONMENT)
 	$(PY) -m pytest tests
+
+# An hour: 200 short programs that must exit with 0, and 200 times ranks ended at random.
+soak: $(ENVIRONMENT)
+	$(PY) scripts/soak.py exits --number 200
+	$(PY) scripts/soak.py kills --number 200
 
 lint: $(ENVIRONMENT)
 	$(PY) -m ruff format --check .

@@ -83,6 +83,9 @@ class EPConfig:
     slot_alignment: each expert's slots start at a multiple of this, for GEMMs that tile.
     num_sms: processors of a GPU that each kernel of normal mode over NVLink may take, so that
         others compute meanwhile; None: the buffer's own choice. Other buffers do not look at it.
+    batches_in_flight: dispatches without gradients that may wait for their combine, at a cost of
+        memory; None: the buffer's own choice, which explain() tells. Where rows are copied any
+        number may; a backend that cannot keep so many is refused.
     timeout_s: longest wait for another rank, in seconds; a group waits as long as its most patient
         layer. NCCL and HCCL follow the timeout of the process group instead.
     check_calls: find faults in the call they belong to, at a cost: static buffers run check() in
@@ -104,6 +107,7 @@ class EPConfig:
     replicated: bool = False
     slot_alignment: int = 1
     num_sms: int | None = None
+    batches_in_flight: int | None = None
     # 100 s: a first call may compile kernels on one rank while the others wait.
     timeout_s: float = 100.0
     check_calls: bool = False
@@ -119,7 +123,7 @@ class EPConfig:
                 object.__setattr__(self, name, _enum_member(name, kind, value))
         scales = None if self.dispatch_scales is None else ScaleDtype(self.dispatch_scales)
         _check_scales(self.dispatch_dtype, scales)
-        for name in ("max_tokens_per_rank", "max_recv_slots", "num_sms"):
+        for name in ("max_tokens_per_rank", "max_recv_slots", "num_sms", "batches_in_flight"):
             value = getattr(self, name)
             is_valid = value is None or (_is_integer(value) and value >= 1)
             _expect(name, value, is_valid, "at least 1 or None")
@@ -219,6 +223,7 @@ _PARSERS = {
     "max_tokens_per_rank": int,
     "max_recv_slots": int,
     "num_sms": int,
+    "batches_in_flight": int,
     "slot_alignment": int,
     "timeout_s": float,
 }

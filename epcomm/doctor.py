@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
+from epcomm.buffers.host_memory import host_of_this_process
+from epcomm.buffers.host_room import memory_left
 from epcomm.deep_ep_facts import DeepEPKind, Variable, communication_variables, deep_ep_kind
 from epcomm.machine import Machine, this_machine
 from epcomm.registry import BUFFERS, FUSED, RUNNERS, backend_class, runner_class
@@ -173,6 +175,20 @@ def _platform(machine: Machine) -> tuple[Finding, ...]:
             detail="\n".join(devices) or "none",
             advice="" if devices else "none needed: tensors on the CPU travel over gloo",
         ),
+        _shared_memory(),
+    )
+
+
+def _shared_memory() -> Finding:
+    """What the ranks of this host can share, and how much is left."""
+    left = memory_left()
+    can_share = bool(host_of_this_process()) and left != 0
+    size = "size unknown" if left is None else f"{left / 2**30:.2f} GiB left"
+    return Finding(
+        name="shared memory",
+        status=Status.HERE if can_share else Status.MISSING,
+        detail=f"{size}, of this host or its container; the size of /dev/shm does not matter",
+        advice="" if can_share else "mode normal on a CPU takes backend collective, without it",
     )
 
 

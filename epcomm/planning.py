@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from epcomm.buffers.base import Availability, BufferCaps, BufferSpec
-from epcomm.buffers.fit import max_tokens_of
+from epcomm.buffers.fit import batches_in_flight_of, max_tokens_of
 from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
@@ -127,8 +127,9 @@ class PhasePlan:
             limits["top k"] = _limit(caps.max_top_k)
         if caps.hidden_multiple > 1:
             limits["hidden size"] = f"a multiple of {caps.hidden_multiple}"
-        if caps.batches_in_flight is not None:
-            limits["batches in flight"] = _limit(caps.batches_in_flight)
+        most_batches = batches_in_flight_of(spec, caps)
+        if most_batches is not None:
+            limits["batches in flight"] = _limit(most_batches)
         return limits
 
     def unusual(self) -> Mapping[str, str]:

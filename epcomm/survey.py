@@ -302,6 +302,7 @@ def _buffer_spec(
         slot_alignment=config.slot_alignment,
         compares_calls=config.check_calls,
         num_sms=config.num_sms,
+        batches_in_flight=config.batches_in_flight,
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import epcomm.doctor
 import epcomm.machine
 from epcomm.deep_ep_facts import DeepEPKind, deep_ep_kind
 from epcomm.doctor import Finding, Report, Status, doctor
@@ -177,6 +178,16 @@ def test_platform_names_backends_and_devices() -> None:
     assert {finding.status for finding in on_gpu.values()} == {Status.HERE}
 
 
+def test_shared_memory_is_shown_with_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epcomm.doctor, "memory_left", lambda: 3 * 2**29)
+    *_, found = doctor(machine()).platform
+    assert (found.name, found.status) == ("shared memory", Status.HERE)
+    assert found.detail.startswith("1.50 GiB left")
+    monkeypatch.setattr(epcomm.doctor, "host_of_this_process", lambda: "")
+    *_, missing = doctor(machine()).platform
+    assert (missing.status, bool(missing.advice)) == (Status.MISSING, True)
+
+
 def test_deep_gemm_is_found_and_never_asked(tmp_path: Path) -> None:
     missing = package(doctor(machine()), "deep_gemm")
     assert missing.status is Status.MISSING
@@ -320,7 +331,7 @@ print(json.dumps([[finding.name for finding in report.platform], sorted(imported
     )
     assert done.returncode == 0, done.stderr
     platform, imported = json.loads(done.stdout)
-    assert platform == ["torch", "distributed backends", "CUDA devices"]
+    assert platform == ["torch", "distributed backends", "CUDA devices", "shared memory"]
     assert not {
         "deep_ep",
         "deep_gemm",

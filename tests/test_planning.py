@@ -685,3 +685,11 @@ def test_slot_budget_is_that_of_prefill_alone() -> None:
     assert chosen.decode is not None
     budgets = [phase.buffer_spec.max_recv_slots for phase in (chosen.prefill, chosen.decode)]
     assert budgets == [64, None]
+
+
+def test_more_batches_in_flight_than_a_backend_keeps_are_refused() -> None:
+    config = EPConfig(mode="low_latency", max_tokens_per_rank=4, batches_in_flight=3)
+    rejected = {each.name: each.reasons for each in plan(config, SPEC).prefill.rejected}
+    assert "keeps 2 batches in flight, not 3" in rejected["deep_ep_v1_low_latency"]
+    # Whose slots may be more.
+    assert not any("in flight" in reason for reason in rejected["nvlink_low_latency"])

@@ -111,6 +111,7 @@ OTHER_CONFIG = {
     "replicated": True,
     "slot_alignment": 4,
     "num_sms": 16,
+    "batches_in_flight": 3,
     "timeout_s": 50.0,
     "check_calls": True,
     "deterministic": True,

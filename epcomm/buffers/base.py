@@ -47,6 +47,7 @@ class BufferSpec:
     slot_alignment: each expert's slots start at a multiple of this.
     compares_calls: ranks compare their calls where that needs an exchange of its own.
     num_sms: processors of a GPU that kernels of its own may take, None for the buffer's choice.
+    batches_in_flight: dispatches that may wait for their combine, None for the buffer's choice.
     intermediate_size: I, for fused operators, which compute the experts; buffers do not, and have
         None, as has a plan that was made without experts.
     """
@@ -62,6 +63,7 @@ class BufferSpec:
     slot_alignment: int = 1
     compares_calls: bool = False
     num_sms: int | None = None
+    batches_in_flight: int | None = None
     intermediate_size: int | None = None
 
     def as_record(self) -> dict[str, str | int | None]:
@@ -78,6 +80,7 @@ class BufferSpec:
             "slot_alignment": self.slot_alignment,
             "compares_calls": self.compares_calls,
             "num_sms": self.num_sms,
+            "batches_in_flight": self.batches_in_flight,
             "intermediate_size": self.intermediate_size,
         }
 
@@ -95,7 +98,9 @@ class BufferCaps:
     weights_applied_by: who may apply topk_weights.
     max_tokens_per_rank, max_top_k: limits of the mechanism, None for none.
     hidden_multiple: H must be a multiple of this.
-    batches_in_flight: dispatches that may wait for their combine, None for any number.
+    batches_in_flight: dispatches that may wait for their combine, unless their rows are copied
+        (owns_rows); None for any number. One more, and the oldest is refused by HandleError.
+    batches_on_request: BufferSpec.batches_in_flight may ask for another number, for more memory.
     late_receive: dispatch_async leaves the receive step to wait().
     reuses_route: redispatch works along an old route.
     is_static: sizes are agreed beforehand (max_tokens_per_rank, max_recv_slots) and faults wait
@@ -104,7 +109,8 @@ class BufferCaps:
     host_reads: times a dispatch makes the host wait for the device.
     combine_codecs: private compressions of combine, by name.
     combines_once: a dispatch may be combined once; a second combine raises HandleError.
-    owns_rows: rows are ordinary tensors; else they live until the second next dispatch.
+    owns_rows: rows are ordinary tensors; else they live until the dispatch that is so many later
+        as there may be batches in flight, but where gradients are on they are copied.
     has_slot_budget: BufferSpec.max_recv_slots bounds its static sizes; else they suffice for all.
     announces_faults: a bad call is told to all ranks, or waits for check() on all of them; else
         only with BufferSpec.compares_calls, and otherwise its own rank alone knows.
@@ -127,6 +133,7 @@ class BufferCaps:
     max_top_k: int | None = None
     hidden_multiple: int = 1
     batches_in_flight: int | None = None
+    batches_on_request: bool = False
     late_receive: bool = False
     reuses_route: bool = True
     is_static: bool = False

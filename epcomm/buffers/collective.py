@@ -76,6 +76,8 @@ class CollectiveRoute(Route):
     send_splits, recv_splits: [W] rows to and from each rank.
     slots_by_row: the slots of each received row, in k order.
     table: rows from each rank to each rank, where all ranks see all headers.
+    views_epoch: of the exchange that brought the rows, where they are views that a later exchange
+        overwrites.
     """
 
     num_tokens: int
@@ -86,6 +88,7 @@ class CollectiveRoute(Route):
     sends: SendOrder
     slots_by_row: Members
     table: RowTable | None = None
+    views_epoch: int | None = None
 
 
 class CollectiveBuffer(OverCollectives):
@@ -95,6 +98,8 @@ class CollectiveBuffer(OverCollectives):
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
     # Of the last headers, where all ranks see all of them.
     _table: RowTable | None = None
+    # Of the rows of the dispatch under way, where they are views.
+    _views_epoch: int | None = None
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
@@ -175,6 +180,7 @@ class CollectiveBuffer(OverCollectives):
             sends=sends,
             slots_by_row=slots_by_row(index),
             table=self._table,
+            views_epoch=self._views_epoch,
         )
         return Dispatched(
             rows=layout.wire_tensor(received),

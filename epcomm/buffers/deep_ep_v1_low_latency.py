@@ -61,8 +61,9 @@ _ALIGNMENT_BYTES = 128
 
 @dataclass(kw_only=True, eq=False)
 class _Batch:
-    """A batch in flight. is_ended: a later dispatch has taken its memory."""
+    """A batch in flight. number: of its dispatch. is_ended: a later one has taken its memory."""
 
+    number: int
     is_ended: bool = False
 
 
@@ -185,6 +186,7 @@ class DeepEPV1LowLatencyBuffer(ForeignBuffer):
             explicitly_destroy=True,
         )
         self._in_flight: deque[_Batch] = deque()
+        self._num_batches = 0
         self._last_sent = _Receipt()
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
@@ -207,7 +209,7 @@ class DeepEPV1LowLatencyBuffer(ForeignBuffer):
             return_recv_hook=True,
         )
 
-        batch = self._keep(_Batch())
+        batch = self._keep(_Batch(number=self._num_batches))
         # Combine reads the weights, and the caller may have overwritten them by then.
         weights = call.topk_weights.clone(memory_format=torch.contiguous_format)
         receipt = self._last_sent = _Receipt(receive)
@@ -305,6 +307,7 @@ class DeepEPV1LowLatencyBuffer(ForeignBuffer):
 
     def _keep(self, batch: _Batch) -> _Batch:
         """Remember a batch that is sent; the third one ends the first."""
+        self._num_batches += 1
         self._in_flight.append(batch)
         if len(self._in_flight) > _BATCHES_IN_FLIGHT:
             self._in_flight.popleft().is_ended = True
@@ -313,9 +316,10 @@ class DeepEPV1LowLatencyBuffer(ForeignBuffer):
     def _check_in_flight(self, batch: _Batch, function: str) -> None:
         if batch.is_ended:
             raise HandleError(
-                f"{function}: {_BATCHES_IN_FLIGHT} later batches were dispatched, which took the "
-                f"memory of this one (rank {self._rank} of {self._world_size}); combine a batch "
-                "before the second next dispatch"
+                f"{function}: the memory of batch {batch.number} was taken by batch "
+                f"{batch.number + _BATCHES_IN_FLIGHT}, for {_BATCHES_IN_FLIGHT} may be in flight "
+                f"(rank {self._rank} of {self._world_size}); combine a batch before the second "
+                "next dispatch"
             )
 
     def _wire(self, received: Rows) -> WireTensor:

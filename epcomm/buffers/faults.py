@@ -128,6 +128,15 @@ def repeated_ids_error(topk_ids: Tensor, rank: int, world_size: int) -> ShapeErr
     )
 
 
+def overwritten_error(backend: str, batch: int, num_batches: int, where: str) -> HandleError:
+    """The error of a combine whose rows a later batch took the memory of."""
+    return HandleError(
+        f"combine: the rows of batch {batch} of {backend} were overwritten by batch "
+        f"{batch + num_batches}, for {num_batches} may be in flight ({where}); combine a batch "
+        "earlier, or set EPConfig.batches_in_flight"
+    )
+
+
 def raise_faults(
     codes: Sequence[int], rank: int, own_error: EPError | None, *, function: str = "dispatch"
 ) -> None:

@@ -22,7 +22,7 @@ def carrying_reasons(spec: BufferSpec, caps: BufferCaps) -> list[str]:
 def limit_reasons(spec: BufferSpec, caps: BufferCaps, mode: Mode) -> list[str]:
     """Static buffers want limits, and limits want static buffers."""
     max_tokens, most = spec.max_tokens_per_rank, caps.max_tokens_per_rank
-    reasons = []
+    reasons = batch_reasons(spec, caps)
     if max_tokens is not None and most is not None and max_tokens > most:
         reasons.append(f"max_tokens_per_rank is {max_tokens}, at most {most}")
     if not caps.is_static:
@@ -36,6 +36,21 @@ def limit_reasons(spec: BufferSpec, caps: BufferCaps, mode: Mode) -> list[str]:
     if spec.max_recv_slots is not None and not caps.has_slot_budget:
         reasons.append("has room for any routing and no slot budget; leave max_recv_slots None")
     return reasons
+
+
+def batch_reasons(spec: BufferSpec, caps: BufferCaps) -> list[str]:
+    """More batches in flight than it has memory for."""
+    wanted, most = spec.batches_in_flight, caps.batches_in_flight
+    if wanted is None or most is None or caps.batches_on_request or wanted <= most:
+        return []
+    return [f"keeps {most} batches in flight, not {wanted}"]
+
+
+def batches_in_flight_of(spec: BufferSpec, caps: BufferCaps) -> int | None:
+    """Batches that may be in flight in the end; None for any number."""
+    if spec.batches_in_flight is None or not caps.batches_on_request:
+        return caps.batches_in_flight
+    return spec.batches_in_flight
 
 
 def max_tokens_of(spec: BufferSpec, caps: BufferCaps) -> int | None:

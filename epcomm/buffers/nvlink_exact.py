@@ -77,6 +77,7 @@ class NVLinkBuffer(NVLinkNormal):
             arrivals=self._routes.arrivals(),
             owns_rows=owns_rows,
             room_tokens=self._layout.max_tokens,
+            batch=self._last_batch,
         )
         slot_weights = torch.empty(num_slots, device=self._device)
         rows = self._index(route, slot_weights, slot, is_compact=owns_rows, has_budget=False)

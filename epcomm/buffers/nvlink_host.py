@@ -34,11 +34,11 @@ class NVLinkHost(Buffer):
 
     needs_one_host: ClassVar[bool] = True
     needs_nvlink: ClassVar[bool] = True
-    # Places for what a dispatch brings, used in turns.
+    # Places for what a dispatch brings, used in turns, unless the specification asks for others.
     num_slots: ClassVar[int]
-    # Polls of a kernel in a second: 5.3 million were seen on an H200; an interpreter takes
-    # 1.1 ms for one on a busy machine.
-    polls_per_s: ClassVar[Mapping[str, int]] = MappingProxyType({"cuda": 5_000_000, "cpu": 1_000})
+    # Polls of a kernel in a second: those of a GPU are timed, see peer_signals.POLL_NS; an
+    # interpreter takes 1.1 ms for one on a busy machine.
+    polls_per_s: ClassVar[Mapping[str, int]] = MappingProxyType({"cuda": 1_000, "cpu": 1_000})
 
     @classmethod
     def probe(cls, environment: Mapping[str, str]) -> Availability:
@@ -64,6 +64,11 @@ class NVLinkHost(Buffer):
     @abstractmethod
     def received_rows(self) -> tuple[WireTensor, ...]:
         """[W * M, H] of each slot, views of memory that peers write. Local."""
+
+    @classmethod
+    def slots_of(cls, spec: BufferSpec) -> int:
+        """Return how many places a buffer has for what a dispatch brings: its batches in flight."""
+        return spec.batches_in_flight or cls.num_slots
 
     @classmethod
     @abstractmethod
@@ -192,6 +197,7 @@ class NVLinkHost(Buffer):
             REPORT_EPOCH,
             REPORT_LATE,
             REPORT_PHASE,
+            who_gave_up,
         )
 
         words = self._report.tolist()
@@ -204,9 +210,16 @@ class NVLinkHost(Buffer):
                 f"{self._timeout_s:g} s (this is {where}); close the group and make a new one"
             )
         if words[REPORT_ABORTED]:
+            impatient, late = who_gave_up(words[REPORT_ABORTED])
+            what = f"rank {impatient} gave up waiting for {describe_ranks(late)} and told all ranks"
+            if self._rank in late:
+                story = f"this rank came too late: {what}"
+            elif late:
+                story = f"{describe_ranks(late)} did not arrive: {what}"
+            else:
+                story = f"rank {impatient} gave up waiting and told all ranks; see its message"
             raise EPTimeout(
-                f"{self.name}: rank {words[REPORT_ABORTED] - 1} gave up waiting and told all "
-                f"ranks (this is {where}); see its message; close the group and make a new one"
+                f"{self.name}: {story} (this is {where}); close the group and make a new one"
             )
 
     @property

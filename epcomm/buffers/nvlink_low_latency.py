@@ -92,6 +92,7 @@ class NVLinkLowLatencyBuffer(MaskingHost):
             wire_dtypes=FLOAT32_SUM_DTYPES,
             weights_applied_by=frozenset(WeightsAppliedBy),
             batches_in_flight=cls.num_slots,
+            batches_on_request=True,
             late_receive=True,
             reuses_route=False,
             is_static=True,
@@ -116,14 +117,14 @@ class NVLinkLowLatencyBuffer(MaskingHost):
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
-        layout = BlockLayout(spec, world_size, cls.num_slots)
+        layout = BlockLayout(spec, world_size, cls.slots_of(spec))
         num_slots = cls._num_slots_of(spec, layout.num_rows)
         index = index_bytes(spec, num_rows=layout.num_rows, num_slots=num_slots, num_members=0)
         words = sum(layout.regions[name] for name in layout.regions if name not in _ROW_REGIONS)
         sizes = {
-            "words and records": cls.num_slots * words,
-            **{name: cls.num_slots * layout.regions[name] for name in _ROW_REGIONS},
-            "slot index": cls.num_slots * (index + layout.num_rows),
+            "words and records": layout.num_slots * words,
+            **{name: layout.num_slots * layout.regions[name] for name in _ROW_REGIONS},
+            "slot index": layout.num_slots * (index + layout.num_rows),
         }
         return (
             *(Region(name=name, max_bytes=size) for name, size in sizes.items()),
@@ -148,7 +149,10 @@ class NVLinkLowLatencyBuffer(MaskingHost):
         cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
     ) -> BufferTraffic:
         """As Buffer.wire_bytes(); words that count arrivals are not counted."""
-        layout, num_others = BlockLayout(spec, call.world_size, cls.num_slots), call.world_size - 1
+        layout, num_others = (
+            BlockLayout(spec, call.world_size, cls.slots_of(spec)),
+            call.world_size - 1,
+        )
         num_tokens = call.tokens_of_rank[call.rank]
         return BufferTraffic(
             dispatch_bytes=call.rows_sent * _row_bytes(spec),
@@ -158,7 +162,7 @@ class NVLinkLowLatencyBuffer(MaskingHost):
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
         super().__init__(collectives, spec)
-        self._layout = BlockLayout(spec, self._world_size, self.num_slots)
+        self._layout = BlockLayout(spec, self._world_size, self.slots_of(spec))
         self._slots: list[NVLinkSlot] = []
         self._num_batches = 0
         # The one that took the first slot: a later one after mask_ranks().
@@ -177,11 +181,11 @@ class NVLinkLowLatencyBuffer(MaskingHost):
         self._counters = torch.zeros(4, dtype=torch.int64, device=device)
         table = [
             [base + self._layout.slot_offset(slot) for base in memory.addresses]
-            for slot in range(self.num_slots)
+            for slot in range(self._layout.num_slots)
         ]
         aborts = list(memory.addresses)
         self._table = torch.tensor([*table, aborts], dtype=torch.int64, device=device)
-        self._slots = [self._make_slot(slot, memory) for slot in range(self.num_slots)]
+        self._slots = [self._make_slot(slot, memory) for slot in range(self._layout.num_slots)]
         self._no_rows = torch.zeros(
             1, self._spec.hidden_size, dtype=self._combine_dtype, device=device
         )
@@ -309,7 +313,7 @@ class NVLinkLowLatencyBuffer(MaskingHost):
         )
 
     def _slot_of(self, batch: int) -> NVLinkSlot:
-        return self._slots[(batch - self._first_batch) % self.num_slots]
+        return self._slots[(batch - self._first_batch) % self._layout.num_slots]
 
     def _start_anew(self) -> None:
         assert self._memory is not None, "mask_ranks() has looked"
@@ -417,7 +421,7 @@ class NVLinkLowLatencyBuffer(MaskingHost):
 
         exchange = PeerExchange(
             slot=number,
-            num_slots=self.num_slots,
+            num_slots=layout.num_slots,
             rank=self._rank,
             num_programs=self._num_programs,
             max_polls=self._max_polls,
@@ -498,7 +502,7 @@ class NVLinkLowLatencyBuffer(MaskingHost):
             topk_weights=torch.empty(0, spec.top_k, device=device),
             flags=BatchFlags.NONE,
         )
-        for _ in range(self.num_slots):
+        for _ in range(self._layout.num_slots):
             sent = self.dispatch_async(call)
             self._meet()
             out = sent.wait()
@@ -513,10 +517,11 @@ class NVLinkLowLatencyBuffer(MaskingHost):
 
     def _check_batch(self, slot: NVLinkSlot, batch: int) -> None:
         if slot.batch != batch or not slot.is_open:
+            num_slots = self._layout.num_slots
             raise HandleError(
                 f"combine: batch {batch} of {self.name} was combined, or ended by dispatch "
-                f"{batch + self.num_slots} (rank {self._rank} of {self._world_size}); dispatch "
-                "again"
+                f"{batch + num_slots}, for {num_slots} may be in flight (rank {self._rank} of "
+                f"{self._world_size}); dispatch again, or set EPConfig.batches_in_flight"
             )
 
     @property

@@ -48,7 +48,7 @@ class NVLinkMaskedBuffer(NVLinkLowLatencyBuffer):
         row_bytes = layout.data_bytes + layout.scale_bytes
         result_bytes = spec.combine_format.data_bytes(spec.hidden_size)
         return (
-            Region(name="packed rows", max_bytes=cls.num_slots * num_slots * row_bytes),
+            Region(name="packed rows", max_bytes=layout.num_slots * num_slots * row_bytes),
             Region(name="expert results", max_bytes=num_slots * result_bytes),
         )
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import BufferSpec, Combined, DispatchCall
-from epcomm.buffers.faults import BatchFlags, FaultCode, pack_word
+from epcomm.buffers.faults import BatchFlags, FaultCode, overwritten_error, pack_word
 from epcomm.buffers.nvlink_normal_facts import FIRST_TOKENS, NVLinkNormalFacts, row_bytes
 from epcomm.buffers.nvlink_normal_memory import (
     as_words,
@@ -45,6 +45,8 @@ class NVLinkNormal(NVLinkNormalFacts):
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
         super().__init__(collectives, spec)
         self._num_dispatches = 0
+        # Those that came before mask_ranks().
+        self._num_earlier = 0
         # Ranks that are masked.
         self._dead: tuple[int, ...] = ()
         self._routes = RouteMemory(spec=spec, world_size=self._world_size, device=self._device)
@@ -91,6 +93,7 @@ class NVLinkNormal(NVLinkNormalFacts):
     ) -> Combined:
         assert isinstance(route, NVLinkNormalRoute), "a route of this buffer"
         if row_scalars is None:
+            self._check_rows(route)
             self._compare_combine()
         self._begin_call()
         wire = self._spec.combine_format if row_scalars is None else self._spec.backward_format
@@ -138,7 +141,7 @@ class NVLinkNormal(NVLinkNormalFacts):
     def received_rows(self) -> tuple[WireTensor, ...]:
         """[W * M, H] of each slot, views of memory that peers write. Local."""
         wire = self._spec.dispatch_format
-        return tuple(self._received(slot, wire) for slot in range(self.num_slots))
+        return tuple(self._received(slot, wire) for slot in range(self._layout.num_slots))
 
     def _start_anew(self) -> None:
         assert self._memory is not None, "mask_ranks() has looked"
@@ -148,9 +151,10 @@ class NVLinkNormal(NVLinkNormalFacts):
         for words in (exchange.state, exchange.counted, exchange.faults):
             words.zero_()
         # Ranks may have come to different numbers.
+        self._num_earlier += self._num_dispatches
         self._num_dispatches = 0
         self._dead = tuple(rank for rank, word in enumerate(self._masked.tolist()) if word)
-        for slot in range(self.num_slots):
+        for slot in range(layout.num_slots):
             for rank in self._dead:
                 # Rows along old routes are used where they lie.
                 forget_rows(layout, block, slot, rank)
@@ -262,9 +266,25 @@ class NVLinkNormal(NVLinkNormalFacts):
         return received_rows(self._layout, self._memory.block, slot, wire)
 
     def _next_slot(self) -> int:
-        slot = self._num_dispatches % self.num_slots
+        slot = self._num_dispatches % self._layout.num_slots
         self._num_dispatches += 1
         return slot
+
+    @property
+    def _last_batch(self) -> int:
+        """The number of the dispatch that took a slot last."""
+        return self._num_earlier + self._num_dispatches
+
+    def _check_rows(self, route: NVLinkNormalRoute) -> None:
+        """Refuse a batch whose slot a later dispatch took; every rank counts alike."""
+        num_slots = self._layout.num_slots
+        if route.owns_rows or self._last_batch - route.batch < num_slots:
+            return
+        where = f"rank {self._rank} of {self._world_size}"
+        error = overwritten_error(self.name, route.batch, num_slots, where)
+        # Ranks that run with gradients own their rows and go on.
+        self.refuse_combine(error)
+        raise error
 
     def _open(self, max_tokens: int) -> None:
         """Blocks with room for M tokens of each rank, and words that begin anew."""

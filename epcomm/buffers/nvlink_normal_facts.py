@@ -54,6 +54,8 @@ class NVLinkNormalFacts(MaskingHost):
             is_static=is_static,
             host_reads=0 if is_static else 1,
             owns_rows=False,
+            batches_in_flight=cls.num_slots,
+            batches_on_request=True,
             announces_faults=True,
             device_types=frozenset({"cuda"}),
             needs_process_group=True,
@@ -84,10 +86,10 @@ class NVLinkNormalFacts(MaskingHost):
         """Bytes of a block, and of an index over its rows."""
         row = layout.record_bytes + layout.data_bytes + layout.scale_bytes
         home = layout.num_rows * layout.back_bytes
-        headers = cls.num_slots * layout.slot_regions["header"]
+        headers = layout.num_slots * layout.slot_regions["header"]
         return {
             "words and headers": layout.slots_at - home + headers,
-            "received rows": cls.num_slots * layout.num_rows * row,
+            "received rows": layout.num_slots * layout.num_rows * row,
             "home rows": home,
             "slot index": index_bytes(
                 spec,
@@ -114,7 +116,7 @@ class NVLinkNormalFacts(MaskingHost):
 
     @classmethod
     def _layout_for(cls, spec: BufferSpec, world_size: int, max_tokens: int) -> NormalLayout:
-        return NormalLayout(spec, world_size, max_tokens, ITEM_ROWS, cls.num_slots)
+        return NormalLayout(spec, world_size, max_tokens, ITEM_ROWS, cls.slots_of(spec))
 
     @classmethod
     def _most_slots(cls, spec: BufferSpec, num_rows: int) -> int:

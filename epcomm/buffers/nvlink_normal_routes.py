@@ -22,6 +22,7 @@ class NVLinkNormalRoute(Route):
 
     owns_rows: rows are numbered without gaps, and copied; else place q of source s is row
         s * M + q, of room_tokens = M, of memory that peers write.
+    batch: number of the dispatch, among all that took a slot.
     """
 
     num_tokens: int
@@ -31,6 +32,7 @@ class NVLinkNormalRoute(Route):
     arrivals: Arrivals
     owns_rows: bool
     room_tokens: int
+    batch: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -40,6 +40,7 @@ class NVLinkStaticBuffer(NVLinkNormal):
             arrivals=self._routes.arrivals(),
             owns_rows=bool(call.flags & BatchFlags.GRAD_ENABLED),
             room_tokens=self._layout.max_tokens,
+            batch=self._last_batch,
         )
         slot_weights = torch.zeros(num_slots, device=self._device)
         rows = self._index(route, slot_weights, slot, is_compact=False, has_budget=True)

@@ -1,7 +1,7 @@
 """The buffer for CPU ranks of one host: rows are written where the receiver reads them.
 
-The protocol is that of symmetric memory in normal mode: epochs, headers that all ranks see, two
-slots a region. What goes where, and all that is done with it, is CollectiveBuffer's; only the
+The protocol is that of symmetric memory in normal mode: epochs, headers that all ranks see, slots
+that take turns. What goes where, and all that is done with it, is CollectiveBuffer's; only the
 exchanges differ: a row crosses memory once, from the token to the expert's rank, and a sum once on
 its way home.
 
@@ -9,13 +9,15 @@ Rows and sums have room for the largest call so far: with the headers every rank
 rank needs, and all of them grow alike.
 
 Two slots in turns spare a round: who writes epoch e has heard of everybody's epoch e - 1, which
-came after their last use of epoch e - 2. Rows that were handed out live longer, until their owner's
-second next dispatch; so their writer waits for READY of epoch e, which dispatch sends with its
-header.
+came after their last use of epoch e - 2. Rows that were handed out live longer, as many dispatches
+of their owner as there may be batches in flight, each of which has a slot of its own; so their
+writer waits for READY of epoch e, which dispatch sends with its header. Every rank counts alike, so
+a batch whose slot was taken is refused by all of them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
@@ -23,20 +25,34 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Availability, BufferCaps, BufferSpec, DispatchCall, Dispatched
+from epcomm.buffers.base import (
+    Availability,
+    BufferCaps,
+    BufferSpec,
+    Combined,
+    DispatchCall,
+    Dispatched,
+)
 from epcomm.buffers.collective import CollectiveBuffer, CollectiveRoute, RowTable
 from epcomm.buffers.counts import HEADER_WORDS
-from epcomm.buffers.faults import BatchFlags, FaultCode, raise_faults
+from epcomm.buffers.faults import BatchFlags, FaultCode, overwritten_error, raise_faults
+from epcomm.buffers.fit import batches_in_flight_of
 from epcomm.buffers.host_memory import HostMemory, host_of_this_process
-from epcomm.buffers.host_region import NUM_SLOTS, HostRegion, line_aligned
+from epcomm.buffers.host_region import LEAST_ROOM, HostRegion, line_aligned
+from epcomm.buffers.host_room import memory_left
 from epcomm.buffers.host_signals import HostSignals, Signal, signal_bytes
 from epcomm.buffers.over_collectives import COLLECTIVE_CAPS
-from epcomm.buffers.sizes import RowBytes
+from epcomm.buffers.sizes import Region, RowBytes
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.records import Pending, Route
+from epcomm.types import RowsPer
 
+# Slots of headers, of calls and of sums, which are used up within a call.
+_NUM_TURNS = 2
+# Batches in flight, unless another number is asked for.
+_NUM_BATCHES = 2
 # Sums are made in pieces of so many bytes and copied while they lie in the cache: torch has no sum
 # into memory that is given, and for memory as large as all of them malloc asks the system.
 _PART_BYTES = 2**21
@@ -53,21 +69,51 @@ class SharedMemoryBuffer(CollectiveBuffer):
     def probe(cls, environment: Mapping[str, str]) -> Availability:
         if host_of_this_process():
             return Availability(ok=True)
-        return Availability(ok=False, reasons=("there is no folder of shared memory",))
+        reason = "the system does not tell whose memory this process can share, or hides its files"
+        return Availability(ok=False, reasons=(reason,))
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
-        return replace(COLLECTIVE_CAPS, owns_rows=False, device_types=frozenset({"cpu"}))
+        return replace(
+            COLLECTIVE_CAPS,
+            owns_rows=False,
+            batches_in_flight=_NUM_BATCHES,
+            batches_on_request=True,
+            device_types=frozenset({"cpu"}),
+        )
+
+    @classmethod
+    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
+        left, (rows, sums) = memory_left(), _most_bytes(spec, world_size)
+        block = _opening_bytes(spec, world_size)
+        block += num_batches(spec) * (rows or LEAST_ROOM) + _NUM_TURNS * (sums or LEAST_ROOM)
+        # The ranks have one memory.
+        if left is None or world_size * block <= left:
+            return ()
+        return (
+            f"needs {world_size * block} B of memory that {world_size} ranks share, and {left} B "
+            "are left on this host or in its container",
+        )
+
+    @classmethod
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+        rows, sums = _most_bytes(spec, world_size)
+        slots = {"received rows": (num_batches(spec), rows), "home rows": (_NUM_TURNS, sums)}
+        found = {each.name: each for each in super().region_bytes(spec, world_size)}
+        for name, (number, most) in slots.items():
+            per_token = number * (found[name].bytes_per_token or 0)
+            max_bytes = None if most is None else number * most
+            found[name] = Region(name=name, bytes_per_token=per_token, max_bytes=max_bytes)
+        return tuple(found.values())
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
         super().__init__(collectives, spec)
         self._rank, self._world_size = collectives.rank, collectives.world_size
-        # The widest row of either direction, out and home.
-        ways = [RowBytes.of(spec), RowBytes.of(spec, backward=True)]
-        self._widest_row = max(way.dispatch for way in ways)
-        self._widest_sum = max(way.combine for way in ways)
-        self._rows = HostRegion(collectives, "rows")
-        self._sums = HostRegion(collectives, "sums")
+        self._widest_row, self._widest_sum = _widest_bytes(spec)
+        self._num_batches = num_batches(spec)
+        rows, sums = _most_bytes(spec, self._world_size)
+        self._rows = HostRegion(collectives, "rows", self._num_batches, rows)
+        self._sums = HostRegion(collectives, "sums", _NUM_TURNS, sums)
         self._is_open = False
 
     def prepare(self) -> None:
@@ -79,12 +125,11 @@ class SharedMemoryBuffer(CollectiveBuffer):
         """
         bounded, size = self._collectives.bounded, self._world_size
         assert bounded is not None, "the host waits in the verbs of a CPU group"
-        table_shape = (NUM_SLOTS, size, size, HEADER_WORDS + self._spec.num_local_experts)
-        table_words = NUM_SLOTS * size * size * table_shape[-1]
+        table_shape = _table_shape(self._spec, size)
         table_at = line_aligned(signal_bytes(size))
-        codes_at = table_at + line_aligned(8 * table_words)
-        end = codes_at + 8 * NUM_SLOTS * size
-        memory = HostMemory(self._collectives, end, phase="open shared_memory")
+        codes_at = _codes_at(self._spec, size)
+        num_bytes = _opening_bytes(self._spec, size)
+        memory = HostMemory(self._collectives, num_bytes, phase="open shared_memory")
 
         def words(at: int, shape: tuple[int, ...]) -> list[Tensor]:
             count = torch.Size(shape).numel()
@@ -94,14 +139,16 @@ class SharedMemoryBuffer(CollectiveBuffer):
 
         # Of each rank: headers from every rank to every rank, and what every rank calls.
         self._headers = words(table_at, table_shape)
-        self._codes = words(codes_at, (NUM_SLOTS, size))
+        self._codes = words(codes_at, (_NUM_TURNS, size))
         self._signals = HostSignals(memory, self._rank, size, bounded)
         self._is_open = True
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         self._check_open()
+        is_view = not call.flags & BatchFlags.GRAD_ENABLED
+        self._views_epoch = self._signals.coming_epoch(Signal.GOT) if is_view else None
         out = super().dispatch(call)
-        if not call.flags & BatchFlags.GRAD_ENABLED:
+        if is_view:
             return out
         # Autograd keeps rows for as long as it likes.
         scales = None if out.rows.scales is None else out.rows.scales.clone()
@@ -113,6 +160,20 @@ class SharedMemoryBuffer(CollectiveBuffer):
         self._signals.publish(Signal.READY)
         self._signals.wait(Signal.READY, "backward of combine")
         return super().redispatch(hidden_states, route).clone()
+
+    def combine(
+        self,
+        rows: Tensor,
+        route: Route,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+    ) -> Combined:
+        self._check_views(route)
+        return super().combine(
+            rows, route, rows_per=rows_per, slot_weights=slot_weights, row_scalars=row_scalars
+        )
 
     def close(self) -> None:
         super().close()
@@ -127,7 +188,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
         signals, rank = self._signals, self._rank
         signals.next_epoch(Signal.READY)
         signals.publish(Signal.READY)
-        slot = signals.next_epoch(Signal.NOTED) % NUM_SLOTS
+        slot = signals.next_epoch(Signal.NOTED) % _NUM_TURNS
         for table in self._headers:
             table[slot, rank] = header
         signals.publish(Signal.NOTED)
@@ -196,7 +257,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
         self._check_open()
         if not is_forward:
             return Pending(lambda: None)
-        slot = self._signals.next_epoch(Signal.CALLED) % NUM_SLOTS
+        slot = self._signals.next_epoch(Signal.CALLED) % _NUM_TURNS
         for codes in self._codes:
             codes[slot, self._rank] = int(FaultCode.of(error, in_combine=True))
         self._signals.publish(Signal.CALLED)
@@ -207,6 +268,19 @@ class SharedMemoryBuffer(CollectiveBuffer):
             raise_faults(found, self._rank, error, function="combine")
 
         return Pending(wait)
+
+    def _check_views(self, route: Route) -> None:
+        """Refuse, on every rank, a batch whose rows a later exchange has overwritten."""
+        self._check_open()
+        assert isinstance(route, CollectiveRoute), "a route of this buffer"
+        epoch = route.views_epoch
+        if epoch is None or self._signals.coming_epoch(Signal.GOT) - epoch <= self._num_batches:
+            return
+        error = overwritten_error(
+            self.name, epoch, self._num_batches, f"rank {self._rank} of {self._world_size}"
+        )
+        # Where gradients are on, rows are copied: on ranks that differ in that, the others go on.
+        self.refuse_combine(error)
 
     def _check_open(self) -> None:
         if not self._is_open:
@@ -220,6 +294,46 @@ def _parts(num_rows: int, row_bytes: int) -> Iterator[slice]:
     """Neighbouring rows, at most _PART_BYTES at once."""
     step = max(_PART_BYTES // row_bytes, 1)
     return (slice(at, min(at + step, num_rows)) for at in range(0, num_rows, step))
+
+
+def num_batches(spec: BufferSpec) -> int:
+    """Return how many batches may be in flight."""
+    number = batches_in_flight_of(spec, SharedMemoryBuffer.caps(Mode.NORMAL))
+    assert number is not None, "rows are views"
+    return number
+
+
+def _widest_bytes(spec: BufferSpec) -> tuple[int, int]:
+    """Bytes of the widest row of either direction, out and home."""
+    ways = [RowBytes.of(spec), RowBytes.of(spec, backward=True)]
+    return max(way.dispatch for way in ways), max(way.combine for way in ways)
+
+
+def _most_bytes(spec: BufferSpec, world_size: int) -> tuple[int | None, int | None]:
+    """Most bytes of the rows that a rank receives and of the sums that come home, if M is known."""
+    if spec.max_tokens_per_rank is None:
+        return None, None
+    widest_row, widest_sum = _widest_bytes(spec)
+    copies = min(spec.top_k, world_size)
+    max_tokens = spec.max_tokens_per_rank
+    rows, sums = max_tokens * world_size * widest_row, max_tokens * copies * widest_sum
+    return line_aligned(rows), line_aligned(sums)
+
+
+def _table_shape(spec: BufferSpec, world_size: int) -> tuple[int, int, int, int]:
+    """Of the headers from every rank to every rank."""
+    return (_NUM_TURNS, world_size, world_size, HEADER_WORDS + spec.num_local_experts)
+
+
+def _codes_at(spec: BufferSpec, world_size: int) -> int:
+    """Where the words begin that tell what every rank calls, behind signals and headers."""
+    table_words = math.prod(_table_shape(spec, world_size))
+    return line_aligned(signal_bytes(world_size)) + line_aligned(8 * table_words)
+
+
+def _opening_bytes(spec: BufferSpec, world_size: int) -> int:
+    """Bytes of a rank's block of words."""
+    return _codes_at(spec, world_size) + 8 * _NUM_TURNS * world_size
 
 
 def _table_of(headers: Tensor) -> RowTable:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -21,7 +23,7 @@ from epcomm.collectives.base import (
 )
 from epcomm.collectives.bounded import BoundedWait, Step
 from epcomm.collectives.store_noticeboard import StoreNoticeboard
-from epcomm.errors import ConfigError
+from epcomm.errors import ConfigError, HandleError
 from epcomm.records import Pending
 
 # The device whose tensors a backend moves.
@@ -34,6 +36,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _MARGIN_S = 0.25
 # Seconds: Work.wait counts whole milliseconds, and 0 of them mean for ever.
 _SHORTEST_WAIT_S = 0.001
+# Seconds that the end of a program waits for gloo's threads; reached only when an exchange was in
+# vain and still is under way.
+_SETTLE_LIMIT_S = 2.0
 
 
 class TorchDistCollectives(Collectives):
@@ -54,12 +59,15 @@ class TorchDistCollectives(Collectives):
         Raises:
             ConfigError: its backend is unknown here.
         """
-        self._process_group = self.process_group = process_group
+        self.process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
         backend = _backend_of(process_group)
         self.device = _device_of(backend)
         if backend == "gloo":
+            self._sent = _SentTensors()
+            # When this object is gone, and at the latest before the interpreter is taken down.
+            weakref.finalize(self, self._sent.settle)
             store = process_group.get_group_store()
             self.bounded = BoundedWait(
                 StoreNoticeboard(store, rank=self.rank, world_size=self.world_size),
@@ -67,6 +75,10 @@ class TorchDistCollectives(Collectives):
                 world_size=self.world_size,
                 timeout_s=DEFAULT_TIMEOUT_S,
             )
+
+    def close(self) -> None:
+        """Let go of the process group: destroying it then ends its threads. Local, idempotent."""
+        self.process_group = None
 
     def all_to_all(
         self,
@@ -83,11 +95,12 @@ class TorchDistCollectives(Collectives):
         recv_bytes, send_bytes = _as_bytes(recv), _as_bytes(send)
         # None and an empty list both mean equal splits.
         recv_rows, send_rows = list(recv_splits or ()), list(send_splits or ())
-        group = self._process_group
+        group = self._open_group()
         if self.bounded is None:
             dist.all_to_all_single(recv_bytes, send_bytes, recv_rows, send_rows, group=group)
         else:
             options = AllToAllOptions()
+            self._sent.watch(recv_bytes, send_bytes)
             _begin(
                 self.bounded,
                 options,
@@ -103,11 +116,12 @@ class TorchDistCollectives(Collectives):
         check_sendable(tensor, self.device)
         gathered = tensor.new_empty((self.world_size, *tensor.shape))
         recv_bytes, send_bytes = _as_bytes(gathered.flatten()), _as_bytes(tensor.flatten())
-        group = self._process_group
+        group = self._open_group()
         if self.bounded is None:
             _all_gather(recv_bytes, send_bytes, group=group)
             return Pending(lambda: gathered)
         options = AllgatherOptions()
+        self._sent.watch(recv_bytes, send_bytes)
         end = _begin(
             self.bounded,
             options,
@@ -120,6 +134,37 @@ class TorchDistCollectives(Collectives):
             return gathered
 
         return Pending(wait)
+
+    def _open_group(self) -> dist.ProcessGroup:
+        if self.process_group is None:
+            raise HandleError(
+                f"collective: the EPGroup is closed (rank {self.rank} of {self.world_size}); make "
+                "a new one"
+            )
+        return self.process_group
+
+
+class _SentTensors:
+    """Tensors that threads of gloo still hold.
+
+    Such a thread lets go of the tensors of an exchange some time after the exchange has ended, and
+    needs the interpreter for that. A thread that asks for it while it is taken down is ended by
+    it, in a destructor, and that aborts the process.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[weakref.ref[Tensor]] = []
+
+    def watch(self, *tensors: Tensor) -> None:
+        """Remember tensors of an exchange, which nobody else keeps when it has ended."""
+        self._held = [ref for ref in self._held if ref() is not None]
+        self._held += map(weakref.ref, tensors)
+
+    def settle(self) -> None:
+        """Wait until gloo has let go of all of them. Local."""
+        deadline_s = time.monotonic() + _SETTLE_LIMIT_S
+        while any(ref() is not None for ref in self._held) and time.monotonic() < deadline_s:
+            time.sleep(_SHORTEST_WAIT_S)
 
 
 def _begin(

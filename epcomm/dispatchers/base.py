@@ -16,7 +16,8 @@ CombineT = TypeVar("CombineT", bound=CombineInput)
 class Dispatcher(ABC, Generic[DispatchT, CombineT]):
     """Moves the tokens of one layer to their experts and the results home.
 
-    Nothing about a batch in flight is kept here, so batches may interleave.
+    Nothing about a batch in flight is kept here, so batches may interleave: as many as
+    BufferCaps.batches_in_flight says without gradients, and any number with them.
     """
 
     @abstractmethod

@@ -39,7 +39,7 @@ class NormalExchange:
     """The memory of all ranks, as one rank sees it.
 
     num_programs: P, of every kernel that sends; equal on all ranks.
-    max_polls: times that a wait looks at its words before it gives up.
+    max_polls: of a wait before it gives up, see peer_signals.py.
     own_address: of this rank's block.   table: [W], int64: addresses of all.
     regions: where each begins, from the beginning of the block or, behind slots_at, of a slot.
     slot_bytes: from one slot to the next.   num_items: of sums from one rank, at most.

@@ -21,6 +21,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from epcomm.kernels.peer_signals import polls_spent
+
 # Tokens of a group, and words of their bits: two entries a thread at K = 8.
 GROUP_TOKENS, GROUP_WORDS = 128, 4
 # Earlier programs whose counts are read at once.
@@ -111,10 +113,14 @@ def _await_earlier(
     is_earlier = lane < program
     num_late = program
     polls_left = max_polls
+    num_looks = max_polls * 0
+    end_ns = num_looks.to(tl.int64)
     while (num_late > 0) & (polls_left > 0):
         words = tl.load(counted_ptr + lane, mask=is_earlier, other=0, volatile=True)
         num_late = tl.sum((is_earlier & (words - epoch < 0)).to(tl.int32))
-        polls_left -= 1
+        num_looks += 1
+        spent, end_ns = polls_spent(num_looks, end_ns)  # pyright: ignore[reportGeneralTypeIssues]
+        polls_left -= spent
     # Acquires what they released; see peer_signals.await_words().
     words = tl.atomic_add(
         counted_ptr + lane, tl.zeros_like(lane), mask=is_earlier, sem="acquire", scope="gpu"

@@ -18,6 +18,10 @@ typedef long long i64;
 // Places in the state and in a report, as epochs.py and peer_signals.py have them.
 constexpr int COMBINE_EPOCH = 1, COMBINE_LEFT = 3, COMBINE_TOKENS = 4;
 constexpr int REPORT_PHASE = 0, REPORT_EPOCH = 1, REPORT_ABORTED = 2, REPORT_LATE = 4;
+// Of the word to give up by, as in peer_signals.py.
+constexpr int LATE_SHIFT = 8, MOST_LATE = 23;
+// Of waits, likewise.
+constexpr u32 LOOKS_PER_TICK = 1024, POLL_NS = 1000000;
 constexpr int PHASE_READY = 14, PHASE_SUMS = 15;
 constexpr u32 ALL_LANES = 0xffffffffu;
 // Vectors of 16 bytes in a row; UNROLL of them are under way at once in a lane.
@@ -59,6 +63,12 @@ __device__ u32 acquired(u64 address) {
 __device__ u32 watched(u64 address) {
     u32 value;
     asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ u64 clock_ns() {
+    u64 value;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
     return value;
 }
 
@@ -183,19 +193,29 @@ __device__ void give_up(const Arguments& a, u32 late, u32 aborted, int phase, in
         a.report[REPORT_PHASE] = phase;
     }
     __syncwarp();
-    // Watched by wait(), on every rank.
-    if (takes_part(a, lane)) release(a.table[lane], a.rank + 1);
+    // Watched by wait(), on every rank. Its bits are those of peer_signals.give_up().
+    const u32 told = (late & ((1u << MOST_LATE) - 1)) << LATE_SHIFT;
+    if (takes_part(a, lane)) release(a.table[lane], told + a.rank + 1);
 }
 
 // Wait until the words of the lanes that have one are `epoch`; whether they are, for all lanes.
 // What their ranks had stored before can be loaded then, by all lanes.
 __device__ bool wait(const Arguments& a, u64 word, int epoch, int phase) {
     u32 late = ALL_LANES, aborted = 0;
-    // Each looks twice, one after the other, where those of Triton look once.
-    for (int polls = a.max_polls / 2; late && polls > 0 && !aborted; --polls) {
+    int polls = a.max_polls;
+    u64 end_ns = 0;
+    for (u32 looks = 1; late && polls > 0 && !aborted; ++looks) {
         late = __ballot_sync(ALL_LANES, word && (int)(watched(word) - (u32)epoch) < 0);
         if (late) aborted = watched(a.own);
         aborted = __shfl_sync(ALL_LANES, aborted, 0);
+        // As peer_signals.polls_spent(). The lanes of a warp may read the clock at other times.
+        if (looks % LOOKS_PER_TICK == 0) {
+            const u64 now_ns = __shfl_sync(ALL_LANES, clock_ns(), 0);
+            if (now_ns >= end_ns) {
+                --polls;
+                end_ns = now_ns + POLL_NS;
+            }
+        }
     }
     late = __ballot_sync(ALL_LANES, word && (int)(acquired(word) - (u32)epoch) < 0);
     __syncwarp();

@@ -22,7 +22,14 @@ from epcomm.kernels.epochs import COMBINE_EPOCH, COMBINE_LEFT, end_epoch
 from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.normal_exchange import Arrivals, NormalExchange, Sends
 from epcomm.kernels.peer_exchange import on_device
-from epcomm.kernels.peer_signals import await_words, give_up, publish, taking_part, words_at
+from epcomm.kernels.peer_signals import (
+    await_words,
+    give_up,
+    polls_spent,
+    publish,
+    taking_part,
+    words_at,
+)
 from epcomm.kernels.rounding import cast
 
 # What a report says that a rank waited for.
@@ -155,11 +162,15 @@ def _await_items(
     to_ptr = done_ptr + lane * ITEMS + tl.maximum(highest, 0) // ITEM_ROWS
     num_late = 1
     polls_left = max_polls
+    num_looks = max_polls * 0
+    end_ns = num_looks.to(tl.int64)
     while (num_late > 0) & (polls_left > 0):
         begun = tl.load(from_ptr, mask=is_needed, other=0, volatile=True) - epoch
         ended = tl.load(to_ptr, mask=is_needed, other=0, volatile=True) - epoch
         num_late = tl.sum((is_needed & (tl.minimum(begun, ended) < 0)).to(tl.int32))
-        polls_left = tl.where(tl.load(abort_ptr, volatile=True) != 0, 0, polls_left - 1)
+        num_looks += 1
+        spent, end_ns = polls_spent(num_looks, end_ns)  # pyright: ignore[reportGeneralTypeIssues]
+        polls_left = tl.where(tl.load(abort_ptr, volatile=True) != 0, 0, polls_left - spent)
     nothing = tl.zeros_like(lane)
     begun = tl.atomic_add(from_ptr, nothing, mask=is_needed, sem="acquire", scope="sys") - epoch
     ended = tl.atomic_add(to_ptr, nothing, mask=is_needed, sem="acquire", scope="sys") - epoch

@@ -26,7 +26,7 @@ class PeerExchange:
 
     slot: its number.   num_slots: N.   rank: this one.
     num_programs: P, programs of a kernel that sends; at least W, and equal on all ranks.
-    max_polls: times that a wait looks at its words before it gives up.
+    max_polls: of a wait before it gives up, see peer_signals.py.
     slot_address, abort_address: of the slot and of the word to give up by, on this rank.
     offsets: where the regions of a slot begin, in bytes.
     record_words: of each of the three parts of a record.

@@ -60,7 +60,7 @@ def meet(
         words_address: of the words of this rank.
         rank: this one.
         number: of the meeting, from 1.
-        max_polls: times that it looks.
+        max_polls: before it gives up, see peer_signals.py.
 
     Collective: yes, among those that take part.   Allocates nothing.   Host sync: none.
     """

@@ -303,7 +303,7 @@ def check_combine(
 ) -> None:
     """Expert e multiplies by e + 1; every way to combine must give the same sums.
 
-    once: only the first way, where a dispatch is combined once; else it is dispatched again.
+    once: only the first way. Else a batch that is combined once is dispatched again for the next.
     """
     caps = env.caps
     ways: list[Callable[[_Computed], None]] = []
@@ -314,9 +314,9 @@ def check_combine(
     if caps.trainable or out.index.slots_of_row is not None:
         ways.append(_combine_rows)
     for number, way in enumerate(ways):
+        if number and once:
+            return
         if number and caps.combines_once:
-            if once:
-                return
             out = dispatch(env, buffer, batches[env.group.rank], spec)
         way(_compute(env, buffer, out, batches, spec))
 
@@ -428,46 +428,57 @@ def check_redispatch(
 
 
 def check_operations_stand_alone(env: BufferEnv) -> None:
-    """Dispatches without combines, two batches in flight, combines in any order and repeated."""
+    """Dispatches without combines, and combines in any order and repeated, or only once."""
     # Holes: on two ranks, three of four experts would bring every token to both.
     spec, most = env.adapted(BATCH_SPECS["holes"]), env.caps.batches_in_flight
+    if most is not None:
+        _check_batches_in_flight(env, env.open(spec), spec, most)
+    if most is not None and not env.caps.trainable:
+        return
     buffer = env.open(spec)
     # Without gradients rows may be views that a later dispatch overwrites.
-    flags = BatchFlags.NONE if env.caps.owns_rows or most else BatchFlags.GRAD_ENABLED
+    flags = BatchFlags.NONE if env.caps.owns_rows else BatchFlags.GRAD_ENABLED
     outs, all_batches = [], []
-    for number in range(most or 4):
+    for number in range(4):
         all_batches.append(env.batches(spec, number))
         mine = all_batches[-1][env.group.rank]
         outs.append(buffer.dispatch(make_call(env, mine, spec, flags=flags)))
-    if most is not None:
-        _check_ended_batch(env, buffer, outs, all_batches, spec)
-        return
     for number in (2, 0, 0, 3):
         check_slots(env, outs[number], all_batches[number], spec, 1)
         check_combine(env, buffer, outs[number], all_batches[number], spec)
 
 
-def _check_ended_batch(
-    env: BufferEnv,
-    buffer: Buffer,
-    outs: list[Dispatched],
-    all_batches: list[list[RankBatch]],
-    spec: BatchSpec,
-) -> None:
+def check_more_in_flight(env: BufferEnv) -> None:
+    """One batch more than by default, and a single one, where the caller may ask for that."""
+    spec, most = env.adapted(BATCH_SPECS["holes"]), env.caps.batches_in_flight
+    if most is None or not env.caps.batches_on_request:
+        return
+    for number in (most + 1, 1):
+        buffer = env.open(spec, batches_in_flight=number)
+        _check_batches_in_flight(env, buffer, spec, number)
+
+
+def _check_batches_in_flight(env: BufferEnv, buffer: Buffer, spec: BatchSpec, most: int) -> None:
     """All batches that may be in flight are there; one more ends the first, and spares the rest."""
-    for out, batches in zip(outs, all_batches, strict=True):
-        check_slots(env, out, batches, spec, 1)
-    batches = env.batches(spec, len(outs))
-    newest = dispatch(env, buffer, batches[env.group.rank], spec)
+    outs, all_batches = [], []
+    for number in range(most + 1):
+        all_batches.append(env.batches(spec, number))
+        outs.append(dispatch(env, buffer, all_batches[-1][env.group.rank], spec))
+        if number == most - 1:
+            for out, batches in zip(outs, all_batches, strict=True):
+                check_slots(env, out, batches, spec, 1)
     error = _raised(lambda: _finish(env, buffer, outs[0], spec))
-    if not isinstance(error, HandleError):
-        _fail(env, f"combine of an ended batch raised {error!r}, expected HandleError")
-    for out, found in ((newest, batches), (outs[-1], all_batches[-1])):
-        check_slots(env, out, found, spec, 1)
-        # Dispatching again would end the other batch.
-        check_combine(env, buffer, out, found, spec, once=True)
+    if not isinstance(error, HandleError) or f"for {most} may be in flight" not in str(error):
+        _fail(env, f"combine of an ended batch raised {error!r}, expected HandleError with {most}")
+    if env.is_static:
+        # A refusal of this rank waits there too.
+        _raised(buffer.check)
+    for out, batches in zip(outs[1:], all_batches[1:], strict=True):
+        check_slots(env, out, batches, spec, 1)
+        # Dispatching again would end another batch.
+        check_combine(env, buffer, out, batches, spec, once=True)
     if env.caps.combines_once:
-        again = _raised(lambda: _finish(env, buffer, newest, spec))
+        again = _raised(lambda: _finish(env, buffer, outs[-1], spec))
         if not isinstance(again, HandleError):
             _fail(env, f"a second combine raised {again!r}, expected HandleError")
 
@@ -641,6 +652,7 @@ SCENARIOS: Mapping[str, Callable[[BufferEnv], None]] = MappingProxyType(
         "aligned": lambda env: check_batch(env, BATCH_SPECS["uneven"], slot_alignment=4),
         "aligned_holes": lambda env: check_batch(env, BATCH_SPECS["holes"], slot_alignment=8),
         "stand_alone": check_operations_stand_alone,
+        "more_in_flight": check_more_in_flight,
         "faults": check_faults,
         "combine_faults": check_combine_faults,
         "ids_out_of_range": check_ids_out_of_range,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm import ConfigError, ShapeError
-from epcomm.collectives.torch_dist import TorchDistCollectives
+from epcomm import ConfigError, EPGroup, HandleError, ShapeError
+from epcomm.collectives.torch_dist import TorchDistCollectives, _SentTensors
 
 NUM_RANKS = 4
 DTYPES = [
@@ -163,3 +166,26 @@ def test_disagreement_names_field_values_and_ranks_on_every_rank() -> None:
         f"(this is rank {collectives.rank} of 4); make them equal on all ranks"
     )
     collectives.agree({"after": "the fault"}, what="the group is usable")
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_a_closed_group_lets_go_of_its_process_group() -> None:
+    group = EPGroup()
+    group.collectives.gather_records({})
+    group.close()
+    # The caller destroys it, which ends its threads only if nobody else holds it.
+    assert group.collectives.process_group is None
+    with pytest.raises(HandleError, match="collective: the EPGroup is closed"):
+        group.collectives.gather_records({})
+
+
+def test_the_end_of_a_program_waits_until_gloo_has_let_go_of_tensors() -> None:
+    """A thread of gloo does so after the exchange, and aborts the process if that ends before."""
+    sent, held = _SentTensors(), [torch.ones(3).view(torch.uint8)]
+    sent.watch(held[0])
+    begin_s = time.monotonic()
+    threading.Timer(0.3, held.clear).start()
+    sent.settle()
+    assert 0.2 < time.monotonic() - begin_s < 1.5
+    sent.settle()
+    assert time.monotonic() - begin_s < 1.5

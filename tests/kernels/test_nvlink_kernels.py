@@ -20,6 +20,7 @@ from epcomm.buffers.nvlink_low_latency import NVLinkLowLatencyBuffer
 from epcomm.buffers.nvlink_slots import NVLinkSlot
 from epcomm.kernels import nvlink_combine, nvlink_pack, nvlink_receive, nvlink_send
 from epcomm.kernels.peer_exchange import ExchangeDims, PeerExchange
+from epcomm.kernels.peer_signals import who_gave_up
 from epcomm.records import SlotIndex
 from epcomm.types import WireFormat, WireTensor
 
@@ -314,8 +315,9 @@ def test_wait_in_vain_is_reported_and_told_to_all(device: torch.device) -> None:
     phase, epoch, _, _, *late = ranks[0].exchange.report.tolist()
     assert (phase, epoch, late) == (nvlink_receive.PHASE_DISPATCH, 1, [0, 1])
     assert index[2][:2].tolist() == [0, 0]
-    assert [int(rank.block[:4].view(torch.int32)) for rank in ranks] == [1, 1]
-    # Rank 1 only notes who gave up, and sends nothing.
+    assert [int(rank.block[:4].view(torch.int32)) for rank in ranks] == [513, 513]
+    assert who_gave_up(513) == (0, [1])
+    # Rank 1 only notes who gave up on whom, and sends nothing.
     send(ranks[1], [[0, 1]], [[1, 1]])
-    assert ranks[1].exchange.report.tolist() == [0, 0, 1, 0, 0, 0]
+    assert ranks[1].exchange.report.tolist() == [0, 0, 513, 0, 0, 0]
     assert ranks[0].region("arrived_dispatch", torch.int32)[:2].tolist() == [2, 0]

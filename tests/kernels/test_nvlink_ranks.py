@@ -45,7 +45,7 @@ MASKED = f"{BACKEND}_masked"
 BF16 = WireFormat.of(torch.bfloat16)
 SCENARIOS = {
     "shapes": ("empty_rank", "odd_hidden", "aligned_holes"),
-    "batches": ("stand_alone", "traffic", "many_experts"),
+    "batches": ("stand_alone", "more_in_flight", "traffic", "many_experts"),
     "faults": ("faults",),
     "refusals": ("combine_faults",),
 }
@@ -162,9 +162,9 @@ class OneSlotBuffer(NVLinkLowLatencyBuffer):
 
 
 class ImpatientBuffer(NVLinkLowLatencyBuffer):
-    """Gives up after 200 polls, or a million of a GPU."""
+    """Gives up after 200 polls, a fifth of a second of a GPU."""
 
-    polls_per_s: ClassVar[Mapping[str, int]] = {"cpu": 2, "cuda": 10_000}
+    polls_per_s: ClassVar[Mapping[str, int]] = {"cpu": 2, "cuda": 2}
 
 
 # Batches of which both of two ranks have tokens.
@@ -302,7 +302,7 @@ def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
             # Its kernels return at once, and its host hears of it.
             out = buffer.dispatch(call)
             assert out.index.num_slots_per_expert.tolist() == [0] * NUM_LOCAL
-            with pytest.raises(EPTimeout, match="rank 0 gave up"):
+            with pytest.raises(EPTimeout, match="this rank came too late: rank 0 gave up"):
                 buffer.dispatch(call)
             # A graph goes on, for its host does not look.
             buffer._report.zero_()
@@ -341,15 +341,15 @@ def test_end_does_not_wait_for_a_rank_that_is_gone(way: str) -> None:
         begin = time.monotonic()
         if group.rank == 0:
             getattr(buffer, way)()
-        # 200 polls of an interpreter, a million of a GPU.
+        # 200 polls of an interpreter, 0.2 s of a GPU.
         assert time.monotonic() - begin < 10
         group.collectives.gather_records({}, phase="rank 0 has closed")
 
 
 class HastyBuffer(NVLinkLowLatencyBuffer):
-    """Gives up after 3000 polls, some three seconds, or two million of a GPU."""
+    """Gives up after 3000 polls, some three seconds, or 400 of a GPU, 0.4 s."""
 
-    polls_per_s: ClassVar[Mapping[str, int]] = {"cpu": 30, "cuda": 20_000}
+    polls_per_s: ClassVar[Mapping[str, int]] = {"cpu": 30, "cuda": 4}
 
 
 def run_without(buffer: NVLinkLowLatencyBuffer, dead: int, rounds: range, group: EPGroup) -> None:
@@ -387,7 +387,7 @@ def test_living_ranks_go_on_without_a_dead_one(num_ranks: int) -> None:
         route = None
         if not is_dead:
             route = buffer.dispatch(call).route
-            with pytest.raises(EPTimeout, match=r"rank 1 did not arrive|gave up waiting"):
+            with pytest.raises(EPTimeout, match="rank 1 did not arrive"):
                 buffer.check()
             with pytest.raises(ConfigError, match="expected other ranks of 0 to"):
                 buffer.mask_ranks([group.rank])

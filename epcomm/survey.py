@@ -7,9 +7,8 @@ part in one exchange, after which all of them know the same and choose, or raise
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from epcomm.buffers.base import Availability, Buffer, BufferCaps, BufferSpec
 from epcomm.buffers.fit import carrying_reasons, limit_reasons
@@ -86,6 +85,7 @@ def survey_rank(
     Raises:
         ConfigError: the layer or the configuration cannot be served by anything.
     """
+    spec.check()
     if config.backend != "auto":
         backend_family(config.backend, Mode(config.mode))
     if config.runner != "auto":
@@ -162,16 +162,6 @@ def survey_group(
     return replace(survey, verdicts=_with_nvlink(verdicts, told))
 
 
-def refuse_plan(group: EPGroup, error: ConfigError) -> NoReturn:
-    """Raise what keeps this rank from planning, after the others, which plan, have heard of it.
-
-    Collective: yes, with their plan().   Host sync: yes.
-    """
-    with suppress(ConfigError):
-        group.collectives.agree({_ERROR: str(error)}, what="plan")
-    raise error
-
-
 def _on_hosts(
     verdicts: Mapping[str, Mapping[str, Availability]], hosts: Sequence[str]
 ) -> Mapping[str, Mapping[str, Availability]]:
@@ -216,6 +206,8 @@ def _describe_experts(weights: ExpertTensors | None) -> dict[str, Scalar]:
         "format": str(weights.format),
         "wanted rows": str(weights.wire_format),
         "intermediate_size": weights.intermediate_size,
+        # Experts frozen on one rank alone by mistake would stay as they are without a word.
+        "requires_grad": weights.requires_grad,
     }
 
 

@@ -10,8 +10,8 @@ rank needs, and all of them grow alike.
 
 Two slots in turns spare a round: who writes epoch e has heard of everybody's epoch e - 1, which
 came after their last use of epoch e - 2. Rows that were handed out live longer, until their owner's
-second next dispatch; so their writer waits for READY of epoch e, which dispatch sends with its
-header.
+second next dispatch; so their writer waits for the header of that call, which all ranks announce on
+the board of the group (host_board.py) before anything else.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from torch import Tensor
 
 from epcomm.buffers.base import Availability, BufferCaps, BufferSpec, DispatchCall, Dispatched
 from epcomm.buffers.collective import CollectiveBuffer, CollectiveRoute, RowTable
-from epcomm.buffers.counts import HEADER_WORDS
-from epcomm.buffers.faults import BatchFlags, FaultCode, raise_faults
+from epcomm.buffers.faults import BatchFlags
+from epcomm.buffers.host_board import HostBoard
 from epcomm.buffers.host_memory import HostMemory, host_of_this_process
 from epcomm.buffers.host_region import NUM_SLOTS, HostRegion, line_aligned
 from epcomm.buffers.host_signals import HostSignals, Signal, signal_bytes
 from epcomm.buffers.over_collectives import COLLECTIVE_CAPS
 from epcomm.buffers.sizes import RowBytes
 from epcomm.collectives.base import Collectives
+from epcomm.collectives.call_order import HEADER_WORDS, ROWS, CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.records import Pending, Route
@@ -68,6 +69,9 @@ class SharedMemoryBuffer(CollectiveBuffer):
         self._widest_sum = max(way.combine for way in ways)
         self._rows = HostRegion(collectives, "rows")
         self._sums = HostRegion(collectives, "sums")
+        self._num_dispatches = 0
+        # Memory has no rest.
+        self._has_rest = False
         self._is_open = False
 
     def prepare(self) -> None:
@@ -82,8 +86,9 @@ class SharedMemoryBuffer(CollectiveBuffer):
         table_shape = (NUM_SLOTS, size, size, HEADER_WORDS + self._spec.num_local_experts)
         table_words = NUM_SLOTS * size * size * table_shape[-1]
         table_at = line_aligned(signal_bytes(size))
-        codes_at = table_at + line_aligned(8 * table_words)
-        end = codes_at + 8 * NUM_SLOTS * size
+        end = table_at + line_aligned(8 * table_words)
+        if not self._calls.has_board:
+            self._calls.use(HostBoard(self._collectives))
         memory = HostMemory(self._collectives, end, phase="open shared_memory")
 
         def words(at: int, shape: tuple[int, ...]) -> list[Tensor]:
@@ -92,10 +97,10 @@ class SharedMemoryBuffer(CollectiveBuffer):
                 block[at : at + 8 * count].view(torch.int64).view(shape) for block in memory.blocks
             ]
 
-        # Of each rank: headers from every rank to every rank, and what every rank calls.
+        # Of each rank: headers from every rank to every rank.
         self._headers = words(table_at, table_shape)
-        self._codes = words(codes_at, (NUM_SLOTS, size))
         self._signals = HostSignals(memory, self._rank, size, bounded)
+        self._bounded = bounded
         self._is_open = True
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
@@ -108,10 +113,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
         return replace(out, rows=replace(out.rows, data=out.rows.data.clone(), scales=scales))
 
     def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
-        self._check_open()
-        self._signals.next_epoch(Signal.READY)
-        self._signals.publish(Signal.READY)
-        self._signals.wait(Signal.READY, "backward of combine")
+        # Its header says that every rank is done with the rows of the batch before the last.
         return super().redispatch(hidden_states, route).clone()
 
     def close(self) -> None:
@@ -119,26 +121,27 @@ class SharedMemoryBuffer(CollectiveBuffer):
         if self._is_open:
             self._is_open = False
             self._signals.release()
-            self._headers, self._codes = [], []
+            self._headers = []
         self._rows.free()
         self._sums.free()
 
-    def _exchange_headers(self, header: Tensor) -> Tensor:
-        signals, rank = self._signals, self._rank
-        signals.next_epoch(Signal.READY)
-        signals.publish(Signal.READY)
-        slot = signals.next_epoch(Signal.NOTED) % NUM_SLOTS
+    def _exchange_headers(self, header: Tensor, call: DispatchCall) -> Tensor:
+        self._bounded.check()
+        slot = (self._num_dispatches + 1) % NUM_SLOTS
         for table in self._headers:
-            table[slot, rank] = header
-        signals.publish(Signal.NOTED)
-        # Who has sent its header has said before that it is ready.
-        signals.wait(Signal.NOTED, "dispatch counts")
-        headers = self._headers[rank][slot].clone()
+            table[slot, self._rank] = header[:, : table.shape[-1]]
+        # Who has announced its call has written its counts before, and is done with the rows of
+        # the batch before the last.
+        announced = super()._exchange_headers(header[:, :HEADER_WORDS], call)
+        self._calls.compare(announced.tolist(), call.error)
+        # A call that differs leaves the slot to the next one, which writes the same places again.
+        self._num_dispatches += 1
+        headers = self._headers[self._rank][slot].clone()
         self._table = _table_of(headers)
         received = [sum(rows) for rows in zip(*self._table, strict=True)]
         self._rows.require(max(received) * self._widest_row)
         self._sums.require(max(map(sum, self._table)) * self._widest_sum)
-        return headers[:, rank].contiguous()
+        return headers[:, self._rank].contiguous()
 
     def _send_rows(
         self,
@@ -190,23 +193,11 @@ class SharedMemoryBuffer(CollectiveBuffer):
         self._signals.wait(Signal.DONE, phase)
         return self._sums.rows(self._rank, epoch, slice(0, sum(route.send_splits)), *shape)
 
-    def _compare_calls(
-        self, error: EPError | None = None, *, is_forward: bool = True
+    def _begin_call(
+        self, kind: CallKind, batch: CallSign, error: EPError | None = None
     ) -> Pending[None]:
         self._check_open()
-        if not is_forward:
-            return Pending(lambda: None)
-        slot = self._signals.next_epoch(Signal.CALLED) % NUM_SLOTS
-        for codes in self._codes:
-            codes[slot, self._rank] = int(FaultCode.of(error, in_combine=True))
-        self._signals.publish(Signal.CALLED)
-
-        def wait() -> None:
-            self._signals.wait(Signal.CALLED, "combine calls")
-            found = self._codes[self._rank][slot].tolist()
-            raise_faults(found, self._rank, error, function="combine")
-
-        return Pending(wait)
+        return super()._begin_call(kind, batch, error)
 
     def _check_open(self) -> None:
         if not self._is_open:
@@ -224,4 +215,4 @@ def _parts(num_rows: int, row_bytes: int) -> Iterator[slice]:
 
 def _table_of(headers: Tensor) -> RowTable:
     """Rows from each rank to each rank, from all headers [W, W, words]."""
-    return tuple(tuple(rows) for rows in headers[:, :, 2].tolist())
+    return tuple(tuple(rows) for rows in headers[:, :, ROWS].tolist())

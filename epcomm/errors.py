@@ -22,7 +22,10 @@ class CapacityError(EPError, RuntimeError):
 
 
 class HandleError(EPError, RuntimeError):
-    """A dispatch result was combined twice, by another dispatcher, or after close()."""
+    """A result was combined twice, by another dispatcher or after close(), or calls differ.
+
+    Calls differ where ranks do not make the same calls in the same order.
+    """
 
 
 class BackendUnavailable(EPError, RuntimeError):

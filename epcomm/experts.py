@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.phases import PhaseDispatchers
-from epcomm.errors import ConfigError
+from epcomm.errors import ConfigError, EPError
 from epcomm.fuseep.path import FuseEPPath
 from epcomm.group import EPGroup
 from epcomm.pipeline import PipelinePath
@@ -20,7 +20,6 @@ from epcomm.records import TopKOutput, empty_topk
 from epcomm.runners.base import ExpertRunner
 from epcomm.sharding import ExpertShard, local_share, tag_as_sharded
 from epcomm.stats import EPStats, LayerCounter
-from epcomm.survey import refuse_plan
 from epcomm.untraced import untraced
 from epcomm.weights import ExpertTensors
 
@@ -59,15 +58,12 @@ class ExpertParallelExperts(nn.Module):
         super().__init__()
         config = config or EPConfig()
         num_experts = weights.num_experts * (group.world_size if is_local else 1)
-        try:
-            spec = MoESpec(
-                hidden_size=weights.hidden_size,
-                num_experts=num_experts,
-                top_k=top_k,
-                dtype=weights.dtype,
-            )
-        except ConfigError as error:
-            refuse_plan(group, error)
+        spec = MoESpec(
+            hidden_size=weights.hidden_size,
+            num_experts=num_experts,
+            top_k=top_k,
+            dtype=weights.dtype,
+        )
         self.plan = plan(config, spec, group, weights=weights)
         self.path: PipelinePath | FuseEPPath = (
             FuseEPPath(group, spec, config, self.plan.prefill)
@@ -134,8 +130,11 @@ class ExpertParallelExperts(nn.Module):
         torch.compile: one graph break.
         Raises: what Dispatcher.dispatch and combine raise.
         """
-        weights = self.weights
         decode = self.is_decoding if decode is None else decode
+        try:
+            weights = self.weights
+        except EPError as error:
+            self.path.refuse(error, decode=decode)
         out = self.path.run(x, topk, weights, decode=decode)
         self._counter.count(x.shape[0], out)
         return out.y

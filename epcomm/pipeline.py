@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NoReturn
 
 from torch import Tensor
 
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig
 from epcomm.dispatchers.phases import PhaseDispatchers
+from epcomm.errors import ConfigError, EPError, ShapeError
 from epcomm.group import EPGroup
 from epcomm.planning import EPPlan, MoESpec, plan
 from epcomm.precision import is_widened
@@ -37,9 +39,20 @@ class PipelinePath:
         """See ExpertParallelExperts.forward."""
         if self._may_widen and is_widened(weights, self._spec.dtype):
             self._widen(weights)
-        dispatcher = self.phases.of_phase(decode=decode)
+        try:
+            dispatcher = self.phases.of_phase(decode=decode)
+        except ConfigError as error:
+            self.refuse(error, decode=False)
+        misplaced = self._find_misplaced(weights)
+        if misplaced is not None:
+            dispatcher.refuse(misplaced)
         out = dispatcher.dispatch(x, topk, experts_need_grad=weights.requires_grad)
-        y = dispatcher.combine(self._run_experts(out, weights))
+        try:
+            results = self._run_experts(out, weights)
+        except RuntimeError as problem:
+            dispatcher.refuse_results(out, problem)
+            raise
+        y = dispatcher.combine(results)
         return path_output(y, out)
 
     @ranged("experts")
@@ -60,6 +73,24 @@ class PipelinePath:
         self.runner = runner_class(chosen.runner)(int8_profile=chosen.prefill.int8_profile)
         # Last, so that a refusal is met again by the next call.
         self._spec, self.chosen = spec, chosen
+
+    def refuse(self, error: EPError, *, decode: bool) -> NoReturn:
+        """Raise what keeps this rank from a call, after the other ranks have heard of it.
+
+        Collective: yes, in place of run().
+        """
+        self.phases.of_phase(decode=decode).refuse(error)
+
+    def _find_misplaced(self, weights: ExpertTensors) -> ShapeError | None:
+        """Experts that are not on the device of the group, as after construction on meta."""
+        for name, tensor in weights.tensors().items():
+            if tensor.device != self._group.device:
+                return ShapeError(
+                    f"ExpertParallelExperts: {name} is on {tensor.device}, expected "
+                    f"{self._group.device} ({self._group.where}); load the experts, or call "
+                    f".to({str(self._group.device)!r})"
+                )
+        return None
 
     def check(self) -> None:
         """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""

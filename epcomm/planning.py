@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 class MoESpec:
     """What one MoE layer looks like to the communication; equal on all ranks.
 
+    plan() checks it, so that with a group all ranks hear of a fault on one of them.
+
     hidden_size: H.   num_experts: P, physical experts of all ranks.   top_k: K.
     dtype: of the hidden states.
     """
@@ -50,10 +52,16 @@ class MoESpec:
     top_k: int
     dtype: torch.dtype = torch.bfloat16
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Refuse a layer that cannot be. Local.
+
+        Raises:
+            ConfigError: a number is no positive integer, or there is no such dtype on the wire.
+        """
         for name in ("hidden_size", "num_experts", "top_k"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"MoESpec: {name} is {getattr(self, name)}, expected at least 1")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"MoESpec: {name} is {value}, expected an int of at least 1")
         if self.top_k > self.num_experts:
             raise ConfigError(
                 f"MoESpec: top_k is {self.top_k}, expected at most num_experts = {self.num_experts}"

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from epcomm.errors import HandleError, ShapeError
+from epcomm.errors import HandleError
 from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireTensor
 
 T_co = TypeVar("T_co", covariant=True)
@@ -167,28 +167,16 @@ class RowsDispatchOutput:
     def combine_input(
         self, hidden_states: Tensor, *, rows_per: RowsPer = RowsPer.SLOT
     ) -> RowsCombineInput:
-        """Wrap expert results for `Dispatcher.combine`.
+        """Wrap expert results for `Dispatcher.combine`, which checks them.
+
+        Local. What is wrong with the rows is for all ranks to hear, and combine() tells them.
 
         Args:
             hidden_states: [C, H] or, with rows_per=ROW, [R, H].
-            rows_per: what one row stands for; ROW rows are already weighted and reduced.
-
-        Raises:
-            ShapeError: wrong number of rows, or rows per ROW while combine applies the weights.
+            rows_per: what one row stands for; ROW rows are already weighted and reduced, which
+                they cannot be where combine applies the weights.
         """
         by_combine = self.weights_applied_by is WeightsAppliedBy.COMBINE
-        if rows_per is RowsPer.ROW and by_combine:
-            raise ShapeError(
-                "combine_input: rows_per is ROW but combine applies the weights of each slot; "
-                "return one row a slot"
-            )
-        per_slot = rows_per is RowsPer.SLOT
-        expected = self.num_slots if per_slot else self.hidden_states.data.shape[0]
-        if hidden_states.dim() != 2 or hidden_states.shape[0] != expected:
-            raise ShapeError(
-                f"combine_input: hidden_states is {list(hidden_states.shape)}, expected "
-                f"[{expected}, H], one row a {rows_per.value}; return a row for each"
-            )
         return RowsCombineInput(
             hidden_states=hidden_states,
             rows_per=rows_per,
@@ -229,17 +217,7 @@ class MaskedDispatchOutput:
         return self.handle.route
 
     def combine_input(self, hidden_states: Tensor) -> MaskedCombineInput:
-        """Wrap expert results [L, C, H] for `Dispatcher.combine`.
-
-        Raises:
-            ShapeError: not three dimensions, or other L and C than those received.
-        """
-        expected = self.hidden_states.data.shape[:2]
-        if hidden_states.dim() != 3 or hidden_states.shape[:2] != expected:
-            raise ShapeError(
-                f"combine_input: hidden_states is {list(hidden_states.shape)}, expected "
-                f"[{expected[0]}, {expected[1]}, H]; return a row for each slot"
-            )
+        """Wrap expert results [L, C, H] for `Dispatcher.combine`, which checks them. Local."""
         by_combine = self.weights_applied_by is WeightsAppliedBy.COMBINE
         return MaskedCombineInput(
             hidden_states=hidden_states,

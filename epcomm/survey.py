@@ -86,6 +86,7 @@ def survey_rank(
     Raises:
         ConfigError: the layer or the configuration cannot be served by anything.
     """
+    spec.check()
     if config.backend != "auto":
         backend_family(config.backend, Mode(config.mode))
     if config.runner != "auto":
@@ -216,6 +217,8 @@ def _describe_experts(weights: ExpertTensors | None) -> dict[str, Scalar]:
         "format": str(weights.format),
         "wanted rows": str(weights.wire_format),
         "intermediate_size": weights.intermediate_size,
+        # Experts frozen on one rank alone by mistake would stay as they are without a word.
+        "requires_grad": weights.requires_grad,
     }
 
 

@@ -97,12 +97,12 @@ def test_limits_reach_the_buffer() -> None:
 def test_explain_says_what_was_chosen_and_rejected_and_why() -> None:
     limited = EPConfig(mode="normal", backend="collective", max_tokens_per_rank=128)
     lines = plan(limited, SPEC, world_size=4).explain().splitlines()
-    # Headers of 3 words and 2 counts, 8 B each, to 3 other ranks.
+    # Headers of 137 words, 8 B each, to 3 other ranks.
     assert lines[:5] == [
         "mode normal on backend collective, 4 ranks with 2 experts each",
         "wire: dispatch bf16, combine bf16, backward bf16",
         "router weights applied by runner; trainable: True; host reads a dispatch: 1",
-        "at most 288 B a token out, 256 B home, and 120 B of headers a dispatch",
+        "at most 288 B a token out, 256 B home, and 3288 B of headers a dispatch",
         "tokens a rank: at most 128",
     ]
     assert "rejected ascend_standard, all_gather, replicated: serves standard, not normal" in lines
@@ -662,21 +662,22 @@ def test_refusal_says_why(refusal: Refusal) -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((0, 8, 2), "MoESpec: hidden_size is 0, expected at least 1"),
-        ((64, 0, 2), "MoESpec: num_experts is 0, expected at least 1"),
-        ((64, 8, 0), "MoESpec: top_k is 0, expected at least 1"),
+        ((0, 8, 2), "MoESpec: hidden_size is 0, expected an int of at least 1"),
+        ((64, 0, 2), "MoESpec: num_experts is 0, expected an int of at least 1"),
+        ((64, 8, 0), "MoESpec: top_k is 0, expected an int of at least 1"),
         ((64, 8, 9), "MoESpec: top_k is 9, expected at most num_experts = 8"),
     ],
 )
 def test_layer_that_cannot_be_is_named(sizes: tuple[int, int, int], message: str) -> None:
+    spec = MoESpec(hidden_size=sizes[0], num_experts=sizes[1], top_k=sizes[2])
     with pytest.raises(ConfigError) as caught:
-        MoESpec(hidden_size=sizes[0], num_experts=sizes[1], top_k=sizes[2])
+        plan(EPConfig(mode="normal"), spec, world_size=1)
     assert message in str(caught.value)
 
 
 def test_layer_of_an_unknown_dtype_is_named() -> None:
     with pytest.raises(ConfigError, match=r"dtype is torch\.int64, expected bfloat16, float16"):
-        MoESpec(hidden_size=64, num_experts=8, top_k=2, dtype=torch.int64)
+        MoESpec(hidden_size=64, num_experts=8, top_k=2, dtype=torch.int64).check()
 
 
 def test_slot_budget_is_that_of_prefill_alone() -> None:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
 
 from epcomm import (
     HandleError,
     MaskedDispatchOutput,
     Pending,
     RowsDispatchOutput,
-    ShapeError,
     WireFormat,
     WireTensor,
 )
 from epcomm.ops.slots import build_slot_index
 from epcomm.records import Handle, Route, SlotIndex, empty_topk
-from epcomm.types import RowsPer, WeightsAppliedBy
+from epcomm.types import WeightsAppliedBy
 
 HIDDEN = 8
 OWNER = object()
@@ -86,54 +83,6 @@ def test_slot_weights_travel_on_only_where_combine_applies_them(who: WeightsAppl
     masked_for_combine = masked.combine_input(torch.ones(2, 3, HIDDEN))
     assert masked_for_combine.slot_weights is (masked.slot_weights if by_combine else None)
     assert masked_for_combine.handle is masked.handle
-
-
-@dataclass(frozen=True, kw_only=True)
-class BadRows:
-    id: str
-    rows: Tensor
-    rows_per: RowsPer = RowsPer.SLOT
-    who: WeightsAppliedBy = WeightsAppliedBy.RUNNER
-    message: str
-
-
-BAD_ROWS = [
-    BadRows(
-        id="a row for each received row",
-        rows=torch.ones(3, HIDDEN),
-        message=r"hidden_states is \[3, 8\], expected \[4, H\], one row a slot",
-    ),
-    BadRows(
-        id="a row for each slot where one per row was said",
-        rows=torch.ones(4, HIDDEN),
-        rows_per=RowsPer.ROW,
-        message=r"hidden_states is \[4, 8\], expected \[3, H\], one row a row",
-    ),
-    BadRows(
-        id="three dimensions",
-        rows=torch.ones(4, 1, HIDDEN),
-        message=r"hidden_states is \[4, 1, 8\], expected \[4, H\]",
-    ),
-    BadRows(
-        id="rows already summed where combine applies the weights",
-        rows=torch.ones(3, HIDDEN),
-        rows_per=RowsPer.ROW,
-        who=WeightsAppliedBy.COMBINE,
-        message="rows_per is ROW but combine applies the weights",
-    ),
-]
-
-
-@pytest.mark.parametrize("bad", BAD_ROWS, ids=lambda bad: bad.id)
-def test_rows_that_do_not_fit_are_refused(bad: BadRows) -> None:
-    with pytest.raises(ShapeError, match=f"combine_input: {bad.message}"):
-        rows_output(bad.who).combine_input(bad.rows, rows_per=bad.rows_per)
-
-
-@pytest.mark.parametrize("shape", [(6, HIDDEN), (2, 4, HIDDEN), (3, 3, HIDDEN)])
-def test_masked_rows_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ShapeError, match=r"expected \[2, 3, H\]; return a row for each slot"):
-        masked_output(WeightsAppliedBy.RUNNER).combine_input(torch.ones(shape))
 
 
 def test_pending_is_completed_once() -> None:

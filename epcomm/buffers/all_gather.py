@@ -1,7 +1,7 @@
 """The buffer that gathers every token on every rank: what StandardDispatcher moves rows with.
 
-One small all-gather of counts, one all-gather of tokens with their ids and weights, then local
-experts on all rows; home goes one all-to-all of partial sums, added up in float32 (a
+One small exchange of headers with counts, one all-gather of tokens with their ids and weights, then
+local experts on all rows; home goes one all-to-all of partial sums, added up in float32 (a
 reduce-scatter). Bytes do not depend on the routing; at 8 ranks and top-8 they are 1.5 times those
 of one copy per destination, for one message less to number and sort.
 """
@@ -21,7 +21,7 @@ from epcomm.buffers.base import (
     DispatchCall,
     Dispatched,
 )
-from epcomm.buffers.counts import HEADER_WORDS, Counts, read_counts
+from epcomm.buffers.counts import Counts, counts_bytes
 from epcomm.buffers.faults import guard_ids
 from epcomm.buffers.over_collectives import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.row_layout import localize
@@ -34,6 +34,7 @@ from epcomm.buffers.sizes import (
     slot_regions,
 )
 from epcomm.buffers.traffic import BufferTraffic
+from epcomm.collectives.call_order import CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.ops.slots import (
     Members,
@@ -53,6 +54,7 @@ class GatheredRoute(Route):
     """Which gathered rows are tokens.
 
     tokens_of_rank: [W].   max_tokens: rows that each rank occupies, padding last.
+    call: the dispatch, as all ranks compare it.
     row_of_token: [sum T], int64, the gathered row of each rank's tokens, padding left out.
     """
 
@@ -62,6 +64,7 @@ class GatheredRoute(Route):
     tokens_of_rank: tuple[int, ...]
     max_tokens: int
     row_of_token: Tensor
+    call: CallSign
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,9 +85,10 @@ class Gathered:
 
     rows: [W * max T, H].   topk_ids: the same by K, int32.   topk_weights: float32. All of them are
         views of one message.
-    row_of_token: [sum T], int64.
+    row_of_token: [sum T], int64.   batch: of this dispatch.
     """
 
+    batch: CallSign
     counts: Counts
     rows: WireTensor
     topk_ids: Tensor
@@ -107,7 +111,7 @@ class AllGatherBuffer(OverCollectives):
         row, max_tokens = RowBytes.of(spec), spec.max_tokens_per_rank
         max_rows = None if max_tokens is None else max_tokens * world_size
         return (
-            Region(name="headers", max_bytes=(1 + world_size) * _header_bytes(spec, world_size)),
+            Region(name="headers", max_bytes=2 * world_size * counts_bytes(spec.num_local_experts)),
             rows_region("sent rows", row.dispatch, per_token=1, max_rows=max_tokens),
             rows_region("received rows", row.dispatch, per_token=world_size, max_rows=max_rows),
             # row_of_token, int64, and has_no_slot, bool.
@@ -124,7 +128,7 @@ class AllGatherBuffer(OverCollectives):
     ) -> BufferTraffic:
         row, num_others = RowBytes.of(spec, backward=backward), call.world_size - 1
         foreign_tokens = sum(call.tokens_of_rank) - call.tokens_of_rank[call.rank]
-        header_bytes = _header_bytes(spec, call.world_size)
+        header_bytes = counts_bytes(spec.num_local_experts)
         return BufferTraffic(
             dispatch_bytes=num_others * max(call.tokens_of_rank) * row.dispatch,
             combine_bytes=foreign_tokens * row.combine,
@@ -152,6 +156,7 @@ class AllGatherBuffer(OverCollectives):
             tokens_of_rank=counts.rows_from_rank,
             max_tokens=max(counts.rows_from_rank),
             row_of_token=row_of_token,
+            call=gathered.batch,
             slots_by_row=slots_by_row(index),
             has_no_slot=(local_ids < 0).all(dim=1),
         )
@@ -165,7 +170,9 @@ class AllGatherBuffer(OverCollectives):
 
     def _gather_call(self, call: DispatchCall) -> Gathered:
         topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
-        counts = self._exchange_counts(call, topk_ids, fault)
+        batch, slots = self._new_batch(call), count_experts(topk_ids, self._num_experts)
+        num_tokens = torch.tensor(topk_ids.shape[0])
+        counts, _ = self._tell_counts(call, batch, (fault, num_tokens, slots))
         max_tokens = max(counts.rows_from_rank)
         layout = self._row_layout(self._spec.dispatch_format, has_ids=True)
         # With the padding rows, which are undefined.
@@ -176,6 +183,7 @@ class AllGatherBuffer(OverCollectives):
         layout.write_tokens(mine, call.write, topk_ids, call.topk_weights)
         received = self._gather(message, max_tokens, phase="dispatch rows")
         return Gathered(
+            batch=batch,
             counts=counts,
             rows=layout.wire_tensor(received),
             topk_ids=layout.ids(received),
@@ -185,6 +193,7 @@ class AllGatherBuffer(OverCollectives):
 
     def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
         assert isinstance(route, AllGatherRoute), "a route of this buffer"
+        self._begin_call(CallKind.COMBINE_BACKWARD, route.call).wait()
         return self._gather(hidden_states, route.max_tokens, phase="backward of combine")
 
     def combine(
@@ -197,7 +206,8 @@ class AllGatherBuffer(OverCollectives):
         row_scalars: Tensor | None = None,
     ) -> Combined:
         assert isinstance(route, AllGatherRoute), "a route of this buffer"
-        compared = self._compare_calls(is_forward=row_scalars is None)
+        kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
+        compared = self._begin_call(kind, route.call)
         if rows_per is RowsPer.SLOT:
             rows = reduce_rows(rows, route.slots_by_row, slot_weights)
         else:
@@ -209,6 +219,7 @@ class AllGatherBuffer(OverCollectives):
         rows = _tokens_of(rows, route)
         layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
         packed = layout.pack_rows(rows, row_scalars[route.row_of_token])
+        compared.wait()
         home = self._send_home(packed, route, phase="backward of dispatch").flatten(0, 1)
         shape = (self._collectives.world_size, route.num_tokens)
         return Combined(
@@ -241,28 +252,6 @@ class AllGatherBuffer(OverCollectives):
             phase=phase,
         )
         return home.view(world_size, route.num_tokens, rows.shape[1])
-
-    def _exchange_counts(self, call: DispatchCall, topk_ids: Tensor, fault: Tensor) -> Counts:
-        """Tell all ranks the tokens and slots that will come; the one host read of a dispatch."""
-        world_size, rank = self._collectives.world_size, self._collectives.rank
-        num_local, num_experts = self._spec.num_local_experts, self._num_experts
-        header = torch.empty(HEADER_WORDS + num_experts, dtype=torch.int64, device=fault.device)
-        # Filled through slices: assigning a number to one element makes the host wait on CUDA.
-        header[:1] = fault
-        header[1:2] = int(call.flags)
-        header[2:3] = topk_ids.shape[0]
-        header[HEADER_WORDS:] = count_experts(topk_ids, num_experts)
-        self._traffic.control([1] * world_size, header.nbytes)
-        gathered = self._collectives.all_gather(header, phase="dispatch counts")
-        first = HEADER_WORDS + rank * num_local
-        device_slots = gathered[:, first : first + num_local]
-        headers = torch.cat([gathered[:, :HEADER_WORDS], device_slots], dim=1).tolist()
-        return read_counts(headers, device_slots, call, num_experts, rank)
-
-
-def _header_bytes(spec: BufferSpec, world_size: int) -> int:
-    """The header of one rank: int64 words, with the slots of all P experts."""
-    return 8 * (HEADER_WORDS + world_size * spec.num_local_experts)
 
 
 def _tokens_of(rows: Tensor, route: GatheredRoute) -> Tensor:

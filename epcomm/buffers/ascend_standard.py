@@ -32,6 +32,7 @@ from epcomm.buffers.base import (
 )
 from epcomm.buffers.over_collectives import COLLECTIVE_CAPS
 from epcomm.buffers.sizes import Region, most_slots_of, rows_region
+from epcomm.collectives.call_order import CallKind
 from epcomm.config import Mode
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.records import Route, SlotIndex
@@ -142,6 +143,7 @@ class AscendStandardBuffer(AllGatherBuffer):
             tokens_of_rank=gathered.counts.rows_from_rank,
             max_tokens=max(gathered.counts.rows_from_rank),
             row_of_token=gathered.row_of_token,
+            call=gathered.batch,
             positions=positions,
             topk_weights=weights,
         )
@@ -218,7 +220,7 @@ class AscendStandardBuffer(AllGatherBuffer):
         assert isinstance(route, AscendStandardRoute), "a route of this buffer"
         assert slot_weights is None, "weights do not travel to the slots"
         assert row_scalars is None, "there is no backward"
-        compared = self._compare_calls()
+        compared = self._begin_call(CallKind.COMBINE, route.call)
         sums = self._add_up(rows, route)
         compared.wait()
         return Combined(y=self._sum_home(sums, route), scalars=None)

@@ -168,6 +168,7 @@ class DispatchCall:
     error: why this rank takes part with T = 0, if it does.
     quantize: brings hidden states to a format, into the memory of a message where a buffer can.
     int8_profile: its arithmetic of INT8 rows, for buffers that make them while they send.
+    dispatcher: number of the dispatcher that calls, see CallOrder.add_dispatcher(); 0 for none.
     """
 
     hidden_states: Tensor
@@ -177,6 +178,7 @@ class DispatchCall:
     error: EPError | None = None
     quantize: RowQuantizer = quantize
     int8_profile: Int8Profile = Int8Profile.RINT127
+    dispatcher: int = 0
 
     def wire_tensor(self, wire_format: WireFormat) -> WireTensor:
         """The hidden states as they travel. Lifetime: may share memory with hidden_states."""

@@ -1,7 +1,7 @@
 """The buffer over plain collectives: one copy of a token per destination rank.
 
-Two messages a dispatch: the counts (with faults and flags), then the rows, each with its ids and
-weights. One message a combine. All run on any transport with an all-to-all, so this buffer is
+Two messages a call: the header (in a dispatch with the counts), then the rows, out each with its
+ids and weights. All run on any transport with an all-to-all, so this buffer is
 also the reference for the others. Worked example, 2 ranks, 1 expert each, on rank 0:
 
     topk_ids [[0, 1], [1, -1]]      token 0 goes to ranks 0 and 1, token 1 to rank 1
@@ -24,7 +24,7 @@ from epcomm.buffers.base import (
     DispatchCall,
     Dispatched,
 )
-from epcomm.buffers.counts import HEADER_WORDS, Counts, read_counts
+from epcomm.buffers.counts import counts_bytes
 from epcomm.buffers.faults import guard_ids
 from epcomm.buffers.over_collectives import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.row_layout import localize
@@ -37,6 +37,7 @@ from epcomm.buffers.sizes import (
     slot_regions,
 )
 from epcomm.buffers.traffic import BufferTraffic
+from epcomm.collectives.call_order import CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.ops.slots import (
     Members,
@@ -78,6 +79,7 @@ class CollectiveRoute(Route):
     table: rows from each rank to each rank, where all ranks see all headers.
     views_epoch: of the exchange that brought the rows, where they are views that a later exchange
         overwrites.
+    call: the dispatch, as all ranks compare it.
     """
 
     num_tokens: int
@@ -87,6 +89,7 @@ class CollectiveRoute(Route):
     recv_splits: tuple[int, ...]
     sends: SendOrder
     slots_by_row: Members
+    call: CallSign
     table: RowTable | None = None
     views_epoch: int | None = None
 
@@ -114,7 +117,7 @@ class CollectiveBuffer(OverCollectives):
         # SendOrder: two places of each row and K of each token, int64; one offset a token.
         order_bytes = 16 * copies + 8 * spec.top_k + 8
         return (
-            Region(name="headers", max_bytes=2 * world_size * _header_bytes(spec)),
+            Region(name="headers", max_bytes=2 * world_size * counts_bytes(spec.num_local_experts)),
             Region(
                 name="send order",
                 bytes_per_token=order_bytes,
@@ -136,7 +139,9 @@ class CollectiveBuffer(OverCollectives):
         return BufferTraffic(
             dispatch_bytes=call.rows_sent * row.dispatch,
             combine_bytes=call.rows_received * row.combine,
-            control_bytes=0 if backward else (call.world_size - 1) * _header_bytes(spec),
+            control_bytes=0
+            if backward
+            else (call.world_size - 1) * counts_bytes(spec.num_local_experts),
         )
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
@@ -146,7 +151,8 @@ class CollectiveBuffer(OverCollectives):
         needed = _ranks_needed(destination, self._collectives.world_size)
         # Once a token, not once a copy: rows are gathered from the result.
         hidden_states = call.wire_tensor(self._spec.dispatch_format)
-        counts, send_splits = self._exchange_counts(call, topk_ids, needed, fault)
+        batch, slots = self._new_batch(call), count_experts(topk_ids, self._num_experts)
+        counts, send_splits = self._tell_counts(call, batch, (fault, needed.sum(0), slots))
         sends = _order_sends(needed, destination, sum(send_splits))
 
         layout = self._row_layout(self._spec.dispatch_format, has_ids=True)
@@ -181,6 +187,7 @@ class CollectiveBuffer(OverCollectives):
             slots_by_row=slots_by_row(index),
             table=self._table,
             views_epoch=self._views_epoch,
+            call=batch,
         )
         return Dispatched(
             rows=layout.wire_tensor(received),
@@ -192,6 +199,7 @@ class CollectiveBuffer(OverCollectives):
 
     def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
         assert isinstance(route, CollectiveRoute), "a route of this buffer"
+        self._begin_call(CallKind.COMBINE_BACKWARD, route.call).wait()
         tokens = route.sends.token_of_row
 
         def write(rows: slice, out: Tensor) -> None:
@@ -217,7 +225,8 @@ class CollectiveBuffer(OverCollectives):
         row_scalars: Tensor | None = None,
     ) -> Combined:
         assert isinstance(route, CollectiveRoute), "a route of this buffer"
-        compared = self._compare_calls(is_forward=row_scalars is None)
+        kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
+        compared = self._begin_call(kind, route.call)
 
         def sums(part: slice) -> Tensor:
             if rows_per is RowsPer.ROW:
@@ -299,37 +308,6 @@ class CollectiveBuffer(OverCollectives):
             phase=phase,
         )
 
-    def _exchange_counts(
-        self, call: DispatchCall, topk_ids: Tensor, needed: Tensor, fault: Tensor
-    ) -> tuple[Counts, tuple[int, ...]]:
-        """Tell each rank the rows and slots that will come; the one host read of a dispatch.
-
-        Returns what will come, and the rows that go to each rank.
-        """
-        world_size = self._collectives.world_size
-        num_words = HEADER_WORDS + self._spec.num_local_experts
-        header = torch.empty(world_size, num_words, dtype=torch.int64, device=topk_ids.device)
-        header[:, 0] = fault
-        header[:, 1] = int(call.flags)
-        header[:, 2] = needed.sum(0)
-        slots = count_experts(topk_ids, self._num_experts)
-        header[:, HEADER_WORDS:] = slots.view(world_size, -1)
-        received = self._exchange_headers(header)
-        self._traffic.control([1] * world_size, row_bytes_of(header))
-        sent_words, received_words = torch.stack([header, received]).tolist()
-        counts = read_counts(
-            received_words,
-            received[:, HEADER_WORDS:],
-            call,
-            self._num_experts,
-            self._collectives.rank,
-        )
-        return counts, tuple(words[2] for words in sent_words)
-
-    def _exchange_headers(self, header: Tensor) -> Tensor:
-        """[W, words], one for each rank, to those from each rank."""
-        return self._collectives.all_to_all(header, phase="dispatch counts")
-
 
 def _ranks_needed(destination: Tensor, world_size: int) -> Tensor:
     """[T, W], bool: whether token t goes to rank d; destination [T, K] holds ranks or -1."""
@@ -364,8 +342,3 @@ def _scalars_of_topk(scalars: Tensor, row_of_topk: Tensor) -> Tensor:
     top_k = row_of_topk.shape[1]
     position = row_of_topk * top_k + torch.arange(top_k, device=row_of_topk.device)
     return gather_scalars(scalars.flatten(), torch.where(row_of_topk >= 0, position, -1))
-
-
-def _header_bytes(spec: BufferSpec) -> int:
-    """The header for one rank: int64 words."""
-    return 8 * (HEADER_WORDS + spec.num_local_experts)

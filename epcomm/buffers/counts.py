@@ -1,7 +1,8 @@
 """The counts message of exact-size buffers: what it holds and what a rank reads from it.
 
-A header is int64 words [fault, flags, rows, slots of each expert]; it goes out before the rows, so
-that sizes, faults and flags cost one small message and one host read together.
+It is the header of the call, with what each rank needs to know alone: the rows and the slots of
+each of its experts. It goes out before the rows, so that sizes, faults and flags cost one small
+message and one host read together.
 """
 
 from __future__ import annotations
@@ -20,9 +21,17 @@ from epcomm.buffers.faults import (
     ids_error,
     raise_faults,
 )
-
-# Words before the slot counts: fault, flags, rows.
-HEADER_WORDS = 3
+from epcomm.collectives.call_order import (
+    COUNTS_IN_HEADER,
+    FAULT,
+    FLAGS,
+    HEADER_WORDS,
+    MESSAGE_BYTES,
+    MESSAGE_WORDS,
+    ROWS,
+    CallOrder,
+    CallSign,
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,6 +48,59 @@ class Counts:
     any_flags: BatchFlags
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CountsMessage:
+    """The header of a dispatch for each rank, [W, words], int64, and what it has no room for.
+
+    header: with the slots of the first COUNTS_IN_HEADER experts.
+    rest: [W, L - COUNTS_IN_HEADER], those of the others.
+    """
+
+    header: Tensor
+    rest: Tensor
+
+    @classmethod
+    def make(
+        cls,
+        calls: CallOrder,
+        sign: CallSign,
+        flags: BatchFlags,
+        counts: tuple[Tensor, Tensor, Tensor],
+        *,
+        has_rest: bool,
+    ) -> CountsMessage:
+        """Write the message, without a host read.
+
+        Args:
+            calls: of the group; the call is counted.
+            sign: of the dispatch.
+            flags: of this rank's batch.
+            counts: FaultCode, a scalar; rows for each rank, [W] or one number for all; slots of
+                all experts, [P].
+            has_rest: slots that find no room go in a second exchange; else the header is longer.
+        """
+        fault, rows, slots = counts
+        words = calls.header(sign, flags=int(flags))
+        num_experts = slots.numel() // calls.world_size
+        num_here = min(num_experts, COUNTS_IN_HEADER) if has_rest else num_experts
+        header = calls.message(words, max(MESSAGE_WORDS, HEADER_WORDS + num_here))
+        header[:, FAULT] = fault
+        header[:, ROWS] = rows
+        by_rank = slots.view(calls.world_size, num_experts)
+        header[:, HEADER_WORDS : HEADER_WORDS + num_here] = by_rank[:, :num_here]
+        return cls(header=header, rest=by_rank[:, num_here:].contiguous())
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes for one rank."""
+        return 8 * (self.header.shape[1] + self.rest.shape[1])
+
+
+def counts_bytes(num_local_experts: int) -> int:
+    """Bytes of the message for one rank, in one exchange or two."""
+    return MESSAGE_BYTES + 8 * max(num_local_experts - COUNTS_IN_HEADER, 0)
+
+
 def read_counts(
     headers: Sequence[Sequence[int]],
     device_slots: Tensor,
@@ -46,10 +108,10 @@ def read_counts(
     num_experts: int,
     rank: int,
 ) -> Counts:
-    """Read the headers from all ranks.
+    """Read the headers from all ranks, which make the same call.
 
     Args:
-        headers: by rank, on the host; the slots are those of this rank's experts.
+        headers: by rank, on the host; the slots behind them are those of this rank's experts.
         device_slots: [W, L], the same slots on the device.
         call: this rank's call.
         num_experts: P.
@@ -59,11 +121,12 @@ def read_counts(
         ShapeError, CapacityError: some rank announced a fault; on every rank.
         ConfigError: some ranks need gradients, others run under no_grad; on every rank.
     """
-    codes, flags = [words[0] for words in headers], [words[1] for words in headers]
+    codes, flags = ([words[place] for words in headers] for place in (FAULT, FLAGS))
     check_headers(codes, flags, call, num_experts, rank)
-    slots_from_rank = [words[HEADER_WORDS:] for words in headers]
+    num_slots = device_slots.shape[1]
+    slots_from_rank = [words[HEADER_WORDS : HEADER_WORDS + num_slots] for words in headers]
     return Counts(
-        rows_from_rank=tuple(words[2] for words in headers),
+        rows_from_rank=tuple(words[ROWS] for words in headers),
         slots_per_expert=tuple(sum(column) for column in zip(*slots_from_rank, strict=True)),
         device_slots_per_expert=device_slots.sum(0),
         any_flags=any_flags(flags),

@@ -31,6 +31,7 @@ class FaultCode(IntEnum):
     ROWS = 7
     NO_GRADIENTS = 8
     REPEATED_IDS = 9
+    EXPERTS = 10
 
     @classmethod
     def of(cls, error: EPError | None, *, in_combine: bool = False) -> FaultCode:
@@ -43,6 +44,8 @@ class FaultCode(IntEnum):
             return cls.CAPACITY
         if isinstance(error, ConfigError):
             return cls.NO_GRADIENTS
+        if type(error) is EPError:
+            return cls.EXPERTS
         return cls.ROWS if in_combine else cls.SHAPE
 
 
@@ -54,14 +57,16 @@ _FAULT_TEXT = {
     FaultCode.OVERFLOW: "more received slots than max_recv_slots",
     FaultCode.GRAD_MODE: "torch.no_grad() while other ranks are in grad mode",
     FaultCode.HANDLE: "a handle that is spent or foreign, or a closed dispatcher,",
-    FaultCode.NO_GRADIENTS: "gradients asked of a mode that has none",
+    FaultCode.NO_GRADIENTS: "gradients or decode asked of a mode that has none",
     FaultCode.ROWS: "a combine input of wrong layout, shape, dtype or device",
+    FaultCode.EXPERTS: "an error while the experts computed",
 }
 # What all ranks raise if there are no faults of another kind.
 _ERRORS = (
     (CapacityError, {FaultCode.CAPACITY, FaultCode.OVERFLOW}),
     (ConfigError, {FaultCode.GRAD_MODE, FaultCode.NO_GRADIENTS}),
     (HandleError, {FaultCode.HANDLE}),
+    (EPError, {FaultCode.EXPERTS}),
 )
 
 
@@ -284,6 +289,7 @@ class DeviceFaults:
                 f"{len(words)}); y was set to NaN; raise max_recv_slots to {required}"
             )
         codes = [code for code, _ in words]
-        in_combine = set(codes) <= {FaultCode.NONE, FaultCode.HANDLE, FaultCode.ROWS}
+        of_combine = {FaultCode.NONE, FaultCode.HANDLE, FaultCode.ROWS, FaultCode.EXPERTS}
+        in_combine = set(codes) <= of_combine
         function = "combine" if in_combine else "dispatch"
         raise_faults(codes, self._rank, own_error, function=function)

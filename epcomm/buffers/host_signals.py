@@ -29,15 +29,12 @@ _SHORTEST_NAP_S, _LONGEST_NAP_S = 50e-6, 1e-3
 class Signal(IntEnum):
     """What a word says: its source has ...
 
-    READY: done with the rows of the batch before the last.   NOTED: written its header.
-    GOT: written its rows.   CALLED: said whether it combines.   DONE: written its sums.
+    CALLED: written the header of its call.   GOT: written its rows.   DONE: written its sums.
     """
 
-    READY = 0
-    NOTED = 1
-    GOT = 2
-    CALLED = 3
-    DONE = 4
+    CALLED = 0
+    GOT = 1
+    DONE = 2
 
 
 def signal_bytes(world_size: int) -> int:

@@ -42,6 +42,7 @@ from epcomm.buffers.sizes import (
     slot_regions,
 )
 from epcomm.buffers.traffic import BufferTraffic
+from epcomm.collectives.call_order import FAULT, FLAGS, ROWS, CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import ShapeError
 from epcomm.ops.slots import (
@@ -63,6 +64,7 @@ class ReplicatedRoute(Route):
 
     slots_by_row: the slots of each token on this rank, in k order.
     has_no_slot: [T], bool, tokens that no expert of this rank computes.
+    call: the dispatch, as all ranks compare it.
     """
 
     num_tokens: int
@@ -70,6 +72,7 @@ class ReplicatedRoute(Route):
     index: SlotIndex
     slots_by_row: Members
     has_no_slot: Tensor
+    call: CallSign
 
 
 class ReplicatedBuffer(OverCollectives):
@@ -112,7 +115,8 @@ class ReplicatedBuffer(OverCollectives):
         local_ids = localize(topk_ids, rank, num_local).to(torch.int32)
         counts = count_experts(local_ids, num_local)
         code, *host_counts = torch.cat([fault.view(1), counts]).tolist()
-        flags = self._compare_dispatches(call, FaultCode(code))
+        batch = self._new_batch(call)
+        flags = self._compare_dispatches(call, batch, FaultCode(code))
         index = build_slot_index(
             local_ids, counts, host_counts, slot_alignment=self._spec.slot_alignment
         )
@@ -123,6 +127,7 @@ class ReplicatedBuffer(OverCollectives):
             index=index,
             slots_by_row=slots_by_row(index),
             has_no_slot=(local_ids < 0).all(dim=1),
+            call=batch,
         )
         return Dispatched(
             rows=call.wire_tensor(self._spec.dispatch_format),
@@ -132,7 +137,9 @@ class ReplicatedBuffer(OverCollectives):
             any_flags=flags,
         )
 
-    def _compare_dispatches(self, call: DispatchCall, code: FaultCode) -> BatchFlags:
+    def _compare_dispatches(
+        self, call: DispatchCall, batch: CallSign, code: FaultCode
+    ) -> BatchFlags:
         """Raise on every rank if some rank's call is bad or another; else the flags of all.
 
         Where the host does not wait in verbs, and spec.compares_calls is not set, a rank looks at
@@ -142,17 +149,21 @@ class ReplicatedBuffer(OverCollectives):
         own_error = call.error
         if code is FaultCode.IDS:
             own_error = ids_error(call.topk_ids, self._num_experts, rank, world_size)
-        if not (self._waits or self._spec.compares_calls):
+        if not self._compares_calls:
             if own_error is not None:
                 raise own_error
             return call.flags
-        num_tokens = call.topk_ids.shape[0]
-        # As in combine, these bytes are not counted as traffic.
-        mine = torch.tensor([code, call.flags, num_tokens], device=self._collectives.device)
-        calls = self._collectives.all_gather(mine, phase="dispatch calls").tolist()
-        raise_faults([words[0] for words in calls], rank, own_error)
-        _check_same_tokens([words[2] for words in calls], rank)
-        flags = [words[1] for words in calls]
+        announced = self._calls.announce(
+            batch,
+            error=own_error,
+            fault=code,
+            flags=call.flags,
+            num_rows=call.topk_ids.shape[0],
+        )
+        headers = announced.wait()
+        raise_faults([words[FAULT] for words in headers], rank, own_error)
+        _check_same_tokens([words[ROWS] for words in headers], rank)
+        flags = [words[FLAGS] for words in headers]
         check_grad_modes(flags, rank)
         return any_flags(flags)
 
@@ -169,7 +180,8 @@ class ReplicatedBuffer(OverCollectives):
         row_scalars: Tensor | None = None,
     ) -> Combined:
         assert isinstance(route, ReplicatedRoute), "a route of this buffer"
-        compared = self._compare_calls(is_forward=row_scalars is None)
+        kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
+        compared = self._begin_call(kind, route.call)
         if rows_per is RowsPer.SLOT:
             rows = reduce_rows(rows, route.slots_by_row, slot_weights)
         else:
@@ -180,7 +192,9 @@ class ReplicatedBuffer(OverCollectives):
             return Combined(y=self._sum_over_ranks(rows.contiguous(), rows.dtype), scalars=None)
         layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
         phase = "backward of dispatch"
-        parts = self._scatter(layout.pack_rows(rows, row_scalars), phase=phase)
+        packed = layout.pack_rows(rows, row_scalars)
+        compared.wait()
+        parts = self._scatter(packed, phase=phase)
         shape, flat = parts.shape[:2], parts.flatten(0, 1)
         total = layout.pack_rows(
             sum_parts(layout.data(flat).unflatten(0, shape), rows.dtype),

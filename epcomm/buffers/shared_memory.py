@@ -11,8 +11,9 @@ rank needs, and all of them grow alike.
 Two slots in turns spare a round: who writes epoch e has heard of everybody's epoch e - 1, which
 came after their last use of epoch e - 2. Rows that were handed out live longer, as many dispatches
 of their owner as there may be batches in flight, each of which has a slot of its own; so their
-writer waits for READY of epoch e, which dispatch sends with its header. Every rank counts alike, so
-a batch whose slot was taken is refused by all of them.
+writer waits for the header of its call, which all ranks announce on the board of the group
+(host_board.py) before anything else. Every rank counts alike, so a batch whose slot was taken is
+refused by all of them.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from epcomm.buffers.base import (
     Dispatched,
 )
 from epcomm.buffers.collective import CollectiveBuffer, CollectiveRoute, RowTable
-from epcomm.buffers.counts import HEADER_WORDS
-from epcomm.buffers.faults import BatchFlags, FaultCode, overwritten_error, raise_faults
+from epcomm.buffers.faults import BatchFlags, overwritten_error
 from epcomm.buffers.fit import batches_in_flight_of
+from epcomm.buffers.host_board import HostBoard
 from epcomm.buffers.host_memory import HostMemory, host_of_this_process
 from epcomm.buffers.host_region import LEAST_ROOM, HostRegion, line_aligned
 from epcomm.buffers.host_room import memory_left
@@ -44,6 +45,7 @@ from epcomm.buffers.host_signals import HostSignals, Signal, signal_bytes
 from epcomm.buffers.over_collectives import COLLECTIVE_CAPS
 from epcomm.buffers.sizes import Region, RowBytes
 from epcomm.collectives.base import Collectives
+from epcomm.collectives.call_order import HEADER_WORDS, ROWS, CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.records import Pending, Route
@@ -114,6 +116,9 @@ class SharedMemoryBuffer(CollectiveBuffer):
         rows, sums = _most_bytes(spec, self._world_size)
         self._rows = HostRegion(collectives, "rows", self._num_batches, rows)
         self._sums = HostRegion(collectives, "sums", _NUM_TURNS, sums)
+        self._num_dispatches = 0
+        # Memory has no rest.
+        self._has_rest = False
         self._is_open = False
 
     def prepare(self) -> None:
@@ -127,7 +132,8 @@ class SharedMemoryBuffer(CollectiveBuffer):
         assert bounded is not None, "the host waits in the verbs of a CPU group"
         table_shape = _table_shape(self._spec, size)
         table_at = line_aligned(signal_bytes(size))
-        codes_at = _codes_at(self._spec, size)
+        if not self._calls.has_board:
+            self._calls.use(HostBoard(self._collectives))
         num_bytes = _opening_bytes(self._spec, size)
         memory = HostMemory(self._collectives, num_bytes, phase="open shared_memory")
 
@@ -137,10 +143,10 @@ class SharedMemoryBuffer(CollectiveBuffer):
                 block[at : at + 8 * count].view(torch.int64).view(shape) for block in memory.blocks
             ]
 
-        # Of each rank: headers from every rank to every rank, and what every rank calls.
+        # Of each rank: headers from every rank to every rank.
         self._headers = words(table_at, table_shape)
-        self._codes = words(codes_at, (_NUM_TURNS, size))
         self._signals = HostSignals(memory, self._rank, size, bounded)
+        self._bounded = bounded
         self._is_open = True
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
@@ -155,10 +161,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
         return replace(out, rows=replace(out.rows, data=out.rows.data.clone(), scales=scales))
 
     def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
-        self._check_open()
-        self._signals.next_epoch(Signal.READY)
-        self._signals.publish(Signal.READY)
-        self._signals.wait(Signal.READY, "backward of combine")
+        # Its header says that every rank is done with the rows of the batch before the last.
         return super().redispatch(hidden_states, route).clone()
 
     def combine(
@@ -180,26 +183,27 @@ class SharedMemoryBuffer(CollectiveBuffer):
         if self._is_open:
             self._is_open = False
             self._signals.release()
-            self._headers, self._codes = [], []
+            self._headers = []
         self._rows.free()
         self._sums.free()
 
-    def _exchange_headers(self, header: Tensor) -> Tensor:
-        signals, rank = self._signals, self._rank
-        signals.next_epoch(Signal.READY)
-        signals.publish(Signal.READY)
-        slot = signals.next_epoch(Signal.NOTED) % _NUM_TURNS
+    def _exchange_headers(self, header: Tensor, call: DispatchCall) -> Tensor:
+        self._bounded.check()
+        slot = (self._num_dispatches + 1) % _NUM_TURNS
         for table in self._headers:
-            table[slot, rank] = header
-        signals.publish(Signal.NOTED)
-        # Who has sent its header has said before that it is ready.
-        signals.wait(Signal.NOTED, "dispatch counts")
-        headers = self._headers[rank][slot].clone()
+            table[slot, self._rank] = header[:, : table.shape[-1]]
+        # Who has announced its call has written its counts before, and is done with the rows of
+        # the batch before the last.
+        announced = super()._exchange_headers(header[:, :HEADER_WORDS], call)
+        self._calls.compare(announced.tolist(), call.error)
+        # A call that differs leaves the slot to the next one, which writes the same places again.
+        self._num_dispatches += 1
+        headers = self._headers[self._rank][slot].clone()
         self._table = _table_of(headers)
         received = [sum(rows) for rows in zip(*self._table, strict=True)]
         self._rows.require(max(received) * self._widest_row)
         self._sums.require(max(map(sum, self._table)) * self._widest_sum)
-        return headers[:, rank].contiguous()
+        return headers[:, self._rank].contiguous()
 
     def _send_rows(
         self,
@@ -251,23 +255,11 @@ class SharedMemoryBuffer(CollectiveBuffer):
         self._signals.wait(Signal.DONE, phase)
         return self._sums.rows(self._rank, epoch, slice(0, sum(route.send_splits)), *shape)
 
-    def _compare_calls(
-        self, error: EPError | None = None, *, is_forward: bool = True
+    def _begin_call(
+        self, kind: CallKind, batch: CallSign, error: EPError | None = None
     ) -> Pending[None]:
         self._check_open()
-        if not is_forward:
-            return Pending(lambda: None)
-        slot = self._signals.next_epoch(Signal.CALLED) % _NUM_TURNS
-        for codes in self._codes:
-            codes[slot, self._rank] = int(FaultCode.of(error, in_combine=True))
-        self._signals.publish(Signal.CALLED)
-
-        def wait() -> None:
-            self._signals.wait(Signal.CALLED, "combine calls")
-            found = self._codes[self._rank][slot].tolist()
-            raise_faults(found, self._rank, error, function="combine")
-
-        return Pending(wait)
+        return super()._begin_call(kind, batch, error)
 
     def _check_views(self, route: Route) -> None:
         """Refuse, on every rank, a batch whose rows a later exchange has overwritten."""
@@ -280,7 +272,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
             self.name, epoch, self._num_batches, f"rank {self._rank} of {self._world_size}"
         )
         # Where gradients are on, rows are copied: on ranks that differ in that, the others go on.
-        self.refuse_combine(error)
+        self._begin_call(CallKind.COMBINE, route.call, error).wait()
 
     def _check_open(self) -> None:
         if not self._is_open:
@@ -325,17 +317,12 @@ def _table_shape(spec: BufferSpec, world_size: int) -> tuple[int, int, int, int]
     return (_NUM_TURNS, world_size, world_size, HEADER_WORDS + spec.num_local_experts)
 
 
-def _codes_at(spec: BufferSpec, world_size: int) -> int:
-    """Where the words begin that tell what every rank calls, behind signals and headers."""
+def _opening_bytes(spec: BufferSpec, world_size: int) -> int:
+    """Bytes of a rank's block of words."""
     table_words = math.prod(_table_shape(spec, world_size))
     return line_aligned(signal_bytes(world_size)) + line_aligned(8 * table_words)
 
 
-def _opening_bytes(spec: BufferSpec, world_size: int) -> int:
-    """Bytes of a rank's block of words."""
-    return _codes_at(spec, world_size) + 8 * _NUM_TURNS * world_size
-
-
 def _table_of(headers: Tensor) -> RowTable:
     """Rows from each rank to each rank, from all headers [W, W, words]."""
-    return tuple(tuple(rows) for rows in headers[:, :, 2].tolist())
+    return tuple(tuple(rows) for rows in headers[:, :, ROWS].tolist())

@@ -35,6 +35,7 @@ from epcomm.buffers.row_layout import RowLayout, localize
 from epcomm.buffers.sizes import CallShape, Region, RowBytes, index_bytes, most_slots_of
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
+from epcomm.collectives.call_order import ANY, CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import EPError
 from epcomm.ops.slots import (
@@ -57,6 +58,7 @@ class StaticRoute(Route):
     slots_by_row: the slots of each row, in k order.
     has_no_slot: [R], bool, rows that no expert of this rank computes.
     has_failed: bool scalar on the device; the call was refused, on every rank.
+    call: the dispatch, as all ranks compare it.
     """
 
     num_tokens: int
@@ -65,6 +67,7 @@ class StaticRoute(Route):
     slots_by_row: Members
     has_no_slot: Tensor
     has_failed: Tensor
+    call: CallSign
 
 
 class StaticCollectiveBuffer(OverCollectives):
@@ -131,8 +134,12 @@ class StaticCollectiveBuffer(OverCollectives):
     def dispatch(self, call: DispatchCall) -> Dispatched:
         rank, num_local = self._collectives.rank, self._spec.num_local_experts
         layout = self._row_layout(self._spec.dispatch_format, has_ids=True)
+        batch = self._new_batch(call)
+        compared = self._begin_call(CallKind.DISPATCH, batch)
         topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
-        rows = self._gather(self._message(layout, call, topk_ids, fault), phase="dispatch")
+        message = self._message(layout, call, topk_ids, fault)
+        compared.wait()
+        rows = self._gather(message, phase="dispatch")
         headers = layout.first_words(rows[:: self._rows_per_rank])
 
         all_ids = layout.ids(rows)
@@ -149,6 +156,7 @@ class StaticCollectiveBuffer(OverCollectives):
             slots_by_row=slots_by_row(index),
             has_no_slot=(local_ids < 0).all(dim=1),
             has_failed=has_failed,
+            call=batch,
         )
         return Dispatched(
             rows=layout.wire_tensor(rows),
@@ -160,6 +168,7 @@ class StaticCollectiveBuffer(OverCollectives):
 
     def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
         assert isinstance(route, StaticRoute), "a route of this buffer"
+        self._begin_call(CallKind.COMBINE_BACKWARD, route.call).wait()
         rows = hidden_states.new_empty(self._rows_per_rank, hidden_states.shape[1])
         rows[1 : 1 + hidden_states.shape[0]] = hidden_states
         return self._gather(rows, phase="backward of combine")
@@ -173,6 +182,8 @@ class StaticCollectiveBuffer(OverCollectives):
         )
         # The header rows, one for each rank. Small whole numbers survive every dtype.
         rows[:: self._rows_per_rank, :1] = int(FaultCode.of(error, in_combine=True))
+        batch = CallSign(kind=CallKind.COMBINE, buffer=self._number, dispatcher=ANY, batch=ANY)
+        self._begin_call(CallKind.COMBINE, batch).wait()
         codes = self._send_home(rows, phase="combine")[:, 0, 0]
         self._faults.record_combine(codes, error)
 
@@ -186,6 +197,8 @@ class StaticCollectiveBuffer(OverCollectives):
         row_scalars: Tensor | None = None,
     ) -> Combined:
         assert isinstance(route, StaticRoute), "a route of this buffer"
+        kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
+        compared = self._begin_call(kind, route.call)
         # Either way header rows become zeros, which say that this rank has no fault.
         if rows_per is RowsPer.SLOT:
             rows = reduce_rows(rows, route.slots_by_row, slot_weights)
@@ -193,12 +206,15 @@ class StaticCollectiveBuffer(OverCollectives):
             # Rows without a slot are undefined, and here all of them travel.
             rows = rows.masked_fill(route.has_no_slot.unsqueeze(1), 0)
         if row_scalars is None:
-            home = self._send_home(rows.contiguous(), phase="combine")
+            rows = rows.contiguous()
+            compared.wait()
+            home = self._send_home(rows, phase="combine")
             has_failed = route.has_failed | self._faults.record_combine(home[:, 0, 0], None)
             y = _sum_home(home, rows.dtype, route.num_tokens, has_failed)
             return Combined(y=y, scalars=None)
         layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
         packed = layout.pack_rows(rows, row_scalars)
+        compared.wait()
         home = self._send_home(packed, phase="backward of dispatch").flatten(0, 1)
         y, scalars = (
             _sum_home(

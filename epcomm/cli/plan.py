@@ -99,6 +99,7 @@ def plan_command(
             top_k=_required("top_k", top_k, shape),
             dtype=_torch_dtype(dtype or (shape and shape.dtype) or "bf16"),
         )
+        spec.check()
         chosen = plan(
             replace(_read_config(config), **_given(fields)),
             spec,

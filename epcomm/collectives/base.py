@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from epcomm.collectives.bounded import BoundedWait
+    from epcomm.collectives.call_order import CallOrder
 
 # Seconds that a verb waits for other ranks until a layer says otherwise.
 DEFAULT_TIMEOUT_S = EPConfig.timeout_s
@@ -51,6 +53,13 @@ class Collectives(ABC):
     # Seconds that kernels wait for other ranks; EPGroup.limit_waits() sets it with that of bounded.
     kernel_timeout_s: float = DEFAULT_TIMEOUT_S
 
+    @cached_property
+    def calls(self) -> CallOrder:
+        """The calls made over this transport, which ranks compare before they send rows."""
+        from epcomm.collectives.call_order import CallOrder
+
+        return CallOrder(self)
+
     def close(self) -> None:  # noqa: B027 (most transports make nothing of their own)
         """Free what this object made for itself, never what it was given. Local, idempotent."""
 
@@ -81,6 +90,13 @@ class Collectives(ABC):
         Lifetime: the caller owns the result, which is `out` if that was given. On transports with
             `bounded`, `send` may be overwritten when this returns.
         """
+
+    def all_to_all_async(self, send: Tensor, *, phase: str = "all_to_all") -> Pending[Tensor]:
+        """Begin an all_to_all of equal parts; wait() completes it, before any other verb begins.
+
+        This default does everything in wait().   Lifetime: `send` until then.
+        """
+        return Pending(lambda: self.all_to_all(send, phase=phase))
 
     @abstractmethod
     def all_gather(self, tensor: Tensor, *, phase: str = "all_gather") -> Tensor:
@@ -146,7 +162,12 @@ class Collectives(ABC):
     def _gather_json(
         self, records: Sequence[Mapping[str, Scalar]], phase: str
     ) -> list[list[dict[str, Scalar]]]:
-        """What all ranks pass here, by rank; most often in one exchange."""
+        """What all ranks pass here, by rank; most often in one exchange behind the header."""
+        from epcomm.collectives.call_order import CallKind, CallSign
+
+        if self.bounded is not None:
+            self.calls.announce(CallSign(kind=CallKind.RECORDS), phase=phase).wait()
+            phase = f"{phase}, records"
         payload = json.dumps([dict(record) for record in records]).encode()
         message = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
         texts = self._gather_bytes(message[:_FIRST_BYTES].ljust(_FIRST_BYTES), phase)

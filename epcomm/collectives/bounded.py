@@ -101,6 +101,14 @@ class BoundedWait:
         self._num_calls: Counter[str] = Counter()
         self._story: str | None = None
 
+    def check(self) -> None:
+        """Raise the EPTimeout of an earlier exchange, before anything is written for a new one.
+
+        Local.
+        """
+        if self._story is not None:
+            raise EPTimeout(self._story)
+
     def run(self, start: Callable[[], Step], phase: str) -> None:
         """Start an exchange and wait for its end: begin() and what it returns."""
         self.begin(start, phase)()
@@ -120,8 +128,7 @@ class BoundedWait:
                 up; at most GRACE_S + 2 * LOOK_LIMIT_S after the deadline. Every later call raises
                 the same at once and starts nothing.
         """
-        if self._story is not None:
-            raise EPTimeout(self._story)
+        self.check()
         self._num_exchanges += 1
         self._num_calls[phase] += 1
         step = start()

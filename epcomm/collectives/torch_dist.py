@@ -92,22 +92,44 @@ class TorchDistCollectives(Collectives):
         check_sendable(send, self.device)
         num_rows = send.shape[0] if recv_splits is None else sum(recv_splits)
         recv = receiving(out, send, num_rows)
+        self._begin_all_to_all(recv, send, recv_splits, send_splits, phase)()
+        return recv
+
+    def all_to_all_async(self, send: Tensor, *, phase: str = "all_to_all") -> Pending[Tensor]:
+        check_sendable(send, self.device)
+        recv = torch.empty_like(send)
+        end = self._begin_all_to_all(recv, send, None, None, phase)
+
+        def wait() -> Tensor:
+            end()
+            return recv
+
+        return Pending(wait)
+
+    def _begin_all_to_all(
+        self,
+        recv: Tensor,
+        send: Tensor,
+        recv_splits: Sequence[int] | None,
+        send_splits: Sequence[int] | None,
+        phase: str,
+    ) -> Callable[[], None]:
+        """Begin; what is returned waits for the end."""
         recv_bytes, send_bytes = _as_bytes(recv), _as_bytes(send)
         # None and an empty list both mean equal splits.
         recv_rows, send_rows = list(recv_splits or ()), list(send_splits or ())
         group = self._open_group()
         if self.bounded is None:
             dist.all_to_all_single(recv_bytes, send_bytes, recv_rows, send_rows, group=group)
-        else:
-            options = AllToAllOptions()
-            self._sent.watch(recv_bytes, send_bytes)
-            _begin(
-                self.bounded,
-                options,
-                lambda: group.alltoall_base(recv_bytes, send_bytes, recv_rows, send_rows, options),
-                phase,
-            )()
-        return recv
+            return lambda: None
+        options = AllToAllOptions()
+        self._sent.watch(recv_bytes, send_bytes)
+        return _begin(
+            self.bounded,
+            options,
+            lambda: group.alltoall_base(recv_bytes, send_bytes, recv_rows, send_rows, options),
+            phase,
+        )
 
     def all_gather(self, tensor: Tensor, *, phase: str = "all_gather") -> Tensor:
         return self.all_gather_async(tensor, phase=phase).wait()

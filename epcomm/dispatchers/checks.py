@@ -8,7 +8,7 @@ from torch import Tensor
 from epcomm.buffers.base import BufferSpec
 from epcomm.errors import CapacityError, EPError, HandleError, ShapeError
 from epcomm.precision import FLOAT_DTYPES
-from epcomm.records import CombineInput, MaskedCombineInput, RowsCombineInput, TopKOutput
+from epcomm.records import CombineInput, Handle, MaskedCombineInput, RowsCombineInput, TopKOutput
 from epcomm.types import Layout, RowsPer
 
 
@@ -29,6 +29,11 @@ def find_call_error(
     where: `rank 3 of 8`, for the message.
     backend_limit: BufferCaps.max_tokens_per_rank.
     """
+    if not isinstance(topk, TopKOutput):
+        return ShapeError(
+            f"dispatch: topk is {_kind_of(topk)}, expected a TopKOutput ({where}); pass "
+            "TopKOutput(topk_ids=..., topk_weights=...)"
+        )
     num_tokens = num_tokens_of(hidden_states)
     pair = [num_tokens, spec.top_k]
     expected = (
@@ -76,12 +81,29 @@ def find_combine_error(
             "dispatch returned"
         )
     handle = combine_input.handle
+    if not isinstance(handle, Handle):
+        return HandleError(
+            f"combine: the handle is {_kind_of(handle)}, expected that of a dispatch ({where}); "
+            "make the input with combine_input() of the record that dispatch returned"
+        )
     try:
         handle.check(owner)
     except HandleError as error:
         return error
-    shape = _rows_expected(combine_input, spec)
     rows, slot_weights = combine_input.hidden_states, combine_input.slot_weights
+    if isinstance(combine_input, RowsCombineInput):
+        rows_per = combine_input.rows_per
+        if not isinstance(rows_per, RowsPer):
+            return ShapeError(
+                f"combine: rows_per is {rows_per!r}, expected RowsPer.SLOT or RowsPer.ROW "
+                f"({where}); pass one of them"
+            )
+        if rows_per is RowsPer.ROW and slot_weights is not None:
+            return ShapeError(
+                "combine: rows_per is ROW but combine applies the weights of each slot "
+                f"({where}); return one row a slot"
+            )
+    shape = _rows_expected(combine_input, spec)
     fault = _mismatch("hidden_states", rows, [*shape, spec.hidden_size], dtype, device)
     if fault is None and slot_weights is not None:
         fault = _mismatch("slot_weights", slot_weights, shape, torch.float32, device)
@@ -100,8 +122,23 @@ def _rows_expected(combine_input: CombineInput, spec: BufferSpec) -> list[int]:
 
 def num_tokens_of(hidden_states: Tensor) -> int:
     """T, or 0 of what has no rows."""
-    has_rows = isinstance(hidden_states, Tensor) and hidden_states.dim() > 0
-    return hidden_states.shape[0] if has_rows else 0
+    is_plain = isinstance(hidden_states, Tensor) and _unusual(hidden_states) is None
+    return hidden_states.shape[0] if is_plain and hidden_states.dim() > 0 else 0
+
+
+def _kind_of(value: object) -> str:
+    return type(value).__name__
+
+
+def _unusual(tensor: Tensor) -> tuple[str, str] | None:
+    """What makes a tensor no plain strided one, and the remedy; its shape may not be asked then."""
+    if tensor.is_nested:
+        return "nested", "to_padded_tensor(0)"
+    if tensor.layout is not torch.strided:
+        return f"{tensor.layout}", "to_dense()"
+    if hasattr(tensor, "to_local"):
+        return f"a {_kind_of(tensor)}", "to_local()"
+    return None
 
 
 def _mismatch(
@@ -109,7 +146,11 @@ def _mismatch(
 ) -> tuple[str, str] | None:
     """What is wrong with a tensor, and the remedy; None if nothing is."""
     if not isinstance(tensor, Tensor):
-        return f"{name} is {type(tensor).__name__}, expected a tensor {shape}", "pass one"
+        return f"{name} is {_kind_of(tensor)}, expected a tensor {shape}", "pass one"
+    unusual = _unusual(tensor)
+    if unusual is not None:
+        kind, remedy = unusual
+        return f"{name} is {kind}, expected a plain strided tensor", f"call {name}.{remedy}"
     if list(tensor.shape) != shape:
         return f"{name} is {list(tensor.shape)}, expected {shape}", "pass tensors of one batch"
     if tensor.dtype != dtype and not {tensor.dtype, dtype} <= FLOAT_DTYPES:

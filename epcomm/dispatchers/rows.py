@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar, NoReturn, cast
@@ -69,6 +70,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self._spec = self.plan.buffer_spec
         self._dtype = self._spec.combine_format.dtype.torch_dtype
         self._buffer = group.open_buffer(self.plan.backend, self._spec)
+        self._number = group.collectives.calls.add_dispatcher(self.mode)
         # Plain torch casts; only eight bits need a kernel.
         is_quantized = self._spec.dispatch_format.dtype.is_quantized
         self._quantize = partial(
@@ -104,12 +106,18 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         experts_need_grad: bool,
         *,
         late_receive: bool,
+        refusal: EPError | None = None,
     ) -> Pending[DispatchT]:
-        """Send; with late_receive, which has no gradients, rows are received in wait()."""
+        """Send; with late_receive, which has no gradients, rows are received in wait().
+
+        refusal: what the caller knows to be wrong; it is raised when all ranks have heard of it.
+        """
         self._check_group_open("dispatch")
         num_tokens = num_tokens_of(hidden_states)
-        refusal = self._closed_error("dispatch") or self._refusal(
-            hidden_states, topk, experts_need_grad
+        refusal = (
+            refusal
+            or self._closed_error("dispatch")
+            or self._refusal(hidden_states, topk, experts_need_grad)
         )
         error = refusal or find_call_error(
             hidden_states,
@@ -186,6 +194,25 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         pending = self._begin_combine(combine_input, late_receive=True)
         return Pending(partial(_wait_for_sums, pending))
 
+    def refuse(self, error: EPError) -> NoReturn:
+        """Take part in the other ranks' dispatch without tokens, so that they hear of `error`.
+
+        Collective: yes, in place of dispatch(), and on a static buffer of combine() too.
+        """
+        topk = empty_topk(self._spec.top_k, self._group.device)
+        nothing = topk.topk_weights.new_empty(0, self._spec.hidden_size, dtype=self._dtype)
+        self._begin(nothing, topk, False, late_receive=False, refusal=error)
+        raise error
+
+    def refuse_results(self, out: DispatchT, problem: Exception) -> None:
+        """Let the ranks that combine this batch hear that its experts failed here; returns then.
+
+        Collective: yes, in place of combine().
+        """
+        error = EPError(f"combine: the experts failed on {self._group.where}: {problem}")
+        with suppress(EPError):
+            self._refuse_combine(error, out.handle.route)
+
     def _begin_combine(self, combine_input: CombineT, *, late_receive: bool) -> Pending[Tensor]:
         """Send sums home; with late_receive they are received in wait()."""
         self._check_group_open("combine")
@@ -251,7 +278,8 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self, hidden_states: Tensor, topk: TopKOutput, experts_need_grad: bool
     ) -> EPError | None:
         """Why this dispatcher never serves such a call, whatever its sizes; it raises at once."""
-        inputs = (hidden_states, topk.topk_weights)
+        # What is no TopKOutput is told to all ranks, as a fault of the call.
+        inputs = (hidden_states, getattr(topk, "topk_weights", None))
         needs_grad = any(getattr(tensor, "requires_grad", False) for tensor in inputs)
         is_needed = torch.is_grad_enabled() and (needs_grad or experts_need_grad)
         if self.plan.caps.trainable or not is_needed:
@@ -313,6 +341,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             error=error,
             quantize=self._quantize,
             int8_profile=self.plan.int8_profile,
+            dispatcher=self._number,
         )
 
     def _arranged(self, rows: WireTensor) -> WireTensor:

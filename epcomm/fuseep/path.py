@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -99,6 +100,10 @@ class FuseEPPath:
         """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""
         self._operator.check()
 
+    def refuse(self, error: EPError, *, decode: bool) -> NoReturn:
+        """Raise what keeps this rank from a call. Local: the operator tells nobody."""
+        raise error
+
     def repack(self) -> None:
         """Pack the experts anew at the next call. Local.
 
@@ -114,7 +119,8 @@ class FuseEPPath:
     def _refusal(
         self, hidden_states: Tensor, topk: TopKOutput, weights: ExpertTensors
     ) -> EPError | None:
-        inputs = (hidden_states, topk.topk_weights, *weights.tensors().values())
+        # What is no TopKOutput is told to all ranks, as a fault of the call.
+        inputs = (hidden_states, getattr(topk, "topk_weights", None), *weights.tensors().values())
         needs_grad = any(getattr(tensor, "requires_grad", False) for tensor in inputs)
         if not (torch.is_grad_enabled() and needs_grad):
             return None

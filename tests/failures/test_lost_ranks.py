@@ -19,7 +19,7 @@ LAUNCH_LIMIT_S = 300
 PHASE_NAMES = {
     "dispatch": "dispatch counts",
     "combine": "combine calls",
-    "backward": "backward of combine",
+    "backward": "backward of combine calls",
 }
 FAULTS = ("killed", "stopped", "late")
 TRANSPORTS = ("gloo", "mpi")

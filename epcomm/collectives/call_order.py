@@ -1,0 +1,273 @@
+"""Which call each rank makes: a header of one size goes before every call, and all ranks compare.
+
+A rank that makes another call than the others, or the calls of two layers in another order, is
+named on every rank before any rows travel. Nobody waits for what never comes, and no transport
+meets messages of different lengths. Worked example, two ranks, each header its first words:
+
+    rank 0 dispatches    kind 2, mode 0, buffer 1, dispatcher 1, batch 7, call 7
+    rank 1 combines      kind 3, mode 0, buffer 1, dispatcher 1, batch 6, call 7
+
+Both raise HandleError; the next call of both is number 8, so the group goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from epcomm.collectives.base import Collectives, describe_ranks
+from epcomm.config import Mode
+from epcomm.errors import EPError, HandleError
+from epcomm.records import Pending
+
+# Words of a header that must be equal on all ranks: kind, mode, buffer, dispatcher, batch, number.
+_NUM_COMPARED = 6
+# All of them: then fault, flags and the rows to come.
+FAULT, FLAGS, ROWS = range(_NUM_COMPARED, _NUM_COMPARED + 3)
+HEADER_WORDS = _NUM_COMPARED + 3
+# Behind them lie the slots of so many experts of the receiving rank; counts of more take a second
+# exchange. 128 experts a rank are half of the 256 of the largest models, and with the header they
+# make 1096 B, which one Ethernet packet carries.
+COUNTS_IN_HEADER = 128
+MESSAGE_WORDS = HEADER_WORDS + COUNTS_IN_HEADER
+MESSAGE_BYTES = 8 * MESSAGE_WORDS
+# In place of a number, of a rank that cannot know it: a refused combine belongs to any batch.
+ANY = -1
+
+_MODES = tuple(Mode)
+
+
+class CallKind(IntEnum):
+    """What a rank is about to do with all others."""
+
+    RECORDS = 1
+    DISPATCH = 2
+    COMBINE = 3
+    COMBINE_BACKWARD = 4
+    DISPATCH_BACKWARD = 5
+
+    @property
+    def text(self) -> str:
+        """`backward of combine`, for messages."""
+        return _TEXTS[self]
+
+    @property
+    def phase(self) -> str:
+        """What the exchange of headers is called where a rank waits in it in vain."""
+        return "dispatch counts" if self is CallKind.DISPATCH else f"{self.text} calls"
+
+
+_TEXTS = {
+    CallKind.RECORDS: "an agreement of all ranks (plan, open_buffer or gather_records)",
+    CallKind.DISPATCH: "dispatch",
+    CallKind.COMBINE: "combine",
+    CallKind.COMBINE_BACKWARD: "backward of combine",
+    CallKind.DISPATCH_BACKWARD: "backward of dispatch",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallSign:
+    """One call, as all ranks must make it.
+
+    buffer, dispatcher: numbers of CallOrder.add_buffer() and add_dispatcher(), 0 for none.
+    batch: number of the call that dispatched it; of a dispatch, its own, next_batch.
+    """
+
+    kind: CallKind
+    buffer: int = 0
+    dispatcher: int = 0
+    batch: int = 0
+
+
+class HeaderBoard(Protocol):
+    """What carries headers in place of the transport, where there is something faster."""
+
+    def exchange(self, message: Tensor, *, phase: str) -> Pending[Tensor]:
+        """Begin to move row r of [W, words], int64, to rank r; wait() returns those from ranks."""
+        ...
+
+    def close(self) -> None:
+        """Free it. Local, idempotent."""
+        ...
+
+
+class CallOrder:
+    """The calls of one rank in a group, numbered alike on all ranks."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        """No call yet, over `collectives`."""
+        self._collectives = collectives
+        self._board: HeaderBoard | None = None
+        self._number = 0
+        self._buffers: list[str] = []
+        # Places in _MODES.
+        self._dispatchers: list[int] = []
+
+    @property
+    def world_size(self) -> int:
+        """W."""
+        return self._collectives.world_size
+
+    @property
+    def next_batch(self) -> int:
+        """The number of the next call, equal on all ranks."""
+        return self._number + 1
+
+    @property
+    def has_board(self) -> bool:
+        """Whether headers travel over a board and not as rows of the transport."""
+        return self._board is not None
+
+    def use(self, board: HeaderBoard) -> None:
+        """Send headers over `board` from now on, and close it in the end.
+
+        Collective: yes, between the same calls on all ranks.
+        """
+        self._board = board
+
+    def close(self) -> None:
+        """Close the board, if there is one. Local, idempotent."""
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+    def add_buffer(self, name: str) -> int:
+        """The number of a new buffer. All ranks open the same ones in the same order."""
+        self._buffers.append(name)
+        return len(self._buffers)
+
+    def add_dispatcher(self, mode: Mode) -> int:
+        """The number of a new dispatcher, as add_buffer()."""
+        self._dispatchers.append(_MODES.index(mode))
+        return len(self._dispatchers)
+
+    def header(self, sign: CallSign, *, flags: int = 0, num_rows: int = 0) -> list[int]:
+        """The words that announce this rank's next call, without a fault. Local; counts the call.
+
+        flags, num_rows: words that may differ between ranks.
+        """
+        self._number += 1
+        mode = min(sign.dispatcher, 0)
+        if sign.dispatcher > 0:
+            mode = self._dispatchers[sign.dispatcher - 1]
+        who = (int(sign.kind), mode, sign.buffer, sign.dispatcher, sign.batch, self._number)
+        return [*who, 0, flags, num_rows]
+
+    def message(self, words: Sequence[int], num_words: int = MESSAGE_WORDS) -> Tensor:
+        """[W, num_words], int64, on the device: `words`, then zeros. Host sync: none."""
+        collectives = self._collectives
+        message = torch.zeros(
+            collectives.world_size, num_words, dtype=torch.int64, device=collectives.device
+        )
+        message[:, : len(words)] = torch.tensor(words).to(collectives.device, non_blocking=True)
+        return message
+
+    def exchange(self, message: Tensor, phase: str) -> Pending[Tensor]:
+        """Begin to send row r of [W, words] to rank r; wait() returns the rows for this rank.
+
+        Collective: yes; of one size in all calls of the group, but for what a board takes.
+        Host sync: as a verb.
+        """
+        if self._board is not None:
+            return self._board.exchange(message, phase=phase)
+        return self._collectives.all_to_all_async(message, phase=phase)
+
+    def announce(
+        self,
+        sign: CallSign,
+        *,
+        error: EPError | None = None,
+        fault: int = 0,
+        flags: int = 0,
+        num_rows: int = 0,
+        phase: str | None = None,
+    ) -> Pending[list[list[int]]]:
+        """Begin a call that has nothing for one rank alone; wait() returns all headers.
+
+        Args:
+            sign: the call.
+            error: this rank's own fault, which it raises if its call differs as well.
+            fault, flags, num_rows: words that may differ.
+            phase: what a wait in vain is called; None: as the kind says.
+
+        Collective: yes.   Host sync: in wait().
+        Raises, in wait():
+            HandleError: some ranks make another call; on every rank.
+        """
+        words = self.header(sign, flags=flags, num_rows=num_rows)
+        words[FAULT] = fault
+        pending = self.exchange(self.message(words), phase or sign.kind.phase)
+
+        def wait() -> list[list[int]]:
+            headers = pending.wait()[:, :HEADER_WORDS].tolist()
+            self.compare(headers, error)
+            return headers
+
+        return Pending(wait)
+
+    def compare(self, headers: Sequence[Sequence[int]], error: EPError | None = None) -> None:
+        """Raise on every rank if some of them make another call: headers by rank.
+
+        Raises:
+            HandleError: which rank is where; or `error`, what this rank knows of its own call.
+        """
+        calls = [tuple(words[:_NUM_COMPARED]) for words in headers]
+        if all(call == calls[0] for call in calls):
+            return
+        if all(len(set(words) - {ANY}) <= 1 for words in zip(*calls, strict=True)):
+            return
+        if error is not None:
+            raise error
+        raise HandleError(self._describe(calls))
+
+    def _describe(self, calls: Sequence[tuple[int, ...]]) -> str:
+        ranks_of: dict[tuple[int, ...], list[int]] = {}
+        for rank, call in enumerate(calls):
+            ranks_of.setdefault(call, []).append(rank)
+        # The fewest first: it is they who differ.
+        groups = sorted(ranks_of.items(), key=lambda group: len(group[1]))
+        told = [f"{_ranks_are(ranks)} in {self._name(call)}" for call, ranks in groups]
+        decoding = [r for r, call in enumerate(calls) if _mode_of(call) is Mode.LOW_LATENCY]
+        advice, rank = "call in the same order on all ranks", self._collectives.rank
+        others = [r for r in range(len(calls)) if r not in decoding]
+        decodes = ""
+        if decoding and others:
+            decodes = (
+                f"; {describe_ranks(decoding)} decode{'' if len(decoding) > 1 else 's'}, "
+                f"{describe_ranks(others)} do{'' if len(others) > 1 else 'es'} not"
+            )
+            advice = "pass decode alike on all ranks, and " + advice
+        return (
+            f"{CallKind(calls[rank][0]).text}: {' while '.join(told)}, call {self._number} of the "
+            f"group (this is rank {rank} of {len(calls)}){decodes}; no rows were sent and the "
+            f"group is usable; {advice}"
+        )
+
+    def _name(self, call: tuple[int, ...]) -> str:
+        """`combine of dispatcher 2 (low_latency, buffer 2: collective_static, batch 5)`."""
+        kind, _, buffer, dispatcher, batch, _ = call
+        details = []
+        if _mode_of(call) is not None:
+            details.append(str(_mode_of(call)))
+        if buffer > 0:
+            details.append(f"buffer {buffer}: {self._buffers[buffer - 1]}")
+        if batch > 0 and kind != CallKind.DISPATCH:
+            details.append(f"the batch of call {batch}")
+        name = CallKind(kind).text
+        if dispatcher > 0:
+            name += f" of dispatcher {dispatcher}"
+        return f"{name} ({', '.join(details)})" if details else name
+
+
+def _mode_of(call: tuple[int, ...]) -> Mode | None:
+    return _MODES[call[1]] if call[3] > 0 else None
+
+
+def _ranks_are(ranks: Sequence[int]) -> str:
+    return f"{describe_ranks(ranks)} {'are' if len(ranks) > 1 else 'is'}"

@@ -1,0 +1,403 @@
+"""What one rank gets wrong every rank hears by name, and the next call of the same group is right.
+
+The table is in bad_calls.py. All its cases run in one group for each backend, one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from epcomm import (
+    ConfigError,
+    EPConfig,
+    EPError,
+    EPGroup,
+    EPTimeout,
+    ExpertParallelExperts,
+    HandleError,
+    ShapeError,
+    TopKOutput,
+    survey,
+)
+from epcomm.testing.data import BatchSpec, make_weights, random_ids
+from tests.dispatchers.bad_calls import BAD_CALLS, ORDER_FAULTS, Bad, combine_faults
+from tests.dispatchers.playing import (
+    FAULTY,
+    KINDS,
+    NUM_RANKS,
+    SPEC,
+    E,
+    H,
+    K,
+    M,
+    Play,
+    error_of,
+    expected_y,
+    identity,
+    open_dispatcher,
+    playing,
+)
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+HALF = torch.full((1, K), 0.5)
+LAYER = BatchSpec(
+    tokens_of_rank=lambda rank, size: 1,
+    choose_ids=random_ids,
+    hidden_size=H,
+    num_local_experts=E // NUM_RANKS,
+)
+
+
+@pytest.fixture(scope="module")
+def play(request: pytest.FixtureRequest) -> Iterator[Play]:
+    with playing(KINDS[request.param]) as play:
+        yield play
+
+
+def check_told(play: Play, bad: Bad) -> None:
+    """All ranks hear of it, in the call or, on a static buffer, from check()."""
+    raised = error_of(lambda: (bad.call if play.is_faulty else bad.others)(play))
+    waiting = error_of(play.dispatcher.check)
+    assert play.kind.is_static or waiting is None
+    found = raised or waiting
+    assert isinstance(found, bad.error), found
+    is_told = not play.is_faulty or (bad.reads_ids and play.kind.is_static)
+    assert (bad.told if is_told else bad.own) in str(found)
+    play.expect_works()
+
+
+def cases_of(bad_calls: list[Bad], kinds: list[str]) -> list[Any]:
+    return [
+        pytest.param(name, bad, id=f"{name}-{bad.id}")
+        for name in kinds
+        for bad in bad_calls
+        if KINDS[name].trains or not bad.trains
+    ]
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize(("play", "bad"), cases_of(BAD_CALLS, list(KINDS)), indirect=["play"])
+def test_fault_of_one_rank_is_told_to_all(play: Play, bad: Bad) -> None:
+    if bad.id == "rank 1 skips backward" and play.kind.config.replicated:
+        # Its backward of combine has no exchange; that of dispatch comes first.
+        bad = replace(bad, own="rank 0 is in backward of dispatch")
+    check_told(play, bad)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Odd:
+    """An unusual batch that is right: rank 1 has it, or all ranks where tokens are replicated."""
+
+    id: str
+    make: Callable[[Tensor, TopKOutput], tuple[Tensor, TopKOutput]]
+
+
+def of_x(change: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, TopKOutput]]:
+    return lambda x, topk: (change(x), topk)
+
+
+def of_ids(ids: list[list[int]]) -> Callable[..., tuple[Tensor, TopKOutput]]:
+    return lambda x, topk: (x, replace(topk, topk_ids=torch.tensor(ids)))
+
+
+def with_nan(tensor: Tensor) -> Tensor:
+    return torch.cat([torch.full_like(tensor[:1], float("nan")), tensor[1:]])
+
+
+ODD_BATCHES = [
+    Odd(id="nan in a token", make=of_x(with_nan)),
+    Odd(
+        id="nan in weights",
+        make=lambda x, topk: (x, replace(topk, topk_weights=with_nan(topk.topk_weights))),
+    ),
+    Odd(id="not contiguous", make=of_x(lambda x: x.T.contiguous().T)),
+    Odd(id="strided", make=of_x(lambda x: x.repeat_interleave(2, dim=1)[:, ::2])),
+    Odd(id="expanded", make=of_x(lambda x: x[:1].expand(3, -1))),
+    Odd(id="negative view", make=of_x(lambda x: torch.complex(x, -x).conj().imag)),
+    Odd(id="an expert twice", make=of_ids([[3, 3], [0, 7], [5, 5]])),
+    Odd(id="experts missing", make=of_ids([[-1, 2], [-1, -1], [6, -1]])),
+    Odd(id="no expert at all", make=of_ids([[-1, -1]] * 3)),
+    Odd(
+        id="no token",
+        make=lambda x, topk: (
+            x[:0],
+            TopKOutput(topk_ids=topk.topk_ids[:0], topk_weights=topk.topk_weights[:0]),
+        ),
+    ),
+    Odd(
+        id="M tokens",
+        make=lambda x, topk: (
+            x.repeat(2, 1)[:M],
+            TopKOutput(
+                topk_ids=topk.topk_ids.repeat(2, 1)[:M],
+                topk_weights=topk.topk_weights.repeat(2, 1)[:M],
+            ),
+        ),
+    ),
+    Odd(
+        id="ids and weights strided",
+        make=lambda x, topk: (
+            x,
+            TopKOutput(
+                topk_ids=topk.topk_ids.T.contiguous().T,
+                topk_weights=topk.topk_weights.repeat(1, 2)[:, :K],
+            ),
+        ),
+    ),
+]
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize(
+    ("play", "odd"),
+    [pytest.param(name, odd, id=f"{name}-{odd.id}") for name in KINDS for odd in ODD_BATCHES],
+    indirect=["play"],
+)
+def test_odd_batch_is_computed_rightly(play: Play, odd: Odd) -> None:
+    x, topk = play.x.detach(), play.topk
+    if play.is_faulty or play.kind.config.replicated:
+        x, topk = odd.make(x, topk)
+    y = play.whole_call(x=x, topk=topk)
+    play.dispatcher.check()
+    torch.testing.assert_close(y, expected_y(x, topk), equal_nan=True)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize(
+    ("play", "bad"),
+    [
+        case
+        for case in cases_of(
+            combine_faults(), [n for n, kind in KINDS.items() if not kind.is_static]
+        )
+        if case.values[1].id in {"no rows", "a handle used twice"}
+    ],
+    indirect=["play"],
+)
+def test_refused_batch_may_be_combined_again(play: Play, bad: Bad) -> None:
+    assert error_of(lambda: (bad.call if play.is_faulty else bad.others)(play)) is not None
+    y = play.dispatcher.combine(play.results)
+    torch.testing.assert_close(y.detach(), expected_y(play.x.detach(), play.topk))
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("play", KINDS, indirect=True)
+def test_fault_of_all_ranks_is_told_to_each(play: Play) -> None:
+    def no_rows() -> object:
+        return play.dispatcher.combine(play.begin().combine_input(play.x[:0]))
+
+    with pytest.raises(ShapeError, match=rf"\[0, 16\], expected .*rank {play.group.rank} of 2"):
+        no_rows()
+    assert (error_of(play.dispatcher.check) is not None) == play.kind.is_static
+    play.expect_works()
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("bad", combine_faults()[:-1:3], ids=lambda bad: bad.id)
+def test_with_check_calls_a_static_buffer_raises_in_the_call(bad: Bad) -> None:
+    kind = KINDS["low_latency"]
+    checked = replace(kind, config=replace(kind.config, check_calls=True), is_static=False)
+    with playing(checked) as play:
+        check_told(play, bad)
+
+
+@pytest.mark.mpi_ranks(NUM_RANKS)
+@pytest.mark.parametrize("name", ["collective", "low_latency"])
+def test_order_is_compared_over_mpi(name: str, ep_ranks: MPI.Comm | None) -> None:
+    with playing(KINDS[name], ep_ranks) as play:
+        for bad in ORDER_FAULTS:
+            if play.kind.trains or not bad.trains:
+                check_told(play, replace(bad, error=HandleError))
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_rank_that_decodes_alone_is_named(
+    shares_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not shares_memory:
+        monkeypatch.setattr(survey, "host_of_this_process", lambda: "")
+    with EPGroup() as group, torch.no_grad():
+        layer = make_layer(group, EPConfig(max_tokens_per_rank=M))
+        x, topk = torch.ones(1, H), TopKOutput(topk_ids=torch.tensor([[0, 7]]), topk_weights=HALF)
+        y = layer(x, topk)
+        with pytest.raises(HandleError, match=r"rank 1 decodes, rank 0 does not") as caught:
+            layer(x, topk, decode=group.rank == FAULTY)
+        assert "(low_latency, buffer 2: collective_static)" in str(caught.value)
+        torch.testing.assert_close(layer(x, topk), y)
+        torch.testing.assert_close(layer(x, topk, decode=True), y)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_decode_that_nothing_serves_is_told_to_all() -> None:
+    with EPGroup() as group, torch.no_grad():
+        layer = make_layer(group, EPConfig())
+        x, topk = torch.ones(1, H), TopKOutput(topk_ids=torch.tensor([[0, 7]]), topk_weights=HALF)
+        own = "decode=True but there is no low latency"
+        text = own if group.rank == FAULTY else "decode asked of a mode that has none on rank 1"
+        with pytest.raises(ConfigError, match=text):
+            layer(x, topk, decode=group.rank == FAULTY)
+        assert layer(x, topk).isfinite().all()
+
+
+def make_layer(
+    group: EPGroup,
+    config: EPConfig,
+    batches: BatchSpec = LAYER,
+    *,
+    intermediate_size: int = 16,
+    top_k: int = K,
+) -> ExpertParallelExperts:
+    """A layer of SPEC with drawn experts."""
+    weights = make_weights(batches, NUM_RANKS, intermediate_size=intermediate_size)
+    return ExpertParallelExperts(weights, group, config, top_k=top_k)
+
+
+def config_of(play: Play) -> EPConfig:
+    return replace(play.kind.config, mode=play.dispatcher.mode)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("play", KINDS, indirect=True)
+def test_experts_that_differ_are_told_to_all(play: Play) -> None:
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"batches": replace(LAYER, num_local_experts=2)}, "num_experts: 8 on rank 0, 4 on rank 1"),
+        ({"batches": replace(LAYER, hidden_size=32)}, "hidden_size: 16 on rank 0, 32 on rank 1"),
+        ({"intermediate_size": 8}, "intermediate_size: 16 on rank 0, 8 on rank 1"),
+        (
+            {"batches": replace(LAYER, dtype=torch.bfloat16)},
+            'dtype: "torch.float32" on rank 0, "torch.bfloat16" on rank 1',
+        ),
+        ({"top_k": 3}, "top_k: 2 on rank 0, 3 on rank 1"),
+    )
+    for changes, text in cases:
+        with pytest.raises(ConfigError) as caught:
+            make_layer(play.group, config_of(play), **(changes if play.is_faulty else {}))
+        assert text in str(caught.value)
+    weights = make_weights(LAYER, NUM_RANKS)
+    if play.is_faulty:
+        tensors = {name: tensor.detach() for name, tensor in weights.tensors().items()}
+        weights = weights.with_tensors(tensors)
+    with pytest.raises(ConfigError, match="requires_grad: true on rank 0, false on rank 1"):
+        ExpertParallelExperts(weights, play.group, config_of(play), top_k=K)
+    play.expect_works()
+
+
+def batch_of(play: Play) -> tuple[Tensor, TopKOutput]:
+    return play.x.detach(), play.topk
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("play", KINDS, indirect=True)
+def test_experts_that_cannot_compute_are_told_to_all(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make_layer(play.group, config_of(play))
+    right = layer(*batch_of(play))
+
+    def check_refused(error: type[Exception], own: str, told: str) -> None:
+        found: Exception | None = None
+        try:
+            layer(*batch_of(play))
+        except (EPError, RuntimeError) as raised:
+            found = raised
+        waiting = error_of(layer.check)
+        found = found or waiting
+        assert isinstance(found, error if play.is_faulty else EPError), found
+        assert (own if play.is_faulty else told) in str(found)
+
+    parameters = dict(layer.named_parameters())
+    own = (
+        "down_proj is torch.float32 on cpu, expected torch.float32 on meta as gate_up_proj",
+        "ExpertParallelExperts: gate_up_proj is on meta, expected cpu (rank 1 of 2); load the",
+    )
+    for text, (name, parameter) in zip(own, parameters.items(), strict=True):
+        if play.is_faulty:
+            setattr(layer, name, nn.Parameter(parameter.detach().to("meta")))
+        check_refused(ShapeError, text, "a tensor of wrong shape, dtype or device on rank 1")
+    for name, parameter in parameters.items():
+        setattr(layer, name, parameter)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    if play.is_faulty:
+        monkeypatch.setattr(layer.runner, "run", fail)
+    check_refused(
+        RuntimeError, "no memory", "combine: an error while the experts computed on rank 1"
+    )
+    monkeypatch.undo()
+    torch.testing.assert_close(layer(*batch_of(play)), right)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("play", [n for n, kind in KINDS.items() if kind.trains], indirect=True)
+def test_experts_frozen_on_one_rank_take_part_in_backward(play: Play) -> None:
+    layer = make_layer(play.group, config_of(play))
+    parameters = list(layer.parameters())
+    layer(*batch_of(play)).sum().backward()
+    gradients = [parameter.grad for parameter in parameters]
+    layer.zero_grad()
+    layer.requires_grad_(not play.is_faulty)
+    layer(*batch_of(play)).sum().backward()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if play.is_faulty:
+            assert parameter.grad is None
+        else:
+            assert parameter.grad is not None
+            assert gradient is not None
+            assert torch.equal(parameter.grad, gradient)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("name", ["collective", "shared_memory"])
+def test_counts_of_many_experts_take_a_second_exchange(name: str) -> None:
+    """300 experts a rank, of which a header holds the slots of 128."""
+    kind, num_experts = KINDS[name], 300 * NUM_RANKS
+    with EPGroup() as group, torch.no_grad():
+        dispatcher = open_dispatcher(kind, group, replace(SPEC, num_experts=num_experts, top_k=3))
+        x, ids = torch.randn(2, H), torch.tensor([[0, 299, 300], [427, 428, 599]])
+        topk = TopKOutput(topk_ids=ids, topk_weights=torch.ones(2, 3))
+        out = dispatcher.dispatch(x, topk)
+        found = out.num_slots_per_expert.tolist()
+        mine = [int(e) - 300 * group.rank for e in ids.flatten()]
+        assert found == [NUM_RANKS * mine.count(e) for e in range(300)]
+        torch.testing.assert_close(dispatcher.combine(identity(out)), 3 * x)
+        before = dispatcher.plan.header_bytes()
+        assert dispatcher.traffic().control_bytes == before == 8 * (9 + 300)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("name", KINDS)
+def test_closed_group_tells_at_once(name: str) -> None:
+    with playing(KINDS[name]) as play:
+        results = play.results
+        play.group.close()
+        play.group.close()
+        with pytest.raises(HandleError, match="combine: the EPGroup is closed"):
+            play.dispatcher.combine(results)
+        with pytest.raises(HandleError, match="dispatch: the EPGroup is closed"):
+            play.begin()
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_rank_that_calls_alone_hears_of_its_fault_and_not_only_of_the_silence() -> None:
+    process_group = dist.new_group()
+    assert isinstance(process_group, dist.ProcessGroup)
+    with playing(KINDS["collective"], process_group) as play:
+        if play.is_faulty:
+            assert play.group.collectives.bounded is not None
+            play.group.collectives.bounded.timeout_s = 0.3
+            with pytest.raises(HandleError, match="was combined before") as caught:
+                play.dispatcher.combine(play.spent)
+            assert isinstance(caught.value.__cause__, EPTimeout)

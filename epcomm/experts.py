@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -11,17 +13,19 @@ from torch import Tensor, nn
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.phases import PhaseDispatchers
-from epcomm.errors import ConfigError
+from epcomm.errors import ConfigError, PickleRefused
 from epcomm.fuseep.path import FuseEPPath
 from epcomm.group import EPGroup
+from epcomm.local_experts import LocalExperts
 from epcomm.pipeline import PipelinePath
 from epcomm.planning import MoESpec, plan
 from epcomm.records import PathOutput, TopKOutput, empty_topk
 from epcomm.runners.base import ExpertRunner
-from epcomm.sharding import ExpertShard, local_share, tag_as_sharded
+from epcomm.sharding import local_share, shard_of_rank
+from epcomm.state import cut_before_load, note_share
 from epcomm.survey import refuse_plan
 from epcomm.untraced import untraced
-from epcomm.weights import ExpertTensors
+from epcomm.weights import ExpertTensors, ExpertWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,9 @@ class EPStats:
 class ExpertParallelExperts(nn.Module):
     """Holds L = P / W experts on each rank and computes y = sum over k of w_k * expert_k(x).
 
-    Parameters carry the names given at construction and are tagged (see sharding.py).
+    Parameters carry the names given at construction. Where the group has a DeviceMesh they are
+    ExpertTensors, [P, ...] to torch's tools and [L, ...] to this layer; else [L, ...]. What else
+    is put in their place serves too: docs/checkpoints.md.
     """
 
     def __init__(
@@ -60,7 +66,10 @@ class ExpertParallelExperts(nn.Module):
         """Take this rank's share of the experts and open the communication.
 
         Args:
-            weights: of all P experts, equal on all ranks, or with is_local of this rank's L.
+            weights: of all P experts, equal on all ranks, or with is_local of this rank's L. On
+                meta nothing is copied; to_empty() and a checkpoint then make the values. An
+                nn.Parameter trains as its requires_grad says; any other tensor of ExpertWeights
+                trains, unless the mode chosen has no gradients.
             group: the ranks that share the experts.
             config: the user's choices.
             top_k: K of the routing.
@@ -100,7 +109,13 @@ class ExpertParallelExperts(nn.Module):
         )
         self._stats = EPStats()
         self._names = {role: (names or {}).get(role, role) for role in weights.tensors()}
-        self._register(weights, num_experts, is_local)
+        self.shard = shard_of_rank(
+            rank=group.rank, world_size=group.world_size, num_experts=num_experts
+        )
+        self._local = LocalExperts(self._kind, tuple(self._names), self.shard, group.where)
+        self._register(weights, is_local=is_local)
+        self.register_load_state_dict_pre_hook(cut_before_load)
+        self.register_state_dict_post_hook(note_share)
 
     @property
     def num_experts(self) -> int:
@@ -127,9 +142,43 @@ class ExpertParallelExperts(nn.Module):
 
     @property
     def weights(self) -> ExpertTensors:
-        """This rank's experts, as live parameters."""
-        tensors = {role: self.get_parameter(name) for role, name in self._names.items()}
-        return self._kind.with_tensors(tensors)
+        """This rank's experts, [L, ...]: live, of whatever stands where the parameters were.
+
+        Where gradients are recorded the tensors are views, so gradients are to be found at the
+        parameters. Local.
+        """
+        parameters = self._parameters
+        held = []
+        for name in self._names.values():
+            tensor = parameters.get(name)
+            # torch.nn.utils.parametrize and others make it an attribute of another kind.
+            held.append(getattr(self, name) if tensor is None else tensor)
+        return self._local.of(held)
+
+    def expert_parameters(self) -> Mapping[str, Tensor]:
+        """The parameters that hold experts, by name below this layer. Local."""
+        own = dict(self.named_parameters())
+        names = ((name, f"parametrizations.{name}.original") for name in self._names.values())
+        return {name: own[name] for pair in names for name in pair if name in own}
+
+    def scale_gradients(self, factor: float) -> None:
+        """See scale_expert_gradients() of epcomm/gradients.py."""
+        self._local.gradient_factor *= factor
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ExpertParallelExperts:
+        """Copy the parameters; the copy shares group, buffers and dispatchers."""
+        memo |= {id(shared): shared for shared in (self.group, self.path, self.plan, self._kind)}
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        other.__dict__.update(deepcopy(self.__dict__, memo))
+        return other
+
+    def __reduce__(self) -> NoReturn:
+        raise PickleRefused(
+            "ExpertParallelExperts: cannot be pickled, because it holds connections to other "
+            f"ranks ({self.group.where}); save state_dict() by torch.distributed.checkpoint, or "
+            "gather_state_dict(), and build the layer anew"
+        )
 
     @untraced
     def forward(self, x: Tensor, topk: TopKOutput, *, decode: bool | None = None) -> Tensor:
@@ -178,17 +227,18 @@ class ExpertParallelExperts(nn.Module):
     def extra_repr(self) -> str:
         return f"{self._kind.format.activation.value}, {self.group.where}"
 
-    def _register(self, weights: ExpertTensors, num_experts: int, is_local: bool) -> None:
-        num_local = num_experts // self.group.world_size
-        shard = ExpertShard(
-            first_expert=self.group.rank * num_local,
-            num_local_experts=num_local,
-            num_experts=num_experts,
-        )
+    def _register(self, weights: ExpertTensors, *, is_local: bool) -> None:
+        trains = isinstance(weights, ExpertWeights) and self.plan.prefill.caps.trainable
+        mesh = self.group.mesh
         for role, tensor in weights.tensors().items():
-            share = _copy_of(tensor) if is_local else local_share(tensor, shard)
-            parameter = nn.Parameter(share, requires_grad=tensor.requires_grad)
-            tag_as_sharded(parameter, shard)
+            share = _copy_of(tensor) if is_local else local_share(tensor, self.shard)
+            if mesh is not None:
+                from epcomm.expert_tensor import ExpertTensor
+
+                share = ExpertTensor.of_share(share, mesh)
+            is_decided = isinstance(tensor, nn.Parameter)
+            requires_grad = tensor.requires_grad if is_decided else tensor.requires_grad or trains
+            parameter = nn.Parameter(share, requires_grad=requires_grad)
             self.register_parameter(self._names[role], parameter)
 
     def _pipeline(self, what: str) -> PipelinePath:

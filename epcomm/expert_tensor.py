@@ -8,7 +8,7 @@ DTensor refuses lists and operators that mix it with tensors. An ExpertTensor ta
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,9 @@ Context = Any
 
 # Operators over lists of tensors: those of foreach and fused optimizers, and of loss scaling.
 _LIST_OPERATORS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
+# Operators that compute each expert from what there is of it, besides those that torch calls
+# pointwise.
+_BATCHED = ("aten::bmm", "aten::baddbmm")
 _MIXED = "got mixed torch.Tensor and DTensor"
 
 
@@ -44,9 +47,10 @@ class ExpertTensor(DTensor):
     - torch.distributed's functions move the local piece, if no two of their ranks hold different
       experts; else they are refused.
     - Pickled, it is a DTensor, so that torch.load(weights_only=True) knows it.
-    """
 
-    __slots__: Sequence[str] = ()
+    It has no __slots__ of its own: async_save copies the attributes that __slots__ names, and has to
+    find those of DTensor.
+    """
 
     @classmethod
     def of_share(cls, share: Tensor, mesh: DeviceMesh) -> ExpertTensor:
@@ -78,6 +82,25 @@ class ExpertTensor(DTensor):
         return "Expert" + super().__repr__()[1:]
 
     @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        # Here, above autograd, so that an ordinary tensor gets an ordinary gradient.
+        with torch._C.DisableTorchFunctionSubclass():
+            if len(args) > 1 and getattr(func, "__name__", "") != "__set__":
+                some = next((arg for arg in args if isinstance(arg, ExpertTensor)), None)
+                if some is not None:
+                    first = args[0]
+                    args = (first, *(_lifted(arg, some) for arg in args[1:]))
+                    if not getattr(func, "__name__", "").endswith("_"):
+                        args = (_lifted(first, some), *args[1:])
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: OpOverload,
@@ -94,9 +117,40 @@ class ExpertTensor(DTensor):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if name.startswith("c10d::"):
             return _run_c10d(func, args, kwargs, tensors)
-        if torch.Tag.pointwise in func.tags and _is_elementwise(tensors, func, args):
+        is_by_expert = torch.Tag.pointwise in func.tags or name in _BATCHED
+        if is_by_expert and _is_elementwise(tensors, func, args):
             return _run_on_pieces(func, args, kwargs, tensors)
         return _run_as_dtensor(func, args, kwargs)
+
+
+class _OwnPart(torch.autograd.Function):
+    """An ordinary tensor that spans all experts as an ExpertTensor of this rank's part.
+
+    The gradient is an ordinary one, zero for the experts of other ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, whole: Tensor, some: ExpertTensor) -> ExpertTensor:
+        ctx.some = some
+        part = own_part(whole, some)
+        assert isinstance(part, Tensor), "it came as one"
+        return ExpertTensor.of_share(part, some._spec.mesh)
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None]:
+        piece = piece_of(gradients[0])
+        whole = piece.new_zeros(gradients[0].shape)
+        part = own_part(whole, ctx.some)
+        assert isinstance(part, Tensor), "it came as one"
+        part.copy_(piece)
+        return whole, None
+
+
+def _lifted(arg: object, some: ExpertTensor) -> object:
+    is_ordinary = isinstance(arg, Tensor) and not isinstance(arg, DTensor)
+    if is_ordinary and arg.dim() == some.dim() and arg.shape[0] == some.shape[0]:
+        return _OwnPart.apply(arg, some)
+    return arg
 
 
 class _LocalViews(torch.autograd.Function):

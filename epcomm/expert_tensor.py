@@ -48,8 +48,8 @@ class ExpertTensor(DTensor):
       experts; else they are refused.
     - Pickled, it is a DTensor, so that torch.load(weights_only=True) knows it.
 
-    It has no __slots__ of its own: async_save copies the attributes that __slots__ names, and has to
-    find those of DTensor.
+    It has no __slots__ of its own: async_save copies the attributes that __slots__ names, and has
+    to find those of DTensor.
     """
 
     @classmethod

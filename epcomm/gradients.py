@@ -117,9 +117,11 @@ def clip_grad_norm(model: nn.Module, group: EPGroup | None, max_norm: float) -> 
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     square = _square_of(replicated_parameters(model), next(model.parameters()).device)
+    experts = sharded_parameters(model)
     if group is not None:
-        own = _square_of_pieces(sharded_parameters(model), group.collectives.device)
+        own = _square_of([p for p in experts if not _is_cut_further(p)], group.collectives.device)
         square = square + group.collectives.all_gather(own, phase="clip_grad_norm").sum()
+        square = square + _square_of([p for p in experts if _is_cut_further(p)], square.device)
     norm = square.sqrt()
     # 1e-6 as torch.nn.utils.clip_grad_norm_ has it, against gradients of zero.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -129,22 +131,21 @@ def clip_grad_norm(model: nn.Module, group: EPGroup | None, max_norm: float) -> 
 
 
 def _square_of(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """The sum of all squares, also of the parts of DTensors that lie on other ranks."""
+    """The sum of all squares; of DTensors, but not of ExpertTensors, those of all ranks."""
     total = torch.zeros((), device=device)
     for parameter in parameters:
-        if parameter.grad is not None:
-            square = parameter.grad.float().square().sum()
+        gradient = parameter.grad
+        if gradient is not None:
+            if is_expert_tensor(gradient):
+                gradient = _local(gradient)
+            square = gradient.float().square().sum()
             total = total + (square.full_tensor() if isinstance(square, DTensor) else square)
     return total
 
 
-def _square_of_pieces(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """The sum of all squares of what this rank holds."""
-    total = torch.zeros((), device=device)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            total = total + _local(parameter.grad).float().square().sum()
-    return total
+def _is_cut_further(parameter: nn.Parameter) -> bool:
+    """Whether FSDP has cut this rank's experts, which it makes ordinary DTensors."""
+    return isinstance(parameter, DTensor) and not is_expert_tensor(parameter)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -164,7 +164,7 @@ def _whole(tensor: Tensor) -> Tensor:
 def load_full_state_dict(
     module: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True
 ) -> None:
-    """Load whole tensors, cutting out this rank's experts. Local.
+    """Load whole tensors, cutting out this rank's experts, and what FSDP has cut. Local.
 
     Args:
         module: whose parameters and buffers are written.
@@ -186,4 +186,19 @@ def load_full_state_dict(
                 f"load_full_state_dict: {name} holds {num_experts} experts, expected all "
                 f"{shard.num_experts}; gather the state first"
             )
-    module.load_state_dict(state, strict=strict)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    fitting = {name: _fitting(value, parameters.get(name)) for name, value in state.items()}
+    module.load_state_dict(fitting, strict=strict)
+
+
+def _fitting(value: Tensor, parameter: nn.Parameter | None) -> Tensor:
+    """A whole tensor as FSDP's parameters want it; experts are cut by the hook of their layer."""
+    if not hasattr(parameter, "device_mesh") or hasattr(value, "device_mesh"):
+        return value
+    if is_expert_tensor(parameter):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    # No rank sends: each has the whole.
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[union-attr]
+    return distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)

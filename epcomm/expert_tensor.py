@@ -9,7 +9,7 @@ DTensor refuses lists and operators that mix it with tensors. An ExpertTensor ta
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -89,6 +89,8 @@ class ExpertTensor(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
+        if func is Tensor.storage:
+            _refuse_storage(next(arg for arg in args if isinstance(arg, ExpertTensor)))
         # Here, above autograd, so that an ordinary tensor gets an ordinary gradient.
         with torch._C.DisableTorchFunctionSubclass():
             if len(args) > 1 and getattr(func, "__name__", "") != "__set__":
@@ -184,6 +186,17 @@ def local_views(tensors: Sequence[Tensor], factor: float = 1.0) -> tuple[Tensor,
 def piece_of(tensor: Tensor) -> Tensor:
     """The local piece of a DTensor, without gradients; any other tensor as it is. Local."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _refuse_storage(tensor: ExpertTensor) -> NoReturn:
+    """Say to those who write tensors into files, as safetensors does, what to write."""
+    mesh = tensor._spec.mesh
+    raise ShapeError(
+        f"Tensor.storage: an expert parameter of {list(tensor.shape)} has none, because each of "
+        f"{mesh.size()} ranks holds {list(tensor._local_tensor.shape)} of it (rank "
+        f"{mesh.get_local_rank()} of {mesh.size()}); write whole tensors, for example "
+        "model.save_pretrained(folder, state_dict=gather_state_dict(model, group))"
+    )
 
 
 def _first_expert_tensor(tensors: Sequence[Tensor]) -> ExpertTensor:

@@ -70,17 +70,21 @@ def assert_whole(folder: str, source: PreTrainedModel) -> None:
 def test_save_pretrained_writes_the_experts_of_all_ranks() -> None:
     with EPGroup() as group, tempfile.TemporaryDirectory() as folder:
         spread(qwen3_moe(), group).save_pretrained(folder)
-        assert_whole(folder, qwen3_moe())
+        # transformers lets the first rank write.
+        if group.rank == 0:
+            assert_whole(folder, qwen3_moe())
 
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_save_pretrained_of_experts_in_one_tensor_wants_a_gathered_state() -> None:
     with EPGroup() as group, tempfile.TemporaryDirectory() as folder:
         model = spread(gpt_oss(), group)
-        with pytest.raises(ShapeError, match=r"write whole tensors, .* state_dict=gather_state"):
-            model.save_pretrained(folder)
+        if group.rank == 0:
+            with pytest.raises(ShapeError, match=r"write whole tensors, .* state_dict=gather_s"):
+                model.save_pretrained(folder)
         model.save_pretrained(folder, state_dict=gather_state_dict(model, group))
-        assert_whole(folder, gpt_oss())
+        if group.rank == 0:
+            assert_whole(folder, gpt_oss())
 
 
 def with_adapters(model: PreTrainedModel) -> nn.Module:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed.checkpoint as dcp
 from comparison import CheckError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 
@@ -31,14 +32,14 @@ def save_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
     """Write the state of model and optimizer; each rank writes its experts. Collective: yes."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.save(state, checkpoint_id=folder)
+    save(state, checkpoint_id=folder)
 
 
 def load_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
     """Read what any number of ranks wrote; each rank reads its experts. Collective: yes."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, checkpoint_id=folder)
+    load(state, checkpoint_id=folder)
     set_state_dict(
         model,
         optimizer,

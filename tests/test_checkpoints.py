@@ -6,6 +6,7 @@ import copy
 import io
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import init_device_mesh
 
 from epcomm import EPGroup, ShapeError
@@ -52,14 +54,18 @@ def shared_folder() -> Iterator[Path]:
 class Training:
     """Experts over `ep_size` ranks, with copies on the others, and an optimizer."""
 
-    def __init__(self, ep_size: int, **options: bool) -> None:
+    def __init__(
+        self, ep_size: int, foreach: bool | None = None, fused: bool | None = None
+    ) -> None:
         world_size = dist.get_world_size()
         mesh = init_device_mesh(
             "cpu", (world_size // ep_size, ep_size), mesh_dim_names=("dp", "ep")
         )
         self.group, self.copies, self.all = EPGroup(mesh["ep"]), EPGroup(mesh["dp"]), EPGroup()
         self.model = OverRanks(self.group)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, **options)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=0.01, foreach=foreach, fused=fused
+        )
 
     def close(self) -> None:
         for group in (self.group, self.copies, self.all):
@@ -82,12 +88,14 @@ class Training:
     def save(self, folder: Path) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         state = {"model": model, "optimizer": optimizer}
-        dcp.async_save(state, checkpoint_id=folder).result()
+        writing = async_save(state, checkpoint_id=folder)
+        assert isinstance(writing, Future)
+        writing.result()
 
     def load(self, folder: Path) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         state = {"model": model, "optimizer": optimizer}
-        dcp.load(state, checkpoint_id=folder)
+        load(state, checkpoint_id=folder)
         set_state_dict(
             self.model,
             self.optimizer,
@@ -126,7 +134,10 @@ def test_whole_state_goes_out_and_in_by_torch() -> None:
             options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcasts)
             set_model_state_dict(model, given, options=options)
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-            assert all(torch.equal(state[name], tensor) for name, tensor in whole.items())
+            for name, tensor in whole.items():
+                found = state[name]
+                assert isinstance(found, Tensor)
+                assert torch.equal(found, tensor), name
 
 
 def saved_and_loaded(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -207,8 +218,8 @@ def from_a_checkpoint(model: OverRanks, whole: Mapping[str, Tensor], group: EPGr
     source = OverRanks(group)
     load_full_state_dict(source, whole)
     with shared_folder() as folder:
-        dcp.save(source.state_dict(), checkpoint_id=folder)
-        dcp.load(model.state_dict(), checkpoint_id=folder)
+        save(source.state_dict(), checkpoint_id=folder)
+        load(model.state_dict(), checkpoint_id=folder)
 
 
 @pytest.mark.ranks(2)

@@ -237,7 +237,7 @@ def test_writes_are_counted_for_those_who_pack_weights() -> None:
         writes: list[Callable[[], object]] = [
             lambda: parameter.mul_(2),
             lambda: parameter.copy_(parameter.clone()),
-            lambda: torch._foreach_mul_([parameter], 2.0),
+            lambda: torch.ops.aten._foreach_mul_.Scalar([parameter], 2.0),
             lambda: layer.load_state_dict(layer.state_dict()),
         ]
         for write in writes:

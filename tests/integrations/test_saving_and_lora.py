@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 
 NUM_RANKS = 2
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 32,
     "hidden_size": 16,
     "num_hidden_layers": 1,

@@ -159,8 +159,8 @@ class _LocalViews(torch.autograd.Function):
     """Pieces of ExpertTensors, whose gradients are ExpertTensors; other tensors as they are."""
 
     @staticmethod
-    def forward(ctx: Context, factor: float, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.factor = factor
+    def forward(ctx: Context, factors: Sequence[float], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.factors = factors
         ctx.set_materialize_grads(False)
         ctx.kinds = [tensor if isinstance(tensor, ExpertTensor) else None for tensor in tensors]
         # Views: autograd writes into what a Function returns, and the piece is the parameter's.
@@ -169,18 +169,20 @@ class _LocalViews(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         results: list[Tensor | None] = [None]
-        for kind, gradient in zip(ctx.kinds, gradients, strict=True):
-            if gradient is not None and ctx.factor != 1.0:
-                gradient = gradient * ctx.factor
+        for kind, factor, gradient in zip(ctx.kinds, ctx.factors, gradients, strict=True):
+            if gradient is not None and factor != 1.0:
+                gradient = gradient * factor
             if gradient is not None and kind is not None:
                 gradient = kind.like_self(gradient.contiguous())
             results.append(gradient)
         return tuple(results)
 
 
-def local_views(tensors: Sequence[Tensor], factor: float = 1.0) -> tuple[Tensor, ...]:
-    """Differentiable local pieces; gradients are multiplied by `factor` on their way. Local."""
-    return _LocalViews.apply(factor, *tensors)  # type: ignore[return-value]
+def local_views(
+    tensors: Sequence[Tensor], factors: Sequence[float] | None = None
+) -> tuple[Tensor, ...]:
+    """Differentiable local pieces; gradients are multiplied by their factors. Local."""
+    return _LocalViews.apply(factors or [1.0] * len(tensors), *tensors)  # type: ignore[return-value]
 
 
 def piece_of(tensor: Tensor) -> Tensor:

@@ -147,13 +147,15 @@ class ExpertParallelExperts(nn.Module):
         Where gradients are recorded the tensors are views, so gradients are to be found at the
         parameters. Local.
         """
-        parameters = self._parameters
-        held = []
-        for name in self._names.values():
+        parameters, held, computed = self._parameters, [], set()
+        for place, name in enumerate(self._names.values()):
             tensor = parameters.get(name)
-            # torch.nn.utils.parametrize and others make it an attribute of another kind.
-            held.append(getattr(self, name) if tensor is None else tensor)
-        return self._local.of(held)
+            if tensor is None:
+                # torch.nn.utils.parametrize makes it an attribute that is computed.
+                tensor = getattr(self, name)
+                computed.add(place)
+            held.append(tensor)
+        return self._local.of(held, computed)
 
     def expert_parameters(self) -> Mapping[str, Tensor]:
         """The parameters that hold experts, by name below this layer. Local."""
@@ -164,6 +166,10 @@ class ExpertParallelExperts(nn.Module):
     def scale_gradients(self, factor: float) -> None:
         """See scale_expert_gradients() of epcomm/gradients.py."""
         self._local.gradient_factor *= factor
+        for name, parameter in self.expert_parameters().items():
+            # Of what is computed, only the experts are scaled, not what they are combined with.
+            if name not in self._parameters and parameter.requires_grad:
+                parameter.register_hook(lambda gradient: gradient * factor)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ExpertParallelExperts:
         """Copy the parameters; the copy shares group, buffers and dispatchers."""

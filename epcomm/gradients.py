@@ -57,8 +57,10 @@ def scale_expert_gradients(model: nn.Module, factor: float) -> None:
 
     Beside DDP, which takes the mean over its W ranks, the factor is 1 / W: an expert's gradient is
     a sum over the same ranks. Gradients that add up over several backwards are each scaled once.
+    Parameters that are replaced later are scaled too. Of parametrised experts the original is
+    scaled, and what it is combined with is not (adapters of LoRA are reduced like any parameter).
 
-    Local; call it once after construction.
+    Local; call it once after construction, and after parametrising.
     """
     for layer in model.modules():
         if isinstance(layer, ExpertParallelExperts):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +30,20 @@ class LocalExperts:
         self._record = kind
         self.gradient_factor = 1.0
 
-    def of(self, held: Sequence[Tensor]) -> ExpertTensors:
-        """The experts, live; tensors are in the order of the roles. Local."""
+    def of(self, held: Sequence[Tensor], computed: Collection[int] = ()) -> ExpertTensors:
+        """The experts, live. Local.
+
+        Args:
+            held: tensors in the order of the roles.
+            computed: the places of those that are no parameters; the factor is not for them.
+        """
         if not self._is_known(held):
             self._read(held)
-        if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in held)):
+        if not (torch.is_grad_enabled() and _need_gradients(held)):
             return self._record
-        return self._record.exchanged(
-            dict(zip(self._roles, self._differentiable(held), strict=True))
-        )
+        factors = [1.0 if place in computed else self.gradient_factor for place in range(len(held))]
+        views = self._differentiable(held, factors)
+        return self._record.exchanged(dict(zip(self._roles, views, strict=True)))
 
     def __deepcopy__(self, memo: dict[int, object]) -> LocalExperts:
         other = LocalExperts(self._kind, self._roles, self._shard, self._where)
@@ -64,15 +69,14 @@ class LocalExperts:
         are_kept = all(isinstance(tensor, nn.Parameter) for tensor in held)
         self._held, self._pieces = (held, pieces) if are_kept else ((), ())
 
-    def _differentiable(self, held: Sequence[Tensor]) -> Sequence[Tensor]:
-        factor = self.gradient_factor
-        if factor == 1.0 and not any(is_expert_tensor(tensor) for tensor in held):
+    def _differentiable(self, held: Sequence[Tensor], factors: Sequence[float]) -> Sequence[Tensor]:
+        if set(factors) == {1.0} and not any(is_expert_tensor(tensor) for tensor in held):
             views = [_local(tensor) for tensor in held]
         else:
             from epcomm.expert_tensor import local_views
 
             ready = [t if is_expert_tensor(t) else _local(t) for t in held]
-            views = local_views(ready, factor)
+            views = local_views(ready, factors)
         return [self._own(view, role) for view, role in zip(views, self._roles, strict=True)]
 
     def _own(self, tensor: Tensor, role: str) -> Tensor:
@@ -86,6 +90,12 @@ class LocalExperts:
             f"{shard.num_local_experts} experts of this rank or all {shard.num_experts} "
             f"({self._where}); check what replaced the parameter"
         )
+
+
+def _need_gradients(held: Sequence[Tensor]) -> bool:
+    # An attribute of a subclass is a call into Python, unless that is switched off.
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(tensor.requires_grad for tensor in held)
 
 
 def _piece(tensor: Tensor) -> Tensor:

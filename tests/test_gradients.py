@@ -28,6 +28,7 @@ from epcomm.gradients import (
     sum_replicated_gradients,
 )
 from epcomm.sharding import (
+    expert_shards,
     gather_state_dict,
     load_full_state_dict,
     shard_of,
@@ -347,6 +348,41 @@ def copies_in_fsdp(model: OverRanks, mesh: DeviceMesh, groups: Groups) -> nn.Mod
     state = gather_state_dict(model, groups.expert)
     assert all(torch.equal(state[name], 2 * tensor) for name, tensor in whole.items())
     return model
+
+
+class Sum(nn.Module):
+    """A parametrisation with a parameter for all experts, which every rank has."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        self.delta = nn.Parameter(torch.randn(shape, generator=generator) / 4)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.delta
+
+
+@pytest.mark.ranks(2)
+def test_ddp_scales_parametrised_experts_and_not_what_is_added_to_them() -> None:
+    alone = InOneProcess()
+    added = Sum(alone.experts["down_proj"].shape)
+    torch.nn.utils.parametrize.register_parametrization(alone.experts, "down_proj", added)
+    for rank in range(2):
+        (alone(expert_tokens(rank)) / 2).backward()
+    assert added.delta.grad is not None
+    with EPGroup() as group:
+        model = OverRanks(group)
+        own = Sum(added.delta.shape)
+        torch.nn.utils.parametrize.register_parametrization(model.experts, "down_proj", own)
+        wrapped = in_ddp(model, factor=1 / 2)
+        wrapped(expert_tokens(group.rank)).backward()
+        (shard,) = set(expert_shards(model).values())
+        experts = model.experts.expert_parameters()["parametrizations.down_proj.original"]
+        assert experts.grad is not None
+        assert own.delta.grad is not None
+        mine = added.delta.grad.narrow(0, shard.first_expert, shard.num_local_experts)
+        assert relative_error(experts.grad, mine) <= FP32_TOLERANCE
+        assert relative_error(own.delta.grad, added.delta.grad) <= FP32_TOLERANCE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,9 +66,10 @@ def check_losses(losses: Sequence[float], facts: RunFacts, tolerance: float) -> 
     """
     expected = facts.losses[facts.step :][: len(losses)]
     pairs = zip(losses, expected, strict=True)
-    difference = max(abs(loss - wanted) / abs(wanted) for loss, wanted in pairs)
-    # Not `>=`: NaN must fail too.
-    if not difference < tolerance:
+    differences = [abs(loss - wanted) / abs(wanted) for loss, wanted in pairs]
+    difference = max(differences)
+    # Not `>=`, and each of them: NaN must fail too, and is not always the largest.
+    if not all(each < tolerance for each in differences):
         raise CheckError(
             f"losses after step {facts.step} are {list(losses)}, without interruption "
             f"{list(expected)}: relative difference {difference:.1e}, expected less than "

@@ -149,10 +149,10 @@ class _OwnPart(torch.autograd.Function):
 
 
 def _lifted(arg: object, some: ExpertTensor) -> object:
-    is_ordinary = isinstance(arg, Tensor) and not isinstance(arg, DTensor)
-    if is_ordinary and arg.dim() == some.dim() and arg.shape[0] == some.shape[0]:
-        return _OwnPart.apply(arg, some)
-    return arg
+    if not isinstance(arg, Tensor) or isinstance(arg, DTensor):
+        return arg
+    is_whole = arg.dim() == some.dim() and arg.shape[0] == some.shape[0]
+    return _OwnPart.apply(arg, some) if is_whole else arg
 
 
 class _LocalViews(torch.autograd.Function):

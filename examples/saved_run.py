@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from comparison import CheckError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -56,23 +55,3 @@ def write_facts(folder: Path, facts: RunFacts) -> None:
 def read_facts(folder: Path) -> RunFacts:
     """Read what write_facts() wrote. Local."""
     return RunFacts(**json.loads((folder / "run.json").read_text()))
-
-
-def check_losses(losses: Sequence[float], facts: RunFacts, tolerance: float) -> float:
-    """Return the largest relative difference from the run that was not interrupted.
-
-    Raises:
-        CheckError: it is the tolerance or more.
-    """
-    expected = facts.losses[facts.step :][: len(losses)]
-    pairs = zip(losses, expected, strict=True)
-    differences = [abs(loss - wanted) / abs(wanted) for loss, wanted in pairs]
-    difference = max(differences)
-    # Not `>=`, and each of them: NaN must fail too, and is not always the largest.
-    if not all(each < tolerance for each in differences):
-        raise CheckError(
-            f"losses after step {facts.step} are {list(losses)}, without interruption "
-            f"{list(expected)}: relative difference {difference:.1e}, expected less than "
-            f"{tolerance:.1e}"
-        )
-    return difference

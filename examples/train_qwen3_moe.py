@@ -23,7 +23,7 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
-from comparison import CheckError, Comparison, StepResult, check_loss_fall
+from comparison import CheckError, Comparison, StepResult, check_loss_fall, check_resumed
 from expert_parallel import ExpertParallelTraining
 from one_process import OneProcess
 from plain_model import NUM_EXPERTS_PER_TOKEN, ModelSize, build_model
@@ -37,7 +37,7 @@ from report import (
     summary,
 )
 from rich.console import Console
-from saved_run import RunFacts, check_losses, read_facts, write_facts
+from saved_run import RunFacts, read_facts, write_facts
 from text_data import Batch, TextData, batches_of_rank
 
 from epcomm import ConfigError, EPGroup
@@ -226,7 +226,7 @@ def main(
                 console.print(decode_summary(training.write()), soft_wrap=True)
         losses = [record.loss for record in records]
         if earlier is not None:
-            difference = check_losses(losses, earlier, tolerance)
+            difference = check_resumed(losses, earlier.losses[first - 1 : steps], tolerance)
             console.print(resumed_summary(first, steps, difference), soft_wrap=True)
         else:
             check_loss_fall(losses, min_loss_fall)

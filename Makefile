@@ -12,8 +12,11 @@ endif
 
 .PHONY: demo test soak lint clean
 
+# Trains on 4 ranks, then goes on from step 20 on 2.
 demo: $(ENVIRONMENT)
-	PYTHON='$(PY)' scripts/launch_multi_rank.sh 4 examples/train_qwen3_moe.py
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && export PYTHON='$(PY)' && \
+	scripts/launch_multi_rank.sh 4 examples/train_qwen3_moe.py --checkpoint "$$folder" && \
+	scripts/launch_multi_rank.sh 2 examples/train_qwen3_moe.py --resume "$$folder" --steps 30
 
 test: $(ENVIRONMENT)
 	$(PY) -m pytest tests

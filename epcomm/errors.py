@@ -34,3 +34,10 @@ class BackendUnavailable(EPError, RuntimeError):
 
 class EPTimeout(EPError, TimeoutError):
     """Some ranks did not arrive in time; the message names the phase, the call and the ranks."""
+
+
+class PickleRefused(EPError, TypeError):
+    """Something that lives on connections to other ranks was pickled; the message says what to do.
+
+    A TypeError, as Python raises it for whatever cannot be pickled.
+    """

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Self
+from copy import deepcopy
+from typing import NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.phases import PhaseDispatchers
-from epcomm.errors import ConfigError, EPError
+from epcomm.errors import ConfigError, EPError, PickleRefused
 from epcomm.fuseep.path import FuseEPPath
 from epcomm.group import EPGroup
+from epcomm.local_experts import LocalExperts
 from epcomm.pipeline import PipelinePath
 from epcomm.planning import MoESpec, plan
 from epcomm.precision import check_cast
 from epcomm.records import TopKOutput, empty_topk
 from epcomm.runners.base import ExpertRunner
-from epcomm.sharding import ExpertShard, local_share, tag_as_sharded
+from epcomm.sharding import local_share, shard_of_rank
+from epcomm.state import cut_before_load, note_share
 from epcomm.stats import EPStats, LayerCounter
 from epcomm.untraced import untraced
-from epcomm.weights import ExpertTensors
+from epcomm.weights import ExpertTensors, ExpertWeights
 
 
 class ExpertParallelExperts(nn.Module):
     """Holds L = P / W experts on each rank and computes y = sum over k of w_k * expert_k(x).
 
-    Parameters carry the names given at construction and are tagged (see sharding.py).
+    Parameters carry the names given at construction. Where the group has a DeviceMesh they are
+    ExpertTensors, [P, ...] to torch's tools and [L, ...] to this layer; else [L, ...]. What else
+    is put in their place serves too: docs/checkpoints.md.
     """
 
     def __init__(
@@ -43,7 +48,10 @@ class ExpertParallelExperts(nn.Module):
         """Take this rank's share of the experts and open the communication.
 
         Args:
-            weights: of all P experts, equal on all ranks, or with is_local of this rank's L.
+            weights: of all P experts, equal on all ranks, or with is_local of this rank's L. On
+                meta nothing is copied; to_empty() and a checkpoint then make the values. An
+                nn.Parameter trains as its requires_grad says; any other tensor of ExpertWeights
+                trains, unless the mode chosen has no gradients.
             group: the ranks that share the experts.
             config: the user's choices.
             top_k: K of the routing.
@@ -80,7 +88,13 @@ class ExpertParallelExperts(nn.Module):
         )
         self._counter = LayerCounter(num_experts // group.world_size, group.device)
         self._names = {role: (names or {}).get(role, role) for role in weights.tensors()}
-        self._register(weights, num_experts, is_local)
+        self.shard = shard_of_rank(
+            rank=group.rank, world_size=group.world_size, num_experts=num_experts
+        )
+        self._local = LocalExperts(self._kind, tuple(self._names), self.shard, group.where)
+        self._register(weights, is_local=is_local)
+        self.register_load_state_dict_pre_hook(cut_before_load)
+        self.register_state_dict_post_hook(note_share)
 
     @property
     def num_experts(self) -> int:
@@ -107,9 +121,49 @@ class ExpertParallelExperts(nn.Module):
 
     @property
     def weights(self) -> ExpertTensors:
-        """This rank's experts, as live parameters."""
-        tensors = {role: self.get_parameter(name) for role, name in self._names.items()}
-        return self._kind.with_tensors(tensors)
+        """This rank's experts, [L, ...]: live, of whatever stands where the parameters were.
+
+        Where gradients are recorded the tensors are views, so gradients are to be found at the
+        parameters. Local.
+        """
+        parameters, held, computed = self._parameters, [], set()
+        for place, name in enumerate(self._names.values()):
+            tensor = parameters.get(name)
+            if tensor is None:
+                # torch.nn.utils.parametrize makes it an attribute that is computed.
+                tensor = getattr(self, name)
+                computed.add(place)
+            held.append(tensor)
+        return self._local.of(held, computed)
+
+    def expert_parameters(self) -> Mapping[str, Tensor]:
+        """The parameters that hold experts, by name below this layer. Local."""
+        own = dict(self.named_parameters())
+        names = ((name, f"parametrizations.{name}.original") for name in self._names.values())
+        return {name: own[name] for pair in names for name in pair if name in own}
+
+    def scale_gradients(self, factor: float) -> None:
+        """See scale_expert_gradients() of epcomm/gradients.py."""
+        self._local.gradient_factor *= factor
+        for name, parameter in self.expert_parameters().items():
+            # Of what is computed, only the experts are scaled, not what they are combined with.
+            if name not in self._parameters and parameter.requires_grad:
+                parameter.register_hook(lambda gradient: gradient * factor)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ExpertParallelExperts:
+        """Copy the parameters; the copy shares group, buffers and dispatchers."""
+        memo |= {id(shared): shared for shared in (self.group, self.path, self.plan, self._kind)}
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        other.__dict__.update(deepcopy(self.__dict__, memo))
+        return other
+
+    def __reduce__(self) -> NoReturn:
+        raise PickleRefused(
+            "ExpertParallelExperts: cannot be pickled, because it holds connections to other "
+            f"ranks ({self.group.where}); save state_dict() by torch.distributed.checkpoint, or "
+            "gather_state_dict(), and build the layer anew"
+        )
 
     @untraced
     def forward(self, x: Tensor, topk: TopKOutput, *, decode: bool | None = None) -> Tensor:
@@ -168,17 +222,18 @@ class ExpertParallelExperts(nn.Module):
         check_cast(self._kind, fn, self.group.where)
         return super()._apply(fn, recurse)
 
-    def _register(self, weights: ExpertTensors, num_experts: int, is_local: bool) -> None:
-        num_local = num_experts // self.group.world_size
-        shard = ExpertShard(
-            first_expert=self.group.rank * num_local,
-            num_local_experts=num_local,
-            num_experts=num_experts,
-        )
+    def _register(self, weights: ExpertTensors, *, is_local: bool) -> None:
+        trains = isinstance(weights, ExpertWeights) and self.plan.prefill.caps.trainable
+        mesh = self.group.mesh
         for role, tensor in weights.tensors().items():
-            share = _copy_of(tensor) if is_local else local_share(tensor, shard)
-            parameter = nn.Parameter(share, requires_grad=tensor.requires_grad)
-            tag_as_sharded(parameter, shard)
+            share = _copy_of(tensor) if is_local else local_share(tensor, self.shard)
+            if mesh is not None:
+                from epcomm.expert_tensor import ExpertTensor
+
+                share = ExpertTensor.of_share(share, mesh)
+            is_decided = isinstance(tensor, nn.Parameter)
+            requires_grad = tensor.requires_grad if is_decided else tensor.requires_grad or trains
+            parameter = nn.Parameter(share, requires_grad=requires_grad)
             self.register_parameter(self._names[role], parameter)
 
     def _pipeline(self, what: str) -> PipelinePath:

@@ -12,11 +12,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from epcomm.collectives.base import Collectives
 from epcomm.errors import ConfigError
+from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
-from epcomm.sharding import replicated_parameters, sharded_parameters
+from epcomm.sharding import is_expert_tensor, replicated_parameters, sharded_parameters
 from epcomm.types import sum_dtype
 
 
@@ -30,21 +32,25 @@ def sum_replicated_gradients(model: nn.Module, group: EPGroup) -> None:
     Raises:
         ConfigError: a gradient is a DTensor, which FSDP has reduced already.
     """
+    parameters = [p for p in replicated_parameters(model) if p.requires_grad]
+    if any(isinstance(parameter, DTensor) for parameter in parameters):
+        raise ConfigError(
+            "sum_replicated_gradients: a parameter is a DTensor, whose gradients FSDP reduces "
+            f"itself ({group.where}); leave the call out"
+        )
+    _sum_gradients(parameters, group, phase="sum_replicated_gradients")
+
+
+def _sum_gradients(parameters: Iterable[nn.Parameter], group: EPGroup, *, phase: str) -> None:
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in replicated_parameters(model):
-        if isinstance(parameter, DTensor):
-            raise ConfigError(
-                "sum_replicated_gradients: a parameter is a DTensor, whose gradients FSDP reduces "
-                f"itself ({group.where}); leave the call out"
-            )
-        if parameter.requires_grad:
-            by_dtype.setdefault(parameter.dtype, []).append(parameter)
-    for parameters in by_dtype.values():
-        flat = torch.cat([_gradient_of(parameter).flatten() for parameter in parameters])
-        total = _sum_over_ranks(flat, group.collectives, phase="sum_replicated_gradients")
-        parts = total.split([parameter.numel() for parameter in parameters])
-        for parameter, part in zip(parameters, parts, strict=True):
-            parameter.grad = part.view_as(parameter)
+    for parameter in parameters:
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    for same in by_dtype.values():
+        flat = torch.cat([_local_gradient(parameter).flatten() for parameter in same])
+        total = _sum_over_ranks(flat, group.collectives, phase=phase)
+        parts = total.split([_local(parameter).numel() for parameter in same])
+        for parameter, part in zip(same, parts, strict=True):
+            _set_gradient(parameter, part)
 
 
 def scale_expert_gradients(model: nn.Module, factor: float) -> None:
@@ -52,11 +58,48 @@ def scale_expert_gradients(model: nn.Module, factor: float) -> None:
 
     Beside DDP, which takes the mean over its W ranks, the factor is 1 / W: an expert's gradient is
     a sum over the same ranks. Gradients that add up over several backwards are each scaled once.
+    Parameters that are replaced later are scaled too. Of parametrised experts the original is
+    scaled, and what it is combined with is not (adapters of LoRA are reduced like any parameter).
 
-    Local; call it once after construction.
+    Local; call it once after construction, and after parametrising.
     """
-    for parameter in sharded_parameters(model):
-        parameter.register_hook(lambda gradient: gradient * factor)
+    for layer in model.modules():
+        if isinstance(layer, ExpertParallelExperts):
+            layer.scale_gradients(factor)
+
+
+def ignore_experts_in_ddp(model: nn.Module) -> None:
+    """Let DistributedDataParallel(model) leave the expert parameters alone. Local.
+
+    Call it on the very module that DDP will wrap, before it does. DDP would else send the experts
+    of rank 0 to all ranks; of ExpertTensors it raises an error instead. What DDP was told to ignore
+    before, it still ignores.
+    """
+    # torch's own list, which has no public way in.
+    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    sharded = {id(parameter) for parameter in sharded_parameters(model)}
+    ignored |= {
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) in sharded
+    }
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
+
+
+def sum_expert_gradients(model: nn.Module, copies: EPGroup) -> None:
+    """Add the gradients of expert parameters over the ranks that hold copies of the same experts.
+
+    For several expert groups beside each other: each group's experts have seen the tokens of their
+    own group alone. sum_replicated_gradients() then wants the group of all ranks.
+
+    Args:
+        model: of this rank.
+        copies: the ranks that hold the same experts, one of each expert group.
+
+    Collective: yes, two messages a dtype.   Host sync: as the transport.
+    """
+    parameters = [p for p in sharded_parameters(model) if p.requires_grad]
+    _sum_gradients(parameters, copies, phase="sum_expert_gradients")
 
 
 def clip_grad_norm(model: nn.Module, group: EPGroup | None, max_norm: float) -> Tensor:
@@ -77,30 +120,54 @@ def clip_grad_norm(model: nn.Module, group: EPGroup | None, max_norm: float) -> 
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     square = _square_of(replicated_parameters(model), next(model.parameters()).device)
+    experts = sharded_parameters(model)
     if group is not None:
-        own = _square_of(sharded_parameters(model), group.collectives.device)
+        own = _square_of([p for p in experts if not _is_cut_further(p)], group.collectives.device)
         square = square + group.collectives.all_gather(own, phase="clip_grad_norm").sum()
+        square = square + _square_of([p for p in experts if _is_cut_further(p)], square.device)
     norm = square.sqrt()
     # 1e-6 as torch.nn.utils.clip_grad_norm_ has it, against gradients of zero.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        local.mul_(factor)
+        _local(gradient).mul_(factor)
     return norm
 
 
 def _square_of(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """The sum of all squares, also of the parts of DTensors that lie on other ranks."""
+    """The sum of all squares; of DTensors, but not of ExpertTensors, those of all ranks."""
     total = torch.zeros((), device=device)
     for parameter in parameters:
-        if parameter.grad is not None:
-            square = parameter.grad.float().square().sum()
+        gradient = parameter.grad
+        if gradient is not None:
+            if is_expert_tensor(gradient):
+                gradient = _local(gradient)
+            square = gradient.float().square().sum()
             total = total + (square.full_tensor() if isinstance(square, DTensor) else square)
     return total
 
 
-def _gradient_of(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+def _is_cut_further(parameter: nn.Parameter) -> bool:
+    """Whether FSDP has cut this rank's experts, which it makes ordinary DTensors."""
+    return isinstance(parameter, DTensor) and not is_expert_tensor(parameter)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _local_gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        return torch.zeros_like(_local(parameter))
+    return _local(parameter.grad)
+
+
+def _set_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    if isinstance(parameter, DTensor) and parameter.grad is not None:
+        _local(parameter.grad).copy_(gradient.view_as(_local(parameter)))
+    elif is_expert_tensor(parameter):
+        parameter.grad = parameter.like_self(gradient.view_as(_local(parameter)))
+    else:
+        parameter.grad = gradient.view_as(parameter)
 
 
 def _sum_over_ranks(flat: Tensor, collectives: Collectives, *, phase: str) -> Tensor:

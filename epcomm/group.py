@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeGuard, TypeVar
 
 import torch
 
 from epcomm.buffers.base import Backend, Buffer, BufferSpec
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
-from epcomm.errors import ConfigError, HandleError
+from epcomm.errors import ConfigError, HandleError, PickleRefused
 from epcomm.registry import buffer_class, fused_class
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class EPGroup:
                 is none of these.
         """
         self.collectives = _collectives_of(ranks)
+        self._mesh = ranks if _is_mesh(ranks) else None
         self._owns_collectives = self.collectives is not ranks
         self.rank = self.collectives.rank
         self.world_size = self.collectives.world_size
@@ -62,6 +63,34 @@ class EPGroup:
     def where(self) -> str:
         """`rank 3 of 8`, for messages."""
         return f"rank {self.rank} of {self.world_size}"
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The ranks as a one-dimensional DeviceMesh, for parameters that say where they are.
+
+        The one given at construction, which may be a dimension of a larger one, else one made of
+        the process group. None over MPI and over Collectives that were passed ready-made. Local.
+        """
+        from epcomm.collectives.torch_dist import TorchDistCollectives
+
+        is_ours = self._owns_collectives and isinstance(self.collectives, TorchDistCollectives)
+        if self._mesh is None and is_ours:
+            from torch.distributed.device_mesh import DeviceMesh
+
+            group = self.collectives.process_group
+            assert group is not None, "its collectives are those of a process group"
+            self._mesh = DeviceMesh.from_group(group, self.device.type)
+        return self._mesh
+
+    def __deepcopy__(self, memo: dict[int, object]) -> EPGroup:
+        """Copies of layers, such as averages of weights, share the group."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise PickleRefused(
+            f"EPGroup: cannot be pickled, because it holds connections to other ranks "
+            f"({self.where}); make an EPGroup in each process"
+        )
 
     def limit_waits(self, timeout_s: float) -> None:
         """Let a layer say how long it waits for other ranks; plan() does, with its group.
@@ -195,6 +224,12 @@ def _collectives_of(ranks: object) -> Collectives:
         "torch.distributed.group.WORLD after init_process_group), a DeviceMesh, an mpi4py "
         "communicator or Collectives"
     )
+
+
+def _is_mesh(ranks: object) -> TypeGuard[DeviceMesh]:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return isinstance(ranks, DeviceMesh)
 
 
 def _is_communicator(ranks: object) -> TypeGuard[MPI.Comm]:

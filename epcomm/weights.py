@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
@@ -109,7 +110,7 @@ class ExpertTensors(ABC):
         return any(tensor.requires_grad for tensor in self.tensors().values())
 
     def shard(self, rank: int, world_size: int) -> Self:
-        """The experts of one rank, as views: rank r owns experts r * E / W to (r + 1) * E / W - 1.
+        """The experts of one rank, as views; which these are, epcomm/sharding.py says.
 
         Raises:
             ConfigError: E is no multiple of W.
@@ -119,9 +120,18 @@ class ExpertTensors(ABC):
                 f"{type(self).__name__}.shard: {self.num_experts} experts, expected a multiple of "
                 f"the {world_size} ranks; use a number of ranks that divides it"
             )
-        num_local = self.num_experts // world_size
-        mine = slice(rank * num_local, (rank + 1) * num_local)
-        return self.with_tensors({name: tensor[mine] for name, tensor in self.tensors().items()})
+        from epcomm.sharding import cut_share, shard_of_rank
+
+        shard = shard_of_rank(rank=rank, world_size=world_size, num_experts=self.num_experts)
+        return self.with_tensors(
+            {name: cut_share(tensor, shard) for name, tensor in self.tensors().items()}
+        )
+
+    def exchanged(self, tensors: Mapping[str, Tensor]) -> Self:
+        """The same experts, of other tensors that are known to be as these are; checks nothing."""
+        other = copy(self)
+        vars(other).update(tensors)
+        return other
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -114,3 +114,20 @@ def check_loss_fall(losses: Sequence[float], min_fall: float) -> None:
     # Not `<`: NaN must fail too.
     if not fall >= min_fall:
         raise CheckError(f"the loss fell by {fall:.2f}, expected at least {min_fall:g}")
+
+
+def check_resumed(losses: Sequence[float], uninterrupted: Sequence[float], limit: float) -> float:
+    """Return the largest relative difference of a resumed run's losses from those without a break.
+
+    Raises:
+        CheckError: one of them differs by the limit or more.
+    """
+    pairs = zip(losses, uninterrupted, strict=True)
+    differences = [abs(loss - expected) / abs(expected) for loss, expected in pairs]
+    # Not `>=`: NaN must fail too.
+    if not all(difference < limit for difference in differences):
+        raise CheckError(
+            f"losses after the checkpoint are {list(losses)}, without interruption "
+            f"{list(uninterrupted)}: expected relative differences less than {limit:.1e}"
+        )
+    return max(differences)

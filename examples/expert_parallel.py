@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from comparison import StepResult
 from generation import Generated, gather_generated, generate
 from plain_model import gradient_norms, next_byte_loss
+from saved_run import load_state, save_state
 from text_data import Batch
 from torch import Tensor, nn
 from transformers import Qwen3MoeForCausalLM
 
 from epcomm import EPConfig, EPGroup, ExpertParallelMoE, Mode, TopKOutput, idle_step
 from epcomm.gradients import sum_replicated_gradients
-from epcomm.sharding import (
-    gather_state_dict,
-    replicated_parameters,
-    shard_of,
-    sharded_parameters,
-)
+from epcomm.sharding import gather_state_dict, replicated_parameters, sharded_parameters
 
 # Three times as much learns no faster, and brings some embedding so close to zero, where RMSNorm
 # multiplies rounding errors, that the gradients of float32 itself are 2e-5 off.
@@ -47,23 +43,24 @@ class ExpertParallelTraining:
         # After the blocks were replaced: their parameters are new.
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
-    def compute_gradients(self, batch: Batch | None) -> StepResult:
-        """Forward and backward of this rank's batch, and what came of the batches of all ranks.
+    def compute_gradients(self, batches: Sequence[Batch | None]) -> StepResult:
+        """Forward and backward of this rank's batches, and what came of those of all ranks.
 
-        Collective: yes, also on a rank without a batch.
+        Collective: yes, with as many entries on every rank; None where a rank has no batch.
         """
         self._optimizer.zero_grad()
         self._chosen_experts.clear()
-        num_tokens = torch.tensor(0 if batch is None else batch.num_tokens)
+        num_tokens = torch.tensor(sum(batch.num_tokens for batch in batches if batch is not None))
         dist.all_reduce(num_tokens)
         loss = 0.0
-        if batch is None:
-            # The experts of this rank still serve the tokens of others.
-            idle_step(self._model)
-        else:
-            own_loss = next_byte_loss(self._model, batch, int(num_tokens))
-            own_loss.backward()
-            loss = own_loss.item()
+        for batch in batches:
+            if batch is None:
+                # The experts of this rank still serve the tokens of others.
+                idle_step(self._model)
+            else:
+                own_loss = next_byte_loss(self._model, batch, int(num_tokens))
+                own_loss.backward()
+                loss += own_loss.item()
         # Sum, not mean: the loss is already divided by the tokens of all ranks. Gradients of
         # experts are complete: an expert has seen the tokens of all ranks.
         sum_replicated_gradients(self._model, self._group)
@@ -76,6 +73,14 @@ class ExpertParallelTraining:
         )
         self._optimizer.step()
 
+    def save(self, folder: Path) -> None:
+        """Write the state, which any number of ranks may load. Collective: yes."""
+        save_state(folder, self._model, self._optimizer)
+
+    def load(self, folder: Path) -> None:
+        """Read the state that some number of ranks wrote. Collective: yes."""
+        load_state(folder, self._model, self._optimizer)
+
     def continue_text(self, prompt: Tensor, num_bytes: int) -> list[Generated]:
         """What every rank writes after its own prompt [T], by rank. Collective: yes."""
         return gather_generated(generate(self._model, prompt, num_bytes))
@@ -83,8 +88,10 @@ class ExpertParallelTraining:
     def explain(self) -> str:
         """How many parameters are where, and how tokens travel, the same way in every layer."""
         num_replicated = _num_elements(replicated_parameters(self._model))
-        num_local = _num_elements(sharded_parameters(self._model))
-        num_parameters = num_replicated + num_local * self._group.world_size
+        # An expert parameter says how many elements it has on all ranks.
+        num_experts = _num_elements(sharded_parameters(self._model))
+        num_local = num_experts // self._group.world_size
+        num_parameters = num_replicated + num_experts
         return (
             f"Qwen3-MoE, {num_parameters / 1e6:.1f} M parameters, "
             f"{(num_replicated + num_local) / 1e6:.1f} M of them on each rank\n"
@@ -105,7 +112,11 @@ class ExpertParallelTraining:
 
         Collective: yes.
         """
-        chosen = torch.stack(self._chosen_experts, dim=1)
+        num_layers = len(self._moe_layers)
+        calls = range(0, len(self._chosen_experts), num_layers)
+        chosen = torch.cat(
+            [torch.stack(self._chosen_experts[call : call + num_layers], dim=1) for call in calls]
+        )
         num_others = self._group.world_size - 1
         recv_splits = tokens_by_rank if self._group.rank == 0 else [0] * len(tokens_by_rank)
         gathered = chosen.new_empty(sum(recv_splits), *chosen.shape[1:])
@@ -121,17 +132,11 @@ class ExpertParallelTraining:
         return traffic.dispatch_bytes + traffic.combine_bytes + traffic.control_bytes
 
     def _sum_result_over_ranks(self, loss: float) -> StepResult:
+        # The norm of an expert parameter is that over the experts of all ranks.
         norms = gradient_norms(self._model)
-        # Each rank has other experts, but the same gradients of everything else.
-        sharded = [
-            name for name, parameter in self._model.named_parameters() if shard_of(parameter)
-        ]
-        numbers = [loss, *(norms[name] ** 2 for name in sharded)]
-        sums = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(sums)
-        mean_loss, *squares = sums.tolist()
-        norms.update(zip(sharded, map(math.sqrt, squares), strict=True))
-        return StepResult(loss=mean_loss, gradient_norms=norms)
+        mean_loss = torch.tensor(loss, dtype=torch.float64)
+        dist.all_reduce(mean_loss)
+        return StepResult(loss=mean_loss.item(), gradient_norms=norms)
 
     def _note_chosen_experts(self, experts: nn.Module, args: tuple[Tensor, TopKOutput]) -> None:
         self._chosen_experts.append(args[1].topk_ids)

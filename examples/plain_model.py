@@ -64,6 +64,6 @@ def gradient_norms(model: nn.Module) -> dict[str, float]:
     """By name of the parameter; 0 where this rank has no gradient."""
     return {
         # In float64: the comparison should not measure how this sum was rounded.
-        name: 0.0 if parameter.grad is None else parameter.grad.double().norm().item()
+        name: 0.0 if parameter.grad is None else float(parameter.grad.double().norm())
         for name, parameter in model.named_parameters()
     }

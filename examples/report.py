@@ -59,6 +59,14 @@ def decode_summary(written: Written) -> str:
     return "\n".join(lines)
 
 
+def resumed_summary(first: int, last: int, difference: float) -> str:
+    """How far a run that went on from a checkpoint is from the one that was not interrupted."""
+    return (
+        f"resumed after step {first - 1}: losses of steps {first} to {last} differ from those "
+        f"without interruption by {difference:.1e}"
+    )
+
+
 def progress_bar(console: Console) -> Progress:
     """Shows steps and the last loss; where the console is no terminal, only how it ended."""
     return Progress(

@@ -1,8 +1,12 @@
-"""English text that every Python carries, cut into batches whose size differs by rank and step."""
+"""English text that every Python carries, cut into batches whose size differs from one to the next.
+
+A step has the same batches on any number of ranks, so that a run can go on on other ranks.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pydoc_data.topics import topics
 
@@ -19,7 +23,7 @@ IDLE_PROBABILITY = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What one rank learns in one step.
+    """What a rank learns in one forward and backward.
 
     inputs: [sequences, length], int64, bytes of text.
     targets: [sequences, length], int64, the byte that follows each of them.
@@ -37,26 +41,26 @@ class Batch:
 class TextData:
     """The batches of all ranks, computed from a seed, so that no rank has to send its own."""
 
-    def __init__(self, *, seed: int, num_ranks: int) -> None:
-        """Read the text."""
+    def __init__(self, *, seed: int, num_batches: int) -> None:
+        """Read the text; num_batches are those of a step, of all ranks together."""
         self._seed = seed
-        self._num_ranks = num_ranks
+        self._num_batches = num_batches
         self.text = torch.frombuffer(
             bytearray("\n".join(topics.values()), "utf-8"), dtype=torch.uint8
         )
 
     def batches(self, step: int) -> list[Batch | None]:
-        """The batch of every rank in `step`; None for a rank without data, never for all."""
+        """The batches of `step`; None where there are no data, never for all."""
         # A string seeds alike in every process; the hash of a tuple would promise less.
         draw = random.Random(f"{self._seed} {step}")
-        batches: list[Batch | None] = [self._batch(draw) for _ in range(self._num_ranks)]
-        if self._num_ranks > 1 and draw.random() < IDLE_PROBABILITY:
-            batches[draw.randrange(self._num_ranks)] = None
+        batches: list[Batch | None] = [self._batch(draw) for _ in range(self._num_batches)]
+        if self._num_batches > 1 and draw.random() < IDLE_PROBABILITY:
+            batches[draw.randrange(self._num_batches)] = None
         return batches
 
-    def prompt(self, rank: int, length: int) -> Tensor:
+    def prompt(self, rank: int, num_ranks: int, length: int) -> Tensor:
         """[length], int64: where the text of a rank begins."""
-        start = len(self.text) // self._num_ranks * rank
+        start = len(self.text) // num_ranks * rank
         return self.text[start : start + length].long()
 
     def _batch(self, draw: random.Random) -> Batch:
@@ -67,3 +71,12 @@ class TextData:
             rows.append(self.text[start : start + length + 1])
         bytes_ = torch.stack(rows).long()
         return Batch(inputs=bytes_[:, :-1], targets=bytes_[:, 1:])
+
+
+def batches_of_rank(
+    batches: Sequence[Batch | None], rank: int, num_ranks: int
+) -> list[Batch | None]:
+    """What a rank learns in turn; as many entries for every rank, for all must call together."""
+    num_rounds = -(-len(batches) // num_ranks)
+    places = range(rank, num_rounds * num_ranks, num_ranks)
+    return [batches[place] if place < len(batches) else None for place in places]

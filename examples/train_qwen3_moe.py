@@ -1,10 +1,13 @@
 """Train a small Qwen3-MoE model with its experts spread over the ranks, and check every step.
 
-    scripts/launch_multi_rank.sh 4 examples/train_qwen3_moe.py
+    scripts/launch_multi_rank.sh 4 examples/train_qwen3_moe.py --checkpoint FOLDER
+    scripts/launch_multi_rank.sh 2 examples/train_qwen3_moe.py --resume FOLDER --steps 30
 
 Before each update rank 0 computes the same step with the plain model of transformers, in one
 process, from the gathered weights and the batches of all ranks. Loss and gradients must agree.
-What a training program needs in order to use epcomm is in expert_parallel.py; the rest checks it.
+The second command goes on from step 20 of the first, on other ranks, and compares its losses with
+those of the run that went on. What a training program needs in order to use epcomm is in
+expert_parallel.py and saved_run.py; the rest checks it.
 """
 
 from __future__ import annotations
@@ -12,19 +15,30 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Annotated
 
 import torch
 import torch.distributed as dist
 import typer
-from comparison import CheckError, Comparison, StepResult, check_loss_fall
+from comparison import CheckError, Comparison, StepResult, check_loss_fall, check_resumed
 from expert_parallel import ExpertParallelTraining
 from one_process import OneProcess
 from plain_model import NUM_EXPERTS_PER_TOKEN, ModelSize, build_model
-from report import StepRecord, Written, decode_summary, progress_bar, steps_table, summary
+from report import (
+    StepRecord,
+    Written,
+    decode_summary,
+    progress_bar,
+    resumed_summary,
+    steps_table,
+    summary,
+)
 from rich.console import Console
-from text_data import Batch, TextData
+from saved_run import RunFacts, read_facts, write_facts
+from text_data import Batch, TextData, batches_of_rank
 
 from epcomm import ConfigError, EPGroup
 
@@ -38,14 +52,16 @@ PROMPT_LENGTH, NUM_WRITTEN = 64, 48
 class CheckedTraining:
     """Training over the ranks, with the same steps in one process beside it."""
 
-    def __init__(self, size: ModelSize, group: EPGroup, *, seed: int, tolerance: float) -> None:
+    def __init__(
+        self, size: ModelSize, group: EPGroup, *, seed: int, tolerance: float, num_batches: int
+    ) -> None:
         """Build the model on every rank, and once more on rank 0, which compares.
 
         Collective: yes.
         """
-        self._rank = group.rank
+        self._rank, self._num_ranks = group.rank, group.world_size
         self._tolerance = tolerance
-        self._data = TextData(seed=seed, num_ranks=group.world_size)
+        self._data = TextData(seed=seed, num_batches=num_batches)
         self._training = ExpertParallelTraining(build_model(size, seed=seed), group)
         self._one_process = OneProcess(build_model(size, seed=seed)) if self._rank == 0 else None
 
@@ -63,7 +79,8 @@ class CheckedTraining:
         batches = self._data.batches(step)
         sent_before = self._training.sent_bytes()
         start_s = time.perf_counter()
-        result = self._training.compute_gradients(batches[self._rank])
+        own_batches = batches_of_rank(batches, self._rank, self._num_ranks)
+        result = self._training.compute_gradients(own_batches)
         duration_s = time.perf_counter() - start_s
 
         comparison = self._compare(result, batches)
@@ -76,10 +93,18 @@ class CheckedTraining:
         return StepRecord(
             step=step,
             comparison=comparison,
-            tokens_by_rank=_tokens_by_rank(batches),
+            tokens_by_rank=self._tokens_by_rank(batches),
             sent_bytes=_largest_over_ranks(self._training.sent_bytes() - sent_before),
             duration_s=duration_s,
         )
+
+    def save(self, folder: Path) -> None:
+        """Write the state after the last step. Collective: yes."""
+        self._training.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Read a state. Collective: yes."""
+        self._training.load(folder)
 
     def write(self) -> Written:
         """Let every rank continue its own prompt, and compare the logits with one process.
@@ -89,7 +114,7 @@ class CheckedTraining:
             CheckError: on all ranks.
         """
         start_s = time.perf_counter()
-        prompt = self._data.prompt(self._rank, PROMPT_LENGTH)
+        prompt = self._data.prompt(self._rank, self._num_ranks, PROMPT_LENGTH)
         written = self._training.continue_text(prompt, NUM_WRITTEN)
         duration_s = time.perf_counter() - start_s
         weights = self._training.gather_weights()
@@ -108,18 +133,28 @@ class CheckedTraining:
 
     def _compare(self, over_ranks: StepResult, batches: Sequence[Batch | None]) -> Comparison:
         weights = self._training.gather_weights()
-        routing = self._training.gather_routing(_tokens_by_rank(batches))
+        routing = self._training.gather_routing(self._tokens_by_rank(batches))
         verdict: list[Comparison | None] = [None]
         if self._one_process is not None:
-            verdict = [self._one_process.compare(over_ranks, weights, batches, routing)]
+            # In the order in which ranks have them, as the routing is.
+            ordered = [batch for of_rank in self._by_rank(batches) for batch in of_rank]
+            sizes = [0 if batch is None else batch.num_tokens for batch in ordered]
+            routing = torch.cat(routing).split(sizes)
+            verdict = [self._one_process.compare(over_ranks, weights, ordered, routing)]
         # All ranks judge the comparison of rank 0, so that all go on or all stop, and none waits.
         dist.broadcast_object_list(verdict, src=0)
         assert verdict[0] is not None, "rank 0 has compared"
         return verdict[0]
 
+    def _by_rank(self, batches: Sequence[Batch | None]) -> list[list[Batch | None]]:
+        ranks = range(self._num_ranks)
+        return [batches_of_rank(batches, rank, self._num_ranks) for rank in ranks]
 
-def _tokens_by_rank(batches: Sequence[Batch | None]) -> list[int]:
-    return [0 if batch is None else batch.num_tokens for batch in batches]
+    def _tokens_by_rank(self, batches: Sequence[Batch | None]) -> list[int]:
+        return [
+            sum(batch.num_tokens for batch in of_rank if batch is not None)
+            for of_rank in self._by_rank(batches)
+        ]
 
 
 def _largest_over_ranks(number: int) -> int:
@@ -128,20 +163,32 @@ def _largest_over_ranks(number: int) -> int:
     return int(largest)
 
 
-def train(training: CheckedTraining, *, num_steps: int, console: Console) -> list[StepRecord]:
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Which steps to take, the last one included, and after which to write the state, and where."""
+
+    first: int
+    last: int
+    saved: int | None = None
+    folder: Path | None = None
+
+
+def train(training: CheckedTraining, span: Span, *, console: Console) -> list[StepRecord]:
     """Take all steps and show how far they are. Collective: yes."""
     records = []
     with progress_bar(console) as bar:
-        task = bar.add_task("training", total=num_steps)
-        for step in range(1, num_steps + 1):
+        task = bar.add_task("training", total=span.last + 1 - span.first)
+        for step in range(span.first, span.last + 1):
             record = training.step(step)
             records.append(record)
+            if span.folder is not None and step == span.saved:
+                training.save(span.folder)
             bar.update(task, advance=1, description=f"loss {record.loss:.3f}")
     return records
 
 
 def main(
-    steps: Annotated[int, typer.Option(min=2, help="Steps to train.")] = 60,
+    steps: Annotated[int, typer.Option(min=2, help="The last step.")] = 60,
     seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers.")] = 4,
     experts: Annotated[
@@ -151,19 +198,41 @@ def main(
         float, typer.Option(help="Relative difference from one process at which a step fails.")
     ] = 1e-5,
     min_loss_fall: Annotated[float, typer.Option(help="A run whose loss falls less fails.")] = 1.5,
+    checkpoint: Annotated[Path | None, typer.Option(help="Folder for the state at a step.")] = None,
+    checkpoint_step: Annotated[int, typer.Option(min=1, help="That step.")] = 20,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on from such a folder, with the same model.")
+    ] = None,
 ) -> None:
     """Train, compare every step with one process, and print what came of it."""
     dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
     console = Console(quiet=dist.get_rank() != 0, highlight=False, markup=False)
+    earlier = None if resume is None else read_facts(resume)
+    num_batches = dist.get_world_size() if earlier is None else earlier.num_batches
     try:
         with EPGroup(dist.group.WORLD) as group:
             size = ModelSize(num_layers=layers, num_experts=experts)
-            training = CheckedTraining(size, group, seed=seed, tolerance=tolerance)
+            training = CheckedTraining(
+                size, group, seed=seed, tolerance=tolerance, num_batches=num_batches
+            )
             console.print(training.explain(), soft_wrap=True)
-            records = train(training, num_steps=steps, console=console)
+            if resume is not None:
+                training.load(resume)
+            first = 1 if earlier is None else earlier.step + 1
+            span = Span(first=first, last=steps, saved=checkpoint_step, folder=checkpoint)
+            records = train(training, span, console=console)
             console.print(steps_table(records), summary(records, tolerance), sep="\n")
-            console.print(decode_summary(training.write()), soft_wrap=True)
-        check_loss_fall([record.loss for record in records], min_loss_fall)
+            if earlier is None:
+                console.print(decode_summary(training.write()), soft_wrap=True)
+        losses = [record.loss for record in records]
+        if earlier is not None:
+            difference = check_resumed(losses, earlier.losses[first - 1 : steps], tolerance)
+            console.print(resumed_summary(first, steps, difference), soft_wrap=True)
+        else:
+            check_loss_fall(losses, min_loss_fall)
+        if checkpoint is not None and dist.get_rank() == 0:
+            facts = RunFacts(step=checkpoint_step, num_batches=num_batches, losses=losses)
+            write_facts(checkpoint, facts)
     except (CheckError, ConfigError) as error:
         sys.exit(str(error))
     finally:

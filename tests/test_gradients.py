@@ -7,20 +7,38 @@ ranks' losses, as data parallelism does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from epcomm import ConfigError, EPConfig, EPGroup, ExpertParallelMoE, idle_step
-from epcomm.gradients import clip_grad_norm, scale_expert_gradients, sum_replicated_gradients
-from epcomm.sharding import gather_state_dict, shard_of, sharded_parameters
+from epcomm.gradients import (
+    clip_grad_norm,
+    ignore_experts_in_ddp,
+    scale_expert_gradients,
+    sum_expert_gradients,
+    sum_replicated_gradients,
+)
+from epcomm.sharding import (
+    expert_shards,
+    gather_state_dict,
+    load_full_state_dict,
+    shard_of,
+    sharded_parameters,
+)
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from tests.blocks import HIDDEN, qwen3_moe
+from tests.expert_models import InOneProcess, OverRanks
+from tests.expert_models import tokens as expert_tokens
 
 NUM_RANKS = 4
 NUM_TOKENS = (5, 2, 3, 9)
@@ -81,26 +99,26 @@ def check(model: nn.Module, group: EPGroup, expected: dict[str, Tensor]) -> None
             wanted = wanted.narrow(0, shard.first_expert, shard.num_local_experts)
         assert parameter.grad is not None, name
         actual = parameter.grad
-        actual = actual.full_tensor() if hasattr(actual, "full_tensor") else actual  # type: ignore[operator]
+        if isinstance(actual, DTensor):
+            actual = actual.full_tensor() if shard is None else actual.to_local()
         errors[name] = relative_error(actual, wanted.to(group.device))
     assert errors.keys() == expected.keys()
     assert max(errors.values()) <= FP32_TOLERANCE, errors
 
 
-def in_ddp(model: TinyModel) -> nn.Module:
-    names = [name for name, parameter in model.named_parameters() if shard_of(parameter)]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    scale_expert_gradients(model, 1 / NUM_RANKS)
+def in_ddp(model: nn.Module, factor: float = 1 / NUM_RANKS) -> nn.Module:
+    ignore_experts_in_ddp(model)
+    scale_expert_gradients(model, factor)
     return DistributedDataParallel(model)
 
 
-def in_fsdp(model: TinyModel) -> nn.Module:
-    scale_expert_gradients(model, 1 / NUM_RANKS)
+def in_fsdp(model: nn.Module, factor: float = 1 / NUM_RANKS) -> nn.Module:
+    scale_expert_gradients(model, factor)
     fully_shard(model, ignored_params=set(sharded_parameters(model)))
     return model
 
 
-WRAPPERS: dict[str, Callable[[TinyModel], nn.Module]] = {"ddp": in_ddp, "fsdp": in_fsdp}
+WRAPPERS: dict[str, Callable[..., nn.Module]] = {"ddp": in_ddp, "fsdp": in_fsdp}
 
 
 @pytest.mark.ranks(NUM_RANKS)
@@ -121,9 +139,7 @@ def test_expert_gradients_scaled_by_one_over_w_match_a_mean_over_ranks(
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_without_the_factor_expert_gradients_are_w_times_too_large(wrapper: str) -> None:
     with EPGroup() as group:
-        wrapped = WRAPPERS[wrapper](spread(group))
-        for parameter in sharded_parameters(wrapped):
-            parameter._backward_hooks.clear()  # type: ignore[union-attr]
+        wrapped = WRAPPERS[wrapper](spread(group), factor=1.0)
         wrapped(tokens(group.rank).to(group.device)).backward()
         expected = expected_gradients()
         for name in expected:
@@ -289,3 +305,115 @@ def test_compiled_model_breaks_its_graph_once_at_the_experts() -> None:
         compiled_grad, gate.grad = gate.grad, None
         moe(x).sum().backward()
         torch.testing.assert_close(compiled_grad, gate.grad)
+
+
+def sums(model: OverRanks, mesh: DeviceMesh, groups: Groups) -> nn.Module:
+    (model(expert_tokens(dist.get_rank())) / NUM_RANKS).backward()
+    sum_expert_gradients(model, groups.copies)
+    sum_replicated_gradients(model, groups.all)
+    return model
+
+
+def sums_by_hand(model: OverRanks, mesh: DeviceMesh, groups: Groups) -> nn.Module:
+    (model(expert_tokens(dist.get_rank())) / NUM_RANKS).backward()
+    for parameter in model.experts.parameters():
+        dist.all_reduce(parameter.grad, group=mesh["dp"].get_group())
+    sum_replicated_gradients(model, groups.all)
+    return model
+
+
+def copies_beside_ddp(model: OverRanks, mesh: DeviceMesh, groups: Groups) -> nn.Module:
+    wrapped = in_ddp(model)
+    wrapped(expert_tokens(dist.get_rank())).backward()
+    sum_expert_gradients(model, groups.copies)
+    return wrapped
+
+
+def copies_beside_fsdp(model: OverRanks, mesh: DeviceMesh, groups: Groups) -> nn.Module:
+    in_fsdp(model)
+    model(expert_tokens(dist.get_rank())).backward()
+    sum_expert_gradients(model, groups.copies)
+    return model
+
+
+def copies_in_fsdp(model: OverRanks, mesh: DeviceMesh, groups: Groups) -> nn.Module:
+    """FSDP cuts the experts once more, over their copies, and takes the mean over these."""
+    scale_expert_gradients(model, 1 / groups.expert.world_size)
+    fully_shard(model.experts, mesh=mesh["dp"])
+    fully_shard(model)
+    model(expert_tokens(dist.get_rank())).backward()
+    state, whole = gather_state_dict(model, groups.expert), InOneProcess().state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in whole.items())
+    load_full_state_dict(model, {name: tensor * 2 for name, tensor in whole.items()})
+    state = gather_state_dict(model, groups.expert)
+    assert all(torch.equal(state[name], 2 * tensor) for name, tensor in whole.items())
+    return model
+
+
+class Sum(nn.Module):
+    """A parametrisation with a parameter for all experts, which every rank has."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        self.delta = nn.Parameter(torch.randn(shape, generator=generator) / 4)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.delta
+
+
+@pytest.mark.ranks(2)
+def test_ddp_scales_parametrised_experts_and_not_what_is_added_to_them() -> None:
+    alone = InOneProcess()
+    added = Sum(alone.experts["down_proj"].shape)
+    torch.nn.utils.parametrize.register_parametrization(alone.experts, "down_proj", added)
+    for rank in range(2):
+        (alone(expert_tokens(rank)) / 2).backward()
+    assert added.delta.grad is not None
+    with EPGroup() as group:
+        model = OverRanks(group)
+        own = Sum(added.delta.shape)
+        torch.nn.utils.parametrize.register_parametrization(model.experts, "down_proj", own)
+        wrapped = in_ddp(model, factor=1 / 2)
+        wrapped(expert_tokens(group.rank)).backward()
+        (shard,) = set(expert_shards(model).values())
+        experts = model.experts.expert_parameters()["parametrizations.down_proj.original"]
+        assert experts.grad is not None
+        assert own.delta.grad is not None
+        mine = added.delta.grad.narrow(0, shard.first_expert, shard.num_local_experts)
+        assert relative_error(experts.grad, mine) <= FP32_TOLERANCE
+        assert relative_error(own.delta.grad, added.delta.grad) <= FP32_TOLERANCE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The ranks that share experts, those that hold copies of the same ones, and all."""
+
+    expert: EPGroup
+    copies: EPGroup
+    all: EPGroup
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize(
+    "reduce", [sums, sums_by_hand, copies_beside_ddp, copies_beside_fsdp, copies_in_fsdp]
+)
+def test_gradients_of_expert_copies_are_summed_once(
+    reduce: Callable[[OverRanks, DeviceMesh, Groups], nn.Module],
+) -> None:
+    alone = InOneProcess()
+    for rank in range(NUM_RANKS):
+        (alone(expert_tokens(rank)) / NUM_RANKS).backward()
+    wanted = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    norm = torch.stack([g.norm() for g in wanted.values() if g is not None]).norm()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    with EPGroup(mesh["ep"]) as expert, EPGroup(mesh["dp"]) as copies, EPGroup() as everyone:
+        groups = Groups(expert=expert, copies=copies, all=everyone)
+        model = reduce(OverRanks(expert), mesh, groups)
+        for name, parameter in model.named_parameters():
+            gradient, expected = parameter.grad, wanted[name.removeprefix("module.")]
+            assert gradient is not None
+            assert expected is not None
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            assert relative_error(whole, expected) <= FP32_TOLERANCE, name
+        assert relative_error(clip_grad_norm(model, expert, 1e9), norm) <= FP32_TOLERANCE

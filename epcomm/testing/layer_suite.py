@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from epcomm.config import EPConfig, Mode
@@ -217,10 +218,13 @@ def check_weight_gradients(env: LayerEnv, layer: Layer, *expected: OracleResult)
     """Gradients of this rank's experts, summed over the batches."""
     num_local = layer.weights.num_experts
     first = env.group.rank * num_local
-    for name, tensor in layer.weights.tensors().items():
+    for name, tensor in _parameters(layer).items():
         if tensor.requires_grad and env.has_gradients:
             total = torch.stack([result.weight_grads[name] for result in expected]).sum(0)
-            _expect_close(env, f"d {name}", tensor.grad, total[first : first + num_local])
+            gradient = tensor.grad
+            if isinstance(gradient, DTensor):
+                gradient = gradient.to_local()
+            _expect_close(env, f"d {name}", gradient, total[first : first + num_local])
 
 
 def check_activation(env: LayerEnv, name: str, *, has_bias: bool) -> None:
@@ -418,8 +422,15 @@ def run_scenario(name: str, env: LayerEnv) -> None:
 
 
 def _clear_gradients(layer: Layer) -> None:
-    for tensor in layer.weights.tensors().values():
+    for tensor in _parameters(layer).values():
         tensor.grad = None
+
+
+def _parameters(layer: Layer) -> Mapping[str, Tensor]:
+    """What gradients are to be found at: parameters of a module, else the weights themselves."""
+    if isinstance(layer, ExpertParallelExperts):
+        return layer.expert_parameters()
+    return layer.weights.tensors()
 
 
 def _expect_close(env: LayerEnv, what: str, actual: Tensor | None, expected: Tensor) -> None:

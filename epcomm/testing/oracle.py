@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from epcomm.sharding import is_expert_tensor
 from epcomm.testing.data import RankBatch
 from epcomm.weights import ExpertWeights
 
@@ -56,8 +57,13 @@ def run_oracle(batches: Sequence[RankBatch], weights: ExpertWeights) -> OracleRe
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """max|a - b| / max|b| in float64; inf where anything is not finite; absolute where b is 0."""
-    actual, expected = actual.detach().double(), expected.detach().double()
+    """max|a - b| / max|b| in float64; inf where anything is not finite; absolute where b is 0.
+
+    Of an ExpertTensor this rank's experts are compared.
+    """
+    actual, expected = (
+        (t.to_local() if is_expert_tensor(t) else t).detach().double() for t in (actual, expected)
+    )
     if actual.shape != expected.shape or not torch.isfinite(actual).all():
         return float("inf")
     if expected.numel() == 0:

@@ -2,7 +2,14 @@ import math
 
 import pytest
 
-from examples.comparison import CheckError, Comparison, StepResult, check_loss_fall, compare
+from examples.comparison import (
+    CheckError,
+    Comparison,
+    StepResult,
+    check_loss_fall,
+    check_resumed,
+    compare,
+)
 
 TOLERANCE = 1e-5
 # Few large gradients, and small ones, as in training.
@@ -91,3 +98,10 @@ def test_a_loss_that_falls_too_little_fails() -> None:
         check_loss_fall([5.5, 3.0, 4.1], min_fall=1.5)
     with pytest.raises(CheckError, match="fell by nan"):
         check_loss_fall([5.5, math.nan], min_fall=1.5)
+
+
+def test_every_loss_of_a_resumed_run_is_that_of_the_uninterrupted_one() -> None:
+    assert check_resumed([3.0, 2.0 * (1 + 9e-6)], [3.0, 2.0], TOLERANCE) == pytest.approx(9e-6)
+    for losses in ([3.0 * (1 + 2e-5), 2.0], [3.0, math.nan]):
+        with pytest.raises(CheckError, match="losses after the checkpoint are"):
+            check_resumed(losses, [3.0, 2.0], TOLERANCE)

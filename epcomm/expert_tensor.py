@@ -1,0 +1,333 @@
+"""ExpertTensor: a parameter that says of itself that it is one rank's share of all experts.
+
+Why a subclass of DTensor: torch's own tools (checkpoints, state of optimizers, FSDP) must see a
+DTensor, but a plain one next to ordinary parameters stops what trains such models today: fused and
+foreach optimizers, clip_grad_norm_ and averages of weights take one list of all parameters, and
+DTensor refuses lists and operators that mix it with tensors. An ExpertTensor takes part in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_leaves, tree_map
+
+from epcomm.errors import ShapeError
+from epcomm.sharding import cut_share, shard_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# What autograd hands to a Function; it takes any attribute.
+Context = Any
+
+# Operators over lists of tensors: those of foreach and fused optimizers, and of loss scaling.
+_LIST_OPERATORS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
+# Operators that compute each expert from what there is of it, besides those that torch calls
+# pointwise.
+_BATCHED = ("aten::bmm", "aten::baddbmm")
+_MIXED = "got mixed torch.Tensor and DTensor"
+
+
+class ExpertTensor(DTensor):
+    """[P, ...] in pieces of [L, ...], one on each rank of a one-dimensional mesh: Shard(0).
+
+    What differs from DTensor:
+
+    - Operators over lists that mix it with ordinary tensors compute on the local pieces. Norms and
+      maxima of such lists are those over the pieces of all ranks: collective.
+    - Operators that work element by element take ordinary tensors beside it. One that spans the
+      experts is the whole, of which each rank takes its piece.
+    - What is no longer a piece of each rank, such as a sum, is an ordinary tensor: collective.
+    - torch.distributed's functions move the local piece, if no two of their ranks hold different
+      experts; else they are refused.
+    - Pickled, it is a DTensor, so that torch.load(weights_only=True) knows it.
+
+    It has no __slots__ of its own: async_save copies the attributes that __slots__ names, and has
+    to find those of DTensor.
+    """
+
+    @classmethod
+    def of_share(cls, share: Tensor, mesh: DeviceMesh) -> ExpertTensor:
+        """Wrap this rank's piece [L, ...]; every rank of the one-dimensional mesh has one. Local.
+
+        Detached; its memory is that of `share`.
+        """
+        spread = DTensor.from_local(share.detach(), mesh, [Shard(0)], run_check=False)
+        return cls(spread._local_tensor, spread._spec, requires_grad=False)
+
+    def like_self(self, share: Tensor) -> ExpertTensor:
+        """Another tensor with pieces on the same ranks; [L, ...] of any shape and dtype. Local."""
+        meta = self._spec.tensor_meta
+        old = self._local_tensor
+        is_same = share.shape == old.shape and share.stride() == old.stride()
+        if is_same and meta is not None and share.dtype == meta.dtype:
+            return type(self)(share, self._spec, requires_grad=False)
+        return type(self).of_share(share, self._spec.mesh)
+
+    def to_local(self, *, grad_placements: object = None) -> Tensor:
+        """This rank's piece; gradients come back as an ExpertTensor."""
+        return local_views([self])[0] if torch.is_grad_enabled() else self._local_tensor
+
+    def __reduce_ex__(self, protocol: object) -> object:  # type: ignore[override]
+        plain = DTensor(self._local_tensor, self._spec, requires_grad=self.requires_grad)
+        return plain.__reduce_ex__(protocol)  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return "Expert" + super().__repr__()[1:]
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        if func is Tensor.storage:
+            _refuse_storage(next(arg for arg in args if isinstance(arg, ExpertTensor)))
+        # Here, above autograd, so that an ordinary tensor gets an ordinary gradient.
+        with torch._C.DisableTorchFunctionSubclass():
+            if len(args) > 1 and getattr(func, "__name__", "") != "__set__":
+                some = next((arg for arg in args if isinstance(arg, ExpertTensor)), None)
+                if some is not None:
+                    first = args[0]
+                    args = (first, *(_lifted(arg, some) for arg in args[1:]))
+                    if not getattr(func, "__name__", "").endswith("_"):
+                        args = (_lifted(first, some), *args[1:])
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        name: str = func._schema.name
+        if name.startswith(_LIST_OPERATORS):
+            from epcomm.expert_tensor_lists import run_on_lists
+
+            return run_on_lists(func, args, kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if name.startswith("c10d::"):
+            return _run_c10d(func, args, kwargs, tensors)
+        is_by_expert = torch.Tag.pointwise in func.tags or name in _BATCHED
+        if is_by_expert and _is_elementwise(tensors, func, args):
+            return _run_on_pieces(func, args, kwargs, tensors)
+        return _run_as_dtensor(func, args, kwargs)
+
+
+class _OwnPart(torch.autograd.Function):
+    """An ordinary tensor that spans all experts as an ExpertTensor of this rank's part.
+
+    The gradient is an ordinary one, zero for the experts of other ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, whole: Tensor, some: ExpertTensor) -> ExpertTensor:
+        ctx.some = some
+        part = own_part(whole, some)
+        assert isinstance(part, Tensor), "it came as one"
+        return ExpertTensor.of_share(part, some._spec.mesh)
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None]:
+        piece = piece_of(gradients[0])
+        whole = piece.new_zeros(gradients[0].shape)
+        part = own_part(whole, ctx.some)
+        assert isinstance(part, Tensor), "it came as one"
+        part.copy_(piece)
+        return whole, None
+
+
+def _lifted(arg: object, some: ExpertTensor) -> object:
+    if not isinstance(arg, Tensor) or isinstance(arg, DTensor):
+        return arg
+    is_whole = arg.dim() == some.dim() and arg.shape[0] == some.shape[0]
+    return _OwnPart.apply(arg, some) if is_whole else arg
+
+
+class _LocalViews(torch.autograd.Function):
+    """Pieces of ExpertTensors, whose gradients are ExpertTensors; other tensors as they are."""
+
+    @staticmethod
+    def forward(ctx: Context, factors: Sequence[float], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.factors = factors
+        ctx.set_materialize_grads(False)
+        ctx.kinds = [tensor if isinstance(tensor, ExpertTensor) else None for tensor in tensors]
+        # Views: autograd writes into what a Function returns, and the piece is the parameter's.
+        return tuple(piece_of(tensor).view_as(piece_of(tensor)) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        results: list[Tensor | None] = [None]
+        for kind, factor, gradient in zip(ctx.kinds, ctx.factors, gradients, strict=True):
+            if gradient is not None and factor != 1.0:
+                gradient = gradient * factor
+            if gradient is not None and kind is not None:
+                gradient = kind.like_self(gradient.contiguous())
+            results.append(gradient)
+        return tuple(results)
+
+
+def local_views(
+    tensors: Sequence[Tensor], factors: Sequence[float] | None = None
+) -> tuple[Tensor, ...]:
+    """Differentiable local pieces; gradients are multiplied by their factors. Local."""
+    return _LocalViews.apply(factors or [1.0] * len(tensors), *tensors)  # type: ignore[return-value]
+
+
+def piece_of(tensor: Tensor) -> Tensor:
+    """The local piece of a DTensor, without gradients; any other tensor as it is. Local."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _refuse_storage(tensor: ExpertTensor) -> NoReturn:
+    """Say to those who write tensors into files, as safetensors does, what to write."""
+    mesh = tensor._spec.mesh
+    raise ShapeError(
+        f"Tensor.storage: an expert parameter of {list(tensor.shape)} has none, because each of "
+        f"{mesh.size()} ranks holds {list(tensor._local_tensor.shape)} of it (rank "
+        f"{mesh.get_local_rank()} of {mesh.size()}); write whole tensors, for example "
+        "model.save_pretrained(folder, state_dict=gather_state_dict(model, group))"
+    )
+
+
+def _first_expert_tensor(tensors: Sequence[Tensor]) -> ExpertTensor:
+    return next(tensor for tensor in tensors if isinstance(tensor, ExpertTensor))
+
+
+def _is_elementwise(tensors: Sequence[Tensor], func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether every piece of the result depends on pieces of this rank alone."""
+    some = _first_expert_tensor(tensors)
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            spec = tensor._spec
+            is_alike = spec.mesh == some._spec.mesh and spec.placements == some._spec.placements
+            if not is_alike or tensor.dim() != some.dim() or tensor.shape[0] != some.shape[0]:
+                return False
+        elif tensor.dim() > some.dim():
+            return False
+    # An ordinary tensor that is written to would keep what belongs to one rank.
+    is_written = func._schema.is_mutable and not isinstance(args[0], DTensor)
+    return not is_written
+
+
+def _run_on_pieces(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+) -> object:
+    some = _first_expert_tensor(tensors)
+    local_args, local_kwargs = tree_map(lambda leaf: own_part(leaf, some), (args, kwargs))
+    result = func(*local_args, **local_kwargs)
+    if func._schema.is_mutable:
+        return _written(func, args, kwargs)
+    return tree_map(lambda leaf: some.like_self(leaf) if isinstance(leaf, Tensor) else leaf, result)
+
+
+def own_part(leaf: object, some: ExpertTensor) -> object:
+    """Of an ordinary tensor that spans the experts of `some`, what belongs to this rank's."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if isinstance(leaf, DTensor):
+        return leaf._local_tensor
+    if leaf.dim() < some.dim() or leaf.shape[0] != some.shape[0]:
+        return leaf
+    shard = shard_of(some)
+    assert shard is not None, "an ExpertTensor is a share"
+    return cut_share(leaf, shard)
+
+
+def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    """What an operator that writes returns: its first argument or `out`."""
+    written = kwargs.get("out", args[0] if args else None)
+    for tensor in tree_leaves(written):
+        # Here torch no longer counts writes, by which others notice them.
+        torch.autograd.graph.increment_version(piece_of(tensor))
+    return written
+
+
+def _run_as_dtensor(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    originals: dict[int, ExpertTensor] = {}
+
+    def plain(leaf: object) -> object:
+        if not isinstance(leaf, ExpertTensor):
+            return leaf
+        same = DTensor(leaf._local_tensor, leaf._spec, requires_grad=False)
+        originals[id(same)] = leaf
+        kept.append(same)
+        return same
+
+    def back(leaf: object) -> object:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        original = originals.get(id(leaf))
+        if original is not None:
+            torch.autograd.graph.increment_version(original._local_tensor)
+            return original
+        return _as_result(leaf, mesh)
+
+    # Kept alive, so that no other object gets the id of one of them.
+    kept: list[DTensor] = []
+    plain_args, plain_kwargs = tree_map(plain, (args, dict(kwargs)))
+    mesh = kept[0]._spec.mesh
+    try:
+        result = func(*plain_args, **plain_kwargs)
+    except RuntimeError as error:
+        if _MIXED not in str(error):
+            raise
+        raise ShapeError(
+            f"{func}: an expert parameter of {list(kept[0].shape)}, of which this rank holds "
+            f"{list(kept[0]._local_tensor.shape)}, came together with ordinary tensors (rank "
+            f"{mesh.get_local_rank()} of {mesh.size()}); leave expert parameters out, for DDP by "
+            "epcomm.gradients.ignore_experts_in_ddp(model), or call to_local() on them"
+        ) from error
+    return tree_map(back, result)
+
+
+def _as_result(result: DTensor, mesh: DeviceMesh) -> Tensor:
+    """Pieces of each rank as ExpertTensor, sums over ranks and the like as ordinary tensors."""
+    placement = result._spec.placements
+    if result._spec.mesh != mesh or len(placement) != 1:
+        return result
+    if placement[0].is_shard(0):
+        return ExpertTensor(result._local_tensor, result._spec, requires_grad=False)
+    return result if placement[0].is_shard() else result.full_tensor()
+
+
+def _run_c10d(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+) -> object:
+    """Run a collective on local pieces; its ranks must hold the same experts."""
+    import torch.distributed as dist
+
+    some = _first_expert_tensor(tensors)
+    groups = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.ScriptObject)]
+    mesh_ranks = set(some._spec.mesh.mesh.flatten().tolist())
+    for boxed in groups:
+        if "ProcessGroup" not in str(boxed._type()):
+            continue
+        ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(boxed))
+        if len(mesh_ranks & set(ranks)) > 1:
+            raise ShapeError(
+                f"{func}: an expert parameter came, of which ranks {sorted(mesh_ranks)} hold "
+                f"different experts, with a process group of ranks {ranks} (rank "
+                f"{some._spec.mesh.get_local_rank()} of {len(mesh_ranks)}); reduce over copies "
+                "of the same experts alone, and leave expert parameters out of DDP by "
+                "epcomm.gradients.ignore_experts_in_ddp(model)"
+            )
+    by_piece = {
+        id(tensor._local_tensor): tensor for tensor in tensors if isinstance(tensor, DTensor)
+    }
+    local_args, local_kwargs = tree_map(
+        lambda leaf: piece_of(leaf) if isinstance(leaf, Tensor) else leaf, (args, dict(kwargs))
+    )
+    result = func(*local_args, **local_kwargs)
+    return tree_map(lambda leaf: by_piece.get(id(leaf), leaf), result)

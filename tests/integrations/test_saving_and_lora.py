@@ -1,0 +1,127 @@
+"""transformers saves models with experts on several ranks, and peft trains their adapters."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+# transformers must not look for a network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from epcomm import EPGroup, ExpertParallelMoE, ShapeError
+from epcomm.gradients import sum_replicated_gradients
+from epcomm.sharding import gather_state_dict
+from epcomm.testing.layer_suite import FP32_TOLERANCE
+from epcomm.testing.oracle import relative_error
+
+NUM_RANKS = 2
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 16,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+}
+
+
+def qwen3_moe() -> PreTrainedModel:
+    """Its checkpoints have a tensor for each expert."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**SIZES, moe_intermediate_size=8, num_experts=8)
+    return Qwen3MoeForCausalLM(config)
+
+
+def gpt_oss() -> PreTrainedModel:
+    """Its checkpoints have all experts in one tensor."""
+    torch.manual_seed(0)
+    return GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=8))
+
+
+def spread(model: PreTrainedModel, group: EPGroup) -> PreTrainedModel:
+    for layer in model.model.layers:
+        layer.mlp = ExpertParallelMoE.from_transformers(layer.mlp, group)
+    return model
+
+
+def assert_whole(folder: str, source: PreTrainedModel) -> None:
+    saved = type(source).from_pretrained(folder).state_dict()
+    for name, tensor in source.state_dict().items():
+        assert torch.equal(saved[name], tensor), name
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_save_pretrained_writes_the_experts_of_all_ranks() -> None:
+    with EPGroup() as group, tempfile.TemporaryDirectory() as folder:
+        spread(qwen3_moe(), group).save_pretrained(folder)
+        # transformers lets the first rank write.
+        if group.rank == 0:
+            assert_whole(folder, qwen3_moe())
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_save_pretrained_of_experts_in_one_tensor_wants_a_gathered_state() -> None:
+    with EPGroup() as group, tempfile.TemporaryDirectory() as folder:
+        model = spread(gpt_oss(), group)
+        if group.rank == 0:
+            with pytest.raises(ShapeError, match=r"write whole tensors, .* state_dict=gather_s"):
+                model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=gather_state_dict(model, group))
+        if group.rank == 0:
+            assert_whole(folder, gpt_oss())
+
+
+def with_adapters(model: PreTrainedModel) -> nn.Module:
+    """Adapters of the experts and of a layer that every rank has, filled from a seed."""
+    config = LoraConfig(
+        r=2,
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+    adapted = get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in sorted(adapted.named_parameters()):
+            if "lora" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    return adapted
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_adapters_of_experts_train_as_in_one_process() -> None:
+    def loss_of(model: nn.Module, rank: int) -> Tensor:
+        ids = torch.arange(6).view(1, 6) + rank
+        return model(input_ids=ids, labels=ids).loss / NUM_RANKS
+
+    alone = with_adapters(qwen3_moe())
+    losses = [loss_of(alone, rank) for rank in range(NUM_RANKS)]
+    torch.stack(losses).sum().backward()
+    with EPGroup() as group:
+        model = with_adapters(spread(qwen3_moe(), group))
+        loss = loss_of(model, group.rank)
+        assert relative_error(loss, losses[group.rank]) <= FP32_TOLERANCE
+        loss.backward()
+        # Each rank has the gradients of its own experts' adapters.
+        sum_replicated_gradients(model, group)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    wanted = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in gradients.items():
+        assert relative_error(gradient, wanted[name]) <= FP32_TOLERANCE, name

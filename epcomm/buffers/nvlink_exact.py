@@ -164,4 +164,6 @@ class NVLinkBuffer(NVLinkNormal):
         self._meet()
         wanted = max(num_tokens, 2 * self._layout.max_tokens)
         self._open(align_up(wanted, _TOKEN_MULTIPLE))
+        # The dispatch that did not fit overwrote no rows, and begins again.
+        self._num_dispatches -= 1
         _logger.debug("rank %d: nvlink has room for %d tokens now", self._rank, wanted)

@@ -10,4 +10,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+import torch  # noqa: E402  (after its number of threads was chosen)
+
+# Without a GPU the kernels run under Triton's interpreter, which must be chosen before triton is
+# imported: its own functions are made ready for one or the other then. transformers imports it.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 pytest_plugins = ["tests.multi_rank"]

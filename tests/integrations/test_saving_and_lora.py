@@ -13,6 +13,7 @@ from torch import Tensor, nn
 # transformers must not look for a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from peft import LoraConfig, get_peft_model
 from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
@@ -89,9 +90,6 @@ def test_save_pretrained_of_experts_in_one_tensor_wants_a_gathered_state() -> No
 
 def with_adapters(model: PreTrainedModel) -> nn.Module:
     """Adapters of the experts and of a layer that every rank has, filled from a seed."""
-    # Not above: peft imports triton, whose interpreter tests/kernels chooses first.
-    from peft import LoraConfig, get_peft_model
-
     config = LoraConfig(
         r=2,
         target_modules=["q_proj"],

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Shard
+from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from epcomm.errors import ShapeError
@@ -32,6 +34,9 @@ _LIST_OPERATORS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 # pointwise.
 _BATCHED = ("aten::bmm", "aten::baddbmm")
 _MIXED = "got mixed torch.Tensor and DTensor"
+# Older releases hand the operators of every DTensor, of subclasses too, to their own dispatch in
+# C++. There a mode must catch them before, and what C++ makes by itself is wrapped when it is seen.
+_IS_DISPATCHED_TO = TorchVersion(torch.__version__) >= "2.13"
 
 
 class ExpertTensor(DTensor):
@@ -100,7 +105,10 @@ class ExpertTensor(DTensor):
                     args = (first, *(_lifted(arg, some) for arg in args[1:]))
                     if not getattr(func, "__name__", "").endswith("_"):
                         args = (_lifted(first, some), *args[1:])
-            return func(*args, **(kwargs or {}))
+            if _IS_DISPATCHED_TO:
+                return func(*args, **(kwargs or {}))
+            with _CatchOperators():
+                return tree_map(_rewrapped, func(*args, **(kwargs or {})))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -110,19 +118,46 @@ class ExpertTensor(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        kwargs = kwargs or {}
-        name: str = func._schema.name
-        if name.startswith(_LIST_OPERATORS):
-            from epcomm.expert_tensor_lists import run_on_lists
+        return _run(func, args, kwargs or {})
 
-            return run_on_lists(func, args, kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if name.startswith("c10d::"):
-            return _run_c10d(func, args, kwargs, tensors)
-        is_by_expert = torch.Tag.pointwise in func.tags or name in _BATCHED
-        if is_by_expert and _is_elementwise(tensors, func, args):
-            return _run_on_pieces(func, args, kwargs, tensors)
-        return _run_as_dtensor(func, args, kwargs)
+
+class _CatchOperators(TorchDispatchMode):
+    """Runs operators on ExpertTensors where torch does not ask their class."""
+
+    def __torch_dispatch__(  # type: ignore[override]
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        leaves = tree_leaves((args, kwargs))
+        if any(isinstance(leaf, ExpertTensor) for leaf in leaves):
+            return _run(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _rewrapped(leaf: object) -> object:
+    """What C++ made of an ExpertTensor by itself, such as a gradient, as one again."""
+    if type(leaf) is not DTensor or leaf.requires_grad or leaf._spec.placements != (Shard(0),):
+        return leaf
+    return ExpertTensor(leaf._local_tensor, leaf._spec, requires_grad=False)
+
+
+def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    """Run an operator of which an ExpertTensor is an argument."""
+    name: str = func._schema.name
+    if name.startswith(_LIST_OPERATORS):
+        from epcomm.expert_tensor_lists import run_on_lists
+
+        return run_on_lists(func, args, kwargs)
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if name.startswith("c10d::"):
+        return _run_c10d(func, args, kwargs, tensors)
+    is_by_expert = torch.Tag.pointwise in func.tags or name in _BATCHED
+    if is_by_expert and _is_elementwise(tensors, func, args):
+        return _run_on_pieces(func, args, kwargs, tensors)
+    return _run_as_dtensor(func, args, kwargs)
 
 
 class _OwnPart(torch.autograd.Function):

@@ -171,7 +171,7 @@ class AllGatherBuffer(OverCollectives):
     def _gather_call(self, call: DispatchCall) -> Gathered:
         topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
         batch, slots = self._new_batch(call), count_experts(topk_ids, self._num_experts)
-        num_tokens = torch.tensor(topk_ids.shape[0])
+        num_tokens = torch.tensor(topk_ids.shape[0], device="cpu")
         counts, _ = self._tell_counts(call, batch, (fault, num_tokens, slots))
         max_tokens = max(counts.rows_from_rank)
         layout = self._row_layout(self._spec.dispatch_format, has_ids=True)

@@ -64,7 +64,7 @@ class HostRegion:
         """
         num_rows, row_bytes = rows.stop - rows.start, width * dtype.itemsize
         if num_rows == 0:
-            return torch.empty(0, width, dtype=dtype)
+            return torch.empty(0, width, dtype=dtype, device="cpu")
         assert self._memory is not None, "required before"
         start = (epoch % self._num_slots) * self._room + rows.start * row_bytes
         block = self._memory.blocks[rank][start : start + num_rows * row_bytes]

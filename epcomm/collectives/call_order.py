@@ -165,7 +165,9 @@ class CallOrder:
         message = torch.zeros(
             collectives.world_size, num_words, dtype=torch.int64, device=collectives.device
         )
-        message[:, : len(words)] = torch.tensor(words).to(collectives.device, non_blocking=True)
+        # The device is named, for models are built with meta as the default one.
+        told = torch.tensor(words, device="cpu").to(collectives.device, non_blocking=True)
+        message[:, : len(words)] = told
         return message
 
     def exchange(self, message: Tensor, phase: str) -> Pending[Tensor]:

@@ -61,7 +61,7 @@ def test_layer_trains_like_the_oracle(
         run(scenario, config, group)
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("wire", ["fp8_e4m3", "int8"])
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("scenario", layer_suite.SCENARIOS)
@@ -73,7 +73,7 @@ def test_layer_with_quantized_dispatch_equals_the_oracle(
         layer_suite.run_scenario(scenario, layer_suite.pipeline_env(group, chosen))
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("wire", ["fp8_e4m3", "int8"])
 @pytest.mark.parametrize(("scenario", "config"), GRADIENT_CASES)
 def test_layer_with_quantized_dispatch_trains_like_the_oracle(
@@ -84,7 +84,7 @@ def test_layer_with_quantized_dispatch_trains_like_the_oracle(
         layer_suite.run_scenario(scenario, layer_suite.pipeline_env(group, chosen))
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("config", VARIANTS)
 @pytest.mark.parametrize("scenario", {**layer_suite.SCENARIOS, **layer_suite.GRADIENT_SCENARIOS})
 def test_variant_equals_the_oracle(scenario: str, config: str) -> None:

@@ -31,8 +31,8 @@ CASES = {
 }
 
 
-# Eight bits on the wire, everywhere. They change what a row looks like, and nothing between ranks: the
-# contract is kept on two, and one batch crosses four.
+# Eight bits on the wire, everywhere. They change what a row looks like, and nothing between ranks:
+# the contract is kept on two, and one batch crosses four.
 QUANTIZED = {
     "fp8": FP8_FLOAT32_SCALES,
     "fp8_powers_of_two": FP8_POWER_OF_TWO_SCALES,

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed._functional_collectives import all_gather_tensor
 
-from epcomm.errors import ShapeError
 from epcomm.expert_tensor import ExpertTensor, own_part, piece_of
 
 if TYPE_CHECKING:
@@ -84,12 +83,8 @@ def _count_writes(args: Sequence[Any]) -> None:
 def _wrapped(func: OpOverload, piece: Tensor, expert: ExpertTensor | None) -> Tensor:
     if expert is None:
         return piece
-    if piece.shape != expert._local_tensor.shape:
-        raise ShapeError(
-            f"{func}: an expert parameter of {list(expert.shape)} came in a list, and the result "
-            f"of this rank's part is {list(piece.shape)}, which says nothing of the experts of "
-            "other ranks; call the function without foreach"
-        )
+    is_elementwise = piece.shape == expert._local_tensor.shape
+    assert is_elementwise, f"{func} reduces, and has no case in run_on_lists()"
     return expert.like_self(piece)
 
 

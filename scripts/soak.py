@@ -84,8 +84,8 @@ def _launch(pair: tuple[str, str]) -> str:
     )
     # torchrun ends with 1 whatever a rank ended with, and says with what.
     signals = [line.strip() for line in done.stderr.splitlines() if "exitcode  : -" in line]
-    # The other ranks of one that failed get SIGTERM.
-    aborted = [line for line in signals if "SIGTERM" not in line]
+    # The other ranks of one that failed get SIGTERM, 15.
+    aborted = [line for line in signals if "exitcode  : -15" not in line]
     if done.returncode == (1 if ending == "error" else 0) and not aborted:
         return ""
     return f"{kind}, {ending}: exit code {done.returncode}\n{done.stderr[-3000:]}"

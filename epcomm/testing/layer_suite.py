@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -349,7 +349,8 @@ def check_frozen_experts(env: LayerEnv) -> None:
     """No expert needs a gradient; the inputs get theirs. Without any gradient there is no graph."""
     spec, world_size = env.adapted(BATCH_SPECS["uneven"]), env.group.world_size
     weights = env.weights(spec)
-    frozen = replace(weights, **{n: t.detach() for n, t in weights.tensors().items()})
+    tensors = weights.tensors().items()
+    frozen = replace(weights, **{n: nn.Parameter(t, requires_grad=False) for n, t in tensors})
     layer = env.make_layer(frozen, spec.num_topk(world_size))
     batches = env.batches(spec)
     mine = leaves(batches[env.source])

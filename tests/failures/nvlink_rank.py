@@ -30,11 +30,11 @@ from epcomm import (
     MoESpec,
     TopKOutput,
 )
-from epcomm.types import RowsPer
+from epcomm.ops.pack import pack
 
 MODES = {"normal": DeepEPNormalDispatcher, "low_latency": DeepEPLowLatencyDispatcher}
 BACKENDS = {"normal": "nvlink", "low_latency": "nvlink_low_latency"}
-LOST_RANK, LOST_ROUND = 2, 200
+LOST_ROUND = 200
 TIMEOUT_S = 5.0
 NUM_TOKENS, HIDDEN, TOP_K = 64, 2048, 4
 # Seconds from the end of a wait until its message.
@@ -43,9 +43,15 @@ NAMING_LIMIT_S = 1.0
 LIMIT_S = 240
 
 
+def lost_rank(num_ranks: int) -> int:
+    """Return the rank that is killed: not rank 0, with which the store lives."""
+    return num_ranks // 2
+
+
 def run_rank(mode: str) -> int:
     """Loop until the lost rank is named; 0 if that was in time."""
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    lost = lost_rank(num_ranks)
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", device_id=device)
@@ -60,22 +66,18 @@ def run_rank(mode: str) -> int:
     try:
         with torch.no_grad():
             for number in range(100 * LOST_ROUND):
-                if rank == LOST_RANK and number == LOST_ROUND:
+                if rank == lost and number == LOST_ROUND:
                     torch.cuda.synchronize()
                     os.kill(os.getpid(), signal.SIGKILL)
                 out = dispatcher.dispatch(x, topk)
-                rows = out.hidden_states.data
-                rows = rows if rows.dim() == 2 else rows.flatten(0, 1)
-                y = dispatcher.combine(
-                    out.combine_input(rows.to(torch.bfloat16), rows_per=RowsPer.ROW)
-                )
+                y = dispatcher.combine(out.combine_input(pack(out.hidden_states.data, out.index)))
                 assert y.shape == x.shape
                 dispatcher.check()
                 last_s = time.monotonic()
     except EPTimeout as error:
         waited_s = time.monotonic() - last_s
         print(f"{mode}, rank {rank}, {waited_s:.2f} s: {error}", flush=True)
-        is_named = f"rank {LOST_RANK} did not arrive" in str(error)
+        is_named = f"rank {lost} did not arrive" in str(error)
         is_in_time = waited_s <= TIMEOUT_S + NAMING_LIMIT_S
         # Others may be about to hear of it from this rank's memory and store.
         time.sleep(2 * NAMING_LIMIT_S)
@@ -97,7 +99,6 @@ def main() -> int:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        # The store lives with rank 0, which is not the one that is lost.
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-m", "tests.failures.nvlink_rank", "--rank-of", mode],
@@ -107,7 +108,8 @@ def main() -> int:
         ]
         codes = [process.wait(LIMIT_S) for process in ranks]
         print(f"{mode}: exit codes {codes}", flush=True)
-        faults += codes != [-signal.SIGKILL if r == LOST_RANK else 0 for r in range(len(codes))]
+        lost = lost_rank(arguments.ranks)
+        faults += codes != [-signal.SIGKILL if r == lost else 0 for r in range(len(codes))]
     return 1 if faults else 0
 
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from epcomm.errors import ShapeError
+from epcomm.expert_tensor_parts import run_on_parts, takes_parts
 from epcomm.sharding import cut_share, shard_of
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ Context = Any
 _LIST_OPERATORS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 # Operators that compute each expert from what there is of it, besides those that torch calls
 # pointwise.
-_BATCHED = ("aten::bmm", "aten::baddbmm")
+_BATCHED = ("aten::bmm", "aten::baddbmm", "aten::fill_")
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _MIXED = "got mixed torch.Tensor and DTensor"
 # Older releases hand the operators of every DTensor, of subclasses too, to their own dispatch in
 # C++. There a mode must catch them before, and what C++ makes by itself is wrapped when it is seen.
@@ -98,6 +100,12 @@ class ExpertTensor(DTensor):
             _refuse_storage(next(arg for arg in args if isinstance(arg, ExpertTensor)))
         # Here, above autograd, so that an ordinary tensor gets an ordinary gradient.
         with torch._C.DisableTorchFunctionSubclass():
+            if func == _SET_DATA:
+                return _set_data(args[0], args[1])
+            if func is torch.Tensor.share_memory_:
+                # torch looks for a storage, of which this object has none.
+                args[0]._local_tensor.share_memory_()
+                return args[0]
             if len(args) > 1 and getattr(func, "__name__", "") != "__set__":
                 some = next((arg for arg in args if isinstance(arg, ExpertTensor)), None)
                 if some is not None:
@@ -151,6 +159,8 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         from epcomm.expert_tensor_lists import run_on_lists
 
         return run_on_lists(func, args, kwargs)
+    if takes_parts(name, args):
+        return run_on_parts(func, args, kwargs, args[0])
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if name.startswith("c10d::"):
         return _run_c10d(func, args, kwargs, tensors)
@@ -158,6 +168,26 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     if is_by_expert and _is_elementwise(tensors, func, args):
         return _run_on_pieces(func, args, kwargs, tensors)
     return _run_as_dtensor(func, args, kwargs)
+
+
+def _set_data(tensor: object, value: object) -> None:
+    """What `tensor.data = value` means: this rank's experts of `value`, or all of them."""
+    if isinstance(tensor, ExpertTensor):
+        part = own_part(value, tensor)
+        if not isinstance(part, Tensor) or part.shape[:1] != tensor._local_tensor.shape[:1]:
+            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ShapeError(
+                f"Tensor.data: an expert parameter of {list(tensor.shape)} was given {shape} (rank "
+                f"{tensor.device_mesh.get_local_rank()} of {tensor.device_mesh.size()}); pass this "
+                f"rank's {tensor._local_tensor.shape[0]} experts or all {tensor.shape[0]}"
+            )
+        value = tensor.like_self(part.detach())
+        _SET_DATA(tensor, value)
+        tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
+    elif isinstance(value, ExpertTensor):
+        _SET_DATA(tensor, value.full_tensor())
+    else:
+        raise AssertionError("one of them is an ExpertTensor")
 
 
 class _OwnPart(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import NoReturn, Self
@@ -20,7 +21,7 @@ from epcomm.planning import MoESpec, plan
 from epcomm.precision import check_cast
 from epcomm.records import TopKOutput, empty_topk
 from epcomm.runners.base import ExpertRunner
-from epcomm.sharding import local_share, shard_of_rank
+from epcomm.sharding import is_expert_tensor, local_share, shard_of_rank
 from epcomm.state import cut_before_load, note_share
 from epcomm.stats import EPStats, LayerCounter
 from epcomm.untraced import untraced
@@ -142,6 +143,38 @@ class ExpertParallelExperts(nn.Module):
         names = ((name, f"parametrizations.{name}.original") for name in self._names.values())
         return {name: own[name] for pair in names for name in pair if name in own}
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter, as torch.nn.Module does.
+
+        In the place of an expert parameter, an ordinary one with this rank's experts is held as an
+        ExpertTensor of the same memory, so that checkpoints and optimizers know whose experts they
+        are; the layer has another object then, and a warning says so.
+        """
+        if param is not None and name in self._names.values() and not hasattr(param, "device_mesh"):
+            held = self.as_expert_tensor(param.detach())
+            if is_expert_tensor(held):
+                warnings.warn(
+                    f"ExpertParallelExperts: {name} was given an ordinary parameter, and holds its "
+                    f"memory as an ExpertTensor ({self.group.where}); pass the layer's "
+                    "parameters() to optimizers, not the one given",
+                    stacklevel=3,
+                )
+                param = nn.Parameter(held, param.requires_grad)
+        super().register_parameter(name, param)
+
+    def as_expert_tensor(self, tensor: Tensor) -> Tensor:
+        """This rank's experts [L, ...], if they are an ordinary tensor, as an ExpertTensor. Local.
+
+        Shares memory. Any other tensor as it is, and any in a group without a DeviceMesh.
+        """
+        mesh = self.group.mesh
+        is_share = tensor.dim() > 0 and tensor.shape[0] == self.shard.num_local_experts
+        if mesh is None or not is_share or hasattr(tensor, "device_mesh"):
+            return tensor
+        from epcomm.expert_tensor import ExpertTensor
+
+        return ExpertTensor.of_share(tensor, mesh)
+
     def scale_gradients(self, factor: float) -> None:
         """See scale_expert_gradients() of epcomm/gradients.py."""
         self._local.gradient_factor *= factor
@@ -224,16 +257,11 @@ class ExpertParallelExperts(nn.Module):
 
     def _register(self, weights: ExpertTensors, *, is_local: bool) -> None:
         trains = isinstance(weights, ExpertWeights) and self.plan.prefill.caps.trainable
-        mesh = self.group.mesh
         for role, tensor in weights.tensors().items():
             share = _copy_of(tensor) if is_local else local_share(tensor, self.shard)
-            if mesh is not None:
-                from epcomm.expert_tensor import ExpertTensor
-
-                share = ExpertTensor.of_share(share, mesh)
             is_decided = isinstance(tensor, nn.Parameter)
             requires_grad = tensor.requires_grad if is_decided else tensor.requires_grad or trains
-            parameter = nn.Parameter(share, requires_grad=requires_grad)
+            parameter = nn.Parameter(self.as_expert_tensor(share), requires_grad=requires_grad)
             self.register_parameter(self._names[role], parameter)
 
     def _pipeline(self, what: str) -> PipelinePath:

@@ -20,9 +20,18 @@ _METADATA = "epcomm_share"
 def note_share(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """Say in the metadata of a state_dict whose share its ordinary tensors are. Local."""
+    """Say of the tensors of a state_dict whose share they are. Local.
+
+    The metadata say it of ordinary tensors. Those that something put in the place of parameters
+    become ExpertTensors, which share their memory, where the group has a DeviceMesh.
+    """
     layer: ExpertParallelExperts = module  # type: ignore[assignment]
     local_metadata[_METADATA] = _as_list(layer.shard)
+    for name in layer.expert_parameters():
+        value = state_dict.get(prefix + name)
+        # With keep_vars the caller wants the parameters themselves.
+        if isinstance(value, Tensor) and not value.requires_grad:
+            state_dict[prefix + name] = layer.as_expert_tensor(value)
 
 
 def cut_before_load(

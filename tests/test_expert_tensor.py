@@ -189,9 +189,14 @@ def test_whatever_stands_in_place_of_parameters_is_used() -> None:
         for state in (doubled, pieces, parts):
             assert torch.equal(call(model, state, (x,)), expected)
         assert torch.equal(model(x) * 4, expected), "functional_call leaves no trace"
-        model.experts.down_proj = nn.Parameter(pieces["experts.down_proj"])
+        with pytest.warns(UserWarning, match="pass the layer's parameters"):
+            model.experts.down_proj = nn.Parameter(pieces["experts.down_proj"])
         assert torch.equal(model(x), expected)
         assert len(sharded_parameters(model)) == 2
+        # What a checkpoint would take for equal on all ranks, and save of one of them.
+        assert all(isinstance(p, ExpertTensor) for p in sharded_parameters(model))
+        model.experts._parameters["down_proj"] = nn.Parameter(pieces["experts.down_proj"])
+        assert isinstance(model.state_dict()["experts.down_proj"], ExpertTensor)
         assert torch.equal(
             gather_state_dict(model, group)["experts.down_proj"], doubled["experts.down_proj"]
         )

@@ -1,0 +1,92 @@
+"""Writes to parts of expert parameters are kept by the rank that owns the experts."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from epcomm import EPGroup, ShapeError
+from epcomm.expert_tensor import ExpertTensor
+from tests.expert_models import OverRanks
+
+NUM_RANKS, NUM_EXPERTS = 2, 8
+NUM_LOCAL = NUM_EXPERTS // NUM_RANKS
+
+
+def some_parameter(group: EPGroup) -> nn.Parameter:
+    return OverRanks(group).experts.get_parameter("down_proj")
+
+
+def expected_values(parameter: nn.Parameter) -> torch.Tensor:
+    """[P, ...], other numbers for every element."""
+    shape = parameter.shape
+    return torch.arange(shape.numel(), dtype=torch.float32).view(shape)
+
+
+def own_part(whole: torch.Tensor, group: EPGroup) -> torch.Tensor:
+    return whole[group.rank * NUM_LOCAL :][:NUM_LOCAL]
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("way", ["index", "copy", "data", "loop", "neighbours", "split"])
+def test_experts_written_one_by_one_are_kept(way: str) -> None:
+    with EPGroup() as group, torch.no_grad():
+        parameter = some_parameter(group)
+        values = expected_values(parameter)
+        if way == "index":
+            for expert in range(NUM_EXPERTS):
+                parameter[expert] = values[expert]
+        elif way == "copy":
+            for expert in range(-NUM_EXPERTS, 0):
+                parameter[expert].copy_(values[expert])
+        elif way == "data":
+            for expert in range(NUM_EXPERTS):
+                parameter.data[expert].copy_(values[expert])
+        elif way == "loop":
+            for part, value in zip(parameter, values, strict=True):
+                part.copy_(value)
+        elif way == "neighbours":
+            for first in range(0, NUM_EXPERTS, 2):
+                parameter[first : first + 2] = values[first : first + 2]
+        else:
+            for part, value in zip(
+                parameter.split(NUM_LOCAL), values.split(NUM_LOCAL), strict=True
+            ):
+                part.copy_(value)
+        assert torch.equal(parameter.to_local(), own_part(values, group))
+        for expert in range(NUM_EXPERTS):
+            assert torch.equal(parameter[expert], values[expert]), "a rank reads others' experts"
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_neighbours_on_several_ranks_are_refused() -> None:
+    with EPGroup() as group, torch.no_grad():
+        parameter = some_parameter(group)
+        with pytest.raises(ShapeError, match=r"experts \[3, 4\] .* are of several ranks"):
+            parameter[3:5] = 0.0
+        parameter[:] = 0.0
+        assert not parameter.to_local().any()
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_data_that_is_assigned_is_used() -> None:
+    with EPGroup() as group:
+        model = OverRanks(group)
+        parameter = model.experts.get_parameter("down_proj")
+        values = expected_values(parameter)
+        tenfold = copy.deepcopy(parameter)
+        tenfold.data = tenfold.data * 10
+        for value in (values, own_part(values, group).clone(), tenfold.detach()):
+            parameter.data = value
+            local = value.to_local() if isinstance(value, ExpertTensor) else value
+            expected = own_part(local, group) if len(local) == NUM_EXPERTS else local
+            assert torch.equal(parameter.to_local().detach(), expected)
+            assert torch.equal(model.experts.weights.tensors()["down_proj"], expected)
+            assert parameter.shape == values.shape
+        parameter.data = parameter.data.to(torch.bfloat16)
+        assert parameter.dtype is parameter.to_local().dtype is torch.bfloat16
+        with pytest.raises(ShapeError, match="pass this rank's 4 experts or all 8"):
+            parameter.data = values[:3]

@@ -35,6 +35,7 @@ _LIST_OPERATORS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 # pointwise.
 _BATCHED = ("aten::bmm", "aten::baddbmm", "aten::fill_")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_NEW = ("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty")
 _MIXED = "got mixed torch.Tensor and DTensor"
 # Older releases hand the operators of every DTensor, of subclasses too, to their own dispatch in
 # C++. There a mode must catch them before, and what C++ makes by itself is wrapped when it is seen.
@@ -164,7 +165,11 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if name.startswith("c10d::"):
         return _run_c10d(func, args, kwargs, tensors)
-    is_by_expert = torch.Tag.pointwise in func.tags or name in _BATCHED
+    if name in _NEW and len(args[1]) == args[0].dim() and args[1][0] == args[0].shape[0]:
+        # State of optimizers that factor it: something for each expert.
+        size = [args[0]._local_tensor.shape[0], *args[1][1:]]
+        return args[0].like_self(func(args[0]._local_tensor, size, *args[2:], **kwargs))
+    is_by_expert = torch.Tag.pointwise in func.tags or name in _BATCHED or _is_masking(name, args)
     if is_by_expert and _is_elementwise(tensors, func, args):
         return _run_on_pieces(func, args, kwargs, tensors)
     return _run_as_dtensor(func, args, kwargs)
@@ -264,6 +269,14 @@ def _refuse_storage(tensor: ExpertTensor) -> NoReturn:
         f"{mesh.get_local_rank()} of {mesh.size()}); write whole tensors, for example "
         "model.save_pretrained(folder, state_dict=gather_state_dict(model, group))"
     )
+
+
+def _is_masking(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether an operator writes one number where a mask of the same shape says so."""
+    if name != "aten::index_put_" or len(args[1]) != 1:
+        return False
+    mask, value = args[1][0], args[2]
+    return mask.dtype is torch.bool and mask.shape == args[0].shape and value.dim() == 0
 
 
 def _first_expert_tensor(tensors: Sequence[Tensor]) -> ExpertTensor:

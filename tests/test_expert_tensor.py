@@ -32,6 +32,8 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adamw-foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
     "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01),
+    "rprop": lambda parameters: torch.optim.Rprop(parameters, lr=0.01),
 }
 
 

@@ -33,7 +33,7 @@ Context = Any
 _LIST_OPERATORS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 # Operators that compute each expert from what there is of it, besides those that torch calls
 # pointwise.
-_BATCHED = ("aten::bmm", "aten::baddbmm", "aten::fill_")
+_BATCHED = ("aten::bmm", "aten::baddbmm", "aten::copy_", "aten::fill_")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _NEW = ("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty")
 _MIXED = "got mixed torch.Tensor and DTensor"

@@ -78,7 +78,7 @@ def dispatch(buffer: Buffer, call: DispatchCall) -> Dispatched:
     Lifetime: a policy's storage serves as long as somebody holds the route.
     Collective: as Buffer.dispatch; unless a policy had saved it, on all ranks alike.
     """
-    if not torch._C._len_torch_dispatch_stack():
+    if not _is_watched():
         return buffer.dispatch(call)
     held = _DispatchOn(buffer=buffer, call=call)
     rows, scales, slot_weights, number = torch.ops.epcomm.dispatch.default(
@@ -102,9 +102,19 @@ def combine(rows: Tensor, slot_weights: Tensor | None, call: CombineCall) -> Ten
 
     Collective: as Buffer.combine; unless a policy had saved it, on all ranks alike.
     """
-    if not torch._C._len_torch_dispatch_stack():
+    if not _is_watched():
         return _combine_on(rows, slot_weights, call)
     return torch.ops.epcomm.combine.default(rows, slot_weights, _number_of(call))
+
+
+def _is_watched() -> bool:
+    """Whether a mode sees operators that is more than one for tensors without data.
+
+    A tensor without data has nothing that a policy could save, and the operators no kernel for it.
+    """
+    keys = torch._C._TorchDispatchModeKey
+    has_mode = torch._C._len_torch_dispatch_stack() > 0
+    return has_mode and torch._C._get_dispatch_mode(keys.FAKE) is None
 
 
 def _dispatch_kernel(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from epcomm import EPGroup, ShapeError
-from epcomm.expert_tensor import ExpertTensor
+from epcomm.expert_tensor import ExpertTensor, piece_of
 from tests.expert_models import OverRanks
 
 NUM_RANKS, NUM_EXPERTS = 2, 8
@@ -56,7 +56,7 @@ def test_experts_written_one_by_one_are_kept(way: str) -> None:
                 parameter.split(NUM_LOCAL), values.split(NUM_LOCAL), strict=True
             ):
                 part.copy_(value)
-        assert torch.equal(parameter.to_local(), own_part(values, group))
+        assert torch.equal(piece_of(parameter), own_part(values, group))
         for expert in range(NUM_EXPERTS):
             assert torch.equal(parameter[expert], values[expert]), "a rank reads others' experts"
 
@@ -68,7 +68,7 @@ def test_neighbours_on_several_ranks_are_refused() -> None:
         with pytest.raises(ShapeError, match=r"experts \[3, 4\] .* are of several ranks"):
             parameter[3:5] = 0.0
         parameter[:] = 0.0
-        assert not parameter.to_local().any()
+        assert not piece_of(parameter).any()
 
 
 @pytest.mark.ranks(NUM_RANKS)
@@ -83,10 +83,10 @@ def test_data_that_is_assigned_is_used() -> None:
             parameter.data = value
             local = value.to_local() if isinstance(value, ExpertTensor) else value
             expected = own_part(local, group) if len(local) == NUM_EXPERTS else local
-            assert torch.equal(parameter.to_local().detach(), expected)
+            assert torch.equal(piece_of(parameter), expected)
             assert torch.equal(model.experts.weights.tensors()["down_proj"], expected)
             assert parameter.shape == values.shape
         parameter.data = parameter.data.to(torch.bfloat16)
-        assert parameter.dtype is parameter.to_local().dtype is torch.bfloat16
+        assert parameter.dtype is piece_of(parameter).dtype is torch.bfloat16
         with pytest.raises(ShapeError, match="pass this rank's 4 experts or all 8"):
             parameter.data = values[:3]

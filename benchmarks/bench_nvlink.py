@@ -45,6 +45,7 @@ from benchmarks.machine_facts import describe_hardware, describe_versions
 from benchmarks.timing import Percentiles, clock_for
 from epcomm import EPGroup
 from epcomm.buffers.base import DispatchCall, Dispatched
+from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.nvlink_static import NVLinkStaticBuffer
 from epcomm.ops.pack import pack
 from epcomm.quantization import quantizer_for
@@ -93,12 +94,17 @@ class Sweep:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NormalWork:
-    """One batch in normal mode, whose rows come as they travel."""
+    """One batch in normal mode, whose rows come as they travel.
+
+    out: of the dispatch along whose route rows are sent again.
+    kept: of one that may be combined at any time.
+    """
 
     buffer: NVLinkStaticBuffer
     wire: WireFormat
     call: DispatchCall
     out: Dispatched
+    kept: Dispatched
     results: Tensor
 
     @classmethod
@@ -119,6 +125,8 @@ class NormalWork:
         call = options.make_call(0, group.rank, group.device)
         rows = call.wire_tensor(spec.dispatch_format)
         call = replace(call, quantize=lambda *_, **__: rows)
+        # With rows of its own. Those of `out` are overwritten, and then its batch is refused.
+        kept = buffer.dispatch(replace(call, flags=BatchFlags.GRAD_ENABLED))
         out = buffer.dispatch(call)
         num_slots = low_latency.row_of_slot(out).shape[0]
         results = torch.randn(num_slots, options.hidden, device=group.device)
@@ -127,6 +135,7 @@ class NormalWork:
             wire=spec.dispatch_format,
             call=call,
             out=out,
+            kept=kept,
             results=results.to(torch.bfloat16),
         )
 
@@ -143,9 +152,9 @@ class NormalWork:
         """y."""
         return self.buffer.combine(
             self.results,
-            self.out.route,
+            self.kept.route,
             rows_per=RowsPer.SLOT,
-            slot_weights=self.out.slot_weights,
+            slot_weights=self.kept.slot_weights,
         ).y
 
     def pack(self) -> Tensor:

@@ -102,7 +102,8 @@ def grouped_matmul(
     numbers = (x_dtype, weight_dtype, scale_dtype, per_token_scale_dtype)
     is_plain = not any((*foreign, *activation, act_type)) and numbers == (None,) * 4
     require_modelled(_NAME, is_plain, "a bias, offset, activation or another dtype")
-    is_one = split_item in _ONE_TENSOR and group_type == _CUT_ROWS and len(x) == len(weight) == 1
+    lists = (x, weight, scale or [None], per_token_scale or [None])
+    is_one = split_item in _ONE_TENSOR and group_type == _CUT_ROWS and {*map(len, lists)} == {1}
     require_modelled(_NAME, is_one, f"{split_item=}, {group_type=}, or a list of tensors,")
     require_aligned(_NAME, weight[0])
     rows, matrices = x[0], as_nd(_NAME, weight[0])
@@ -144,7 +145,11 @@ def _check_dtypes(
         return
     is_half = result in (torch.bfloat16, torch.float16)
     require(_NAME, is_half, f"output_dtype is bfloat16 or float16, got {result}")
-    if current_machine().soc is not Soc.A5:
+    is_a5 = current_machine().soc is Soc.A5
+    # A5 takes the bits of float32 in int64 too.
+    is_scale = scale.dtype in (*_RESULTS, *((torch.int64,) if is_a5 else ()))
+    require(_NAME, is_scale, f"scale is float32 or bfloat16, got {scale.dtype}")
+    if not is_a5:
         rule = (
             "A2 and A3 take a bfloat16 scale for a bfloat16 result and a float32 one for float16, "
             f"got {scale.dtype} for {result}"

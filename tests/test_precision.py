@@ -155,7 +155,7 @@ def check_layer(
     found = {"y": y, "dx": x.grad, "dw": router_weights.grad}
     wanted = {"y": expected.y[rank], "dx": expected.dx[rank], "dw": expected.dw[rank]}
     first = rank * layer.weights.num_experts
-    for name, parameter in layer.weights.tensors().items():
+    for name, parameter in layer.expert_parameters().items():
         found[name] = parameter.grad
         wanted[name] = expected.weight_grads[name][first : first + layer.weights.num_experts]
         assert parameter.grad is not None
@@ -300,7 +300,7 @@ def test_float32_experts_train_beside_layers_in_bfloat16(
         # Linear layers before and after round as often as the experts do.
         allowed = 2 * tolerance(BF16)
         assert relative_error(y, expected) <= allowed
-        mine, theirs = model.experts.weights.tensors(), plain.experts.weights.tensors()
+        mine, theirs = model.experts.expert_parameters(), plain.experts.expert_parameters()
         for field, tensor in mine.items():
             assert tensor.grad is not None
             assert tensor.grad.dtype is FP32

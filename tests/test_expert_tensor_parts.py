@@ -90,3 +90,11 @@ def test_data_that_is_assigned_is_used() -> None:
         assert parameter.dtype is piece_of(parameter).dtype is torch.bfloat16
         with pytest.raises(ShapeError, match="pass this rank's 4 experts or all 8"):
             parameter.data = values[:3]
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_memory_of_experts_can_be_shared_with_other_processes() -> None:
+    with EPGroup() as group:
+        model = OverRanks(group)
+        model.share_memory()
+        assert all(piece_of(parameter).is_shared() for parameter in model.parameters())

@@ -14,7 +14,7 @@ from torch import Tensor
 from epcomm.quantization.int8 import INT8_MAX
 from epcomm.testing.ascend.dtypes import dtype_of
 from epcomm.testing.ascend.formats import as_nd, require_aligned
-from epcomm.testing.ascend.grouped_matmul import fill_rows, integer_product, scale_values
+from epcomm.testing.ascend.grouped_matmul import fill_rows, integer_product
 from epcomm.testing.ascend.groups import Group, GroupListType, groups_of
 from epcomm.testing.ascend.limits import require, require_modelled, require_size
 from epcomm.testing.ascend.registry import implements
@@ -122,7 +122,11 @@ def dequant_swiglu_quant(
     num_rows, width = x.shape
     require(_DEQUANT, width % 2 == 0, f"x is [M, 2I], got {list(x.shape)}")
     has_scale = weight_scale is not None
-    require(_DEQUANT, (x.dtype == torch.int32) == has_scale, "weight_scale comes with int32 x")
+    taken = (torch.int32,) if has_scale else (torch.bfloat16, torch.float16)
+    rule = f"x is int32 with weight_scale, bfloat16 or float16 without, got {x.dtype}"
+    require(_DEQUANT, x.dtype in taken, rule)
+    _require_scale(_DEQUANT, "weight_scale", weight_scale)
+    _require_scale(_DEQUANT, "activation_scale", activation_scale)
     weights = torch.ones(1, width) if weight_scale is None else weight_scale.view(-1, width)
     if group_index is None:
         require(_DEQUANT, weights.shape[0] == 1, "weight_scale has one row without group_index")
@@ -180,13 +184,23 @@ def grouped_matmul_swiglu_quant(
     require_size(_FUSED, width <= _FUSED_WIDTH, f"2I is at most {_FUSED_WIDTH}, got {width}")
     fits = weight_scale.shape == (num_experts, width) and x_scale.numel() == num_rows
     require(_FUSED, fits, "weight_scale [E, 2I] and x_scale [M]")
-    matrices, weights = as_nd(_FUSED, weight), scale_values(weight_scale)
+    _require_scale(_FUSED, "weight_scale", weight_scale, torch.float32, torch.bfloat16)
+    _require_scale(_FUSED, "x_scale", x_scale)
+    matrices, weights = as_nd(_FUSED, weight), weight_scale.float()
     parts: dict[Group, Int8Rows] = {}
     for group in groups_of(_FUSED, group_list, GroupListType.CUMSUM, num_experts, num_rows):
         total = integer_product(x[group.rows], matrices[group.expert]).float()
         rows = total * weights[group.expert] * x_scale.view(-1, 1)[group.rows]
         parts[group] = divided_int8(*rows.chunk(2, dim=-1))
     return *_filled(parts, num_rows, width // 2), undefined([], torch.float32)
+
+
+def _require_scale(operator: str, name: str, scale: Tensor | None, *taken: torch.dtype) -> None:
+    """A scale of one of the dtypes, by default float32; None passes."""
+    expected = taken or (torch.float32,)
+    if scale is not None:
+        rule = f"{name} is {' or '.join(map(str, expected))}, got {scale.dtype}"
+        require(operator, scale.dtype in expected, rule)
 
 
 def _filled(parts: dict[Group, Int8Rows], num_rows: int, width: int) -> tuple[Tensor, Tensor]:

@@ -24,8 +24,9 @@ _SCALE_MASK = -(1 << 13)
 
 # split_item: one tensor comes out.   group_type: rows are cut by M.
 _ONE_TENSOR, _CUT_ROWS = (2, 3), 0
-# Of INT8 with a scale on A2 and A3: dtype of the scale -> dtype of the result.
-_RESULTS = {torch.bfloat16: torch.bfloat16, torch.float32: torch.float16}
+# Of INT8 with a scale: dtypes of the scale and of the result. A5 takes the second set as well.
+_SCALED = {(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)}
+_SCALED_BY_A5 = {(torch.float32, torch.bfloat16), (torch.int64, torch.bfloat16)}
 
 
 def integer_product(rows: Tensor, weight: Tensor) -> Tensor:
@@ -82,7 +83,7 @@ def grouped_matmul(
         x: one [M, K], int8, bfloat16, float16 or float32.
         weight: one [E, K, N], the dtype of x; ND or NZ.
         scale: one [E, N], for int8 x. On A2 and A3 bfloat16 beside a bfloat16 result and float32
-            beside a float16 one; on A5 either, or the bits of float32 in int64.
+            beside a float16 one; on A5 beside a bfloat16 one also float32, or its bits in int64.
         per_token_scale: one [M], float32, beside scale.
         group_list: int64, see GroupListType; rows behind the last group are undefined. A single
             group comes as type 0.
@@ -143,14 +144,14 @@ def _check_dtypes(
     if scale is None:
         require(_NAME, result == torch.int32, f"INT8 without scale gives int32, not {result}")
         return
-    is_half = result in (torch.bfloat16, torch.float16)
-    require(_NAME, is_half, f"output_dtype is bfloat16 or float16, got {result}")
-    if current_machine().soc is not Soc.A5:
-        rule = (
-            "A2 and A3 take a bfloat16 scale for a bfloat16 result and a float32 one for float16, "
-            f"got {scale.dtype} for {result}"
+    is_a5 = current_machine().soc is Soc.A5
+    taken = "A2 and A3 take a bfloat16 scale for a bfloat16 result and a float32 one for float16"
+    if is_a5:
+        taken = (
+            "A5 takes a bfloat16, float32 or int64 scale for bfloat16 and a float32 one for float16"
         )
-        require(_NAME, _RESULTS.get(scale.dtype) == result, rule)
+    is_taken = (scale.dtype, result) in (_SCALED | _SCALED_BY_A5 if is_a5 else _SCALED)
+    require(_NAME, is_taken, f"{taken}, got {scale.dtype} for {result}")
 
 
 def _check_sizes(

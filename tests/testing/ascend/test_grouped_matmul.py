@@ -117,6 +117,23 @@ def test_grouped_matmul_refuses(call: dict[str, Any], match: str) -> None:
         npu.npu_grouped_matmul(**plain | call)
 
 
+@pytest.mark.parametrize(
+    ("scale", "result"),
+    [
+        (torch.float16, torch.bfloat16),
+        (torch.bfloat16, torch.float16),
+        (torch.int64, torch.float16),
+        (torch.float32, torch.float32),
+    ],
+)
+def test_a5_refuses_scales_beside_results(scale: torch.dtype, result: torch.dtype) -> None:
+    plain = grouped_call(GOLDEN["grouped_matmul"][0]) | {"group_list": torch.tensor([3, 3, 7])}
+    call = plain | {"scale": [torch.ones(3, 6).to(scale)], "output_dtype": result}
+    rule = "A5 takes a bfloat16, float32 or int64 scale for bfloat16 and a float32 one for float16"
+    with soc("A5"), pytest.raises(RuntimeError, match=f"{rule}, got {scale} for {result}"):
+        npu.npu_grouped_matmul(**call)
+
+
 def test_unknown_keywords_are_refused_by_the_schema() -> None:
     with pytest.raises((RuntimeError, TypeError), match="group_index"):
         npu.npu_grouped_matmul([], [], group_index=None)
@@ -201,6 +218,43 @@ def test_rows_of_more_dimensions_are_not_modelled() -> None:
     x = torch.ones(1, 1, 4, dtype=torch.int32)
     with pytest.raises(NotImplementedError, match=r"x \[1, 1, 4\], which is not 2-D, is not mod"):
         npu.npu_dequant_swiglu_quant(x, weight_scale=torch.ones(1, 4), quant_mode=1)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "rule"),
+    [
+        (("int32", "bfloat16", "float32"), "weight_scale is torch.float32, got torch.bfloat16"),
+        (("int32", "float32", "bfloat16"), "activation_scale is torch.float32, got torch.bfl"),
+        (("float32", None, "float32"), "bfloat16 or float16 without, got torch.float32"),
+    ],
+)
+def test_sums_and_their_scales_have_dtypes(dtypes: tuple[str | None, ...], rule: str) -> None:
+    shapes = ((1, 4), (1, 4), (1,))
+    x, weight_scale, rows = (
+        None if name is None else torch.ones(shape, dtype=getattr(torch, name))
+        for shape, name in zip(shapes, dtypes, strict=True)
+    )
+    with pytest.raises(RuntimeError, match=rule):
+        npu.npu_dequant_swiglu_quant(
+            x, weight_scale=weight_scale, activation_scale=rows, quant_mode=1
+        )
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "rule"),
+    [
+        (("int64", "float32"), "weight_scale is torch.float32 or torch.bfloat16, got torch.int64"),
+        (("bfloat16", "bfloat16"), "x_scale is torch.float32, got torch.bfloat16"),
+    ],
+)
+def test_scales_of_the_fused_operator_have_dtypes(dtypes: tuple[str, str], rule: str) -> None:
+    codes, groups = torch.ones(1, 1, dtype=torch.int8), torch.tensor([1])
+    scales = [
+        torch.ones(shape, dtype=getattr(torch, name))
+        for shape, name in zip(((1, 4), (1,)), dtypes, strict=True)
+    ]
+    with pytest.raises(RuntimeError, match=rule):
+        npu.npu_grouped_matmul_swiglu_quant(codes, codes.expand(1, 1, 4), groups, *scales)
 
 
 def test_the_fused_operator_has_a_largest_width() -> None:

@@ -8,7 +8,7 @@ those few activations, and hardly anything elsewhere.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from epcomm.testing.data import RankBatch
 KINDS = {"fp8": Fp8BlockWeights, "int8": Int8ChannelWeights}
 # Roundings beside those two: scales that are powers of two, and halves that go up.
 POWERS_OF_TWO, HALVES_UP = "fp8 by powers of two", "int8 halves up"
-# INT8 with scales of the first product, sums and activations in bfloat16.
-OF_BFLOAT16 = "int8 of bfloat16"
+# INT8 of A2 and A3: scales and results of the second product in bfloat16, or of both products and
+# of the activation between them.
+OF_ASCEND, OF_BFLOAT16 = "int8 of Ascend", "int8 of bfloat16"
+_BFLOAT16_SCALES = {OF_ASCEND: ("down_scale",), OF_BFLOAT16: ("gate_up_scale", "down_scale")}
 # The largest step between neighbouring e4m3 numbers.
 _LARGEST_FP8_STEP = 32.0
 # Half a unit in the last place of float32, relative: what one operation may be off by.
@@ -101,9 +103,8 @@ def _rounded_block(x: Bounded, rounding: str) -> Bounded:
         # Near a power of two the library's scale may be the next one, and all codes others.
         is_doubtful = _power_above(scale * (1 + off)) != _power_above(scale * (1 - off))
         scale, off = _power_above(scale), torch.zeros_like(off)
-    codes_of = {"int8": torch.round, HALVES_UP: lambda numbers: (numbers + 0.5).floor()}
-    codes_of[OF_BFLOAT16] = codes_of["int8"]
-    code_of = codes_of.get(rounding, nearest_fp8)
+    codes_of = {HALVES_UP: lambda numbers: (numbers + 0.5).floor()}
+    code_of = codes_of.get(rounding, torch.round if is_int8 else nearest_fp8)
     numbers, reach = x.values / scale, (x.error + x.values.abs() * off) / scale
     codes = code_of(numbers)
     step = torch.maximum(code_of(numbers + reach) - codes, codes - code_of(numbers - reach))
@@ -143,10 +144,9 @@ def expert_model(
     x: Tensor, weights: Fp8BlockWeights | Int8ChannelWeights, expert: int, rounding: str
 ) -> Bounded:
     """Unweighted results [N, H] of one expert for float64 rows [N, H] that are quantised here."""
-    is_stored = rounding == OF_BFLOAT16
-    if is_stored:
-        scale = weights.gate_up_scale.bfloat16().float()
-        weights = weights.with_tensors({**weights.tensors(), "gate_up_scale": scale})
+    names, tensors = _BFLOAT16_SCALES.get(rounding, ()), weights.tensors()
+    scales = {name: tensors[name].bfloat16().float() for name in names}
+    weights, is_stored = weights.with_tensors(tensors | scales), rounding == OF_BFLOAT16
     gate_up, down = (
         weights.dequantized()[name][expert].double().cpu() for name in ("gate_up_proj", "down_proj")
     )
@@ -164,22 +164,69 @@ def expert_model(
     )
     hidden = _activated(gate, up)
     hidden = stored(hidden) if is_stored else hidden
-    return _multiplied(rounded(hidden, rounding), down, sums[1] + 6)
+    result = _multiplied(rounded(hidden, rounding), down, sums[1] + 6)
+    return stored(result) if names else result
 
 
 def model(
     batch: RankBatch, weights: Fp8BlockWeights | Int8ChannelWeights, rounding: str
 ) -> Bounded:
     """y [T, H] from the values that codes and scales mean."""
+    return _sum(batch, weights, rounding, range(len(weights.down_proj)))
+
+
+def without_halves(batch: RankBatch) -> RankBatch:
+    """The batch, but 0 for half of a row's largest magnitude: 63.5 goes to either code next to it.
+
+    One such element leaves all results of its row with bounds that show little.
+    """
+    is_half = 2 * batch.x.abs() == batch.x.abs().amax(dim=1, keepdim=True)
+    return replace(batch, x=batch.x.masked_fill(is_half, 0))
+
+
+def stored_model(
+    batch: RankBatch,
+    weights: Int8ChannelWeights,
+    rounding: str,
+    *,
+    num_parts: int = 1,
+    by_runner: bool = False,
+) -> Bounded:
+    """y [T, H] in bfloat16, as are the sums of experts that each of num_parts ranks sends home.
+
+    by_runner: slots are stored once more after router weights multiplied them.
+    """
+    num_local = len(weights.down_proj) // num_parts
+    parts = [
+        stored(_sum(batch, weights, rounding, range(first, first + num_local), by_runner))
+        for first in range(0, len(weights.down_proj), num_local)
+    ]
+    values, errors = (torch.stack([getattr(p, n) for p in parts]) for n in ("values", "error"))
+    error = errors.sum(0) + num_parts * _ROUNDING * (values.abs() + errors).sum(0)
+    return stored(Bounded(values=values.sum(0), error=error))
+
+
+def _sum(
+    batch: RankBatch,
+    weights: Fp8BlockWeights | Int8ChannelWeights,
+    rounding: str,
+    experts: range,
+    by_runner: bool = False,
+) -> Bounded:
+    """The weighted results of some experts, added up in float32."""
     x = batch.x.double()
     y, error = torch.zeros_like(x), torch.zeros_like(x)
     magnitudes = torch.zeros_like(x)
-    for expert in range(len(weights.down_proj)):
+    for expert in experts:
         result = expert_model(x, weights, expert, rounding)
         factors = (batch.topk_weights.double() * (batch.topk_ids == expert)).sum(1, keepdim=True)
-        y += factors * result.values
-        error += factors * result.error
-        magnitudes += (factors * result.values).abs()
+        own = Bounded(values=factors * result.values, error=factors * result.error)
+        if by_runner:
+            product = _ROUNDING * (own.values.abs() + own.error)
+            own = stored(Bounded(values=own.values, error=own.error + product))
+        y += own.values
+        error += own.error
+        magnitudes += own.values.abs() + own.error
     # Each of the K results is weighted, rounded once, and added up.
     num_roundings = batch.topk_ids.shape[1] + 2
     return Bounded(values=y, error=error + num_roundings * _ROUNDING * magnitudes)

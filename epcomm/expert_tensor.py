@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Shard
+from torch.overrides import resolve_name
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -35,8 +36,16 @@ _LIST_OPERATORS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 # pointwise.
 _BATCHED = ("aten::bmm", "aten::baddbmm", "aten::copy_", "aten::fill_")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+# Functions that cut experts out, whose gradients torch makes ordinary tensors of all experts.
+_CUTS = ("__getitem__", "__iter__", "chunk", "narrow", "select", "split", "tensor_split", "unbind")
 _NEW = ("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty")
 _MIXED = "got mixed torch.Tensor and DTensor"
+# What torch says of operators that it does not compute on parts, and what is wrong then.
+_NOT_COMPUTED = {
+    _MIXED: "came together with ordinary tensors",
+    "Sharding propagation failed": "is not computed from the parts of ranks",
+    "not have a sharding strategy": "is not computed from the parts of ranks",
+}
 # Older releases hand the operators of every DTensor, of subclasses too, to their own dispatch in
 # C++. There a mode must catch them before, and what C++ makes by itself is wrapped when it is seen.
 _IS_DISPATCHED_TO = TorchVersion(torch.__version__) >= "2.13"
@@ -97,8 +106,10 @@ class ExpertTensor(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        if func is Tensor.storage:
-            _refuse_storage(next(arg for arg in args if isinstance(arg, ExpertTensor)))
+        some = next((arg for arg in args if isinstance(arg, ExpertTensor)), None)
+        if func is Tensor.storage and some is not None:
+            _refuse_storage(some)
+        name = getattr(func, "__name__", "")
         # Here, above autograd, so that an ordinary tensor gets an ordinary gradient.
         with torch._C.DisableTorchFunctionSubclass():
             if func == _SET_DATA:
@@ -107,17 +118,25 @@ class ExpertTensor(DTensor):
                 # torch looks for a storage, of which this object has none.
                 args[0]._local_tensor.share_memory_()
                 return args[0]
-            if len(args) > 1 and getattr(func, "__name__", "") != "__set__":
-                some = next((arg for arg in args if isinstance(arg, ExpertTensor)), None)
-                if some is not None:
-                    first = args[0]
-                    args = (first, *(_lifted(arg, some) for arg in args[1:]))
-                    if not getattr(func, "__name__", "").endswith("_"):
-                        args = (_lifted(first, some), *args[1:])
-            if _IS_DISPATCHED_TO:
-                return func(*args, **(kwargs or {}))
-            with _CatchOperators():
-                return tree_map(_rewrapped, func(*args, **(kwargs or {})))
+            if some is not None and len(args) > 1 and name != "__set__":
+                # What is written to stays what it is.
+                kept = 1 if name.endswith("_") else 0
+                args = (*args[:kept], *(_lifted(arg, some) for arg in args[kept:]))
+            is_first = some is not None and some is next(iter(args))
+            if name in _CUTS and is_first and torch.is_grad_enabled():
+                args = (_ToBeCut.apply(some), *args[1:])
+            try:
+                if _IS_DISPATCHED_TO:
+                    return func(*args, **(kwargs or {}))
+                with _CatchOperators():
+                    return tree_map(_rewrapped, func(*args, **(kwargs or {})))
+            except (RuntimeError, ShapeError) as error:
+                text = f"{error} {error.__cause__}"
+                problem = next((_NOT_COMPUTED[part] for part in _NOT_COMPUTED if part in text), "")
+                if not problem:
+                    raise
+                leaves = tree_leaves((args, kwargs))
+                raise _refusal(resolve_name(func) or name, leaves, problem) from error
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -218,6 +237,22 @@ class _OwnPart(torch.autograd.Function):
         return whole, None
 
 
+class _ToBeCut(torch.autograd.Function):
+    """The same ExpertTensor; of an ordinary gradient of all experts it takes this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Context, some: ExpertTensor) -> ExpertTensor:
+        ctx.some = some
+        return some.like_self(some._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: Tensor) -> Tensor:
+        part = own_part(gradients[0], ctx.some)
+        assert isinstance(part, Tensor), "it came as one"
+        # A cut along another dimension has the gradient of a piece already.
+        return gradients[0] if isinstance(gradients[0], DTensor) else ctx.some.like_self(part)
+
+
 def _lifted(arg: object, some: ExpertTensor) -> object:
     if not isinstance(arg, Tensor) or isinstance(arg, DTensor):
         return arg
@@ -234,7 +269,10 @@ class _LocalViews(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.kinds = [tensor if isinstance(tensor, ExpertTensor) else None for tensor in tensors]
         # Views: autograd writes into what a Function returns, and the piece is the parameter's.
-        return tuple(piece_of(tensor).view_as(piece_of(tensor)) for tensor in tensors)
+        views = tuple(piece_of(tensor).view_as(piece_of(tensor)) for tensor in tensors)
+        needed = zip(views, ctx.needs_input_grad[1:], strict=True)
+        ctx.mark_non_differentiable(*(view for view, is_needed in needed if not is_needed))
+        return views
 
     @staticmethod
     def backward(ctx: Context, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -361,13 +399,22 @@ def _run_as_dtensor(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str
     except RuntimeError as error:
         if _MIXED not in str(error):
             raise
-        raise ShapeError(
-            f"{func}: an expert parameter of {list(kept[0].shape)}, of which this rank holds "
-            f"{list(kept[0]._local_tensor.shape)}, came together with ordinary tensors (rank "
-            f"{mesh.get_local_rank()} of {mesh.size()}); leave expert parameters out, for DDP by "
-            "epcomm.gradients.ignore_experts_in_ddp(model), or call to_local() on them"
-        ) from error
+        # torch.distributed's C++ comes here without asking __torch_function__() before.
+        advice = ", and out of DDP by epcomm.gradients.ignore_experts_in_ddp(model)"
+        raise _refusal(str(func), kept, _NOT_COMPUTED[_MIXED], advice) from error
     return tree_map(back, result)
+
+
+def _refusal(name: str, tensors: Sequence[object], problem: str, advice: str = "") -> ShapeError:
+    """The error of an operator that torch does not compute for a DTensor among `tensors`."""
+    some = next(tensor for tensor in tensors if isinstance(tensor, DTensor))
+    mesh = some._spec.mesh
+    return ShapeError(
+        f"{name}: an expert parameter of {list(some.shape)}, of which this rank holds "
+        f"{list(some._local_tensor.shape)}, {problem} (rank "
+        f"{mesh.get_local_rank()} of {mesh.size()}); call to_local() on it for this rank's "
+        f"experts or full_tensor() for all, or leave it out{advice}"
+    )
 
 
 def _as_result(result: DTensor, mesh: DeviceMesh) -> Tensor:

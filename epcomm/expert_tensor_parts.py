@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.distributed._functional_collectives import broadcast, wait_tensor
 
 from epcomm.errors import ShapeError
-from epcomm.sharding import shard_of
+from epcomm.sharding import ExpertShard, shard_of
 
 if TYPE_CHECKING:
     from epcomm.expert_tensor import ExpertTensor
@@ -58,14 +59,27 @@ def run_on_parts(
                 f"{some.device_mesh.get_local_rank()} of {some.device_mesh.size()}); take experts "
                 "one by one, to_local() for this rank's, or full_tensor() for a copy of all"
             )
-    whole = some.full_tensor()
-    parts = [_part(whole, some._local_tensor, part, shard.first_expert) for part in wanted]
+    whole = None if isinstance(cut, Tensor) else some.full_tensor()
+    parts = [_part(some, part, shard, whole) for part in wanted]
     return parts[0] if isinstance(cut, Tensor) else tuple(parts)
 
 
-def _part(whole: Tensor, piece: Tensor, experts: Tensor, first_own: int) -> Tensor:
-    """A view of this rank's experts, or a copy of those of another rank."""
-    first, number = int(experts.flatten()[0]) if experts.numel() else first_own, experts.numel()
-    is_own = first_own <= first < first_own + piece.shape[0]
-    source, start = (piece, first - first_own) if is_own else (whole, first)
-    return source[start] if experts.dim() == 0 else source.narrow(0, start, number)
+def _part(some: ExpertTensor, experts: Tensor, shard: ExpertShard, whole: Tensor | None) -> Tensor:
+    """A view of this rank's experts, or a copy of those of another rank.
+
+    experts: numbers in even steps, or one without a dimension, all of one rank.
+    whole: where they are copied from; None: their rank sends them, collective.
+    """
+    piece, num_local = some._local_tensor, shard.num_local_experts
+    numbers = experts.flatten().tolist()
+    if not numbers:
+        return piece[:0]
+    owner, first = divmod(numbers[0], num_local)
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    place = slice(first, first + numbers[-1] - numbers[0] + 1, step) if experts.dim() else first
+    if whole is not None:
+        sent = whole[owner * num_local :][place]
+    else:
+        own = piece[place].contiguous()
+        sent = wait_tensor(broadcast(own, owner, (some._spec.mesh, 0)))
+    return piece[place] if owner * num_local == shard.first_expert else sent

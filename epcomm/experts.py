@@ -172,7 +172,9 @@ class ExpertParallelExperts(nn.Module):
         if mesh is None or not is_share or hasattr(tensor, "device_mesh"):
             return tensor
         from epcomm.expert_tensor import ExpertTensor
+        from epcomm.optimizer_state import watch_optimizers
 
+        watch_optimizers()
         return ExpertTensor.of_share(tensor, mesh)
 
     def scale_gradients(self, factor: float) -> None:

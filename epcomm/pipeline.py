@@ -46,7 +46,8 @@ class PipelinePath:
         misplaced = self._find_misplaced(weights)
         if misplaced is not None:
             dispatcher.refuse(misplaced)
-        out = dispatcher.dispatch(x, topk, experts_need_grad=weights.requires_grad)
+        trained = {name: tensor.requires_grad for name, tensor in weights.tensors().items()}
+        out = dispatcher.dispatch(x, topk, experts_need_grad=trained)
         try:
             results = self._run_experts(out, weights)
         except RuntimeError as problem:

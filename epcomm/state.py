@@ -10,7 +10,7 @@ from epcomm.errors import ShapeError
 from epcomm.sharding import ExpertShard, cut_share, is_expert_tensor
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
 
     from epcomm.experts import ExpertParallelExperts
 
@@ -55,6 +55,15 @@ def cut_before_load(
             state_dict[prefix + name] = reader.read(value, parameter)
 
 
+def part_of(tensor: DTensor) -> tuple[tuple[int, ...], int, tuple[Placement, ...]]:
+    """Which part of a whole a rank holds: its place in the mesh, the ranks there, how it is cut.
+
+    Of a tensor that was unpickled, the rank that saved it.
+    """
+    mesh = tensor.device_mesh
+    return tuple(mesh.get_coordinate() or ()), mesh.size(), tuple(tensor.placements)
+
+
 class _Reader:
     """Reads one tensor of a state_dict."""
 
@@ -80,22 +89,17 @@ class _Reader:
     def _read_dtensor(self, value: DTensor, parameter: Tensor) -> Tensor:
         if all(placement.is_replicate() for placement in value.placements):
             return self.read(value.to_local(), parameter)
-        mesh = value.device_mesh
-        saved = (mesh.get_coordinate(), mesh.size(), tuple(value.placements))
-        own_mesh = getattr(parameter, "device_mesh", None)
-        if own_mesh is None:
-            own = ([self._layer.group.rank], self._layer.group.world_size, saved[2])
-        else:
-            own = (own_mesh.get_coordinate(), own_mesh.size(), tuple(parameter.placements))  # type: ignore[attr-defined]
-        is_alike = _as_lists(saved[0]) == _as_lists(own[0]) and saved[1:] == own[1:]
-        if not is_alike or value.shape[0] != self._layer.shard.num_experts:
+        saved, is_plain = part_of(value), not hasattr(parameter, "device_mesh")
+        group = self._layer.group
+        own = ((group.rank,), group.world_size, saved[2]) if is_plain else part_of(parameter)  # type: ignore[arg-type]
+        if saved != own or value.shape[0] != self._layer.shard.num_experts:
             raise ShapeError(
                 f"load_state_dict: {self._name} is the part of {list(value.shape)} that rank "
                 f"{saved[0]} of {saved[1]} saved as {list(saved[2])}, expected that of rank "
                 f"{own[0]} of {own[1]} as {list(own[2])} ({self._layer.group.where}); load it by "
                 "torch.distributed.checkpoint, which puts the parts together"
             )
-        if own_mesh is None:
+        if is_plain:
             return value.to_local()
         # Its mesh may be one that was unpickled, and not that of the parameter.
         return _wrapped(parameter, value.to_local())
@@ -133,7 +137,3 @@ def _wrapped(parameter: Tensor, share: Tensor) -> Tensor:
 
 def _as_list(shard: ExpertShard) -> list[int]:
     return [shard.first_expert, shard.num_local_experts, shard.num_experts]
-
-
-def _as_lists(coordinate: object) -> object:
-    return list(coordinate) if isinstance(coordinate, tuple | list) else coordinate

@@ -279,7 +279,7 @@ def _buffer_spec(
     if spec.num_experts % world_size:
         raise ConfigError(
             f"plan: num_experts is {spec.num_experts}, expected a multiple of the {world_size} "
-            "ranks; add redundant experts or use fewer ranks"
+            "ranks; use a number of ranks that divides it"
         )
     hidden_format = _hidden_format(config, spec, wanted)
     wanted = _dispatch_format(config, hidden_format, wanted)

@@ -33,6 +33,7 @@ from epcomm.sharding import gather_state_dict, load_full_state_dict, sharded_par
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from tests.expert_models import NUM_EXPERTS, InOneProcess, OverRanks, expert_weights, tokens
+from tests.test_expert_tensor import OPTIMIZERS, backward
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -154,6 +155,38 @@ def of_the_other_rank(model: OverRanks) -> dict[str, Tensor]:
     files: list[bytes] = [b"", b""]
     dist.all_gather_object(files, file.getvalue())
     return torch.load(io.BytesIO(files[1 - dist.get_rank()]))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_goes_on_from_the_state_of_its_own_rank_alone(name: str) -> None:
+    def step(training: OverRanks, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        backward(training, group)
+        optimizer.step()
+
+    with EPGroup() as group:
+        model = OverRanks(group)
+        optimizer = OPTIMIZERS[name](list(model.parameters()))
+        step(model, optimizer)
+        other = copy.deepcopy(model)
+        resumed = OPTIMIZERS[name](list(other.parameters()))
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        files: list[bytes] = [b"", b""]
+        dist.all_gather_object(files, file.getvalue())
+        resumed.load_state_dict(torch.load(io.BytesIO(files[group.rank])))
+        for each in ((model, optimizer), (other, resumed)):
+            step(*each)
+        wanted = gather_state_dict(model, group)
+        found = gather_state_dict(other, group)
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+        resumed.load_state_dict(torch.load(io.BytesIO(files[1 - group.rank])))
+        told = r"\.step: .* that rank \(\d,\) of 2 saved .* expected that of rank \(\d,\) of 2"
+        with pytest.raises(ShapeError, match=told):
+            resumed.step()
+        after = gather_state_dict(other, group)
+        assert all(torch.equal(after[name], tensor) for name, tensor in found.items())
 
 
 def without_origin(model: OverRanks) -> dict[str, Tensor]:

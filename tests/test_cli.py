@@ -83,8 +83,8 @@ BAD_CALLS = [
     BadCall(
         id="indivisible",
         arguments=[*LAYER[:-1], "3"],
-        message="plan: num_experts is 8, expected a multiple of the 3 ranks; add redundant experts "
-        "or use fewer ranks",
+        message="plan: num_experts is 8, expected a multiple of the 3 ranks; use a number of ranks "
+        "that divides it",
     ),
     BadCall(
         id="unknown mode",

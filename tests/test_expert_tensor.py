@@ -14,7 +14,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from epcomm import EPGroup, ExpertParallelExperts, Int8ChannelWeights, ShapeError
+from epcomm import (
+    ConfigError,
+    EPGroup,
+    ExpertParallelExperts,
+    Int8ChannelWeights,
+    ShapeError,
+)
 from epcomm.errors import PickleRefused
 from epcomm.expert_tensor import ExpertTensor
 from epcomm.gradients import sum_replicated_gradients
@@ -33,6 +39,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True),
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01),
+    "adafactor-foreach": lambda parameters: torch.optim.Adafactor(
+        parameters, lr=0.01, foreach=True
+    ),
     "rprop": lambda parameters: torch.optim.Rprop(parameters, lr=0.01),
 }
 
@@ -253,6 +262,49 @@ def test_writes_are_counted_for_those_who_pack_weights() -> None:
             assert piece._version > before
 
 
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize(
+    ("name", "compute"),
+    [
+        (
+            "torch.functional.einsum",
+            lambda p: torch.einsum("eij,jk->eik", p, torch.ones(p.shape[2], 3)),
+        ),
+        ("torch.allclose", lambda p: torch.allclose(p, torch.ones(p.shape))),
+        ("torch.cat", lambda p: torch.cat([p.flatten(), torch.ones(3)])),
+    ],
+)
+def test_operator_on_experts_and_others_is_refused_by_its_name(
+    name: str, compute: Callable[[Tensor], object]
+) -> None:
+    with EPGroup() as group:
+        parameter = OverRanks(group).experts.get_parameter("down_proj")
+        with pytest.raises(ShapeError, match=rf"^{name}: an expert .* call to_local") as caught:
+            compute(parameter)
+        assert "DDP" not in str(caught.value)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_lbfgs_over_experts_and_others_is_refused() -> None:
+    with EPGroup() as group:
+        model = OverRanks(group)
+        optimizer = torch.optim.LBFGS(model.parameters())
+        with pytest.raises(ConfigError, match=r"^LBFGS.step: .* give it .*replicated_parameters"):
+            optimizer.step(lambda: model(tokens(group.rank)))
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_expert_parameter_frozen_on_one_rank_is_told_to_all() -> None:
+    with EPGroup() as group:
+        model = OverRanks(group)
+        model.experts.get_parameter("down_proj").requires_grad_(group.rank == 0)
+        told = "^dispatch: down_proj is frozen on rank 1, while the other ranks train it"
+        with pytest.raises(ConfigError, match=told):
+            model(tokens(group.rank))
+        model.experts.get_parameter("down_proj").requires_grad_(False)
+        model(tokens(group.rank)).backward()
+
+
 def wrap_in_ddp(model: nn.Module) -> None:
     DistributedDataParallel(model)
 
@@ -271,7 +323,7 @@ def reduce_over_experts(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("misuse", "error", "message"),
     [
-        (wrap_in_ddp, ShapeError, "for DDP by epcomm.gradients.ignore_experts_in_ddp"),
+        (wrap_in_ddp, ShapeError, "out of DDP by epcomm.gradients.ignore_experts_in_ddp"),
         (shard_fully, (TypeError, RuntimeError), ""),
         (reduce_over_experts, ShapeError, r"of which ranks \[0, 1\] hold different experts"),
     ],

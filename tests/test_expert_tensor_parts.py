@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from epcomm import EPGroup, ShapeError
 from epcomm.expert_tensor import ExpertTensor, piece_of
@@ -59,6 +60,43 @@ def test_experts_written_one_by_one_are_kept(way: str) -> None:
         assert torch.equal(piece_of(parameter), own_part(values, group))
         for expert in range(NUM_EXPERTS):
             assert torch.equal(parameter[expert], values[expert]), "a rank reads others' experts"
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_one_expert_is_sent_by_its_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with EPGroup() as group, torch.no_grad():
+        parameter = some_parameter(group)
+        values = expected_values(parameter)
+        parameter.data = values
+        monkeypatch.delattr(DTensor, "full_tensor")
+        assert torch.equal(parameter[5], values[5])
+        assert torch.equal(parameter[1:3], values[1:3])
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_gradient_of_some_experts_is_this_ranks_part() -> None:
+    with EPGroup() as group:
+        parameter = some_parameter(group)
+        factors = torch.arange(1.0, NUM_EXPERTS + 1)
+        loss = parameter[0].sum() + parameter[6:8].sum() * 3
+        for expert, factor in zip(parameter, factors, strict=True):
+            loss = loss + expert.sum() * factor
+        loss.backward()
+        expected = factors + torch.tensor([1.0, 0, 0, 0, 0, 0, 3, 3])
+        assert isinstance(parameter.grad, ExpertTensor)
+        whole = expected.view(-1, 1, 1).expand(parameter.shape)
+        assert torch.equal(parameter.grad.to_local(), own_part(whole, group))
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_every_other_expert_of_a_rank_is_written() -> None:
+    with EPGroup() as group, torch.no_grad():
+        parameter = some_parameter(group)
+        values = expected_values(parameter)
+        for first in (0, 1, 4, 5):
+            parameter[first : first + 3 : 2] = values[first : first + 3 : 2]
+        assert torch.equal(piece_of(parameter), own_part(values, group))
+        assert torch.equal(parameter[5:8:2], values[5:8:2])
 
 
 @pytest.mark.ranks(NUM_RANKS)

@@ -165,6 +165,7 @@ class DispatchCall:
 
     hidden_states: [T, H], unquantised.   topk_ids: [T, K], int64.   topk_weights: [T, K], float32;
         beside float64 rows this and all that is float32 below is float64.
+    expert_names: of the tensors of the experts whose bits `flags` has, in their order.
     error: why this rank takes part with T = 0, if it does.
     quantize: brings hidden states to a format, into the memory of a message where a buffer can.
     int8_profile: its arithmetic of INT8 rows, for buffers that make them while they send.
@@ -175,6 +176,7 @@ class DispatchCall:
     topk_ids: Tensor
     topk_weights: Tensor
     flags: BatchFlags
+    expert_names: tuple[str, ...] = ()
     error: EPError | None = None
     quantize: RowQuantizer = quantize
     int8_profile: Int8Profile = Int8Profile.RINT127

@@ -17,7 +17,7 @@ from epcomm.buffers.faults import (
     BatchFlags,
     FaultCode,
     any_flags,
-    check_grad_modes,
+    check_gradients,
     ids_error,
     raise_faults,
 )
@@ -145,4 +145,4 @@ def check_headers(
     if codes[rank] == FaultCode.IDS:
         own_error = ids_error(call.topk_ids, num_experts, rank, len(codes))
     raise_faults(codes, rank, own_error)
-    check_grad_modes(flags, rank)
+    check_gradients(flags, rank, call.expert_names)

@@ -6,7 +6,7 @@ they read anyway, so no extra message is spent and the group stays usable.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from enum import IntEnum, IntFlag
 from functools import reduce
 from operator import or_
@@ -32,6 +32,7 @@ class FaultCode(IntEnum):
     NO_GRADIENTS = 8
     REPEATED_IDS = 9
     EXPERTS = 10
+    FROZEN = 11
 
     @classmethod
     def of(cls, error: EPError | None, *, in_combine: bool = False) -> FaultCode:
@@ -60,11 +61,12 @@ _FAULT_TEXT = {
     FaultCode.NO_GRADIENTS: "gradients or decode asked of a mode that has none",
     FaultCode.ROWS: "a combine input of wrong layout, shape, dtype or device",
     FaultCode.EXPERTS: "an error while the experts computed",
+    FaultCode.FROZEN: "an expert parameter that others train is frozen",
 }
 # What all ranks raise if there are no faults of another kind.
 _ERRORS = (
     (CapacityError, {FaultCode.CAPACITY, FaultCode.OVERFLOW}),
-    (ConfigError, {FaultCode.GRAD_MODE, FaultCode.NO_GRADIENTS}),
+    (ConfigError, {FaultCode.GRAD_MODE, FaultCode.NO_GRADIENTS, FaultCode.FROZEN}),
     (HandleError, {FaultCode.HANDLE}),
     (EPError, {FaultCode.EXPERTS}),
 )
@@ -72,15 +74,31 @@ _ERRORS = (
 
 # In a header of one word, the flags lie above the code.
 FLAGS_SHIFT = 8
+# Where bits of tensors of the experts begin, and how many code and flags leave in an int32.
+_TRAINED_SHIFT, _MAX_TRAINED = 3, 20
 
 
 class BatchFlags(IntFlag):
-    """What a rank says of its batch; travels with its counts."""
+    """What a rank says of its batch; travels with its counts.
+
+    Above these lies a bit for each tensor of the experts, in one order on all ranks: it trains.
+    """
 
     NONE = 0
     GRAD_ENABLED = 1
     INPUTS_NEED_GRAD = 2
     EXPERTS_NEED_GRAD = 4
+
+    @classmethod
+    def of_experts(cls, trains: Iterable[bool]) -> BatchFlags:
+        """The flags of experts of which these tensors train, with their bits."""
+        bits = sum(1 << place for place, trained in enumerate(trains) if trained)
+        told = bits & ((1 << _MAX_TRAINED) - 1)
+        return cls((told << _TRAINED_SHIFT) | (cls.EXPERTS_NEED_GRAD if bits else cls.NONE))
+
+
+# What must be equal on all ranks of a batch with gradients.
+COMPARED_FLAGS = (((1 << _MAX_TRAINED) - 1) << _TRAINED_SHIFT) | int(BatchFlags.GRAD_ENABLED)
 
 
 def any_flags(flags: Sequence[int]) -> BatchFlags:
@@ -172,15 +190,17 @@ def _error_of(codes: Set[int]) -> type[EPError]:
     return next((error for error, kinds in _ERRORS if codes <= kinds), ShapeError)
 
 
-def check_grad_modes(flags: Sequence[int], rank: int) -> None:
-    """Refuse a batch that some ranks would train and others run under no_grad.
+def check_gradients(flags: Sequence[int], rank: int, expert_names: Sequence[str]) -> None:
+    """Refuse a batch of which ranks would train other things.
 
     Args:
         flags: the BatchFlags a rank.
         rank: this rank.
+        expert_names: of the tensors of the experts, in the order of their bits.
 
     Raises:
-        ConfigError: on every rank; else the backward of some ranks would wait for ever.
+        ConfigError: on every rank. Some ranks run under no_grad, so that the backward of others
+            would wait for ever; or a tensor of the experts is frozen on some ranks alone.
     """
     needing = BatchFlags.INPUTS_NEED_GRAD | BatchFlags.EXPERTS_NEED_GRAD
     without_grad = [r for r, flag in enumerate(flags) if not flag & BatchFlags.GRAD_ENABLED]
@@ -189,6 +209,19 @@ def check_grad_modes(flags: Sequence[int], rank: int) -> None:
             f"dispatch: {describe_ranks(without_grad)} run under torch.no_grad() while others need "
             f"gradients (this is rank {rank} of {len(flags)}), so backward would wait for ever; "
             "use one grad mode on all ranks"
+        )
+    frozen = {}
+    for place, name in enumerate(expert_names):
+        bit = 1 << (_TRAINED_SHIFT + place)
+        ranks = [r for r, flag in enumerate(flags) if not flag & bit]
+        if 0 < len(ranks) < len(flags):
+            frozen[name] = describe_ranks(ranks)
+    if frozen:
+        told = " and ".join(f"{name} is frozen on {ranks}" for name, ranks in frozen.items())
+        raise ConfigError(
+            f"dispatch: {told}, while the other ranks train it (this is rank {rank} of "
+            f"{len(flags)}), so optimizers and norms over all experts would wait for ever; call "
+            "requires_grad_() alike on all ranks"
         )
 
 
@@ -253,11 +286,12 @@ class DeviceFaults:
         Host sync: none.
         """
         flags = headers >> FLAGS_SHIFT
-        has_grad = (flags & int(BatchFlags.GRAD_ENABLED)) != 0
         codes = (headers & ((1 << FLAGS_SHIFT) - 1)).long()
         codes = torch.where(overflows, int(FaultCode.OVERFLOW), codes)
-        mixed = has_grad.any() & ~has_grad & (codes == 0)
-        codes = torch.where(mixed, int(FaultCode.GRAD_MODE), codes)
+        compared = flags & COMPARED_FLAGS
+        is_mixed = (compared != compared.amax()) & (codes == 0)
+        mixed = torch.where(compared == 0, int(FaultCode.GRAD_MODE), int(FaultCode.FROZEN))
+        codes = torch.where(is_mixed, mixed, codes)
         return self._note(codes, required, own_error)
 
     def record_combine(self, codes: Tensor, own_error: EPError | None) -> Tensor:

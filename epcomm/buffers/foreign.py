@@ -21,7 +21,7 @@ from epcomm.buffers.faults import (
     FaultCode,
     any_flags,
     assume_all_need_grad,
-    check_grad_modes,
+    check_gradients,
     guard_ids,
     ids_error,
     pack_header,
@@ -115,7 +115,7 @@ class ForeignCalls(Backend):
         words = self._gather_words(fault, flags).tolist()
         codes, all_flags = [word[0] for word in words], [word[1] for word in words]
         raise_faults(codes, self._rank, self._own_error(call, codes[self._rank]))
-        check_grad_modes(all_flags, self._rank)
+        check_gradients(all_flags, self._rank, call.expert_names)
         return ids, any_flags(all_flags)
 
     def _guard_on_device(self, call: DispatchCall) -> tuple[Tensor, Tensor, BatchFlags]:

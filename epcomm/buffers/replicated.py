@@ -26,7 +26,7 @@ from epcomm.buffers.faults import (
     BatchFlags,
     FaultCode,
     any_flags,
-    check_grad_modes,
+    check_gradients,
     guard_ids,
     ids_error,
     raise_faults,
@@ -164,7 +164,7 @@ class ReplicatedBuffer(OverCollectives):
         raise_faults([words[FAULT] for words in headers], rank, own_error)
         _check_same_tokens([words[ROWS] for words in headers], rank)
         flags = [words[FLAGS] for words in headers]
-        check_grad_modes(flags, rank)
+        check_gradients(flags, rank, call.expert_names)
         return any_flags(flags)
 
     def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:

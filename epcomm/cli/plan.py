@@ -39,9 +39,7 @@ _QUANTIZED = {"fp8": Fp8BlockWeights, "int8": Int8ChannelWeights}
 
 def plan_command(
     hidden_size: Annotated[int | None, typer.Option(help="H.")] = None,
-    num_experts: Annotated[
-        int | None, typer.Option(help="Of all ranks, redundant ones included.")
-    ] = None,
+    num_experts: Annotated[int | None, typer.Option(help="Of all ranks.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Experts of a token.")] = None,
     intermediate_size: Annotated[
         int | None, typer.Option(help="Of one expert; without it no runner is chosen.")

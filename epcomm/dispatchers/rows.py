@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
-from epcomm.dispatchers.base import CombineT, Dispatcher, DispatchT
+from epcomm.dispatchers.base import CombineT, Dispatcher, DispatchT, NeedGrad
 from epcomm.dispatchers.checks import find_call_error, find_combine_error, num_tokens_of
 from epcomm.errors import ConfigError, EPError, EPTimeout, HandleError
 from epcomm.group import EPGroup
@@ -85,14 +86,14 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
     @untraced
     @ranged("dispatch")
     def dispatch(
-        self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: bool = False
+        self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: NeedGrad = False
     ) -> DispatchT:
         return self._begin(hidden_states, topk, experts_need_grad, late_receive=False).wait()
 
     @untraced
     @ranged("dispatch_begin")
     def dispatch_async(
-        self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: bool = False
+        self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: NeedGrad = False
     ) -> Pending[DispatchT]:
         if not self.plan.caps.late_receive:
             return super().dispatch_async(hidden_states, topk, experts_need_grad=experts_need_grad)
@@ -103,7 +104,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self,
         hidden_states: Tensor,
         topk: TopKOutput,
-        experts_need_grad: bool,
+        experts_need_grad: NeedGrad,
         *,
         late_receive: bool,
         refusal: EPError | None = None,
@@ -275,12 +276,14 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         )
 
     def _refusal(
-        self, hidden_states: Tensor, topk: TopKOutput, experts_need_grad: bool
+        self, hidden_states: Tensor, topk: TopKOutput, experts_need_grad: NeedGrad
     ) -> EPError | None:
         """Why this dispatcher never serves such a call, whatever its sizes; it raises at once."""
         # What is no TopKOutput is told to all ranks, as a fault of the call.
         inputs = (hidden_states, getattr(topk, "topk_weights", None))
         needs_grad = any(getattr(tensor, "requires_grad", False) for tensor in inputs)
+        if isinstance(experts_need_grad, Mapping):
+            experts_need_grad = any(experts_need_grad.values())
         is_needed = torch.is_grad_enabled() and (needs_grad or experts_need_grad)
         if self.plan.caps.trainable or not is_needed:
             return None
@@ -322,22 +325,26 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self,
         hidden_states: Tensor,
         topk: TopKOutput,
-        experts_need_grad: bool,
+        experts_need_grad: NeedGrad,
         error: EPError | None,
     ) -> DispatchCall:
-        flags = BatchFlags.NONE
+        flags, expert_names = BatchFlags.NONE, ()
         # Without gradients the mode does not matter, and may differ between ranks.
         if torch.is_grad_enabled() and self.plan.caps.trainable:
             flags |= BatchFlags.GRAD_ENABLED
             if hidden_states.requires_grad or topk.topk_weights.requires_grad:
                 flags |= BatchFlags.INPUTS_NEED_GRAD
-            if experts_need_grad:
+            if isinstance(experts_need_grad, Mapping):
+                flags |= BatchFlags.of_experts(experts_need_grad.values())
+                expert_names = tuple(experts_need_grad)
+            elif experts_need_grad:
                 flags |= BatchFlags.EXPERTS_NEED_GRAD
         return DispatchCall(
             hidden_states=hidden_states.detach(),
             topk_ids=topk.topk_ids,
             topk_weights=topk.topk_weights.detach(),
             flags=flags,
+            expert_names=expert_names,
             error=error,
             quantize=self._quantize,
             int8_profile=self.plan.int8_profile,

@@ -6,20 +6,22 @@ import triton
 import triton.language as tl
 
 from epcomm.buffers import faults
-from epcomm.buffers.faults import BatchFlags, FaultCode
+from epcomm.buffers.faults import FaultCode
 
 FLAGS_SHIFT = tl.constexpr(faults.FLAGS_SHIFT)
 FAULT_MASK = tl.constexpr((1 << faults.FLAGS_SHIFT) - 1)
 FAULT_IDS = tl.constexpr(int(FaultCode.IDS))
 FAULT_OVERFLOW = tl.constexpr(int(FaultCode.OVERFLOW))
 _FAULT_GRAD_MODE = tl.constexpr(int(FaultCode.GRAD_MODE))
-_GRAD_ENABLED = tl.constexpr(int(BatchFlags.GRAD_ENABLED))
+_FAULT_FROZEN = tl.constexpr(int(FaultCode.FROZEN))
+_COMPARED_FLAGS = tl.constexpr(faults.COMPARED_FLAGS)
 
 
 @triton.jit
 def codes_of_one_mode(words: tl.tensor, is_source: tl.tensor) -> tl.tensor:
-    """[ranks]: the fault of each rank; if some are in grad mode, it is one not to be."""
+    """[ranks]: the fault of each rank; if some train, it is one not to train the same."""
     codes = words & FAULT_MASK
-    has_grad = is_source & (((words >> FLAGS_SHIFT) & _GRAD_ENABLED) != 0)
-    is_mixed = is_source & (has_grad == 0) & (tl.max(has_grad.to(tl.int32)) > 0)
-    return tl.where(is_mixed & (codes == 0), _FAULT_GRAD_MODE, codes)
+    compared = tl.where(is_source, (words >> FLAGS_SHIFT) & _COMPARED_FLAGS, 0)
+    is_mixed = is_source & (compared != tl.max(compared)) & (codes == 0)
+    mixed = tl.where(compared == 0, _FAULT_GRAD_MODE, _FAULT_FROZEN)
+    return tl.where(is_mixed, mixed, codes)

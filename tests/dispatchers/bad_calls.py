@@ -235,6 +235,17 @@ def without_grad(play: Play) -> object:
         return play.whole_call()
 
 
+def training(*names: str) -> Callable[[Play], object]:
+    """A whole call beside experts of which the tensors named train."""
+
+    def call(play: Play) -> object:
+        needs = {name: name in names for name in ("gate_up_proj", "down_proj")}
+        out = play.dispatcher.dispatch(play.x, play.topk, experts_need_grad=needs)
+        return play.dispatcher.combine(identity(out))
+
+    return call
+
+
 def combine_faults() -> list[Bad]:
     """Faults of the combine call."""
     rows = [
@@ -488,6 +499,15 @@ BAD_CALLS = [
         call=without_grad,
         own="torch.no_grad() while other",
         told="torch.no_grad() while other",
+        error=ConfigError,
+        trains=True,
+    ),
+    Bad(
+        id="an expert parameter frozen on rank 1",
+        call=training("gate_up_proj"),
+        others=training("gate_up_proj", "down_proj"),
+        own="is frozen on rank 1",
+        told="is frozen on rank 1",
         error=ConfigError,
         trains=True,
     ),

@@ -341,25 +341,6 @@ def test_experts_that_cannot_compute_are_told_to_all(
 
 
 @pytest.mark.ranks(NUM_RANKS)
-@pytest.mark.parametrize("play", [n for n, kind in KINDS.items() if kind.trains], indirect=True)
-def test_experts_frozen_on_one_rank_take_part_in_backward(play: Play) -> None:
-    layer = make_layer(play.group, config_of(play))
-    parameters = list(layer.parameters())
-    layer(*batch_of(play)).sum().backward()
-    gradients = [parameter.grad for parameter in parameters]
-    layer.zero_grad()
-    layer.requires_grad_(not play.is_faulty)
-    layer(*batch_of(play)).sum().backward()
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if play.is_faulty:
-            assert parameter.grad is None
-        else:
-            assert parameter.grad is not None
-            assert gradient is not None
-            assert torch.equal(parameter.grad, gradient)
-
-
-@pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("name", ["collective", "shared_memory"])
 def test_counts_of_many_experts_take_a_second_exchange(name: str) -> None:
     """300 experts a rank, of which a header holds the slots of 128."""

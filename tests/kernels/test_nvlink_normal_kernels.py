@@ -30,14 +30,15 @@ SPEC = BufferSpec(
 
 
 @pytest.mark.parametrize(
-    ("has_budget", "code"),
+    ("has_budget", "flags_of_rank_1", "code"),
     [
-        pytest.param(False, FaultCode.NONE, id="the host has looked"),
-        pytest.param(True, FaultCode.GRAD_MODE, id="nobody has looked"),
+        pytest.param(False, BatchFlags.NONE, FaultCode.NONE, id="the host has looked"),
+        pytest.param(True, BatchFlags.NONE, FaultCode.GRAD_MODE, id="nobody has looked"),
+        pytest.param(True, BatchFlags.GRAD_ENABLED, FaultCode.FROZEN, id="other experts train"),
     ],
 )
-def test_grad_modes_may_differ_where_the_host_reads_headers(
-    has_budget: bool, code: FaultCode, device: torch.device
+def test_gradients_may_differ_where_the_host_reads_headers(
+    has_budget: bool, flags_of_rank_1: BatchFlags, code: FaultCode, device: torch.device
 ) -> None:
     layout = NormalLayout(SPEC, WORLD_SIZE, MAX_TOKENS, 16)
     blocks = [
@@ -59,7 +60,8 @@ def test_grad_modes_may_differ_where_the_host_reads_headers(
     words = blocks[0].view(torch.int32)
     got = layout.offsets["got"] // 4
     words[got : got + WORLD_SIZE] = exchange.num_programs
-    for rank, flags in enumerate((BatchFlags.GRAD_ENABLED, BatchFlags.NONE)):
+    trains = BatchFlags.GRAD_ENABLED | BatchFlags.of_experts([True, True])
+    for rank, flags in enumerate((trains, flags_of_rank_1)):
         begin = (layout.slots_at + layout.offsets["header"] + rank * layout.header_bytes) // 4
         # Fault and flags, T, rows for each rank, slots of each expert.
         header = [pack_word(FaultCode.NONE, flags), 1, 1, 0, 1, 0]

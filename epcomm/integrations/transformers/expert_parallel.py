@@ -231,8 +231,8 @@ class ExpertsBridge:
     def _compute(self, hidden_states: Tensor, topk: TopKOutput) -> Tensor:
         phases = self._phases_for(hidden_states, topk)
         dispatcher = phases.of_phase(decode=self.is_decoding)
-        needs_grad = any(parameter.requires_grad for parameter in self._experts.parameters())
-        out = dispatcher.dispatch(hidden_states, topk, experts_need_grad=needs_grad)
+        trained = {name: p.requires_grad for name, p in self._experts.named_parameters()}
+        out = dispatcher.dispatch(hidden_states, topk, experts_need_grad=trained)
         y = dispatcher.combine(out.combine_input(self._run(out)))
         if self._counter is None:
             self._counter = LayerCounter(self._num_local_experts, y.device)

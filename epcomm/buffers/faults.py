@@ -32,6 +32,7 @@ class FaultCode(IntEnum):
     NO_GRADIENTS = 8
     REPEATED_IDS = 9
     EXPERTS = 10
+    UNREADY = 11
 
     @classmethod
     def of(cls, error: EPError | None, *, in_combine: bool = False) -> FaultCode:
@@ -45,7 +46,7 @@ class FaultCode(IntEnum):
         if isinstance(error, ConfigError):
             return cls.NO_GRADIENTS
         if type(error) is EPError:
-            return cls.EXPERTS
+            return cls.EXPERTS if in_combine else cls.UNREADY
         return cls.ROWS if in_combine else cls.SHAPE
 
 
@@ -59,14 +60,15 @@ _FAULT_TEXT = {
     FaultCode.HANDLE: "a handle that is spent or foreign, or a closed dispatcher,",
     FaultCode.NO_GRADIENTS: "gradients or decode asked of a mode that has none",
     FaultCode.ROWS: "a combine input of wrong layout, shape, dtype or device",
-    FaultCode.EXPERTS: "an error while the experts computed",
+    FaultCode.EXPERTS: "an error while the experts computed or their results were summed",
+    FaultCode.UNREADY: "an error while tokens were routed or made ready to be sent",
 }
 # What all ranks raise if there are no faults of another kind.
 _ERRORS = (
     (CapacityError, {FaultCode.CAPACITY, FaultCode.OVERFLOW}),
     (ConfigError, {FaultCode.GRAD_MODE, FaultCode.NO_GRADIENTS}),
     (HandleError, {FaultCode.HANDLE}),
-    (EPError, {FaultCode.EXPERTS}),
+    (EPError, {FaultCode.EXPERTS, FaultCode.UNREADY}),
 )
 
 

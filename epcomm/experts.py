@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from typing import NoReturn, Self
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from epcomm.config import EPConfig, Mode
+from epcomm.dispatchers.checks import unready_error
 from epcomm.dispatchers.phases import PhaseDispatchers
 from epcomm.errors import ConfigError, EPError, PickleRefused
 from epcomm.fuseep.path import FuseEPPath
@@ -224,9 +226,26 @@ class ExpertParallelExperts(nn.Module):
             weights = self.weights
         except EPError as error:
             self.path.refuse(error, decode=decode)
+        except Exception as problem:
+            self.refuse(problem, decode=decode)
+            raise
         out = self.path.run(x, topk, weights, decode=decode)
         self._counter.count(x.shape[0], out)
         return out.y
+
+    @untraced
+    def refuse(self, problem: Exception, *, decode: bool | None = None) -> None:
+        """Let the other ranks hear, in their call of this layer, what keeps this rank from its own.
+
+        For what fails before the layer, as a router does; returns then. docs/failures.md says which
+        transports tell the others.
+
+        Collective: yes, in place of forward().   Host sync: as forward().
+        """
+        decode = self.is_decoding if decode is None else decode
+        # A device that has failed may not be able to tell either.
+        with suppress(EPError, RuntimeError):
+            self.path.refuse(unready_error(problem, self.group.where), decode=decode)
 
     def idle(self, carry: Tensor) -> Tensor:
         """See ExpertParallelLayer."""

@@ -169,7 +169,6 @@ class EPGroup:
                 backend.abandon()
             else:
                 backend.close()
-        self.collectives.calls.close()
         if self._owns_collectives:
             self.collectives.close()
 

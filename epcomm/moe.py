@@ -214,17 +214,30 @@ class ExpertParallelMoE(nn.Module):
         Collective: yes, forward and backward, on every rank also when it has no token.
         Host sync: as explain() says.
         Raises:
-            ConfigError: the router wants input_ids and there are none, on this rank alone, so give
-                them on all ranks; further what ExpertParallelExperts.forward raises.
+            ConfigError: the router wants input_ids and there are none.
+            Exception: whatever the router raises. Either on this rank; the others raise an EPError
+                that names it, where docs/failures.md says so.
+            Further what ExpertParallelExperts.forward raises.
         """
         layout = self._layout
-        logits, topk = self.route(x, input_ids=input_ids)
-        tokens = self._through(layout.latent_in, x.reshape(-1, x.shape[-1]))
+        logits, tokens, topk = self._prepare(x, input_ids, decode)
         y = self._through(layout.latent_out, self.experts(tokens, topk, decode=decode))
         if layout.routed_scale != 1.0:
             y = y * layout.routed_scale
         y = self._through(layout.output_norm, self._add_shared_experts(y.view(x.shape), x))
         return (y, topk.topk_weights.to(logits.dtype)) if layout.returns_scores else y
+
+    def _prepare(
+        self, x: Tensor, input_ids: Tensor | None, decode: bool | None
+    ) -> tuple[Tensor, Tensor, TopKOutput]:
+        """Return logits [T, E], the tokens that the experts get, [T, H'], and their routing."""
+        try:
+            logits, topk = self.route(x, input_ids=input_ids)
+            return logits, self._through(self._layout.latent_in, x.reshape(-1, x.shape[-1])), topk
+        except Exception as problem:
+            # The other ranks are on their way into the experts.
+            self.experts.refuse(problem, decode=decode)
+            raise
 
     def check(self) -> None:
         """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""

@@ -42,7 +42,7 @@ class PipelinePath:
         try:
             dispatcher = self.phases.of_phase(decode=decode)
         except ConfigError as error:
-            self.refuse(error, decode=False)
+            self.refuse(error, decode=decode)
         misplaced = self._find_misplaced(weights)
         if misplaced is not None:
             dispatcher.refuse(misplaced)
@@ -50,7 +50,7 @@ class PipelinePath:
         out = dispatcher.dispatch(x, topk, experts_need_grad=trained)
         try:
             results = self._run_experts(out, weights)
-        except RuntimeError as problem:
+        except Exception as problem:
             dispatcher.refuse_results(out, problem)
             raise
         y = dispatcher.combine(results)
@@ -80,7 +80,8 @@ class PipelinePath:
 
         Collective: yes, in place of run().
         """
-        self.phases.of_phase(decode=decode).refuse(error)
+        is_served = not decode or self.phases.decode is not None
+        self.phases.of_phase(decode=decode and is_served).refuse(error)
 
     def _find_misplaced(self, weights: ExpertTensors) -> ShapeError | None:
         """Experts that are not on the device of the group, as after construction on meta."""

@@ -101,6 +101,8 @@ class AllGatherBuffer(OverCollectives):
 
     name: ClassVar[str] = "all_gather"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.STANDARD})
+    # The header brings the counts, so there always is one.
+    counts_calls = True
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
@@ -172,15 +174,14 @@ class AllGatherBuffer(OverCollectives):
         topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
         batch, slots = self._new_batch(call), count_experts(topk_ids, self._num_experts)
         num_tokens = torch.tensor(topk_ids.shape[0], device="cpu")
+        layout = self._row_layout(self._spec.dispatch_format, has_ids=True)
+        message = torch.empty(
+            topk_ids.shape[0], layout.row_bytes, dtype=torch.uint8, device=topk_ids.device
+        )
+        # Before the header, which can tell of what fails here.
+        layout.write_tokens(message, call.write, topk_ids, call.topk_weights)
         counts, _ = self._tell_counts(call, batch, (fault, num_tokens, slots))
         max_tokens = max(counts.rows_from_rank)
-        layout = self._row_layout(self._spec.dispatch_format, has_ids=True)
-        # With the padding rows, which are undefined.
-        message = torch.empty(
-            max_tokens, layout.row_bytes, dtype=torch.uint8, device=topk_ids.device
-        )
-        mine = message[: topk_ids.shape[0]]
-        layout.write_tokens(mine, call.write, topk_ids, call.topk_weights)
         received = self._gather(message, max_tokens, phase="dispatch rows")
         return Gathered(
             batch=batch,
@@ -193,7 +194,7 @@ class AllGatherBuffer(OverCollectives):
 
     def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
         assert isinstance(route, AllGatherRoute), "a route of this buffer"
-        self._begin_call(CallKind.COMBINE_BACKWARD, route.call).wait()
+        self._compare_call(CallKind.COMBINE_BACKWARD, route.call)
         return self._gather(hidden_states, route.max_tokens, phase="backward of combine")
 
     def combine(
@@ -206,20 +207,17 @@ class AllGatherBuffer(OverCollectives):
         row_scalars: Tensor | None = None,
     ) -> Combined:
         assert isinstance(route, AllGatherRoute), "a route of this buffer"
-        kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
-        compared = self._begin_call(kind, route.call)
         if rows_per is RowsPer.SLOT:
             rows = reduce_rows(rows, route.slots_by_row, slot_weights)
         else:
             # Rows without a slot are undefined, and here all of them travel.
             rows = rows.masked_fill(route.has_no_slot.unsqueeze(1), 0)
         if row_scalars is None:
-            compared.wait()
             return Combined(y=self._sum_home(rows, route), scalars=None)
         rows = _tokens_of(rows, route)
         layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
         packed = layout.pack_rows(rows, row_scalars[route.row_of_token])
-        compared.wait()
+        self._compare_call(CallKind.DISPATCH_BACKWARD, route.call)
         home = self._send_home(packed, route, phase="backward of dispatch").flatten(0, 1)
         shape = (self._collectives.world_size, route.num_tokens)
         return Combined(
@@ -238,7 +236,9 @@ class AllGatherBuffer(OverCollectives):
 
     def _sum_home(self, rows: Tensor, route: GatheredRoute) -> Tensor:
         """[W * max T, H] partial sums of this rank to [T, H] sums over the ranks."""
-        home = self._send_home(_tokens_of(rows, route).contiguous(), route, phase="combine")
+        rows = _tokens_of(rows, route).contiguous()
+        self._compare_call(CallKind.COMBINE, route.call)
+        home = self._send_home(rows, route, phase="combine")
         return sum_parts(home, rows.dtype)
 
     def _send_home(self, rows: Tensor, route: GatheredRoute, *, phase: str) -> Tensor:

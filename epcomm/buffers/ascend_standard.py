@@ -32,7 +32,6 @@ from epcomm.buffers.base import (
 )
 from epcomm.buffers.over_collectives import COLLECTIVE_CAPS
 from epcomm.buffers.sizes import Region, most_slots_of, rows_region
-from epcomm.collectives.call_order import CallKind
 from epcomm.config import Mode
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.records import Route, SlotIndex
@@ -220,10 +219,7 @@ class AscendStandardBuffer(AllGatherBuffer):
         assert isinstance(route, AscendStandardRoute), "a route of this buffer"
         assert slot_weights is None, "weights do not travel to the slots"
         assert row_scalars is None, "there is no backward"
-        compared = self._begin_call(CallKind.COMBINE, route.call)
-        sums = self._add_up(rows, route)
-        compared.wait()
-        return Combined(y=self._sum_home(sums, route), scalars=None)
+        return Combined(y=self._sum_home(self._add_up(rows, route), route), scalars=None)
 
     def _add_up(self, rows: Tensor, route: AscendStandardRoute) -> Tensor:
         """[C, H] to [W * max T, H]: each token's part from this rank."""

@@ -304,7 +304,13 @@ class Backend(ABC):
 
 
 class Buffer(Backend):
-    """Mechanism of one backend. Calls are collective and come in one order on all ranks."""
+    """Mechanism of one backend. Calls are collective and come in one order on all ranks.
+
+    counts_calls: CallOrder counts a call when its ranks begin to compare it, and not before: what
+        fails on one rank until then may still be told to all.
+    """
+
+    counts_calls: bool = False
 
     @abstractmethod
     def dispatch(self, call: DispatchCall) -> Dispatched:

@@ -49,7 +49,7 @@ from epcomm.ops.slots import (
     slots_by_row,
     spread_to_slots,
 )
-from epcomm.records import Pending, Route, SlotIndex
+from epcomm.records import Route, SlotIndex
 from epcomm.types import RowsPer, WireFormat
 
 # [W][W]: rows from each rank to each rank.
@@ -99,6 +99,8 @@ class CollectiveBuffer(OverCollectives):
 
     name: ClassVar[str] = "collective"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
+    # The header brings the counts, so there always is one.
+    counts_calls = True
     # Of the last headers, where all ranks see all of them.
     _table: RowTable | None = None
     # Of the rows of the dispatch under way, where they are views.
@@ -199,12 +201,12 @@ class CollectiveBuffer(OverCollectives):
 
     def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
         assert isinstance(route, CollectiveRoute), "a route of this buffer"
-        self._begin_call(CallKind.COMBINE_BACKWARD, route.call).wait()
         tokens = route.sends.token_of_row
 
         def write(rows: slice, out: Tensor) -> None:
             torch.index_select(hidden_states, 0, tokens[rows], out=out)
 
+        self._compare_call(CallKind.COMBINE_BACKWARD, route.call)
         self._traffic.dispatch(route.send_splits, row_bytes_of(hidden_states))
         return self._send_rows(
             write,
@@ -226,7 +228,6 @@ class CollectiveBuffer(OverCollectives):
     ) -> Combined:
         assert isinstance(route, CollectiveRoute), "a route of this buffer"
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
-        compared = self._begin_call(kind, route.call)
 
         def sums(part: slice) -> Tensor:
             if rows_per is RowsPer.ROW:
@@ -236,7 +237,7 @@ class CollectiveBuffer(OverCollectives):
         rows_of_token = route.sends.rows_of_token
         if row_scalars is None:
             shape = (rows.shape[1], rows.dtype)
-            home = self._send_home(sums, route, shape, compared, phase="combine")
+            home = self._send_home(sums, route, shape, kind)
             return Combined(y=reduce_rows(home, rows_of_token), scalars=None)
         layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
 
@@ -244,7 +245,7 @@ class CollectiveBuffer(OverCollectives):
             return layout.pack_rows(sums(part), row_scalars[part])
 
         shape = (layout.row_bytes, torch.uint8)
-        home = self._send_home(packed, route, shape, compared, phase="backward of dispatch")
+        home = self._send_home(packed, route, shape, kind)
         scalars = _scalars_of_topk(layout.scalars(home), route.sends.row_of_topk)
         return Combined(y=reduce_rows(layout.data(home), rows_of_token), scalars=scalars)
 
@@ -281,9 +282,7 @@ class CollectiveBuffer(OverCollectives):
         make: Callable[[slice], Tensor],
         route: CollectiveRoute,
         shape: tuple[int, torch.dtype],
-        compared: Pending[None],
-        *,
-        phase: str,
+        kind: CallKind,
     ) -> Tensor:
         """Send what this rank's experts made of its received rows back to where they came from.
 
@@ -291,21 +290,20 @@ class CollectiveBuffer(OverCollectives):
             make: some of the rows that travel, numbered as they arrived.
             route: of the dispatch.
             shape: elements of a row, and their dtype.
-            compared: waited for between the local work and the exchange.
-            phase: what it is for.
+            kind: of the call, which ranks compare between the local work and the exchange.
 
         Returns: the rows from all ranks, by rank of the experts.
         """
         width, dtype = shape
         rows = make(slice(0, route.num_rows))
-        compared.wait()
+        self._compare_call(kind, route.call)
         self._traffic.combine(route.recv_splits, row_bytes_of(rows))
         return self._collectives.all_to_all(
             rows,
             send_splits=route.recv_splits,
             recv_splits=route.send_splits,
             out=self._home.rows(sum(route.send_splits), width, dtype),
-            phase=phase,
+            phase=kind.text,
         )
 
 

@@ -72,7 +72,7 @@ class CountsMessage:
         """Write the message, without a host read.
 
         Args:
-            calls: of the group; the call is counted.
+            calls: of the group.
             sign: of the dispatch.
             flags: of this rank's batch.
             counts: FaultCode, a scalar; rows for each rank, [W] or one number for all; slots of

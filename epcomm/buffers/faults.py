@@ -33,6 +33,7 @@ class FaultCode(IntEnum):
     REPEATED_IDS = 9
     EXPERTS = 10
     FROZEN = 11
+    UNREADY = 12
 
     @classmethod
     def of(cls, error: EPError | None, *, in_combine: bool = False) -> FaultCode:
@@ -46,7 +47,7 @@ class FaultCode(IntEnum):
         if isinstance(error, ConfigError):
             return cls.NO_GRADIENTS
         if type(error) is EPError:
-            return cls.EXPERTS
+            return cls.EXPERTS if in_combine else cls.UNREADY
         return cls.ROWS if in_combine else cls.SHAPE
 
 
@@ -60,15 +61,16 @@ _FAULT_TEXT = {
     FaultCode.HANDLE: "a handle that is spent or foreign, or a closed dispatcher,",
     FaultCode.NO_GRADIENTS: "gradients or decode asked of a mode that has none",
     FaultCode.ROWS: "a combine input of wrong layout, shape, dtype or device",
-    FaultCode.EXPERTS: "an error while the experts computed",
+    FaultCode.EXPERTS: "an error while the experts computed or their results were summed",
     FaultCode.FROZEN: "an expert parameter that others train is frozen",
+    FaultCode.UNREADY: "an error while tokens were routed or made ready to be sent",
 }
 # What all ranks raise if there are no faults of another kind.
 _ERRORS = (
     (CapacityError, {FaultCode.CAPACITY, FaultCode.OVERFLOW}),
     (ConfigError, {FaultCode.GRAD_MODE, FaultCode.NO_GRADIENTS, FaultCode.FROZEN}),
     (HandleError, {FaultCode.HANDLE}),
-    (EPError, {FaultCode.EXPERTS}),
+    (EPError, {FaultCode.EXPERTS, FaultCode.UNREADY}),
 )
 
 

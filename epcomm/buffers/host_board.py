@@ -15,7 +15,6 @@ from epcomm.buffers.host_region import line_aligned
 from epcomm.buffers.host_signals import HostSignals, Signal, signal_bytes
 from epcomm.collectives.base import Collectives
 from epcomm.collectives.call_order import MESSAGE_WORDS
-from epcomm.records import Pending
 
 # Used in turns: who writes its header of call e has heard of everybody's call e - 1, which came
 # after they had read those of e - 2.
@@ -45,7 +44,7 @@ class HostBoard:
         ]
         self._signals = HostSignals(memory, self._rank, size, bounded)
 
-    def exchange(self, message: Tensor, *, phase: str) -> Pending[Tensor]:
+    def exchange(self, message: Tensor, *, phase: str) -> Tensor:
         """See HeaderBoard; any number of words, up to those of a whole message."""
         # A late rank still reads what the others wrote before they gave up on it.
         self._bounded.check()
@@ -54,12 +53,8 @@ class HostBoard:
         for headers, words in zip(self._headers, message, strict=True):
             headers[place, self._rank, :num_words] = words
         self._signals.publish(Signal.CALLED)
-
-        def wait() -> Tensor:
-            self._signals.wait(Signal.CALLED, phase)
-            return self._headers[self._rank][place, :, :num_words].clone()
-
-        return Pending(wait)
+        self._signals.wait(Signal.CALLED, phase)
+        return self._headers[self._rank][place, :, :num_words].clone()
 
     def close(self) -> None:
         """Let go of the memory. Local, idempotent."""

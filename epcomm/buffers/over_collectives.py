@@ -25,7 +25,6 @@ from epcomm.collectives.call_order import (
     CallSign,
 )
 from epcomm.errors import EPError
-from epcomm.records import Pending
 from epcomm.types import Layout, WeightsAppliedBy, WireDtype, WireFormat
 
 # What every buffer here hands out and carries.
@@ -57,6 +56,7 @@ class OverCollectives(Buffer):
         self._number = self._calls.add_buffer(self.name)
         # Elsewhere a header of its own would make the host wait.
         self._compares_calls = self._waits or spec.compares_calls
+        self.counts_calls |= self._compares_calls
         # Of one size in every call where a rank that makes another call would break the transport.
         self._has_rest = self._waits
         self._sent = Scratch(collectives.device, keeps=self._waits)
@@ -68,7 +68,7 @@ class OverCollectives(Buffer):
     def refuse_combine(self, error: EPError) -> None:
         # Which batch the others combine is not known here, nor that it is one of this buffer.
         anything = CallSign(kind=CallKind.COMBINE, buffer=ANY, dispatcher=ANY, batch=ANY)
-        self._begin_call(CallKind.COMBINE, anything, error).wait()
+        self._compare_call(CallKind.COMBINE, anything, error)
 
     def _new_batch(self, call: DispatchCall) -> CallSign:
         """What all ranks say of this dispatch and of the calls along its route."""
@@ -79,33 +79,27 @@ class OverCollectives(Buffer):
             batch=self._calls.next_batch,
         )
 
-    def _begin_call(
-        self, kind: CallKind, batch: CallSign, error: EPError | None = None
-    ) -> Pending[None]:
-        """Begin to tell all ranks which call this rank makes, and whether it refuses it.
+    def _compare_call(self, kind: CallKind, batch: CallSign, error: EPError | None = None) -> None:
+        """Tell all ranks which call this rank makes, and whether it refuses it.
 
-        Local work goes in between, so that a rank which is done with it may send at once. These
-        headers are not counted as traffic.
+        Local work comes before: where it fails, no rank waits for rows of this one, and the header
+        of its next call tells. These headers are not counted as traffic.
 
         Args:
             kind: of the call.
             batch: the batch that it is about.
             error: why this rank refuses to combine.
 
-        Raises, in wait():
+        Raises:
             HandleError: some ranks make another call; on every rank.
             HandleError, ShapeError: some rank refuses; on every rank.
         """
         if not self._compares_calls:
-            return Pending(lambda: None)
+            return
         fault = FaultCode.of(error, in_combine=True)
-        announced = self._calls.announce(replace(batch, kind=kind), error=error, fault=fault)
-
-        def wait() -> None:
-            codes = [words[FAULT] for words in announced.wait()]
-            raise_faults(codes, self._collectives.rank, error, function="combine")
-
-        return Pending(wait)
+        headers = self._calls.announce(replace(batch, kind=kind), error=error, fault=fault)
+        codes = [words[FAULT] for words in headers]
+        raise_faults(codes, self._collectives.rank, error, function="combine")
 
     def _tell_counts(
         self, call: DispatchCall, batch: CallSign, counts: tuple[Tensor, Tensor, Tensor]
@@ -138,7 +132,7 @@ class OverCollectives(Buffer):
 
     def _exchange_headers(self, header: Tensor, call: DispatchCall) -> Tensor:
         """[W, words], one for each rank, to those from each rank."""
-        return self._calls.exchange(header, CallKind.DISPATCH.phase).wait()
+        return self._calls.exchange(header, CallKind.DISPATCH.phase)
 
     def traffic(self) -> BufferTraffic:
         return self._traffic.snapshot()

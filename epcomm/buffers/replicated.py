@@ -115,6 +115,8 @@ class ReplicatedBuffer(OverCollectives):
         local_ids = localize(topk_ids, rank, num_local).to(torch.int32)
         counts = count_experts(local_ids, num_local)
         code, *host_counts = torch.cat([fault.view(1), counts]).tolist()
+        # Before the header, which can tell of what fails here.
+        rows = call.wire_tensor(self._spec.dispatch_format)
         batch = self._new_batch(call)
         flags = self._compare_dispatches(call, batch, FaultCode(code))
         index = build_slot_index(
@@ -130,7 +132,7 @@ class ReplicatedBuffer(OverCollectives):
             call=batch,
         )
         return Dispatched(
-            rows=call.wire_tensor(self._spec.dispatch_format),
+            rows=rows,
             index=index,
             slot_weights=spread_to_slots(call.topk_weights, index),
             route=route,
@@ -153,14 +155,13 @@ class ReplicatedBuffer(OverCollectives):
             if own_error is not None:
                 raise own_error
             return call.flags
-        announced = self._calls.announce(
+        headers = self._calls.announce(
             batch,
             error=own_error,
             fault=code,
             flags=call.flags,
             num_rows=call.topk_ids.shape[0],
         )
-        headers = announced.wait()
         raise_faults([words[FAULT] for words in headers], rank, own_error)
         _check_same_tokens([words[ROWS] for words in headers], rank)
         flags = [words[FLAGS] for words in headers]
@@ -181,26 +182,25 @@ class ReplicatedBuffer(OverCollectives):
     ) -> Combined:
         assert isinstance(route, ReplicatedRoute), "a route of this buffer"
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
-        compared = self._begin_call(kind, route.call)
         if rows_per is RowsPer.SLOT:
             rows = reduce_rows(rows, route.slots_by_row, slot_weights)
         else:
             # Rows without a slot are undefined, and here all of them are summed.
             rows = rows.masked_fill(route.has_no_slot.unsqueeze(1), 0)
         if row_scalars is None:
-            compared.wait()
-            return Combined(y=self._sum_over_ranks(rows.contiguous(), rows.dtype), scalars=None)
+            rows = rows.contiguous()
+            self._compare_call(kind, route.call)
+            return Combined(y=self._sum_over_ranks(rows, rows.dtype), scalars=None)
         layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
-        phase = "backward of dispatch"
         packed = layout.pack_rows(rows, row_scalars)
-        compared.wait()
-        parts = self._scatter(packed, phase=phase)
+        self._compare_call(kind, route.call)
+        parts = self._scatter(packed, phase=kind.text)
         shape, flat = parts.shape[:2], parts.flatten(0, 1)
         total = layout.pack_rows(
             sum_parts(layout.data(flat).unflatten(0, shape), rows.dtype),
             sum_parts(layout.scalars(flat).unflatten(0, shape), row_scalars.dtype),
         )
-        home = self._gather(total, phase=phase)[: route.num_tokens]
+        home = self._gather(total, phase=kind.text)[: route.num_tokens]
         return Combined(y=layout.data(home).contiguous(), scalars=layout.scalars(home).contiguous())
 
     def _sum_over_ranks(self, rows: Tensor, dtype: torch.dtype) -> Tensor:

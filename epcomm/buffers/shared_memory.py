@@ -48,7 +48,7 @@ from epcomm.collectives.base import Collectives
 from epcomm.collectives.call_order import HEADER_WORDS, ROWS, CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
-from epcomm.records import Pending, Route
+from epcomm.records import Route
 from epcomm.types import RowsPer
 
 # Slots of headers, of calls and of sums, which are used up within a call.
@@ -233,9 +233,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
         make: Callable[[slice], Tensor],
         route: CollectiveRoute,
         shape: tuple[int, torch.dtype],
-        compared: Pending[None],
-        *,
-        phase: str,
+        kind: CallKind,
     ) -> Tensor:
         assert route.table is not None, "headers brought it"
         row_bytes = shape[0] * shape[1].itemsize
@@ -248,18 +246,16 @@ class SharedMemoryBuffer(CollectiveBuffer):
             for part in _parts(num_rows, row_bytes):
                 out[part] = make(slice(first + part.start, first + part.stop))
             first += num_rows
-        compared.wait()
+        self._compare_call(kind, route.call)
         self._traffic.combine(route.recv_splits, row_bytes)
         self._signals.next_epoch(Signal.DONE)
         self._signals.publish(Signal.DONE)
-        self._signals.wait(Signal.DONE, phase)
+        self._signals.wait(Signal.DONE, kind.text)
         return self._sums.rows(self._rank, epoch, slice(0, sum(route.send_splits)), *shape)
 
-    def _begin_call(
-        self, kind: CallKind, batch: CallSign, error: EPError | None = None
-    ) -> Pending[None]:
+    def _compare_call(self, kind: CallKind, batch: CallSign, error: EPError | None = None) -> None:
         self._check_open()
-        return super()._begin_call(kind, batch, error)
+        super()._compare_call(kind, batch, error)
 
     def _check_views(self, route: Route) -> None:
         """Refuse, on every rank, a batch whose rows a later exchange has overwritten."""
@@ -272,7 +268,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
             self.name, epoch, self._num_batches, f"rank {self._rank} of {self._world_size}"
         )
         # Where gradients are on, rows are copied: on ranks that differ in that, the others go on.
-        self._begin_call(CallKind.COMBINE, route.call, error).wait()
+        self._compare_call(CallKind.COMBINE, route.call, error)
 
     def _check_open(self) -> None:
         if not self._is_open:

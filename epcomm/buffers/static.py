@@ -134,11 +134,11 @@ class StaticCollectiveBuffer(OverCollectives):
     def dispatch(self, call: DispatchCall) -> Dispatched:
         rank, num_local = self._collectives.rank, self._spec.num_local_experts
         layout = self._row_layout(self._spec.dispatch_format, has_ids=True)
-        batch = self._new_batch(call)
-        compared = self._begin_call(CallKind.DISPATCH, batch)
         topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
+        # Before the header, which can tell of what fails here.
         message = self._message(layout, call, topk_ids, fault)
-        compared.wait()
+        batch = self._new_batch(call)
+        self._compare_call(CallKind.DISPATCH, batch)
         rows = self._gather(message, phase="dispatch")
         headers = layout.first_words(rows[:: self._rows_per_rank])
 
@@ -168,9 +168,9 @@ class StaticCollectiveBuffer(OverCollectives):
 
     def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
         assert isinstance(route, StaticRoute), "a route of this buffer"
-        self._begin_call(CallKind.COMBINE_BACKWARD, route.call).wait()
         rows = hidden_states.new_empty(self._rows_per_rank, hidden_states.shape[1])
         rows[1 : 1 + hidden_states.shape[0]] = hidden_states
+        self._compare_call(CallKind.COMBINE_BACKWARD, route.call)
         return self._gather(rows, phase="backward of combine")
 
     def refuse_combine(self, error: EPError) -> None:
@@ -183,7 +183,7 @@ class StaticCollectiveBuffer(OverCollectives):
         # The header rows, one for each rank. Small whole numbers survive every dtype.
         rows[:: self._rows_per_rank, :1] = int(FaultCode.of(error, in_combine=True))
         batch = CallSign(kind=CallKind.COMBINE, buffer=self._number, dispatcher=ANY, batch=ANY)
-        self._begin_call(CallKind.COMBINE, batch).wait()
+        self._compare_call(CallKind.COMBINE, batch)
         codes = self._send_home(rows, phase="combine")[:, 0, 0]
         self._faults.record_combine(codes, error)
 
@@ -198,7 +198,6 @@ class StaticCollectiveBuffer(OverCollectives):
     ) -> Combined:
         assert isinstance(route, StaticRoute), "a route of this buffer"
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
-        compared = self._begin_call(kind, route.call)
         # Either way header rows become zeros, which say that this rank has no fault.
         if rows_per is RowsPer.SLOT:
             rows = reduce_rows(rows, route.slots_by_row, slot_weights)
@@ -207,15 +206,15 @@ class StaticCollectiveBuffer(OverCollectives):
             rows = rows.masked_fill(route.has_no_slot.unsqueeze(1), 0)
         if row_scalars is None:
             rows = rows.contiguous()
-            compared.wait()
+            self._compare_call(kind, route.call)
             home = self._send_home(rows, phase="combine")
             has_failed = route.has_failed | self._faults.record_combine(home[:, 0, 0], None)
             y = _sum_home(home, rows.dtype, route.num_tokens, has_failed)
             return Combined(y=y, scalars=None)
         layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
         packed = layout.pack_rows(rows, row_scalars)
-        compared.wait()
-        home = self._send_home(packed, phase="backward of dispatch").flatten(0, 1)
+        self._compare_call(kind, route.call)
+        home = self._send_home(packed, phase=kind.text).flatten(0, 1)
         y, scalars = (
             _sum_home(
                 part.unflatten(0, (-1, self._rows_per_rank)),

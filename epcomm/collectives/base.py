@@ -13,7 +13,6 @@ from torch import Tensor
 
 from epcomm.config import EPConfig
 from epcomm.errors import ConfigError, ShapeError
-from epcomm.records import Pending
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -60,8 +59,9 @@ class Collectives(ABC):
 
         return CallOrder(self)
 
-    def close(self) -> None:  # noqa: B027 (most transports make nothing of their own)
+    def close(self) -> None:
         """Free what this object made for itself, never what it was given. Local, idempotent."""
+        self.calls.close()
 
     @abstractmethod
     def all_to_all(
@@ -91,13 +91,6 @@ class Collectives(ABC):
             `bounded`, `send` may be overwritten when this returns.
         """
 
-    def all_to_all_async(self, send: Tensor, *, phase: str = "all_to_all") -> Pending[Tensor]:
-        """Begin an all_to_all of equal parts; wait() completes it, before any other verb begins.
-
-        This default does everything in wait().   Lifetime: `send` until then.
-        """
-        return Pending(lambda: self.all_to_all(send, phase=phase))
-
     @abstractmethod
     def all_gather(self, tensor: Tensor, *, phase: str = "all_gather") -> Tensor:
         """Return [W, *tensor.shape]: the tensors of all ranks.
@@ -105,13 +98,6 @@ class Collectives(ABC):
         Collective: yes; shape and dtype equal on all ranks.
         Host sync: as all_to_all.   Lifetime: the caller owns the result.
         """
-
-    def all_gather_async(self, tensor: Tensor, *, phase: str = "all_gather") -> Pending[Tensor]:
-        """Begin an all_gather; wait() completes it, before any other verb begins.
-
-        This default does everything in wait().   Lifetime: `tensor` until then.
-        """
-        return Pending(lambda: self.all_gather(tensor, phase=phase))
 
     def gather_records(
         self, record: Mapping[str, Scalar], *, phase: str = "gather_records"
@@ -166,7 +152,7 @@ class Collectives(ABC):
         from epcomm.collectives.call_order import CallKind, CallSign
 
         if self.bounded is not None:
-            self.calls.announce(CallSign(kind=CallKind.RECORDS), phase=phase).wait()
+            self.calls.announce(CallSign(kind=CallKind.RECORDS), phase=phase)
             phase = f"{phase}, records"
         payload = json.dumps([dict(record) for record in records]).encode()
         message = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload

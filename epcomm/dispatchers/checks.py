@@ -110,6 +110,13 @@ def find_combine_error(
     return None if fault is None else ShapeError(f"combine: {fault[0]} ({where}); {fault[1]}")
 
 
+def unready_error(problem: Exception, where: str, *, function: str = "dispatch") -> EPError:
+    """What stands for an error of a rank's own, before it could send rows, on that rank."""
+    return EPError(
+        f"{function}: {type(problem).__name__} before any rows were sent ({where}): {problem}"
+    )
+
+
 def _rows_expected(combine_input: CombineInput, spec: BufferSpec) -> list[int]:
     """Dimensions before H of the results."""
     route = combine_input.handle.route

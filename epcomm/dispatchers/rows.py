@@ -17,7 +17,12 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
 from epcomm.dispatchers.base import CombineT, Dispatcher, DispatchT, NeedGrad
-from epcomm.dispatchers.checks import find_call_error, find_combine_error, num_tokens_of
+from epcomm.dispatchers.checks import (
+    find_call_error,
+    find_combine_error,
+    num_tokens_of,
+    unready_error,
+)
 from epcomm.errors import ConfigError, EPError, EPTimeout, HandleError
 from epcomm.group import EPGroup
 from epcomm.planning import MoESpec, PhasePlan, plan
@@ -71,7 +76,8 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self._spec = self.plan.buffer_spec
         self._dtype = self._spec.combine_format.dtype.torch_dtype
         self._buffer = group.open_buffer(self.plan.backend, self._spec)
-        self._number = group.collectives.calls.add_dispatcher(self.mode)
+        self._calls = group.collectives.calls
+        self._number = self._calls.add_dispatcher(self.mode)
         # Plain torch casts; only eight bits need a kernel.
         is_quantized = self._spec.dispatch_format.dtype.is_quantized
         self._quantize = partial(
@@ -114,6 +120,34 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         refusal: what the caller knows to be wrong; it is raised when all ranks have heard of it.
         """
         self._check_group_open("dispatch")
+        number = self._calls.next_batch
+        try:
+            return self._send(
+                hidden_states,
+                topk,
+                experts_need_grad,
+                late_receive=late_receive,
+                refusal=refusal,
+            )
+        except Exception as problem:
+            if refusal is None and self._is_untold(number):
+                self.refuse_for(problem)
+            raise
+
+    def _is_untold(self, number: int) -> bool:
+        """Whether no rank has heard of call `number`, in which this rank has failed, nor waits."""
+        return self._buffer.counts_calls and self._calls.next_batch == number
+
+    def _send(
+        self,
+        hidden_states: Tensor,
+        topk: TopKOutput,
+        experts_need_grad: NeedGrad,
+        *,
+        late_receive: bool,
+        refusal: EPError | None,
+    ) -> Pending[DispatchT]:
+        """Do what _begin() does, but tell nobody of an error of this rank's own."""
         num_tokens = num_tokens_of(hidden_states)
         refusal = (
             refusal
@@ -205,14 +239,27 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self._begin(nothing, topk, False, late_receive=False, refusal=error)
         raise error
 
+    def refuse_for(self, problem: Exception) -> None:
+        """Let the ranks that dispatch hear that `problem` keeps this one from it; returns then.
+
+        Collective: yes, as refuse().
+        """
+        # A device that has failed may not be able to tell either.
+        with suppress(EPError, RuntimeError):
+            self.refuse(unready_error(problem, self._group.where))
+
     def refuse_results(self, out: DispatchT, problem: Exception) -> None:
         """Let the ranks that combine this batch hear that its experts failed here; returns then.
 
         Collective: yes, in place of combine().
         """
-        error = EPError(f"combine: the experts failed on {self._group.where}: {problem}")
-        with suppress(EPError):
-            self._refuse_combine(error, out.handle.route)
+        self._refuse_results(out.handle.route, problem)
+
+    def _refuse_results(self, route: Route, problem: Exception) -> None:
+        error = unready_error(problem, self._group.where, function="combine")
+        # As in refuse_for().
+        with suppress(EPError, RuntimeError):
+            self._refuse_combine(error, route)
 
     def _begin_combine(self, combine_input: CombineT, *, late_receive: bool) -> Pending[Tensor]:
         """Send sums home; with late_receive they are received in wait()."""
@@ -228,19 +275,27 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         )
         if error is not None:
             self._refuse_combine(error, self._open_route_of(combine_input))
+        handle, number = combine_input.handle, self._calls.next_batch
+        try:
+            pending = self._send_results(combine_input, late_receive=late_receive)
+        except Exception as problem:
+            if self._is_untold(number):
+                self._refuse_results(handle.route, problem)
+            raise
+        handle.spend("was combined before")
+        return Pending(lambda: self._finished(pending.wait().y, handle))
+
+    def _send_results(self, combine_input: CombineT, *, late_receive: bool) -> Pending[Combined]:
         rows = cast_results(_as_rows(combine_input), self._dtype)
         if late_receive:
-            pending = self._buffer.combine_async(
+            return self._buffer.combine_async(
                 rows.hidden_states,
                 rows.handle.route,
                 rows_per=rows.rows_per,
                 slot_weights=rows.slot_weights,
             )
-        else:
-            y = combine_rows(self._buffer, rows, self._spec.backward_format.dtype.torch_dtype)
-            pending = Pending(lambda: Combined(y=y, scalars=None))
-        rows.handle.spend("was combined before")
-        return Pending(lambda: self._finished(pending.wait().y, rows.handle))
+        y = combine_rows(self._buffer, rows, self._spec.backward_format.dtype.torch_dtype)
+        return Pending(lambda: Combined(y=y, scalars=None))
 
     def _finished(self, y: Tensor, handle: Handle) -> Tensor:
         """y of the batch as the caller gave it."""
@@ -346,7 +401,8 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             flags=flags,
             expert_names=expert_names,
             error=error,
-            quantize=self._quantize,
+            # Whatever keeps this rank from making rows, without rows it takes part.
+            quantize=self._quantize if error is None else quantize,
             int8_profile=self.plan.int8_profile,
             dispatcher=self._number,
         )

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from epcomm import (
     BackendUnavailable,
@@ -25,6 +26,7 @@ from epcomm.buffers.base import Buffer
 from epcomm.buffers.host_memory import HostMemory
 from epcomm.buffers.host_region import HostRegion
 from epcomm.buffers.shared_memory import SharedMemoryBuffer
+from epcomm.collectives.torch_dist import TorchDistCollectives
 from epcomm.config import Mode
 from epcomm.testing.buffer_suite import (
     BATCH_SPECS,
@@ -55,6 +57,23 @@ def test_a_block_of_each_rank_is_seen_by_all_and_has_no_name() -> None:
         memory.blocks[1 - group.rank][5] = 7 + group.rank
         group.collectives.gather_records({})
         assert int(memory.blocks[group.rank][5]) == 7 + (1 - group.rank)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_closed_group_leaves_the_headers_to_another_over_the_same_collectives() -> None:
+    process_group = dist.new_group()
+    assert isinstance(process_group, dist.ProcessGroup)
+    collectives = TorchDistCollectives(process_group)
+    assert collectives.bounded is not None
+    collectives.bounded.timeout_s = 5.0
+    closed, used = EPGroup(collectives), EPGroup(collectives)
+    for group in (closed, used):
+        check_batch(env_of(group), BATCH_SPECS["uneven"])
+    if collectives.rank == 0:
+        closed.close()
+    check_batch(env_of(used), BATCH_SPECS["uneven"])
+    for group in (closed, used, collectives):
+        group.close()
 
 
 def full(file: int, start: int, num_bytes: int) -> None:

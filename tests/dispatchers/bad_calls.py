@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -18,11 +21,16 @@ from epcomm import (
     ShapeError,
     TopKOutput,
 )
+from epcomm.dispatchers import rows as of_rows
 from epcomm.types import RowsPer
-from tests.dispatchers.playing import SPEC, E, Play, identity
+from tests.dispatchers.playing import SPEC, E, OwnError, Play, fail, identity
 
 WRONG_TENSOR = "a tensor of wrong shape, dtype or device on rank 1"
 WRONG_ROWS = "a combine input of wrong layout, shape, dtype or device on rank 1"
+UNREADY = "dispatch: an error while tokens were routed or made ready to be sent on rank 1"
+FAILED_RESULTS = (
+    "combine: an error while the experts computed or their results were summed on rank 1"
+)
 WRONG_HANDLE = "a handle that is spent or foreign, or a closed dispatcher, on rank 1"
 
 
@@ -32,6 +40,7 @@ class Bad:
 
     call: what rank 1 does.   others: what the other ranks do meanwhile.
     own: words that rank 1 hears.   told: words that the others hear.   error: of all ranks.
+    raised: what rank 1 raises, where that is an error of its own.
     trains: only where there are gradients.   reads_ids: the host reads ids to say what is wrong,
         so on a static buffer rank 1 hears what the others do.
     """
@@ -41,6 +50,7 @@ class Bad:
     own: str
     told: str = WRONG_TENSOR
     error: type[EPError] = ShapeError
+    raised: type[Exception] | None = None
     others: Callable[[Play], object] = Play.whole_call
     trains: bool = False
     reads_ids: bool = False
@@ -490,6 +500,58 @@ ORDER_FAULTS = [
     ),
 ]
 
+
+def of_block(play: Play) -> object:
+    return play.block(play.x.detach())
+
+
+def failing(owner: Callable[[Play], Any], name: str) -> Callable[[Play], object]:
+    """Call the block while a part of it fails."""
+
+    def call(play: Play) -> object:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(owner(play), name, fail)
+            return of_block(play)
+
+    return call
+
+
+def module_of_sums(play: Play) -> object:
+    """The module from which the buffer of the block takes reduce_rows()."""
+    kinds = type(play.block.experts.phases.prefill._buffer).__mro__
+    modules = [sys.modules[kind.__module__] for kind in kinds]
+    return next(module for module in modules if hasattr(module, "reduce_rows"))
+
+
+OWN_ERRORS = [
+    Bad(
+        id=name,
+        call=failing(owner, attribute),
+        others=of_block,
+        own="no memory",
+        told=told,
+        error=EPError,
+        raised=OwnError,
+    )
+    for name, owner, attribute, told in (
+        ("the router fails", lambda play: play.block.gate, "forward", UNREADY),
+        ("the routing fails", lambda play: play.block.routing.custom_function, "choose", UNREADY),
+        (
+            "rows cannot be made",
+            lambda play: play.block.experts.phases.prefill,
+            "_quantize",
+            UNREADY,
+        ),
+        ("results cannot be cast", lambda _: of_rows, "cast_results", FAILED_RESULTS),
+        (
+            "sums cannot be made",
+            module_of_sums,
+            "reduce_rows",
+            FAILED_RESULTS,
+        ),
+    )
+]
+
 BAD_CALLS = [
     *X_FAULTS,
     *TOPK_FAULTS,
@@ -511,6 +573,7 @@ BAD_CALLS = [
         error=ConfigError,
         trains=True,
     ),
+    *OWN_ERRORS,
     *CONFIG_FAULTS,
     *(replace(bad, error=HandleError) for bad in ORDER_FAULTS),
 ]

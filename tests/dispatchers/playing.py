@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from epcomm import (
     DeepEPLowLatencyDispatcher,
@@ -16,7 +16,10 @@ from epcomm import (
     EPConfig,
     EPError,
     EPGroup,
+    ExpertParallelExperts,
+    ExpertParallelMoE,
     MoESpec,
+    RoutingSpec,
     RowsCombineInput,
     RowsDispatchOutput,
     StandardDispatcher,
@@ -24,6 +27,7 @@ from epcomm import (
 )
 from epcomm.dispatchers.rows import RowsDispatcher
 from epcomm.ops.slots import gather_rows
+from epcomm.testing.data import BatchSpec, make_weights, random_ids
 from epcomm.types import WeightsAppliedBy
 
 if TYPE_CHECKING:
@@ -34,6 +38,12 @@ NUM_RANKS, H, E, K, M = 2, 16, 8, 2, 5
 SPEC = MoESpec(hidden_size=H, num_experts=E, top_k=K, dtype=torch.float32)
 # The rank that errs.
 FAULTY = 1
+LAYER = BatchSpec(
+    tokens_of_rank=lambda rank, size: 1,
+    choose_ids=random_ids,
+    hidden_size=H,
+    num_local_experts=E // NUM_RANKS,
+)
 
 Dispatcher = RowsDispatcher[Any, Any]
 
@@ -87,6 +97,7 @@ KINDS = {
 class Play:
     """One rank's part. x and topk are a correct batch, of 2 and 3 tokens, or alike if replicated.
 
+    block: a whole block, whose parts may be made to fail.
     another: a dispatcher that shares the buffer of `dispatcher`; wider: one of another shape.
     spent: results that were combined.   elsewhere: results of a batch of another group.
     out: the batch under way.
@@ -95,6 +106,7 @@ class Play:
     group: EPGroup
     kind: Kind
     dispatcher: Dispatcher
+    block: ExpertParallelMoE
     another: Dispatcher
     wider: Dispatcher
     x: Tensor
@@ -165,11 +177,40 @@ def open_dispatcher(kind: Kind, group: EPGroup, spec: MoESpec = SPEC) -> Dispatc
     return kind.dispatcher(group, spec, kind.config)
 
 
-def error_of(call: Callable[[], object]) -> EPError | None:
+def open_block(kind: Kind, group: EPGroup) -> ExpertParallelMoE:
+    """A block of SPEC with drawn experts."""
+    config = replace(kind.config, mode=kind.dispatcher.mode)
+    experts = ExpertParallelExperts(make_weights(LAYER, NUM_RANKS), group, config, top_k=K)
+    gate = nn.Linear(H, E, bias=False)
+    routing = RoutingSpec(top_k=K, custom_function=FirstAndLast())
+    return ExpertParallelMoE(routing=routing, experts=experts, parts={"gate": gate})
+
+
+class FirstAndLast:
+    """A routing function: experts of both ranks for all tokens. choose() may be made to fail."""
+
+    def __call__(self, logits: Tensor, *, top_k: int, **_: Tensor | None) -> TopKOutput:
+        assert top_k == K
+        return self.choose(logits)
+
+    def choose(self, logits: Tensor) -> TopKOutput:
+        ids = torch.tensor([0, E - 1]).repeat(logits.shape[0], 1)
+        return TopKOutput(topk_ids=ids, topk_weights=logits[:, :K].sigmoid())
+
+
+class OwnError(Exception):
+    """An error of user code, or of torch."""
+
+
+def fail(*_: object, **__: object) -> NoReturn:
+    raise OwnError("no memory")
+
+
+def error_of(call: Callable[[], object]) -> EPError | OwnError | None:
     """What the call raises, if it does."""
     try:
         call()
-    except EPError as error:
+    except (EPError, OwnError) as error:
         return error
     return None
 
@@ -195,6 +236,7 @@ def playing(kind: Kind, ranks: dist.ProcessGroup | MPI.Comm | None = None) -> It
             group=group,
             kind=kind,
             dispatcher=dispatcher,
+            block=open_block(kind, group),
             another=open_dispatcher(kind, group),
             wider=open_dispatcher(kind, group, replace(SPEC, hidden_size=2 * H, num_experts=2 * E)),
             x=x,

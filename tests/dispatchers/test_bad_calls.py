@@ -26,20 +26,29 @@ from epcomm import (
     TopKOutput,
     survey,
 )
-from epcomm.testing.data import BatchSpec, make_weights, random_ids
-from tests.dispatchers.bad_calls import BAD_CALLS, ORDER_FAULTS, Bad, combine_faults
+from epcomm.testing.data import BatchSpec, make_weights
+from tests.dispatchers.bad_calls import (
+    BAD_CALLS,
+    FAILED_RESULTS,
+    ORDER_FAULTS,
+    UNREADY,
+    Bad,
+    combine_faults,
+)
 from tests.dispatchers.playing import (
     FAULTY,
     KINDS,
+    LAYER,
     NUM_RANKS,
     SPEC,
-    E,
     H,
     K,
     M,
+    OwnError,
     Play,
     error_of,
     expected_y,
+    fail,
     identity,
     open_dispatcher,
     playing,
@@ -50,12 +59,6 @@ if TYPE_CHECKING:
 
 
 HALF = torch.full((1, K), 0.5)
-LAYER = BatchSpec(
-    tokens_of_rank=lambda rank, size: 1,
-    choose_ids=random_ids,
-    hidden_size=H,
-    num_local_experts=E // NUM_RANKS,
-)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,8 @@ def check_told(play: Play, bad: Bad) -> None:
     waiting = error_of(play.dispatcher.check)
     assert play.kind.is_static or waiting is None
     found = raised or waiting
-    assert isinstance(found, bad.error), found
+    error = bad.raised if play.is_faulty and bad.raised is not None else bad.error
+    assert isinstance(found, error), found
     is_told = not play.is_faulty or (bad.reads_ids and play.kind.is_static)
     assert (bad.told if is_told else bad.own) in str(found)
     play.expect_works()
@@ -309,7 +313,7 @@ def test_experts_that_cannot_compute_are_told_to_all(
         found: Exception | None = None
         try:
             layer(*batch_of(play))
-        except (EPError, RuntimeError) as raised:
+        except (EPError, OwnError) as raised:
             found = raised
         waiting = error_of(layer.check)
         found = found or waiting
@@ -328,14 +332,13 @@ def test_experts_that_cannot_compute_are_told_to_all(
     for name, parameter in parameters.items():
         setattr(layer, name, parameter)
 
-    def fail(*_: object) -> None:
-        raise RuntimeError("no memory")
-
     if play.is_faulty:
         monkeypatch.setattr(layer.runner, "run", fail)
-    check_refused(
-        RuntimeError, "no memory", "combine: an error while the experts computed on rank 1"
-    )
+    check_refused(OwnError, "no memory", FAILED_RESULTS)
+    monkeypatch.undo()
+    if play.is_faulty:
+        monkeypatch.setattr(type(layer), "weights", property(fail))
+    check_refused(OwnError, "no memory", UNREADY)
     monkeypatch.undo()
     torch.testing.assert_close(layer(*batch_of(play)), right)
 

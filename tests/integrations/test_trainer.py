@@ -38,30 +38,31 @@ LEARNING_RATE, MAX_NORM = 0.01, 0.1
 # Relative, of losses: the promise of the library.
 LOSS_TOLERANCE = 1e-5
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+}
+
 
 def dense_model() -> Qwen3MoeForCausalLM:
     """The same on all ranks; its checkpoints have a tensor for each expert."""
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=32,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=16,
-        moe_intermediate_size=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        pad_token_id=0,
-    )
-    return Qwen3MoeForCausalLM(config)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES))
 
 
 def spread_model(group: EPGroup) -> Qwen3MoeForCausalLM:
     model = dense_model()
     for layer in model.model.layers:
-        layer.mlp = ExpertParallelMoE.from_transformers(layer.mlp, group)
+        layer.mlp = ExpertParallelMoE.from_transformers(layer.get_submodule("mlp"), group)
     return model
 
 
@@ -130,13 +131,14 @@ def test_trainer_trains_saves_and_resumes_like_one_process() -> None:
         prepare_trainer(trainer)
         trainer.train()
         assert losses_of(trainer) == pytest.approx(expected, rel=LOSS_TOLERANCE)
-        resumed = trainer_of(spread_model(group), folder)
+        model = spread_model(group)
+        resumed = trainer_of(model, folder)
         prepare_trainer(resumed)
         resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED_STEP}"))
         assert losses_of(resumed) == pytest.approx(expected, rel=LOSS_TOLERANCE)
         # What Trainer itself has written is the whole model.
         saved = Qwen3MoeForCausalLM.from_pretrained(folder / f"checkpoint-{NUM_STEPS}").state_dict()
-        for name, tensor in gather_state_dict(resumed.model, group).items():
+        for name, tensor in gather_state_dict(model, group).items():
             assert torch.equal(saved[name], tensor), name
 
 

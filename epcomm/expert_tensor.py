@@ -8,6 +8,7 @@ DTensor refuses lists and operators that mix it with tensors. An ExpertTensor ta
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from epcomm.errors import ShapeError
+from epcomm.expert_tensor_fsdp import LOOKS_AT_DEVICES, check_fully_shard
 from epcomm.expert_tensor_parts import run_on_parts, takes_parts
 from epcomm.sharding import cut_share, shard_of
 
@@ -38,6 +40,7 @@ _BATCHED = ("aten::bmm", "aten::baddbmm", "aten::copy_", "aten::fill_")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 # Functions that cut experts out, whose gradients torch makes ordinary tensors of all experts.
 _CUTS = ("__getitem__", "__iter__", "chunk", "narrow", "select", "split", "tensor_split", "unbind")
+_GET_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 _NEW = ("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty")
 _MIXED = "got mixed torch.Tensor and DTensor"
 # What torch says of operators that it does not compute on parts, and what is wrong then.
@@ -106,6 +109,10 @@ class ExpertTensor(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
+        if func == _GET_DEVICE:
+            caller = sys._getframe(1)
+            if caller.f_code.co_name == LOOKS_AT_DEVICES:
+                check_fully_shard(args[0], caller)
         some = next((arg for arg in args if isinstance(arg, ExpertTensor)), None)
         if func is Tensor.storage and some is not None:
             _refuse_storage(some)

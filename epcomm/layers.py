@@ -5,6 +5,7 @@ A module is such a layer, or carries one that was put in front of it, as transfo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from epcomm.errors import ConfigError
 
@@ -107,19 +109,21 @@ def idle_step(
 
     Calls every expert-parallel layer in the order in which they are registered, without a token,
     and in training runs backward through them in reverse, so that the collectives pair up with
-    those of ranks that have data. A transformers model that was loaded with epcomm runs one token
-    instead, and its loss counts nothing: FSDP wants the collectives of the whole model.
+    those of ranks that have data. A transformers model that was loaded with epcomm, or is inside
+    FSDP or DDP, runs one token instead, and its loss counts nothing: these want the collectives of
+    the whole model.
 
     Args:
         model: as it is called elsewhere.
         backward: the other ranks run backward; None: as grad mode says here.
         run_token: runs the model on one token and returns its output: a tensor, or a mapping,
             tuple, list or dataclass of tensors and other things, as models of transformers do; for
-            models inside DDP or FSDP, and where other ranks recompute activations.
+            other models inside DDP or FSDP, and where other ranks recompute activations.
 
     Collective: yes, in place of one forward, and of its backward.   Host sync: as the layers.
     Raises:
-        ConfigError: the model has no expert-parallel layer; or backward is wanted and run_token
+        ConfigError: the model has no expert-parallel layer; or it is inside FSDP or DDP, and
+            nothing says what it takes, on this rank alone; or backward is wanted and run_token
             returned no tensor that requires grad, though its layers did: after backward through
             these, so that other ranks need not wait. In a model loaded by transformers they do, and
             only what holds no tensor of floats is refused.
@@ -149,14 +153,37 @@ def idle_step(
         )
 
 
-def _run_idle(model: nn.Module, layers: list[ExpertParallelLayer]) -> Tensor:
+def _run_idle(model: nn.Module, layers: list[ExpertParallelLayer]) -> object:
     result = layers[0].idle_model(model)
     if result is not None:
         return result
+    wrapper = _wrapper_of(model)
+    if wrapper is not None:
+        # As models of transformers say it.
+        takes = getattr(getattr(model, "module", model), "main_input_name", None)
+        group = layers[0].group
+        if takes == "input_ids":
+            return model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=group.device))
+        raise ConfigError(
+            f"idle_step: {type(model).__name__} is inside {wrapper}, whose ranks run the whole "
+            f"model together ({group.where}); pass run_token=lambda: model(one_token)"
+        )
     carry = next(model.parameters()).new_zeros((), dtype=torch.float32)
     for layer in layers:
         carry = layer.idle(carry)
     return carry
+
+
+def _wrapper_of(model: nn.Module) -> str | None:
+    """What makes its ranks run a whole model together; None if the layers alone will do."""
+    if isinstance(model, DistributedDataParallel):
+        return "DDP" if torch.is_grad_enabled() else None
+    # Who uses FSDP has imported it.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return None
+    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    return "FSDP" if any(isinstance(part, kinds) for part in model.modules()) else None
 
 
 def _backward_of_nothing(results: list[Tensor]) -> None:

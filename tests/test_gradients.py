@@ -174,6 +174,19 @@ def test_rank_without_data_takes_an_idle_step(wrapper: str | None) -> None:
             wrapped(x) if group.rank in busy else idle_step(wrapped, run_token=lambda: wrapped(x))
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("wrapper", "name"), [("ddp", "DDP"), ("fsdp", "FSDP")])
+def test_idle_step_of_a_wrapped_model_wants_to_know_how_to_run_it(wrapper: str, name: str) -> None:
+    with EPGroup() as group:
+        model = WRAPPERS[wrapper](OverRanks(group))
+        with pytest.raises(ConfigError, match=rf"is inside {name}, .*pass run_token=lambda"):
+            idle_step(model)
+        # DDP exchanges nothing in evaluation.
+        if wrapper == "ddp":
+            with torch.no_grad():
+                model(expert_tokens(0)) if group.rank else idle_step(model)
+
+
 @pytest.mark.ranks(NUM_RANKS)
 def test_ranks_take_turns_without_gradients() -> None:
     with EPGroup() as group, torch.no_grad():

@@ -54,7 +54,9 @@ def plan_command(
     mode: Annotated[
         str | None, typer.Option(help="standard, normal, low_latency, auto or fuseep.")
     ] = None,
-    backend: Annotated[str | None, typer.Option(help="auto or a registered name.")] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="auto, or one of the backends that `epcomm doctor` lists.")
+    ] = None,
     runner: Annotated[str | None, typer.Option(help="auto or a registered name.")] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Most tokens a rank dispatches in one call.")
@@ -64,9 +66,6 @@ def plan_command(
     ] = None,
     replicated: Annotated[
         bool | None, typer.Option(help="Every rank passes the same tokens.")
-    ] = None,
-    slot_alignment: Annotated[
-        int | None, typer.Option(help="Slots of an expert start at a multiple of this.")
     ] = None,
     config: Annotated[
         Path | None,
@@ -89,7 +88,6 @@ def plan_command(
         "max_tokens_per_rank": max_tokens,
         "max_recv_slots": max_recv_slots,
         "replicated": replicated,
-        "slot_alignment": slot_alignment,
     }
     try:
         shape = None if model is None else read_model_file(model)
@@ -218,6 +216,7 @@ def _choice(phase: PhasePlan) -> dict[str, str]:
     row = {
         "mode": phase.mode.value,
         "backend": phase.backend,
+        "buffer": phase.buffer,
         "wire format out": str(spec.dispatch_format),
         **phase.unusual(),
         "wire format home": str(spec.combine_format),

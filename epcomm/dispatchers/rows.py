@@ -69,7 +69,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self._group = group
         self._spec = self.plan.buffer_spec
         self._dtype = self._spec.combine_format.dtype.torch_dtype
-        self._buffer = group.open_buffer(self.plan.backend, self._spec)
+        self._buffer = group.open_buffer(self.plan.buffer, self._spec)
         self._number = group.collectives.calls.add_dispatcher(self.mode)
         # Plain torch casts; only eight bits need a kernel.
         is_quantized = self._spec.dispatch_format.dtype.is_quantized

@@ -141,7 +141,7 @@ def check(options: Options, group: EPGroup, buffer: NVLinkHost) -> dict[str, flo
     Raises:
         CheckError: on all ranks, with the fault of each.
     """
-    reference = group.open_buffer("collective_static", options.spec(group.world_size))
+    reference = group.open_buffer("StaticCollectiveBuffer", options.spec(group.world_size))
     worst = 0.0
     for number in range(options.checked):
         if number < buffer.num_slots:

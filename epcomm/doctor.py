@@ -16,7 +16,7 @@ from epcomm.buffers.host_memory import host_of_this_process
 from epcomm.buffers.host_room import memory_left
 from epcomm.deep_ep_facts import DeepEPKind, Variable, communication_variables, deep_ep_kind
 from epcomm.machine import Machine, this_machine
-from epcomm.registry import BUFFERS, FUSED, RUNNERS, backend_class, runner_class
+from epcomm.registry import BUFFERS, FUSED, RUNNERS, backend_class, class_names, runner_class
 
 
 class Status(StrEnum):
@@ -128,16 +128,6 @@ _PURPOSES = MappingProxyType(
         "torch_npu": ("Ascend devices", "install it only where the Ascend toolkit is"),
     }
 )
-# Packages that only these backends use, by the beginnings of their names.
-_BACKENDS_OF = MappingProxyType(
-    {
-        "triton": ("nvlink", "shared_memory", "symmetric_memory"),
-        "deep_ep": ("deep_ep",),
-        "torch_npu": ("ascend",),
-    }
-)
-_UNUSED = "no backend of this version uses it"
-
 _DEEP_EP_TEXT = MappingProxyType(
     {
         DeepEPKind.V1: "DeepEP V1 (Buffer)",
@@ -192,24 +182,18 @@ def _shared_memory() -> Finding:
     )
 
 
-def _is_unused(package: str) -> bool:
-    prefixes = _BACKENDS_OF.get(package)
-    return prefixes is not None and not any(name.startswith(prefixes) for name in BUFFERS)
-
-
 def _missing(name: str) -> Finding:
     purpose, remedy = _PURPOSES[name]
     return Finding(
         name=name,
         status=Status.MISSING,
         detail=f"for: {purpose}",
-        advice=_UNUSED if _is_unused(name) else f"if you want that: {remedy}",
+        advice=f"if you want that: {remedy}",
     )
 
 
 def _here(name: str, detail: str) -> Finding:
-    advice = _UNUSED if _is_unused(name) else ""
-    return Finding(name=name, status=Status.HERE, detail=detail, advice=advice)
+    return Finding(name=name, status=Status.HERE, detail=detail)
 
 
 def _version(machine: Machine, package: str) -> str:
@@ -272,14 +256,17 @@ def _torch_npu(machine: Machine) -> Finding:
 
 
 def _backend(name: str, variables: Mapping[str, str]) -> Finding:
-    backend = backend_class(name)
-    verdict = backend.probe(variables)
-    modes = ", ".join(sorted(mode.value for mode in backend.modes))
+    """Ask every class of a backend: it is here if one of them can run."""
+    kinds = [backend_class(each) for each in class_names(name)]
+    verdicts = [(kind, kind.probe(variables)) for kind in kinds]
+    able = [kind for kind, verdict in verdicts if verdict.ok]
+    modes = sorted({mode.value for kind in able or kinds for mode in kind.modes})
+    reasons = dict.fromkeys(reason for _, verdict in verdicts for reason in verdict.reasons)
     return Finding(
         name=name,
-        status=Status.HERE if verdict.ok else Status.MISSING,
-        detail=f"serves {modes}",
-        advice="\n".join(verdict.reasons),
+        status=Status.HERE if able else Status.MISSING,
+        detail=f"serves {', '.join(modes)}",
+        advice="\n".join(reasons),
     )
 
 
@@ -287,7 +274,13 @@ def _runner(name: str) -> Finding:
     runner = runner_class(name)
     layouts = ", ".join(sorted(layout.value for layout in runner.layouts))
     kinds = ", ".join(kind.__name__ for kind in runner.kinds)
-    return Finding(name=name, status=Status.HERE, detail=f"computes {kinds}; reads {layouts}")
+    verdict = runner.probe()
+    return Finding(
+        name=name,
+        status=Status.HERE if verdict.ok else Status.MISSING,
+        detail=f"computes {kinds}; reads {layouts}",
+        advice="\n".join(verdict.reasons),
+    )
 
 
 def _list(value: object) -> list[object]:

@@ -6,9 +6,10 @@ own; every other mode serves both with one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,7 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
 from epcomm.errors import BackendUnavailable, ConfigError
 from epcomm.plan_log import log_plan
-from epcomm.registry import backend_class, backend_family, fused_class, runner_class
+from epcomm.registry import backend_class, backend_names, class_names, runner_class
 from epcomm.survey import DECODE, PREFILL, RUNNER, phase_configs, survey_group, survey_rank
 from epcomm.types import (
     ROW_MAJOR,
@@ -71,7 +72,10 @@ class MoESpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Rejection:
-    """A backend or runner that does not serve this layer, with every reason."""
+    """A backend or runner that does not serve this layer, with every reason.
+
+    name: of the registry; where several classes of a backend may serve, with the class.
+    """
 
     name: str
     reasons: tuple[str, ...]
@@ -84,7 +88,8 @@ class Rejection:
 class PhasePlan:
     """What was chosen for one phase of a layer.
 
-    backend: buffer registry name.   weights_applied_by: who multiplies by topk_weights.
+    backend: registry name.   buffer: name of its class that mode, budget and `replicated` chose.
+    weights_applied_by: who multiplies by topk_weights.
     rejected: the other backends and why.
     scale_layout: how scales of received rows lie, as the runner reads them.
     int8_profile: arithmetic of INT8 rows and between the products of INT8 experts.
@@ -93,6 +98,7 @@ class PhasePlan:
 
     mode: Mode
     backend: str
+    buffer: str
     buffer_spec: BufferSpec
     caps: BufferCaps
     weights_applied_by: WeightsAppliedBy
@@ -104,11 +110,11 @@ class PhasePlan:
 
     def regions(self) -> tuple[Region, ...]:
         """Memory of one call, in order of use."""
-        return backend_class(self.backend).region_bytes(self.buffer_spec, self.world_size)
+        return backend_class(self.buffer).region_bytes(self.buffer_spec, self.world_size)
 
     def wire_bytes(self, call: CallShape, *, backward: bool = False) -> BufferTraffic:
         """Bytes that one rank sends to other ranks in `call`, or in its backward."""
-        return backend_class(self.backend).wire_bytes(self.buffer_spec, call, backward=backward)
+        return backend_class(self.buffer).wire_bytes(self.buffer_spec, call, backward=backward)
 
     def header_bytes(self) -> int:
         """Bytes of counts, faults and flags that a rank sends in each dispatch."""
@@ -153,8 +159,8 @@ class PhasePlan:
         """What was chosen, what was rejected and why, bytes and limits, as text."""
         spec, per_token = self.buffer_spec, self.max_bytes_per_token()
         lines = [
-            f"mode {self.mode.value} on backend {self.backend}, {self.world_size} ranks with "
-            f"{spec.num_local_experts} experts each{phase and f', for {phase}'}",
+            f"mode {self.mode.value} on backend {self.backend} ({self.buffer}), {self.world_size} "
+            f"ranks with {spec.num_local_experts} experts each{phase and f', for {phase}'}",
             f"wire: dispatch {spec.dispatch_format}, combine {spec.combine_format}, "
             f"backward {spec.backward_format}",
             *(f"{name}: {text}" for name, text in self.unusual().items()),
@@ -262,6 +268,8 @@ def plan(
         chosen = replace(chosen, decode_lacks=lacks)
     if weights is not None and prefill.mode is not Mode.FUSEEP:
         chosen = _with_runner(chosen, config, survey.verdicts[RUNNER], weights)
+    elif config.runner != "auto":
+        chosen = _map_phases(chosen, partial(_aligned, runner=config.runner))
     if group is not None:
         log_plan(chosen, group)
     return chosen
@@ -288,46 +296,53 @@ def _plan_phase(
 ) -> PhasePlan:
     mode = Mode(config.mode)
     experts = None if weights is None else weights.wire_format.dtype
-    backend = _choose_backend(config, mode, verdicts)
-    caps = backend_class(backend).caps(mode)
+    buffer = _choose_buffer(config, verdicts)
+    kind = backend_class(buffer)
+    caps = kind.caps(mode)
     return PhasePlan(
         mode=mode,
-        backend=backend,
+        backend=kind.name,
+        buffer=buffer,
         buffer_spec=spec,
         caps=caps,
         weights_applied_by=_who_applies_weights(caps),
         world_size=world_size,
-        rejected=_rejections(verdicts),
-        int8_profile=_int8_profile(config, mode, backend),
+        rejected=_rejected_backends(verdicts),
+        int8_profile=Int8Profile(config.int8_profile or kind.int8_profile),
         rounds_int8=WireDtype.INT8 in (spec.dispatch_format.dtype, experts),
     )
 
 
-def _int8_profile(config: EPConfig, mode: Mode, backend: str) -> Int8Profile:
-    own = fused_class(backend).int8_profile if mode is Mode.FUSEEP else Int8Profile.RINT127
-    return Int8Profile(config.int8_profile or own)
+def _choose_buffer(config: EPConfig, verdicts: Mapping[str, Availability]) -> str:
+    """Return the name of the first class that serves.
 
-
-def _choose_backend(config: EPConfig, mode: Mode, verdicts: Mapping[str, Availability]) -> str:
-    if config.backend != "auto":
-        family = backend_family(config.backend, mode)
-        for name in family:
-            if verdicts[name].ok:
-                return name
-        named = [f"{name}: " if len(family) > 1 else "" for name in family]
-        reasons = "; ".join(
-            prefix + "; ".join(verdicts[name].reasons)
-            for prefix, name in zip(named, family, strict=True)
-        )
-        raise BackendUnavailable(
-            f"plan: backend {config.backend} cannot serve this layer: {reasons}; change the "
-            "configuration or use backend='auto'"
-        )
-    for name, verdict in verdicts.items():
+    Raises:
+        ConfigError: none of any backend.
+        BackendUnavailable: none of the backend that the configuration names.
+    """
+    mode = Mode(config.mode)
+    backends = backend_names(config.backend, mode)
+    found = {
+        name: verdicts[name]
+        for backend in backends
+        for name in class_names(backend)
+        if name in verdicts
+    }
+    for name, verdict in found.items():
         if verdict.ok:
             return name
-    reasons = "; ".join(map(str, _rejections(verdicts)))
-    raise ConfigError(f"plan: no backend serves mode {mode.value}: {reasons}")
+    rejected = _rejected_backends(found)
+    if config.backend == "auto":
+        raise ConfigError(
+            f"plan: no backend serves mode {mode.value}: {'; '.join(map(str, rejected))}"
+        )
+    absent = [name for name in backends if name not in {each.name for each in rejected}]
+    rejected += tuple(Rejection(name=n, reasons=(f"has no mode {mode.value}",)) for n in absent)
+    texts = map(str, rejected) if len(backends) > 1 else rejected[0].reasons
+    raise BackendUnavailable(
+        f"plan: backend {config.backend} cannot serve this layer: {'; '.join(texts)}; change the "
+        "configuration or use backend='auto'"
+    )
 
 
 def _who_applies_weights(caps: BufferCaps) -> WeightsAppliedBy:
@@ -375,12 +390,27 @@ def _read_by(
     def for_runner(phase: PhasePlan) -> PhasePlan:
         readings = runner_class(name).readings(weights, phase.caps.layout)
         layouts = {reading.format: reading.scale_layout for reading in readings}
-        return replace(phase, scale_layout=layouts[phase.buffer_spec.dispatch_format])
+        aligned = _aligned(phase, name)
+        return replace(aligned, scale_layout=layouts[phase.buffer_spec.dispatch_format])
 
-    prefill, decode = for_runner(chosen.prefill), chosen.decode
+    read = _map_phases(chosen, for_runner)
+    return replace(read, runner=name, rejected_runners=rejected)
+
+
+def _map_phases(chosen: EPPlan, change: Callable[[PhasePlan], PhasePlan]) -> EPPlan:
+    """Change every phase; one that serves both stays one object."""
+    prefill, decode = change(chosen.prefill), chosen.decode
     if decode is not None:
-        decode = prefill if decode is chosen.prefill else for_runner(decode)
-    return replace(chosen, prefill=prefill, decode=decode, runner=name, rejected_runners=rejected)
+        decode = prefill if decode is chosen.prefill else change(decode)
+    return replace(chosen, prefill=prefill, decode=decode)
+
+
+def _aligned(phase: PhasePlan, runner: str) -> PhasePlan:
+    """Return the phase with the alignment of experts' slots that a runner needs in ROWS."""
+    alignment = runner_class(runner).slot_alignment
+    if phase.caps.layout is not Layout.ROWS or alignment == phase.buffer_spec.slot_alignment:
+        return phase
+    return replace(phase, buffer_spec=replace(phase.buffer_spec, slot_alignment=alignment))
 
 
 def _reads_phases(
@@ -402,12 +432,10 @@ def _reads_phases(
                 f"reads {_format_names(readable)}, but {phase.backend} was asked to carry {wire}, "
                 f"of {_names(phase.caps.wire_dtypes)}"
             )
-        alignment = phase.buffer_spec.slot_alignment
-        if layout is Layout.ROWS and alignment % runner.slot_alignment:
-            reasons.append(
-                f"needs slots in multiples of {runner.slot_alignment}, but slot_alignment is "
-                f"{alignment}; set EPConfig.slot_alignment={runner.slot_alignment}"
-            )
+        aligned = _aligned(phase, name)
+        if aligned is not phase:
+            kind = backend_class(phase.buffer)
+            reasons += kind.lacks(phase.mode, aligned.buffer_spec, phase.world_size)
         is_int8 = weights.wire_format.dtype is WireDtype.INT8
         if is_int8 and phase.int8_profile not in runner.int8_profiles:
             reasons.append(
@@ -423,6 +451,26 @@ def _format_names(formats: Iterable[WireFormat]) -> str:
 
 def _names(members: Iterable[StrEnum]) -> str:
     return ", ".join(sorted(member.value for member in members))
+
+
+def _rejected_backends(verdicts: Mapping[str, Availability]) -> tuple[Rejection, ...]:
+    """Backends of which no class serves; each class is named where several were asked."""
+    found: list[Rejection] = []
+    for backend in dict.fromkeys(backend_class(name).name for name in verdicts):
+        of_backend = {n: v for n, v in verdicts.items() if backend_class(n).name == backend}
+        if any(verdict.ok for verdict in of_backend.values()):
+            continue
+        # A reason of all classes is one of the backend.
+        reasons: dict[str, list[str]] = {}
+        for name, verdict in of_backend.items():
+            for reason in verdict.reasons:
+                reasons.setdefault(reason, []).append(name)
+        texts = [
+            reason if len(names) == len(of_backend) else f"{', '.join(names)} {reason}"
+            for reason, names in reasons.items()
+        ]
+        found.append(Rejection(name=backend, reasons=tuple(texts)))
+    return tuple(found)
 
 
 def _rejections(verdicts: Mapping[str, Availability]) -> tuple[Rejection, ...]:

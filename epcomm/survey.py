@@ -22,9 +22,9 @@ from epcomm.registry import (
     BUFFERS,
     RUNNERS,
     backend_class,
-    backend_family,
     backend_names,
     buffer_class,
+    class_names,
     fused_class,
     runner_class,
 )
@@ -50,7 +50,8 @@ PREFILL, DECODE, RUNNER = "prefill", "decode", "runner"
 class Survey:
     """What was found.
 
-    specs: by phase.   verdicts: by question, then by name of the candidate.
+    specs: by phase.   verdicts: by question, then by the candidate's name: of a class for the
+        phases, of the registry for runners.
     """
 
     specs: Mapping[str, BufferSpec]
@@ -72,6 +73,29 @@ def phase_configs(config: EPConfig) -> dict[str, EPConfig]:
     return configs
 
 
+def find_candidates(config: EPConfig) -> tuple[str, ...]:
+    """Return the names of the classes that may serve `config`, in order of preference. Local.
+
+    Of each backend, those that serve the mode, and among these those whose sizes are static or
+    exact, and whose tokens are replicated or not, as the configuration says. Where a backend has
+    none such, its other classes of the mode stay, to say why they do not serve.
+    """
+    found: list[str] = []
+    for backend in backend_names("auto", Mode(config.mode)):
+        of_mode = [n for n in class_names(backend) if Mode(config.mode) in backend_class(n).modes]
+        found += [name for name in of_mode if _is_meant(name, config)] or of_mode
+    return tuple(found)
+
+
+def _is_meant(name: str, config: EPConfig) -> bool:
+    """Whether mode, budget and `replicated` lead to this class of its backend."""
+    mode = Mode(config.mode)
+    caps = backend_class(name).caps(mode)
+    # The other modes have one kind of sizes each.
+    is_sized = mode is not Mode.NORMAL or caps.is_static == (config.max_recv_slots is not None)
+    return is_sized and caps.serves_replicated == config.replicated
+
+
 def survey_rank(
     config: EPConfig,
     spec: MoESpec,
@@ -87,8 +111,7 @@ def survey_rank(
         ConfigError: the layer or the configuration cannot be served by anything.
     """
     spec.check()
-    if config.backend != "auto":
-        backend_family(config.backend, Mode(config.mode))
+    backend_names(config.backend, Mode(config.mode))
     if config.runner != "auto":
         runner_class(config.runner)
     if weights is not None:
@@ -105,7 +128,7 @@ def survey_rank(
     verdicts = {
         phase: {
             name: _probe(name, each, specs[phase], world_size, group, weights, snapshot)
-            for name in backend_names(Mode(each.mode))
+            for name in find_candidates(each)
         }
         for phase, each in configs.items()
     }
@@ -197,8 +220,10 @@ def _with_reasons(
 ) -> Mapping[str, Mapping[str, Availability]]:
     """Reject buffers that need what is not there; other candidates stay as they are."""
 
+    buffers = {name for backend in BUFFERS for name in class_names(backend)}
+
     def judge(name: str, verdict: Availability) -> Availability:
-        if not reasons or name not in BUFFERS or not needs(buffer_class(name)):
+        if not reasons or name not in buffers or not needs(buffer_class(name)):
             return verdict
         return Availability(ok=False, reasons=(*verdict.reasons, *reasons))
 
@@ -283,11 +308,6 @@ def _buffer_spec(
         )
     hidden_format = _hidden_format(config, spec, wanted)
     wanted = _dispatch_format(config, hidden_format, wanted)
-    if config.combine_dtype not in (None, hidden_format.dtype):
-        raise ConfigError(
-            f"plan: combine_dtype is {config.combine_dtype}, but experts return {hidden_format}, "
-            "the dtype of the hidden states; leave it None"
-        )
     if wanted.dtype.is_quantized and hidden_format.dtype is WireDtype.FP64:
         raise ConfigError(
             f"plan: rows travel as {wanted}, but the hidden states are {hidden_format}; expected "
@@ -302,7 +322,6 @@ def _buffer_spec(
         backward_format=hidden_format,
         max_tokens_per_rank=config.max_tokens_per_rank,
         max_recv_slots=config.max_recv_slots,
-        slot_alignment=config.slot_alignment,
         compares_calls=config.check_calls,
         num_sms=config.num_sms,
         batches_in_flight=config.batches_in_flight,
@@ -364,9 +383,6 @@ def _probe(
 ) -> Availability:
     """Everything that keeps one backend from serving a phase on this rank."""
     buffer, mode = backend_class(name), Mode(config.mode)
-    if mode not in buffer.modes:
-        serves = ", ".join(sorted(m.value for m in buffer.modes))
-        return Availability(ok=False, reasons=(f"serves {serves}, not {mode.value}",))
     caps, reasons = buffer.caps(mode), list(buffer.probe(environment).reasons)
     reasons += carrying_reasons(spec, caps)
     if config.deterministic and not caps.ordered:

@@ -48,7 +48,7 @@ PATHS = MappingProxyType(
         "fused_deep_moe": ("fuseep", "fused_deep_moe"),
         "dispatch_ffn_combine": ("fuseep", "dispatch_ffn_combine"),
         "normal": ("normal", "collective"),
-        "low_latency": ("low_latency", "collective_static"),
+        "low_latency": ("low_latency", "collective"),
     }
 )
 

@@ -50,7 +50,11 @@ def test_plan_prints_choice_rejections_memory_and_limits() -> None:
     assert ["mode", "normal", "low_latency"] in printed
     assert ["gradients", "yes", "no"] in printed
     assert ["limit: tokens a rank", "no limit", "at most 16"] in printed
-    assert ["all_gather", "decode", "serves standard, not low_latency"] in printed
+    assert [
+        "shared_memory",
+        "prefill and training",
+        "needs a group, to see that its ranks share a host",
+    ] in printed
     assert ["received rows", "288 B", "no limit"] in printed
     assert ["received rows", "fixed", "9,792 B"] in printed
 
@@ -58,10 +62,8 @@ def test_plan_prints_choice_rejections_memory_and_limits() -> None:
 def test_every_reason_of_a_rejection_has_a_line() -> None:
     result = run("plan", *LAYER, "--mode", "normal", "--backend", "collective")
     printed = rows(result.stdout)
-    place = printed.index(
-        ["collective_static", "all phases", "has static sizes; set max_tokens_per_rank"]
-    )
-    assert printed[place + 1] == ["", "", "has static sizes; set max_recv_slots"]
+    place = printed.index(["nvlink", "all phases", "there is no CUDA device"])
+    assert printed[place + 1] == ["", "", "needs a group, to see that its ranks share a host"]
     assert ["bytes a token, out", "288 B"] in printed
     assert ["backward a token, home", "288 B"] in printed
 
@@ -127,8 +129,8 @@ BAD_CALLS = [
     ),
     BadCall(
         id="backend that does not serve",
-        arguments=[*LAYER, "--mode", "normal", "--backend", "all_gather"],
-        message="plan: backend all_gather cannot serve this layer",
+        arguments=[*LAYER, "--mode", "standard", "--backend", "shared_memory"],
+        message="plan: backend shared_memory cannot serve this layer",
     ),
     BadCall(
         id="no size",

@@ -243,7 +243,10 @@ def test_backends_and_runners_of_the_registries_are_listed() -> None:
     assert [finding.name for finding in report.backends] == [*BUFFERS, *FUSED]
     assert [finding.name for finding in report.runners] == list(RUNNERS)
     collective = next(finding for finding in report.backends if finding.name == "collective")
-    assert (collective.status, collective.detail) == (Status.HERE, "serves normal")
+    assert (collective.status, collective.detail) == (
+        Status.HERE,
+        "serves low_latency, normal, standard",
+    )
     found = {finding.name: finding for finding in report.backends}
     here, missing = found["fuseep_reference"], found["fused_deep_moe"]
     assert (here.status, here.detail) == (Status.HERE, "serves fuseep")

@@ -15,8 +15,7 @@ from epcomm.buffers.peer_reach import PeerReach, reach_in, reach_reasons
 
 SPEC = MoESpec(hidden_size=16, num_experts=8, top_k=2)
 CONFIG = EPConfig(max_tokens_per_rank=8, timeout_s=7)
-NAME = "nvlink_low_latency"
-BOTH = f"{NAME}, {NAME}_masked"
+NAME = "NVLinkLowLatencyBuffer"
 # Four GPUs in two pairs.
 PAIRS = {"a": ["b"], "b": ["a"], "c": ["d"], "d": ["c"]}
 
@@ -83,7 +82,7 @@ class Case:
     id: str
     devices: tuple[str, str] = ("a", "b")
     hosts: tuple[str, str] = ("one", "one")
-    prefill: str = "nvlink"
+    prefill: str = "NVLinkBuffer"
     decode: str = NAME
     reason: str = ""
 
@@ -93,16 +92,16 @@ CASES = [
     Case(
         id="apart",
         devices=("a", "c"),
-        prefill="collective",
-        decode="collective_static",
-        reason=f"rejected {BOTH}: rank 0 is not joined to [1] by NVLink",
+        prefill="CollectiveBuffer",
+        decode="StaticCollectiveBuffer",
+        reason="rejected nvlink: rank 0 is not joined to [1] by NVLink",
     ),
     Case(
         id="two hosts",
         hosts=("one", "two"),
-        prefill="collective",
-        decode="collective_static",
-        reason=f"rejected {BOTH}: ranks are on 2 hosts, expected one whose memory they share",
+        prefill="CollectiveBuffer",
+        decode="StaticCollectiveBuffer",
+        reason="rejected nvlink: ranks are on 2 hosts, expected one whose memory they share",
     ),
 ]
 
@@ -121,19 +120,19 @@ def test_decode_takes_it_where_it_can(case: Case, monkeypatch: pytest.MonkeyPatc
         chosen = plan(CONFIG, SPEC, group)
         assert group.collectives.kernel_timeout_s == CONFIG.timeout_s == 7
     assert chosen.decode is not None
-    assert chosen.decode.backend == case.decode
-    assert chosen.prefill.backend == case.prefill
+    assert chosen.decode.buffer == case.decode
+    assert chosen.prefill.buffer == case.prefill
     text = chosen.explain()
     assert case.reason in text
     waits = "needs a transport whose verbs the host waits in, gloo or MPI"
     of_waits = [line for line in text.splitlines() if waits in line]
-    assert [line.split(":")[0] for line in of_waits] == ["rejected shared_memory"]
+    assert [line.split(":")[0] for line in of_waits] == ["rejected shared_memory"] * 2
 
 
 def test_a_plan_without_ranks_or_with_one_does_not_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NVLinkHost, "probe", lambda environment: Availability(ok=True))
     text = plan(CONFIG, SPEC, world_size=2).explain()
-    assert f"rejected {BOTH}: needs a group, to see that its ranks share a host" in text
-    assert f"rejected {BOTH}: writes to peers, and a single rank has none; " in (
+    assert "rejected nvlink: needs a group, to see that its ranks share a host" in text
+    assert "rejected nvlink: writes to peers, and a single rank has none; " in (
         plan(CONFIG, SPEC).explain()
     )

@@ -18,9 +18,17 @@ from epcomm import (
     MoESpec,
     plan,
 )
+from epcomm.buffers.base import Availability
 from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.quantized_weights import Fp8BlockWeights, Int8ChannelWeights
-from epcomm.registry import BUFFERS, RUNNERS, runner_class
+from epcomm.registry import (
+    BUFFERS,
+    RUNNERS,
+    backend_class,
+    backend_names,
+    class_names,
+    runner_class,
+)
 from epcomm.runners import quantized_reference
 from epcomm.runners.grouped_mm import GroupedMMRunner
 from epcomm.runners.quantized_reference import QuantizedReferenceRunner
@@ -42,23 +50,25 @@ class Choice:
 
 
 CHOICES = [
-    Choice(id="normal", config=EPConfig(mode="normal"), prefill=(Mode.NORMAL, "collective")),
+    Choice(id="normal", config=EPConfig(mode="normal"), prefill=(Mode.NORMAL, "CollectiveBuffer")),
     Choice(
         id="normal by name",
         config=EPConfig(mode="normal", backend="collective", deterministic=True),
-        prefill=(Mode.NORMAL, "collective"),
+        prefill=(Mode.NORMAL, "CollectiveBuffer"),
     ),
-    Choice(id="standard", config=EPConfig(mode="standard"), prefill=(Mode.STANDARD, "all_gather")),
+    Choice(
+        id="standard", config=EPConfig(mode="standard"), prefill=(Mode.STANDARD, "AllGatherBuffer")
+    ),
     Choice(
         id="low latency",
         config=EPConfig(mode="low_latency", max_tokens_per_rank=16),
-        prefill=(Mode.LOW_LATENCY, "collective_static"),
+        prefill=(Mode.LOW_LATENCY, "StaticCollectiveBuffer"),
     ),
     Choice(
         id="auto is normal, and low latency in decode",
         config=EPConfig(max_tokens_per_rank=16),
-        prefill=(Mode.NORMAL, "collective"),
-        decode=(Mode.LOW_LATENCY, "collective_static"),
+        prefill=(Mode.NORMAL, "CollectiveBuffer"),
+        decode=(Mode.LOW_LATENCY, "StaticCollectiveBuffer"),
     ),
 ]
 
@@ -70,14 +80,17 @@ def test_choice_needs_no_group(choice: Choice) -> None:
     for phase, wanted in ((chosen.prefill, choice.prefill), (chosen.decode, choice.decode)):
         if phase is None or wanted is None:
             continue
-        assert (phase.mode, phase.backend, phase.world_size) == (*wanted, 4)
+        assert (phase.mode, phase.buffer, phase.world_size) == (*wanted, 4)
+        assert phase.backend == "collective"
         is_trained = phase.mode is not Mode.LOW_LATENCY
         assert phase.caps.trainable == is_trained
         by_runner = phase.weights_applied_by is WeightsAppliedBy.RUNNER
         assert by_runner == is_trained, "combine saves no rows for backward"
         spec = phase.buffer_spec
         assert (spec.hidden_size, spec.top_k, spec.num_local_experts) == (64, 2, 2)
-        assert {rejection.name for rejection in phase.rejected} == set(BUFFERS) - {phase.backend}
+        serving = {name for name in BUFFERS if phase.mode is not Mode.STANDARD or name == "ascend"}
+        # Nothing is rejected for another mode than this.
+        assert {rejection.name for rejection in phase.rejected} == serving - {phase.backend}
         assert all(rejection.reasons for rejection in phase.rejected)
 
 
@@ -89,9 +102,30 @@ def test_auto_without_a_limit_has_no_decode_and_says_what_is_missing() -> None:
 
 
 def test_limits_reach_the_buffer() -> None:
-    config = EPConfig(mode="normal", max_tokens_per_rank=128, slot_alignment=16)
+    config = EPConfig(mode="normal", max_tokens_per_rank=128)
     spec = plan(config, SPEC, world_size=4).prefill.buffer_spec
-    assert (spec.max_tokens_per_rank, spec.max_recv_slots, spec.slot_alignment) == (128, None, 16)
+    assert (spec.max_tokens_per_rank, spec.max_recv_slots, spec.slot_alignment) == (128, None, 1)
+
+
+def test_slots_of_experts_are_aligned_as_the_runner_named_needs() -> None:
+    config = EPConfig(mode="normal", runner="deep_gemm")
+    assert plan(config, SPEC, world_size=4).prefill.buffer_spec.slot_alignment == 128
+
+
+@pytest.mark.parametrize("backend", ["collective", "nvlink", "deep_ep", "ascend"])
+def test_a_backend_named_in_mode_auto_is_asked_for_both_phases(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (name for each in backend_names(backend, Mode.AUTO) for name in class_names(each)):
+        kind = backend_class(name)
+        monkeypatch.setattr(kind, "probe", lambda environment: Availability(ok=True))
+        monkeypatch.setattr(kind, "lacks", lambda mode, spec, world_size: ())
+        monkeypatch.setattr(kind, "needs_one_host", False)
+    spec = replace(SPEC, hidden_size=2048)
+    chosen = plan(EPConfig(backend=backend, max_tokens_per_rank=16), spec, world_size=4)
+    assert chosen.decode is not None
+    assert chosen.prefill.backend == chosen.decode.backend
+    assert chosen.decode.mode is Mode.LOW_LATENCY
 
 
 def test_explain_says_what_was_chosen_and_rejected_and_why() -> None:
@@ -99,18 +133,19 @@ def test_explain_says_what_was_chosen_and_rejected_and_why() -> None:
     lines = plan(limited, SPEC, world_size=4).explain().splitlines()
     # Headers of 137 words, 8 B each, to 3 other ranks.
     assert lines[:5] == [
-        "mode normal on backend collective, 4 ranks with 2 experts each",
+        "mode normal on backend collective (CollectiveBuffer), 4 ranks with 2 experts each",
         "wire: dispatch bf16, combine bf16, backward bf16",
         "router weights applied by runner; trainable: True; host reads a dispatch: 1",
         "at most 288 B a token out, 256 B home, and 3288 B of headers a dispatch",
         "tokens a rank: at most 128",
     ]
-    assert "rejected ascend_standard, all_gather, replicated: serves standard, not normal" in lines
+    assert "rejected nvlink: there is no CUDA device" in " ".join(lines)
+    assert not any("not standard" in line or "not low_latency" in line for line in lines)
     unlimited = plan(EPConfig(mode="standard"), SPEC, world_size=4).explain().splitlines()
     assert "tokens a rank: no limit" in unlimited
-    of_normal = [line for line in unlimited if line.endswith(": serves normal, not standard")]
-    assert len(of_normal) == 1, "backends with the same reasons share a line"
-    assert ", collective: " in of_normal[0]
+    rejected = [line for line in unlimited if line.startswith("rejected ")]
+    assert len(rejected) == 1, "nothing is rejected because it serves other modes"
+    assert rejected[0].startswith("rejected ascend: ")
 
 
 def weights(intermediate_size: int) -> ExpertWeights:
@@ -514,7 +549,7 @@ class Bytes:
     combine: int
 
 
-LOW_LATENCY = EPConfig(mode="low_latency", backend="collective_static", max_tokens_per_rank=16)
+LOW_LATENCY = EPConfig(mode="low_latency", backend="collective", max_tokens_per_rank=16)
 BYTES = [
     Bytes(
         id="K below W: K copies of 128 + 16",
@@ -532,7 +567,7 @@ BYTES = [
     ),
     Bytes(
         id="standard: a copy for each other rank whatever K",
-        config=EPConfig(mode="standard", backend="all_gather"),
+        config=EPConfig(mode="standard", backend="collective"),
         spec=SPEC,
         dispatch=432,
         combine=384,
@@ -592,15 +627,14 @@ REFUSALS = [
     ),
     Refusal(
         id="backend of the wrong mode",
-        config=EPConfig(mode="normal", backend="all_gather"),
+        config=EPConfig(mode="standard", backend="shared_memory"),
         error=BackendUnavailable,
-        message="backend all_gather cannot serve this layer: serves standard, not normal",
+        message="backend shared_memory cannot serve this layer: has no mode standard; change",
     ),
     Refusal(
         id="nobody serves low latency without a limit",
         config=EPConfig(mode="low_latency"),
-        message="collective: serves normal, not low_latency; collective_static: has static sizes; "
-        "set max_tokens_per_rank; ",
+        message="collective: has static sizes; set max_tokens_per_rank",
     ),
     Refusal(
         id="fuseep without experts: nothing is INT8",
@@ -626,26 +660,15 @@ REFUSALS = [
     ),
     Refusal(id="no ranks", config=EPConfig(), world_size=0, message="plan: world_size is 0"),
     Refusal(
-        id="decode that the backend asked for does not serve",
-        config=EPConfig(backend="collective", max_tokens_per_rank=16),
-        error=BackendUnavailable,
-        message="backend collective cannot serve this layer: serves normal, not low_latency",
-    ),
-    Refusal(
         id="every reason at once",
         config=EPConfig(mode="normal", replicated=True),
-        message="collective: needs EPConfig.replicated = False; collective_static: needs "
-        "EPConfig.replicated = False; has static sizes; set max_tokens_per_rank; has static "
-        "sizes; set max_recv_slots; all_gather: serves standard, not normal; ",
-    ),
-    Refusal(
-        id="combine dtype that experts do not return",
-        config=EPConfig(combine_dtype="fp32"),  # type: ignore[arg-type]
-        message="plan: combine_dtype is fp32, but experts return bf16",
+        message="collective: needs EPConfig.replicated = False; StaticCollectiveBuffer has static "
+        "sizes; set max_tokens_per_rank; StaticCollectiveBuffer has static sizes; set "
+        "max_recv_slots",
     ),
     Refusal(
         id="slot budget on a buffer of exact size",
-        config=EPConfig(mode="normal", backend="collective", max_recv_slots=64),
+        config=EPConfig(mode="normal", backend="shared_memory", max_recv_slots=64),
         error=BackendUnavailable,
         message="leave max_recv_slots None",
     ),
@@ -691,6 +714,6 @@ def test_slot_budget_is_that_of_prefill_alone() -> None:
 def test_more_batches_in_flight_than_a_backend_keeps_are_refused() -> None:
     config = EPConfig(mode="low_latency", max_tokens_per_rank=4, batches_in_flight=3)
     rejected = {each.name: each.reasons for each in plan(config, SPEC).prefill.rejected}
-    assert "keeps 2 batches in flight, not 3" in rejected["deep_ep_v1_low_latency"]
+    assert "keeps 2 batches in flight, not 3" in rejected["deep_ep_v1"]
     # Whose slots may be more.
-    assert not any("in flight" in reason for reason in rejected["nvlink_low_latency"])
+    assert not any("in flight" in reason for reason in rejected["nvlink"])

@@ -218,7 +218,7 @@ def test_scales_come_as_the_runner_reads_them(
     with EPGroup() as group, torch.no_grad():
         plain = make_weights(spec, 2, intermediate_size=128, device=group.device)
         weights = Fp8BlockWeights.from_unquantized(plain, scales=scales)
-        wide = replace(CONFIGS[config], slot_alignment=128)
+        wide = CONFIGS[config]
         if wide.max_recv_slots is not None:
             wide = replace(wide, max_recv_slots=1000)
         mine = make_batch(spec, group.rank, 2).to(group.device)

@@ -55,9 +55,7 @@ def test_backend_that_one_rank_lacks_is_rejected_on_all(monkeypatch: pytest.Monk
         with pytest.raises(ConfigError) as caught:
             plan(EPConfig(mode="normal"), SPEC, group)
         assert "shared_memory: rank 1: no cable; rank 1: no driver" in str(caught.value)
-        assert "collective: rank 1: no cable; rank 1: no driver; collective_static: has static" in (
-            str(caught.value)
-        )
+        assert "; collective: rank 1: no cable; rank 1: no driver" in str(caught.value)
 
 
 @pytest.mark.ranks(NUM_RANKS)
@@ -73,7 +71,7 @@ def test_a_plan_and_its_buffer_take_one_exchange_each(monkeypatch: pytest.Monkey
         monkeypatch.setattr(group.collectives, "all_gather", counted)
         config = EPConfig(mode="normal", backend="collective", max_tokens_per_rank=8)
         chosen = plan(config, SPEC, group, weights=weights())
-        group.open_buffer(chosen.prefill.backend, chosen.prefill.buffer_spec)
+        group.open_buffer(chosen.prefill.buffer, chosen.prefill.buffer_spec)
     # Behind the header that every call begins with.
     assert phases == ["plan, records", "open_buffer, records"]
 
@@ -83,7 +81,7 @@ def test_reason_that_all_ranks_share_names_no_rank(monkeypatch: pytest.MonkeyPat
     with EPGroup() as group:
         for kind in (CollectiveBuffer, SharedMemoryBuffer):
             monkeypatch.setattr(kind, "probe", lambda environment: lacking("no cable"))
-        with pytest.raises(ConfigError, match="collective: no cable; collective_static"):
+        with pytest.raises(ConfigError, match="; collective: no cable"):
             plan(EPConfig(mode="normal"), SPEC, group)
 
 
@@ -106,11 +104,9 @@ OTHER_CONFIG = {
     "dispatch_dtype": "bf16",
     "dispatch_scales": "float32",
     "int8_profile": "div",
-    "combine_dtype": "bf16",
     "max_tokens_per_rank": 8,
     "max_recv_slots": 40,
     "replicated": True,
-    "slot_alignment": 4,
     "num_sms": 16,
     "batches_in_flight": 3,
     "timeout_s": 50.0,

@@ -99,7 +99,7 @@ class Gathered:
 class AllGatherBuffer(OverCollectives):
     """Standard mode over `Collectives`: gather all, compute locally, reduce-scatter."""
 
-    name: ClassVar[str] = "all_gather"
+    name: ClassVar[str] = "collective"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.STANDARD})
     # The header brings the counts, so there always is one.
     counts_calls = True

@@ -37,7 +37,7 @@ from epcomm.types import Int8Profile, WireTensor
 class AscendNormalBuffer(AscendBuffer):
     """Exact sizes; the host waits for the counts, once a dispatch. For inference."""
 
-    name: ClassVar[str] = "ascend_normal"
+    name: ClassVar[str] = "ascend"
     mode: ClassVar[Mode] = Mode.NORMAL
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
     calls: ClassVar[Mapping[str, Sequence[str]]] = MappingProxyType(

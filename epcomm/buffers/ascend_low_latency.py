@@ -53,7 +53,7 @@ class AscendLowLatencyRoute(AscendRoute):
 class AscendLowLatencyBuffer(AscendBuffer):
     """Static sizes, no host read."""
 
-    name: ClassVar[str] = "ascend_low_latency"
+    name: ClassVar[str] = "ascend"
     mode: ClassVar[Mode] = Mode.LOW_LATENCY
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
     calls: ClassVar[Mapping[str, Sequence[str]]] = MappingProxyType(

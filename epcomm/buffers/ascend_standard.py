@@ -69,7 +69,7 @@ class AscendStandardRoute(GatheredRoute):
 class AscendStandardBuffer(AllGatherBuffer):
     """Exact sizes; the host waits for the counts, once a dispatch. For inference."""
 
-    name: ClassVar[str] = "ascend_standard"
+    name: ClassVar[str] = "ascend"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.STANDARD})
 
     @classmethod

@@ -219,6 +219,9 @@ class Combined:
 class Backend(ABC):
     """What a plan asks before it chooses: of a Buffer, or of a fused operator.
 
+    name: of the registry; a backend has a class for each mode, and for exact and static sizes.
+    modes: those that this class serves.
+    int8_profile: arithmetic of INT8 where the configuration names none.
     needs_one_host: it serves ranks that can share memory, and no others.
     needs_host_waits: its host waits for the others, as the verbs of its transport must do too.
     needs_nvlink: GPUs of its ranks write one another's memory, with atomics.
@@ -230,6 +233,7 @@ class Backend(ABC):
 
     name: ClassVar[str]
     modes: ClassVar[frozenset[Mode]]
+    int8_profile: ClassVar[Int8Profile] = Int8Profile.RINT127
 
     @classmethod
     @abstractmethod

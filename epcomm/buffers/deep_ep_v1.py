@@ -280,7 +280,7 @@ class DeepEPV1Buffer(ForeignBuffer):
 class DeepEPV1StaticBuffer(DeepEPV1Buffer):
     """W * M rows and a budget of slots; the host reads nothing."""
 
-    name: ClassVar[str] = "deep_ep_v1_static"
+    name: ClassVar[str] = "deep_ep_v1"
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:

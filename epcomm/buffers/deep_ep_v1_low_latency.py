@@ -100,7 +100,7 @@ class LowLatencyRoute(Route):
 class DeepEPV1LowLatencyBuffer(ForeignBuffer):
     """Static sizes, no host read, graph-capturable, two batches in flight."""
 
-    name: ClassVar[str] = "deep_ep_v1_low_latency"
+    name: ClassVar[str] = "deep_ep_v1"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
 
     @classmethod

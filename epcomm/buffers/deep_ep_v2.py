@@ -323,7 +323,7 @@ class DeepEPV2Buffer(ElasticBase):
 class DeepEPV2StaticBuffer(DeepEPV2Buffer):
     """W * M rows and a budget of slots; the host reads nothing."""
 
-    name: ClassVar[str] = "deep_ep_v2_static"
+    name: ClassVar[str] = "deep_ep_v2"
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:

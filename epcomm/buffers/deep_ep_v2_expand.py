@@ -29,7 +29,7 @@ from epcomm.records import SlotIndex
 class DeepEPV2ExpandBuffer(ElasticBase):
     """Exact sizes; the host waits for the counts, once a dispatch. For inference."""
 
-    name: ClassVar[str] = "deep_ep_v2_expand"
+    name: ClassVar[str] = "deep_ep_v2"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
     is_in_order: ClassVar[bool] = False
 
@@ -113,7 +113,7 @@ class DeepEPV2ExpandBuffer(ElasticBase):
 class DeepEPV2LowLatencyBuffer(DeepEPV2ExpandBuffer):
     """Static sizes: room for any routing of M tokens a rank; the host reads nothing."""
 
-    name: ClassVar[str] = "deep_ep_v2_low_latency"
+    name: ClassVar[str] = "deep_ep_v2"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
     # Tokens of the others arrive and are computed, whatever this rank has sent.
     empties_failed: ClassVar[bool] = False

@@ -63,7 +63,7 @@ _INTERPRETED_PROGRAMS = 2
 class NVLinkLowLatencyBuffer(MaskingHost):
     """Low latency between the GPUs of one host; under Triton's interpreter between CPU ranks."""
 
-    name: ClassVar[str] = "nvlink_low_latency"
+    name: ClassVar[str] = "nvlink"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
     # Used in turns; tests use one as well, which hides fewer faults.
     num_slots: ClassVar[int] = NUM_SLOTS

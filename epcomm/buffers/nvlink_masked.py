@@ -25,7 +25,7 @@ from epcomm.types import Layout, RowsPer, WireTensor
 class NVLinkMaskedBuffer(NVLinkLowLatencyBuffer):
     """As its base, in the layout MASKED: the same words, an index of fixed rooms, and a copy."""
 
-    name: ClassVar[str] = "nvlink_low_latency_masked"
+    name: ClassVar[str] = "nvlink"
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:

@@ -17,7 +17,7 @@ from epcomm.errors import EPError
 class NVLinkStaticBuffer(NVLinkNormal):
     """A budget of slots, no host read: for graphs, and where the host must not wait."""
 
-    name: ClassVar[str] = "nvlink_static"
+    name: ClassVar[str] = "nvlink"
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:

@@ -78,7 +78,7 @@ class ReplicatedRoute(Route):
 class ReplicatedBuffer(OverCollectives):
     """Standard mode for tokens that all ranks share. A dispatch sends nothing."""
 
-    name: ClassVar[str] = "replicated"
+    name: ClassVar[str] = "collective"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.STANDARD})
 
     @classmethod

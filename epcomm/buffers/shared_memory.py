@@ -61,9 +61,14 @@ _PART_BYTES = 2**21
 
 
 class SharedMemoryBuffer(CollectiveBuffer):
-    """Normal mode over shared memory: exact sizes. Under no_grad rows are views of it."""
+    """Both phases over shared memory, with exact sizes. Under no_grad rows are views of it.
+
+    Decode needs no static sizes here: on a CPU no graph is captured, and no device runs ahead of
+    the host.
+    """
 
     name: ClassVar[str] = "shared_memory"
+    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL, Mode.LOW_LATENCY})
     needs_one_host: ClassVar[bool] = True
     needs_host_waits: ClassVar[bool] = True
 

@@ -73,7 +73,7 @@ class StaticRoute(Route):
 class StaticCollectiveBuffer(OverCollectives):
     """M rows to every rank, whatever the routing; no host read."""
 
-    name: ClassVar[str] = "collective_static"
+    name: ClassVar[str] = "collective"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL, Mode.LOW_LATENCY})
 
     @classmethod

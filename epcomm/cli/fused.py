@@ -8,7 +8,7 @@ from epcomm.cli.numbers import bytes_text
 from epcomm.fuseep.ascend import AscendFused
 from epcomm.fuseep.limits import FuseEPLimits
 from epcomm.planning import PhasePlan
-from epcomm.registry import FUSED, fused_class
+from epcomm.registry import FUSED, class_names, fused_class
 
 _NO_LIMIT = "no limit"
 
@@ -28,7 +28,7 @@ def fused_table(phase: PhasePlan) -> Table:
 
 
 def _properties(name: str, phase: PhasePlan) -> dict[str, str]:
-    operator = fused_class(name)
+    operator = fused_class(class_names(name)[0])
     if not issubclass(operator, AscendFused):
         return {"chip": "any", **_limits(FuseEPLimits()), "rows a call": _NO_LIMIT}
     spec, window, packed = phase.buffer_spec, "pass --max-tokens", "pass --max-tokens"

@@ -52,7 +52,9 @@ def plan_command(
     mode: Annotated[
         str | None, typer.Option(help="standard, normal, low_latency, auto or fuseep.")
     ] = None,
-    backend: Annotated[str | None, typer.Option(help="auto or a registered name.")] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="auto, or one of the backends that `epcomm doctor` lists.")
+    ] = None,
     runner: Annotated[str | None, typer.Option(help="auto or a registered name.")] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Most tokens a rank dispatches in one call.")
@@ -62,9 +64,6 @@ def plan_command(
     ] = None,
     replicated: Annotated[
         bool | None, typer.Option(help="Every rank passes the same tokens.")
-    ] = None,
-    slot_alignment: Annotated[
-        int | None, typer.Option(help="Slots of an expert start at a multiple of this.")
     ] = None,
     config: Annotated[
         Path | None,
@@ -87,7 +86,6 @@ def plan_command(
         "max_tokens_per_rank": max_tokens,
         "max_recv_slots": max_recv_slots,
         "replicated": replicated,
-        "slot_alignment": slot_alignment,
     }
     try:
         shape = None if model is None else read_model_file(model)
@@ -216,6 +214,7 @@ def _choice(phase: PhasePlan) -> dict[str, str]:
     row = {
         "mode": phase.mode.value,
         "backend": phase.backend,
+        "buffer": phase.buffer,
         "wire format out": str(spec.dispatch_format),
         **phase.unusual(),
         "wire format home": str(spec.combine_format),

@@ -75,7 +75,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self._group = group
         self._spec = self.plan.buffer_spec
         self._dtype = self._spec.combine_format.dtype.torch_dtype
-        self._buffer = group.open_buffer(self.plan.backend, self._spec)
+        self._buffer = group.open_buffer(self.plan.buffer, self._spec)
         self._calls = group.collectives.calls
         self._number = self._calls.add_dispatcher(self.mode)
         # Plain torch casts; only eight bits need a kernel.

@@ -56,6 +56,12 @@ class AscendRunner(ExpertRunner):
     int8_profiles: ClassVar[frozenset[Int8Profile]] = frozenset({Int8Profile.RINT127})
 
     @classmethod
+    def probe(cls) -> Availability:
+        if has_kernel("npu_grouped_matmul", "npu"):
+            return Availability(ok=True)
+        return Availability(ok=False, reasons=("torch_npu is not imported, or has no devices",))
+
+    @classmethod
     def supports(cls, weights: ExpertTensors) -> Availability:
         if not isinstance(weights, cls.kinds):
             return super().supports(weights)
@@ -104,7 +110,7 @@ class AscendRunner(ExpertRunner):
         if alignment > 1:
             raise ShapeError(
                 f"{self.name}: slots begin at multiples of {alignment}, expected one "
-                "expert's right behind another's; set slot_alignment to 1"
+                "expert's right behind another's; dispatch with a plan made for runner {self.name}"
             )
         rows, row_of_slot = dispatched.hidden_states.data, dispatched.index.row_of_slot
         if len(rows if row_of_slot is None else row_of_slot) == 0:

@@ -50,6 +50,11 @@ class ExpertRunner(ABC):
         self.int8_profile = int8_profile
 
     @classmethod
+    def probe(cls) -> Availability:
+        """Say whether its packages and a device for it are on this machine. Local; for doctor()."""
+        return Availability(ok=True)
+
+    @classmethod
     def supports(cls, weights: ExpertTensors) -> Availability:
         """Whether it can compute these experts here. Local; pure. By default: by their kind."""
         if isinstance(weights, cls.kinds):

@@ -39,11 +39,11 @@ class Case:
 
 
 CASES = {
-    "ascend_normal": Case(mode=Mode.NORMAL, config=EPConfig(mode="normal")),
-    "ascend_low_latency": Case(
+    "AscendNormalBuffer": Case(mode=Mode.NORMAL, config=EPConfig(mode="normal")),
+    "AscendLowLatencyBuffer": Case(
         mode=Mode.LOW_LATENCY, config=EPConfig(mode="low_latency", max_tokens_per_rank=16)
     ),
-    "ascend_standard": Case(mode=Mode.STANDARD, config=EPConfig(mode="standard")),
+    "AscendStandardBuffer": Case(mode=Mode.STANDARD, config=EPConfig(mode="standard")),
 }
 HIDDEN, SMALL_HIDDEN = 1024, 64
 WIRES = {"bf16": None, "int8": INT8_PER_TOKEN}
@@ -105,7 +105,7 @@ def test_layer_on_ascend_equals_the_oracle(
     scenario: str, backend: str, wire: WireDtype | None
 ) -> None:
     with EPGroup() as group, hidden_size_of(group) as hidden_size:
-        config = replace(CASES[backend].config, backend=backend, dispatch_dtype=wire)
+        config = replace(CASES[backend].config, backend="ascend", dispatch_dtype=wire)
         env = layer_suite.pipeline_env(group, config, hidden_size=hidden_size, dtype=torch.bfloat16)
         layer_suite.run_scenario(scenario, replace(env, has_gradients=False))
 
@@ -120,13 +120,13 @@ def test_w8a8_experts_equal_a_float64_model(backend: str) -> None:
         weights = Int8ChannelWeights.from_unquantized(plain)
         batch = without_halves(make_batch(spec, group.rank, group.world_size))
         topk = TopKOutput(topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
-        config = replace(CASES[backend].config, backend=backend, runner="ascend")
+        config = replace(CASES[backend].config, backend="ascend", runner="ascend")
         layer = ExpertParallelExperts(weights, group, config, top_k=spec.num_topk(group.world_size))
         assert "wire: dispatch int8/0" in layer.explain()
         y = layer(batch.x, topk)
         layer.check()
         # Others bring single slots home.
-        num_parts = group.world_size if backend == "ascend_standard" else 1
+        num_parts = group.world_size if backend == "AscendStandardBuffer" else 1
         assert_within(y, stored_model(batch, weights, OF_ASCEND, num_parts=num_parts))
 
 
@@ -134,7 +134,7 @@ def test_w8a8_experts_equal_a_float64_model(backend: str) -> None:
 @pytest.mark.parametrize("backend", CASES)
 def test_unquantised_experts_equal_the_oracle(backend: str) -> None:
     with EPGroup() as group:
-        config = replace(CASES[backend].config, backend=backend, runner="ascend")
+        config = replace(CASES[backend].config, backend="ascend", runner="ascend")
         env = layer_suite.pipeline_env(group, config, hidden_size=HIDDEN, dtype=torch.bfloat16)
         layer_suite.run_scenario("holes", replace(env, has_gradients=False))
 
@@ -148,7 +148,7 @@ def test_what_lies_in_padding_does_not_matter(backend: str, wire: str) -> None:
     with EPGroup() as group, torch.no_grad():
         batch = make_batch(spec, group.rank, group.world_size)
         dtype = WireDtype.INT8 if wire == "int8" else None
-        config = replace(CASES[backend].config, backend=backend, dispatch_dtype=dtype)
+        config = replace(CASES[backend].config, backend="ascend", dispatch_dtype=dtype)
         weights = make_weights(spec, group.world_size, intermediate_size=16)
         layer = ExpertParallelExperts(weights, group, config, top_k=spec.num_topk(group.world_size))
         ids, x = batch.topk_ids.clone(), batch.x.clone()
@@ -175,7 +175,7 @@ def test_a_small_window_is_an_error_that_names_the_setting(
             plan(EPConfig(mode="normal", backend="ascend"), spec, group)
         monkeypatch.setenv("DEEPEP_HCCL_BUFFSIZE", "560")
         chosen = plan(EPConfig(mode="normal", backend="ascend"), spec, group)
-        assert chosen.prefill.backend == "ascend_normal"
+        assert chosen.prefill.backend == "ascend"
 
 
 @pytest.mark.ranks(2)

@@ -52,7 +52,7 @@ def through_all_buffers(
     """y by buffer; with is_int8 the experts are W8A8, and so are the rows."""
     found = {}
     for backend, case in CASES.items():
-        config = replace(case.config, backend=backend, runner="ascend")
+        config = replace(case.config, backend="ascend", runner="ascend")
         block = make_block(name, hidden_size)
         moe = ExpertParallelMoE.from_transformers(block, group, config)
         if is_int8:
@@ -114,7 +114,7 @@ def test_w8a8_blocks_are_within_what_their_scales_allow(name: str) -> None:
 def test_unquantised_blocks_give_the_same_through_all_buffers(name: str) -> None:
     with EPGroup() as group, torch.no_grad(), hidden_size_of(group) as hidden_size:
         found = through_all_buffers(name, group, hidden_size, is_int8=False)
-        normal = found.pop("ascend_normal").double()
+        normal = found.pop("AscendNormalBuffer").double()
         # Rows of the other two buffers are the same, and so are the experts'. Sums of a rank, the
         # sum over ranks and the sum with shared experts are stored in bfloat16.
         largest = normal.abs().amax() if normal.numel() else 1.0

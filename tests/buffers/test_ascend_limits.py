@@ -42,7 +42,7 @@ from epcomm.testing.deep_ep import install
 from epcomm.types import WireFormat
 from tests.test_doctor import write_package
 
-NORMAL, LOW_LATENCY = "ascend_normal", "ascend_low_latency"
+NORMAL, LOW_LATENCY = "AscendNormalBuffer", "AscendLowLatencyBuffer"
 BOTH = (NORMAL, LOW_LATENCY)
 HIDDEN = 1024
 BF16 = WireFormat.of(torch.bfloat16)
@@ -65,9 +65,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def config_of(backend: str, **changes: object) -> EPConfig:
     """How a backend is asked for."""
     config = (
-        EPConfig(mode="normal", backend=backend)
+        EPConfig(mode="normal", backend="ascend")
         if backend == NORMAL
-        else EPConfig(mode="low_latency", backend=backend, max_tokens_per_rank=16)
+        else EPConfig(mode="low_latency", backend="ascend", max_tokens_per_rank=16)
     )
     return replace(config, **changes)  # type: ignore[arg-type]
 

@@ -28,7 +28,7 @@ from epcomm.testing.ascend import limits, registry
 from epcomm.testing.data import BatchSpec, make_weights, random_ids
 from epcomm.testing.deep_ep import install
 
-NAME = "ascend_standard"
+NAME = "AscendStandardBuffer"
 OPERATORS = (
     "npu_moe_init_routing_v2",
     "npu_moe_finalize_routing",
@@ -115,7 +115,7 @@ def test_a_group_of_processors_is_not_served_by_a_device(monkeypatch: pytest.Mon
         ):
             plan(CONFIG, LAYER, group)
         chosen = plan(EPConfig(mode="standard"), LAYER, group)
-        assert chosen.prefill.backend == "all_gather"
+        assert chosen.prefill.backend == "collective"
 
 
 def half_of(rows: Tensor) -> Tensor:

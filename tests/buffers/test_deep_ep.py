@@ -34,28 +34,25 @@ class Case:
 CASES = {
     case.backend: case
     for case in (
-        Case(package="v1", backend="deep_ep_v1", mode=Mode.NORMAL, hidden_size=256),
-        Case(package="v1", backend="deep_ep_v1_static", mode=Mode.NORMAL, hidden_size=256),
+        Case(package="v1", backend="DeepEPV1Buffer", mode=Mode.NORMAL, hidden_size=256),
+        Case(package="v1", backend="DeepEPV1StaticBuffer", mode=Mode.NORMAL, hidden_size=256),
         Case(
             package="v1",
-            backend="deep_ep_v1_low_latency",
+            backend="DeepEPV1LowLatencyBuffer",
             mode=Mode.LOW_LATENCY,
             hidden_size=2048,
             token_multiple=4,
         ),
         Case(
-            package="v2", backend="deep_ep_v2", mode=Mode.NORMAL, hidden_size=256, token_multiple=1
-        ),
-        Case(package="v2", backend="deep_ep_v2_static", mode=Mode.NORMAL, hidden_size=256),
-        Case(
             package="v2",
-            backend="deep_ep_v2_expand",
+            backend="DeepEPV2Buffer",
             mode=Mode.NORMAL,
             hidden_size=256,
             token_multiple=1,
         ),
+        Case(package="v2", backend="DeepEPV2StaticBuffer", mode=Mode.NORMAL, hidden_size=256),
         Case(
-            package="v2", backend="deep_ep_v2_low_latency", mode=Mode.LOW_LATENCY, hidden_size=256
+            package="v2", backend="DeepEPV2LowLatencyBuffer", mode=Mode.LOW_LATENCY, hidden_size=256
         ),
     )
 }
@@ -76,7 +73,7 @@ RUNS = [
     (backend, scenario)
     for backend in CASES
     for scenario in SCENARIOS
-    if not (scenario in ALIGNED and backend == "deep_ep_v1_low_latency")
+    if not (scenario in ALIGNED and backend == "DeepEPV1LowLatencyBuffer")
 ]
 
 
@@ -125,13 +122,12 @@ def buffer_env(backend: str, group: EPGroup, wire: str) -> BufferEnv:
 
 
 CONFIGS = {
-    "deep_ep_v1": EPConfig(mode="normal"),
-    "deep_ep_v1_static": EPConfig(mode="normal", max_tokens_per_rank=16, max_recv_slots=256),
-    "deep_ep_v1_low_latency": EPConfig(mode="low_latency", max_tokens_per_rank=16),
-    "deep_ep_v2": EPConfig(mode="normal", max_tokens_per_rank=16),
-    "deep_ep_v2_static": EPConfig(mode="normal", max_tokens_per_rank=16, max_recv_slots=256),
-    "deep_ep_v2_expand": EPConfig(mode="normal", max_tokens_per_rank=16),
-    "deep_ep_v2_low_latency": EPConfig(mode="low_latency", max_tokens_per_rank=16),
+    "DeepEPV1Buffer": EPConfig(mode="normal"),
+    "DeepEPV1StaticBuffer": EPConfig(mode="normal", max_tokens_per_rank=16, max_recv_slots=256),
+    "DeepEPV1LowLatencyBuffer": EPConfig(mode="low_latency", max_tokens_per_rank=16),
+    "DeepEPV2Buffer": EPConfig(mode="normal", max_tokens_per_rank=16),
+    "DeepEPV2StaticBuffer": EPConfig(mode="normal", max_tokens_per_rank=16, max_recv_slots=256),
+    "DeepEPV2LowLatencyBuffer": EPConfig(mode="low_latency", max_tokens_per_rank=16),
 }
 
 
@@ -140,7 +136,7 @@ LAYER_SCENARIOS = [name for name in layer_suite.SCENARIOS if name != "clamped_sw
 
 
 def layer_env(backend: str, group: EPGroup, wire: WireDtype | None = None) -> LayerEnv:
-    config = replace(CONFIGS[backend], backend=backend, dispatch_dtype=wire)
+    config = replace(CONFIGS[backend], backend=buffer_class(backend).name, dispatch_dtype=wire)
     env = layer_suite.pipeline_env(
         group, config, hidden_size=CASES[backend].hidden_size, dtype=torch.bfloat16
     )
@@ -167,7 +163,7 @@ def test_layer_with_quantized_dispatch_on_deep_ep_equals_the_oracle(
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize(
-    "backend", ["deep_ep_v1", "deep_ep_v1_static", "deep_ep_v2", "deep_ep_v2_static"]
+    "backend", ["DeepEPV1Buffer", "DeepEPV1StaticBuffer", "DeepEPV2Buffer", "DeepEPV2StaticBuffer"]
 )
 @pytest.mark.parametrize("scenario", layer_suite.GRADIENT_SCENARIOS)
 def test_layer_on_deep_ep_trains_like_the_oracle(scenario: str, backend: str) -> None:
@@ -189,7 +185,7 @@ def test_gradients_of_fp8_rows_fit_into_a_large_v2_buffer() -> None:
         max_tokens_per_rank=4096,
     )
     with install("v2"), EPGroup() as group:
-        buffer = group.open_buffer("deep_ep_v2", spec)
+        buffer = group.open_buffer("DeepEPV2Buffer", spec)
         out = buffer.dispatch(
             DispatchCall(
                 hidden_states=torch.ones(2, 7168, dtype=torch.bfloat16),

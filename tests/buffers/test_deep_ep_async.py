@@ -34,9 +34,7 @@ from tests.buffers.test_deep_ep import CASES, buffer_env
 NUM_RANKS = 2
 HIDDEN_SIZE, NUM_EXPERTS, TOP_K, MAX_TOKENS = 2048, 4, 2, 4
 CONTRACTS = Path(__file__).parents[1] / "contracts"
-CONFIG = EPConfig(
-    mode="low_latency", backend="deep_ep_v1_low_latency", max_tokens_per_rank=MAX_TOKENS
-)
+CONFIG = EPConfig(mode="low_latency", backend="DeepEPV1Buffer", max_tokens_per_rank=MAX_TOKENS)
 SPEC = MoESpec(hidden_size=HIDDEN_SIZE, num_experts=NUM_EXPERTS, top_k=TOP_K)
 
 
@@ -246,7 +244,7 @@ def test_every_call_binds_to_the_recorded_signature(
         counts = record_calls(package, module, patch)
         with EPGroup() as group:
             check_batch(buffer_env(backend, group, wire), BATCH_SPECS["uneven"])
-        is_low_latency = backend == "deep_ep_v1_low_latency"
+        is_low_latency = backend == "DeepEPV1LowLatencyBuffer"
         for verb in ("dispatch", "combine"):
             assert counts[f"low_latency_{verb}" if is_low_latency else verb] >= 1
         assert counts["__init__"] == counts["destroy"] == 1

@@ -142,9 +142,9 @@ class Lack:
         return f"{self.backends[0]}: {changes or 'as it is'} on {self.world_size}{depth}"
 
 
-V1 = ("deep_ep_v1", "deep_ep_v1_static")
-V1_LL = ("deep_ep_v1_low_latency",)
-V2 = ("deep_ep_v2", "deep_ep_v2_static", "deep_ep_v2_expand", "deep_ep_v2_low_latency")
+V1 = ("DeepEPV1Buffer", "DeepEPV1StaticBuffer")
+V1_LL = ("DeepEPV1LowLatencyBuffer",)
+V2 = ("DeepEPV2Buffer", "DeepEPV2StaticBuffer", "DeepEPV2LowLatencyBuffer")
 LACKS = [
     Lack(backends=(*V1, *V1_LL, *V2)),
     Lack(backends=V1[:1], world_size=160),
@@ -252,10 +252,10 @@ LAYER = MoESpec(hidden_size=2048, num_experts=16, top_k=8)
 def config_of(backend: str, **changes: object) -> EPConfig:
     """One that the backend serves, but for the changes."""
     case = CASES[backend]
-    is_budget = backend.endswith("_static")
+    is_budget = "Static" in backend
     config = EPConfig(
         mode=case.mode,
-        backend=backend,
+        backend=buffer_class(backend).name,
         max_tokens_per_rank=16,
         max_recv_slots=256 if is_budget else None,
     )
@@ -304,19 +304,19 @@ MISSING = [
         id="deterministic",
         changes={"deterministic": True},
         reason="slots arrive in any order, and EPConfig.deterministic is set",
-        backends=("deep_ep_v1_low_latency", "deep_ep_v2_expand", "deep_ep_v2_low_latency"),
+        backends=("DeepEPV1LowLatencyBuffer", "DeepEPV2LowLatencyBuffer"),
     ),
     Missing(
         id="budget in low latency",
         changes={"max_recv_slots": 64},
         reason="has room for any routing and no slot budget; leave max_recv_slots None",
-        backends=("deep_ep_v1_low_latency", "deep_ep_v2_low_latency"),
+        backends=("DeepEPV1LowLatencyBuffer", "DeepEPV2LowLatencyBuffer"),
     ),
     Missing(
         id="no limit of tokens",
         changes={"max_tokens_per_rank": None},
         reason="set max_tokens_per_rank",
-        backends=tuple(name for name in CASES if name != "deep_ep_v1"),
+        backends=tuple(name for name in CASES if name != "DeepEPV1Buffer"),
     ),
 ]
 
@@ -325,7 +325,7 @@ MISSING = [
 def test_backend_asked_for_by_name_is_refused_with_the_reason(missing: Missing) -> None:
     for backend in missing.backends:
         with install(CASES[backend].package):
-            assert plan(config_of(backend), LAYER, world_size=4).prefill.backend == backend
+            assert plan(config_of(backend), LAYER, world_size=4).prefill.buffer == backend
             with pytest.raises(BackendUnavailable) as caught:
                 plan(config_of(backend, **missing.changes), missing.layer, world_size=4)
         assert f"backend {backend} cannot serve this layer" in str(caught.value)
@@ -378,28 +378,32 @@ class Auto:
 
 DECODE = EPConfig(max_tokens_per_rank=16)
 AUTO = [
-    Auto(package=None, config=DECODE, prefill="shared_memory", decode="collective_static"),
-    Auto(package="v1", config=DECODE, prefill="deep_ep_v1", decode="deep_ep_v1_low_latency"),
-    Auto(package="v1", config=EPConfig(), prefill="deep_ep_v1", decode=None),
+    Auto(
+        package=None, config=DECODE, prefill="SharedMemoryBuffer", decode="StaticCollectiveBuffer"
+    ),
+    Auto(package="v1", config=DECODE, prefill="DeepEPV1Buffer", decode="DeepEPV1LowLatencyBuffer"),
+    Auto(package="v1", config=EPConfig(), prefill="DeepEPV1Buffer", decode=None),
     # A prefill without a limit has no room in the elastic buffer, which allocates once.
-    Auto(package="v2", config=DECODE, prefill="shared_memory", decode="deep_ep_v2_low_latency"),
+    Auto(
+        package="v2", config=DECODE, prefill="SharedMemoryBuffer", decode="DeepEPV2LowLatencyBuffer"
+    ),
     Auto(
         package="v2",
         config=replace(DECODE, mode=Mode.NORMAL),
-        prefill="deep_ep_v2",
-        decode="deep_ep_v2",
+        prefill="DeepEPV2Buffer",
+        decode="DeepEPV2Buffer",
     ),
     Auto(
         package="v2",
         config=replace(DECODE, mode=Mode.NORMAL, max_recv_slots=256),
-        prefill="deep_ep_v2_static",
-        decode="deep_ep_v2_static",
+        prefill="DeepEPV2StaticBuffer",
+        decode="DeepEPV2StaticBuffer",
     ),
     Auto(
         package="v1",
         config=replace(DECODE, mode=Mode.NORMAL, max_recv_slots=256),
-        prefill="deep_ep_v1_static",
-        decode="deep_ep_v1_static",
+        prefill="DeepEPV1StaticBuffer",
+        decode="DeepEPV1StaticBuffer",
     ),
 ]
 
@@ -413,8 +417,8 @@ def test_auto_takes_deep_ep_where_it_is(auto: Auto) -> None:
         else:
             with install(auto.package):
                 chosen = plan(auto.config, LAYER, group)
-    assert chosen.prefill.backend == auto.prefill
-    assert (chosen.decode and chosen.decode.backend) == auto.decode
+    assert chosen.prefill.buffer == auto.prefill
+    assert (chosen.decode and chosen.decode.buffer) == auto.decode
     text = chosen.explain()
     for phase in chosen.phases().values():
         regions = phase.regions()
@@ -427,7 +431,7 @@ def test_explain_says_once_why_all_of_them_are_rejected() -> None:
     chosen = plan(config, LAYER, world_size=4)
     reason = "deep_ep is not installed; build it from source for several hosts"
     lines = chosen.explain().splitlines()
-    assert f"rejected deep_ep_v1_low_latency, deep_ep_v2_low_latency: {reason}" in lines
+    assert f"rejected deep_ep_v2, deep_ep_v1: {reason}" in lines
     assert len([line for line in lines if reason in line]) == 1
     rejected = {each.name: each.reasons for each in chosen.prefill.rejected}
-    assert rejected["deep_ep_v1_low_latency"] == rejected["deep_ep_v2_low_latency"] == (reason,)
+    assert rejected["deep_ep_v1"] == rejected["deep_ep_v2"] == (reason,)

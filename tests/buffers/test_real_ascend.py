@@ -35,7 +35,7 @@ def why_not() -> str:
         return "there is no NPU"
     # For ascend_nz; it holds for the process.
     npu.config.allow_internal_format = True
-    return "; ".join(buffer_class("ascend_normal").probe({}).reasons)
+    return "; ".join(buffer_class("AscendNormalBuffer").probe({}).reasons)
 
 
 REASON = why_not()
@@ -66,7 +66,7 @@ def test_buffer_keeps_its_contract(scenario: str, backend: str, wire: str) -> No
 @pytest.mark.parametrize("scenario", LAYER_SCENARIOS)
 def test_layer_equals_the_oracle(scenario: str, backend: str, wire: WireDtype | None) -> None:
     with EPGroup() as group:
-        config = replace(CASES[backend].config, backend=backend, dispatch_dtype=wire)
+        config = replace(CASES[backend].config, backend="ascend", dispatch_dtype=wire)
         env = layer_suite.pipeline_env(group, config, hidden_size=HIDDEN, dtype=torch.bfloat16)
         layer_suite.run_scenario(scenario, replace(env, has_gradients=False, poisons=False))
 
@@ -92,6 +92,6 @@ def test_w8a8_layer_equals_a_float64_model(backend: str, runner: str) -> None:
 @pytest.mark.parametrize("backend", CASES)
 def test_unquantised_layer_equals_the_oracle(backend: str, runner: str) -> None:
     with EPGroup() as group:
-        config = replace(CASES[backend].config, backend=backend, runner=runner)
+        config = replace(CASES[backend].config, backend="ascend", runner=runner)
         env = layer_suite.pipeline_env(group, config, hidden_size=HIDDEN, dtype=torch.bfloat16)
         layer_suite.run_scenario("holes", replace(env, has_gradients=False, poisons=False))

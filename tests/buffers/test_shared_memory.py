@@ -43,7 +43,7 @@ SPEC = MoESpec(hidden_size=16, num_experts=8, top_k=2, dtype=torch.float32)
 
 
 def env_of(group: EPGroup) -> BufferEnv:
-    return BufferEnv(group=group, backend="shared_memory", mode=Mode.NORMAL)
+    return BufferEnv(group=group, backend="SharedMemoryBuffer", mode=Mode.NORMAL)
 
 
 @pytest.mark.ranks(NUM_RANKS)

@@ -73,22 +73,22 @@ KINDS = {
     "budget": Kind(
         dispatcher=DeepEPNormalDispatcher,
         config=EPConfig(
-            max_tokens_per_rank=M, backend="collective_static", max_recv_slots=NUM_RANKS * M * K
+            max_tokens_per_rank=M, backend="collective", max_recv_slots=NUM_RANKS * M * K
         ),
         is_static=True,
     ),
     "low_latency": Kind(
         dispatcher=DeepEPLowLatencyDispatcher,
-        config=EPConfig(max_tokens_per_rank=M, backend="collective_static"),
+        config=EPConfig(max_tokens_per_rank=M, backend="collective"),
         is_static=True,
         trains=False,
     ),
     "all_gather": Kind(
-        dispatcher=StandardDispatcher, config=EPConfig(max_tokens_per_rank=M, backend="all_gather")
+        dispatcher=StandardDispatcher, config=EPConfig(max_tokens_per_rank=M, backend="collective")
     ),
     "replicated": Kind(
         dispatcher=StandardDispatcher,
-        config=EPConfig(max_tokens_per_rank=M, backend="replicated", replicated=True),
+        config=EPConfig(max_tokens_per_rank=M, backend="collective", replicated=True),
     ),
 }
 

@@ -128,7 +128,7 @@ def test_layers_share_an_operator_and_a_group(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Buffer, "__init__", recorded)
     low_latency = EPConfig(
         mode="low_latency",
-        backend="ascend_low_latency",
+        backend="ascend",
         runner="ascend",
         dispatch_dtype=WireDtype.INT8,
         max_tokens_per_rank=M,

@@ -193,9 +193,9 @@ def test_loaded_model_trains_like_one_process_and_like_all_to_all(
     gradients = whole_gradients(model)
     check_gradients(gradients, expected)
     check_gradients(gradients, whole_gradients(theirs))
-    backend = {"auto": "shared_memory", "normal": "shared_memory", "standard": "all_gather"}[mode]
-    backend = "replicated" if (layout, mode) == ("one_batch", "auto") else backend
-    assert f"on backend {backend}, 4 ranks with 2 experts each" in plan
+    buffer = "AllGatherBuffer" if mode == "standard" else "SharedMemoryBuffer"
+    buffer = "ReplicatedBuffer" if (layout, mode) == ("one_batch", "auto") else buffer
+    assert f"({buffer}), 4 ranks with 2 experts each" in plan
 
 
 @pytest.mark.ranks(2)

@@ -43,7 +43,7 @@ from tests.kernels.test_nvlink_ranks import (
 )
 
 INTERPRETED = {
-    "nvlink": (
+    "NVLinkBuffer": (
         "empty_rank",
         "odd_hidden",
         "aligned_holes",
@@ -53,7 +53,7 @@ INTERPRETED = {
         "ids_out_of_range",
         "combine_faults",
     ),
-    "nvlink_static": ("holes", "faults", "budget"),
+    "NVLinkStaticBuffer": ("holes", "faults", "budget"),
 }
 WIRES = {"plain": None, "fp8": FP8_FLOAT32_SCALES, "int8": INT8_PER_TOKEN}
 TRAINS = BatchFlags.GRAD_ENABLED | BatchFlags.INPUTS_NEED_GRAD | BatchFlags.EXPERTS_NEED_GRAD
@@ -82,7 +82,7 @@ def test_quantized_rows_arrive_bit_equal(wire: str) -> None:
         # Several blocks, the last one short.
         env = buffer_suite.BufferEnv(
             group=group,
-            backend="nvlink",
+            backend="NVLinkBuffer",
             mode=Mode.NORMAL,
             wire=WIRES[wire],
             dtype=torch.bfloat16,
@@ -371,7 +371,7 @@ def gradients(buffer: Buffer, call: DispatchCall) -> list[Tensor]:
 def test_gradients_are_those_of_the_collective_buffer(backend: str) -> None:
     with EPGroup() as group:
         found = group.open_buffer(backend, spec_of())
-        wanted = group.open_buffer("collective", replace(spec_of(), max_tokens_per_rank=None))
+        wanted = group.open_buffer("CollectiveBuffer", replace(spec_of(), max_tokens_per_rank=None))
         for number in (1, 2):
             call = call_of(number, group.rank, group.world_size, group.device)
             call = replace(call, hidden_states=call.hidden_states / 64)

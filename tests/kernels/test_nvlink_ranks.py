@@ -40,7 +40,7 @@ from epcomm.quantization import (
 from epcomm.testing import buffer_suite
 from epcomm.types import Int8Profile, RowsPer, WireDtype, WireFormat
 
-BACKEND = "nvlink_low_latency"
+BACKEND = "NVLinkLowLatencyBuffer"
 MASKED = f"{BACKEND}_masked"
 BF16 = WireFormat.of(torch.bfloat16)
 SCENARIOS = {

@@ -224,7 +224,7 @@ CASES = [
 
 def run(suite: str, scenario: str, group: EPGroup) -> None:
     if suite == "buffer":
-        env = buffer_suite.BufferEnv(group=group, backend="collective", mode=Mode.NORMAL)
+        env = buffer_suite.BufferEnv(group=group, backend="CollectiveBuffer", mode=Mode.NORMAL)
         buffer_suite.run_scenario(scenario, env)
     else:
         env = layer_suite.pipeline_env(group, EPConfig(mode="normal", backend="collective"))

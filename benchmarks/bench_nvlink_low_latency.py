@@ -31,14 +31,14 @@ import typer
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.checks import CheckError
-from benchmarks.machine_facts import describe_hardware, describe_versions
-from benchmarks.timing import Percentiles, captured, clock_for
+from benchmarks.measuring.checks import CheckError
+from benchmarks.measuring.machine_facts import describe_hardware, describe_versions
+from benchmarks.measuring.timing import Percentiles, captured, clock_for
 from epcomm import EPGroup
 from epcomm.buffers.base import Buffer, BufferSpec, DispatchCall, Dispatched
 from epcomm.buffers.faults import BatchFlags
-from epcomm.buffers.nvlink_host import NVLinkHost
-from epcomm.buffers.nvlink_low_latency import NVLinkLowLatencyBuffer
+from epcomm.buffers.nvlink.base import NVLinkHost
+from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
 from epcomm.quantization import (
     FP8_FLOAT32_SCALES,
     FP8_POWER_OF_TWO_SCALES,

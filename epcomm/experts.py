@@ -17,17 +17,17 @@ from epcomm.dispatchers.phases import PhaseDispatchers
 from epcomm.errors import ConfigError, EPError, PickleRefused
 from epcomm.fuseep.path import FuseEPPath
 from epcomm.group import EPGroup
-from epcomm.local_experts import LocalExperts
-from epcomm.pipeline import PipelinePath
-from epcomm.planning import MoESpec, plan
-from epcomm.precision import check_cast
+from epcomm.ops.precision import check_cast
+from epcomm.paths import PipelinePath
+from epcomm.planning.plan import MoESpec, plan
+from epcomm.platforms.compiler import untraced
 from epcomm.records import TopKOutput, empty_topk
 from epcomm.runners.base import ExpertRunner
-from epcomm.sharding import is_expert_tensor, local_share, shard_of_rank
-from epcomm.state import cut_before_load, note_share
+from epcomm.sharding.shards import is_expert_tensor, local_share, shard_of_rank
+from epcomm.sharding.state_hooks import cut_before_load, note_share
 from epcomm.stats import EPStats, LayerCounter
-from epcomm.untraced import untraced
-from epcomm.weights import ExpertTensors, ExpertWeights
+from epcomm.weights.local_experts import LocalExperts
+from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
 
 class ExpertParallelExperts(nn.Module):
@@ -173,14 +173,14 @@ class ExpertParallelExperts(nn.Module):
         is_share = tensor.dim() > 0 and tensor.shape[0] == self.shard.num_local_experts
         if mesh is None or not is_share or hasattr(tensor, "device_mesh"):
             return tensor
-        from epcomm.expert_tensor import ExpertTensor
-        from epcomm.optimizer_state import watch_optimizers
+        from epcomm.sharding.expert_tensor import ExpertTensor
+        from epcomm.sharding.optimizer_state import watch_optimizers
 
         watch_optimizers()
         return ExpertTensor.of_share(tensor, mesh)
 
     def scale_gradients(self, factor: float) -> None:
-        """See scale_expert_gradients() of epcomm/gradients.py."""
+        """See scale_expert_gradients() of epcomm/training/gradients.py."""
         self._local.gradient_factor *= factor
         for name, parameter in self.expert_parameters().items():
             # Of what is computed, only the experts are scaled, not what they are combined with.

@@ -13,7 +13,7 @@ from epcomm.config import EPConfig, Router
 from epcomm.errors import ConfigError
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
-from epcomm.profiling import ranged
+from epcomm.platforms.profiler import ranged
 from epcomm.records import TopKOutput
 from epcomm.routing import RoutingSpec
 from epcomm.routing.choose import choose_router

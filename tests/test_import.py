@@ -110,7 +110,7 @@ def test_no_module_imports_a_package_with_effects() -> None:
     )
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
-    assert {"epcomm.moe", "epcomm.buffers.ascend", "epcomm.runners.ascend"} <= set(
+    assert {"epcomm.moe", "epcomm.buffers.ascend.normal", "epcomm.runners.ascend.runner"} <= set(
         found["imported"]
     )
     assert not NEVER_IMPORTED & set(found["found"])

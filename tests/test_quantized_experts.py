@@ -20,7 +20,7 @@ from epcomm import (
 from epcomm.testing.buffer_suite import BATCH_SPECS
 from epcomm.testing.data import make_batch, make_weights
 from epcomm.testing.oracle import relative_error
-from tests.quantized_model import HALVES_UP, KINDS, POWERS_OF_TWO, assert_within, model
+from tests.cases.quantized_model import HALVES_UP, KINDS, POWERS_OF_TWO, assert_within, model
 from tests.runners import fake_deep_gemm
 
 INNER = 144
@@ -59,7 +59,7 @@ def test_layer_equals_the_model(kind: str, config: str, batch: str) -> None:
 
 # Of the largest y. Rows in bfloat16 and, on a GPU, sums of FP8 products with 14 bits move one
 # activation in some hundred to the next code, 1/14 of the largest at most, which is what
-# tests/kernels/test_fp8_triton.py counts. The rest is what bfloat16 loses in results and sums.
+# tests/kernels/gemm/test_fp8.py counts. The rest is what bfloat16 loses in results and sums.
 BLOCK_TOLERANCE = 0.035
 
 

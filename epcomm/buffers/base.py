@@ -115,7 +115,7 @@ class BufferCaps:
     announces_faults: a bad call is told to all ranks, or waits for check() on all of them; else
         only with BufferSpec.compares_calls, and otherwise its own rank alone knows.
     fills_holes: entries of -1 travel, to an expert that the row does not use, with weight 0 (see
-        ops/holes.py), and are computed and counted.
+        ops/masked_entries.py), and are computed and counted.
     fills_empty: a rank without tokens sends one, of ones, to K experts from its own first on, with
         weight 0, which is computed and counted; its y is empty all the same.
     int8_profiles: arithmetics in which its INT8 rows may be made: any, unless a package makes them.

@@ -12,15 +12,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from epcomm.cli.fused import fused_table
 from epcomm.cli.model_file import ModelShape, read_model_file
 from epcomm.cli.numbers import bytes_text
+from epcomm.cli.plan_fused import fused_table
 from epcomm.config import EPConfig, Mode
 from epcomm.errors import ConfigError, EPError
-from epcomm.planning import EPPlan, MoESpec, PhasePlan, plan
-from epcomm.quantized_weights import Fp8BlockWeights, Int8ChannelWeights
+from epcomm.planning.plan import EPPlan, MoESpec, PhasePlan, plan
 from epcomm.types import WireDtype
-from epcomm.weights import ExpertTensors, ExpertWeights
+from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
+from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
 T = TypeVar("T")
 

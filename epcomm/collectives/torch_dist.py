@@ -22,7 +22,7 @@ from epcomm.collectives.base import (
     receiving,
 )
 from epcomm.collectives.bounded import BoundedWait, Step
-from epcomm.collectives.store_noticeboard import StoreNoticeboard
+from epcomm.collectives.failure_board import StoreNoticeboard
 from epcomm.errors import ConfigError, HandleError
 
 # The device whose tensors a backend moves.

@@ -20,7 +20,7 @@ from epcomm.buffers.faults import BatchFlags
 from epcomm.dispatchers import operators
 from epcomm.dispatchers.operators import CombineCall
 from epcomm.ops.slots import gather_rows, gather_scalars
-from epcomm.profiling import ranged
+from epcomm.platforms.profiler import ranged
 from epcomm.quantization import dequantize
 from epcomm.records import Route, RowsCombineInput
 from epcomm.types import RowsPer, WireFormat, WireTensor, sum_dtype

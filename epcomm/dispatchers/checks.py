@@ -7,7 +7,7 @@ from torch import Tensor
 
 from epcomm.buffers.base import BufferSpec
 from epcomm.errors import CapacityError, EPError, HandleError, ShapeError
-from epcomm.precision import FLOAT_DTYPES
+from epcomm.ops.precision import FLOAT_DTYPES
 from epcomm.records import CombineInput, Handle, MaskedCombineInput, RowsCombineInput, TopKOutput
 from epcomm.types import Layout, RowsPer
 

@@ -9,11 +9,11 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.deepep_low_latency import DeepEPLowLatencyDispatcher
 from epcomm.dispatchers.deepep_normal import DeepEPNormalDispatcher
-from epcomm.dispatchers.rows import RowsDispatcher
+from epcomm.dispatchers.dispatcher import RowsDispatcher
 from epcomm.dispatchers.standard import StandardDispatcher
 from epcomm.errors import ConfigError
 from epcomm.group import EPGroup
-from epcomm.planning import EPPlan, MoESpec, PhasePlan
+from epcomm.planning.plan import EPPlan, MoESpec, PhasePlan
 
 # Of either layout, as the plan chose; runners read what they are given.
 AnyDispatcher = RowsDispatcher[Any, Any]

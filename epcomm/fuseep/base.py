@@ -8,9 +8,9 @@ from typing import ClassVar, Generic, Literal, TypeVar
 
 from epcomm.buffers.base import Availability, Backend, DispatchCall
 from epcomm.config import Mode
-from epcomm.quantized_weights import Int8ChannelWeights
 from epcomm.records import PathOutput
-from epcomm.weights import ExpertTensors
+from epcomm.weights.quantized import Int8ChannelWeights
+from epcomm.weights.unquantized import ExpertTensors
 
 PackedT = TypeVar("PackedT")
 

@@ -17,12 +17,12 @@ from epcomm.errors import ConfigError, EPError, HandleError
 from epcomm.fuseep.base import FuseEPResult
 from epcomm.fuseep.packing import PackedExperts
 from epcomm.group import EPGroup
-from epcomm.planning import MoESpec, PhasePlan
-from epcomm.precision import cast_topk
-from epcomm.profiling import ranged
-from epcomm.quantized_weights import Int8ChannelWeights
+from epcomm.ops.precision import cast_topk
+from epcomm.planning.plan import MoESpec, PhasePlan
+from epcomm.platforms.profiler import ranged
 from epcomm.records import TopKOutput, empty_topk
-from epcomm.weights import ExpertTensors
+from epcomm.weights.quantized import Int8ChannelWeights
+from epcomm.weights.unquantized import ExpertTensors
 
 
 class FuseEPPath:

@@ -28,7 +28,7 @@ from epcomm.types import (
     WireFormat,
     WireTensor,
 )
-from epcomm.weights import ExpertTensors
+from epcomm.weights.unquantized import ExpertTensors
 
 
 class ExpertRunner(ABC):

@@ -30,7 +30,6 @@ from epcomm.ops.activation import activate
 from epcomm.ops.slots import expert_of_slot
 from epcomm.quantization import arrange_scales, quantizer_for
 from epcomm.quantization.scale_layout import to_column_major
-from epcomm.quantized_weights import BLOCK, Fp8BlockWeights
 from epcomm.records import (
     CombineInput,
     DispatchOutput,
@@ -51,7 +50,8 @@ from epcomm.types import (
     WireTensor,
     align_up,
 )
-from epcomm.weights import ExpertTensors
+from epcomm.weights.quantized import BLOCK, Fp8BlockWeights
+from epcomm.weights.unquantized import ExpertTensors
 
 # 16 B of float32 or int32: where a column that the tensor memory access unit reads may begin.
 COLUMNS = ScaleLayout(column_major=True, alignment=4)

@@ -23,7 +23,7 @@ from epcomm.records import (
 )
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply
 from epcomm.types import Int8Profile, Layout, WireFormat, WireTensor
-from epcomm.weights import ExpertTensors
+from epcomm.weights.unquantized import ExpertTensors
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

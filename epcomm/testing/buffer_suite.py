@@ -21,7 +21,7 @@ from epcomm.buffers.sizes import CallShape
 from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError, HandleError, ShapeError
 from epcomm.group import EPGroup
-from epcomm.ops.holes import fill_holes
+from epcomm.ops.masked_entries import fill_holes
 from epcomm.quantization import dequantize, quantize
 from epcomm.registry import buffer_class
 from epcomm.testing.data import (

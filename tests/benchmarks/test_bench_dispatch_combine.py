@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import bench_dispatch_combine, contenders
 from benchmarks.bench_dispatch_combine import AlternativeName, DtypeName, ModeName, Options
-from benchmarks.checks import CheckError
+from benchmarks.measuring.checks import CheckError
 from epcomm import EPGroup
 
 REPOSITORY = Path(__file__).parents[2]

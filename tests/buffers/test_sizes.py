@@ -14,9 +14,9 @@ from epcomm.buffers.sizes import CallShape
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.dispatchers.deepep_low_latency import DeepEPLowLatencyDispatcher
 from epcomm.dispatchers.deepep_normal import DeepEPNormalDispatcher
-from epcomm.dispatchers.rows import RowsDispatcher
+from epcomm.dispatchers.dispatcher import RowsDispatcher
 from epcomm.dispatchers.standard import StandardDispatcher
-from epcomm.planning import PhasePlan
+from epcomm.planning.plan import PhasePlan
 from epcomm.records import Handle
 
 NUM_RANKS = 2

@@ -1,6 +1,7 @@
 """What one rank gets wrong every rank hears by name, and the next call of the same group is right.
 
-The table is in bad_calls.py. All its cases run in one group for each backend, one after another.
+The table is in tests/cases/bad_calls.py. All its cases run in one group for each backend, one after
+another.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from epcomm import (
     HandleError,
     ShapeError,
     TopKOutput,
-    survey,
 )
+from epcomm.planning import candidates
 from epcomm.testing.data import BatchSpec, make_weights
-from tests.dispatchers.bad_calls import (
+from tests.cases.bad_calls import (
     BAD_CALLS,
     FAILED_RESULTS,
     ORDER_FAULTS,
@@ -35,7 +36,7 @@ from tests.dispatchers.bad_calls import (
     Bad,
     combine_faults,
 )
-from tests.dispatchers.playing import (
+from tests.cases.playing import (
     FAULTY,
     KINDS,
     LAYER,
@@ -230,7 +231,7 @@ def test_rank_that_decodes_alone_is_named(
     shares_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not shares_memory:
-        monkeypatch.setattr(survey, "host_of_this_process", lambda: "")
+        monkeypatch.setattr(candidates, "host_of_this_process", lambda: "")
     with EPGroup() as group, torch.no_grad():
         layer = make_layer(group, EPConfig(max_tokens_per_rank=M))
         x, topk = torch.ones(1, H), TopKOutput(topk_ids=torch.tensor([[0, 7]]), topk_weights=HALF)

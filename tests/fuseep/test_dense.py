@@ -18,10 +18,10 @@ from epcomm import (
     TopKOutput,
     WireDtype,
 )
-from epcomm.ascend_formats import to_nd, to_nz
 from epcomm.fuseep.ascend import FusedDeepMoE
 from epcomm.fuseep.interleave import deinterleave
 from epcomm.fuseep.weights import FusedDeepMoEWeights
+from epcomm.platforms.ascend.formats import to_nd, to_nz
 
 W, E, H, I, K = 4, 16, 256, 192, 4  # noqa: E741 (the letter of the intermediate size)
 NUM_TOKENS = (13, 0, 32, 7)

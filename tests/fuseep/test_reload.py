@@ -18,8 +18,8 @@ from epcomm import (
 )
 from epcomm.fuseep.path import FuseEPPath
 from epcomm.registry import fused_class
-from epcomm.testing.ascend.deep_ep import Buffer
-from tests.fuseep.layers import OPERATORS, K, M, batch, experts, make_layer
+from fakes.ascend.deep_ep import Buffer
+from tests.cases.fuseep_layers import OPERATORS, K, M, batch, experts, make_layer
 
 pytestmark = pytest.mark.usefixtures("small_a3")
 

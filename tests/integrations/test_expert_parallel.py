@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from epcomm import ConfigError, EPConfig, HandleError, decode_phase, idle_step
-from epcomm.gradients import clip_grad_norm
+from epcomm.integrations.telemetry import metrics
 from epcomm.integrations.transformers import ExpertParallelRegistration, register_expert_parallel
-from epcomm.telemetry import metrics
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
+from epcomm.training.gradients import clip_grad_norm
 
 # transformers must not look for a network.
 os.environ["HF_HUB_OFFLINE"] = "1"

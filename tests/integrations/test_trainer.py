@@ -26,11 +26,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
 
 from epcomm import ConfigError, EPGroup, ExpertParallelMoE, idle_step
-from epcomm.gradients import scale_expert_gradients
 from epcomm.integrations.transformers import prepare_trainer
-from epcomm.sharding import gather_state_dict, sharded_parameters
+from epcomm.sharding.shards import gather_state_dict, sharded_parameters
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
+from epcomm.training.gradients import scale_expert_gradients
 
 NUM_RANKS, NUM_STEPS, SAVED_STEP, NUM_MICRO_BATCHES = 2, 4, 2, 2
 STEP_BATCH = NUM_RANKS * NUM_MICRO_BATCHES

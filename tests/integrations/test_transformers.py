@@ -19,7 +19,7 @@ from epcomm.integrations.transformers.reading import read_block
 from epcomm.integrations.transformers.structure import read_layout
 from epcomm.moe import chosen_by_router
 from epcomm.routing import RoutingSpec, route
-from epcomm.sharding import (
+from epcomm.sharding.shards import (
     ExpertShard,
     gather_state_dict,
     load_full_state_dict,
@@ -28,7 +28,7 @@ from epcomm.sharding import (
 )
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
-from tests.blocks import BLOCKS, HIDDEN, KINDS, NUM_EXPERTS, VARIANTS, BlockKind, seeded
+from tests.cases.blocks import BLOCKS, HIDDEN, KINDS, NUM_EXPERTS, VARIANTS, BlockKind, seeded
 
 # Tokens of each rank: uneven, and one has none.
 NUM_TOKENS = (5, 0, 3, 9)

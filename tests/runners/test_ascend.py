@@ -33,20 +33,20 @@ from epcomm import (
 from epcomm.quantization import INT8_PER_TOKEN, quantize
 from epcomm.records import Handle, Route, SlotIndex
 from epcomm.registry import runner_class
-from epcomm.runners import ascend
-from epcomm.runners.ascend import AscendRunner
-from epcomm.runners.ascend_nz import AscendNZRunner
-from epcomm.testing.ascend import limits, registry
-from epcomm.testing.ascend.formats import ACL_FORMAT_ND, ACL_FORMAT_NZ, format_of
+from epcomm.runners.ascend import runner as ascend
+from epcomm.runners.ascend.nz import AscendNZRunner
+from epcomm.runners.ascend.runner import AscendRunner
 from epcomm.testing.data import BatchSpec, holed_ids, make_batch, make_weights
-from epcomm.testing.deep_ep import install
 from epcomm.testing.oracle import relative_error
 from epcomm.testing.poison import poison_rows, poisoned_memory
 from epcomm.types import WeightsAppliedBy
-from epcomm.weights import ExpertTensors
+from epcomm.weights.unquantized import ExpertTensors
+from fakes.ascend import limits, registry
+from fakes.ascend.formats import ACL_FORMAT_ND, ACL_FORMAT_NZ, format_of
+from fakes.deep_ep import install
+from tests.cases.quantized_model import OF_ASCEND, OF_BFLOAT16, assert_within, expert_model
+from tests.fakes.ascend.recorded import golden, tensor_of
 from tests.ops.indices import index_of
-from tests.quantized_model import OF_ASCEND, OF_BFLOAT16, assert_within, expert_model
-from tests.testing.ascend.recorded import golden, tensor_of
 
 NUM_EXPERTS, HIDDEN, INNER = 3, 64, 64
 SPEC = BatchSpec(

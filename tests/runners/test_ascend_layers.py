@@ -16,12 +16,12 @@ from epcomm import (
     WireDtype,
 )
 from epcomm.config import Mode
-from epcomm.runners.ascend import AscendRunner
-from epcomm.testing.ascend import limits, registry
+from epcomm.runners.ascend.runner import AscendRunner
 from epcomm.testing.buffer_suite import BATCH_SPECS
 from epcomm.testing.data import BatchSpec, make_batch, make_weights, random_ids
-from epcomm.weights import ExpertTensors
-from tests.quantized_model import (
+from epcomm.weights.unquantized import ExpertTensors
+from fakes.ascend import limits, registry
+from tests.cases.quantized_model import (
     OF_ASCEND,
     OF_BFLOAT16,
     assert_within,

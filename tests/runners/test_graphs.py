@@ -14,7 +14,7 @@ from epcomm.runners.grouped_mm import GroupedMMRunner
 from epcomm.runners.reference import ReferenceRunner
 from epcomm.testing.oracle import relative_error
 from epcomm.types import WeightsAppliedBy
-from epcomm.weights import ExpertWeights
+from epcomm.weights.unquantized import ExpertWeights
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NUM_ROWS, HIDDEN, INNER = 96, 128, 64

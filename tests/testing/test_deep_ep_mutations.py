@@ -12,21 +12,21 @@ from torch import Tensor
 
 from epcomm import EPGroup, EPTimeout
 from epcomm.buffers.base import Buffer, BufferSpec, Combined, DispatchCall, Dispatched
-from epcomm.buffers.deep_ep_rows import ElasticHandle, LegacyHandle, Rows
-from epcomm.buffers.deep_ep_v1 import DeepEPV1Buffer, DeepEPV1Route, DeepEPV1StaticBuffer
-from epcomm.buffers.deep_ep_v1_low_latency import DeepEPV1LowLatencyBuffer, LowLatencyRoute
-from epcomm.buffers.deep_ep_v2 import DeepEPV2Buffer, DeepEPV2Route, DeepEPV2StaticBuffer
-from epcomm.buffers.deep_ep_v2_expand import DeepEPV2LowLatencyBuffer
-from epcomm.buffers.foreign import ForeignBuffer
+from epcomm.buffers.deep_ep.rows import ElasticHandle, LegacyHandle, Rows
+from epcomm.buffers.deep_ep.v1 import DeepEPV1Buffer, DeepEPV1Route, DeepEPV1StaticBuffer
+from epcomm.buffers.deep_ep.v1_low_latency import DeepEPV1LowLatencyBuffer, LowLatencyRoute
+from epcomm.buffers.deep_ep.v2 import DeepEPV2Buffer, DeepEPV2Route, DeepEPV2StaticBuffer
+from epcomm.buffers.deep_ep.v2_expanded import DeepEPV2LowLatencyBuffer
+from epcomm.buffers.vendor import ForeignBuffer
 from epcomm.collectives.base import Collectives
 from epcomm.quantization.scale_layout import pack_scales
 from epcomm.records import Pending, Route
 from epcomm.registry import buffer_class
 from epcomm.testing import buffer_suite, layer_suite
-from epcomm.testing.deep_ep import install
-from epcomm.testing.deep_ep.v1 import buffer as v1_buffer
 from epcomm.types import ROW_MAJOR, RowsPer, WireTensor
-from tests.buffers.test_deep_ep import CASES, buffer_env, layer_env
+from fakes.deep_ep import install
+from fakes.deep_ep.v1 import buffer as v1_buffer
+from tests.buffers.deep_ep.test_deep_ep import CASES, buffer_env, layer_env
 
 NUM_RANKS = 2
 # Seconds that a rank which is left alone waits for the others.

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epcomm import EPConfig, EPGroup, Mode
-from epcomm.buffers import collective
 from epcomm.buffers.base import BufferSpec, Combined, DispatchCall, Dispatched
-from epcomm.buffers.collective import CollectiveBuffer, CollectiveRoute
+from epcomm.buffers.collective import all_to_all
+from epcomm.buffers.collective.all_to_all import CollectiveBuffer, CollectiveRoute
 from epcomm.buffers.traffic import TrafficMeter
 from epcomm.collectives.base import Collectives
 from epcomm.ops.slots import Members, slots_by_row
@@ -234,7 +234,7 @@ def run(suite: str, scenario: str, group: EPGroup) -> None:
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_broken_buffer_fails(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective, "CollectiveBuffer", case.buffer)
+    monkeypatch.setattr(all_to_all, "CollectiveBuffer", case.buffer)
     failure = ""
     with EPGroup(dist.new_group(timeout=PATIENCE)) as group:
         try:
@@ -250,6 +250,6 @@ def test_broken_buffer_fails(case: Case, monkeypatch: pytest.MonkeyPatch) -> Non
     ("suite", "scenario"), sorted({(case.suite, case.scenario) for case in CASES})
 )
 def test_whole_buffer_passes(suite: str, scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective, "CollectiveBuffer", Unchanged)
+    monkeypatch.setattr(all_to_all, "CollectiveBuffer", Unchanged)
     with EPGroup() as group:
         run(suite, scenario, group)

@@ -27,13 +27,13 @@ from epcomm.group import EPGroup
 from epcomm.layers import put_in_front
 from epcomm.ops.pack import pack
 from epcomm.ops.slots import expert_of_slot
-from epcomm.pipeline import path_output
-from epcomm.planning import MoESpec, plan
-from epcomm.profiling import ranged
+from epcomm.paths import path_output
+from epcomm.planning.plan import MoESpec, plan
+from epcomm.platforms.compiler import untraced
+from epcomm.platforms.profiler import ranged
 from epcomm.records import RowsDispatchOutput, TopKOutput
 from epcomm.stats import EPStats, LayerCounter
 from epcomm.types import WeightsAppliedBy
-from epcomm.untraced import untraced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

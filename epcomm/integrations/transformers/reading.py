@@ -26,9 +26,9 @@ from epcomm.integrations.transformers.probing_experts import experts_disagreemen
 from epcomm.integrations.transformers.routings import routing_candidates
 from epcomm.integrations.transformers.structure import read_experts, read_layout, refusal
 from epcomm.moe import BlockLayout, ExpertParallelMoE
+from epcomm.planning.candidates import refuse_plan
 from epcomm.routing import RoutingSpec
-from epcomm.survey import refuse_plan
-from epcomm.weights import ExpertWeights
+from epcomm.weights.unquantized import ExpertWeights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from epcomm.errors import ConfigError
-from epcomm.gradients import scale_expert_gradients
 from epcomm.layers import expert_parallel_layers
+from epcomm.training.gradients import scale_expert_gradients
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback

@@ -14,8 +14,14 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from epcomm.collectives.base import describe_ranks
-from epcomm.errors import CapacityError, ConfigError, EPError, HandleError, ShapeError
+from epcomm.errors import (
+    CapacityError,
+    ConfigError,
+    EPError,
+    HandleError,
+    ShapeError,
+    describe_ranks,
+)
 
 
 class FaultCode(IntEnum):

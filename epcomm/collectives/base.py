@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from epcomm.config import EPConfig
-from epcomm.errors import ConfigError, ShapeError
+from epcomm.errors import ConfigError, ShapeError, describe_ranks
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -177,11 +177,6 @@ def _describe_values(name: str, values: Sequence[Scalar]) -> str:
         ranks_of.setdefault(json.dumps(value), []).append(rank)
     parts = [f"{value} on {describe_ranks(ranks)}" for value, ranks in ranks_of.items()]
     return f"{name}: {', '.join(parts)}"
-
-
-def describe_ranks(ranks: Sequence[int]) -> str:
-    """`rank 2` or `ranks 0, 1, 3`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def check_sendable(tensor: Tensor, device: torch.device) -> None:

@@ -19,8 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from epcomm.collectives.base import describe_ranks
-from epcomm.errors import EPTimeout
+from epcomm.errors import EPTimeout, describe_ranks
 
 # Waits at most so many seconds (> 0) and says whether the exchange is complete; RuntimeError: the
 # transport broke. Called again until it says True.

@@ -20,9 +20,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from epcomm.collectives.base import Collectives, describe_ranks
+from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
-from epcomm.errors import EPError, HandleError
+from epcomm.errors import EPError, HandleError, describe_ranks
 
 # Words of a header that must be equal on all ranks: kind, mode, buffer, dispatcher, batch, number.
 _NUM_COMPARED = 6

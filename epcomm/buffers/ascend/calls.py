@@ -14,9 +14,8 @@ from epcomm.buffers.requirements import carrying_reasons, limit_reasons
 from epcomm.buffers.sizes import CallShape
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.buffers.vendor import ForeignCalls
-from epcomm.collectives.base import describe_ranks
 from epcomm.config import Mode, environment
-from epcomm.errors import BackendUnavailable
+from epcomm.errors import BackendUnavailable, describe_ranks
 from epcomm.platforms.ascend.chip import DEVICE_NAMES, current_soc, device_name
 from epcomm.platforms.ascend.environment import rounds_of
 from epcomm.platforms.deep_ep import DeepEPKind

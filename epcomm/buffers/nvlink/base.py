@@ -19,8 +19,8 @@ from torch import Tensor
 from epcomm.buffers.base import Availability, Buffer, BufferSpec
 from epcomm.buffers.faults import DeviceFaults
 from epcomm.buffers.nvlink.memory import SymmetricMemory, open_symmetric_memory
-from epcomm.collectives.base import Collectives, describe_ranks
-from epcomm.errors import BackendUnavailable, EPTimeout, HandleError
+from epcomm.collectives.base import Collectives
+from epcomm.errors import BackendUnavailable, EPTimeout, HandleError, describe_ranks
 from epcomm.types import WireTensor, align_up
 
 _MOST_POLLS = 2**31 - 1

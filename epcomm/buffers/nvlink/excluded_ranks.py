@@ -11,8 +11,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from epcomm.buffers.nvlink.base import NVLinkHost
-from epcomm.collectives.base import describe_ranks
-from epcomm.errors import ConfigError, EPTimeout
+from epcomm.errors import ConfigError, EPTimeout, describe_ranks
 
 
 class MaskingHost(NVLinkHost):

@@ -15,9 +15,8 @@ from epcomm.buffers.counts import check_headers
 from epcomm.buffers.faults import BatchFlags, FaultCode, any_flags, raise_faults, unpack_word
 from epcomm.buffers.nvlink.normal import NVLinkNormal
 from epcomm.buffers.nvlink.normal_plans import NVLinkNormalRoute
-from epcomm.collectives.base import describe_ranks
 from epcomm.config import Mode
-from epcomm.errors import CapacityError, EPError, EPTimeout
+from epcomm.errors import CapacityError, EPError, EPTimeout, describe_ranks
 from epcomm.types import align_up
 
 if TYPE_CHECKING:

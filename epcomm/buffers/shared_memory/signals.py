@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from epcomm.buffers.shared_memory.memory import HostMemory
-from epcomm.collectives.base import describe_ranks
 from epcomm.collectives.bounded import BoundedWait, Step
+from epcomm.errors import describe_ranks
 
 # A word a cache line: neighbours would slow one another down.
 WORD_BYTES = 64

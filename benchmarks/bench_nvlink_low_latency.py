@@ -35,7 +35,7 @@ from benchmarks.measuring.checks import CheckError
 from benchmarks.measuring.machine_facts import describe_hardware, describe_versions
 from benchmarks.measuring.timing import Percentiles, captured, clock_for
 from epcomm import EPGroup
-from epcomm.buffers.base import Buffer, BufferSpec, DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
 from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.nvlink.base import NVLinkHost
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
@@ -45,6 +45,7 @@ from epcomm.quantization import (
     INT8_PER_TOKEN,
     dequantize,
 )
+from epcomm.spec import BufferSpec
 from epcomm.testing.oracle import relative_error
 from epcomm.types import RowsPer, WireFormat
 

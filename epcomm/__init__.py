@@ -21,7 +21,7 @@ from epcomm.group import EPGroup
 from epcomm.integrations.telemetry import Metric, as_prometheus_text, metrics
 from epcomm.layers import decode_phase, idle_step
 from epcomm.moe import ExpertParallelMoE
-from epcomm.planning.plan import EPPlan, MoESpec, plan
+from epcomm.planning.plan import EPPlan, plan
 from epcomm.records import (
     CombineInput,
     DispatchOutput,
@@ -33,6 +33,7 @@ from epcomm.records import (
     TopKOutput,
 )
 from epcomm.routing import RoutingSpec, route
+from epcomm.spec import MoESpec
 from epcomm.stats import EPStats
 from epcomm.types import Int8Profile, ScaleDtype, WireDtype, WireFormat, WireTensor
 from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights

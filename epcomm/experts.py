@@ -19,12 +19,13 @@ from epcomm.fuseep.path import FuseEPPath
 from epcomm.group import EPGroup
 from epcomm.ops.precision import check_cast
 from epcomm.paths import PipelinePath
-from epcomm.planning.plan import MoESpec, plan
+from epcomm.planning.plan import plan
 from epcomm.platforms.compiler import untraced
 from epcomm.records import TopKOutput, empty_topk
 from epcomm.runners.base import ExpertRunner
 from epcomm.sharding.shards import is_expert_tensor, local_share, shard_of_rank
 from epcomm.sharding.state_hooks import cut_before_load, note_share
+from epcomm.spec import MoESpec
 from epcomm.stats import EPStats, LayerCounter
 from epcomm.weights.local_experts import LocalExperts
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights

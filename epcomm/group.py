@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, NoReturn, TypeGuard, TypeVar
 
 import torch
 
-from epcomm.buffers.base import Backend, Buffer, BufferSpec
+from epcomm.buffers.base import Backend, Buffer
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
 from epcomm.errors import ConfigError, HandleError, PickleRefused
 from epcomm.registry import buffer_class, fused_class
+from epcomm.spec import BufferSpec
 
 if TYPE_CHECKING:
     import torch.distributed as dist

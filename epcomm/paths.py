@@ -13,10 +13,11 @@ from epcomm.dispatchers.phases import PhaseDispatchers
 from epcomm.errors import ConfigError, EPError, ShapeError
 from epcomm.group import EPGroup
 from epcomm.ops.precision import is_widened
-from epcomm.planning.plan import EPPlan, MoESpec, plan
+from epcomm.planning.plan import EPPlan, plan
 from epcomm.platforms.profiler import ranged
 from epcomm.records import CombineInput, DispatchOutput, PathOutput, Route, TopKOutput
 from epcomm.registry import runner_class
+from epcomm.spec import MoESpec
 from epcomm.weights.unquantized import ExpertTensors
 
 

@@ -20,8 +20,8 @@ from epcomm import (
     MoESpec,
     WireFormat,
 )
-from epcomm.buffers.base import BufferSpec
 from epcomm.collectives.torch_dist import TorchDistCollectives
+from epcomm.spec import BufferSpec
 
 NUM_RANKS = 4
 WIRE = WireFormat.of(torch.float32)

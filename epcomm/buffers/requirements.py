@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from epcomm.buffers.base import BufferCaps, BufferSpec
 from epcomm.config import Mode
+from epcomm.spec import BufferCaps, BufferSpec
 
 
 def carrying_reasons(spec: BufferSpec, caps: BufferCaps) -> list[str]:

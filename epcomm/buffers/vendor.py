@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm.buffers.base import Backend, Buffer, BufferSpec, DispatchCall
+from epcomm.buffers.base import Backend, Buffer, DispatchCall
 from epcomm.buffers.faults import (
     BatchFlags,
     DeviceFaults,
@@ -31,6 +31,7 @@ from epcomm.buffers.faults import (
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
 from epcomm.errors import BackendUnavailable, EPError, HandleError
+from epcomm.spec import BufferSpec
 
 # Places in the bytes that are counted.
 DISPATCH, COMBINE = 0, 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import BufferSpec
 from epcomm.errors import CapacityError, EPError, HandleError, ShapeError
 from epcomm.ops.precision import FLOAT_DTYPES
 from epcomm.records import CombineInput, Handle, MaskedCombineInput, RowsCombineInput, TopKOutput
+from epcomm.spec import BufferSpec
 from epcomm.types import Layout, RowsPer
 
 

@@ -26,7 +26,7 @@ from epcomm.dispatchers.checks import (
 from epcomm.errors import ConfigError, EPError, EPTimeout, HandleError
 from epcomm.group import EPGroup
 from epcomm.ops.precision import cast_results, cast_topk, in_dtype
-from epcomm.planning.plan import MoESpec, PhasePlan, plan
+from epcomm.planning.plan import PhasePlan, plan
 from epcomm.platforms.compiler import untraced
 from epcomm.platforms.profiler import ranged
 from epcomm.quantization import arrange_scales, quantize, quantizer_for, restore_scales
@@ -41,6 +41,7 @@ from epcomm.records import (
     TopKOutput,
     empty_topk,
 )
+from epcomm.spec import MoESpec
 from epcomm.types import ROW_MAJOR, Layout, RowsPer, WireTensor
 
 

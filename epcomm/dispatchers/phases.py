@@ -13,7 +13,8 @@ from epcomm.dispatchers.dispatcher import RowsDispatcher
 from epcomm.dispatchers.standard import StandardDispatcher
 from epcomm.errors import ConfigError
 from epcomm.group import EPGroup
-from epcomm.planning.plan import EPPlan, MoESpec, PhasePlan
+from epcomm.planning.plan import EPPlan, PhasePlan
+from epcomm.spec import MoESpec
 
 # Of either layout, as the plan chose; runners read what they are given.
 AnyDispatcher = RowsDispatcher[Any, Any]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.ascend.calls import AscendCalls, slot_bytes, slots_to_ranks
-from epcomm.buffers.base import BufferCaps, BufferSpec, DispatchCall
+from epcomm.buffers.base import DispatchCall
 from epcomm.buffers.sizes import Region
 from epcomm.buffers.vendor import COMBINE, DISPATCH
 from epcomm.config import Mode, environment
@@ -41,6 +41,7 @@ from epcomm.ops.masked_entries import fill_holes, is_nowhere
 from epcomm.platforms.ascend.chip import current_soc
 from epcomm.platforms.ascend.formats import nz_reasons
 from epcomm.quantization import INT8_PER_TOKEN
+from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import Int8Profile, Layout, WeightsAppliedBy, WireDtype
 from epcomm.weights.quantized import Int8ChannelWeights
 

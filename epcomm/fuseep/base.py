@@ -6,9 +6,10 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Literal, TypeVar
 
-from epcomm.buffers.base import Availability, Backend, DispatchCall
+from epcomm.buffers.base import Backend, DispatchCall
 from epcomm.config import Mode
 from epcomm.records import PathOutput
+from epcomm.spec import Availability
 from epcomm.weights.quantized import Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors
 

@@ -18,9 +18,10 @@ from epcomm.fuseep.base import FuseEPResult
 from epcomm.fuseep.packing import PackedExperts
 from epcomm.group import EPGroup
 from epcomm.ops.precision import cast_topk
-from epcomm.planning.plan import MoESpec, PhasePlan
+from epcomm.planning.plan import PhasePlan
 from epcomm.platforms.profiler import ranged
 from epcomm.records import TopKOutput, empty_topk
+from epcomm.spec import MoESpec
 from epcomm.weights.quantized import Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, NoReturn
 
-from epcomm.buffers.base import Availability, Buffer, BufferCaps, BufferSpec
+from epcomm.buffers.base import Buffer
 from epcomm.buffers.requirements import carrying_reasons, limit_reasons
 from epcomm.buffers.shared_memory.memory import host_of_this_process
 from epcomm.config import EPConfig, Mode, environment
@@ -28,12 +28,13 @@ from epcomm.registry import (
     fused_class,
     runner_class,
 )
+from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Int8Profile, ScaleDtype, WireDtype, WireFormat
 
 if TYPE_CHECKING:
     from epcomm.collectives.base import Scalar
     from epcomm.group import EPGroup
-    from epcomm.planning.plan import MoESpec
+    from epcomm.spec import MoESpec
     from epcomm.weights.unquantized import ExpertTensors
 
 # The field of the compared record in which a rank says why it cannot plan.

@@ -12,9 +12,6 @@ from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-
-from epcomm.buffers.base import Availability, BufferCaps, BufferSpec
 from epcomm.buffers.requirements import batches_in_flight_of, max_tokens_of
 from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
@@ -30,6 +27,7 @@ from epcomm.planning.candidates import (
 )
 from epcomm.planning.log import log_plan
 from epcomm.registry import backend_class, backend_names, class_names, runner_class
+from epcomm.spec import Availability, BufferCaps, BufferSpec, MoESpec
 from epcomm.types import (
     ROW_MAJOR,
     Int8Profile,
@@ -43,38 +41,6 @@ from epcomm.types import (
 if TYPE_CHECKING:
     from epcomm.group import EPGroup
     from epcomm.weights.unquantized import ExpertTensors
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoESpec:
-    """What one MoE layer looks like to the communication; equal on all ranks.
-
-    plan() checks it, so that with a group all ranks hear of a fault on one of them.
-
-    hidden_size: H.   num_experts: P, physical experts of all ranks.   top_k: K.
-    dtype: of the hidden states.
-    """
-
-    hidden_size: int
-    num_experts: int
-    top_k: int
-    dtype: torch.dtype = torch.bfloat16
-
-    def check(self) -> None:
-        """Refuse a layer that cannot be. Local.
-
-        Raises:
-            ConfigError: a number is no positive integer, or there is no such dtype on the wire.
-        """
-        for name in ("hidden_size", "num_experts", "top_k"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"MoESpec: {name} is {value}, expected an int of at least 1")
-        if self.top_k > self.num_experts:
-            raise ConfigError(
-                f"MoESpec: top_k is {self.top_k}, expected at most num_experts = {self.num_experts}"
-            )
-        WireDtype.from_torch(self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

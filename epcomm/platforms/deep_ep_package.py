@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from epcomm.buffers.base import Availability, BufferSpec
 from epcomm.errors import BackendUnavailable
 from epcomm.platforms.deep_ep import DeepEPKind, deep_ep_kind, defines
+from epcomm.spec import Availability, BufferSpec
 from epcomm.types import WireDtype
 
 # The first releases of the elastic buffer kept the older one beside it.

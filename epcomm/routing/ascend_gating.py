@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Availability
 from epcomm.errors import BackendUnavailable
 from epcomm.platforms.ascend.operators import has_kernel
 from epcomm.records import TopKOutput, empty_topk
@@ -28,6 +27,7 @@ from epcomm.routing.spec import (
     ScoreFunction,
     SoftmaxOrder,
 )
+from epcomm.spec import Availability
 
 OPERATOR = "npu_moe_gating_top_k"
 MAX_EXPERTS = 2048

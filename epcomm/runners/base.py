@@ -8,7 +8,6 @@ from typing import ClassVar, overload
 
 import torch
 
-from epcomm.buffers.base import Availability
 from epcomm.errors import ShapeError
 from epcomm.quantization import KNOWN_FORMATS, check_scales
 from epcomm.records import (
@@ -19,6 +18,7 @@ from epcomm.records import (
     RowsCombineInput,
     RowsDispatchOutput,
 )
+from epcomm.spec import Availability
 from epcomm.types import (
     Int8Profile,
     Layout,

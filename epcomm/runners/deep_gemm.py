@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epcomm.buffers.base import Availability
 from epcomm.errors import BackendUnavailable, ConfigError
 from epcomm.ops.activation import activate
 from epcomm.ops.slots import expert_of_slot
@@ -40,6 +39,7 @@ from epcomm.records import (
     SlotIndex,
 )
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
+from epcomm.spec import Availability
 from epcomm.types import (
     QUANTIZABLE_DTYPES,
     Layout,

@@ -10,7 +10,6 @@ from typing import ClassVar, overload
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Availability
 from epcomm.errors import ConfigError
 from epcomm.quantization import quantizer_for
 from epcomm.records import (
@@ -22,6 +21,7 @@ from epcomm.records import (
     RowsDispatchOutput,
 )
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply
+from epcomm.spec import Availability
 from epcomm.types import Int8Profile, Layout, WireFormat, WireTensor
 from epcomm.weights.unquantized import ExpertTensors
 

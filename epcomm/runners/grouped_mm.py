@@ -11,7 +11,6 @@ from typing import ClassVar, overload
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Availability
 from epcomm.errors import ShapeError
 from epcomm.ops.activation import activate
 from epcomm.ops.pack import pack
@@ -28,6 +27,7 @@ from epcomm.records import (
     SlotIndex,
 )
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
+from epcomm.spec import Availability
 from epcomm.types import ROW_ALIGNMENT_BYTES, Layout, WireDtype
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 

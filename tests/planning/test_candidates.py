@@ -24,12 +24,12 @@ from epcomm import (
     TopKOutput,
     plan,
 )
-from epcomm.buffers.base import Availability
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer
 from epcomm.buffers.shared_memory.buffer import SharedMemoryBuffer
 from epcomm.ops.slots import gather_rows
 from epcomm.planning import candidates
 from epcomm.runners.grouped_mm import GroupedMMRunner
+from epcomm.spec import Availability
 
 NUM_RANKS = 2
 SPEC = MoESpec(hidden_size=16, num_experts=8, top_k=2, dtype=torch.float32)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from epcomm import EPConfig, EPGroup, MoESpec, plan
-from epcomm.buffers.base import Availability
 from epcomm.buffers.nvlink.base import NVLinkHost
 from epcomm.planning import candidates
 from epcomm.platforms import nvlink
 from epcomm.platforms.nvlink import PeerReach, reach_in, reach_reasons
+from epcomm.spec import Availability
 
 SPEC = MoESpec(hidden_size=16, num_experts=8, top_k=2)
 CONFIG = EPConfig(max_tokens_per_rank=8, timeout_s=7)

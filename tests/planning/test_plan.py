@@ -18,7 +18,6 @@ from epcomm import (
     MoESpec,
     plan,
 )
-from epcomm.buffers.base import Availability
 from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.registry import (
     BUFFERS,
@@ -32,6 +31,7 @@ from epcomm.runners import quantized_reference
 from epcomm.runners.grouped_mm import GroupedMMRunner
 from epcomm.runners.quantized_reference import QuantizedReferenceRunner
 from epcomm.runners.reference import ReferenceRunner
+from epcomm.spec import Availability
 from epcomm.types import Layout, RowReading, ScaleLayout, WeightsAppliedBy, WireDtype
 from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epcomm import EPGroup, EPTimeout
-from epcomm.buffers.base import Buffer, BufferSpec, Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
 from epcomm.buffers.deep_ep.rows import ElasticHandle, LegacyHandle, Rows
 from epcomm.buffers.deep_ep.v1 import DeepEPV1Buffer, DeepEPV1Route, DeepEPV1StaticBuffer
 from epcomm.buffers.deep_ep.v1_low_latency import DeepEPV1LowLatencyBuffer, LowLatencyRoute
@@ -22,6 +22,7 @@ from epcomm.collectives.base import Collectives
 from epcomm.quantization.scale_layout import pack_scales
 from epcomm.records import Pending, Route
 from epcomm.registry import buffer_class
+from epcomm.spec import BufferSpec
 from epcomm.testing import buffer_suite, layer_suite
 from epcomm.types import ROW_MAJOR, RowsPer, WireTensor
 from fakes.deep_ep import install

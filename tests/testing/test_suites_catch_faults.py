@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epcomm import EPConfig, EPGroup, Mode
-from epcomm.buffers.base import BufferSpec, Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective import all_to_all
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer, CollectiveRoute
 from epcomm.buffers.traffic import TrafficMeter
 from epcomm.collectives.base import Collectives
 from epcomm.ops.slots import Members, slots_by_row
 from epcomm.records import Route
+from epcomm.spec import BufferSpec
 from epcomm.testing import buffer_suite, layer_suite
 from epcomm.types import RowsPer
 

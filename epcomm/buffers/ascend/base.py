@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.ascend.calls import AscendCalls, device_types, slot_bytes, slots_to_ranks
-from epcomm.buffers.base import BufferCaps, BufferSpec, Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import Combined, DispatchCall, Dispatched
 from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.vendor import COMBINE, DISPATCH, ForeignBuffer
 from epcomm.config import Mode, environment
@@ -22,6 +22,7 @@ from epcomm.platforms.ascend.environment import variable_reasons
 from epcomm.platforms.ascend.limits import MAX_TOP_K, SizeLimits, size_reasons, window_reasons
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.records import Route, SlotIndex
+from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireDtype, WireFormat, WireTensor
 
 WIRE_DTYPES = frozenset({WireDtype.BF16, WireDtype.INT8})

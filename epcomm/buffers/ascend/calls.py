@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Availability, BufferSpec
 from epcomm.buffers.requirements import carrying_reasons, limit_reasons
 from epcomm.buffers.sizes import CallShape
 from epcomm.buffers.traffic import BufferTraffic
@@ -21,6 +20,7 @@ from epcomm.platforms.ascend.environment import rounds_of
 from epcomm.platforms.deep_ep import DeepEPKind
 from epcomm.platforms.deep_ep_package import find_deep_ep, import_deep_ep
 from epcomm.platforms.signatures import signature_reasons
+from epcomm.spec import Availability, BufferSpec
 from epcomm.types import WireDtype
 
 # Ids and weights of one (token, expert) pair, and the scale of its row.

@@ -23,7 +23,7 @@ from epcomm.buffers.ascend.base import (
     slots_from_ranks,
 )
 from epcomm.buffers.ascend.calls import slot_bytes
-from epcomm.buffers.base import BufferCaps, BufferSpec, DispatchCall, Dispatched
+from epcomm.buffers.base import DispatchCall, Dispatched
 from epcomm.buffers.sizes import Region
 from epcomm.config import Mode, environment
 from epcomm.ops.masked_entries import is_nowhere
@@ -31,6 +31,7 @@ from epcomm.platforms.ascend.chip import Soc
 from epcomm.platforms.ascend.environment import normal_reasons, rounds_of
 from epcomm.platforms.ascend.limits import SizeLimits, normal_limits, normal_window_bytes
 from epcomm.records import SlotIndex
+from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import Int8Profile, WireTensor
 
 

@@ -20,14 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from epcomm.buffers.ascend.calls import device_types
-from epcomm.buffers.base import (
-    Availability,
-    BufferCaps,
-    BufferSpec,
-    Combined,
-    DispatchCall,
-    Dispatched,
-)
+from epcomm.buffers.base import Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective.all_gather import AllGatherBuffer, Gathered, GatheredRoute
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS
 from epcomm.buffers.sizes import Region, most_slots_of, rows_region
@@ -35,6 +28,7 @@ from epcomm.config import Mode
 from epcomm.platforms.ascend.operators import has_kernel
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.records import Route, SlotIndex
+from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import RowsPer, WeightsAppliedBy, WireDtype, WireTensor, align_up
 
 _OPERATORS = ("npu_moe_init_routing_v2", "npu_moe_finalize_routing")

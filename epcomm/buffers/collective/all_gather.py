@@ -14,13 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import (
-    BufferCaps,
-    BufferSpec,
-    Combined,
-    DispatchCall,
-    Dispatched,
-)
+from epcomm.buffers.base import Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.counts import Counts, counts_bytes
 from epcomm.buffers.faults import guard_ids
@@ -46,6 +40,7 @@ from epcomm.ops.slots import (
     sum_parts,
 )
 from epcomm.records import Route, SlotIndex
+from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer, WireFormat, WireTensor
 
 

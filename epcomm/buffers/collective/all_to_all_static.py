@@ -16,13 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import (
-    BufferCaps,
-    BufferSpec,
-    Combined,
-    DispatchCall,
-    Dispatched,
-)
+from epcomm.buffers.base import Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.faults import (
     DeviceFaults,
@@ -48,6 +42,7 @@ from epcomm.ops.slots import (
 )
 from epcomm.ops.static_slots import aligned_counts, build_static_slot_index
 from epcomm.records import Route, SlotIndex
+from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer, WireFormat
 
 

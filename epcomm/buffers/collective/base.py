@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Availability, Buffer, BufferCaps, BufferSpec, DispatchCall
+from epcomm.buffers.base import Buffer, DispatchCall
 from epcomm.buffers.collective.scratch import Scratch
 from epcomm.buffers.counts import Counts, CountsMessage, read_counts
 from epcomm.buffers.faults import FaultCode, raise_faults
@@ -25,6 +25,7 @@ from epcomm.collectives.call_order import (
     CallSign,
 )
 from epcomm.errors import EPError
+from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Layout, WeightsAppliedBy, WireDtype, WireFormat
 
 # What every buffer here hands out and carries.

@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import BufferSpec
 from epcomm.buffers.sizes import RowBytes
 from epcomm.quantization.scale_layout import pack_scales, unpack_scales
+from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat, WireTensor
 
 # What it sends beside the elements of a row for each of the K: an int64 id and a float32 weight.

@@ -16,14 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import (
-    Availability,
-    BufferCaps,
-    BufferSpec,
-    Combined,
-    DispatchCall,
-    Dispatched,
-)
+from epcomm.buffers.base import Combined, DispatchCall, Dispatched
 from epcomm.buffers.deep_ep.rows import LegacyHandle, Rows, as_argument, as_wire, row_bytes_of
 from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.sizes import (
@@ -55,6 +48,7 @@ from epcomm.platforms.deep_ep_package import (
     probe_deep_ep,
 )
 from epcomm.records import Route, SlotIndex
+from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Layout, RowsPer, WeightsAppliedBy
 
 # Ranks for which it has a table of chunk sizes.

@@ -16,14 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import (
-    Availability,
-    BufferCaps,
-    BufferSpec,
-    Combined,
-    DispatchCall,
-    Dispatched,
-)
+from epcomm.buffers.base import Combined, DispatchCall, Dispatched
 from epcomm.buffers.deep_ep.rows import LegacyHandle, Rows
 from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.sizes import CallShape, Region
@@ -41,6 +34,7 @@ from epcomm.platforms.deep_ep_package import (
     probe_deep_ep,
 )
 from epcomm.records import Pending, Route, SlotIndex
+from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Layout, RowsPer, ScaleLayout, WeightsAppliedBy, WireDtype, WireTensor
 
 # Source of the limits: deep_ep, csrc/kernels/legacy: SWITCH_HIDDEN, kNumMaxTopK.

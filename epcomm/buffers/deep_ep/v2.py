@@ -17,14 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import (
-    Availability,
-    BufferCaps,
-    BufferSpec,
-    Combined,
-    DispatchCall,
-    Dispatched,
-)
+from epcomm.buffers.base import Combined, DispatchCall, Dispatched
 from epcomm.buffers.deep_ep.rows import ElasticHandle, Rows, as_argument, as_wire, row_bytes_of
 from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.sizes import (
@@ -56,6 +49,7 @@ from epcomm.platforms.deep_ep_package import (
     probe_deep_ep,
 )
 from epcomm.records import Route, SlotIndex
+from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireDtype
 
 # Source of the limits: deep_ep, csrc/elastic/buffer.hpp and impls.

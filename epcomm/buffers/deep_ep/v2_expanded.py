@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epcomm.buffers.base import BufferCaps, BufferSpec, DispatchCall, Dispatched
+from epcomm.buffers.base import DispatchCall, Dispatched
 from epcomm.buffers.deep_ep.rows import ElasticHandle, Rows, as_wire, row_bytes_of
 from epcomm.buffers.deep_ep.v2 import DeepEPV2Buffer, DeepEPV2Route, ElasticBase
 from epcomm.buffers.faults import BatchFlags
@@ -24,6 +24,7 @@ from epcomm.buffers.sizes import Region, most_slots_of
 from epcomm.config import Mode
 from epcomm.ops.static_slots import aligned_counts
 from epcomm.records import SlotIndex
+from epcomm.spec import BufferCaps, BufferSpec
 
 
 class DeepEPV2ExpandBuffer(ElasticBase):

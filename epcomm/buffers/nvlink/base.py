@@ -16,11 +16,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Availability, Buffer, BufferSpec
+from epcomm.buffers.base import Buffer
 from epcomm.buffers.faults import DeviceFaults
 from epcomm.buffers.nvlink.memory import SymmetricMemory, open_symmetric_memory
 from epcomm.collectives.base import Collectives
 from epcomm.errors import BackendUnavailable, EPTimeout, HandleError, describe_ranks
+from epcomm.spec import Availability, BufferSpec
 from epcomm.types import WireTensor, align_up
 
 _MOST_POLLS = 2**31 - 1

@@ -16,13 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import (
-    BufferCaps,
-    BufferSpec,
-    Combined,
-    DispatchCall,
-    Dispatched,
-)
+from epcomm.buffers.base import Combined, DispatchCall, Dispatched
 from epcomm.buffers.faults import (
     BatchFlags,
     FaultCode,
@@ -47,6 +41,7 @@ from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.records import Pending, Route, SlotIndex
+from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import (
     FLOAT32_SUM_DTYPES,
     Layout,

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from epcomm.buffers.base import BufferSpec
+from epcomm.spec import BufferSpec
 from epcomm.types import align_up
 
 # Batches that may be in flight.

@@ -12,13 +12,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import BufferCaps, BufferSpec, Combined
+from epcomm.buffers.base import Combined
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
 from epcomm.buffers.nvlink.low_latency_layout import BlockLayout
 from epcomm.buffers.nvlink.low_latency_state import NVLinkSlot
 from epcomm.buffers.sizes import Region
 from epcomm.config import Mode
 from epcomm.records import Pending, Route, SlotIndex
+from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import Layout, RowsPer, WireTensor
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import BufferSpec, Combined, DispatchCall
+from epcomm.buffers.base import Combined, DispatchCall
 from epcomm.buffers.faults import BatchFlags, FaultCode, overwritten_error, pack_word
 from epcomm.buffers.nvlink.normal_memory import (
     as_words,
@@ -31,6 +31,7 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
 from epcomm.errors import EPError
 from epcomm.records import Route
+from epcomm.spec import BufferSpec
 from epcomm.types import RowsPer, WireFormat, WireTensor
 
 if TYPE_CHECKING:

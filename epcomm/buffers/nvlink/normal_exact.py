@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import BufferCaps, DispatchCall, Dispatched
+from epcomm.buffers.base import DispatchCall, Dispatched
 from epcomm.buffers.counts import check_headers
 from epcomm.buffers.faults import BatchFlags, FaultCode, any_flags, raise_faults, unpack_word
 from epcomm.buffers.nvlink.normal import NVLinkNormal
 from epcomm.buffers.nvlink.normal_plans import NVLinkNormalRoute
 from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError, EPTimeout, describe_ranks
+from epcomm.spec import BufferCaps
 from epcomm.types import align_up
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from epcomm.buffers.base import BufferSpec
+from epcomm.spec import BufferSpec
 from epcomm.types import align_up
 
 # Dispatches whose rows are kept.

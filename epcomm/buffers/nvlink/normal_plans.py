@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import BufferSpec
 from epcomm.records import Route, SlotIndex
+from epcomm.spec import BufferSpec
 
 if TYPE_CHECKING:
     from epcomm.kernels.nvlink.normal_exchange import Arrivals, Sends

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from epcomm.buffers.base import BufferCaps, BufferSpec
 from epcomm.buffers.nvlink.excluded_ranks import MaskingHost
 from epcomm.buffers.nvlink.normal_layout import NUM_SLOTS, NormalLayout
 from epcomm.buffers.sizes import CallShape, Region, index_bytes, most_slots_of, slot_regions
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import Mode
+from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import FLOAT32_SUM_DTYPES, Layout, WeightsAppliedBy
 
 # Sums of one source that are announced together: fences cost less than a tenth of their time.

@@ -26,14 +26,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import (
-    Availability,
-    BufferCaps,
-    BufferSpec,
-    Combined,
-    DispatchCall,
-    Dispatched,
-)
+from epcomm.buffers.base import Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer, CollectiveRoute, RowTable
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS
 from epcomm.buffers.faults import BatchFlags, overwritten_error
@@ -49,6 +42,7 @@ from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.platforms.host import memory_left
 from epcomm.records import Route
+from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import RowsPer
 
 # Slots of headers, of calls and of sums, which are used up within a call.

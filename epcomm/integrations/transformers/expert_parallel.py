@@ -28,10 +28,11 @@ from epcomm.layers import put_in_front
 from epcomm.ops.pack import pack
 from epcomm.ops.slots import expert_of_slot
 from epcomm.paths import path_output
-from epcomm.planning.plan import MoESpec, plan
+from epcomm.planning.plan import plan
 from epcomm.platforms.compiler import untraced
 from epcomm.platforms.profiler import ranged
 from epcomm.records import RowsDispatchOutput, TopKOutput
+from epcomm.spec import MoESpec
 from epcomm.stats import EPStats, LayerCounter
 from epcomm.types import WeightsAppliedBy
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from epcomm.buffers.base import BufferSpec
 from epcomm.platforms.ascend.chip import Soc
 from epcomm.platforms.ascend.environment import window_mib
+from epcomm.spec import BufferSpec
 from epcomm.types import align_up
 
 MIB = 2**20

@@ -11,9 +11,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from epcomm.buffers.base import Availability
 from epcomm.platforms.ascend.formats import alignment_reasons, nz_reasons, to_nz
 from epcomm.runners.ascend.runner import AscendRunner, matrices_of
+from epcomm.spec import Availability
 from epcomm.types import Int8Profile
 from epcomm.weights.unquantized import ExpertTensors
 from epcomm.weights.written import WriteState

@@ -10,7 +10,6 @@ from typing import ClassVar, overload
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Availability
 from epcomm.errors import ConfigError, ShapeError
 from epcomm.ops.slots import gather_rows
 from epcomm.platforms.ascend.operators import has_kernel
@@ -31,6 +30,7 @@ from epcomm.runners.ascend.groups import (
     sums_reasons,
 )
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
+from epcomm.spec import Availability
 from epcomm.types import QUANTIZABLE_DTYPES, Int8Profile, Layout, WireDtype
 from epcomm.weights.quantized import Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertFormat, ExpertTensors, ExpertWeights

@@ -31,10 +31,10 @@ from epcomm import (
 )
 from epcomm.buffers.ascend.base import AscendBuffer
 from epcomm.buffers.ascend.calls import slot_bytes
-from epcomm.buffers.base import BufferSpec
 from epcomm.dispatchers.dispatcher import RowsDispatcher
 from epcomm.quantization import INT8_PER_TOKEN, dequantize
 from epcomm.registry import buffer_class
+from epcomm.spec import BufferSpec
 from epcomm.testing import buffer_suite
 from epcomm.testing.data import make_batch, make_weights
 from epcomm.types import WireFormat

@@ -21,9 +21,9 @@ from epcomm import (
     WireDtype,
     plan,
 )
-from epcomm.buffers.base import Availability
 from epcomm.quantization import dequantize
 from epcomm.registry import buffer_class, runner_class
+from epcomm.spec import Availability
 from epcomm.testing.data import BatchSpec, make_weights, random_ids
 from fakes.ascend import limits, registry
 from fakes.deep_ep import install

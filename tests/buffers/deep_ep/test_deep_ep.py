@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from epcomm import EPConfig, EPGroup, Mode, WireDtype
-from epcomm.buffers.base import BufferSpec, DispatchCall
+from epcomm.buffers.base import DispatchCall
 from epcomm.buffers.faults import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES
 from epcomm.registry import buffer_class
+from epcomm.spec import BufferSpec
 from epcomm.testing import buffer_suite, layer_suite
 from epcomm.testing.buffer_suite import BufferEnv
 from epcomm.testing.layer_suite import LayerEnv

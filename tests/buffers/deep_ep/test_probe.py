@@ -21,7 +21,6 @@ from epcomm import (
     WireFormat,
     plan,
 )
-from epcomm.buffers.base import BufferSpec
 from epcomm.buffers.deep_ep.v1_low_latency import message_bytes
 from epcomm.config import Mode
 from epcomm.platforms.deep_ep_package import (
@@ -32,6 +31,7 @@ from epcomm.platforms.deep_ep_package import (
 )
 from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.registry import buffer_class
+from epcomm.spec import BufferSpec
 from fakes.deep_ep import install
 from tests.buffers.deep_ep.test_deep_ep import CASES
 from tests.cli.test_diagnosis import DEEP_EPS, DeepEP, write_package

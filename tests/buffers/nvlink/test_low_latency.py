@@ -26,7 +26,7 @@ from epcomm import (
     RowsDispatchOutput,
     TopKOutput,
 )
-from epcomm.buffers.base import Availability, BufferSpec, DispatchCall, Dispatched
+from epcomm.buffers.base import DispatchCall, Dispatched
 from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
 from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError, ShapeError
@@ -37,6 +37,7 @@ from epcomm.quantization import (
     INT8_PER_TOKEN,
     quantize,
 )
+from epcomm.spec import Availability, BufferSpec
 from epcomm.testing import buffer_suite
 from epcomm.types import Int8Profile, RowsPer, WireDtype, WireFormat
 

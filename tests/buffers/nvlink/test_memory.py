@@ -9,12 +9,12 @@ from typing import cast
 import pytest
 import torch
 
-from epcomm.buffers.base import BufferSpec
 from epcomm.buffers.nvlink.memory import SymmetricMemory, agree_on_memory
 from epcomm.buffers.nvlink.normal_exact import NVLinkBuffer
 from epcomm.buffers.nvlink.normal_layout import NormalLayout
 from epcomm.collectives.base import Collectives, Scalar
 from epcomm.errors import BackendUnavailable
+from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat
 
 BF16 = WireFormat.of(torch.bfloat16)

@@ -21,12 +21,12 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from epcomm.buffers.base import BufferSpec
 from epcomm.buffers.nvlink.low_latency_layout import BlockLayout
 from epcomm.kernels.nvlink import ll_combine, ll_dispatch_pack, ll_dispatch_recv, ll_dispatch_send
 from epcomm.kernels.nvlink.common import barrier
 from epcomm.kernels.nvlink.common.exchange import ExchangeDims, PeerExchange
 from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
+from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat
 
 HOPPER = GPUTarget("cuda", 90, 32)

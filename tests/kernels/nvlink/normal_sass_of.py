@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 
-from epcomm.buffers.base import BufferSpec
 from epcomm.buffers.nvlink.normal_layout import NormalLayout
 from epcomm.buffers.nvlink.normal_memory import exchange_of
 from epcomm.kernels.nvlink import (
@@ -19,6 +18,7 @@ from epcomm.kernels.nvlink import (
 from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange, Sends
 from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.records import SlotIndex
+from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat
 from tests.kernels.nvlink.ll_sass_of import PLAIN, print_compiled, recorded
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
-from epcomm.buffers.base import BufferSpec
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
 from epcomm.buffers.nvlink.low_latency_layout import BlockLayout
 from epcomm.buffers.nvlink.low_latency_state import NVLinkSlot
@@ -22,6 +21,7 @@ from epcomm.kernels.nvlink import ll_combine, ll_dispatch_pack, ll_dispatch_recv
 from epcomm.kernels.nvlink.common.exchange import ExchangeDims, PeerExchange
 from epcomm.kernels.nvlink.common.signals import who_gave_up
 from epcomm.records import SlotIndex
+from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat, WireTensor
 
 BF16 = WireFormat.of(torch.bfloat16)

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from epcomm.buffers.base import BufferSpec
 from epcomm.buffers.faults import BatchFlags, FaultCode, pack_word
 from epcomm.buffers.nvlink.normal_layout import HEADER_WORDS, NormalLayout
 from epcomm.buffers.nvlink.normal_memory import exchange_of
 from epcomm.buffers.nvlink.normal_plans import RouteMemory
 from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH
 from epcomm.kernels.nvlink.normal_dispatch_recv import index_rows
+from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat
 
 BF16 = WireFormat.of(torch.bfloat16)

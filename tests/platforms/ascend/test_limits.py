@@ -10,7 +10,6 @@ import torch
 
 from epcomm import WireFormat
 from epcomm.buffers.ascend.base import AscendBuffer
-from epcomm.buffers.base import BufferSpec
 from epcomm.platforms.ascend.chip import Soc, current_soc, device_name, soc_of
 from epcomm.platforms.ascend.environment import (
     Rounds,
@@ -25,6 +24,7 @@ from epcomm.platforms.ascend.limits import (
     window_reasons,
 )
 from epcomm.quantization import INT8_PER_TOKEN
+from epcomm.spec import BufferSpec
 from fakes.ascend.limits import soc
 from fakes.ascend.windows import low_latency_bytes, normal_bytes
 from fakes.deep_ep import install

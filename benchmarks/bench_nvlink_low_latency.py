@@ -36,9 +36,9 @@ from benchmarks.measuring.machine_facts import describe_hardware, describe_versi
 from benchmarks.measuring.timing import Percentiles, captured, clock_for
 from epcomm import EPGroup
 from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
-from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.nvlink.base import NVLinkHost
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
+from epcomm.protocol import BatchFlags
 from epcomm.quantization import (
     FP8_FLOAT32_SCALES,
     FP8_POWER_OF_TWO_SCALES,

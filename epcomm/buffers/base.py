@@ -9,12 +9,12 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
 from epcomm.errors import EPError
+from epcomm.protocol import BatchFlags
 from epcomm.quantization import quantize
 from epcomm.records import Pending, Route, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec

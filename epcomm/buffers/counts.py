@@ -13,14 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from epcomm.buffers.base import DispatchCall
-from epcomm.buffers.faults import (
-    BatchFlags,
-    FaultCode,
-    any_flags,
-    check_gradients,
-    ids_error,
-    raise_faults,
-)
+from epcomm.buffers.faults import any_flags, check_gradients, ids_error, raise_faults
 from epcomm.collectives.call_order import (
     COUNTS_IN_HEADER,
     FAULT,
@@ -32,6 +25,7 @@ from epcomm.collectives.call_order import (
     CallOrder,
     CallSign,
 )
+from epcomm.protocol import BatchFlags, FaultCode
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -6,8 +6,7 @@ they read anyway, so no extra message is spent and the group stays usable.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
-from enum import IntEnum, IntFlag
+from collections.abc import Sequence, Set
 from functools import reduce
 from operator import or_
 
@@ -22,40 +21,7 @@ from epcomm.errors import (
     ShapeError,
     describe_ranks,
 )
-
-
-class FaultCode(IntEnum):
-    """Why a rank sends no rows."""
-
-    NONE = 0
-    SHAPE = 1
-    IDS = 2
-    CAPACITY = 3
-    OVERFLOW = 4
-    GRAD_MODE = 5
-    HANDLE = 6
-    ROWS = 7
-    NO_GRADIENTS = 8
-    REPEATED_IDS = 9
-    EXPERTS = 10
-    FROZEN = 11
-    UNREADY = 12
-
-    @classmethod
-    def of(cls, error: EPError | None, *, in_combine: bool = False) -> FaultCode:
-        """The code that announces `error`, found in dispatch or in combine."""
-        if error is None:
-            return cls.NONE
-        if isinstance(error, HandleError):
-            return cls.HANDLE
-        if isinstance(error, CapacityError):
-            return cls.CAPACITY
-        if isinstance(error, ConfigError):
-            return cls.NO_GRADIENTS
-        if type(error) is EPError:
-            return cls.EXPERTS if in_combine else cls.UNREADY
-        return cls.ROWS if in_combine else cls.SHAPE
-
+from epcomm.protocol import COMPARED_FLAGS, FLAGS_SHIFT, TRAINED_SHIFT, BatchFlags, FaultCode
 
 _FAULT_TEXT = {
     FaultCode.SHAPE: "a tensor of wrong shape, dtype or device",
@@ -78,35 +44,6 @@ _ERRORS = (
     (HandleError, {FaultCode.HANDLE}),
     (EPError, {FaultCode.EXPERTS, FaultCode.UNREADY}),
 )
-
-
-# In a header of one word, the flags lie above the code.
-FLAGS_SHIFT = 8
-# Where bits of tensors of the experts begin, and how many code and flags leave in an int32.
-_TRAINED_SHIFT, _MAX_TRAINED = 3, 20
-
-
-class BatchFlags(IntFlag):
-    """What a rank says of its batch; travels with its counts.
-
-    Above these lies a bit for each tensor of the experts, in one order on all ranks: it trains.
-    """
-
-    NONE = 0
-    GRAD_ENABLED = 1
-    INPUTS_NEED_GRAD = 2
-    EXPERTS_NEED_GRAD = 4
-
-    @classmethod
-    def of_experts(cls, trains: Iterable[bool]) -> BatchFlags:
-        """The flags of experts of which these tensors train, with their bits."""
-        bits = sum(1 << place for place, trained in enumerate(trains) if trained)
-        told = bits & ((1 << _MAX_TRAINED) - 1)
-        return cls((told << _TRAINED_SHIFT) | (cls.EXPERTS_NEED_GRAD if bits else cls.NONE))
-
-
-# What must be equal on all ranks of a batch with gradients.
-COMPARED_FLAGS = (((1 << _MAX_TRAINED) - 1) << _TRAINED_SHIFT) | int(BatchFlags.GRAD_ENABLED)
 
 
 def any_flags(flags: Sequence[int]) -> BatchFlags:
@@ -220,7 +157,7 @@ def check_gradients(flags: Sequence[int], rank: int, expert_names: Sequence[str]
         )
     frozen = {}
     for place, name in enumerate(expert_names):
-        bit = 1 << (_TRAINED_SHIFT + place)
+        bit = 1 << (TRAINED_SHIFT + place)
         ranks = [r for r, flag in enumerate(flags) if not flag & bit]
         if 0 < len(ranks) < len(flags):
             frozen[name] = describe_ranks(ranks)
@@ -246,16 +183,6 @@ def assume_all_need_grad(flags: BatchFlags) -> BatchFlags:
 def pack_header(fault: Tensor, flags: BatchFlags) -> Tensor:
     """FaultCode (scalar tensor) and BatchFlags of a rank in one int32."""
     return fault.to(torch.int32) | (int(flags) << FLAGS_SHIFT)
-
-
-def pack_word(code: FaultCode, flags: BatchFlags) -> int:
-    """The same, where the host knows the fault."""
-    return int(code) | (int(flags) << FLAGS_SHIFT)
-
-
-def unpack_word(word: int) -> tuple[int, int]:
-    """FaultCode and BatchFlags of a word of pack_word()."""
-    return word & ((1 << FLAGS_SHIFT) - 1), word >> FLAGS_SHIFT
 
 
 class DeviceFaults:

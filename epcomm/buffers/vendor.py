@@ -16,9 +16,7 @@ from torch import Tensor
 
 from epcomm.buffers.base import Backend, Buffer, DispatchCall
 from epcomm.buffers.faults import (
-    BatchFlags,
     DeviceFaults,
-    FaultCode,
     any_flags,
     assume_all_need_grad,
     check_gradients,
@@ -31,6 +29,7 @@ from epcomm.buffers.faults import (
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
 from epcomm.errors import BackendUnavailable, EPError, HandleError
+from epcomm.protocol import BatchFlags, FaultCode
 from epcomm.spec import BufferSpec
 
 # Places in the bytes that are counted.

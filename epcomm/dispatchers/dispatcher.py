@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Combined, DispatchCall, Dispatched
-from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
@@ -29,6 +28,7 @@ from epcomm.ops.precision import cast_results, cast_topk, in_dtype
 from epcomm.planning.plan import PhasePlan, plan
 from epcomm.platforms.compiler import untraced
 from epcomm.platforms.profiler import ranged
+from epcomm.protocol import BatchFlags
 from epcomm.quantization import arrange_scales, quantize, quantizer_for, restore_scales
 from epcomm.records import (
     Handle,

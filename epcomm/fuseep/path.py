@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import DispatchCall
-from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.checks import find_call_error, num_tokens_of
@@ -20,6 +19,7 @@ from epcomm.group import EPGroup
 from epcomm.ops.precision import cast_topk
 from epcomm.planning.plan import PhasePlan
 from epcomm.platforms.profiler import ranged
+from epcomm.protocol import BatchFlags
 from epcomm.records import TopKOutput, empty_topk
 from epcomm.spec import MoESpec
 from epcomm.weights.quantized import Int8ChannelWeights

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
-from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.sizes import CallShape
 from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError, HandleError, ShapeError
 from epcomm.group import EPGroup
 from epcomm.ops.masked_entries import fill_holes
+from epcomm.protocol import BatchFlags
 from epcomm.quantization import dequantize, quantize
 from epcomm.registry import buffer_class
 from epcomm.spec import BufferCaps, BufferSpec

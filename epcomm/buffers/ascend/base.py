@@ -12,7 +12,6 @@ from torch import Tensor
 
 from epcomm.buffers.ascend.calls import AscendCalls, device_types, slot_bytes, slots_to_ranks
 from epcomm.buffers.base import Combined, DispatchCall, Dispatched
-from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.vendor import COMBINE, DISPATCH, ForeignBuffer
 from epcomm.config import Mode, environment
 from epcomm.errors import BackendUnavailable
@@ -20,6 +19,7 @@ from epcomm.ops.masked_entries import fill_holes
 from epcomm.platforms.ascend.chip import Soc, current_soc
 from epcomm.platforms.ascend.environment import variable_reasons
 from epcomm.platforms.ascend.limits import MAX_TOP_K, SizeLimits, size_reasons, window_reasons
+from epcomm.protocol import BatchFlags
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.records import Route, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec

@@ -18,13 +18,7 @@ from torch import Tensor
 
 from epcomm.buffers.base import Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
-from epcomm.buffers.faults import (
-    DeviceFaults,
-    FaultCode,
-    assume_all_need_grad,
-    guard_ids,
-    pack_header,
-)
+from epcomm.buffers.faults import DeviceFaults, assume_all_need_grad, guard_ids, pack_header
 from epcomm.buffers.row_layout import RowLayout, localize
 from epcomm.buffers.sizes import CallShape, Region, RowBytes, index_bytes, most_slots_of
 from epcomm.buffers.traffic import BufferTraffic
@@ -41,6 +35,7 @@ from epcomm.ops.slots import (
     sum_parts,
 )
 from epcomm.ops.static_slots import aligned_counts, build_static_slot_index
+from epcomm.protocol import FaultCode
 from epcomm.records import Route, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer, WireFormat

@@ -12,7 +12,7 @@ from torch import Tensor
 from epcomm.buffers.base import Buffer, DispatchCall
 from epcomm.buffers.collective.scratch import Scratch
 from epcomm.buffers.counts import Counts, CountsMessage, read_counts
-from epcomm.buffers.faults import FaultCode, raise_faults
+from epcomm.buffers.faults import raise_faults
 from epcomm.buffers.row_layout import RowLayout
 from epcomm.buffers.traffic import BufferTraffic, TrafficMeter
 from epcomm.collectives.base import Collectives
@@ -25,6 +25,7 @@ from epcomm.collectives.call_order import (
     CallSign,
 )
 from epcomm.errors import EPError
+from epcomm.protocol import FaultCode
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Layout, WeightsAppliedBy, WireDtype, WireFormat
 

@@ -17,15 +17,7 @@ from torch import Tensor
 
 from epcomm.buffers.base import Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
-from epcomm.buffers.faults import (
-    BatchFlags,
-    FaultCode,
-    any_flags,
-    check_gradients,
-    guard_ids,
-    ids_error,
-    raise_faults,
-)
+from epcomm.buffers.faults import any_flags, check_gradients, guard_ids, ids_error, raise_faults
 from epcomm.buffers.row_layout import localize
 from epcomm.buffers.sizes import (
     CallShape,
@@ -48,6 +40,7 @@ from epcomm.ops.slots import (
     spread_to_slots,
     sum_parts,
 )
+from epcomm.protocol import BatchFlags, FaultCode
 from epcomm.records import Route, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer, WireFormat, align_up

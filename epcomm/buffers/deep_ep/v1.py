@@ -18,7 +18,6 @@ from torch import Tensor
 
 from epcomm.buffers.base import Combined, DispatchCall, Dispatched
 from epcomm.buffers.deep_ep.rows import LegacyHandle, Rows, as_argument, as_wire, row_bytes_of
-from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.sizes import (
     CallShape,
     Region,
@@ -47,6 +46,7 @@ from epcomm.platforms.deep_ep_package import (
     load_deep_ep,
     probe_deep_ep,
 )
+from epcomm.protocol import BatchFlags
 from epcomm.records import Route, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Layout, RowsPer, WeightsAppliedBy

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from epcomm.buffers.base import Combined, DispatchCall, Dispatched
 from epcomm.buffers.deep_ep.rows import LegacyHandle, Rows
-from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.buffers.vendor import COMBINE, DISPATCH, ForeignBuffer
@@ -33,6 +32,7 @@ from epcomm.platforms.deep_ep_package import (
     load_deep_ep,
     probe_deep_ep,
 )
+from epcomm.protocol import BatchFlags
 from epcomm.records import Pending, Route, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Layout, RowsPer, ScaleLayout, WeightsAppliedBy, WireDtype, WireTensor

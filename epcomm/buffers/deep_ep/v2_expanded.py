@@ -19,10 +19,10 @@ from torch import Tensor
 from epcomm.buffers.base import DispatchCall, Dispatched
 from epcomm.buffers.deep_ep.rows import ElasticHandle, Rows, as_wire, row_bytes_of
 from epcomm.buffers.deep_ep.v2 import DeepEPV2Buffer, DeepEPV2Route, ElasticBase
-from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.sizes import Region, most_slots_of
 from epcomm.config import Mode
 from epcomm.ops.static_slots import aligned_counts
+from epcomm.protocol import BatchFlags
 from epcomm.records import SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
 

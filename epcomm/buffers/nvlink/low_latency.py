@@ -17,12 +17,7 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Combined, DispatchCall, Dispatched
-from epcomm.buffers.faults import (
-    BatchFlags,
-    FaultCode,
-    assume_all_need_grad,
-    pack_word,
-)
+from epcomm.buffers.faults import assume_all_need_grad
 from epcomm.buffers.nvlink.excluded_ranks import MaskingHost
 from epcomm.buffers.nvlink.low_latency_layout import HEADER_BYTES, NUM_SLOTS, BlockLayout
 from epcomm.buffers.nvlink.low_latency_state import (
@@ -40,6 +35,7 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
+from epcomm.protocol import BatchFlags, FaultCode, pack_word
 from epcomm.records import Pending, Route, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import (

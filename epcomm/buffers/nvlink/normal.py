@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Combined, DispatchCall
-from epcomm.buffers.faults import BatchFlags, FaultCode, overwritten_error, pack_word
+from epcomm.buffers.faults import overwritten_error
 from epcomm.buffers.nvlink.normal_memory import (
     as_words,
     exchange_of,
@@ -30,6 +30,7 @@ from epcomm.buffers.nvlink.normal_sizes import FIRST_TOKENS, NVLinkNormalFacts, 
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
 from epcomm.errors import EPError
+from epcomm.protocol import BatchFlags, FaultCode, pack_word
 from epcomm.records import Route
 from epcomm.spec import BufferSpec
 from epcomm.types import RowsPer, WireFormat, WireTensor

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from epcomm.buffers.base import DispatchCall, Dispatched
 from epcomm.buffers.counts import check_headers
-from epcomm.buffers.faults import BatchFlags, FaultCode, any_flags, raise_faults, unpack_word
+from epcomm.buffers.faults import any_flags, raise_faults
 from epcomm.buffers.nvlink.normal import NVLinkNormal
 from epcomm.buffers.nvlink.normal_plans import NVLinkNormalRoute
 from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError, EPTimeout, describe_ranks
+from epcomm.protocol import BatchFlags, FaultCode, unpack_word
 from epcomm.spec import BufferCaps
 from epcomm.types import align_up
 

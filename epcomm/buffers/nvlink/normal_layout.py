@@ -20,13 +20,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from epcomm.protocol import NORMAL_HEADER_WORDS
 from epcomm.spec import BufferSpec
 from epcomm.types import align_up
 
 # Dispatches whose rows are kept.
 NUM_SLOTS = 2
-# Words of a header before its lists: fault and flags, T.
-HEADER_WORDS = 2
 # Regions begin at lines of the L2 cache.
 _LINE_BYTES = 128
 # Rows, and the parts of a record, begin at the widest vector.
@@ -71,7 +70,7 @@ class NormalLayout:
     def header_bytes(self) -> int:
         """From one header to the next."""
         num_experts = self.world_size * self.spec.num_local_experts
-        words = HEADER_WORDS + self.world_size + num_experts
+        words = NORMAL_HEADER_WORDS + self.world_size + num_experts
         return align_up(_WORD_BYTES * words, _VECTOR_BYTES)
 
     @property

@@ -7,11 +7,12 @@ from typing import ClassVar
 import torch
 
 from epcomm.buffers.base import DispatchCall, Dispatched
-from epcomm.buffers.faults import BatchFlags, assume_all_need_grad
+from epcomm.buffers.faults import assume_all_need_grad
 from epcomm.buffers.nvlink.normal import NVLinkNormal
 from epcomm.buffers.nvlink.normal_plans import NVLinkNormalRoute
 from epcomm.config import Mode
 from epcomm.errors import EPError
+from epcomm.protocol import BatchFlags
 from epcomm.spec import BufferCaps
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from epcomm.buffers.base import Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer, CollectiveRoute, RowTable
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS
-from epcomm.buffers.faults import BatchFlags, overwritten_error
+from epcomm.buffers.faults import overwritten_error
 from epcomm.buffers.requirements import batches_in_flight_of
 from epcomm.buffers.shared_memory.board import HostBoard
 from epcomm.buffers.shared_memory.growable import LEAST_ROOM, HostRegion, line_aligned
@@ -41,6 +41,7 @@ from epcomm.collectives.call_order import HEADER_WORDS, ROWS, CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.platforms.host import memory_left
+from epcomm.protocol import BatchFlags
 from epcomm.records import Route
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import RowsPer

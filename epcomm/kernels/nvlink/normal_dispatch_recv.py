@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from epcomm.buffers.nvlink.normal_layout import HEADER_WORDS
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH
 from epcomm.kernels.nvlink.common.exchange import on_device
 from epcomm.kernels.nvlink.common.signals import await_words, give_up, taking_part, words_at
 from epcomm.kernels.nvlink.common.status import FAULT_MASK, FAULT_OVERFLOW, codes_of_one_mode
 from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange
+from epcomm.protocol import NORMAL_HEADER_WORDS
 from epcomm.records import SlotIndex
 
 # What a report says that a rank waited for.
@@ -28,7 +28,7 @@ _PAIRS = 1024
 _WARPS = 16
 
 _PHASE_ROWS = tl.constexpr(PHASE_ROWS)
-_HEADER_WORDS = tl.constexpr(HEADER_WORDS)
+_HEADER_WORDS = tl.constexpr(NORMAL_HEADER_WORDS)
 _DISPATCH_EPOCH = tl.constexpr(DISPATCH_EPOCH)
 
 

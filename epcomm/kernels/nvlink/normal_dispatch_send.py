@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from epcomm.buffers.nvlink.normal_layout import HEADER_WORDS
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH, DISPATCH_LEFT, end_epoch
 from epcomm.kernels.nvlink.common.exchange import on_device
@@ -32,13 +31,14 @@ from epcomm.kernels.nvlink.common.signals import (
 from epcomm.kernels.nvlink.common.status import FAULT_IDS, FAULT_MASK
 from epcomm.kernels.nvlink.normal_exchange import NormalExchange, Sends
 from epcomm.kernels.nvlink.normal_plan import plan_tokens
+from epcomm.protocol import NORMAL_HEADER_WORDS
 
 # What a report says that a rank waited for.
 PHASE_BEGIN, PHASE_HEADERS = 11, 12
 
 _PHASE_BEGIN = tl.constexpr(PHASE_BEGIN)
 _PHASE_HEADERS = tl.constexpr(PHASE_HEADERS)
-_HEADER_WORDS = tl.constexpr(HEADER_WORDS)
+_HEADER_WORDS = tl.constexpr(NORMAL_HEADER_WORDS)
 _DISPATCH_EPOCH = tl.constexpr(DISPATCH_EPOCH)
 _DISPATCH_LEFT = tl.constexpr(DISPATCH_LEFT)
 

@@ -9,7 +9,7 @@ import torch
 
 from epcomm import EPConfig, EPGroup, Mode, WireDtype
 from epcomm.buffers.base import DispatchCall
-from epcomm.buffers.faults import BatchFlags
+from epcomm.protocol import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES
 from epcomm.registry import buffer_class
 from epcomm.spec import BufferSpec

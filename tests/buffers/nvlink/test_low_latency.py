@@ -27,10 +27,10 @@ from epcomm import (
     TopKOutput,
 )
 from epcomm.buffers.base import DispatchCall, Dispatched
-from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
 from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError, ShapeError
 from epcomm.kernels import launch
+from epcomm.protocol import BatchFlags
 from epcomm.quantization import (
     FP8_FLOAT32_SCALES,
     FP8_POWER_OF_TWO_SCALES,

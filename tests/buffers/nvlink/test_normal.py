@@ -18,7 +18,6 @@ from torch import Tensor
 pytest.importorskip("triton")
 from epcomm import EPGroup, Mode
 from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
-from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.nvlink.normal import NVLinkNormal
 from epcomm.buffers.nvlink.normal_exact import NVLinkBuffer
 from epcomm.buffers.nvlink.normal_plans import NVLinkNormalRoute
@@ -26,6 +25,7 @@ from epcomm.buffers.nvlink.normal_static import NVLinkStaticBuffer
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
 from epcomm.errors import CapacityError, EPTimeout
 from epcomm.ops.slots import gather_rows
+from epcomm.protocol import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
 from epcomm.records import Handle, RowsCombineInput
 from epcomm.testing import buffer_suite

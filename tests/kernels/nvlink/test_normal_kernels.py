@@ -6,12 +6,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from epcomm.buffers.faults import BatchFlags, FaultCode, pack_word
-from epcomm.buffers.nvlink.normal_layout import HEADER_WORDS, NormalLayout
+from epcomm.buffers.nvlink.normal_layout import NormalLayout
 from epcomm.buffers.nvlink.normal_memory import exchange_of
 from epcomm.buffers.nvlink.normal_plans import RouteMemory
 from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH
 from epcomm.kernels.nvlink.normal_dispatch_recv import index_rows
+from epcomm.protocol import NORMAL_HEADER_WORDS, BatchFlags, FaultCode, pack_word
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat
 
@@ -65,7 +65,7 @@ def test_gradients_may_differ_where_the_host_reads_headers(
         begin = (layout.slots_at + layout.offsets["header"] + rank * layout.header_bytes) // 4
         # Fault and flags, T, rows for each rank, slots of each expert.
         header = [pack_word(FaultCode.NONE, flags), 1, 1, 0, 1, 0]
-        assert len(header) == HEADER_WORDS + 2 * WORLD_SIZE
+        assert len(header) == NORMAL_HEADER_WORDS + 2 * WORLD_SIZE
         words[begin : begin + len(header)] = torch.tensor(header, device=device)
         # Its only row is of expert 0, at position 0, with a weight of 1: all zeros but that.
         row = layout.slots_at + layout.offsets["record"] + rank * MAX_TOKENS * layout.record_bytes

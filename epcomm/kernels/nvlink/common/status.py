@@ -1,20 +1,20 @@
-"""Faults and flags of a rank in one word, as epcomm.buffers.faults packs them, for kernels."""
+"""Faults and flags of a rank in one word, as epcomm.protocol packs them, for kernels."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from epcomm.buffers import faults
-from epcomm.buffers.faults import FaultCode
+from epcomm import protocol
+from epcomm.protocol import FaultCode
 
-FLAGS_SHIFT = tl.constexpr(faults.FLAGS_SHIFT)
-FAULT_MASK = tl.constexpr((1 << faults.FLAGS_SHIFT) - 1)
+FLAGS_SHIFT = tl.constexpr(protocol.FLAGS_SHIFT)
+FAULT_MASK = tl.constexpr((1 << protocol.FLAGS_SHIFT) - 1)
 FAULT_IDS = tl.constexpr(int(FaultCode.IDS))
 FAULT_OVERFLOW = tl.constexpr(int(FaultCode.OVERFLOW))
 _FAULT_GRAD_MODE = tl.constexpr(int(FaultCode.GRAD_MODE))
 _FAULT_FROZEN = tl.constexpr(int(FaultCode.FROZEN))
-_COMPARED_FLAGS = tl.constexpr(faults.COMPARED_FLAGS)
+_COMPARED_FLAGS = tl.constexpr(protocol.COMPARED_FLAGS)
 
 
 @triton.jit

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from epcomm.buffers.shared_memory.memory import host_of_this_process
 from epcomm.platforms.deep_ep import DeepEPKind, Variable, communication_variables, deep_ep_kind
-from epcomm.platforms.host import memory_left
+from epcomm.platforms.host import host_of_this_process, memory_left
 from epcomm.platforms.machine import Machine, this_machine
 from epcomm.registry import BUFFERS, FUSED, RUNNERS, backend_class, class_names, runner_class
 

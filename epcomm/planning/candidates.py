@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from epcomm.buffers.base import Buffer
 from epcomm.buffers.requirements import carrying_reasons, limit_reasons
-from epcomm.buffers.shared_memory.memory import host_of_this_process
 from epcomm.config import EPConfig, Mode, environment
 from epcomm.errors import ConfigError, EPError
+from epcomm.platforms.host import host_of_this_process
 from epcomm.platforms.nvlink import PeerReach, reach_of, reach_reasons
 from epcomm.quantization import QUANTIZED_FORMATS
 from epcomm.registry import (

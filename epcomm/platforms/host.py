@@ -1,4 +1,4 @@
-"""How much memory the processes of this host, or of its container, can still take.
+"""Which host runs this process, and how much memory its processes can still take.
 
 Memory without a name counts towards the memory of its control group and of the host, whatever size
 /dev/shm has. Beyond the limit of a control group the kernel ends a process, so one asks before.
@@ -6,6 +6,7 @@ Memory without a name counts towards the memory of its control group and of the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -62,3 +63,20 @@ def _left(folder: Path, names: tuple[str, str, str]) -> Iterator[int]:
             name, size = line.split()
             left += int(size) * (name == given_back_name)
         yield left
+
+
+def host_of_this_process() -> str:
+    """Equal for processes that can share memory: one kernel, one user, one numbering of processes.
+
+    And one network, for processes in several are taken for several hosts. Empty where that cannot
+    be known, or others may not look at the files of this process. Local.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "pid")]
+        # The system gives to root what it hides of a process, see PR_SET_DUMPABLE.
+        if os.stat("/proc/self").st_uid != os.geteuid():
+            return ""
+    except OSError:
+        return ""
+    return "/".join(map(str, [boot, *spaces, os.geteuid()]))

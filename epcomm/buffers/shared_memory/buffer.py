@@ -33,14 +33,14 @@ from epcomm.buffers.faults import overwritten_error
 from epcomm.buffers.requirements import batches_in_flight_of
 from epcomm.buffers.shared_memory.board import HostBoard
 from epcomm.buffers.shared_memory.growable import LEAST_ROOM, HostRegion, line_aligned
-from epcomm.buffers.shared_memory.memory import HostMemory, host_of_this_process
+from epcomm.buffers.shared_memory.memory import HostMemory
 from epcomm.buffers.shared_memory.signals import HostSignals, Signal, signal_bytes
 from epcomm.buffers.sizes import Region, RowBytes
 from epcomm.collectives.base import Collectives
 from epcomm.collectives.call_order import HEADER_WORDS, ROWS, CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
-from epcomm.platforms.host import memory_left
+from epcomm.platforms.host import host_of_this_process, memory_left
 from epcomm.protocol import BatchFlags
 from epcomm.records import Route
 from epcomm.spec import Availability, BufferCaps, BufferSpec

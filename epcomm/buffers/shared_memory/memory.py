@@ -13,7 +13,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,23 +26,6 @@ _PIECE_BYTES = 2**24
 # Asks for memory that nobody executes, as some systems demand: MFD_NOEXEC_SEAL of linux/memfd.h,
 # which Python 3.11 does not know, nor Linux before 6.3.
 _NEVER_EXECUTED = 8
-
-
-def host_of_this_process() -> str:
-    """Equal for processes that can share memory: one kernel, one user, one numbering of processes.
-
-    And one network, for processes in several are taken for several hosts. Empty where that cannot
-    be known, or others may not look at the files of this process. Local.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-        spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "pid")]
-        # The system gives to root what it hides of a process, see PR_SET_DUMPABLE.
-        if os.stat("/proc/self").st_uid != os.geteuid():
-            return ""
-    except OSError:
-        return ""
-    return "/".join(map(str, [boot, *spaces, os.geteuid()]))
 
 
 class HostMemory:

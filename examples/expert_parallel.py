@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeForCausalLM
 
 from epcomm import EPConfig, EPGroup, ExpertParallelMoE, Mode, TopKOutput, idle_step
-from epcomm.sharding.shards import gather_state_dict, replicated_parameters, sharded_parameters
+from epcomm.sharding.shards import replicated_parameters, sharded_parameters
+from epcomm.training.checkpoints import gather_state_dict
 from epcomm.training.gradients import sum_replicated_gradients
 
 # Three times as much learns no faster, and brings some embedding so close to zero, where RMSNorm

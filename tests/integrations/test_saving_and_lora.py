@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from epcomm import EPGroup, ExpertParallelMoE, ShapeError
-from epcomm.sharding.shards import gather_state_dict
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
+from epcomm.training.checkpoints import gather_state_dict
 from epcomm.training.gradients import sum_replicated_gradients
 
 NUM_RANKS = 2

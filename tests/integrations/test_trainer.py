@@ -27,9 +27,10 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingA
 
 from epcomm import ConfigError, EPGroup, ExpertParallelMoE, idle_step
 from epcomm.integrations.transformers import prepare_trainer
-from epcomm.sharding.shards import gather_state_dict, sharded_parameters
+from epcomm.sharding.shards import sharded_parameters
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
+from epcomm.training.checkpoints import gather_state_dict
 from epcomm.training.gradients import scale_expert_gradients
 
 NUM_RANKS, NUM_STEPS, SAVED_STEP, NUM_MICRO_BATCHES = 2, 4, 2, 2

@@ -19,15 +19,10 @@ from epcomm.integrations.transformers.reading import read_block
 from epcomm.integrations.transformers.structure import read_layout
 from epcomm.moe import chosen_by_router
 from epcomm.routing import RoutingSpec, route
-from epcomm.sharding.shards import (
-    ExpertShard,
-    gather_state_dict,
-    load_full_state_dict,
-    local_share,
-    shard_of,
-)
+from epcomm.sharding.shards import ExpertShard, local_share, shard_of
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
+from epcomm.training.checkpoints import gather_state_dict, load_full_state_dict
 from tests.cases.blocks import BLOCKS, HIDDEN, KINDS, NUM_EXPERTS, VARIANTS, BlockKind, seeded
 
 # Tokens of each rank: uneven, and one has none.

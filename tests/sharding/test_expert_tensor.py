@@ -22,9 +22,10 @@ from epcomm import (
 )
 from epcomm.errors import PickleRefused
 from epcomm.sharding.expert_tensor import ExpertTensor
-from epcomm.sharding.shards import expert_shards, gather_state_dict, sharded_parameters
+from epcomm.sharding.shards import expert_shards, sharded_parameters
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
+from epcomm.training.checkpoints import gather_state_dict
 from epcomm.training.gradients import sum_replicated_gradients
 from tests.cases.expert_models import (
     NUM_EXPERTS,

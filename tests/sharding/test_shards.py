@@ -7,14 +7,8 @@ import torch
 from torch import nn
 
 from epcomm import EPGroup, ExpertParallelMoE, ShapeError
-from epcomm.sharding.shards import (
-    ExpertShard,
-    gather_state_dict,
-    load_full_state_dict,
-    replicated_parameters,
-    shard_of,
-    sharded_parameters,
-)
+from epcomm.sharding.shards import ExpertShard, replicated_parameters, shard_of, sharded_parameters
+from epcomm.training.checkpoints import gather_state_dict, load_full_state_dict
 from tests.cases.blocks import NUM_EXPERTS, qwen3_moe
 
 NUM_RANKS = 2

@@ -28,9 +28,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from epcomm import EPGroup, ShapeError
 from epcomm.sharding.expert_tensor import ExpertTensor
-from epcomm.sharding.shards import gather_state_dict, load_full_state_dict, sharded_parameters
+from epcomm.sharding.shards import sharded_parameters
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
+from epcomm.training.checkpoints import gather_state_dict, load_full_state_dict
 from epcomm.training.gradients import sum_expert_gradients, sum_replicated_gradients
 from tests.cases.expert_models import NUM_EXPERTS, InOneProcess, OverRanks, expert_weights, tokens
 from tests.sharding.test_expert_tensor import OPTIMIZERS, backward

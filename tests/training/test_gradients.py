@@ -20,15 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from epcomm import ConfigError, EPConfig, EPGroup, ExpertParallelMoE, idle_step
-from epcomm.sharding.shards import (
-    expert_shards,
-    gather_state_dict,
-    load_full_state_dict,
-    shard_of,
-    sharded_parameters,
-)
+from epcomm.sharding.shards import expert_shards, shard_of, sharded_parameters
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
+from epcomm.training.checkpoints import gather_state_dict, load_full_state_dict
 from epcomm.training.gradients import (
     clip_grad_norm,
     ignore_experts_in_ddp,

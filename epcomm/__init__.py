@@ -19,7 +19,7 @@ from epcomm.errors import (
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
 from epcomm.integrations.telemetry import Metric, as_prometheus_text, metrics
-from epcomm.layers import decode_phase, idle_step
+from epcomm.layers import decode_phase
 from epcomm.moe import ExpertParallelMoE
 from epcomm.planning.plan import EPPlan, plan
 from epcomm.records import (
@@ -35,6 +35,7 @@ from epcomm.records import (
 from epcomm.routing import RoutingSpec, route
 from epcomm.spec import MoESpec
 from epcomm.stats import EPStats
+from epcomm.training.idle import idle_step
 from epcomm.types import Int8Profile, ScaleDtype, WireDtype, WireFormat, WireTensor
 from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.weights.unquantized import Activation, ExpertFormat, ExpertWeights

@@ -26,7 +26,7 @@ from epcomm import (
 from epcomm.fuseep.ascend import DispatchFFNCombine, FusedDeepMoE
 from epcomm.fuseep.path import FuseEPPath
 from epcomm.fuseep.reference import FuseEPReference
-from epcomm.layers import idle_step
+from epcomm.training.idle import idle_step
 from fakes.ascend import limits
 from fakes.ascend.deep_ep import Buffer
 from tests.cases.fuseep_formats import device_that_keeps

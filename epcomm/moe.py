@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor, nn
 
+from epcomm.blocks import BlockLayout, RouterInput, chosen_by_router, find_part
 from epcomm.config import EPConfig, Router
 from epcomm.errors import ConfigError
 from epcomm.experts import ExpertParallelExperts
@@ -18,81 +17,6 @@ from epcomm.records import TopKOutput
 from epcomm.routing import RoutingSpec
 from epcomm.routing.choose import choose_router
 from epcomm.stats import EPStats
-
-
-class RouterInput(StrEnum):
-    """What a router is called with, besides itself.
-
-    TOKENS: the tokens, [T, H].   BATCH: the same as a batch of one, [1, T, H].
-    CORRECTION_BIAS: what BlockLayout.correction_bias names, [E]; None where it names nothing.
-    INPUT_IDS: ids of the tokens in the vocabulary, [T].
-    """
-
-    TOKENS = "tokens"
-    BATCH = "batch"
-    CORRECTION_BIAS = "correction_bias"
-    INPUT_IDS = "input_ids"
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockLayout:
-    """Which part of a block does what, by its dotted name below the block; None: there is none.
-
-    router: what router_inputs say to logits [T, E], or to a tuple whose first entry they are; where
-        the routing is chosen_by_router, to (logits, topk_weights [T, K], topk_ids [T, K], ...).
-    router_inputs: its arguments, in order.
-    correction_bias: E values, whatever their shape, that the routing wants.
-    shared_experts: [..., H] to [..., H], computed on every rank's own tokens.
-    shared_experts_gate: [..., H] to [..., 1]; its sigmoid multiplies what the shared experts give.
-    averages_shared_experts: y is the mean of routed and shared experts instead of their sum.
-    latent_in, latent_out: [T, H] to [T, H'] before dispatch, and back after combine; H' is the
-        hidden size of the routed experts.
-    routed_scale: multiplies what the routed experts give, after latent_out.
-    output_norm: [..., H] to [..., H], applied to y last.
-    returns_scores: the block returns (y, topk_weights [T, K] in the dtype of the logits), not y.
-    """
-
-    router: str = "gate"
-    router_inputs: tuple[RouterInput, ...] = (RouterInput.TOKENS,)
-    correction_bias: str | None = None
-    shared_experts: str | None = None
-    shared_experts_gate: str | None = None
-    averages_shared_experts: bool = False
-    latent_in: str | None = None
-    latent_out: str | None = None
-    routed_scale: float = 1.0
-    output_norm: str | None = None
-    returns_scores: bool = False
-
-    def names(self) -> dict[str, str]:
-        """Field to name, of the parts that are there."""
-        named = {
-            "router": self.router,
-            "correction_bias": self.correction_bias,
-            "shared_experts": self.shared_experts,
-            "shared_experts_gate": self.shared_experts_gate,
-            "latent_in": self.latent_in,
-            "latent_out": self.latent_out,
-            "output_norm": self.output_norm,
-        }
-        return {field: name for field, name in named.items() if name is not None}
-
-
-def chosen_by_router(
-    logits: Tensor, *, top_k: int, correction_bias: Tensor | None, hidden_states: Tensor | None
-) -> TopKOutput:
-    """Stand for the choice of a router module that returns weights and ids beside its logits.
-
-    `RoutingSpec(top_k=K, custom_function=chosen_by_router)` makes ExpertParallelMoE take both as
-    they are; no RoutingSpec has to describe them, and no operator of the device replaces them.
-
-    Raises:
-        ConfigError: always, because logits alone do not tell what the router chose.
-    """
-    raise ConfigError(
-        "chosen_by_router: called with logits, expected to be taken from the router's own output; "
-        "use it in the RoutingSpec of an ExpertParallelMoE, not with route()"
-    )
 
 
 class ExpertParallelMoE(nn.Module):
@@ -303,20 +227,3 @@ class ExpertParallelMoE(nn.Module):
         if layout.shared_experts_gate is not None:
             shared = torch.sigmoid(self.get_submodule(layout.shared_experts_gate)(x)) * shared
         return (y + shared) / 2 if layout.averages_shared_experts else y + shared
-
-
-def find_part(block: nn.Module, field: str, name: str) -> nn.Module | Tensor:
-    """The part of a block that its layout calls `field`, by its dotted name.
-
-    Raises:
-        ConfigError: there is no such module, or for a correction bias no such tensor.
-    """
-    part: object = block
-    for step in name.split("."):
-        part = getattr(part, step, None)
-    if not isinstance(part, Tensor if field == "correction_bias" else nn.Module):
-        raise ConfigError(
-            f"{type(block).__name__}: {name} is {type(part).__name__}, expected its "
-            f"{field}; pass a BlockLayout that names it"
-        )
-    return part

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from epcomm import BackendUnavailable, ConfigError, EPConfig, EPGroup, EPStats, ExpertParallelMoE
+from epcomm.blocks import BlockLayout
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.moe import BlockLayout
 from epcomm.registry import FUSED
 from epcomm.runners.grouped_mm import GroupedMMRunner
 from epcomm.stats import gather_expert_slots

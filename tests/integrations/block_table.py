@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from epcomm import ConfigError, EPGroup, ExpertParallelMoE
-from epcomm.moe import chosen_by_router
+from epcomm.blocks import chosen_by_router
 from epcomm.sharding.shards import local_share, shard_of
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from epcomm import ConfigError, EPConfig, EPGroup, ExpertParallelMoE
+from epcomm.blocks import chosen_by_router
 from epcomm.config import Mode
 from epcomm.integrations.transformers.reading import read_block
 from epcomm.integrations.transformers.structure import read_layout
-from epcomm.moe import chosen_by_router
 from epcomm.routing import RoutingSpec, route
 from epcomm.sharding.shards import ExpertShard, local_share, shard_of
 from epcomm.testing.layer_suite import FP32_TOLERANCE

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.checks import unready_error
-from epcomm.dispatchers.phases import PhaseDispatchers
 from epcomm.errors import ConfigError, EPError, PickleRefused
 from epcomm.fuseep.path import FuseEPPath
 from epcomm.group import EPGroup
 from epcomm.ops.precision import check_cast
-from epcomm.paths import PipelinePath
+from epcomm.paths import PhaseDispatchers, PipelinePath
 from epcomm.planning.plan import plan
 from epcomm.platforms.compiler import untraced
 from epcomm.records import TopKOutput, empty_topk

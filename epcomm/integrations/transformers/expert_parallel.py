@@ -21,13 +21,12 @@ from torch import Tensor, nn
 
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode, Router
-from epcomm.dispatchers.phases import PhaseDispatchers
 from epcomm.errors import ConfigError, HandleError
 from epcomm.group import EPGroup
 from epcomm.layers import put_in_front
 from epcomm.ops.pack import pack
 from epcomm.ops.slots import expert_of_slot
-from epcomm.paths import path_output
+from epcomm.paths import PhaseDispatchers, path_output
 from epcomm.planning.plan import plan
 from epcomm.platforms.compiler import untraced
 from epcomm.platforms.profiler import ranged

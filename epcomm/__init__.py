@@ -21,7 +21,8 @@ from epcomm.group import EPGroup
 from epcomm.integrations.telemetry import Metric, as_prometheus_text, metrics
 from epcomm.layers import decode_phase
 from epcomm.moe import ExpertParallelMoE
-from epcomm.planning.plan import EPPlan, plan
+from epcomm.planning.plan import plan
+from epcomm.planning.plans import EPPlan
 from epcomm.records import (
     CombineInput,
     DispatchOutput,

@@ -20,7 +20,8 @@ from epcomm.dispatchers.standard import StandardDispatcher
 from epcomm.errors import ConfigError, EPError, ShapeError
 from epcomm.group import EPGroup
 from epcomm.ops.precision import is_widened
-from epcomm.planning.plan import EPPlan, PhasePlan, plan
+from epcomm.planning.plan import plan
+from epcomm.planning.plans import EPPlan, PhasePlan
 from epcomm.platforms.profiler import ranged
 from epcomm.records import CombineInput, DispatchOutput, PathOutput, Route, TopKOutput
 from epcomm.registry import runner_class

@@ -17,7 +17,8 @@ from epcomm.cli.numbers import bytes_text
 from epcomm.cli.plan_fused import fused_table
 from epcomm.config import EPConfig, Mode
 from epcomm.errors import ConfigError, EPError
-from epcomm.planning.plan import EPPlan, PhasePlan, plan
+from epcomm.planning.plan import plan
+from epcomm.planning.plans import EPPlan, PhasePlan
 from epcomm.spec import MoESpec
 from epcomm.types import WireDtype
 from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights

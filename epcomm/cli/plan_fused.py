@@ -7,7 +7,7 @@ from rich.table import Table
 from epcomm.cli.numbers import bytes_text
 from epcomm.fuseep.ascend import AscendFused
 from epcomm.fuseep.limits import FuseEPLimits
-from epcomm.planning.plan import PhasePlan
+from epcomm.planning.plans import PhasePlan
 from epcomm.registry import FUSED, class_names, fused_class
 
 _NO_LIMIT = "no limit"

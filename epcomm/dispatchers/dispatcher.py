@@ -25,7 +25,8 @@ from epcomm.dispatchers.checks import (
 from epcomm.errors import ConfigError, EPError, EPTimeout, HandleError
 from epcomm.group import EPGroup
 from epcomm.ops.precision import cast_results, cast_topk, in_dtype
-from epcomm.planning.plan import PhasePlan, plan
+from epcomm.planning.plan import plan
+from epcomm.planning.plans import PhasePlan
 from epcomm.platforms.compiler import untraced
 from epcomm.platforms.profiler import ranged
 from epcomm.protocol import BatchFlags

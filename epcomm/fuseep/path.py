@@ -17,7 +17,7 @@ from epcomm.fuseep.base import FuseEPResult
 from epcomm.fuseep.packing import PackedExperts
 from epcomm.group import EPGroup
 from epcomm.ops.precision import cast_topk
-from epcomm.planning.plan import PhasePlan
+from epcomm.planning.plans import PhasePlan
 from epcomm.platforms.profiler import ranged
 from epcomm.protocol import BatchFlags
 from epcomm.records import TopKOutput, empty_topk

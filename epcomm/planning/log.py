@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from epcomm.group import EPGroup
-    from epcomm.planning.plan import EPPlan, PhasePlan
+    from epcomm.planning.plans import EPPlan, PhasePlan
 
 _logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from epcomm.dispatchers.deepep_low_latency import DeepEPLowLatencyDispatcher
 from epcomm.dispatchers.deepep_normal import DeepEPNormalDispatcher
 from epcomm.dispatchers.dispatcher import RowsDispatcher
 from epcomm.dispatchers.standard import StandardDispatcher
-from epcomm.planning.plan import PhasePlan
+from epcomm.planning.plans import PhasePlan
 from epcomm.records import Handle
 
 NUM_RANKS = 2

@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from epcomm.errors import ShapeError
 from epcomm.sharding.expert_tensor_fsdp import LOOKS_AT_DEVICES, check_fully_shard
+from epcomm.sharding.expert_tensor_lists import run_on_lists
 from epcomm.sharding.expert_tensor_parts import run_on_parts, takes_parts
-from epcomm.sharding.shards import cut_share, shard_of
+from epcomm.sharding.pieces import own_part, piece_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -183,8 +184,6 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     """Run an operator of which an ExpertTensor is an argument."""
     name: str = func._schema.name
     if name.startswith(_LIST_OPERATORS):
-        from epcomm.sharding.expert_tensor_lists import run_on_lists
-
         return run_on_lists(func, args, kwargs)
     if takes_parts(name, args):
         return run_on_parts(func, args, kwargs, args[0])
@@ -300,11 +299,6 @@ def local_views(
     return _LocalViews.apply(factors or [1.0] * len(tensors), *tensors)  # type: ignore[return-value]
 
 
-def piece_of(tensor: Tensor) -> Tensor:
-    """The local piece of a DTensor, without gradients; any other tensor as it is. Local."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def _refuse_storage(tensor: ExpertTensor) -> NoReturn:
     """Say to those who write tensors into files, as safetensors does, what to write."""
     mesh = tensor._spec.mesh
@@ -353,19 +347,6 @@ def _run_on_pieces(
     if func._schema.is_mutable:
         return _written(func, args, kwargs)
     return tree_map(lambda leaf: some.like_self(leaf) if isinstance(leaf, Tensor) else leaf, result)
-
-
-def own_part(leaf: object, some: ExpertTensor) -> object:
-    """Of an ordinary tensor that spans the experts of `some`, what belongs to this rank's."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    if isinstance(leaf, DTensor):
-        return leaf._local_tensor
-    if leaf.dim() < some.dim() or leaf.shape[0] != some.shape[0]:
-        return leaf
-    shard = shard_of(some)
-    assert shard is not None, "an ExpertTensor is a share"
-    return cut_share(leaf, shard)
 
 
 def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:

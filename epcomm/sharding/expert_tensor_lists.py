@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed._functional_collectives import all_gather_tensor
 
-from epcomm.sharding.expert_tensor import ExpertTensor, own_part, piece_of
+from epcomm.sharding.pieces import own_part, piece_of
+from epcomm.sharding.shards import is_expert_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from epcomm.sharding.expert_tensor import ExpertTensor
+
 _UNSCALE = "aten::_amp_foreach_non_finite_check_and_unscale_"
 _NORM, _MAX = "aten::_foreach_norm", "aten::_foreach_max"
 
-Places = Mapping[int, ExpertTensor]
+Places: TypeAlias = "Mapping[int, ExpertTensor]"
 
 
 def run_on_lists(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
@@ -56,7 +59,7 @@ def _experts_by_place(args: Sequence[Any]) -> dict[int, ExpertTensor]:
     for arg in args:
         if isinstance(arg, list | tuple):
             for place, leaf in enumerate(arg):
-                if isinstance(leaf, ExpertTensor):
+                if is_expert_tensor(leaf):
                     found.setdefault(place, leaf)
     return found
 
@@ -76,7 +79,7 @@ def _count_writes(args: Sequence[Any]) -> None:
     """Count them, as torch does above this place, for those who notice writes by the count."""
     for arg in args:
         for leaf in arg if isinstance(arg, list | tuple) else ():
-            if isinstance(leaf, ExpertTensor):
+            if is_expert_tensor(leaf):
                 torch.autograd.graph.increment_version(leaf._local_tensor)
 
 

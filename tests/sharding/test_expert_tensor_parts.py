@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from epcomm import EPGroup, ShapeError
-from epcomm.sharding.expert_tensor import ExpertTensor, piece_of
+from epcomm.sharding.expert_tensor import ExpertTensor
+from epcomm.sharding.pieces import piece_of
 from tests.cases.expert_models import OverRanks
 
 NUM_RANKS, NUM_EXPERTS = 2, 8

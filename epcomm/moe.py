@@ -14,6 +14,7 @@ from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
 from epcomm.platforms.profiler import ranged
 from epcomm.records import TopKOutput
+from epcomm.registry import block_reader
 from epcomm.routing import RoutingSpec
 from epcomm.routing.choose import choose_router
 from epcomm.stats import EPStats
@@ -83,9 +84,7 @@ class ExpertParallelMoE(nn.Module):
             ConfigError: a part or an attribute that nobody knows (the message names it), or a block
                 that computes something else than its parts say; on all ranks.
         """
-        from epcomm.integrations.transformers import from_transformers
-
-        return from_transformers(block, group, config)
+        return block_reader()(block, group, config)
 
     @property
     def routing(self) -> RoutingSpec:

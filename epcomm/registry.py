@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
@@ -61,6 +61,8 @@ FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "fuseep_reference": ("epcomm.fuseep.reference:FuseEPReference",),
     }
 )
+# Reads blocks of another library, and lies above the layer that it makes.
+BLOCK_READER = "epcomm.integrations.transformers:from_transformers"
 RUNNERS: Mapping[str, str] = MappingProxyType(
     {
         "fp8_wgmma": "epcomm.runners.fp8_wgmma:Fp8WgmmaRunner",
@@ -157,4 +159,10 @@ def _find(kind: str, table: Mapping[str, V], name: str) -> V:
 
 def _load(kind: str, table: Mapping[str, str], name: str) -> type:
     module, _, attribute = _find(kind, table, name).partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def block_reader() -> Callable[..., Any]:
+    """The function that spreads a MoE block of transformers over a group; imports transformers."""
+    module, _, attribute = BLOCK_READER.partition(":")
     return getattr(import_module(module), attribute)

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from epcomm.collectives.bounded import BoundedWait
+from epcomm.collectives.call_order import CallKind, CallOrder, CallSign
 from epcomm.config import EPConfig
 from epcomm.errors import ConfigError, ShapeError, describe_ranks
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-    from epcomm.collectives.bounded import BoundedWait
-    from epcomm.collectives.call_order import CallOrder
 
 # Seconds that a verb waits for other ranks until a layer says otherwise.
 DEFAULT_TIMEOUT_S = EPConfig.timeout_s
@@ -55,8 +54,6 @@ class Collectives(ABC):
     @cached_property
     def calls(self) -> CallOrder:
         """The calls made over this transport, which ranks compare before they send rows."""
-        from epcomm.collectives.call_order import CallOrder
-
         return CallOrder(self)
 
     def close(self) -> None:
@@ -149,8 +146,6 @@ class Collectives(ABC):
         self, records: Sequence[Mapping[str, Scalar]], phase: str
     ) -> list[list[dict[str, Scalar]]]:
         """What all ranks pass here, by rank; most often in one exchange behind the header."""
-        from epcomm.collectives.call_order import CallKind, CallSign
-
         if self.bounded is not None:
             self.calls.announce(CallSign(kind=CallKind.RECORDS), phase=phase)
             phase = f"{phase}, records"

@@ -20,9 +20,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError, describe_ranks
+from epcomm.records import Pending
 
 # Words of a header that must be equal on all ranks: kind, mode, buffer, dispatcher, batch, number.
 _NUM_COMPARED = 6
@@ -96,10 +96,22 @@ class HeaderBoard(Protocol):
         ...
 
 
+class Transport(Protocol):
+    """What CallOrder needs of Collectives."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def all_to_all_async(self, send: Tensor, *, phase: str = ...) -> Pending[Tensor]:
+        """Begin an all_to_all of equal parts."""
+        ...
+
+
 class CallOrder:
     """The calls of one rank in a group, numbered alike on all ranks."""
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: Transport) -> None:
         """No call yet, over `collectives`."""
         self._collectives = collectives
         self._board: HeaderBoard | None = None

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from epcomm.errors import ConfigError
-from epcomm.sharding.shards import is_expert_tensor
+from epcomm.sharding.shards import ExpertParameters, is_expert_tensor
 
 if TYPE_CHECKING:
     from epcomm.sharding.expert_tensor import ExpertTensor
@@ -75,14 +75,8 @@ def _ranks(mesh: DeviceMesh) -> list[int]:
 
 def _share_tokens(modules: object) -> bool:
     """Whether layers are told that all ranks of their group have the same tokens."""
-    from epcomm.experts import ExpertParallelExperts
-
     roots = modules if isinstance(modules, list | tuple) else [modules]
-    layers = [
-        part
-        for root in roots
-        if isinstance(root, nn.Module)
-        for part in root.modules()
-        if isinstance(part, ExpertParallelExperts)
-    ]
-    return any(layer.config.replicated for layer in layers)
+    parts = [part for root in roots if isinstance(root, nn.Module) for part in root.modules()]
+    layers = [part for part in parts if isinstance(part, ExpertParameters)]
+    configs = [getattr(layer, "config", None) for layer in layers]
+    return any(getattr(config, "replicated", False) for config in configs)

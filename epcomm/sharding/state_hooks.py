@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
@@ -12,9 +13,38 @@ from epcomm.sharding.shards import ExpertShard, cut_share, is_expert_tensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-    from epcomm.experts import ExpertParallelExperts
-
 _METADATA = "epcomm_share"
+
+
+class Ranks(Protocol):
+    """What the hooks say of an EPGroup."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def where(self) -> str:
+        """`rank 3 of 8`, for messages."""
+        ...
+
+
+class ShardedLayer(Protocol):
+    """What the hooks need of a layer."""
+
+    shard: ExpertShard
+
+    @property
+    def group(self) -> Ranks:
+        """The ranks that share the experts."""
+        ...
+
+    def expert_parameters(self) -> Mapping[str, Tensor]:
+        """By name below the layer."""
+        ...
+
+    def as_expert_tensor(self, share: Tensor) -> Tensor:
+        """Return a share as an ExpertTensor, where the group has a DeviceMesh."""
+        ...
 
 
 def note_share(
@@ -25,7 +55,7 @@ def note_share(
     The metadata say it of ordinary tensors. Those that something put in the place of parameters
     become ExpertTensors, which share their memory, where the group has a DeviceMesh.
     """
-    layer: ExpertParallelExperts = module  # type: ignore[assignment]
+    layer: ShardedLayer = module  # type: ignore[assignment]
     local_metadata[_METADATA] = _as_list(layer.shard)
     for name in layer.expert_parameters():
         value = state_dict.get(prefix + name)
@@ -46,7 +76,7 @@ def cut_before_load(
     Raises:
         ShapeError: a share of another rank, of another number of ranks, or of unknown origin.
     """
-    layer: ExpertParallelExperts = module  # type: ignore[assignment]
+    layer: ShardedLayer = module  # type: ignore[assignment]
     is_own = local_metadata.get(_METADATA) == _as_list(layer.shard)
     for name, parameter in layer.expert_parameters().items():
         value = state_dict.get(prefix + name)
@@ -67,7 +97,7 @@ def part_of(tensor: DTensor) -> tuple[tuple[int, ...], int, tuple[Placement, ...
 class _Reader:
     """Reads one tensor of a state_dict."""
 
-    def __init__(self, *, name: str, layer: ExpertParallelExperts, is_own: bool) -> None:
+    def __init__(self, *, name: str, layer: ShardedLayer, is_own: bool) -> None:
         self._name, self._layer, self._is_own = name, layer, is_own
 
     def read(self, value: Tensor, parameter: Tensor) -> Tensor:

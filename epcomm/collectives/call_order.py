@@ -22,7 +22,6 @@ from torch import Tensor
 
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError, describe_ranks
-from epcomm.records import Pending
 
 # Words of a header that must be equal on all ranks: kind, mode, buffer, dispatcher, batch, number.
 _NUM_COMPARED = 6
@@ -103,8 +102,8 @@ class Transport(Protocol):
     world_size: int
     device: torch.device
 
-    def all_to_all_async(self, send: Tensor, *, phase: str = ...) -> Pending[Tensor]:
-        """Begin an all_to_all of equal parts."""
+    def all_to_all(self, send: Tensor, *, phase: str = ...) -> Tensor:
+        """Exchange equal parts."""
         ...
 
 

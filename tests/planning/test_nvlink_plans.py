@@ -133,7 +133,8 @@ def test_decode_takes_it_where_it_can(case: Case, monkeypatch: pytest.MonkeyPatc
 def test_a_plan_without_ranks_or_with_one_does_not_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NVLinkHost, "probe", lambda environment: Availability(ok=True))
     text = plan(CONFIG, SPEC, world_size=2).explain()
-    assert "rejected nvlink: needs a group, to see that its ranks share a host" in text
+    reason = "needs a group, to see that its ranks share a host"
+    assert f"rejected nvlink, shared_memory: {reason}" in text
     assert "rejected nvlink: writes to peers, and a single rank has none; " in (
         plan(CONFIG, SPEC).explain()
     )

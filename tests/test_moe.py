@@ -207,7 +207,7 @@ def test_explain_names_plan_and_runner() -> None:
         block = qwen3_moe(moe_intermediate_size=6).to(group.device)
         config = EPConfig(mode="normal", backend="collective")
         text = ExpertParallelMoE.from_transformers(block, group, config).explain()
-        assert text.startswith("mode normal on backend collective, 2 ranks with 4 experts each")
+        assert text.startswith("mode normal on backend collective (CollectiveBuffer), 2 ranks")
         assert text.splitlines()[-2:] == [
             "runner reference",
             "rejected runner grouped_mm: intermediate_size is 6, but torch.float32 rows need a "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 
 import pytest
 import torch
@@ -261,7 +261,8 @@ def test_budget_bounds_the_slots() -> None:
 
 
 def test_padding_of_experts_is_counted() -> None:
-    aligned = phase_of(CASES["low_latency"], expert_alignment=16)
+    phase = phase_of(CASES["low_latency"])
+    aligned = replace(phase, buffer_spec=replace(phase.buffer_spec, expert_alignment=16))
     regions = {region.name: region.max_bytes for region in aligned.regions()}
     # 128 slots and 15 of padding for each of 2 experts, rounded up to 160.
     assert regions["expert results"] == 160 * 128

@@ -100,9 +100,7 @@ def test_all_paths_are_near_the_dense_experts_and_one_another() -> None:
         found = {}
         for name, config in PATHS.items():
             layer = ExpertParallelExperts(weights, group, config, top_k=K)
-            assert layer.plan.prefill.backend == (
-                "AscendLowLatencyBuffer" if name == "unfused" else name
-            )
+            assert layer.plan.prefill.backend == ("ascend" if name == "unfused" else name)
             with torch.no_grad():
                 found[name] = layer(x, topk, decode=True)
             layer.check()

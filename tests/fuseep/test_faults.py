@@ -241,7 +241,7 @@ def test_paths_refuse_other_plans_closed_groups_and_other_packings() -> None:
             (FusedDeepMoE, experts()),
         ]
         for kind, wrong in operators:
-            operator = group.open_fused(kind.name, layer.plan.prefill.buffer_spec)
+            operator = group.open_fused(kind.__name__, layer.plan.prefill.buffer_spec)
             with pytest.raises(TypeError, match=f"experts are {type(wrong).__name__}, expected"):
                 operator.run(Any, wrong)  # pyright: ignore[reportArgumentType]
         for kind, packed in ((FusedDeepMoE, first), (DispatchFFNCombine, second)):

@@ -12,6 +12,8 @@ import pytest
 
 from tests.failures.scenario import EXIT_CODE, EXIT_LIMIT_S, NAMING_LIMIT_S, Outcome, Scenario
 
+pytestmark = pytest.mark.slow
+
 REPO = Path(__file__).parents[2]
 # Seconds for all scenarios together, of which they take 35 on two busy cores.
 LAUNCH_LIMIT_S = 300

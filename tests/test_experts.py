@@ -1,7 +1,7 @@
 """ExpertParallelExperts passes the layer suite in every mode on 2 ranks.
 
-What a layer adds to a buffer, autograd and the runners, depends little on the number of ranks, which
-tests/buffers/test_buffers.py varies; a batch and its gradients cross other numbers of them and MPI.
+What a layer adds to a buffer, autograd and the runners, depends little on the number of ranks,
+which tests/buffers/test_buffers.py varies; a batch and its gradients cross other numbers and MPI.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every buffer that runs on a CPU passes the whole buffer suite on 2 ranks.
 
-On other numbers of ranks and over MPI run the scenarios that show a fault there which 2 ranks cannot
-(tests/mutants/matrix.md), and with the slow tests all of them on 4.
+On other numbers of ranks and over MPI run the scenarios that show a fault there which 2 ranks
+cannot (tests/mutants/matrix.md), and with the slow tests all of them on 4.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ CASES = {
 
 
 # What a transport or another number of ranks may get wrong: the table of tests/mutants/matrix.md.
-ON_ONE = ("uneven", "nowhere", "faults")
-ON_THREE = ("uneven", "faults", "combine_faults", "ids_out_of_range", "traffic")
-ON_FOUR = ("stand_alone",)
+ON_ONE = ("uneven", "faults")
+ON_THREE = ("uneven", "stand_alone", "faults")
 OVER_MPI = ("uneven", "all_empty", "faults", "combine_faults")
 ON_EIGHT = ("uneven", "holes")
 

@@ -85,9 +85,9 @@ def cases_of(bad_calls: list[Bad], kinds: list[str]) -> list[Any]:
     ]
 
 
-# One check finds all faults and gives a code, which each buffer tells in its own way: on the first two
-# kinds, whose faults are raised and wait on the device, everything is played, on the others a fault of
-# each code, found in dispatch and in combine, and what is compared in the headers.
+# One check finds all faults and gives a code, which each buffer tells in its own way. Everything is
+# played on a kind whose faults are raised and on one where they wait on the device; on the others a
+# fault of each code, found in dispatch and in combine, and what is compared in the headers.
 OF_EACH_CODE = {
     "x of another H",
     "M + 1 tokens",

@@ -1,0 +1,107 @@
+"""What a mutant is: a fault that is put into the library for a test, and who must notice it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from epcomm import EPConfig, EPGroup, ExpertParallelExperts, Mode
+from epcomm.registry import buffer_class
+from epcomm.testing import buffer_suite, layer_suite
+from epcomm.types import WireFormat
+
+# Seconds that a rank waits for the others, which may be somewhere else when one has noticed.
+PATIENCE_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """A fault, and the scenario that must notice it.
+
+    broken: a subclass with the fault, of a buffer or of ExpertParallelExperts.
+    suite: buffer | layer.   scenario, world: where it is noticed.   tells: what the failure says.
+    alone: no other scenario of the suite notices it on so many ranks.
+    mode: that the buffer serves.   wire: of rows towards the experts, None for those of the batch.
+    """
+
+    broken: type[Any]
+    suite: str = "buffer"
+    scenario: str
+    world: int = 2
+    tells: str
+    alone: bool = True
+    mode: Mode = Mode.NORMAL
+    wire: WireFormat | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the class, with what tells two uses of it apart."""
+        return f"{self.broken.__name__}{'' if self.suite == 'buffer' else ' in a layer'}"
+
+    @property
+    def says(self) -> str:
+        """The fault in a sentence."""
+        return (self.broken.__doc__ or "").partition("\n")[0]
+
+    @property
+    def breaks_layer(self) -> bool:
+        """Whether a layer is broken, on a whole buffer."""
+        return issubclass(self.broken, ExpertParallelExperts)
+
+    @property
+    def backend(self) -> str:
+        """The backend that everything runs on."""
+        return "collective" if self.breaks_layer else self.broken.name
+
+    @property
+    def scenarios(self) -> list[str]:
+        """Those of its suite that have something to test of its backend."""
+        if self.suite == "layer":
+            return [*layer_suite.SCENARIOS, *layer_suite.GRADIENT_SCENARIOS]
+        caps = buffer_class(self.backend).caps(self.mode)
+        return [n for n in buffer_suite.SCENARIOS if buffer_suite.tests_anything(n, caps)]
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """In place of the whole buffer, the registry finds the broken one."""
+        if self.breaks_layer:
+            yield
+            return
+        whole = next(base for base in self.broken.__mro__ if base.__module__.startswith("epcomm."))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(import_module(whole.__module__), whole.__name__, self.broken)
+            yield
+
+    @property
+    def environment(self) -> str:
+        """What scenarios run on, in words."""
+        wire = f" with {self.wire}" if self.wire else ""
+        return f"{self.suite} suite, {self.backend}, {self.mode.value}{wire}"
+
+    def run(self, scenario: str, group: EPGroup, *, is_whole: bool = False) -> None:
+        """Run a scenario of the suite with this fault, or without it. Collective.
+
+        Raises what the scenario raises where it notices.
+        """
+        with nullcontext() if is_whole else self.installed():
+            if self.suite == "buffer":
+                env = buffer_suite.BufferEnv(
+                    group=group, backend=self.backend, mode=self.mode, wire=self.wire
+                )
+                buffer_suite.run_scenario(scenario, env)
+                return
+            config = EPConfig(mode=self.mode, backend=self.backend, timeout_s=PATIENCE_S)
+            env = layer_suite.pipeline_env(group, config)
+            kind = self.broken if self.breaks_layer and not is_whole else ExpertParallelExperts
+            layer_suite.run_scenario(
+                scenario,
+                replace(
+                    env,
+                    make_layer=lambda weights, top_k: kind(weights, group, config, top_k=top_k),
+                ),
+            )

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
 
 from epcomm import EPConfig, EPGroup, ExpertParallelExperts, Mode
 from epcomm.registry import buffer_class
@@ -27,6 +28,8 @@ class Mutant:
     suite: buffer | layer.   scenario, world: where it is noticed.   tells: what the failure says.
     alone: no other scenario of the suite notices it on so many ranks.
     mode: that the buffer serves.   wire: of rows towards the experts, None for those of the batch.
+    dtype: of rows, where the buffer takes one alone.
+    few: the scenarios to look at, where each takes long; else all.
     """
 
     broken: type[Any]
@@ -37,11 +40,18 @@ class Mutant:
     alone: bool = True
     mode: Mode = Mode.NORMAL
     wire: WireFormat | None = None
+    dtype: torch.dtype | None = None
+    few: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        """The name of the class, with what tells two uses of it apart."""
-        return f"{self.broken.__name__}{'' if self.suite == 'buffer' else ' in a layer'}"
+        """The name of the class."""
+        return self.broken.__name__
+
+    @property
+    def key(self) -> str:
+        """The mutant in its environment, which may be one of several."""
+        return f"{self.name} ({self.environment})"
 
     @property
     def says(self) -> str:
@@ -61,6 +71,8 @@ class Mutant:
     @property
     def scenarios(self) -> list[str]:
         """Those of its suite that have something to test of its backend."""
+        if self.few:
+            return [*self.few]
         if self.suite == "layer":
             return [*layer_suite.SCENARIOS, *layer_suite.GRADIENT_SCENARIOS]
         caps = buffer_class(self.backend).caps(self.mode)
@@ -83,18 +95,31 @@ class Mutant:
         wire = f" with {self.wire}" if self.wire else ""
         return f"{self.suite} suite, {self.backend}, {self.mode.value}{wire}"
 
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """What a group must be made in."""
+        yield
+
     def run(self, scenario: str, group: EPGroup, *, is_whole: bool = False) -> None:
         """Run a scenario of the suite with this fault, or without it. Collective.
 
         Raises what the scenario raises where it notices.
         """
         with nullcontext() if is_whole else self.installed():
-            if self.suite == "buffer":
-                env = buffer_suite.BufferEnv(
-                    group=group, backend=self.backend, mode=self.mode, wire=self.wire
-                )
-                buffer_suite.run_scenario(scenario, env)
-                return
+            self.run_suite(scenario, group, is_whole=is_whole)
+
+    def run_suite(self, scenario: str, group: EPGroup, *, is_whole: bool) -> None:
+        """Run a scenario on what the registry finds."""
+        if self.suite == "buffer":
+            env = buffer_suite.BufferEnv(
+                group=group,
+                backend=self.backend,
+                mode=self.mode,
+                wire=self.wire,
+                dtype=self.dtype,
+            )
+            buffer_suite.run_scenario(scenario, env)
+        else:
             config = EPConfig(mode=self.mode, backend=self.backend, timeout_s=PATIENCE_S)
             env = layer_suite.pipeline_env(group, config)
             kind = self.broken if self.breaks_layer and not is_whole else ExpertParallelExperts

@@ -6,6 +6,7 @@ scripts/launch_multi_rank.sh 2 tests/mutants/cells.py OUTPUT.json [words of muta
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -13,9 +14,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+# Before triton is imported, which takes its interpreter from there.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from epcomm import EPGroup
 from tests.mutants.base import PATIENCE_S, Mutant
-from tests.mutants.catalog import MUTANTS
+from tests.mutants.catalog import ROWS
 
 
 def notices(mutant: Mutant | None, of: Mutant, scenario: str) -> str:
@@ -23,17 +28,17 @@ def notices(mutant: Mutant | None, of: Mutant, scenario: str) -> str:
 
     mutant: None for the whole library.   of: whose environment it is.
     """
-    ranks = dist.new_group()
-    group = EPGroup(ranks)
-    group.limit_waits(PATIENCE_S)
-    failure = ""
-    try:
-        of.run(scenario, group, is_whole=mutant is None)
-    except Exception as error:  # noqa: BLE001  (a fault may end in any)
-        failure = f"{type(error).__name__}: {error}"
-    failures = [""] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
-    group.close(after_error=any(failures))
+    ranks, failure = dist.new_group(), ""
+    with of.prepared():
+        group = EPGroup(ranks)
+        group.limit_waits(PATIENCE_S)
+        try:
+            of.run(scenario, group, is_whole=mutant is None)
+        except Exception as error:  # noqa: BLE001  (a fault may end in any)
+            failure = f"{type(error).__name__}: {error}"
+        failures = [""] * dist.get_world_size()
+        dist.all_gather_object(failures, failure)
+        group.close(after_error=any(failures))
     dist.destroy_process_group(ranks)
     # A time-out says that another rank has left, or hangs: the cause is more telling.
     found = sorted((text for text in failures if text), key=lambda text: "EPTimeout" in text)
@@ -45,18 +50,20 @@ def main() -> None:
     torch.set_num_threads(1)
     output, *words = sys.argv[1:]
     dist.init_process_group("gloo")
-    chosen = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
+    chosen = [m for m in ROWS if not words or any(word in m.name for word in words)]
     found: dict[str, dict[str, str]] = {}
     for mutant in chosen:
         begin_s = time.monotonic()
+        if mutant.key in found:
+            continue
         whole = f"nothing, on {mutant.environment}"
         if whole not in found:
             found[whole] = {s: notices(None, mutant, s) for s in mutant.scenarios}
-        found[mutant.name] = {s: notices(mutant, mutant, s) for s in mutant.scenarios}
+        found[mutant.key] = {s: notices(mutant, mutant, s) for s in mutant.scenarios}
         if dist.get_rank() == 0:
-            noticed = [scenario for scenario, text in found[mutant.name].items() if text]
+            noticed = [scenario for scenario, text in found[mutant.key].items() if text]
             seconds = time.monotonic() - begin_s
-            print(f"{mutant.name}: {', '.join(noticed) or 'nobody'} ({seconds:.1f} s)", flush=True)
+            print(f"{mutant.key}: {', '.join(noticed) or 'nobody'} ({seconds:.1f} s)", flush=True)
     if dist.get_rank() == 0:
         Path(output).write_text(json.dumps(found, indent=1), encoding="utf-8")
 

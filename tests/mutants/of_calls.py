@@ -11,6 +11,7 @@ from torch import Tensor
 
 from epcomm.buffers.base import BufferSpec, Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective import CollectiveBuffer, CollectiveRoute
+from epcomm.buffers.nvlink_exact import NVLinkBuffer
 from epcomm.buffers.static import StaticCollectiveBuffer
 from epcomm.collectives.base import Collectives
 from epcomm.errors import EPError, HandleError
@@ -71,6 +72,13 @@ class RefusalIsAlwaysOfAHandle(CollectiveBuffer):
             super().refuse_combine(HandleError(str(error)))
         except HandleError:
             raise error from None
+
+
+class AsManyInFlightAsUsual(NVLinkBuffer):
+    """The number of batches in flight that the caller asks for is not heard."""
+
+    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
+        super().__init__(collectives, replace(spec, batches_in_flight=None))
 
 
 class NegativeIdsAreHoles(CollectiveBuffer):
@@ -193,6 +201,16 @@ class FaultyRankInOneBit(CollectiveBuffer):
             ) from None
 
 
+class AloneNothingIsSent(Spoiling):
+    """A rank alone, which sends nothing to others, does not write its received rows."""
+
+    def spoil_dispatched(
+        self, out: Dispatched, route: CollectiveRoute, call: DispatchCall
+    ) -> Dispatched:
+        is_alone = self._collectives.world_size == 1
+        return with_data(out, torch.full_like(out.rows.data, float("nan"))) if is_alone else out
+
+
 class AloneNothingIsChecked(CollectiveBuffer):
     """A rank alone, which has nobody to tell, goes on with a bad call."""
 
@@ -206,6 +224,13 @@ MUTANTS = [
     Mutant(broken=CombinesTheLastBatch, scenario="stand_alone", tells="combine with weights"),
     Mutant(broken=BadCallIsKeptQuiet, scenario="faults", tells=""),
     Mutant(broken=RefusalIsAlwaysOfAHandle, scenario="combine_faults", tells="expected ShapeError"),
+    Mutant(
+        broken=AsManyInFlightAsUsual,
+        scenario="more_in_flight",
+        tells="expected HandleError",
+        dtype=torch.bfloat16,
+        few=("stand_alone", "more_in_flight"),
+    ),
     Mutant(broken=NegativeIdsAreHoles, scenario="ids_out_of_range", tells="got None"),
     Mutant(broken=BudgetOfOneMore, scenario="budget", tells="is not NaN everywhere"),
     Mutant(
@@ -217,5 +242,6 @@ MUTANTS = [
     Mutant(broken=PartnersByBits, scenario="uneven", world=3, tells="slot", alone=False),
     Mutant(broken=SumsInTurns, scenario="stand_alone", world=3, tells="gave other sums"),
     Mutant(broken=FaultyRankInOneBit, scenario="faults", world=3, tells="with 'rank 2'"),
+    Mutant(broken=AloneNothingIsSent, scenario="uneven", world=1, tells="slot 0", alone=False),
     Mutant(broken=AloneNothingIsChecked, scenario="faults", world=1, tells="got None"),
 ]

@@ -32,7 +32,9 @@ def check_noticed(mutant: Mutant) -> None:
 
 def on(world: int) -> pytest.MarkDecorator:
     mutants = [mutant for mutant in MUTANTS if mutant.world == world]
-    return pytest.mark.parametrize("mutant", mutants, ids=lambda mutant: mutant.name)
+    return pytest.mark.parametrize(
+        "mutant", mutants, ids=lambda mutant: f"{mutant.name}-{mutant.suite}"
+    )
 
 
 @pytest.mark.ranks(2)

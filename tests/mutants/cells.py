@@ -29,6 +29,7 @@ def notices(mutant: Mutant | None, of: Mutant, scenario: str) -> str:
     mutant: None for the whole library.   of: whose environment it is.
     """
     ranks, failure = dist.new_group(), ""
+    assert isinstance(ranks, dist.ProcessGroup)
     with of.prepared():
         group = EPGroup(ranks)
         group.limit_waits(PATIENCE_S)

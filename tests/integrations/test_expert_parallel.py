@@ -85,7 +85,11 @@ KINDS = {
 LAYOUTS = ("own_batches", "one_batch", "batch_of_two_ranks")
 # In one_batch auto is standard with replicated tokens; normal shares the batch in slices.
 # One kind in every layout, and every kind in one; the others are slow.
-QUICK = {("qwen3_moe", "own_batches"), ("mixtral", "one_batch"), ("deepseek_v3", "own_batches")}
+QUICK = {
+    ("mixtral", "one_batch"),
+    ("deepseek_v3", "own_batches"),
+    ("gpt_oss", "batch_of_two_ranks"),
+}
 CASES = [
     pytest.param(
         kind,

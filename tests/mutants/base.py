@@ -30,6 +30,7 @@ class Mutant:
     mode: that the buffer serves.   wire: of rows towards the experts, None for those of the batch.
     dtype: of rows, where the buffer takes one alone.
     few: the scenarios to look at, where each takes long; else all.
+    worlds: numbers of ranks that the matrix looks at.
     """
 
     broken: type[Any]
@@ -42,6 +43,7 @@ class Mutant:
     wire: WireFormat | None = None
     dtype: torch.dtype | None = None
     few: tuple[str, ...] = ()
+    worlds: tuple[int, ...] = (1, 2, 3, 4)
 
     @property
     def name(self) -> str:

@@ -51,7 +51,12 @@ def main() -> None:
     torch.set_num_threads(1)
     output, *words = sys.argv[1:]
     dist.init_process_group("gloo")
-    chosen = [m for m in ROWS if not words or any(word in m.name for word in words)]
+    chosen = [
+        mutant
+        for mutant in ROWS
+        if dist.get_world_size() in mutant.worlds
+        and (not words or any(word in mutant.name for word in words))
+    ]
     found: dict[str, dict[str, str]] = {}
     for mutant in chosen:
         begin_s = time.monotonic()

@@ -138,7 +138,10 @@ def main() -> None:
         noticed[world] = {**noticed.get(world, {}), **play(world, words)}
     keys = [mutant.key for mutant in ROWS]
     Matrix(
-        noticed={world: {key: rows[key] for key in keys} for world, rows in noticed.items()}
+        noticed={
+            world: {key: rows[key] for key in keys if key in rows}
+            for world, rows in noticed.items()
+        }
     ).write()
 
 

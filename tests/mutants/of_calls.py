@@ -230,6 +230,7 @@ MUTANTS = [
         tells="expected HandleError",
         dtype=torch.bfloat16,
         few=("stand_alone", "more_in_flight"),
+        worlds=(2,),
     ),
     Mutant(broken=NegativeIdsAreHoles, scenario="ids_out_of_range", tells="got None"),
     Mutant(broken=BudgetOfOneMore, scenario="budget", tells="is not NaN everywhere"),

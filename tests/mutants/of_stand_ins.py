@@ -59,6 +59,7 @@ MUTANTS: list[Mutant] = [
             tells=case.tells,
             alone=False,
             rows=case.wire,
+            worlds=(2,),
         )
         for case in test_deep_ep_mutations.CASES_OF_MISTAKES
     ),

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -28,7 +29,8 @@ def notices(mutant: Mutant | None, of: Mutant, scenario: str) -> str:
 
     mutant: None for the whole library.   of: whose environment it is.
     """
-    ranks, failure = dist.new_group(), ""
+    # The stand-ins of packages wait as long as their process group does.
+    ranks, failure = dist.new_group(timeout=timedelta(seconds=3 * PATIENCE_S)), ""
     assert isinstance(ranks, dist.ProcessGroup)
     with of.prepared():
         group = EPGroup(ranks)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from epcomm import EPGroup
+from epcomm.registry import buffer_class
 from epcomm.testing import buffer_suite, layer_suite
 from epcomm.testing.deep_ep import install
 from epcomm.testing.deep_ep.v1 import buffer as v1_buffer
@@ -34,7 +35,8 @@ class StandInMutant(Mutant):
     def scenarios(self) -> list[str]:
         if self.suite == "buffer":
             return [scenario for backend, scenario in RUNS if backend == self.backend]
-        return [*LAYER_SCENARIOS, *layer_suite.GRADIENT_SCENARIOS]
+        trains = buffer_class(self.backend).caps(CASES[self.backend].mode).trainable
+        return [*LAYER_SCENARIOS, *(layer_suite.GRADIENT_SCENARIOS if trains else ())]
 
     @contextmanager
     def prepared(self) -> Iterator[None]:

@@ -222,7 +222,7 @@ class AloneNothingIsChecked(CollectiveBuffer):
 
 MUTANTS = [
     Mutant(broken=CombinesTheLastBatch, scenario="stand_alone", tells="Error"),
-    Mutant(broken=BadCallIsKeptQuiet, scenario="faults", tells=""),
+    Mutant(broken=BadCallIsKeptQuiet, scenario="faults", tells="got None"),
     Mutant(broken=RefusalIsAlwaysOfAHandle, scenario="combine_faults", tells="expected ShapeError"),
     Mutant(
         broken=AsManyInFlightAsUsual,

@@ -174,7 +174,7 @@ MUTANTS = [
     in_layer(CombinesTheLastBatch, "interleaved", "Error"),
     in_layer(InferenceIgnoresWeights, "inference", "y is off by"),
     in_layer(OrderInTurns, "checkpointing", "is off by"),
-    in_layer(OwnFlagsAlone, "rank_without_gradients", "d"),
+    in_layer(OwnFlagsAlone, "rank_without_gradients", "rank 1 did not arrive"),
     in_layer(NoInputNoGradients, "frozen_inputs", "is off by"),
     in_layer(FrozenExpertsPassNothing, "frozen_experts", "dx is off by"),
 ]

@@ -178,7 +178,7 @@ def none_on_rank_1(rank: int, world_size: int) -> int:
 
 def none_on_rank_0(rank: int, world_size: int) -> int:
     """No token on rank 0 of several."""
-    return 0 if rank == 0 and world_size > 1 else 4
+    return 0 if rank == 0 and world_size > 1 else 6
 
 
 def none(rank: int, world_size: int) -> int:

@@ -212,6 +212,7 @@ def test_loaded_model_trains_like_one_process_and_like_all_to_all(
     assert f"on backend {backend}, 4 ranks with 2 experts each" in plan
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("layout", ["own_batches", "one_batch"])
 def test_compiled_model_trains_like_the_eager_one(

@@ -334,11 +334,13 @@ def go_on_without_the_dead(
         buffer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2, 3)
 def test_living_ranks_go_on_without_one_that_missed_a_dispatch(num_ranks: int) -> None:
     go_on_without_the_dead(HastyBuffer, num_ranks, missed="dispatch", flags=TRAINS)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_living_ranks_go_on_without_one_that_missed_a_combine(num_ranks: int) -> None:
     go_on_without_the_dead(HastyStaticBuffer, num_ranks, missed="combine", flags=BatchFlags.NONE)

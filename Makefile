@@ -37,6 +37,7 @@ lint: $(ENVIRONMENT)
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m pyright --pythonpath "$$(command -v $(PY))"
+	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-logo --no-cache
 
 # constraints.txt names one torch release: `torch>=...` alone may fetch gigabytes more.
 .venv/.installed: pyproject.toml constraints.txt

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.local_ops import inverse_of, sum_weighted
+from benchmarks.measuring.local_ops import inverse_of, sum_weighted
 
 # torch 2.13 renamed these; 2.11 knows the old names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

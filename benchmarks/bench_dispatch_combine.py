@@ -6,8 +6,8 @@ Both are checked first: rows must arrive bit-equal and y must be the dense resul
 ends without a number. Then they run in turn, and an iteration takes as long as its slowest rank.
 
 `--backend` chooses the buffer of epcomm. `--copy-rate` lets all ranks copy memory in each round and
-relates dispatch and combine to that; copy_rate.py says what is counted. The README's result
-cpu_shared_memory is made on an idle machine by
+relates dispatch and combine to that; measuring/copy_rate.py says what is counted. The README's
+result cpu_shared_memory is made on an idle machine by
 
     scripts/launch_multi_rank.sh 4 benchmarks/bench_dispatch_combine.py --tokens 1024 --hidden 2048
         --backend shared_memory --copy-rate --output benchmarks/results/cpu_shared_memory.json
@@ -33,17 +33,17 @@ import typer
 from rich.console import Console
 
 from benchmarks.alternatives import Experts
-from benchmarks.checks import CheckError, check_contender
 from benchmarks.contenders import ALTERNATIVES, Contender, Epcomm, dtype_of
-from benchmarks.copy_rate import Copies, CopyFinding, MovedBytes, moved_bytes
-from benchmarks.machine_facts import (
+from benchmarks.measuring.checks import CheckError, check_contender
+from benchmarks.measuring.copy_rate import Copies, CopyFinding, MovedBytes, moved_bytes
+from benchmarks.measuring.machine_facts import (
     describe_hardware,
     describe_versions,
     keep_freed_memory,
     load_average,
 )
-from benchmarks.measure import run_in_turn
-from benchmarks.profiles import profile_contender
+from benchmarks.measuring.measure import run_in_turn
+from benchmarks.measuring.profiles import profile_contender
 from benchmarks.report import (
     Finding,
     Report,

@@ -24,8 +24,8 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks.bench_quantize import CheckError, copy_rate
-from benchmarks.machine_facts import describe_hardware, describe_versions
-from benchmarks.timing import EventClock, Percentiles, captured
+from benchmarks.measuring.machine_facts import describe_hardware, describe_versions
+from benchmarks.measuring.timing import EventClock, Percentiles, captured
 from epcomm import (
     Fp8BlockWeights,
     MaskedDispatchOutput,

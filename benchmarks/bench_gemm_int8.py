@@ -32,11 +32,11 @@ from benchmarks.bench_gemm import (
     time_in_turn,
 )
 from benchmarks.bench_quantize import CheckError, copy_rate
-from benchmarks.machine_facts import describe_hardware, describe_versions
+from benchmarks.measuring.machine_facts import describe_hardware, describe_versions
 from epcomm import Int8ChannelWeights, RowsDispatchOutput
 from epcomm.quantization import INT8_PER_TOKEN, quantize
 from epcomm.runners.int8_triton import Int8TritonRunner
-from epcomm.weights import ExpertWeights
+from epcomm.weights.unquantized import ExpertWeights
 
 # Relative, of bfloat16 results: half a unit in the last place, 2**-8, and where an activation lies
 # within float32 rounding of the middle between two codes, one step of some hundred in one of I.

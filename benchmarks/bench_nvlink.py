@@ -40,14 +40,14 @@ from benchmarks.alternatives import (
     dispatch_expert_rows,
 )
 from benchmarks.bench_nvlink_low_latency import WireName, init_process_group, of_all_ranks
-from benchmarks.checks import CheckError
-from benchmarks.machine_facts import describe_hardware, describe_versions
-from benchmarks.timing import Percentiles, clock_for
+from benchmarks.measuring.checks import CheckError
+from benchmarks.measuring.machine_facts import describe_hardware, describe_versions
+from benchmarks.measuring.timing import Percentiles, clock_for
 from epcomm import EPGroup
 from epcomm.buffers.base import DispatchCall, Dispatched
-from epcomm.buffers.faults import BatchFlags
-from epcomm.buffers.nvlink_static import NVLinkStaticBuffer
+from epcomm.buffers.nvlink.normal_static import NVLinkStaticBuffer
 from epcomm.ops.pack import pack
+from epcomm.protocol import BatchFlags
 from epcomm.quantization import quantizer_for
 from epcomm.types import RowsPer, WireFormat, WireTensor
 

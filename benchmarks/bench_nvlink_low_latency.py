@@ -31,20 +31,21 @@ import typer
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.checks import CheckError
-from benchmarks.machine_facts import describe_hardware, describe_versions
-from benchmarks.timing import Percentiles, captured, clock_for
+from benchmarks.measuring.checks import CheckError
+from benchmarks.measuring.machine_facts import describe_hardware, describe_versions
+from benchmarks.measuring.timing import Percentiles, captured, clock_for
 from epcomm import EPGroup
-from epcomm.buffers.base import Buffer, BufferSpec, DispatchCall, Dispatched
-from epcomm.buffers.faults import BatchFlags
-from epcomm.buffers.nvlink_host import NVLinkHost
-from epcomm.buffers.nvlink_low_latency import NVLinkLowLatencyBuffer
+from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
+from epcomm.buffers.nvlink.base import NVLinkHost
+from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
+from epcomm.protocol import BatchFlags
 from epcomm.quantization import (
     FP8_FLOAT32_SCALES,
     FP8_POWER_OF_TWO_SCALES,
     INT8_PER_TOKEN,
     dequantize,
 )
+from epcomm.spec import BufferSpec
 from epcomm.testing.oracle import relative_error
 from epcomm.types import RowsPer, WireFormat
 
@@ -141,7 +142,7 @@ def check(options: Options, group: EPGroup, buffer: NVLinkHost) -> dict[str, flo
     Raises:
         CheckError: on all ranks, with the fault of each.
     """
-    reference = group.open_buffer("collective_static", options.spec(group.world_size))
+    reference = group.open_buffer("StaticCollectiveBuffer", options.spec(group.world_size))
     worst = 0.0
     for number in range(options.checked):
         if number < buffer.num_slots:

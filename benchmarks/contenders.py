@@ -26,7 +26,7 @@ from benchmarks.alternatives import (
     group_all_gather,
     group_expert_rows,
 )
-from benchmarks.sent_bytes import SentBytes, all_gather_bytes, expert_rows_bytes
+from benchmarks.measuring.sent_bytes import SentBytes, all_gather_bytes, expert_rows_bytes
 from epcomm import EPConfig, EPGroup, MoESpec, RowsDispatchOutput, TopKOutput, plan
 from epcomm.config import Mode
 from epcomm.dispatchers import (
@@ -34,7 +34,7 @@ from epcomm.dispatchers import (
     DeepEPNormalDispatcher,
     StandardDispatcher,
 )
-from epcomm.dispatchers.rows import RowsDispatcher
+from epcomm.dispatchers.dispatcher import RowsDispatcher
 from epcomm.ops.pack import pack
 from epcomm.testing.data import RankBatch
 from epcomm.types import RowsPer, WeightsAppliedBy

@@ -60,7 +60,7 @@ class GemmResult(TypedDict):
 
 
 class CopiesResult(TypedDict):
-    """epcomm beside copies, as copy_rate.py writes it."""
+    """epcomm beside copies, as measuring/copy_rate.py writes it."""
 
     copied_bytes: int
     touched_bytes: int

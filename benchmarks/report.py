@@ -10,10 +10,10 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-from benchmarks.copy_rate import CopyFinding
-from benchmarks.host_profile import Section
-from benchmarks.sent_bytes import SentBytes
-from benchmarks.timing import Laps, Percentiles, slowest_rank
+from benchmarks.measuring.copy_rate import CopyFinding
+from benchmarks.measuring.host_profile import Section
+from benchmarks.measuring.sent_bytes import SentBytes
+from benchmarks.measuring.timing import Laps, Percentiles, slowest_rank
 
 SPANS = (
     "dispatch",

@@ -18,10 +18,11 @@ from epcomm.errors import (
 )
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
-from epcomm.layers import decode_phase, idle_step
+from epcomm.integrations.telemetry import Metric, as_prometheus_text, metrics
+from epcomm.layers import decode_phase
 from epcomm.moe import ExpertParallelMoE
-from epcomm.planning import EPPlan, MoESpec, plan
-from epcomm.quantized_weights import Fp8BlockWeights, Int8ChannelWeights
+from epcomm.planning.plan import plan
+from epcomm.planning.plans import EPPlan
 from epcomm.records import (
     CombineInput,
     DispatchOutput,
@@ -33,10 +34,12 @@ from epcomm.records import (
     TopKOutput,
 )
 from epcomm.routing import RoutingSpec, route
+from epcomm.spec import MoESpec
 from epcomm.stats import EPStats
-from epcomm.telemetry import Metric, as_prometheus_text, metrics
+from epcomm.training.idle import idle_step
 from epcomm.types import Int8Profile, ScaleDtype, WireDtype, WireFormat, WireTensor
-from epcomm.weights import Activation, ExpertFormat, ExpertWeights
+from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
+from epcomm.weights.unquantized import Activation, ExpertFormat, ExpertWeights
 
 __all__ = [
     "Activation",

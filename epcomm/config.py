@@ -42,7 +42,6 @@ _OPTIONAL_ENUMS: Mapping[str, type[StrEnum]] = MappingProxyType(
         "dispatch_dtype": WireDtype,
         "dispatch_scales": ScaleDtype,
         "int8_profile": Int8Profile,
-        "combine_dtype": WireDtype,
     }
 )
 ModeName = Literal["standard", "normal", "low_latency", "auto", "fuseep"]
@@ -64,8 +63,9 @@ class EPConfig:
 
     mode: how tokens travel; `auto` takes normal, or low latency where the caller says so; in
         `fuseep` one operator computes the experts too.
-    backend: a name of the buffer registry, the beginning of several (`deep_ep`), or `auto`; in
-        mode fuseep a name of the fused operators, or `auto`.
+    backend: `collective`, `shared_memory`, `nvlink`, `deep_ep_v1`, `deep_ep_v2`, `deep_ep` for
+        whichever of the two is installed, `ascend`, or `auto`; it serves every phase of the mode.
+        In mode fuseep a name of the fused operators, or `auto`.
     runner: a name of the runner registry, or `auto`.
     router: `reference` is epcomm.routing.route; `ascend` the gating operator of torch_npu, and the
         reference where it cannot say the routing or gradients are needed; `auto` is ascend on NPUs
@@ -75,12 +75,10 @@ class EPConfig:
     dispatch_scales: scales of FP8 rows towards the experts; None: what the expert weights want.
     int8_profile: arithmetic of INT8, before the experts and between their products; None: rint127.
         Nothing else is rounded by it, and where nothing is INT8 it is refused.
-    combine_dtype: elements on the wire home; None: the dtype of the hidden states.
     max_tokens_per_rank: M, most tokens a rank dispatches in one call; None: no limit, which only
         buffers of exact size allow.
     max_recv_slots: most slots a rank receives in one call of normal mode; None: exact sizes.
     replicated: every rank passes the same tokens and the same gradients; standard mode only.
-    slot_alignment: each expert's slots start at a multiple of this, for GEMMs that tile.
     num_sms: processors of a GPU that each kernel of normal mode over NVLink may take, so that
         others compute meanwhile; None: the buffer's own choice. Other buffers do not look at it.
     batches_in_flight: dispatches without gradients that may wait for their combine, at a cost of
@@ -101,11 +99,9 @@ class EPConfig:
     dispatch_dtype: WireDtype | None = None
     dispatch_scales: ScaleDtype | ScaleDtypeName | None = None
     int8_profile: Int8Profile | Int8ProfileName | None = None
-    combine_dtype: WireDtype | None = None
     max_tokens_per_rank: int | None = None
     max_recv_slots: int | None = None
     replicated: bool = False
-    slot_alignment: int = 1
     num_sms: int | None = None
     batches_in_flight: int | None = None
     # 100 s: a first call may compile kernels on one rank while the others wait.
@@ -127,8 +123,6 @@ class EPConfig:
             value = getattr(self, name)
             is_valid = value is None or (_is_integer(value) and value >= 1)
             _expect(name, value, is_valid, "at least 1 or None")
-        is_aligned = _is_integer(self.slot_alignment) and self.slot_alignment >= 1
-        _expect("slot_alignment", self.slot_alignment, is_aligned, "an integer of at least 1")
         is_number = isinstance(self.timeout_s, int | float)
         # `> 0` alone would let NaN through the other way round, and text raise by itself.
         is_time = is_number and 0 < self.timeout_s < math.inf
@@ -224,7 +218,6 @@ _PARSERS = {
     "max_recv_slots": int,
     "num_sms": int,
     "batches_in_flight": int,
-    "slot_alignment": int,
     "timeout_s": float,
 }
 _SWITCHES = ("check_calls", "deterministic", "replicated")

@@ -4,6 +4,8 @@ A message is one sentence: function, argument, what came, what was expected, on 
 do.
 """
 
+from collections.abc import Sequence
+
 
 class EPError(Exception):
     """Base of all errors that epcomm raises on purpose."""
@@ -41,3 +43,8 @@ class PickleRefused(EPError, TypeError):
 
     A TypeError, as Python raises it for whatever cannot be pickled.
     """
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """`rank 2` or `ranks 0, 1, 3`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from typing import NoReturn, Self
 
@@ -11,21 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from epcomm.config import EPConfig, Mode
-from epcomm.dispatchers.phases import PhaseDispatchers
+from epcomm.dispatchers.checks import unready_error
 from epcomm.errors import ConfigError, EPError, PickleRefused
 from epcomm.fuseep.path import FuseEPPath
 from epcomm.group import EPGroup
-from epcomm.local_experts import LocalExperts
-from epcomm.pipeline import PipelinePath
-from epcomm.planning import MoESpec, plan
-from epcomm.precision import check_cast
+from epcomm.ops.precision import check_cast
+from epcomm.paths import PhaseDispatchers, PipelinePath
+from epcomm.planning.plan import plan
+from epcomm.platforms.compiler import untraced
 from epcomm.records import TopKOutput, empty_topk
 from epcomm.runners.base import ExpertRunner
-from epcomm.sharding import is_expert_tensor, local_share, shard_of_rank
-from epcomm.state import cut_before_load, note_share
+from epcomm.sharding.shards import is_expert_tensor, local_share, shard_of_rank
+from epcomm.sharding.state_hooks import cut_before_load, note_share
+from epcomm.spec import MoESpec
 from epcomm.stats import EPStats, LayerCounter
-from epcomm.untraced import untraced
-from epcomm.weights import ExpertTensors, ExpertWeights
+from epcomm.weights.local_experts import LocalExperts
+from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
 
 class ExpertParallelExperts(nn.Module):
@@ -171,12 +173,14 @@ class ExpertParallelExperts(nn.Module):
         is_share = tensor.dim() > 0 and tensor.shape[0] == self.shard.num_local_experts
         if mesh is None or not is_share or hasattr(tensor, "device_mesh"):
             return tensor
-        from epcomm.expert_tensor import ExpertTensor
+        from epcomm.sharding.expert_tensor import ExpertTensor
+        from epcomm.sharding.optimizer_state import watch_optimizers
 
+        watch_optimizers()
         return ExpertTensor.of_share(tensor, mesh)
 
     def scale_gradients(self, factor: float) -> None:
-        """See scale_expert_gradients() of epcomm/gradients.py."""
+        """See scale_expert_gradients() of epcomm/training/gradients.py."""
         self._local.gradient_factor *= factor
         for name, parameter in self.expert_parameters().items():
             # Of what is computed, only the experts are scaled, not what they are combined with.
@@ -222,9 +226,26 @@ class ExpertParallelExperts(nn.Module):
             weights = self.weights
         except EPError as error:
             self.path.refuse(error, decode=decode)
+        except Exception as problem:
+            self.refuse(problem, decode=decode)
+            raise
         out = self.path.run(x, topk, weights, decode=decode)
         self._counter.count(x.shape[0], out)
         return out.y
+
+    @untraced
+    def refuse(self, problem: Exception, *, decode: bool | None = None) -> None:
+        """Let the other ranks hear, in their call of this layer, what keeps this rank from its own.
+
+        For what fails before the layer, as a router does; returns then. docs/failures.md says which
+        transports tell the others.
+
+        Collective: yes, in place of forward().   Host sync: as forward().
+        """
+        decode = self.is_decoding if decode is None else decode
+        # A device that has failed may not be able to tell either.
+        with suppress(EPError, RuntimeError):
+            self.path.refuse(unready_error(problem, self.group.where), decode=decode)
 
     def idle(self, carry: Tensor) -> Tensor:
         """See ExpertParallelLayer."""

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, NoReturn, TypeGuard, TypeVar
 
 import torch
 
-from epcomm.buffers.base import Backend, Buffer, BufferSpec
+from epcomm.buffers.base import Backend, Buffer
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
 from epcomm.errors import ConfigError, HandleError, PickleRefused
 from epcomm.registry import buffer_class, fused_class
+from epcomm.spec import BufferSpec
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -112,11 +113,11 @@ class EPGroup:
         return is_new
 
     def open_buffer(self, name: str, spec: BufferSpec) -> Buffer:
-        """The buffer `name` for `spec`, shared by every layer that asks for the same.
+        """Return the buffer of class `name` for `spec`, shared by all layers that ask for the same.
 
         Collective: yes; all ranks ask for the same buffers in the same order.
         Raises:
-            ConfigError: unknown name, or ranks disagree on the specification.
+            ConfigError: unknown class, or ranks disagree on the specification.
             HandleError: the group is closed.
             EPTimeout: some ranks do not come.
         """
@@ -129,7 +130,8 @@ class EPGroup:
     def traffic(self) -> dict[str, BufferTraffic]:
         """Bytes that this rank has sent to the others, by backend; none of a closed group."""
         sent: dict[str, BufferTraffic] = {}
-        for (name, _), backend in self._backends.items():
+        for backend in self._backends.values():
+            name = backend.name
             sent[name] = sent.get(name, BufferTraffic()) + backend.traffic()
         return sent
 
@@ -169,7 +171,6 @@ class EPGroup:
                 backend.abandon()
             else:
                 backend.close()
-        self.collectives.calls.close()
         if self._owns_collectives:
             self.collectives.close()
 

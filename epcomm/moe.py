@@ -3,96 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor, nn
 
+from epcomm.blocks import BlockLayout, RouterInput, chosen_by_router, find_part
 from epcomm.config import EPConfig, Router
 from epcomm.errors import ConfigError
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
-from epcomm.profiling import ranged
+from epcomm.platforms.profiler import ranged
 from epcomm.records import TopKOutput
+from epcomm.registry import block_reader
 from epcomm.routing import RoutingSpec
 from epcomm.routing.choose import choose_router
 from epcomm.stats import EPStats
-
-
-class RouterInput(StrEnum):
-    """What a router is called with, besides itself.
-
-    TOKENS: the tokens, [T, H].   BATCH: the same as a batch of one, [1, T, H].
-    CORRECTION_BIAS: what BlockLayout.correction_bias names, [E]; None where it names nothing.
-    INPUT_IDS: ids of the tokens in the vocabulary, [T].
-    """
-
-    TOKENS = "tokens"
-    BATCH = "batch"
-    CORRECTION_BIAS = "correction_bias"
-    INPUT_IDS = "input_ids"
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockLayout:
-    """Which part of a block does what, by its dotted name below the block; None: there is none.
-
-    router: what router_inputs say to logits [T, E], or to a tuple whose first entry they are; where
-        the routing is chosen_by_router, to (logits, topk_weights [T, K], topk_ids [T, K], ...).
-    router_inputs: its arguments, in order.
-    correction_bias: E values, whatever their shape, that the routing wants.
-    shared_experts: [..., H] to [..., H], computed on every rank's own tokens.
-    shared_experts_gate: [..., H] to [..., 1]; its sigmoid multiplies what the shared experts give.
-    averages_shared_experts: y is the mean of routed and shared experts instead of their sum.
-    latent_in, latent_out: [T, H] to [T, H'] before dispatch, and back after combine; H' is the
-        hidden size of the routed experts.
-    routed_scale: multiplies what the routed experts give, after latent_out.
-    output_norm: [..., H] to [..., H], applied to y last.
-    returns_scores: the block returns (y, topk_weights [T, K] in the dtype of the logits), not y.
-    """
-
-    router: str = "gate"
-    router_inputs: tuple[RouterInput, ...] = (RouterInput.TOKENS,)
-    correction_bias: str | None = None
-    shared_experts: str | None = None
-    shared_experts_gate: str | None = None
-    averages_shared_experts: bool = False
-    latent_in: str | None = None
-    latent_out: str | None = None
-    routed_scale: float = 1.0
-    output_norm: str | None = None
-    returns_scores: bool = False
-
-    def names(self) -> dict[str, str]:
-        """Field to name, of the parts that are there."""
-        named = {
-            "router": self.router,
-            "correction_bias": self.correction_bias,
-            "shared_experts": self.shared_experts,
-            "shared_experts_gate": self.shared_experts_gate,
-            "latent_in": self.latent_in,
-            "latent_out": self.latent_out,
-            "output_norm": self.output_norm,
-        }
-        return {field: name for field, name in named.items() if name is not None}
-
-
-def chosen_by_router(
-    logits: Tensor, *, top_k: int, correction_bias: Tensor | None, hidden_states: Tensor | None
-) -> TopKOutput:
-    """Stand for the choice of a router module that returns weights and ids beside its logits.
-
-    `RoutingSpec(top_k=K, custom_function=chosen_by_router)` makes ExpertParallelMoE take both as
-    they are; no RoutingSpec has to describe them, and no operator of the device replaces them.
-
-    Raises:
-        ConfigError: always, because logits alone do not tell what the router chose.
-    """
-    raise ConfigError(
-        "chosen_by_router: called with logits, expected to be taken from the router's own output; "
-        "use it in the RoutingSpec of an ExpertParallelMoE, not with route()"
-    )
 
 
 class ExpertParallelMoE(nn.Module):
@@ -159,9 +84,7 @@ class ExpertParallelMoE(nn.Module):
             ConfigError: a part or an attribute that nobody knows (the message names it), or a block
                 that computes something else than its parts say; on all ranks.
         """
-        from epcomm.integrations.transformers import from_transformers
-
-        return from_transformers(block, group, config)
+        return block_reader()(block, group, config)
 
     @property
     def routing(self) -> RoutingSpec:
@@ -214,17 +137,30 @@ class ExpertParallelMoE(nn.Module):
         Collective: yes, forward and backward, on every rank also when it has no token.
         Host sync: as explain() says.
         Raises:
-            ConfigError: the router wants input_ids and there are none, on this rank alone, so give
-                them on all ranks; further what ExpertParallelExperts.forward raises.
+            ConfigError: the router wants input_ids and there are none.
+            Exception: whatever the router raises. Either on this rank; the others raise an EPError
+                that names it, where docs/failures.md says so.
+            Further what ExpertParallelExperts.forward raises.
         """
         layout = self._layout
-        logits, topk = self.route(x, input_ids=input_ids)
-        tokens = self._through(layout.latent_in, x.reshape(-1, x.shape[-1]))
+        logits, tokens, topk = self._prepare(x, input_ids, decode)
         y = self._through(layout.latent_out, self.experts(tokens, topk, decode=decode))
         if layout.routed_scale != 1.0:
             y = y * layout.routed_scale
         y = self._through(layout.output_norm, self._add_shared_experts(y.view(x.shape), x))
         return (y, topk.topk_weights.to(logits.dtype)) if layout.returns_scores else y
+
+    def _prepare(
+        self, x: Tensor, input_ids: Tensor | None, decode: bool | None
+    ) -> tuple[Tensor, Tensor, TopKOutput]:
+        """Return logits [T, E], the tokens that the experts get, [T, H'], and their routing."""
+        try:
+            logits, topk = self.route(x, input_ids=input_ids)
+            return logits, self._through(self._layout.latent_in, x.reshape(-1, x.shape[-1])), topk
+        except Exception as problem:
+            # The other ranks are on their way into the experts.
+            self.experts.refuse(problem, decode=decode)
+            raise
 
     def check(self) -> None:
         """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""
@@ -290,20 +226,3 @@ class ExpertParallelMoE(nn.Module):
         if layout.shared_experts_gate is not None:
             shared = torch.sigmoid(self.get_submodule(layout.shared_experts_gate)(x)) * shared
         return (y + shared) / 2 if layout.averages_shared_experts else y + shared
-
-
-def find_part(block: nn.Module, field: str, name: str) -> nn.Module | Tensor:
-    """The part of a block that its layout calls `field`, by its dotted name.
-
-    Raises:
-        ConfigError: there is no such module, or for a correction bias no such tensor.
-    """
-    part: object = block
-    for step in name.split("."):
-        part = getattr(part, step, None)
-    if not isinstance(part, Tensor if field == "correction_bias" else nn.Module):
-        raise ConfigError(
-            f"{type(block).__name__}: {name} is {type(part).__name__}, expected its "
-            f"{field}; pass a BlockLayout that names it"
-        )
-    return part

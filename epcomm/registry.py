@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from epcomm.config import Mode
 from epcomm.errors import ConfigError
@@ -15,46 +15,63 @@ if TYPE_CHECKING:
     from epcomm.fuseep.base import FusedBackend
     from epcomm.runners.base import ExpertRunner
 
-BUFFERS: Mapping[str, str] = MappingProxyType(
+# The classes behind each name: mode, budget and `replicated` choose among them, and of several that
+# remain the first that can is taken. The same order holds among the names in backend="auto".
+BUFFERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "deep_ep_v2": "epcomm.buffers.deep_ep_v2:DeepEPV2Buffer",
-        "deep_ep_v2_static": "epcomm.buffers.deep_ep_v2:DeepEPV2StaticBuffer",
-        "deep_ep_v1": "epcomm.buffers.deep_ep_v1:DeepEPV1Buffer",
-        "deep_ep_v1_static": "epcomm.buffers.deep_ep_v1:DeepEPV1StaticBuffer",
-        "deep_ep_v1_low_latency": "epcomm.buffers.deep_ep_v1_low_latency:DeepEPV1LowLatencyBuffer",
-        "deep_ep_v2_low_latency": "epcomm.buffers.deep_ep_v2_expand:DeepEPV2LowLatencyBuffer",
-        "deep_ep_v2_expand": "epcomm.buffers.deep_ep_v2_expand:DeepEPV2ExpandBuffer",
-        "ascend_normal": "epcomm.buffers.ascend:AscendNormalBuffer",
-        "ascend_low_latency": "epcomm.buffers.ascend_low_latency:AscendLowLatencyBuffer",
-        "ascend_standard": "epcomm.buffers.ascend_standard:AscendStandardBuffer",
-        "nvlink": "epcomm.buffers.nvlink_exact:NVLinkBuffer",
-        "nvlink_static": "epcomm.buffers.nvlink_static:NVLinkStaticBuffer",
-        "nvlink_low_latency": "epcomm.buffers.nvlink_low_latency:NVLinkLowLatencyBuffer",
-        "nvlink_low_latency_masked": "epcomm.buffers.nvlink_masked:NVLinkMaskedBuffer",
-        "shared_memory": "epcomm.buffers.shared_memory:SharedMemoryBuffer",
-        "collective": "epcomm.buffers.collective:CollectiveBuffer",
-        "collective_static": "epcomm.buffers.static:StaticCollectiveBuffer",
-        "all_gather": "epcomm.buffers.all_gather:AllGatherBuffer",
-        "replicated": "epcomm.buffers.replicated:ReplicatedBuffer",
+        "deep_ep_v2": (
+            "epcomm.buffers.deep_ep.v2:DeepEPV2Buffer",
+            "epcomm.buffers.deep_ep.v2:DeepEPV2StaticBuffer",
+            "epcomm.buffers.deep_ep.v2_expanded:DeepEPV2LowLatencyBuffer",
+        ),
+        "deep_ep_v1": (
+            "epcomm.buffers.deep_ep.v1:DeepEPV1Buffer",
+            "epcomm.buffers.deep_ep.v1:DeepEPV1StaticBuffer",
+            "epcomm.buffers.deep_ep.v1_low_latency:DeepEPV1LowLatencyBuffer",
+        ),
+        "ascend": (
+            "epcomm.buffers.ascend.normal:AscendNormalBuffer",
+            "epcomm.buffers.ascend.low_latency:AscendLowLatencyBuffer",
+            "epcomm.buffers.ascend.standard:AscendStandardBuffer",
+        ),
+        "nvlink": (
+            "epcomm.buffers.nvlink.normal_exact:NVLinkBuffer",
+            "epcomm.buffers.nvlink.normal_static:NVLinkStaticBuffer",
+            "epcomm.buffers.nvlink.low_latency:NVLinkLowLatencyBuffer",
+            "epcomm.buffers.nvlink.low_latency_masked:NVLinkMaskedBuffer",
+        ),
+        "shared_memory": ("epcomm.buffers.shared_memory.buffer:SharedMemoryBuffer",),
+        "collective": (
+            "epcomm.buffers.collective.all_to_all:CollectiveBuffer",
+            "epcomm.buffers.collective.all_to_all_static:StaticCollectiveBuffer",
+            "epcomm.buffers.collective.all_gather:AllGatherBuffer",
+            "epcomm.buffers.collective.replicated:ReplicatedBuffer",
+        ),
     }
+)
+# Names for several backends, of which a machine has at most one.
+BACKEND_GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"deep_ep": ("deep_ep_v2", "deep_ep_v1")}
 )
 # Operators that dispatch, compute and combine in one call: mode fuseep.
-FUSED: Mapping[str, str] = MappingProxyType(
+FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "fused_deep_moe": "epcomm.fuseep.ascend:FusedDeepMoE",
-        "dispatch_ffn_combine": "epcomm.fuseep.ascend:DispatchFFNCombine",
-        "fuseep_reference": "epcomm.fuseep.reference:FuseEPReference",
+        "fused_deep_moe": ("epcomm.fuseep.ascend:FusedDeepMoE",),
+        "dispatch_ffn_combine": ("epcomm.fuseep.ascend:DispatchFFNCombine",),
+        "fuseep_reference": ("epcomm.fuseep.reference:FuseEPReference",),
     }
 )
+# Reads blocks of another library, and lies above the layer that it makes.
+BLOCK_READER = "epcomm.integrations.transformers:from_transformers"
 RUNNERS: Mapping[str, str] = MappingProxyType(
     {
         "fp8_wgmma": "epcomm.runners.fp8_wgmma:Fp8WgmmaRunner",
         "fp8_triton": "epcomm.runners.fp8_triton:Fp8TritonRunner",
         "deep_gemm": "epcomm.runners.deep_gemm:DeepGemmRunner",
-        "ascend": "epcomm.runners.ascend:AscendRunner",
-        "ascend_swiglu": "epcomm.runners.ascend_swiglu:AscendSwigluRunner",
-        "ascend_nz": "epcomm.runners.ascend_nz:AscendNZRunner",
-        "ascend_swiglu_quant": "epcomm.runners.ascend_swiglu_quant:AscendSwigluQuantRunner",
+        "ascend": "epcomm.runners.ascend.runner:AscendRunner",
+        "ascend_swiglu": "epcomm.runners.ascend.swiglu:AscendSwigluRunner",
+        "ascend_nz": "epcomm.runners.ascend.nz:AscendNZRunner",
+        "ascend_swiglu_quant": "epcomm.runners.ascend.swiglu_quant:AscendSwigluQuantRunner",
         "grouped_mm": "epcomm.runners.grouped_mm:GroupedMMRunner",
         "int8_triton": "epcomm.runners.int8_triton:Int8TritonRunner",
         "quantized_reference": "epcomm.runners.quantized_reference:QuantizedReferenceRunner",
@@ -64,59 +81,54 @@ RUNNERS: Mapping[str, str] = MappingProxyType(
 
 
 def buffer_class(name: str) -> type[Buffer]:
-    """The Buffer class registered as `name`.
+    """Return the Buffer class called `name`, for example NVLinkLowLatencyBuffer.
 
     Raises:
-        ConfigError: no such name; the message lists those that exist.
+        ConfigError: no such class; the message lists those that exist.
     """
-    return _load("backend", BUFFERS, name)
+    return _load("buffer", _by_class(BUFFERS), name)
 
 
 def fused_class(name: str) -> type[FusedBackend]:
-    """The FusedBackend class registered as `name`.
+    """Return the FusedBackend class called `name`.
 
     Raises:
-        ConfigError: no such name; the message lists those that exist.
+        ConfigError: no such class; the message lists those that exist.
     """
-    return _load("backend", FUSED, name)
+    return _load("operator", _by_class(FUSED), name)
 
 
 def backend_class(name: str) -> type[Backend]:
-    """The class of a buffer or a fused operator.
+    """Return the class of a buffer or of a fused operator, by the name of the class.
 
     Raises:
-        ConfigError: no such name; the message lists the buffers that exist.
+        ConfigError: no such class; the message lists the buffers that exist.
     """
-    return fused_class(name) if name in FUSED else buffer_class(name)
+    return fused_class(name) if name in _by_class(FUSED) else buffer_class(name)
 
 
-def backend_names(mode: Mode) -> tuple[str, ...]:
-    """What a mode may be served by, the first that can being chosen."""
-    return tuple(FUSED if mode is Mode.FUSEEP else BUFFERS)
+def backend_names(chosen: str, mode: Mode) -> tuple[str, ...]:
+    """Return the backends that EPConfig.backend names, in order of preference.
 
-
-def buffer_family(name: str) -> tuple[str, ...]:
-    """The buffer registered as `name`, or all whose names begin with it: deep_ep, deep_ep_v1_...
-
-    Raises:
-        ConfigError: no such name; the message lists those that exist.
-    """
-    if name not in BUFFERS and (family := [n for n in BUFFERS if n.startswith(f"{name}_")]):
-        return tuple(family)
-    buffer_class(name)
-    return (name,)
-
-
-def backend_family(name: str, mode: Mode) -> tuple[str, ...]:
-    """As buffer_family(), or of the fused operators in mode fuseep.
+    Args:
+        chosen: one of the names of `mode`, deep_ep for whichever is installed, or auto for all.
+        mode: fuseep has names of its own.
 
     Raises:
         ConfigError: no such name; the message lists those that exist.
     """
-    if mode is not Mode.FUSEEP:
-        return buffer_family(name)
-    fused_class(name)
-    return (name,)
+    table = FUSED if mode is Mode.FUSEEP else BUFFERS
+    if chosen == "auto":
+        return tuple(table)
+    if chosen in BACKEND_GROUPS and table is BUFFERS:
+        return BACKEND_GROUPS[chosen]
+    _find("backend", table, chosen)
+    return (chosen,)
+
+
+def class_names(backend: str) -> tuple[str, ...]:
+    """Return the names of the classes behind one backend, in order of preference."""
+    return tuple(_class_name(path) for path in {**BUFFERS, **FUSED}[backend])
 
 
 def runner_class(name: str) -> type[ExpertRunner]:
@@ -128,8 +140,29 @@ def runner_class(name: str) -> type[ExpertRunner]:
     return _load("runner", RUNNERS, name)
 
 
-def _load(kind: str, table: Mapping[str, str], name: str) -> type:
+def _class_name(path: str) -> str:
+    return path.partition(":")[2]
+
+
+def _by_class(table: Mapping[str, tuple[str, ...]]) -> Mapping[str, str]:
+    return {_class_name(path): path for paths in table.values() for path in paths}
+
+
+V = TypeVar("V")
+
+
+def _find(kind: str, table: Mapping[str, V], name: str) -> V:
     if name not in table:
         raise ConfigError(f"EPConfig: {kind} is {name!r}, expected auto or one of {sorted(table)}")
-    module, _, attribute = table[name].partition(":")
+    return table[name]
+
+
+def _load(kind: str, table: Mapping[str, str], name: str) -> type:
+    module, _, attribute = _find(kind, table, name).partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def block_reader() -> Callable[..., Any]:
+    """The function that spreads a MoE block of transformers over a group; imports transformers."""
+    module, _, attribute = BLOCK_READER.partition(":")
     return getattr(import_module(module), attribute)

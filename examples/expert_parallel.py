@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeForCausalLM
 
 from epcomm import EPConfig, EPGroup, ExpertParallelMoE, Mode, TopKOutput, idle_step
-from epcomm.gradients import sum_replicated_gradients
-from epcomm.sharding import gather_state_dict, replicated_parameters, sharded_parameters
+from epcomm.sharding.shards import replicated_parameters, sharded_parameters
+from epcomm.training.checkpoints import gather_state_dict
+from epcomm.training.gradients import sum_replicated_gradients
 
 # Three times as much learns no faster, and brings some embedding so close to zero, where RMSNorm
 # multiplies rounding errors, that the gradients of float32 itself are 2e-5 off.

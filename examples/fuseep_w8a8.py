@@ -30,8 +30,8 @@ from w8a8_block import Batch, LayerSize, dense, make_batch, make_experts, matric
 
 from epcomm import EPConfig, EPError, EPGroup, ExpertParallelExperts, Int8ChannelWeights, TopKOutput
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.testing.ascend import limits, registry
-from epcomm.testing.deep_ep import install
+from fakes.ascend import limits, registry
+from fakes.deep_ep import install
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ PATHS = MappingProxyType(
         "fused_deep_moe": ("fuseep", "fused_deep_moe"),
         "dispatch_ffn_combine": ("fuseep", "dispatch_ffn_combine"),
         "normal": ("normal", "collective"),
-        "low_latency": ("low_latency", "collective_static"),
+        "low_latency": ("low_latency", "collective"),
     }
 )
 

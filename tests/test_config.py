@@ -39,8 +39,8 @@ BAD_VALUES = [
     ),
     BadValue(
         id="unknown dtype",
-        values={"combine_dtype": "tf32"},
-        message="EPConfig: combine_dtype is 'tf32', expected one of "
+        values={"dispatch_dtype": "tf32"},
+        message="EPConfig: dispatch_dtype is 'tf32', expected one of "
         "['bf16', 'fp16', 'fp32', 'fp64', 'fp8_e4m3', 'int8']",
     ),
     BadValue(
@@ -77,11 +77,6 @@ BAD_VALUES = [
         message="EPConfig: max_recv_slots is -1, expected at least 1 or None",
     ),
     BadValue(
-        id="alignment 0",
-        values={"slot_alignment": 0},
-        message="EPConfig: slot_alignment is 0, expected",
-    ),
-    BadValue(
         id="no time", values={"timeout_s": 0}, message="EPConfig: timeout_s is 0, expected seconds"
     ),
     # What a file may hold instead of a number, a switch or a name.
@@ -92,8 +87,8 @@ BAD_VALUES = [
     ),
     BadValue(
         id="fraction for an integer",
-        values={"slot_alignment": 1.5},
-        message="EPConfig: slot_alignment is 1.5, expected",
+        values={"num_sms": 1.5},
+        message="EPConfig: num_sms is 1.5, expected",
     ),
     BadValue(
         id="time that is no number",
@@ -130,18 +125,15 @@ def test_strings_become_enums() -> None:
             "mode": "low_latency",
             "router": "ascend",
             "dispatch_dtype": "fp8_e4m3",
-            "combine_dtype": "bf16",
         }
     )
     assert config.mode is Mode.LOW_LATENCY
     assert config.router is Router.ASCEND
     assert config.dispatch_dtype is WireDtype.FP8_E4M3
-    assert config.combine_dtype is WireDtype.BF16
     assert config == EPConfig(
         mode=Mode.LOW_LATENCY,
         router=Router.ASCEND,
         dispatch_dtype=WireDtype.FP8_E4M3,
-        combine_dtype=WireDtype.BF16,
     )
 
 
@@ -221,7 +213,7 @@ def test_environment_is_read_by_an_explicit_call_only(monkeypatch: pytest.Monkey
     ("name", "text", "message"),
     [
         ("EPCOMM_TOKENS", "1", "the environment has unknown fields ['tokens']; known are"),
-        ("EPCOMM_SLOT_ALIGNMENT", "8.5", "EPCOMM_SLOT_ALIGNMENT is '8.5', which does not parse"),
+        ("EPCOMM_NUM_SMS", "8.5", "EPCOMM_NUM_SMS is '8.5', which does not parse"),
         ("EPCOMM_TIMEOUT_S", "soon", "EPCOMM_TIMEOUT_S is 'soon', which does not parse"),
         ("EPCOMM_CHECK_CALLS", "yes", "EPCOMM_CHECK_CALLS is 'yes', which does not parse"),
         ("EPCOMM_MODE", "fast", "mode is 'fast'"),

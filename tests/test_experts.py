@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from epcomm import EPConfig, EPGroup, WireDtype
+from epcomm.runners.grouped_mm import GroupedMMRunner
 from epcomm.testing import layer_suite
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ CONFIGS = {
 }
 VARIANTS = {
     "normal_reference": EPConfig(mode="normal", runner="reference"),
-    "normal_aligned": EPConfig(mode="normal", slot_alignment=8),
+    "normal_aligned": EPConfig(mode="normal", runner="grouped_mm"),
 }
 # With replicated tokens all ranks pass the same inputs, so they need gradients alike.
 GRADIENT_CASES = [
@@ -108,7 +109,11 @@ def test_layer_with_quantized_dispatch_equals_the_oracle(
 @pytest.mark.parametrize(
     "scenario", ["nowhere", "one_expert", "holes", "clamped_swiglu", "relu2_bias", "frozen_experts"]
 )
-def test_variant_equals_the_oracle(scenario: str, config: str) -> None:
+def test_variant_equals_the_oracle(
+    scenario: str, config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if config == "normal_aligned":
+        monkeypatch.setattr(GroupedMMRunner, "slot_alignment", 8)
     run(scenario, config)
 
 

@@ -20,8 +20,8 @@ from epcomm import (
     MoESpec,
     WireFormat,
 )
-from epcomm.buffers.base import BufferSpec
 from epcomm.collectives.torch_dist import TorchDistCollectives
+from epcomm.spec import BufferSpec
 
 NUM_RANKS = 4
 WIRE = WireFormat.of(torch.float32)
@@ -100,10 +100,10 @@ def test_ready_collectives_are_taken_as_they_are() -> None:
 @pytest.mark.ranks(NUM_RANKS)
 def test_equal_specifications_share_a_buffer() -> None:
     with EPGroup() as group:
-        buffer = group.open_buffer("collective", SPEC)
-        assert group.open_buffer("collective", replace(SPEC)) is buffer
-        assert group.open_buffer("collective", replace(SPEC, top_k=1)) is not buffer
-        assert group.open_buffer("all_gather", SPEC) is not buffer
+        buffer = group.open_buffer("CollectiveBuffer", SPEC)
+        assert group.open_buffer("CollectiveBuffer", replace(SPEC)) is buffer
+        assert group.open_buffer("CollectiveBuffer", replace(SPEC, top_k=1)) is not buffer
+        assert group.open_buffer("AllGatherBuffer", SPEC) is not buffer
 
 
 @pytest.mark.ranks(NUM_RANKS)
@@ -111,11 +111,11 @@ def test_ranks_that_ask_for_different_buffers_all_hear_of_it() -> None:
     with EPGroup() as group:
         spec = replace(SPEC, hidden_size=32) if group.rank == 2 else SPEC
         with pytest.raises(ConfigError) as caught:
-            group.open_buffer("collective", spec)
+            group.open_buffer("CollectiveBuffer", spec)
         assert "hidden_size: 16 on ranks 0, 1, 3, 32 on rank 2" in str(caught.value)
-        with pytest.raises(ConfigError, match="backend is 'pigeon'"):
-            group.open_buffer("pigeon", SPEC)
-        assert group.open_buffer("collective", SPEC)
+        with pytest.raises(ConfigError, match="buffer is 'Pigeon'"):
+            group.open_buffer("Pigeon", SPEC)
+        assert group.open_buffer("CollectiveBuffer", SPEC)
 
 
 @pytest.mark.ranks(NUM_RANKS)
@@ -127,25 +127,27 @@ def test_close_ends_all_later_calls_and_may_be_called_twice() -> None:
     group.close()
     assert group.is_closed
     with pytest.raises(HandleError, match=rf"the EPGroup is closed \({group.where}\)"):
-        group.open_buffer("collective", SPEC)
+        group.open_buffer("CollectiveBuffer", SPEC)
     with EPGroup() as another:
-        assert another.open_buffer("collective", SPEC)
+        assert another.open_buffer("CollectiveBuffer", SPEC)
     assert another.is_closed
 
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_two_groups_of_the_same_ranks_are_independent() -> None:
     with EPGroup() as first, EPGroup(dist.new_group()) as second:
-        assert first.open_buffer("collective", SPEC) is not second.open_buffer("collective", SPEC)
+        assert first.open_buffer("CollectiveBuffer", SPEC) is not second.open_buffer(
+            "CollectiveBuffer", SPEC
+        )
         first.close()
-        assert second.open_buffer("collective", SPEC)
+        assert second.open_buffer("CollectiveBuffer", SPEC)
 
 
 # Long enough for four ranks on a busy machine, short enough to wait for in vain.
 PATIENCE = timedelta(seconds=15)
 SPOILT_ON_ONE_RANK = {
     "unknown backend": EPConfig(backend="carrier_pigeon"),
-    "backend of another mode": EPConfig(backend="all_gather"),
+    "backend that needs another device": EPConfig(backend="nvlink"),
     "dtype that does not fit": EPConfig(
         backend="collective",
         dispatch_dtype="fp8_e4m3",  # type: ignore[arg-type]

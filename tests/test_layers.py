@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from epcomm import ConfigError, EPConfig, EPGroup, ExpertParallelMoE, idle_step
-from tests.blocks import HIDDEN, qwen3_moe
+from tests.cases.blocks import HIDDEN, qwen3_moe
 
 
 @dataclass

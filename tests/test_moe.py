@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from epcomm import BackendUnavailable, ConfigError, EPConfig, EPGroup, EPStats, ExpertParallelMoE
+from epcomm.blocks import BlockLayout
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.moe import BlockLayout
 from epcomm.registry import FUSED
+from epcomm.runners.grouped_mm import GroupedMMRunner
 from epcomm.stats import gather_expert_slots
-from epcomm.testing.ascend import limits, registry
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
-from tests.blocks import BLOCKS, HIDDEN, NUM_EXPERTS, mixtral, qwen3_moe
+from fakes.ascend import limits, registry
+from tests.cases.blocks import BLOCKS, HIDDEN, NUM_EXPERTS, mixtral, qwen3_moe
 from tests.routing.calls import expect_gating_calls
 
 # Routed experts and nothing else; tests/integrations has all kinds of block.
@@ -174,9 +175,10 @@ def test_stats_equal_numbers_counted_by_hand() -> None:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_slots_of_padding_are_not_counted_as_work() -> None:
+def test_slots_of_padding_are_not_counted_as_work(monkeypatch: pytest.MonkeyPatch) -> None:
     with EPGroup() as group:
-        config = EPConfig(mode="normal", backend="collective", slot_alignment=16)
+        config = EPConfig(mode="normal", backend="collective", runner="grouped_mm")
+        monkeypatch.setattr(GroupedMMRunner, "slot_alignment", 16)
         moe = ExpertParallelMoE.from_transformers(qwen3_moe().to(group.device), group, config)
         moe(tokens(group.rank, group.device))
         all_ids = [moe.route(tokens(rank, group.device))[1].topk_ids for rank in range(NUM_RANKS)]
@@ -292,7 +294,7 @@ def test_auto_router_on_a_cpu_is_the_reference_and_says_nothing() -> None:
 @pytest.mark.ranks(NUM_RANKS)
 def test_router_that_is_not_there_says_what_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
     # Under its own name another test of this process may have registered it.
-    monkeypatch.setattr("epcomm.routing.ascend.OPERATOR", "npu_gating_of_no_version")
+    monkeypatch.setattr("epcomm.routing.ascend_gating.OPERATOR", "npu_gating_of_no_version")
     with EPGroup() as group:
         message = f"not on {group.device.type}; import torch_npu first, .*{group.where}"
         with pytest.raises(BackendUnavailable, match=message):

@@ -20,7 +20,7 @@ from epcomm import (
 from epcomm.testing.buffer_suite import BATCH_SPECS
 from epcomm.testing.data import make_batch, make_weights
 from epcomm.testing.oracle import relative_error
-from tests.quantized_model import HALVES_UP, KINDS, POWERS_OF_TWO, assert_within, model
+from tests.cases.quantized_model import HALVES_UP, KINDS, POWERS_OF_TWO, assert_within, model
 from tests.runners import fake_deep_gemm
 
 INNER = 144
@@ -59,7 +59,7 @@ def test_layer_equals_the_model(kind: str, config: str, batch: str) -> None:
 
 # Of the largest y. Rows in bfloat16 and, on a GPU, sums of FP8 products with 14 bits move one
 # activation in some hundred to the next code, 1/14 of the largest at most, which is what
-# tests/kernels/test_fp8_triton.py counts. The rest is what bfloat16 loses in results and sums.
+# tests/kernels/gemm/test_fp8.py counts. The rest is what bfloat16 loses in results and sums.
 BLOCK_TOLERANCE = 0.035
 
 
@@ -218,7 +218,7 @@ def test_scales_come_as_the_runner_reads_them(
     with EPGroup() as group, torch.no_grad():
         plain = make_weights(spec, 2, intermediate_size=128, device=group.device)
         weights = Fp8BlockWeights.from_unquantized(plain, scales=scales)
-        wide = replace(CONFIGS[config], slot_alignment=128)
+        wide = CONFIGS[config]
         if wide.max_recv_slots is not None:
             wide = replace(wide, max_recv_slots=1000)
         mine = make_batch(spec, group.rank, 2).to(group.device)

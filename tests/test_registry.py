@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from epcomm import ConfigError
 from epcomm.buffers.base import Buffer
-from epcomm.registry import BUFFERS, RUNNERS, buffer_class, buffer_family, runner_class
+from epcomm.config import Mode
+from epcomm.registry import (
+    BUFFERS,
+    RUNNERS,
+    backend_names,
+    buffer_class,
+    class_names,
+    runner_class,
+)
 from epcomm.runners.base import ExpertRunner
 
 
 @pytest.mark.parametrize("name", BUFFERS)
-def test_registered_buffer_imports_anywhere_under_its_name(name: str) -> None:
-    buffer = buffer_class(name)
-    assert issubclass(buffer, Buffer)
-    assert buffer.name == name
-    for mode in buffer.modes:
-        assert buffer.caps(mode).wire_dtypes
+def test_classes_of_a_backend_import_anywhere_and_have_its_name(name: str) -> None:
+    for class_name in class_names(name):
+        buffer = buffer_class(class_name)
+        assert issubclass(buffer, Buffer)
+        assert (buffer.__name__, buffer.name) == (class_name, name)
+        for mode in buffer.modes:
+            assert buffer.caps(mode).wire_dtypes
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_a_backend_serves_prefill_and_decode(name: str) -> None:
+    served = {mode for each in class_names(name) for mode in buffer_class(each).modes}
+    assert served >= {Mode.NORMAL, Mode.LOW_LATENCY}
 
 
 @pytest.mark.parametrize("name", RUNNERS)
@@ -29,23 +42,15 @@ def test_registered_runner_imports_anywhere_under_its_name(name: str) -> None:
     assert runner.layouts
 
 
-@pytest.mark.parametrize(
-    ("look_up", "kind", "names"),
-    [(buffer_class, "backend", BUFFERS), (runner_class, "runner", RUNNERS)],
-    ids=["backend", "runner"],
-)
-def test_unknown_name_lists_those_that_exist(
-    look_up: Callable[[str], type], kind: str, names: dict[str, str]
-) -> None:
+def test_unknown_name_lists_those_that_exist() -> None:
     with pytest.raises(ConfigError) as caught:
-        look_up("carrier_pigeon")
-    message = f"{kind} is 'carrier_pigeon', expected auto or one of {sorted(names)}"
+        runner_class("carrier_pigeon")
+    message = f"runner is 'carrier_pigeon', expected auto or one of {sorted(RUNNERS)}"
     assert message in str(caught.value)
 
 
-def test_a_family_is_all_whose_names_begin_so() -> None:
-    assert buffer_family("collective") == ("collective",), "a name of its own is no family"
-    family = buffer_family("deep_ep")
-    assert set(family) == {name for name in BUFFERS if name.startswith("deep_ep_")}
+def test_deep_ep_is_whichever_is_installed() -> None:
+    assert backend_names("deep_ep", Mode.AUTO) == ("deep_ep_v2", "deep_ep_v1")
+    assert backend_names("nvlink", Mode.AUTO) == ("nvlink",)
     with pytest.raises(ConfigError, match="backend is 'deepep', expected auto or one of"):
-        buffer_family("deepep")
+        backend_names("deepep", Mode.AUTO)

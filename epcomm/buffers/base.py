@@ -9,146 +9,21 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
 from epcomm.errors import EPError
+from epcomm.protocol import BatchFlags
 from epcomm.quantization import quantize
 from epcomm.records import Pending, Route, SlotIndex
+from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import (
     Int8Profile,
-    Layout,
     RowsPer,
-    WeightsAppliedBy,
-    WireDtype,
     WireFormat,
     WireTensor,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Availability:
-    """Whether a backend can run on this rank, and if not, what it lacks and what to do."""
-
-    ok: bool
-    reasons: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class BufferSpec:
-    """What a buffer must carry; equal on all ranks, compared once in prepare().
-
-    hidden_size: H.   top_k: K.   num_local_experts: L.
-    dispatch_format, combine_format, backward_format: rows on the wire, in either direction.
-    max_tokens_per_rank: M, or None for no limit.
-    max_recv_slots: static budget of slots a rank receives, or None for exact sizes.
-    slot_alignment: each expert's slots start at a multiple of this.
-    compares_calls: ranks compare their calls where that needs an exchange of its own.
-    num_sms: processors of a GPU that kernels of its own may take, None for the buffer's choice.
-    batches_in_flight: dispatches that may wait for their combine, None for the buffer's choice.
-    intermediate_size: I, for fused operators, which compute the experts; buffers do not, and have
-        None, as has a plan that was made without experts.
-    """
-
-    hidden_size: int
-    top_k: int
-    num_local_experts: int
-    dispatch_format: WireFormat
-    combine_format: WireFormat
-    backward_format: WireFormat
-    max_tokens_per_rank: int | None = None
-    max_recv_slots: int | None = None
-    slot_alignment: int = 1
-    compares_calls: bool = False
-    num_sms: int | None = None
-    batches_in_flight: int | None = None
-    intermediate_size: int | None = None
-
-    def as_record(self) -> dict[str, str | int | None]:
-        """Plain values for Collectives.agree."""
-        return {
-            "hidden_size": self.hidden_size,
-            "top_k": self.top_k,
-            "num_local_experts": self.num_local_experts,
-            "dispatch_format": f"{self.dispatch_format} {self.dispatch_format.scale_dtype}",
-            "combine_format": f"{self.combine_format} {self.combine_format.scale_dtype}",
-            "backward_format": f"{self.backward_format} {self.backward_format.scale_dtype}",
-            "max_tokens_per_rank": self.max_tokens_per_rank,
-            "max_recv_slots": self.max_recv_slots,
-            "slot_alignment": self.slot_alignment,
-            "compares_calls": self.compares_calls,
-            "num_sms": self.num_sms,
-            "batches_in_flight": self.batches_in_flight,
-            "intermediate_size": self.intermediate_size,
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class BufferCaps:
-    """What a buffer can do; every claim is proved by testing/buffer_suite.
-
-    layout: what it hands to the experts.
-    trainable: operations stand alone, weights travel and slots come in order, so autograd may use
-        it; activation checkpointing joins the rows of one dispatch with the gradients of another.
-    graph_safe: may be captured in a device graph.
-    ordered: slots come in (expert, source rank, token) order.
-    wire_dtypes: what dispatch carries.
-    weights_applied_by: who may apply topk_weights.
-    max_tokens_per_rank, max_top_k: limits of the mechanism, None for none.
-    hidden_multiple: H must be a multiple of this.
-    batches_in_flight: dispatches that may wait for their combine, unless their rows are copied
-        (owns_rows); None for any number. One more, and the oldest is refused by HandleError.
-    batches_on_request: BufferSpec.batches_in_flight may ask for another number, for more memory.
-    late_receive: dispatch_async leaves the receive step to wait().
-    reuses_route: redispatch works along an old route.
-    is_static: sizes are agreed beforehand (max_tokens_per_rank, max_recv_slots) and faults wait
-        on the device for check().
-    serves_replicated: for tokens that all ranks share, and for no others.
-    host_reads: times a dispatch makes the host wait for the device.
-    combine_codecs: private compressions of combine, by name.
-    combines_once: a dispatch may be combined once; a second combine raises HandleError.
-    owns_rows: rows are ordinary tensors; else they live until the dispatch that is so many later
-        as there may be batches in flight, but where gradients are on they are copied.
-    has_slot_budget: BufferSpec.max_recv_slots bounds its static sizes; else they suffice for all.
-    announces_faults: a bad call is told to all ranks, or waits for check() on all of them; else
-        only with BufferSpec.compares_calls, and otherwise its own rank alone knows.
-    fills_holes: entries of -1 travel, to an expert that the row does not use, with weight 0 (see
-        ops/holes.py), and are computed and counted.
-    fills_empty: a rank without tokens sends one, of ones, to K experts from its own first on, with
-        weight 0, which is computed and counted; its y is empty all the same.
-    int8_profiles: arithmetics in which its INT8 rows may be made: any, unless a package makes them.
-    device_types: of groups that it serves, None for all.
-    needs_process_group: it serves groups of torch.distributed alone.
-    """
-
-    layout: Layout
-    trainable: bool
-    graph_safe: bool
-    ordered: bool
-    wire_dtypes: frozenset[WireDtype]
-    weights_applied_by: frozenset[WeightsAppliedBy]
-    max_tokens_per_rank: int | None = None
-    max_top_k: int | None = None
-    hidden_multiple: int = 1
-    batches_in_flight: int | None = None
-    batches_on_request: bool = False
-    late_receive: bool = False
-    reuses_route: bool = True
-    is_static: bool = False
-    serves_replicated: bool = False
-    host_reads: int = 1
-    combine_codecs: frozenset[str] = frozenset()
-    combines_once: bool = False
-    owns_rows: bool = True
-    has_slot_budget: bool = True
-    announces_faults: bool = True
-    fills_holes: bool = False
-    fills_empty: bool = False
-    int8_profiles: frozenset[Int8Profile] = frozenset(Int8Profile)
-    device_types: frozenset[str] | None = None
-    needs_process_group: bool = False
 
 
 class RowQuantizer(Protocol):
@@ -165,6 +40,7 @@ class DispatchCall:
 
     hidden_states: [T, H], unquantised.   topk_ids: [T, K], int64.   topk_weights: [T, K], float32;
         beside float64 rows this and all that is float32 below is float64.
+    expert_names: of the tensors of the experts whose bits `flags` has, in their order.
     error: why this rank takes part with T = 0, if it does.
     quantize: brings hidden states to a format, into the memory of a message where a buffer can.
     int8_profile: its arithmetic of INT8 rows, for buffers that make them while they send.
@@ -175,6 +51,7 @@ class DispatchCall:
     topk_ids: Tensor
     topk_weights: Tensor
     flags: BatchFlags
+    expert_names: tuple[str, ...] = ()
     error: EPError | None = None
     quantize: RowQuantizer = quantize
     int8_profile: Int8Profile = Int8Profile.RINT127
@@ -217,6 +94,9 @@ class Combined:
 class Backend(ABC):
     """What a plan asks before it chooses: of a Buffer, or of a fused operator.
 
+    name: of the registry; a backend has a class for each mode, and for exact and static sizes.
+    modes: those that this class serves.
+    int8_profile: arithmetic of INT8 where the configuration names none.
     needs_one_host: it serves ranks that can share memory, and no others.
     needs_host_waits: its host waits for the others, as the verbs of its transport must do too.
     needs_nvlink: GPUs of its ranks write one another's memory, with atomics.
@@ -228,6 +108,7 @@ class Backend(ABC):
 
     name: ClassVar[str]
     modes: ClassVar[frozenset[Mode]]
+    int8_profile: ClassVar[Int8Profile] = Int8Profile.RINT127
 
     @classmethod
     @abstractmethod
@@ -302,7 +183,13 @@ class Backend(ABC):
 
 
 class Buffer(Backend):
-    """Mechanism of one backend. Calls are collective and come in one order on all ranks."""
+    """Mechanism of one backend. Calls are collective and come in one order on all ranks.
+
+    counts_calls: CallOrder counts a call when its ranks begin to compare it, and not before: what
+        fails on one rank until then may still be told to all.
+    """
+
+    counts_calls: bool = False
 
     @abstractmethod
     def dispatch(self, call: DispatchCall) -> Dispatched:

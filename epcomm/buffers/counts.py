@@ -13,14 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from epcomm.buffers.base import DispatchCall
-from epcomm.buffers.faults import (
-    BatchFlags,
-    FaultCode,
-    any_flags,
-    check_grad_modes,
-    ids_error,
-    raise_faults,
-)
+from epcomm.buffers.faults import any_flags, check_gradients, ids_error, raise_faults
 from epcomm.collectives.call_order import (
     COUNTS_IN_HEADER,
     FAULT,
@@ -32,6 +25,7 @@ from epcomm.collectives.call_order import (
     CallOrder,
     CallSign,
 )
+from epcomm.protocol import BatchFlags, FaultCode
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,7 +66,7 @@ class CountsMessage:
         """Write the message, without a host read.
 
         Args:
-            calls: of the group; the call is counted.
+            calls: of the group.
             sign: of the dispatch.
             flags: of this rank's batch.
             counts: FaultCode, a scalar; rows for each rank, [W] or one number for all; slots of
@@ -145,4 +139,4 @@ def check_headers(
     if codes[rank] == FaultCode.IDS:
         own_error = ids_error(call.topk_ids, num_experts, rank, len(codes))
     raise_faults(codes, rank, own_error)
-    check_grad_modes(flags, rank)
+    check_gradients(flags, rank, call.expert_names)

@@ -7,47 +7,21 @@ they read anyway, so no extra message is spent and the group stays usable.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from enum import IntEnum, IntFlag
 from functools import reduce
 from operator import or_
 
 import torch
 from torch import Tensor
 
-from epcomm.collectives.base import describe_ranks
-from epcomm.errors import CapacityError, ConfigError, EPError, HandleError, ShapeError
-
-
-class FaultCode(IntEnum):
-    """Why a rank sends no rows."""
-
-    NONE = 0
-    SHAPE = 1
-    IDS = 2
-    CAPACITY = 3
-    OVERFLOW = 4
-    GRAD_MODE = 5
-    HANDLE = 6
-    ROWS = 7
-    NO_GRADIENTS = 8
-    REPEATED_IDS = 9
-    EXPERTS = 10
-
-    @classmethod
-    def of(cls, error: EPError | None, *, in_combine: bool = False) -> FaultCode:
-        """The code that announces `error`, found in dispatch or in combine."""
-        if error is None:
-            return cls.NONE
-        if isinstance(error, HandleError):
-            return cls.HANDLE
-        if isinstance(error, CapacityError):
-            return cls.CAPACITY
-        if isinstance(error, ConfigError):
-            return cls.NO_GRADIENTS
-        if type(error) is EPError:
-            return cls.EXPERTS
-        return cls.ROWS if in_combine else cls.SHAPE
-
+from epcomm.errors import (
+    CapacityError,
+    ConfigError,
+    EPError,
+    HandleError,
+    ShapeError,
+    describe_ranks,
+)
+from epcomm.protocol import COMPARED_FLAGS, FLAGS_SHIFT, TRAINED_SHIFT, BatchFlags, FaultCode
 
 _FAULT_TEXT = {
     FaultCode.SHAPE: "a tensor of wrong shape, dtype or device",
@@ -59,28 +33,17 @@ _FAULT_TEXT = {
     FaultCode.HANDLE: "a handle that is spent or foreign, or a closed dispatcher,",
     FaultCode.NO_GRADIENTS: "gradients or decode asked of a mode that has none",
     FaultCode.ROWS: "a combine input of wrong layout, shape, dtype or device",
-    FaultCode.EXPERTS: "an error while the experts computed",
+    FaultCode.EXPERTS: "an error while the experts computed or their results were summed",
+    FaultCode.FROZEN: "an expert parameter that others train is frozen",
+    FaultCode.UNREADY: "an error while tokens were routed or made ready to be sent",
 }
 # What all ranks raise if there are no faults of another kind.
 _ERRORS = (
     (CapacityError, {FaultCode.CAPACITY, FaultCode.OVERFLOW}),
-    (ConfigError, {FaultCode.GRAD_MODE, FaultCode.NO_GRADIENTS}),
+    (ConfigError, {FaultCode.GRAD_MODE, FaultCode.NO_GRADIENTS, FaultCode.FROZEN}),
     (HandleError, {FaultCode.HANDLE}),
-    (EPError, {FaultCode.EXPERTS}),
+    (EPError, {FaultCode.EXPERTS, FaultCode.UNREADY}),
 )
-
-
-# In a header of one word, the flags lie above the code.
-FLAGS_SHIFT = 8
-
-
-class BatchFlags(IntFlag):
-    """What a rank says of its batch; travels with its counts."""
-
-    NONE = 0
-    GRAD_ENABLED = 1
-    INPUTS_NEED_GRAD = 2
-    EXPERTS_NEED_GRAD = 4
 
 
 def any_flags(flags: Sequence[int]) -> BatchFlags:
@@ -172,15 +135,17 @@ def _error_of(codes: Set[int]) -> type[EPError]:
     return next((error for error, kinds in _ERRORS if codes <= kinds), ShapeError)
 
 
-def check_grad_modes(flags: Sequence[int], rank: int) -> None:
-    """Refuse a batch that some ranks would train and others run under no_grad.
+def check_gradients(flags: Sequence[int], rank: int, expert_names: Sequence[str]) -> None:
+    """Refuse a batch of which ranks would train other things.
 
     Args:
         flags: the BatchFlags a rank.
         rank: this rank.
+        expert_names: of the tensors of the experts, in the order of their bits.
 
     Raises:
-        ConfigError: on every rank; else the backward of some ranks would wait for ever.
+        ConfigError: on every rank. Some ranks run under no_grad, so that the backward of others
+            would wait for ever; or a tensor of the experts is frozen on some ranks alone.
     """
     needing = BatchFlags.INPUTS_NEED_GRAD | BatchFlags.EXPERTS_NEED_GRAD
     without_grad = [r for r, flag in enumerate(flags) if not flag & BatchFlags.GRAD_ENABLED]
@@ -189,6 +154,19 @@ def check_grad_modes(flags: Sequence[int], rank: int) -> None:
             f"dispatch: {describe_ranks(without_grad)} run under torch.no_grad() while others need "
             f"gradients (this is rank {rank} of {len(flags)}), so backward would wait for ever; "
             "use one grad mode on all ranks"
+        )
+    frozen = {}
+    for place, name in enumerate(expert_names):
+        bit = 1 << (TRAINED_SHIFT + place)
+        ranks = [r for r, flag in enumerate(flags) if not flag & bit]
+        if 0 < len(ranks) < len(flags):
+            frozen[name] = describe_ranks(ranks)
+    if frozen:
+        told = " and ".join(f"{name} is frozen on {ranks}" for name, ranks in frozen.items())
+        raise ConfigError(
+            f"dispatch: {told}, while the other ranks train it (this is rank {rank} of "
+            f"{len(flags)}), so optimizers and norms over all experts would wait for ever; call "
+            "requires_grad_() alike on all ranks"
         )
 
 
@@ -205,16 +183,6 @@ def assume_all_need_grad(flags: BatchFlags) -> BatchFlags:
 def pack_header(fault: Tensor, flags: BatchFlags) -> Tensor:
     """FaultCode (scalar tensor) and BatchFlags of a rank in one int32."""
     return fault.to(torch.int32) | (int(flags) << FLAGS_SHIFT)
-
-
-def pack_word(code: FaultCode, flags: BatchFlags) -> int:
-    """The same, where the host knows the fault."""
-    return int(code) | (int(flags) << FLAGS_SHIFT)
-
-
-def unpack_word(word: int) -> tuple[int, int]:
-    """FaultCode and BatchFlags of a word of pack_word()."""
-    return word & ((1 << FLAGS_SHIFT) - 1), word >> FLAGS_SHIFT
 
 
 class DeviceFaults:
@@ -253,11 +221,12 @@ class DeviceFaults:
         Host sync: none.
         """
         flags = headers >> FLAGS_SHIFT
-        has_grad = (flags & int(BatchFlags.GRAD_ENABLED)) != 0
         codes = (headers & ((1 << FLAGS_SHIFT) - 1)).long()
         codes = torch.where(overflows, int(FaultCode.OVERFLOW), codes)
-        mixed = has_grad.any() & ~has_grad & (codes == 0)
-        codes = torch.where(mixed, int(FaultCode.GRAD_MODE), codes)
+        compared = flags & COMPARED_FLAGS
+        is_mixed = (compared != compared.amax()) & (codes == 0)
+        mixed = torch.where(compared == 0, int(FaultCode.GRAD_MODE), int(FaultCode.FROZEN))
+        codes = torch.where(is_mixed, mixed, codes)
         return self._note(codes, required, own_error)
 
     def record_combine(self, codes: Tensor, own_error: EPError | None) -> Tensor:

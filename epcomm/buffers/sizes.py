@@ -17,7 +17,7 @@ from epcomm.buffers.row_layout import RowLayout
 from epcomm.ops.static_slots import most_slots
 
 if TYPE_CHECKING:
-    from epcomm.buffers.base import BufferSpec
+    from epcomm.spec import BufferSpec
 
 # Bytes of a slot beside its router weight: row_of_slot (int32), its place in slots_by_row (int64).
 SLOT_INDEX_BYTES, SLOT_MEMBER_BYTES = 4, 8

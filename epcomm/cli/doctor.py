@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from epcomm.doctor import Finding, Status, Variable, doctor
+from epcomm.cli.diagnosis import Finding, Status, Variable, doctor
 
 _STYLES = {Status.HERE: "green", Status.MISSING: "dim", Status.ATTENTION: "yellow"}
 

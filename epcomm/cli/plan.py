@@ -12,15 +12,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from epcomm.cli.fused import fused_table
 from epcomm.cli.model_file import ModelShape, read_model_file
 from epcomm.cli.numbers import bytes_text
+from epcomm.cli.plan_fused import fused_table
 from epcomm.config import EPConfig, Mode
 from epcomm.errors import ConfigError, EPError
-from epcomm.planning import EPPlan, MoESpec, PhasePlan, plan
-from epcomm.quantized_weights import Fp8BlockWeights, Int8ChannelWeights
+from epcomm.planning.plan import plan
+from epcomm.planning.plans import EPPlan, PhasePlan
+from epcomm.spec import MoESpec
 from epcomm.types import WireDtype
-from epcomm.weights import ExpertTensors, ExpertWeights
+from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
+from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
 T = TypeVar("T")
 
@@ -39,9 +41,7 @@ _QUANTIZED = {"fp8": Fp8BlockWeights, "int8": Int8ChannelWeights}
 
 def plan_command(
     hidden_size: Annotated[int | None, typer.Option(help="H.")] = None,
-    num_experts: Annotated[
-        int | None, typer.Option(help="Of all ranks, redundant ones included.")
-    ] = None,
+    num_experts: Annotated[int | None, typer.Option(help="Of all ranks.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Experts of a token.")] = None,
     intermediate_size: Annotated[
         int | None, typer.Option(help="Of one expert; without it no runner is chosen.")
@@ -54,7 +54,9 @@ def plan_command(
     mode: Annotated[
         str | None, typer.Option(help="standard, normal, low_latency, auto or fuseep.")
     ] = None,
-    backend: Annotated[str | None, typer.Option(help="auto or a registered name.")] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="auto, or one of the backends that `epcomm doctor` lists.")
+    ] = None,
     runner: Annotated[str | None, typer.Option(help="auto or a registered name.")] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Most tokens a rank dispatches in one call.")
@@ -64,9 +66,6 @@ def plan_command(
     ] = None,
     replicated: Annotated[
         bool | None, typer.Option(help="Every rank passes the same tokens.")
-    ] = None,
-    slot_alignment: Annotated[
-        int | None, typer.Option(help="Slots of an expert start at a multiple of this.")
     ] = None,
     config: Annotated[
         Path | None,
@@ -89,7 +88,6 @@ def plan_command(
         "max_tokens_per_rank": max_tokens,
         "max_recv_slots": max_recv_slots,
         "replicated": replicated,
-        "slot_alignment": slot_alignment,
     }
     try:
         shape = None if model is None else read_model_file(model)
@@ -218,6 +216,7 @@ def _choice(phase: PhasePlan) -> dict[str, str]:
     row = {
         "mode": phase.mode.value,
         "backend": phase.backend,
+        "buffer": phase.buffer,
         "wire format out": str(spec.dispatch_format),
         **phase.unusual(),
         "wire format home": str(spec.combine_format),

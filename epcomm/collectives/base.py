@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from epcomm.collectives.bounded import BoundedWait
+from epcomm.collectives.call_order import CallKind, CallOrder, CallSign
 from epcomm.config import EPConfig
-from epcomm.errors import ConfigError, ShapeError
-from epcomm.records import Pending
+from epcomm.errors import ConfigError, ShapeError, describe_ranks
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-    from epcomm.collectives.bounded import BoundedWait
-    from epcomm.collectives.call_order import CallOrder
 
 # Seconds that a verb waits for other ranks until a layer says otherwise.
 DEFAULT_TIMEOUT_S = EPConfig.timeout_s
@@ -56,12 +54,11 @@ class Collectives(ABC):
     @cached_property
     def calls(self) -> CallOrder:
         """The calls made over this transport, which ranks compare before they send rows."""
-        from epcomm.collectives.call_order import CallOrder
-
         return CallOrder(self)
 
-    def close(self) -> None:  # noqa: B027 (most transports make nothing of their own)
+    def close(self) -> None:
         """Free what this object made for itself, never what it was given. Local, idempotent."""
+        self.calls.close()
 
     @abstractmethod
     def all_to_all(
@@ -91,13 +88,6 @@ class Collectives(ABC):
             `bounded`, `send` may be overwritten when this returns.
         """
 
-    def all_to_all_async(self, send: Tensor, *, phase: str = "all_to_all") -> Pending[Tensor]:
-        """Begin an all_to_all of equal parts; wait() completes it, before any other verb begins.
-
-        This default does everything in wait().   Lifetime: `send` until then.
-        """
-        return Pending(lambda: self.all_to_all(send, phase=phase))
-
     @abstractmethod
     def all_gather(self, tensor: Tensor, *, phase: str = "all_gather") -> Tensor:
         """Return [W, *tensor.shape]: the tensors of all ranks.
@@ -105,13 +95,6 @@ class Collectives(ABC):
         Collective: yes; shape and dtype equal on all ranks.
         Host sync: as all_to_all.   Lifetime: the caller owns the result.
         """
-
-    def all_gather_async(self, tensor: Tensor, *, phase: str = "all_gather") -> Pending[Tensor]:
-        """Begin an all_gather; wait() completes it, before any other verb begins.
-
-        This default does everything in wait().   Lifetime: `tensor` until then.
-        """
-        return Pending(lambda: self.all_gather(tensor, phase=phase))
 
     def gather_records(
         self, record: Mapping[str, Scalar], *, phase: str = "gather_records"
@@ -163,10 +146,8 @@ class Collectives(ABC):
         self, records: Sequence[Mapping[str, Scalar]], phase: str
     ) -> list[list[dict[str, Scalar]]]:
         """What all ranks pass here, by rank; most often in one exchange behind the header."""
-        from epcomm.collectives.call_order import CallKind, CallSign
-
         if self.bounded is not None:
-            self.calls.announce(CallSign(kind=CallKind.RECORDS), phase=phase).wait()
+            self.calls.announce(CallSign(kind=CallKind.RECORDS), phase=phase)
             phase = f"{phase}, records"
         payload = json.dumps([dict(record) for record in records]).encode()
         message = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
@@ -191,11 +172,6 @@ def _describe_values(name: str, values: Sequence[Scalar]) -> str:
         ranks_of.setdefault(json.dumps(value), []).append(rank)
     parts = [f"{value} on {describe_ranks(ranks)}" for value, ranks in ranks_of.items()]
     return f"{name}: {', '.join(parts)}"
-
-
-def describe_ranks(ranks: Sequence[int]) -> str:
-    """`rank 2` or `ranks 0, 1, 3`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def check_sendable(tensor: Tensor, device: torch.device) -> None:

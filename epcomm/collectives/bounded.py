@@ -19,8 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from epcomm.collectives.base import describe_ranks
-from epcomm.errors import EPTimeout
+from epcomm.errors import EPTimeout, describe_ranks
 
 # Waits at most so many seconds (> 0) and says whether the exchange is complete; RuntimeError: the
 # transport broke. Called again until it says True.
@@ -110,17 +109,13 @@ class BoundedWait:
             raise EPTimeout(self._story)
 
     def run(self, start: Callable[[], Step], phase: str) -> None:
-        """Start an exchange and wait for its end: begin() and what it returns."""
-        self.begin(start, phase)()
-
-    def begin(self, start: Callable[[], Step], phase: str) -> Callable[[], None]:
-        """Start an exchange; the function returned waits for its end, before any other begins.
+        """Start an exchange and wait for its end.
 
         Args:
             start: begins the exchange and returns its Step; its own errors pass through.
             phase: what the exchange is for, as the user knows it: `dispatch counts`.
 
-        Collective: yes.   Host sync: in the function returned, until the exchange is complete.
+        Collective: yes.   Host sync: yes, until the exchange is complete.
         Lifetime: after an EPTimeout the transport may still touch the tensors of the exchange;
             the Step must keep what it needs alive.
         Raises:
@@ -132,9 +127,6 @@ class BoundedWait:
         self._num_exchanges += 1
         self._num_calls[phase] += 1
         step = start()
-        return lambda: self._end(step, phase)
-
-    def _end(self, step: Step, phase: str) -> None:
         start_s = time.monotonic()
         fault = self._wait(step, start_s + self.timeout_s)
         if fault is None:

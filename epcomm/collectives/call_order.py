@@ -20,9 +20,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from epcomm.collectives.base import Collectives, describe_ranks
 from epcomm.config import Mode
-from epcomm.errors import EPError, HandleError
+from epcomm.errors import EPError, HandleError, describe_ranks
 from epcomm.records import Pending
 
 # Words of a header that must be equal on all ranks: kind, mode, buffer, dispatcher, batch, number.
@@ -88,8 +87,8 @@ class CallSign:
 class HeaderBoard(Protocol):
     """What carries headers in place of the transport, where there is something faster."""
 
-    def exchange(self, message: Tensor, *, phase: str) -> Pending[Tensor]:
-        """Begin to move row r of [W, words], int64, to rank r; wait() returns those from ranks."""
+    def exchange(self, message: Tensor, *, phase: str) -> Tensor:
+        """Move row r of [W, words], int64, to rank r; return the rows for this one, by source."""
         ...
 
     def close(self) -> None:
@@ -97,10 +96,22 @@ class HeaderBoard(Protocol):
         ...
 
 
+class Transport(Protocol):
+    """What CallOrder needs of Collectives."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def all_to_all_async(self, send: Tensor, *, phase: str = ...) -> Pending[Tensor]:
+        """Begin an all_to_all of equal parts."""
+        ...
+
+
 class CallOrder:
     """The calls of one rank in a group, numbered alike on all ranks."""
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: Transport) -> None:
         """No call yet, over `collectives`."""
         self._collectives = collectives
         self._board: HeaderBoard | None = None
@@ -148,15 +159,14 @@ class CallOrder:
         return len(self._dispatchers)
 
     def header(self, sign: CallSign, *, flags: int = 0, num_rows: int = 0) -> list[int]:
-        """The words that announce this rank's next call, without a fault. Local; counts the call.
+        """The words that announce this rank's next call, without a fault. Local.
 
         flags, num_rows: words that may differ between ranks.
         """
-        self._number += 1
         mode = min(sign.dispatcher, 0)
         if sign.dispatcher > 0:
             mode = self._dispatchers[sign.dispatcher - 1]
-        who = (int(sign.kind), mode, sign.buffer, sign.dispatcher, sign.batch, self._number)
+        who = (int(sign.kind), mode, sign.buffer, sign.dispatcher, sign.batch, self.next_batch)
         return [*who, 0, flags, num_rows]
 
     def message(self, words: Sequence[int], num_words: int = MESSAGE_WORDS) -> Tensor:
@@ -170,15 +180,18 @@ class CallOrder:
         message[:, : len(words)] = told
         return message
 
-    def exchange(self, message: Tensor, phase: str) -> Pending[Tensor]:
-        """Begin to send row r of [W, words] to rank r; wait() returns the rows for this rank.
+    def exchange(self, message: Tensor, phase: str) -> Tensor:
+        """Send row r of [W, words] to rank r; return the rows for this one, by source.
+
+        Counts the call: what fails on this rank before may still be told in a header.
 
         Collective: yes; of one size in all calls of the group, but for what a board takes.
         Host sync: as a verb.
         """
+        self._number += 1
         if self._board is not None:
             return self._board.exchange(message, phase=phase)
-        return self._collectives.all_to_all_async(message, phase=phase)
+        return self._collectives.all_to_all(message, phase=phase)
 
     def announce(
         self,
@@ -189,8 +202,8 @@ class CallOrder:
         flags: int = 0,
         num_rows: int = 0,
         phase: str | None = None,
-    ) -> Pending[list[list[int]]]:
-        """Begin a call that has nothing for one rank alone; wait() returns all headers.
+    ) -> list[list[int]]:
+        """Begin a call that has nothing for one rank alone, and return all headers.
 
         Args:
             sign: the call.
@@ -198,20 +211,16 @@ class CallOrder:
             fault, flags, num_rows: words that may differ.
             phase: what a wait in vain is called; None: as the kind says.
 
-        Collective: yes.   Host sync: in wait().
-        Raises, in wait():
+        Collective: yes.   Host sync: yes.
+        Raises:
             HandleError: some ranks make another call; on every rank.
         """
         words = self.header(sign, flags=flags, num_rows=num_rows)
         words[FAULT] = fault
-        pending = self.exchange(self.message(words), phase or sign.kind.phase)
-
-        def wait() -> list[list[int]]:
-            headers = pending.wait()[:, :HEADER_WORDS].tolist()
-            self.compare(headers, error)
-            return headers
-
-        return Pending(wait)
+        received = self.exchange(self.message(words), phase or sign.kind.phase)
+        headers = received[:, :HEADER_WORDS].tolist()
+        self.compare(headers, error)
+        return headers
 
     def compare(self, headers: Sequence[Sequence[int]], error: EPError | None = None) -> None:
         """Raise on every rank if some of them make another call: headers by rank.

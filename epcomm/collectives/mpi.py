@@ -126,6 +126,7 @@ class MpiCollectives(Collectives):
 
     def close(self) -> None:
         """Free the duplicate, unless MPI may still use it after a timeout. Local, idempotent."""
+        super().close()
         self._is_closed = True
         if self._duplicate is not None and not self._is_broken and not MPI.Is_finalized():
             self._duplicate.Free()

@@ -22,9 +22,8 @@ from epcomm.collectives.base import (
     receiving,
 )
 from epcomm.collectives.bounded import BoundedWait, Step
-from epcomm.collectives.store_noticeboard import StoreNoticeboard
+from epcomm.collectives.failure_board import StoreNoticeboard
 from epcomm.errors import ConfigError, HandleError
-from epcomm.records import Pending
 
 # The device whose tensors a backend moves.
 _DEVICE_OF_BACKEND = {"gloo": "cpu", "mpi": "cpu", "fake": "cpu", "nccl": "cuda", "hccl": "npu"}
@@ -78,6 +77,7 @@ class TorchDistCollectives(Collectives):
 
     def close(self) -> None:
         """Let go of the process group: destroying it then ends its threads. Local, idempotent."""
+        super().close()
         self.process_group = None
 
     def all_to_all(
@@ -92,70 +92,40 @@ class TorchDistCollectives(Collectives):
         check_sendable(send, self.device)
         num_rows = send.shape[0] if recv_splits is None else sum(recv_splits)
         recv = receiving(out, send, num_rows)
-        self._begin_all_to_all(recv, send, recv_splits, send_splits, phase)()
-        return recv
-
-    def all_to_all_async(self, send: Tensor, *, phase: str = "all_to_all") -> Pending[Tensor]:
-        check_sendable(send, self.device)
-        recv = torch.empty_like(send)
-        end = self._begin_all_to_all(recv, send, None, None, phase)
-
-        def wait() -> Tensor:
-            end()
-            return recv
-
-        return Pending(wait)
-
-    def _begin_all_to_all(
-        self,
-        recv: Tensor,
-        send: Tensor,
-        recv_splits: Sequence[int] | None,
-        send_splits: Sequence[int] | None,
-        phase: str,
-    ) -> Callable[[], None]:
-        """Begin; what is returned waits for the end."""
         recv_bytes, send_bytes = _as_bytes(recv), _as_bytes(send)
         # None and an empty list both mean equal splits.
         recv_rows, send_rows = list(recv_splits or ()), list(send_splits or ())
         group = self._open_group()
         if self.bounded is None:
             dist.all_to_all_single(recv_bytes, send_bytes, recv_rows, send_rows, group=group)
-            return lambda: None
+            return recv
         options = AllToAllOptions()
         self._sent.watch(recv_bytes, send_bytes)
-        return _begin(
+        _run(
             self.bounded,
             options,
             lambda: group.alltoall_base(recv_bytes, send_bytes, recv_rows, send_rows, options),
             phase,
         )
+        return recv
 
     def all_gather(self, tensor: Tensor, *, phase: str = "all_gather") -> Tensor:
-        return self.all_gather_async(tensor, phase=phase).wait()
-
-    def all_gather_async(self, tensor: Tensor, *, phase: str = "all_gather") -> Pending[Tensor]:
         check_sendable(tensor, self.device)
         gathered = tensor.new_empty((self.world_size, *tensor.shape))
         recv_bytes, send_bytes = _as_bytes(gathered.flatten()), _as_bytes(tensor.flatten())
         group = self._open_group()
         if self.bounded is None:
             _all_gather(recv_bytes, send_bytes, group=group)
-            return Pending(lambda: gathered)
+            return gathered
         options = AllgatherOptions()
         self._sent.watch(recv_bytes, send_bytes)
-        end = _begin(
+        _run(
             self.bounded,
             options,
             lambda: group._allgather_base(recv_bytes, send_bytes, options),
             phase,
         )
-
-        def wait() -> Tensor:
-            end()
-            return gathered
-
-        return Pending(wait)
+        return gathered
 
     def _open_group(self) -> dist.ProcessGroup:
         if self.process_group is None:
@@ -189,18 +159,18 @@ class _SentTensors:
             time.sleep(_SHORTEST_WAIT_S)
 
 
-def _begin(
+def _run(
     bounded: BoundedWait,
     options: AllToAllOptions | AllgatherOptions,
     start: Callable[[], dist.Work],
     phase: str,
-) -> Callable[[], None]:
-    """Begin one gloo operation, which `start` does with `options`; the result waits for its end."""
+) -> None:
+    """Begin one gloo operation, which `start` does with `options`, and wait for its end."""
     # Without a timeout of its own the operation would keep a thread of gloo for the timeout of the
     # process group, 30 minutes, and destroying the group, aborting it or leaving the process would
     # wait for that thread (seen in torch 2.13).
     options.timeout = timedelta(seconds=bounded.timeout_s + _MARGIN_S)
-    return bounded.begin(lambda: _step_of(start()), phase)
+    bounded.run(lambda: _step_of(start()), phase)
 
 
 def _step_of(work: dist.Work) -> Step:

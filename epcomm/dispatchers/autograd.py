@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
-from epcomm.buffers.faults import BatchFlags
 from epcomm.dispatchers import operators
 from epcomm.dispatchers.operators import CombineCall
 from epcomm.ops.slots import gather_rows, gather_scalars
-from epcomm.profiling import ranged
+from epcomm.platforms.profiler import ranged
+from epcomm.protocol import BatchFlags
 from epcomm.quantization import dequantize
 from epcomm.records import Route, RowsCombineInput
 from epcomm.types import RowsPer, WireFormat, WireTensor, sum_dtype

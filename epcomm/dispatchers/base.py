@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -11,6 +12,9 @@ from epcomm.records import CombineInput, DispatchOutput, Pending, TopKOutput
 
 DispatchT = TypeVar("DispatchT", bound=DispatchOutput)
 CombineT = TypeVar("CombineT", bound=CombineInput)
+
+# Whether the weights of a rank's experts will receive gradients: all of them, or each by name.
+NeedGrad = bool | Mapping[str, bool]
 
 
 class Dispatcher(ABC, Generic[DispatchT, CombineT]):
@@ -22,7 +26,7 @@ class Dispatcher(ABC, Generic[DispatchT, CombineT]):
 
     @abstractmethod
     def dispatch(
-        self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: bool = False
+        self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: NeedGrad = False
     ) -> DispatchT:
         """Send each token to the ranks that own its experts.
 
@@ -32,14 +36,16 @@ class Dispatcher(ABC, Generic[DispatchT, CombineT]):
             topk: topk_ids [T, K], int64, physical expert ids, -1 for none; topk_weights [T, K],
                 float32, or another floating dtype, which is cast.
             experts_need_grad: this rank's expert weights will receive gradients, so combine runs
-                its backward even where no input needs one.
+                its backward even where no input needs one; or which of them will, by name, in one
+                order and with equal answers on all ranks.
 
         Collective: all ranks of the group; T may differ.
         Host sync, graph capture, lifetime of rows: as the buffer's caps say.
         Raises:
             ShapeError: a tensor of some rank does not fit; on every rank, before rows are sent.
             CapacityError: T > M on some rank; on every rank.
-            ConfigError: some ranks need gradients while others run under torch.no_grad().
+            ConfigError: some ranks need gradients while others run under torch.no_grad(), or for
+                other expert weights than others.
             HandleError: the dispatcher is closed.
             EPTimeout: other ranks did not come in time; the group is lost, close() returns.
         A static buffer tells the first three only through check().
@@ -62,7 +68,7 @@ class Dispatcher(ABC, Generic[DispatchT, CombineT]):
         """
 
     def dispatch_async(
-        self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: bool = False
+        self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: NeedGrad = False
     ) -> Pending[DispatchT]:
         """Begin a dispatch; `wait()` completes it and makes its autograd node.
 

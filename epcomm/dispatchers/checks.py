@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import BufferSpec
 from epcomm.errors import CapacityError, EPError, HandleError, ShapeError
-from epcomm.precision import FLOAT_DTYPES
+from epcomm.ops.precision import FLOAT_DTYPES
 from epcomm.records import CombineInput, Handle, MaskedCombineInput, RowsCombineInput, TopKOutput
+from epcomm.spec import BufferSpec
 from epcomm.types import Layout, RowsPer
 
 
@@ -108,6 +108,13 @@ def find_combine_error(
     if fault is None and slot_weights is not None:
         fault = _mismatch("slot_weights", slot_weights, shape, torch.float32, device)
     return None if fault is None else ShapeError(f"combine: {fault[0]} ({where}); {fault[1]}")
+
+
+def unready_error(problem: Exception, where: str, *, function: str = "dispatch") -> EPError:
+    """What stands for an error of a rank's own, before it could send rows, on that rank."""
+    return EPError(
+        f"{function}: {type(problem).__name__} before any rows were sent ({where}): {problem}"
+    )
 
 
 def _rows_expected(combine_input: CombineInput, spec: BufferSpec) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from epcomm.config import Mode
-from epcomm.dispatchers.rows import RowsDispatcher
+from epcomm.dispatchers.dispatcher import RowsDispatcher
 from epcomm.records import CombineInput, DispatchOutput
 
 

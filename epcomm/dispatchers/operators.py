@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.library import Library
 
 from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
-from epcomm.buffers.faults import BatchFlags
+from epcomm.protocol import BatchFlags
 from epcomm.records import Route, SlotIndex
 from epcomm.types import RowsPer, WireTensor
 

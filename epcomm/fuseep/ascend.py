@@ -18,12 +18,10 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from epcomm.ascend_formats import nz_reasons
-from epcomm.ascend_soc import current_soc
-from epcomm.buffers.ascend_calls import AscendCalls, slot_bytes, slots_to_ranks
-from epcomm.buffers.base import BufferCaps, BufferSpec, DispatchCall
-from epcomm.buffers.foreign import COMBINE, DISPATCH
+from epcomm.buffers.ascend.calls import AscendCalls, slot_bytes, slots_to_ranks
+from epcomm.buffers.base import DispatchCall
 from epcomm.buffers.sizes import Region
+from epcomm.buffers.vendor import COMBINE, DISPATCH
 from epcomm.config import Mode, environment
 from epcomm.fuseep.base import FusedBackend, FuseEPResult, check_packed
 from epcomm.fuseep.limits import (
@@ -39,10 +37,13 @@ from epcomm.fuseep.limits import (
 )
 from epcomm.fuseep.spec import FuseEPSpec
 from epcomm.fuseep.weights import DispatchFFNCombineWeights, FusedDeepMoEWeights, PackedWeights
-from epcomm.ops.holes import fill_holes, is_nowhere
+from epcomm.ops.masked_entries import fill_holes, is_nowhere
+from epcomm.platforms.ascend.chip import current_soc
+from epcomm.platforms.ascend.formats import nz_reasons
 from epcomm.quantization import INT8_PER_TOKEN
-from epcomm.quantized_weights import Int8ChannelWeights
+from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import Int8Profile, Layout, WeightsAppliedBy, WireDtype
+from epcomm.weights.quantized import Int8ChannelWeights
 
 AscendPackedT = TypeVar("AscendPackedT", bound=PackedWeights)
 _CALLS: Mapping[str, Sequence[str]] = MappingProxyType(
@@ -296,7 +297,7 @@ class DispatchFFNCombine(AscendFused[DispatchFFNCombineWeights]):
     """Mode 2: float16 between the products, which overflows beyond 65504.
 
     A token whose row overflows at one of its experts, or at the substitute for an entry without
-    one (see ops/holes.py), is not finite in y.
+    one (see ops/masked_entries.py), is not finite in y.
     """
 
     name: ClassVar[str] = "dispatch_ffn_combine"

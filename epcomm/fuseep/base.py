@@ -6,12 +6,12 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Literal, TypeVar
 
-from epcomm.buffers.base import Availability, Backend, DispatchCall
+from epcomm.buffers.base import Backend, DispatchCall
 from epcomm.config import Mode
-from epcomm.quantized_weights import Int8ChannelWeights
 from epcomm.records import PathOutput
-from epcomm.types import Int8Profile
-from epcomm.weights import ExpertTensors
+from epcomm.spec import Availability
+from epcomm.weights.quantized import Int8ChannelWeights
+from epcomm.weights.unquantized import ExpertTensors
 
 PackedT = TypeVar("PackedT")
 
@@ -29,13 +29,9 @@ class FuseEPResult(PathOutput):
 
 
 class FusedBackend(Backend, Generic[PackedT]):
-    """Dispatches, computes and combines W8A8 experts in one operation; for inference.
-
-    int8_profile: arithmetic of its rows.
-    """
+    """Dispatches, computes and combines W8A8 experts in one operation; for inference."""
 
     name: ClassVar[str]
-    int8_profile: ClassVar[Int8Profile] = Int8Profile.RINT127
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.FUSEEP})
 
     @classmethod

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from epcomm.ascend_facts import MAX_EXPERTS, window_reasons
-from epcomm.ascend_formats import TILE_ROWS
-from epcomm.ascend_soc import Soc
-from epcomm.ascend_variables import variable_reasons
 from epcomm.fuseep.interleave import TILE
 from epcomm.fuseep.spec import FuseEPSpec
+from epcomm.platforms.ascend.chip import Soc
+from epcomm.platforms.ascend.environment import variable_reasons
+from epcomm.platforms.ascend.formats import TILE_ROWS
+from epcomm.platforms.ascend.limits import MAX_EXPERTS, window_reasons
 
 # Rows of a rank in one call of the operator. Documented of mode 1; mode 2 gets no more, which
 # bounds its window and its rows.

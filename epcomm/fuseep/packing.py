@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from epcomm.fuseep.base import FusedBackend, PackedT
-from epcomm.quantized_weights import Int8ChannelWeights
-from epcomm.written import WriteState
+from epcomm.weights.quantized import Int8ChannelWeights
+from epcomm.weights.written import WriteState
 
 
 class PackedExperts(Generic[PackedT]):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import DispatchCall
-from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.checks import find_call_error, num_tokens_of
@@ -17,12 +16,14 @@ from epcomm.errors import ConfigError, EPError, HandleError
 from epcomm.fuseep.base import FuseEPResult
 from epcomm.fuseep.packing import PackedExperts
 from epcomm.group import EPGroup
-from epcomm.planning import MoESpec, PhasePlan
-from epcomm.precision import cast_topk
-from epcomm.profiling import ranged
-from epcomm.quantized_weights import Int8ChannelWeights
+from epcomm.ops.precision import cast_topk
+from epcomm.planning.plans import PhasePlan
+from epcomm.platforms.profiler import ranged
+from epcomm.protocol import BatchFlags
 from epcomm.records import TopKOutput, empty_topk
-from epcomm.weights import ExpertTensors
+from epcomm.spec import MoESpec
+from epcomm.weights.quantized import Int8ChannelWeights
+from epcomm.weights.unquantized import ExpertTensors
 
 
 class FuseEPPath:

@@ -15,9 +15,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Availability, BufferCaps, BufferSpec, DispatchCall
-from epcomm.buffers.collective import CollectiveBuffer
-from epcomm.buffers.over_collectives import COLLECTIVE_CAPS
+from epcomm.buffers.base import DispatchCall
+from epcomm.buffers.collective.all_to_all import CollectiveBuffer
+from epcomm.buffers.collective.base import COLLECTIVE_CAPS
 from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
@@ -25,8 +25,9 @@ from epcomm.config import Mode
 from epcomm.errors import HandleError
 from epcomm.fuseep.base import FusedBackend, FuseEPResult, check_packed
 from epcomm.ops.slots import gather_rows
-from epcomm.quantized_weights import INT8_MAX, Int8ChannelWeights
+from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import RowsPer, WeightsAppliedBy, WireDtype, WireFormat, WireTensor
+from epcomm.weights.quantized import INT8_MAX, Int8ChannelWeights
 
 _FLOAT32 = WireFormat(dtype=WireDtype.FP32)
 

@@ -13,12 +13,12 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from epcomm.ascend_formats import to_nd, to_nz
-from epcomm.ascend_soc import Soc
 from epcomm.errors import ConfigError, ShapeError
 from epcomm.fuseep.interleave import TILE, deinterleave, interleave
 from epcomm.fuseep.scale_bits import bits_of_scales, scales_of_bits
-from epcomm.quantized_weights import Int8ChannelWeights
+from epcomm.platforms.ascend.chip import Soc
+from epcomm.platforms.ascend.formats import to_nd, to_nz
+from epcomm.weights.quantized import Int8ChannelWeights
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

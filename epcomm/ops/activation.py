@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epcomm.weights import Activation, ExpertFormat
+from epcomm.weights.unquantized import Activation, ExpertFormat
 
 
 def activate(gate_up: Tensor, expert_format: ExpertFormat) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from epcomm.kernels.quantize_fp8 import quantize_fp8_triton
-from epcomm.kernels.quantize_int8 import quantize_int8_triton
+from epcomm.kernels.quantize.fp8 import quantize_fp8_triton
+from epcomm.kernels.quantize.int8 import quantize_int8_triton
 from epcomm.quantization.fp8 import check_fp8_format
 from epcomm.quantization.int8 import check_int8_format
 from epcomm.quantization.outputs import check_hidden_states, output_for

@@ -14,7 +14,7 @@ from torch import Tensor
 from epcomm.config import Router
 from epcomm.errors import BackendUnavailable
 from epcomm.records import TopKOutput
-from epcomm.routing.ascend import (
+from epcomm.routing.ascend_gating import (
     OPERATOR,
     GatingFlags,
     call_gating,

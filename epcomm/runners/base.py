@@ -8,7 +8,6 @@ from typing import ClassVar, overload
 
 import torch
 
-from epcomm.buffers.base import Availability
 from epcomm.errors import ShapeError
 from epcomm.quantization import KNOWN_FORMATS, check_scales
 from epcomm.records import (
@@ -19,6 +18,7 @@ from epcomm.records import (
     RowsCombineInput,
     RowsDispatchOutput,
 )
+from epcomm.spec import Availability
 from epcomm.types import (
     Int8Profile,
     Layout,
@@ -28,7 +28,7 @@ from epcomm.types import (
     WireFormat,
     WireTensor,
 )
-from epcomm.weights import ExpertTensors
+from epcomm.weights.unquantized import ExpertTensors
 
 
 class ExpertRunner(ABC):
@@ -48,6 +48,11 @@ class ExpertRunner(ABC):
     def __init__(self, *, int8_profile: Int8Profile = Int8Profile.RINT127) -> None:
         """Keep what the plan chose; int8_profile is one of int8_profiles."""
         self.int8_profile = int8_profile
+
+    @classmethod
+    def probe(cls) -> Availability:
+        """Say whether its packages and a device for it are on this machine. Local; for doctor()."""
+        return Availability(ok=True)
 
     @classmethod
     def supports(cls, weights: ExpertTensors) -> Availability:

@@ -24,13 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epcomm.buffers.base import Availability
 from epcomm.errors import BackendUnavailable, ConfigError
 from epcomm.ops.activation import activate
 from epcomm.ops.slots import expert_of_slot
 from epcomm.quantization import arrange_scales, quantizer_for
 from epcomm.quantization.scale_layout import to_column_major
-from epcomm.quantized_weights import BLOCK, Fp8BlockWeights
 from epcomm.records import (
     CombineInput,
     DispatchOutput,
@@ -41,6 +39,7 @@ from epcomm.records import (
     SlotIndex,
 )
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
+from epcomm.spec import Availability
 from epcomm.types import (
     QUANTIZABLE_DTYPES,
     Layout,
@@ -51,7 +50,8 @@ from epcomm.types import (
     WireTensor,
     align_up,
 )
-from epcomm.weights import ExpertTensors
+from epcomm.weights.quantized import BLOCK, Fp8BlockWeights
+from epcomm.weights.unquantized import ExpertTensors
 
 # 16 B of float32 or int32: where a column that the tensor memory access unit reads may begin.
 COLUMNS = ScaleLayout(column_major=True, alignment=4)
@@ -59,6 +59,7 @@ PACKED_COLUMNS = ScaleLayout(column_major=True, alignment=4, packed=True)
 # Rows of its tiles in the contiguous layout; the package tells its own at run time.
 SLOT_ALIGNMENT = 128
 _HOPPER, _BLACKWELL = 9, 10
+_NOT_INSTALLED = "deep_gemm is not installed"
 _CONTIGUOUS_NAMES = ("m_grouped_fp8_gemm_nt_contiguous",)
 # The second is what version 2.1 calls it.
 _MASKED_NAMES = ("m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked")
@@ -89,6 +90,13 @@ class DeepGemmRunner(ExpertRunner):
     slot_alignment: ClassVar[int] = SLOT_ALIGNMENT
 
     @classmethod
+    def probe(cls) -> Availability:
+        reasons = [] if torch.cuda.is_available() else ["there is no CUDA device"]
+        if find_spec("deep_gemm") is None:
+            reasons.append(_NOT_INSTALLED)
+        return Availability(ok=not reasons, reasons=tuple(reasons))
+
+    @classmethod
     def supports(cls, weights: ExpertTensors) -> Availability:
         if not isinstance(weights, Fp8BlockWeights):
             return super().supports(weights)
@@ -105,7 +113,7 @@ class DeepGemmRunner(ExpertRunner):
             reasons.append(f"hidden states are {weights.hidden_dtype}, expected torch.bfloat16")
         reasons += _device_reasons(weights)
         if find_spec("deep_gemm") is None:
-            reasons.append("deep_gemm is not installed")
+            reasons.append(_NOT_INSTALLED)
         return Availability(ok=not reasons, reasons=tuple(reasons))
 
     @classmethod
@@ -195,7 +203,7 @@ def _compute_rows(
     if index.slot_alignment % alignment:
         raise ConfigError(
             f"deep_gemm: slots of experts start at multiples of {index.slot_alignment}, expected "
-            f"multiples of {alignment}; set EPConfig.slot_alignment={alignment}"
+            f"multiples of {alignment}; dispatch with a plan made for runner deep_gemm"
         )
     rows = dispatched.hidden_states
     if num_slots == 0 or rows.data.shape[0] == 0:

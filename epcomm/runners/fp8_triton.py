@@ -7,10 +7,10 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from epcomm.quantization import FP8_FLOAT32_SCALES
-from epcomm.quantized_weights import BLOCK, Fp8BlockWeights
 from epcomm.runners.gpu_slots import Capabilities, GpuSlotsRunner, Slots
 from epcomm.types import QUANTIZABLE_DTYPES, WireDtype, WireFormat
-from epcomm.weights import ExpertTensors
+from epcomm.weights.quantized import BLOCK, Fp8BlockWeights
+from epcomm.weights.unquantized import ExpertTensors
 
 
 class GateUp(Protocol):
@@ -99,6 +99,6 @@ class Fp8TritonRunner(GpuSlotsRunner):
 
     def products(self) -> tuple[GateUp, Down]:
         """The kernels of the two products."""
-        from epcomm.kernels.grouped_gemm_fp8 import down_fp8, gate_up_fp8
+        from epcomm.kernels.gemm.fp8 import down_fp8, gate_up_fp8
 
         return gate_up_fp8, down_fp8

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from epcomm.buffers.base import Availability
 from epcomm.runners.fp8_triton import Down, Fp8TritonRunner, GateUp
 from epcomm.runners.gpu_slots import Capabilities
-from epcomm.weights import ExpertTensors
+from epcomm.spec import Availability
+from epcomm.weights.unquantized import ExpertTensors
 
 
 class Fp8WgmmaRunner(Fp8TritonRunner):
@@ -29,8 +29,8 @@ class Fp8WgmmaRunner(Fp8TritonRunner):
 
     @classmethod
     def _missing(cls, weights: ExpertTensors) -> list[str]:
-        from epcomm.kernels.cuda_cpp import nvrtc_is_installed
-        from epcomm.kernels.wgmma_fp8 import HIDDEN_DTYPES, MAX_EXPERTS
+        from epcomm.kernels.cuda_jit import nvrtc_is_installed
+        from epcomm.kernels.gemm.fp8_hopper import HIDDEN_DTYPES, MAX_EXPERTS
 
         device = next(iter(weights.tensors().values())).device
         reasons = []
@@ -45,6 +45,6 @@ class Fp8WgmmaRunner(Fp8TritonRunner):
         return reasons
 
     def products(self) -> tuple[GateUp, Down]:
-        from epcomm.kernels.wgmma_fp8 import down_fp8, gate_up_fp8
+        from epcomm.kernels.gemm.fp8_hopper import down_fp8, gate_up_fp8
 
         return gate_up_fp8, down_fp8

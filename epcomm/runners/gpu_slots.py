@@ -10,7 +10,6 @@ from typing import ClassVar, overload
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Availability
 from epcomm.errors import ConfigError
 from epcomm.quantization import quantizer_for
 from epcomm.records import (
@@ -22,8 +21,9 @@ from epcomm.records import (
     RowsDispatchOutput,
 )
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply
+from epcomm.spec import Availability
 from epcomm.types import Int8Profile, Layout, WireFormat, WireTensor
-from epcomm.weights import ExpertTensors
+from epcomm.weights.unquantized import ExpertTensors
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,6 +52,9 @@ class Slots:
         return rows.data, rows.scales
 
 
+_NO_TRITON = "triton is not installed"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
     """Compute capabilities of NVIDIA GPUs, major and minor; most: None for all newer ones."""
@@ -59,8 +62,8 @@ class Capabilities:
     least: tuple[int, int]
     most: tuple[int, int] | None = None
 
-    def lacking(self, device: torch.device) -> list[str]:
-        """The reason why `device` does not serve, if there is one."""
+    def lacking(self, device: torch.device | None) -> list[str]:
+        """Return the reason why `device`, None for the current one, does not serve, if any."""
         found = torch.cuda.get_device_capability(device)
         if self.least <= found and (self.most is None or found <= self.most):
             return []
@@ -87,6 +90,17 @@ class GpuSlotsRunner(ExpertRunner):
     row_formats: ClassVar[tuple[WireFormat, ...]]
 
     @classmethod
+    def probe(cls) -> Availability:
+        reasons = (
+            cls.capabilities.lacking(None)
+            if torch.cuda.is_available()
+            else ["there is no CUDA device"]
+        )
+        if find_spec("triton") is None:
+            reasons.append(_NO_TRITON)
+        return Availability(ok=not reasons, reasons=tuple(reasons))
+
+    @classmethod
     def supports(cls, weights: ExpertTensors) -> Availability:
         if not isinstance(weights, cls.kinds):
             return super().supports(weights)
@@ -104,7 +118,7 @@ class GpuSlotsRunner(ExpertRunner):
             read = ", ".join(map(str, cls.row_formats))
             reasons.append(f"the experts want {weights.wire_format} rows, expected {read}")
         if find_spec("triton") is None:
-            reasons.append("triton is not installed")
+            reasons.append(_NO_TRITON)
         return Availability(ok=not reasons, reasons=tuple(reasons))
 
     @overload

@@ -11,12 +11,11 @@ from typing import ClassVar, overload
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Availability
 from epcomm.errors import ShapeError
 from epcomm.ops.activation import activate
 from epcomm.ops.pack import pack
+from epcomm.ops.precision import cast_experts, compute_dtype
 from epcomm.ops.slots import expert_of_slot
-from epcomm.precision import cast_experts, compute_dtype
 from epcomm.quantization import dequantize
 from epcomm.records import (
     CombineInput,
@@ -28,8 +27,9 @@ from epcomm.records import (
     SlotIndex,
 )
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
+from epcomm.spec import Availability
 from epcomm.types import ROW_ALIGNMENT_BYTES, Layout, WireDtype
-from epcomm.weights import ExpertTensors, ExpertWeights
+from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
 
 class GroupedMMRunner(ExpertRunner):

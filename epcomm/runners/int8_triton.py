@@ -7,12 +7,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Availability
 from epcomm.quantization import INT8_PER_TOKEN
-from epcomm.quantized_weights import Int8ChannelWeights
 from epcomm.runners.gpu_slots import Capabilities, GpuSlotsRunner, Slots, sizes_of
+from epcomm.spec import Availability
 from epcomm.types import QUANTIZABLE_DTYPES, Int8Profile, WireDtype, WireFormat
-from epcomm.weights import ExpertTensors
+from epcomm.weights.quantized import Int8ChannelWeights
+from epcomm.weights.unquantized import ExpertTensors
 
 # Products of two codes, 128**2 at most, that 32 bits can add up.
 _MAX_SUMMANDS = (2**31 - 1) // 128**2
@@ -52,7 +52,7 @@ class Int8TritonRunner(GpuSlotsRunner):
 
     def compute(self, slots: Slots, weights: ExpertTensors) -> Tensor:
         """[C, H] in the dtype of the hidden states. Local. Host sync: none."""
-        from epcomm.kernels.grouped_gemm_int8 import down_int8, gate_up_int8, quantize_hidden_int8
+        from epcomm.kernels.gemm.int8 import down_int8, gate_up_int8, quantize_hidden_int8
 
         assert isinstance(weights, Int8ChannelWeights), "supports() said so"
         row_codes, row_scales = slots.quantized_rows(weights.wire_format, self.int8_profile)

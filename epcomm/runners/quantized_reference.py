@@ -15,7 +15,6 @@ from torch import Tensor
 from epcomm.ops.activation import activate
 from epcomm.ops.slots import gather_rows
 from epcomm.quantization import KNOWN_FORMATS, dequantize, quantize
-from epcomm.quantized_weights import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.records import (
     CombineInput,
     DispatchOutput,
@@ -35,7 +34,8 @@ from epcomm.types import (
     WireFormat,
     WireTensor,
 )
-from epcomm.weights import ExpertTensors
+from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
+from epcomm.weights.unquantized import ExpertTensors
 
 
 class QuantizedReferenceRunner(ExpertRunner):

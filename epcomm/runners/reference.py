@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epcomm.ops.activation import activate
 from epcomm.ops.pack import pack
-from epcomm.precision import cast_experts, compute_dtype
+from epcomm.ops.precision import cast_experts, compute_dtype
 from epcomm.quantization import dequantize
 from epcomm.records import (
     CombineInput,
@@ -21,7 +21,7 @@ from epcomm.records import (
 )
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
 from epcomm.types import Layout, WireDtype
-from epcomm.weights import ExpertTensors, ExpertWeights
+from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
 
 class ReferenceRunner(ExpertRunner):

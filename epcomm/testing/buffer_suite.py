@@ -15,15 +15,16 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, BufferCaps, BufferSpec, DispatchCall, Dispatched
-from epcomm.buffers.faults import BatchFlags
+from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
 from epcomm.buffers.sizes import CallShape
 from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError, HandleError, ShapeError
 from epcomm.group import EPGroup
-from epcomm.ops.holes import fill_holes
+from epcomm.ops.masked_entries import fill_holes
+from epcomm.protocol import BatchFlags
 from epcomm.quantization import dequantize, quantize
 from epcomm.registry import buffer_class
+from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.testing.data import (
     BatchSpec,
     RankBatch,

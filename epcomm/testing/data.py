@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from epcomm.types import sum_dtype
-from epcomm.weights import Activation, ExpertFormat, ExpertWeights
+from epcomm.weights.unquantized import Activation, ExpertFormat, ExpertWeights
 
 # A prime between the seeds of ranks, so that no two batches share one.
 _SEED_STRIDE = 7919

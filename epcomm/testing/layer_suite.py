@@ -21,14 +21,14 @@ from epcomm.config import EPConfig, Mode
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
 from epcomm.quantization import QUANTIZED_FORMATS, dequantize, quantize
-from epcomm.quantized_weights import Int8ChannelWeights
 from epcomm.records import TopKOutput
 from epcomm.testing.buffer_suite import BATCH_SPECS, PLAIN, none_on_rank_0
 from epcomm.testing.data import ACTIVATIONS, BatchSpec, RankBatch, make_batch, make_weights
 from epcomm.testing.oracle import OracleResult, relative_error, run_oracle
 from epcomm.testing.poison import poisoned_memory
 from epcomm.types import WireFormat
-from epcomm.weights import ExpertTensors, ExpertWeights
+from epcomm.weights.quantized import Int8ChannelWeights
+from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
 # The promise of the library for float32, outputs and gradients.
 FP32_TOLERANCE = 1e-5

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from epcomm.sharding import is_expert_tensor
+from epcomm.sharding.shards import is_expert_tensor
 from epcomm.testing.data import RankBatch
-from epcomm.weights import ExpertWeights
+from epcomm.weights.unquantized import ExpertWeights
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

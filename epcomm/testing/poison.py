@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from epcomm.buffers.scratch import Scratch
+from epcomm.buffers.collective.scratch import Scratch
 
 
 @contextmanager

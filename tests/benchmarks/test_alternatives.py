@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.alternatives import Experts
-from benchmarks.checks import CheckError, check_contender, tolerance
 from benchmarks.contenders import ALTERNATIVES, Contender, Grouped
+from benchmarks.measuring.checks import CheckError, check_contender, tolerance
 from epcomm.testing.data import BatchSpec, RankBatch, make_batch, make_weights, random_ids
 from epcomm.testing.oracle import relative_error, run_oracle
-from epcomm.weights import ExpertWeights
+from epcomm.weights.unquantized import ExpertWeights
 
 TOKENS: dict[str, Callable[[int, int], int]] = {
     "even": lambda rank, world_size: 5,

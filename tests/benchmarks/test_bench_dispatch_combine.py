@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import bench_dispatch_combine, contenders
 from benchmarks.bench_dispatch_combine import AlternativeName, DtypeName, ModeName, Options
-from benchmarks.checks import CheckError
+from benchmarks.measuring.checks import CheckError
 from epcomm import EPGroup
 
 REPOSITORY = Path(__file__).parents[2]
@@ -79,7 +79,7 @@ def launch(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_run_prints_a_table_and_writes_its_result(tmp_path: Path) -> None:
     """Every argument differs from what is taken without it."""
     output = tmp_path / "new folder" / "result.json"
-    arguments = ["--mode", "standard", "--backend", "all_gather", "--alternative", "all_gather"]
+    arguments = ["--mode", "standard", "--backend", "collective", "--alternative", "all_gather"]
     arguments += ["--dtype", "fp32", "--seed", "5", "--profile", "--copy-rate", "--keep-memory"]
     done = launch(PROGRAM, *arguments, "--output", str(output))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -90,7 +90,7 @@ def test_a_run_prints_a_table_and_writes_its_result(tmp_path: Path) -> None:
     assert result["command"].startswith(
         "scripts/launch_multi_rank.sh 2 benchmarks/bench_dispatch_combine.py --tokens 8"
     )
-    chosen = {"mode": "standard", "backend": "all_gather", "alternative": "all_gather"}
+    chosen = {"mode": "standard", "backend": "collective", "alternative": "all_gather"}
     sizes = {name.replace("-", "_"): value for name, value in SIZE.items()}
     expected = {**chosen, **sizes, "dtype": "fp32", "seed": 5, "ranks": 2}
     found = {name: result["configuration"][name] for name in expected}
@@ -123,7 +123,7 @@ def check_findings(result: dict[str, dict], alternative: str) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("mode", "backend"),
-    [("normal", "shared_memory"), ("low_latency", "collective_static")],
+    [("normal", "shared_memory"), ("low_latency", "shared_memory")],
 )
 def test_each_mode_can_be_measured(mode: str, backend: str) -> None:
     options = replace(OPTIONS, mode=ModeName(mode))

@@ -8,9 +8,9 @@ import torch
 from benchmarks.bench_gemm import Size, counts_of, masked_record
 from benchmarks.bench_gemm_int8 import Int8Experts, check, int8_record, main
 from benchmarks.bench_quantize import CheckError
-from epcomm.quantized_weights import Int8ChannelWeights
 from epcomm.records import RowsDispatchOutput
 from epcomm.runners.quantized_reference import QuantizedReferenceRunner
+from epcomm.weights.quantized import Int8ChannelWeights
 
 SIZE = Size(experts=8, hidden=256, inner=128)
 

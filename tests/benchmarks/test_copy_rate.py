@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from benchmarks import copy_rate
-from benchmarks.copy_rate import Copies, CopyFinding, MovedBytes, moved_bytes
+from benchmarks.measuring import copy_rate
+from benchmarks.measuring.copy_rate import Copies, CopyFinding, MovedBytes, moved_bytes
 from epcomm.testing.data import RankBatch
 
 

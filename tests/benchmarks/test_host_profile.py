@@ -1,7 +1,7 @@
 import cProfile
 import time
 
-from benchmarks.host_profile import sections_of
+from benchmarks.measuring.host_profile import sections_of
 
 
 def work() -> None:

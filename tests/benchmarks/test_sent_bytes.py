@@ -3,7 +3,7 @@ import torch
 
 from benchmarks.alternatives import Experts
 from benchmarks.contenders import ALTERNATIVES, Epcomm
-from benchmarks.sent_bytes import SentBytes, all_gather_bytes, expert_rows_bytes
+from benchmarks.measuring.sent_bytes import SentBytes, all_gather_bytes, expert_rows_bytes
 from epcomm import EPConfig, EPGroup, Mode, MoESpec
 from epcomm.buffers.sizes import CallShape
 from epcomm.testing.data import RankBatch

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from benchmarks.timing import HostClock, Laps, Percentiles, clock_for, slowest_rank
+from benchmarks.measuring.timing import HostClock, Laps, Percentiles, clock_for, slowest_rank
 
 
 def test_percentiles_of_known_numbers() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from epcomm import WireDtype, WireFormat
-from epcomm.buffers.base import BufferSpec
+from epcomm.spec import BufferSpec
 
 FP8 = WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=128, scale_dtype=torch.float32)
 SPEC = BufferSpec(

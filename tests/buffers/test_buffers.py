@@ -29,11 +29,11 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "normal": Case("collective", Mode.NORMAL),
-    "shared_memory": Case("shared_memory", Mode.NORMAL),
-    "standard": Case("all_gather", Mode.STANDARD),
-    "normal_budget": Case("collective_static", Mode.NORMAL),
-    "low_latency": Case("collective_static", Mode.LOW_LATENCY),
+    "normal": Case("CollectiveBuffer", Mode.NORMAL),
+    "shared_memory": Case("SharedMemoryBuffer", Mode.NORMAL),
+    "standard": Case("AllGatherBuffer", Mode.STANDARD),
+    "normal_budget": Case("StaticCollectiveBuffer", Mode.NORMAL),
+    "low_latency": Case("StaticCollectiveBuffer", Mode.LOW_LATENCY),
 }
 
 

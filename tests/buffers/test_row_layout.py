@@ -9,8 +9,8 @@ import torch
 
 from epcomm import WireDtype, WireFormat, WireTensor
 from epcomm.buffers.base import DispatchCall
-from epcomm.buffers.faults import BatchFlags
 from epcomm.buffers.row_layout import RowLayout, localize
+from epcomm.protocol import BatchFlags
 from epcomm.quantization import KNOWN_FORMATS
 
 FP8 = WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=128, scale_dtype=torch.float32)

@@ -14,9 +14,9 @@ from epcomm.buffers.sizes import CallShape
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.dispatchers.deepep_low_latency import DeepEPLowLatencyDispatcher
 from epcomm.dispatchers.deepep_normal import DeepEPNormalDispatcher
-from epcomm.dispatchers.rows import RowsDispatcher
+from epcomm.dispatchers.dispatcher import RowsDispatcher
 from epcomm.dispatchers.standard import StandardDispatcher
-from epcomm.planning import PhasePlan
+from epcomm.planning.plans import PhasePlan
 from epcomm.records import Handle
 
 NUM_RANKS = 2
@@ -25,9 +25,8 @@ MAX_TOKENS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A backend, by the dispatcher and the configuration that choose it."""
+    """A buffer, by the dispatcher and the configuration that choose it."""
 
-    backend: str
     dispatcher: type[RowsDispatcher]
     config: EPConfig
 
@@ -38,29 +37,22 @@ class Case:
 
 CASES = {
     "collective": Case(
-        backend="collective",
         dispatcher=DeepEPNormalDispatcher,
         config=EPConfig(backend="collective", max_tokens_per_rank=MAX_TOKENS),
     ),
     "budget": Case(
-        backend="collective_static",
         dispatcher=DeepEPNormalDispatcher,
-        config=EPConfig(
-            backend="collective_static", max_tokens_per_rank=MAX_TOKENS, max_recv_slots=40
-        ),
+        config=EPConfig(backend="collective", max_tokens_per_rank=MAX_TOKENS, max_recv_slots=40),
     ),
     "low_latency": Case(
-        backend="collective_static",
         dispatcher=DeepEPLowLatencyDispatcher,
-        config=EPConfig(backend="collective_static", max_tokens_per_rank=MAX_TOKENS),
+        config=EPConfig(backend="collective", max_tokens_per_rank=MAX_TOKENS),
     ),
     "all_gather": Case(
-        backend="all_gather",
         dispatcher=StandardDispatcher,
-        config=EPConfig(backend="all_gather", max_tokens_per_rank=MAX_TOKENS),
+        config=EPConfig(backend="collective", max_tokens_per_rank=MAX_TOKENS),
     ),
     "replicated": Case(
-        backend="replicated",
         dispatcher=StandardDispatcher,
         config=EPConfig(replicated=True, max_tokens_per_rank=MAX_TOKENS),
     ),
@@ -110,7 +102,7 @@ def test_plan_counts_the_bytes_that_leave_a_rank(name: str, has_gradients: bool)
         sources = [0 if case.is_replicated else rank for rank in range(NUM_RANKS)]
         topks = [routing(source, 3 + 2 * source, 6, 3, group.device) for source in sources]
         dispatcher = case.dispatcher(group, spec, case.config)
-        assert dispatcher.plan.backend == case.backend
+        assert dispatcher.plan.backend == "collective"
         mine = topks[group.rank]
         x = torch.zeros(
             len(mine.topk_ids),
@@ -194,7 +186,7 @@ def phase_of(case: Case, **changes: int) -> PhasePlan:
     config = {"max_tokens_per_rank": 16, **changes}
     mode = case.dispatcher.mode
     return plan(
-        EPConfig(mode=mode, backend=case.backend, replicated=case.is_replicated, **config),  # type: ignore[arg-type]
+        EPConfig(mode=mode, backend="collective", replicated=case.is_replicated, **config),  # type: ignore[arg-type]
         spec,
         world_size=4,
     ).prefill

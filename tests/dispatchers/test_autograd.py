@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Buffer, Combined
-from epcomm.buffers.nvlink_slots import NVLinkRoute
+from epcomm.buffers.nvlink.low_latency_state import NVLinkRoute
 from epcomm.dispatchers.autograd import combine_rows
 from epcomm.records import Handle, Route, RowsCombineInput, SlotIndex
 from epcomm.types import RowsPer

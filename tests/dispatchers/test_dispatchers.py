@@ -24,7 +24,7 @@ from epcomm import (
     StandardDispatcher,
     TopKOutput,
 )
-from epcomm.dispatchers.rows import RowsDispatcher
+from epcomm.dispatchers.dispatcher import RowsDispatcher
 from epcomm.ops.slots import gather_rows
 from epcomm.testing.data import BatchSpec, make_weights, random_ids
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 
 from epcomm import EPConfig, EPGroup, EPStats, ExpertParallelMoE
 from epcomm.types import WireDtype
-from tests.blocks import HIDDEN, qwen3_moe
+from tests.cases.blocks import HIDDEN, qwen3_moe
 
 # A buffer has two places for rows, so that those of the first layer are gone in backward.
 NUM_LAYERS = 3

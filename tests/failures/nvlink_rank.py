@@ -33,7 +33,6 @@ from epcomm import (
 from epcomm.ops.pack import pack
 
 MODES = {"normal": DeepEPNormalDispatcher, "low_latency": DeepEPLowLatencyDispatcher}
-BACKENDS = {"normal": "nvlink", "low_latency": "nvlink_low_latency"}
 LOST_ROUND = 200
 TIMEOUT_S = 5.0
 NUM_TOKENS, HIDDEN, TOP_K = 64, 2048, 4
@@ -57,7 +56,7 @@ def run_rank(mode: str) -> int:
     dist.init_process_group("nccl", device_id=device)
     group = EPGroup()
     spec = MoESpec(hidden_size=HIDDEN, num_experts=4 * num_ranks, top_k=TOP_K)
-    config = EPConfig(backend=BACKENDS[mode], timeout_s=TIMEOUT_S, max_tokens_per_rank=NUM_TOKENS)
+    config = EPConfig(backend="nvlink", timeout_s=TIMEOUT_S, max_tokens_per_rank=NUM_TOKENS)
     dispatcher = MODES[mode](group, spec, config)
     x = torch.randn(NUM_TOKENS, HIDDEN, device=device, dtype=torch.bfloat16)
     ids = torch.rand(NUM_TOKENS, spec.num_experts, device=device).topk(TOP_K).indices

@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from epcomm import DeepEPNormalDispatcher, EPConfig, EPGroup, EPTimeout, MoESpec, TopKOutput
 from epcomm.types import RowsPer
-from tests.failures.scenario import EXIT_CODE, NAMING_LIMIT_S, SETUP_TIMEOUT_S, Outcome, Scenario
+from tests.failures.scenario import EXIT_CODE, SETUP_TIMEOUT_S, Outcome, Scenario
 
 SPEC = MoESpec(hidden_size=16, num_experts=8, top_k=2, dtype=torch.float32)
 # Seconds before a fault, in which the others receive what this rank has sent.
@@ -68,13 +68,14 @@ TRANSPORTS: Mapping[str, Callable[[Scenario], AbstractContextManager[EPGroup]]] 
 def run_rank(scenario: Scenario, folder: Path) -> int:
     """Play one rank and return its exit code."""
     with TRANSPORTS[scenario.transport](scenario) as group:
-        message, elapsed_s, again, again_s = _lose(scenario, group)
-        rank, close_start_s = group.rank, time.monotonic()
+        message, elapsed_s, again, again_s = _lose(scenario, group, folder)
+        rank, close_start_s, starved_s = group.rank, time.monotonic(), _starved_s()
     outcome = Outcome(
         message=message,
         elapsed_s=elapsed_s,
         again=again,
         again_s=again_s,
+        starved_s=starved_s,
         close_s=time.monotonic() - close_start_s,
         left_at_s=time.monotonic(),
     )
@@ -82,7 +83,7 @@ def run_rank(scenario: Scenario, folder: Path) -> int:
     return EXIT_CODE + rank
 
 
-def _lose(scenario: Scenario, group: EPGroup) -> tuple[str, float, str, float]:
+def _lose(scenario: Scenario, group: EPGroup, folder: Path) -> tuple[str, float, str, float]:
     is_shared = scenario.transport == "shared_memory"
     backend = "shared_memory" if is_shared else "collective"
     config = EPConfig(backend=backend, timeout_s=SETUP_TIMEOUT_S)
@@ -99,7 +100,7 @@ def _lose(scenario: Scenario, group: EPGroup) -> tuple[str, float, str, float]:
             group.collectives.bounded.timeout_s = scenario.timeout_s
             if group.rank in scenario.lost_ranks:
                 time.sleep(SETTLE_S)
-                _meet_fault(scenario)
+                _meet_fault(scenario, folder)
             wait_start_s = time.monotonic()
 
     def call(fault_phase: str | None) -> None:
@@ -114,17 +115,31 @@ def _lose(scenario: Scenario, group: EPGroup) -> tuple[str, float, str, float]:
     call(None)
     group.collectives.gather_records({})
     message = _message_of(lambda: call(scenario.phase))
+    (folder / f"gave_up{group.rank}").touch()
     elapsed_s, again_start_s = time.monotonic() - wait_start_s, time.monotonic()
     again = _message_of(lambda: call(None))
     return message, elapsed_s, again, time.monotonic() - again_start_s
 
 
-def _meet_fault(scenario: Scenario) -> None:
+def _meet_fault(scenario: Scenario, folder: Path) -> None:
     if scenario.fault == "late":
-        time.sleep(scenario.timeout_s + NAMING_LIMIT_S)
+        end_s = time.monotonic() + SETUP_TIMEOUT_S
+        while not all((folder / f"gave_up{rank}").exists() for rank in scenario.survivors):
+            assert time.monotonic() < end_s, "the others never gave up"
+            time.sleep(0.02)
     else:
         # Returns from neither: a stopped rank is never continued.
         os.kill(os.getpid(), signal.SIGKILL if scenario.fault == "killed" else signal.SIGSTOP)
+
+
+def _starved_s() -> float:
+    """Seconds that the threads of this process waited for a core; where Linux does not tell, 0."""
+    starved_ns = 0
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        # A thread may end meanwhile.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            starved_ns += int(file.read_text().split()[1])
+    return starved_ns / 1e9
 
 
 def _message_of(call: Callable[[], None]) -> str:

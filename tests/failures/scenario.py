@@ -9,8 +9,15 @@ from typing import Literal
 
 # Seconds that ranks wait for each other up to the fault: many processes start at once.
 SETUP_TIMEOUT_S = 60.0
-# Seconds from the deadline until a lost rank must have been named.
+# Seconds from the deadline until a lost rank must have been named, besides those in which ranks had
+# work and no core (Outcome.starved_s).
 NAMING_LIMIT_S = 2.0
+# Seconds for EPGroup.close() and for destroying the process group. What waits for a lost rank there
+# does so for gloo's 30 minutes, or without end.
+CLOSE_LIMIT_S = 15.0
+# Seconds that ranks wait in vain where the transport tells of the loss, so that they need not: too
+# many to be reached by a busy machine.
+PATIENT_TIMEOUT_S = 30.0
 # Seconds from the end of a program to that of its process: taking down an interpreter with torch
 # takes 0.6 of them, but 12 when 12 do it on two busy cores. Far less than the 30 minutes of gloo,
 # or the wait of MPI_Finalize, which has no end.
@@ -24,7 +31,7 @@ class Scenario:
     """One group of ranks, of which some are lost in their second call.
 
     transport: what the ranks exchange over.
-    fault: what happens to the lost ranks; a late one comes when all others have given up.
+    fault: what happens to the lost ranks; a late one comes once all others have given up.
     phase: the lost ranks do not come to it.
     store_host: the rank that answers for the store of the process group; None: another process, as
         under torchrun.
@@ -38,7 +45,6 @@ class Scenario:
     store_host: int | None = None
     destroys: bool = True
     num_ranks: int = 4
-    timeout_s: float = 2.0
 
     @property
     def name(self) -> str:
@@ -47,6 +53,17 @@ class Scenario:
         host = "" if self.store_host is None else f"-store{self.store_host}"
         end = "" if self.destroys else "-undestroyed"
         return f"{self.transport}-{self.fault}-{self.phase}-rank{ranks}{host}{end}"
+
+    @property
+    def has_news(self) -> bool:
+        """Whether ranks hear of the loss before the deadline; MPI tells nobody of a death."""
+        is_lone = len(self.lost_ranks) == 1
+        return self.fault == "killed" and self.transport != "mpi" and is_lone
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that ranks wait for the lost ones."""
+        return PATIENT_TIMEOUT_S if self.has_news else 2.0
 
     @property
     def survivors(self) -> list[int]:
@@ -75,6 +92,7 @@ class Outcome:
 
     message: of the EPTimeout.   elapsed_s: from the call until it was raised.
     again: message of the EPTimeout of the next call.   again_s: how long that took.
+    starved_s: how long threads of the rank had work and no core meanwhile, added up.
     close_s: of EPGroup.close() and of destroying the process group.
     left_at_s: when the program was done, on the clock of all processes.
     """
@@ -83,6 +101,7 @@ class Outcome:
     elapsed_s: float
     again: str
     again_s: float
+    starved_s: float
     close_s: float
     left_at_s: float
 

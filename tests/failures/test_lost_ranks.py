@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.failures.scenario import EXIT_CODE, EXIT_LIMIT_S, NAMING_LIMIT_S, Outcome, Scenario
+from tests.failures.scenario import (
+    CLOSE_LIMIT_S,
+    EXIT_CODE,
+    EXIT_LIMIT_S,
+    NAMING_LIMIT_S,
+    Outcome,
+    Scenario,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -98,21 +105,20 @@ def test_survivors_name_phase_call_and_lost_ranks_in_time(run: Played) -> None:
     scenario = run.scenario
     lost = ", ".join(map(str, scenario.lost_ranks))
     named = f"rank{'s' if len(scenario.lost_ranks) > 1 else ''} {lost} did not arrive"
+    starved_s = sum(run.outcome(rank).starved_s for rank in scenario.survivors)
     for rank in scenario.survivors:
         outcome = run.outcome(rank)
         assert outcome.message.startswith(f"{PHASE_NAMES[scenario.phase]}: {named}")
         assert "(call 2, exchange " in outcome.message
         assert f"; this is rank {rank} of {scenario.num_ranks})" in outcome.message
-        assert outcome.elapsed_s <= scenario.timeout_s + NAMING_LIMIT_S
+        assert outcome.elapsed_s <= scenario.timeout_s + NAMING_LIMIT_S + starved_s
 
 
 def test_single_killed_rank_is_named_without_waiting_for_the_deadline(
     played: dict[str, Played],
 ) -> None:
     for name, run in played.items():
-        # MPI tells nobody that a rank has died.
-        has_news = run.scenario.transport != "mpi" and run.scenario.fault == "killed"
-        if has_news and len(run.scenario.lost_ranks) == 1:
+        if run.scenario.has_news:
             for rank in run.scenario.survivors:
                 assert run.outcome(rank).elapsed_s < run.scenario.timeout_s, (name, rank)
 
@@ -120,13 +126,14 @@ def test_single_killed_rank_is_named_without_waiting_for_the_deadline(
 def test_next_call_repeats_the_story_at_once(run: Played) -> None:
     for rank in run.scenario.ending:
         outcome = run.outcome(rank)
+        # Call and exchange in it are those of the first message: nothing was exchanged again.
         assert outcome.again == outcome.message
-        assert outcome.again_s < 0.5
+        assert outcome.again_s < run.scenario.timeout_s
 
 
 def test_close_and_exit_do_not_wait(run: Played) -> None:
     for rank in run.scenario.ending:
-        assert run.outcome(rank).close_s < 1.0
+        assert run.outcome(rank).close_s < CLOSE_LIMIT_S
         assert run.exit_codes[rank] == EXIT_CODE + rank
         # The interpreter ends too: no thread of the transport or the noticeboard holds it.
         assert run.ended_at_s[rank] - run.outcome(rank).left_at_s < EXIT_LIMIT_S
@@ -135,9 +142,10 @@ def test_close_and_exit_do_not_wait(run: Played) -> None:
 @pytest.mark.parametrize("name", [n for n, s in SCENARIOS.items() if s.fault == "late"])
 def test_late_rank_hears_that_the_others_gave_up(played: dict[str, Played], name: str) -> None:
     scenario, outcome = played[name].scenario, played[name].outcome(2)
+    starved_s = sum(played[name].outcome(rank).starved_s for rank in scenario.ending)
     given_up = "this rank came too late: ranks 0, 1, 3 had given up on rank 2"
     # Elsewhere the others have done their part of the first exchange; the rank misses them later.
     phase = PHASE_NAMES[scenario.phase] if scenario.transport == "gloo" else ""
     assert outcome.message.startswith(phase)
     assert given_up in outcome.message
-    assert outcome.elapsed_s < NAMING_LIMIT_S
+    assert outcome.elapsed_s < NAMING_LIMIT_S + starved_s

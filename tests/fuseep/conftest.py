@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 
-import epcomm.ascend_facts
 import epcomm.fuseep.ascend
+import epcomm.platforms.ascend.limits
 from epcomm.fuseep.limits import FUSED_DEEP_MOE_LIMITS, fused_deep_moe_reasons
-from epcomm.testing.ascend import limits, registry
-from epcomm.testing.deep_ep import install
+from fakes.ascend import limits, registry
+from fakes.deep_ep import install
 
 
 @pytest.fixture(autouse=True)
@@ -33,9 +33,9 @@ def small_a3(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sizes = replace(FUSED_DEEP_MOE_LIMITS, hidden=None, gate_up_columns=None)
     lifted = partial(fused_deep_moe_reasons, limits=sizes)
     monkeypatch.setattr(epcomm.fuseep.ascend, "fused_deep_moe_reasons", lifted)
-    low_latency = epcomm.ascend_facts._LOW_LATENCY
+    low_latency = epcomm.platforms.ascend.limits._LOW_LATENCY
     monkeypatch.setattr(
-        epcomm.ascend_facts, "_LOW_LATENCY", replace(low_latency, hidden=(32, 8192))
+        epcomm.platforms.ascend.limits, "_LOW_LATENCY", replace(low_latency, hidden=(32, 8192))
     )
     with limits.soc("A3", size_limits=False), install("ascend"):
         yield

@@ -13,8 +13,8 @@ from torch import Tensor
 from epcomm import EPConfig, EPGroup, ExpertParallelExperts, Int8ChannelWeights, TopKOutput
 from epcomm.buffers.sizes import CallShape
 from epcomm.fuseep.path import FuseEPPath
-from epcomm.testing.ascend.deep_ep import Buffer
 from epcomm.testing.poison import poisoned_memory
+from fakes.ascend.deep_ep import Buffer
 
 W, E, H, I, K, M = 4, 8, 32, 64, 2, 600  # noqa: E741 (the letter of the intermediate size)
 OPERATORS = ("fused_deep_moe", "dispatch_ffn_combine")

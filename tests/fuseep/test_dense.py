@@ -18,17 +18,17 @@ from epcomm import (
     TopKOutput,
     WireDtype,
 )
-from epcomm.ascend_formats import to_nd, to_nz
 from epcomm.fuseep.ascend import FusedDeepMoE
 from epcomm.fuseep.interleave import deinterleave
 from epcomm.fuseep.weights import FusedDeepMoEWeights
+from epcomm.platforms.ascend.formats import to_nd, to_nz
 
 W, E, H, I, K = 4, 16, 256, 192, 4  # noqa: E741 (the letter of the intermediate size)
 NUM_TOKENS = (13, 0, 32, 7)
 PATHS = {
     "unfused": EPConfig(
         mode="low_latency",
-        backend="ascend_low_latency",
+        backend="ascend",
         runner="ascend",
         dispatch_dtype=WireDtype.INT8,
         max_tokens_per_rank=32,
@@ -101,7 +101,7 @@ def test_all_paths_are_near_the_dense_experts_and_one_another() -> None:
         for name, config in PATHS.items():
             layer = ExpertParallelExperts(weights, group, config, top_k=K)
             assert layer.plan.prefill.backend == (
-                "ascend_low_latency" if name == "unfused" else name
+                "AscendLowLatencyBuffer" if name == "unfused" else name
             )
             with torch.no_grad():
                 found[name] = layer(x, topk, decode=True)

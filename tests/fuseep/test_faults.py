@@ -26,11 +26,11 @@ from epcomm import (
 from epcomm.fuseep.ascend import DispatchFFNCombine, FusedDeepMoE
 from epcomm.fuseep.path import FuseEPPath
 from epcomm.fuseep.reference import FuseEPReference
-from epcomm.layers import idle_step
-from epcomm.testing.ascend import limits
-from epcomm.testing.ascend.deep_ep import Buffer
-from tests.fuseep.formats import device_that_keeps
-from tests.fuseep.layers import OPERATORS, E, K, M, batch, experts, make_layer
+from epcomm.training.idle import idle_step
+from fakes.ascend import limits
+from fakes.ascend.deep_ep import Buffer
+from tests.cases.fuseep_formats import device_that_keeps
+from tests.cases.fuseep_layers import OPERATORS, E, K, M, batch, experts, make_layer
 
 pytestmark = pytest.mark.usefixtures("small_a3")
 

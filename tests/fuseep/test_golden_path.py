@@ -7,8 +7,8 @@ import torch
 
 from epcomm import EPConfig, EPGroup, ExpertParallelExperts, Int8ChannelWeights, TopKOutput
 from epcomm.fuseep.path import FuseEPPath
-from tests.testing.ascend import fuseep
-from tests.testing.ascend.recorded import tensor_of
+from tests.fakes.ascend import fuseep
+from tests.fakes.ascend.recorded import tensor_of
 
 MODES = {"mode1": "fused_deep_moe", "mode2": "dispatch_ffn_combine"}
 

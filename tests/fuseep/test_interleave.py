@@ -12,7 +12,7 @@ from torch import Tensor
 from epcomm import ConfigError
 from epcomm.fuseep.interleave import deinterleave, interleave, inverse_permutation, permutation
 from epcomm.testing.oracle import relative_error
-from tests.fuseep.checkpoint import GOLDEN, digest, golden_weights
+from tests.cases.fuseep_checkpoint import GOLDEN, digest, golden_weights
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)
 column_counts = st.integers(1, 48).map(lambda tiles: 128 * tiles)

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epcomm import ConfigError
-from epcomm.ascend_soc import Soc
 from epcomm.fuseep.limits import (
     FUSED_DEEP_MOE_LIMITS,
     FuseEPLimits,
@@ -23,6 +22,7 @@ from epcomm.fuseep.limits import (
     max_received_rows,
 )
 from epcomm.fuseep.spec import FuseEPSpec
+from epcomm.platforms.ascend.chip import Soc
 
 MODES = {"mode 1": fused_deep_moe_reasons, "mode 2": dispatch_ffn_combine_reasons}
 every_mode = pytest.mark.parametrize("mode", MODES)

@@ -8,10 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epcomm import ConfigError
-from epcomm.ascend_formats import ACL_FORMAT_ND, ACL_FORMAT_NZ, is_nz_aligned, to_nd, to_nz
-from epcomm.testing.ascend.formats import format_of, nz_pack, nz_unpack
-from tests.fuseep.checkpoint import GOLDEN, assert_golden
-from tests.fuseep.formats import device_that_keeps
+from epcomm.platforms.ascend.formats import (
+    ACL_FORMAT_ND,
+    ACL_FORMAT_NZ,
+    is_nz_aligned,
+    to_nd,
+    to_nz,
+)
+from fakes.ascend.formats import format_of, nz_pack, nz_unpack
+from tests.cases.fuseep_checkpoint import GOLDEN, assert_golden
+from tests.cases.fuseep_formats import device_that_keeps
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)
 # Bits of an element: what rows and columns are a multiple of.

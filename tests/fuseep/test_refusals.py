@@ -25,9 +25,9 @@ from epcomm import (
     WireDtype,
     plan,
 )
-from epcomm.testing.ascend import limits
 from epcomm.types import Int8Profile
-from epcomm.weights import ExpertTensors
+from epcomm.weights.unquantized import ExpertTensors
+from fakes.ascend import limits
 
 MODE_1, MODE_2, REFERENCE = "fused_deep_moe", "dispatch_ffn_combine", "fuseep_reference"
 OPERATORS = (MODE_1, MODE_2)

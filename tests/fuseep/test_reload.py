@@ -18,8 +18,8 @@ from epcomm import (
 )
 from epcomm.fuseep.path import FuseEPPath
 from epcomm.registry import fused_class
-from epcomm.testing.ascend.deep_ep import Buffer
-from tests.fuseep.layers import OPERATORS, K, M, batch, experts, make_layer
+from fakes.ascend.deep_ep import Buffer
+from tests.cases.fuseep_layers import OPERATORS, K, M, batch, experts, make_layer
 
 pytestmark = pytest.mark.usefixtures("small_a3")
 
@@ -128,7 +128,7 @@ def test_layers_share_an_operator_and_a_group(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Buffer, "__init__", recorded)
     low_latency = EPConfig(
         mode="low_latency",
-        backend="ascend_low_latency",
+        backend="ascend",
         runner="ascend",
         dispatch_dtype=WireDtype.INT8,
         max_tokens_per_rank=M,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from epcomm import ShapeError
 from epcomm.fuseep.scale_bits import bits_of_scales, scales_of_bits
-from tests.fuseep.checkpoint import GOLDEN
+from tests.cases.fuseep_checkpoint import GOLDEN
 
 quick = settings(max_examples=50, deadline=None, derandomize=True)
 words = st.integers(-(2**31), 2**31 - 1)

@@ -20,12 +20,18 @@ from epcomm import (
     Int8ChannelWeights,
     ShapeError,
 )
-from epcomm import ascend_formats as nz
-from epcomm.ascend_formats import ACL_FORMAT_ND, ACL_FORMAT_NZ
-from epcomm.ascend_soc import Soc
 from epcomm.fuseep.weights import DispatchFFNCombineWeights, FusedDeepMoEWeights
-from epcomm.testing.ascend.formats import as_nd, format_of, nz_pack
-from tests.fuseep.checkpoint import GOLDEN, HIDDEN, INTERMEDIATE, assert_golden, golden_weights
+from epcomm.platforms.ascend import formats as nz
+from epcomm.platforms.ascend.chip import Soc
+from epcomm.platforms.ascend.formats import ACL_FORMAT_ND, ACL_FORMAT_NZ
+from fakes.ascend.formats import as_nd, format_of, nz_pack
+from tests.cases.fuseep_checkpoint import (
+    GOLDEN,
+    HIDDEN,
+    INTERMEDIATE,
+    assert_golden,
+    golden_weights,
+)
 
 Packed = FusedDeepMoEWeights | DispatchFFNCombineWeights
 MODES = {"mode_1": FusedDeepMoEWeights, "mode_2": DispatchFFNCombineWeights}

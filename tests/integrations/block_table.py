@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from epcomm import ConfigError, EPGroup, ExpertParallelMoE
-from epcomm.gradients import sum_replicated_gradients
-from epcomm.moe import chosen_by_router
-from epcomm.sharding import local_share, shard_of
+from epcomm.blocks import chosen_by_router
+from epcomm.sharding.shards import local_share, shard_of
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
-from tests.blocks import GROUPED, HIDDEN, NUM_EXPERTS, SIZES, seeded
+from epcomm.training.gradients import sum_replicated_gradients
+from tests.cases.blocks import GROUPED, HIDDEN, NUM_EXPERTS, SIZES, seeded
 
 # transformers must not look for a network.
 os.environ["HF_HUB_OFFLINE"] = "1"

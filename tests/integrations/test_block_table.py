@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from epcomm import ConfigError, EPGroup, ExpertParallelMoE
-from tests.blocks import HIDDEN
+from tests.cases.blocks import HIDDEN
 from tests.integrations.block_table import DOCUMENT, find_variants, make_block, render, table
 
 

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from epcomm import ConfigError, EPConfig, HandleError, decode_phase, idle_step
-from epcomm.gradients import clip_grad_norm
+from epcomm.integrations.telemetry import metrics
 from epcomm.integrations.transformers import ExpertParallelRegistration, register_expert_parallel
-from epcomm.telemetry import metrics
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
+from epcomm.training.gradients import clip_grad_norm
 
 # transformers must not look for a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -207,9 +207,9 @@ def test_loaded_model_trains_like_one_process_and_like_all_to_all(
     gradients = whole_gradients(model)
     check_gradients(gradients, expected)
     check_gradients(gradients, whole_gradients(theirs))
-    backend = {"auto": "shared_memory", "normal": "shared_memory", "standard": "all_gather"}[mode]
-    backend = "replicated" if (layout, mode) == ("one_batch", "auto") else backend
-    assert f"on backend {backend}, 4 ranks with 2 experts each" in plan
+    buffer = "AllGatherBuffer" if mode == "standard" else "SharedMemoryBuffer"
+    buffer = "ReplicatedBuffer" if (layout, mode) == ("one_batch", "auto") else buffer
+    assert f"({buffer}), 4 ranks with 2 experts each" in plan
 
 
 @pytest.mark.slow

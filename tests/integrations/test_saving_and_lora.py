@@ -23,10 +23,10 @@ from transformers import (
 )
 
 from epcomm import EPGroup, ExpertParallelMoE, ShapeError
-from epcomm.gradients import sum_replicated_gradients
-from epcomm.sharding import gather_state_dict
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
+from epcomm.training.checkpoints import gather_state_dict
+from epcomm.training.gradients import sum_replicated_gradients
 
 NUM_RANKS = 2
 SIZES: dict[str, Any] = {

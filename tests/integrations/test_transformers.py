@@ -14,15 +14,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from epcomm import ConfigError, EPConfig, EPGroup, ExpertParallelMoE
+from epcomm.blocks import chosen_by_router
 from epcomm.config import Mode
 from epcomm.integrations.transformers.reading import read_block
 from epcomm.integrations.transformers.structure import read_layout
-from epcomm.moe import chosen_by_router
 from epcomm.routing import RoutingSpec, route
-from epcomm.sharding import ExpertShard, gather_state_dict, local_share, shard_of
+from epcomm.sharding.shards import ExpertShard, local_share, shard_of
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
-from tests.blocks import BLOCKS, HIDDEN, KINDS, NUM_EXPERTS, VARIANTS, BlockKind, seeded
+from epcomm.training.checkpoints import gather_state_dict, load_full_state_dict
+from tests.cases.blocks import BLOCKS, HIDDEN, KINDS, NUM_EXPERTS, VARIANTS, BlockKind, seeded
 
 # Tokens of each rank: uneven, and one has none.
 NUM_TOKENS = (5, 0, 3, 9)
@@ -88,6 +89,20 @@ def summed_gradient(parameter: Tensor) -> Tensor | None:
     return total
 
 
+def parameter_gradients(
+    moe: nn.Module, block: nn.Module, group: EPGroup
+) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+    """Those of a layer over ranks, and those that this rank should have. Collective."""
+    theirs, pairs = dict(block.named_parameters()), {}
+    for name, parameter in moe.named_parameters():
+        wanted = theirs.pop(name).grad
+        if shard_of(parameter) is not None and wanted is not None:
+            wanted = local_share(wanted, shard(group))
+        pairs[name] = (summed_gradient(parameter), wanted)
+    assert not theirs, "a parameter got lost"
+    return pairs
+
+
 @pytest.mark.ranks(2)
 @every_variant
 def test_block_and_all_gradients_equal_those_of_one_process(make: Callable[[], nn.Module]) -> None:
@@ -116,15 +131,8 @@ def check_block_and_gradients(make: Callable[[], nn.Module], mode: str) -> None:
         backward(*outputs)
 
         check_outputs(outputs, expected[rank])
-        pairs = {"dx": (x.grad, inputs[rank].grad)}
-        theirs = dict(block.named_parameters())
-        for name, parameter in moe.named_parameters():
-            wanted = theirs.pop(name).grad
-            if shard_of(parameter) is not None and wanted is not None:
-                wanted = local_share(wanted, shard(group))
-            pairs[name] = (summed_gradient(parameter), wanted)
-        assert not theirs, "a parameter got lost"
-        check(pairs)
+        dx = (x.grad, inputs[rank].grad)
+        check({"dx": dx, **parameter_gradients(moe, block, group)})
 
 
 @pytest.mark.ranks(2)
@@ -488,11 +496,26 @@ def test_reading_changes_neither_the_block_nor_the_state_of_random_numbers() -> 
 
 
 @pytest.mark.ranks(2)
-def test_block_on_meta_gives_a_layer_of_local_shares_on_meta() -> None:
+def test_block_built_on_meta_is_filled_tensor_by_tensor_and_trains() -> None:
+    whole = BLOCKS["deepseek_v3"]()
     with EPGroup() as group:
-        whole = BLOCKS["deepseek_v3"]().to("meta")
-        moe = ExpertParallelMoE.from_transformers(whole, group)
+        with torch.device("meta"):
+            block = BLOCKS["deepseek_v3"]()
+        moe = ExpertParallelMoE.from_transformers(block, group)
         assert all(tensor.is_meta for tensor in moe.state_dict().values())
         experts = moe.experts.weights.tensors().values()
         assert {each.shape[0] for each in experts} == {NUM_EXPERTS // group.world_size}
         assert moe.routing == read_block(BLOCKS["deepseek_v3"]()).routing
+        moe.to_empty(device=group.device)
+        with torch.no_grad():
+            for tensor in [*moe.parameters(), *moe.buffers()]:
+                tensor.fill_(torch.nan)
+        for name, tensor in whole.state_dict().items():
+            load_full_state_dict(moe, {name: tensor}, strict=False)
+        inputs = [tokens(rank, group.device) for rank in range(group.world_size)]
+        expected = run_one_process(whole.to(group.device), inputs)
+        actual = run(moe, inputs[group.rank])
+        check_outputs(actual, expected[group.rank])
+        backward(*(output for outputs in expected for output in outputs))
+        backward(*actual)
+        check(parameter_gradients(moe, whole, group))

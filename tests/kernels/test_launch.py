@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 from epcomm.kernels import launch
-from epcomm.kernels.grouped_gemm_fp8 import rows_of
+from epcomm.kernels.gemm.fp8 import rows_of
 from epcomm.kernels.launch import Processor, processor_of
 
 KB = 1024

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from epcomm import EPConfig, EPGroup, ExpertParallelExperts, Mode
+from epcomm.buffers.collective.all_to_all import CollectiveBuffer
 from epcomm.registry import buffer_class
 from epcomm.testing import buffer_suite, layer_suite
 from epcomm.types import WireFormat
@@ -66,9 +67,14 @@ class Mutant:
         return issubclass(self.broken, ExpertParallelExperts)
 
     @property
+    def whole(self) -> type[Any]:
+        """What is broken, as it is in the library."""
+        return next(base for base in self.broken.__mro__ if base.__module__.startswith("epcomm."))
+
+    @property
     def backend(self) -> str:
-        """The backend that everything runs on."""
-        return "collective" if self.breaks_layer else self.broken.name
+        """The class of the buffer that everything runs on."""
+        return CollectiveBuffer.__name__ if self.breaks_layer else self.whole.__name__
 
     @property
     def scenarios(self) -> list[str]:
@@ -86,9 +92,8 @@ class Mutant:
         if self.breaks_layer:
             yield
             return
-        whole = next(base for base in self.broken.__mro__ if base.__module__.startswith("epcomm."))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(import_module(whole.__module__), whole.__name__, self.broken)
+            patch.setattr(import_module(self.whole.__module__), self.backend, self.broken)
             yield
 
     @property
@@ -122,7 +127,7 @@ class Mutant:
             )
             buffer_suite.run_scenario(scenario, env)
         else:
-            config = EPConfig(mode=self.mode, backend=self.backend, timeout_s=PATIENCE_S)
+            config = EPConfig(mode=self.mode, backend="collective", timeout_s=PATIENCE_S)
             env = layer_suite.pipeline_env(group, config)
             kind = self.broken if self.breaks_layer and not is_whole else ExpertParallelExperts
             layer_suite.run_scenario(

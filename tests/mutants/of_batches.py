@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Combined, DispatchCall, Dispatched
-from epcomm.buffers.collective import CollectiveBuffer, CollectiveRoute
+from epcomm.buffers.collective.all_to_all import CollectiveBuffer, CollectiveRoute
 from epcomm.records import Route
 from tests.mutants.base import Mutant
 

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import BufferSpec, Combined, DispatchCall, Dispatched
-from epcomm.buffers.collective import CollectiveBuffer, CollectiveRoute
-from epcomm.buffers.nvlink_exact import NVLinkBuffer
-from epcomm.buffers.static import StaticCollectiveBuffer
+from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.collective.all_to_all import CollectiveBuffer, CollectiveRoute
+from epcomm.buffers.collective.all_to_all_static import StaticCollectiveBuffer
+from epcomm.buffers.nvlink.normal_exact import NVLinkBuffer
 from epcomm.collectives.base import Collectives
 from epcomm.errors import EPError, HandleError
 from epcomm.ops.slots import Members, slots_by_row
 from epcomm.records import Route
+from epcomm.spec import BufferSpec
 from tests.mutants.base import Mutant
 from tests.mutants.of_batches import Spoiling, with_data
 

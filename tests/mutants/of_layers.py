@@ -10,8 +10,8 @@ from torch import Tensor
 
 from epcomm import EPGroup, ExpertParallelExperts, TopKOutput
 from epcomm.buffers.base import DispatchCall, Dispatched
-from epcomm.buffers.collective import CollectiveBuffer
-from epcomm.weights import Activation, ExpertWeights
+from epcomm.buffers.collective.all_to_all import CollectiveBuffer
+from epcomm.weights.unquantized import Activation, ExpertWeights
 from tests.mutants.base import Mutant
 from tests.mutants.of_batches import (
     CountsOfFourExperts,

@@ -11,9 +11,9 @@ import pytest
 from epcomm import EPGroup
 from epcomm.registry import buffer_class
 from epcomm.testing import buffer_suite, layer_suite
-from epcomm.testing.deep_ep import install
-from epcomm.testing.deep_ep.v1 import buffer as v1_buffer
-from tests.buffers.test_deep_ep import CASES, LAYER_SCENARIOS, RUNS, buffer_env, layer_env
+from fakes.deep_ep import install
+from fakes.deep_ep.v1 import buffer as v1_buffer
+from tests.buffers.deep_ep.test_deep_ep import CASES, LAYER_SCENARIOS, RUNS, buffer_env, layer_env
 from tests.mutants.base import Mutant
 from tests.testing import test_deep_ep_mutations, test_suites_catch_faults
 

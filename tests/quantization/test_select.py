@@ -17,9 +17,9 @@ def test_devices_without_kernels_take_plain_torch() -> None:
 
 
 def test_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("with_triton", "launch", "quantize_fp8", "quantize_int8"):
-        for package in ("quantization", "kernels"):
-            monkeypatch.delitem(sys.modules, f"epcomm.{package}.{name}", raising=False)
+    kernels = ("kernels.launch", "kernels.quantize.fp8", "kernels.quantize.int8")
+    for name in ("quantization.with_triton", *kernels):
+        monkeypatch.delitem(sys.modules, f"epcomm.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(BackendUnavailable, match=r"triton is not installed.*cuda"):
         quantizer_for(torch.device("cuda"))

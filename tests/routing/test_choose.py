@@ -12,10 +12,10 @@ import torch
 from epcomm import BackendUnavailable, ConfigError, TopKOutput
 from epcomm.config import Router
 from epcomm.routing import RoutingSpec, presets, route
-from epcomm.routing.ascend import OPERATOR
+from epcomm.routing.ascend_gating import OPERATOR
 from epcomm.routing.choose import RouterChoice, choose_router
-from epcomm.testing.ascend import limits, registry
-from epcomm.testing.ascend.gating import moe_gating_top_k
+from fakes.ascend import limits, registry
+from fakes.ascend.operators.gating import moe_gating_top_k
 from tests.routing.calls import expect_gating_calls
 
 NUM_EXPERTS = 32

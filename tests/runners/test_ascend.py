@@ -33,20 +33,20 @@ from epcomm import (
 from epcomm.quantization import INT8_PER_TOKEN, quantize
 from epcomm.records import Handle, Route, SlotIndex
 from epcomm.registry import runner_class
-from epcomm.runners import ascend
-from epcomm.runners.ascend import AscendRunner
-from epcomm.runners.ascend_nz import AscendNZRunner
-from epcomm.testing.ascend import limits, registry
-from epcomm.testing.ascend.formats import ACL_FORMAT_ND, ACL_FORMAT_NZ, format_of
+from epcomm.runners.ascend import runner as ascend
+from epcomm.runners.ascend.nz import AscendNZRunner
+from epcomm.runners.ascend.runner import AscendRunner
 from epcomm.testing.data import BatchSpec, holed_ids, make_batch, make_weights
-from epcomm.testing.deep_ep import install
 from epcomm.testing.oracle import relative_error
 from epcomm.testing.poison import poison_rows, poisoned_memory
 from epcomm.types import WeightsAppliedBy
-from epcomm.weights import ExpertTensors
+from epcomm.weights.unquantized import ExpertTensors
+from fakes.ascend import limits, registry
+from fakes.ascend.formats import ACL_FORMAT_ND, ACL_FORMAT_NZ, format_of
+from fakes.deep_ep import install
+from tests.cases.quantized_model import OF_ASCEND, OF_BFLOAT16, assert_within, expert_model
+from tests.fakes.ascend.recorded import golden, tensor_of
 from tests.ops.indices import index_of
-from tests.quantized_model import OF_BFLOAT16, assert_within, expert_model
-from tests.testing.ascend.recorded import golden, tensor_of
 
 NUM_EXPERTS, HIDDEN, INNER = 3, 64, 64
 SPEC = BatchSpec(
@@ -119,8 +119,8 @@ def experts_of_slots(index: SlotIndex) -> list[int]:
     return [e for e, n in enumerate(index.num_slots_per_expert.tolist()) for _ in range(n)]
 
 
-@pytest.mark.parametrize(("name", "is_quantized"), list(product(W8A8, [True, False])))
-def test_w8a8_experts_equal_a_float64_model(name: str, is_quantized: bool) -> None:
+def check_w8a8_experts(name: str, *, is_quantized: bool) -> None:
+    """Results of slots are those of a float64 model, or the next bfloat16 where it cannot tell."""
     index, weights = batch_index(tail=4), int8_weights()
     assert index.row_of_slot is not None
     x = make_batch(SPEC, 0, 1).x
@@ -129,12 +129,33 @@ def test_w8a8_experts_equal_a_float64_model(name: str, is_quantized: bool) -> No
         sent = record(wire, index) if is_quantized else plain_record(index)
         results = make_runner(name).run(sent, weights).hidden_states
     assert results.dtype == torch.bfloat16
-    rounding = OF_BFLOAT16 if name == "ascend_swiglu" else "int8"
+    rounding = OF_BFLOAT16 if name == "ascend_swiglu" else OF_ASCEND
     for slot, expert in enumerate(experts_of_slots(index)):
         row = int(index.row_of_slot[slot])
         expected = expert_model(x[row : row + 1].double(), weights, expert, rounding)
-        # The scale of the second product is rounded, and its result.
-        assert_within(results[slot : slot + 1], expected, extra=(1 + BF16_ROUNDING) ** 2 - 1)
+        assert_within(results[slot : slot + 1], expected)
+
+
+@pytest.mark.parametrize(("name", "is_quantized"), list(product(W8A8, [True, False])))
+def test_w8a8_experts_equal_a_float64_model(name: str, is_quantized: bool) -> None:
+    check_w8a8_experts(name, is_quantized=is_quantized)
+
+
+def test_bounds_tell_the_dtypes_of_the_second_product_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chips take a float32 scale beside a float16 result as well, which is more exact."""
+    original, exact = torch.ops.npu.npu_grouped_matmul, [int8_weights().down_scale]
+
+    def called(*args: Any, **options: Any) -> list[Tensor]:  # noqa: ANN401
+        if options["scale"] is None:
+            return original(*args, **options)
+        half = {"scale": exact, "output_dtype": torch.float16}
+        return [original(*args, **options | half)[0].bfloat16()]
+
+    monkeypatch.setattr(torch.ops.npu, "npu_grouped_matmul", called)
+    with pytest.raises(AssertionError, match="results are beyond their bounds"):
+        check_w8a8_experts("ascend", is_quantized=True)
 
 
 def bf16_model(x: Tensor, weights: ExpertWeights, expert: int) -> Tensor:
@@ -470,17 +491,16 @@ LARGE = MoESpec(hidden_size=1024, num_experts=2, top_k=1)
 
 
 @pytest.mark.parametrize(
-    ("backend", "made"), [("ascend", "rint127, rint127eps"), ("ascend_low_latency", "rint127")]
+    ("mode", "made"), [("normal", "rint127, rint127eps"), ("low_latency", "rint127")]
 )
 def test_a_package_that_makes_int8_rows_in_its_own_way_is_no_help(
-    backend: str, made: str, monkeypatch: pytest.MonkeyPatch
+    mode: str, made: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HCCL_BUFFSIZE", "2000")
-    is_normal = backend == "ascend"
     config = EPConfig(
-        mode="normal" if is_normal else "low_latency",
-        max_tokens_per_rank=None if is_normal else 16,
-        backend=backend,
+        mode=mode,  # type: ignore[arg-type]
+        max_tokens_per_rank=None if mode == "normal" else 16,
+        backend="ascend",
         runner="ascend_swiglu_quant",
         int8_profile="div",
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from epcomm.runners.ascend_groups import (
+from epcomm.runners.ascend.groups import (
     ExpertGroups,
     GroupListKind,
     Int8Rows,
@@ -16,7 +16,7 @@ from epcomm.runners.ascend_groups import (
     multiply,
     multiply_and_activate,
 )
-from epcomm.testing.ascend import limits, registry
+from fakes.ascend import limits, registry
 
 # Three experts, the second without rows; the last two of nine rows are nobody's.
 COUNTS = (3, 0, 4)

@@ -239,7 +239,9 @@ def test_slots_that_are_not_aligned_are_refused(monkeypatch: pytest.MonkeyPatch)
     fake_deep_gemm.install(monkeypatch, alignment=256)
     weights = make_weights()
     record = with_columns(rows_record(PLAIN, make_index()), weights)
-    with pytest.raises(ConfigError, match=r"multiples of 128, .*set EPConfig\.slot_alignment=256"):
+    with pytest.raises(
+        ConfigError, match="multiples of 128, expected multiples of 256; dispatch with a plan"
+    ):
         DeepGemmRunner().run(record, weights)  # type: ignore[arg-type]
 
 
@@ -283,7 +285,7 @@ def test_experts_that_it_does_not_compute_are_refused_with_reasons(
 
 
 SPEC = MoESpec(hidden_size=HIDDEN, num_experts=NUM_EXPERTS, top_k=2)
-ASKED = EPConfig(mode="normal", runner="deep_gemm", slot_alignment=128)
+ASKED = EPConfig(mode="normal", runner="deep_gemm")
 
 
 def test_plan_never_takes_what_is_missing() -> None:
@@ -318,13 +320,11 @@ def test_plan_lays_scales_out_for_it(
     assert "scales on arrival" not in plain.explain()
 
 
-def test_plan_names_the_alignment_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_aligns_slots_as_it_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_deep_gemm.install(monkeypatch)
-    with pytest.raises(BackendUnavailable) as caught:
-        plan(replace(ASKED, slot_alignment=64), SPEC, weights=make_weights())
-    assert (
-        "needs slots in multiples of 128, but slot_alignment is 64; set EPConfig.slot_alignment=128"
-    ) in str(caught.value)
+    assert plan(ASKED, SPEC, weights=make_weights()).prefill.buffer_spec.slot_alignment == 128
+    plain = replace(ASKED, runner="quantized_reference")
+    assert plan(plain, SPEC, weights=make_weights()).prefill.buffer_spec.slot_alignment == 1
 
 
 def test_auto_prefers_the_kernels_of_this_library() -> None:
@@ -332,13 +332,7 @@ def test_auto_prefers_the_kernels_of_this_library() -> None:
     assert names.index("fp8_triton") < names.index("deep_gemm") < names.index("quantized_reference")
 
 
-@pytest.mark.parametrize(
-    ("slot_alignment", "runner"), [(128, "deep_gemm"), (1, "quantized_reference")]
-)
-def test_auto_takes_it_for_powers_of_two_where_slots_are_aligned(
-    slot_alignment: int, runner: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_takes_it_for_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_deep_gemm.install(monkeypatch, architecture=10)
-    config = EPConfig(mode="normal", slot_alignment=slot_alignment)
     weights = make_weights(ScaleDtype.POWER_OF_TWO)
-    assert plan(config, SPEC, weights=weights).runner == runner
+    assert plan(EPConfig(mode="normal"), SPEC, weights=weights).runner == "deep_gemm"

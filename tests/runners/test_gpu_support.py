@@ -12,12 +12,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from epcomm import ShapeError
-from epcomm.kernels import cuda_cpp, wgmma_fp8
-from epcomm.quantized_weights import Fp8BlockWeights, Int8ChannelWeights
+from epcomm.kernels import cuda_jit
+from epcomm.kernels.gemm import fp8_hopper
 from epcomm.runners.fp8_triton import Fp8TritonRunner
 from epcomm.runners.fp8_wgmma import Fp8WgmmaRunner
 from epcomm.runners.gpu_slots import GpuSlotsRunner
 from epcomm.runners.int8_triton import Int8TritonRunner
+from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
 
 # Not importorskip: tests/kernels must choose an interpreter before triton is imported.
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
@@ -107,7 +108,7 @@ def has_capability(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int])
 @pytest.mark.parametrize("case", DEVICES, ids=lambda case: f"{case.runner.name}, {case.capability}")
 def test_capability_decides(case: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     has_capability(monkeypatch, case.capability)
-    monkeypatch.setattr(cuda_cpp, "nvrtc_is_installed", lambda: True)
+    monkeypatch.setattr(cuda_jit, "nvrtc_is_installed", lambda: True)
     weights = int8_weights() if case.runner is Int8TritonRunner else fp8_weights()
     verdict = case.runner.supports(weights)
     assert verdict.reasons == case.reasons
@@ -119,15 +120,15 @@ def test_wgmma_needs_its_compiler_few_experts_and_short_floats(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     has_capability(monkeypatch, (9, 0))
-    monkeypatch.setattr(cuda_cpp, "nvrtc_is_installed", lambda: False)
-    most = wgmma_fp8.MAX_EXPERTS
+    monkeypatch.setattr(cuda_jit, "nvrtc_is_installed", lambda: False)
+    most = fp8_hopper.MAX_EXPERTS
     weights = replace(fp8_weights(most + 1), hidden_dtype=torch.float32)
     assert Fp8WgmmaRunner.supports(weights).reasons == (
         "hidden states are torch.float32, expected bfloat16 or float16",
         f"{most + 1} experts, at most {most}",
         "NVRTC is not installed",
     )
-    monkeypatch.setattr(cuda_cpp, "nvrtc_is_installed", lambda: True)
+    monkeypatch.setattr(cuda_jit, "nvrtc_is_installed", lambda: True)
     for dtype in (torch.bfloat16, torch.float16):
         assert Fp8WgmmaRunner.supports(replace(fp8_weights(most), hidden_dtype=dtype)).ok
 
@@ -164,8 +165,8 @@ def down_operands(num_slots: int = 5) -> dict[str, Tensor]:
 
 
 PRODUCTS = {
-    "gate_up": (wgmma_fp8.gate_up_fp8, gate_up_operands),
-    "down": (wgmma_fp8.down_fp8, down_operands),
+    "gate_up": (fp8_hopper.gate_up_fp8, gate_up_operands),
+    "down": (fp8_hopper.down_fp8, down_operands),
 }
 OPERANDS = [
     (product, name)
@@ -230,7 +231,7 @@ def test_wgmma_launches_nothing_where_there_are_no_slots(
         raise AssertionError("no slots, no work")
 
     for name in ("_kernels", "byte_matrix_map", "_rows"):
-        monkeypatch.setattr(wgmma_fp8, name, refuse)
+        monkeypatch.setattr(fp8_hopper, name, refuse)
     launch, make = PRODUCTS[product]
     operands = make(0)
     launch(**operands)

@@ -14,7 +14,7 @@ from epcomm.runners.grouped_mm import GroupedMMRunner
 from epcomm.runners.reference import ReferenceRunner
 from epcomm.testing.oracle import relative_error
 from epcomm.types import WeightsAppliedBy
-from epcomm.weights import ExpertWeights
+from epcomm.weights.unquantized import ExpertWeights
 
 NUM_ROWS, HIDDEN, INNER = 96, 128, 64
 # Results in bfloat16, from products rounded to bfloat16 between: a few times 2**-8.

@@ -26,7 +26,6 @@ from epcomm.quantization import (
     arrange_scales,
     quantize,
 )
-from epcomm.quantized_weights import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.records import Handle, Route, SlotIndex
 from epcomm.runners.base import ExpertRunner
 from epcomm.runners.deep_gemm import DeepGemmRunner
@@ -39,8 +38,9 @@ from epcomm.runners.reference import ReferenceRunner
 from epcomm.testing.data import BatchSpec, RankBatch, holed_ids, make_batch, make_weights
 from epcomm.testing.oracle import relative_error
 from epcomm.types import Layout, ScaleLayout, WeightsAppliedBy, WireDtype, WireFormat
+from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
+from tests.cases.quantized_model import KINDS, Bounded, assert_within, model, rounded
 from tests.ops.indices import index_of
-from tests.quantized_model import KINDS, Bounded, assert_within, model, rounded
 
 # Neither is a multiple of the blocks of 128.
 NUM_EXPERTS, HIDDEN, INNER = 3, 200, 144

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epcomm import EPConfig, EPGroup, Mode
-from epcomm.buffers import collective
-from epcomm.buffers.base import BufferSpec, Combined, DispatchCall, Dispatched
-from epcomm.buffers.collective import CollectiveBuffer, CollectiveRoute
+from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.collective import all_to_all
+from epcomm.buffers.collective.all_to_all import CollectiveBuffer, CollectiveRoute
 from epcomm.buffers.traffic import TrafficMeter
 from epcomm.collectives.base import Collectives
 from epcomm.ops.slots import Members, slots_by_row
 from epcomm.records import Route
+from epcomm.spec import BufferSpec
 from epcomm.testing import buffer_suite, layer_suite
 from epcomm.types import RowsPer
 
@@ -224,7 +225,7 @@ CASES = [
 
 def run(suite: str, scenario: str, group: EPGroup) -> None:
     if suite == "buffer":
-        env = buffer_suite.BufferEnv(group=group, backend="collective", mode=Mode.NORMAL)
+        env = buffer_suite.BufferEnv(group=group, backend="CollectiveBuffer", mode=Mode.NORMAL)
         buffer_suite.run_scenario(scenario, env)
     else:
         env = layer_suite.pipeline_env(group, EPConfig(mode="normal", backend="collective"))
@@ -234,7 +235,7 @@ def run(suite: str, scenario: str, group: EPGroup) -> None:
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_broken_buffer_fails(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective, "CollectiveBuffer", case.buffer)
+    monkeypatch.setattr(all_to_all, "CollectiveBuffer", case.buffer)
     failure = ""
     with EPGroup(dist.new_group(timeout=PATIENCE)) as group:
         try:
@@ -250,6 +251,6 @@ def test_broken_buffer_fails(case: Case, monkeypatch: pytest.MonkeyPatch) -> Non
     ("suite", "scenario"), sorted({(case.suite, case.scenario) for case in CASES})
 )
 def test_whole_buffer_passes(suite: str, scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective, "CollectiveBuffer", Unchanged)
+    monkeypatch.setattr(all_to_all, "CollectiveBuffer", Unchanged)
     with EPGroup() as group:
         run(suite, scenario, group)

@@ -1,7 +1,8 @@
 """Models of transformers on epcomm; transformers is imported where it must be, and nowhere else.
 
 reading.py reads a MoE block by its structure, with structure.py, routings.py and probing.py;
-expert_parallel.py lets transformers load whole models with epcomm, whatever their blocks.
+expert_parallel.py lets transformers load whole models with epcomm, whatever their blocks;
+trainer.py lets its Trainer train, save and resume models with such blocks.
 """
 
 from epcomm.integrations.transformers.expert_parallel import (
@@ -9,9 +10,11 @@ from epcomm.integrations.transformers.expert_parallel import (
     register_expert_parallel,
 )
 from epcomm.integrations.transformers.reading import from_transformers
+from epcomm.integrations.transformers.trainer import prepare_trainer
 
 __all__ = [
     "ExpertParallelRegistration",
     "from_transformers",
+    "prepare_trainer",
     "register_expert_parallel",
 ]

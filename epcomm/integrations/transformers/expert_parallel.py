@@ -21,19 +21,19 @@ from torch import Tensor, nn
 
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode, Router
-from epcomm.dispatchers.phases import PhaseDispatchers
 from epcomm.errors import ConfigError, HandleError
 from epcomm.group import EPGroup
 from epcomm.layers import put_in_front
 from epcomm.ops.pack import pack
 from epcomm.ops.slots import expert_of_slot
-from epcomm.pipeline import path_output
-from epcomm.planning import MoESpec, plan
-from epcomm.profiling import ranged
+from epcomm.paths import PhaseDispatchers, path_output
+from epcomm.planning.plan import plan
+from epcomm.platforms.compiler import untraced
+from epcomm.platforms.profiler import ranged
 from epcomm.records import RowsDispatchOutput, TopKOutput
+from epcomm.spec import MoESpec
 from epcomm.stats import EPStats, LayerCounter
 from epcomm.types import WeightsAppliedBy
-from epcomm.untraced import untraced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -231,8 +231,8 @@ class ExpertsBridge:
     def _compute(self, hidden_states: Tensor, topk: TopKOutput) -> Tensor:
         phases = self._phases_for(hidden_states, topk)
         dispatcher = phases.of_phase(decode=self.is_decoding)
-        needs_grad = any(parameter.requires_grad for parameter in self._experts.parameters())
-        out = dispatcher.dispatch(hidden_states, topk, experts_need_grad=needs_grad)
+        trained = {name: p.requires_grad for name, p in self._experts.named_parameters()}
+        out = dispatcher.dispatch(hidden_states, topk, experts_need_grad=trained)
         y = dispatcher.combine(out.combine_input(self._run(out)))
         if self._counter is None:
             self._counter = LayerCounter(self._num_local_experts, y.device)

@@ -22,6 +22,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from epcomm.blocks import BlockLayout, RouterInput
 from epcomm.config import EPConfig, Router
 from epcomm.errors import EPError
 from epcomm.experts import ExpertParallelExperts
@@ -33,7 +34,7 @@ from epcomm.integrations.transformers.random_copy import (
     row_error,
 )
 from epcomm.integrations.transformers.structure import correction_bias_of, refusal
-from epcomm.moe import BlockLayout, ExpertParallelMoE, RouterInput
+from epcomm.moe import ExpertParallelMoE
 from epcomm.records import TopKOutput
 from epcomm.routing import RoutingSpec
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from epcomm.integrations.transformers.random_copy import configs_in, on_cpu, row_error
 from epcomm.ops.activation import activate
-from epcomm.weights import ExpertWeights
+from epcomm.weights.unquantized import ExpertWeights
 
 # Of the matrices that are tried, which are many; the number of experts stays.
 _NUM_TOKENS, _HIDDEN, _INTERMEDIATE = 16, 8, 6

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
+from epcomm.blocks import BlockLayout
 from epcomm.config import EPConfig
 from epcomm.errors import ConfigError
 from epcomm.experts import ExpertParallelExperts
@@ -25,10 +26,10 @@ from epcomm.integrations.transformers.probing import BlockProbe
 from epcomm.integrations.transformers.probing_experts import experts_disagreement
 from epcomm.integrations.transformers.routings import routing_candidates
 from epcomm.integrations.transformers.structure import read_experts, read_layout, refusal
-from epcomm.moe import BlockLayout, ExpertParallelMoE
+from epcomm.moe import ExpertParallelMoE
+from epcomm.planning.candidates import refuse_plan
 from epcomm.routing import RoutingSpec
-from epcomm.survey import refuse_plan
-from epcomm.weights import ExpertWeights
+from epcomm.weights.unquantized import ExpertWeights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ from functools import partial
 
 from torch import nn
 
+from epcomm.blocks import chosen_by_router
 from epcomm.errors import ConfigError
 from epcomm.integrations.transformers.structure import router_settings
-from epcomm.moe import chosen_by_router
 from epcomm.routing import RoutingSpec, ScoreFunction, presets
 
 

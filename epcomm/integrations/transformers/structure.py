@@ -13,9 +13,9 @@ from types import MappingProxyType
 
 from torch import Tensor, nn
 
+from epcomm.blocks import BlockLayout
 from epcomm.errors import ConfigError
-from epcomm.moe import BlockLayout
-from epcomm.weights import Activation, ExpertFormat, ExpertWeights
+from epcomm.weights.unquantized import Activation, ExpertFormat, ExpertWeights
 
 # Child or tensor of a block to the field of BlockLayout that names it.
 _PARTS: Mapping[str, str] = MappingProxyType(

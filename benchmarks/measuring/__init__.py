@@ -1,0 +1,1 @@
+"""How benchmarks measure and check, and what they say of the machine."""

@@ -1,0 +1,92 @@
+"""What a result depends on besides the code: hardware, versions, load, memory allocator."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from torch.cuda import nccl
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# Parameters of glibc's mallopt(), from malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+# 2 GiB - 1: the largest value that mallopt takes, an int.
+_MOST_FREE_BYTES = 2**31 - 1
+
+
+def keep_freed_memory() -> bool:
+    """Let malloc recycle large blocks, as the caching allocator of CUDA does; whether it obeyed.
+
+    By default glibc hands every block of 32 MiB back to the system when it is freed, and the next
+    call touches each of its pages anew. That costs as much as a message of that size, and hits
+    whoever happens to need blocks just above the limit.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    libc = ctypes.CDLL(None)
+    settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _MOST_FREE_BYTES))
+    return all(libc.mallopt(name, value) == 1 for name, value in settings)
+
+
+def describe_hardware(device: torch.device) -> dict[str, str | int]:
+    """Processor, and accelerator if there is one."""
+    facts: dict[str, str | int] = {
+        "processor": _processor_name(),
+        "num_cores": os.cpu_count() or 0,
+        "system": f"{platform.system()} {platform.machine()}",
+        "threads_per_rank": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        facts["accelerator"] = torch.cuda.get_device_name(device)
+        facts["num_accelerators"] = torch.cuda.device_count()
+    return facts
+
+
+def describe_versions(device: torch.device) -> dict[str, str]:
+    """Of what was measured and what it runs on."""
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "epcomm": _version_of("epcomm"),
+        "commit": _commit(),
+    }
+    if device.type == "cuda":
+        versions["cuda"] = str(torch.version.cuda)
+        versions["nccl"] = ".".join(map(str, nccl.version()))
+    return versions
+
+
+def load_average() -> float:
+    """Of the last minute: processes that wanted a core, ours among them."""
+    return round(os.getloadavg()[0], 2)
+
+
+def _processor_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines() if os.name == "posix" else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    """The commit, with a + if tracked files differ from it."""
+    describe = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            describe, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()

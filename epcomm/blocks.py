@@ -1,0 +1,103 @@
+"""Which part of a MoE block does what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torch import Tensor, nn
+
+from epcomm.errors import ConfigError
+from epcomm.records import TopKOutput
+
+
+class RouterInput(StrEnum):
+    """What a router is called with, besides itself.
+
+    TOKENS: the tokens, [T, H].   BATCH: the same as a batch of one, [1, T, H].
+    CORRECTION_BIAS: what BlockLayout.correction_bias names, [E]; None where it names nothing.
+    INPUT_IDS: ids of the tokens in the vocabulary, [T].
+    """
+
+    TOKENS = "tokens"
+    BATCH = "batch"
+    CORRECTION_BIAS = "correction_bias"
+    INPUT_IDS = "input_ids"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockLayout:
+    """Which part of a block does what, by its dotted name below the block; None: there is none.
+
+    router: what router_inputs say to logits [T, E], or to a tuple whose first entry they are; where
+        the routing is chosen_by_router, to (logits, topk_weights [T, K], topk_ids [T, K], ...).
+    router_inputs: its arguments, in order.
+    correction_bias: E values, whatever their shape, that the routing wants.
+    shared_experts: [..., H] to [..., H], computed on every rank's own tokens.
+    shared_experts_gate: [..., H] to [..., 1]; its sigmoid multiplies what the shared experts give.
+    averages_shared_experts: y is the mean of routed and shared experts instead of their sum.
+    latent_in, latent_out: [T, H] to [T, H'] before dispatch, and back after combine; H' is the
+        hidden size of the routed experts.
+    routed_scale: multiplies what the routed experts give, after latent_out.
+    output_norm: [..., H] to [..., H], applied to y last.
+    returns_scores: the block returns (y, topk_weights [T, K] in the dtype of the logits), not y.
+    """
+
+    router: str = "gate"
+    router_inputs: tuple[RouterInput, ...] = (RouterInput.TOKENS,)
+    correction_bias: str | None = None
+    shared_experts: str | None = None
+    shared_experts_gate: str | None = None
+    averages_shared_experts: bool = False
+    latent_in: str | None = None
+    latent_out: str | None = None
+    routed_scale: float = 1.0
+    output_norm: str | None = None
+    returns_scores: bool = False
+
+    def names(self) -> dict[str, str]:
+        """Field to name, of the parts that are there."""
+        named = {
+            "router": self.router,
+            "correction_bias": self.correction_bias,
+            "shared_experts": self.shared_experts,
+            "shared_experts_gate": self.shared_experts_gate,
+            "latent_in": self.latent_in,
+            "latent_out": self.latent_out,
+            "output_norm": self.output_norm,
+        }
+        return {field: name for field, name in named.items() if name is not None}
+
+
+def chosen_by_router(
+    logits: Tensor, *, top_k: int, correction_bias: Tensor | None, hidden_states: Tensor | None
+) -> TopKOutput:
+    """Stand for the choice of a router module that returns weights and ids beside its logits.
+
+    `RoutingSpec(top_k=K, custom_function=chosen_by_router)` makes ExpertParallelMoE take both as
+    they are; no RoutingSpec has to describe them, and no operator of the device replaces them.
+
+    Raises:
+        ConfigError: always, because logits alone do not tell what the router chose.
+    """
+    raise ConfigError(
+        "chosen_by_router: called with logits, expected to be taken from the router's own output; "
+        "use it in the RoutingSpec of an ExpertParallelMoE, not with route()"
+    )
+
+
+def find_part(block: nn.Module, field: str, name: str) -> nn.Module | Tensor:
+    """The part of a block that its layout calls `field`, by its dotted name.
+
+    Raises:
+        ConfigError: there is no such module, or for a correction bias no such tensor.
+    """
+    part: object = block
+    for step in name.split("."):
+        part = getattr(part, step, None)
+    if not isinstance(part, Tensor if field == "correction_bias" else nn.Module):
+        raise ConfigError(
+            f"{type(block).__name__}: {name} is {type(part).__name__}, expected its "
+            f"{field}; pass a BlockLayout that names it"
+        )
+    return part

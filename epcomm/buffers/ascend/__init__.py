@@ -1,0 +1,1 @@
+"""Buffers over the packages for Ascend NPUs."""

@@ -1,0 +1,198 @@
+"""What the buffers over the Ascend deep_ep share: limits, rows, counts."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.ascend.calls import AscendCalls, device_types, slot_bytes, slots_to_ranks
+from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.vendor import COMBINE, DISPATCH, ForeignBuffer
+from epcomm.config import Mode, environment
+from epcomm.errors import BackendUnavailable
+from epcomm.ops.masked_entries import fill_holes
+from epcomm.platforms.ascend.chip import Soc, current_soc
+from epcomm.platforms.ascend.environment import variable_reasons
+from epcomm.platforms.ascend.limits import MAX_TOP_K, SizeLimits, size_reasons, window_reasons
+from epcomm.protocol import BatchFlags
+from epcomm.quantization import INT8_PER_TOKEN
+from epcomm.records import Route, SlotIndex
+from epcomm.spec import BufferCaps, BufferSpec
+from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireDtype, WireFormat, WireTensor
+
+WIRE_DTYPES = frozenset({WireDtype.BF16, WireDtype.INT8})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AscendRoute(Route):
+    """The package's handle, and what the bytes of a combine are counted by.
+
+    num_tokens: of the call; the package was given one where there was none.
+    slots_from_rank: [W], int64, on the device.
+    is_empty: [T, 1], bool: tokens that are zeros in y.
+    """
+
+    num_tokens: int
+    num_rows: int
+    index: SlotIndex
+    handle: Any
+    slots_from_rank: Tensor
+    is_empty: Tensor
+
+
+class AscendBuffer(AscendCalls, ForeignBuffer):
+    """Rows come packed, one a (token, expert) pair; combine multiplies by the router weights."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
+        variables, soc = environment(), current_soc()
+        reasons = []
+        if spec.combine_format.dtype is not WireDtype.BF16:
+            reasons.append(f"combine carries bf16, not {spec.combine_format}")
+        if spec.slot_alignment > 1:
+            reasons.append("packs its rows, so slot_alignment must be 1")
+        reasons += size_reasons(spec, world_size, cls._limits(soc), soc)
+        window = cls._window_bytes(spec, world_size, variables)
+        if window is not None:
+            reasons += window_reasons(window, variables)
+        reasons += variable_reasons(variables, soc)
+        return tuple(reasons + cls._mode_reasons(spec, world_size, variables))
+
+    @classmethod
+    @abstractmethod
+    def _limits(cls, soc: Soc | None) -> SizeLimits:
+        """Sizes that the kernels of this mode take."""
+
+    @classmethod
+    @abstractmethod
+    def _window_bytes(
+        cls, spec: BufferSpec, world_size: int, variables: Mapping[str, str]
+    ) -> int | None:
+        """The HCCL window that it needs; None where the specification lacks what decides it."""
+
+    @classmethod
+    @abstractmethod
+    def _mode_reasons(
+        cls, spec: BufferSpec, world_size: int, variables: Mapping[str, str]
+    ) -> list[str]:
+        """What this mode alone refuses."""
+
+    @property
+    def _quant_mode(self) -> str:
+        """Passed with every call, so that no variable of the process decides."""
+        return "int8" if self._spec.dispatch_format.dtype is WireDtype.INT8 else "bf16"
+
+    def _sent(self, call: DispatchCall, ids: Tensor) -> DispatchCall:
+        """What the package is given: an expert in every entry, and one token at least.
+
+        ids: those of the call that are safe to send.
+
+        Releases of the package put a token in place of none, and keep in their Buffer that they
+        did: the next dispatch then decides what an earlier one's combine returns.
+        """
+        if ids.shape[0] == 0:
+            return self._dummy(call)
+        ids, weights = fill_holes(ids, call.topk_weights, self._num_experts)
+        rows = call.hidden_states.contiguous()
+        return replace(call, hidden_states=rows, topk_ids=ids, topk_weights=weights)
+
+    def _dummy(self, call: DispatchCall) -> DispatchCall:
+        """One token of weight 0, for experts of this rank first; a row of zeros had no scale."""
+        top_k, device = self._spec.top_k, call.topk_ids.device
+        first = self._rank * self._spec.num_local_experts
+        experts = torch.arange(first, first + top_k, device=device) % self._num_experts
+        return replace(
+            call,
+            hidden_states=call.hidden_states.new_ones(1, self._spec.hidden_size),
+            topk_ids=experts.unsqueeze(0),
+            topk_weights=torch.zeros(1, top_k, device=device),
+        )
+
+    def _wire(self, received: Tensor | tuple[Tensor, Tensor]) -> WireTensor:
+        """Received rows with their scales.
+
+        Raises:
+            BackendUnavailable: they are not what was asked for.
+        """
+        data, scales = (received, None) if isinstance(received, Tensor) else received
+        wanted = self._spec.dispatch_format
+        if data.dtype != wanted.dtype.torch_dtype or (scales is None) is wanted.dtype.is_quantized:
+            with_scales = "no scales" if scales is None else "scales"
+            raise BackendUnavailable(
+                f"{self.name}: rows came as {data.dtype} with {with_scales}, expected {wanted} "
+                f"(rank {self._rank} of {self._world_size}); install another release of deep_ep"
+            )
+        if scales is None:
+            return WireTensor(data=data, format=WireFormat.of(data.dtype))
+        return WireTensor(data=data, format=INT8_PER_TOKEN, scales=scales.unsqueeze(1))
+
+    def _dispatched(self, rows: WireTensor, ids: Tensor, route: AscendRoute) -> Dispatched:
+        """What arrived, after the bytes that this rank sent were counted."""
+        to_rank = slots_to_ranks(ids, self._num_experts, self._world_size)
+        self._count_bytes(DISPATCH, to_rank, slot_bytes(self._spec)[0])
+        return Dispatched(
+            rows=rows,
+            index=route.index,
+            slot_weights=None,
+            route=route,
+            any_flags=BatchFlags.NONE,
+        )
+
+    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
+        raise NotImplementedError("there is no cached dispatch (caps.reuses_route)")
+
+    def combine(
+        self,
+        rows: Tensor,
+        route: Route,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+    ) -> Combined:
+        assert isinstance(route, AscendRoute), "a route of this buffer"
+        assert slot_weights is None, "weights are applied at home"
+        assert row_scalars is None, "there is no backward"
+        self._check_open()
+        self._compare_combine()
+        # Without the token of a rank that has none.
+        y = self._bring_home(rows, route)[: route.num_tokens].masked_fill(route.is_empty, 0.0)
+        self._count_bytes(COMBINE, route.slots_from_rank, slot_bytes(self._spec)[1])
+        return Combined(y=y, scalars=None)
+
+    @abstractmethod
+    def _bring_home(self, rows: Tensor, route: AscendRoute) -> Tensor:
+        """The sums of `rows`, times the router weights, for all tokens sent. Collective."""
+
+
+def packed_caps(max_tokens: int | None) -> BufferCaps:
+    """What both modes have in common, on the side of exact sizes."""
+    return BufferCaps(
+        layout=Layout.ROWS,
+        trainable=False,
+        graph_safe=False,
+        ordered=True,
+        wire_dtypes=WIRE_DTYPES,
+        weights_applied_by=frozenset({WeightsAppliedBy.COMBINE}),
+        max_tokens_per_rank=max_tokens,
+        max_top_k=MAX_TOP_K,
+        reuses_route=False,
+        announces_faults=False,
+        fills_holes=True,
+        fills_empty=True,
+        needs_process_group=True,
+        device_types=device_types(),
+    )
+
+
+def slots_from_ranks(prefix: Tensor, world_size: int) -> Tensor:
+    """[W], int64, from inclusive sums over (expert, source rank) of the pairs received."""
+    ends = prefix.flatten().to(torch.int64)
+    return ends.diff(prepend=ends.new_zeros(1)).view(-1, world_size).sum(0)

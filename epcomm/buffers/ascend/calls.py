@@ -1,0 +1,147 @@
+"""What all backends over the Ascend deep_ep share: probing, opening, bytes of a pair."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.requirements import carrying_reasons, limit_reasons
+from epcomm.buffers.sizes import CallShape
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.buffers.vendor import ForeignCalls
+from epcomm.config import Mode, environment
+from epcomm.errors import BackendUnavailable, describe_ranks
+from epcomm.platforms.ascend.chip import DEVICE_NAMES, current_soc, device_name
+from epcomm.platforms.ascend.environment import rounds_of
+from epcomm.platforms.deep_ep import DeepEPKind
+from epcomm.platforms.deep_ep_package import find_deep_ep, import_deep_ep
+from epcomm.platforms.signatures import signature_reasons
+from epcomm.spec import Availability, BufferSpec
+from epcomm.types import WireDtype
+
+# Ids and weights of one (token, expert) pair, and the scale of its row.
+ENTRY_BYTES, SCALE_BYTES = 12, 4
+
+
+class AscendCalls(ForeignCalls):
+    """A backend over one Buffer of the package.
+
+    calls: what is passed to the package's Buffer, by method; everything is passed by name.
+    """
+
+    name: ClassVar[str]
+    mode: ClassVar[Mode]
+    calls: ClassVar[Mapping[str, Sequence[str]]]
+    # A slot is written once for a (token, expert) pair.
+    needs_distinct_ids: ClassVar[bool] = True
+    # The package's Buffer, whose types are the package's own.
+    _buffer: Any
+
+    @classmethod
+    def probe(cls, environment: object) -> Availability:
+        kind, is_stand_in = find_deep_ep()
+        reasons = []
+        if kind is None:
+            reasons.append("deep_ep for Ascend is not installed")
+        elif kind is not DeepEPKind.ASCEND:
+            reasons.append(f"the deep_ep installed is {kind.value}, expected Ascend")
+        elif not is_stand_in and "torch_npu" not in sys.modules:
+            reasons.append("torch_npu is not imported; import it before epcomm plans")
+        elif (device := device_name()) is not None and current_soc() is None:
+            known = ", ".join(DEVICE_NAMES.values())
+            reasons.append(f"the device is {device}, expected one of {known}")
+        return Availability(ok=not reasons, reasons=tuple(reasons))
+
+    @classmethod
+    def wire_bytes(
+        cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
+    ) -> BufferTraffic:
+        out, home = slot_bytes(spec)
+        return BufferTraffic(
+            dispatch_bytes=call.slots_sent * out, combine_bytes=call.slots_received * home
+        )
+
+    def _open(self, **arguments: object) -> None:
+        """Make the package's Buffer, once every rank has found that it can.
+
+        The variables are read again: EPGroup.open_buffer may be called without a plan, or later.
+        Collective: yes.   Host sync: yes.
+        Raises:
+            BackendUnavailable: some rank cannot serve the specification; on every rank.
+            ConfigError: ranks cut batches into different rounds.
+        """
+        process_group = self._process_group
+        caps = self.caps(self.mode)
+        reasons = [
+            *self.probe(environment()).reasons,
+            *carrying_reasons(self._spec, caps),
+            *limit_reasons(self._spec, caps, self.mode),
+            *self.lacks(self.mode, self._spec, self._world_size),
+        ]
+        package: Any = None
+        if not reasons:
+            try:
+                package = import_deep_ep()
+                reasons += signature_reasons(package.Buffer, self.calls)
+            except BackendUnavailable as error:
+                reasons.append(str(error))
+        self._raise_reasons(reasons)
+        self._collectives.agree(_settings(), what=self.name)
+        self._buffer = package.Buffer(group=process_group, **arguments)
+
+    def _raise_reasons(self, reasons: Sequence[str]) -> None:
+        """Raise on every rank if some rank has reasons."""
+        mine = {"reasons": "; ".join(reasons)}
+        texts = [
+            str(record["reasons"])
+            for record in self._collectives.gather_records(mine, phase="prepare")
+        ]
+        faults = [
+            f"{describe_ranks([r for r, other in enumerate(texts) if other == text])}: {text}"
+            for text in dict.fromkeys(texts)
+            if text
+        ]
+        if faults:
+            raise BackendUnavailable(
+                f"{self.name}: cannot be opened, {'; '.join(faults)} (this is rank {self._rank} of "
+                f"{self._world_size})"
+            )
+
+    def _destroy(self) -> None:
+        """It holds a window of the process group, which is the group's."""
+        self._buffer = None
+
+
+def device_types() -> frozenset[str]:
+    """Of the groups that the kernels serve: the vendor's, or those that stand in for them."""
+    kind, is_stand_in = find_deep_ep()
+    return frozenset({"cpu"} if is_stand_in and kind is DeepEPKind.ASCEND else {"npu"})
+
+
+def slot_bytes(spec: BufferSpec) -> tuple[int, int]:
+    """Of one (token, expert) pair, out and home."""
+    scale_bytes = SCALE_BYTES if spec.dispatch_format.dtype is WireDtype.INT8 else 0
+    wire = spec.dispatch_format.data_bytes(spec.hidden_size)
+    return wire + scale_bytes + ENTRY_BYTES, 2 * spec.hidden_size
+
+
+def slots_to_ranks(topk_ids: Tensor, num_experts: int, world_size: int) -> Tensor:
+    """[W], int64, on the device: (token, expert) pairs for each rank."""
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=topk_ids.device)
+    flat = topk_ids.flatten()
+    return counts.scatter_add_(0, flat, torch.ones_like(flat)).view(world_size, -1).sum(1)
+
+
+def _settings() -> dict[str, str | int]:
+    """What the variables and the chip decide, and must be equal on all ranks."""
+    rounds = rounds_of(environment())
+    return {
+        "chip": str(current_soc()),
+        "rounds": rounds.num_rounds,
+        "tokens of a round": rounds.tokens_per_round,
+        "rounds in combine": str(rounds.in_combine),
+    }

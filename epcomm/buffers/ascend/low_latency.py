@@ -1,0 +1,171 @@
+"""Low latency of the Ascend deep_ep: packed rows in memory of fixed size, counts on the device.
+
+M * W * min(K, L) rows are handed out, of which the first sum of the counts are defined. Combine
+takes all of them, and multiplies by the router weights, which stay with the route. Hooks, events
+and cleaning do nothing there: everything is in the order of the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from epcomm.buffers.ascend.base import (
+    AscendBuffer,
+    AscendRoute,
+    packed_caps,
+    slots_from_ranks,
+)
+from epcomm.buffers.ascend.calls import slot_bytes
+from epcomm.buffers.base import DispatchCall, Dispatched
+from epcomm.buffers.sizes import Region
+from epcomm.config import Mode
+from epcomm.ops.masked_entries import is_nowhere
+from epcomm.platforms.ascend.chip import Soc, current_soc
+from epcomm.platforms.ascend.limits import (
+    MAX_LOCAL_EXPERTS_TIMES_RANKS,
+    SizeLimits,
+    low_latency_limits,
+    low_latency_window_bytes,
+)
+from epcomm.records import SlotIndex
+from epcomm.spec import BufferCaps, BufferSpec
+from epcomm.types import Int8Profile
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AscendLowLatencyRoute(AscendRoute):
+    """What combine needs of its dispatch besides.
+
+    topk_ids, topk_weights: as they were sent, float32 and 0 where there was no expert.
+    """
+
+    topk_ids: Tensor
+    topk_weights: Tensor
+    has_failed: Tensor
+
+
+class AscendLowLatencyBuffer(AscendBuffer):
+    """Static sizes, no host read."""
+
+    name: ClassVar[str] = "ascend"
+    mode: ClassVar[Mode] = Mode.LOW_LATENCY
+    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
+    calls: ClassVar[Mapping[str, Sequence[str]]] = MappingProxyType(
+        {
+            "__init__": ("group", "low_latency_mode"),
+            "low_latency_dispatch": (
+                "x",
+                "topk_idx",
+                "num_max_dispatch_tokens_per_rank",
+                "num_experts",
+                "use_fp8",
+                "topk_weights",
+                "quant_mode",
+            ),
+            "low_latency_combine": ("x", "topk_idx", "topk_weights", "handle"),
+        }
+    )
+
+    @classmethod
+    def caps(cls, mode: Mode) -> BufferCaps:
+        return replace(
+            packed_caps(low_latency_limits(current_soc()).max_tokens),
+            graph_safe=True,
+            is_static=True,
+            host_reads=0,
+            has_slot_budget=False,
+            int8_profiles=frozenset({Int8Profile.RINT127}),
+        )
+
+    @classmethod
+    def _limits(cls, soc: Soc | None) -> SizeLimits:
+        return low_latency_limits(soc)
+
+    @classmethod
+    def _window_bytes(
+        cls, spec: BufferSpec, world_size: int, variables: Mapping[str, str]
+    ) -> int | None:
+        has_limit = spec.max_tokens_per_rank is not None
+        return low_latency_window_bytes(spec, world_size) if has_limit else None
+
+    @classmethod
+    def _mode_reasons(
+        cls, spec: BufferSpec, world_size: int, variables: Mapping[str, str]
+    ) -> list[str]:
+        rows = spec.num_local_experts * world_size
+        if rows <= MAX_LOCAL_EXPERTS_TIMES_RANKS:
+            return []
+        return [f"experts of one rank * ranks is {rows}, at most {MAX_LOCAL_EXPERTS_TIMES_RANKS}"]
+
+    @classmethod
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+        num_slots, (row, home) = _num_slots(spec, world_size), slot_bytes(spec)
+        sizes = {
+            "window of the process group": low_latency_window_bytes(spec, world_size),
+            "received slots": num_slots * row,
+            "expert results": num_slots * home,
+        }
+        return tuple(Region(name=name, max_bytes=size) for name, size in sizes.items())
+
+    def prepare(self) -> None:
+        self._open(low_latency_mode=True)
+        self._max_slots = _num_slots(self._spec, self._world_size)
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        self._check_open()
+        ids, fault, _ = self._guard_on_device(call)
+        has_failed = self._record(call, fault, fault * 0, self._max_slots)
+        sent = self._sent(call, ids)
+        received, counts, handle, _, _ = self._buffer.low_latency_dispatch(
+            x=sent.hidden_states,
+            topk_idx=sent.topk_ids,
+            num_max_dispatch_tokens_per_rank=self._spec.max_tokens_per_rank,
+            num_experts=self._num_experts,
+            # The name is that of the other package; here it means INT8, and is on by default.
+            use_fp8=self._quant_mode == "int8",
+            topk_weights=sent.topk_weights,
+            quant_mode=self._quant_mode,
+        )
+        index = SlotIndex(
+            row_of_slot=None,
+            slots_of_row=None,
+            num_slots_per_expert=counts.to(torch.int32),
+            first_slot=F.pad(counts.cumsum(0), (1, 0)).to(torch.int32),
+            host_num_slots_per_expert=None,
+        )
+        route = AscendLowLatencyRoute(
+            num_tokens=ids.shape[0],
+            num_rows=self._max_slots,
+            index=index,
+            handle=handle,
+            topk_ids=sent.topk_ids,
+            topk_weights=sent.topk_weights,
+            slots_from_rank=slots_from_ranks(handle[1], self._world_size),
+            # After a fault y is NaN.
+            is_empty=is_nowhere(ids) & ~has_failed,
+            has_failed=has_failed,
+        )
+        return self._dispatched(self._wire(received), sent.topk_ids, route)
+
+    def _bring_home(self, rows: Tensor, route: AscendRoute) -> Tensor:
+        assert isinstance(route, AscendLowLatencyRoute), "a route of this buffer"
+        y, _, _ = self._buffer.low_latency_combine(
+            x=rows.contiguous(),
+            topk_idx=route.topk_ids,
+            topk_weights=route.topk_weights,
+            handle=route.handle,
+        )
+        return y.masked_fill(route.has_failed, float("nan"))
+
+
+def _num_slots(spec: BufferSpec, world_size: int) -> int:
+    """Rows that the package allocates."""
+    assert spec.max_tokens_per_rank is not None, "low latency has a limit"
+    return spec.max_tokens_per_rank * world_size * min(spec.top_k, spec.num_local_experts)

@@ -1,0 +1,158 @@
+"""Normal mode of the Ascend deep_ep: packed rows, one a (token, expert) pair, ready for a GEMM.
+
+Its combine multiplies by the router weights that it kept from dispatch, so nobody else may. The ids
+and weights that it seems to return are memory that nobody wrote, and where nothing arrives one row
+of garbage comes: only the counts are read. A layout call comes right before each dispatch, for it
+leaves state behind. No cached handles, hence no backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.ascend.base import (
+    AscendBuffer,
+    AscendRoute,
+    packed_caps,
+    slots_from_ranks,
+)
+from epcomm.buffers.ascend.calls import slot_bytes
+from epcomm.buffers.base import DispatchCall, Dispatched
+from epcomm.buffers.sizes import Region
+from epcomm.config import Mode, environment
+from epcomm.ops.masked_entries import is_nowhere
+from epcomm.platforms.ascend.chip import Soc
+from epcomm.platforms.ascend.environment import normal_reasons, rounds_of
+from epcomm.platforms.ascend.limits import SizeLimits, normal_limits, normal_window_bytes
+from epcomm.records import SlotIndex
+from epcomm.spec import BufferCaps, BufferSpec
+from epcomm.types import Int8Profile, WireTensor
+
+
+class AscendNormalBuffer(AscendBuffer):
+    """Exact sizes; the host waits for the counts, once a dispatch. For inference."""
+
+    name: ClassVar[str] = "ascend"
+    mode: ClassVar[Mode] = Mode.NORMAL
+    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
+    calls: ClassVar[Mapping[str, Sequence[str]]] = MappingProxyType(
+        {
+            "__init__": ("group",),
+            "get_dispatch_layout": ("topk_idx", "num_experts"),
+            "dispatch": (
+                "x",
+                "num_tokens_per_rank",
+                "is_token_in_rank",
+                "num_tokens_per_expert",
+                "topk_idx",
+                "topk_weights",
+                "quant_mode",
+            ),
+            "combine": ("x", "handle"),
+        }
+    )
+
+    @classmethod
+    def caps(cls, mode: Mode) -> BufferCaps:
+        return replace(
+            packed_caps(rounds_of(environment()).max_tokens),
+            # By the second. They differ below magnitudes of 2e-5, where 1e-12 still counts.
+            int8_profiles=frozenset({Int8Profile.RINT127, Int8Profile.RINT127EPS}),
+        )
+
+    @classmethod
+    def _limits(cls, soc: Soc | None) -> SizeLimits:
+        return normal_limits(soc)
+
+    @classmethod
+    def _window_bytes(cls, spec: BufferSpec, world_size: int, variables: Mapping[str, str]) -> int:
+        tokens = rounds_of(variables).window_tokens(spec.max_tokens_per_rank)
+        return normal_window_bytes(spec, tokens)
+
+    @classmethod
+    def _mode_reasons(
+        cls, spec: BufferSpec, world_size: int, variables: Mapping[str, str]
+    ) -> list[str]:
+        return normal_reasons(spec.dispatch_format, variables)
+
+    @classmethod
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+        tokens = spec.max_tokens_per_rank
+        row, home = slot_bytes(spec)
+        most = None if tokens is None else tokens * world_size * spec.top_k
+        window = cls._window_bytes(spec, world_size, environment())
+
+        def slots(name: str, size: int) -> Region:
+            return Region(
+                name=name,
+                bytes_per_token=spec.top_k * size,
+                max_bytes=None if most is None else most * size,
+            )
+
+        return (
+            Region(name="window of the process group", max_bytes=window),
+            slots("received slots", row),
+            slots("expert results", home),
+        )
+
+    def prepare(self) -> None:
+        self._open()
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        self._check_open()
+        ids, _ = self._guard(call)
+        sent = self._sent(call, ids)
+        per_rank, _, per_expert, is_in_rank, _ = self._buffer.get_dispatch_layout(
+            topk_idx=sent.topk_ids, num_experts=self._num_experts
+        )
+        received, _, _, counts, handle, _ = self._buffer.dispatch(
+            x=sent.hidden_states,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=sent.topk_ids,
+            topk_weights=sent.topk_weights,
+            quant_mode=self._quant_mode,
+        )
+        self._raise_own(call)
+        num_slots = sum(counts)
+        route = AscendRoute(
+            num_tokens=ids.shape[0],
+            num_rows=num_slots,
+            index=_index_of(counts, ids.device),
+            handle=handle,
+            slots_from_rank=slots_from_ranks(handle[5], self._world_size),
+            is_empty=is_nowhere(ids),
+        )
+        # Where nothing arrived there is one row of garbage.
+        return self._dispatched(_first_rows(self._wire(received), num_slots), sent.topk_ids, route)
+
+    def _bring_home(self, rows: Tensor, route: AscendRoute) -> Tensor:
+        if route.num_rows == 0:
+            # As many rows as dispatch allocated.
+            rows = rows.new_zeros(1, rows.shape[1])
+        return self._buffer.combine(x=rows.contiguous(), handle=route.handle)[0]
+
+
+def _first_rows(wire: WireTensor, num_rows: int) -> WireTensor:
+    scales = None if wire.scales is None else wire.scales[:num_rows]
+    return replace(wire, data=wire.data[:num_rows], scales=scales)
+
+
+def _index_of(counts: list[int], device: torch.device) -> SlotIndex:
+    host = torch.tensor(counts, dtype=torch.int32)
+    first = torch.cat([torch.zeros(1, dtype=torch.int32), host.cumsum(0).to(torch.int32)])
+    return SlotIndex(
+        row_of_slot=None,
+        slots_of_row=None,
+        num_slots_per_expert=host.to(device, non_blocking=True),
+        first_slot=first.to(device, non_blocking=True),
+        host_num_slots_per_expert=tuple(counts),
+        is_dense=True,
+    )

@@ -1,0 +1,240 @@
+"""Standard mode on Ascend: gather all tokens, let the vendor's operators sort them and add up.
+
+The exchange is AllGatherBuffer's. npu_moe_init_routing_v2 writes the rows of this rank's experts,
+packed by (expert, source rank, token), and npu_moe_finalize_routing weighs the results and adds
+those of a token up, in float32 and k order. Entries without an expert, and the rows that pad ranks
+with fewer tokens, get an expert beyond all others, which no rank computes. An entry that is
+computed elsewhere has the position -1, which only the modes with a capacity take: so results go
+back as [K, C / K, H], as if they were those of K experts with room for C / K rows each.
+Source: the operators' documentation; nothing here ran on an NPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from epcomm.buffers.ascend.calls import device_types
+from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.collective.all_gather import AllGatherBuffer, Gathered, GatheredRoute
+from epcomm.buffers.collective.base import COLLECTIVE_CAPS
+from epcomm.buffers.sizes import Region, most_slots_of, rows_region
+from epcomm.config import Mode
+from epcomm.platforms.ascend.operators import has_kernel
+from epcomm.quantization import INT8_PER_TOKEN
+from epcomm.records import Route, SlotIndex
+from epcomm.spec import Availability, BufferCaps, BufferSpec
+from epcomm.types import RowsPer, WeightsAppliedBy, WireDtype, WireTensor, align_up
+
+_OPERATORS = ("npu_moe_init_routing_v2", "npu_moe_finalize_routing")
+# Of npu_moe_init_routing_v2, with the expert that nobody has.
+MAX_EXPERTS = 10240 - 1
+WIRE_DTYPES = frozenset({WireDtype.BF16, WireDtype.FP32, WireDtype.INT8})
+# Of npu_moe_init_routing_v2: rows travel as they are, counts are one number an expert, and
+# positions are those of entries among the rows.
+_AS_IT_IS, _COUNTS, _POSITIONS = -1, 1, 0
+# Of npu_moe_finalize_routing: positions are ordered by token, then k, and -1 adds nothing; rows are
+# [experts, capacity, H], of K experts at least.
+_BY_TOKEN_WITH_CAPACITY = 3
+# Rows that it multiplies by float32 weights.
+_COMBINE_DTYPES = (WireDtype.BF16, WireDtype.FP32)
+# An id, a weight and a position; beside each packed row the operator has room for a scale, which is
+# not used, and here is another.
+_ENTRY_BYTES, _SCALE_BYTES = 12, 8
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AscendStandardRoute(GatheredRoute):
+    """Where each gathered entry was put.
+
+    positions: [W * max T * K], int32, the row of each entry, -1 for none here.
+    topk_weights: [W * max T, K], float32, 0 where there is no expert.
+    """
+
+    positions: Tensor
+    topk_weights: Tensor
+
+
+class AscendStandardBuffer(AllGatherBuffer):
+    """Exact sizes; the host waits for the counts, once a dispatch. For inference."""
+
+    name: ClassVar[str] = "ascend"
+    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.STANDARD})
+
+    @classmethod
+    def probe(cls, environment: Mapping[str, str]) -> Availability:
+        (device_type,) = device_types()
+        missing = [name for name in _OPERATORS if not has_kernel(name, device_type)]
+        if not missing:
+            return Availability(ok=True)
+        names = ", ".join(missing)
+        reason = f"{names} not on {device_type}; import torch_npu before epcomm plans"
+        return Availability(ok=False, reasons=(reason,))
+
+    @classmethod
+    def caps(cls, mode: Mode) -> BufferCaps:
+        return replace(
+            COLLECTIVE_CAPS,
+            trainable=False,
+            wire_dtypes=WIRE_DTYPES,
+            weights_applied_by=frozenset({WeightsAppliedBy.COMBINE}),
+            reuses_route=False,
+            device_types=device_types(),
+        )
+
+    @classmethod
+    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
+        reasons = []
+        if spec.combine_format.dtype not in _COMBINE_DTYPES:
+            reasons.append(f"multiplies bf16 and fp32 rows by weights, not {spec.combine_format}")
+        num_experts = spec.num_local_experts * world_size
+        if num_experts > MAX_EXPERTS:
+            reasons.append(f"{num_experts} experts, at most {MAX_EXPERTS}")
+        if spec.slot_alignment > 1:
+            reasons.append("packs its rows, so slot_alignment must be 1")
+        if spec.dispatch_format.dtype is WireDtype.INT8 and spec.dispatch_format != INT8_PER_TOKEN:
+            reasons.append(f"moves a scale a row, {INT8_PER_TOKEN}, not {spec.dispatch_format}")
+        return tuple(reasons)
+
+    @classmethod
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+        shared = super().region_bytes(spec, world_size)
+        max_tokens, top_k = spec.max_tokens_per_rank, spec.top_k
+        max_rows = None if max_tokens is None else max_tokens * world_size
+        # Fewer than K more on a rank than are used.
+        max_slots = None if max_rows is None else align_up(most_slots_of(spec, max_rows), top_k)
+        data_bytes = spec.dispatch_format.data_bytes(spec.hidden_size)
+        result_bytes = spec.combine_format.data_bytes(spec.hidden_size)
+        entries = world_size * top_k
+        # The operator allocates a row for each entry, wherever it is computed.
+        max_entries = None if max_rows is None else max_rows * top_k
+        named = {region.name: region for region in shared}
+        return (
+            *(named[name] for name in ("headers", "sent rows", "received rows")),
+            rows_region("whole rows", data_bytes, per_token=world_size, max_rows=max_rows),
+            rows_region("entry map", _ENTRY_BYTES, per_token=entries, max_rows=max_entries),
+            rows_region(
+                "packed slots", data_bytes + _SCALE_BYTES, per_token=entries, max_rows=max_entries
+            ),
+            rows_region("expert results", result_bytes, per_token=top_k, max_rows=max_slots),
+            *(named[name] for name in ("partial sums", "home rows")),
+        )
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        gathered = self._gather_call(call)
+        ids, weights = self._without_holes(gathered)
+        rows, positions, index = self._pack(gathered, ids)
+        route = AscendStandardRoute(
+            num_tokens=call.topk_ids.shape[0],
+            num_rows=rows.data.shape[0],
+            index=index,
+            tokens_of_rank=gathered.counts.rows_from_rank,
+            max_tokens=max(gathered.counts.rows_from_rank),
+            row_of_token=gathered.row_of_token,
+            call=gathered.batch,
+            positions=positions,
+            topk_weights=weights,
+        )
+        return Dispatched(
+            rows=rows,
+            index=index,
+            slot_weights=None,
+            route=route,
+            any_flags=gathered.counts.any_flags,
+        )
+
+    def _without_holes(self, gathered: Gathered) -> tuple[Tensor, Tensor]:
+        """ids [R, K], int32, and weights of all rows; of padding, the expert beyond all others."""
+        used = gathered.row_of_token
+        ids = torch.full(
+            gathered.topk_ids.shape, self._num_experts, dtype=torch.int32, device=used.device
+        )
+        found = gathered.topk_ids[used]
+        ids[used] = found.masked_fill(found < 0, self._num_experts)
+        return ids, gathered.topk_weights.masked_fill(ids == self._num_experts, 0.0)
+
+    def _pack(self, gathered: Gathered, ids: Tensor) -> tuple[WireTensor, Tensor, SlotIndex]:
+        """Rows of this rank's experts, a multiple of K of them."""
+        wire, host_counts = gathered.rows, gathered.counts.slots_per_expert
+        rows, positions, counts = self._sort(wire.data, ids)
+        num_rows = align_up(sum(host_counts), self._spec.top_k)
+        packed = WireTensor(
+            data=rows[:num_rows],
+            format=wire.format,
+            scales=None if wire.scales is None else _placed(wire.scales, positions, num_rows),
+        )
+        index = SlotIndex(
+            row_of_slot=None,
+            slots_of_row=None,
+            num_slots_per_expert=counts.to(torch.int32),
+            first_slot=F.pad(counts.cumsum(0), (1, 0)).to(torch.int32),
+            host_num_slots_per_expert=host_counts,
+        )
+        return packed, positions, index
+
+    def _sort(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A row for each entry, the first of which are used; positions; counts [L], int64."""
+        num_local = self._spec.num_local_experts
+        if ids.numel() == 0:
+            # The documentation does not say that there may be no token.
+            return rows, ids.flatten(), ids.new_zeros(num_local, dtype=torch.int64)
+        first = self._collectives.rank * num_local
+        # The scales that it can take along are undefined beside INT8 rows.
+        sorted_rows, positions, counts, _ = torch.ops.npu.npu_moe_init_routing_v2(
+            rows.contiguous(),
+            ids,
+            active_num=ids.numel(),
+            expert_num=self._num_experts + 1,
+            expert_tokens_num_type=_COUNTS,
+            expert_tokens_num_flag=True,
+            quant_mode=_AS_IT_IS,
+            active_expert_range=[first, first + num_local],
+            row_idx_type=_POSITIONS,
+        )
+        return sorted_rows, positions, counts
+
+    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
+        raise NotImplementedError("the operators have no backward (caps.reuses_route)")
+
+    def combine(
+        self,
+        rows: Tensor,
+        route: Route,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+    ) -> Combined:
+        assert isinstance(route, AscendStandardRoute), "a route of this buffer"
+        assert slot_weights is None, "weights do not travel to the slots"
+        assert row_scalars is None, "there is no backward"
+        return Combined(y=self._sum_home(self._add_up(rows, route), route), scalars=None)
+
+    def _add_up(self, rows: Tensor, route: AscendStandardRoute) -> Tensor:
+        """[C, H] to [W * max T, H]: each token's part from this rank."""
+        top_k, (num_rows, hidden_size) = self._spec.top_k, rows.shape
+        if num_rows == 0:
+            return rows.new_zeros(route.topk_weights.shape[0], hidden_size)
+        return torch.ops.npu.npu_moe_finalize_routing(
+            rows.contiguous().view(top_k, num_rows // top_k, hidden_size),
+            None,
+            None,
+            None,
+            route.topk_weights,
+            route.positions,
+            None,
+            drop_pad_mode=_BY_TOKEN_WITH_CAPACITY,
+        )
+
+
+def _placed(scales: Tensor, positions: Tensor, num_rows: int) -> Tensor:
+    """Scales [n, 1] of tokens as scales [C, 1] of the rows at `positions`; others undefined."""
+    of_entries = scales.repeat_interleave(positions.numel() // max(scales.shape[0], 1))
+    # Those of entries without a row go behind the others.
+    places = torch.where(positions < 0, num_rows, positions).long()
+    return scales.new_empty(num_rows + 1).scatter_(0, places, of_entries)[:num_rows].unsqueeze(1)

@@ -1,0 +1,1 @@
+"""Buffers over the collective operations of any transport."""

@@ -1,0 +1,267 @@
+"""The buffer that gathers every token on every rank: what StandardDispatcher moves rows with.
+
+One small exchange of headers with counts, one all-gather of tokens with their ids and weights, then
+local experts on all rows; home goes one all-to-all of partial sums, added up in float32 (a
+reduce-scatter). Bytes do not depend on the routing; at 8 ranks and top-8 they are 1.5 times those
+of one copy per destination, for one message less to number and sort.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
+from epcomm.buffers.counts import Counts, counts_bytes
+from epcomm.buffers.faults import guard_ids
+from epcomm.buffers.row_layout import localize
+from epcomm.buffers.sizes import (
+    CallShape,
+    Region,
+    RowBytes,
+    index_region,
+    rows_region,
+    slot_regions,
+)
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.collectives.call_order import CallKind, CallSign
+from epcomm.config import Mode
+from epcomm.ops.slots import (
+    Members,
+    build_slot_index,
+    count_experts,
+    reduce_rows,
+    slots_by_row,
+    spread_to_slots,
+    sum_parts,
+)
+from epcomm.records import Route, SlotIndex
+from epcomm.spec import BufferCaps, BufferSpec
+from epcomm.types import RowsPer, WireFormat, WireTensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GatheredRoute(Route):
+    """Which gathered rows are tokens.
+
+    tokens_of_rank: [W].   max_tokens: rows that each rank occupies, padding last.
+    call: the dispatch, as all ranks compare it.
+    row_of_token: [sum T], int64, the gathered row of each rank's tokens, padding left out.
+    """
+
+    num_tokens: int
+    num_rows: int
+    index: SlotIndex
+    tokens_of_rank: tuple[int, ...]
+    max_tokens: int
+    row_of_token: Tensor
+    call: CallSign
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AllGatherRoute(GatheredRoute):
+    """Which slots belong to a gathered row.
+
+    slots_by_row: the slots of each gathered row, in k order.
+    has_no_slot: [R], bool, rows that no expert of this rank computes.
+    """
+
+    slots_by_row: Members
+    has_no_slot: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Gathered:
+    """All tokens of all ranks; of W * max T rows, those without a token are undefined.
+
+    rows: [W * max T, H].   topk_ids: the same by K, int32.   topk_weights: float32. All of them are
+        views of one message.
+    row_of_token: [sum T], int64.   batch: of this dispatch.
+    """
+
+    batch: CallSign
+    counts: Counts
+    rows: WireTensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    row_of_token: Tensor
+
+
+class AllGatherBuffer(OverCollectives):
+    """Standard mode over `Collectives`: gather all, compute locally, reduce-scatter."""
+
+    name: ClassVar[str] = "collective"
+    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.STANDARD})
+    # The header brings the counts, so there always is one.
+    counts_calls = True
+
+    @classmethod
+    def caps(cls, mode: Mode) -> BufferCaps:
+        return COLLECTIVE_CAPS
+
+    @classmethod
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+        row, max_tokens = RowBytes.of(spec), spec.max_tokens_per_rank
+        max_rows = None if max_tokens is None else max_tokens * world_size
+        return (
+            Region(name="headers", max_bytes=2 * world_size * counts_bytes(spec.num_local_experts)),
+            rows_region("sent rows", row.dispatch, per_token=1, max_rows=max_tokens),
+            rows_region("received rows", row.dispatch, per_token=world_size, max_rows=max_rows),
+            # row_of_token, int64, and has_no_slot, bool.
+            rows_region("padding map", 8 + 1, per_token=world_size, max_rows=max_rows),
+            index_region(spec, rows_per_token=world_size, max_rows=max_rows),
+            *slot_regions(spec, row_bytes=row.dispatch, max_rows=max_rows),
+            rows_region("partial sums", row.combine, per_token=world_size, max_rows=max_rows),
+            rows_region("home rows", row.combine, per_token=world_size, max_rows=max_rows),
+        )
+
+    @classmethod
+    def wire_bytes(
+        cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
+    ) -> BufferTraffic:
+        row, num_others = RowBytes.of(spec, backward=backward), call.world_size - 1
+        foreign_tokens = sum(call.tokens_of_rank) - call.tokens_of_rank[call.rank]
+        header_bytes = counts_bytes(spec.num_local_experts)
+        return BufferTraffic(
+            dispatch_bytes=num_others * max(call.tokens_of_rank) * row.dispatch,
+            combine_bytes=foreign_tokens * row.combine,
+            control_bytes=0 if backward else num_others * header_bytes,
+        )
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        gathered = self._gather_call(call)
+        counts, row_of_token = gathered.counts, gathered.row_of_token
+        ids = gathered.topk_ids
+        local_ids = torch.full_like(ids, -1, memory_format=torch.contiguous_format)
+        local_ids[row_of_token] = localize(
+            ids[row_of_token], self._collectives.rank, self._spec.num_local_experts
+        )
+        index = build_slot_index(
+            local_ids,
+            counts.device_slots_per_expert,
+            counts.slots_per_expert,
+            slot_alignment=self._spec.slot_alignment,
+        )
+        route = AllGatherRoute(
+            num_tokens=call.topk_ids.shape[0],
+            num_rows=ids.shape[0],
+            index=index,
+            tokens_of_rank=counts.rows_from_rank,
+            max_tokens=max(counts.rows_from_rank),
+            row_of_token=row_of_token,
+            call=gathered.batch,
+            slots_by_row=slots_by_row(index),
+            has_no_slot=(local_ids < 0).all(dim=1),
+        )
+        return Dispatched(
+            rows=gathered.rows,
+            index=index,
+            slot_weights=spread_to_slots(gathered.topk_weights, index),
+            route=route,
+            any_flags=counts.any_flags,
+        )
+
+    def _gather_call(self, call: DispatchCall) -> Gathered:
+        topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
+        batch, slots = self._new_batch(call), count_experts(topk_ids, self._num_experts)
+        num_tokens = torch.tensor(topk_ids.shape[0], device="cpu")
+        layout = self._row_layout(self._spec.dispatch_format, has_ids=True)
+        message = torch.empty(
+            topk_ids.shape[0], layout.row_bytes, dtype=torch.uint8, device=topk_ids.device
+        )
+        # Before the header, which can tell of what fails here.
+        layout.write_tokens(message, call.write, topk_ids, call.topk_weights)
+        counts, _ = self._tell_counts(call, batch, (fault, num_tokens, slots))
+        max_tokens = max(counts.rows_from_rank)
+        received = self._gather(message, max_tokens, phase="dispatch rows")
+        return Gathered(
+            batch=batch,
+            counts=counts,
+            rows=layout.wire_tensor(received),
+            topk_ids=layout.ids(received),
+            topk_weights=layout.scalars(received),
+            row_of_token=_rows_of_tokens(counts.rows_from_rank, max_tokens, topk_ids.device),
+        )
+
+    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
+        assert isinstance(route, AllGatherRoute), "a route of this buffer"
+        self._compare_call(CallKind.COMBINE_BACKWARD, route.call)
+        return self._gather(hidden_states, route.max_tokens, phase="backward of combine")
+
+    def combine(
+        self,
+        rows: Tensor,
+        route: Route,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+    ) -> Combined:
+        assert isinstance(route, AllGatherRoute), "a route of this buffer"
+        if rows_per is RowsPer.SLOT:
+            rows = reduce_rows(rows, route.slots_by_row, slot_weights)
+        else:
+            # Rows without a slot are undefined, and here all of them travel.
+            rows = rows.masked_fill(route.has_no_slot.unsqueeze(1), 0)
+        if row_scalars is None:
+            return Combined(y=self._sum_home(rows, route), scalars=None)
+        rows = _tokens_of(rows, route)
+        layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
+        packed = layout.pack_rows(rows, row_scalars[route.row_of_token])
+        self._compare_call(CallKind.DISPATCH_BACKWARD, route.call)
+        home = self._send_home(packed, route, phase="backward of dispatch").flatten(0, 1)
+        shape = (self._collectives.world_size, route.num_tokens)
+        return Combined(
+            y=sum_parts(layout.data(home).unflatten(0, shape), rows.dtype),
+            scalars=sum_parts(layout.scalars(home).unflatten(0, shape), row_scalars.dtype),
+        )
+
+    def _gather(self, rows: Tensor, max_tokens: int, *, phase: str) -> Tensor:
+        """[T, ...] of each rank to [W * max_tokens, ...]; the padding rows are undefined."""
+        world_size = self._collectives.world_size
+        if rows.shape[0] < max_tokens:
+            padding = rows.new_empty(max_tokens - rows.shape[0], rows.shape[1])
+            rows = torch.cat([rows, padding])
+        self._traffic.dispatch([max_tokens] * world_size, row_bytes_of(rows))
+        return self._collectives.all_gather(rows.contiguous(), phase=phase).flatten(0, 1)
+
+    def _sum_home(self, rows: Tensor, route: GatheredRoute) -> Tensor:
+        """[W * max T, H] partial sums of this rank to [T, H] sums over the ranks."""
+        rows = _tokens_of(rows, route).contiguous()
+        self._compare_call(CallKind.COMBINE, route.call)
+        home = self._send_home(rows, route, phase="combine")
+        return sum_parts(home, rows.dtype)
+
+    def _send_home(self, rows: Tensor, route: GatheredRoute, *, phase: str) -> Tensor:
+        """Partial sums of all ranks for this rank's tokens: [W, T, ...]."""
+        self._traffic.combine(route.tokens_of_rank, row_bytes_of(rows))
+        world_size = self._collectives.world_size
+        home = self._collectives.all_to_all(
+            rows,
+            send_splits=route.tokens_of_rank,
+            recv_splits=[route.num_tokens] * world_size,
+            phase=phase,
+        )
+        return home.view(world_size, route.num_tokens, rows.shape[1])
+
+
+def _tokens_of(rows: Tensor, route: GatheredRoute) -> Tensor:
+    """Gathered rows without those that pad."""
+    num_tokens = sum(route.tokens_of_rank)
+    return rows if rows.shape[0] == num_tokens else torch.index_select(rows, 0, route.row_of_token)
+
+
+def _rows_of_tokens(
+    tokens_of_rank: tuple[int, ...], max_tokens: int, device: torch.device
+) -> Tensor:
+    """Rows of the gathered matrix that hold tokens, by rank, then token."""
+    return torch.cat(
+        [
+            torch.arange(rank * max_tokens, rank * max_tokens + num_tokens, device=device)
+            for rank, num_tokens in enumerate(tokens_of_rank)
+        ]
+    )

@@ -1,0 +1,337 @@
+"""The buffer over plain collectives: one copy of a token per destination rank.
+
+Two messages a call: the header (in a dispatch with the counts), then the rows, out each with its
+ids and weights. All run on any transport with an all-to-all, so this buffer is
+also the reference for the others. Worked example, 2 ranks, 1 expert each, on rank 0:
+
+    topk_ids [[0, 1], [1, -1]]      token 0 goes to ranks 0 and 1, token 1 to rank 1
+    row_of_topk [[0, 1], [2, -1]]   rows leave by rank, then token: 1 row to rank 0, 2 to rank 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
+from epcomm.buffers.counts import counts_bytes
+from epcomm.buffers.faults import guard_ids
+from epcomm.buffers.row_layout import localize
+from epcomm.buffers.sizes import (
+    CallShape,
+    Region,
+    RowBytes,
+    index_region,
+    rows_region,
+    slot_regions,
+)
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.collectives.call_order import CallKind, CallSign
+from epcomm.config import Mode
+from epcomm.ops.slots import (
+    Members,
+    build_slot_index,
+    count_experts,
+    gather_scalars,
+    members_of,
+    reduce_rows,
+    slots_by_row,
+    spread_to_slots,
+)
+from epcomm.records import Route, SlotIndex
+from epcomm.spec import BufferCaps, BufferSpec
+from epcomm.types import RowsPer, WireFormat
+
+# [W][W]: rows from each rank to each rank.
+RowTable = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SendOrder:
+    """The N rows that leave this rank, by destination rank, then token.
+
+    token_of_row: [N], int64.
+    rows_of_token: the rows that carry each token, by rank.
+    row_of_topk: [T, K], int64, the row that carries (t, k), or -1.
+    """
+
+    token_of_row: Tensor
+    rows_of_token: Members
+    row_of_topk: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CollectiveRoute(Route):
+    """Who sends which rows where, on this rank.
+
+    send_splits, recv_splits: [W] rows to and from each rank.
+    slots_by_row: the slots of each received row, in k order.
+    table: rows from each rank to each rank, where all ranks see all headers.
+    views_epoch: of the exchange that brought the rows, where they are views that a later exchange
+        overwrites.
+    call: the dispatch, as all ranks compare it.
+    """
+
+    num_tokens: int
+    num_rows: int
+    index: SlotIndex
+    send_splits: tuple[int, ...]
+    recv_splits: tuple[int, ...]
+    sends: SendOrder
+    slots_by_row: Members
+    call: CallSign
+    table: RowTable | None = None
+    views_epoch: int | None = None
+
+
+class CollectiveBuffer(OverCollectives):
+    """Normal mode over `Collectives`: exact sizes, one host read a dispatch."""
+
+    name: ClassVar[str] = "collective"
+    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
+    # The header brings the counts, so there always is one.
+    counts_calls = True
+    # Of the last headers, where all ranks see all of them.
+    _table: RowTable | None = None
+    # Of the rows of the dispatch under way, where they are views.
+    _views_epoch: int | None = None
+
+    @classmethod
+    def caps(cls, mode: Mode) -> BufferCaps:
+        return COLLECTIVE_CAPS
+
+    @classmethod
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+        row, copies = RowBytes.of(spec), min(spec.top_k, world_size)
+        max_tokens = spec.max_tokens_per_rank
+        max_sent = None if max_tokens is None else max_tokens * copies
+        max_rows = None if max_tokens is None else max_tokens * world_size
+        # SendOrder: two places of each row and K of each token, int64; one offset a token.
+        order_bytes = 16 * copies + 8 * spec.top_k + 8
+        return (
+            Region(name="headers", max_bytes=2 * world_size * counts_bytes(spec.num_local_experts)),
+            Region(
+                name="send order",
+                bytes_per_token=order_bytes,
+                max_bytes=None if max_tokens is None else max_tokens * order_bytes + 8,
+            ),
+            rows_region("sent rows", row.dispatch, per_token=copies, max_rows=max_sent),
+            rows_region("received rows", row.dispatch, per_token=copies, max_rows=max_rows),
+            index_region(spec, rows_per_token=copies, max_rows=max_rows),
+            *slot_regions(spec, row_bytes=row.dispatch, max_rows=max_rows),
+            rows_region("partial sums", row.combine, per_token=copies, max_rows=max_rows),
+            rows_region("home rows", row.combine, per_token=copies, max_rows=max_sent),
+        )
+
+    @classmethod
+    def wire_bytes(
+        cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
+    ) -> BufferTraffic:
+        row = RowBytes.of(spec, backward=backward)
+        return BufferTraffic(
+            dispatch_bytes=call.rows_sent * row.dispatch,
+            combine_bytes=call.rows_received * row.combine,
+            control_bytes=0
+            if backward
+            else (call.world_size - 1) * counts_bytes(spec.num_local_experts),
+        )
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        num_local, rank = self._spec.num_local_experts, self._collectives.rank
+        topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
+        destination = torch.div(topk_ids, num_local, rounding_mode="floor")
+        needed = _ranks_needed(destination, self._collectives.world_size)
+        # Once a token, not once a copy: rows are gathered from the result.
+        hidden_states = call.wire_tensor(self._spec.dispatch_format)
+        batch, slots = self._new_batch(call), count_experts(topk_ids, self._num_experts)
+        counts, send_splits = self._tell_counts(call, batch, (fault, needed.sum(0), slots))
+        sends = _order_sends(needed, destination, sum(send_splits))
+
+        layout = self._row_layout(self._spec.dispatch_format, has_ids=True)
+
+        def write(rows: slice, out: Tensor) -> None:
+            tokens = sends.token_of_row[rows]
+            layout.pack_tokens(hidden_states, tokens, topk_ids, call.topk_weights, out=out)
+
+        self._traffic.dispatch(send_splits, layout.row_bytes)
+        received = self._send_rows(
+            write,
+            self._table,
+            send_splits,
+            counts.rows_from_rank,
+            (layout.row_bytes, torch.uint8),
+            phase="dispatch rows",
+        )
+
+        index = build_slot_index(
+            localize(layout.ids(received), rank, num_local),
+            counts.device_slots_per_expert,
+            counts.slots_per_expert,
+            slot_alignment=self._spec.slot_alignment,
+        )
+        route = CollectiveRoute(
+            num_tokens=topk_ids.shape[0],
+            num_rows=received.shape[0],
+            index=index,
+            send_splits=send_splits,
+            recv_splits=counts.rows_from_rank,
+            sends=sends,
+            slots_by_row=slots_by_row(index),
+            table=self._table,
+            views_epoch=self._views_epoch,
+            call=batch,
+        )
+        return Dispatched(
+            rows=layout.wire_tensor(received),
+            index=index,
+            slot_weights=spread_to_slots(layout.scalars(received), index),
+            route=route,
+            any_flags=counts.any_flags,
+        )
+
+    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
+        assert isinstance(route, CollectiveRoute), "a route of this buffer"
+        tokens = route.sends.token_of_row
+
+        def write(rows: slice, out: Tensor) -> None:
+            torch.index_select(hidden_states, 0, tokens[rows], out=out)
+
+        self._compare_call(CallKind.COMBINE_BACKWARD, route.call)
+        self._traffic.dispatch(route.send_splits, row_bytes_of(hidden_states))
+        return self._send_rows(
+            write,
+            route.table,
+            route.send_splits,
+            route.recv_splits,
+            (hidden_states.shape[1], hidden_states.dtype),
+            phase="backward of combine",
+        )
+
+    def combine(
+        self,
+        rows: Tensor,
+        route: Route,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+    ) -> Combined:
+        assert isinstance(route, CollectiveRoute), "a route of this buffer"
+        kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
+
+        def sums(part: slice) -> Tensor:
+            if rows_per is RowsPer.ROW:
+                return rows[part].contiguous()
+            return reduce_rows(rows, route.slots_by_row.part(part), slot_weights)
+
+        rows_of_token = route.sends.rows_of_token
+        if row_scalars is None:
+            shape = (rows.shape[1], rows.dtype)
+            home = self._send_home(sums, route, shape, kind)
+            return Combined(y=reduce_rows(home, rows_of_token), scalars=None)
+        layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
+
+        def packed(part: slice) -> Tensor:
+            return layout.pack_rows(sums(part), row_scalars[part])
+
+        shape = (layout.row_bytes, torch.uint8)
+        home = self._send_home(packed, route, shape, kind)
+        scalars = _scalars_of_topk(layout.scalars(home), route.sends.row_of_topk)
+        return Combined(y=reduce_rows(layout.data(home), rows_of_token), scalars=scalars)
+
+    def _send_rows(
+        self,
+        write: Callable[[slice, Tensor], None],
+        table: RowTable | None,
+        send_splits: Sequence[int],
+        recv_splits: Sequence[int],
+        shape: tuple[int, torch.dtype],
+        *,
+        phase: str,
+    ) -> Tensor:
+        """Send rows to the ranks of experts.
+
+        Args:
+            write: puts some of the rows, numbered by rank, then token, where they travel from.
+            table: see CollectiveRoute.
+            send_splits, recv_splits: rows to and from each rank.
+            shape: elements of a row, and their dtype.
+            phase: what it is for.
+
+        Returns: the rows from all ranks, by source.
+        """
+        num_rows = sum(send_splits)
+        rows = self._sent.rows(num_rows, *shape)
+        write(slice(0, num_rows), rows)
+        return self._collectives.all_to_all(
+            rows, send_splits=send_splits, recv_splits=recv_splits, phase=phase
+        )
+
+    def _send_home(
+        self,
+        make: Callable[[slice], Tensor],
+        route: CollectiveRoute,
+        shape: tuple[int, torch.dtype],
+        kind: CallKind,
+    ) -> Tensor:
+        """Send what this rank's experts made of its received rows back to where they came from.
+
+        Args:
+            make: some of the rows that travel, numbered as they arrived.
+            route: of the dispatch.
+            shape: elements of a row, and their dtype.
+            kind: of the call, which ranks compare between the local work and the exchange.
+
+        Returns: the rows from all ranks, by rank of the experts.
+        """
+        width, dtype = shape
+        rows = make(slice(0, route.num_rows))
+        self._compare_call(kind, route.call)
+        self._traffic.combine(route.recv_splits, row_bytes_of(rows))
+        return self._collectives.all_to_all(
+            rows,
+            send_splits=route.recv_splits,
+            recv_splits=route.send_splits,
+            out=self._home.rows(sum(route.send_splits), width, dtype),
+            phase=kind.text,
+        )
+
+
+def _ranks_needed(destination: Tensor, world_size: int) -> Tensor:
+    """[T, W], bool: whether token t goes to rank d; destination [T, K] holds ranks or -1."""
+    # One more column takes the -1 entries and is cut off.
+    needed = torch.zeros(
+        destination.shape[0], world_size + 1, dtype=torch.bool, device=destination.device
+    )
+    needed.scatter_(1, torch.where(destination < 0, world_size, destination), True)
+    return needed[:, :world_size]
+
+
+def _order_sends(needed: Tensor, destination: Tensor, num_sends: int) -> SendOrder:
+    """Number the rows that leave: by rank, then by token."""
+    by_rank = needed.T.flatten().cumsum(0).view(needed.shape[1], needed.shape[0]).T - 1
+    row_of_rank = torch.where(needed, by_rank, -1)
+    rows_of_token = members_of(row_of_rank, num_sends)
+    tokens = torch.arange(needed.shape[0], device=needed.device)
+    token_of_row = torch.empty(num_sends, dtype=torch.int64, device=needed.device)
+    token_of_row[rows_of_token.flat] = torch.repeat_interleave(
+        tokens, needed.sum(1), output_size=num_sends
+    )
+    picked = row_of_rank.gather(1, destination.clamp(min=0))
+    return SendOrder(
+        token_of_row=token_of_row,
+        rows_of_token=rows_of_token,
+        row_of_topk=torch.where(destination >= 0, picked, -1),
+    )
+
+
+def _scalars_of_topk(scalars: Tensor, row_of_topk: Tensor) -> Tensor:
+    """[T, K]: scalar k of the row that carries (t, k), 0 where none does; scalars [N, K]."""
+    top_k = row_of_topk.shape[1]
+    position = row_of_topk * top_k + torch.arange(top_k, device=row_of_topk.device)
+    return gather_scalars(scalars.flatten(), torch.where(row_of_topk >= 0, position, -1))

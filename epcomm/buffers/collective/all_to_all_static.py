@@ -1,0 +1,268 @@
+"""Static shapes over plain collectives: low latency, and normal mode with a slot budget.
+
+The host reads nothing that depends on the routing, so the buffer runs under FakeTensorMode and in
+captured graphs. A dispatch is one all-gather of [1 + M, row_bytes], a combine one all-to-all of
+[W * (1 + M)] partial sums; the first row of each rank is a header that goes to no expert, so
+received rows are used where they lie. Every rank sees all ids, so each computes the slot totals of
+all ranks: an overflow or a fault is known everywhere without a message of its own, makes the y of
+the call NaN everywhere, and waits on the device for check().
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
+from epcomm.buffers.faults import DeviceFaults, assume_all_need_grad, guard_ids, pack_header
+from epcomm.buffers.row_layout import RowLayout, localize
+from epcomm.buffers.sizes import CallShape, Region, RowBytes, index_bytes, most_slots_of
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.collectives.base import Collectives
+from epcomm.collectives.call_order import ANY, CallKind, CallSign
+from epcomm.config import Mode
+from epcomm.errors import EPError
+from epcomm.ops.slots import (
+    Members,
+    count_experts,
+    reduce_rows,
+    slots_by_row,
+    spread_to_slots,
+    sum_parts,
+)
+from epcomm.ops.static_slots import aligned_counts, build_static_slot_index
+from epcomm.protocol import FaultCode
+from epcomm.records import Route, SlotIndex
+from epcomm.spec import BufferCaps, BufferSpec
+from epcomm.types import RowsPer, WireFormat
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StaticRoute(Route):
+    """The W * (1 + M) received rows: headers, tokens and padding alike.
+
+    slots_by_row: the slots of each row, in k order.
+    has_no_slot: [R], bool, rows that no expert of this rank computes.
+    has_failed: bool scalar on the device; the call was refused, on every rank.
+    call: the dispatch, as all ranks compare it.
+    """
+
+    num_tokens: int
+    num_rows: int
+    index: SlotIndex
+    slots_by_row: Members
+    has_no_slot: Tensor
+    has_failed: Tensor
+    call: CallSign
+
+
+class StaticCollectiveBuffer(OverCollectives):
+    """M rows to every rank, whatever the routing; no host read."""
+
+    name: ClassVar[str] = "collective"
+    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL, Mode.LOW_LATENCY})
+
+    @classmethod
+    def caps(cls, mode: Mode) -> BufferCaps:
+        return replace(
+            COLLECTIVE_CAPS,
+            trainable=mode is Mode.NORMAL,
+            graph_safe=True,
+            is_static=True,
+            host_reads=0,
+        )
+
+    @classmethod
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+        row, max_tokens = RowBytes.of(spec), _max_tokens(spec)
+        num_rows, num_slots = (1 + max_tokens) * world_size, num_static_slots(spec, world_size)
+        index = index_bytes(
+            spec,
+            num_rows=num_rows,
+            num_slots=num_slots,
+            num_members=min(num_rows * spec.top_k, num_slots),
+        )
+        sizes = {
+            "sent message": (1 + max_tokens) * row.dispatch,
+            "received rows": num_rows * row.dispatch,
+            # One slot takes the entries that have none, and one more offset closes the tail.
+            "slot index": index + 4 + 8,
+            "row flags": num_rows + 1,
+            "packed slots": num_slots * row.dispatch,
+            "expert results": num_slots * row.combine,
+            "partial sums": num_rows * row.combine,
+            "home rows": num_rows * row.combine,
+        }
+        return tuple(Region(name=name, max_bytes=size) for name, size in sizes.items())
+
+    @classmethod
+    def wire_bytes(
+        cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
+    ) -> BufferTraffic:
+        row, num_others = RowBytes.of(spec, backward=backward), call.world_size - 1
+        num_rows = num_others * _max_tokens(spec)
+        return BufferTraffic(
+            dispatch_bytes=num_rows * row.dispatch,
+            combine_bytes=num_rows * row.combine,
+            control_bytes=num_others * (row.dispatch + row.combine),
+        )
+
+    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
+        super().__init__(collectives, spec)
+        self._faults = DeviceFaults(collectives.rank, collectives.world_size, collectives.device)
+        self._rows_per_rank = 1 + _max_tokens(spec)
+        self._num_rows = self._rows_per_rank * collectives.world_size
+        self._num_slots = num_static_slots(spec, collectives.world_size)
+
+    def check(self) -> None:
+        self._faults.check(self._num_slots)
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        rank, num_local = self._collectives.rank, self._spec.num_local_experts
+        layout = self._row_layout(self._spec.dispatch_format, has_ids=True)
+        topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
+        # Before the header, which can tell of what fails here.
+        message = self._message(layout, call, topk_ids, fault)
+        batch = self._new_batch(call)
+        self._compare_call(CallKind.DISPATCH, batch)
+        rows = self._gather(message, phase="dispatch")
+        headers = layout.first_words(rows[:: self._rows_per_rank])
+
+        all_ids = layout.ids(rows)
+        required = self._slots_required(all_ids)
+        has_failed = self._faults.record(headers, required > self._num_slots, required, call.error)
+        local_ids = localize(torch.where(has_failed, -1, all_ids), rank, num_local)
+        index = build_static_slot_index(
+            local_ids, num_local, self._num_slots, slot_alignment=self._spec.slot_alignment
+        )
+        route = StaticRoute(
+            num_tokens=topk_ids.shape[0],
+            num_rows=self._num_rows,
+            index=index,
+            slots_by_row=slots_by_row(index),
+            has_no_slot=(local_ids < 0).all(dim=1),
+            has_failed=has_failed,
+            call=batch,
+        )
+        return Dispatched(
+            rows=layout.wire_tensor(rows),
+            index=index,
+            slot_weights=spread_to_slots(layout.scalars(rows), index),
+            route=route,
+            any_flags=assume_all_need_grad(call.flags),
+        )
+
+    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
+        assert isinstance(route, StaticRoute), "a route of this buffer"
+        rows = hidden_states.new_empty(self._rows_per_rank, hidden_states.shape[1])
+        rows[1 : 1 + hidden_states.shape[0]] = hidden_states
+        self._compare_call(CallKind.COMBINE_BACKWARD, route.call)
+        return self._gather(rows, phase="backward of combine")
+
+    def refuse_combine(self, error: EPError) -> None:
+        rows = torch.zeros(
+            self._num_rows,
+            self._spec.hidden_size,
+            dtype=self._spec.combine_format.dtype.torch_dtype,
+            device=self._collectives.device,
+        )
+        # The header rows, one for each rank. Small whole numbers survive every dtype.
+        rows[:: self._rows_per_rank, :1] = int(FaultCode.of(error, in_combine=True))
+        batch = CallSign(kind=CallKind.COMBINE, buffer=self._number, dispatcher=ANY, batch=ANY)
+        self._compare_call(CallKind.COMBINE, batch)
+        codes = self._send_home(rows, phase="combine")[:, 0, 0]
+        self._faults.record_combine(codes, error)
+
+    def combine(
+        self,
+        rows: Tensor,
+        route: Route,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+    ) -> Combined:
+        assert isinstance(route, StaticRoute), "a route of this buffer"
+        kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
+        # Either way header rows become zeros, which say that this rank has no fault.
+        if rows_per is RowsPer.SLOT:
+            rows = reduce_rows(rows, route.slots_by_row, slot_weights)
+        else:
+            # Rows without a slot are undefined, and here all of them travel.
+            rows = rows.masked_fill(route.has_no_slot.unsqueeze(1), 0)
+        if row_scalars is None:
+            rows = rows.contiguous()
+            self._compare_call(kind, route.call)
+            home = self._send_home(rows, phase="combine")
+            has_failed = route.has_failed | self._faults.record_combine(home[:, 0, 0], None)
+            y = _sum_home(home, rows.dtype, route.num_tokens, has_failed)
+            return Combined(y=y, scalars=None)
+        layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
+        packed = layout.pack_rows(rows, row_scalars)
+        self._compare_call(kind, route.call)
+        home = self._send_home(packed, phase=kind.text).flatten(0, 1)
+        y, scalars = (
+            _sum_home(
+                part.unflatten(0, (-1, self._rows_per_rank)),
+                part.dtype,
+                route.num_tokens,
+                route.has_failed,
+            )
+            for part in (layout.data(home), layout.scalars(home))
+        )
+        return Combined(y=y, scalars=scalars)
+
+    def _message(
+        self, layout: RowLayout, call: DispatchCall, topk_ids: Tensor, fault: Tensor
+    ) -> Tensor:
+        """[1 + M, row_bytes], uint8: header, tokens, padding rows that go nowhere."""
+        end = 1 + topk_ids.shape[0]
+        message = torch.empty(
+            self._rows_per_rank, layout.row_bytes, dtype=torch.uint8, device=topk_ids.device
+        )
+        layout.ids(message[:1]).fill_(-1)
+        layout.first_words(message[:1])[:] = pack_header(fault, call.flags)
+        layout.write_tokens(message[1:end], call.write, topk_ids, call.topk_weights)
+        layout.ids(message[end:]).fill_(-1)
+        return message
+
+    def _slots_required(self, all_ids: Tensor) -> Tensor:
+        """[W], int64: slots that each rank needs for this call, alignment included."""
+        counts = count_experts(all_ids, self._num_experts)
+        occupied = aligned_counts(counts, self._spec.slot_alignment)
+        return occupied.view(self._collectives.world_size, -1).sum(1)
+
+    def _gather(self, rows: Tensor, *, phase: str) -> Tensor:
+        """[1 + M, ...] of each rank to [W * (1 + M), ...]."""
+        ranks = self._collectives.world_size
+        self._traffic.control([1] * ranks, row_bytes_of(rows))
+        self._traffic.dispatch([self._rows_per_rank - 1] * ranks, row_bytes_of(rows))
+        return self._collectives.all_gather(rows, phase=phase).flatten(0, 1)
+
+    def _send_home(self, rows: Tensor, *, phase: str) -> Tensor:
+        """[W * (1 + M), ...] to the partial sums of all ranks for this one, [W, 1 + M, ...]."""
+        ranks = self._collectives.world_size
+        self._traffic.control([1] * ranks, row_bytes_of(rows))
+        self._traffic.combine([self._rows_per_rank - 1] * ranks, row_bytes_of(rows))
+        home = self._collectives.all_to_all(rows, phase=phase)
+        return home.unflatten(0, (ranks, self._rows_per_rank))
+
+
+def _sum_home(parts: Tensor, dtype: torch.dtype, num_tokens: int, has_failed: Tensor) -> Tensor:
+    """[W, 1 + M, ...] to [T, ...]; NaN if the call has failed."""
+    total = sum_parts(parts[:, 1 : 1 + num_tokens], dtype)
+    return total.masked_fill(has_failed, float("nan"))
+
+
+def num_static_slots(spec: BufferSpec, world_size: int) -> int:
+    """C: the budget, or as many as any routing of M tokens a rank needs."""
+    return spec.max_recv_slots or most_slots_of(spec, _max_tokens(spec) * world_size)
+
+
+def _max_tokens(spec: BufferSpec) -> int:
+    assert spec.max_tokens_per_rank is not None, "plan() has checked the limit"
+    return spec.max_tokens_per_rank

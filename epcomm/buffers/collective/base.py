@@ -1,0 +1,164 @@
+"""What the buffers over plain collectives share: memory for rows, and how ranks compare calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.base import Buffer, DispatchCall
+from epcomm.buffers.collective.scratch import Scratch
+from epcomm.buffers.counts import Counts, CountsMessage, read_counts
+from epcomm.buffers.faults import raise_faults
+from epcomm.buffers.row_layout import RowLayout
+from epcomm.buffers.traffic import BufferTraffic, TrafficMeter
+from epcomm.collectives.base import Collectives
+from epcomm.collectives.call_order import (
+    ANY,
+    FAULT,
+    HEADER_WORDS,
+    ROWS,
+    CallKind,
+    CallSign,
+)
+from epcomm.errors import EPError
+from epcomm.protocol import FaultCode
+from epcomm.spec import Availability, BufferCaps, BufferSpec
+from epcomm.types import Layout, WeightsAppliedBy, WireDtype, WireFormat
+
+# What every buffer here hands out and carries.
+COLLECTIVE_CAPS = BufferCaps(
+    layout=Layout.ROWS,
+    trainable=True,
+    graph_safe=False,
+    ordered=True,
+    wire_dtypes=frozenset(WireDtype),
+    weights_applied_by=frozenset(WeightsAppliedBy),
+)
+
+
+class OverCollectives(Buffer):
+    """A buffer that needs nothing but `Collectives`, so it serves wherever a group does."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    def probe(cls, environment: Mapping[str, str]) -> Availability:
+        return Availability(ok=True)
+
+    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
+        self._collectives = collectives
+        self._spec = spec
+        self._traffic = TrafficMeter(collectives.rank)
+        self._waits = collectives.bounded is not None
+        self._calls = collectives.calls
+        self._number = self._calls.add_buffer(self.name)
+        # Elsewhere a header of its own would make the host wait.
+        self._compares_calls = self._waits or spec.compares_calls
+        self.counts_calls |= self._compares_calls
+        # Of one size in every call where a rank that makes another call would break the transport.
+        self._has_rest = self._waits
+        self._sent = Scratch(collectives.device, keeps=self._waits)
+        self._home = Scratch(collectives.device, keeps=self._waits)
+
+    def prepare(self) -> None:
+        """Nothing to allocate: sizes are known only with the calls."""
+
+    def refuse_combine(self, error: EPError) -> None:
+        # Which batch the others combine is not known here, nor that it is one of this buffer.
+        anything = CallSign(kind=CallKind.COMBINE, buffer=ANY, dispatcher=ANY, batch=ANY)
+        self._compare_call(CallKind.COMBINE, anything, error)
+
+    def _new_batch(self, call: DispatchCall) -> CallSign:
+        """What all ranks say of this dispatch and of the calls along its route."""
+        return CallSign(
+            kind=CallKind.DISPATCH,
+            buffer=self._number,
+            dispatcher=call.dispatcher,
+            batch=self._calls.next_batch,
+        )
+
+    def _compare_call(self, kind: CallKind, batch: CallSign, error: EPError | None = None) -> None:
+        """Tell all ranks which call this rank makes, and whether it refuses it.
+
+        Local work comes before: where it fails, no rank waits for rows of this one, and the header
+        of its next call tells. These headers are not counted as traffic.
+
+        Args:
+            kind: of the call.
+            batch: the batch that it is about.
+            error: why this rank refuses to combine.
+
+        Raises:
+            HandleError: some ranks make another call; on every rank.
+            HandleError, ShapeError: some rank refuses; on every rank.
+        """
+        if not self._compares_calls:
+            return
+        fault = FaultCode.of(error, in_combine=True)
+        headers = self._calls.announce(replace(batch, kind=kind), error=error, fault=fault)
+        codes = [words[FAULT] for words in headers]
+        raise_faults(codes, self._collectives.rank, error, function="combine")
+
+    def _tell_counts(
+        self, call: DispatchCall, batch: CallSign, counts: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Counts, tuple[int, ...]]:
+        """Tell each rank the rows and slots that will come; the one host read of a dispatch.
+
+        Args:
+            call: this rank's part.
+            batch: of this dispatch.
+            counts: see CountsMessage.make().
+
+        Returns what will come, and the rows that go to each rank.
+        """
+        message = CountsMessage.make(
+            self._calls, batch, call.flags, counts, has_rest=self._has_rest
+        )
+        self._traffic.control([1] * self._collectives.world_size, message.row_bytes)
+        received = self._exchange_headers(message.header, call)
+        end = HEADER_WORDS + self._spec.num_local_experts - message.rest.shape[1]
+        sent, heard = torch.stack([message.header[:, :end], received[:, :end]]).tolist()
+        self._calls.compare(heard, call.error)
+        slots = received[:, HEADER_WORDS:end]
+        if message.rest.numel():
+            rest = self._collectives.all_to_all(message.rest, phase="dispatch counts")
+            slots = torch.cat([slots, rest], dim=1)
+            heard = [[*words, *more] for words, more in zip(heard, rest.tolist(), strict=True)]
+        rank = self._collectives.rank
+        found = read_counts(heard, slots, call, self._num_experts, rank)
+        return found, tuple(words[ROWS] for words in sent)
+
+    def _exchange_headers(self, header: Tensor, call: DispatchCall) -> Tensor:
+        """[W, words], one for each rank, to those from each rank."""
+        return self._calls.exchange(header, CallKind.DISPATCH.phase)
+
+    def traffic(self) -> BufferTraffic:
+        return self._traffic.snapshot()
+
+    def check(self) -> None:
+        """Nothing waits on the device: faults are raised in the call."""
+
+    def close(self) -> None:
+        self._sent.free()
+        self._home.free()
+
+    @property
+    def _num_experts(self) -> int:
+        return self._spec.num_local_experts * self._collectives.world_size
+
+    def _row_layout(self, wire: WireFormat, *, has_ids: bool) -> RowLayout:
+        return RowLayout(
+            hidden_size=self._spec.hidden_size,
+            top_k=self._spec.top_k,
+            format=wire,
+            has_ids=has_ids,
+        )
+
+
+def row_bytes_of(rows: Tensor) -> int:
+    """Bytes of one row of a matrix."""
+    return rows.shape[1] * rows.element_size()

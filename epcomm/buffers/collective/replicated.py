@@ -1,0 +1,223 @@
+"""Every rank holds the same tokens: nothing is gathered, and results are summed over the ranks.
+
+The Standard dispatcher with `replicated=True`, as after tensor-parallel attention. A rank computes
+its experts on all tokens; combine scatters the partial sums over the ranks, adds them in float32 by
+ascending rank and gathers the totals, so y is bit-equal on all ranks. dy is equal on all ranks too,
+so backward of combine is the identity, and backward of dispatch a sum over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
+from epcomm.buffers.faults import any_flags, check_gradients, guard_ids, ids_error, raise_faults
+from epcomm.buffers.row_layout import localize
+from epcomm.buffers.sizes import (
+    CallShape,
+    Region,
+    RowBytes,
+    index_region,
+    rows_region,
+    slot_regions,
+)
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.collectives.call_order import FAULT, FLAGS, ROWS, CallKind, CallSign
+from epcomm.config import Mode
+from epcomm.errors import ShapeError
+from epcomm.ops.slots import (
+    Members,
+    build_slot_index,
+    count_experts,
+    reduce_rows,
+    slots_by_row,
+    spread_to_slots,
+    sum_parts,
+)
+from epcomm.protocol import BatchFlags, FaultCode
+from epcomm.records import Route, SlotIndex
+from epcomm.spec import BufferCaps, BufferSpec
+from epcomm.types import RowsPer, WireFormat, align_up
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReplicatedRoute(Route):
+    """Row t is token t.
+
+    slots_by_row: the slots of each token on this rank, in k order.
+    has_no_slot: [T], bool, tokens that no expert of this rank computes.
+    call: the dispatch, as all ranks compare it.
+    """
+
+    num_tokens: int
+    num_rows: int
+    index: SlotIndex
+    slots_by_row: Members
+    has_no_slot: Tensor
+    call: CallSign
+
+
+class ReplicatedBuffer(OverCollectives):
+    """Standard mode for tokens that all ranks share. A dispatch sends nothing."""
+
+    name: ClassVar[str] = "collective"
+    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.STANDARD})
+
+    @classmethod
+    def caps(cls, mode: Mode) -> BufferCaps:
+        return replace(COLLECTIVE_CAPS, serves_replicated=True)
+
+    @classmethod
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+        row, max_tokens = RowBytes.of(spec), spec.max_tokens_per_rank
+        hidden_bytes = spec.dispatch_format.data_bytes(spec.hidden_size)
+        padded = None if max_tokens is None else align_up(max_tokens, world_size)
+        # Rows are the caller's hidden states. Every rank holds every token.
+        return (
+            rows_region("row flags", 1, per_token=world_size, max_rows=max_tokens),
+            index_region(spec, rows_per_token=world_size, max_rows=max_tokens),
+            *slot_regions(spec, row_bytes=hidden_bytes, max_rows=max_tokens),
+            rows_region("partial sums", row.combine, per_token=world_size, max_rows=padded),
+            rows_region("scattered sums", row.combine, per_token=world_size, max_rows=padded),
+            rows_region("gathered sums", row.combine, per_token=world_size, max_rows=padded),
+        )
+
+    @classmethod
+    def wire_bytes(
+        cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
+    ) -> BufferTraffic:
+        share = align_up(call.tokens_of_rank[call.rank], call.world_size) // call.world_size
+        # Every rank sends its share of the partial sums to each other rank, then of the totals.
+        num_rows = 2 * share * (call.world_size - 1)
+        return BufferTraffic(combine_bytes=num_rows * RowBytes.of(spec, backward=backward).combine)
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        rank, num_local = self._collectives.rank, self._spec.num_local_experts
+        topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
+        local_ids = localize(topk_ids, rank, num_local).to(torch.int32)
+        counts = count_experts(local_ids, num_local)
+        code, *host_counts = torch.cat([fault.view(1), counts]).tolist()
+        # Before the header, which can tell of what fails here.
+        rows = call.wire_tensor(self._spec.dispatch_format)
+        batch = self._new_batch(call)
+        flags = self._compare_dispatches(call, batch, FaultCode(code))
+        index = build_slot_index(
+            local_ids, counts, host_counts, slot_alignment=self._spec.slot_alignment
+        )
+        num_tokens = topk_ids.shape[0]
+        route = ReplicatedRoute(
+            num_tokens=num_tokens,
+            num_rows=num_tokens,
+            index=index,
+            slots_by_row=slots_by_row(index),
+            has_no_slot=(local_ids < 0).all(dim=1),
+            call=batch,
+        )
+        return Dispatched(
+            rows=rows,
+            index=index,
+            slot_weights=spread_to_slots(call.topk_weights, index),
+            route=route,
+            any_flags=flags,
+        )
+
+    def _compare_dispatches(
+        self, call: DispatchCall, batch: CallSign, code: FaultCode
+    ) -> BatchFlags:
+        """Raise on every rank if some rank's call is bad or another; else the flags of all.
+
+        Where the host does not wait in verbs, and spec.compares_calls is not set, a rank looks at
+        its own call alone: all ranks hold the same, and find the same fault.
+        """
+        rank, world_size = self._collectives.rank, self._collectives.world_size
+        own_error = call.error
+        if code is FaultCode.IDS:
+            own_error = ids_error(call.topk_ids, self._num_experts, rank, world_size)
+        if not self._compares_calls:
+            if own_error is not None:
+                raise own_error
+            return call.flags
+        headers = self._calls.announce(
+            batch,
+            error=own_error,
+            fault=code,
+            flags=call.flags,
+            num_rows=call.topk_ids.shape[0],
+        )
+        raise_faults([words[FAULT] for words in headers], rank, own_error)
+        _check_same_tokens([words[ROWS] for words in headers], rank)
+        flags = [words[FLAGS] for words in headers]
+        check_gradients(flags, rank, call.expert_names)
+        return any_flags(flags)
+
+    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
+        return hidden_states
+
+    def combine(
+        self,
+        rows: Tensor,
+        route: Route,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+    ) -> Combined:
+        assert isinstance(route, ReplicatedRoute), "a route of this buffer"
+        kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
+        if rows_per is RowsPer.SLOT:
+            rows = reduce_rows(rows, route.slots_by_row, slot_weights)
+        else:
+            # Rows without a slot are undefined, and here all of them are summed.
+            rows = rows.masked_fill(route.has_no_slot.unsqueeze(1), 0)
+        if row_scalars is None:
+            rows = rows.contiguous()
+            self._compare_call(kind, route.call)
+            return Combined(y=self._sum_over_ranks(rows, rows.dtype), scalars=None)
+        layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
+        packed = layout.pack_rows(rows, row_scalars)
+        self._compare_call(kind, route.call)
+        parts = self._scatter(packed, phase=kind.text)
+        shape, flat = parts.shape[:2], parts.flatten(0, 1)
+        total = layout.pack_rows(
+            sum_parts(layout.data(flat).unflatten(0, shape), rows.dtype),
+            sum_parts(layout.scalars(flat).unflatten(0, shape), row_scalars.dtype),
+        )
+        home = self._gather(total, phase=kind.text)[: route.num_tokens]
+        return Combined(y=layout.data(home).contiguous(), scalars=layout.scalars(home).contiguous())
+
+    def _sum_over_ranks(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """[T, ...] partial sums of all ranks to [T, ...] totals on every rank."""
+        share = sum_parts(self._scatter(rows, phase="combine"), dtype)
+        return self._gather(share, phase="combine")[: rows.shape[0]]
+
+    def _scatter(self, rows: Tensor, *, phase: str) -> Tensor:
+        """[T, ...] to [W, T' / W, ...]: all ranks' parts of this rank's share; T' is T padded."""
+        world_size = self._collectives.world_size
+        padding = align_up(rows.shape[0], world_size) - rows.shape[0]
+        if padding:
+            rows = torch.cat([rows, rows.new_zeros(padding, rows.shape[1])])
+        share = rows.shape[0] // world_size
+        self._traffic.combine([share] * world_size, row_bytes_of(rows))
+        parts = self._collectives.all_to_all(rows, phase=phase)
+        return parts.view(world_size, share, rows.shape[1])
+
+    def _gather(self, share: Tensor, *, phase: str) -> Tensor:
+        """[T' / W, ...] of each rank to [T', ...]."""
+        world_size = self._collectives.world_size
+        self._traffic.combine([share.shape[0]] * world_size, row_bytes_of(share))
+        return self._collectives.all_gather(share, phase=phase).flatten(0, 1)
+
+
+def _check_same_tokens(tokens_of_rank: Sequence[int], rank: int) -> None:
+    if len(set(tokens_of_rank)) > 1:
+        raise ShapeError(
+            f"dispatch: ranks pass {', '.join(map(str, tokens_of_rank))} tokens, expected the same "
+            f"tokens on all of them, because EPConfig.replicated is set (this is rank {rank} of "
+            f"{len(tokens_of_rank)}); pass one batch, or leave replicated out"
+        )

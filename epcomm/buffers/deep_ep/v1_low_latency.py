@@ -1,0 +1,379 @@
+"""Low latency of deep_ep V1: MASKED rows, quantised in its kernel, weighted in its combine.
+
+Every expert has room for M rows of each rank. Rows of one rank lie together, ranks in any order.
+Ids and weights stay with the route, for combine multiplies by them at home. The receive step runs
+in wait(): until then the network works and no processor of the device does. A send clears the
+counts of the call before it, so that one is received first, whoever waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.deep_ep.rows import LegacyHandle, Rows
+from epcomm.buffers.sizes import CallShape, Region
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.buffers.vendor import COMBINE, DISPATCH, ForeignBuffer
+from epcomm.config import Mode, environment
+from epcomm.errors import HandleError
+from epcomm.ops.slots import count_experts
+from epcomm.platforms.deep_ep_package import (
+    WIRE_DTYPES,
+    WITH_LEGACY_BUFFER,
+    device_types,
+    format_reasons,
+    load_deep_ep,
+    probe_deep_ep,
+)
+from epcomm.protocol import BatchFlags
+from epcomm.records import Pending, Route, SlotIndex
+from epcomm.spec import Availability, BufferCaps, BufferSpec
+from epcomm.types import Layout, RowsPer, ScaleLayout, WeightsAppliedBy, WireDtype, WireTensor
+
+# Source of the limits: deep_ep, csrc/kernels/legacy: SWITCH_HIDDEN, kNumMaxTopK.
+_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
+_MAX_TOP_K = 11
+_MAX_LOCAL_EXPERTS = 1024
+# Of its constructor: fewer ranks than NVLink joins, or whole hosts of so many.
+_HOST_RANKS = 8
+# It counts 16 bytes at a time in an int32.
+_MAX_MESSAGE_BYTES = 16 * (2**31 - 1)
+_BATCHES_IN_FLIGHT = 2
+# A send queue holds two entries a token, and one for each of its ends.
+_QUEUE_DEPTH_VARIABLE, _QUEUE_DEPTH = "NVSHMEM_QP_DEPTH", 1024
+# Of a message before its elements, and of one scale in it.
+_HEADER_BYTES, _SCALE_BYTES, _SCALE_BLOCK = 16, 4, 128
+_ALIGNMENT_BYTES = 128
+
+
+@dataclass(kw_only=True, eq=False)
+class _Batch:
+    """A batch in flight. number: of its dispatch. is_ended: a later one has taken its memory."""
+
+    number: int
+    is_ended: bool = False
+
+
+class _Receipt:
+    """The receive step of one call, which runs once: in wait(), or before the next send."""
+
+    def __init__(self, receive: Callable[[], None] | None = None) -> None:
+        self._receive = receive
+
+    def run(self) -> None:
+        receive, self._receive = self._receive, None
+        if receive is not None:
+            receive()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LowLatencyRoute(Route):
+    """What combine needs of its dispatch.
+
+    topk_ids: [T, K], as they were sent.   topk_weights: [T, K], float32, a copy.
+    """
+
+    num_tokens: int
+    num_rows: int
+    index: SlotIndex
+    handle: LegacyHandle
+    topk_ids: Tensor
+    topk_weights: Tensor
+    slots_from_rank: Tensor
+    has_failed: Tensor
+    batch: _Batch
+
+
+class DeepEPV1LowLatencyBuffer(ForeignBuffer):
+    """Static sizes, no host read, graph-capturable, two batches in flight."""
+
+    name: ClassVar[str] = "deep_ep_v1"
+    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
+
+    @classmethod
+    def probe(cls, environment: object) -> Availability:
+        return probe_deep_ep(WITH_LEGACY_BUFFER)
+
+    @classmethod
+    def caps(cls, mode: Mode) -> BufferCaps:
+        return BufferCaps(
+            layout=Layout.MASKED,
+            trainable=False,
+            graph_safe=True,
+            ordered=False,
+            wire_dtypes=WIRE_DTYPES,
+            weights_applied_by=frozenset({WeightsAppliedBy.COMBINE}),
+            max_top_k=_MAX_TOP_K,
+            batches_in_flight=_BATCHES_IN_FLIGHT,
+            late_receive=True,
+            reuses_route=False,
+            is_static=True,
+            host_reads=0,
+            owns_rows=False,
+            has_slot_budget=False,
+            announces_faults=False,
+            device_types=device_types(),
+            needs_process_group=True,
+        )
+
+    @classmethod
+    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
+        reasons = format_reasons(spec)
+        if spec.hidden_size not in _HIDDEN_SIZES:
+            sizes = ", ".join(map(str, _HIDDEN_SIZES))
+            reasons.append(f"is compiled for hidden_size {sizes}, not {spec.hidden_size}")
+        if spec.num_local_experts > _MAX_LOCAL_EXPERTS:
+            reasons.append(f"has at most {_MAX_LOCAL_EXPERTS} experts a rank")
+        if spec.slot_alignment > 1:
+            reasons.append("hands out rooms of one size, so slot_alignment must be 1")
+        if world_size > _HOST_RANKS and world_size % _HOST_RANKS:
+            reasons.append(f"serves whole hosts of {_HOST_RANKS} ranks, not {world_size} ranks")
+        if spec.max_tokens_per_rank is not None:
+            reasons += _token_reasons(spec, spec.max_tokens_per_rank, world_size)
+        return tuple(reasons)
+
+    @classmethod
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+        assert spec.max_tokens_per_rank is not None, "plan() has checked the limit"
+        num_slots = spec.num_local_experts * spec.max_tokens_per_rank * world_size
+        wire, hidden_size = spec.dispatch_format, spec.hidden_size
+        sizes = {
+            "deep_ep's messages": message_bytes(spec, world_size),
+            "received rows": num_slots
+            * (wire.data_bytes(hidden_size) + wire.scale_bytes(hidden_size)),
+            "expert results": num_slots * spec.combine_format.data_bytes(hidden_size),
+        }
+        return tuple(Region(name=name, max_bytes=size) for name, size in sizes.items())
+
+    @classmethod
+    def wire_bytes(
+        cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
+    ) -> BufferTraffic:
+        out, home = _slot_bytes(spec)
+        return BufferTraffic(
+            dispatch_bytes=call.slots_sent * out, combine_bytes=call.slots_received * home
+        )
+
+    def prepare(self) -> None:
+        package: Any = load_deep_ep(WITH_LEGACY_BUFFER)
+        spec = self._spec
+        assert spec.max_tokens_per_rank is not None, "plan() has checked the limit"
+        self._max_tokens = spec.max_tokens_per_rank
+        self._room = self._max_tokens * self._world_size
+        self._max_slots = spec.num_local_experts * self._room
+        num_bytes = package.Buffer.get_low_latency_rdma_size_hint(
+            self._max_tokens, spec.hidden_size, self._world_size, self._num_experts
+        )
+        # Memory of its own, which normal kernels never touch, so nothing has to be cleaned.
+        self._buffer = package.Buffer(
+            self._process_group,
+            num_rdma_bytes=num_bytes,
+            low_latency_mode=True,
+            num_qps_per_rank=spec.num_local_experts,
+            explicitly_destroy=True,
+        )
+        self._in_flight: deque[_Batch] = deque()
+        self._num_batches = 0
+        self._last_sent = _Receipt()
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        return self.dispatch_async(call).wait()
+
+    def dispatch_async(self, call: DispatchCall) -> Pending[Dispatched]:
+        self._check_open()
+        ids, fault, _ = self._guard_on_device(call)
+        has_failed = self._record(call, fault, fault * 0, self._max_slots)
+        is_power_of_two = self._spec.dispatch_format.scale_dtype == torch.float8_e8m0fnu
+        self._last_sent.run()
+        received, counts, handle, _, receive = self._buffer.low_latency_dispatch(
+            call.hidden_states.contiguous(),
+            ids,
+            self._max_tokens,
+            self._num_experts,
+            use_fp8=self._spec.dispatch_format.dtype is WireDtype.FP8_E4M3,
+            round_scale=is_power_of_two,
+            use_ue8m0=is_power_of_two,
+            return_recv_hook=True,
+        )
+
+        batch = self._keep(_Batch(number=self._num_batches))
+        # Combine reads the weights, and the caller may have overwritten them by then.
+        weights = call.topk_weights.clone(memory_format=torch.contiguous_format)
+        receipt = self._last_sent = _Receipt(receive)
+
+        def wait() -> Dispatched:
+            self._check_in_flight(batch, "wait")
+            receipt.run()
+            return self._dispatched(batch, ids, weights, received, counts, handle, has_failed)
+
+        return Pending(wait)
+
+    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
+        raise NotImplementedError("low latency has no backward (caps.reuses_route)")
+
+    def combine(
+        self,
+        rows: Tensor,
+        route: Route,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+    ) -> Combined:
+        assert row_scalars is None, "low latency has no backward"
+        return self.combine_async(rows, route, rows_per=rows_per, slot_weights=slot_weights).wait()
+
+    def combine_async(
+        self, rows: Tensor, route: Route, *, rows_per: RowsPer, slot_weights: Tensor | None = None
+    ) -> Pending[Combined]:
+        assert isinstance(route, LowLatencyRoute), "a route of this buffer"
+        assert rows_per is RowsPer.SLOT, "a row is a slot here"
+        assert slot_weights is None, "weights are applied at home"
+        self._check_open()
+        self._check_in_flight(route.batch, "combine")
+        self._compare_combine()
+        self._last_sent.run()
+        y, _, receive = self._buffer.low_latency_combine(
+            rows.contiguous().view(self._spec.num_local_experts, self._room, -1),
+            route.topk_ids,
+            route.topk_weights,
+            route.handle,
+            return_recv_hook=True,
+        )
+        self._count_bytes(COMBINE, route.slots_from_rank, _slot_bytes(self._spec)[1])
+        if route.batch in self._in_flight:
+            self._in_flight.remove(route.batch)
+        receipt = self._last_sent = _Receipt(receive)
+
+        def wait() -> Combined:
+            receipt.run()
+            return Combined(y=y.masked_fill(route.has_failed, float("nan")), scalars=None)
+
+        return Pending(wait)
+
+    def _dispatched(
+        self,
+        batch: _Batch,
+        ids: Tensor,
+        weights: Tensor,
+        received: Rows,
+        counts: Tensor,
+        handle: LegacyHandle,
+        has_failed: Tensor,
+    ) -> Dispatched:
+        index = SlotIndex(
+            row_of_slot=None,
+            slots_of_row=None,
+            num_slots_per_expert=counts,
+            first_slot=self._room
+            * torch.arange(len(counts) + 1, dtype=torch.int32, device=counts.device),
+            host_num_slots_per_expert=None,
+        )
+        sent = count_experts(ids, self._num_experts).view(self._world_size, -1).sum(1)
+        # layout_range, [L, W]: where the rows of a rank begin and how many they are.
+        from_rank = (handle[1] & 0xFFFFFFFF).sum(0)
+        route = LowLatencyRoute(
+            num_tokens=ids.shape[0],
+            num_rows=self._max_slots,
+            index=index,
+            handle=handle,
+            topk_ids=ids,
+            topk_weights=weights,
+            slots_from_rank=from_rank,
+            has_failed=has_failed,
+            batch=batch,
+        )
+        self._count_bytes(DISPATCH, sent, _slot_bytes(self._spec)[0])
+        return Dispatched(
+            rows=self._wire(received),
+            index=index,
+            slot_weights=None,
+            route=route,
+            any_flags=BatchFlags.NONE,
+        )
+
+    def _keep(self, batch: _Batch) -> _Batch:
+        """Remember a batch that is sent; the third one ends the first."""
+        self._num_batches += 1
+        self._in_flight.append(batch)
+        if len(self._in_flight) > _BATCHES_IN_FLIGHT:
+            self._in_flight.popleft().is_ended = True
+        return batch
+
+    def _check_in_flight(self, batch: _Batch, function: str) -> None:
+        if batch.is_ended:
+            raise HandleError(
+                f"{function}: the memory of batch {batch.number} was taken by batch "
+                f"{batch.number + _BATCHES_IN_FLIGHT}, for {_BATCHES_IN_FLIGHT} may be in flight "
+                f"(rank {self._rank} of {self._world_size}); combine a batch before the second "
+                "next dispatch"
+            )
+
+    def _wire(self, received: Rows) -> WireTensor:
+        wire_format = self._spec.dispatch_format
+        if isinstance(received, Tensor):
+            return WireTensor(data=received, format=wire_format)
+        data, scales = received
+        is_packed = scales.dtype == torch.int32
+        return WireTensor(
+            data=data,
+            format=wire_format,
+            scales=scales,
+            scale_layout=ScaleLayout(column_major=True, alignment=4, packed=is_packed),
+        )
+
+    def _destroy(self) -> None:
+        self._buffer.destroy()
+
+
+def _token_reasons(spec: BufferSpec, max_tokens: int, world_size: int) -> list[str]:
+    """What keeps it from serving so many tokens a rank."""
+    reasons, depth = [], environment().get(_QUEUE_DEPTH_VARIABLE, str(_QUEUE_DEPTH))
+    if not depth.isdecimal():
+        reasons.append(f"{_QUEUE_DEPTH_VARIABLE} is {depth!r}, expected a number")
+    elif 2 * (max_tokens + 1) > int(depth):
+        reasons.append(
+            f"max_tokens_per_rank is {max_tokens}, at most {int(depth) // 2 - 1} with "
+            f"{_QUEUE_DEPTH_VARIABLE} = {depth}"
+        )
+    if spec.dispatch_format.dtype is WireDtype.FP8_E4M3 and max_tokens * world_size % 4:
+        reasons.append("FP8 rows need max_tokens_per_rank * ranks to be a multiple of 4")
+    num_bytes = message_bytes(spec, world_size)
+    if num_bytes >= _MAX_MESSAGE_BYTES:
+        reasons.append(
+            f"needs {num_bytes} B for messages, and takes less than {_MAX_MESSAGE_BYTES} B"
+        )
+    return reasons
+
+
+def message_bytes(spec: BufferSpec, world_size: int) -> int:
+    """Memory for messages in both directions, twice, and their signals; independent of the routing.
+
+    Source: deep_ep, csrc/config.hpp, LowLatencyLayout and get_low_latency_rdma_size_hint.
+    """
+    assert spec.max_tokens_per_rank is not None, "plan() has checked the limit"
+    hidden, num_experts = spec.hidden_size, spec.num_local_experts * world_size
+    scale_bytes = hidden // _SCALE_BLOCK * _SCALE_BYTES
+    out = _HEADER_BYTES + max(2 * hidden, hidden + scale_bytes)
+    home = 2 * hidden + scale_bytes
+    tokens = spec.max_tokens_per_rank
+    send = max(tokens * out, num_experts * tokens * home)
+    receive = num_experts * tokens * max(out, home)
+    signals = -(-4 * num_experts // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    total = 2 * (send + receive + signals)
+    # One unit more than needed where it is aligned already, as deep_ep has it.
+    return (total + _ALIGNMENT_BYTES) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+
+
+def _slot_bytes(spec: BufferSpec) -> tuple[int, int]:
+    """Of one (token, expert) pair, out and home."""
+    wire, hidden = spec.dispatch_format, spec.hidden_size
+    scale_bytes = 0 if wire.scale_dtype is None else hidden // _SCALE_BLOCK * _SCALE_BYTES
+    return _HEADER_BYTES + wire.data_bytes(hidden) + scale_bytes, 2 * hidden

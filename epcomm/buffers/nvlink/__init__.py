@@ -1,0 +1,1 @@
+"""Buffers of GPUs that write one another's memory over NVLink."""

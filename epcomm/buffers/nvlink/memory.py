@@ -1,0 +1,96 @@
+"""A block of memory in each rank that the kernels of all ranks of one host write.
+
+CPU ranks map files of shared memory, so that kernels under an interpreter meet in them. CUDA ranks
+map the memory of their peers over NVLink; multicast is not asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.shared_memory.memory import HostMemory
+from epcomm.collectives.base import Collectives
+from epcomm.errors import BackendUnavailable
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SymmetricMemory:
+    """The blocks of all ranks, as this process sees them.
+
+    block: [num_bytes], uint8, of this rank; zero at first.
+    addresses: [W], where the block of each rank begins, multiples of 16.
+    keeps: what must live as long as some rank may write.
+    """
+
+    block: Tensor
+    addresses: tuple[int, ...]
+    keeps: object
+
+
+def open_symmetric_memory(
+    collectives: Collectives, num_bytes: int, *, phase: str
+) -> SymmetricMemory:
+    """Allocate this rank's block and map those of all others.
+
+    Collective: yes; num_bytes is equal on all ranks.   Host sync: yes.
+    Lifetime: while the record or a view of its block is held; peers write until they have closed.
+    Raises:
+        BackendUnavailable: no memory, or a rank whose memory cannot be mapped.
+    """
+    if collectives.device.type == "cuda":
+        return _open_cuda(collectives, num_bytes, phase=phase)
+    memory = HostMemory(collectives, num_bytes, phase=phase)
+    return SymmetricMemory(
+        block=memory.blocks[collectives.rank],
+        addresses=tuple(block.data_ptr() for block in memory.blocks),
+        keeps=memory,
+    )
+
+
+def _open_cuda(collectives: Collectives, num_bytes: int, *, phase: str) -> SymmetricMemory:
+    group = collectives.process_group
+    if group is None:
+        raise BackendUnavailable(
+            f"{phase}: the EPGroup is not made of a torch.distributed process group "
+            f"(rank {collectives.rank} of {collectives.world_size}); make it of one"
+        )
+    # Not at the top: CPU ranks have no use for it.
+    from torch.distributed import _symmetric_memory
+
+    block, error = None, ""
+    try:
+        device = torch.device("cuda", torch.cuda.current_device())
+        block = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+        # Nobody else writes before the ranks have met below.
+        block.zero_()
+        torch.cuda.synchronize(device)
+    except RuntimeError as own_error:
+        # That of an allocator has many lines; the first one says it.
+        error = str(own_error).partition("\n")[0] or type(own_error).__name__
+    agree_on_memory(collectives, error, num_bytes, phase=phase)
+    assert block is not None, "some rank would have raised"
+    mapped = _symmetric_memory.rendezvous(block, group)
+    collectives.gather_records({}, phase=phase)
+    return SymmetricMemory(block=block, addresses=tuple(mapped.buffer_ptrs), keeps=(block, mapped))
+
+
+def agree_on_memory(collectives: Collectives, error: str, num_bytes: int, *, phase: str) -> None:
+    """Raise on every rank if some rank has no block: mapping would wait for it.
+
+    error: of this rank, or empty.
+
+    Collective: yes.   Host sync: yes.
+    Raises:
+        BackendUnavailable: some rank has an error.
+    """
+    records = collectives.gather_records({"error": error}, phase=phase)
+    faults = [f"rank {rank}: {each['error']}" for rank, each in enumerate(records) if each["error"]]
+    if faults:
+        raise BackendUnavailable(
+            f"{phase}: no block of {num_bytes} bytes, {'; '.join(faults)} (this is rank "
+            f"{collectives.rank} of {collectives.world_size}); lower max_tokens_per_rank or free "
+            "memory of the GPU"
+        )

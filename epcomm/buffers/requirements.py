@@ -1,0 +1,59 @@
+"""What a specification asks that a buffer does not have, by what the buffer says of itself."""
+
+from __future__ import annotations
+
+from epcomm.config import Mode
+from epcomm.spec import BufferCaps, BufferSpec
+
+
+def carrying_reasons(spec: BufferSpec, caps: BufferCaps) -> list[str]:
+    """Rows that it does not carry."""
+    reasons = []
+    if spec.dispatch_format.dtype not in caps.wire_dtypes:
+        carried = sorted(dtype.value for dtype in caps.wire_dtypes)
+        reasons.append(f"carries {carried}, not {spec.dispatch_format}")
+    if caps.max_top_k is not None and spec.top_k > caps.max_top_k:
+        reasons.append(f"top_k is {spec.top_k}, at most {caps.max_top_k}")
+    if spec.hidden_size % caps.hidden_multiple:
+        reasons.append(f"hidden_size {spec.hidden_size} is no multiple of {caps.hidden_multiple}")
+    return reasons
+
+
+def limit_reasons(spec: BufferSpec, caps: BufferCaps, mode: Mode) -> list[str]:
+    """Static buffers want limits, and limits want static buffers."""
+    max_tokens, most = spec.max_tokens_per_rank, caps.max_tokens_per_rank
+    reasons = batch_reasons(spec, caps)
+    if max_tokens is not None and most is not None and max_tokens > most:
+        reasons.append(f"max_tokens_per_rank is {max_tokens}, at most {most}")
+    if not caps.is_static:
+        if spec.max_recv_slots is not None:
+            reasons.append("has exact sizes and no slot budget; leave max_recv_slots None")
+        return reasons
+    if max_tokens is None:
+        reasons.append("has static sizes; set max_tokens_per_rank")
+    if mode is Mode.NORMAL and spec.max_recv_slots is None:
+        reasons.append("has static sizes; set max_recv_slots")
+    if spec.max_recv_slots is not None and not caps.has_slot_budget:
+        reasons.append("has room for any routing and no slot budget; leave max_recv_slots None")
+    return reasons
+
+
+def batch_reasons(spec: BufferSpec, caps: BufferCaps) -> list[str]:
+    """More batches in flight than it has memory for."""
+    wanted, most = spec.batches_in_flight, caps.batches_in_flight
+    if wanted is None or most is None or caps.batches_on_request or wanted <= most:
+        return []
+    return [f"keeps {most} batches in flight, not {wanted}"]
+
+
+def batches_in_flight_of(spec: BufferSpec, caps: BufferCaps) -> int | None:
+    """Batches that may be in flight in the end; None for any number."""
+    if spec.batches_in_flight is None or not caps.batches_on_request:
+        return caps.batches_in_flight
+    return spec.batches_in_flight
+
+
+def max_tokens_of(spec: BufferSpec, caps: BufferCaps) -> int | None:
+    """Tokens that a rank may dispatch: the lesser of what was asked for and what there is."""
+    limits = [spec.max_tokens_per_rank, caps.max_tokens_per_rank]
+    return min((limit for limit in limits if limit is not None), default=None)

@@ -1,0 +1,1 @@
+"""The buffer of ranks that share the memory of a host."""

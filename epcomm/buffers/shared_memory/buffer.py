@@ -1,0 +1,324 @@
+"""The buffer for CPU ranks of one host: rows are written where the receiver reads them.
+
+The protocol is that of symmetric memory in normal mode: epochs, headers that all ranks see, slots
+that take turns. What goes where, and all that is done with it, is CollectiveBuffer's; only the
+exchanges differ: a row crosses memory once, from the token to the expert's rank, and a sum once on
+its way home.
+
+Rows and sums have room for the largest call so far: with the headers every rank knows what every
+rank needs, and all of them grow alike.
+
+Two slots in turns spare a round: who writes epoch e has heard of everybody's epoch e - 1, which
+came after their last use of epoch e - 2. Rows that were handed out live longer, as many dispatches
+of their owner as there may be batches in flight, each of which has a slot of its own; so their
+writer waits for the header of its call, which all ranks announce on the board of the group
+(board.py) before anything else. Every rank counts alike, so a batch whose slot was taken is
+refused by all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.collective.all_to_all import CollectiveBuffer, CollectiveRoute, RowTable
+from epcomm.buffers.collective.base import COLLECTIVE_CAPS
+from epcomm.buffers.faults import overwritten_error
+from epcomm.buffers.requirements import batches_in_flight_of
+from epcomm.buffers.shared_memory.board import HostBoard
+from epcomm.buffers.shared_memory.growable import LEAST_ROOM, HostRegion, line_aligned
+from epcomm.buffers.shared_memory.memory import HostMemory
+from epcomm.buffers.shared_memory.signals import HostSignals, Signal, signal_bytes
+from epcomm.buffers.sizes import Region, RowBytes
+from epcomm.collectives.base import Collectives
+from epcomm.collectives.call_order import HEADER_WORDS, ROWS, CallKind, CallSign
+from epcomm.config import Mode
+from epcomm.errors import EPError, HandleError
+from epcomm.platforms.host import host_of_this_process, memory_left
+from epcomm.protocol import BatchFlags
+from epcomm.records import Route
+from epcomm.spec import Availability, BufferCaps, BufferSpec
+from epcomm.types import RowsPer
+
+# Slots of headers, of calls and of sums, which are used up within a call.
+_NUM_TURNS = 2
+# Batches in flight, unless another number is asked for.
+_NUM_BATCHES = 2
+# Sums are made in pieces of so many bytes and copied while they lie in the cache: torch has no sum
+# into memory that is given, and for memory as large as all of them malloc asks the system.
+_PART_BYTES = 2**21
+
+
+class SharedMemoryBuffer(CollectiveBuffer):
+    """Both phases over shared memory, with exact sizes. Under no_grad rows are views of it.
+
+    Decode needs no static sizes here: on a CPU no graph is captured, and no device runs ahead of
+    the host.
+    """
+
+    name: ClassVar[str] = "shared_memory"
+    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL, Mode.LOW_LATENCY})
+    needs_one_host: ClassVar[bool] = True
+    needs_host_waits: ClassVar[bool] = True
+
+    @classmethod
+    def probe(cls, environment: Mapping[str, str]) -> Availability:
+        if host_of_this_process():
+            return Availability(ok=True)
+        reason = "the system does not tell whose memory this process can share, or hides its files"
+        return Availability(ok=False, reasons=(reason,))
+
+    @classmethod
+    def caps(cls, mode: Mode) -> BufferCaps:
+        return replace(
+            COLLECTIVE_CAPS,
+            owns_rows=False,
+            batches_in_flight=_NUM_BATCHES,
+            batches_on_request=True,
+            device_types=frozenset({"cpu"}),
+        )
+
+    @classmethod
+    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
+        left, (rows, sums) = memory_left(), _most_bytes(spec, world_size)
+        block = _opening_bytes(spec, world_size)
+        block += num_batches(spec) * (rows or LEAST_ROOM) + _NUM_TURNS * (sums or LEAST_ROOM)
+        # The ranks have one memory.
+        if left is None or world_size * block <= left:
+            return ()
+        return (
+            f"needs {world_size * block} B of memory that {world_size} ranks share, and {left} B "
+            "are left on this host or in its container",
+        )
+
+    @classmethod
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+        rows, sums = _most_bytes(spec, world_size)
+        slots = {"received rows": (num_batches(spec), rows), "home rows": (_NUM_TURNS, sums)}
+        found = {each.name: each for each in super().region_bytes(spec, world_size)}
+        for name, (number, most) in slots.items():
+            per_token = number * (found[name].bytes_per_token or 0)
+            max_bytes = None if most is None else number * most
+            found[name] = Region(name=name, bytes_per_token=per_token, max_bytes=max_bytes)
+        return tuple(found.values())
+
+    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
+        super().__init__(collectives, spec)
+        self._rank, self._world_size = collectives.rank, collectives.world_size
+        self._widest_row, self._widest_sum = _widest_bytes(spec)
+        self._num_batches = num_batches(spec)
+        rows, sums = _most_bytes(spec, self._world_size)
+        self._rows = HostRegion(collectives, "rows", self._num_batches, rows)
+        self._sums = HostRegion(collectives, "sums", _NUM_TURNS, sums)
+        self._num_dispatches = 0
+        # Memory has no rest.
+        self._has_rest = False
+        self._is_open = False
+
+    def prepare(self) -> None:
+        """Attach the words and headers of all ranks.
+
+        Collective: yes.   Host sync: yes.
+        Raises:
+            BackendUnavailable: not enough shared memory on some rank; on every rank.
+        """
+        bounded, size = self._collectives.bounded, self._world_size
+        assert bounded is not None, "the host waits in the verbs of a CPU group"
+        table_shape = _table_shape(self._spec, size)
+        table_at = line_aligned(signal_bytes(size))
+        if not self._calls.has_board:
+            self._calls.use(HostBoard(self._collectives))
+        num_bytes = _opening_bytes(self._spec, size)
+        memory = HostMemory(self._collectives, num_bytes, phase="open shared_memory")
+
+        def words(at: int, shape: tuple[int, ...]) -> list[Tensor]:
+            count = torch.Size(shape).numel()
+            return [
+                block[at : at + 8 * count].view(torch.int64).view(shape) for block in memory.blocks
+            ]
+
+        # Of each rank: headers from every rank to every rank.
+        self._headers = words(table_at, table_shape)
+        self._signals = HostSignals(memory, self._rank, size, bounded)
+        self._bounded = bounded
+        self._is_open = True
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        self._check_open()
+        is_view = not call.flags & BatchFlags.GRAD_ENABLED
+        self._views_epoch = self._signals.coming_epoch(Signal.GOT) if is_view else None
+        out = super().dispatch(call)
+        if is_view:
+            return out
+        # Autograd keeps rows for as long as it likes.
+        scales = None if out.rows.scales is None else out.rows.scales.clone()
+        return replace(out, rows=replace(out.rows, data=out.rows.data.clone(), scales=scales))
+
+    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
+        # Its header says that every rank is done with the rows of the batch before the last.
+        return super().redispatch(hidden_states, route).clone()
+
+    def combine(
+        self,
+        rows: Tensor,
+        route: Route,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+    ) -> Combined:
+        self._check_views(route)
+        return super().combine(
+            rows, route, rows_per=rows_per, slot_weights=slot_weights, row_scalars=row_scalars
+        )
+
+    def close(self) -> None:
+        super().close()
+        if self._is_open:
+            self._is_open = False
+            self._signals.release()
+            self._headers = []
+        self._rows.free()
+        self._sums.free()
+
+    def _exchange_headers(self, header: Tensor, call: DispatchCall) -> Tensor:
+        self._bounded.check()
+        slot = (self._num_dispatches + 1) % _NUM_TURNS
+        for table in self._headers:
+            table[slot, self._rank] = header[:, : table.shape[-1]]
+        # Who has announced its call has written its counts before, and is done with the rows of
+        # the batch before the last.
+        announced = super()._exchange_headers(header[:, :HEADER_WORDS], call)
+        self._calls.compare(announced.tolist(), call.error)
+        # A call that differs leaves the slot to the next one, which writes the same places again.
+        self._num_dispatches += 1
+        headers = self._headers[self._rank][slot].clone()
+        self._table = _table_of(headers)
+        received = [sum(rows) for rows in zip(*self._table, strict=True)]
+        self._rows.require(max(received) * self._widest_row)
+        self._sums.require(max(map(sum, self._table)) * self._widest_sum)
+        return headers[:, self._rank].contiguous()
+
+    def _send_rows(
+        self,
+        write: Callable[[slice, Tensor], None],
+        table: RowTable | None,
+        send_splits: Sequence[int],
+        recv_splits: Sequence[int],
+        shape: tuple[int, torch.dtype],
+        *,
+        phase: str,
+    ) -> Tensor:
+        assert table is not None, "headers brought it"
+        epoch, sent = self._signals.next_epoch(Signal.GOT), 0
+        for destination, num_rows in enumerate(send_splits):
+            first = sum(rows[destination] for rows in table[: self._rank])
+            place = slice(first, first + num_rows)
+            if num_rows:
+                out = self._rows.rows(destination, epoch, place, *shape)
+                write(slice(sent, sent + num_rows), out)
+            sent += num_rows
+        self._signals.publish(Signal.GOT)
+        self._signals.wait(Signal.GOT, phase)
+        return self._rows.rows(self._rank, epoch, slice(0, sum(recv_splits)), *shape)
+
+    def _send_home(
+        self,
+        make: Callable[[slice], Tensor],
+        route: CollectiveRoute,
+        shape: tuple[int, torch.dtype],
+        kind: CallKind,
+    ) -> Tensor:
+        assert route.table is not None, "headers brought it"
+        row_bytes = shape[0] * shape[1].itemsize
+        # A refused call leaves the epoch to the next one, which writes the same places again.
+        epoch, first = self._signals.coming_epoch(Signal.DONE), 0
+        for home, num_rows in enumerate(route.recv_splits):
+            # There they lie as they left: by the rank of the experts.
+            place = sum(route.table[home][: self._rank])
+            out = self._sums.rows(home, epoch, slice(place, place + num_rows), *shape)
+            for part in _parts(num_rows, row_bytes):
+                out[part] = make(slice(first + part.start, first + part.stop))
+            first += num_rows
+        self._compare_call(kind, route.call)
+        self._traffic.combine(route.recv_splits, row_bytes)
+        self._signals.next_epoch(Signal.DONE)
+        self._signals.publish(Signal.DONE)
+        self._signals.wait(Signal.DONE, kind.text)
+        return self._sums.rows(self._rank, epoch, slice(0, sum(route.send_splits)), *shape)
+
+    def _compare_call(self, kind: CallKind, batch: CallSign, error: EPError | None = None) -> None:
+        self._check_open()
+        super()._compare_call(kind, batch, error)
+
+    def _check_views(self, route: Route) -> None:
+        """Refuse, on every rank, a batch whose rows a later exchange has overwritten."""
+        self._check_open()
+        assert isinstance(route, CollectiveRoute), "a route of this buffer"
+        epoch = route.views_epoch
+        if epoch is None or self._signals.coming_epoch(Signal.GOT) - epoch <= self._num_batches:
+            return
+        error = overwritten_error(
+            self.name, epoch, self._num_batches, f"rank {self._rank} of {self._world_size}"
+        )
+        # Where gradients are on, rows are copied: on ranks that differ in that, the others go on.
+        self._compare_call(CallKind.COMBINE, route.call, error)
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise HandleError(
+                f"{self.name}: the buffer is closed (rank {self._rank} of {self._world_size}); "
+                "make a new EPGroup"
+            )
+
+
+def _parts(num_rows: int, row_bytes: int) -> Iterator[slice]:
+    """Neighbouring rows, at most _PART_BYTES at once."""
+    step = max(_PART_BYTES // row_bytes, 1)
+    return (slice(at, min(at + step, num_rows)) for at in range(0, num_rows, step))
+
+
+def num_batches(spec: BufferSpec) -> int:
+    """Return how many batches may be in flight."""
+    number = batches_in_flight_of(spec, SharedMemoryBuffer.caps(Mode.NORMAL))
+    assert number is not None, "rows are views"
+    return number
+
+
+def _widest_bytes(spec: BufferSpec) -> tuple[int, int]:
+    """Bytes of the widest row of either direction, out and home."""
+    ways = [RowBytes.of(spec), RowBytes.of(spec, backward=True)]
+    return max(way.dispatch for way in ways), max(way.combine for way in ways)
+
+
+def _most_bytes(spec: BufferSpec, world_size: int) -> tuple[int | None, int | None]:
+    """Most bytes of the rows that a rank receives and of the sums that come home, if M is known."""
+    if spec.max_tokens_per_rank is None:
+        return None, None
+    widest_row, widest_sum = _widest_bytes(spec)
+    copies = min(spec.top_k, world_size)
+    max_tokens = spec.max_tokens_per_rank
+    rows, sums = max_tokens * world_size * widest_row, max_tokens * copies * widest_sum
+    return line_aligned(rows), line_aligned(sums)
+
+
+def _table_shape(spec: BufferSpec, world_size: int) -> tuple[int, int, int, int]:
+    """Of the headers from every rank to every rank."""
+    return (_NUM_TURNS, world_size, world_size, HEADER_WORDS + spec.num_local_experts)
+
+
+def _opening_bytes(spec: BufferSpec, world_size: int) -> int:
+    """Bytes of a rank's block of words."""
+    table_words = math.prod(_table_shape(spec, world_size))
+    return line_aligned(signal_bytes(world_size)) + line_aligned(8 * table_words)
+
+
+def _table_of(headers: Tensor) -> RowTable:
+    """Rows from each rank to each rank, from all headers [W, W, words]."""
+    return tuple(tuple(rows) for rows in headers[:, :, ROWS].tolist())

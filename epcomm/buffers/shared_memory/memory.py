@@ -1,0 +1,136 @@
+"""Shared memory of the ranks of one host: a block each, attached by all.
+
+The memory has no name: others open it where the system lists the open files of its owner, which it
+allows to processes of the same user. Whenever a process ends, and however, nothing stays behind.
+Memory lasts as long as somebody holds a view of it.
+
+Each rank keeps a lock on its own file, which the system releases when its processes have ended: so
+others can tell a rank that is gone from one that is busy.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+import torch
+from torch import Tensor
+
+from epcomm.collectives.base import Collectives
+from epcomm.errors import BackendUnavailable
+from epcomm.platforms.host import memory_left
+
+# Bytes that are taken at once, between two looks at how much memory is left.
+_PIECE_BYTES = 2**24
+# Asks for memory that nobody executes, as some systems demand: MFD_NOEXEC_SEAL of linux/memfd.h,
+# which Python 3.11 does not know, nor Linux before 6.3.
+_NEVER_EXECUTED = 8
+
+
+class HostMemory:
+    """blocks: [W], uint8 [num_bytes] of each rank, page-aligned, zero at first."""
+
+    def __init__(self, collectives: Collectives, num_bytes: int, *, phase: str) -> None:
+        """Allocate this rank's block and attach all others.
+
+        Collective: yes; num_bytes is equal on all ranks.   Host sync: yes.
+        Raises:
+            BackendUnavailable: some rank has not enough memory, or cannot attach; on every rank.
+        """
+        self.num_bytes = max(num_bytes, mmap.PAGESIZE)
+        self._rank, self._world_size = collectives.rank, collectives.world_size
+        # Of this rank's file, locked, and of the files of all ranks.
+        self._own_file: int | None = None
+        self._files: list[int] = []
+        place, error = self._create()
+        places = self._agree(collectives, place, error, phase)
+        maps, error = self._attach(places)
+        # Nobody lets go before all have attached.
+        self._agree(collectives, "", error, phase)
+        self.maps: tuple[mmap.mmap, ...] = tuple(maps)
+        self.blocks: tuple[Tensor, ...] = tuple(
+            torch.frombuffer(each, dtype=torch.uint8) for each in maps
+        )
+
+    def ended_ranks(self) -> list[int]:
+        """Ranks whose processes have ended, or have let go of their memory. Local."""
+        return [
+            rank for rank, file in enumerate(self._files) if rank != self._rank and _is_free(file)
+        ]
+
+    def close(self) -> None:
+        """Let go of the files; views stay. Local, idempotent."""
+        if self._own_file is not None:
+            os.close(self._own_file)
+            self._own_file = None
+        while self._files:
+            os.close(self._files.pop())
+
+    def _create(self) -> tuple[str, str]:
+        """Where others find the block, and why it cannot be had; one of them is empty."""
+        try:
+            self._own_file = file = _unnamed_file()
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # Now, and not by a signal at the first touch of a page that is not there.
+            for begin in range(0, self.num_bytes, _PIECE_BYTES):
+                piece, left = min(_PIECE_BYTES, self.num_bytes - begin), memory_left()
+                # All ranks are about to take one.
+                if left is not None and left < piece * self._world_size:
+                    return "", f"{self.num_bytes} B of shared memory: {left} B are left"
+                os.posix_fallocate(file, begin, piece)
+            return f"/proc/{os.getpid()}/fd/{file} {os.fstat(file).st_ino}", ""
+        except OSError as error:
+            return "", f"{self.num_bytes} B of shared memory: {error.strerror}"
+
+    def _attach(self, places: list[str]) -> tuple[list[mmap.mmap], str]:
+        maps = []
+        for place in places:
+            path, number = place.split()
+            try:
+                # Opened anew also by its owner, for a lock belongs to one opening.
+                self._files.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+                if os.fstat(self._files[-1]).st_ino != int(number):
+                    return (
+                        [],
+                        f"{path}: not the file of its rank, which numbers processes otherwise",
+                    )
+                maps.append(mmap.mmap(self._files[-1], self.num_bytes))
+            except OSError as error:
+                return [], f"{path}: {error.strerror}"
+        return maps, ""
+
+    def _agree(self, collectives: Collectives, text: str, error: str, phase: str) -> list[str]:
+        """The texts of all ranks, or one error on all of them."""
+        records = collectives.gather_records({"text": text, "error": error}, phase=phase)
+        faults = [
+            f"rank {rank}: {record['error']}"
+            for rank, record in enumerate(records)
+            if record["error"]
+        ]
+        if faults:
+            self.close()
+            raise BackendUnavailable(
+                f"{phase}: {'; '.join(faults)} (this is rank {collectives.rank} of "
+                f"{collectives.world_size}); free memory of the host or of its container, or use "
+                "backend='collective'"
+            )
+        return [str(record["text"]) for record in records]
+
+
+def _unnamed_file() -> int:
+    """A new file in memory, of this process."""
+    try:
+        return os.memfd_create("epcomm", os.MFD_CLOEXEC | _NEVER_EXECUTED)
+    except OSError:
+        return os.memfd_create("epcomm", os.MFD_CLOEXEC)
+
+
+def _is_free(file: int) -> bool:
+    """Whether nobody holds the lock of a file."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(file, fcntl.LOCK_UN)
+    return True

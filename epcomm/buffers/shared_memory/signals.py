@@ -1,0 +1,121 @@
+"""Words in shared memory by which the ranks of one host wait for one another.
+
+A word belongs to a kind and a source; each rank has all words of all ranks in its own block. The
+source writes its epoch there after its data, and the owner polls. Epochs only grow, and are
+compared by `<`, for a fast rank may be one ahead.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from enum import IntEnum
+
+from epcomm.buffers.shared_memory.memory import HostMemory
+from epcomm.collectives.bounded import BoundedWait, Step
+from epcomm.errors import describe_ranks
+
+# A word a cache line: neighbours would slow one another down.
+WORD_BYTES = 64
+_WORDS_PER_LINE = WORD_BYTES // 8
+# Polls that only let other processes run, then naps of 50 us to 1 ms: ranks may be more than cores,
+# and a rank that computes must not be held up by those that wait.
+_NUM_YIELDS = 10
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 50e-6, 1e-3
+
+
+class Signal(IntEnum):
+    """What a word says: its source has ...
+
+    CALLED: written the header of its call.   GOT: written its rows.   DONE: written its sums.
+    """
+
+    CALLED = 0
+    GOT = 1
+    DONE = 2
+
+
+def signal_bytes(world_size: int) -> int:
+    """What the words take at the start of each block."""
+    return len(Signal) * world_size * WORD_BYTES
+
+
+class HostSignals:
+    """The words of one group, at the start of the blocks of `memory`."""
+
+    def __init__(
+        self, memory: HostMemory, rank: int, world_size: int, bounded: BoundedWait
+    ) -> None:
+        self._rank, self._world_size, self._bounded = rank, world_size, bounded
+        self._memory = memory
+        self._words = [memoryview(each).cast("q") for each in memory.maps]
+        self._epochs = dict.fromkeys(Signal, 0)
+        self._fence = threading.Lock()
+
+    def next_epoch(self, kind: Signal) -> int:
+        """Begin an epoch of this kind; all ranks begin the same ones in the same order."""
+        self._epochs[kind] += 1
+        return self._epochs[kind]
+
+    def coming_epoch(self, kind: Signal) -> int:
+        """What next_epoch() will begin."""
+        return self._epochs[kind] + 1
+
+    def publish(self, kind: Signal) -> None:
+        """Tell all ranks that this one has got to the current epoch. Local."""
+        self._order()
+        place = self._place(kind, self._rank)
+        for words in self._words:
+            words[place] = self._epochs[kind]
+
+    def wait(self, kind: Signal, phase: str) -> None:
+        """Wait until all ranks have got to the current epoch.
+
+        What they wrote before they published it is visible then.
+        Raises:
+            EPTimeout: some do not; see BoundedWait.
+        """
+        own, epoch = self._words[self._rank], self._epochs[kind]
+        places = [self._place(kind, source) for source in range(self._world_size)]
+        self._bounded.run(lambda: _step(own, places, epoch, self._memory), phase)
+        self._order()
+
+    def release(self) -> None:
+        """Let go of the memory. Local, idempotent."""
+        self._words = []
+        self._memory.close()
+
+    def _place(self, kind: Signal, source: int) -> int:
+        return (kind * self._world_size + source) * _WORDS_PER_LINE
+
+    def _order(self) -> None:
+        """Keep the processor from moving loads or stores across: two rounds of a lock fence them.
+
+        Of one round, what comes before and after may meet inside it.
+        """
+        for _ in range(2):
+            with self._fence:
+                pass
+
+
+def _step(words: memoryview, places: Sequence[int], epoch: int, memory: HostMemory) -> Step:
+    def step(seconds: float) -> bool:
+        deadline_s = time.monotonic() + seconds
+        num_polls, nap_s = 0, _SHORTEST_NAP_S
+        while any(words[place] < epoch for place in places):
+            num_polls += 1
+            if num_polls < _NUM_YIELDS:
+                os.sched_yield()
+                continue
+            if time.monotonic() >= deadline_s:
+                ended = [rank for rank in memory.ended_ranks() if words[places[rank]] < epoch]
+                if ended:
+                    raise RuntimeError(f"the process of {describe_ranks(ended)} has ended")
+                return False
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        return True
+
+    return step

@@ -1,0 +1,197 @@
+"""What backends share whose exchange belongs to a foreign kernel: faults, traffic, the group.
+
+Such a kernel carries no code of ours. A rank that finds a fault takes part with ids of -1 and
+raises, or keeps the fault for check(), alone; with spec.compares_calls the ranks spend one small
+all-gather a call, and all of them know.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from epcomm.buffers.base import Backend, Buffer, DispatchCall
+from epcomm.buffers.faults import (
+    DeviceFaults,
+    any_flags,
+    assume_all_need_grad,
+    check_gradients,
+    guard_ids,
+    ids_error,
+    pack_header,
+    raise_faults,
+    repeated_ids_error,
+)
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.collectives.base import Collectives
+from epcomm.errors import BackendUnavailable, EPError, HandleError
+from epcomm.protocol import BatchFlags, FaultCode
+from epcomm.spec import BufferSpec
+
+# Places in the bytes that are counted.
+DISPATCH, COMBINE = 0, 1
+
+
+class ForeignCalls(Backend):
+    """A backend on top of a package that owns the exchange."""
+
+    name: ClassVar[str]
+    # Whether its kernels fail where a row of ids names an expert twice.
+    needs_distinct_ids: ClassVar[bool] = False
+
+    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
+        self._collectives = collectives
+        self._spec = spec
+        self._rank, self._world_size = collectives.rank, collectives.world_size
+        self._device = collectives.device
+        self._is_closed = False
+        self._faults = DeviceFaults(collectives.rank, collectives.world_size, collectives.device)
+        # Read after a wait of the host that the package makes anyway, so that it costs none.
+        is_cuda = collectives.device.type == "cuda"
+        self._fault_on_host = torch.zeros((), dtype=torch.int64, pin_memory=is_cuda)
+        # What check() says that there is room for.
+        self._max_slots = 0
+        # On the device: reading a count of rows would make the host wait.
+        self._sent_bytes = torch.zeros(3, dtype=torch.int64, device=self._device)
+
+    def traffic(self) -> BufferTraffic:
+        """Bytes sent to other ranks so far.   Host sync: yes."""
+        dispatch, combine, control = self._sent_bytes.tolist()
+        return BufferTraffic(dispatch_bytes=dispatch, combine_bytes=combine, control_bytes=control)
+
+    def check(self) -> None:
+        self._faults.check(self._max_slots)
+
+    def close(self) -> None:
+        """As Buffer.close(), but the packages wait for all ranks in theirs."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._destroy()
+
+    def abandon(self) -> None:
+        self._is_closed = True
+
+    @abstractmethod
+    def _destroy(self) -> None:
+        """Free what the package holds. Collective, where the package makes it so."""
+
+    @property
+    def _num_experts(self) -> int:
+        return self._spec.num_local_experts * self._world_size
+
+    @property
+    def _process_group(self) -> dist.ProcessGroup:
+        group = self._collectives.process_group
+        if group is None:
+            raise BackendUnavailable(
+                f"{self.name}: the EPGroup is not made of a torch.distributed process group "
+                f"(rank {self._rank} of {self._world_size}); make it of one, or use another backend"
+            )
+        return group
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise HandleError(
+                f"{self.name}: the buffer is closed (rank {self._rank} of {self._world_size}); "
+                "make a new EPGroup"
+            )
+
+    def _guard(self, call: DispatchCall) -> tuple[Tensor, BatchFlags]:
+        """ids that are safe to send, and the flags to go by; this rank's fault is for _raise_own().
+
+        Host sync: none, with compares_calls one.
+        Raises:
+            EPError: with compares_calls, the fault of some rank, on every rank.
+        """
+        ids, fault = self._guard_ids(call)
+        self._fault_on_host.copy_(fault, non_blocking=True)
+        if not self._spec.compares_calls:
+            return ids, assume_all_need_grad(call.flags)
+        flags = torch.tensor(int(call.flags), device=ids.device)
+        words = self._gather_words(fault, flags).tolist()
+        codes, all_flags = [word[0] for word in words], [word[1] for word in words]
+        raise_faults(codes, self._rank, self._own_error(call, codes[self._rank]))
+        check_gradients(all_flags, self._rank, call.expert_names)
+        return ids, any_flags(all_flags)
+
+    def _guard_on_device(self, call: DispatchCall) -> tuple[Tensor, Tensor, BatchFlags]:
+        """As _guard(), where faults stay on the device, for _record(). Host sync: none."""
+        ids, fault = self._guard_ids(call)
+        return ids, fault, assume_all_need_grad(call.flags)
+
+    def _guard_ids(self, call: DispatchCall) -> tuple[Tensor, Tensor]:
+        distinct = self.needs_distinct_ids
+        return guard_ids(call.topk_ids, self._num_experts, call.error, distinct=distinct)
+
+    def _raise_own(self, call: DispatchCall) -> None:
+        """Raise this rank's own fault, after it has taken part and the host has waited.
+
+        Host sync: none of its own. The fault was copied before the exchange was enqueued, and the
+        package has read counts of that exchange.
+        """
+        error = self._own_error(call, int(self._fault_on_host))
+        if error is not None:
+            raise error
+
+    def _own_error(self, call: DispatchCall, code: int) -> EPError | None:
+        if call.error is not None or code == FaultCode.NONE:
+            return call.error
+        if code == FaultCode.REPEATED_IDS:
+            return repeated_ids_error(call.topk_ids, self._rank, self._world_size)
+        return ids_error(call.topk_ids, self._num_experts, self._rank, self._world_size)
+
+    def _record(
+        self, call: DispatchCall, fault: Tensor, required: Tensor, max_slots: int
+    ) -> Tensor:
+        """Keep the faults that this rank knows of: its own, with compares_calls those of all.
+
+        required: int64 scalar, slots that this rank needs.   max_slots: what it has.
+        Returns: bool scalar on the device: the call has failed, as far as this rank knows.
+        """
+        own = (pack_header(fault, call.flags), required)
+        if self._spec.compares_calls:
+            words = self._gather_words(*own)
+        else:
+            # Nothing is known of the others, so they are taken for ranks without a fault.
+            header = pack_header(torch.zeros_like(fault), call.flags).to(torch.int64)
+            words = torch.stack([header, header * 0]).repeat(self._world_size, 1)
+            words[self._rank] = torch.stack([word.to(torch.int64) for word in own])
+        return self._faults.record(
+            words[:, 0].to(torch.int32), words[:, 1] > max_slots, words[:, 1], call.error
+        )
+
+    def _gather_words(self, *words: Tensor) -> Tensor:
+        """[W, n], int64: words of all ranks, on the device."""
+        mine = torch.stack([word.to(torch.int64) for word in words])
+        self._sent_bytes[2] += mine.numel() * mine.itemsize * (self._world_size - 1)
+        return self._collectives.all_gather(mine, phase="dispatch calls")
+
+    def _count_bytes(self, kind: int, rows_to_rank: Tensor, row_bytes: int) -> None:
+        """kind: DISPATCH or COMBINE.   rows_to_rank: [W], on the device."""
+        num_rows = rows_to_rank.sum() - rows_to_rank[self._rank]
+        self._sent_bytes[kind] += num_rows * row_bytes
+
+
+class ForeignBuffer(ForeignCalls, Buffer):
+    """A buffer on top of a package that owns the exchange."""
+
+    name: ClassVar[str]
+
+    def refuse_combine(self, error: EPError) -> None:
+        self._compare_combine(error)
+
+    def _compare_combine(self, error: EPError | None = None) -> None:
+        """With compares_calls, ask who refuses a combine; raise on every rank if any does.
+
+        Host sync: with compares_calls, one.
+        """
+        if not self._spec.compares_calls:
+            return
+        code = int(FaultCode.of(error, in_combine=True))
+        mine = torch.full((1,), code, device=self._device)
+        codes = self._collectives.all_gather(mine, phase="combine calls").flatten().tolist()
+        raise_faults(codes, self._rank, error, function="combine")

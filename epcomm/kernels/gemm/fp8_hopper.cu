@@ -1,0 +1,625 @@
+// FP8 rows times FP8 matrices, expert by expert, with wgmma: for sm_90a, compiled at run time.
+//
+// The arithmetic is that of fp8.py. A block computes tiles of 128 slots and twice 128
+// columns: gate and up of one block of I, or two blocks of H. Its third warpgroup brings stages of
+// 128 columns of K into shared memory: matrices by the copy engine, rows too where they lie as slots
+// do, else through the index, 16 bytes a thread. The other two multiply 64 slots each, in turn:
+// while one scales its sums and adds them up in float32, the other has the tensor cores. A block
+// keeps taking tiles until there are none, and finds them from the counts on the device.
+//
+// One H200, 32768 slots of 32 experts, H = 7168, I = 2048 (2026-11), tried and slower or no faster:
+// clusters of two blocks that fetch matrices for one another (4% faster down, slower gate and up);
+// a fence in the consumers instead of the producer (5% slower); consumers that do not take turns
+// (4% slower). Rows by the copy engine instead of the index would save 10% of gate and up, less than
+// a pass that packs them costs. Loading alone takes 60% of the time, and clocks drop to 1.5 GHz.
+//
+// No headers: NVRTC needs none of CUDA's files on the user's machine.
+
+using uint8 = unsigned char;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int64 = long long;
+
+constexpr int BLOCK = 128;
+constexpr int TILE_ROWS = 128;
+constexpr int NUM_STAGES = 4;
+constexpr int TILE_BYTES = TILE_ROWS * BLOCK;
+constexpr int STAGE_BYTES = 3 * TILE_BYTES;
+constexpr int SCALES_BYTES = TILE_ROWS * 4;
+constexpr int WARPGROUP = 128;
+constexpr int CONSUMERS = 2;
+constexpr int ROWS_PER_CONSUMER = 64;
+// Stages whose rows may still be under way while the next one is asked for.
+constexpr int LAG = 2;
+// Rows that one thread of the producer copies, 16 bytes of each; eight threads copy a row.
+constexpr int COPIES = TILE_ROWS / (WARPGROUP / 8);
+
+struct alignas(64) TensorMap {
+    uint64 words[16];
+};
+
+// What both products read. Strides in elements.
+struct Rows {
+    const uint8* codes;
+    const float* scales;
+    const int* row_of_slot;  // null: slot s is row s
+    const int* counts;
+    const int* first_slot;
+    int64 codes_stride;
+    int64 scales_stride;
+    int num_experts;
+    int k_blocks;
+    int num_columns;  // rows of one matrix
+};
+
+// ---- shared memory, barriers, copies --------------------------------------------------------
+
+__device__ __forceinline__ uint32 shared_address(const void* pointer) {
+    return static_cast<uint32>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void barrier_init(uint32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(uint32 barrier, int num_bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+                 "r"(num_bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint32 barrier, int parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra over;\n"
+        "bra again;\n"
+        "over:\n"
+        "}\n" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+// A box of 128 columns and 128 rows, swizzled.
+__device__ __forceinline__ void copy_box(uint32 target, const TensorMap* map, uint32 barrier,
+                                         int column, int row) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4}], [%2];" ::"r"(target),
+        "l"(map), "r"(barrier), "r"(column), "r"(row)
+        : "memory");
+}
+
+__device__ __forceinline__ void copy_16_bytes(uint32 target, const void* source) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+}
+
+__device__ __forceinline__ void copy_4_bytes(uint32 target, const void* source) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
+}
+
+// Arrives once this thread's copies have, without waiting for them.
+__device__ __forceinline__ void barrier_arrive_after_copies(uint32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Waits for all but the newest PENDING groups of copies, for tensor cores to read: they read through
+// another proxy than these copies write.
+template <int PENDING>
+__device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- tiles ----------------------------------------------------------------------------------
+
+struct Tile {
+    int expert;
+    int num_rows;  // 1 to TILE_ROWS
+    int slot;      // of the first row
+    int column;    // tile of columns
+};
+
+// The tiles of this block, in order. Row tiles come first: neighbours share a matrix.
+struct Tiles {
+    const Rows& rows;
+    const int* starts;  // [num_experts + 1], first tile of each expert
+    int num_column_tiles;
+    int next;
+    int expert;
+
+    __device__ Tiles(const Rows& rows, const int* starts, int num_column_tiles)
+        : rows(rows), starts(starts), num_column_tiles(num_column_tiles), next(blockIdx.x),
+          expert(0) {}
+
+    __device__ bool take(Tile& tile) {
+        while (expert < rows.num_experts && next >= starts[expert + 1]) ++expert;
+        if (expert == rows.num_experts) return false;
+        const int row_tiles = (starts[expert + 1] - starts[expert]) / num_column_tiles;
+        const int local = next - starts[expert];
+        tile.expert = expert;
+        tile.column = local / row_tiles;
+        const int first_row = (local - tile.column * row_tiles) * TILE_ROWS;
+        tile.num_rows = min(TILE_ROWS, rows.counts[expert] - first_row);
+        tile.slot = rows.first_slot[expert] + first_row;
+        next += gridDim.x;
+        return true;
+    }
+};
+
+// By one warp: starts[e] is the number of tiles of all experts before e.
+__device__ void find_starts(const Rows& rows, int num_column_tiles, int* starts) {
+    const int lane = threadIdx.x;
+    int total = 0;
+    if (lane == 0) starts[0] = 0;
+    for (int first = 0; first < rows.num_experts; first += 32) {
+        const int expert = first + lane;
+        const int count = expert < rows.num_experts ? rows.counts[expert] : 0;
+        int sum = (count + TILE_ROWS - 1) / TILE_ROWS * num_column_tiles;
+        for (int step = 1; step < 32; step *= 2) {
+            const int other = __shfl_up_sync(~0u, sum, step);
+            if (lane >= step) sum += other;
+        }
+        if (expert < rows.num_experts) starts[expert + 1] = total + sum;
+        total += __shfl_sync(~0u, sum, 31);
+    }
+}
+
+// ---- the producer ---------------------------------------------------------------------------
+
+struct Shared {
+    uint32 stages;
+    uint32 scales;
+    uint32 full;
+    uint32 empty;
+
+    __device__ __forceinline__ uint32 rows_of(int stage) const { return stages + stage * STAGE_BYTES; }
+    __device__ __forceinline__ uint32 scales_of(int stage) const { return scales + stage * SCALES_BYTES; }
+    __device__ __forceinline__ uint32 full_of(int stage) const { return full + stage * 8; }
+    __device__ __forceinline__ uint32 empty_of(int stage) const { return empty + stage * 8; }
+};
+
+// The rows of a tile, through the index.
+struct RowReader {
+    const uint8* codes;
+    const float* scales;
+    int64 codes_stride;
+    int row_ids[COPIES];
+
+    __device__ __forceinline__ RowReader(const Rows& rows, const Tile& tile) {
+        const int thread = threadIdx.x % WARPGROUP, first = thread / 8;
+        codes = rows.codes + thread % 8 * 16;
+        codes_stride = rows.codes_stride;
+#pragma unroll
+        for (int i = 0; i < COPIES; ++i) {
+            row_ids[i] = row_of(rows, tile, first + i * (TILE_ROWS / COPIES));
+        }
+        scales = rows.scales + row_of(rows, tile, thread) * rows.scales_stride;
+    }
+
+    // Rows that are not there are copies of the last one; nobody stores their results.
+    static __device__ __forceinline__ int row_of(const Rows& rows, const Tile& tile, int row) {
+        const int slot = tile.slot + min(row, tile.num_rows - 1);
+        return rows.row_of_slot ? rows.row_of_slot[slot] : slot;
+    }
+
+    // target: where this thread's first 16 bytes go.
+    __device__ __forceinline__ void copy(uint32 target) const {
+#pragma unroll
+        for (int i = 0; i < COPIES; ++i) {
+            copy_16_bytes(target + i * (TILE_BYTES / COPIES), codes + row_ids[i] * codes_stride);
+        }
+    }
+};
+
+// rows_map: of rows that lie as slots do, or null.
+template <typename Epilogue>
+__device__ void produce(const Rows& rows, const TensorMap* rows_map, const TensorMap* map,
+                        Tiles tiles, const Shared& shared, const Epilogue& epilogue) {
+    constexpr bool IS_PACKED = Epilogue::ROWS_ARE_PACKED;
+    const int thread = threadIdx.x % WARPGROUP;
+    const int chunk = thread % 8, first = thread / 8;
+    // Chunks of a row are permuted by its number, as the copy engine does with boxes.
+    const uint32 own = first * BLOCK + ((chunk ^ (first % 8)) * 16);
+    int stage = 0, parity = 1, number = 0;
+    Tile tile;
+    while (tiles.take(tile)) {
+        RowReader reader(rows, tile);
+        const int matrix_row = tile.expert * rows.num_columns
+                               + tile.column * Epilogue::COLUMNS_PER_TILE;
+        // Unrolled, the addresses of several stages would not fit into its registers.
+#pragma unroll 1
+        for (int k = 0; k < rows.k_blocks; ++k) {
+            barrier_wait(shared.empty_of(stage), parity);
+            const uint32 target = shared.rows_of(stage), full = shared.full_of(stage);
+            if (thread == 0) {
+                barrier_expect(full, (IS_PACKED ? 3 : 2) * TILE_BYTES);
+                copy_box(target + TILE_BYTES, map, full, k * BLOCK, matrix_row);
+                copy_box(target + 2 * TILE_BYTES, map, full, k * BLOCK,
+                         matrix_row + epilogue.matrix_step());
+                if (IS_PACKED) copy_box(target, rows_map, full, k * BLOCK, tile.slot);
+            }
+            if (!IS_PACKED) reader.copy(target + own);
+            copy_4_bytes(shared.scales_of(stage) + thread * 4, reader.scales + k);
+            if (IS_PACKED) {
+                barrier_arrive_after_copies(full);
+            } else {
+                asm volatile("cp.async.commit_group;" ::: "memory");
+                if (number >= LAG) {
+                    wait_for_copies<LAG>();
+                    barrier_arrive(shared.full_of((stage + NUM_STAGES - LAG) % NUM_STAGES));
+                }
+            }
+            ++number;
+            reader.codes += BLOCK;
+            if (++stage == NUM_STAGES) stage = 0, parity ^= 1;
+        }
+    }
+    if (IS_PACKED) return;
+    wait_for_copies<0>();
+    for (int behind = min(LAG, number); behind > 0; --behind) {
+        barrier_arrive(shared.full_of((stage + NUM_STAGES - behind) % NUM_STAGES));
+    }
+}
+
+// ---- products -------------------------------------------------------------------------------
+
+// Of 128-byte rows in groups of eight, swizzled.
+__device__ __forceinline__ uint64 matrix_descriptor(uint32 address) {
+    return static_cast<uint64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+
+#define FOUR(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SIXTEEN(d, i) FOUR(d, i), FOUR(d, i + 4), FOUR(d, i + 8), FOUR(d, i + 12)
+
+// sums[64] (+)= 64 rows times 128 columns over 32 of K.
+__device__ __forceinline__ void multiply_step(float (&sums)[64], uint64 a, uint64 b, int adds) {
+    asm volatile(
+        "{\n"
+        ".reg .pred adds;\n"
+        "setp.ne.b32 adds, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "%64, %65, adds, 1, 1;\n"
+        "}\n"
+        : SIXTEEN(sums, 0), SIXTEEN(sums, 16), SIXTEEN(sums, 32), SIXTEEN(sums, 48)
+        : "l"(a), "l"(b), "r"(adds));
+}
+
+// Keeps the compiler from moving reads and writes of the sums over this point.
+__device__ __forceinline__ void pin(float (&sums)[64]) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+// The consumers take turns, so that they do not wait for the tensor cores together and then leave
+// them idle together. Each waits at a barrier of its own, 1 or 2, where the other arrives.
+__device__ __forceinline__ void wait_for_turn(int consumer) {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + consumer), "n"(CONSUMERS * WARPGROUP) : "memory");
+}
+
+__device__ __forceinline__ void pass_turn(int consumer) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(2 - consumer), "n"(CONSUMERS * WARPGROUP) : "memory");
+}
+
+__device__ __forceinline__ void multiply(float (&sums)[64], uint64 a, uint64 b, int consumer) {
+    wait_for_turn(consumer);
+    pin(sums);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+        // 32 bytes on, in units of 16.
+        multiply_step(sums, a + 2 * step, b + 2 * step, step);
+    }
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    pass_turn(consumer);
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    pin(sums);
+}
+
+// Element i of a thread: row lane / 4 + (i & 2 ? 8 : 0) of its warp's 16, column
+// 8 * (i / 4) + 2 * (lane % 4) + i % 2.
+__device__ __forceinline__ void add_scaled(float (&totals)[64], const float (&sums)[64],
+                                           float scale, float scale_8) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) totals[i] += sums[i] * (i & 2 ? scale_8 : scale);
+}
+
+__device__ __forceinline__ float load_shared(uint32 address) {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+    return value;
+}
+
+// ---- what is done with totals ---------------------------------------------------------------
+
+// Of the four threads that share a row: word i of thread t becomes word t of thread i.
+template <typename Word>
+__device__ __forceinline__ void transpose_in_quad(Word (&words)[4]) {
+    const bool is_high = threadIdx.x & 2, is_odd = threadIdx.x & 1;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const Word came = __shfl_xor_sync(~0u, is_high ? words[i] : words[i + 2], 2);
+        if (is_high) words[i] = came;
+        else words[i + 2] = came;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        const Word came = __shfl_xor_sync(~0u, is_odd ? words[i] : words[i + 1], 1);
+        if (is_odd) words[i] = came;
+        else words[i + 1] = came;
+    }
+}
+
+__device__ __forceinline__ uint32 e4m3_pair(float first, float second) {
+    uint16 pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
+    return pair;
+}
+
+struct alignas(16) Words {
+    uint32 words[4];
+};
+
+// silu(gate) * up of the block, its codes and scales.
+struct GateUp {
+    const float* matrix_scales;  // [L, 2I / 128, k_blocks]
+    uint8* codes;                // [C, I]
+    float* scales;               // [C, I / 128]
+    int inner_blocks;
+
+    static constexpr int COLUMNS_PER_TILE = BLOCK;
+    static constexpr bool ROWS_ARE_PACKED = false;
+
+    __device__ __forceinline__ int matrix_step() const { return inner_blocks * BLOCK; }
+    __device__ __forceinline__ int num_column_tiles() const { return inner_blocks; }
+    __device__ __forceinline__ int first_block(const Tile& tile) const {
+        return tile.expert * 2 * inner_blocks + tile.column;
+    }
+    __device__ __forceinline__ int second_block(const Tile& tile) const {
+        return first_block(tile) + inner_blocks;
+    }
+
+    __device__ __forceinline__ void store(const Tile& tile, int row, float (&gate)[64],
+                                          float (&up)[64]) const {
+#pragma unroll
+        for (int i = 0; i < 64; ++i) {
+            gate[i] = __fdividef(gate[i], 1.0f + __expf(-gate[i])) * up[i];
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) store_row(tile, row + 8 * half, half, gate);
+    }
+
+    __device__ __forceinline__ void store_row(const Tile& tile, int row, int half,
+                                              const float (&hidden)[64]) const {
+        float amax = 1e-4f;
+#pragma unroll
+        for (int i = 0; i < 64; i += 4) {
+            amax = fmaxf(amax, fmaxf(fabsf(hidden[i + 2 * half]), fabsf(hidden[i + 2 * half + 1])));
+        }
+        amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
+        amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
+        const float factor = __fdiv_rn(448.0f, amax);
+        // Unit u holds 8 columns in each of four groups 4u to 4u + 3, two columns of this thread.
+        uint64 units[4];
+#pragma unroll
+        for (int unit = 0; unit < 4; ++unit) {
+            uint32 pairs[4];
+#pragma unroll
+            for (int g = 0; g < 4; ++g) {
+                const int i = 4 * (4 * unit + g) + 2 * half;
+                pairs[g] = e4m3_pair(hidden[i] * factor, hidden[i + 1] * factor);
+            }
+            units[unit] = static_cast<uint64>(pairs[2] | pairs[3] << 16) << 32
+                          | (pairs[0] | pairs[1] << 16);
+        }
+        transpose_in_quad(units);
+        if (row >= tile.num_rows) return;
+        const int64 slot = tile.slot + row;
+        const int quarter = threadIdx.x % 4;
+        uint8* out = codes + slot * (inner_blocks * BLOCK) + tile.column * BLOCK + quarter * 32;
+        Words first, second;
+#pragma unroll
+        for (int pair = 0; pair < 2; ++pair) {
+            const uint32 low = static_cast<uint32>(units[2 * pair]);
+            const uint32 low_next = static_cast<uint32>(units[2 * pair + 1]);
+            const uint32 high = static_cast<uint32>(units[2 * pair] >> 32);
+            const uint32 high_next = static_cast<uint32>(units[2 * pair + 1] >> 32);
+            first.words[pair] = __byte_perm(low, low_next, 0x5410);
+            first.words[2 + pair] = __byte_perm(low, low_next, 0x7632);
+            second.words[pair] = __byte_perm(high, high_next, 0x5410);
+            second.words[2 + pair] = __byte_perm(high, high_next, 0x7632);
+        }
+        reinterpret_cast<Words*>(out)[0] = first;
+        reinterpret_cast<Words*>(out)[1] = second;
+        if (quarter == 0) {
+            scales[slot * inner_blocks + tile.column] = amax * 0.0022321429569274187f;
+        }
+    }
+};
+
+struct BFloat16 {
+    static __device__ __forceinline__ uint32 pair(float first, float second) {
+        uint32 word;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+        return word;
+    }
+};
+
+struct Float16 {
+    static __device__ __forceinline__ uint32 pair(float first, float second) {
+        uint32 word;
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+        return word;
+    }
+};
+
+// Two blocks of H, weighted, two bytes an element.
+template <typename Element>
+struct Down {
+    const float* matrix_scales;  // [L, H / 128, k_blocks]
+    const float* slot_weights;   // [C], or null
+    uint16* out;                 // [C, H]
+    int hidden_blocks;
+
+    static constexpr int COLUMNS_PER_TILE = 2 * BLOCK;
+    static constexpr bool ROWS_ARE_PACKED = true;
+
+    __device__ __forceinline__ bool has_second(const Tile& tile) const {
+        return 2 * tile.column + 1 < hidden_blocks;
+    }
+    // Where there is no second block the first one is read twice, and stored once.
+    __device__ __forceinline__ int matrix_step() const { return BLOCK; }
+    __device__ __forceinline__ int num_column_tiles() const { return (hidden_blocks + 1) / 2; }
+    __device__ __forceinline__ int first_block(const Tile& tile) const {
+        return tile.expert * hidden_blocks + 2 * tile.column;
+    }
+    __device__ __forceinline__ int second_block(const Tile& tile) const {
+        return first_block(tile) + has_second(tile);
+    }
+
+    __device__ __forceinline__ void store(const Tile& tile, int row, const float (&first)[64],
+                                          const float (&second)[64]) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const bool is_row = row + 8 * half < tile.num_rows;
+            const int64 slot = tile.slot + row + 8 * half;
+            const float weight = slot_weights && is_row ? slot_weights[slot] : 1.0f;
+            uint16* at = out + slot * (hidden_blocks * BLOCK) + tile.column * COLUMNS_PER_TILE;
+            store_block(at, is_row, weight, half, first);
+            store_block(at + BLOCK, is_row && has_second(tile), weight, half, second);
+        }
+    }
+
+    __device__ __forceinline__ void store_block(uint16* at, bool is_stored, float weight, int half,
+                                                const float (&totals)[64]) const {
+        const int quarter = threadIdx.x % 4;
+#pragma unroll
+        for (int group = 0; group < 16; group += 4) {
+            uint32 words[4];
+#pragma unroll
+            for (int g = 0; g < 4; ++g) {
+                const int i = 4 * (group + g) + 2 * half;
+                words[g] = Element::pair(totals[i] * weight, totals[i + 1] * weight);
+            }
+            transpose_in_quad(words);
+            if (is_stored) {
+                *reinterpret_cast<Words*>(at + (group + quarter) * 8) =
+                    Words{words[0], words[1], words[2], words[3]};
+            }
+        }
+    }
+};
+
+// ---- the consumers --------------------------------------------------------------------------
+
+template <typename Epilogue>
+__device__ void consume(const Rows& rows, Tiles tiles, const Shared& shared,
+                        const Epilogue& epilogue) {
+    const int consumer = threadIdx.x / WARPGROUP, thread = threadIdx.x % WARPGROUP;
+    const int lane = threadIdx.x % 32;
+    const int row = consumer * ROWS_PER_CONSUMER + thread / 32 * 16 + lane / 4;
+    int stage = 0, parity = 0;
+    Tile tile;
+    if (consumer == 1) pass_turn(consumer);
+    while (tiles.take(tile)) {
+        const bool has_rows = consumer * ROWS_PER_CONSUMER < tile.num_rows;
+        const float* first_scales = epilogue.matrix_scales
+                                    + static_cast<int64>(epilogue.first_block(tile)) * rows.k_blocks;
+        const float* second_scales = epilogue.matrix_scales
+                                     + static_cast<int64>(epilogue.second_block(tile)) * rows.k_blocks;
+        float first[64], second[64], sums[64];
+#pragma unroll
+        for (int i = 0; i < 64; ++i) first[i] = second[i] = 0.0f;
+        float next_first = __ldg(first_scales), next_second = __ldg(second_scales);
+#pragma unroll 1
+        for (int k = 0; k < rows.k_blocks; ++k) {
+            const float first_scale = next_first, second_scale = next_second;
+            const int ahead = min(k + 1, rows.k_blocks - 1);
+            next_first = __ldg(first_scales + ahead);
+            next_second = __ldg(second_scales + ahead);
+            barrier_wait(shared.full_of(stage), parity);
+            if (has_rows) {
+                const uint32 base = shared.rows_of(stage);
+                const float scale = load_shared(shared.scales_of(stage) + row * 4);
+                const float scale_8 = load_shared(shared.scales_of(stage) + (row + 8) * 4);
+                const uint64 a = matrix_descriptor(base + consumer * ROWS_PER_CONSUMER * BLOCK);
+                multiply(sums, a, matrix_descriptor(base + TILE_BYTES), consumer);
+                add_scaled(first, sums, scale * first_scale, scale_8 * first_scale);
+                multiply(sums, a, matrix_descriptor(base + 2 * TILE_BYTES), consumer);
+                if (lane == 0) barrier_arrive(shared.empty_of(stage));
+                add_scaled(second, sums, scale * second_scale, scale_8 * second_scale);
+            } else {
+                for (int i = 0; i < 2; ++i) wait_for_turn(consumer), pass_turn(consumer);
+                if (lane == 0) barrier_arrive(shared.empty_of(stage));
+            }
+            if (++stage == NUM_STAGES) stage = 0, parity ^= 1;
+        }
+        if (has_rows) epilogue.store(tile, row, first, second);
+    }
+}
+
+template <typename Epilogue>
+__device__ __forceinline__ void run(const Rows& rows, const TensorMap* rows_map,
+                                    const TensorMap* map, const Epilogue& epilogue) {
+    extern __shared__ uint8 memory[];
+    const uint32 base = (shared_address(memory) + 1023) / 1024 * 1024;
+    Shared shared;
+    shared.stages = base;
+    shared.scales = base + NUM_STAGES * STAGE_BYTES;
+    shared.full = shared.scales + NUM_STAGES * SCALES_BYTES;
+    shared.empty = shared.full + NUM_STAGES * 8;
+    int* starts = reinterpret_cast<int*>(memory + (shared.empty + NUM_STAGES * 8 - shared_address(memory)));
+    if (threadIdx.x < 32) find_starts(rows, epilogue.num_column_tiles(), starts);
+    if (threadIdx.x == 32) {
+        for (int stage = 0; stage < NUM_STAGES; ++stage) {
+            // Each producer once for its rows, and one of them for the matrices.
+            barrier_init(shared.full_of(stage), WARPGROUP + 1);
+            barrier_init(shared.empty_of(stage), CONSUMERS * WARPGROUP / 32);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    const Tiles tiles(rows, starts, epilogue.num_column_tiles());
+    if (threadIdx.x / WARPGROUP == CONSUMERS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        produce(rows, rows_map, map, tiles, shared, epilogue);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        consume(rows, tiles, shared, epilogue);
+    }
+}
+
+extern "C" {
+
+__global__ void __launch_bounds__(384, 1)
+    gate_up_fp8(const __grid_constant__ TensorMap map, const __grid_constant__ Rows rows,
+                const __grid_constant__ GateUp epilogue) {
+    run(rows, nullptr, &map, epilogue);
+}
+
+__global__ void __launch_bounds__(384, 1)
+    down_fp8_bfloat16(const __grid_constant__ TensorMap rows_map,
+                      const __grid_constant__ TensorMap map, const __grid_constant__ Rows rows,
+                      const __grid_constant__ Down<BFloat16> epilogue) {
+    run(rows, &rows_map, &map, epilogue);
+}
+
+__global__ void __launch_bounds__(384, 1)
+    down_fp8_float16(const __grid_constant__ TensorMap rows_map,
+                     const __grid_constant__ TensorMap map, const __grid_constant__ Rows rows,
+                     const __grid_constant__ Down<Float16> epilogue) {
+    run(rows, &rows_map, &map, epilogue);
+}
+
+}  // extern "C"

@@ -1,0 +1,291 @@
+"""The products of fp8.py on Hopper's wgmma, from fp8_hopper.cu."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from ctypes import c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from epcomm.errors import ShapeError
+from epcomm.kernels.cuda_jit import CudaKernel, CudaModule, byte_matrix_map, compile_to_cubin
+
+BLOCK = 128
+TILE_ROWS = 128
+ARCH = "sm_90a"
+SOURCE = Path(__file__).with_name("fp8_hopper.cu")
+
+_THREADS = 384
+# Four stages of three tiles of 16 KB with the scales of 128 rows, their barriers, and what the
+# start of dynamic shared memory lacks to a multiple of 1024 bytes.
+_SHARED_BYTES = 4 * (3 * TILE_ROWS * BLOCK + 4 * TILE_ROWS + 2 * 8) + 1024
+# What one thread copies at a time.
+_COPY_BYTES = 16
+# With more experts the list of their first tiles no longer fits behind the stages.
+MAX_EXPERTS = 4096
+# What down_fp8() writes.
+HIDDEN_DTYPES = (torch.bfloat16, torch.float16)
+
+_CODES, _FLOAT32, _INT32 = (torch.float8_e4m3fn,), (torch.float32,), (torch.int32,)
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("row_of_slot", c_void_p),
+        ("counts", c_void_p),
+        ("first_slot", c_void_p),
+        ("codes_stride", c_int64),
+        ("scales_stride", c_int64),
+        ("num_experts", c_int),
+        ("k_blocks", c_int),
+        ("num_columns", c_int),
+    ]
+
+
+class _GateUp(ctypes.Structure):
+    _fields_ = [
+        ("matrix_scales", c_void_p),
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("inner_blocks", c_int),
+    ]
+
+
+class _Down(ctypes.Structure):
+    _fields_ = [
+        ("matrix_scales", c_void_p),
+        ("slot_weights", c_void_p),
+        ("out", c_void_p),
+        ("hidden_blocks", c_int),
+    ]
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """A tensor that a kernel gets as a pointer, and what it takes it for.
+
+    tensor: None where there need not be one.   shape: None for any size.
+    is_spaced: rows may lie apart; other tensors are contiguous.
+    """
+
+    tensor: Tensor | None
+    dtypes: tuple[torch.dtype, ...]
+    shape: tuple[int | None, ...]
+    is_spaced: bool = False
+
+
+def _check_operands(device: torch.device, operands: Mapping[str, _Operand]) -> None:
+    """Refuse what a kernel would misread, for it sees addresses alone."""
+    if device.type != "cuda":
+        raise ShapeError(f"fp8_wgmma: codes are on {device}, expected cuda; move them")
+    for name, wanted in operands.items():
+        tensor = wanted.tensor
+        if tensor is None:
+            continue
+        if tensor.device != device or tensor.dtype not in wanted.dtypes:
+            dtypes = " or ".join(map(str, wanted.dtypes))
+            raise ShapeError(
+                f"fp8_wgmma: {name} is {tensor.dtype} on {tensor.device}, expected {dtypes} on "
+                f"{device} as codes; convert it with .to()"
+            )
+        if not (_has_shape(tensor, wanted.shape) and _is_in_order(tensor, wanted.is_spaced)):
+            order = "adjacent columns" if wanted.is_spaced else "contiguous"
+            sizes = ", ".join("any" if size is None else str(size) for size in wanted.shape)
+            raise ShapeError(
+                f"fp8_wgmma: {name} is {list(tensor.shape)} with strides {list(tensor.stride())}, "
+                f"expected [{sizes}], {order}; pass what belongs together, .contiguous()"
+            )
+
+
+def _has_shape(tensor: Tensor, shape: tuple[int | None, ...]) -> bool:
+    if tensor.dim() != len(shape):
+        return False
+    return all(size in (None, found) for found, size in zip(tensor.shape, shape, strict=True))
+
+
+def _is_in_order(tensor: Tensor, is_spaced: bool) -> bool:
+    if not is_spaced:
+        return tensor.is_contiguous()
+    return tensor.shape[1] <= 1 or tensor.stride(1) == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kernels:
+    """Loaded on one device."""
+
+    gate_up: CudaKernel
+    down: dict[torch.dtype, CudaKernel]
+    num_processors: int
+
+
+@cache
+def _kernels(device_index: int) -> _Kernels:
+    with torch.cuda.device(device_index):
+        module = CudaModule(_cubin())
+        shared_bytes = _SHARED_BYTES + 4 * (MAX_EXPERTS + 1)
+
+        def kernel(name: str) -> CudaKernel:
+            return module.kernel(name, threads=_THREADS, shared_bytes=shared_bytes)
+
+        return _Kernels(
+            gate_up=kernel("gate_up_fp8"),
+            down={
+                torch.bfloat16: kernel("down_fp8_bfloat16"),
+                torch.float16: kernel("down_fp8_float16"),
+            },
+            num_processors=torch.cuda.get_device_properties(device_index).multi_processor_count,
+        )
+
+
+@cache
+def _cubin() -> bytes:
+    return compile_to_cubin(SOURCE.read_text(encoding="utf-8"), arch=ARCH, name=SOURCE.name)
+
+
+def gate_up_fp8(
+    codes: Tensor,
+    scales: Tensor,
+    row_of_slot: Tensor | None,
+    counts: Tensor,
+    first_slot: Tensor,
+    *,
+    matrices: Tensor,
+    matrix_scales: Tensor,
+    out_codes: Tensor,
+    out_scales: Tensor,
+) -> None:
+    """As grouped_gemm_fp8.gate_up_fp8(); L at most MAX_EXPERTS, rows at multiples of 16 bytes.
+
+    Raises:
+        ShapeError: rows that are not, or a tensor of another shape, dtype, device or order.
+        CudaError: the compiler or the driver refuses.
+    """
+    num_experts, num_columns, hidden_size = matrices.shape
+    num_slots, inner_size = out_codes.shape
+    num_rows = num_slots if row_of_slot is None else None
+    k_blocks = hidden_size // BLOCK
+    _check_operands(
+        codes.device,
+        {
+            "codes": _Operand(codes, _CODES, (num_rows, hidden_size), is_spaced=True),
+            "scales": _Operand(scales, _FLOAT32, (num_rows, k_blocks), is_spaced=True),
+            "row_of_slot": _Operand(row_of_slot, _INT32, (num_slots,)),
+            "counts": _Operand(counts, _INT32, (num_experts,)),
+            "first_slot": _Operand(first_slot, _INT32, (num_experts + 1,)),
+            "matrices": _Operand(matrices, _CODES, (num_experts, 2 * inner_size, hidden_size)),
+            "matrix_scales": _Operand(
+                matrix_scales, _FLOAT32, (num_experts, num_columns // BLOCK, k_blocks)
+            ),
+            "out_codes": _Operand(out_codes, _CODES, (num_slots, inner_size)),
+            "out_scales": _Operand(out_scales, _FLOAT32, (num_slots, inner_size // BLOCK)),
+        },
+    )
+    if num_slots == 0:
+        return
+    rows = _rows(codes, scales, row_of_slot, counts, first_slot, matrices)
+    epilogue = _GateUp(
+        matrix_scales=matrix_scales.data_ptr(),
+        codes=out_codes.data_ptr(),
+        scales=out_scales.data_ptr(),
+        inner_blocks=inner_size // BLOCK,
+    )
+    kernels = _kernels(codes.device.index)
+    matrix_map = byte_matrix_map(matrices.view(-1, hidden_size), BLOCK, BLOCK)
+    with torch.cuda.device(codes.device):
+        blocks = _num_blocks(num_slots, num_experts, inner_size // BLOCK, kernels)
+        kernels.gate_up.launch(blocks, matrix_map, rows, epilogue)
+
+
+def down_fp8(
+    codes: Tensor,
+    scales: Tensor,
+    counts: Tensor,
+    first_slot: Tensor,
+    *,
+    matrices: Tensor,
+    matrix_scales: Tensor,
+    slot_weights: Tensor | None,
+    out: Tensor,
+) -> None:
+    """As grouped_gemm_fp8.down_fp8(); out is bfloat16 or float16, L at most MAX_EXPERTS.
+
+    Raises:
+        ShapeError: a tensor of another shape, dtype, device or order.
+        CudaError: the compiler or the driver refuses.
+    """
+    num_experts, hidden_size, inner_size = matrices.shape
+    num_slots, k_blocks = codes.shape[0], inner_size // BLOCK
+    _check_operands(
+        codes.device,
+        {
+            "codes": _Operand(codes, _CODES, (num_slots, inner_size)),
+            "scales": _Operand(scales, _FLOAT32, (num_slots, k_blocks)),
+            "counts": _Operand(counts, _INT32, (num_experts,)),
+            "first_slot": _Operand(first_slot, _INT32, (num_experts + 1,)),
+            "matrices": _Operand(matrices, _CODES, (num_experts, hidden_size, inner_size)),
+            "matrix_scales": _Operand(
+                matrix_scales, _FLOAT32, (num_experts, hidden_size // BLOCK, k_blocks)
+            ),
+            "slot_weights": _Operand(slot_weights, _FLOAT32, (num_slots,)),
+            "out": _Operand(out, HIDDEN_DTYPES, (num_slots, hidden_size)),
+        },
+    )
+    # The copy engine takes no rows of which there are none.
+    if num_slots == 0:
+        return
+    rows = _rows(codes, scales, None, counts, first_slot, matrices)
+    epilogue = _Down(
+        matrix_scales=matrix_scales.data_ptr(),
+        slot_weights=None if slot_weights is None else slot_weights.data_ptr(),
+        out=out.data_ptr(),
+        hidden_blocks=hidden_size // BLOCK,
+    )
+    kernels = _kernels(codes.device.index)
+    rows_map = byte_matrix_map(codes, TILE_ROWS, BLOCK)
+    matrix_map = byte_matrix_map(matrices.view(-1, inner_size), BLOCK, BLOCK)
+    with torch.cuda.device(codes.device):
+        column_tiles = -(-hidden_size // (2 * BLOCK))
+        blocks = _num_blocks(num_slots, num_experts, column_tiles, kernels)
+        kernels.down[out.dtype].launch(blocks, rows_map, matrix_map, rows, epilogue)
+
+
+def _rows(
+    codes: Tensor,
+    scales: Tensor,
+    row_of_slot: Tensor | None,
+    counts: Tensor,
+    first_slot: Tensor,
+    matrices: Tensor,
+) -> _Rows:
+    num_experts, num_columns, k = matrices.shape
+    if codes.data_ptr() % _COPY_BYTES or codes.stride(0) % _COPY_BYTES:
+        raise ShapeError(
+            f"fp8_wgmma: rows begin at {codes.data_ptr():#x} and lie {codes.stride(0)} bytes "
+            f"apart, expected multiples of {_COPY_BYTES}; align the rows"
+        )
+    return _Rows(
+        codes=codes.data_ptr(),
+        scales=scales.data_ptr(),
+        row_of_slot=None if row_of_slot is None else row_of_slot.data_ptr(),
+        counts=counts.data_ptr(),
+        first_slot=first_slot.data_ptr(),
+        codes_stride=codes.stride(0),
+        scales_stride=scales.stride(0),
+        num_experts=num_experts,
+        k_blocks=k // BLOCK,
+        num_columns=num_columns,
+    )
+
+
+def _num_blocks(num_slots: int, num_experts: int, column_tiles: int, kernels: _Kernels) -> int:
+    """One a processor, and no more than any counts can need."""
+    # An expert leaves at most one row of tiles incomplete.
+    row_tiles = -(-num_slots // TILE_ROWS) + num_experts
+    return min(row_tiles * column_tiles, kernels.num_processors)

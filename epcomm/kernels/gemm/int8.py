@@ -1,0 +1,374 @@
+"""INT8 rows times INT8 matrices, expert by expert: the two products of the experts of one rank.
+
+gate_up_int8: rows through the index, times [2I, H], then silu(gate) * up in float32.
+quantize_hidden_int8: those rows to codes. down_int8: codes times [H, I], weighted, to the dtype of
+the hidden states. A tile finds its expert from the counts on the device, so the host reads nothing;
+rows past the counts are neither read nor written. Integer sums are exact, and scaled once.
+
+A row has one scale, so no code exists before all I of it are known, and a tile has but 128 of them.
+The hidden rows therefore pass through memory in float32 (bfloat16 would be other codes): 4 I bytes
+written, 4 I read and I written a slot that is used. A largest magnitude found by atomics would save
+none of that, for the quantising program holds a whole row and finds it there; quantising in the
+second product would read 4 I bytes again for each of its column tiles. Times:
+benchmarks/results/h200_gemm_int8.json.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from epcomm.kernels.gemm.fp8 import _find_tile, rows_of
+from epcomm.kernels.launch import (
+    EXACT,
+    Processor,
+    next_power_of_two,
+    processor_of,
+    warps_for,
+)
+from epcomm.kernels.quantize.int8 import _MAGNITUDE_MASK, _codes_by, _finite_amax, _storable
+
+# Columns of I, and elements of a sum, that a program loads at a time.
+_BLOCK = 128
+# Slots an expert, on average, up to which a tile has 32 and 64 rows; a larger one would compute
+# many rows that are not there.
+_FEW_SLOTS, _MANY_SLOTS = 48, 192
+# Elements of hidden rows in the registers of one program: 32 a thread of 8 warps.
+_QUANTIZED_ELEMENTS = 8192
+
+
+@triton.jit
+def _gate_up_int8_kernel(
+    x_ptr: tl.tensor,
+    x_scales_ptr: tl.tensor,
+    row_of_slot_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    first_slot_ptr: tl.tensor,
+    matrix: tl.tensor_descriptor,
+    matrix_scales_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    X_SCALES_STRIDE: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_POW2: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """A tile of TILE_ROWS slots and one block of I, gate and up side by side.
+
+    Codes 2 -3 and scale 0.5, gate 4 1 with scale 2 and up 1 1 with scale 3: gate 5 * 0.5 * 2 = 5,
+    up -1 * 0.5 * 3 = -1.5, so hidden is silu(5) * -1.5.
+    """
+    INNER_BLOCKS: tl.constexpr = (INNER + BLOCK - 1) // BLOCK
+    HIDDEN_BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    expert, first_row, count, block = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        counts_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS_POW2, INNER_BLOCKS, TILE_ROWS
+    )
+    if expert < NUM_EXPERTS:
+        row_in_expert = first_row + tl.arange(0, TILE_ROWS)
+        is_row = row_in_expert < count
+        # Before a stride is multiplied: rows may lie beyond 2**31 elements.
+        start = tl.load(first_slot_ptr + expert).to(tl.int64)
+        # A tile that is not full reads the last row again: only that is sure to be there.
+        slots = start + tl.minimum(row_in_expert, count - 1)
+        rows = tl.load(row_of_slot_ptr + slots).to(tl.int64) if HAS_INDEX else slots
+        lanes = tl.arange(0, BLOCK)
+        x_at = x_ptr + rows[:, None] * X_STRIDE + lanes[None, :]
+        gate_row = expert * (2 * INNER) + block * BLOCK
+        gate_sum = tl.zeros([TILE_ROWS, BLOCK], tl.int32)
+        up_sum = tl.zeros([TILE_ROWS, BLOCK], tl.int32)
+        for k in range(HIDDEN_BLOCKS):
+            if HIDDEN % BLOCK == 0:
+                x = tl.load(x_at + k * BLOCK)
+            else:
+                x = tl.load(x_at + k * BLOCK, mask=lanes[None, :] < HIDDEN - k * BLOCK, other=0)
+            # Beyond the last column and the last matrix TMA gives zeros; rows beyond those of gate
+            # or up are others, whose sums are not stored.
+            gate_matrix = tl.trans(matrix.load([gate_row, k * BLOCK]))
+            up_matrix = tl.trans(matrix.load([gate_row + INNER, k * BLOCK]))
+            gate_sum = tl.dot(x, gate_matrix, gate_sum, out_dtype=tl.int32)
+            up_sum = tl.dot(x, up_matrix, up_sum, out_dtype=tl.int32)
+        columns = block * BLOCK + lanes
+        is_column = columns < INNER
+        x_scales = tl.load(x_scales_ptr + rows * X_SCALES_STRIDE)[:, None]
+        gate_scales_at = matrix_scales_ptr + expert * (2 * INNER) + columns
+        gate_scales = tl.load(gate_scales_at, mask=is_column, other=0.0)
+        up_scales = tl.load(gate_scales_at + INNER, mask=is_column, other=0.0)
+        gate = gate_sum.to(tl.float32) * x_scales * gate_scales[None, :]
+        up = up_sum.to(tl.float32) * x_scales * up_scales[None, :]
+        hidden = gate / (1.0 + tl.exp(-gate)) * up
+        out_at = out_ptr + slots[:, None] * INNER + columns[None, :]
+        tl.store(out_at, hidden, mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit
+def _quantize_hidden_int8_kernel(
+    hidden_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    first_slot_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    INNER: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_POW2: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    PROFILE: tl.constexpr,
+) -> None:
+    """TILE_ROWS slots of one expert.
+
+    By rint127 the row 254 1 -3 9 has the scale 2 and codes 127 0 -2 4.
+    """
+    expert, first_row, count, _ = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        counts_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS_POW2, 1, TILE_ROWS
+    )
+    if expert < NUM_EXPERTS:
+        row_in_expert = first_row + tl.arange(0, TILE_ROWS)
+        is_row = row_in_expert < count
+        slots = tl.load(first_slot_ptr + expert).to(tl.int64) + row_in_expert
+        columns = tl.arange(0, TILE_COLUMNS)
+        is_element = is_row[:, None] & (columns < INNER)[None, :]
+        elements = slots[:, None] * INNER + columns[None, :]
+        hidden = tl.load(hidden_ptr + elements, mask=is_element, other=0.0)
+        amax_bits = tl.max(hidden.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=1)[:, None]
+        codes, scales, is_usable = _codes_by(hidden, _finite_amax(amax_bits), PROFILE)  # pyright: ignore[reportGeneralTypeIssues]
+        codes, scales = _storable(codes, scales, amax_bits, is_usable)  # pyright: ignore[reportGeneralTypeIssues]
+        tl.store(codes_ptr + elements, codes, mask=is_element)
+        tl.store(scales_ptr + slots[:, None], scales, mask=is_row[:, None])
+
+
+@triton.jit
+def _down_int8_kernel(
+    x_ptr: tl.tensor,
+    x_scales_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    first_slot_ptr: tl.tensor,
+    matrix: tl.tensor_descriptor,
+    matrix_scales_ptr: tl.tensor,
+    slot_weights_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_POW2: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """A tile of TILE_ROWS slots and TILE_COLUMNS columns of H.
+
+    Codes 2 -3 and scale 0.5, channel 4 1 with scale 2, weight 3: 5 * 0.5 * 2 * 3 = 15.
+    """
+    COLUMN_TILES: tl.constexpr = (HIDDEN + TILE_COLUMNS - 1) // TILE_COLUMNS
+    INNER_BLOCKS: tl.constexpr = (INNER + BLOCK - 1) // BLOCK
+    expert, first_row, count, tile = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        counts_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS_POW2, COLUMN_TILES, TILE_ROWS
+    )
+    if expert < NUM_EXPERTS:
+        row_in_expert = first_row + tl.arange(0, TILE_ROWS)
+        is_row = row_in_expert < count
+        start = tl.load(first_slot_ptr + expert).to(tl.int64)
+        slots = start + tl.minimum(row_in_expert, count - 1)
+        lanes = tl.arange(0, BLOCK)
+        x_at = x_ptr + slots[:, None] * INNER + lanes[None, :]
+        matrix_row = expert * HIDDEN + tile * TILE_COLUMNS
+        total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.int32)
+        for k in range(INNER_BLOCKS):
+            if INNER % BLOCK == 0:
+                x = tl.load(x_at + k * BLOCK)
+            else:
+                x = tl.load(x_at + k * BLOCK, mask=lanes[None, :] < INNER - k * BLOCK, other=0)
+            channels = tl.trans(matrix.load([matrix_row, k * BLOCK]))
+            total = tl.dot(x, channels, total, out_dtype=tl.int32)
+        columns = tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+        is_column = columns < HIDDEN
+        scales_at = matrix_scales_ptr + expert * HIDDEN + columns
+        scales = tl.load(scales_at, mask=is_column, other=0.0)
+        result = total.to(tl.float32) * tl.load(x_scales_ptr + slots)[:, None] * scales[None, :]
+        if HAS_WEIGHTS:
+            result *= tl.load(slot_weights_ptr + slots)[:, None]
+        out_at = out_ptr + slots[:, None] * HIDDEN + columns[None, :]
+        is_result = is_row[:, None] & is_column[None, :]
+        tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=is_result)
+
+
+def gate_up_int8(
+    codes: Tensor,
+    scales: Tensor,
+    row_of_slot: Tensor | None,
+    counts: Tensor,
+    first_slot: Tensor,
+    *,
+    matrices: Tensor,
+    matrix_scales: Tensor,
+    out: Tensor,
+) -> None:
+    """silu(x gate) * (x up) of every slot; slots of no expert are left as they are.
+
+    Args:
+        codes: [R, H], int8; rows may lie apart.   scales: [R, 1], float32, likewise.
+        row_of_slot: [C], int32, or None: slot s is row s.
+        counts: [L], int32.   first_slot: [L + 1], int32.
+        matrices: [L, 2I, H], int8.   matrix_scales: [L, 2I], float32.
+        out: [C, I], float32, contiguous.
+
+    Allocates nothing. Host sync: none. Compiled anew for each H, I, L and strides.
+    """
+    num_experts, _, hidden_size = matrices.shape
+    num_slots, inner_size = out.shape
+    tile_rows = tile_rows_for(num_slots, num_experts, is_packed=row_of_slot is not None)
+    run: Any = _gate_up_int8_kernel[_grid(num_slots, num_experts, tile_rows, inner_size, _BLOCK)]
+    with torch.cuda.device_of(codes):
+        run(
+            codes,
+            scales,
+            counts if row_of_slot is None else row_of_slot,
+            counts,
+            first_slot,
+            TensorDescriptor.from_tensor(rows_of(matrices), [_BLOCK, _BLOCK]),
+            matrix_scales,
+            out,
+            HIDDEN=hidden_size,
+            INNER=inner_size,
+            X_STRIDE=codes.stride(0),
+            X_SCALES_STRIDE=scales.stride(0),
+            HAS_INDEX=row_of_slot is not None,
+            NUM_EXPERTS=num_experts,
+            EXPERTS_POW2=next_power_of_two(num_experts),
+            TILE_ROWS=tile_rows,
+            BLOCK=_BLOCK,
+            **gemm_options(tile_rows, 2 * _BLOCK, processor_of(codes.device)),
+        )
+
+
+def quantize_hidden_int8(
+    hidden: Tensor,
+    counts: Tensor,
+    first_slot: Tensor,
+    *,
+    profile: str,
+    out_codes: Tensor,
+    out_scales: Tensor,
+) -> None:
+    """The codes of epcomm.quantization.quantize(); slots of no expert are left as they are.
+
+    Args:
+        hidden: [C, I], float32, contiguous.
+        counts: [L], int32.   first_slot: [L + 1], int32.
+        profile: an Int8Profile.
+        out_codes: [C, I], int8, contiguous.   out_scales: [C, 1], float32, contiguous.
+
+    Allocates nothing. Host sync: none. Compiled anew for each I, L and profile.
+    """
+    num_slots, inner_size = hidden.shape
+    num_experts = counts.shape[0]
+    tile_columns = next_power_of_two(inner_size)
+    tile_rows = max(1, _QUANTIZED_ELEMENTS // tile_columns)
+    run: Any = _quantize_hidden_int8_kernel[_grid(num_slots, num_experts, tile_rows, 1, 1)]
+    with torch.cuda.device_of(hidden):
+        run(
+            hidden,
+            counts,
+            first_slot,
+            out_codes,
+            out_scales,
+            INNER=inner_size,
+            NUM_EXPERTS=num_experts,
+            EXPERTS_POW2=next_power_of_two(num_experts),
+            TILE_ROWS=tile_rows,
+            TILE_COLUMNS=tile_columns,
+            PROFILE=str(profile),
+            num_warps=warps_for(tile_rows * tile_columns),
+            **EXACT,
+        )
+
+
+def down_int8(
+    codes: Tensor,
+    scales: Tensor,
+    counts: Tensor,
+    first_slot: Tensor,
+    *,
+    matrices: Tensor,
+    matrix_scales: Tensor,
+    slot_weights: Tensor | None,
+    is_packed: bool,
+    out: Tensor,
+) -> None:
+    """x down of every slot, weighted; slots of no expert are left as they are.
+
+    Args:
+        codes: [C, I], int8, contiguous.   scales: [C, 1], float32, contiguous.
+        counts: [L], int32.   first_slot: [L + 1], int32.
+        matrices: [L, H, I], int8.   matrix_scales: [L, H], float32.
+        slot_weights: [C], float32, or None.
+        is_packed: most of the C slots are used; a wrong answer costs time alone.
+        out: [C, H], bfloat16, float16 or float32, contiguous.
+
+    Allocates nothing. Host sync: none. Compiled anew for each H, I and L.
+    """
+    num_experts, hidden_size, inner_size = matrices.shape
+    num_slots = codes.shape[0]
+    tile_rows = tile_rows_for(num_slots, num_experts, is_packed=is_packed)
+    columns = down_columns(tile_rows)
+    run: Any = _down_int8_kernel[_grid(num_slots, num_experts, tile_rows, hidden_size, columns)]
+    with torch.cuda.device_of(codes):
+        run(
+            codes,
+            scales,
+            counts,
+            first_slot,
+            TensorDescriptor.from_tensor(rows_of(matrices), [columns, _BLOCK]),
+            matrix_scales,
+            scales if slot_weights is None else slot_weights,
+            out,
+            HIDDEN=hidden_size,
+            INNER=inner_size,
+            HAS_WEIGHTS=slot_weights is not None,
+            NUM_EXPERTS=num_experts,
+            EXPERTS_POW2=next_power_of_two(num_experts),
+            TILE_ROWS=tile_rows,
+            TILE_COLUMNS=columns,
+            BLOCK=_BLOCK,
+            **gemm_options(tile_rows, columns, processor_of(codes.device)),
+        )
+
+
+def tile_rows_for(num_slots: int, num_experts: int, *, is_packed: bool) -> int:
+    """Rows of a tile. Where most slots may be unused, a full tile of 128 would be rare."""
+    if num_slots <= _FEW_SLOTS * num_experts:
+        return 32
+    return 128 if is_packed and num_slots > _MANY_SLOTS * num_experts else 64
+
+
+def down_columns(tile_rows: int) -> int:
+    """Columns of a tile of the second product; where rows are many, as many sums as gate and up."""
+    return 256 if tile_rows == 128 else _BLOCK
+
+
+def gemm_options(tile_rows: int, matrix_rows: int, processor: Processor) -> dict[str, Any]:
+    """For the compiler; chosen by what fits, not by measurement.
+
+    matrix_rows: of all matrices in a stage.
+    """
+    # At most 128 sums a thread. An H200 has room for one large tile, whose stages are 48 KB; of
+    # smaller ones, 20 to 40 KB a stage, it holds up to three with 3 stages.
+    is_large = tile_rows == 128
+    stages = processor.stages((tile_rows + matrix_rows) * _BLOCK, most=4 if is_large else 3)
+    return {"num_warps": 8 if is_large else 4, "num_stages": stages}
+
+
+def _grid(
+    num_slots: int, num_experts: int, tile_rows: int, num_columns: int, tile_columns: int
+) -> tuple[int]:
+    """As many as any counts can need: an expert leaves at most one row tile incomplete."""
+    return ((-(-num_slots // tile_rows) + num_experts) * -(-num_columns // tile_columns),)

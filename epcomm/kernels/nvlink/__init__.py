@@ -1,0 +1,1 @@
+"""NVLink kernels, named by mode (ll: low latency), phase and side."""

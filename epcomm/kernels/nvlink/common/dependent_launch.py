@@ -1,0 +1,41 @@
+"""The next kernel of a stream may start while this one runs: programmatic dependent launch.
+
+Receivers need nothing of the sender before them but what words of signals.py tell, its own
+rank's too. So they start beside it, and wait for its end only at theirs, so that whatever comes
+after both finds all that both have written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from epcomm.kernels.launch import IS_INTERPRETED, processor_of
+
+# The instructions exist from this major capability on.
+_FIRST_MAJOR = 9
+
+
+def overlaps_on(device: torch.device) -> bool:
+    """Whether kernels there can start before the last one has ended."""
+    return not IS_INTERPRETED and processor_of(device).major >= _FIRST_MAJOR
+
+
+def overlapping(device: torch.device) -> dict[str, Any]:
+    """Launch options of a kernel that starts beside the one before it."""
+    return {"launch_pdl": True} if overlaps_on(device) else {}
+
+
+@triton.jit
+def let_next_start() -> None:
+    """The next kernel may start once all programs of this one have come here or ended."""
+    gdc_launch_dependents()
+
+
+@triton.jit
+def await_previous() -> None:
+    """The kernel before this one has ended, and what it stored can be loaded."""
+    gdc_wait()

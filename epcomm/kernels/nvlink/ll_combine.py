@@ -1,0 +1,351 @@
+"""Low-latency combine over NVLink: reduce on the experts' rank, store one sum a (token, rank).
+
+Memory order: as in dispatch. The sums lie in the slot of their dispatch: its sources have read what
+they got there before, for they sent the rows to which these sums belong.
+
+Two launches: senders reduce the slots of a row, in k order, in float32, cast once, and store the
+sum in the memory of the token's rank; receivers add the sums of the ranks, in rank order, in
+float32, and cast once. Sums do not depend on arrival order.
+
+29 us and 6 us between two H200 that send each other what eight ranks with 128 tokens each would;
+the rows alone are on the wire for 25.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from epcomm.kernels.launch import EXACT, next_power_of_two
+from epcomm.kernels.nvlink.common.dependent_launch import (
+    await_previous,
+    let_next_start,
+    overlapping,
+    overlaps_on,
+)
+from epcomm.kernels.nvlink.common.exchange import PeerExchange, on_device
+from epcomm.kernels.nvlink.common.signals import (
+    REPORT_ABORTED,
+    await_words,
+    give_up,
+    publish,
+    taking_part,
+    words_at,
+)
+from epcomm.kernels.rounding import cast
+
+# What a report says that a rank waited for.
+PHASE_COMBINE = 3
+
+# A row of 7168 elements is then 14 of them a thread.
+_WARPS = 16
+# Of a receiver half as many, and half a row at once: it is to fit on a processor beside a sender.
+_RECEIVE_WARPS, _RECEIVED_COLUMNS = 8, 4096
+
+_PHASE_COMBINE = tl.constexpr(PHASE_COMBINE)
+_REPORT_ABORTED = tl.constexpr(REPORT_ABORTED)
+
+
+@triton.jit(do_not_specialize=["slot_address", "abort_address", "slot", "rank", "announced"])
+def _send_combine_kernel(
+    rows_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    slots_of_row_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    state_ptr: tl.tensor,
+    counters_ptr: tl.tensor,
+    masked_ptr: tl.tensor,
+    report_ptr: tl.tensor,
+    slot_address: tl.tensor,
+    abort_address: tl.tensor,
+    slot: tl.tensor,
+    rank: tl.tensor,
+    announced: tl.tensor,
+    ROWS_STRIDE: tl.constexpr,
+    W: tl.constexpr,
+    W_LANES: tl.constexpr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    K_LANES: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    ARRIVED_COMBINE_AT: tl.constexpr,
+    HEADER_AT: tl.constexpr,
+    CALLED_AT: tl.constexpr,
+    BACK_AT: tl.constexpr,
+    BACK_BYTES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:
+    """Rows p, p + P, ... of program p of P, counted over tokens and then over sources.
+
+    Row 3 has the slots 5 -1 2, which hold 10 and 1 (slot 5) and 2 and 3 (slot 2), with weights .5
+    and 2: its sum is 5 + 4 and .5 + 6, at rank * M + 3 - M of rank 1 if M is 2 or 3.
+    """
+    program = tl.program_id(0)
+    num_programs = tl.num_programs(0)
+    if OVERLAPS:
+        await_previous()
+        let_next_start()
+    epoch = tl.load(state_ptr + 1)
+    if program == 0:
+        tl.store(state_ptr, epoch + 1)
+    aborted = tl.load(words_at(abort_address), volatile=True)
+    if aborted != 0:
+        tl.store(report_ptr + _REPORT_ABORTED, aborted)
+        return
+
+    bases_ptr = table_ptr + slot * W
+    if (program < W) & (tl.load(masked_ptr + program, mask=program < W, other=1) == 0):
+        called_ptr = words_at(tl.load(bases_ptr + program) + CALLED_AT)
+        tl.store(called_ptr + rank, announced)
+
+    source_lane = tl.arange(0, W_LANES)
+    tokens_ptr = words_at(slot_address + HEADER_AT) + source_lane * 4 + 1
+    is_source = taking_part(masked_ptr, W, W_LANES)
+    most = tl.max(tl.load(tokens_ptr, mask=is_source, other=0))
+    # A call that was refused has no rows; neither has this rank if it refuses now.
+    is_empty = (tl.load(state_ptr + 2) != 0) | (announced != 0)
+    most = tl.where(is_empty, 0, most)
+
+    num_sent = 0
+    k_lane = tl.arange(0, K_LANES)
+    column = tl.arange(0, COLUMNS)
+    is_element = column < HIDDEN
+    for item in tl.range(program, most * W, num_programs, num_stages=1):
+        source = item % W
+        token = item // W
+        row = source * M + token
+        slots = tl.load(slots_of_row_ptr + row * K + k_lane, mask=k_lane < K, other=-1)
+        if tl.max(slots) >= 0:
+            total = tl.zeros([COLUMNS], tl.float32)
+            if PER_ROW:
+                row_ptr = rows_ptr + tl.cast(row, tl.int64) * ROWS_STRIDE
+                total = tl.load(row_ptr + column, mask=is_element, other=0.0).to(tl.float32)
+            else:
+                for k in tl.static_range(K):
+                    place = tl.load(slots_of_row_ptr + row * K + k)
+                    is_slot = place >= 0
+                    row_ptr = rows_ptr + tl.cast(place, tl.int64) * ROWS_STRIDE
+                    part = tl.load(row_ptr + column, mask=is_element & is_slot, other=0.0)
+                    part = part.to(tl.float32)
+                    if HAS_WEIGHTS:
+                        part *= tl.load(weights_ptr + place, mask=is_slot, other=0.0)
+                    total += part
+            base = tl.load(bases_ptr + source)
+            home = base + BACK_AT + (tl.cast(rank, tl.int64) * M + token) * BACK_BYTES
+            home_ptr = home.to(tl.pointer_type(rows_ptr.dtype.element_ty))
+            value = cast(total, rows_ptr.dtype.element_ty)
+            tl.store(tl.multiple_of(home_ptr, 16) + column, value, mask=is_element)
+            num_sent += tl.where(source == rank, 0, 1)
+    # Of this rank alone, and read by its host.
+    tl.atomic_add(counters_ptr + 3, tl.cast(num_sent, tl.int64), sem="relaxed")
+    publish(bases_ptr, ARRIVED_COMBINE_AT + rank * 4, 1, W, W_LANES, masked_ptr)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "slot_address",
+        "abort_address",
+        "rank",
+        "num_tokens",
+        "num_senders",
+        "max_polls",
+    ]
+)
+def _receive_combine_kernel(
+    out_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    state_ptr: tl.tensor,
+    is_sent_ptr: tl.tensor,
+    faults_ptr: tl.tensor,
+    masked_ptr: tl.tensor,
+    report_ptr: tl.tensor,
+    slot_address: tl.tensor,
+    abort_address: tl.tensor,
+    rank: tl.tensor,
+    num_tokens: tl.tensor,
+    num_senders: tl.tensor,
+    max_polls: tl.tensor,
+    W: tl.constexpr,
+    W_LANES: tl.constexpr,
+    M: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    ARRIVED_COMBINE_AT: tl.constexpr,
+    CALLED_AT: tl.constexpr,
+    BACK_AT: tl.constexpr,
+    BACK_BYTES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:
+    """Tokens p, p + P, ... of program p of P.
+
+    Token 1 was sent to ranks 0 and 2: the sum of rows 1 and 2 * M + 1 of `back`.
+    """
+    program = tl.program_id(0)
+    # Not from the L1 cache: only the end of the kernel before would empty it for sure.
+    epoch = tl.load(state_ptr + 1, volatile=True)
+    # Added by every sending program of every rank: their sums are here.
+    late, aborted = await_words(  # pyright: ignore[reportGeneralTypeIssues]
+        words_at(slot_address + ARRIVED_COMBINE_AT),
+        words_at(abort_address),
+        epoch * num_senders,
+        max_polls,
+        W,
+        W_LANES,
+        masked_ptr,
+    )
+    is_lost = (tl.sum(late) > 0) | (aborted != 0)
+    if is_lost:
+        aborts_ptr = table_ptr + NUM_SLOTS * W
+        give_up(
+            late,
+            aborted,
+            report_ptr,
+            aborts_ptr,
+            _PHASE_COMBINE,
+            epoch,
+            rank,
+            W,
+            W_LANES,
+            masked_ptr,
+        )
+
+    source_lane = tl.arange(0, W_LANES)
+    is_source = taking_part(masked_ptr, W, W_LANES)
+    called_ptr = words_at(slot_address + CALLED_AT) + source_lane
+    codes = tl.load(called_ptr, mask=is_source & (is_lost == 0), other=0)
+    if program == 0:
+        earlier = tl.load(faults_ptr + 2 * source_lane, mask=is_source, other=0)
+        # No fault is not stored: the receiver of another slot may note one meanwhile.
+        is_news = is_source & (earlier == 0) & (codes != 0)
+        tl.store(faults_ptr + 2 * source_lane, codes.to(tl.int64), mask=is_news)
+    has_failed = is_lost | (tl.max(codes) != 0) | (tl.load(state_ptr + 2) != 0)
+
+    dtype = out_ptr.dtype.element_ty
+    for token in tl.range(program, num_tokens, tl.num_programs(0), num_stages=1):
+        out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
+        for begin in tl.range(0, HIDDEN, COLUMNS, num_stages=1):
+            column = begin + tl.arange(0, COLUMNS)
+            is_element = column < HIDDEN
+            total = tl.zeros([COLUMNS], tl.float32)
+            for source in tl.static_range(W):
+                is_there = tl.load(is_sent_ptr + token * W + source) != 0
+                place = source * M + tl.cast(token, tl.int64)
+                part_ptr = (slot_address + BACK_AT + place * BACK_BYTES).to(tl.pointer_type(dtype))
+                part_ptr = tl.multiple_of(part_ptr, 16) + column
+                is_part = is_element & is_there & (has_failed == 0)
+                total += tl.load(part_ptr, mask=is_part, other=0.0).to(tl.float32)
+            total = tl.where(has_failed, float("nan"), total)
+            tl.store(out_row_ptr + column, cast(total, dtype), mask=is_element)
+    if OVERLAPS:
+        await_previous()
+
+
+def send_combine(
+    exchange: PeerExchange,
+    rows: Tensor,
+    slot_weights: Tensor | None,
+    slots_of_row: Tensor,
+    *,
+    per_row: bool,
+    announced: int,
+) -> None:
+    """Sum the slots of each received row and send the sum to the rank of its token.
+
+    Args:
+        exchange: the slot of the dispatch.
+        rows: [C, H], or [W * M, H] with per_row, in the dtype of the sums; rows may lie apart.
+        slot_weights: [C], float32, multiplied into slots, or None.
+        slots_of_row: [W * M, K], int32, as receive_dispatch() wrote it.
+        per_row: rows are sums already.
+        announced: why this rank refuses the call, a FaultCode, or 0.
+
+    Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
+    """
+    dims, offsets, hidden_size = exchange.dims, exchange.offsets, rows.shape[1]
+    with on_device(rows):
+        _send_combine_kernel[(exchange.num_programs,)](
+            rows,
+            slot_weights,
+            slots_of_row,
+            exchange.table,
+            exchange.state,
+            exchange.counters,
+            exchange.masked,
+            exchange.report,
+            exchange.slot_address,
+            exchange.abort_address,
+            exchange.slot,
+            exchange.rank,
+            announced,
+            ROWS_STRIDE=rows.stride(0),
+            W=dims.world_size,
+            W_LANES=next_power_of_two(dims.world_size),
+            M=dims.max_tokens,
+            K=dims.top_k,
+            K_LANES=exchange.record_words,
+            HIDDEN=hidden_size,
+            COLUMNS=next_power_of_two(hidden_size),
+            HAS_WEIGHTS=slot_weights is not None,
+            PER_ROW=per_row,
+            ARRIVED_COMBINE_AT=offsets["arrived_combine"],
+            HEADER_AT=offsets["header"],
+            CALLED_AT=offsets["called"],
+            BACK_AT=offsets["back"],
+            BACK_BYTES=exchange.back_bytes,
+            OVERLAPS=overlaps_on(rows.device),
+            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
+            **EXACT,
+            **overlapping(rows.device),
+        )
+
+
+def receive_combine(exchange: PeerExchange, out: Tensor, is_sent: Tensor) -> None:
+    """Wait for the sums of all ranks and add them up.
+
+    Args:
+        exchange: the slot.
+        out: [T, H], contiguous, in the dtype of the sums; NaN if the call has failed. Allocated
+            before send_combine(): kernels between the two may run still, and memory that they
+            read is given away once the host has launched them.
+        is_sent: [M, W], uint8, as send_dispatch() wrote it.
+
+    Collective: yes, after send_combine().   Allocates nothing.   Host sync: none.
+    """
+    dims, offsets = exchange.dims, exchange.offsets
+    num_tokens, hidden_size = out.shape
+    with on_device(out):
+        # One program without tokens still hears of faults.
+        _receive_combine_kernel[(max(1, min(num_tokens, exchange.num_programs)),)](
+            out,
+            exchange.table,
+            exchange.state,
+            is_sent,
+            exchange.faults,
+            exchange.masked,
+            exchange.report,
+            exchange.slot_address,
+            exchange.abort_address,
+            exchange.rank,
+            num_tokens,
+            exchange.num_programs,
+            exchange.max_polls,
+            W=dims.world_size,
+            W_LANES=next_power_of_two(dims.world_size),
+            M=dims.max_tokens,
+            HIDDEN=hidden_size,
+            COLUMNS=min(_RECEIVED_COLUMNS, next_power_of_two(hidden_size)),
+            NUM_SLOTS=exchange.num_slots,
+            ARRIVED_COMBINE_AT=offsets["arrived_combine"],
+            CALLED_AT=offsets["called"],
+            BACK_AT=offsets["back"],
+            BACK_BYTES=exchange.back_bytes,
+            OVERLAPS=overlaps_on(out.device),
+            num_warps=_RECEIVE_WARPS,  # pyright: ignore[reportCallIssue]
+            **EXACT,
+            **overlapping(out.device),
+        )

@@ -1,0 +1,296 @@
+"""Low-latency dispatch over NVLink, its receiver: an expert-major index over rows.
+
+Memory order: as in ll_dispatch_send.py, whose programs' adds it awaits. It reads no rows, only
+records; the host reads nothing.
+
+4.5 us on an H200 with 128 tokens of each of eight ranks, beside the sender 1.5.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from epcomm.kernels.launch import next_power_of_two
+from epcomm.kernels.nvlink.common.dependent_launch import (
+    await_previous,
+    let_next_start,
+    overlapping,
+    overlaps_on,
+)
+from epcomm.kernels.nvlink.common.exchange import PeerExchange, on_device
+from epcomm.kernels.nvlink.common.signals import (
+    await_words,
+    give_up,
+    publish,
+    taking_part,
+    words_at,
+)
+from epcomm.kernels.nvlink.common.status import codes_of_one_mode
+
+# What a report says that a rank waited for.
+PHASE_DISPATCH = 2
+
+# Pairs of a slot and an expert that a program compares at once: thirty-two a thread.
+_COMPARISONS = 4096
+# Entries of received records that a program reads, at most: few, so that many programs share them.
+_PAIRS = 128
+_WARPS = 4
+
+_PHASE_DISPATCH = tl.constexpr(PHASE_DISPATCH)
+
+
+@triton.jit(do_not_specialize=["slot_address", "abort_address", "rank", "num_senders", "max_polls"])
+def _receive_dispatch_kernel(
+    table_ptr: tl.tensor,
+    state_ptr: tl.tensor,
+    row_of_slot_ptr: tl.tensor | None,
+    slots_of_row_ptr: tl.tensor,
+    slot_weights_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    first_slot_ptr: tl.tensor,
+    faults_ptr: tl.tensor,
+    masked_ptr: tl.tensor,
+    report_ptr: tl.tensor,
+    slot_address: tl.tensor,
+    abort_address: tl.tensor,
+    rank: tl.tensor,
+    num_senders: tl.tensor,
+    max_polls: tl.tensor,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    W_LANES: tl.constexpr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    K_LANES: tl.constexpr,
+    L: tl.constexpr,
+    L_LANES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    ROOM: tl.constexpr,
+    ROWS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    ARRIVED_DISPATCH_AT: tl.constexpr,
+    HEADER_AT: tl.constexpr,
+    COUNTS_AT: tl.constexpr,
+    RECORD_AT: tl.constexpr,
+    RECORD_BYTES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:
+    """ROWS rows of one source a program, and every so many slots of padding.
+
+    W = 2, L = 2, counts 1 0 | 1 2 from ranks 0 and 1: expert 0 has the slots 0 and 1, expert 1 has
+    2 and 3; the row of rank 1 at position 1 of expert 1 is slot 3.
+    """
+    program = tl.program_id(0)
+    if OVERLAPS:
+        let_next_start()
+    # Not from the L1 cache: only the end of the kernel before would empty it for sure.
+    epoch = tl.load(state_ptr, volatile=True)
+    # Added by every sending program of every rank: their rows, records and headers are here.
+    abort_ptr = words_at(abort_address)
+    late, aborted = await_words(  # pyright: ignore[reportGeneralTypeIssues]
+        words_at(slot_address + ARRIVED_DISPATCH_AT),
+        abort_ptr,
+        epoch * num_senders,
+        max_polls,
+        W,
+        W_LANES,
+        masked_ptr,
+    )
+    is_lost = (tl.sum(late) > 0) | (aborted != 0)
+    if is_lost:
+        aborts_ptr = table_ptr + NUM_SLOTS * W
+        give_up(
+            late,
+            aborted,
+            report_ptr,
+            aborts_ptr,
+            _PHASE_DISPATCH,
+            epoch,
+            rank,
+            W,
+            W_LANES,
+            masked_ptr,
+        )
+
+    source_lane = tl.arange(0, W_LANES)
+    # What a masked rank once sent is still there, and counts no more.
+    is_source = taking_part(masked_ptr, W, W_LANES)
+    headers_ptr = words_at(slot_address + HEADER_AT) + source_lane * 4
+    announced = tl.load(headers_ptr + 2, mask=is_source, other=0)
+    codes = codes_of_one_mode(announced, is_source)
+    has_failed = is_lost | (tl.max(codes) != 0)
+
+    expert = tl.arange(0, L_LANES)
+    is_count = is_source[:, None] & (expert < L)[None, :] & (has_failed == 0)
+    count_ptr = words_at(slot_address + COUNTS_AT) + source_lane[:, None] * L + expert[None, :]
+    counts_of_source = tl.load(count_ptr, mask=is_count, other=0)
+    counts = tl.sum(counts_of_source, axis=0)
+    # With rooms of one size, those of experts that are none are empty.
+    aligned = tl.where(expert < L, ROOM, 0)
+    if ROOM == 0:
+        aligned = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    ends = tl.cumsum(aligned, axis=0)
+    starts = ends - aligned
+
+    if program == 0:
+        tl.store(counts_ptr + expert, counts, mask=expert < L)
+        tl.store(first_slot_ptr + expert, starts, mask=expert < L)
+        tl.store(first_slot_ptr + L, tl.sum(aligned))
+        tl.store(state_ptr + 2, has_failed.to(tl.int32))
+        if is_lost == 0:
+            earlier = tl.load(faults_ptr + 2 * source_lane, mask=is_source, other=0)
+            # No fault is not stored: the receiver of another slot may note one meanwhile.
+            is_news = is_source & (earlier == 0) & (codes != 0)
+            tl.store(faults_ptr + 2 * source_lane, codes.to(tl.int64), mask=is_news)
+
+    # The rows of this program.
+    PER_SOURCE: tl.constexpr = (M + ROWS - 1) // ROWS
+    source = program // PER_SOURCE
+    first_token = (program % PER_SOURCE) * ROWS
+    header_ptr = words_at(slot_address + HEADER_AT)
+    has_none = has_failed | (tl.load(masked_ptr + source) != 0)
+    num_tokens = tl.where(has_none, 0, tl.load(header_ptr + source * 4 + 1))
+    is_before = source_lane < source
+    before = tl.sum(tl.where(is_before[:, None], counts_of_source, 0), axis=0)
+    bases = starts + before
+    pair = tl.arange(0, ROWS * K_LANES)
+    token = first_token + pair // K_LANES
+    k = pair % K_LANES
+    row = source * M + token
+    is_pair = (token < num_tokens) & (k < K)
+    record_ptr = (
+        words_at(slot_address + RECORD_AT) + tl.cast(row, tl.int64) * (RECORD_BYTES // 4) + k
+    )
+    experts = tl.load(record_ptr, mask=is_pair, other=-1)
+    positions = tl.load(record_ptr + K_LANES, mask=is_pair, other=0)
+    weight_bits = tl.load(record_ptr + 2 * K_LANES, mask=is_pair, other=0)
+    is_slot = experts >= 0
+    is_expert = experts[:, None] == expert[None, :]
+    slots = tl.sum(tl.where(is_expert, bases[None, :], 0), axis=1) + positions
+    if row_of_slot_ptr is not None:
+        tl.store(row_of_slot_ptr + slots, row, mask=is_slot)
+    tl.store(slot_weights_ptr + slots, weight_bits.to(tl.float32, bitcast=True), mask=is_slot)
+    is_entry = (token < M) & (k < K)
+    tl.store(slots_of_row_ptr + row * K + k, tl.where(is_slot, slots, -1), mask=is_entry)
+
+    if row_of_slot_ptr is not None:
+        # Slots that no row has.
+        STRIPE: tl.constexpr = ROWS * K_LANES
+        for start in tl.range(program * STRIPE, C, tl.num_programs(0) * STRIPE, num_stages=1):
+            slot = start + tl.arange(0, STRIPE)
+            is_in = (slot[:, None] >= starts[None, :]) & (
+                slot[:, None] < (starts + counts)[None, :]
+            )
+            is_used = tl.max(is_in.to(tl.int32), axis=1) > 0
+            tl.store(
+                row_of_slot_ptr + slot, tl.zeros_like(slot) - 1, mask=(is_used == 0) & (slot < C)
+            )
+    if OVERLAPS:
+        await_previous()
+
+
+@triton.jit(do_not_specialize=["slot", "rank", "num_programs"])
+def _release_slot_kernel(
+    table_ptr: tl.tensor,
+    state_ptr: tl.tensor,
+    masked_ptr: tl.tensor,
+    slot: tl.tensor,
+    rank: tl.tensor,
+    num_programs: tl.tensor,
+    W: tl.constexpr,
+    W_LANES: tl.constexpr,
+    ARRIVED_COMBINE_AT: tl.constexpr,
+) -> None:
+    """In place of a combine that never came: epoch 5 ends, and all ranks hear of P programs."""
+    tl.store(state_ptr, tl.load(state_ptr + 1) + 1)
+    bases_ptr = table_ptr + slot * W
+    publish(bases_ptr, ARRIVED_COMBINE_AT + rank * 4, num_programs, W, W_LANES, masked_ptr)
+
+
+def receive_dispatch(
+    exchange: PeerExchange,
+    row_of_slot: Tensor | None,
+    slots_of_row: Tensor,
+    slot_weights: Tensor,
+    num_slots_per_expert: Tensor,
+    first_slot: Tensor,
+    *,
+    slot_alignment: int,
+    room: int = 0,
+) -> None:
+    """Wait for the rows of all ranks and write the expert-major index over them.
+
+    Args:
+        exchange: the slot.
+        row_of_slot: [C], int32, or None where nobody asks.   slots_of_row: [W * M, K], int32.
+        slot_weights: [C], float32.
+        num_slots_per_expert: [L], int32.   first_slot: [L + 1], int32.
+        slot_alignment: each expert's slots start at a multiple of this.
+        room: slots of each expert, used or not; 0: as many as it has, aligned.
+
+    Collective: yes, after send_dispatch().   Allocates nothing.   Host sync: none.
+    """
+    dims, offsets = exchange.dims, exchange.offsets
+    k_lanes, l_lanes = exchange.record_words, next_power_of_two(dims.num_local_experts)
+    rows = max(1, min(_PAIRS, _COMPARISONS // l_lanes) // k_lanes)
+    with on_device(slots_of_row):
+        _receive_dispatch_kernel[(dims.world_size * -(-dims.max_tokens // rows),)](
+            exchange.table,
+            exchange.state,
+            row_of_slot,
+            slots_of_row,
+            slot_weights,
+            num_slots_per_expert,
+            first_slot,
+            exchange.faults,
+            exchange.masked,
+            exchange.report,
+            exchange.slot_address,
+            exchange.abort_address,
+            exchange.rank,
+            exchange.num_programs,
+            exchange.max_polls,
+            C=0 if row_of_slot is None else row_of_slot.shape[0],
+            W=dims.world_size,
+            W_LANES=next_power_of_two(dims.world_size),
+            M=dims.max_tokens,
+            K=dims.top_k,
+            K_LANES=k_lanes,
+            L=dims.num_local_experts,
+            L_LANES=l_lanes,
+            ALIGNMENT=slot_alignment,
+            ROOM=room,
+            ROWS=rows,
+            NUM_SLOTS=exchange.num_slots,
+            ARRIVED_DISPATCH_AT=offsets["arrived_dispatch"],
+            HEADER_AT=offsets["header"],
+            COUNTS_AT=offsets["counts"],
+            RECORD_AT=offsets["record"],
+            RECORD_BYTES=12 * k_lanes,
+            OVERLAPS=overlaps_on(slots_of_row.device),
+            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
+            **overlapping(slots_of_row.device),
+        )
+
+
+def release_slot(exchange: PeerExchange) -> None:
+    """End the last batch of the slot, which was never combined.
+
+    Collective: yes.   Allocates nothing.   Host sync: none.
+    """
+    dims = exchange.dims
+    with on_device(exchange.table):
+        _release_slot_kernel[(1,)](
+            exchange.table,
+            exchange.state,
+            exchange.masked,
+            exchange.slot,
+            exchange.rank,
+            exchange.num_programs,
+            W=dims.world_size,
+            W_LANES=next_power_of_two(dims.world_size),
+            ARRIVED_COMBINE_AT=exchange.offsets["arrived_combine"],
+            num_warps=1,  # pyright: ignore[reportCallIssue]
+        )

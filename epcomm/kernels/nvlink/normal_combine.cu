@@ -1,0 +1,344 @@
+// Combine of normal mode over NVLink, bfloat16: what normal_combine.py does, with the same words
+// and places and the same roundings, but a warp for each row, so that a few SMs keep the wire busy.
+//
+// The warps of a block have two roles. Senders take the rows of an item in turn, sum the slots of
+// each and store the sum at home; when all of them are done, one releases the item's word. Reducers
+// take a token each, acquire the words of the items that hold its sums, and add them up. Senders
+// wait for no reducer, and reduce when all is sent. No more blocks than processors: one that is not
+// there yet would be waited for by all that are, on every rank.
+//
+// Defined before: HIDDEN (a multiple of 8), TOP_K and WORLD (at most 32), K_LANES, MAX_TOKENS,
+// ITEM_ROWS, ITEMS, BACK_BYTES, SENDERS, REDUCERS, UNROLL, and the offsets READY_AT, CALLED_AT,
+// DONE_AT, BACK_AT, SCALARS_AT.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// Places in the state and in a report, as common/epochs.py and signals.py have them.
+constexpr int COMBINE_EPOCH = 1, COMBINE_LEFT = 3, COMBINE_TOKENS = 4;
+constexpr int REPORT_PHASE = 0, REPORT_EPOCH = 1, REPORT_ABORTED = 2, REPORT_LATE = 4;
+// Of the word to give up by, as in common/signals.py.
+constexpr int LATE_SHIFT = 8, MOST_LATE = 23;
+// Of waits, likewise.
+constexpr u32 LOOKS_PER_TICK = 1024, POLL_NS = 1000000;
+constexpr int PHASE_READY = 14, PHASE_SUMS = 15;
+constexpr u32 ALL_LANES = 0xffffffffu;
+// Vectors of 16 bytes in a row; UNROLL of them are under way at once in a lane.
+constexpr int VECTORS = HIDDEN / 8;
+#define NOT_A_NUMBER __int_as_float(0x7fc00000)
+
+struct Arguments {
+    const char* rows;         // of rows_stride bytes each
+    const float* weights;     // of each slot, or none
+    const int* slots_of_row;  // or none: rows are sums already
+    const float* scalars;     // of each row, or none
+    const int* rows_from;
+    const int* row_base;
+    const int* has_failed;
+    const int* places;
+    const int* owners;
+    char* out;
+    float* out_scalars;
+    const u64* table;
+    const int* masked;  // or none
+    int* state;
+    u64* counters;
+    i64* faults;
+    int* report;
+    u64 own;
+    i64 rows_stride;
+    int rank;
+    int announced;
+    int num_tokens;
+    int max_polls;
+};
+
+__device__ u32 acquired(u64 address) {
+    u32 value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ u32 watched(u64 address) {
+    u32 value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ u64 clock_ns() {
+    u64 value;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
+    return value;
+}
+
+__device__ void release(u64 address, u32 value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ void add_released(u64 address, u32 value) {
+    asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// Nobody writes experts' results while this kernel runs.
+__device__ uint4 load_once(const char* address) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(address));
+    return v;
+}
+
+// What peers have stored is in the L2 cache, never mind what the L1 cache holds.
+__device__ uint4 load_shared(const char* address) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(address)
+                 : "memory");
+    return v;
+}
+
+__device__ u32 rounded(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// Rounded twice, as plain torch does: a product and a sum.
+__device__ void add(float (&sum)[8], uint4 v, float weight) {
+    const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        float low = __uint_as_float(words[i] << 16);
+        float high = __uint_as_float(words[i] & 0xffff0000u);
+        sum[2 * i] = __fadd_rn(sum[2 * i], __fmul_rn(low, weight));
+        sum[2 * i + 1] = __fadd_rn(sum[2 * i + 1], __fmul_rn(high, weight));
+    }
+}
+
+__device__ uint4 packed(const float (&sum)[8]) {
+    return {rounded(sum[0], sum[1]), rounded(sum[2], sum[3]), rounded(sum[4], sum[5]),
+            rounded(sum[6], sum[7])};
+}
+
+// Add up the rows of the lanes in `mask`, in the order of lanes, into `to`: each of these lanes
+// holds where its row begins, and its weight. All lanes of the warp take part.
+template <bool IS_SHARED>
+__device__ void add_rows(u64 from, float weight, u32 mask, char* to, bool is_void) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int base = lane; base < VECTORS + lane; base += 32 * UNROLL) {
+        float sum[UNROLL][8];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sum[u][i] = is_void ? NOT_A_NUMBER : 0.0f;
+        }
+        u32 left = mask;
+#pragma unroll 1
+        while (left) {
+            const int first = __ffs(left) - 1;
+            left &= left - 1;
+            const bool has_second = left != 0;
+            const int second = has_second ? __ffs(left) - 1 : first;
+            left &= left - 1;
+            const char* rows[2] = {(const char*)__shfl_sync(ALL_LANES, from, first),
+                                   (const char*)__shfl_sync(ALL_LANES, from, second)};
+            const float weights[2] = {__shfl_sync(ALL_LANES, weight, first),
+                                      __shfl_sync(ALL_LANES, weight, second)};
+            // Two rows at once: the second is on its way before the first is needed.
+            uint4 parts[2][UNROLL];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+#pragma unroll
+                for (int u = 0; u < UNROLL; ++u) {
+                    const int at = base + 32 * u;
+                    if ((i == 0 || has_second) && at < VECTORS) {
+                        const char* address = rows[i] + 16 * at;
+                        parts[i][u] = IS_SHARED ? load_shared(address) : load_once(address);
+                    }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                if (i == 0 || has_second) {
+#pragma unroll
+                    for (int u = 0; u < UNROLL; ++u) add(sum[u], parts[i][u], weights[i]);
+                }
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const int at = base + 32 * u;
+            if (at < VECTORS) *(uint4*)(to + 16 * at) = packed(sum[u]);
+        }
+    }
+}
+
+__device__ bool takes_part(const Arguments& a, int rank) {
+    return rank < WORLD && (a.masked == nullptr || a.masked[rank] == 0);
+}
+
+// Report that the lanes in `late` wait in vain, or that some rank did before; tell all ranks.
+__device__ void give_up(const Arguments& a, u32 late, u32 aborted, int phase, int epoch) {
+    const int lane = threadIdx.x % 32;
+    if (aborted) {
+        if (lane == 0) a.report[REPORT_ABORTED] = aborted;
+        return;
+    }
+    if (lane < WORLD) a.report[REPORT_LATE + lane] = (late >> lane) & 1;
+    if (lane == 0) {
+        a.report[REPORT_EPOCH] = epoch;
+        a.report[REPORT_PHASE] = phase;
+    }
+    __syncwarp();
+    // Watched by wait(), on every rank. Its bits are those of peer_signals.give_up().
+    const u32 told = (late & ((1u << MOST_LATE) - 1)) << LATE_SHIFT;
+    if (takes_part(a, lane)) release(a.table[lane], told + a.rank + 1);
+}
+
+// Wait until the words of the lanes that have one are `epoch`; whether they are, for all lanes.
+// What their ranks had stored before can be loaded then, by all lanes.
+__device__ bool wait(const Arguments& a, u64 word, int epoch, int phase) {
+    u32 late = ALL_LANES, aborted = 0;
+    int polls = a.max_polls;
+    u64 end_ns = 0;
+    for (u32 looks = 1; late && polls > 0 && !aborted; ++looks) {
+        late = __ballot_sync(ALL_LANES, word && (int)(watched(word) - (u32)epoch) < 0);
+        if (late) aborted = watched(a.own);
+        aborted = __shfl_sync(ALL_LANES, aborted, 0);
+        // As peer_signals.polls_spent(). The lanes of a warp may read the clock at other times.
+        if (looks % LOOKS_PER_TICK == 0) {
+            const u64 now_ns = __shfl_sync(ALL_LANES, clock_ns(), 0);
+            if (now_ns >= end_ns) {
+                --polls;
+                end_ns = now_ns + POLL_NS;
+            }
+        }
+    }
+    late = __ballot_sync(ALL_LANES, word && (int)(acquired(word) - (u32)epoch) < 0);
+    __syncwarp();
+    if (!late) return true;
+    give_up(a, late, aborted, phase, epoch);
+    return false;
+}
+
+// Items p, p + P, ... of block p: the sums of ITEM_ROWS rows of one source each.
+__device__ void send(const Arguments& a, int epoch, bool has_failed) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int most = lane < WORLD ? a.rows_from[lane] : 0;
+    most = __reduce_max_sync(ALL_LANES, most);
+    const int num_items = has_failed ? 0 : (most + ITEM_ROWS - 1) / ITEM_ROWS * WORLD;
+    u64 num_sent = 0;
+    for (int number = blockIdx.x; number < num_items; number += gridDim.x) {
+        // Each rank begins elsewhere, so that they do not all store to the same one.
+        const int source = (number + a.rank) % WORLD, item = number / WORLD;
+        const int num_rows = a.rows_from[source], row_base = a.row_base[source];
+        const int end = min((item + 1) * ITEM_ROWS, num_rows);
+        if (item * ITEM_ROWS >= end || !takes_part(a, source)) continue;
+        const u64 home = a.table[source];
+        for (int place = item * ITEM_ROWS + warp; place < end; place += SENDERS) {
+            const i64 row = row_base + place;
+            i64 slot = -1;
+            float weight = 1.0f;
+            if (a.slots_of_row == nullptr) {
+                slot = lane == 0 ? row : -1;
+            } else if (lane < TOP_K) {
+                slot = a.slots_of_row[row * TOP_K + lane];
+                if (slot >= 0 && a.weights != nullptr) weight = a.weights[slot];
+            }
+            const i64 target = (i64)a.rank * MAX_TOKENS + place;
+            add_rows<false>((u64)a.rows + slot * a.rows_stride, weight,
+                            __ballot_sync(ALL_LANES, slot >= 0),
+                            (char*)(home + BACK_AT + target * BACK_BYTES), false);
+            if (a.scalars != nullptr && lane < TOP_K) {
+                ((float*)(home + SCALARS_AT))[target * K_LANES + lane] =
+                    a.scalars[row * TOP_K + lane];
+            }
+            num_sent += source != a.rank;
+        }
+        // The release below covers what all senders of this block have stored.
+        asm volatile("bar.sync 1, %0;" ::"n"(32 * SENDERS) : "memory");
+        if (threadIdx.x == 0) {
+            // Acquired by the reducers of that rank.
+            release(home + DONE_AT + 4 * ((u64)a.rank * ITEMS + item), epoch);
+        }
+    }
+    if (lane == 0) atomicAdd(a.counters + (a.scalars != nullptr ? 4 : 3), num_sent);
+}
+
+// The next token that no warp of this rank has taken; in order, as their sums come.
+__device__ int take_token(const Arguments& a) {
+    int token = 0;
+    if (threadIdx.x % 32 == 0) token = atomicAdd(a.state + COMBINE_TOKENS, 1);
+    return token;
+}
+
+// One token a warp: the sums of all ranks, in their order.
+__device__ void reduce(const Arguments& a, int epoch, bool has_failed) {
+    const int lane = threadIdx.x % 32;
+    int token = __shfl_sync(ALL_LANES, take_token(a), 0);
+    while (token < a.num_tokens) {
+        // Known by the time that this one is done.
+        const int next = take_token(a);
+        int place = -1;
+        if (!has_failed && takes_part(a, lane)) place = a.places[(i64)token * WORLD + lane];
+        const u64 item = (u64)lane * ITEMS + place / ITEM_ROWS;
+        const bool is_there = wait(a, place >= 0 ? a.own + DONE_AT + 4 * item : 0, epoch, PHASE_SUMS);
+        const bool is_void = has_failed || !is_there;
+        const u32 mask = __ballot_sync(ALL_LANES, place >= 0 && !is_void);
+        const i64 target = (i64)lane * MAX_TOKENS + place;
+        add_rows<true>(a.own + BACK_AT + target * BACK_BYTES, 1.0f, mask,
+                       a.out + (i64)token * (2 * HIDDEN), is_void);
+        if (a.scalars != nullptr) {
+            const int owner = lane < TOP_K ? a.owners[(i64)token * TOP_K + lane] : -1;
+            const int owned = __shfl_sync(ALL_LANES, place, owner < 0 ? 0 : owner);
+            float scalar = is_void ? NOT_A_NUMBER : 0.0f;
+            if (!is_void && owner >= 0 && owned >= 0) {
+                const i64 at = ((i64)owner * MAX_TOKENS + owned) * K_LANES + lane;
+                scalar = __int_as_float(watched(a.own + SCALARS_AT + 4 * at));
+            }
+            if (lane < TOP_K) a.out_scalars[(i64)token * TOP_K + lane] = scalar;
+        }
+        token = __shfl_sync(ALL_LANES, next, 0);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * (SENDERS + REDUCERS), 1)
+    combine_rows(const Arguments a) {
+    __shared__ int failed;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int epoch = a.state[COMBINE_EPOCH] + 1;
+    // Ranks may be one combine apart.
+    const u64 called_at = CALLED_AT + (epoch % 2) * (4 * WORLD);
+    if (warp == 0) {
+        if (blockIdx.x == 0 && takes_part(a, lane)) {
+            *(int*)(a.table[lane] + called_at + 4 * a.rank) = a.announced;
+        }
+        __syncwarp();
+        if (blockIdx.x == 0 && takes_part(a, lane)) {
+            // Awaited below, on every rank: this one has done with the sums of its last combine.
+            add_released(a.table[lane] + READY_AT + 4 * a.rank, 1);
+        }
+        const u64 word = takes_part(a, lane) ? a.own + READY_AT + 4 * lane : 0;
+        const bool is_there = wait(a, word, epoch, PHASE_READY);
+        const int code = is_there && takes_part(a, lane) ? watched(a.own + called_at + 4 * lane) : 0;
+        if (blockIdx.x == 0 && code && a.faults[2 * lane] == 0) a.faults[2 * lane] = code;
+        const bool has_code = __any_sync(ALL_LANES, code != 0);
+        if (lane == 0) failed = !is_there || has_code || a.has_failed[0] != 0;
+    }
+    __syncthreads();
+    if (warp < SENDERS) send(a, epoch, failed != 0);
+    // Whoever has nothing more to send helps.
+    reduce(a, epoch, failed != 0);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        if (atomicAdd(a.state + COMBINE_LEFT, 1) == gridDim.x - 1) {
+            a.state[COMBINE_LEFT] = 0;
+            a.state[COMBINE_TOKENS] = 0;
+            a.state[COMBINE_EPOCH] = epoch;
+        }
+    }
+}

@@ -1,0 +1,509 @@
+"""Combine of normal mode over NVLink: senders and reducers in one launch.
+
+Senders sum the slots of a row in k order, in float32, cast once, and store the sum at the place of
+its token on the token's rank; reducers there add the sums of the ranks up, in rank order, in
+float32, and cast once. Sums are announced item by item, a few dozen rows of one source each, so
+that reducers follow while the wire is busy.
+
+Memory order: a rank says that it has begun a combine, and so has done with the sums of the last
+one; whoever has heard so stores there, and releases the number of the combine into a word of each
+item, which the reducer acquires. Reducers come behind all senders of their rank, and senders wait
+for no reducer: any number of programs may be resident.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from epcomm.kernels.launch import EXACT, next_power_of_two
+from epcomm.kernels.nvlink import normal_combine_cuda
+from epcomm.kernels.nvlink.common.epochs import COMBINE_EPOCH, COMBINE_LEFT, end_epoch
+from epcomm.kernels.nvlink.common.exchange import on_device
+from epcomm.kernels.nvlink.common.signals import (
+    await_words,
+    give_up,
+    polls_spent,
+    publish,
+    taking_part,
+    words_at,
+)
+from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange, Sends
+from epcomm.kernels.rounding import cast
+
+# What a report says that a rank waited for.
+PHASE_READY, PHASE_SUMS = 14, 15
+
+_PHASE_READY = tl.constexpr(PHASE_READY)
+_PHASE_SUMS = tl.constexpr(PHASE_SUMS)
+_COMBINE_EPOCH = tl.constexpr(COMBINE_EPOCH)
+_COMBINE_LEFT = tl.constexpr(COMBINE_LEFT)
+
+
+@triton.jit
+def _next_slot(
+    slots: tl.tensor, last: tl.tensor, K_LANES: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """[rows], twice: the first slot behind entry `last` of a row, -1 for none, and its entry.
+
+    Of -1 5 -1 2 behind -1 it is 5, entry 1; behind that 2, entry 3. No scan: Triton 3.6 cannot make
+    one of four columns in the layout that rows are read in.
+    """
+    k = tl.arange(0, K_LANES)[None, :]
+    entry = tl.min(tl.where((slots >= 0) & (k > last[:, None]), k, K_LANES), 1)
+    return tl.max(tl.where(k == entry[:, None], slots, -1), 1), entry
+
+
+@triton.jit
+def _part(
+    rows_ptr: tl.tensor,
+    places: tl.tensor,
+    weights: tl.tensor,
+    column: tl.tensor,
+    is_element: tl.tensor,
+    ROWS_STRIDE: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+) -> tl.tensor:
+    """[rows, columns], float32: result times weight, 0 where there is none (-1)."""
+    is_there = (places >= 0)[:, None] & is_element
+    row_ptr = rows_ptr + tl.cast(places, tl.int64)[:, None] * ROWS_STRIDE + column
+    part = tl.load(row_ptr, mask=is_there, other=0.0).to(tl.float32)
+    if HAS_WEIGHTS:
+        part *= weights[:, None]
+    return part
+
+
+@triton.jit
+def _weights_of(weights_ptr: tl.tensor, slots: tl.tensor, HAS_WEIGHTS: tl.constexpr) -> tl.tensor:
+    """[rows], float32; whatever, where none are given."""
+    if HAS_WEIGHTS:
+        return tl.load(weights_ptr + slots, mask=slots >= 0, other=0.0)
+    return slots.to(tl.float32)
+
+
+@triton.jit
+def _send_rows(
+    rows_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    slots: tl.tensor,
+    home_ptr: tl.tensor,
+    is_row: tl.tensor,
+    K_LANES: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    ROWS_STRIDE: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """Sum the slots of a few rows, in k order, to where home_ptr [rows] points."""
+    # Nine rows in ten have no fourth slot; these three are loaded together, ahead of the sums.
+    none = tl.zeros_like(tl.max(slots, 1)) - 1
+    first, entry = _next_slot(slots, none, K_LANES)  # pyright: ignore[reportGeneralTypeIssues]
+    second, entry = _next_slot(slots, entry, K_LANES)  # pyright: ignore[reportGeneralTypeIssues]
+    third, third_entry = _next_slot(slots, entry, K_LANES)  # pyright: ignore[reportGeneralTypeIssues]
+    first_weights = _weights_of(weights_ptr, first, HAS_WEIGHTS)
+    second_weights = _weights_of(weights_ptr, second, HAS_WEIGHTS)
+    third_weights = _weights_of(weights_ptr, third, HAS_WEIGHTS)
+    most = tl.max(tl.sum((slots >= 0).to(tl.int32), 1), 0)
+    for begin in tl.range(0, HIDDEN, COLUMNS, num_stages=STAGES):
+        column = begin + tl.arange(0, COLUMNS)[None, :]
+        is_in = column < HIDDEN
+        total = _part(rows_ptr, first, first_weights, column, is_in, ROWS_STRIDE, HAS_WEIGHTS)
+        total += _part(rows_ptr, second, second_weights, column, is_in, ROWS_STRIDE, HAS_WEIGHTS)
+        total += _part(rows_ptr, third, third_weights, column, is_in, ROWS_STRIDE, HAS_WEIGHTS)
+        if most > 3:
+            entry = third_entry
+            for _ in tl.range(3, most, num_stages=1):
+                later, entry = _next_slot(slots, entry, K_LANES)  # pyright: ignore[reportGeneralTypeIssues]
+                weights = _weights_of(weights_ptr, later, HAS_WEIGHTS)
+                total += _part(rows_ptr, later, weights, column, is_in, ROWS_STRIDE, HAS_WEIGHTS)
+        value = cast(total, rows_ptr.dtype.element_ty)
+        tl.store(home_ptr[:, None] + column, value, mask=is_row[:, None] & is_in)
+
+
+@triton.jit
+def _slots_of(
+    slots_of_row_ptr: tl.tensor,
+    row: tl.tensor,
+    is_row: tl.tensor,
+    K: tl.constexpr,
+    K_LANES: tl.constexpr,
+    PER_ROW: tl.constexpr,
+) -> tl.tensor:
+    """[rows, K_LANES]: the slots of rows in k order, -1 for none; PER_ROW: the row itself."""
+    k = tl.arange(0, K_LANES)[None, :]
+    if PER_ROW:
+        return tl.where(is_row[:, None] & (k == 0), row[:, None], -1)
+    else:  # noqa: RET505 - what is not compiled must be the other branch
+        is_entry = is_row[:, None] & (k < K)
+        return tl.load(slots_of_row_ptr + row[:, None] * K + k, mask=is_entry, other=-1)
+
+
+@triton.jit
+def _await_items(
+    done_ptr: tl.tensor,
+    abort_ptr: tl.tensor,
+    lowest: tl.tensor,
+    highest: tl.tensor,
+    epoch: tl.tensor,
+    max_polls: tl.tensor,
+    ITEM_ROWS: tl.constexpr,
+    ITEMS: tl.constexpr,
+    W_LANES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Wait for places lowest to highest of each rank, within two items; -1: for none.
+
+    Returns as peer_signals.await_words().
+    """
+    lane = tl.arange(0, W_LANES)
+    is_needed = highest >= 0
+    from_ptr = done_ptr + lane * ITEMS + tl.maximum(lowest, 0) // ITEM_ROWS
+    to_ptr = done_ptr + lane * ITEMS + tl.maximum(highest, 0) // ITEM_ROWS
+    num_late = 1
+    polls_left = max_polls
+    num_looks = max_polls * 0
+    end_ns = num_looks.to(tl.int64)
+    while (num_late > 0) & (polls_left > 0):
+        begun = tl.load(from_ptr, mask=is_needed, other=0, volatile=True) - epoch
+        ended = tl.load(to_ptr, mask=is_needed, other=0, volatile=True) - epoch
+        num_late = tl.sum((is_needed & (tl.minimum(begun, ended) < 0)).to(tl.int32))
+        num_looks += 1
+        spent, end_ns = polls_spent(num_looks, end_ns)  # pyright: ignore[reportGeneralTypeIssues]
+        polls_left = tl.where(tl.load(abort_ptr, volatile=True) != 0, 0, polls_left - spent)
+    nothing = tl.zeros_like(lane)
+    begun = tl.atomic_add(from_ptr, nothing, mask=is_needed, sem="acquire", scope="sys") - epoch
+    ended = tl.atomic_add(to_ptr, nothing, mask=is_needed, sem="acquire", scope="sys") - epoch
+    late = (is_needed & (tl.minimum(begun, ended) < 0)).to(tl.int32)
+    # The other threads may load only after those that acquired.
+    tl.debug_barrier()
+    return late, tl.load(abort_ptr, volatile=True)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "own_address",
+        "rank",
+        "announced",
+        "num_tokens",
+        "num_senders",
+        "max_polls",
+    ]
+)
+def _combine_kernel(
+    rows_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    slots_of_row_ptr: tl.tensor,
+    scalars_ptr: tl.tensor,
+    rows_from_ptr: tl.tensor,
+    row_base_ptr: tl.tensor,
+    has_failed_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    owners_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    out_scalars_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    masked_ptr: tl.tensor,
+    state_ptr: tl.tensor,
+    counters_ptr: tl.tensor,
+    faults_ptr: tl.tensor,
+    report_ptr: tl.tensor,
+    own_address: tl.tensor,
+    rank: tl.tensor,
+    announced: tl.tensor,
+    num_tokens: tl.tensor,
+    num_senders: tl.tensor,
+    max_polls: tl.tensor,
+    PER_ROW: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    HAS_SCALARS: tl.constexpr,
+    ROWS_STRIDE: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    REDUCE_STAGES: tl.constexpr,
+    ITEM_ROWS: tl.constexpr,
+    ITEMS: tl.constexpr,
+    WAITED: tl.constexpr,
+    W: tl.constexpr,
+    W_LANES: tl.constexpr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    K_LANES: tl.constexpr,
+    READY_AT: tl.constexpr,
+    CALLED_AT: tl.constexpr,
+    DONE_AT: tl.constexpr,
+    BACK_AT: tl.constexpr,
+    BACK_BYTES: tl.constexpr,
+    SCALARS_AT: tl.constexpr,
+) -> None:
+    """Items p, p + S, ... of sender p of S; the other programs reduce.
+
+    W = 2: of the example of normal_plan.py, the sum of place 1 of rank 1 on rank 0 goes to row
+    0 * M + 1 of rank 1, whose token 1 is there alone.
+    """
+    program = tl.program_id(0)
+    epoch = tl.load(state_ptr + _COMBINE_EPOCH) + 1
+    source_lane = tl.arange(0, W_LANES)
+    # Routes may be older than the mask.
+    is_source = taking_part(masked_ptr, W, W_LANES)
+    # Ranks may be one combine apart.
+    called_at = CALLED_AT + (epoch % 2) * (W * 4)
+    if program == 0:
+        bases = tl.load(table_ptr + source_lane, mask=is_source, other=0)
+        called_ptr = (bases + called_at + rank * 4).to(tl.pointer_type(tl.int32))
+        tl.store(called_ptr, tl.zeros_like(source_lane) + announced, mask=is_source)
+        # Awaited below, on every rank: this one has done with the sums of its last combine.
+        publish(table_ptr, READY_AT + rank * 4, 1, W, W_LANES, masked_ptr)
+    abort_ptr = words_at(own_address)
+    late, aborted = await_words(  # pyright: ignore[reportGeneralTypeIssues]
+        words_at(own_address + READY_AT), abort_ptr, epoch, max_polls, W, W_LANES, masked_ptr
+    )
+    is_lost = (tl.sum(late) > 0) | (aborted != 0)
+    if is_lost:
+        give_up(
+            late, aborted, report_ptr, table_ptr, _PHASE_READY, epoch, rank, W, W_LANES, masked_ptr
+        )
+    called_ptr = words_at(own_address + CALLED_AT) + (epoch % 2) * W + source_lane
+    codes = tl.load(called_ptr, mask=is_source & (is_lost == 0), other=0)
+    if program == 0:
+        earlier = tl.load(faults_ptr + 2 * source_lane, mask=is_source, other=0)
+        is_news = is_source & (earlier == 0) & (codes != 0)
+        tl.store(faults_ptr + 2 * source_lane, codes.to(tl.int64), mask=is_news)
+    has_failed = is_lost | (tl.max(codes) != 0) | (tl.load(has_failed_ptr) != 0)
+
+    dtype = rows_ptr.dtype.element_ty
+    lane = tl.arange(0, ROWS)
+    k = tl.arange(0, K_LANES)[None, :]
+    if program < num_senders:
+        num_sent = 0
+        rows_from = tl.load(rows_from_ptr + source_lane, mask=is_source, other=0)
+        num_items = (tl.max(rows_from) + ITEM_ROWS - 1) // ITEM_ROWS * W
+        num_items = tl.where(has_failed, 0, num_items)
+        for number in tl.range(program, num_items, num_senders, num_stages=1):
+            # Each rank begins elsewhere, so that they do not all store to the same one.
+            source = (number + rank) % W
+            item = number // W
+            row_base = tl.load(row_base_ptr + source)
+            num_rows = tl.sum(tl.where(source_lane == source, rows_from, 0))
+            end = tl.minimum((item + 1) * ITEM_ROWS, num_rows)
+            base = tl.load(table_ptr + source)
+            if item * ITEM_ROWS < end:
+                first = item * ITEM_ROWS + lane
+                following = _slots_of(
+                    slots_of_row_ptr, row_base + first, first < end, K, K_LANES, PER_ROW
+                )
+                for start in tl.range(item * ITEM_ROWS, end, ROWS, num_stages=1):
+                    place = start + lane
+                    is_row = place < end
+                    row = row_base + place
+                    entry_at = row[:, None] * K + k
+                    is_entry = is_row[:, None] & (k < K)
+                    slots = following
+                    # On their way while these rows are summed.
+                    following = _slots_of(
+                        slots_of_row_ptr, row + ROWS, place + ROWS < end, K, K_LANES, PER_ROW
+                    )
+                    target = tl.cast(rank, tl.int64) * M + place
+                    home_ptr = (base + BACK_AT + target * BACK_BYTES).to(tl.pointer_type(dtype))
+                    _send_rows(
+                        rows_ptr,
+                        weights_ptr,
+                        slots,
+                        tl.multiple_of(home_ptr, 16),
+                        is_row,
+                        K_LANES,
+                        HAS_WEIGHTS,
+                        ROWS_STRIDE,
+                        HIDDEN,
+                        COLUMNS,
+                        STAGES,
+                    )
+                    if HAS_SCALARS:
+                        scalars = tl.load(scalars_ptr + entry_at, mask=is_entry, other=0.0)
+                        home_ptr = (base + SCALARS_AT + target * (4 * K_LANES)).to(
+                            tl.pointer_type(tl.float32)
+                        )
+                        tl.store(tl.multiple_of(home_ptr, 16)[:, None] + k, scalars, mask=is_entry)
+                num_sent += tl.where(source == rank, 0, end - item * ITEM_ROWS)
+                # The release is made by one thread: it covers the stores of the others only so.
+                tl.debug_barrier()
+                done_ptr = words_at(base + DONE_AT) + rank * ITEMS + item
+                # Acquired in _await_items().
+                tl.atomic_xchg(done_ptr, epoch, sem="release", scope="sys")
+        # Of this rank alone, and read by its host.
+        counter_ptr = counters_ptr + (4 if HAS_SCALARS else 3)
+        tl.atomic_add(counter_ptr, tl.cast(num_sent, tl.int64), sem="relaxed")
+    else:
+        num_reducers = tl.num_programs(0) - num_senders
+        step = num_reducers * WAITED
+        for start in tl.range((program - num_senders) * WAITED, num_tokens, step, num_stages=1):
+            token = start + tl.arange(0, WAITED)
+            is_place = (token < num_tokens)[:, None] & is_source[None, :]
+            at = token[:, None] * W + source_lane[None, :]
+            places = tl.load(places_ptr + at, mask=is_place & (has_failed == 0), other=-1)
+            # Places of one rank ascend with the tokens, so they span as many at most.
+            highest = tl.max(places, 0)
+            lowest = tl.min(tl.where(places >= 0, places, 0x7FFFFFFF), 0)
+            lowest = tl.where(highest >= 0, lowest, 0)
+            late, aborted = _await_items(  # pyright: ignore[reportGeneralTypeIssues]
+                words_at(own_address + DONE_AT),
+                abort_ptr,
+                lowest,
+                highest,
+                epoch,
+                tl.where(has_failed, 1, max_polls),
+                ITEM_ROWS,
+                ITEMS,
+                W_LANES,
+            )
+            is_missing = (tl.sum(late) > 0) | (aborted != 0)
+            if is_missing:
+                give_up(
+                    late,
+                    aborted,
+                    report_ptr,
+                    table_ptr,
+                    _PHASE_SUMS,
+                    epoch,
+                    rank,
+                    W,
+                    W_LANES,
+                    masked_ptr,
+                )
+            is_void = has_failed | is_missing
+            for first in tl.range(start, start + WAITED, ROWS, num_stages=1):
+                each = first + lane
+                is_each = each < num_tokens
+                is_read = is_each & (is_void == 0)
+                for begin in tl.range(0, HIDDEN, COLUMNS, num_stages=REDUCE_STAGES):
+                    column = begin + tl.arange(0, COLUMNS)[None, :]
+                    is_element = column < HIDDEN
+                    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+                    for source in tl.static_range(W):
+                        place = tl.load(places_ptr + each * W + source, mask=is_read, other=-1)
+                        home_at = source * M + tl.cast(place, tl.int64)
+                        part_ptr = (own_address + BACK_AT + home_at * BACK_BYTES).to(
+                            tl.pointer_type(dtype)
+                        )
+                        part_ptr = tl.multiple_of(part_ptr, 16)[:, None] + column
+                        is_part = (place >= 0) & (tl.load(masked_ptr + source) == 0)
+                        is_part = is_part[:, None] & is_element
+                        total += tl.load(part_ptr, mask=is_part, other=0.0).to(tl.float32)
+                    total = tl.where(is_void, float("nan"), total)
+                    out_row_ptr = out_ptr + tl.cast(each, tl.int64)[:, None] * HIDDEN + column
+                    tl.store(out_row_ptr, cast(total, dtype), mask=is_each[:, None] & is_element)
+                if HAS_SCALARS:
+                    entry_at = each[:, None] * K + k
+                    is_entry = is_each[:, None] & (k < K)
+                    owner = tl.load(owners_ptr + entry_at, mask=is_entry & (is_void == 0), other=-1)
+                    is_owned = owner >= 0
+                    place = tl.load(places_ptr + each[:, None] * W + owner, mask=is_owned, other=0)
+                    scalar_at = (tl.cast(owner, tl.int64) * M + place) * K_LANES + k
+                    scalar_ptr = (own_address + SCALARS_AT).to(tl.pointer_type(tl.float32))
+                    is_masked = tl.load(masked_ptr + owner, mask=is_owned, other=1) != 0
+                    is_there = is_owned & (is_masked == 0)
+                    scalars = tl.load(scalar_ptr + scalar_at, mask=is_there, other=0.0)
+                    scalars = tl.where(is_void, float("nan"), scalars)
+                    tl.store(out_scalars_ptr + entry_at, scalars, mask=is_entry)
+    end_epoch(state_ptr, _COMBINE_EPOCH, _COMBINE_LEFT, epoch)
+
+
+def combine_rows(
+    exchange: NormalExchange,
+    rows: Tensor,
+    sends: Sends,
+    arrivals: Arrivals,
+    slots_of_row: Tensor | None,
+    out: Tensor,
+    *,
+    slot_weights: Tensor | None = None,
+    row_scalars: Tensor | None = None,
+    out_scalars: Tensor | None = None,
+    announced: int = 0,
+) -> None:
+    """Sum the slots of each received row, send the sums home, and add them up there.
+
+    Of a masked rank nothing is added, though the route may have sent tokens there.
+
+    Args:
+        exchange: the memory of all ranks.
+        rows: [C, H], or [R, H] if slots_of_row is None, of any floating dtype; rows may lie apart.
+        sends, arrivals: of the route.
+        slots_of_row: [R, K], int32, as index_rows() wrote it.
+        out: [T, H], contiguous, written, in the dtype of rows; NaN if the call has failed.
+        slot_weights: [C], float32, multiplied into slots, or None.
+        row_scalars: [R, K], float32, that travel with the rows, to out_scalars [T, K].
+        announced: why this rank refuses the call, a FaultCode, or 0.
+
+    Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
+    """
+    if normal_combine_cuda.serves(exchange, rows, out):
+        normal_combine_cuda.combine_rows_cpp(
+            exchange,
+            rows,
+            sends,
+            arrivals,
+            slots_of_row,
+            out,
+            slot_weights=slot_weights,
+            row_scalars=row_scalars,
+            out_scalars=out_scalars,
+            announced=announced,
+        )
+        return
+    dims, regions, tuning = exchange.dims, exchange.regions, exchange.tuning
+    (num_tokens, hidden_size), programs = out.shape, exchange.num_programs
+    num_senders = max(1, programs - max(1, round(programs * tuning.reducer_share)))
+    with on_device(out):
+        _combine_kernel[(max(programs, num_senders + 1),)](
+            rows,
+            slot_weights,
+            slots_of_row,
+            row_scalars,
+            arrivals.rows_from,
+            arrivals.row_base,
+            arrivals.has_failed,
+            sends.places,
+            sends.owners,
+            out,
+            out_scalars,
+            exchange.table,
+            exchange.masked,
+            exchange.state,
+            exchange.counters,
+            exchange.faults,
+            exchange.report,
+            exchange.own_address,
+            exchange.rank,
+            announced,
+            num_tokens,
+            num_senders,
+            exchange.max_polls,
+            PER_ROW=slots_of_row is None,
+            HAS_WEIGHTS=slot_weights is not None,
+            HAS_SCALARS=row_scalars is not None,
+            ROWS_STRIDE=rows.stride(0) if rows.shape[0] > 1 else hidden_size,
+            HIDDEN=hidden_size,
+            COLUMNS=min(tuning.combined_columns, next_power_of_two(hidden_size)),
+            ROWS=tuning.combined_rows,
+            STAGES=tuning.combine_stages,
+            REDUCE_STAGES=tuning.reduce_stages,
+            ITEM_ROWS=tuning.item_rows,
+            ITEMS=exchange.num_items,
+            WAITED=tuning.waited_tokens,
+            W=dims.world_size,
+            W_LANES=next_power_of_two(dims.world_size),
+            M=dims.max_tokens,
+            K=dims.top_k,
+            K_LANES=exchange.record_words,
+            READY_AT=regions["ready"],
+            CALLED_AT=regions["called"],
+            DONE_AT=regions["done"],
+            BACK_AT=regions["back"],
+            BACK_BYTES=exchange.back_bytes,
+            SCALARS_AT=regions["back_scalars"],
+            num_warps=tuning.combine_warps,  # pyright: ignore[reportCallIssue]
+            **EXACT,
+        )

@@ -1,0 +1,139 @@
+"""Wait for rows that came over NVLink in normal mode, and copy them into memory of their own.
+
+Rows that lie in the memory of the exchange are overwritten by later dispatches; whoever keeps them
+for a backward has them copied, once. Nothing but that: rows that are used at once stay there.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from epcomm.kernels.launch import next_power_of_two
+from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH
+from epcomm.kernels.nvlink.common.exchange import on_device
+from epcomm.kernels.nvlink.common.signals import await_words, give_up, words_at
+from epcomm.kernels.nvlink.normal_dispatch_recv import PHASE_ROWS
+from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange
+
+# Rows that a program copies at once, for enough loads under way.
+_ROWS = 4
+_WARPS = 16
+
+_PHASE_ROWS = tl.constexpr(PHASE_ROWS)
+_DISPATCH_EPOCH = tl.constexpr(DISPATCH_EPOCH)
+
+
+@triton.jit(do_not_specialize=["own_address", "rank", "region_address", "num_senders", "max_polls"])
+def _collect_kernel(
+    out_ptr: tl.tensor,
+    rows_from_ptr: tl.tensor,
+    row_base_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    masked_ptr: tl.tensor,
+    state_ptr: tl.tensor,
+    report_ptr: tl.tensor,
+    own_address: tl.tensor,
+    rank: tl.tensor,
+    region_address: tl.tensor,
+    num_senders: tl.tensor,
+    max_polls: tl.tensor,
+    COPIES: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    WORDS: tl.constexpr,
+    WORD_LANES: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    W: tl.constexpr,
+    W_LANES: tl.constexpr,
+    M: tl.constexpr,
+    GOT_AT: tl.constexpr,
+) -> None:
+    """ROWS rows of one source at once. Of source 1 with row_base 5, place 2 becomes row 7."""
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    epoch = tl.load(state_ptr + _DISPATCH_EPOCH)
+    late, aborted = await_words(  # pyright: ignore[reportGeneralTypeIssues]
+        words_at(own_address + GOT_AT),
+        words_at(own_address),
+        epoch * num_senders,
+        max_polls,
+        W,
+        W_LANES,
+        masked_ptr,
+    )
+    if (tl.sum(late) > 0) | (aborted != 0):
+        give_up(
+            late, aborted, report_ptr, table_ptr, _PHASE_ROWS, epoch, rank, W, W_LANES, masked_ptr
+        )
+        return
+    if COPIES:
+        PER_SOURCE: tl.constexpr = (M + ROWS - 1) // ROWS
+        at = tl.arange(0, WORD_LANES)[None, :]
+        for block in tl.range(program, W * PER_SOURCE, num_programs, num_stages=1):
+            source = block // PER_SOURCE
+            place = (block % PER_SOURCE) * ROWS + tl.arange(0, ROWS)
+            is_row = place < tl.load(rows_from_ptr + source)
+            if tl.max(is_row.to(tl.int32)) > 0:
+                mask = is_row[:, None] & (at < WORDS)
+                # Of an old route: nothing came along it, and what is there is of an earlier call.
+                is_there = mask & (tl.load(masked_ptr + source) == 0)
+                row = tl.cast(source, tl.int64) * M + place
+                from_ptr = (region_address + row * ROW_BYTES).to(
+                    tl.pointer_type(out_ptr.dtype.element_ty)
+                )
+                from_ptr = tl.multiple_of(from_ptr, 16)[:, None] + at
+                to = tl.cast(tl.load(row_base_ptr + source) + place, tl.int64) * OUT_STRIDE
+                words = tl.load(from_ptr, mask=is_there, other=0)
+                tl.store(out_ptr + to[:, None] + at, words, mask=mask)
+
+
+def collect_rows(
+    exchange: NormalExchange,
+    arrivals: Arrivals,
+    *,
+    slot: int,
+    region: str = "data",
+    row_bytes: int = 0,
+    out: Tensor | None = None,
+) -> None:
+    """Wait for the rows of all ranks, and copy a region of them; rows of masked ranks are 0.
+
+    Args:
+        exchange: the memory of all ranks.
+        arrivals: of the route.
+        slot: where the rows lie.
+        region: `data` or `scales`.   row_bytes: from one row to the next, there.
+        out: [R, words] of any dtype, with adjacent columns, or None: only wait.
+
+    Collective: yes, after push_rows().   Allocates nothing.   Host sync: none.
+    """
+    dims = exchange.dims
+    words = 1 if out is None else out.shape[1]
+    begin = exchange.own_address + exchange.slots_at + slot * exchange.slot_bytes
+    with on_device(exchange.table):
+        _collect_kernel[(1 if out is None else exchange.num_programs,)](
+            out,
+            arrivals.rows_from,
+            arrivals.row_base,
+            exchange.table,
+            exchange.masked,
+            exchange.state,
+            exchange.report,
+            exchange.own_address,
+            exchange.rank,
+            begin + exchange.regions[region],
+            exchange.num_programs,
+            exchange.max_polls,
+            COPIES=out is not None,
+            ROW_BYTES=row_bytes,
+            WORDS=words,
+            WORD_LANES=next_power_of_two(words),
+            OUT_STRIDE=1 if out is None else out.stride(0),
+            ROWS=_ROWS,
+            W=dims.world_size,
+            W_LANES=next_power_of_two(dims.world_size),
+            M=dims.max_tokens,
+            GOT_AT=exchange.regions["got"],
+            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
+        )

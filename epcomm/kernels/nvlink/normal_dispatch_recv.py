@@ -1,0 +1,285 @@
+"""The expert-major index over rows that came over NVLink, in normal mode.
+
+Waits for the rows of all ranks, reads their records, and writes the slots of each row: no row is
+read or moved. Slots are ordered by expert, source and token without atomics, for each source has
+counted the earlier entries of its own, and the headers say how many came before.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from epcomm.kernels.launch import next_power_of_two
+from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH
+from epcomm.kernels.nvlink.common.exchange import on_device
+from epcomm.kernels.nvlink.common.signals import await_words, give_up, taking_part, words_at
+from epcomm.kernels.nvlink.common.status import FAULT_MASK, FAULT_OVERFLOW, codes_of_one_mode
+from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange
+from epcomm.protocol import NORMAL_HEADER_WORDS
+from epcomm.records import SlotIndex
+
+# What a report says that a rank waited for.
+PHASE_ROWS = 13
+
+# Entries of received records that a program reads at once.
+_PAIRS = 1024
+_WARPS = 16
+
+_PHASE_ROWS = tl.constexpr(PHASE_ROWS)
+_HEADER_WORDS = tl.constexpr(NORMAL_HEADER_WORDS)
+_DISPATCH_EPOCH = tl.constexpr(DISPATCH_EPOCH)
+
+
+@triton.jit
+def _codes(headers_ptr: tl.tensor, is_source: tl.tensor, HAS_BUDGET: tl.constexpr) -> tl.tensor:
+    """[W_LANES]: the fault of each rank; of two modes of gradients, that of those without.
+
+    Modes may differ unless some rank needs gradients. A host that reads headers has looked; where
+    none does, all are taken to need them.
+    """
+    announced = tl.load(headers_ptr, mask=is_source, other=0)
+    return codes_of_one_mode(announced, is_source) if HAS_BUDGET else announced & FAULT_MASK
+
+
+@triton.jit
+def _aligned(counts: tl.tensor, ALIGNMENT: tl.constexpr) -> tl.tensor:
+    return (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+@triton.jit
+def _needed_slots(
+    headers_ptr: tl.tensor,
+    is_source: tl.tensor,
+    ALIGNMENT: tl.constexpr,
+    W: tl.constexpr,
+    W_LANES: tl.constexpr,
+    L: tl.constexpr,
+    L_LANES: tl.constexpr,
+) -> tl.tensor:
+    """[W_LANES]: slots that each rank needs for this dispatch; every rank computes all."""
+    expert, rank = tl.arange(0, L_LANES), tl.arange(0, W_LANES)
+    needed = tl.zeros([W_LANES], tl.int32)
+    is_count = is_source[:, None] & (expert < L)[None, :]
+    for owner in tl.static_range(W):
+        slots_ptr = headers_ptr[:, None] + _HEADER_WORDS + W + owner * L + expert[None, :]
+        counts = tl.sum(tl.load(slots_ptr, mask=is_count, other=0), 0)
+        needed += tl.where(rank == owner, tl.sum(_aligned(counts, ALIGNMENT)), 0)
+    return needed
+
+
+@triton.jit(do_not_specialize=["own_address", "rank", "slot", "num_senders", "max_polls", "C"])
+def _index_kernel(
+    row_of_slot_ptr: tl.tensor,
+    slots_of_row_ptr: tl.tensor,
+    slot_weights_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    first_slot_ptr: tl.tensor,
+    rows_from_ptr: tl.tensor,
+    row_base_ptr: tl.tensor,
+    has_failed_ptr: tl.tensor,
+    bases_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    masked_ptr: tl.tensor,
+    state_ptr: tl.tensor,
+    faults_ptr: tl.tensor,
+    report_ptr: tl.tensor,
+    own_address: tl.tensor,
+    rank: tl.tensor,
+    slot: tl.tensor,
+    num_senders: tl.tensor,
+    max_polls: tl.tensor,
+    C: tl.tensor,
+    HAS_BUDGET: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
+    IS_COMPACT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    ROWS: tl.constexpr,
+    W: tl.constexpr,
+    W_LANES: tl.constexpr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    K_LANES: tl.constexpr,
+    L: tl.constexpr,
+    L_LANES: tl.constexpr,
+    SLOTS_AT: tl.constexpr,
+    SLOT_BYTES: tl.constexpr,
+    GOT_AT: tl.constexpr,
+    HEADER_AT: tl.constexpr,
+    HEADER_BYTES: tl.constexpr,
+    RECORD_AT: tl.constexpr,
+    RECORD_BYTES: tl.constexpr,
+) -> None:
+    """ROWS rows of one source at once, and every so many slots of padding.
+
+    W = 2, L = 2, slots 1 0 | 1 2 from ranks 0 and 1: expert 0 has the slots 0 and 1, expert 1 has
+    2 and 3; the row of rank 1 at position 1 of expert 1 is slot 3.
+    """
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    epoch = tl.load(state_ptr + _DISPATCH_EPOCH)
+    # Added by every program of every rank that pushed: rows, records and headers are here.
+    late, aborted = await_words(  # pyright: ignore[reportGeneralTypeIssues]
+        words_at(own_address + GOT_AT),
+        words_at(own_address),
+        epoch * num_senders,
+        max_polls,
+        W,
+        W_LANES,
+        masked_ptr,
+    )
+    is_lost = (tl.sum(late) > 0) | (aborted != 0)
+    if is_lost:
+        give_up(
+            late, aborted, report_ptr, table_ptr, _PHASE_ROWS, epoch, rank, W, W_LANES, masked_ptr
+        )
+
+    source_lane, expert = tl.arange(0, W_LANES), tl.arange(0, L_LANES)
+    is_rank, is_source = source_lane < W, taking_part(masked_ptr, W, W_LANES)
+    slot_address = own_address + SLOTS_AT + tl.cast(slot, tl.int64) * SLOT_BYTES
+    headers_ptr = words_at(slot_address + HEADER_AT) + source_lane * (HEADER_BYTES // 4)
+    codes = _codes(headers_ptr, is_source, HAS_BUDGET)
+    needed = tl.zeros([W_LANES], tl.int32)
+    if HAS_BUDGET:
+        needed = _needed_slots(headers_ptr, is_source, ALIGNMENT, W, W_LANES, L, L_LANES)
+        codes = tl.where((needed > C) & (codes == 0), FAULT_OVERFLOW, codes)
+    has_failed = is_lost | (tl.max(codes) != 0)
+
+    is_count = is_source[:, None] & (expert < L)[None, :] & (has_failed == 0)
+    slots_ptr = headers_ptr[:, None] + _HEADER_WORDS + W + rank * L + expert[None, :]
+    counts_of_source = tl.load(slots_ptr, mask=is_count, other=0)
+    rows_ptr = headers_ptr + _HEADER_WORDS + rank
+    rows_from = tl.load(rows_ptr, mask=is_source & (has_failed == 0), other=0)
+    counts = tl.sum(counts_of_source, 0)
+    aligned = _aligned(counts, ALIGNMENT)
+    starts = tl.cumsum(aligned, 0) - aligned
+    # Of each source and expert; read below, entry by entry.
+    bases = starts[None, :] + tl.cumsum(counts_of_source, 0) - counts_of_source
+    own_bases_ptr = bases_ptr + program * (W_LANES * L_LANES)
+    tl.store(own_bases_ptr + source_lane[:, None] * L_LANES + expert[None, :], bases)
+    row_bases = source_lane * M
+    if IS_COMPACT:
+        row_bases = tl.cumsum(rows_from, 0) - rows_from
+
+    if program == 0:
+        tl.store(counts_ptr + expert, counts, mask=expert < L)
+        tl.store(first_slot_ptr + expert, starts, mask=expert < L)
+        tl.store(first_slot_ptr + L, tl.sum(aligned))
+        tl.store(rows_from_ptr + source_lane, rows_from, mask=is_rank)
+        tl.store(row_base_ptr + source_lane, row_bases, mask=is_rank)
+        tl.store(has_failed_ptr, has_failed.to(tl.int32))
+        if is_lost == 0:
+            earlier = tl.load(faults_ptr + 2 * source_lane, mask=is_source, other=0)
+            is_news = is_source & (earlier == 0) & (codes != 0)
+            tl.store(faults_ptr + 2 * source_lane, codes.to(tl.int64), mask=is_news)
+            tl.store(faults_ptr + 2 * source_lane + 1, needed.to(tl.int64), mask=is_news)
+    tl.debug_barrier()
+
+    PER_SOURCE: tl.constexpr = (M + ROWS - 1) // ROWS
+    pair = tl.arange(0, ROWS * K_LANES)
+    k = pair % K_LANES
+    for block in tl.range(program, W * PER_SOURCE, num_programs, num_stages=1):
+        source = block // PER_SOURCE
+        place = (block % PER_SOURCE) * ROWS + pair // K_LANES
+        num_rows = tl.sum(tl.where(source_lane == source, rows_from, 0))
+        row = tl.sum(tl.where(source_lane == source, row_bases, 0)) + place
+        is_pair = (place < num_rows) & (k < K)
+        record = tl.cast(source, tl.int64) * M + place
+        record_ptr = words_at(slot_address + RECORD_AT) + record * (RECORD_BYTES // 4) + k
+        experts = tl.load(record_ptr, mask=is_pair, other=-1)
+        positions = tl.load(record_ptr + K_LANES, mask=is_pair, other=0)
+        weight_bits = tl.load(record_ptr + 2 * K_LANES, mask=is_pair, other=0)
+        is_slot = experts >= 0
+        slots = positions + tl.load(
+            own_bases_ptr + source * L_LANES + experts, mask=is_slot, other=0
+        )
+        tl.store(row_of_slot_ptr + slots, row, mask=is_slot)
+        tl.store(slot_weights_ptr + slots, weight_bits.to(tl.float32, bitcast=True), mask=is_slot)
+        is_entry = (place < (num_rows if IS_COMPACT else M)) & (k < K)
+        tl.store(slots_of_row_ptr + row * K + k, tl.where(is_slot, slots, -1), mask=is_entry)
+
+    if HAS_PADDING:
+        # Slots that no row has.
+        STRIPE: tl.constexpr = 128
+        for start in tl.range(program * STRIPE, C, num_programs * STRIPE, num_stages=1):
+            slots = start + tl.arange(0, STRIPE)
+            ends = starts + counts
+            is_in = (slots[:, None] >= starts[None, :]) & (slots[:, None] < ends[None, :])
+            is_used = tl.max(is_in.to(tl.int32), 1) > 0
+            tl.store(
+                row_of_slot_ptr + slots,
+                tl.zeros_like(slots) - 1,
+                mask=(is_used == 0) & (slots < C),
+            )
+
+
+def index_rows(
+    exchange: NormalExchange,
+    index: SlotIndex,
+    slot_weights: Tensor,
+    arrivals: Arrivals,
+    *,
+    slot: int,
+    is_compact: bool,
+    has_budget: bool,
+) -> None:
+    """Wait for the rows of all ranks and write the expert-major index over them.
+
+    Args:
+        exchange: the memory of all ranks.
+        index: of C slots and R rows, written.   slot_weights: [C], float32, written.
+        arrivals: of the route, written.
+        slot: where the rows lie.
+        is_compact: rows are numbered without gaps; else place q of source s is row s * M + q.
+        has_budget: C may be too small, which is a fault on all ranks, and no host has read the
+            headers; else C fits, and the host has refused what they forbid.
+
+    Collective: yes, after push_rows() along a new route.   Allocates nothing.   Host sync: none.
+    """
+    assert index.row_of_slot is not None, "rows are read by index"
+    dims, regions, k_lanes = exchange.dims, exchange.regions, exchange.record_words
+    rows = min(max(1, _PAIRS // k_lanes), next_power_of_two(dims.max_tokens))
+    with on_device(slot_weights):
+        _index_kernel[(exchange.num_programs,)](
+            index.row_of_slot,
+            index.slots_of_row,
+            slot_weights,
+            index.num_slots_per_expert,
+            index.first_slot,
+            arrivals.rows_from,
+            arrivals.row_base,
+            arrivals.has_failed,
+            exchange.bases,
+            exchange.table,
+            exchange.masked,
+            exchange.state,
+            exchange.faults,
+            exchange.report,
+            exchange.own_address,
+            exchange.rank,
+            slot,
+            exchange.num_programs,
+            exchange.max_polls,
+            index.row_of_slot.shape[0],
+            HAS_BUDGET=has_budget,
+            # One variant for all batches of a buffer, so that prepare() compiles it.
+            HAS_PADDING=index.slot_alignment > 1 or not index.is_dense,
+            IS_COMPACT=is_compact,
+            ALIGNMENT=index.slot_alignment,
+            ROWS=rows,
+            W=dims.world_size,
+            W_LANES=next_power_of_two(dims.world_size),
+            M=dims.max_tokens,
+            K=dims.top_k,
+            K_LANES=k_lanes,
+            L=dims.num_local_experts,
+            L_LANES=next_power_of_two(dims.num_local_experts),
+            SLOTS_AT=exchange.slots_at,
+            SLOT_BYTES=exchange.slot_bytes,
+            GOT_AT=regions["got"],
+            HEADER_AT=regions["header"],
+            HEADER_BYTES=exchange.header_bytes,
+            RECORD_AT=regions["record"],
+            RECORD_BYTES=12 * k_lanes,
+            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
+        )

@@ -1,0 +1,444 @@
+"""Dispatch of normal mode over NVLink: one copy of a token to each rank that owns its experts.
+
+Memory order: a rank says that it has begun a dispatch, and so has done with what lies in that slot;
+whoever has heard so from all ranks stores rows at places of its own in their memory, and adds 1,
+releasing, to a word of each. A receiver acquires the word once all programs have added.
+
+One launch: programs plan their tokens (normal_plan.py), the last one tells all ranks how many rows
+and slots will come, and hears the same of them, for a host that waits for sizes; then each pushes
+its rows. A row is loaded once, and the next while it is stored. Along an old route nothing is
+planned: rows alone travel.
+
+Place q of source s is row s * M + q, so that nobody needs to know how many rows others send.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from epcomm.kernels.launch import next_power_of_two
+from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH, DISPATCH_LEFT, end_epoch
+from epcomm.kernels.nvlink.common.exchange import on_device
+from epcomm.kernels.nvlink.common.signals import (
+    await_words,
+    give_up,
+    publish,
+    taking_part,
+    words_at,
+)
+from epcomm.kernels.nvlink.common.status import FAULT_IDS, FAULT_MASK
+from epcomm.kernels.nvlink.normal_exchange import NormalExchange, Sends
+from epcomm.kernels.nvlink.normal_plan import plan_tokens
+from epcomm.protocol import NORMAL_HEADER_WORDS
+
+# What a report says that a rank waited for.
+PHASE_BEGIN, PHASE_HEADERS = 11, 12
+
+_PHASE_BEGIN = tl.constexpr(PHASE_BEGIN)
+_PHASE_HEADERS = tl.constexpr(PHASE_HEADERS)
+_HEADER_WORDS = tl.constexpr(NORMAL_HEADER_WORDS)
+_DISPATCH_EPOCH = tl.constexpr(DISPATCH_EPOCH)
+_DISPATCH_LEFT = tl.constexpr(DISPATCH_LEFT)
+
+
+@triton.jit
+def _send_headers(
+    table_ptr: tl.tensor,
+    masked_ptr: tl.tensor,
+    word: tl.tensor,
+    num_tokens: tl.tensor,
+    rows: tl.tensor,
+    counts: tl.tensor,
+    rank: tl.tensor,
+    header_at: tl.tensor,
+    W: tl.constexpr,
+    W_LANES: tl.constexpr,
+    E: tl.constexpr,
+    E_LANES: tl.constexpr,
+    HEADER_BYTES: tl.constexpr,
+) -> None:
+    """Tell every rank what this one sends to all of them: all ranks see the same totals."""
+    is_sent = (word & FAULT_MASK) == 0
+    lane, expert = tl.arange(0, W_LANES), tl.arange(0, E_LANES)
+    for peer in tl.static_range(W):  # pyright: ignore[reportGeneralTypeIssues]
+        base = tl.load(table_ptr + peer)
+        is_told = tl.load(masked_ptr + peer) == 0
+        header_ptr = words_at(base + header_at + rank * HEADER_BYTES)
+        tl.store(header_ptr, word, mask=is_told)
+        tl.store(header_ptr + 1, num_tokens, mask=is_told)
+        is_row = (lane < W) & is_told
+        tl.store(header_ptr + _HEADER_WORDS + lane, tl.where(is_sent, rows, 0), mask=is_row)
+        slots_ptr = header_ptr + _HEADER_WORDS + W + expert
+        tl.store(slots_ptr, tl.where(is_sent, counts, 0), mask=(expert < E) & is_told)
+
+
+@triton.jit
+def _report_totals(
+    totals_ptr: tl.tensor,
+    masked_ptr: tl.tensor,
+    headers_address: tl.tensor,
+    rank: tl.tensor,
+    W: tl.constexpr,
+    W_LANES: tl.constexpr,
+    L: tl.constexpr,
+    L_LANES: tl.constexpr,
+    HEADER_BYTES: tl.constexpr,
+) -> None:
+    """To the host, which waits until no word is negative: see launch of push_rows()."""
+    source, expert = tl.arange(0, W_LANES), tl.arange(0, L_LANES)
+    is_rank, is_source = source < W, taking_part(masked_ptr, W, W_LANES)
+    header_ptr = words_at(headers_address) + source * (HEADER_BYTES // 4)
+    words = tl.load(header_ptr, mask=is_source, other=0)
+    tokens = tl.load(header_ptr + 1, mask=is_source, other=0)
+    rows = tl.load(header_ptr + _HEADER_WORDS + rank, mask=is_source, other=0)
+    slots_ptr = header_ptr[:, None] + _HEADER_WORDS + W + rank * L + expert[None, :]
+    is_slot = is_source[:, None] & (expert < L)[None, :]
+    slots = tl.sum(tl.load(slots_ptr, mask=is_slot, other=0), 0)
+    tl.store(totals_ptr + source, words, mask=is_rank)
+    tl.store(totals_ptr + W + source, tokens, mask=is_rank)
+    tl.store(totals_ptr + 2 * W + source, rows, mask=is_rank)
+    tl.store(totals_ptr + 3 * W + expert, slots, mask=expert < L)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "own_address",
+        "rank",
+        "slot",
+        "num_tokens",
+        "wanted_tokens",
+        "announced",
+        "max_polls",
+    ]
+)
+def _push_kernel(
+    x_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    owners_ptr: tl.tensor,
+    scratch_ptr: tl.tensor,
+    bits_ptr: tl.tensor,
+    counted_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    masked_ptr: tl.tensor,
+    state_ptr: tl.tensor,
+    counters_ptr: tl.tensor,
+    report_ptr: tl.tensor,
+    own_address: tl.tensor,
+    rank: tl.tensor,
+    slot: tl.tensor,
+    num_tokens: tl.tensor,
+    wanted_tokens: tl.tensor,
+    announced: tl.tensor,
+    max_polls: tl.tensor,
+    IS_PLANNED: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr,
+    WORDS: tl.constexpr,
+    WORD_LANES: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALE_LANES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    P_LANES: tl.constexpr,
+    W: tl.constexpr,
+    W_LANES: tl.constexpr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    K_LANES: tl.constexpr,
+    L: tl.constexpr,
+    L_LANES: tl.constexpr,
+    E_LANES: tl.constexpr,
+    SLOTS_AT: tl.constexpr,
+    SLOT_BYTES: tl.constexpr,
+    NOTED_AT: tl.constexpr,
+    HEADED_AT: tl.constexpr,
+    GOT_AT: tl.constexpr,
+    HEADER_AT: tl.constexpr,
+    HEADER_BYTES: tl.constexpr,
+    RECORD_AT: tl.constexpr,
+    RECORD_BYTES: tl.constexpr,
+    DATA_AT: tl.constexpr,
+    DATA_BYTES: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+) -> None:
+    """Tokens in P runs, one a program.
+
+    The example of normal_plan.py on rank 1: token 1 goes to place 1 of rank 0, row M + 1, with the
+    record 1 -1, 0 0 and the weights of its two entries.
+    """
+    program = tl.program_id(0)
+    num_programs = tl.num_programs(0)
+    epoch = tl.load(state_ptr + _DISPATCH_EPOCH) + 1
+    if program == 0:
+        # All earlier work of this stream is done, so rows of this slot may come. Awaited below.
+        publish(table_ptr, NOTED_AT + rank * 4, 1, W, W_LANES, masked_ptr)
+
+    run = (num_tokens + num_programs - 1) // num_programs
+    first = tl.minimum(program * run, num_tokens)
+    end = tl.minimum(first + run, num_tokens)
+    if IS_PLANNED:
+        counts, rows, is_bad = plan_tokens(  # pyright: ignore[reportGeneralTypeIssues]
+            ids_ptr,
+            masked_ptr,
+            scratch_ptr,
+            bits_ptr,
+            counted_ptr,
+            places_ptr,
+            positions_ptr,
+            owners_ptr,
+            first,
+            end,
+            epoch,
+            max_polls,
+            W,
+            W_LANES,
+            K,
+            K_LANES,
+            L,
+            E_LANES,
+            P_LANES,
+            GROUPS,
+        )
+
+    abort_ptr = words_at(own_address)
+    late, aborted = await_words(  # pyright: ignore[reportGeneralTypeIssues]
+        words_at(own_address + NOTED_AT), abort_ptr, epoch, max_polls, W, W_LANES, masked_ptr
+    )
+    if (tl.sum(late) > 0) | (aborted != 0):
+        give_up(
+            late, aborted, report_ptr, table_ptr, _PHASE_BEGIN, epoch, rank, W, W_LANES, masked_ptr
+        )
+        return
+
+    slot_at = SLOTS_AT + tl.cast(slot, tl.int64) * SLOT_BYTES
+    if program == num_programs - 1:
+        if IS_PLANNED:
+            word = announced
+            if ((word & FAULT_MASK) == 0) & (is_bad != 0):
+                word += FAULT_IDS
+            header_at = slot_at + HEADER_AT
+            _send_headers(
+                table_ptr,
+                masked_ptr,
+                word,
+                wanted_tokens,
+                rows,
+                counts,
+                rank,
+                header_at,
+                W,
+                W_LANES,
+                W * L,
+                E_LANES,
+                HEADER_BYTES,
+            )
+            is_told = taking_part(masked_ptr, W, W_LANES) & (tl.arange(0, W_LANES) != rank)
+            num_told = tl.sum(is_told.to(tl.int32))
+            tl.atomic_add(counters_ptr, tl.cast(num_told, tl.int64), sem="relaxed")
+        publish(table_ptr, HEADED_AT + rank * 4, 1, W, W_LANES, masked_ptr)
+        if totals_ptr is not None:
+            late, aborted = await_words(  # pyright: ignore[reportGeneralTypeIssues]
+                words_at(own_address + HEADED_AT),
+                abort_ptr,
+                epoch,
+                max_polls,
+                W,
+                W_LANES,
+                masked_ptr,
+            )
+            if (tl.sum(late) > 0) | (aborted != 0):
+                give_up(
+                    late,
+                    aborted,
+                    report_ptr,
+                    table_ptr,
+                    _PHASE_HEADERS,
+                    epoch,
+                    rank,
+                    W,
+                    W_LANES,
+                    masked_ptr,
+                )
+            else:
+                _report_totals(
+                    totals_ptr,
+                    masked_ptr,
+                    own_address + slot_at + HEADER_AT,
+                    rank,
+                    W,
+                    W_LANES,
+                    L,
+                    L_LANES,
+                    HEADER_BYTES,
+                )
+
+    num_sent = 0
+    lane = tl.arange(0, TOKENS)
+    k = tl.arange(0, K_LANES)[None, :]
+    at = tl.arange(0, WORD_LANES)[None, :]
+    is_word = at < WORDS
+    scale_at = tl.arange(0, SCALE_LANES)[None, :]
+    token = first + lane
+    row_ptr = x_ptr + tl.cast(token, tl.int64)[:, None] * X_STRIDE + at
+    following = tl.load(row_ptr, mask=(token < end)[:, None] & is_word, other=0)
+    for start in tl.range(first, end, TOKENS, num_stages=1):
+        row = following
+        token = start + lane
+        is_token = token < end
+        following_token = token + TOKENS
+        row_ptr = x_ptr + tl.cast(following_token, tl.int64)[:, None] * X_STRIDE + at
+        # On its way while this one is stored.
+        following = tl.load(row_ptr, mask=(following_token < end)[:, None] & is_word, other=0)
+        if SCALES > 0:
+            token_scales_ptr = scales_ptr + tl.cast(token, tl.int64)[:, None] * SCALES_STRIDE
+            is_scale = is_token[:, None] & (scale_at < SCALES)
+            scales = tl.load(token_scales_ptr + scale_at, mask=is_scale, other=0)
+        if IS_PLANNED:
+            entry_at = token[:, None] * K + k
+            is_entry = is_token[:, None] & (k < K)
+            ids = tl.load(ids_ptr + entry_at, mask=is_entry, other=-1).to(tl.int32)
+            positions = tl.load(positions_ptr + entry_at, mask=is_entry, other=0)
+            weights = tl.load(weights_ptr + entry_at, mask=is_entry, other=0.0)
+            weight_bits = weights.to(tl.int32, bitcast=True)
+        for turn in tl.static_range(W):  # pyright: ignore[reportGeneralTypeIssues]
+            # Each rank begins elsewhere, so that they do not all store to the same one.
+            peer = (rank + turn) % W
+            place = tl.load(places_ptr + token * W + peer, mask=is_token, other=-1)
+            is_sent = place >= 0
+            if IS_PLANNED == 0:
+                # New routes leave masked ranks out; an old one may be older than the mask.
+                is_sent = is_sent & (tl.load(masked_ptr + peer) == 0)
+            num_here = tl.sum(is_sent.to(tl.int32))
+            if num_here > 0:
+                base = tl.load(table_ptr + peer) + slot_at
+                target = tl.cast(rank, tl.int64) * M + place
+                target_ptr = (base + DATA_AT + target * DATA_BYTES).to(
+                    tl.pointer_type(x_ptr.dtype.element_ty)
+                )
+                target_ptr = tl.multiple_of(target_ptr, 16)[:, None] + at
+                tl.store(target_ptr, row, mask=is_sent[:, None] & is_word)
+                if SCALES > 0:
+                    target_ptr = (base + SCALES_AT + target * SCALE_BYTES).to(
+                        tl.pointer_type(scales_ptr.dtype.element_ty)
+                    )
+                    target_ptr = tl.multiple_of(target_ptr, 16)[:, None] + scale_at
+                    tl.store(target_ptr, scales, mask=is_sent[:, None] & (scale_at < SCALES))
+                if IS_PLANNED:
+                    record_ptr = (base + RECORD_AT + target * RECORD_BYTES).to(
+                        tl.pointer_type(tl.int32)
+                    )
+                    record_ptr = tl.multiple_of(record_ptr, 16)[:, None] + k
+                    is_owned = (ids >= peer * L) & (ids < (peer + 1) * L)
+                    experts = tl.where(is_owned, ids - peer * L, -1)
+                    tl.store(record_ptr, experts, mask=is_sent[:, None])
+                    tl.store(record_ptr + K_LANES, positions, mask=is_sent[:, None])
+                    tl.store(record_ptr + 2 * K_LANES, weight_bits, mask=is_sent[:, None])
+                num_sent += tl.where(peer == rank, 0, num_here)
+    # Of this rank alone, and read by its host.
+    counter_ptr = counters_ptr + (1 if IS_PLANNED else 2)
+    tl.atomic_add(counter_ptr, tl.cast(num_sent, tl.int64), sem="relaxed")
+    publish(table_ptr, GOT_AT + rank * 4, 1, W, W_LANES, masked_ptr)
+    end_epoch(state_ptr, _DISPATCH_EPOCH, _DISPATCH_LEFT, epoch)
+
+
+def push_rows(
+    exchange: NormalExchange,
+    data: Tensor,
+    scales: Tensor | None,
+    sends: Sends,
+    *,
+    slot: int,
+    topk: tuple[Tensor, Tensor] | None,
+    announced: int = 0,
+    wanted_tokens: int = 0,
+    totals: Tensor | None = None,
+) -> None:
+    """Send tokens to the ranks of their experts, along a new route or an old one.
+
+    Args:
+        exchange: the memory of all ranks.
+        data: [T, words] of any dtype: what a row is, as words.
+        scales: [T, num_scales], of any dtype, or None.
+        sends: of the route; written if it is new.
+        slot: where rows go, on every rank.
+        topk: topk_ids [T, K], int64, and topk_weights [T, K], float32, contiguous; None: along an
+            old route, for which the rest is not needed.
+        announced: fault and flags of this rank, as pack_word() packs them.
+        wanted_tokens: T as the caller gave it.
+        totals: [3 * W + L], int32, in memory that the host reads: negative before; then fault and
+            flags, T and rows from each rank, 0 if it is masked, and slots for each expert of this
+            rank.
+
+    Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call, unless
+    there are totals.
+    """
+    dims, regions = exchange.dims, exchange.regions
+    num_tokens, num_words = data.shape
+    k_lanes = exchange.record_words
+    ids, weights = (None, None) if topk is None else topk
+    with on_device(data):
+        _push_kernel[(exchange.num_programs,)](
+            data,
+            scales,
+            ids,
+            weights,
+            sends.places,
+            sends.positions,
+            sends.owners,
+            exchange.scratch,
+            exchange.bits,
+            exchange.counted,
+            totals,
+            exchange.table,
+            exchange.masked,
+            exchange.state,
+            exchange.counters,
+            exchange.report,
+            exchange.own_address,
+            exchange.rank,
+            slot,
+            num_tokens,
+            wanted_tokens,
+            announced,
+            exchange.max_polls,
+            IS_PLANNED=topk is not None,
+            X_STRIDE=data.stride(0) if num_tokens > 1 else num_words,
+            SCALES_STRIDE=1 if scales is None else scales.stride(0),
+            WORDS=num_words,
+            WORD_LANES=next_power_of_two(num_words),
+            SCALES=0 if scales is None else scales.shape[1],
+            SCALE_LANES=1 if scales is None else next_power_of_two(scales.shape[1]),
+            TOKENS=exchange.tuning.pushed_tokens,
+            GROUPS=exchange.num_groups,
+            P_LANES=1 if topk is None else next_power_of_two(exchange.num_programs),
+            W=dims.world_size,
+            W_LANES=next_power_of_two(dims.world_size),
+            M=dims.max_tokens,
+            K=dims.top_k,
+            K_LANES=k_lanes,
+            L=dims.num_local_experts,
+            L_LANES=next_power_of_two(dims.num_local_experts),
+            E_LANES=next_power_of_two(dims.world_size * dims.num_local_experts),
+            SLOTS_AT=exchange.slots_at,
+            SLOT_BYTES=exchange.slot_bytes,
+            NOTED_AT=regions["noted"],
+            HEADED_AT=regions["headed"],
+            GOT_AT=regions["got"],
+            HEADER_AT=regions["header"],
+            HEADER_BYTES=exchange.header_bytes,
+            RECORD_AT=regions["record"],
+            RECORD_BYTES=12 * k_lanes,
+            DATA_AT=regions["data"],
+            DATA_BYTES=exchange.data_bytes,
+            SCALES_AT=regions["scales"],
+            SCALE_BYTES=exchange.scale_bytes,
+            num_warps=exchange.tuning.push_warps,  # pyright: ignore[reportCallIssue]
+        )

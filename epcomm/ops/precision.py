@@ -1,0 +1,92 @@
+"""In which dtype rows travel, experts compute and results come back; docs/precision.md has a table.
+
+Rows travel in the dtype that ranks agreed on when the layer was planned, whatever a call is given:
+no rank can know another rank's dtype before it sends. y comes back in the dtype of the rows given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from epcomm.errors import ConfigError
+from epcomm.records import DispatchOutput, RowsCombineInput, TopKOutput
+from epcomm.types import UNQUANTIZED_DTYPES, sum_dtype
+from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
+
+# What is cast where another of them is expected.
+FLOAT_DTYPES = frozenset(dtype.torch_dtype for dtype in UNQUANTIZED_DTYPES)
+
+
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """tensor.to(dtype), which takes its time also where there is nothing to do. Differentiable."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
+def cast_topk(topk: TopKOutput, dtype: torch.dtype) -> TopKOutput:
+    """The routing with weights as they travel beside rows of `dtype`. Differentiable."""
+    weights = topk.topk_weights
+    weights_dtype = sum_dtype(dtype)
+    if weights.dtype is weights_dtype:
+        return topk
+    return replace(topk, topk_weights=weights.to(weights_dtype))
+
+
+def cast_results(rows: RowsCombineInput, dtype: torch.dtype) -> RowsCombineInput:
+    """Results as they travel home, in `dtype`, and weights for combine. Differentiable."""
+    if rows.hidden_states.dtype is not dtype:
+        rows = replace(rows, hidden_states=rows.hidden_states.to(dtype))
+    weights, weights_dtype = rows.slot_weights, sum_dtype(dtype)
+    if weights is not None and weights.dtype is not weights_dtype:
+        rows = replace(rows, slot_weights=weights.to(weights_dtype))
+    return rows
+
+
+def compute_dtype(dispatched: DispatchOutput, weights: ExpertTensors) -> torch.dtype:
+    """The dtype in which unquantised experts compute a batch.
+
+    The narrower of the experts' dtype and that of the rows this rank gave; of two dtypes of equal
+    width, the rows'. Under torch.autocast its dtype instead, but float64 stays, as in all of torch.
+    """
+    experts, given = weights.dtype, dispatched.handle.dtype or weights.dtype
+    narrower = experts if experts.itemsize < given.itemsize else given
+    device_type = dispatched.hidden_states.data.device.type
+    if narrower is torch.float64 or not torch.is_autocast_enabled(device_type):
+        return narrower
+    return torch.get_autocast_dtype(device_type)
+
+
+def cast_experts(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
+    """The experts in `dtype`, differentiably: gradients come in the dtype they are held in."""
+    if weights.dtype is dtype:
+        return weights
+    return weights.with_tensors({name: t.to(dtype) for name, t in weights.tensors().items()})
+
+
+def is_widened(weights: ExpertTensors, planned: torch.dtype) -> bool:
+    """Whether experts were cast to a dtype whose rows lose digits in the planned one."""
+    return weights.dtype is not planned and weights.dtype.itemsize > planned.itemsize
+
+
+def check_cast(weights: ExpertTensors, convert: Callable[[Tensor], Tensor], where: str) -> None:
+    """Refuse to cast codes and scales of eight-bit experts, as module.to() would.
+
+    convert: what nn.Module._apply() is given.   where: `rank 3 of 8`, for the message.
+
+    Local.
+    Raises:
+        ConfigError: their dtype would change.
+    """
+    if not weights.wire_format.dtype.is_quantized:
+        return
+    for name, tensor in weights.tensors().items():
+        came = convert(torch.empty(0, dtype=tensor.dtype)).dtype
+        if came is not tensor.dtype:
+            raise ConfigError(
+                f"ExpertParallelExperts: {name} is {tensor.dtype} and would become {came} "
+                f"({where}), but codes and scales of eight-bit experts keep their dtypes; cast the "
+                "other modules of the model alone, or cast it before its experts are quantised"
+            )

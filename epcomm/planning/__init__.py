@@ -1,0 +1,1 @@
+"""What serves a layer: candidates, what a plan chose, and why."""

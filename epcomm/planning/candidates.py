@@ -1,0 +1,445 @@
+"""What ranks find before a plan is made: a specification a phase, a verdict on each backend.
+
+A rank looks for itself first and keeps an error it meets, so that with a group every rank takes
+part in one exchange, after which all of them know the same and choose, or raise, alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, NoReturn
+
+from epcomm.buffers.base import Buffer
+from epcomm.buffers.requirements import carrying_reasons, limit_reasons
+from epcomm.config import EPConfig, Mode, environment
+from epcomm.errors import ConfigError, EPError
+from epcomm.platforms.host import host_of_this_process
+from epcomm.platforms.nvlink import PeerReach, reach_of, reach_reasons
+from epcomm.quantization import QUANTIZED_FORMATS
+from epcomm.registry import (
+    BUFFERS,
+    RUNNERS,
+    backend_class,
+    backend_names,
+    buffer_class,
+    class_names,
+    fused_class,
+    runner_class,
+)
+from epcomm.spec import Availability, BufferCaps, BufferSpec
+from epcomm.types import Int8Profile, ScaleDtype, WireDtype, WireFormat
+
+if TYPE_CHECKING:
+    from epcomm.collectives.base import Scalar
+    from epcomm.group import EPGroup
+    from epcomm.spec import MoESpec
+    from epcomm.weights.unquantized import ExpertTensors
+
+# The field of the compared record in which a rank says why it cannot plan.
+_ERROR = "error"
+# That in which it says where it runs.
+_HOST = "host"
+# That in which it says which GPUs its own one reaches.
+_REACH = "reach"
+# The questions: which backend serves a phase, which runner computes the experts.
+PREFILL, DECODE, RUNNER = "prefill", "decode", "runner"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What was found.
+
+    specs: by phase.   verdicts: by question, then by the candidate's name: of a class for the
+        phases, of the registry for runners.
+    """
+
+    specs: Mapping[str, BufferSpec]
+    verdicts: Mapping[str, Mapping[str, Availability]]
+
+
+def phase_configs(config: EPConfig) -> dict[str, EPConfig]:
+    """What is asked for in each phase; without DECODE, decode is as prefill or unavailable."""
+    mode = Mode(config.mode)
+    if mode is not Mode.AUTO:
+        return {PREFILL: config}
+    max_tokens = config.max_tokens_per_rank
+    # In auto the token limit is decode's: a prefill of exact size has none.
+    prefill_tokens = None if config.max_recv_slots is None else max_tokens
+    configs = {PREFILL: replace(config, mode=Mode.NORMAL, max_tokens_per_rank=prefill_tokens)}
+    if max_tokens is not None:
+        # Low latency has room for any routing of so few tokens; the budget is prefill's.
+        configs[DECODE] = replace(config, mode=Mode.LOW_LATENCY, max_recv_slots=None)
+    return configs
+
+
+def find_candidates(config: EPConfig) -> tuple[str, ...]:
+    """Return the names of the classes that may serve `config`, in order of preference. Local.
+
+    Of each backend, those that serve the mode, and among these those whose sizes are static or
+    exact, and whose tokens are replicated or not, as the configuration says. Where a backend has
+    none such, its other classes of the mode stay, to say why they do not serve.
+    """
+    found: list[str] = []
+    for backend in backend_names("auto", Mode(config.mode)):
+        of_mode = [n for n in class_names(backend) if Mode(config.mode) in backend_class(n).modes]
+        found += [name for name in of_mode if _is_meant(name, config)] or of_mode
+    return tuple(found)
+
+
+def _is_meant(name: str, config: EPConfig) -> bool:
+    """Whether mode, budget and `replicated` lead to this class of its backend."""
+    mode = Mode(config.mode)
+    caps = backend_class(name).caps(mode)
+    # The other modes have one kind of sizes each.
+    is_sized = mode is not Mode.NORMAL or caps.is_static == (config.max_recv_slots is not None)
+    return is_sized and caps.serves_replicated == config.replicated
+
+
+def survey_rank(
+    config: EPConfig,
+    spec: MoESpec,
+    world_size: int,
+    weights: ExpertTensors | None,
+    group: EPGroup | None = None,
+) -> Survey:
+    """Look at every backend, and with weights at every runner. Local.
+
+    group: the ranks, where there are some; backends may not serve their device or transport.
+
+    Raises:
+        ConfigError: the layer or the configuration cannot be served by anything.
+    """
+    spec.check()
+    backend_names(config.backend, Mode(config.mode))
+    if config.runner != "auto":
+        runner_class(config.runner)
+    if weights is not None:
+        _check_fit(spec, weights)
+    configs = phase_configs(config)
+    wanted = WireFormat.of(spec.dtype) if weights is None else weights.wire_format
+    specs = {phase: _buffer_spec(each, spec, world_size, wanted) for phase, each in configs.items()}
+    is_fused = Mode(config.mode) is Mode.FUSEEP
+    if is_fused and weights is not None:
+        sized = replace(specs[PREFILL], intermediate_size=weights.intermediate_size)
+        specs = {PREFILL: sized}
+    _check_int8_profile(config, specs[PREFILL].dispatch_format, wanted)
+    snapshot = environment()
+    verdicts = {
+        phase: {
+            name: _probe(name, each, specs[phase], world_size, group, weights, snapshot)
+            for name in find_candidates(each)
+        }
+        for phase, each in configs.items()
+    }
+    if weights is not None and not is_fused:
+        # Runners of other experts and devices are no candidates, unless one is asked for.
+        candidates = [
+            name
+            for name in RUNNERS
+            if name == config.runner or runner_class(name).is_candidate(weights)
+        ]
+        verdicts[RUNNER] = {name: runner_class(name).supports(weights) for name in candidates}
+    return Survey(specs=specs, verdicts=verdicts)
+
+
+def survey_group(
+    config: EPConfig, spec: MoESpec, group: EPGroup, weights: ExpertTensors | None
+) -> Survey:
+    """As survey_rank for all ranks: a candidate serves where it serves on every rank.
+
+    Collective: yes.   Host sync: yes.
+    Raises:
+        ConfigError: ranks disagree on the configuration or the layer, or some rank cannot plan; on
+            every rank.
+    """
+    group.limit_waits(config.timeout_s)
+    error, survey = None, Survey(specs={}, verdicts={})
+    try:
+        survey = survey_rank(config, spec, group.world_size, weights, group)
+    except EPError as own_error:
+        error = own_error
+    found: dict[str, Scalar] = {
+        f"{question}/{name}": "\n".join(verdict.reasons)
+        for question, verdicts in survey.verdicts.items()
+        for name, verdict in verdicts.items()
+    }
+    found |= {_ERROR: str(error or ""), _HOST: host_of_this_process()}
+    if group.device.type == "cuda":
+        found[_REACH] = reach_of(group.device).as_text()
+    record = {_ERROR: ""} | _as_record(config) | _as_record(spec) | _describe_experts(weights)
+    records = group.collectives.agree(record, what="plan", findings=found)
+    if error is not None:
+        raise error
+    errors = [f"rank {rank}: {other[_ERROR]}" for rank, other in enumerate(records)]
+    failed = [text for text, other in zip(errors, records, strict=True) if other[_ERROR]]
+    if failed:
+        raise ConfigError(
+            f"plan: {'; '.join(failed)} (this is {group.where}); correct the rank named"
+        )
+    verdicts = {
+        question: {name: _combine(records, f"{question}/{name}") for name in candidates}
+        for question, candidates in survey.verdicts.items()
+    }
+    verdicts = _on_hosts(verdicts, [str(other[_HOST]) for other in records])
+    told = [PeerReach.parse(str(other[_REACH])) for other in records if _REACH in other]
+    return replace(survey, verdicts=_with_nvlink(verdicts, told))
+
+
+def refuse_plan(group: EPGroup, error: ConfigError) -> NoReturn:
+    """Raise what keeps this rank from planning, after the others, which plan, have heard of it.
+
+    Collective: yes, with their plan().   Host sync: yes.
+    """
+    with suppress(ConfigError):
+        group.collectives.agree({_ERROR: str(error)}, what="plan")
+    raise error
+
+
+def _on_hosts(
+    verdicts: Mapping[str, Mapping[str, Availability]], hosts: Sequence[str]
+) -> Mapping[str, Mapping[str, Availability]]:
+    """What needs one host lacks it where ranks have several, or share no memory."""
+    if len(set(hosts)) == 1 and hosts[0]:
+        return verdicts
+    reason = f"ranks are on {len(set(hosts))} hosts, expected one whose memory they share"
+    return _with_reasons(verdicts, lambda backend: backend.needs_one_host, [reason])
+
+
+def _with_nvlink(
+    verdicts: Mapping[str, Mapping[str, Availability]], told: Sequence[PeerReach]
+) -> Mapping[str, Mapping[str, Availability]]:
+    """What needs NVLink lacks it where it does not join the GPUs of all ranks."""
+    return _with_reasons(verdicts, lambda backend: backend.needs_nvlink, reach_reasons(told))
+
+
+def _with_reasons(
+    verdicts: Mapping[str, Mapping[str, Availability]],
+    needs: Callable[[type[Buffer]], bool],
+    reasons: Sequence[str],
+) -> Mapping[str, Mapping[str, Availability]]:
+    """Reject buffers that need what is not there; other candidates stay as they are."""
+
+    buffers = {name for backend in BUFFERS for name in class_names(backend)}
+
+    def judge(name: str, verdict: Availability) -> Availability:
+        if not reasons or name not in buffers or not needs(buffer_class(name)):
+            return verdict
+        return Availability(ok=False, reasons=(*verdict.reasons, *reasons))
+
+    return {
+        question: {name: judge(name, verdict) for name, verdict in found.items()}
+        for question, found in verdicts.items()
+    }
+
+
+def _describe_experts(weights: ExpertTensors | None) -> dict[str, Scalar]:
+    """What ranks compute; equal on all of them, or a token's result depends on where it goes."""
+    if weights is None:
+        return {}
+    return {
+        "experts": type(weights).__name__,
+        "format": str(weights.format),
+        "wanted rows": str(weights.wire_format),
+        "intermediate_size": weights.intermediate_size,
+        # Experts frozen on one rank alone by mistake would stay as they are without a word.
+        "requires_grad": weights.requires_grad,
+    }
+
+
+def _as_record(values: EPConfig | MoESpec) -> dict[str, Scalar]:
+    """The fields of a flat record as plain values."""
+    plain = (str, int, float, type(None))
+    found = {field.name: getattr(values, field.name) for field in fields(values)}
+    # StrEnum members are strings, and JSON writes them as such.
+    return {name: v if isinstance(v, plain) else str(v) for name, v in found.items()}
+
+
+def _combine(records: Sequence[Mapping[str, Scalar]], key: str) -> Availability:
+    """The verdict of all ranks; a reason names its rank, unless all ranks have the same."""
+    texts = [str(record.get(key, "unknown to this version")) for record in records]
+    if len(set(texts)) == 1:
+        reasons = [line for line in texts[0].split("\n") if line]
+    else:
+        reasons = [
+            f"rank {rank}: {line}"
+            for rank, text in enumerate(texts)
+            for line in text.split("\n")
+            if line
+        ]
+    return Availability(ok=not reasons, reasons=tuple(reasons))
+
+
+def _check_fit(spec: MoESpec, weights: ExpertTensors) -> None:
+    """Experts of other hidden states would compute rows that never come."""
+    sides = {
+        "hidden_size": (weights.hidden_size, spec.hidden_size),
+        "dtype": (weights.dtype, spec.dtype),
+    }
+    for name, (found, expected) in sides.items():
+        if found != expected:
+            raise ConfigError(
+                f"plan: {name} of the experts is {found}, expected {expected} as MoESpec says; "
+                "make the MoESpec from these experts"
+            )
+
+
+def _check_int8_profile(config: EPConfig, dispatched: WireFormat, wanted: WireFormat) -> None:
+    """An arithmetic that nothing uses would be ignored. All phases dispatch in one format."""
+    if config.int8_profile is None or WireDtype.INT8 in (dispatched.dtype, wanted.dtype):
+        return
+    raise ConfigError(
+        f"plan: int8_profile is {config.int8_profile}, but rows travel as {dispatched} and the "
+        f"experts want {wanted}; expected int8 in one of them, set dispatch_dtype or leave "
+        "int8_profile None"
+    )
+
+
+def _buffer_spec(
+    config: EPConfig, spec: MoESpec, world_size: int, wanted: WireFormat
+) -> BufferSpec:
+    """wanted: how hidden states best come to the experts, unless the configuration says."""
+    if world_size < 1:
+        raise ConfigError(f"plan: world_size is {world_size}, expected at least 1")
+    if spec.num_experts % world_size:
+        raise ConfigError(
+            f"plan: num_experts is {spec.num_experts}, expected a multiple of the {world_size} "
+            "ranks; use a number of ranks that divides it"
+        )
+    hidden_format = _hidden_format(config, spec, wanted)
+    wanted = _dispatch_format(config, hidden_format, wanted)
+    if wanted.dtype.is_quantized and hidden_format.dtype is WireDtype.FP64:
+        raise ConfigError(
+            f"plan: rows travel as {wanted}, but the hidden states are {hidden_format}; expected "
+            "bf16, fp16 or fp32, of which eight bits are made, or dispatch_dtype None"
+        )
+    return BufferSpec(
+        hidden_size=spec.hidden_size,
+        top_k=spec.top_k,
+        num_local_experts=spec.num_experts // world_size,
+        dispatch_format=wanted,
+        combine_format=hidden_format,
+        backward_format=hidden_format,
+        max_tokens_per_rank=config.max_tokens_per_rank,
+        max_recv_slots=config.max_recv_slots,
+        compares_calls=config.check_calls,
+        num_sms=config.num_sms,
+        batches_in_flight=config.batches_in_flight,
+    )
+
+
+def _hidden_format(config: EPConfig, spec: MoESpec, wanted: WireFormat) -> WireFormat:
+    """How rows travel that are not quantised: as the hidden states are, unless configured.
+
+    Experts that are not quantised compute in any floating dtype, whatever they are held in.
+    """
+    dtype = config.dispatch_dtype
+    if dtype is None or dtype.is_quantized or wanted.dtype.is_quantized:
+        return WireFormat.of(spec.dtype)
+    return WireFormat(dtype=dtype)
+
+
+def _dispatch_format(config: EPConfig, hidden_format: WireFormat, wanted: WireFormat) -> WireFormat:
+    """What the configuration says of dispatch, and for the rest what the experts want."""
+    dtype = config.dispatch_dtype
+    chosen = wanted if dtype is None else _wire_format(dtype, hidden_format, wanted)
+    if config.dispatch_scales is None:
+        return chosen
+    scales = ScaleDtype(config.dispatch_scales)
+    is_float32 = scales is ScaleDtype.FLOAT32
+    if chosen.dtype is WireDtype.FP8_E4M3 or (chosen.dtype is WireDtype.INT8 and is_float32):
+        return replace(chosen, scale_dtype=scales.torch_dtype)
+    asked = "None" if dtype is None else dtype.value
+    raise ConfigError(
+        f"plan: dispatch_scales is {scales.value}, but rows travel as {chosen} (dispatch_dtype is "
+        f"{asked}, the experts want {wanted}); expected fp8_e4m3 rows for these scales, set "
+        "dispatch_dtype or leave dispatch_scales None"
+    )
+
+
+def _wire_format(dtype: WireDtype, hidden_format: WireFormat, wanted: WireFormat) -> WireFormat:
+    """The format that a configured dispatch_dtype means."""
+    if dtype is wanted.dtype:
+        return wanted
+    if dtype in QUANTIZED_FORMATS:
+        return QUANTIZED_FORMATS[dtype]
+    # Experts in eight bits return one dtype; _hidden_format() has followed any other choice.
+    if dtype is not hidden_format.dtype:
+        raise ConfigError(
+            f"plan: dispatch_dtype is {dtype.value}, but the hidden states are {hidden_format}; "
+            "expected that, fp8_e4m3 or int8, or None"
+        )
+    return hidden_format
+
+
+def _probe(
+    name: str,
+    config: EPConfig,
+    spec: BufferSpec,
+    world_size: int,
+    group: EPGroup | None,
+    weights: ExpertTensors | None,
+    environment: Mapping[str, str],
+) -> Availability:
+    """Everything that keeps one backend from serving a phase on this rank."""
+    buffer, mode = backend_class(name), Mode(config.mode)
+    caps, reasons = buffer.caps(mode), list(buffer.probe(environment).reasons)
+    reasons += carrying_reasons(spec, caps)
+    if config.deterministic and not caps.ordered:
+        reasons.append("slots arrive in any order, and EPConfig.deterministic is set")
+    if caps.serves_replicated != config.replicated:
+        reasons.append(f"needs EPConfig.replicated = {caps.serves_replicated}")
+    if mode is Mode.FUSEEP:
+        reasons += _fused_reasons(name, config, weights)
+    else:
+        reasons += _runner_reasons(config, caps)
+        if spec.dispatch_format.dtype is WireDtype.INT8:
+            reasons += _int8_reasons(config, caps)
+    reasons += limit_reasons(spec, caps, mode)
+    reasons += buffer.lacks(mode, spec, world_size)
+    if group is not None:
+        reasons += _group_reasons(group, caps)
+    if buffer.needs_one_host and group is None:
+        reasons.append("needs a group, to see that its ranks share a host")
+    if buffer.needs_host_waits and group is not None and group.collectives.bounded is None:
+        reasons.append("needs a transport whose verbs the host waits in, gloo or MPI")
+    return Availability(ok=not reasons, reasons=tuple(reasons))
+
+
+def _fused_reasons(name: str, config: EPConfig, weights: ExpertTensors | None) -> list[str]:
+    """What a pipeline leaves to its runner."""
+    operator, reasons = fused_class(name), []
+    if weights is not None:
+        reasons += operator.supports(weights).reasons
+    if config.runner != "auto":
+        reasons.append(f"computes experts itself, without runner {config.runner}; leave it auto")
+    if config.int8_profile not in (None, operator.int8_profile):
+        reasons.append(f"rounds INT8 by {operator.int8_profile.value}, not {config.int8_profile}")
+    return reasons
+
+
+def _runner_reasons(config: EPConfig, caps: BufferCaps) -> list[str]:
+    if config.runner == "auto" or caps.layout in runner_class(config.runner).layouts:
+        return []
+    return [f"hands out {caps.layout.value}, which runner {config.runner} does not read"]
+
+
+def _int8_reasons(config: EPConfig, caps: BufferCaps) -> list[str]:
+    """A package that makes the INT8 rows itself does it in its own way."""
+    profile = Int8Profile(config.int8_profile or Int8Profile.RINT127)
+    if profile in caps.int8_profiles:
+        return []
+    made = ", ".join(sorted(each.value for each in caps.int8_profiles))
+    return [f"makes INT8 rows by {made}, but EPConfig.int8_profile is {profile.value}"]
+
+
+def _group_reasons(group: EPGroup, caps: BufferCaps) -> list[str]:
+    """The device and the transport of the ranks."""
+    reasons, device_type = [], group.device.type
+    if caps.device_types is not None and device_type not in caps.device_types:
+        served = ", ".join(sorted(caps.device_types))
+        reasons.append(f"serves groups on {served}, and this one is on {device_type}")
+    if caps.needs_process_group and group.collectives.process_group is None:
+        reasons.append("needs a group made of a torch.distributed process group")
+    return reasons

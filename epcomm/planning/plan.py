@@ -1,0 +1,283 @@
+"""plan(): choose what serves a layer, and say why; works with no group and no device.
+
+A layer has two phases: prefill and training, and decode. In mode auto each has a mechanism of its
+own; every other mode serves both with one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from enum import StrEnum
+from functools import partial
+from typing import TYPE_CHECKING
+
+from epcomm.config import EPConfig, Mode
+from epcomm.errors import BackendUnavailable, ConfigError
+from epcomm.planning.candidates import (
+    DECODE,
+    PREFILL,
+    RUNNER,
+    phase_configs,
+    survey_group,
+    survey_rank,
+)
+from epcomm.planning.log import log_plan
+from epcomm.planning.plans import EPPlan, PhasePlan, Rejection
+from epcomm.registry import backend_class, backend_names, class_names, runner_class
+from epcomm.spec import Availability, BufferCaps, BufferSpec, MoESpec
+from epcomm.types import (
+    Int8Profile,
+    Layout,
+    WeightsAppliedBy,
+    WireDtype,
+    WireFormat,
+)
+
+if TYPE_CHECKING:
+    from epcomm.group import EPGroup
+    from epcomm.weights.unquantized import ExpertTensors
+
+
+def plan(
+    config: EPConfig,
+    spec: MoESpec,
+    group: EPGroup | None = None,
+    *,
+    world_size: int | None = None,
+    weights: ExpertTensors | None = None,
+) -> EPPlan:
+    """Choose a backend for each phase of a layer, and a runner for its experts.
+
+    Args:
+        config: the user's choices.
+        spec: the layer.
+        group: the ranks; then the probes of all ranks count, and the call is collective.
+        world_size: W when there is no group; default 1.
+        weights: the experts, or any share of them, for the choice of a runner; their values do
+            not matter, so they may be on the meta device.
+
+    Collective: with a group, yes; without, no.   Host sync: with a group, yes.
+    Raises:
+        ConfigError: nothing can serve this, with a reason for each backend; or ranks disagree, or
+            another rank cannot plan.
+        BackendUnavailable: what was asked for by name lacks something on some rank.
+    """
+    if group is None:
+        num_ranks = 1 if world_size is None else world_size
+        survey = survey_rank(config, spec, num_ranks, weights)
+    else:
+        num_ranks = group.world_size
+        survey = survey_group(config, spec, group, weights)
+    phases = {
+        phase: _plan_phase(
+            phase_config, survey.specs[phase], survey.verdicts[phase], num_ranks, weights
+        )
+        for phase, phase_config in phase_configs(config).items()
+    }
+    prefill, is_auto = phases[PREFILL], Mode(config.mode) is Mode.AUTO
+    chosen = EPPlan(prefill=prefill, decode=phases.get(DECODE) if is_auto else prefill)
+    if chosen.decode is None:
+        lacks = "set EPConfig.max_tokens_per_rank, because low latency has static sizes"
+        chosen = replace(chosen, decode_lacks=lacks)
+    if weights is not None and prefill.mode is not Mode.FUSEEP:
+        chosen = _with_runner(chosen, config, survey.verdicts[RUNNER], weights)
+    elif config.runner != "auto":
+        chosen = _map_phases(chosen, partial(_aligned, runner=config.runner))
+    if group is not None:
+        log_plan(chosen, group)
+    return chosen
+
+
+def _plan_phase(
+    config: EPConfig,
+    spec: BufferSpec,
+    verdicts: Mapping[str, Availability],
+    world_size: int,
+    weights: ExpertTensors | None,
+) -> PhasePlan:
+    mode = Mode(config.mode)
+    experts = None if weights is None else weights.wire_format.dtype
+    buffer = _choose_buffer(config, verdicts)
+    kind = backend_class(buffer)
+    caps = kind.caps(mode)
+    return PhasePlan(
+        mode=mode,
+        backend=kind.name,
+        buffer=buffer,
+        buffer_spec=spec,
+        caps=caps,
+        weights_applied_by=_who_applies_weights(caps),
+        world_size=world_size,
+        rejected=_rejected_backends(verdicts),
+        int8_profile=Int8Profile(config.int8_profile or kind.int8_profile),
+        rounds_int8=WireDtype.INT8 in (spec.dispatch_format.dtype, experts),
+    )
+
+
+def _choose_buffer(config: EPConfig, verdicts: Mapping[str, Availability]) -> str:
+    """Return the name of the first class that serves.
+
+    Raises:
+        ConfigError: none of any backend.
+        BackendUnavailable: none of the backend that the configuration names.
+    """
+    mode = Mode(config.mode)
+    backends = backend_names(config.backend, mode)
+    found = {
+        name: verdicts[name]
+        for backend in backends
+        for name in class_names(backend)
+        if name in verdicts
+    }
+    for name, verdict in found.items():
+        if verdict.ok:
+            return name
+    rejected = _rejected_backends(found)
+    if config.backend == "auto":
+        raise ConfigError(
+            f"plan: no backend serves mode {mode.value}: {'; '.join(map(str, rejected))}"
+        )
+    absent = [name for name in backends if name not in {each.name for each in rejected}]
+    rejected += tuple(Rejection(name=n, reasons=(f"has no mode {mode.value}",)) for n in absent)
+    texts = map(str, rejected) if len(backends) > 1 else rejected[0].reasons
+    raise BackendUnavailable(
+        f"plan: backend {config.backend} cannot serve this layer: {'; '.join(texts)}; change the "
+        "configuration or use backend='auto'"
+    )
+
+
+def _who_applies_weights(caps: BufferCaps) -> WeightsAppliedBy:
+    """With gradients the runner, so that combine saves no rows; without, combine, if it may."""
+    preferred = WeightsAppliedBy.RUNNER if caps.trainable else WeightsAppliedBy.COMBINE
+    if preferred in caps.weights_applied_by:
+        return preferred
+    return next(iter(caps.weights_applied_by))
+
+
+def _with_runner(
+    chosen: EPPlan,
+    config: EPConfig,
+    verdicts: Mapping[str, Availability],
+    weights: ExpertTensors,
+) -> EPPlan:
+    """Add the runner asked for, or the first that computes these experts in every phase."""
+    complete = {
+        name: _reads_phases(name, verdict, chosen.phases().values(), weights)
+        for name, verdict in verdicts.items()
+    }
+    rejected = _rejections(complete)
+    if config.runner != "auto":
+        verdict = complete[config.runner]
+        if not verdict.ok:
+            raise BackendUnavailable(
+                f"plan: runner {config.runner} cannot compute these experts: "
+                f"{'; '.join(verdict.reasons)}; use runner='auto'"
+            )
+        return _read_by(config.runner, chosen, weights, rejected)
+    for name, verdict in complete.items():
+        if verdict.ok:
+            return _read_by(name, chosen, weights, rejected)
+    raise ConfigError(
+        f"plan: no runner computes these experts: {'; '.join(map(str, rejected))}; change the "
+        "experts or the wire formats"
+    )
+
+
+def _read_by(
+    name: str, chosen: EPPlan, weights: ExpertTensors, rejected: tuple[Rejection, ...]
+) -> EPPlan:
+    """The plan with its runner, and scales laid out as that one reads them."""
+
+    def for_runner(phase: PhasePlan) -> PhasePlan:
+        readings = runner_class(name).readings(weights, phase.caps.layout)
+        layouts = {reading.format: reading.scale_layout for reading in readings}
+        aligned = _aligned(phase, name)
+        return replace(aligned, scale_layout=layouts[phase.buffer_spec.dispatch_format])
+
+    read = _map_phases(chosen, for_runner)
+    return replace(read, runner=name, rejected_runners=rejected)
+
+
+def _map_phases(chosen: EPPlan, change: Callable[[PhasePlan], PhasePlan]) -> EPPlan:
+    """Change every phase; one that serves both stays one object."""
+    prefill, decode = change(chosen.prefill), chosen.decode
+    if decode is not None:
+        decode = prefill if decode is chosen.prefill else change(decode)
+    return replace(chosen, prefill=prefill, decode=decode)
+
+
+def _aligned(phase: PhasePlan, runner: str) -> PhasePlan:
+    """Return the phase with the alignment of experts' slots that a runner needs in ROWS."""
+    alignment = runner_class(runner).slot_alignment
+    if phase.caps.layout is not Layout.ROWS or alignment == phase.buffer_spec.slot_alignment:
+        return phase
+    return replace(phase, buffer_spec=replace(phase.buffer_spec, slot_alignment=alignment))
+
+
+def _reads_phases(
+    name: str, verdict: Availability, phases: Iterable[PhasePlan], weights: ExpertTensors
+) -> Availability:
+    """Add what keeps a runner from reading what the buffers of the phases hand out."""
+    runner, reasons = runner_class(name), list(verdict.reasons)
+    if not isinstance(weights, runner.kinds):
+        return verdict
+    for phase in phases:
+        layout, wire = phase.caps.layout, phase.buffer_spec.dispatch_format
+        if layout not in runner.layouts:
+            reasons.append(
+                f"reads {_names(runner.layouts)}, but {phase.backend} hands out {layout.value}"
+            )
+        readable = [reading.format for reading in runner.readings(weights, layout)]
+        if wire not in readable:
+            reasons.append(
+                f"reads {_format_names(readable)}, but {phase.backend} was asked to carry {wire}, "
+                f"of {_names(phase.caps.wire_dtypes)}"
+            )
+        aligned = _aligned(phase, name)
+        if aligned is not phase:
+            kind = backend_class(phase.buffer)
+            reasons += kind.lacks(phase.mode, aligned.buffer_spec, phase.world_size)
+        is_int8 = weights.wire_format.dtype is WireDtype.INT8
+        if is_int8 and phase.int8_profile not in runner.int8_profiles:
+            reasons.append(
+                f"rounds INT8 by {_names(runner.int8_profiles)}, but EPConfig.int8_profile is "
+                f"{phase.int8_profile.value}"
+            )
+    return Availability(ok=not reasons, reasons=tuple(dict.fromkeys(reasons)))
+
+
+def _format_names(formats: Iterable[WireFormat]) -> str:
+    return ", ".join(sorted(map(str, formats)))
+
+
+def _names(members: Iterable[StrEnum]) -> str:
+    return ", ".join(sorted(member.value for member in members))
+
+
+def _rejected_backends(verdicts: Mapping[str, Availability]) -> tuple[Rejection, ...]:
+    """Backends of which no class serves; each class is named where several were asked."""
+    found: list[Rejection] = []
+    for backend in dict.fromkeys(backend_class(name).name for name in verdicts):
+        of_backend = {n: v for n, v in verdicts.items() if backend_class(n).name == backend}
+        if any(verdict.ok for verdict in of_backend.values()):
+            continue
+        # A reason of all classes is one of the backend.
+        reasons: dict[str, list[str]] = {}
+        for name, verdict in of_backend.items():
+            for reason in verdict.reasons:
+                reasons.setdefault(reason, []).append(name)
+        texts = [
+            reason if len(names) == len(of_backend) else f"{', '.join(names)} {reason}"
+            for reason, names in reasons.items()
+        ]
+        found.append(Rejection(name=backend, reasons=tuple(texts)))
+    return tuple(found)
+
+
+def _rejections(verdicts: Mapping[str, Availability]) -> tuple[Rejection, ...]:
+    return tuple(
+        Rejection(name=name, reasons=verdict.reasons)
+        for name, verdict in verdicts.items()
+        if not verdict.ok
+    )

@@ -1,0 +1,181 @@
+"""What a plan says: the choice of each phase, what was rejected and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from epcomm.buffers.requirements import batches_in_flight_of, max_tokens_of
+from epcomm.buffers.sizes import CallShape, Region
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.config import Mode
+from epcomm.registry import backend_class
+from epcomm.spec import BufferCaps, BufferSpec
+from epcomm.types import ROW_MAJOR, Int8Profile, ScaleLayout, WeightsAppliedBy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejection:
+    """A backend or runner that does not serve this layer, with every reason.
+
+    name: of the registry; where several classes of a backend may serve, with the class.
+    """
+
+    name: str
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {'; '.join(self.reasons)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhasePlan:
+    """What was chosen for one phase of a layer.
+
+    backend: registry name.   buffer: name of its class that mode, budget and `replicated` chose.
+    weights_applied_by: who multiplies by topk_weights.
+    rejected: the other backends and why.
+    scale_layout: how scales of received rows lie, as the runner reads them.
+    int8_profile: arithmetic of INT8 rows and between the products of INT8 experts.
+    rounds_int8: there are such rows or experts, so that int8_profile matters.
+    """
+
+    mode: Mode
+    backend: str
+    buffer: str
+    buffer_spec: BufferSpec
+    caps: BufferCaps
+    weights_applied_by: WeightsAppliedBy
+    world_size: int
+    rejected: tuple[Rejection, ...]
+    scale_layout: ScaleLayout = ROW_MAJOR
+    int8_profile: Int8Profile = Int8Profile.RINT127
+    rounds_int8: bool = False
+
+    def regions(self) -> tuple[Region, ...]:
+        """Memory of one call, in order of use."""
+        return backend_class(self.buffer).region_bytes(self.buffer_spec, self.world_size)
+
+    def wire_bytes(self, call: CallShape, *, backward: bool = False) -> BufferTraffic:
+        """Bytes that one rank sends to other ranks in `call`, or in its backward."""
+        return backend_class(self.buffer).wire_bytes(self.buffer_spec, call, backward=backward)
+
+    def header_bytes(self) -> int:
+        """Bytes of counts, faults and flags that a rank sends in each dispatch."""
+        return self._full_call(backward=False).control_bytes
+
+    def max_bytes_per_token(self, *, backward: bool = False) -> Mapping[str, int]:
+        """Most bytes that a token costs on the wire: its rows to other ranks, and their sums home.
+
+        Without headers; rounded up. A static buffer sends that for each of M tokens, used or not.
+        """
+        most, num_tokens = self._full_call(backward=backward), self._full_tokens
+        return {
+            "dispatch": -(-most.dispatch_bytes // num_tokens),
+            "combine": -(-most.combine_bytes // num_tokens),
+        }
+
+    def limits(self) -> Mapping[str, str]:
+        """What a call may not exceed, as text."""
+        spec, caps = self.buffer_spec, self.caps
+        limits = {"tokens a rank": _limit(max_tokens_of(spec, caps))}
+        if spec.max_recv_slots is not None:
+            limits["received slots a rank"] = _limit(spec.max_recv_slots)
+        if caps.max_top_k is not None:
+            limits["top k"] = _limit(caps.max_top_k)
+        if caps.hidden_multiple > 1:
+            limits["hidden size"] = f"a multiple of {caps.hidden_multiple}"
+        most_batches = batches_in_flight_of(spec, caps)
+        if most_batches is not None:
+            limits["batches in flight"] = _limit(most_batches)
+        return limits
+
+    def unusual(self) -> Mapping[str, str]:
+        """What is not as usual with eight-bit rows or experts, as text."""
+        found = {}
+        if self.scale_layout != ROW_MAJOR:
+            found["scales on arrival"] = str(self.scale_layout)
+        if self.rounds_int8 and self.int8_profile is not Int8Profile.RINT127:
+            found["int8 profile"] = self.int8_profile.value
+        return found
+
+    def explain(self, *, phase: str = "") -> str:
+        """What was chosen, what was rejected and why, bytes and limits, as text."""
+        spec, per_token = self.buffer_spec, self.max_bytes_per_token()
+        lines = [
+            f"mode {self.mode.value} on backend {self.backend} ({self.buffer}), {self.world_size} "
+            f"ranks with {spec.num_local_experts} experts each{phase and f', for {phase}'}",
+            f"wire: dispatch {spec.dispatch_format}, combine {spec.combine_format}, "
+            f"backward {spec.backward_format}",
+            *(f"{name}: {text}" for name, text in self.unusual().items()),
+            f"router weights applied by {self.weights_applied_by.value}; "
+            f"trainable: {self.caps.trainable}; host reads a dispatch: {self.caps.host_reads}",
+            f"at most {per_token['dispatch']} B a token out, {per_token['combine']} B home, and "
+            f"{self.header_bytes()} B of headers a dispatch",
+        ]
+        lines += [f"{name}: {limit}" for name, limit in self.limits().items()]
+        lines += [f"memory of {region.name}: {region}" for region in self.regions()]
+        lines += [f"rejected {text}" for text in _grouped(self.rejected)]
+        return "\n".join(lines)
+
+    @property
+    def _full_tokens(self) -> int:
+        """T of a call that shows what a token costs; a multiple of W, which replicated tokens need.
+
+        A static buffer sends M rows whatever T is.
+        """
+        max_tokens = self.buffer_spec.max_tokens_per_rank if self.caps.is_static else None
+        return max_tokens or self.world_size
+
+    def _full_call(self, *, backward: bool) -> BufferTraffic:
+        call = CallShape.most(self._full_tokens, self.buffer_spec.top_k, self.world_size)
+        return self.wire_bytes(call, backward=backward)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EPPlan:
+    """What was chosen for one layer.
+
+    prefill: for prefill and training.   decode: the same object, except in mode auto; None where
+        something is missing for it, which decode_lacks says.
+    runner: runner registry name; None if the plan was made without expert weights, and in mode
+        fuseep, whose operators compute them.
+    rejected_runners: those that cannot compute these experts.
+    """
+
+    prefill: PhasePlan
+    decode: PhasePlan | None
+    decode_lacks: str | None = None
+    runner: str | None = None
+    rejected_runners: tuple[Rejection, ...] = ()
+
+    def phases(self) -> Mapping[str, PhasePlan]:
+        """The distinct mechanisms, by what they are for."""
+        if self.decode is self.prefill:
+            return {"": self.prefill}
+        both = {"prefill and training": self.prefill, "decode": self.decode}
+        return {name: phase for name, phase in both.items() if phase is not None}
+
+    def explain(self) -> str:
+        """What was chosen, what was rejected and why, bytes and limits, as text."""
+        lines = [phase.explain(phase=name) for name, phase in self.phases().items()]
+        if self.decode is None:
+            lines.append(f"no decode: {self.decode_lacks}")
+        if self.runner is not None:
+            lines.append(f"runner {self.runner}")
+        if self.prefill.mode is Mode.FUSEEP:
+            lines.append(f"experts computed by {self.prefill.backend} itself; y comes reduced")
+        lines += [f"rejected runner {text}" for text in _grouped(self.rejected_runners)]
+        return "\n".join(lines)
+
+
+def _grouped(rejections: Iterable[Rejection]) -> list[str]:
+    """One text for all that have the same reasons, in the order of the first of each."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for rejection in rejections:
+        names.setdefault(rejection.reasons, []).append(rejection.name)
+    return [f"{', '.join(found)}: {'; '.join(reasons)}" for reasons, found in names.items()]
+
+
+def _limit(value: int | None) -> str:
+    return "no limit" if value is None else f"at most {value}"

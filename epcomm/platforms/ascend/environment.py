@@ -1,0 +1,154 @@
+"""The variables that the Ascend deep_ep reads, and which values epcomm can work with.
+
+The package reads most of them in each call, so that they change numbers or layouts behind the
+caller's arguments. DEEP_USE_MODE=alltoall and ops are other operators with other results. Negative
+ids (MOE_ENABLE_TOPK_NEG_ONE) are never sent, and so either value does.
+Source: sgl-kernel-npu, deep_ep; nothing here ran on an NPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from epcomm.platforms.ascend.chip import Soc
+from epcomm.types import WireDtype, WireFormat
+
+# The first that is set counts; MiB.
+_WINDOW = ("DEEPEP_HCCL_BUFFSIZE", "HCCL_BUFFSIZE")
+_DEFAULT_WINDOW_MIB = 200
+_NUM_ROUNDS = "DEEPEP_NORMAL_LONG_SEQ_ROUND"
+_ROUND_TOKENS = "DEEPEP_NORMAL_LONG_SEQ_PER_ROUND_TOKENS"
+_COMBINE_ROUNDS = "DEEPEP_NORMAL_COMBINE_ENABLE_LONG_SEQ"
+# Tokens of one round of normal mode, and of all rounds together.
+_MAX_ROUND_TOKENS, _MAX_TOKENS = 8192, 131072
+_INT8 = "DEEP_NORMAL_MODE_USE_INT8_QUANT"
+_CCU = "MOE_ENABLE_CCU"
+_EXPANSION = "HCCL_OP_EXPANSION_MODE"
+# With these values A2 communicates in layers; the handle then holds what only the kernels read.
+_LAYERS = (("HCCL_INTRA_PCIE_ENABLE", "1"), ("HCCL_INTRA_ROCE_ENABLE", "0"))
+# Other values change results or layouts.
+_REQUIRED = MappingProxyType(
+    {
+        "DEEP_USE_MODE": "default",
+        "MOE_EXPERT_TOKEN_NUMS_TYPE": "1",
+        "MOE_SHARED_EXPERT_RANK_NUM": "0",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The value of a variable; a default, and the reason, where it is none."""
+
+    name: str
+    value: int
+    reason: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """How normal mode cuts long batches; equal on all ranks.
+
+    num_rounds, tokens_per_round: of a dispatch.
+    in_combine: combine takes the same rounds; else a single one of at most 8192 tokens.
+    """
+
+    num_rounds: int = 1
+    tokens_per_round: int = _MAX_ROUND_TOKENS
+    in_combine: bool = False
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that a rank may dispatch and combine."""
+        most = self.num_rounds * self.tokens_per_round
+        return most if self.in_combine else min(most, _MAX_ROUND_TOKENS)
+
+    def window_tokens(self, max_tokens: int | None) -> int:
+        """Tokens that the window must hold, of calls of at most `max_tokens`."""
+        most = self.max_tokens if max_tokens is None else min(max_tokens, self.max_tokens)
+        return min(most, self.tokens_per_round) if self.in_combine else most
+
+
+def window_mib(variables: Mapping[str, str]) -> Setting:
+    """The size of the HCCL window in MiB, and the variable that counts."""
+    name = next((name for name in _WINDOW if name in variables), _WINDOW[1])
+    # HCCL's own limit is not known; no window has 2**31 MiB.
+    return _integer(variables, name, range(1, 2**31), _DEFAULT_WINDOW_MIB)
+
+
+def rounds_of(variables: Mapping[str, str]) -> Rounds:
+    """What the variables say; the default where they are refused (rounds_reasons)."""
+    if rounds_reasons(variables):
+        return Rounds()
+    rounds, tokens, in_combine = _round_settings(variables)
+    return Rounds(
+        num_rounds=rounds.value, tokens_per_round=tokens.value, in_combine=in_combine.value == 1
+    )
+
+
+def rounds_reasons(variables: Mapping[str, str]) -> list[str]:
+    """Rounds that the package would not take."""
+    rounds, tokens, in_combine = _round_settings(variables)
+    reasons = [each.reason for each in (rounds, tokens, in_combine) if each.reason is not None]
+    for name, other in ((_NUM_ROUNDS, _ROUND_TOKENS), (_ROUND_TOKENS, _NUM_ROUNDS)):
+        if name in variables and other not in variables:
+            reasons.append(f"{name} is set and {other} is not; set both or neither")
+    product = rounds.value * tokens.value
+    if not reasons and product > _MAX_TOKENS:
+        reasons.append(
+            f"{_NUM_ROUNDS} * {_ROUND_TOKENS} is {product}, at most {_MAX_TOKENS}; lower one of "
+            "them"
+        )
+    return reasons
+
+
+def _round_settings(variables: Mapping[str, str]) -> list[Setting]:
+    """Rounds, tokens of each, and whether combine has them too."""
+    return [
+        _integer(variables, _NUM_ROUNDS, range(1, 257), 1),
+        _integer(variables, _ROUND_TOKENS, range(32, _MAX_ROUND_TOKENS + 1), _MAX_ROUND_TOKENS),
+        _integer(variables, _COMBINE_ROUNDS, range(2), 0),
+    ]
+
+
+def normal_reasons(wire: WireFormat, variables: Mapping[str, str]) -> list[str]:
+    """Variables of normal mode alone that are refused, or contradict the rows on the wire."""
+    reasons = rounds_reasons(variables)
+    if variables.get(_INT8, "0") == "1" and wire.dtype is not WireDtype.INT8:
+        reasons.append(f"{_INT8} is 1, but rows were to travel as {wire}; unset it")
+    return reasons
+
+
+def variable_reasons(variables: Mapping[str, str], soc: Soc | None) -> list[str]:
+    """Variables of both modes that are refused; of an unknown chip, those that all chips refuse."""
+    reasons = [
+        f"{name} is {variables[name]}, expected {wanted}; unset it"
+        for name, wanted in _REQUIRED.items()
+        if variables.get(name, wanted) != wanted
+    ]
+    if soc in (Soc.A2, Soc.A3) and variables.get(_CCU, "0") != "0":
+        reasons.append(
+            f"{_CCU} is {variables[_CCU]}, but only A5 has it and this is {soc}; unset it"
+        )
+    if soc is not Soc.A2:
+        return reasons
+    if _EXPANSION in variables:
+        reasons.append(f"{_EXPANSION} is {variables[_EXPANSION]}, and A2 wants none; unset it")
+    if all(variables.get(name) == value for name, value in _LAYERS):
+        given = " and ".join(f"{name} is {value}" for name, value in _LAYERS)
+        reasons.append(
+            f"{given}, so that A2 communicates in layers, which is not built; unset both"
+        )
+    return reasons
+
+
+def _integer(variables: Mapping[str, str], name: str, allowed: range, default: int) -> Setting:
+    text = variables.get(name)
+    if text is None:
+        return Setting(name=name, value=default)
+    if text.isascii() and text.isdecimal() and int(text) in allowed:
+        return Setting(name=name, value=int(text))
+    reason = f"{name} is {text!r}, expected {allowed[0]} to {allowed[-1]}; correct it or unset it"
+    return Setting(name=name, value=default, reason=reason)

@@ -1,0 +1,189 @@
+"""Routing by the Ascend gating operator: every flag of it follows from the RoutingSpec.
+
+npu_moe_gating_top_k scores by softmax or sigmoid, selects with a bias that weights do not see,
+drops groups to -inf, and always divides sigmoid weights by their sum. What it cannot say goes to
+the reference, and the reasons say what that is. Source: the operator's documentation.
+
+CANN up to November 2025 refuses to renormalise softmax weights, and older versions take 256 experts
+alone; nothing here asks for the version, so a call fails there: set EPConfig.router='reference'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from epcomm.errors import BackendUnavailable
+from epcomm.platforms.ascend.operators import has_kernel
+from epcomm.records import TopKOutput, empty_topk
+from epcomm.routing.reference import check_arguments
+from epcomm.routing.spec import (
+    CorrectionBias,
+    DroppedGroups,
+    EpsilonMode,
+    RoutingSpec,
+    ScoreFunction,
+    SoftmaxOrder,
+)
+from epcomm.spec import Availability
+
+OPERATOR = "npu_moe_gating_top_k"
+MAX_EXPERTS = 2048
+# Experts of a group, in the kernel's memory and at least.
+_GROUP_BLOCK, _MIN_GROUP_SIZE = 32, 3
+# What a group scores: its largest, or the sum of its two largest.
+_GROUP_MODES = {1: 0, 2: 1}
+# Added to a sum that may be 0; too small to change any other.
+_TINY = 1e-20
+
+
+def is_gating_candidate(device: torch.device) -> bool:
+    """Whether anybody would want to read why the operator does not route on this device."""
+    return device.type == "npu"
+
+
+def gating_lacks(device: torch.device) -> tuple[str, ...]:
+    """Why the operator cannot be called on this device at all; empty if it can. Local."""
+    if has_kernel(OPERATOR, device):
+        return ()
+    return (f"{OPERATOR} is not on {device.type}; import torch_npu",)
+
+
+def gating_availability(spec: RoutingSpec, num_experts: int, device: torch.device) -> Availability:
+    """Whether the operator is on this device and can say this routing among E experts. Local."""
+    reasons = gating_lacks(device) + gating_reasons(spec, num_experts)
+    return Availability(ok=not reasons, reasons=reasons)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatingFlags:
+    """Keyword arguments of the operator, beside the bias."""
+
+    k: int
+    k_group: int
+    group_count: int
+    group_select_mode: int
+    renorm: int
+    norm_type: int
+    routed_scaling_factor: float
+    eps: float
+
+
+def gating_flags(spec: RoutingSpec) -> GatingFlags:
+    """The flags for a routing that gating_reasons() does not object to."""
+    is_sigmoid = spec.score_function is ScoreFunction.SIGMOID
+    # Softmax over the selected ones is the softmax over all, divided by their sum.
+    after = spec.softmax_order is SoftmaxOrder.AFTER_TOPK
+    groups = (spec.topk_groups, spec.num_groups) if spec.drops_groups else (1, 1)
+    return GatingFlags(
+        k=spec.top_k,
+        k_group=groups[0],
+        group_count=groups[1],
+        group_select_mode=_GROUP_MODES[spec.group_score_top_n] if spec.drops_groups else 0,
+        renorm=int(spec.renormalize or after),
+        norm_type=int(is_sigmoid),
+        routed_scaling_factor=spec.routed_scaling_factor,
+        eps=spec.epsilon if spec.epsilon_mode is EpsilonMode.ADDED else _TINY,
+    )
+
+
+def gating_reasons(spec: RoutingSpec, num_experts: int) -> tuple[str, ...]:
+    """Why the operator cannot say this routing; empty if it can. Local; pure."""
+    if spec.custom_function is not None:
+        return ("custom_function is a function of its own",)
+    is_sigmoid = spec.score_function is ScoreFunction.SIGMOID
+    fills_zero = spec.drops_groups and spec.dropped_groups is DroppedGroups.ZERO
+    group_size = num_experts // spec.num_groups if spec.drops_groups else num_experts
+    blocks = -(-group_size // _GROUP_BLOCK) * (num_experts // group_size)
+    faults = (
+        (spec.score_function is ScoreFunction.SQRT_SOFTPLUS, "scores by softmax or sigmoid"),
+        (is_sigmoid and not spec.renormalize, "always renormalises sigmoid weights"),
+        (spec.softcap is not None, "has no softcap"),
+        (
+            spec.correction_bias is CorrectionBias.SCORE,
+            "has a bias for the selection, not for the score",
+        ),
+        (
+            spec.correction_bias is CorrectionBias.SELECTION
+            and spec.softmax_order is SoftmaxOrder.AFTER_TOPK,
+            "adds the bias to softmax scores, not to logits",
+        ),
+        (
+            spec.drops_groups
+            and spec.group_score_top_n > 1
+            and spec.softmax_order is SoftmaxOrder.AFTER_TOPK,
+            "adds up softmax scores of a group, not logits",
+        ),
+        (spec.epsilon_mode is EpsilonMode.CLAMP, "adds epsilon to a sum, and has no lower bound"),
+        (
+            spec.drops_groups and spec.group_score_top_n not in _GROUP_MODES,
+            "scores groups by their best expert or their best two",
+        ),
+        (
+            fills_zero and spec.correction_bias is CorrectionBias.SELECTION,
+            "drops groups to -inf, and with a bias 0 is another choice",
+        ),
+        (num_experts > MAX_EXPERTS, f"takes at most {MAX_EXPERTS} experts, not {num_experts}"),
+        (
+            spec.drops_groups and group_size < _MIN_GROUP_SIZE,
+            f"takes groups of at least {_MIN_GROUP_SIZE} experts, not {group_size}",
+        ),
+        (
+            blocks * _GROUP_BLOCK > MAX_EXPERTS,
+            f"rounds groups up to {_GROUP_BLOCK} experts, {MAX_EXPERTS} in all",
+        ),
+    )
+    return tuple(f"{OPERATOR} {reason}" for is_fault, reason in faults if is_fault)
+
+
+def route_on_npu(
+    logits: Tensor, spec: RoutingSpec, *, correction_bias: Tensor | None = None
+) -> TopKOutput:
+    """route() by the operator, without gradients.
+
+    Args:
+        logits: [T, E], floating point; T = 0 is legal.
+        spec: the routing of the model.
+        correction_bias: [E], where the spec has a bias.
+
+    Returns:
+        topk_ids [T, K], int64, distinct; topk_weights [T, K], float32. They equal those of route()
+        up to rounding, ties included, in rows without NaN that have a logit above -inf. Where
+        softmax comes after top-k, logits that softmax rounds to 0 are a tie here.
+
+    Collective: none.   Host sync: none.   Lifetime: ordinary tensors, owned by the caller.
+    Raises:
+        BackendUnavailable: the operator cannot say this routing.
+        ShapeError, ConfigError: as route().
+    """
+    check_arguments(logits, spec, correction_bias)
+    reasons = gating_reasons(spec, logits.shape[1])
+    if reasons:
+        raise BackendUnavailable(f"route_on_npu: {'; '.join(reasons)}; use route()")
+    return call_gating(logits, gating_flags(spec), correction_bias)
+
+
+def call_gating(logits: Tensor, flags: GatingFlags, bias: Tensor | None) -> TopKOutput:
+    """The operator with flags that are known to serve; otherwise as route_on_npu."""
+    if not logits.shape[0]:
+        # The documentation does not say that there may be no token.
+        return empty_topk(flags.k, logits.device)
+    # The weights come in the dtype of the logits, and the reference computes in float32. What the
+    # operator makes of NaN is not documented, and of infinities it would make NaN: here they are
+    # the lowest and the largest float32, so that ids are valid whatever the model computed.
+    finite = logits.float().nan_to_num(nan=torch.finfo(torch.float32).min)
+    weights, ids, _ = torch.ops.npu.npu_moe_gating_top_k(
+        finite,
+        flags.k,
+        bias=None if bias is None else bias.float(),
+        k_group=flags.k_group,
+        group_count=flags.group_count,
+        group_select_mode=flags.group_select_mode,
+        renorm=flags.renorm,
+        norm_type=flags.norm_type,
+        routed_scaling_factor=flags.routed_scaling_factor,
+        eps=flags.eps,
+    )
+    return TopKOutput(topk_ids=ids.long(), topk_weights=weights.float())

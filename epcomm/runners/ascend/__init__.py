@@ -1,0 +1,1 @@
+"""Runners over the operators of Ascend NPUs."""

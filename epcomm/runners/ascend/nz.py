@@ -1,0 +1,92 @@
+"""The Ascend experts on matrices in FRACTAL_NZ, which a runner copies once and keeps.
+
+Asked for by name, because the copies are a second set of experts in memory: parameters stay
+row-major and [E, out, in], as checkpoints are loaded into and saved from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from epcomm.platforms.ascend.formats import alignment_reasons, nz_reasons, to_nz
+from epcomm.runners.ascend.runner import AscendRunner, matrices_of
+from epcomm.spec import Availability
+from epcomm.types import Int8Profile
+from epcomm.weights.unquantized import ExpertTensors
+from epcomm.weights.written import WriteState
+
+# The parameters that are copied, in the order of matrices_of().
+_NAMES = ("gate_up_proj", "down_proj")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Prepared:
+    """A copy in NZ, and what it was made of."""
+
+    source: WriteState
+    matrices: Tensor
+
+
+class AscendNZRunner(AscendRunner):
+    """As `ascend`, on copies of the matrices in NZ: twice the memory of a layer's experts.
+
+    Copies are made in the first run, one after another, and again in the first run after a
+    parameter was replaced, moved or written to. torch counts writes to a tensor, but neither those
+    through its `.data` nor those of other processes: call forget() after such. A device graph goes
+    on reading the copies of its capture: run once before it, and capture anew after loading.
+    """
+
+    name: ClassVar[str] = "ascend_nz"
+
+    def __init__(self, *, int8_profile: Int8Profile = Int8Profile.RINT127) -> None:
+        super().__init__(int8_profile=int8_profile)
+        self._prepared: dict[str, _Prepared] = {}
+
+    @classmethod
+    def supports(cls, weights: ExpertTensors) -> Availability:
+        verdict = super().supports(weights)
+        if not isinstance(weights, cls.kinds):
+            return verdict
+        reasons = list(verdict.reasons)
+        for name, matrices in zip(_NAMES, matrices_of(weights), strict=True):
+            reasons += alignment_reasons(name, matrices)
+        # One rank that refuses in its first run would leave the others waiting.
+        reasons += nz_reasons(next(iter(weights.tensors().values())).device)
+        return Availability(ok=not reasons, reasons=tuple(reasons))
+
+    @classmethod
+    def is_candidate(cls, weights: ExpertTensors) -> bool:
+        # Nobody's memory is doubled unasked.
+        return False
+
+    def forget(self) -> None:
+        """Drop the copies; the next run makes them again. Local; no host sync."""
+        self._prepared = {}
+
+    @classmethod
+    def _operators(cls, weights: ExpertTensors) -> tuple[str, ...]:
+        return (*super()._operators(weights), "npu_format_cast")
+
+    def _matrices(self, weights: ExpertTensors) -> tuple[Tensor, Tensor]:
+        tensors = weights.tensors()
+        gate_up, down = (
+            self._in_nz(name, tensors[name], matrices)
+            for name, matrices in zip(_NAMES, matrices_of(weights), strict=True)
+        )
+        return gate_up, down
+
+    def _in_nz(self, name: str, tensor: Tensor, matrices: Tensor) -> Tensor:
+        """The matrices of a parameter, a view of it, in NZ."""
+        source = WriteState.of(name, tensor, self.name)
+        found = self._prepared.get(name)
+        if found is not None and found.source.is_of(tensor):
+            return found.matrices
+        # The old copy goes before the new one comes.
+        del found
+        self._prepared.pop(name, None)
+        prepared = _Prepared(source=source, matrices=to_nz(matrices))
+        self._prepared[name] = prepared
+        return prepared.matrices

@@ -1,0 +1,205 @@
+"""Experts on an Ascend NPU: the vendor's grouped matmul, in BF16 and W8A8.
+
+Rows behind the last group stay undefined, as records have it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, overload
+
+import torch
+from torch import Tensor
+
+from epcomm.errors import ConfigError, ShapeError
+from epcomm.ops.slots import gather_rows
+from epcomm.platforms.ascend.operators import has_kernel
+from epcomm.quantization import quantize
+from epcomm.records import (
+    CombineInput,
+    DispatchOutput,
+    MaskedCombineInput,
+    MaskedDispatchOutput,
+    RowsCombineInput,
+    RowsDispatchOutput,
+)
+from epcomm.runners.ascend.groups import (
+    ExpertGroups,
+    Int8Rows,
+    activate_sums,
+    multiply,
+    sums_reasons,
+)
+from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
+from epcomm.spec import Availability
+from epcomm.types import QUANTIZABLE_DTYPES, Int8Profile, Layout, WireDtype
+from epcomm.weights.quantized import Int8ChannelWeights
+from epcomm.weights.unquantized import ExpertFormat, ExpertTensors, ExpertWeights
+
+_PLAIN = ExpertFormat()
+# Codes are at least -128, and a sum of more such products may leave int32.
+_MAX_INT8_INNER = (2**31 - 1) // 128**2
+
+
+class AscendRunner(ExpertRunner):
+    """No gradients. Slots that no expert computes are undefined.
+
+    Matrices are read where they lie, as transposed views. See nz.py for copies in tiles,
+    and swiglu.py for W8A8 experts of an I that the operators here refuse.
+
+    int8_profiles: codes between the products are those of RINT127, rint(x * 127 / a); their scale
+    is a / 127, at most one unit in the last place from RINT127's.
+    """
+
+    name: ClassVar[str] = "ascend"
+    kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (ExpertWeights, Int8ChannelWeights)
+    layouts: ClassVar[frozenset[Layout]] = frozenset({Layout.ROWS})
+    int8_profiles: ClassVar[frozenset[Int8Profile]] = frozenset({Int8Profile.RINT127})
+
+    @classmethod
+    def probe(cls) -> Availability:
+        if has_kernel("npu_grouped_matmul", "npu"):
+            return Availability(ok=True)
+        return Availability(ok=False, reasons=("torch_npu is not imported, or has no devices",))
+
+    @classmethod
+    def supports(cls, weights: ExpertTensors) -> Availability:
+        if not isinstance(weights, cls.kinds):
+            return super().supports(weights)
+        reasons = []
+        has_bias = isinstance(weights, ExpertWeights) and (
+            weights.gate_up_bias is not None or weights.down_bias is not None
+        )
+        if weights.format != _PLAIN or has_bias:
+            biases = " with biases" if has_bias else ""
+            reasons.append(f"computes {_PLAIN} without biases, not {weights.format}{biases}")
+        if weights.dtype is not torch.bfloat16:
+            reasons.append(f"hidden states are {weights.dtype}, expected bfloat16")
+        if isinstance(weights, Int8ChannelWeights):
+            reasons += _int32_reasons(weights) + cls._size_reasons(weights.intermediate_size)
+        device = _device_of(weights)
+        missing = [name for name in cls._operators(weights) if not has_kernel(name, device)]
+        if missing:
+            reasons.append(f"{', '.join(missing)} not on {device.type}; import torch_npu")
+        return Availability(ok=not reasons, reasons=tuple(reasons))
+
+    @classmethod
+    def is_candidate(cls, weights: ExpertTensors) -> bool:
+        # Elsewhere nobody would want to read why it does not serve.
+        return super().is_candidate(weights) and _device_of(weights).type == "npu"
+
+    @classmethod
+    def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
+        if isinstance(weights, Int8ChannelWeights):
+            return QUANTIZABLE_DTYPES | {WireDtype.INT8}
+        return QUANTIZABLE_DTYPES
+
+    @overload
+    def run(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> RowsCombineInput: ...
+
+    @overload
+    def run(
+        self, dispatched: MaskedDispatchOutput, weights: ExpertTensors
+    ) -> MaskedCombineInput: ...
+
+    def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
+        if not isinstance(dispatched, RowsDispatchOutput):
+            raise ShapeError(f"{self.name}: the record has the MASKED layout, expected ROWS")
+        self.check_record(dispatched, weights)
+        self._check_gradients(dispatched.hidden_states.data, weights)
+        alignment = dispatched.index.slot_alignment
+        if alignment > 1:
+            raise ShapeError(
+                f"{self.name}: slots begin at multiples of {alignment}, expected one "
+                "expert's right behind another's; dispatch with a plan made for runner {self.name}"
+            )
+        rows, row_of_slot = dispatched.hidden_states.data, dispatched.index.row_of_slot
+        if len(rows if row_of_slot is None else row_of_slot) == 0:
+            # What the operators make of no row is not documented, and on a rank it is common.
+            return dispatched.combine_input(rows.new_empty(0, rows.shape[1], dtype=weights.dtype))
+        groups = ExpertGroups(dispatched.num_slots_per_expert)
+        if isinstance(weights, Int8ChannelWeights):
+            results = self._run_int8(self._packed(dispatched, weights), weights, groups)
+        else:
+            assert isinstance(weights, ExpertWeights), "supports() said so"
+            packed = gather_rows(rows, dispatched.index)
+            gate_up, down = self._matrices(weights)
+            hidden = multiply(packed.to(weights.dtype), gate_up, groups)
+            results = multiply(torch.ops.npu.npu_swiglu(hidden), down, groups)
+        scale = slot_weights_to_apply(dispatched, self.name)
+        return dispatched.combine_input(results if scale is None else weight_slots(results, scale))
+
+    @classmethod
+    def _operators(cls, weights: ExpertTensors) -> tuple[str, ...]:
+        """What it calls for these experts."""
+        is_int8 = isinstance(weights, Int8ChannelWeights)
+        return ("npu_grouped_matmul", "npu_dequant_swiglu_quant" if is_int8 else "npu_swiglu")
+
+    @classmethod
+    def _size_reasons(cls, intermediate_size: int) -> list[str]:
+        """Why _between() refuses INT8 experts of this I."""
+        return sums_reasons(intermediate_size)
+
+    def _matrices(self, weights: ExpertTensors) -> tuple[Tensor, Tensor]:
+        """[E, H, 2I] and [E, I, H], as the products read them."""
+        return matrices_of(weights)
+
+    def _check_gradients(self, rows: Tensor, weights: ExpertTensors) -> None:
+        if torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad):
+            what = "rows" if rows.requires_grad else "experts"
+            raise ConfigError(
+                f"{self.name}: {what} need gradients, which these operators do not have; use "
+                "torch.no_grad()"
+            )
+
+    def _run_int8(
+        self, rows: Int8Rows, weights: Int8ChannelWeights, groups: ExpertGroups
+    ) -> Tensor:
+        gate_up, down = self._matrices(weights)
+        hidden = self._between(rows, gate_up, weights, groups)
+        return multiply(
+            hidden.codes,
+            down,
+            groups,
+            scale=weights.down_scale,
+            per_token_scale=hidden.scales,
+            output_dtype=torch.bfloat16,
+        )
+
+    def _between(
+        self, rows: Int8Rows, matrices: Tensor, weights: Int8ChannelWeights, groups: ExpertGroups
+    ) -> Int8Rows:
+        """The first product, activated and quantised: [C, I]."""
+        sums = multiply(rows.codes, matrices, groups, output_dtype=torch.int32)
+        return activate_sums(
+            sums, groups, weight_scale=weights.gate_up_scale, row_scales=rows.scales
+        )
+
+    def _packed(self, dispatched: RowsDispatchOutput, weights: Int8ChannelWeights) -> Int8Rows:
+        """One row a slot; rows that came unquantised are quantised here."""
+        rows = dispatched.hidden_states
+        if not rows.format.dtype.is_quantized:
+            rows = quantize(rows.data, weights.wire_format, profile=self.int8_profile)
+        assert rows.scales is not None, "quantised rows have scales"
+        codes, scales = (gather_rows(part, dispatched.index) for part in (rows.data, rows.scales))
+        return Int8Rows(codes=codes, scales=scales.flatten())
+
+
+def matrices_of(weights: ExpertTensors) -> tuple[Tensor, Tensor]:
+    """[E, H, 2I] and [E, I, H], views."""
+    if isinstance(weights, ExpertWeights):
+        return weights.gate_up_matrices(), weights.down_matrices()
+    assert isinstance(weights, Int8ChannelWeights), "supports() said so"
+    return weights.gate_up_proj.transpose(1, 2), weights.down_proj.transpose(1, 2)
+
+
+def _int32_reasons(weights: Int8ChannelWeights) -> list[str]:
+    sizes = {"hidden_size": weights.hidden_size, "intermediate_size": weights.intermediate_size}
+    return [
+        f"{name} is {size}, at most {_MAX_INT8_INNER}, for INT8 products to fit int32"
+        for name, size in sizes.items()
+        if size > _MAX_INT8_INNER
+    ]
+
+
+def _device_of(weights: ExpertTensors) -> torch.device:
+    return next(iter(weights.tensors().values())).device

@@ -1,0 +1,1 @@
+"""Which experts a rank holds, and parameters that say so."""

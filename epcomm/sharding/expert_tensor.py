@@ -1,0 +1,446 @@
+"""ExpertTensor: a parameter that says of itself that it is one rank's share of all experts.
+
+Why a subclass of DTensor: torch's own tools (checkpoints, state of optimizers, FSDP) must see a
+DTensor, but a plain one next to ordinary parameters stops what trains such models today: fused and
+foreach optimizers, clip_grad_norm_ and averages of weights take one list of all parameters, and
+DTensor refuses lists and operators that mix it with tensors. An ExpertTensor takes part in them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor, Shard
+from torch.overrides import resolve_name
+from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from epcomm.errors import ShapeError
+from epcomm.sharding.expert_tensor_fsdp import LOOKS_AT_DEVICES, check_fully_shard
+from epcomm.sharding.expert_tensor_lists import run_on_lists
+from epcomm.sharding.expert_tensor_parts import run_on_parts, takes_parts
+from epcomm.sharding.pieces import own_part, piece_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# What autograd hands to a Function; it takes any attribute.
+Context = Any
+
+# Operators over lists of tensors: those of foreach and fused optimizers, and of loss scaling.
+_LIST_OPERATORS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
+# Operators that compute each expert from what there is of it, besides those that torch calls
+# pointwise.
+_BATCHED = ("aten::bmm", "aten::baddbmm", "aten::copy_", "aten::fill_")
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+# Functions that cut experts out, whose gradients torch makes ordinary tensors of all experts.
+_CUTS = ("__getitem__", "__iter__", "chunk", "narrow", "select", "split", "tensor_split", "unbind")
+_GET_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_NEW = ("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty")
+_MIXED = "got mixed torch.Tensor and DTensor"
+# What torch says of operators that it does not compute on parts, and what is wrong then.
+_NOT_COMPUTED = {
+    _MIXED: "came together with ordinary tensors",
+    "Sharding propagation failed": "is not computed from the parts of ranks",
+    "not have a sharding strategy": "is not computed from the parts of ranks",
+}
+# Older releases hand the operators of every DTensor, of subclasses too, to their own dispatch in
+# C++. There a mode must catch them before, and what C++ makes by itself is wrapped when it is seen.
+_IS_DISPATCHED_TO = TorchVersion(torch.__version__) >= "2.13"
+
+
+class ExpertTensor(DTensor):
+    """[P, ...] in pieces of [L, ...], one on each rank of a one-dimensional mesh: Shard(0).
+
+    What differs from DTensor:
+
+    - Operators over lists that mix it with ordinary tensors compute on the local pieces. Norms and
+      maxima of such lists are those over the pieces of all ranks: collective.
+    - Operators that work element by element take ordinary tensors beside it. One that spans the
+      experts is the whole, of which each rank takes its piece.
+    - What is no longer a piece of each rank, such as a sum, is an ordinary tensor: collective.
+    - torch.distributed's functions move the local piece, if no two of their ranks hold different
+      experts; else they are refused.
+    - Pickled, it is a DTensor, so that torch.load(weights_only=True) knows it.
+
+    It has no __slots__ of its own: async_save copies the attributes that __slots__ names, and has
+    to find those of DTensor.
+    """
+
+    @classmethod
+    def of_share(cls, share: Tensor, mesh: DeviceMesh) -> ExpertTensor:
+        """Wrap this rank's piece [L, ...]; every rank of the one-dimensional mesh has one. Local.
+
+        Detached; its memory is that of `share`.
+        """
+        spread = DTensor.from_local(share.detach(), mesh, [Shard(0)], run_check=False)
+        return cls(spread._local_tensor, spread._spec, requires_grad=False)
+
+    def like_self(self, share: Tensor) -> ExpertTensor:
+        """Another tensor with pieces on the same ranks; [L, ...] of any shape and dtype. Local."""
+        meta = self._spec.tensor_meta
+        old = self._local_tensor
+        is_same = share.shape == old.shape and share.stride() == old.stride()
+        if is_same and meta is not None and share.dtype == meta.dtype:
+            return type(self)(share, self._spec, requires_grad=False)
+        return type(self).of_share(share, self._spec.mesh)
+
+    def to_local(self, *, grad_placements: object = None) -> Tensor:
+        """This rank's piece; gradients come back as an ExpertTensor."""
+        return local_views([self])[0] if torch.is_grad_enabled() else self._local_tensor
+
+    def __reduce_ex__(self, protocol: object) -> object:  # type: ignore[override]
+        plain = DTensor(self._local_tensor, self._spec, requires_grad=self.requires_grad)
+        return plain.__reduce_ex__(protocol)  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return "Expert" + super().__repr__()[1:]
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        if func == _GET_DEVICE:
+            caller = sys._getframe(1)
+            if caller.f_code.co_name == LOOKS_AT_DEVICES:
+                check_fully_shard(args[0], caller)
+        some = next((arg for arg in args if isinstance(arg, ExpertTensor)), None)
+        if func is Tensor.storage and some is not None:
+            _refuse_storage(some)
+        name = getattr(func, "__name__", "")
+        # Here, above autograd, so that an ordinary tensor gets an ordinary gradient.
+        with torch._C.DisableTorchFunctionSubclass():
+            if func == _SET_DATA:
+                return _set_data(args[0], args[1])
+            if func is torch.Tensor.share_memory_:
+                # torch looks for a storage, of which this object has none.
+                args[0]._local_tensor.share_memory_()
+                return args[0]
+            if some is not None and len(args) > 1 and name != "__set__":
+                # What is written to stays what it is.
+                kept = 1 if name.endswith("_") else 0
+                args = (*args[:kept], *(_lifted(arg, some) for arg in args[kept:]))
+            is_first = some is not None and some is next(iter(args))
+            if name in _CUTS and is_first and torch.is_grad_enabled():
+                args = (_ToBeCut.apply(some), *args[1:])
+            try:
+                if _IS_DISPATCHED_TO:
+                    return func(*args, **(kwargs or {}))
+                with _CatchOperators():
+                    return tree_map(_rewrapped, func(*args, **(kwargs or {})))
+            except (RuntimeError, ShapeError) as error:
+                text = f"{error} {error.__cause__}"
+                problem = next((_NOT_COMPUTED[part] for part in _NOT_COMPUTED if part in text), "")
+                if not problem:
+                    raise
+                leaves = tree_leaves((args, kwargs))
+                raise _refusal(resolve_name(func) or name, leaves, problem) from error
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        return _run(func, args, kwargs or {})
+
+
+class _CatchOperators(TorchDispatchMode):
+    """Runs operators on ExpertTensors where torch does not ask their class."""
+
+    def __torch_dispatch__(  # type: ignore[override]
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        leaves = tree_leaves((args, kwargs))
+        if any(isinstance(leaf, ExpertTensor) for leaf in leaves):
+            return _run(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _rewrapped(leaf: object) -> object:
+    """What C++ made of an ExpertTensor by itself, such as a gradient, as one again."""
+    if type(leaf) is not DTensor or leaf.requires_grad or leaf._spec.placements != (Shard(0),):
+        return leaf
+    return ExpertTensor(leaf._local_tensor, leaf._spec, requires_grad=False)
+
+
+def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    """Run an operator of which an ExpertTensor is an argument."""
+    name: str = func._schema.name
+    if name.startswith(_LIST_OPERATORS):
+        return run_on_lists(func, args, kwargs)
+    if takes_parts(name, args):
+        return run_on_parts(func, args, kwargs, args[0])
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if name.startswith("c10d::"):
+        return _run_c10d(func, args, kwargs, tensors)
+    if name in _NEW and len(args[1]) == args[0].dim() and args[1][0] == args[0].shape[0]:
+        # State of optimizers that factor it: something for each expert.
+        size = [args[0]._local_tensor.shape[0], *args[1][1:]]
+        return args[0].like_self(func(args[0]._local_tensor, size, *args[2:], **kwargs))
+    is_by_expert = torch.Tag.pointwise in func.tags or name in _BATCHED or _is_masking(name, args)
+    if is_by_expert and _is_elementwise(tensors, func, args):
+        return _run_on_pieces(func, args, kwargs, tensors)
+    return _run_as_dtensor(func, args, kwargs)
+
+
+def _set_data(tensor: object, value: object) -> None:
+    """What `tensor.data = value` means: this rank's experts of `value`, or all of them."""
+    if isinstance(tensor, ExpertTensor):
+        part = own_part(value, tensor)
+        if not isinstance(part, Tensor) or part.shape[:1] != tensor._local_tensor.shape[:1]:
+            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ShapeError(
+                f"Tensor.data: an expert parameter of {list(tensor.shape)} was given {shape} (rank "
+                f"{tensor.device_mesh.get_local_rank()} of {tensor.device_mesh.size()}); pass this "
+                f"rank's {tensor._local_tensor.shape[0]} experts or all {tensor.shape[0]}"
+            )
+        value = tensor.like_self(part.detach())
+        _SET_DATA(tensor, value)
+        tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
+    elif isinstance(value, ExpertTensor):
+        _SET_DATA(tensor, value.full_tensor())
+    else:
+        raise AssertionError("one of them is an ExpertTensor")
+
+
+class _OwnPart(torch.autograd.Function):
+    """An ordinary tensor that spans all experts as an ExpertTensor of this rank's part.
+
+    The gradient is an ordinary one, zero for the experts of other ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, whole: Tensor, some: ExpertTensor) -> ExpertTensor:
+        ctx.some = some
+        part = own_part(whole, some)
+        assert isinstance(part, Tensor), "it came as one"
+        return ExpertTensor.of_share(part, some._spec.mesh)
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None]:
+        piece = piece_of(gradients[0])
+        whole = piece.new_zeros(gradients[0].shape)
+        part = own_part(whole, ctx.some)
+        assert isinstance(part, Tensor), "it came as one"
+        part.copy_(piece)
+        return whole, None
+
+
+class _ToBeCut(torch.autograd.Function):
+    """The same ExpertTensor; of an ordinary gradient of all experts it takes this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Context, some: ExpertTensor) -> ExpertTensor:
+        ctx.some = some
+        return some.like_self(some._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: Tensor) -> Tensor:
+        part = own_part(gradients[0], ctx.some)
+        assert isinstance(part, Tensor), "it came as one"
+        # A cut along another dimension has the gradient of a piece already.
+        return gradients[0] if isinstance(gradients[0], DTensor) else ctx.some.like_self(part)
+
+
+def _lifted(arg: object, some: ExpertTensor) -> object:
+    if not isinstance(arg, Tensor) or isinstance(arg, DTensor):
+        return arg
+    is_whole = arg.dim() == some.dim() and arg.shape[0] == some.shape[0]
+    return _OwnPart.apply(arg, some) if is_whole else arg
+
+
+class _LocalViews(torch.autograd.Function):
+    """Pieces of ExpertTensors, whose gradients are ExpertTensors; other tensors as they are."""
+
+    @staticmethod
+    def forward(ctx: Context, factors: Sequence[float], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.factors = factors
+        ctx.set_materialize_grads(False)
+        ctx.kinds = [tensor if isinstance(tensor, ExpertTensor) else None for tensor in tensors]
+        # Views: autograd writes into what a Function returns, and the piece is the parameter's.
+        views = tuple(piece_of(tensor).view_as(piece_of(tensor)) for tensor in tensors)
+        needed = zip(views, ctx.needs_input_grad[1:], strict=True)
+        ctx.mark_non_differentiable(*(view for view, is_needed in needed if not is_needed))
+        return views
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        results: list[Tensor | None] = [None]
+        for kind, factor, gradient in zip(ctx.kinds, ctx.factors, gradients, strict=True):
+            if gradient is not None and factor != 1.0:
+                gradient = gradient * factor
+            if gradient is not None and kind is not None:
+                gradient = kind.like_self(gradient.contiguous())
+            results.append(gradient)
+        return tuple(results)
+
+
+def local_views(
+    tensors: Sequence[Tensor], factors: Sequence[float] | None = None
+) -> tuple[Tensor, ...]:
+    """Differentiable local pieces; gradients are multiplied by their factors. Local."""
+    return _LocalViews.apply(factors or [1.0] * len(tensors), *tensors)  # type: ignore[return-value]
+
+
+def _refuse_storage(tensor: ExpertTensor) -> NoReturn:
+    """Say to those who write tensors into files, as safetensors does, what to write."""
+    mesh = tensor._spec.mesh
+    raise ShapeError(
+        f"Tensor.storage: an expert parameter of {list(tensor.shape)} has none, because each of "
+        f"{mesh.size()} ranks holds {list(tensor._local_tensor.shape)} of it (rank "
+        f"{mesh.get_local_rank()} of {mesh.size()}); write whole tensors, for example "
+        "model.save_pretrained(folder, state_dict=gather_state_dict(model, group))"
+    )
+
+
+def _is_masking(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether an operator writes one number where a mask of the same shape says so."""
+    if name != "aten::index_put_" or len(args[1]) != 1:
+        return False
+    mask, value = args[1][0], args[2]
+    return mask.dtype is torch.bool and mask.shape == args[0].shape and value.dim() == 0
+
+
+def _first_expert_tensor(tensors: Sequence[Tensor]) -> ExpertTensor:
+    return next(tensor for tensor in tensors if isinstance(tensor, ExpertTensor))
+
+
+def _is_elementwise(tensors: Sequence[Tensor], func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether every piece of the result depends on pieces of this rank alone."""
+    some = _first_expert_tensor(tensors)
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            spec = tensor._spec
+            is_alike = spec.mesh == some._spec.mesh and spec.placements == some._spec.placements
+            if not is_alike or tensor.dim() != some.dim() or tensor.shape[0] != some.shape[0]:
+                return False
+        elif tensor.dim() > some.dim():
+            return False
+    # An ordinary tensor that is written to would keep what belongs to one rank.
+    is_written = func._schema.is_mutable and not isinstance(args[0], DTensor)
+    return not is_written
+
+
+def _run_on_pieces(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+) -> object:
+    some = _first_expert_tensor(tensors)
+    local_args, local_kwargs = tree_map(lambda leaf: own_part(leaf, some), (args, kwargs))
+    result = func(*local_args, **local_kwargs)
+    if func._schema.is_mutable:
+        return _written(func, args, kwargs)
+    return tree_map(lambda leaf: some.like_self(leaf) if isinstance(leaf, Tensor) else leaf, result)
+
+
+def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    """What an operator that writes returns: its first argument or `out`."""
+    written = kwargs.get("out", args[0] if args else None)
+    for tensor in tree_leaves(written):
+        # Here torch no longer counts writes, by which others notice them.
+        torch.autograd.graph.increment_version(piece_of(tensor))
+    return written
+
+
+def _run_as_dtensor(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    originals: dict[int, ExpertTensor] = {}
+
+    def plain(leaf: object) -> object:
+        if not isinstance(leaf, ExpertTensor):
+            return leaf
+        same = DTensor(leaf._local_tensor, leaf._spec, requires_grad=False)
+        originals[id(same)] = leaf
+        kept.append(same)
+        return same
+
+    def back(leaf: object) -> object:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        original = originals.get(id(leaf))
+        if original is not None:
+            torch.autograd.graph.increment_version(original._local_tensor)
+            return original
+        return _as_result(leaf, mesh)
+
+    # Kept alive, so that no other object gets the id of one of them.
+    kept: list[DTensor] = []
+    plain_args, plain_kwargs = tree_map(plain, (args, dict(kwargs)))
+    mesh = kept[0]._spec.mesh
+    try:
+        result = func(*plain_args, **plain_kwargs)
+    except RuntimeError as error:
+        if _MIXED not in str(error):
+            raise
+        # torch.distributed's C++ comes here without asking __torch_function__() before.
+        advice = ", and out of DDP by epcomm.training.gradients.ignore_experts_in_ddp(model)"
+        raise _refusal(str(func), kept, _NOT_COMPUTED[_MIXED], advice) from error
+    return tree_map(back, result)
+
+
+def _refusal(name: str, tensors: Sequence[object], problem: str, advice: str = "") -> ShapeError:
+    """The error of an operator that torch does not compute for a DTensor among `tensors`."""
+    some = next(tensor for tensor in tensors if isinstance(tensor, DTensor))
+    mesh = some._spec.mesh
+    return ShapeError(
+        f"{name}: an expert parameter of {list(some.shape)}, of which this rank holds "
+        f"{list(some._local_tensor.shape)}, {problem} (rank "
+        f"{mesh.get_local_rank()} of {mesh.size()}); call to_local() on it for this rank's "
+        f"experts or full_tensor() for all, or leave it out{advice}"
+    )
+
+
+def _as_result(result: DTensor, mesh: DeviceMesh) -> Tensor:
+    """Pieces of each rank as ExpertTensor, sums over ranks and the like as ordinary tensors."""
+    placement = result._spec.placements
+    if result._spec.mesh != mesh or len(placement) != 1:
+        return result
+    if placement[0].is_shard(0):
+        return ExpertTensor(result._local_tensor, result._spec, requires_grad=False)
+    return result if placement[0].is_shard() else result.full_tensor()
+
+
+def _run_c10d(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+) -> object:
+    """Run a collective on local pieces; its ranks must hold the same experts."""
+    import torch.distributed as dist
+
+    some = _first_expert_tensor(tensors)
+    groups = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.ScriptObject)]
+    mesh_ranks = set(some._spec.mesh.mesh.flatten().tolist())
+    for boxed in groups:
+        if "ProcessGroup" not in str(boxed._type()):
+            continue
+        ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(boxed))
+        if len(mesh_ranks & set(ranks)) > 1:
+            raise ShapeError(
+                f"{func}: an expert parameter came, of which ranks {sorted(mesh_ranks)} hold "
+                f"different experts, with a process group of ranks {ranks} (rank "
+                f"{some._spec.mesh.get_local_rank()} of {len(mesh_ranks)}); reduce over copies "
+                "of the same experts alone, and leave expert parameters out of DDP by "
+                "epcomm.training.gradients.ignore_experts_in_ddp(model)"
+            )
+    by_piece = {
+        id(tensor._local_tensor): tensor for tensor in tensors if isinstance(tensor, DTensor)
+    }
+    local_args, local_kwargs = tree_map(
+        lambda leaf: piece_of(leaf) if isinstance(leaf, Tensor) else leaf, (args, dict(kwargs))
+    )
+    result = func(*local_args, **local_kwargs)
+    return tree_map(lambda leaf: by_piece.get(id(leaf), leaf), result)

@@ -1,0 +1,82 @@
+"""What torch's fully_shard may do with ExpertTensors, said before it changes anything.
+
+FSDP cuts parameters one after the other, and refuses experts by an error that names none of them,
+when it has cut what came before. But first it compares the device of all parameters that it will
+cut with its own, which an ExpertTensor notices. There is no public way to ask there for the mesh
+and the other parameters, so they are read from the frames of the callers. A release of torch that
+calls them otherwise goes on as without this file: with errors of its own.
+"""
+
+from __future__ import annotations
+
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from epcomm.errors import ConfigError
+from epcomm.sharding.shards import ExpertParameters, is_expert_tensor
+
+if TYPE_CHECKING:
+    from epcomm.sharding.expert_tensor import ExpertTensor
+
+# The function of FSDP that looks at all parameters first, and whose `params` they are.
+LOOKS_AT_DEVICES = "_move_states_to_device"
+# fully_shard calls it by way of one other function, or none.
+_NUM_CALLERS = 3
+
+
+def check_fully_shard(tensor: ExpertTensor, caller: FrameType) -> None:
+    """Refuse what FSDP cannot cut, and what it would reduce over too few ranks. Local.
+
+    Args:
+        tensor: one of the parameters.
+        caller: runs LOOKS_AT_DEVICES.
+
+    Raises:
+        ConfigError: the mesh joins ranks that hold different experts; or it joins copies of the
+            experts, and parameters that are no experts came along, though each rank has its own
+            tokens.
+    """
+    parameters = caller.f_locals.get("params")
+    frame, mesh, modules = caller.f_back, None, None
+    for _ in range(_NUM_CALLERS):
+        if frame is None or isinstance(mesh, DeviceMesh):
+            break
+        mesh, modules = frame.f_locals.get("mesh"), frame.f_locals.get("module")
+        frame = frame.f_back
+    if not isinstance(mesh, DeviceMesh) or not isinstance(parameters, list):
+        return
+    own, others = tensor.device_mesh, [p for p in parameters if not is_expert_tensor(p)]
+    expert_ranks, ranks = _ranks(own), _ranks(mesh)
+    where = f"rank {own.get_local_rank()} of {own.size()}"
+    if len(set(expert_ranks) & set(ranks)) > 1:
+        raise ConfigError(
+            f"fully_shard: an expert parameter of {list(tensor.shape)} came, of which ranks "
+            f"{expert_ranks} hold different experts, with a mesh of ranks {ranks} ({where}); on a "
+            "model built anew call epcomm.training.gradients.scale_expert_gradients(model, "
+            f"1 / {mesh.size()}), then fully_shard(model, ignored_params=set("
+            "epcomm.sharding.shards.sharded_parameters(model)))"
+        )
+    if len(expert_ranks) > 1 and others and not _share_tokens(modules):
+        raise ConfigError(
+            f"fully_shard: {len(others)} ordinary parameters came together with experts and a mesh "
+            f"of ranks {ranks}, which hold the same experts, so that nothing would reduce these "
+            f"parameters over ranks {expert_ranks} ({where}); on a model built anew call "
+            "fully_shard with this mesh for each ExpertParallelExperts alone, then "
+            "fully_shard(model) over all ranks"
+        )
+
+
+def _ranks(mesh: DeviceMesh) -> list[int]:
+    return mesh.mesh.flatten().tolist()
+
+
+def _share_tokens(modules: object) -> bool:
+    """Whether layers are told that all ranks of their group have the same tokens."""
+    roots = modules if isinstance(modules, list | tuple) else [modules]
+    parts = [part for root in roots if isinstance(root, nn.Module) for part in root.modules()]
+    layers = [part for part in parts if isinstance(part, ExpertParameters)]
+    configs = [getattr(layer, "config", None) for layer in layers]
+    return any(getattr(config, "replicated", False) for config in configs)

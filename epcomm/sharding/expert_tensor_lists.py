@@ -1,0 +1,111 @@
+"""Operators over lists that mix ExpertTensors with ordinary tensors: optimizers, norms, scaling."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed._functional_collectives import all_gather_tensor
+
+from epcomm.sharding.pieces import own_part, piece_of
+from epcomm.sharding.shards import is_expert_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from epcomm.sharding.expert_tensor import ExpertTensor
+
+_UNSCALE = "aten::_amp_foreach_non_finite_check_and_unscale_"
+_NORM, _MAX = "aten::_foreach_norm", "aten::_foreach_max"
+
+Places: TypeAlias = "Mapping[int, ExpertTensor]"
+
+
+def run_on_lists(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    """Compute on local pieces, and over all ranks where a number comes out.
+
+    Collective: norms, maxima and the look for infinities of loss scaling; else local.
+    """
+    name, is_mutable = func._schema.name, func._schema.is_mutable
+    experts = _experts_by_place((*args, *kwargs.values()))
+    local_args = [
+        _pieces(arg, experts, is_written=is_mutable and place == 0)
+        for place, arg in enumerate(args)
+    ]
+    local_kwargs = {key: _pieces(value, experts) for key, value in kwargs.items()}
+    result = func(*local_args, **local_kwargs)
+    if is_mutable:
+        _count_writes((*args, *kwargs.values()))
+        if name == _UNSCALE:
+            # found_inf: whether any gradient of any rank is not finite.
+            for mesh in {tensor._spec.mesh for tensor in experts.values()}:
+                args[1].copy_(_over_ranks(args[1].view(1), mesh).amax())
+        return None
+    if name == _NORM:
+        order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+        return _reduced(result, experts, lambda parts: torch.linalg.vector_norm(parts, order, 0))
+    if name == _MAX:
+        return _reduced(result, experts, lambda parts: parts.amax(0))
+    return [_wrapped(func, one, experts.get(place)) for place, one in enumerate(result)]
+
+
+def _experts_by_place(args: Sequence[Any]) -> dict[int, ExpertTensor]:
+    """Position in the lists to an ExpertTensor that one of them has there."""
+    found = {}
+    for arg in args:
+        if isinstance(arg, list | tuple):
+            for place, leaf in enumerate(arg):
+                if is_expert_tensor(leaf):
+                    found.setdefault(place, leaf)
+    return found
+
+
+def _pieces(arg: object, experts: Places, *, is_written: bool = False) -> object:
+    if not isinstance(arg, list | tuple):
+        return piece_of(arg) if isinstance(arg, Tensor) else arg
+    return [
+        own_part(leaf, experts[place])
+        if place in experts and not is_written
+        else (piece_of(leaf) if isinstance(leaf, Tensor) else leaf)
+        for place, leaf in enumerate(arg)
+    ]
+
+
+def _count_writes(args: Sequence[Any]) -> None:
+    """Count them, as torch does above this place, for those who notice writes by the count."""
+    for arg in args:
+        for leaf in arg if isinstance(arg, list | tuple) else ():
+            if is_expert_tensor(leaf):
+                torch.autograd.graph.increment_version(leaf._local_tensor)
+
+
+def _wrapped(func: OpOverload, piece: Tensor, expert: ExpertTensor | None) -> Tensor:
+    if expert is None:
+        return piece
+    is_elementwise = piece.shape == expert._local_tensor.shape
+    assert is_elementwise, f"{func} reduces, and has no case in run_on_lists()"
+    return expert.like_self(piece)
+
+
+def _reduced(
+    results: Sequence[Tensor], experts: Places, reduce: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """The numbers of local pieces to those of whole tensors, one message for all of them."""
+    by_mesh: dict[tuple[DeviceMesh, torch.dtype], list[int]] = defaultdict(list)
+    for place, expert in experts.items():
+        by_mesh[expert._spec.mesh, results[place].dtype].append(place)
+    whole = list(results)
+    for (mesh, _), places in by_mesh.items():
+        parts = _over_ranks(torch.stack([results[place] for place in places]), mesh)
+        for place, number in zip(places, reduce(parts).unbind(), strict=True):
+            whole[place] = number
+    return whole
+
+
+def _over_ranks(numbers: Tensor, mesh: DeviceMesh) -> Tensor:
+    """[n] of each rank to [W, n]."""
+    return all_gather_tensor(numbers, 0, mesh).view(-1, numbers.shape[0])

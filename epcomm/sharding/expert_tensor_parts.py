@@ -1,0 +1,85 @@
+"""Parts of an ExpertTensor along its experts: one expert, neighbours, all one by one.
+
+Loaders and initialisers write to such parts. What belongs to this rank is a view of its piece, so
+that a write is kept; what belongs to another rank is a copy, and that rank keeps the write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed._functional_collectives import broadcast, wait_tensor
+
+from epcomm.errors import ShapeError
+from epcomm.sharding.shards import ExpertShard, shard_of
+
+if TYPE_CHECKING:
+    from epcomm.sharding.expert_tensor import ExpertTensor
+
+_SELECT, _SLICE, _UNBIND = "aten::select", "aten::slice", "aten::unbind"
+_SPLITS = ("aten::split", "aten::split_with_sizes")
+
+
+def takes_parts(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether an operator cuts its first argument along the experts."""
+    if name not in (_SELECT, _SLICE, _UNBIND, *_SPLITS):
+        return False
+    place = 2 if name in _SPLITS else 1
+    dim = args[place] if len(args) > place else 0
+    return dim in (0, -args[0].dim())
+
+
+def run_on_parts(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], some: ExpertTensor
+) -> object:
+    """Cut whole experts out of an ExpertTensor.
+
+    Collective: all ranks cut alike, and each gets the experts of the others.
+    Raises:
+        ShapeError: the part holds experts of several ranks and not all of them; on every rank.
+    """
+    numbers = torch.arange(some.shape[0], device="cpu")
+    cut = func(numbers, *args[1:], **kwargs)
+    if isinstance(cut, Tensor) and cut.numel() == some.shape[0]:
+        return some
+    wanted = [cut] if isinstance(cut, Tensor) else list(cut)
+    shard = shard_of(some)
+    assert shard is not None, "an ExpertTensor is a share"
+    num_local = shard.num_local_experts
+    for part in wanted:
+        owners = {number // num_local for number in part.flatten().tolist()}
+        if len(owners) > 1:
+            raise ShapeError(
+                f"{func}: experts {part.tolist()} of an expert parameter of {list(some.shape)} are "
+                f"of several ranks, so that what is written to them would be lost (rank "
+                f"{some.device_mesh.get_local_rank()} of {some.device_mesh.size()}); take experts "
+                "one by one, to_local() for this rank's, or full_tensor() for a copy of all"
+            )
+    whole = None if isinstance(cut, Tensor) else some.full_tensor()
+    parts = [_part(some, part, shard, whole) for part in wanted]
+    return parts[0] if isinstance(cut, Tensor) else tuple(parts)
+
+
+def _part(some: ExpertTensor, experts: Tensor, shard: ExpertShard, whole: Tensor | None) -> Tensor:
+    """A view of this rank's experts, or a copy of those of another rank.
+
+    experts: numbers in even steps, or one without a dimension, all of one rank.
+    whole: where they are copied from; None: their rank sends them, collective.
+    """
+    piece, num_local = some._local_tensor, shard.num_local_experts
+    numbers = experts.flatten().tolist()
+    if not numbers:
+        return piece[:0]
+    owner, first = divmod(numbers[0], num_local)
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    place = slice(first, first + numbers[-1] - numbers[0] + 1, step) if experts.dim() else first
+    if whole is not None:
+        sent = whole[owner * num_local :][place]
+    else:
+        own = piece[place].contiguous()
+        sent = wait_tensor(broadcast(own, owner, (some._spec.mesh, 0)))
+    return piece[place] if owner * num_local == shard.first_expert else sent

@@ -1,0 +1,65 @@
+"""What optimizers hold for expert parameters: before each step it is looked at, whose part it is.
+
+torch asks no parameter when an optimizer loads a state, and torch.load() makes plain DTensors of
+ExpertTensors. The first step after that takes this rank's part as ExpertTensors again, or refuses.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from epcomm.errors import ConfigError, ShapeError
+from epcomm.sharding.expert_tensor import ExpertTensor
+from epcomm.sharding.state_hooks import part_of
+
+
+@cache
+def watch_optimizers() -> RemovableHandle:
+    """Look at every optimizer of this process before each of its steps, from now on. Local."""
+    return register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    for group in optimizer.param_groups:
+        experts = [p for p in group["params"] if isinstance(p, ExpertTensor)]
+        if 0 < len(experts) < len(group["params"]) and isinstance(optimizer, LBFGS):
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step: its parameters are {len(experts)} expert "
+                f"parameters and {len(group['params']) - len(experts)} others "
+                f"({_where(experts[0])}), of which it makes one vector, but no rank holds all; "
+                "give it epcomm.sharding.shards.replicated_parameters(model), and "
+                "sharded_parameters(model) to another optimizer"
+            )
+        for parameter in experts:
+            _take_own(optimizer, parameter)
+
+
+def _take_own(optimizer: Optimizer, parameter: ExpertTensor) -> None:
+    """Replace the DTensors of a state that was loaded by ExpertTensors of the same memory.
+
+    Raises:
+        ShapeError: they are the part of another rank, or of another number of ranks.
+    """
+    state = optimizer.state.get(parameter, {})
+    for name, value in state.items():
+        if not isinstance(value, DTensor) or isinstance(value, ExpertTensor):
+            continue
+        saved, own = part_of(value), part_of(parameter)
+        if saved != own or value.shape[0] != parameter.shape[0]:
+            raise ShapeError(
+                f"{type(optimizer).__name__}.step: {name} of an expert parameter of "
+                f"{list(parameter.shape)} is the part of {list(value.shape)} that rank {saved[0]} "
+                f"of {saved[1]} saved as {list(saved[2])}, expected that of rank {own[0]} of "
+                f"{own[1]} ({_where(parameter)}); load the state that this rank saved, or load by "
+                "torch.distributed.checkpoint, which puts the parts together"
+            )
+        state[name] = parameter.like_self(value.to_local())
+
+
+def _where(parameter: ExpertTensor) -> str:
+    return f"rank {parameter.device_mesh.get_local_rank()} of {parameter.device_mesh.size()}"

@@ -1,0 +1,31 @@
+"""The local pieces of expert tensors, and of tensors beside them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from epcomm.sharding.shards import cut_share, shard_of
+
+if TYPE_CHECKING:
+    from epcomm.sharding.expert_tensor import ExpertTensor
+
+
+def piece_of(tensor: Tensor) -> Tensor:
+    """The local piece of a DTensor, without gradients; any other tensor as it is. Local."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(leaf: object, some: ExpertTensor) -> object:
+    """Of an ordinary tensor that spans the experts of `some`, what belongs to this rank's."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if isinstance(leaf, DTensor):
+        return leaf._local_tensor
+    if leaf.dim() < some.dim() or leaf.shape[0] != some.shape[0]:
+        return leaf
+    shard = shard_of(some)
+    assert shard is not None, "an ExpertTensor is a share"
+    return cut_share(leaf, shard)

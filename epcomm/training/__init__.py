@@ -1,0 +1,1 @@
+"""What a training loop adds to the layers: gradients of experts."""

@@ -1,0 +1,98 @@
+"""The state of a model with whole expert tensors, gathered and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from epcomm.errors import ShapeError
+from epcomm.group import EPGroup
+from epcomm.sharding.shards import (
+    ExpertShard,
+    expert_shards,
+    is_expert_tensor,
+    put_together,
+    shard_of_rank,
+)
+
+
+def gather_state_dict(module: nn.Module, group: EPGroup) -> dict[str, Tensor]:
+    """Return the state of `module` with whole expert tensors, as the unsharded model has it.
+
+    Returns:
+        Detached tensors; expert tensors are [P, ...] and owned by the caller, the others alias.
+
+    Collective: yes, one all-gather an expert parameter.   Host sync: as the transport.
+    """
+    shards = expert_shards(module)
+    state = {}
+    for name, tensor in module.state_dict().items():
+        shard, tensor = shards.get(name), tensor.detach()
+        if shard is None or not _is_own_share(tensor, shard):
+            state[name] = _whole(tensor)
+            continue
+        local = tensor.to_local() if is_expert_tensor(tensor) else tensor
+        parts = group.collectives.all_gather(local.contiguous(), phase="gather_state_dict")
+        ranks = range(group.world_size)
+        all_shards = [
+            shard_of_rank(rank=rank, world_size=len(ranks), num_experts=shard.num_experts)
+            for rank in ranks
+        ]
+        state[name] = put_together(parts, all_shards)
+    return state
+
+
+def _is_own_share(tensor: Tensor, shard: ExpertShard) -> bool:
+    if is_expert_tensor(tensor):
+        return True
+    return not hasattr(tensor, "full_tensor") and tensor.shape[0] == shard.num_local_experts
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """What FSDP has cut into DTensors, whole again. Collective for those."""
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
+
+
+def load_full_state_dict(
+    module: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True
+) -> None:
+    """Load whole tensors, cutting out this rank's experts, and what FSDP has cut. Local.
+
+    Args:
+        module: whose parameters and buffers are written.
+        state: whole tensors by name, as the unsharded model has them.
+        strict: all of them; else as many as `state` has, so that a large checkpoint may come one
+            tensor at a time.
+
+    Raises:
+        ShapeError: an expert tensor does not hold all P experts.
+        RuntimeError: missing or unexpected names, as nn.Module.load_state_dict.
+    """
+    for name, shard in expert_shards(module).items():
+        if name not in state:
+            continue
+        value = state[name]
+        num_experts = value.to_local().shape[0] if is_expert_tensor(value) else value.shape[0]
+        if num_experts != shard.num_experts:
+            raise ShapeError(
+                f"load_full_state_dict: {name} holds {num_experts} experts, expected all "
+                f"{shard.num_experts}; gather the state first"
+            )
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    fitting = {name: _fitting(value, parameters.get(name)) for name, value in state.items()}
+    module.load_state_dict(fitting, strict=strict)
+
+
+def _fitting(value: Tensor, parameter: nn.Parameter | None) -> Tensor:
+    """A whole tensor as FSDP's parameters want it; experts are cut by the hook of their layer."""
+    if not hasattr(parameter, "device_mesh") or hasattr(value, "device_mesh"):
+        return value
+    if is_expert_tensor(parameter):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    # No rank sends: each has the whole.
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[union-attr]
+    return distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)

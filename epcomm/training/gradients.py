@@ -1,0 +1,180 @@
+"""Gradients beside expert parallelism: sums over ranks, factors, norms.
+
+An expert has seen the tokens of all ranks of its group, so when backward ends its gradients are the
+sum over the losses of these ranks. Every other parameter is replicated and has seen only the rank's
+own tokens. docs/training.md tells what follows beside DDP and FSDP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from epcomm.collectives.base import Collectives
+from epcomm.errors import ConfigError
+from epcomm.experts import ExpertParallelExperts
+from epcomm.group import EPGroup
+from epcomm.sharding.shards import is_expert_tensor, replicated_parameters, sharded_parameters
+from epcomm.types import sum_dtype
+
+
+def sum_replicated_gradients(model: nn.Module, group: EPGroup) -> None:
+    """Add the gradients of replicated parameters over the ranks, where no DDP does.
+
+    Afterwards all gradients are those of the sum of the losses of all ranks; divide each loss by
+    the number of ranks, or of all tokens, for a mean. A rank without a gradient counts as zero.
+
+    Collective: yes, two messages a dtype.   Host sync: as the transport.
+    Raises:
+        ConfigError: a gradient is a DTensor, which FSDP has reduced already.
+    """
+    parameters = [p for p in replicated_parameters(model) if p.requires_grad]
+    if any(isinstance(parameter, DTensor) for parameter in parameters):
+        raise ConfigError(
+            "sum_replicated_gradients: a parameter is a DTensor, whose gradients FSDP reduces "
+            f"itself ({group.where}); leave the call out"
+        )
+    _sum_gradients(parameters, group, phase="sum_replicated_gradients")
+
+
+def _sum_gradients(parameters: Iterable[nn.Parameter], group: EPGroup, *, phase: str) -> None:
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    for same in by_dtype.values():
+        flat = torch.cat([_local_gradient(parameter).flatten() for parameter in same])
+        total = _sum_over_ranks(flat, group.collectives, phase=phase)
+        parts = total.split([_local(parameter).numel() for parameter in same])
+        for parameter, part in zip(same, parts, strict=True):
+            _set_gradient(parameter, part)
+
+
+def scale_expert_gradients(model: nn.Module, factor: float) -> None:
+    """Multiply the gradients of every expert parameter by `factor` at the end of each backward.
+
+    Beside DDP, which takes the mean over its W ranks, the factor is 1 / W: an expert's gradient is
+    a sum over the same ranks. Gradients that add up over several backwards are each scaled once.
+    Parameters that are replaced later are scaled too. Of parametrised experts the original is
+    scaled, and what it is combined with is not (adapters of LoRA are reduced like any parameter).
+
+    Local; call it once after construction, and after parametrising.
+    """
+    for layer in model.modules():
+        if isinstance(layer, ExpertParallelExperts):
+            layer.scale_gradients(factor)
+
+
+def ignore_experts_in_ddp(model: nn.Module) -> None:
+    """Let DistributedDataParallel(model) leave the expert parameters alone. Local.
+
+    Call it on the very module that DDP will wrap, before it does. DDP would else send the experts
+    of rank 0 to all ranks; of ExpertTensors it raises an error instead. What DDP was told to ignore
+    before, it still ignores.
+    """
+    # torch's own list, which has no public way in.
+    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    sharded = {id(parameter) for parameter in sharded_parameters(model)}
+    ignored |= {
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) in sharded
+    }
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
+
+
+def sum_expert_gradients(model: nn.Module, copies: EPGroup) -> None:
+    """Add the gradients of expert parameters over the ranks that hold copies of the same experts.
+
+    For several expert groups beside each other: each group's experts have seen the tokens of their
+    own group alone. sum_replicated_gradients() then wants the group of all ranks.
+
+    Args:
+        model: of this rank.
+        copies: the ranks that hold the same experts, one of each expert group.
+
+    Collective: yes, two messages a dtype.   Host sync: as the transport.
+    """
+    parameters = [p for p in sharded_parameters(model) if p.requires_grad]
+    _sum_gradients(parameters, copies, phase="sum_expert_gradients")
+
+
+def clip_grad_norm(model: nn.Module, group: EPGroup | None, max_norm: float) -> Tensor:
+    """Scale all gradients so that the norm of all of them, experts of all ranks included, fits.
+
+    Call it when replicated gradients are equal on all ranks. Beside FSDP, and for models that
+    transformers loaded, which hold DTensors, it gathers what those need.
+
+    Args:
+        model: with any parameters of its own, sharded or not.
+        group: the ranks that share the experts; None for a model that transformers loaded.
+        max_norm: the largest norm that stays as it is.
+
+    Returns:
+        float32 scalar, the norm before, equal on all ranks.
+
+    Collective: yes.   Host sync: as the transport.
+    """
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    square = _square_of(replicated_parameters(model), next(model.parameters()).device)
+    experts = sharded_parameters(model)
+    if group is not None:
+        own = _square_of([p for p in experts if not _is_cut_further(p)], group.collectives.device)
+        square = square + group.collectives.all_gather(own, phase="clip_grad_norm").sum()
+        square = square + _square_of([p for p in experts if _is_cut_further(p)], square.device)
+    norm = square.sqrt()
+    # 1e-6 as torch.nn.utils.clip_grad_norm_ has it, against gradients of zero.
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        _local(gradient).mul_(factor)
+    return norm
+
+
+def _square_of(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
+    """The sum of all squares; of DTensors, but not of ExpertTensors, those of all ranks."""
+    total = torch.zeros((), device=device)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            if is_expert_tensor(gradient):
+                gradient = _local(gradient)
+            square = gradient.float().square().sum()
+            total = total + (square.full_tensor() if isinstance(square, DTensor) else square)
+    return total
+
+
+def _is_cut_further(parameter: nn.Parameter) -> bool:
+    """Whether FSDP has cut this rank's experts, which it makes ordinary DTensors."""
+    return isinstance(parameter, DTensor) and not is_expert_tensor(parameter)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _local_gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        return torch.zeros_like(_local(parameter))
+    return _local(parameter.grad)
+
+
+def _set_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    if isinstance(parameter, DTensor) and parameter.grad is not None:
+        _local(parameter.grad).copy_(gradient.view_as(_local(parameter)))
+    elif is_expert_tensor(parameter):
+        parameter.grad = parameter.like_self(gradient.view_as(_local(parameter)))
+    else:
+        parameter.grad = gradient.view_as(parameter)
+
+
+def _sum_over_ranks(flat: Tensor, collectives: Collectives, *, phase: str) -> Tensor:
+    """Reduce-scatter and all-gather: [N] of each rank to their sum, bit-equal on all ranks."""
+    world_size = collectives.world_size
+    share = -(-flat.shape[0] // world_size)
+    padded = torch.nn.functional.pad(flat, (0, share * world_size - flat.shape[0]))
+    parts = collectives.all_to_all(padded.view(world_size, share), phase=phase)
+    total = parts.to(sum_dtype(flat.dtype)).sum(dim=0).to(flat.dtype)
+    return collectives.all_gather(total, phase=phase).flatten()[: flat.shape[0]]

@@ -1,0 +1,108 @@
+"""LocalExperts: from what stands in place of parameters to the tensors that kernels see."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from epcomm.errors import ShapeError
+from epcomm.sharding.shards import ExpertShard, cut_share, is_expert_tensor
+from epcomm.weights.unquantized import ExpertTensors
+
+
+class LocalExperts:
+    """Turns ExpertTensors, DTensors and ordinary tensors into this rank's experts [L, ...].
+
+    gradient_factor: what gradients of parameters are multiplied by on their way.
+
+    While the same parameters are there, their pieces are kept, and nothing is checked again.
+    """
+
+    def __init__(
+        self, kind: ExpertTensors, roles: tuple[str, ...], shard: ExpertShard, where: str
+    ) -> None:
+        """Take experts without values, their fields in order, and which experts these are."""
+        self._kind, self._roles, self._shard, self._where = kind, roles, shard, where
+        self._held: Sequence[Tensor] = ()
+        self._pieces: Sequence[Tensor] = ()
+        self._record = kind
+        self.gradient_factor = 1.0
+
+    def of(self, held: Sequence[Tensor], computed: Collection[int] = ()) -> ExpertTensors:
+        """The experts, live. Local.
+
+        Args:
+            held: tensors in the order of the roles.
+            computed: the places of those that are no parameters; the factor is not for them.
+        """
+        if not self._is_known(held):
+            self._read(held)
+        if not (torch.is_grad_enabled() and _need_gradients(held)):
+            return self._record
+        factors = [1.0 if place in computed else self.gradient_factor for place in range(len(held))]
+        views = self._differentiable(held, factors)
+        return self._record.exchanged(dict(zip(self._roles, views, strict=True)))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> LocalExperts:
+        other = LocalExperts(self._kind, self._roles, self._shard, self._where)
+        other.gradient_factor = self.gradient_factor
+        return other
+
+    def _is_known(self, held: Sequence[Tensor]) -> bool:
+        if len(held) != len(self._held):
+            return False
+        for tensor, known, piece in zip(held, self._held, self._pieces, strict=True):
+            # Module.to() exchanges what a parameter holds, and leaves the parameter.
+            if tensor is not known or getattr(tensor, "_local_tensor", tensor) is not piece:
+                return False
+        return True
+
+    def _read(self, held: Sequence[Tensor]) -> None:
+        pieces = [_piece(tensor) for tensor in held]
+        owned = {
+            role: self._own(piece, role) for role, piece in zip(self._roles, pieces, strict=True)
+        }
+        self._record = self._kind.with_tensors(owned)
+        # What was computed for this call alone must not outlive it.
+        are_kept = all(isinstance(tensor, nn.Parameter) for tensor in held)
+        self._held, self._pieces = (held, pieces) if are_kept else ((), ())
+
+    def _differentiable(self, held: Sequence[Tensor], factors: Sequence[float]) -> Sequence[Tensor]:
+        if set(factors) == {1.0} and not any(is_expert_tensor(tensor) for tensor in held):
+            views = [_local(tensor) for tensor in held]
+        else:
+            from epcomm.sharding.expert_tensor import local_views
+
+            ready = [t if is_expert_tensor(t) else _local(t) for t in held]
+            views = local_views(ready, factors)
+        return [self._own(view, role) for view, role in zip(views, self._roles, strict=True)]
+
+    def _own(self, tensor: Tensor, role: str) -> Tensor:
+        shard, num_experts = self._shard, tensor.shape[0]
+        if num_experts == shard.num_local_experts:
+            return tensor
+        if num_experts == shard.num_experts:
+            return cut_share(tensor, shard)
+        raise ShapeError(
+            f"ExpertParallelExperts: {role} is {list(tensor.shape)}, expected the "
+            f"{shard.num_local_experts} experts of this rank or all {shard.num_experts} "
+            f"({self._where}); check what replaced the parameter"
+        )
+
+
+def _need_gradients(held: Sequence[Tensor]) -> bool:
+    # An attribute of a subclass is a call into Python, unless that is switched off.
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(tensor.requires_grad for tensor in held)
+
+
+def _piece(tensor: Tensor) -> Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The piece of a DTensor, differentiable; any other tensor as it is."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()

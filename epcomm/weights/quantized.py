@@ -1,0 +1,294 @@
+"""Expert weights in eight bits: FP8 in blocks (DeepSeek checkpoints) and INT8 a channel (W8A8)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from epcomm.config import ScaleDtypeName
+from epcomm.errors import ConfigError, ShapeError
+from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT8_PER_TOKEN
+from epcomm.types import QUANTIZABLE_DTYPES, ScaleDtype, WireDtype, WireFormat
+from epcomm.weights.unquantized import ExpertFormat, ExpertTensors, ExpertWeights
+
+# The block of FP8 checkpoints, rows and columns; hidden states have a scale for as many elements.
+BLOCK = 128
+FP8_MAX = 448.0
+INT8_MAX = 127.0
+
+# How these matrices are stored: [E, out, in], gate first, and what lies between them.
+_PLAIN = ExpertFormat()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _EightBitWeights(ExpertTensors):
+    """gate_up_proj: [E, 2I, H].   down_proj: [E, H, I].   Scales: see the subclasses.
+
+    All contiguous, on one device: kernels take them as pointers. H and I are at least 1.
+    hidden_dtype: of the hidden states that the experts take and return.
+    """
+
+    gate_up_proj: Tensor
+    gate_up_scale: Tensor
+    down_proj: Tensor
+    down_scale: Tensor
+    hidden_dtype: torch.dtype = torch.bfloat16
+    format: ExpertFormat = _PLAIN
+
+    def __post_init__(self) -> None:
+        if self.format != _PLAIN:
+            raise ConfigError(
+                f"{type(self).__name__}: format is {self.format}, expected {_PLAIN}; convert the "
+                "checkpoint"
+            )
+        if WireDtype.from_torch(self.hidden_dtype) not in QUANTIZABLE_DTYPES:
+            raise ConfigError(
+                f"{type(self).__name__}: hidden_dtype is {self.hidden_dtype}, expected bfloat16, "
+                "float16 or float32, in which eight-bit experts compute; cast the experts first"
+            )
+        code_dtype = self.wire_format.dtype.torch_dtype
+        scale_dtype = self.wire_format.scale_dtype
+        shapes = self._expected_shapes()
+        for name, tensor in self.tensors().items():
+            dtype = scale_dtype if name.endswith("scale") else code_dtype
+            if tensor.dtype != dtype or list(tensor.shape) != shapes[name]:
+                raise ShapeError(
+                    f"{type(self).__name__}: {name} is {tensor.dtype} {list(tensor.shape)}, "
+                    f"expected {dtype} {shapes[name]} beside gate_up_proj in "
+                    f"{self.gate_up_proj.dtype} and gate_up_scale in {self.gate_up_scale.dtype}; "
+                    "see the docstring for scales"
+                )
+            self._check_memory(name, tensor)
+
+    def _check_memory(self, name: str, tensor: Tensor) -> None:
+        """Kernels are given where a tensor begins, and compute the rest from its shape."""
+        if tensor.device != self.gate_up_proj.device:
+            raise ShapeError(
+                f"{type(self).__name__}: {name} is on {tensor.device}, expected "
+                f"{self.gate_up_proj.device} as gate_up_proj; move it"
+            )
+        if not tensor.is_contiguous():
+            raise ShapeError(
+                f"{type(self).__name__}: {name} is {list(tensor.shape)} with strides "
+                f"{list(tensor.stride())}, expected contiguous; call .contiguous()"
+            )
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {
+            "gate_up_proj": self.gate_up_proj,
+            "gate_up_scale": self.gate_up_scale,
+            "down_proj": self.down_proj,
+            "down_scale": self.down_scale,
+        }
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.hidden_dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return self.down_proj.shape[1]
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.down_proj.shape[2]
+
+    def _expected_shapes(self) -> dict[str, list[int]]:
+        if self.gate_up_proj.dim() != 3 or self.down_proj.dim() != 3:
+            raise ShapeError(
+                f"{type(self).__name__}: gate_up_proj is {list(self.gate_up_proj.shape)} and "
+                f"down_proj {list(self.down_proj.shape)}, expected [E, 2I, H] and [E, H, I]"
+            )
+        experts, hidden, inner = self.down_proj.shape
+        if hidden < 1 or inner < 1:
+            raise ShapeError(
+                f"{type(self).__name__}: down_proj is {list(self.down_proj.shape)}, expected "
+                "[E, H, I] with H and I of at least 1; leave such experts out"
+            )
+        matrices = {
+            "gate_up": [experts, 2 * inner, hidden],
+            "down": [experts, hidden, inner],
+        }
+        shapes = {f"{name}_proj": shape for name, shape in matrices.items()}
+        return shapes | {f"{name}_scale": self._scale_shape(*s) for name, s in matrices.items()}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
+        return type(self)(**tensors, hidden_dtype=self.hidden_dtype, format=self.format)
+
+    @classmethod
+    def from_unquantized(
+        cls, weights: ExpertWeights, *, scales: ScaleDtype | ScaleDtypeName = ScaleDtype.FLOAT32
+    ) -> Self:
+        """Quantise: the largest code of whatever shares a scale is the largest there is. Local.
+
+        Infinity or NaN makes the scale NaN, and so everything that shares it.
+
+        Args:
+            weights: what to quantise, of any strides.
+            scales: of the result. With powers of two, codes only reach more than half the largest.
+
+        Raises:
+            ConfigError: biases, another format than swiglu with [E, out, in] matrices, or scales
+                that these experts do not have.
+        """
+        _check_plain(weights)
+        chosen = _scale_dtype(cls.__name__, scales)
+        gate_up, gate_up_scale = cls._quantize(weights.gate_up_proj.detach(), chosen)
+        down, down_scale = cls._quantize(weights.down_proj.detach(), chosen)
+        # What is computed element by element has the strides of its input.
+        return cls(
+            gate_up_proj=gate_up.contiguous(),
+            gate_up_scale=gate_up_scale.contiguous(),
+            down_proj=down.contiguous(),
+            down_scale=down_scale.contiguous(),
+            hidden_dtype=weights.dtype,
+        )
+
+    def dequantized(self) -> dict[str, Tensor]:
+        """gate_up_proj and down_proj in float32."""
+        return {
+            "gate_up_proj": self._dequantize(self.gate_up_proj, self.gate_up_scale),
+            "down_proj": self._dequantize(self.down_proj, self.down_scale),
+        }
+
+    @staticmethod
+    @abstractmethod
+    def _scale_shape(num_experts: int, num_rows: int, num_columns: int) -> list[int]:
+        """Of the scales of [E, N, K]."""
+
+    @staticmethod
+    @abstractmethod
+    def _quantize(
+        matrices: Tensor, scales: ScaleDtype = ScaleDtype.FLOAT32
+    ) -> tuple[Tensor, Tensor]:
+        """[E, N, K] to codes and scales."""
+
+    @staticmethod
+    @abstractmethod
+    def _dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+        """The inverse, in float32."""
+
+
+class Fp8BlockWeights(_EightBitWeights):
+    """float8_e4m3fn codes; a scale for each 128 x 128 block multiplies its codes.
+
+    gate_up_scale: [E, ceil(2I / 128), ceil(H / 128)].   down_scale: [E, ceil(H / 128),
+    ceil(I / 128)]. Checkpoints call them weight_scale_inv.
+    Both float32, or both float8_e8m0fnu: then hidden states get power-of-two scales too. A
+    checkpoint that keeps powers of two in float32 (`scale_fmt: ue8m0`) loses nothing by
+    `scale.to(torch.float8_e8m0fnu)`.
+    """
+
+    @property
+    def wire_format(self) -> WireFormat:
+        is_power_of_two = self.gate_up_scale.dtype == torch.float8_e8m0fnu
+        return FP8_POWER_OF_TWO_SCALES if is_power_of_two else FP8_FLOAT32_SCALES
+
+    @staticmethod
+    def _scale_shape(num_experts: int, num_rows: int, num_columns: int) -> list[int]:
+        return [num_experts, -(-num_rows // BLOCK), -(-num_columns // BLOCK)]
+
+    @staticmethod
+    def _quantize(
+        matrices: Tensor, scales: ScaleDtype = ScaleDtype.FLOAT32
+    ) -> tuple[Tensor, Tensor]:
+        num_rows, num_columns = matrices.shape[1:]
+        padding = (0, -num_columns % BLOCK, 0, -num_rows % BLOCK)
+        padded = torch.nn.functional.pad(matrices.float(), padding)
+        blocks = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
+        amax = blocks.abs().amax(dim=(2, 4))
+        is_float32 = scales is ScaleDtype.FLOAT32
+        found = _scale_of(amax, FP8_MAX) if is_float32 else _power_of_two_of(amax)
+        scaled = matrices.float() / _spread(found, matrices)
+        return scaled.to(torch.float8_e4m3fn), found.to(scales.torch_dtype)
+
+    @staticmethod
+    def _dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+        return codes.float() * _spread(scales, codes)
+
+
+class Int8ChannelWeights(_EightBitWeights):
+    """int8 codes, symmetric; a scale for each output channel multiplies its codes.
+
+    gate_up_scale: [E, 2I].   down_scale: [E, H].   Both float32.
+    """
+
+    @property
+    def wire_format(self) -> WireFormat:
+        return INT8_PER_TOKEN
+
+    @staticmethod
+    def _scale_shape(num_experts: int, num_rows: int, num_columns: int) -> list[int]:
+        return [num_experts, num_rows]
+
+    @staticmethod
+    def _quantize(
+        matrices: Tensor, scales: ScaleDtype = ScaleDtype.FLOAT32
+    ) -> tuple[Tensor, Tensor]:
+        if scales is not ScaleDtype.FLOAT32:
+            raise ConfigError(
+                f"Int8ChannelWeights.from_unquantized: scales is {scales.value}, expected "
+                f"{ScaleDtype.FLOAT32.value}; for power-of-two scales take Fp8BlockWeights"
+            )
+        full = matrices.float()
+        found = _scale_of(full.abs().amax(dim=2), INT8_MAX)
+        codes = (full / found.unsqueeze(2)).round().clamp(-INT8_MAX, INT8_MAX)
+        # NaN has no integer.
+        return codes.nan_to_num(nan=0.0).to(torch.int8), found
+
+    @staticmethod
+    def _dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+        return codes.float() * scales.unsqueeze(2)
+
+
+def _check_plain(weights: ExpertWeights) -> None:
+    has_bias = weights.gate_up_bias is not None or weights.down_bias is not None
+    if has_bias or weights.format != _PLAIN:
+        raise ConfigError(
+            f"from_unquantized: experts are {weights.format}{' with biases' if has_bias else ''}, "
+            f"expected {_PLAIN} without biases; leave such experts unquantised"
+        )
+
+
+def _scale_dtype(caller: str, scales: ScaleDtype | ScaleDtypeName) -> ScaleDtype:
+    try:
+        return ScaleDtype(scales)
+    except ValueError:
+        allowed = [member.value for member in ScaleDtype]
+        raise ConfigError(
+            f"{caller}.from_unquantized: scales is {scales!r}, expected one of {allowed}"
+        ) from None
+
+
+def _scale_of(amax: Tensor, largest_code: float) -> Tensor:
+    """What brings the largest magnitude to the largest code; of zeros, anything but 0.
+
+    NaN where that magnitude is infinite or NaN: a scale of infinity would make NaN of zeros alone.
+    """
+    scale = amax.clamp(min=torch.finfo(torch.float32).tiny) / largest_code
+    return torch.where(amax.isfinite(), scale, torch.nan)
+
+
+def _power_of_two_of(amax: Tensor) -> Tensor:
+    """The smallest power of two, float32, by which the largest magnitude fits into 448.
+
+    NaN where that magnitude is infinite or NaN, which have no exponent.
+    """
+    fraction, exponent = torch.frexp(amax)
+    # amax = f * 2**e with 0.5 <= f < 1, and 448 = 0.875 * 2**9.
+    exponent = exponent - 9 + (fraction > 0.875).int()
+    # Of zeros any scale will do. 2**-126 is the least normal float32.
+    power = torch.ldexp(torch.ones_like(amax), exponent.clamp(min=-126))
+    return torch.where(amax.isfinite(), power, torch.nan)
+
+
+def _spread(scales: Tensor, matrices: Tensor) -> Tensor:
+    """Block scales [E, n, k], float32, one for each element of `matrices` [E, N, K]."""
+    # Not every dtype of scales can be multiplied.
+    rows = scales.float().repeat_interleave(BLOCK, dim=1)[:, : matrices.shape[1]]
+    return rows.repeat_interleave(BLOCK, dim=2)[:, :, : matrices.shape[2]]

@@ -1,0 +1,220 @@
+"""The weights of routed experts as checkpoints hold them, and how one rank's share is cut out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from epcomm.errors import ConfigError, ShapeError
+from epcomm.types import WireFormat
+
+
+class Activation(StrEnum):
+    """What happens between the two matrices of an expert.
+
+    SWIGLU: silu(gate) * up.
+    CLAMPED_SWIGLU: g * sigmoid(alpha * g) * (u + 1) with g = min(gate, limit) and
+        u = clamp(up, -limit, limit).
+    LIMITED_SWIGLU: silu(g) * u with the same g and u.
+    RELU2: relu(up)**2, no gate.
+    """
+
+    SWIGLU = "swiglu"
+    CLAMPED_SWIGLU = "clamped_swiglu"
+    LIMITED_SWIGLU = "limited_swiglu"
+    RELU2 = "relu2"
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the first matrix yields gate and up."""
+        return self is not Activation.RELU2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertFormat:
+    """How expert matrices are stored and what lies between them.
+
+    is_transposed: matrices are [E, in, out] instead of [E, out, in].
+    is_interleaved: gate and up columns alternate instead of gate first, then up.
+    alpha: of CLAMPED_SWIGLU.   limit: of CLAMPED_SWIGLU and LIMITED_SWIGLU.
+    """
+
+    activation: Activation = Activation.SWIGLU
+    is_transposed: bool = False
+    is_interleaved: bool = False
+    alpha: float | None = None
+    limit: float | None = None
+
+    def __post_init__(self) -> None:
+        needs_alpha = self.activation is Activation.CLAMPED_SWIGLU
+        needs_limit = needs_alpha or self.activation is Activation.LIMITED_SWIGLU
+        if (self.alpha is not None, self.limit is not None) != (needs_alpha, needs_limit):
+            raise ConfigError(
+                f"ExpertFormat: {self.activation.value} with alpha={self.alpha} and "
+                f"limit={self.limit}; clamped_swiglu needs both, limited_swiglu a limit, others "
+                "neither"
+            )
+
+
+class ExpertTensors(ABC):
+    """The matrices of E experts, in any precision. Records: frozen, made anew for each change.
+
+    format: how matrices are stored and what lies between them.
+    """
+
+    format: ExpertFormat
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are there, by field name; the first dimension of each is E."""
+
+    @abstractmethod
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
+        """The same kind of experts, of which these are the tensors."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Of the hidden states that these experts take and return."""
+
+    @property
+    @abstractmethod
+    def wire_format(self) -> WireFormat:
+        """How hidden states best come to them."""
+
+    @property
+    @abstractmethod
+    def hidden_size(self) -> int:
+        """H."""
+
+    @property
+    @abstractmethod
+    def intermediate_size(self) -> int:
+        """I."""
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return next(iter(self.tensors().values())).shape[0]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any tensor needs gradients."""
+        return any(tensor.requires_grad for tensor in self.tensors().values())
+
+    def shard(self, rank: int, world_size: int) -> Self:
+        """The experts of one rank, as views; which these are, epcomm/sharding/shards.py says.
+
+        Raises:
+            ConfigError: E is no multiple of W.
+        """
+        if self.num_experts % world_size:
+            raise ConfigError(
+                f"{type(self).__name__}.shard: {self.num_experts} experts, expected a multiple of "
+                f"the {world_size} ranks; use a number of ranks that divides it"
+            )
+        from epcomm.sharding.shards import cut_share, shard_of_rank
+
+        shard = shard_of_rank(rank=rank, world_size=world_size, num_experts=self.num_experts)
+        return self.with_tensors(
+            {name: cut_share(tensor, shard) for name, tensor in self.tensors().items()}
+        )
+
+    def exchanged(self, tensors: Mapping[str, Tensor]) -> Self:
+        """The same experts, of other tensors that are known to be as these are; checks nothing."""
+        other = copy(self)
+        vars(other).update(tensors)
+        return other
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertWeights(ExpertTensors):
+    """The matrices of E experts, unquantised, in the layout of their checkpoint.
+
+    gate_up_proj: [E, 2I, H] (no gate: [E, I, H]); transposed: [E, H, 2I].
+    down_proj: [E, H, I]; transposed: [E, I, H].
+    gate_up_bias: [E, 2I] or None.   down_bias: [E, H] or None.
+    """
+
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    format: ExpertFormat = ExpertFormat()
+
+    def __post_init__(self) -> None:
+        self._check_shapes()
+        for name, tensor in self.tensors().items():
+            if tensor.dtype != self.dtype or tensor.device != self.gate_up_proj.device:
+                raise ShapeError(
+                    f"ExpertWeights: {name} is {tensor.dtype} on {tensor.device}, expected "
+                    f"{self.dtype} on {self.gate_up_proj.device} as gate_up_proj; convert it"
+                )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are there, by field name."""
+        named = {
+            "gate_up_proj": self.gate_up_proj,
+            "down_proj": self.down_proj,
+            "gate_up_bias": self.gate_up_bias,
+            "down_bias": self.down_bias,
+        }
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> ExpertWeights:
+        return ExpertWeights(**tensors, format=self.format)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.gate_up_proj.dtype
+
+    @property
+    def wire_format(self) -> WireFormat:
+        return WireFormat.of(self.dtype)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.down_proj.shape[2 if self.format.is_transposed else 1]
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.down_proj.shape[1 if self.format.is_transposed else 2]
+
+    def gate_up_matrices(self) -> Tensor:
+        """[E, H, 2I] view, ready to be multiplied from the right."""
+        return self.gate_up_proj if self.format.is_transposed else self.gate_up_proj.transpose(1, 2)
+
+    def down_matrices(self) -> Tensor:
+        """[E, I, H] view, ready to be multiplied from the right."""
+        return self.down_proj if self.format.is_transposed else self.down_proj.transpose(1, 2)
+
+    def _check_shapes(self) -> None:
+        for name in ("gate_up_proj", "down_proj"):
+            if getattr(self, name).dim() != 3:
+                shape = list(getattr(self, name).shape)
+                raise ShapeError(f"ExpertWeights: {name} is {shape}, expected three dimensions")
+        first = self.intermediate_size * (2 if self.format.activation.is_gated else 1)
+        matrices = {
+            "gate_up_proj": self.gate_up_matrices(),
+            "down_proj": self.down_matrices(),
+        }
+        expected = {
+            "gate_up_proj": [self.num_experts, self.hidden_size, first],
+            "down_proj": [self.num_experts, self.intermediate_size, self.hidden_size],
+            "gate_up_bias": [self.num_experts, first],
+            "down_bias": [self.num_experts, self.hidden_size],
+        }
+        for name, tensor in self.tensors().items():
+            shape = list(matrices.get(name, tensor).shape)
+            if shape != expected[name]:
+                raise ShapeError(
+                    f"ExpertWeights: {name} is {shape} ([E, in, out] for matrices), expected "
+                    f"{expected[name]} to fit the other tensors; check ExpertFormat"
+                )

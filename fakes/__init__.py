@@ -1,0 +1,1 @@
+"""Imitations of vendor packages on a CPU; they are no part of the wheel."""

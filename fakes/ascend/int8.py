@@ -1,0 +1,29 @@
+"""Rows to INT8 as an operator does it: what the arithmetic leaves undefined is poisoned."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from epcomm.quantization.int8 import quantize_int8
+from epcomm.types import Int8Profile
+from fakes.ascend.undefined import UNDEFINED_INT8
+
+
+def quantize_rows(rows: Tensor, profile: Int8Profile) -> tuple[Tensor, Tensor]:
+    """Codes and scales of rows, by the profile of the operator.
+
+    A row of zeros has the scale 0 that the arithmetic gives, and codes nobody can rely on: the
+    device casts 0 / 0 to an integer. Such a row dequantises to 0 whatever its codes.
+
+    Args:
+        rows: [..., H], floating point.
+        profile: the arithmetic.
+
+    Returns:
+        codes [..., H], int8; scales [...], float32, NaN for a row with a NaN or an infinity.
+    """
+    wire = quantize_int8(rows, profile=profile)
+    assert wire.scales is not None, "int8 has scales"
+    # Also where the scale is NaN, which is no number above 0.
+    is_undefined = ~(wire.scales > 0)
+    return wire.data.masked_fill(is_undefined, UNDEFINED_INT8), wire.scales.squeeze(-1)

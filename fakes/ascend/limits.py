@@ -1,0 +1,124 @@
+"""Which chip a call runs on, and what that chip refuses.
+
+Rules of use hold at any size. Limits of sizes can be lifted, for suites with small tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from epcomm.platforms.ascend.chip import DEVICE_NAMES, Soc
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the operators run on.
+
+    soc: the chip.
+    size_limits: whether limits of sizes apply.
+    """
+
+    soc: Soc
+    size_limits: bool
+
+
+_MACHINE: ContextVar[Machine] = ContextVar("machine")
+
+
+@contextmanager
+def soc(name: str, *, size_limits: bool = True) -> Iterator[Machine]:
+    """While open, operators behave as on this chip; the innermost of several counts.
+
+    Args:
+        name: A2, A3 or A5.
+        size_limits: False lets sizes pass that the chip refuses, and lifts no other rule.
+
+    Raises:
+        ValueError: no such chip.
+    """
+    if name not in list(Soc):
+        raise ValueError(f"soc: name is {name!r}, expected one of {', '.join(Soc)}")
+    machine = Machine(soc=Soc(name), size_limits=size_limits)
+    token = _MACHINE.set(machine)
+    try:
+        yield machine
+    finally:
+        _MACHINE.reset(token)
+
+
+def current_machine() -> Machine:
+    """The machine that the innermost `soc()` chose.
+
+    Raises:
+        RuntimeError: none is open in this thread; there is no chip to assume.
+    """
+    machine = _MACHINE.get(None)
+    if machine is None:
+        raise RuntimeError(
+            "current_machine: no chip is chosen in this thread, expected one of "
+            f"{', '.join(Soc)}; call inside `with soc(...)`"
+        )
+    return machine
+
+
+def device_name() -> str | None:
+    """What torch_npu would call the device of these ranks; None where no chip is chosen."""
+    machine = _MACHINE.get(None)
+    return None if machine is None else DEVICE_NAMES[machine.soc]
+
+
+def require(operator: str, condition: bool, rule: str) -> None:
+    """A rule that holds at any size.
+
+    Args:
+        operator: whose rule it is.
+        condition: whether the call keeps it.
+        rule: what was expected and what came.
+
+    Raises:
+        RuntimeError: as the host code of an operator reports a parameter.
+    """
+    if not condition:
+        raise RuntimeError(f"{operator} (stand-in of torch_npu): {rule}")
+
+
+def require_size(operator: str, condition: bool, rule: str) -> None:
+    """A limit that soc(size_limits=False) lifts.
+
+    Raises:
+        RuntimeError: see require().
+    """
+    if current_machine().size_limits:
+        require(operator, condition, rule)
+
+
+def require_soc(operator: str, feature: str, *allowed: Soc) -> None:
+    """Refuse what the chip does not have.
+
+    Raises:
+        RuntimeError: see require().
+    """
+    machine = current_machine()
+    require(
+        operator,
+        machine.soc in allowed,
+        f"{feature} runs on {' and '.join(allowed)}, this is {machine.soc}",
+    )
+
+
+def require_modelled(operator: str, condition: bool, feature: str) -> None:
+    """Refuse what the operator has and the stand-in has not.
+
+    Args:
+        operator: the operator.
+        condition: whether the call does without the feature.
+        feature: what it is, with its value.
+
+    Raises:
+        NotImplementedError: the feature is used; no result is better than a wrong one.
+    """
+    if not condition:
+        raise NotImplementedError(f"{operator} (stand-in of torch_npu): {feature} is not modelled")

@@ -1,0 +1,208 @@
+"""Router logits to experts and weights.
+
+Source: the documentation of the two operators. Undocumented, and so poisoned: the result of a row
+in which a score is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fakes.ascend.limits import require, require_modelled, require_size
+from fakes.ascend.registry import implements
+from fakes.ascend.undefined import UNDEFINED_INT, undefined
+
+GATING = "npu_moe_gating_top_k"
+GATING_SOFTMAX = "npu_moe_gating_top_k_softmax"
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+# Scores of a row that fit the kernel's memory, groups rounded up to whole blocks of 32.
+MAX_EXPERTS = 2048
+GROUP_BLOCK = 32
+# The smallest group that the documentation allows.
+MIN_GROUP_SIZE = 3
+# What the softmax operator selects at most.
+MAX_SOFTMAX_K = 1024
+
+
+@implements(GATING, "CPU", "Meta")
+def moe_gating_top_k(
+    x: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    input_ids: Tensor | None = None,
+    tid2eid: Tensor | None = None,
+    k_group: int = 1,
+    group_count: int = 1,
+    group_select_mode: int = 0,
+    renorm: int = 0,
+    norm_type: int = 0,
+    out_flag: bool = False,
+    routed_scaling_factor: float = 1.0,
+    eps: float = 1e-20,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm of the logits, the best groups, the best experts of these, their weights.
+
+    The bias acts on the selection only. Of equal scores the lower id wins, among groups as among
+    experts. Sigmoid weights are renormalised whatever `renorm` says.
+
+    Args:
+        x: [n, E], float16, bfloat16 or float32.
+        k: experts a token.
+        bias: [E], dtype of x.
+        input_ids: not modelled.
+        tid2eid: not modelled.
+        k_group: groups a token may use.
+        group_count: equal groups of neighbouring experts.
+        group_select_mode: a group scores 0: its largest, 1: the sum of its two largest.
+        renorm: 1: softmax weights are divided by their sum + eps.
+        norm_type: 0 softmax, 1 sigmoid.
+        out_flag: whether the norm is returned.
+        routed_scaling_factor: multiplies the weights at the end.
+        eps: added to the sum.
+
+    Returns:
+        weights [n, k], dtype of x; ids [n, k], int32; norm [n, E], float32, unwritten without
+        out_flag.
+    """
+    require_modelled(GATING, input_ids is None and tid2eid is None, "routing by token ids")
+    _check_logits(GATING, x)
+    _check_bias(x, bias)
+    _check_choice("group_select_mode", group_select_mode)
+    _check_choice("renorm", renorm)
+    _check_choice("norm_type", norm_type)
+    _check_groups(x.shape[1], k, k_group, group_count, group_select_mode)
+    norm = x.float().sigmoid() if norm_type == 1 else x.float().softmax(dim=-1)
+    scores = norm if bias is None else norm + bias.float()
+    if k_group < group_count:
+        scores = _without_other_groups(scores, k_group, group_count, group_select_mode)
+    ids = _ranking(scores)[:, :k]
+    weights = norm.gather(1, ids)
+    if norm_type == 1 or renorm == 1:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + eps)
+    weights = weights * routed_scaling_factor
+    is_undefined = scores.isnan().any(dim=-1, keepdim=True)
+    return (
+        weights.masked_fill(is_undefined, math.nan).to(x.dtype),
+        ids.int().masked_fill(is_undefined, UNDEFINED_INT),
+        norm if out_flag else undefined(x.shape, torch.float32, x.device),
+    )
+
+
+@implements(GATING_SOFTMAX, "CPU", "Meta")
+def moe_gating_top_k_softmax(
+    x: Tensor, finished: Tensor | None = None, k: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax, cast to the dtype of x, and only then the k largest: the cast can make ties.
+
+    Not renormalised. Of equal weights the lower id comes first.
+
+    Args:
+        x: [n, E], float16, bfloat16 or float32; three dimensions are not modelled.
+        finished: [n], bool; the ids of such a row are all E.
+        k: experts a token.
+
+    Returns:
+        weights [n, k], dtype of x; ids [n, k], int32; row indices [n, k], int32, j * n + t at t, j.
+    """
+    require_modelled(GATING_SOFTMAX, x.dim() != 3, "x of three dimensions")
+    _check_logits(GATING_SOFTMAX, x)
+    num_tokens, num_experts = x.shape
+    require(GATING_SOFTMAX, 0 <= k <= num_experts, f"k is {k}, expected 0 to {num_experts}, E")
+    require_size(GATING_SOFTMAX, k <= MAX_SOFTMAX_K, f"k is {k}, expected {MAX_SOFTMAX_K} at most")
+    weights = x.float().softmax(dim=-1).to(x.dtype)
+    ids = _ranking(weights)[:, :k]
+    is_undefined = weights.isnan().any(dim=-1, keepdim=True)
+    chosen = ids.int().masked_fill(is_undefined, UNDEFINED_INT)
+    if finished is not None:
+        require(
+            GATING_SOFTMAX,
+            finished.dtype == torch.bool and finished.shape == (num_tokens,),
+            f"finished is {list(finished.shape)} {finished.dtype}, expected [{num_tokens}] bool",
+        )
+        chosen = chosen.masked_fill(finished.unsqueeze(1), num_experts)
+    numbers = torch.arange(k * num_tokens, dtype=torch.int32, device=x.device)
+    rows = numbers.view(k, num_tokens).T.contiguous()
+    return weights.gather(1, ids).masked_fill(is_undefined, math.nan), chosen, rows
+
+
+def _without_other_groups(scores: Tensor, k_group: int, group_count: int, mode: int) -> Tensor:
+    """Scores [n, E] with -inf outside the k_group best groups of a row."""
+    grouped = scores.unflatten(1, (group_count, -1))
+    # Mode 0 sums one value: the largest.
+    group_scores = grouped.topk(mode + 1, dim=-1).values.sum(dim=-1)
+    kept = _ranking(group_scores)[:, :k_group]
+    is_kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter(1, kept, True)
+    # A group with NaN ranks first, so that the row is still seen to be undefined.
+    return grouped.masked_fill(~is_kept.unsqueeze(2), -math.inf).flatten(1)
+
+
+def _ranking(scores: Tensor) -> Tensor:
+    """Indices by falling score, equal ones by rising index."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices
+
+
+def _check_logits(operator: str, x: Tensor) -> None:
+    require(
+        operator,
+        x.dim() == 2 and x.dtype in FLOATS,
+        f"x is {list(x.shape)} {x.dtype}, expected [n, E] float16, bfloat16 or float32",
+    )
+
+
+def _check_bias(x: Tensor, bias: Tensor | None) -> None:
+    if bias is not None:
+        require(
+            GATING,
+            bias.dtype == x.dtype and bias.shape == x.shape[1:],
+            f"bias is {list(bias.shape)} {bias.dtype}, expected [{x.shape[1]}] {x.dtype}, as x",
+        )
+
+
+def _check_choice(name: str, value: int) -> None:
+    require(GATING, value in (0, 1), f"{name} is {value}, expected 0 or 1")
+
+
+def _check_groups(num_experts: int, k: int, k_group: int, group_count: int, mode: int) -> None:
+    require(
+        GATING,
+        group_count >= 1 and num_experts % group_count == 0,
+        f"group_count is {group_count}, expected a divisor of {num_experts}, the experts",
+    )
+    group_size = num_experts // group_count
+    require(
+        GATING,
+        1 <= k_group <= group_count,
+        f"k_group is {k_group}, expected 1 to {group_count}, group_count",
+    )
+    require(
+        GATING,
+        1 <= k <= k_group * group_size,
+        f"k is {k}, expected 1 to {k_group * group_size}, the experts of {k_group} groups",
+    )
+    require(
+        GATING,
+        group_size > mode,
+        f"group_select_mode is {mode}, expected 0 for groups of {group_size} expert",
+    )
+    require_size(
+        GATING,
+        num_experts <= MAX_EXPERTS,
+        f"x has {num_experts} experts, expected {MAX_EXPERTS} at most",
+    )
+    require_size(
+        GATING,
+        group_size >= MIN_GROUP_SIZE,
+        f"groups have {group_size} experts, expected {MIN_GROUP_SIZE} at least",
+    )
+    padded = math.ceil(group_size / GROUP_BLOCK) * GROUP_BLOCK * group_count
+    require_size(
+        GATING,
+        padded <= MAX_EXPERTS,
+        f"{group_count} groups of {group_size} take {padded} places in blocks of {GROUP_BLOCK}, "
+        f"expected {MAX_EXPERTS} at most",
+    )

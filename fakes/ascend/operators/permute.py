@@ -1,0 +1,205 @@
+"""Tokens to rows sorted by expert, and back.
+
+Source: the documentation of the three operators. Sums are float32, in the order of a token's
+experts, rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fakes.ascend.limits import require, require_modelled
+from fakes.ascend.registry import implements
+from fakes.ascend.undefined import has_values
+
+PERMUTE = "npu_moe_token_permute"
+UNPERMUTE = "npu_moe_token_unpermute"
+FINALIZE = "npu_moe_finalize_routing"
+
+# Modes of finalize_routing. Index of token t, choice k: k * n + t, or else t * K + k.
+BY_CHOICE = (0, 1)
+# Rows come as [E, C, H], and -1 stands for a copy that found no place.
+WITH_CAPACITY = (1, 3)
+
+
+@implements(PERMUTE, "CPU", "Meta")
+def moe_token_permute(
+    tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Copies of the tokens, sorted by expert, then token.
+
+    Args:
+        tokens: [n, H].
+        indices: [n, K] or [n], int32 or int64, the experts.
+        num_out_tokens: None, 0 or n * K: all; fewer are not modelled.
+        padded_mode: False.
+
+    Returns:
+        permuted [n * K, H]; positions [n * K], int32: permuted[positions[i]] is tokens[i // K].
+    """
+    require(PERMUTE, not padded_mode, "padded_mode is True, expected False")
+    require(PERMUTE, tokens.dim() == 2, f"tokens is {list(tokens.shape)}, expected [n, H]")
+    require(
+        PERMUTE,
+        indices.dim() in (1, 2)
+        and len(indices) == len(tokens)
+        and indices.dtype in (torch.int32, torch.int64),
+        f"indices is {list(indices.shape)} {indices.dtype}, expected [{len(tokens)}, K] or "
+        f"[{len(tokens)}], int32 or int64",
+    )
+    require_modelled(
+        PERMUTE,
+        num_out_tokens in (None, 0, indices.numel()),
+        f"num_out_tokens={num_out_tokens} beside {indices.numel()}, all copies,",
+    )
+    num_choices = 1 if indices.dim() == 1 else indices.shape[1]
+    order = indices.flatten().argsort(stable=True)
+    positions = torch.empty_like(order, dtype=torch.int32)
+    positions[order] = torch.arange(len(order), dtype=torch.int32, device=order.device)
+    return tokens[order // max(1, num_choices)], positions
+
+
+@implements(UNPERMUTE, "CPU", "Meta")
+def moe_token_unpermute(
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: Sequence[int] | None = None,
+) -> Tensor:
+    """Rows back to their tokens, multiplied by the weights and summed.
+
+    Args:
+        permuted_tokens: [n * K, H].
+        sorted_indices: [n * K], int32, where the copy t * K + k lies; -1 is refused.
+        probs: [n, K]; without it K is 1 and the rows return as they are.
+        padded_mode: False.
+        restore_shape: None; only padded_mode reads it.
+
+    Returns:
+        [n, H], dtype of the rows.
+    """
+    require(UNPERMUTE, not padded_mode, "padded_mode is True, expected False")
+    require_modelled(UNPERMUTE, restore_shape is None, "restore_shape")
+    num_copies = sorted_indices.numel()
+    require(
+        UNPERMUTE,
+        sorted_indices.dim() == 1 and sorted_indices.dtype == torch.int32,
+        f"sorted_indices is {list(sorted_indices.shape)} {sorted_indices.dtype}, expected "
+        "[n * K] int32",
+    )
+    weights = sorted_indices.new_ones(num_copies, 1) if probs is None else probs
+    require(
+        UNPERMUTE,
+        weights.dim() == 2 and weights.numel() == num_copies,
+        f"probs is {list(weights.shape)}, expected [n, K] with {num_copies} elements",
+    )
+    _check_range(UNPERMUTE, "sorted_indices", sorted_indices, 0, len(permuted_tokens))
+    index_of = sorted_indices.view(weights.shape).long()
+    total = permuted_tokens.new_zeros(len(weights), permuted_tokens.shape[1], dtype=torch.float32)
+    for choice in range(weights.shape[1]):
+        rows = permuted_tokens[index_of[:, choice]].float()
+        total += rows * weights[:, choice : choice + 1].float()
+    return total.to(permuted_tokens.dtype)
+
+
+@implements(FINALIZE, "CPU", "Meta")
+def moe_finalize_routing(
+    expanded_permuted_rows: Tensor,
+    skip1: Tensor | None,
+    skip2: Tensor | None,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    expanded_src_to_dst_row: Tensor,
+    export_for_source_row: Tensor | None,
+    drop_pad_mode: int | None = 0,
+    k: int | None = 1,
+) -> Tensor:
+    """skip1 + skip2 + the sum over a token's experts of scale * (row + bias of the expert).
+
+    Args:
+        expanded_permuted_rows: [n * K, H]; in modes 1 and 3 [E, C, H], E at least K.
+        skip1: [n, H].
+        skip2: [n, H]; only beside skip1.
+        bias: [E, H].
+        scales: [n, K], dtype of the rows or, beside bfloat16, float32; without it K is 1.
+        expanded_src_to_dst_row: [n * K], int32, where each copy lies; its order depends on the
+            mode; -1 in modes 1 and 3 is a row of zeros, and refused in modes 0 and 2.
+        export_for_source_row: [n, K], int32, the experts; only the bias needs it.
+        drop_pad_mode: 0 to 3.
+        k: K without scales; only 1 is modelled.
+
+    Returns:
+        [n, H], dtype of the rows.
+    """
+    mode = drop_pad_mode or 0
+    require(FINALIZE, mode in range(4), f"drop_pad_mode is {mode}, expected 0 to 3")
+    require(FINALIZE, skip1 is not None or skip2 is None, "skip2 comes without skip1")
+    require_modelled(FINALIZE, scales is not None or k in (None, 1), f"k={k} without scales")
+    num_dimensions = 3 if mode in WITH_CAPACITY else 2
+    require(
+        FINALIZE,
+        expanded_permuted_rows.dim() == num_dimensions,
+        f"expanded_permuted_rows is {list(expanded_permuted_rows.shape)}, expected "
+        f"{num_dimensions} dimensions in drop_pad_mode {mode}",
+    )
+    rows = expanded_permuted_rows.flatten(0, -2)
+    positions = expanded_src_to_dst_row
+    weights = positions.new_ones(positions.numel(), 1) if scales is None else scales
+    require(
+        FINALIZE,
+        positions.dim() == 1
+        and positions.dtype == torch.int32
+        and weights.numel() == positions.numel(),
+        f"expanded_src_to_dst_row is {list(positions.shape)} {positions.dtype}, expected "
+        f"[{weights.numel()}] int32, one for each of scales",
+    )
+    is_mixed = rows.dtype == torch.bfloat16 and weights.dtype == torch.float32
+    require(
+        FINALIZE,
+        scales is None or is_mixed or weights.dtype == rows.dtype,
+        f"scales are {weights.dtype} beside rows of {rows.dtype}, expected the same or float32 "
+        "beside bfloat16",
+    )
+    num_places, num_choices = expanded_permuted_rows.shape[0], weights.shape[1]
+    if mode in WITH_CAPACITY:
+        rule = f"expanded_permuted_rows has {num_places} experts, expected {num_choices} at least"
+        require(FINALIZE, num_places >= num_choices, rule)
+    else:
+        rule = f"expanded_permuted_rows has {num_places} rows, expected {positions.numel()}"
+        require(FINALIZE, num_places == positions.numel(), rule)
+    lowest = -1 if mode in WITH_CAPACITY else 0
+    _check_range(FINALIZE, f"expanded_src_to_dst_row ({mode=})", positions, lowest, len(rows))
+    num_tokens, num_choices = weights.shape
+    if mode in BY_CHOICE:
+        index_of = positions.view(num_choices, num_tokens).T
+    else:
+        index_of = positions.view(num_tokens, num_choices)
+    experts = export_for_source_row
+    require(FINALIZE, bias is None or experts is not None, "bias without export_for_source_row")
+    total = rows.new_zeros(num_tokens, rows.shape[1], dtype=torch.float32)
+    for skip in (skip1, skip2):
+        if skip is not None:
+            total += skip.float()
+    for choice in range(num_choices):
+        index = index_of[:, choice].long()
+        addends = rows[index.clamp(min=0)].float().masked_fill((index < 0).unsqueeze(1), 0.0)
+        if bias is not None and experts is not None:
+            addends += bias[experts[:, choice].long()].float()
+        total += addends * weights[:, choice : choice + 1].float()
+    return total.to(rows.dtype)
+
+
+def _check_range(operator: str, name: str, indices: Tensor, lowest: int, end: int) -> None:
+    """Indices outside would read somebody else's memory on the device."""
+    if not has_values(indices):
+        return
+    is_outside = (indices < lowest) | (indices >= end)
+    require(
+        operator,
+        not is_outside.any(),
+        f"{name} holds {indices[is_outside][:1].tolist()}, expected {lowest} to {end - 1}",
+    )

@@ -1,0 +1,16 @@
+"""Limits of sizes: those of the chip, which either test mode lifts."""
+
+from __future__ import annotations
+
+from fakes.ascend import limits
+from fakes.deep_ep.limits import is_enforced
+
+
+def require_size(operator: str, condition: bool, rule: str) -> None:
+    """A limit that soc(size_limits=False) lifts, and limits_off() of fakes.deep_ep.
+
+    Raises:
+        RuntimeError: as the host code of an operator reports a parameter.
+    """
+    if is_enforced():
+        limits.require_size(operator, condition, rule)

@@ -1,0 +1,101 @@
+"""Events and the communication stream: with async_finish, results are undefined until a wait.
+
+A CPU has no streams. What a call with async_finish computes is kept aside, and its tensors are
+poisoned, until somebody waits for its event or the next call on the same buffer, which the real
+stream would run after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from fakes.deep_ep.limits import require
+from fakes.deep_ep.v1.undefined import poison
+
+
+class EventHandle:
+    """A point on a stream; `wait` makes everything before it visible."""
+
+    def __init__(self, wait: Callable[[], None] = lambda: None) -> None:
+        self._wait = wait
+
+    def current_stream_wait(self) -> None:
+        """Make results visible to whoever waits; a second time changes nothing."""
+        self._wait()
+
+
+class EventOverlap:
+    """An event and the tensors that must live until it, as the real package returns them."""
+
+    def __init__(
+        self, event: EventHandle | None = None, extra_tensors: tuple[Tensor, ...] | None = None
+    ) -> None:
+        self.event = event
+        self.extra_tensors = extra_tensors
+
+    def current_stream_wait(self) -> None:
+        """Wait for the event, which there is only after async_finish or capture()."""
+        assert self.event is not None
+        self.event.current_stream_wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self.event is not None:
+            self.event.current_stream_wait()
+
+
+class CommStream:
+    """Work that was launched and whose results nobody has waited for, in order."""
+
+    def __init__(self) -> None:
+        self._pending: list[Callable[[], None]] = []
+
+    def begin(
+        self, previous_event: EventOverlap | None, is_async: bool, allocates_here: bool = False
+    ) -> None:
+        """What every call does first: all that was launched before is done.
+
+        Raises:
+            RuntimeError: tensors on this stream without an event before and one after.
+        """
+        event = None if previous_event is None else previous_event.event
+        if allocates_here:
+            require(event is not None and is_async, "previous_event.has_value() and async")
+        self.finish()
+        if event is not None:
+            event.current_stream_wait()
+
+    def launch(self, work: Callable[[], None]) -> EventHandle:
+        """Put `work` on the stream; the event's wait runs it and what came before."""
+        self._pending.append(work)
+
+        def wait() -> None:
+            while work in self._pending:
+                self._pending.pop(0)()
+
+        return EventHandle(wait)
+
+    def finish(self) -> None:
+        """Run all that is pending."""
+        while self._pending:
+            self._pending.pop(0)()
+
+    def hand_out(self, values: Sequence[Tensor], is_async: bool) -> EventOverlap:
+        """The event for `values`, which are undefined until it if the call is asynchronous."""
+        if not is_async:
+            return EventOverlap()
+        kept = [value.clone(memory_format=torch.preserve_format) for value in values]
+        for value in values:
+            poison(value)
+
+        def restore() -> None:
+            for value, original in zip(values, kept, strict=True):
+                value.copy_(original)
+
+        return EventOverlap(self.launch(restore))

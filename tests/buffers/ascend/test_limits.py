@@ -1,0 +1,676 @@
+"""What fails or goes wrong silently on Ascend's deep_ep is refused before any communication."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from epcomm import (
+    BackendUnavailable,
+    CapacityError,
+    ConfigError,
+    DeepEPLowLatencyDispatcher,
+    DeepEPNormalDispatcher,
+    EPConfig,
+    EPGroup,
+    ExpertParallelExperts,
+    Int8ChannelWeights,
+    MoESpec,
+    ShapeError,
+    TopKOutput,
+    WireDtype,
+    plan,
+)
+from epcomm.buffers.ascend.base import AscendBuffer
+from epcomm.buffers.ascend.calls import slot_bytes
+from epcomm.dispatchers.dispatcher import RowsDispatcher
+from epcomm.quantization import INT8_PER_TOKEN, dequantize
+from epcomm.registry import buffer_class
+from epcomm.spec import BufferSpec
+from epcomm.testing import buffer_suite
+from epcomm.testing.data import make_batch, make_weights
+from epcomm.types import WireFormat
+from fakes.ascend import limits, registry
+from fakes.deep_ep import install
+from tests.cli.test_diagnosis import write_package
+
+NORMAL, LOW_LATENCY = "AscendNormalBuffer", "AscendLowLatencyBuffer"
+BOTH = (NORMAL, LOW_LATENCY)
+HIDDEN = 1024
+BF16 = WireFormat.of(torch.bfloat16)
+LAYER = MoESpec(hidden_size=HIDDEN, num_experts=8, top_k=2)
+ROUNDS = {
+    "DEEPEP_NORMAL_LONG_SEQ_ROUND": "1",
+    "DEEPEP_NORMAL_LONG_SEQ_PER_ROUND_TOKENS": "32",
+}
+A2_LAYER = replace(LAYER, hidden_size=7168)
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HCCL_BUFFSIZE", "4000")
+    registry.register()
+    with limits.soc("A3"), install("ascend"):
+        yield
+
+
+def config_of(backend: str, **changes: object) -> EPConfig:
+    """How a backend is asked for."""
+    config = (
+        EPConfig(mode="normal", backend="ascend")
+        if backend == NORMAL
+        else EPConfig(mode="low_latency", backend="ascend", max_tokens_per_rank=16)
+    )
+    return replace(config, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """A limit: what is served, a step further, and the reason why that is not.
+
+    served, refused: a layer, or changes of the configuration.
+    """
+
+    id: str
+    backends: tuple[str, ...] = BOTH
+    chip: str = "A3"
+    world_size: tuple[int, int] = (2, 2)
+    layers: tuple[MoESpec, MoESpec] = (LAYER, LAYER)
+    changes: tuple[Mapping[str, object], Mapping[str, object]] = ({}, {})
+    variables: Mapping[str, str] = field(default_factory=dict)
+    reason: str
+
+
+def hidden(served: int, refused: int) -> tuple[MoESpec, MoESpec]:
+    return replace(LAYER, hidden_size=served), replace(LAYER, hidden_size=refused)
+
+
+def tokens(served: int, refused: int) -> tuple[Mapping[str, object], Mapping[str, object]]:
+    return {"max_tokens_per_rank": served}, {"max_tokens_per_rank": refused}
+
+
+LIMITS = [
+    Limit(
+        id="top-k",
+        layers=(
+            replace(LAYER, num_experts=32, top_k=16),
+            replace(LAYER, num_experts=32, top_k=17),
+        ),
+        reason="top_k is 17, at most 16",
+    ),
+    Limit(
+        id="experts",
+        layers=(replace(LAYER, num_experts=512), replace(LAYER, num_experts=514)),
+        reason="514 experts, at most 512",
+    ),
+    Limit(id="smallest H", layers=hidden(1024, 1023), reason="is 1023, expected 1024 to"),
+    Limit(
+        id="largest H, normal",
+        backends=(NORMAL,),
+        layers=hidden(7168, 7169),
+        reason="hidden_size is 7169, expected 1024 to 7168 on A3",
+    ),
+    Limit(
+        id="largest H, low latency",
+        backends=(LOW_LATENCY,),
+        layers=hidden(8192, 8193),
+        reason="hidden_size is 8193, expected 1024 to 8192 on A3",
+    ),
+    Limit(
+        id="H on A2, normal",
+        backends=(NORMAL,),
+        chip="A2",
+        layers=hidden(7168, 7136),
+        reason="hidden_size is 7136, expected 7168 on A2",
+    ),
+    Limit(
+        id="H on A2, low latency",
+        backends=(LOW_LATENCY,),
+        chip="A2",
+        layers=hidden(7168, 7200),
+        reason="hidden_size is 7200, expected 1024 to 7168 on A2",
+    ),
+    Limit(
+        id="unit of H on A2",
+        backends=(LOW_LATENCY,),
+        chip="A2",
+        layers=hidden(1056, 1040),
+        reason="hidden_size is 1040, expected a multiple of 32 on A2",
+    ),
+    Limit(
+        id="no unit of H on A3",
+        backends=(LOW_LATENCY,),
+        layers=(replace(LAYER, hidden_size=1040), replace(LAYER, hidden_size=1000)),
+        reason="hidden_size is 1000, expected 1024 to 8192 on A3",
+    ),
+    Limit(
+        id="A5 is as A3",
+        backends=(NORMAL,),
+        chip="A5",
+        layers=hidden(1024, 7169),
+        reason="hidden_size is 7169, expected 1024 to 7168 on A5",
+    ),
+    Limit(
+        id="tokens, normal",
+        backends=(NORMAL,),
+        changes=tokens(8192, 8193),
+        reason="max_tokens_per_rank is 8193, at most 8192",
+    ),
+    Limit(
+        id="tokens of rounds",
+        backends=(NORMAL,),
+        variables=ROUNDS,
+        changes=tokens(32, 33),
+        reason="max_tokens_per_rank is 33, at most 32",
+    ),
+    Limit(
+        id="tokens, low latency",
+        backends=(LOW_LATENCY,),
+        changes=tokens(512, 513),
+        reason="max_tokens_per_rank is 513, at most 512",
+    ),
+    Limit(
+        id="tokens on A2, low latency",
+        backends=(LOW_LATENCY,),
+        chip="A2",
+        changes=tokens(256, 257),
+        reason="max_tokens_per_rank is 257, at most 256",
+    ),
+    Limit(id="fewest ranks", world_size=(2, 1), reason="serves 2 to"),
+    Limit(
+        id="most ranks, normal",
+        backends=(NORMAL,),
+        world_size=(384, 385),
+        layers=(replace(LAYER, num_experts=384), replace(LAYER, num_experts=385)),
+        reason="serves 2 to 384 ranks on A3, not 385",
+    ),
+    Limit(
+        id="most ranks, low latency",
+        backends=(LOW_LATENCY,),
+        world_size=(512, 769),
+        layers=(replace(LAYER, num_experts=512), replace(LAYER, num_experts=769)),
+        reason="serves 2 to 768 ranks on A3, not 769",
+    ),
+    Limit(
+        id="hosts on A2",
+        chip="A2",
+        world_size=(8, 16),
+        layers=(A2_LAYER, replace(A2_LAYER, num_experts=16)),
+        reason="serves 2 to 8 ranks on A2, not 16",
+    ),
+    Limit(
+        id="experts of one rank * ranks",
+        backends=(LOW_LATENCY,),
+        world_size=(16, 128),
+        layers=(replace(LAYER, num_experts=512), replace(LAYER, num_experts=128 * 17)),
+        reason="experts of one rank * ranks is 2176, at most 2048",
+    ),
+    Limit(
+        id="alignment",
+        changes=({}, {"slot_alignment": 8}),
+        reason="packs its rows, so slot_alignment must be 1",
+    ),
+    Limit(
+        id="budget in low latency",
+        backends=(LOW_LATENCY,),
+        changes=({}, {"max_recv_slots": 64}),
+        reason="has room for any routing and no slot budget",
+    ),
+    Limit(
+        id="budget of exact sizes",
+        backends=(NORMAL,),
+        changes=({}, {"max_recv_slots": 64}),
+        reason="has exact sizes and no slot budget",
+    ),
+    Limit(
+        id="no limit in low latency",
+        backends=(LOW_LATENCY,),
+        changes=({}, {"max_tokens_per_rank": None}),
+        reason="has static sizes; set max_tokens_per_rank",
+    ),
+    Limit(
+        id="wire",
+        changes=({"dispatch_dtype": WireDtype.INT8}, {"dispatch_dtype": WireDtype.FP8_E4M3}),
+        reason="carries ['bf16', 'int8'], not fp8_e4m3",
+    ),
+    Limit(
+        id="combine",
+        layers=(LAYER, replace(LAYER, dtype=torch.float16)),
+        reason="combine carries bf16, not fp16",
+    ),
+    Limit(
+        id="window of low latency, INT8 as BF16",
+        backends=(LOW_LATENCY,),
+        # 2 * 16 * (8 * 2560 + 2 * 2048) B are 0.75 MiB, and for 22 tokens 1.03.
+        variables={"DEEPEP_HCCL_BUFFSIZE": "1"},
+        changes=(
+            {"max_tokens_per_rank": 21, "dispatch_dtype": WireDtype.INT8},
+            {"max_tokens_per_rank": 22, "dispatch_dtype": WireDtype.INT8},
+        ),
+        reason="needs a window of 2 MiB, but DEEPEP_HCCL_BUFFSIZE is 1",
+    ),
+    Limit(
+        id="window of one round",
+        backends=(NORMAL,),
+        # 2 * (32 * 2 * 4608 B + 208 MiB) are 416.6 MiB; 8192 tokens need 560.
+        variables={"HCCL_BUFFSIZE": "417", **ROUNDS},
+        changes=({}, {"max_tokens_per_rank": 33}),
+        reason="max_tokens_per_rank is 33, at most 32",
+    ),
+]
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.id)
+def test_plan_serves_up_to_the_limit_and_names_it_beyond(
+    limit: Limit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in limit.variables.items():
+        monkeypatch.setenv(name, value)
+    for backend in limit.backends:
+        layers = [
+            A2_LAYER if limit.chip == "A2" and layer == LAYER else layer for layer in limit.layers
+        ]
+        served, refused = [config_of(backend, **changes) for changes in limit.changes]
+        with limits.soc(limit.chip):
+            chosen = plan(served, layers[0], world_size=limit.world_size[0])
+            assert chosen.prefill.backend == backend
+            with pytest.raises(BackendUnavailable) as caught:
+                plan(refused, layers[1], world_size=limit.world_size[1])
+        assert limit.reason in str(caught.value)
+
+
+def test_without_a_chip_the_widest_limits_hold_and_ascend_is_a_family(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package = sys.modules["deep_ep"]
+    monkeypatch.setattr(package, "cpu_device_name", lambda: None)
+    config = EPConfig(backend="ascend", max_tokens_per_rank=512)
+    monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", "AIV")
+    chosen = plan(config, LAYER, world_size=16 // 2)
+    assert chosen.prefill.backend == NORMAL
+    assert chosen.decode is not None
+    assert chosen.decode.backend == LOW_LATENCY
+    # Prefill has no limit of the configuration, and still one.
+    assert chosen.prefill.limits()["tokens a rank"] == "at most 8192"
+    assert chosen.decode.limits()["tokens a rank"] == "at most 512"
+
+
+def test_experts_are_spread_evenly() -> None:
+    with pytest.raises(ConfigError, match="num_experts is 8, expected a multiple of the 3 ranks"):
+        plan(config_of(NORMAL), LAYER, world_size=3)
+
+
+SPECS = {
+    NORMAL: BufferSpec(
+        hidden_size=HIDDEN,
+        top_k=2,
+        num_local_experts=4,
+        dispatch_format=BF16,
+        combine_format=BF16,
+        backward_format=BF16,
+    )
+}
+SPECS[LOW_LATENCY] = replace(SPECS[NORMAL], max_tokens_per_rank=16)
+# What one rank alone has set, and what all ranks say of it.
+SET_ON_RANK_1 = [
+    (BOTH, {"DEEP_USE_MODE": "ops"}, "rank 1: DEEP_USE_MODE is ops, expected default; unset it"),
+    (BOTH, {"MOE_EXPERT_TOKEN_NUMS_TYPE": "0"}, "rank 1: MOE_EXPERT_TOKEN_NUMS_TYPE is 0"),
+    (BOTH, {"HCCL_BUFFSIZE": "big"}, "rank 1: HCCL_BUFFSIZE is 'big', expected 1 to"),
+    (BOTH, {"DEEPEP_HCCL_BUFFSIZE": "1"}, "but DEEPEP_HCCL_BUFFSIZE is 1; set it to"),
+    ((NORMAL,), {"DEEP_NORMAL_MODE_USE_INT8_QUANT": "1"}, "rows were to travel as bf16"),
+    ((NORMAL,), {"DEEPEP_NORMAL_LONG_SEQ_ROUND": "2"}, "set both or neither"),
+    ((NORMAL,), ROUNDS, "ranks disagree on tokens of a round: 8192 on rank 0, 32 on rank 1"),
+]
+
+
+@pytest.mark.ranks(2)
+def test_buffers_opened_without_a_plan_look_at_the_variables_too() -> None:
+    cases = [
+        (backend, variables, wanted)
+        for backends, variables, wanted in SET_ON_RANK_1
+        for backend in backends
+    ]
+    with EPGroup() as group:
+        # More than the 21 tokens that low latency has room for in 1 MiB, and no two alike: an open
+        # buffer is not opened again.
+        for number, (backend, variables, wanted) in enumerate(cases, start=22):
+            spec = replace(SPECS[backend], max_tokens_per_rank=number)
+            with pytest.MonkeyPatch.context() as patch:
+                for name, value in variables.items():
+                    if group.rank == 1:
+                        patch.setenv(name, value)
+                with pytest.raises((BackendUnavailable, ConfigError)) as caught:
+                    group.open_buffer(backend, spec)
+            assert wanted in str(caught.value)
+            assert f"this is rank {group.rank} of 2" in str(caught.value)
+            # Nothing was opened, and the group is as it was.
+            group.open_buffer(backend, spec)
+
+
+@pytest.mark.ranks(2)
+def test_buffers_opened_without_a_plan_know_their_limits() -> None:
+    changes: list[tuple[str, dict[str, Any], str]] = [
+        (NORMAL, {"top_k": 17, "num_local_experts": 16}, "ranks 0, 1: top_k is 17, at most 16"),
+        (NORMAL, {"max_tokens_per_rank": 8193}, "max_tokens_per_rank is 8193, at most 8192"),
+        (NORMAL, {"hidden_size": 512}, "hidden_size is 512, expected 1024 to 7168 on A3"),
+        (NORMAL, {"dispatch_format": WireFormat.of(torch.float16)}, "not fp16"),
+        (LOW_LATENCY, {"max_tokens_per_rank": None}, "set max_tokens_per_rank"),
+        (LOW_LATENCY, {"max_tokens_per_rank": 513}, "max_tokens_per_rank is 513, at most 512"),
+    ]
+    with EPGroup() as group:
+        for backend, changed, wanted in changes:
+            with pytest.raises(BackendUnavailable, match=wanted):
+                group.open_buffer(backend, replace(SPECS[backend], **changed))
+
+
+@pytest.mark.ranks(2)
+def test_a_package_without_a_parameter_is_refused_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package: Any = sys.modules["deep_ep"]
+
+    class Older(package.Buffer):
+        """A release that knows no quant_mode."""
+
+        def dispatch(self, x: object, **others: object) -> object:
+            return super().dispatch(x, **others)
+
+        def low_latency_dispatch(self, x: object, **others: object) -> object:
+            return super().low_latency_dispatch(x, **others)
+
+    with EPGroup() as group:
+        if group.rank == 1:
+            monkeypatch.setattr(package, "Buffer", Older)
+        for backend, method in ((NORMAL, "dispatch"), (LOW_LATENCY, "low_latency_dispatch")):
+            with pytest.raises(BackendUnavailable) as caught:
+                group.open_buffer(backend, SPECS[backend])
+            wanted = f"Older.{method} of the package installed has no parameter quant_mode"
+            assert wanted in str(caught.value)
+            assert "cannot be opened, rank 1: " in str(caught.value)
+
+
+REAL = """
+class Buffer:
+    def __init__(self, group, num_nvl_bytes=0, low_latency_mode=False):
+        self.group = group
+
+    def get_dispatch_layout(self, topk_idx, num_experts): ...
+
+    def dispatch(
+        self, x, num_tokens_per_rank=None, is_token_in_rank=None, num_tokens_per_expert=None,
+        topk_idx=None, topk_weights=None, quant_mode=None,
+    ): ...
+
+    def combine(self, x, handle): ...
+
+    def fused_deep_moe(self): ...
+"""
+
+
+@pytest.mark.ranks(2)
+def test_an_installed_package_needs_torch_npu_and_no_cuda(tmp_path: Path) -> None:
+    write_package(tmp_path / "deep_ep", {"__init__.py": REAL})
+    npu = SimpleNamespace(is_available=lambda: True, get_device_name=lambda: "Ascend910_9392")
+    with pytest.MonkeyPatch.context() as patch, EPGroup() as group:
+        # Instead of the stand-in.
+        patch.delitem(sys.modules, "deep_ep")
+        patch.delitem(sys.modules, "deep_ep.buffer")
+        patch.syspath_prepend(tmp_path)
+        with pytest.raises(BackendUnavailable, match="ranks 0, 1: torch_npu is not imported"):
+            group.open_buffer(NORMAL, SPECS[NORMAL])
+        patch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu=npu))  # type: ignore[arg-type]
+        buffer = group.open_buffer(NORMAL, SPECS[NORMAL])
+        assert isinstance(buffer, AscendBuffer)
+        assert buffer._buffer.group is group.collectives.process_group
+        npu.get_device_name = lambda: "Ascend910B2"
+        with pytest.raises(BackendUnavailable, match="hidden_size is 2048, expected 7168 on A2"):
+            group.open_buffer(NORMAL, replace(SPECS[NORMAL], hidden_size=2048))
+
+
+def topk_of(ids: list[list[int]]) -> TopKOutput:
+    topk_ids = torch.tensor(ids)
+    return TopKOutput(topk_ids=topk_ids, topk_weights=torch.full(topk_ids.shape, 0.5))
+
+
+def rows(num_tokens: int) -> torch.Tensor:
+    return torch.ones(num_tokens, HIDDEN, dtype=torch.bfloat16)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("check_calls", [True, False])
+def test_more_tokens_than_the_rounds_hold_are_refused(
+    check_calls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in ROUNDS.items():
+        monkeypatch.setenv(name, value)
+    with EPGroup() as group, torch.no_grad():
+        config = config_of(NORMAL, check_calls=check_calls)
+        dispatcher = DeepEPNormalDispatcher(group, LAYER, config)
+        many = 33 if group.rank == 1 else 32
+        topk = topk_of([[0, 5]] * many)
+        if group.rank == 1:
+            wanted = "hidden_states has 33 tokens, expected at most 32, which is all that the"
+            with pytest.raises(CapacityError, match=wanted):
+                dispatcher.dispatch(rows(many), topk)
+        elif check_calls:
+            with pytest.raises(
+                CapacityError, match="more tokens than max_tokens_per_rank on rank 1"
+            ):
+                dispatcher.dispatch(rows(many), topk)
+        else:
+            # Rank 1 took part without tokens, hence with one for its own experts.
+            out = dispatcher.dispatch(rows(many), topk)
+            assert out.index.host_num_slots_per_expert == (32, 0, 0, 0)
+        # Exactly as many as the rounds hold.
+        out = dispatcher.dispatch(rows(32), topk_of([[0, 5]] * 32))
+        y = dispatcher.combine(out.combine_input(out.hidden_states.data))
+        assert torch.equal(y, rows(32))
+
+
+@pytest.mark.ranks(2)
+def test_an_expert_twice_in_a_row_is_refused_on_all_ranks() -> None:
+    with EPGroup() as group, torch.no_grad():
+        ids = [[3, 1], [-1, -1], [4, 4]] if group.rank == 1 else [[3, 1], [-1, 0], [4, 5]]
+        config = config_of(NORMAL, check_calls=True)
+        normal = DeepEPNormalDispatcher(group, LAYER, config)
+        own = "names expert 4 twice for token 2, expected distinct experts in a row .rank 1 of 2"
+        wanted = own if group.rank == 1 else "an expert twice in a row of topk_ids on rank 1"
+        with pytest.raises(ShapeError, match=wanted):
+            normal.dispatch(rows(3), topk_of(ids))
+        config = config_of(LOW_LATENCY, check_calls=True)
+        low_latency = DeepEPLowLatencyDispatcher(group, LAYER, config)
+        out = low_latency.dispatch(rows(3), topk_of(ids))
+        with pytest.raises(ShapeError, match="an expert twice in a row of topk_ids on rank 1"):
+            low_latency.combine(out.combine_input(torch.zeros_like(out.hidden_states.data)))
+        dispatchers: list[RowsDispatcher[Any, Any]] = [normal, low_latency]
+        for dispatcher in dispatchers:
+            out = dispatcher.dispatch(rows(2), topk_of([[3, 1], [-1, 0]]))
+            y = dispatcher.combine(out.combine_input(out.hidden_states.data))
+            assert torch.equal(y[0], rows(1)[0])
+            assert torch.equal(y[1], 0.5 * rows(1)[0])
+
+
+def record_calls(
+    monkeypatch: pytest.MonkeyPatch, adapter: type[AscendBuffer]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Names and arguments of the calls that reach the package from now on."""
+    package: Any = sys.modules["deep_ep"]
+    seen: list[tuple[str, dict[str, Any]]] = []
+
+    def noting(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: object, **arguments: object) -> object:
+            # A positional argument is a TypeError here.
+            seen.append((method, arguments))
+            return original(self, **arguments)
+
+        return call
+
+    for method in adapter.calls:
+        if method != "__init__":
+            original = getattr(package.Buffer, method)
+            noted = noting(method, original)
+            noted.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+            monkeypatch.setattr(package.Buffer, method, noted)
+    return seen
+
+
+@pytest.mark.ranks(2)
+def test_a_bf16_draft_beside_an_int8_model_on_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The format is each dispatcher's own, told with every call, whose order interleaves."""
+    # The package's defaults, and the other package's name of the flag, mean INT8.
+    monkeypatch.setenv("DEEP_NORMAL_MODE_USE_INT8_QUANT", "0")
+    for backend, make in (
+        (NORMAL, DeepEPNormalDispatcher),
+        (LOW_LATENCY, DeepEPLowLatencyDispatcher),
+    ):
+        adapter = buffer_class(backend)
+        assert issubclass(adapter, AscendBuffer)
+        with pytest.MonkeyPatch.context() as patch, EPGroup() as group, torch.no_grad():
+            seen = record_calls(patch, adapter)
+            main = make(group, LAYER, config_of(backend, dispatch_dtype=WireDtype.INT8))
+            draft = make(group, LAYER, config_of(backend))
+            ids = [[3, 4], [7, 0], [2, 6]]
+            layers: list[RowsDispatcher[Any, Any]] = [main, draft]
+            outs = [layer.dispatch(rows(3), topk_of(ids)) for layer in layers]
+            found = [out.hidden_states.format for out in outs]
+            assert found == [INT8_PER_TOKEN, BF16]
+            for layer, out in zip(layers, outs, strict=True):
+                data = dequantize(out.hidden_states, torch.bfloat16)
+                y = layer.combine(out.combine_input(data))
+                # Experts that do nothing: weights of 0.5 twice. Squared, it would be a half.
+                assert torch.equal(y, rows(3))
+        formats = [arguments["quant_mode"] for _, arguments in seen if "quant_mode" in arguments]
+        assert formats == ["int8", "bf16"]
+        names = {name for name in adapter.calls if name != "__init__"}
+        assert {method for method, _ in seen} == names
+        for method, arguments in seen:
+            assert set(arguments) == set(adapter.calls[method])
+
+
+@pytest.mark.ranks(2)
+def test_two_layers_take_turns_on_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each dispatch has its own layout right before it, whatever waits for its combine."""
+    with EPGroup() as group, torch.no_grad():
+        adapter = buffer_class(NORMAL)
+        assert issubclass(adapter, AscendBuffer)
+        seen = record_calls(monkeypatch, adapter)
+        layers = [DeepEPNormalDispatcher(group, LAYER, config_of(NORMAL)) for _ in range(2)]
+        assert layers[0]._buffer is layers[1]._buffer
+        batches = [topk_of([[0, 7], [5, 2]]), topk_of([[6, 1]] * 3)]
+        outs = [
+            layer.dispatch(rows(len(topk.topk_ids)), topk)
+            for layer, topk in zip(layers, batches, strict=True)
+        ]
+        for layer, out, number in zip(layers, outs, (2.0, 4.0), strict=True):
+            y = layer.combine(out.combine_input(number * out.hidden_states.data))
+            assert torch.equal(y, number * rows(len(y)))
+    order = ["get_dispatch_layout", "dispatch"] * 2 + ["combine"] * 2
+    assert [method for method, _ in seen] == order
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_without_tokens_sends_one_to_itself() -> None:
+    """Releases of the package keep in their Buffer that the newest batch was empty."""
+    empty = TopKOutput(
+        topk_ids=torch.empty(0, 2, dtype=torch.int64), topk_weights=torch.empty(0, 2)
+    )
+    for backend, make in (
+        (NORMAL, DeepEPNormalDispatcher),
+        (LOW_LATENCY, DeepEPLowLatencyDispatcher),
+    ):
+        adapter = buffer_class(backend)
+        assert issubclass(adapter, AscendBuffer)
+        with pytest.MonkeyPatch.context() as patch, EPGroup() as group, torch.no_grad():
+            seen = record_calls(patch, adapter)
+            dispatcher: RowsDispatcher[Any, Any] = make(group, LAYER, config_of(backend))
+            mine = [empty, topk_of([[1, 6]])]
+            if group.rank == 0:
+                mine = [topk_of([[0, 5], [2, 5]]), empty]
+            outs, sent_before = [], -1
+            for topk in mine:
+                outs.append(dispatcher.dispatch(rows(len(topk.topk_ids)), topk))
+                if topk is empty:
+                    sent_before = dispatcher._buffer.traffic().dispatch_bytes
+            # Of each rank, its own token for its first two experts is among them.
+            counts = [out.num_slots_per_expert.tolist() for out in outs]
+            wanted = ([[1, 0, 1, 0], [1, 2, 0, 0]], [[1, 3, 0, 0], [0, 0, 1, 0]])
+            assert counts == wanted[group.rank]
+            for out, topk in zip(reversed(outs), reversed(mine), strict=True):
+                y = dispatcher.combine(out.combine_input(out.hidden_states.data))
+                assert torch.equal(y, rows(len(topk.topk_ids)))
+            dispatcher.check()
+        assert all(
+            len(arguments[name])
+            for _, arguments in seen
+            for name in ("x", "topk_idx")
+            if name in arguments
+        )
+        sent = 2 * slot_bytes(SPECS[backend])[0]
+        assert sent_before == (sent if group.rank == 0 else 0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("chip", ["A2", "A5"])
+def test_both_modes_run_on_the_other_chips(chip: str) -> None:
+    """With the limits of their stand-in, which has its own list of them."""
+    with limits.soc(chip), EPGroup() as group, torch.no_grad():
+        layers: list[RowsDispatcher[Any, Any]] = [
+            DeepEPNormalDispatcher(group, A2_LAYER, config_of(NORMAL)),
+            DeepEPLowLatencyDispatcher(group, A2_LAYER, config_of(LOW_LATENCY)),
+        ]
+        x = torch.ones(2, A2_LAYER.hidden_size, dtype=torch.bfloat16)
+        for layer in layers:
+            out = layer.dispatch(x, topk_of([[0, 7], [5, 2]]))
+            assert torch.equal(layer.combine(out.combine_input(out.hidden_states.data)), x)
+
+
+@pytest.mark.ranks(2)
+def test_zero_rows_stay_zero_in_int8() -> None:
+    """The device divides by 0 for them, and their codes are undefined."""
+    spec = replace(buffer_suite.BATCH_SPECS["uneven"], hidden_size=HIDDEN, dtype=torch.bfloat16)
+    with EPGroup() as group, torch.no_grad():
+        plain = make_weights(spec, group.world_size, intermediate_size=128)
+        weights = Int8ChannelWeights.from_unquantized(plain)
+        batch = make_batch(spec, group.rank, group.world_size)
+        batch.x[1] = 0.0
+        topk = TopKOutput(topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
+        for backend in BOTH:
+            config = config_of(backend, runner="ascend")
+            top_k = spec.num_topk(group.world_size)
+            layer = ExpertParallelExperts(weights, group, config, top_k=top_k)
+            y = layer(batch.x, topk)
+            layer.check()
+            assert bool((y[1] == 0.0).all())
+            assert bool(y.isfinite().all())
+            assert bool(y[0].any())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", BOTH)
+def test_rows_of_another_format_than_asked_for_are_an_error(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from a package that drops quant_mode on its way to the operator."""
+    package: Any = sys.modules["deep_ep"]
+    method = "dispatch" if backend == NORMAL else "low_latency_dispatch"
+    original = getattr(package.Buffer, method)
+
+    def forgetful(self: object, *, quant_mode: str | None = None, **arguments: object) -> object:
+        return original(self, **arguments | {"quant_mode": "bf16"})
+
+    forgetful.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    monkeypatch.setattr(package.Buffer, method, forgetful)
+    make = DeepEPNormalDispatcher if backend == NORMAL else DeepEPLowLatencyDispatcher
+    with EPGroup() as group, torch.no_grad():
+        dispatcher = make(group, LAYER, config_of(backend, dispatch_dtype=WireDtype.INT8))
+        wanted = f"{backend}: rows came as torch.bfloat16 with no scales, expected int8"
+        with pytest.raises(BackendUnavailable, match=wanted):
+            dispatcher.dispatch(rows(2), topk_of([[0, 7], [5, 2]]))

@@ -1,0 +1,250 @@
+"""Low latency over deep_ep in steps, and the calls of all adapters against recorded signatures."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from ast import literal_eval
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from epcomm import (
+    DeepEPLowLatencyDispatcher,
+    EPConfig,
+    EPGroup,
+    HandleError,
+    MaskedDispatchOutput,
+    MoESpec,
+    TopKOutput,
+)
+from epcomm.testing.buffer_suite import BATCH_SPECS, check_batch
+from fakes.deep_ep import install
+from fakes.deep_ep.v1 import buffer as v1_buffer
+from fakes.deep_ep.v1.buffer import Buffer as StandIn
+from tests.buffers.deep_ep.test_deep_ep import CASES, buffer_env
+
+NUM_RANKS = 2
+HIDDEN_SIZE, NUM_EXPERTS, TOP_K, MAX_TOKENS = 2048, 4, 2, 4
+CONTRACTS = Path(__file__).parents[2] / "contracts"
+CONFIG = EPConfig(mode="low_latency", backend="DeepEPV1Buffer", max_tokens_per_rank=MAX_TOKENS)
+SPEC = MoESpec(hidden_size=HIDDEN_SIZE, num_experts=NUM_EXPERTS, top_k=TOP_K)
+
+
+@pytest.fixture(autouse=True)
+def poison_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(v1_buffer, "_check_torch_deterministic", lambda: None)
+
+
+@pytest.fixture
+def receipts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the stand-in has received, in order: `dispatch` or `combine` and its number."""
+    log: list[str] = []
+    numbers = {"dispatch": 0, "combine": 0}
+    for name in numbers:
+        original = getattr(StandIn, f"low_latency_{name}")
+
+        def call(
+            self: StandIn,
+            *args: object,
+            original: Callable[..., Any] = original,
+            name: str = name,
+            **options: object,
+        ) -> tuple[Any, ...]:
+            *results, hook = original(self, *args, **options)
+            numbers[name] += 1
+            text = f"{name} {numbers[name]}"
+
+            def receive() -> None:
+                hook()
+                log.append(text)
+
+            return (*results, receive)
+
+        monkeypatch.setattr(StandIn, f"low_latency_{name}", call)
+    return log
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """x [T, H], its routing, and the y of experts that return their input."""
+
+    x: Tensor
+    topk: TopKOutput
+
+    @property
+    def y(self) -> Tensor:
+        return self.x * self.topk.topk_weights.sum(1, keepdim=True)
+
+
+def make_batch(group: EPGroup, number: int) -> Batch:
+    x = torch.full((3, HIDDEN_SIZE), 1.0 + 4 * number + group.rank, dtype=torch.bfloat16)
+    x[:, 0] = torch.arange(3)
+    ids = torch.tensor([[0, 3], [2, 1], [3, 2]]).roll(number, 0)
+    return Batch(x=x, topk=TopKOutput(topk_ids=ids, topk_weights=torch.full((3, TOP_K), 0.25)))
+
+
+@contextmanager
+def dispatcher_of(group: EPGroup) -> Iterator[DeepEPLowLatencyDispatcher]:
+    with torch.no_grad():
+        yield DeepEPLowLatencyDispatcher(group, SPEC, CONFIG)
+
+
+@contextmanager
+def opened() -> Iterator[tuple[EPGroup, DeepEPLowLatencyDispatcher]]:
+    with install("v1"), EPGroup() as group, dispatcher_of(group) as dispatcher:
+        yield group, dispatcher
+
+
+def identity(out: object) -> Any:  # noqa: ANN401 - the input of combine, whose kind out knows
+    assert isinstance(out, MaskedDispatchOutput)
+    return out.combine_input(out.hidden_states.data)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_nothing_is_received_before_wait(receipts: list[str]) -> None:
+    with opened() as (group, dispatcher), torch.profiler.profile() as profiler:
+        batch = make_batch(group, 0)
+        pending = dispatcher.dispatch_async(batch.x, batch.topk)
+        assert receipts == []
+        out = pending.wait()
+        assert receipts == ["dispatch 1"]
+        pending_y = dispatcher.combine_async(identity(out))
+        assert receipts == ["dispatch 1"]
+        assert torch.equal(pending_y.wait(), batch.y)
+        assert receipts == ["dispatch 1", "combine 1"]
+    shown = {event.key for event in profiler.key_averages() if event.key.startswith("epcomm::")}
+    halves = ("dispatch_begin", "dispatch_wait", "combine_begin", "combine_wait")
+    assert shown == {f"epcomm::{half}" for half in halves}
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["in order", "the other way round"])
+def test_a_send_receives_the_call_before_it(order: tuple[int, int], receipts: list[str]) -> None:
+    with opened() as (group, dispatcher):
+        batches = [make_batch(group, number) for number in range(2)]
+        pending = [dispatcher.dispatch_async(each.x, each.topk) for each in batches]
+        # deep_ep clears the counts of the first while it sends the second.
+        assert receipts == ["dispatch 1"]
+        outs = {place: pending[place].wait() for place in order}
+        assert receipts == ["dispatch 1", "dispatch 2"], "each is received once"
+        pending_ys = {place: dispatcher.combine_async(identity(outs[place])) for place in order}
+        assert receipts[2:] == ["combine 1"]
+        for place in reversed(order):
+            assert torch.equal(pending_ys[place].wait(), batches[place].y)
+        assert receipts[2:] == ["combine 1", "combine 2"]
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_weights_may_be_overwritten_after_dispatch() -> None:
+    with opened() as (group, dispatcher):
+        batch = make_batch(group, 0)
+        expected = batch.y
+        out = dispatcher.dispatch(batch.x, batch.topk)
+        batch.topk.topk_weights.fill_(7)
+        batch.topk.topk_ids.fill_(0)
+        assert torch.equal(dispatcher.combine(identity(out)), expected)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("waits", [True, False])
+def test_batch_that_the_third_dispatch_ended_names_the_remedy(waits: bool) -> None:
+    with opened() as (group, dispatcher):
+        batches = [make_batch(group, number) for number in range(3)]
+        pending = [dispatcher.dispatch_async(batches[0].x, batches[0].topk)]
+        first = pending[0].wait() if waits else None
+        pending += [dispatcher.dispatch_async(each.x, each.topk) for each in batches[1:]]
+        # The memory is gone with the send of the third, whoever waits for that.
+        with pytest.raises(HandleError, match="combine a batch before the second next dispatch"):
+            pending[0].wait() if first is None else dispatcher.combine(identity(first))
+        for batch, each in zip(batches[1:], pending[1:], strict=True):
+            assert torch.equal(dispatcher.combine(identity(each.wait())), batch.y)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("backend", CASES)
+def test_topk_of_any_strides_is_served(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with install(CASES[backend].package), EPGroup() as group:
+        env = buffer_env(backend, group, "bf16")
+        original = type(env).batches
+
+        def strided(self: object, spec: Any, number: int = 0) -> list[Any]:  # noqa: ANN401
+            return [
+                replace(
+                    batch,
+                    topk_ids=batch.topk_ids.T.contiguous().T,
+                    topk_weights=batch.topk_weights.repeat_interleave(2, dim=1)[:, ::2],
+                )
+                for batch in original(env, spec, number)
+            ]
+
+        monkeypatch.setattr(type(env), "batches", strided)
+        check_batch(env, BATCH_SPECS["uneven"])
+
+
+def recorded_signature(package: str, method: str) -> inspect.Signature:
+    """Of the real package."""
+    contract = json.loads((CONTRACTS / f"deep_ep_{package}_signatures.json").read_text("utf-8"))
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [
+        inspect.Parameter(
+            each["name"],
+            kind,
+            default=literal_eval(each["default"]) if "default" in each else inspect.Parameter.empty,
+        )
+        for each in contract["methods"][method]["parameters"]
+    ]
+    return inspect.Signature(parameters)
+
+
+def record_calls(
+    package: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, int]:
+    """Count the calls of every public method, and bind each to the recorded signature."""
+    kind = module.Buffer if package == "v1" else module.ElasticBuffer
+    counts: dict[str, int] = {}
+    contract = json.loads((CONTRACTS / f"deep_ep_{package}_signatures.json").read_text("utf-8"))
+    for method, described in contract["methods"].items():
+        found = inspect.getattr_static(kind, method, None)
+        if found is None:
+            continue
+        function: Callable[..., Any] = found.__func__ if described["static"] else found
+        signature = recorded_signature(package, method)
+
+        def call(
+            *args: object,
+            function: Callable[..., Any] = function,
+            signature: inspect.Signature = signature,
+            method: str = method,
+            **options: object,
+        ) -> Any:  # noqa: ANN401
+            signature.bind(*args, **options)
+            counts[method] = counts.get(method, 0) + 1
+            return function(*args, **options)
+
+        monkeypatch.setattr(kind, method, staticmethod(call) if described["static"] else call)
+    return counts
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("wire", ["bf16", "fp8_powers_of_two"])
+@pytest.mark.parametrize("backend", CASES)
+def test_every_call_binds_to_the_recorded_signature(
+    backend: str, wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = CASES[backend].package
+    with install(package) as module, monkeypatch.context() as patch:
+        counts = record_calls(package, module, patch)
+        with EPGroup() as group:
+            check_batch(buffer_env(backend, group, wire), BATCH_SPECS["uneven"])
+        is_low_latency = backend == "DeepEPV1LowLatencyBuffer"
+        for verb in ("dispatch", "combine"):
+            assert counts[f"low_latency_{verb}" if is_low_latency else verb] >= 1
+        assert counts["__init__"] == counts["destroy"] == 1

@@ -1,0 +1,211 @@
+"""The deep_ep buffers pass the buffer suite on stand-ins for the package, over CPU ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from epcomm import EPConfig, EPGroup, Mode, WireDtype
+from epcomm.buffers.base import DispatchCall
+from epcomm.protocol import BatchFlags
+from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES
+from epcomm.registry import buffer_class
+from epcomm.spec import BufferSpec
+from epcomm.testing import buffer_suite, layer_suite
+from epcomm.testing.buffer_suite import BufferEnv
+from epcomm.testing.layer_suite import LayerEnv
+from epcomm.types import WireFormat
+from fakes.deep_ep import install
+from fakes.deep_ep.v1 import buffer as v1_buffer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A buffer, and sizes that its package takes."""
+
+    package: str
+    backend: str
+    mode: Mode
+    hidden_size: int
+    token_multiple: int | None = None
+
+
+CASES = {
+    case.backend: case
+    for case in (
+        Case(package="v1", backend="DeepEPV1Buffer", mode=Mode.NORMAL, hidden_size=256),
+        Case(package="v1", backend="DeepEPV1StaticBuffer", mode=Mode.NORMAL, hidden_size=256),
+        Case(
+            package="v1",
+            backend="DeepEPV1LowLatencyBuffer",
+            mode=Mode.LOW_LATENCY,
+            hidden_size=2048,
+            token_multiple=4,
+        ),
+        Case(
+            package="v2",
+            backend="DeepEPV2Buffer",
+            mode=Mode.NORMAL,
+            hidden_size=256,
+            token_multiple=1,
+        ),
+        Case(package="v2", backend="DeepEPV2StaticBuffer", mode=Mode.NORMAL, hidden_size=256),
+        Case(
+            package="v2", backend="DeepEPV2LowLatencyBuffer", mode=Mode.LOW_LATENCY, hidden_size=256
+        ),
+    )
+}
+WIRES = {"bf16": None, "fp8": FP8_FLOAT32_SCALES, "fp8_powers_of_two": FP8_POWER_OF_TWO_SCALES}
+# Rows are of one size and bfloat16 here, whatever a batch says, and rooms of one size are not
+# aligned any further.
+SCENARIOS = [name for name in buffer_suite.SCENARIOS if name not in ("fp16", "bf16", "odd_hidden")]
+ALIGNED = ("aligned", "aligned_holes")
+
+
+@pytest.fixture(autouse=True)
+def poison_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real package refuses torch's poison, for it fills beside its stream; a CPU has none."""
+    monkeypatch.setattr(v1_buffer, "_check_torch_deterministic", lambda: None)
+
+
+RUNS = [
+    (backend, scenario)
+    for backend, case in CASES.items()
+    for scenario in SCENARIOS
+    if buffer_suite.tests_anything(scenario, buffer_class(backend).caps(case.mode))
+    and not (scenario in ALIGNED and backend == "DeepEPV1LowLatencyBuffer")
+]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("backend", "scenario"), RUNS)
+def test_deep_ep_buffer_keeps_its_contract(backend: str, scenario: str) -> None:
+    run_buffer(backend, scenario, "bf16")
+
+
+# What 2 ranks cannot show, and with the slow tests everything.
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("backend", CASES)
+@pytest.mark.parametrize("scenario", ["uneven", "faults"])
+def test_deep_ep_buffer_of_four_ranks_keeps_its_contract(scenario: str, backend: str) -> None:
+    run_buffer(backend, scenario, "bf16")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("backend", "scenario"), [run for run in RUNS if run[1] not in ("uneven", "faults")]
+)
+def test_rest_of_the_contract_of_four_ranks(backend: str, scenario: str) -> None:
+    run_buffer(backend, scenario, "bf16")
+
+
+# Eight bits change what a row looks like, and what an empty rank or a token of nobody sends.
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", CASES)
+@pytest.mark.parametrize("scenario", ["empty_rank", "holes", "traffic"])
+def test_quantized_rows_keep_the_contract(scenario: str, backend: str) -> None:
+    run_buffer(backend, scenario, "fp8")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", CASES)
+def test_power_of_two_scales_keep_the_contract(backend: str) -> None:
+    run_buffer(backend, "uneven", "fp8_powers_of_two")
+
+
+def run_buffer(backend: str, scenario: str, wire: str) -> None:
+    with install(CASES[backend].package), EPGroup() as group:
+        buffer_suite.run_scenario(scenario, buffer_env(backend, group, wire))
+
+
+def buffer_env(backend: str, group: EPGroup, wire: str) -> BufferEnv:
+    case = CASES[backend]
+    return BufferEnv(
+        group=group,
+        backend=backend,
+        mode=case.mode,
+        wire=WIRES[wire],
+        hidden_size=case.hidden_size,
+        dtype=torch.bfloat16,
+        token_multiple=case.token_multiple,
+    )
+
+
+CONFIGS = {
+    "DeepEPV1Buffer": EPConfig(mode="normal"),
+    "DeepEPV1StaticBuffer": EPConfig(mode="normal", max_tokens_per_rank=16, max_recv_slots=256),
+    "DeepEPV1LowLatencyBuffer": EPConfig(mode="low_latency", max_tokens_per_rank=16),
+    "DeepEPV2Buffer": EPConfig(mode="normal", max_tokens_per_rank=16),
+    "DeepEPV2StaticBuffer": EPConfig(mode="normal", max_tokens_per_rank=16, max_recv_slots=256),
+    "DeepEPV2LowLatencyBuffer": EPConfig(mode="low_latency", max_tokens_per_rank=16),
+}
+
+
+# In bfloat16 a clamped activation may fall to either side of its limit, where its slope jumps.
+LAYER_SCENARIOS = [name for name in layer_suite.SCENARIOS if name != "clamped_swiglu"]
+
+
+def layer_env(backend: str, group: EPGroup, wire: WireDtype | None = None) -> LayerEnv:
+    config = replace(CONFIGS[backend], backend=buffer_class(backend).name, dispatch_dtype=wire)
+    env = layer_suite.pipeline_env(
+        group, config, hidden_size=CASES[backend].hidden_size, dtype=torch.bfloat16
+    )
+    return replace(env, has_gradients=buffer_class(backend).caps(CASES[backend].mode).trainable)
+
+
+# What the buffer decides about a layer; the rest is proved on others.
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", CASES)
+@pytest.mark.parametrize(
+    "scenario", ["uneven", "empty_rank", "holes", "nowhere", "two_layers", "interleaved"]
+)
+def test_layer_on_deep_ep_equals_the_oracle(scenario: str, backend: str) -> None:
+    with install(CASES[backend].package), EPGroup() as group:
+        layer_suite.run_scenario(scenario, layer_env(backend, group))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", CASES)
+def test_layer_with_quantized_dispatch_on_deep_ep_equals_the_oracle(backend: str) -> None:
+    with install(CASES[backend].package), EPGroup() as group:
+        layer_suite.run_scenario("two_batches", layer_env(backend, group, WireDtype.FP8_E4M3))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "backend", ["DeepEPV1Buffer", "DeepEPV1StaticBuffer", "DeepEPV2Buffer", "DeepEPV2StaticBuffer"]
+)
+@pytest.mark.parametrize("scenario", layer_suite.GRADIENT_SCENARIOS)
+def test_layer_on_deep_ep_trains_like_the_oracle(scenario: str, backend: str) -> None:
+    with install(CASES[backend].package), EPGroup() as group:
+        layer_suite.run_scenario(scenario, layer_env(backend, group))
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_fp8_rows_fit_into_a_large_v2_buffer() -> None:
+    """Rows of FP8 are half as long as those of bfloat16 that go the same way in backward."""
+    wire = WireFormat.of(torch.bfloat16)
+    spec = BufferSpec(
+        hidden_size=7168,
+        top_k=1,
+        num_local_experts=2,
+        dispatch_format=FP8_FLOAT32_SCALES,
+        combine_format=wire,
+        backward_format=wire,
+        max_tokens_per_rank=4096,
+    )
+    with install("v2"), EPGroup() as group:
+        buffer = group.open_buffer("DeepEPV2Buffer", spec)
+        out = buffer.dispatch(
+            DispatchCall(
+                hidden_states=torch.ones(2, 7168, dtype=torch.bfloat16),
+                topk_ids=torch.tensor([[0], [2]]),
+                topk_weights=torch.ones(2, 1),
+                flags=BatchFlags.NONE,
+            )
+        )
+        rows = buffer.redispatch(torch.full((2, 7168), 3.0, dtype=torch.bfloat16), out.route)
+        assert (rows == 3).all()

@@ -1,0 +1,437 @@
+"""Which deep_ep is here, what each buffer on it lacks, and what plan() says of that."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from epcomm import (
+    BackendUnavailable,
+    EPConfig,
+    EPGroup,
+    MoESpec,
+    WireDtype,
+    WireFormat,
+    plan,
+)
+from epcomm.buffers.deep_ep.v1_low_latency import message_bytes
+from epcomm.config import Mode
+from epcomm.platforms.deep_ep_package import (
+    WITH_ELASTIC_BUFFER,
+    WITH_LEGACY_BUFFER,
+    load_deep_ep,
+    probe_deep_ep,
+)
+from epcomm.quantization import FP8_FLOAT32_SCALES
+from epcomm.registry import buffer_class
+from epcomm.spec import BufferSpec
+from fakes.deep_ep import install
+from tests.buffers.deep_ep.test_deep_ep import CASES
+from tests.cli.test_diagnosis import DEEP_EPS, DeepEP, write_package
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+RECORDING = Path(__file__).parents[2] / "contracts" / "deep_ep_v1_recording.json"
+NO_CUDA = "there is no CUDA device"
+# Whose legacy Buffer, and whose ElasticBuffer, may be used.
+SERVED = {"V1": (True, False), "V2": (True, True), "Hybrid": (True, False)}
+
+
+@pytest.fixture
+def no_deep_ep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that never saw one, and has a CUDA device."""
+    monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.usefixtures("no_deep_ep")
+@pytest.mark.parametrize("package", DEEP_EPS, ids=lambda package: package.id)
+def test_every_kind_serves_what_it_holds(
+    package: DeepEP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_package(tmp_path / "deep_ep", package.files)
+    monkeypatch.syspath_prepend(tmp_path)
+    kind = package.kind.value
+    legacy, elastic = probe_deep_ep(WITH_LEGACY_BUFFER), probe_deep_ep(WITH_ELASTIC_BUFFER)
+    assert (legacy.ok, elastic.ok) == SERVED.get(kind, (False, False))
+    for verdict, wanted in ((legacy, "Hybrid or V1 or V2"), (elastic, "V2")):
+        if not verdict.ok:
+            assert verdict.reasons == (f"the deep_ep installed is {kind}, expected {wanted}",)
+
+
+@pytest.mark.usefixtures("no_deep_ep")
+def test_v2_without_the_older_buffer_serves_no_v1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_package(tmp_path / "deep_ep", {"__init__.py": "class ElasticBuffer: ..."})
+    monkeypatch.syspath_prepend(tmp_path)
+    assert probe_deep_ep(WITH_ELASTIC_BUFFER).ok
+    assert probe_deep_ep(WITH_LEGACY_BUFFER).reasons == (
+        "the deep_ep installed is V2 without the Buffer of V1",
+    )
+
+
+@pytest.mark.usefixtures("no_deep_ep")
+def test_none_names_the_remedy() -> None:
+    reason = "deep_ep is not installed; build it from source for several hosts"
+    assert probe_deep_ep(WITH_LEGACY_BUFFER).reasons == (reason,)
+    with pytest.raises(BackendUnavailable, match=reason):
+        load_deep_ep(WITH_LEGACY_BUFFER)
+
+
+@pytest.mark.usefixtures("no_deep_ep")
+@pytest.mark.parametrize(
+    "statement", ["import deep_ep_cpp_that_is_not_there", "raise OSError('libnvshmem: undefined')"]
+)
+def test_import_that_fails_names_the_remedy(
+    statement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_package(tmp_path / "deep_ep", {"__init__.py": f"{statement}\nclass Buffer: ..."})
+    monkeypatch.syspath_prepend(tmp_path)
+    assert probe_deep_ep(WITH_LEGACY_BUFFER).ok, "nothing is imported by a probe"
+    with pytest.raises(BackendUnavailable, match="rebuild it for this torch and this device"):
+        load_deep_ep(WITH_LEGACY_BUFFER)
+
+
+@pytest.mark.usefixtures("no_deep_ep")
+def test_no_cuda_is_a_reason_but_for_a_stand_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with install("v1"):
+        assert probe_deep_ep(WITH_LEGACY_BUFFER).ok
+    write_package(tmp_path / "deep_ep", {"__init__.py": "class Buffer: ..."})
+    monkeypatch.syspath_prepend(tmp_path)
+    assert probe_deep_ep(WITH_LEGACY_BUFFER).reasons == (NO_CUDA,)
+
+
+BF16 = WireFormat.of(torch.bfloat16)
+WHOLE = BufferSpec(
+    hidden_size=2048,
+    top_k=8,
+    num_local_experts=4,
+    dispatch_format=BF16,
+    combine_format=BF16,
+    backward_format=BF16,
+    max_tokens_per_rank=16,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lack:
+    """What is asked of which backends, and the reason; None: they serve it."""
+
+    backends: tuple[str, ...]
+    changes: Mapping[str, object] = field(default_factory=dict)
+    world_size: int = 4
+    queue_depth: str | None = None
+    reason: str | None = None
+
+    @property
+    def id(self) -> str:
+        changes = ", ".join(f"{name}={value}" for name, value in self.changes.items())
+        depth = "" if self.queue_depth is None else f", depth {self.queue_depth}"
+        return f"{self.backends[0]}: {changes or 'as it is'} on {self.world_size}{depth}"
+
+
+V1 = ("DeepEPV1Buffer", "DeepEPV1StaticBuffer")
+V1_LL = ("DeepEPV1LowLatencyBuffer",)
+V2 = ("DeepEPV2Buffer", "DeepEPV2StaticBuffer", "DeepEPV2LowLatencyBuffer")
+LACKS = [
+    Lack(backends=(*V1, *V1_LL, *V2)),
+    Lack(backends=V1[:1], world_size=160),
+    Lack(
+        backends=V1,
+        world_size=3,
+        reason="serves 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160 ranks, not 3",
+    ),
+    Lack(backends=V1[1:], world_size=16, reason="has static sizes for at most 8 ranks of one host"),
+    Lack(
+        backends=V1, changes={"num_local_experts": 1025}, reason="has at most 1024 experts a rank"
+    ),
+    Lack(backends=V1_LL, changes={"num_local_experts": 1025}, reason="at most 1024 experts a rank"),
+    Lack(
+        backends=V1_LL,
+        changes={"hidden_size": 1024},
+        reason="is compiled for hidden_size 2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192, not "
+        "1024",
+    ),
+    Lack(backends=V1_LL, changes={"slot_alignment": 8}, reason="slot_alignment must be 1"),
+    Lack(backends=V1_LL, changes={"max_tokens_per_rank": 511}),
+    Lack(
+        backends=V1_LL,
+        changes={"max_tokens_per_rank": 512},
+        reason="max_tokens_per_rank is 512, at most 511 with NVSHMEM_QP_DEPTH = 1024",
+    ),
+    Lack(backends=V1_LL, changes={"max_tokens_per_rank": 512}, queue_depth="1026"),
+    Lack(
+        backends=V1_LL,
+        queue_depth="32",
+        reason="max_tokens_per_rank is 16, at most 15 with NVSHMEM_QP_DEPTH = 32",
+    ),
+    Lack(
+        backends=V1_LL,
+        queue_depth="deep",
+        reason="NVSHMEM_QP_DEPTH is 'deep', expected a number",
+    ),
+    Lack(
+        backends=V1_LL,
+        world_size=12,
+        reason="serves whole hosts of 8 ranks, not 12 ranks",
+    ),
+    Lack(
+        backends=V1_LL,
+        changes={"hidden_size": 8192, "num_local_experts": 512, "max_tokens_per_rank": 511},
+        reason="B for messages, and takes less than 34359738352 B",
+    ),
+    Lack(
+        backends=V1_LL,
+        changes={"dispatch_format": FP8_FLOAT32_SCALES, "max_tokens_per_rank": 17},
+        world_size=2,
+        reason="FP8 rows need max_tokens_per_rank * ranks to be a multiple of 4",
+    ),
+    Lack(backends=V1_LL, changes={"max_tokens_per_rank": 17}, world_size=2),
+    Lack(
+        backends=(*V1, *V2),
+        changes={"dispatch_format": FP8_FLOAT32_SCALES, "hidden_size": 2112},
+        reason="FP8 rows need a multiple of 128, not 2112",
+    ),
+    Lack(
+        backends=(*V1, *V1_LL, *V2),
+        changes={"combine_format": WireFormat.of(torch.float16)},
+        reason="combine carries bf16, not fp16",
+    ),
+    Lack(
+        backends=V2,
+        changes={"max_tokens_per_rank": None},
+        reason="allocates once; set max_tokens_per_rank",
+    ),
+    Lack(
+        backends=V2, changes={"num_local_experts": 1}, world_size=1025, reason="1025 ranks, at most"
+    ),
+    Lack(
+        backends=V2,
+        changes={"num_local_experts": 257},
+        world_size=2,
+        reason="257 experts of one rank, at most 256",
+    ),
+    Lack(
+        backends=V2,
+        changes={"num_local_experts": 256},
+        world_size=16,
+        reason="4096 experts, at most 2048",
+    ),
+]
+
+
+@pytest.mark.parametrize("lack", LACKS, ids=lambda lack: lack.id)
+def test_what_a_backend_lacks(lack: Lack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NVSHMEM_QP_DEPTH", raising=False)
+    if lack.queue_depth is not None:
+        monkeypatch.setenv("NVSHMEM_QP_DEPTH", lack.queue_depth)
+    spec = replace(WHOLE, **lack.changes)  # type: ignore[arg-type]
+    for backend in lack.backends:
+        reasons = buffer_class(backend).lacks(CASES[backend].mode, spec, lack.world_size)
+        if lack.reason is None:
+            assert reasons == (), backend
+        else:
+            assert [text for text in reasons if lack.reason in text], (backend, reasons)
+
+
+LAYER = MoESpec(hidden_size=2048, num_experts=16, top_k=8)
+
+
+def config_of(backend: str, **changes: object) -> EPConfig:
+    """One that the backend serves, but for the changes."""
+    case = CASES[backend]
+    is_budget = "Static" in backend
+    config = EPConfig(
+        mode=case.mode,
+        backend=buffer_class(backend).name,
+        max_tokens_per_rank=16,
+        max_recv_slots=256 if is_budget else None,
+    )
+    return replace(config, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Missing:
+    """A layer or a configuration that no adapter serves, and the reason."""
+
+    id: str
+    layer: MoESpec = LAYER
+    changes: Mapping[str, object] = field(default_factory=dict)
+    reason: str
+    backends: tuple[str, ...] = tuple(CASES)
+
+
+MISSING = [
+    Missing(
+        id="int8",
+        changes={"dispatch_dtype": WireDtype.INT8},
+        reason="carries ['bf16', 'fp8_e4m3'], not int8",
+    ),
+    Missing(
+        id="float32",
+        layer=replace(LAYER, dtype=torch.float32),
+        reason="combine carries bf16, not fp32",
+    ),
+    Missing(
+        id="FP8 blocks",
+        layer=replace(LAYER, hidden_size=2112),
+        changes={"dispatch_dtype": WireDtype.FP8_E4M3},
+        reason="FP8 rows need a multiple of 128, not 2112",
+    ),
+    Missing(
+        id="top-k",
+        layer=replace(LAYER, num_experts=48, top_k=33),
+        reason="top_k is 33, at most",
+    ),
+    Missing(
+        id="odd hidden size",
+        layer=replace(LAYER, hidden_size=2052),
+        reason="2052",
+    ),
+    Missing(
+        id="deterministic",
+        changes={"deterministic": True},
+        reason="slots arrive in any order, and EPConfig.deterministic is set",
+        backends=("DeepEPV1LowLatencyBuffer", "DeepEPV2LowLatencyBuffer"),
+    ),
+    Missing(
+        id="budget in low latency",
+        changes={"max_recv_slots": 64},
+        reason="has room for any routing and no slot budget; leave max_recv_slots None",
+        backends=("DeepEPV1LowLatencyBuffer", "DeepEPV2LowLatencyBuffer"),
+    ),
+    Missing(
+        id="no limit of tokens",
+        changes={"max_tokens_per_rank": None},
+        reason="set max_tokens_per_rank",
+        backends=tuple(name for name in CASES if name != "DeepEPV1Buffer"),
+    ),
+]
+
+
+@pytest.mark.parametrize("missing", MISSING, ids=lambda missing: missing.id)
+def test_backend_asked_for_by_name_is_refused_with_the_reason(missing: Missing) -> None:
+    for backend in missing.backends:
+        with install(CASES[backend].package):
+            assert plan(config_of(backend), LAYER, world_size=4).prefill.buffer == backend
+            with pytest.raises(BackendUnavailable) as caught:
+                plan(config_of(backend, **missing.changes), missing.layer, world_size=4)
+        assert f"backend {backend} cannot serve this layer" in str(caught.value)
+        assert missing.reason in str(caught.value)
+
+
+def test_message_bytes_are_those_of_the_recording() -> None:
+    cases = json.loads(RECORDING.read_text("utf-8"))["cases"]
+    # As recorded: E = 8 on 4 ranks, K = 3, M = 16.
+    spec = replace(WHOLE, num_local_experts=2, top_k=3)
+    hints = {
+        rank["size_hint_bytes"]
+        for name, ranks in cases.items()
+        if name.startswith("low_latency")
+        for rank in ranks
+    }
+    assert hints == {message_bytes(spec, 4)}
+
+
+@pytest.mark.mpi_ranks(2)
+@pytest.mark.parametrize("backend", CASES)
+def test_group_on_mpi_is_refused(backend: str, ep_ranks: MPI.Comm) -> None:
+    with install(CASES[backend].package), EPGroup(ep_ranks) as group:
+        with pytest.raises(BackendUnavailable) as caught:
+            plan(config_of(backend), LAYER, group)
+        assert "needs a group made of a torch.distributed process group" in str(caught.value)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", CASES)
+def test_group_on_another_device_is_refused(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with install(CASES[backend].package) as module, EPGroup() as group:
+        # As the real package has it, beside a GPU that this group does not use.
+        monkeypatch.setattr(module, "CPU_RANKS", False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        with pytest.raises(BackendUnavailable) as caught:
+            plan(config_of(backend), LAYER, group)
+        assert "serves groups on cuda, and this one is on cpu" in str(caught.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Auto:
+    """What a package makes of a configuration of mode and backend auto."""
+
+    package: str | None
+    config: EPConfig
+    prefill: str
+    decode: str | None
+
+
+DECODE = EPConfig(max_tokens_per_rank=16)
+AUTO = [
+    Auto(
+        package=None, config=DECODE, prefill="SharedMemoryBuffer", decode="StaticCollectiveBuffer"
+    ),
+    Auto(package="v1", config=DECODE, prefill="DeepEPV1Buffer", decode="DeepEPV1LowLatencyBuffer"),
+    Auto(package="v1", config=EPConfig(), prefill="DeepEPV1Buffer", decode=None),
+    # A prefill without a limit has no room in the elastic buffer, which allocates once.
+    Auto(
+        package="v2", config=DECODE, prefill="SharedMemoryBuffer", decode="DeepEPV2LowLatencyBuffer"
+    ),
+    Auto(
+        package="v2",
+        config=replace(DECODE, mode=Mode.NORMAL),
+        prefill="DeepEPV2Buffer",
+        decode="DeepEPV2Buffer",
+    ),
+    Auto(
+        package="v2",
+        config=replace(DECODE, mode=Mode.NORMAL, max_recv_slots=256),
+        prefill="DeepEPV2StaticBuffer",
+        decode="DeepEPV2StaticBuffer",
+    ),
+    Auto(
+        package="v1",
+        config=replace(DECODE, mode=Mode.NORMAL, max_recv_slots=256),
+        prefill="DeepEPV1StaticBuffer",
+        decode="DeepEPV1StaticBuffer",
+    ),
+]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("auto", AUTO, ids=lambda auto: f"{auto.package}, {auto.config.mode}")
+def test_auto_takes_deep_ep_where_it_is(auto: Auto) -> None:
+    with EPGroup() as group:
+        if auto.package is None:
+            chosen = plan(auto.config, LAYER, group)
+        else:
+            with install(auto.package):
+                chosen = plan(auto.config, LAYER, group)
+    assert chosen.prefill.buffer == auto.prefill
+    assert (chosen.decode and chosen.decode.buffer) == auto.decode
+    text = chosen.explain()
+    for phase in chosen.phases().values():
+        regions = phase.regions()
+        assert regions
+        assert all(f"memory of {each.name}: {each}" in text for each in regions)
+
+
+def test_explain_says_once_why_all_of_them_are_rejected() -> None:
+    config = EPConfig(mode="low_latency", max_tokens_per_rank=16)
+    chosen = plan(config, LAYER, world_size=4)
+    reason = "deep_ep is not installed; build it from source for several hosts"
+    lines = chosen.explain().splitlines()
+    assert f"rejected deep_ep_v2, deep_ep_v1: {reason}" in lines
+    assert len([line for line in lines if reason in line]) == 1
+    rejected = {each.name: each.reasons for each in chosen.prefill.rejected}
+    assert rejected["deep_ep_v1"] == rejected["deep_ep_v2"] == (reason,)

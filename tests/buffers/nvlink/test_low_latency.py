@@ -1,0 +1,537 @@
+"""The NVLink buffer between CPU ranks, whose kernels are interpreted: the contract, and long runs.
+
+An interpreter takes a third of a second for a dispatch, so a case goes through several scenarios.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from benchmarks import bench_nvlink_low_latency as bench
+from benchmarks.measuring.checks import CheckError
+from epcomm import (
+    DeepEPLowLatencyDispatcher,
+    EPConfig,
+    EPGroup,
+    Mode,
+    MoESpec,
+    RowsDispatchOutput,
+    TopKOutput,
+)
+from epcomm.buffers.base import DispatchCall, Dispatched
+from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
+from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError, ShapeError
+from epcomm.kernels import launch
+from epcomm.protocol import BatchFlags
+from epcomm.quantization import (
+    FP8_FLOAT32_SCALES,
+    FP8_POWER_OF_TWO_SCALES,
+    INT8_PER_TOKEN,
+    quantize,
+)
+from epcomm.spec import Availability, BufferSpec
+from epcomm.testing import buffer_suite
+from epcomm.types import Int8Profile, RowsPer, WireDtype, WireFormat
+
+BACKEND = "NVLinkLowLatencyBuffer"
+MASKED = f"{BACKEND}_masked"
+BF16 = WireFormat.of(torch.bfloat16)
+SCENARIOS = {
+    "shapes": ("empty_rank", "odd_hidden", "aligned_holes"),
+    "batches": ("stand_alone", "more_in_flight", "traffic", "many_experts"),
+    "faults": ("faults",),
+    "refusals": ("combine_faults",),
+}
+QUANTIZED = {
+    "fp8": FP8_FLOAT32_SCALES,
+    "fp8_powers_of_two": FP8_POWER_OF_TWO_SCALES,
+    "int8": INT8_PER_TOKEN,
+}
+
+
+MASKED_SCENARIOS = {
+    "batches": ("empty_rank", "odd_hidden", "stand_alone", "traffic"),
+    "refusals": ("combine_faults",),
+}
+
+
+def env_of(
+    group: EPGroup,
+    backend: str = BACKEND,
+    *,
+    wire: WireFormat | None = None,
+    hidden_size: int | None = None,
+) -> buffer_suite.BufferEnv:
+    return buffer_suite.BufferEnv(
+        group=group,
+        backend=backend,
+        mode=Mode.LOW_LATENCY,
+        wire=wire,
+        hidden_size=hidden_size,
+        dtype=torch.bfloat16,
+    )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", SCENARIOS)
+def test_buffer_keeps_its_contract(case: str) -> None:
+    with EPGroup() as group:
+        for scenario in SCENARIOS[case]:
+            buffer_suite.run_scenario(scenario, env_of(group))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", MASKED_SCENARIOS)
+def test_masked_buffer_keeps_its_contract(case: str) -> None:
+    with EPGroup() as group:
+        for scenario in MASKED_SCENARIOS[case]:
+            buffer_suite.run_scenario(scenario, env_of(group, MASKED))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("backend", "wire"),
+    [*((BACKEND, wire) for wire in QUANTIZED), (MASKED, "fp8"), (MASKED, "int8")],
+)
+def test_kernels_quantize_as_torch_does(backend: str, wire: str) -> None:
+    spec = buffer_suite.BATCH_SPECS["holes"]
+    with EPGroup() as group:
+        # Several blocks, the last one short.
+        env = env_of(group, backend, wire=QUANTIZED[wire], hidden_size=300)
+        buffer_suite.check_batch(env, spec)
+
+
+def serve_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans take the buffer for CPU ranks too."""
+    caps = NVLinkLowLatencyBuffer.caps(Mode.LOW_LATENCY)
+    monkeypatch.setattr(NVLinkLowLatencyBuffer, "probe", lambda environment: Availability(ok=True))
+    monkeypatch.setattr(
+        NVLinkLowLatencyBuffer, "caps", lambda mode: replace(caps, device_types=None)
+    )
+
+
+@pytest.mark.ranks(2)
+def test_int8_rows_are_made_as_the_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_any_device(monkeypatch)
+    spec = MoESpec(hidden_size=64, num_experts=4, top_k=1)
+    # Halves, which profiles round apart, with a scale of 1, and a row that 1e-12 changes.
+    row = torch.arange(64) - 31.5
+    row[-1] = 127
+    tokens = torch.stack([row, row * 2.0**-40])
+    with EPGroup() as group:
+        # Of ranks 0 and 1; the first token goes to rank 0 and the second one to rank 1.
+        theirs = torch.stack([tokens, -tokens]).to(group.device, torch.bfloat16)
+        x = theirs[group.rank]
+        ids = torch.tensor([[0], [2]], device=group.device)
+        topk = TopKOutput(topk_ids=ids, topk_weights=torch.ones(2, 1, device=group.device))
+        seen = set()
+        # All but that of the other tests.
+        for profile in sorted({*Int8Profile} - {Int8Profile.RINT127}):
+            config = EPConfig(
+                backend=BACKEND,
+                dispatch_dtype=WireDtype.INT8,
+                int8_profile=profile,
+                max_tokens_per_rank=4,
+            )
+            dispatcher = DeepEPLowLatencyDispatcher(group, spec, config)
+            out = dispatcher.dispatch(x, topk)
+            assert isinstance(out, RowsDispatchOutput)
+            assert out.index.row_of_slot is not None
+            assert out.hidden_states.scales is not None
+            # From rank 0 and from rank 1.
+            rows = out.index.row_of_slot[:2].tolist()
+            wanted = quantize(theirs[:, group.rank], INT8_PER_TOKEN, profile=profile)
+            assert wanted.scales is not None
+            assert torch.equal(out.hidden_states.data[rows], wanted.data), profile
+            assert torch.equal(out.hidden_states.scales[rows], wanted.scales), profile
+            seen.add((wanted.data.cpu().numpy().tobytes(), wanted.scales.cpu().numpy().tobytes()))
+        assert len(seen) >= (3 if group.rank == 0 else 2), "these rows tell profiles apart"
+
+
+class OneSlotBuffer(NVLinkLowLatencyBuffer):
+    """Every dispatch takes the memory of the last: faults of reuse show."""
+
+    num_slots: ClassVar[int] = 1
+
+
+class ImpatientBuffer(NVLinkLowLatencyBuffer):
+    """Gives up after 200 polls, a fifth of a second of a GPU."""
+
+    polls_per_s: ClassVar[Mapping[str, int]] = {"cpu": 2, "cuda": 2}
+
+
+# Batches of which both of two ranks have tokens.
+BUSY = (0, 2, 4)
+HIDDEN, TOP_K, NUM_LOCAL, MAX_TOKENS = 16, 2, 2, 3
+
+
+def spec_of() -> BufferSpec:
+    return BufferSpec(
+        hidden_size=HIDDEN,
+        top_k=TOP_K,
+        num_local_experts=NUM_LOCAL,
+        dispatch_format=BF16,
+        combine_format=BF16,
+        backward_format=BF16,
+        max_tokens_per_rank=MAX_TOKENS,
+    )
+
+
+def call_of(
+    number: int, rank: int, world_size: int, device: torch.device | None = None
+) -> DispatchCall:
+    """Odd numbers of eight bits, to random experts, some to none; near batches share none."""
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    # 1 3, 0 2, 3 1, 2 0 tokens on two ranks, and then the same.
+    num_tokens = (3 * number + 2 * rank + 1) % (MAX_TOKENS + 1)
+    scores = torch.rand(num_tokens, NUM_LOCAL * world_size, generator=generator)
+    ids = scores.argsort(dim=1)[:, :TOP_K].clone()
+    ids[torch.rand(ids.shape, generator=generator) < 0.25] = -1
+    places = torch.arange(num_tokens).unsqueeze(1) + 4 * (rank + world_size * (number % 4))
+    values = 129 + 2 * places
+    weights = torch.rand(ids.shape, generator=generator) + 0.1
+    return DispatchCall(
+        hidden_states=values.expand(-1, HIDDEN).to(device, torch.bfloat16).contiguous(),
+        topk_ids=ids.to(device),
+        topk_weights=weights.to(device),
+        flags=BatchFlags.NONE,
+    )
+
+
+def factor_of(expert: int) -> int:
+    """What an expert multiplies by; exact in bfloat16."""
+    return expert % 2 + 1
+
+
+def expected_sums(call: DispatchCall, world_size: int) -> Tensor:
+    """y to the bit: each rank's part in k order, cast, then the parts in rank order, cast."""
+    x, ids, weights = call.hidden_states.float(), call.topk_ids, call.topk_weights
+    y = torch.zeros_like(x)
+    for rank in range(world_size):
+        part = torch.zeros_like(x)
+        for k in range(TOP_K):
+            is_there = (ids[:, k] >= 0) & (ids[:, k] // NUM_LOCAL == rank)
+            share = torch.where(is_there, weights[:, k], 0)
+            part += (x * (ids[:, k] % 2 + 1).unsqueeze(1)) * share.unsqueeze(1)
+        y += part.to(torch.bfloat16).float()
+    return y.to(torch.bfloat16)
+
+
+def check_rows(out: Dispatched, number: int, rank: int, world_size: int) -> None:
+    """Each row with a slot is that of its source and token."""
+    slots_of_row = out.index.slots_of_row
+    assert slots_of_row is not None
+    for row, slots in enumerate(slots_of_row.tolist()):
+        if max(slots) >= 0:
+            source, token = divmod(row, MAX_TOKENS)
+            wanted = call_of(number, source, world_size, out.rows.data.device).hidden_states[token]
+            assert torch.equal(out.rows.data[row], wanted), f"round {number}, rank {rank}"
+
+
+def compute(out: Dispatched, rank: int) -> Tensor:
+    """[C, H]: what the experts of a rank make of their slots, NaN elsewhere."""
+    row_of_slot = out.index.row_of_slot
+    assert row_of_slot is not None
+    results = out.rows.data.new_full((row_of_slot.numel(), HIDDEN), float("nan"))
+    first = out.index.first_slot.tolist()
+    for expert, count in enumerate(out.index.num_slots_per_expert.tolist()):
+        mine = slice(first[expert], first[expert] + count)
+        rows = out.rows.data[row_of_slot[mine].long()]
+        results[mine] = rows * factor_of(rank * NUM_LOCAL + expert)
+    return results
+
+
+def run_rounds(buffer: NVLinkLowLatencyBuffer, rounds: range, group: EPGroup) -> None:
+    """Dispatch, compute, combine; every fifth batch is left uncombined, on every rank."""
+    rank, world_size = group.rank, group.world_size
+    for number in rounds:
+        call = call_of(number, rank, world_size, group.device)
+        if number % 7 == rank:
+            # The other ranks must wait.
+            time.sleep(0.01)
+        out = buffer.dispatch(call)
+        if number % 5 == 1:
+            if number % 2 != rank:
+                # The other rank is at the next dispatch, which must not write here yet.
+                time.sleep(0.5)
+            check_rows(out, number, rank, world_size)
+            continue
+        results = compute(out, rank)
+        y = buffer.combine(
+            results, out.route, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
+        ).y
+        assert torch.equal(y, expected_sums(call, world_size)), f"round {number}, rank {rank}"
+    buffer.check()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [OneSlotBuffer, NVLinkLowLatencyBuffer])
+def test_slots_are_used_again_and_again(kind: type[NVLinkLowLatencyBuffer]) -> None:
+    with EPGroup() as group:
+        buffer = kind(group.collectives, spec_of())
+        buffer.prepare()
+        run_rounds(buffer, range(6), group)
+        buffer.close()
+
+
+@pytest.mark.ranks(2)
+def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
+    with EPGroup() as group:
+        buffer = ImpatientBuffer(group.collectives, spec_of())
+        buffer.prepare()
+        call = call_of(1, group.rank, group.world_size, group.device)
+        sent = buffer.dispatch_async(call) if group.rank == 0 else None
+        if sent is not None:
+            # Rank 1 does not come: nothing is counted.
+            assert sent.wait().index.num_slots_per_expert.tolist() == [0] * NUM_LOCAL
+            # A GPU has been warmed up by a round.
+            number = 1 if group.device.type == "cpu" else 2
+            with pytest.raises(
+                EPTimeout, match=f"rank 1 did not arrive in dispatch, round {number} "
+            ):
+                buffer.check()
+        group.collectives.gather_records({}, phase="rank 0 gave up")
+        if sent is None:
+            # Its kernels return at once, and its host hears of it.
+            out = buffer.dispatch(call)
+            assert out.index.num_slots_per_expert.tolist() == [0] * NUM_LOCAL
+            with pytest.raises(EPTimeout, match="this rank came too late: rank 0 gave up"):
+                buffer.dispatch(call)
+            # A graph goes on, for its host does not look.
+            buffer._report.zero_()
+            y = buffer.combine(compute(out, group.rank), out.route, rows_per=RowsPer.SLOT).y
+            assert y.numel() > 0
+            assert y.isnan().all()
+        # The process lives on, and so does the group.
+        with pytest.raises(EPTimeout):
+            buffer.dispatch(call)
+        buffer.close()
+        again = NVLinkLowLatencyBuffer(group.collectives, spec_of())
+        again.prepare()
+        run_rounds(again, range(1), group)
+        again.close()
+
+
+@pytest.mark.ranks(2)
+def test_nobody_lets_go_of_memory_before_all_have_come() -> None:
+    with EPGroup() as group:
+        buffer = NVLinkLowLatencyBuffer(group.collectives, spec_of())
+        buffer.prepare()
+        begin = time.monotonic()
+        if group.rank == 1:
+            time.sleep(0.5)
+        buffer.close()
+        assert time.monotonic() - begin >= 0.4
+        buffer.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["close", "abandon"])
+def test_end_does_not_wait_for_a_rank_that_is_gone(way: str) -> None:
+    with EPGroup() as group:
+        buffer = ImpatientBuffer(group.collectives, spec_of())
+        buffer.prepare()
+        begin = time.monotonic()
+        if group.rank == 0:
+            getattr(buffer, way)()
+        # 200 polls of an interpreter, 0.2 s of a GPU.
+        assert time.monotonic() - begin < 10
+        group.collectives.gather_records({}, phase="rank 0 has closed")
+
+
+class HastyBuffer(NVLinkLowLatencyBuffer):
+    """Gives up after 3000 polls, some three seconds, or 400 of a GPU, 0.4 s."""
+
+    polls_per_s: ClassVar[Mapping[str, int]] = {"cpu": 30, "cuda": 4}
+
+
+def run_without(buffer: NVLinkLowLatencyBuffer, dead: int, rounds: range, group: EPGroup) -> None:
+    """As run_rounds() among the ranks that are left: what the dead one owns counts as -1."""
+    rank, world_size = group.rank, group.world_size
+    for number in rounds:
+        call = call_of(number, rank, world_size, group.device)
+        out = buffer.dispatch(call)
+        row_of_slot = out.index.row_of_slot
+        assert row_of_slot is not None
+        sources = {row // MAX_TOKENS for row in row_of_slot.tolist() if row >= 0}
+        assert dead not in sources
+        check_rows(out, number, rank, world_size)
+        y = buffer.combine(
+            compute(out, rank), out.route, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
+        ).y
+        is_lost = call.topk_ids // NUM_LOCAL == dead
+        left = replace(call, topk_ids=torch.where(is_lost, -1, call.topk_ids))
+        assert torch.equal(y, expected_sums(left, world_size)), f"round {number}, rank {rank}"
+        if world_size > 2 and len(call.hidden_states) > 1:
+            assert (~is_lost & (call.topk_ids >= 0)).any(), "some entries are left"
+    buffer.check()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2, 3)
+def test_living_ranks_go_on_without_a_dead_one(num_ranks: int) -> None:
+    dead = 1
+    with EPGroup() as group:
+        buffer = HastyBuffer(group.collectives, spec_of())
+        buffer.prepare()
+        # A batch of all, which leaves the rows and words of the dead rank behind.
+        run_rounds(buffer, range(1), group)
+        is_dead = group.rank == dead
+        call = call_of(2, group.rank, num_ranks, group.device)
+        route = None
+        if not is_dead:
+            route = buffer.dispatch(call).route
+            with pytest.raises(EPTimeout, match="rank 1 did not arrive"):
+                buffer.check()
+            with pytest.raises(ConfigError, match="expected other ranks of 0 to"):
+                buffer.mask_ranks([group.rank])
+        group.collectives.gather_records({}, phase="the living have given up")
+        if route is not None:
+            buffer.mask_ranks([dead])
+            with pytest.raises(HandleError, match="dispatch again"):
+                buffer.combine(torch.zeros(1, HIDDEN), route, rows_per=RowsPer.ROW)
+            run_without(buffer, dead, range(3, 5), group)
+            before = buffer.traffic()
+            buffer.dispatch(call)
+            sent = buffer.traffic().control_bytes - before.control_bytes
+            assert (sent > 0) == (num_ranks > 2), "nothing is sent to the dead"
+        group.collectives.gather_records({}, phase="the living have gone on")
+        if is_dead:
+            # It comes late, hears of it, and disturbs nobody.
+            buffer.dispatch(call)
+            with pytest.raises(EPTimeout, match="gave up waiting"):
+                buffer.check()
+        else:
+            run_without(buffer, dead, range(5, 6), group)
+        buffer.close()
+
+
+@pytest.mark.ranks(2)
+def test_receiver_waits_for_a_late_sender_and_calls_may_be_finished_late() -> None:
+    with EPGroup() as group:
+        buffer = NVLinkLowLatencyBuffer(group.collectives, spec_of())
+        buffer.prepare()
+        calls = [call_of(number, group.rank, group.world_size, group.device) for number in BUSY]
+        homes = []
+        for call in calls:
+            if group.rank == 1:
+                time.sleep(0.05)
+            sent = buffer.dispatch_async(call)
+            out = sent.wait()
+            rows = compute(out, group.rank)
+            # The third dispatch needs the slot whose sums nobody has asked for.
+            homes.append(
+                buffer.combine_async(
+                    rows, out.route, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
+                )
+            )
+        for call, home in zip(calls, homes, strict=True):
+            wanted = expected_sums(call, group.world_size)
+            assert wanted.any()
+            assert torch.equal(home.wait().y, wanted)
+        buffer.close()
+
+
+@pytest.mark.ranks(2)
+def test_refused_combine_is_of_the_batch_that_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_any_device(monkeypatch)
+    config = EPConfig(backend=BACKEND, max_tokens_per_rank=MAX_TOKENS)
+    with EPGroup() as group:
+        dispatcher = DeepEPLowLatencyDispatcher(
+            group, MoESpec(hidden_size=HIDDEN, num_experts=4, top_k=TOP_K), config
+        )
+        calls = [call_of(number, group.rank, 2, group.device) for number in BUSY[1:]]
+        outs = [
+            dispatcher.dispatch(
+                call.hidden_states,
+                TopKOutput(topk_ids=call.topk_ids, topk_weights=call.topk_weights),
+            )
+            for call in calls
+        ]
+        inputs = []
+        for out in outs:
+            assert isinstance(out, RowsDispatchOutput)
+            assert out.index.row_of_slot is not None
+            results = torch.zeros(
+                len(out.index.row_of_slot), HIDDEN, dtype=torch.bfloat16, device=group.device
+            )
+            first = out.index.first_slot.tolist()
+            for expert, count in enumerate(out.index.num_slots_per_expert.tolist()):
+                mine = slice(first[expert], first[expert] + count)
+                rows = out.hidden_states.data[out.index.row_of_slot[mine].long()]
+                results[mine] = rows * factor_of(expert)
+            inputs.append(out.combine_input(results))
+        # The later batch first; rank 1 passes rows of a wrong width.
+        if group.rank == 1:
+            wrong = replace(inputs[1], hidden_states=inputs[1].hidden_states[:, :-1])
+            with pytest.raises(ShapeError, match="hidden_states is"):
+                dispatcher.combine(wrong)
+        else:
+            assert dispatcher.combine(inputs[1]).isnan().all()
+        with pytest.raises(ShapeError, match=r"rank 1|hidden_states is"):
+            dispatcher.check()
+        y = dispatcher.combine(inputs[0])
+        assert torch.equal(y, expected_sums(calls[0], 2))
+        dispatcher.check()
+
+
+@pytest.mark.ranks(2)
+def test_cpu_ranks_are_refused_where_kernels_are_not_interpreted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "IS_INTERPRETED", False)
+    with EPGroup() as group:
+        if group.device.type == "cuda":
+            group.open_buffer(BACKEND, spec_of())
+            return
+        with pytest.raises(BackendUnavailable, match="use backend="):
+            group.open_buffer(BACKEND, spec_of())
+
+
+@pytest.mark.ranks(2)
+def test_benchmark_checks_before_it_measures() -> None:
+    options = bench.Options(
+        tokens=3,
+        hidden=32,
+        top_k=2,
+        experts=4,
+        wire=bench.WireName.FP8,
+        programs=0,
+        iterations=1,
+        warm_up=1,
+        pairs=2,
+        checked=2,
+        seed=0,
+    )
+    with EPGroup() as group:
+        buffer = bench.open_buffer(options, group)
+        assert bench.check(options, group, buffer)["batches"] == 2
+        if group.rank == 1:
+            # An element that rank 1 alone receives wrong.
+            send, row_bytes = buffer.dispatch, options.hidden
+
+            def spoil(call: DispatchCall) -> Dispatched:
+                out = send(call)
+                row = int(bench.row_of_slot(out)[0])
+                out.rows.data.view(torch.uint8)[row, row_bytes - 1] += 1
+                return out
+
+            buffer.dispatch = spoil
+        with pytest.raises(CheckError, match="rank 1: elements of slots differ"):
+            bench.check(options, group, buffer)
+        buffer.close()
+
+
+def test_plans_on_a_cpu_do_not_take_it() -> None:
+    verdict = NVLinkLowLatencyBuffer.probe({})
+    if not torch.cuda.is_available():
+        assert verdict.reasons == ("there is no CUDA device",)
+    assert NVLinkLowLatencyBuffer.caps(Mode.LOW_LATENCY).device_types == {"cuda"}

@@ -1,0 +1,384 @@
+"""Normal mode over NVLink between CPU ranks, whose kernels are interpreted, or between GPUs.
+
+An interpreter takes a third of a second for a dispatch, so there a choice of scenarios is run;
+between GPUs all of them, on every number of ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from epcomm import EPGroup, Mode
+from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
+from epcomm.buffers.nvlink.normal import NVLinkNormal
+from epcomm.buffers.nvlink.normal_exact import NVLinkBuffer
+from epcomm.buffers.nvlink.normal_plans import NVLinkNormalRoute
+from epcomm.buffers.nvlink.normal_static import NVLinkStaticBuffer
+from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
+from epcomm.errors import CapacityError, EPTimeout
+from epcomm.ops.slots import gather_rows
+from epcomm.protocol import BatchFlags
+from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
+from epcomm.records import Handle, RowsCombineInput
+from epcomm.testing import buffer_suite
+from epcomm.types import RowsPer
+from tests.buffers.nvlink.test_low_latency import (
+    HIDDEN,
+    MAX_TOKENS,
+    NUM_LOCAL,
+    TOP_K,
+    call_of,
+    compute,
+    expected_sums,
+    factor_of,
+    spec_of,
+)
+
+INTERPRETED = {
+    "NVLinkBuffer": (
+        "empty_rank",
+        "odd_hidden",
+        "aligned_holes",
+        "stand_alone",
+        "more_in_flight",
+        "traffic",
+        "ids_out_of_range",
+        "combine_faults",
+    ),
+    "NVLinkStaticBuffer": ("holes", "faults", "budget"),
+}
+WIRES = {"plain": None, "fp8": FP8_FLOAT32_SCALES, "int8": INT8_PER_TOKEN}
+TRAINS = BatchFlags.GRAD_ENABLED | BatchFlags.INPUTS_NEED_GRAD | BatchFlags.EXPERTS_NEED_GRAD
+
+
+def scenarios_of(backend: str, group: EPGroup) -> tuple[str, ...]:
+    on_gpus = group.device.type == "cuda"
+    return tuple(buffer_suite.SCENARIOS) if on_gpus else INTERPRETED[backend]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", INTERPRETED)
+def test_buffer_keeps_its_contract(backend: str) -> None:
+    with EPGroup() as group:
+        env = buffer_suite.BufferEnv(
+            group=group, backend=backend, mode=Mode.NORMAL, dtype=torch.bfloat16
+        )
+        for scenario in scenarios_of(backend, group):
+            buffer_suite.run_scenario(scenario, env)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wire", ["fp8", "int8"])
+def test_quantized_rows_arrive_bit_equal(wire: str) -> None:
+    with EPGroup() as group:
+        # Several blocks, the last one short.
+        env = buffer_suite.BufferEnv(
+            group=group,
+            backend="NVLinkBuffer",
+            mode=Mode.NORMAL,
+            wire=WIRES[wire],
+            dtype=torch.bfloat16,
+            hidden_size=300,
+        )
+        buffer_suite.check_batch(env, buffer_suite.BATCH_SPECS["holes"])
+
+
+class OneSlotBuffer(NVLinkBuffer):
+    """Every dispatch takes the memory of the last: faults of reuse show."""
+
+    num_slots: ClassVar[int] = 1
+
+
+class OneSlotStaticBuffer(NVLinkStaticBuffer):
+    """The same without a host that waits in between."""
+
+    num_slots: ClassVar[int] = 1
+
+
+class ImpatientBuffer(NVLinkBuffer):
+    """Gives up after 200 polls, a fifth of a second of a GPU."""
+
+    polls_per_s: ClassVar[Mapping[str, int]] = {"cpu": 2, "cuda": 2}
+
+
+def run_rounds(buffer: Buffer, rounds: range, group: EPGroup) -> None:
+    """Dispatch, compute, combine, one rank late now and then; no combine, two, or one later."""
+    rank, world_size = group.rank, group.world_size
+    for number in rounds:
+        call = call_of(number, rank, world_size, group.device)
+        if number % 3 == rank:
+            time.sleep(0.02)
+        out = buffer.dispatch(call)
+        if number % 3 != rank:
+            # Another rank may be at its next call, which must not write here yet.
+            time.sleep(0.02)
+        results = compute(out, rank)
+        # By turns: no combine, one, and two.
+        for _ in range(number % 3):
+            y = buffer.combine(
+                results, out.route, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
+            ).y
+            assert torch.equal(y, expected_sums(call, world_size)), f"round {number}, rank {rank}"
+    buffer.check()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [OneSlotBuffer, OneSlotStaticBuffer])
+def test_slots_are_used_again_and_again(kind: type[Buffer]) -> None:
+    with EPGroup() as group:
+        buffer = kind(group.collectives, spec_of())
+        buffer.prepare()
+        run_rounds(buffer, range(6), group)
+        buffer.close()
+
+
+@pytest.mark.ranks(2)
+def test_memory_grows_with_the_tokens_and_routes_outlive_it() -> None:
+    world_tokens = 300
+    with EPGroup() as group:
+        spec = replace(spec_of(), max_tokens_per_rank=None)
+        buffer = NVLinkBuffer(group.collectives, spec)
+        buffer.prepare()
+        call = call_of(2, group.rank, group.world_size, group.device)
+        early = buffer.dispatch(call)
+        results = compute(early, group.rank)
+        # Only the last rank has so many.
+        num_tokens = world_tokens if group.rank == group.world_size - 1 else 1
+        ids = torch.zeros(num_tokens, TOP_K, dtype=torch.int64, device=group.device)
+        ids[:, 1] = NUM_LOCAL * group.world_size - 1
+        x = torch.arange(num_tokens, device=group.device).remainder(256).to(torch.bfloat16)
+        large = DispatchCall(
+            hidden_states=x.unsqueeze(1).expand(-1, HIDDEN).contiguous(),
+            topk_ids=ids,
+            topk_weights=torch.ones(num_tokens, TOP_K, device=group.device),
+            flags=BatchFlags.NONE,
+        )
+        out = buffer.dispatch(large)
+        y = buffer.combine(compute(out, group.rank), out.route, rows_per=RowsPer.SLOT).y
+        factors = factor_of(0) + factor_of(NUM_LOCAL * group.world_size - 1)
+        assert torch.equal(y, large.hidden_states * factors)
+        y = buffer.combine(
+            results, early.route, rows_per=RowsPer.SLOT, slot_weights=early.slot_weights
+        ).y
+        assert torch.equal(y, expected_sums(call, group.world_size))
+        again = buffer.redispatch(call.hidden_states, early.route)
+        assert early.index.row_of_slot is not None
+        rows = early.index.row_of_slot.long()
+        assert torch.equal(again[rows], early.rows.data[rows])
+        buffer.close()
+
+
+@pytest.mark.ranks(2)
+def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
+    with EPGroup() as group:
+        buffer = ImpatientBuffer(group.collectives, spec_of())
+        buffer.prepare()
+        call = call_of(2, group.rank, group.world_size, group.device)
+        if group.rank == 0:
+            with pytest.raises(EPTimeout, match="rank 1 did not arrive in the beginning of disp"):
+                buffer.dispatch(call)
+        group.collectives.gather_records({}, phase="rank 0 gave up")
+        if group.rank == 1:
+            with pytest.raises(EPTimeout, match="rank 0 gave up"):
+                buffer.dispatch(call)
+        buffer.close()
+        # The process lives on, and so does the group.
+        again = NVLinkBuffer(group.collectives, spec_of())
+        again.prepare()
+        run_rounds(again, range(1, 2), group)
+        again.close()
+
+
+@pytest.mark.ranks(2)
+def test_rank_that_misses_a_combine_is_named() -> None:
+    with EPGroup() as group:
+        buffer = ImpatientBuffer(group.collectives, spec_of())
+        buffer.prepare()
+        out = buffer.dispatch(call_of(2, group.rank, group.world_size, group.device))
+        results = compute(out, group.rank)
+        if group.rank == 0:
+            y = buffer.combine(results, out.route, rows_per=RowsPer.SLOT).y
+            with pytest.raises(EPTimeout, match="rank 1 did not arrive in the beginning of comb"):
+                buffer.check()
+            assert y.numel() > 0
+            assert y.isnan().all()
+        group.collectives.gather_records({}, phase="rank 0 gave up")
+        buffer.close()
+
+
+class HastyBuffer(NVLinkBuffer):
+    """Gives up after 1000 polls, about a second, or 400 of a GPU, 0.4 s."""
+
+    polls_per_s: ClassVar[Mapping[str, int]] = {"cpu": 10, "cuda": 4}
+
+
+class HastyStaticBuffer(NVLinkStaticBuffer):
+    """The same."""
+
+    polls_per_s: ClassVar[Mapping[str, int]] = HastyBuffer.polls_per_s
+
+
+DEAD = 1
+
+
+def without_the_dead(call: DispatchCall) -> DispatchCall:
+    """What the dead rank owns counts as -1."""
+    is_lost = call.topk_ids // NUM_LOCAL == DEAD
+    return replace(call, topk_ids=torch.where(is_lost, -1, call.topk_ids))
+
+
+def combine(buffer: Buffer, out: Dispatched, results: Tensor) -> Tensor:
+    return buffer.combine(
+        results, out.route, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
+    ).y
+
+
+def call_in_vain(buffer: Buffer, operation: str, call: DispatchCall, early: Dispatched) -> None:
+    """An operation that some rank does not come to, and the check that tells."""
+    if operation == "dispatch":
+        buffer.dispatch(call)
+    else:
+        assert combine(buffer, early, torch.zeros_like(early.rows.data)).isnan().all()
+    buffer.check()
+
+
+def check_new_routes(buffer: Buffer, rounds: range, group: EPGroup) -> None:
+    for number in rounds:
+        call = call_of(number, group.rank, group.world_size, group.device)
+        # What the dead rank said of gradients was something else.
+        out = buffer.dispatch(replace(call, flags=TRAINS))
+        assert isinstance(out.route, NVLinkNormalRoute)
+        assert out.route.arrivals.rows_from[DEAD] == 0
+        y = combine(buffer, out, compute(out, group.rank))
+        assert torch.equal(y, expected_sums(without_the_dead(call), group.world_size))
+    buffer.check()
+
+
+def check_old_route(buffer: NVLinkNormal, early: Dispatched, call: DispatchCall) -> None:
+    """Rows go out and sums and scalars come home as if the dead rank had never owned a thing."""
+    route = early.route
+    assert isinstance(route, NVLinkNormalRoute)
+    if route.owns_rows:
+        for received in buffer.received_rows():
+            # Stores that were under way when it was masked.
+            received.data[DEAD * MAX_TOKENS : (DEAD + 1) * MAX_TOKENS] = 7
+    rows = buffer.redispatch(call.hidden_states, route)
+    first, count = int(route.arrivals.row_base[DEAD]), int(route.arrivals.rows_from[DEAD])
+    assert count > 0 or len(route.arrivals.rows_from) > 2, "the test is of something"
+    assert not rows[first : first + count].any()
+    is_left = without_the_dead(call).topk_ids >= 0
+    scalars = torch.ones(len(rows), TOP_K, device=rows.device)
+    home = buffer.combine(rows, route, rows_per=RowsPer.ROW, row_scalars=scalars)
+    assert home.scalars is not None
+    assert torch.equal(home.scalars, is_left.float())
+    owners = torch.where(is_left, call.topk_ids // NUM_LOCAL, -1)
+    num_ranks = sum((owners == rank).any(dim=1).int() for rank in range(3))
+    assert torch.equal(home.y, call.hidden_states * torch.as_tensor(num_ranks).unsqueeze(1))
+
+
+def go_on_without_the_dead(
+    kind: type[NVLinkNormal], num_ranks: int, *, missed: str, flags: BatchFlags
+) -> None:
+    with EPGroup() as group:
+        buffer = kind(group.collectives, spec_of())
+        buffer.prepare()
+        call = call_of(2, group.rank, num_ranks, group.device)
+        # A batch of all, whose route names the dead rank.
+        early = buffer.dispatch(replace(call, flags=flags))
+        results = compute(early, group.rank)
+        scalars = torch.ones(early.rows.data.shape[0], TOP_K, device=group.device)
+        # Leaves sums and scalars of the dead rank behind.
+        buffer.combine(early.rows.data, early.route, rows_per=RowsPer.ROW, row_scalars=scalars)
+        group.collectives.gather_records({}, phase="all have combined")
+        if group.rank == 0:
+            # The other living ones are told, and have come to other numbers.
+            with pytest.raises(EPTimeout, match=r"ranks? 1.* did not arrive"):
+                call_in_vain(buffer, missed, call, early)
+        group.collectives.gather_records({}, phase="rank 0 has given up")
+        if group.rank == 2:
+            with pytest.raises(EPTimeout, match="too late: rank 0 gave up waiting for ranks 1, 2"):
+                call_in_vain(buffer, missed, call, early)
+        if group.rank != DEAD:
+            buffer.mask_ranks([DEAD])
+            before = buffer.traffic()
+            y = combine(buffer, early, results)
+            assert torch.equal(y, expected_sums(without_the_dead(call), num_ranks))
+            check_old_route(buffer, early, call)
+            check_new_routes(buffer, range(3, 5), group)
+            assert (buffer.traffic() != before) == (num_ranks > 2), "nothing is sent to the dead"
+        group.collectives.gather_records({}, phase="the living have gone on")
+        if group.rank == DEAD:
+            # It comes late, hears of it, and disturbs nobody.
+            with pytest.raises(EPTimeout, match="gave up waiting"):
+                call_in_vain(buffer, "dispatch", call, early)
+        else:
+            if kind is HastyBuffer:
+                large = call_of(2, 0, num_ranks, group.device)
+                large = replace(
+                    large,
+                    hidden_states=large.hidden_states.repeat(2, 1),
+                    topk_ids=large.topk_ids.repeat(2, 1),
+                    topk_weights=large.topk_weights.repeat(2, 1),
+                )
+                with pytest.raises(CapacityError, match=r"without rank 1 .* max_tokens_per_rank"):
+                    buffer.dispatch(large)
+            check_new_routes(buffer, range(5, 6), group)
+        buffer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2, 3)
+def test_living_ranks_go_on_without_one_that_missed_a_dispatch(num_ranks: int) -> None:
+    go_on_without_the_dead(HastyBuffer, num_ranks, missed="dispatch", flags=TRAINS)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_living_ranks_go_on_without_one_that_missed_a_combine(num_ranks: int) -> None:
+    go_on_without_the_dead(HastyStaticBuffer, num_ranks, missed="combine", flags=BatchFlags.NONE)
+
+
+def gradients(buffer: Buffer, call: DispatchCall) -> list[Tensor]:
+    """y, and the gradients of hidden states and router weights; experts multiply."""
+    x = call.hidden_states.clone().requires_grad_()
+    weights = call.topk_weights.clone().requires_grad_()
+    call = replace(call, flags=TRAINS)
+    out = dispatch_rows(buffer, x, weights, call)
+    assert out.slot_weights is not None
+    slots = gather_rows(out.rows.data, out.index)
+    handle = Handle(owner=buffer, route=out.route, call=1, num_tokens=len(x), needs_backward=True)
+    results = RowsCombineInput(
+        hidden_states=3 * slots * slots,
+        rows_per=RowsPer.SLOT,
+        slot_weights=out.slot_weights,
+        handle=handle,
+    )
+    y = combine_rows(buffer, results, torch.bfloat16)
+    (y.float() * torch.arange(1, HIDDEN + 1, device=y.device)).sum().backward()
+    assert x.grad is not None
+    assert weights.grad is not None
+    return [y.detach(), x.grad, weights.grad]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", INTERPRETED)
+def test_gradients_are_those_of_the_collective_buffer(backend: str) -> None:
+    with EPGroup() as group:
+        found = group.open_buffer(backend, spec_of())
+        wanted = group.open_buffer("CollectiveBuffer", replace(spec_of(), max_tokens_per_rank=None))
+        for number in (1, 2):
+            call = call_of(number, group.rank, group.world_size, group.device)
+            call = replace(call, hidden_states=call.hidden_states / 64)
+            pairs = zip(gradients(found, call), gradients(wanted, call), strict=True)
+            for mine, other in pairs:
+                # Terms have one sign; they are rounded to bfloat16 at most four times on the way.
+                torch.testing.assert_close(mine, other, rtol=4 * 2**-8, atol=0)
+        found.check()

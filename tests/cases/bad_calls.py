@@ -1,0 +1,579 @@
+"""What rank 1 gets wrong in a call, and what each rank must hear; test_bad_calls.py plays it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from epcomm import (
+    CapacityError,
+    ConfigError,
+    EPError,
+    HandleError,
+    MaskedCombineInput,
+    RowsCombineInput,
+    ShapeError,
+    TopKOutput,
+)
+from epcomm.dispatchers import dispatcher as of_rows
+from epcomm.types import RowsPer
+from tests.cases.playing import SPEC, E, OwnError, Play, fail, identity
+
+WRONG_TENSOR = "a tensor of wrong shape, dtype or device on rank 1"
+WRONG_ROWS = "a combine input of wrong layout, shape, dtype or device on rank 1"
+UNREADY = "dispatch: an error while tokens were routed or made ready to be sent on rank 1"
+FAILED_RESULTS = (
+    "combine: an error while the experts computed or their results were summed on rank 1"
+)
+WRONG_HANDLE = "a handle that is spent or foreign, or a closed dispatcher, on rank 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bad:
+    """A fault of rank 1.
+
+    call: what rank 1 does.   others: what the other ranks do meanwhile.
+    own: words that rank 1 hears.   told: words that the others hear.   error: of all ranks.
+    raised: what rank 1 raises, where that is an error of its own.
+    trains: only where there are gradients.   reads_ids: the host reads ids to say what is wrong,
+        so on a static buffer rank 1 hears what the others do.
+    """
+
+    id: str
+    call: Callable[[Play], object]
+    own: str
+    told: str = WRONG_TENSOR
+    error: type[EPError] = ShapeError
+    raised: type[Exception] | None = None
+    others: Callable[[Play], object] = Play.whole_call
+    trains: bool = False
+    reads_ids: bool = False
+
+
+def with_x(spoil: Callable[[Tensor], object]) -> Callable[[Play], object]:
+    return lambda play: play.whole_call(x=spoil(play.x.detach()))
+
+
+def with_ids(spoil: Callable[[Tensor], object]) -> Callable[[Play], object]:
+    return lambda play: play.whole_call(topk=replace(play.topk, topk_ids=spoil(play.topk.topk_ids)))
+
+
+def with_weights(spoil: Callable[[Tensor], object]) -> Callable[[Play], object]:
+    return lambda play: play.whole_call(
+        topk=replace(play.topk, topk_weights=spoil(play.topk.topk_weights))
+    )
+
+
+def with_topk(spoil: Callable[[TopKOutput], object]) -> Callable[[Play], object]:
+    return lambda play: play.whole_call(topk=spoil(play.topk))
+
+
+def last_id(value: int) -> Callable[[Tensor], Tensor]:
+    def spoil(ids: Tensor) -> Tensor:
+        ids = ids.clone()
+        ids[-1, -1] = value
+        return ids
+
+    return spoil
+
+
+def combined(make: Callable[[Play], object]) -> Callable[[Play], object]:
+    """Combine what `make` returns in place of the results of the batch under way."""
+
+    def call(play: Play) -> object:
+        play.begin()
+        return play.dispatcher.combine(make(play))  # type: ignore[arg-type]
+
+    return call
+
+
+def rows_input(play: Play, rows: object, rows_per: object = RowsPer.SLOT) -> RowsCombineInput:
+    return replace(play.results, hidden_states=rows, rows_per=rows_per)  # type: ignore[arg-type]
+
+
+class DTensor(Tensor):
+    """What torch.distributed.tensor.DTensor has and importing it would take seconds for."""
+
+    def to_local(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+def quantised(x: Tensor) -> Tensor:
+    return torch.quantize_per_tensor(x, 0.1, 0, torch.quint8)
+
+
+X_FAULTS = [
+    Bad(id="x is a list", call=with_x(Tensor.tolist), own="hidden_states is list, expected a"),
+    Bad(id="x is None", call=with_x(lambda x: None), own="hidden_states is NoneType, expected"),
+    Bad(id="x is an array", call=with_x(Tensor.numpy), own="hidden_states is ndarray, expected"),
+    Bad(id="x of one dimension", call=with_x(lambda x: x[0]), own="hidden_states is [16], expe"),
+    Bad(
+        id="x of three dimensions",
+        call=with_x(lambda x: x.unsqueeze(0)),
+        own="hidden_states is [1, 3, 16], expected [1, 16] (rank 1 of 2)",
+    ),
+    Bad(
+        id="x of another H",
+        call=with_x(lambda x: x[:, :8]),
+        own="hidden_states is [3, 8], expected [3, 16] (rank 1 of 2)",
+    ),
+    Bad(
+        id="x int32",
+        call=with_x(Tensor.int),
+        own="hidden_states is torch.int32, expected torch.float32 (rank 1 of 2); "
+        "call hidden_states.to(torch.float32)",
+    ),
+    Bad(id="x complex", call=with_x(lambda x: x.to(torch.complex64)), own="is torch.complex64, e"),
+    Bad(id="x quantised", call=with_x(quantised), own="hidden_states is torch.quint8, expected"),
+    Bad(
+        id="x sparse",
+        call=with_x(Tensor.to_sparse),
+        own="hidden_states is torch.sparse_coo, expected a plain strided tensor (rank 1 of 2); "
+        "call hidden_states.to_dense()",
+    ),
+    Bad(id="x in CSR", call=with_x(Tensor.to_sparse_csr), own="is torch.sparse_csr, expected a p"),
+    Bad(
+        id="x nested",
+        call=with_x(lambda x: torch.nested.nested_tensor([x[0], x[1, :4]])),
+        own="hidden_states is nested, expected a plain strided tensor",
+    ),
+    Bad(id="x on meta", call=with_x(lambda x: x.to("meta")), own="is on meta, expected cpu"),
+    Bad(
+        id="x is a DTensor",
+        call=with_x(lambda x: x.as_subclass(DTensor)),
+        own="hidden_states is a DTensor, expected a plain strided tensor (rank 1 of 2); "
+        "call hidden_states.to_local()",
+    ),
+    Bad(
+        id="M + 1 tokens",
+        call=lambda play: play.whole_call(
+            x=play.x.detach().repeat(2, 1),
+            topk=TopKOutput(
+                topk_ids=play.topk.topk_ids.repeat(2, 1),
+                topk_weights=play.topk.topk_weights.repeat(2, 1),
+            ),
+        ),
+        own="hidden_states has 6 tokens, expected at most max_tokens_per_rank = 5 (rank 1 of 2)",
+        told="more tokens than max_tokens_per_rank on rank 1",
+        error=CapacityError,
+    ),
+]
+
+TOPK_FAULTS = [
+    Bad(
+        id="topk is a tuple",
+        call=with_topk(lambda topk: (topk.topk_ids, topk.topk_weights)),
+        own="dispatch: topk is tuple, expected a TopKOutput (rank 1 of 2)",
+    ),
+    Bad(id="topk is None", call=with_topk(lambda topk: None), own="topk is NoneType, expected a"),
+    Bad(id="ids int32", call=with_ids(Tensor.int), own="topk_ids is torch.int32, expected torch."),
+    Bad(id="ids float", call=with_ids(Tensor.float), own="topk_ids is torch.float32, expected"),
+    Bad(id="ids are a list", call=with_ids(Tensor.tolist), own="topk_ids is list, expected a ten"),
+    Bad(id="ids sparse", call=with_ids(Tensor.to_sparse), own="topk_ids is torch.sparse_coo, expe"),
+    Bad(
+        id="ids of another K", call=with_ids(lambda ids: ids.repeat(1, 2)), own="topk_ids is [3, 4]"
+    ),
+    Bad(
+        id="ids of another T",
+        call=with_ids(lambda ids: ids[:2]),
+        own="topk_ids is [2, 2], expected [3, 2] (rank 1 of 2); pass tensors of one batch",
+    ),
+    *(
+        Bad(
+            id=f"id {name}",
+            call=with_ids(last_id(value)),
+            own=f"topk_ids holds {value}, expected -1 or 0 to 7 (rank 1 of 2)",
+            told="topk_ids out of range on rank 1",
+            reads_ids=True,
+        )
+        for name, value in (("E", E), ("-2", -2), ("2**40", 2**40))
+    ),
+    Bad(id="weights None", call=with_weights(lambda weights: None), own="topk_weights is NoneType"),
+    Bad(id="weights int", call=with_weights(Tensor.int), own="topk_weights is torch.int32, expec"),
+    Bad(
+        id="weights of another K",
+        call=with_weights(lambda weights: weights[:, :1]),
+        own="topk_weights is [3, 1], expected [3, 2] (rank 1 of 2)",
+    ),
+    Bad(
+        id="weights of another T",
+        call=with_weights(lambda weights: weights.repeat(2, 1)),
+        own="topk_weights is [6, 2], expected [3, 2] (rank 1 of 2)",
+    ),
+    Bad(
+        id="weights on meta",
+        call=with_weights(lambda weights: weights.to("meta")),
+        own="topk_weights is on meta, expected cpu",
+    ),
+    Bad(
+        id="everything of another K",
+        call=lambda play: play.whole_call(
+            topk=TopKOutput(
+                topk_ids=play.topk.topk_ids.repeat(1, 2),
+                topk_weights=play.topk.topk_weights.repeat(1, 2),
+            )
+        ),
+        own="topk_ids is [3, 4], expected [3, 2] (rank 1 of 2)",
+    ),
+]
+
+
+def call_closed(play: Play) -> object:
+    dispatcher = play.closing
+    out = dispatcher.dispatch(play.x, play.topk)
+    if play.group.rank == 1:
+        dispatcher.close()
+        dispatcher.close()
+    return dispatcher.combine(identity(out))
+
+
+def dispatch_closed(play: Play) -> object:
+    dispatcher = play.closing
+    if play.group.rank == 1:
+        dispatcher.close()
+    return dispatcher.combine(identity(dispatcher.dispatch(play.x, play.topk)))
+
+
+def without_grad(play: Play) -> object:
+    with torch.no_grad():
+        return play.whole_call()
+
+
+def training(*names: str) -> Callable[[Play], object]:
+    """A whole call beside experts of which the tensors named train."""
+
+    def call(play: Play) -> object:
+        needs = {name: name in names for name in ("gate_up_proj", "down_proj")}
+        out = play.dispatcher.dispatch(play.x, play.topk, experts_need_grad=needs)
+        return play.dispatcher.combine(identity(out))
+
+    return call
+
+
+def combine_faults() -> list[Bad]:
+    """Faults of the combine call."""
+    rows = [
+        Bad(
+            id="a row too many",
+            call=combined(
+                lambda play: play.out.combine_input(
+                    torch.cat([play.results.hidden_states, play.x[:1]])
+                )
+            ),
+            own="combine: hidden_states is",
+        ),
+        Bad(
+            id="no rows",
+            call=combined(lambda play: play.out.combine_input(play.x[:0])),
+            own="hidden_states is [0, 16]",
+        ),
+        Bad(
+            id="rows of three dimensions",
+            call=combined(lambda play: play.out.combine_input(play.x.unsqueeze(0))),
+            own="hidden_states is [1, 3, 16]",
+        ),
+        Bad(
+            id="rows per row, but too many",
+            call=combined(
+                lambda play: rows_input(
+                    play, torch.cat([play.results.hidden_states] * 3), RowsPer.ROW
+                )
+            ),
+            own="combine: ",
+        ),
+        Bad(
+            id="rows per text",
+            call=combined(lambda play: rows_input(play, play.results.hidden_states, "slot")),
+            own="rows_per is 'slot', expected RowsPer.SLOT or RowsPer.ROW",
+        ),
+        Bad(
+            id="rows per row beside slot weights",
+            call=combined(
+                lambda play: replace(play.results, rows_per=RowsPer.ROW, slot_weights=torch.ones(1))
+            ),
+            own="rows_per is ROW but combine applies the weights of each slot (rank 1 of 2)",
+        ),
+        Bad(
+            id="rows of another H",
+            call=combined(lambda play: rows_input(play, play.results.hidden_states[:, :8])),
+            own="8], expected",
+        ),
+        Bad(
+            id="rows int32",
+            call=combined(lambda play: rows_input(play, play.results.hidden_states.int())),
+            own="hidden_states is torch.int32, expected torch.float32 (rank 1 of 2)",
+        ),
+        Bad(
+            id="rows on meta",
+            call=combined(lambda play: rows_input(play, play.results.hidden_states.to("meta"))),
+            own="hidden_states is on meta, expected cpu",
+        ),
+        Bad(
+            id="rows sparse",
+            call=combined(
+                lambda play: rows_input(play, play.results.hidden_states.detach().to_sparse())
+            ),
+            own="hidden_states is torch.sparse_coo, expected a plain strided tensor",
+        ),
+        Bad(
+            id="rows None",
+            call=combined(lambda play: play.out.combine_input(None)),  # type: ignore[arg-type]
+            own="hidden_states is NoneType, expected a tensor",
+        ),
+        Bad(
+            id="slot weights of another C",
+            call=combined(lambda play: replace(play.results, slot_weights=torch.ones(1))),
+            own="slot_weights is [1], expected",
+        ),
+        Bad(
+            id="masked rows",
+            call=combined(
+                lambda play: MaskedCombineInput(
+                    hidden_states=play.x.unsqueeze(0), slot_weights=None, handle=play.out.handle
+                )
+            ),
+            own="the input is a MaskedCombineInput, expected RowsCombineInput (rank 1 of 2)",
+        ),
+        Bad(
+            id="what dispatch returned",
+            call=combined(lambda play: play.out),
+            own="the input is a RowsDispatchOutput, expected RowsCombineInput (rank 1 of 2)",
+        ),
+    ]
+    handles = [
+        Bad(
+            id="no handle",
+            call=combined(lambda play: replace(play.results, handle=None)),
+            own="the handle is NoneType, expected that of a dispatch",
+        ),
+        Bad(
+            id="a handle used twice",
+            call=combined(lambda play: play.spent),
+            own="was combined before; dispatch again",
+        ),
+        Bad(
+            id="another dispatcher of the same buffer",
+            call=lambda play: play.another.combine(identity(play.begin())),
+            own="belongs to another dispatcher",
+        ),
+        Bad(
+            id="another group's handle",
+            call=combined(lambda play: play.elsewhere),
+            own="belongs to another dispatcher",
+        ),
+        Bad(
+            id="combine after close",
+            call=call_closed,
+            others=call_closed,
+            own="combine: the dispatcher is closed (rank 1 of 2); construct a new one",
+        ),
+        Bad(
+            id="dispatch after close",
+            call=dispatch_closed,
+            others=dispatch_closed,
+            own="dispatch: the dispatcher is closed (rank 1 of 2); construct a new one",
+        ),
+    ]
+    return [
+        *(replace(bad, told=WRONG_ROWS) for bad in rows),
+        *(replace(bad, told=WRONG_HANDLE, error=HandleError) for bad in handles),
+    ]
+
+
+def opening(**changes: object) -> Callable[[Play], object]:
+    """Construct a dispatcher with another configuration or layer."""
+    of_spec = {name: value for name, value in changes.items() if hasattr(SPEC, name)}
+    of_config = {name: value for name, value in changes.items() if name not in of_spec}
+
+    def call(play: Play) -> object:
+        spec = replace(SPEC, **of_spec)
+        config = replace(play.kind.config, **of_config)  # type: ignore[arg-type]
+        return type(play.dispatcher)(play.group, spec, config)
+
+    return call
+
+
+def disagreeing(name: str, **changes: object) -> Bad:
+    return Bad(
+        id=name,
+        call=opening(**changes),
+        others=opening(),
+        own="ranks disagree on",
+        told="ranks disagree on",
+        error=ConfigError,
+    )
+
+
+CONFIG_FAULTS = [
+    disagreeing("another M", max_tokens_per_rank=6),
+    disagreeing("another slot_alignment", slot_alignment=4),
+    disagreeing("another check_calls", check_calls=True),
+    disagreeing("another deterministic", deterministic=True),
+    disagreeing("another dispatch_dtype", dispatch_dtype="fp8_e4m3"),
+    disagreeing("another timeout", timeout_s=29.0),
+    disagreeing("another runner", runner="reference"),
+    disagreeing("another num_sms", num_sms=4),
+    disagreeing("another P", num_experts=16),
+    disagreeing("another K in the layer", top_k=1),
+    disagreeing("another H in the layer", hidden_size=32),
+    disagreeing("another dtype in the layer", dtype=torch.bfloat16),
+    disagreeing("K of 0", top_k=0),
+    disagreeing("K above P", top_k=E + 1),
+    disagreeing("H of None", hidden_size=None),
+    disagreeing("P no multiple of the ranks", num_experts=7),
+    disagreeing("a dtype that no layer has", dtype=torch.int64),
+]
+
+
+def skip_combine(play: Play) -> object:
+    play.begin()
+    return play.dispatcher.dispatch(play.x, play.topk)
+
+
+def two_dispatchers(play: Play, other: object) -> object:
+    """Rank 1 calls the other one first."""
+    order = [play.dispatcher, other]
+    for dispatcher in order if play.group.rank == 0 else order[::-1]:
+        play.call_of(dispatcher)  # type: ignore[arg-type]
+    return None
+
+
+def two_batches(play: Play) -> object:
+    """Rank 1 combines them in the other order."""
+    outs = [play.begin(), play.begin()]
+    results = [identity(out) for out in outs]
+    return play.dispatcher.combine(results[play.group.rank])
+
+
+def skip_backward(play: Play) -> object:
+    play.whole_call()
+    return play.whole_call()
+
+
+ORDER_FAULTS = [
+    Bad(
+        id="rank 1 skips combine",
+        call=skip_combine,
+        own="dispatch: rank 0 is in combine of dispatcher",
+        told="rank 1 is in dispatch of dispatcher",
+    ),
+    Bad(
+        id="two layers of one shape in other order",
+        call=lambda play: two_dispatchers(play, play.another),
+        others=lambda play: two_dispatchers(play, play.another),
+        own="dispatch: rank 0 is in dispatch of dispatcher",
+        told="while rank 1 is in dispatch of dispatcher",
+    ),
+    Bad(
+        id="two layers of other shapes in other order",
+        call=lambda play: two_dispatchers(play, play.wider),
+        others=lambda play: two_dispatchers(play, play.wider),
+        own="dispatch: rank 0 is in dispatch of dispatcher",
+        told="while rank 1 is in dispatch of dispatcher",
+    ),
+    Bad(
+        id="two batches in other order",
+        call=two_batches,
+        others=two_batches,
+        own="the batch of call",
+        told="the batch of call",
+    ),
+    Bad(
+        id="rank 1 skips backward",
+        call=skip_backward,
+        others=lambda play: play.whole_call().sum().backward(),
+        own="rank 0 is in backward of ",
+        told="rank 1 is in dispatch of dispatcher",
+        trains=True,
+    ),
+    Bad(
+        id="rank 1 opens a layer",
+        call=opening(),
+        own="an agreement of all ranks (plan, open_buffer or gather_records): rank 0 is in disp",
+        told="rank 1 is in an agreement of all ranks (plan, open_buffer or gather_records)",
+    ),
+]
+
+
+def of_block(play: Play) -> object:
+    return play.block(play.x.detach())
+
+
+def failing(owner: Callable[[Play], Any], name: str) -> Callable[[Play], object]:
+    """Call the block while a part of it fails."""
+
+    def call(play: Play) -> object:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(owner(play), name, fail)
+            return of_block(play)
+
+    return call
+
+
+def module_of_sums(play: Play) -> object:
+    """The module from which the buffer of the block takes reduce_rows()."""
+    kinds = type(play.block.experts.phases.prefill._buffer).__mro__
+    modules = [sys.modules[kind.__module__] for kind in kinds]
+    return next(module for module in modules if hasattr(module, "reduce_rows"))
+
+
+OWN_ERRORS = [
+    Bad(
+        id=name,
+        call=failing(owner, attribute),
+        others=of_block,
+        own="no memory",
+        told=told,
+        error=EPError,
+        raised=OwnError,
+    )
+    for name, owner, attribute, told in (
+        ("the router fails", lambda play: play.block.gate, "forward", UNREADY),
+        ("the routing fails", lambda play: play.block.routing.custom_function, "choose", UNREADY),
+        (
+            "rows cannot be made",
+            lambda play: play.block.experts.phases.prefill,
+            "_quantize",
+            UNREADY,
+        ),
+        ("results cannot be cast", lambda _: of_rows, "cast_results", FAILED_RESULTS),
+        (
+            "sums cannot be made",
+            module_of_sums,
+            "reduce_rows",
+            FAILED_RESULTS,
+        ),
+    )
+]
+
+BAD_CALLS = [
+    *X_FAULTS,
+    *TOPK_FAULTS,
+    *combine_faults(),
+    Bad(
+        id="no_grad on rank 1",
+        call=without_grad,
+        own="torch.no_grad() while other",
+        told="torch.no_grad() while other",
+        error=ConfigError,
+        trains=True,
+    ),
+    Bad(
+        id="an expert parameter frozen on rank 1",
+        call=training("gate_up_proj"),
+        others=training("gate_up_proj", "down_proj"),
+        own="is frozen on rank 1",
+        told="is frozen on rank 1",
+        error=ConfigError,
+        trains=True,
+    ),
+    *OWN_ERRORS,
+    *CONFIG_FAULTS,
+    *(replace(bad, error=HandleError) for bad in ORDER_FAULTS),
+]

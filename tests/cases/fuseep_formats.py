@@ -1,0 +1,28 @@
+"""A device that says in which format it keeps weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from epcomm.platforms.ascend.formats import ACL_FORMAT_ND
+from fakes.ascend.formats import format_of
+
+
+@contextmanager
+def device_that_keeps(allows_nz: bool) -> Iterator[None]:
+    """A device that says in which format a tensor is, and may have made it row-major."""
+    library = torch.library.Library("npu", "FRAGMENT")
+
+    def get_npu_format(input: Tensor) -> int:
+        return format_of(input) if allows_nz else ACL_FORMAT_ND
+
+    library.define("get_npu_format(Tensor input) -> int")
+    library.impl("get_npu_format", get_npu_format, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()

@@ -1,0 +1,247 @@
+"""One rank's dispatchers, layer and batch, on which tests/cases/bad_calls.py plays faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from epcomm import (
+    DeepEPLowLatencyDispatcher,
+    DeepEPNormalDispatcher,
+    EPConfig,
+    EPError,
+    EPGroup,
+    ExpertParallelExperts,
+    ExpertParallelMoE,
+    MoESpec,
+    RoutingSpec,
+    RowsCombineInput,
+    RowsDispatchOutput,
+    StandardDispatcher,
+    TopKOutput,
+)
+from epcomm.dispatchers.dispatcher import RowsDispatcher
+from epcomm.ops.slots import gather_rows
+from epcomm.testing.data import BatchSpec, make_weights, random_ids
+from epcomm.types import WeightsAppliedBy
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from mpi4py import MPI
+
+NUM_RANKS, H, E, K, M = 2, 16, 8, 2, 5
+SPEC = MoESpec(hidden_size=H, num_experts=E, top_k=K, dtype=torch.float32)
+# The rank that errs.
+FAULTY = 1
+LAYER = BatchSpec(
+    tokens_of_rank=lambda rank, size: 1,
+    choose_ids=random_ids,
+    hidden_size=H,
+    num_local_experts=E // NUM_RANKS,
+)
+
+Dispatcher = RowsDispatcher[Any, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A backend, by the dispatcher and the configuration that choose it.
+
+    is_static: its faults wait for check().   trains: its tests run with gradients.
+    """
+
+    dispatcher: type[Dispatcher]
+    config: EPConfig
+    is_static: bool = False
+    trains: bool = True
+
+
+KINDS = {
+    "collective": Kind(
+        dispatcher=DeepEPNormalDispatcher,
+        config=EPConfig(max_tokens_per_rank=M, backend="collective"),
+    ),
+    "shared_memory": Kind(
+        dispatcher=DeepEPNormalDispatcher,
+        config=EPConfig(max_tokens_per_rank=M, backend="shared_memory"),
+    ),
+    "budget": Kind(
+        dispatcher=DeepEPNormalDispatcher,
+        config=EPConfig(
+            max_tokens_per_rank=M, backend="collective", max_recv_slots=NUM_RANKS * M * K
+        ),
+        is_static=True,
+    ),
+    "low_latency": Kind(
+        dispatcher=DeepEPLowLatencyDispatcher,
+        config=EPConfig(max_tokens_per_rank=M, backend="collective"),
+        is_static=True,
+        trains=False,
+    ),
+    "all_gather": Kind(
+        dispatcher=StandardDispatcher, config=EPConfig(max_tokens_per_rank=M, backend="collective")
+    ),
+    "replicated": Kind(
+        dispatcher=StandardDispatcher,
+        config=EPConfig(max_tokens_per_rank=M, backend="collective", replicated=True),
+    ),
+}
+
+
+@dataclass(kw_only=True)
+class Play:
+    """One rank's part. x and topk are a correct batch, of 2 and 3 tokens, or alike if replicated.
+
+    block: a whole block, whose parts may be made to fail.
+    another: a dispatcher that shares the buffer of `dispatcher`; wider: one of another shape.
+    spent: results that were combined.   elsewhere: results of a batch of another group.
+    out: the batch under way.
+    """
+
+    group: EPGroup
+    kind: Kind
+    dispatcher: Dispatcher
+    block: ExpertParallelMoE
+    another: Dispatcher
+    wider: Dispatcher
+    x: Tensor
+    topk: TopKOutput
+    spent: RowsCombineInput
+    elsewhere: RowsCombineInput
+    out: RowsDispatchOutput
+
+    @property
+    def is_faulty(self) -> bool:
+        """Whether this rank errs."""
+        return self.group.rank == FAULTY
+
+    @property
+    def results(self) -> RowsCombineInput:
+        """What identity experts return for the batch under way."""
+        return identity(self.out)
+
+    @property
+    def closing(self) -> Dispatcher:
+        """A dispatcher that may be closed. Collective."""
+        return open_dispatcher(self.kind, self.group)
+
+    def begin(self) -> RowsDispatchOutput:
+        """Dispatch the correct batch."""
+        self.out = self.dispatcher.dispatch(self.x, self.topk)
+        return self.out
+
+    def whole_call(self, **changes: object) -> Tensor:
+        """Dispatch and combine the correct batch, but for `changes` of x and topk; y."""
+        arguments: dict[str, Any] = {"x": self.x, "topk": self.topk} | changes
+        self.out = self.dispatcher.dispatch(arguments["x"], arguments["topk"])
+        return self.dispatcher.combine(self.results)
+
+    def call_of(self, dispatcher: Dispatcher) -> Tensor:
+        """As whole_call(), on any of the dispatchers."""
+        x = self.x.detach().repeat(1, dispatcher._spec.hidden_size // H)
+        return dispatcher.combine(identity(dispatcher.dispatch(x, self.topk)))
+
+    def expect_works(self) -> None:
+        """A correct batch, forward and backward, as if nothing had happened."""
+        x = self.x.detach().requires_grad_(self.kind.trains)
+        y = self.whole_call(x=x)
+        self.dispatcher.check()
+        torch.testing.assert_close(y, expected_y(x, self.topk))
+        if self.kind.trains:
+            y.sum().backward()
+            factor = self.topk.topk_weights.sum(1, keepdim=True).expand(-1, H)
+            torch.testing.assert_close(x.grad, factor)
+
+
+def identity(out: RowsDispatchOutput) -> RowsCombineInput:
+    """Each slot is its row, times its weight if the runner applies it."""
+    rows = gather_rows(out.hidden_states.data, out.index)
+    if out.weights_applied_by is WeightsAppliedBy.RUNNER:
+        assert out.slot_weights is not None
+        rows = rows * out.slot_weights.unsqueeze(1)
+    return out.combine_input(rows)
+
+
+def expected_y(x: Tensor, topk: TopKOutput) -> Tensor:
+    """y of identity experts."""
+    weights = torch.where(topk.topk_ids < 0, 0.0, topk.topk_weights)
+    return (x.double() * weights.double().sum(1, keepdim=True)).float()
+
+
+def open_dispatcher(kind: Kind, group: EPGroup, spec: MoESpec = SPEC) -> Dispatcher:
+    return kind.dispatcher(group, spec, kind.config)
+
+
+def open_block(kind: Kind, group: EPGroup) -> ExpertParallelMoE:
+    """A block of SPEC with drawn experts."""
+    config = replace(kind.config, mode=kind.dispatcher.mode)
+    experts = ExpertParallelExperts(make_weights(LAYER, NUM_RANKS), group, config, top_k=K)
+    gate = nn.Linear(H, E, bias=False)
+    routing = RoutingSpec(top_k=K, custom_function=FirstAndLast())
+    return ExpertParallelMoE(routing=routing, experts=experts, parts={"gate": gate})
+
+
+class FirstAndLast:
+    """A routing function: experts of both ranks for all tokens. choose() may be made to fail."""
+
+    def __call__(self, logits: Tensor, *, top_k: int, **_: Tensor | None) -> TopKOutput:
+        assert top_k == K
+        return self.choose(logits)
+
+    def choose(self, logits: Tensor) -> TopKOutput:
+        ids = torch.tensor([0, E - 1]).repeat(logits.shape[0], 1)
+        return TopKOutput(topk_ids=ids, topk_weights=logits[:, :K].sigmoid())
+
+
+class OwnError(Exception):
+    """An error of user code, or of torch."""
+
+
+def fail(*_: object, **__: object) -> NoReturn:
+    raise OwnError("no memory")
+
+
+def error_of(call: Callable[[], object]) -> EPError | OwnError | None:
+    """What the call raises, if it does."""
+    try:
+        call()
+    except (EPError, OwnError) as error:
+        return error
+    return None
+
+
+@contextmanager
+def playing(kind: Kind, ranks: dist.ProcessGroup | MPI.Comm | None = None) -> Iterator[Play]:
+    """A group of its own for one kind; `ranks` is what EPGroup takes."""
+    with (
+        EPGroup(ranks) as group,
+        EPGroup(ranks) as other_group,
+        torch.set_grad_enabled(kind.trains),
+    ):
+        dispatcher = open_dispatcher(kind, group)
+        source = 1 if kind.config.replicated else group.rank
+        generator = torch.Generator().manual_seed(source)
+        x = torch.randn(2 + source, H, generator=generator).requires_grad_(kind.trains)
+        ids = torch.rand(2 + source, E, generator=generator).argsort(1)[:, :K]
+        weights = torch.rand(2 + source, K, generator=generator)
+        topk = TopKOutput(topk_ids=ids, topk_weights=weights)
+        spent = identity(dispatcher.dispatch(x, topk))
+        dispatcher.combine(spent)
+        yield Play(
+            group=group,
+            kind=kind,
+            dispatcher=dispatcher,
+            block=open_block(kind, group),
+            another=open_dispatcher(kind, group),
+            wider=open_dispatcher(kind, group, replace(SPEC, hidden_size=2 * H, num_experts=2 * E)),
+            x=x,
+            topk=topk,
+            spent=spent,
+            elsewhere=identity(open_dispatcher(kind, other_group).dispatch(x, topk)),
+            out=dispatcher.dispatch(x, topk),
+        )

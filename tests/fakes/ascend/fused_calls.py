@@ -1,0 +1,103 @@
+"""Arguments of fused_deep_moe() from weights as a checkpoint has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fakes.ascend.deep_ep.buffer import FuseMode
+from fakes.ascend.deep_ep.fused_call import FusedCall
+from fakes.ascend.formats import ACL_FORMAT_NZ
+from tests.fakes.ascend import fuseep
+
+MODE1, MODE2 = FuseMode.FUSED_DEEP_MOE, FuseMode.DISPATCH_FFN_COMBINE
+
+
+def nz(weight: Tensor) -> Tensor:
+    return torch.ops.npu.npu_format_cast(weight.contiguous(), ACL_FORMAT_NZ)
+
+
+def interleaved(columns: Tensor) -> Tensor:
+    """[..., 2I]: 64 of the gate, 64 of up, and so on."""
+    half = columns.shape[-1] // 2
+    order = [
+        side * half + 64 * tile + column
+        for tile in range(half // 64)
+        for side in (0, 1)
+        for column in range(64)
+    ]
+    return columns[..., order]
+
+
+def bits(scales: Tensor) -> Tensor:
+    """int64, flat."""
+    return scales.contiguous().view(torch.int32).to(torch.int64).flatten()
+
+
+def packed(mode: FuseMode, checkpoint: tuple[Tensor, Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
+    """The four arguments, in NZ, for w13 [L, 2I, H], w2 [L, H, I], s13 [L, 2I] and s2 [L, H]."""
+    w13, w2, s13, s2 = checkpoint
+    if mode == MODE1:
+        columns = interleaved(w13.transpose(1, 2))
+        found = (nz(columns), interleaved(s13).contiguous(), nz(w2), s2.contiguous())
+    else:
+        found = (nz(w13.transpose(1, 2)), bits(s13), nz(w2.transpose(1, 2)), bits(s2))
+    names = ("gmm1_permuted_weight", "gmm1_permuted_weight_scale")
+    names += ("gmm2_weight", "gmm2_weight_scale")
+    return dict(zip(names, found, strict=True))
+
+
+def recorded_call(mode: FuseMode, rank: int) -> dict[str, Any]:
+    """Arguments of one rank of the recording."""
+    first, last = rank * fuseep.L, (rank + 1) * fuseep.L
+    ids, topk_weights = fuseep.topk(rank)
+    w13, w2, s13, s2 = (tensor[first:last] for tensor in fuseep.weights())
+    return {
+        "x": fuseep.hidden_states(rank),
+        "topk_idx": ids,
+        "topk_weights": topk_weights,
+        **packed(mode, (w13, w2, s13, s2)),
+        "num_max_dispatch_tokens_per_rank": fuseep.M if mode == MODE1 else 20,
+        "num_experts": fuseep.E,
+        "fuse_mode": mode,
+    }
+
+
+def sized_call(mode: FuseMode, **sizes: int) -> dict[str, Any]:
+    """A call of two ranks with these T, K, E, H, I, at the least that the device takes otherwise.
+
+    Weights are 1, scales 2**-10, x is 1, and all tokens go to the first experts.
+    """
+    chosen = {"T": 1, "K": 1, "E": 2, "H": 512, "I": 512} | sizes
+    t, k, e, h, i = (chosen[letter] for letter in "TKEHI")
+    s13, s2 = torch.full((e // 2, 2 * i), 2.0**-10), torch.full((e // 2, h), 2.0**-10)
+    w13, w2 = torch.ones(e // 2, 2 * i, h), torch.ones(e // 2, h, i)
+    return {
+        "x": torch.ones(t, h).bfloat16(),
+        "topk_idx": torch.arange(k).repeat(t, 1),
+        "topk_weights": torch.ones(t, k),
+        **packed(mode, (w13.to(torch.int8), w2.to(torch.int8), s13, s2)),
+        "num_max_dispatch_tokens_per_rank": t if mode == MODE1 else 2 * t * k,
+        "num_experts": e,
+        "fuse_mode": mode,
+    }
+
+
+def all_experts(mode: FuseMode) -> FusedCall:
+    """What one rank with all experts of the recording would be given; its tokens are rank 0's."""
+    weights = packed(mode, fuseep.weights())
+    ids, topk_weights = fuseep.topk(0)
+    return FusedCall(
+        x=fuseep.hidden_states(0),
+        ids=ids,
+        weights=topk_weights,
+        w13=weights["gmm1_permuted_weight"],
+        s13=weights["gmm1_permuted_weight_scale"],
+        w2=weights["gmm2_weight"],
+        s2=weights["gmm2_weight_scale"],
+        limit=fuseep.M,
+        num_experts=fuseep.E,
+        num_ranks=1,
+    )

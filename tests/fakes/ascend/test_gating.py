@@ -1,0 +1,208 @@
+"""Gating: golden cases, epcomm's own definition of routing, ties, limits, undefined rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from epcomm.routing.reference import route
+from epcomm.routing.spec import CorrectionBias, EpsilonMode, RoutingSpec, ScoreFunction
+from fakes.ascend import limits, registry
+from fakes.ascend.undefined import UNDEFINED_INT
+from tests.fakes.ascend.recorded import assert_equals, golden, optional_tensor, tensor_of
+
+GOLDEN = golden("ascend_gating_top_k")
+# Header of the golden file: the order of a float32 softmax sum is free.
+RTOL = 1e-6
+
+
+@pytest.mark.parametrize("case", GOLDEN["gating_top_k"], ids=lambda case: case["id"])
+def test_golden_gating(case: dict[str, Any]) -> None:
+    x = tensor_of(case["x"])
+    y, ids, norm = torch.ops.npu.npu_moe_gating_top_k(
+        x, bias=optional_tensor(case["bias"]), **case["call"]
+    )
+    expected = case["expected"]
+    assert_equals(ids, expected["expert_ids"])
+    assert_equals(y, expected["y"], rtol=0.0 if case["y_exact"] else RTOL)
+    assert norm.shape == x.shape
+    assert norm.dtype == torch.float32
+    if case["call"]["out_flag"]:
+        assert_equals(norm, expected["norm"], rtol=RTOL)
+    else:
+        assert norm.isnan().all()
+
+
+@pytest.mark.parametrize("case", GOLDEN["gating_top_k_softmax"], ids=lambda case: case["id"])
+def test_golden_softmax(case: dict[str, Any]) -> None:
+    y, ids, rows = torch.ops.npu.npu_moe_gating_top_k_softmax(
+        tensor_of(case["x"]), optional_tensor(case["finished"]), **case["call"]
+    )
+    expected = case["expected"]
+    assert_equals(ids, expected["expert_ids"])
+    assert_equals(rows, expected["row_idx"])
+    assert_equals(y, expected["y"], rtol=0.0 if case["y_exact"] else RTOL)
+
+
+@given(
+    seed=st.integers(0, 1 << 30),
+    norm_type=st.sampled_from([0, 1]),
+    renorm=st.booleans(),
+    with_bias=st.booleans(),
+    groups=st.sampled_from([(1, 1), (4, 2), (4, 4), (8, 3), (2, 1)]),
+    mode=st.sampled_from([0, 1]),
+    k=st.integers(1, 8),
+    num_tokens=st.sampled_from([0, 1, 5]),
+)
+@settings(max_examples=60, deadline=None)
+def test_gating_agrees_with_the_reference(
+    seed: int,
+    norm_type: int,
+    renorm: bool,
+    with_bias: bool,
+    groups: tuple[int, int],
+    mode: int,
+    k: int,
+    num_tokens: int,
+) -> None:
+    """Few distinct logits, so that ties are common."""
+    num_experts, (group_count, k_group) = 32, groups
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-6, 7, (num_tokens, num_experts), generator=generator) / 4
+    bias = torch.randint(-3, 4, (num_experts,), generator=generator) / 8 if with_bias else None
+    renormalises = renorm or norm_type == 1
+    spec = RoutingSpec(
+        top_k=k,
+        score_function=ScoreFunction.SIGMOID if norm_type else ScoreFunction.SOFTMAX,
+        correction_bias=CorrectionBias.SELECTION if with_bias else CorrectionBias.NONE,
+        num_groups=group_count,
+        topk_groups=k_group,
+        group_score_top_n=mode + 1,
+        renormalize=renormalises,
+        epsilon_mode=EpsilonMode.ADDED if renormalises else EpsilonMode.NONE,
+        epsilon=1e-20 if renormalises else 0.0,
+        routed_scaling_factor=2.5,
+    )
+    expected = route(logits, spec, correction_bias=bias)
+    with limits.soc("A3", size_limits=False):
+        y, ids, _ = torch.ops.npu.npu_moe_gating_top_k(
+            logits,
+            k,
+            bias=bias,
+            k_group=k_group,
+            group_count=group_count,
+            group_select_mode=mode,
+            renorm=renorm,
+            norm_type=norm_type,
+            routed_scaling_factor=2.5,
+        )
+    assert torch.equal(ids.long(), expected.topk_ids)
+    torch.testing.assert_close(y, expected.topk_weights, rtol=RTOL, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_softmax_agrees_with_the_reference(dtype: torch.dtype) -> None:
+    # Distinct by more than a rounding, so that the cast makes no ties.
+    order = torch.rand(7, 16, generator=torch.Generator().manual_seed(0)).argsort(1)
+    logits = (order / 4).to(dtype)
+    expected = route(logits, RoutingSpec(top_k=3))
+    y, ids, _ = torch.ops.npu.npu_moe_gating_top_k_softmax(logits, k=3)
+    assert torch.equal(ids.long(), expected.topk_ids)
+    rtol = RTOL if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(y.float(), expected.topk_weights, rtol=rtol, atol=0.0)
+
+
+def test_rows_with_nan_are_undefined_and_others_are_not() -> None:
+    logits = torch.zeros(3, 8)
+    logits[1, 5] = float("nan")
+    for norm_type, group_count in [(0, 1), (1, 1), (1, 2)]:
+        y, ids, _ = torch.ops.npu.npu_moe_gating_top_k(
+            logits, 2, norm_type=norm_type, group_count=group_count
+        )
+        assert y.isnan().any(1).tolist() == [False, True, False]
+        assert (ids == UNDEFINED_INT).all(1).tolist() == [False, True, False]
+        assert ids[0].tolist() == [0, 1]
+    y, ids, _ = torch.ops.npu.npu_moe_gating_top_k_softmax(logits, k=2)
+    assert y.isnan().any(1).tolist() == [False, True, False]
+    assert (ids == UNDEFINED_INT).all(1).tolist() == [False, True, False]
+
+
+def gate(x: Tensor, k: int = 2, **options: Any) -> None:  # noqa: ANN401
+    torch.ops.npu.npu_moe_gating_top_k(x, k, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k": 0}, "k is 0, expected 1 to 16"),
+        ({"k": 9, "group_count": 2}, "k is 9, expected 1 to 8, the experts of 1 groups"),
+        ({"group_count": 3}, "group_count is 3, expected a divisor of 16"),
+        ({"k_group": 3, "group_count": 2}, "k_group is 3, expected 1 to 2"),
+        ({"group_select_mode": 2}, "group_select_mode is 2"),
+        ({"k": 1, "group_select_mode": 1, "group_count": 16}, "group_select_mode is 1, expected 0"),
+        ({"renorm": 2}, "renorm is 2"),
+        ({"norm_type": 2}, "norm_type is 2, expected 0 or 1"),
+        ({"bias": torch.zeros(16, dtype=torch.bfloat16)}, "bias is .* expected .16. torch.float32"),
+        ({"bias": torch.zeros(15)}, r"bias is \[15\]"),
+        ({"x": torch.zeros(4, 16, dtype=torch.float64)}, "x is .*float64"),
+        ({"x": torch.zeros(16)}, r"x is \[16\]"),
+    ],
+    ids=str,
+)
+def test_gating_refuses(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        gate(**{"x": torch.zeros(4, 16), **options})
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "options", "message"),
+    [
+        (2080, {}, "x has 2080 experts, expected 2048 at most"),
+        (16, {"group_count": 8}, "groups have 2 experts, expected 3 at least"),
+        (330, {"group_count": 66}, "66 groups of 5 take 2112 places"),
+    ],
+)
+def test_sizes_beyond_the_chip(num_experts: int, options: dict[str, int], message: str) -> None:
+    x = torch.zeros(1, num_experts)
+    gate(x, **options)
+    with limits.soc("A3"), pytest.raises(RuntimeError, match=message):
+        gate(x, **options)
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "message"),
+    [
+        (torch.zeros(2, 4), {"k": 5}, "k is 5, expected 0 to 4"),
+        (torch.zeros(2, 4), {"finished": torch.zeros(3, dtype=torch.bool)}, r"expected \[2\] bool"),
+        (torch.zeros(2, 4), {"finished": torch.zeros(2)}, r"expected \[2\] bool"),
+        (torch.zeros(4), {}, r"x is \[4\]"),
+    ],
+)
+def test_softmax_refuses(x: Tensor, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.npu.npu_moe_gating_top_k_softmax(x, **options)
+
+
+def test_softmax_selects_at_most_1024() -> None:
+    x = torch.zeros(1, 1030)
+    torch.ops.npu.npu_moe_gating_top_k_softmax(x, k=1025)
+    with limits.soc("A2"), pytest.raises(RuntimeError, match="k is 1025, expected 1024 at most"):
+        torch.ops.npu.npu_moe_gating_top_k_softmax(x, k=1025)
+
+
+def test_unmodelled_features_give_no_result() -> None:
+    with pytest.raises(NotImplementedError, match="routing by token ids is not modelled"):
+        gate(torch.zeros(2, 4), input_ids=torch.zeros(2))
+    with pytest.raises(NotImplementedError, match="three dimensions"):
+        torch.ops.npu.npu_moe_gating_top_k_softmax(torch.zeros(2, 2, 4))
+
+
+def test_renorm_may_be_a_bool() -> None:
+    assert "int renorm=0" in registry.schemas()["npu_moe_gating_top_k"]
+    y, _, _ = torch.ops.npu.npu_moe_gating_top_k(torch.zeros(1, 4), 2, renorm=True)
+    assert y.tolist() == [[0.5, 0.5]]

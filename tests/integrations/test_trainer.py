@@ -1,0 +1,182 @@
+"""Training stacks as witnesses: transformers' Trainer with accelerate below it, and FSDP.
+
+A model with its experts over ranks trains, is saved, and goes on from its checkpoint like the whole
+model in one process.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+# transformers must not look for a network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
+
+from epcomm import ConfigError, EPGroup, ExpertParallelMoE, idle_step
+from epcomm.integrations.transformers import prepare_trainer
+from epcomm.sharding.shards import sharded_parameters
+from epcomm.testing.layer_suite import FP32_TOLERANCE
+from epcomm.testing.oracle import relative_error
+from epcomm.training.checkpoints import gather_state_dict
+from epcomm.training.gradients import scale_expert_gradients
+
+NUM_RANKS, NUM_STEPS, SAVED_STEP, NUM_MICRO_BATCHES = 2, 4, 2, 2
+STEP_BATCH = NUM_RANKS * NUM_MICRO_BATCHES
+LEARNING_RATE, MAX_NORM = 0.01, 0.1
+# Relative, of losses: the promise of the library.
+LOSS_TOLERANCE = 1e-5
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+}
+
+
+def dense_model() -> Qwen3MoeForCausalLM:
+    """The same on all ranks; its checkpoints have a tensor for each expert."""
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES))
+
+
+def spread_model(group: EPGroup) -> Qwen3MoeForCausalLM:
+    model = dense_model()
+    for layer in model.model.layers:
+        layer.mlp = ExpertParallelMoE.from_transformers(layer.get_submodule("mlp"), group)
+    return model
+
+
+def samples() -> list[dict[str, Tensor]]:
+    """One a rank and micro-batch, in the order in which they are taken."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 32, (NUM_STEPS * STEP_BATCH, 9), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def losses_in_one_process() -> list[float]:
+    """A plain loop over the mean of the losses of ranks and micro-batches."""
+    model = dense_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    losses = []
+    for step in range(NUM_STEPS):
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - step / NUM_STEPS)
+        batch = samples()[step * STEP_BATCH : (step + 1) * STEP_BATCH]
+        ids = torch.stack([sample["input_ids"] for sample in batch])
+        loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def trainer_of(model: nn.Module, folder: Path) -> Trainer:
+    values: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": NUM_STEPS,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": NUM_MICRO_BATCHES,
+        "learning_rate": LEARNING_RATE,
+        "max_grad_norm": MAX_NORM,
+        "train_sampling_strategy": "sequential",
+        "save_steps": SAVED_STEP,
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return Trainer(model, TrainingArguments(**values), train_dataset=samples())
+
+
+def losses_of(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """One folder for all ranks."""
+    with tempfile.TemporaryDirectory() as own:
+        name = [own]
+        dist.broadcast_object_list(name)
+        yield Path(name[0])
+        dist.barrier()
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_trainer_trains_saves_and_resumes_like_one_process() -> None:
+    expected = losses_in_one_process()
+    with EPGroup() as group, shared_folder() as folder:
+        trainer = trainer_of(spread_model(group), folder)
+        prepare_trainer(trainer)
+        trainer.train()
+        assert losses_of(trainer) == pytest.approx(expected, rel=LOSS_TOLERANCE)
+        model = spread_model(group)
+        resumed = trainer_of(model, folder)
+        prepare_trainer(resumed)
+        resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED_STEP}"))
+        assert losses_of(resumed) == pytest.approx(expected, rel=LOSS_TOLERANCE)
+        # What Trainer itself has written is the whole model.
+        saved = Qwen3MoeForCausalLM.from_pretrained(folder / f"checkpoint-{NUM_STEPS}").state_dict()
+        for name, tensor in gather_state_dict(model, group).items():
+            assert torch.equal(saved[name], tensor), name
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_rank_without_data_runs_a_token_of_a_model_inside_fsdp() -> None:
+    ids = samples()[0]["input_ids"][None]
+    alone = dense_model()
+    (alone(input_ids=ids, labels=ids).loss / NUM_RANKS).backward()
+    with EPGroup() as group:
+        model = spread_model(group)
+        scale_expert_gradients(model, 1 / NUM_RANKS)
+        fully_shard(model, ignored_params=set(sharded_parameters(model)))
+        if group.rank == 0:
+            model(input_ids=ids, labels=ids).loss.backward()
+        else:
+            idle_step(model)
+        for name, parameter in alone.named_parameters():
+            gradient = model.get_parameter(name).grad
+            assert isinstance(gradient, DTensor)
+            assert parameter.grad is not None
+            assert relative_error(gradient.full_tensor(), parameter.grad) <= FP32_TOLERANCE, name
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_trainer_that_cannot_be_prepared_is_refused() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(dense_model(), Path(folder))
+        with pytest.raises(ConfigError, match="Qwen3MoeForCausalLM has no expert-parallel layer"):
+            prepare_trainer(trainer)
+        alone = [dist.new_group([rank]) for rank in range(NUM_RANKS)]
+        with EPGroup(alone[dist.get_rank()]) as group:
+            trainer = trainer_of(spread_model(group), Path(folder))
+            with pytest.raises(ConfigError, match=r"spread over \[1\] ranks, expected all 2"):
+                prepare_trainer(trainer)
+            trainer.is_fsdp_enabled = True
+            with pytest.raises(ConfigError, match="FSDP or DeepSpeed is enabled"):
+                prepare_trainer(trainer)
+            trainer.is_distributed_loading_by_transformers = True
+            with pytest.raises(ConfigError, match=r"spread by from_pretrained, or .* leave the"):
+                prepare_trainer(trainer)

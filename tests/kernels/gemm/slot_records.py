@@ -1,0 +1,257 @@
+"""Records of both layouts for the runners of GPUs: what no slot uses is NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from epcomm import MaskedDispatchOutput, RowsDispatchOutput, WireTensor
+from epcomm.ops.slots import build_slot_index
+from epcomm.ops.static_slots import build_static_slot_index
+from epcomm.quantization import quantize
+from epcomm.records import Handle, Route, SlotIndex
+from epcomm.runners.base import ExpertRunner
+from epcomm.types import Layout, WeightsAppliedBy, WireFormat
+from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
+
+NUM_EXPERTS, NUM_ROWS = 3, 90
+# Expert 0 gets more rows than a tile has, expert 1 none, and 5 slots belong to nobody.
+IDS = [0] * 70 + [2] * 15 + [-1] * 5
+# Enough for starts at multiples of 8.
+NUM_SLOTS = 90
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    layout: Layout
+    who: WeightsAppliedBy
+    dtype: torch.dtype
+    is_quantized: bool
+    is_strided: bool
+    slot_alignment: int = 1
+
+    @property
+    def id(self) -> str:
+        rows = "quantised" if self.is_quantized else "plain"
+        return (
+            f"{self.layout.value}, weights by {self.who.value}, {self.dtype}, {rows} rows"
+            f"{' that lie apart' if self.is_strided else ''}"
+            f"{f', aligned to {self.slot_alignment}' if self.slot_alignment > 1 else ''}"
+        )
+
+
+CASES = [
+    Case(layout=layout, who=who, dtype=dtype, is_quantized=is_quantized, is_strided=is_strided)
+    for layout, who, dtype, is_quantized, is_strided in product(
+        Layout, WeightsAppliedBy, DTYPES, [True, False], [False, True]
+    )
+    if not is_strided or (is_quantized and layout is Layout.ROWS)
+    # An interpreter is slow: half of them, in which every three choices meet.
+    if torch.cuda.is_available()
+    or (layout is Layout.ROWS)
+    ^ (who is WeightsAppliedBy.RUNNER)
+    ^ (dtype is torch.bfloat16)
+    ^ is_quantized
+]
+
+
+def make_weights(
+    hidden_size: int, inner_size: int, device: torch.device, num_experts: int = NUM_EXPERTS
+) -> ExpertWeights:
+    """Seeded, so that rows of order one give results of order one."""
+    generator = torch.Generator().manual_seed(1)
+    gate_up = torch.randn(num_experts, 2 * inner_size, hidden_size, generator=generator)
+    down = torch.randn(num_experts, hidden_size, inner_size, generator=generator)
+    return ExpertWeights(
+        gate_up_proj=(gate_up / hidden_size**0.5).to(device),
+        down_proj=(down / inner_size**0.5).to(device),
+    )
+
+
+def make_index(device: torch.device, slot_alignment: int = 1) -> SlotIndex:
+    """Rows in random order."""
+    order = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(2))
+    ids = torch.tensor(IDS)[order].unsqueeze(1).to(device)
+    return build_static_slot_index(ids, NUM_EXPERTS, NUM_SLOTS, slot_alignment=slot_alignment)
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """The same rows with gaps of 16 bytes between them, full of NaN."""
+    gap = 16 // tensor.itemsize
+    wide = torch.full(
+        (tensor.shape[0], (tensor.shape[1] + gap) * tensor.itemsize),
+        0x7F,
+        dtype=torch.uint8,
+        device=tensor.device,
+    ).view(tensor.dtype)
+    rows = wide[:, : tensor.shape[1]]
+    rows.view(torch.uint8).copy_(tensor.view(torch.uint8))
+    return rows
+
+
+def make_rows(
+    case: Case, index: SlotIndex, hidden_size: int, quantized: WireFormat, device: torch.device
+) -> WireTensor:
+    """Rows without a slot are NaN."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(NUM_ROWS, hidden_size, generator=generator).to(device, case.dtype)
+    assert index.slots_of_row is not None
+    x[(index.slots_of_row < 0).all(dim=1)] = float("nan")
+    wire = quantize(x, quantized if case.is_quantized else WireFormat.of(case.dtype))
+    if not case.is_strided:
+        return wire
+    assert wire.scales is not None
+    return replace(wire, data=apart(wire.data), scales=apart(wire.scales))
+
+
+def record(
+    case: Case, hidden_size: int, quantized: WireFormat, device: torch.device
+) -> RowsDispatchOutput | MaskedDispatchOutput:
+    """One batch in the layout of the case; quantized: the format of quantised rows."""
+    index = make_index(device, case.slot_alignment)
+    rows = make_rows(case, index, hidden_size, quantized, device)
+    weights = torch.rand(NUM_SLOTS, generator=torch.Generator().manual_seed(4)).to(device)
+    handle = Handle(owner=None, route=Route(), call=1, num_tokens=NUM_ROWS, needs_backward=False)
+    if case.layout is Layout.ROWS:
+        return RowsDispatchOutput(
+            hidden_states=rows,
+            index=index,
+            slot_weights=weights,
+            weights_applied_by=case.who,
+            handle=handle,
+        )
+    counts, starts = index.num_slots_per_expert.tolist(), index.first_slot.tolist()
+    room = max(counts) + 3
+
+    def spread(values: Tensor) -> Tensor:
+        raw = values.contiguous().view(torch.uint8)
+        wide = raw.new_full((NUM_EXPERTS, room, raw.shape[1]), 0x7F)
+        for expert, count in enumerate(counts):
+            mine = index.row_of_slot[starts[expert] : starts[expert] + count]  # type: ignore[index]
+            wide[expert, :count] = raw[mine.long()]
+        return wide.view(values.dtype)
+
+    masked_weights = weights.new_full((NUM_EXPERTS, room), float("nan"))
+    for expert, count in enumerate(counts):
+        masked_weights[expert, :count] = weights[starts[expert] : starts[expert] + count]
+    return MaskedDispatchOutput(
+        hidden_states=replace(
+            rows,
+            data=spread(rows.data),
+            scales=None if rows.scales is None else spread(rows.scales),
+        ),
+        num_slots_per_expert=index.num_slots_per_expert,
+        slot_weights=masked_weights,
+        weights_applied_by=case.who,
+        handle=handle,
+    )
+
+
+def empty_record(
+    layout: Layout, wire: WireTensor, device: torch.device
+) -> RowsDispatchOutput | MaskedDispatchOutput:
+    """What a rank gets to which no token goes; wire: no rows, [0, H]."""
+    counts = torch.zeros(NUM_EXPERTS, dtype=torch.int32, device=device)
+    handle = Handle(owner=None, route=Route(), call=1, num_tokens=0, needs_backward=False)
+    if layout is Layout.MASKED:
+
+        def of_experts(values: Tensor) -> Tensor:
+            return values.new_empty(NUM_EXPERTS, 0, values.shape[1])
+
+        return MaskedDispatchOutput(
+            hidden_states=replace(
+                wire,
+                data=of_experts(wire.data),
+                scales=None if wire.scales is None else of_experts(wire.scales),
+            ),
+            num_slots_per_expert=counts,
+            slot_weights=torch.empty(NUM_EXPERTS, 0, device=device),
+            weights_applied_by=WeightsAppliedBy.RUNNER,
+            handle=handle,
+        )
+    ids = torch.empty(0, 1, dtype=torch.int64, device=device)
+    return RowsDispatchOutput(
+        hidden_states=wire,
+        index=build_slot_index(ids, counts, [0] * NUM_EXPERTS),
+        slot_weights=torch.empty(0, device=device),
+        weights_applied_by=WeightsAppliedBy.RUNNER,
+        handle=handle,
+    )
+
+
+def check_no_slots(runner: ExpertRunner, weights: ExpertTensors, device: torch.device) -> None:
+    """A rank without rows gets no results, of either layout, quantised on arrival or before."""
+    x = torch.empty(0, weights.hidden_size, dtype=weights.dtype, device=device)
+    for layout in Layout:
+        for wire_format in (weights.wire_format, WireFormat.of(weights.dtype)):
+            dispatched = empty_record(layout, quantize(x, wire_format), device)
+            results = runner.run(dispatched, weights).hidden_states
+            lead = (0,) if layout is Layout.ROWS else (NUM_EXPERTS, 0)
+            assert results.shape == (*lead, weights.hidden_size)
+            assert results.dtype == weights.dtype
+
+
+def record_devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """A list of the devices that launchers make the current one from now on."""
+    entered = []
+    real = torch.cuda.device_of
+
+    def device_of(tensor: Tensor) -> torch.cuda.device_of:
+        entered.append(torch.device(tensor.device.type))
+        return real(tensor)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    return entered
+
+
+# Slots of both experts that have any, with a value that is put into the row of each.
+POISON = {3: float("nan"), 40: float("inf"), 75: float("-inf")}
+
+
+def check_poison_stays_in_its_rows(
+    runner: ExpertRunner, weights: ExpertTensors, device: torch.device
+) -> None:
+    """Results of rows with NaN or infinity are NaN, and all others the bits they were."""
+    case = Case(
+        layout=Layout.ROWS,
+        who=WeightsAppliedBy.RUNNER,
+        dtype=weights.dtype,
+        is_quantized=False,
+        is_strided=False,
+    )
+    dispatched = record(case, weights.hidden_size, weights.wire_format, device)
+    assert isinstance(dispatched, RowsDispatchOutput)
+    assert dispatched.index.row_of_slot is not None
+    clean = dispatched.hidden_states.data
+    broken = clean.clone()
+    for column, (slot, value) in enumerate(POISON.items()):
+        broken[int(dispatched.index.row_of_slot[slot]), 100 * column] = value
+    num_used = int(dispatched.num_slots_per_expert.sum())
+    is_poisoned = torch.zeros(num_used, dtype=torch.bool, device=device)
+    is_poisoned[list(POISON)] = True
+    for wire_format in (weights.wire_format, WireFormat.of(weights.dtype)):
+        expected, found = (
+            runner.run(
+                replace(dispatched, hidden_states=quantize(x, wire_format)), weights
+            ).hidden_states[:num_used]
+            for x in (clean, broken)
+        )
+        assert expected.isfinite().all()
+        assert found[is_poisoned].isnan().all()
+        assert torch.equal(found[~is_poisoned], expected[~is_poisoned])
+
+
+def results_of_experts(
+    dispatched: RowsDispatchOutput | MaskedDispatchOutput, results: Tensor
+) -> list[Tensor]:
+    """Those of each expert that has slots, and of nobody else."""
+    counts = dispatched.num_slots_per_expert.tolist()
+    if isinstance(dispatched, MaskedDispatchOutput):
+        return [results[expert, :count] for expert, count in enumerate(counts)]
+    starts = dispatched.index.first_slot.tolist()
+    return [results[starts[expert] :][:count] for expert, count in enumerate(counts)]

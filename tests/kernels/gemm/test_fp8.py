@@ -1,0 +1,103 @@
+"""The FP8 runner of GPUs, interpreted where there is none: equal to the plain one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from epcomm import ConfigError
+from epcomm.quantization import FP8_FLOAT32_SCALES
+from epcomm.runners.fp8_triton import Fp8TritonRunner
+from epcomm.runners.quantized_reference import QuantizedReferenceRunner
+from epcomm.testing.oracle import relative_error
+from epcomm.types import Layout, WeightsAppliedBy
+from epcomm.weights.quantized import Fp8BlockWeights
+from epcomm.weights.unquantized import ExpertWeights
+from tests.kernels.gemm import slot_records
+from tests.kernels.gemm.fp8_products import check_slots_of_nobody_are_left
+from tests.kernels.gemm.slot_records import (
+    CASES,
+    Case,
+    check_no_slots,
+    check_poison_stays_in_its_rows,
+    record,
+    record_devices,
+    results_of_experts,
+)
+
+HIDDEN, INNER = 256, 128
+# Tensor cores keep some 14 bits of a sum of FP8 products, so a few activations fall to the other
+# side of a tie. A code next to the largest is 1/14 of it away; with the largest activation of 128
+# at four standard deviations, and the largest of y at three, one such code moves y by
+# 4/14 / (3 * 128**0.5), 0.8% of that. Two may meet; bfloat16 adds its own 2**-8, float16 2**-11.
+TOLERANCE = {torch.float32: 0.02, torch.bfloat16: 0.024, torch.float16: 0.0205}
+
+
+def make_weights(dtype: torch.dtype, device: torch.device) -> Fp8BlockWeights:
+    weights = slot_records.make_weights(HIDDEN, INNER, device)
+    return replace(Fp8BlockWeights.from_unquantized(weights), hidden_dtype=dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_runner_equals_the_plain_one(case: Case, device: torch.device) -> None:
+    weights, dispatched = (
+        make_weights(case.dtype, device),
+        record(case, HIDDEN, FP8_FLOAT32_SCALES, device),
+    )
+    actual = Fp8TritonRunner().run(dispatched, weights).hidden_states
+    expected = QuantizedReferenceRunner().run(dispatched, weights).hidden_states
+    assert (actual.shape, actual.dtype) == (expected.shape, case.dtype)
+    mine = results_of_experts(dispatched, actual), results_of_experts(dispatched, expected)
+    for pair in zip(*mine, strict=True):
+        assert relative_error(*pair) <= TOLERANCE[case.dtype]
+
+
+def test_slots_of_nobody_are_left_alone(device: torch.device) -> None:
+    products = Fp8TritonRunner().products()
+    check_slots_of_nobody_are_left(products, make_weights(torch.float32, device), device)
+
+
+def test_no_slots_are_no_results(device: torch.device) -> None:
+    check_no_slots(Fp8TritonRunner(), make_weights(torch.float32, device), device)
+
+
+# The interpreter multiplies infinity by zero, as it should.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+def test_poison_stays_in_its_rows(device: torch.device) -> None:
+    check_poison_stays_in_its_rows(Fp8TritonRunner(), make_weights(torch.float32, device), device)
+
+
+def test_kernels_are_launched_on_the_device_of_their_rows(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where another device is the current one, Triton would launch there."""
+    dispatched = record(CASES[0], HIDDEN, FP8_FLOAT32_SCALES, device)
+    entered = record_devices(monkeypatch)
+    Fp8TritonRunner().run(dispatched, make_weights(CASES[0].dtype, device))
+    assert entered == [device] * 2
+
+
+def test_gradients_are_refused(device: torch.device) -> None:
+    case = Case(
+        layout=Layout.ROWS,
+        who=WeightsAppliedBy.RUNNER,
+        dtype=torch.float32,
+        is_quantized=False,
+        is_strided=False,
+    )
+    dispatched = record(case, HIDDEN, FP8_FLOAT32_SCALES, device)
+    dispatched.hidden_states.data.requires_grad_()
+    with pytest.raises(ConfigError, match="rows need gradients"):
+        Fp8TritonRunner().run(dispatched, make_weights(torch.float32, device))  # type: ignore[arg-type]
+
+
+def test_experts_that_the_kernels_cannot_read_are_refused_with_reasons() -> None:
+    weights = ExpertWeights(gate_up_proj=torch.zeros(2, 64, 200), down_proj=torch.zeros(2, 200, 32))
+    verdict = Fp8TritonRunner.supports(Fp8BlockWeights.from_unquantized(weights))
+    assert verdict.reasons == (
+        "hidden_size is 200, expected a multiple of 128",
+        "intermediate_size is 32, expected a multiple of 128",
+        "the experts are on cpu, expected cuda",
+    )

@@ -1,0 +1,248 @@
+"""The FP8 products in CUDA C++: compiled everywhere, run on a Hopper GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from epcomm import RowsDispatchOutput, ShapeError  # noqa: E402
+from epcomm.kernels.cuda_jit import (  # noqa: E402
+    CudaError,
+    compile_to_cubin,
+    nvrtc_is_installed,
+)
+from epcomm.kernels.gemm import fp8_hopper  # noqa: E402
+from epcomm.ops.static_slots import build_static_slot_index  # noqa: E402
+from epcomm.quantization import FP8_FLOAT32_SCALES, quantize  # noqa: E402
+from epcomm.records import Handle, Route  # noqa: E402
+from epcomm.runners.fp8_wgmma import Fp8WgmmaRunner  # noqa: E402
+from epcomm.runners.quantized_reference import QuantizedReferenceRunner  # noqa: E402
+from epcomm.testing.oracle import relative_error  # noqa: E402
+from epcomm.types import Layout, WeightsAppliedBy  # noqa: E402
+from epcomm.weights.quantized import Fp8BlockWeights  # noqa: E402
+from epcomm.weights.unquantized import ExpertWeights  # noqa: E402
+from tests.kernels.gemm import slot_records  # noqa: E402
+from tests.kernels.gemm.fp8_products import check_slots_of_nobody_are_left  # noqa: E402
+from tests.kernels.gemm.slot_records import (  # noqa: E402
+    CASES,
+    NUM_EXPERTS,
+    Case,
+    check_no_slots,
+    check_poison_stays_in_its_rows,
+    record,
+    results_of_experts,
+)
+from tests.kernels.gemm.test_fp8 import TOLERANCE  # noqa: E402
+
+CUOBJDUMP = Path(triton.__file__).with_name("backends") / "nvidia" / "bin" / "cuobjdump"
+KERNELS = ("gate_up_fp8", "down_fp8_bfloat16", "down_fp8_float16")
+is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def needs_hopper(test: Callable[..., None]) -> Callable[..., None] | None:
+    """Without a GPU of compute capability 9.0 there is no such test."""
+    return test if is_hopper else None
+
+
+@pytest.fixture(scope="module")
+def cubin() -> bytes:
+    assert nvrtc_is_installed(), "the dev extra brings it"
+    source = fp8_hopper.SOURCE.read_text(encoding="utf-8")
+    return compile_to_cubin(source, arch=fp8_hopper.ARCH, name="fp8_hopper.cu")
+
+
+@pytest.fixture(scope="module")
+def machine_code(cubin: bytes, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The instructions of each kernel."""
+    path = tmp_path_factory.mktemp("cubin") / "products.cubin"
+    path.write_bytes(cubin)
+    command = [str(CUOBJDUMP), "-sass", str(path)]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    _, *parts = re.split(r"\s*Function : (\w+)", listing)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+@pytest.mark.slow
+def test_tensor_cores_multiply_and_nothing_waits_between(machine_code: dict[str, str]) -> None:
+    assert set(machine_code) == set(KERNELS)
+    for code in machine_code.values():
+        # Two products of 128 of K, in steps of 32.
+        assert len(re.findall(r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3", code)) == 8
+        # A wait after each step instead of each product is how the compiler serialises them.
+        assert len(re.findall(r"QGMMA.*gsb0", code)) == 2
+        assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == 2
+
+
+@pytest.mark.slow
+def test_the_loop_over_k_keeps_everything_in_registers(machine_code: dict[str, str]) -> None:
+    for code in machine_code.values():
+        first, last = code.index("QGMMA"), code.rindex("QGMMA")
+        assert not re.search(r"\b(STL|LDL)\b", code[first:last])
+
+
+@pytest.mark.slow
+def test_matrices_come_by_the_copy_engine_and_rows_16_bytes_at_a_time(
+    machine_code: dict[str, str],
+) -> None:
+    gate_up, down = machine_code["gate_up_fp8"], machine_code["down_fp8_bfloat16"]
+    assert (gate_up.count("UTMALDG.2D"), down.count("UTMALDG.2D")) == (2, 3)
+    assert len(re.findall(r"LDGSTS\.E\.BYPASS\.128", gate_up)) == 8
+    assert "LDGSTS.E.BYPASS.128" not in down
+    # Tensor cores read through another proxy than the one that LDGSTS writes by.
+    assert "FENCE.VIEW.ASYNC" in gate_up[gate_up.index("LDGSTS.E.BYPASS.128") :]
+    for code in machine_code.values():
+        assert "STG.E.128" in code
+
+
+def test_the_compilers_messages_are_passed_on() -> None:
+    with pytest.raises(CudaError, match=r"refused broken\.cu for sm_90a:\n.*nonsense"):
+        compile_to_cubin("__global__ void f() { nonsense; }", arch="sm_90a", name="broken.cu")
+
+
+def make_weights(
+    dtype: torch.dtype,
+    device: torch.device,
+    hidden: int = 256,
+    inner: int = 128,
+    num_experts: int = NUM_EXPERTS,
+) -> Fp8BlockWeights:
+    weights = slot_records.make_weights(hidden, inner, device, num_experts)
+    return replace(Fp8BlockWeights.from_unquantized(weights), hidden_dtype=dtype)
+
+
+def test_experts_that_the_kernels_cannot_read_are_refused_with_reasons() -> None:
+    weights = ExpertWeights(gate_up_proj=torch.zeros(2, 64, 200), down_proj=torch.zeros(2, 200, 32))
+    verdict = Fp8WgmmaRunner.supports(Fp8BlockWeights.from_unquantized(weights))
+    assert verdict.reasons == (
+        "hidden_size is 200, expected a multiple of 128",
+        "intermediate_size is 32, expected a multiple of 128",
+        "the experts are on cpu, expected cuda",
+        "hidden states are torch.float32, expected bfloat16 or float16",
+    )
+
+
+WRITTEN_CASES = [
+    replace(case, dtype=dtype)
+    for dtype in fp8_hopper.HIDDEN_DTYPES
+    for case in CASES
+    if case.dtype is torch.bfloat16
+]
+
+
+# Of K, 5 and 9 blocks go through the four stages more than once.
+@needs_hopper
+@pytest.mark.parametrize("inner", [128, 384, 640])
+@pytest.mark.parametrize("hidden", [256, 384, 1152])
+@pytest.mark.parametrize("case", WRITTEN_CASES, ids=lambda case: case.id)
+def test_runner_equals_the_plain_one(
+    case: Case, hidden: int, inner: int, device: torch.device
+) -> None:
+    weights = make_weights(case.dtype, device, hidden, inner)
+    dispatched = record(case, hidden, FP8_FLOAT32_SCALES, device)
+    assert Fp8WgmmaRunner.supports(weights).ok
+    actual = Fp8WgmmaRunner().run(dispatched, weights).hidden_states
+    expected = QuantizedReferenceRunner().run(dispatched, weights).hidden_states
+    assert (actual.shape, actual.dtype) == (expected.shape, case.dtype)
+    mine = results_of_experts(dispatched, actual), results_of_experts(dispatched, expected)
+    for pair in zip(*mine, strict=True):
+        assert relative_error(*pair) <= TOLERANCE[case.dtype]
+
+
+ROWS_CASE = Case(
+    layout=Layout.ROWS,
+    who=WeightsAppliedBy.RUNNER,
+    dtype=torch.bfloat16,
+    is_quantized=True,
+    is_strided=False,
+)
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", fp8_hopper.HIDDEN_DTYPES, ids=str)
+def test_blocks_that_take_several_tiles_equal_the_plain_runner(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    """Experts of 0, 1, 128, 129 and 300 rows, some 200 tiles for 132 processors."""
+    hidden, inner, counts = 1152, 640, [300, 0, 129, 300, 1, 128, 300, 300, 300, 300, 300, 300]
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+    num_row_tiles = sum(-(-count // fp8_hopper.TILE_ROWS) for count in counts)
+    # Tiles are a block of I wide, or two of H.
+    assert num_row_tiles * min(inner // 128, -(-hidden // 256)) > num_processors
+    weights = make_weights(dtype, device, hidden, inner, num_experts=len(counts))
+    generator = torch.Generator().manual_seed(8)
+    ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    ids = ids[torch.randperm(len(ids), generator=generator)].unsqueeze(1).to(device)
+    x = torch.randn(len(ids), hidden, generator=generator).to(device, dtype)
+    dispatched = RowsDispatchOutput(
+        hidden_states=quantize(x, FP8_FLOAT32_SCALES),
+        index=build_static_slot_index(ids, len(counts), len(ids)),
+        slot_weights=torch.rand(len(ids), generator=generator).to(device),
+        weights_applied_by=WeightsAppliedBy.RUNNER,
+        handle=Handle(owner=None, route=Route(), call=1, num_tokens=len(ids), needs_backward=False),
+    )
+    actual = Fp8WgmmaRunner().run(dispatched, weights).hidden_states
+    expected = QuantizedReferenceRunner().run(dispatched, weights).hidden_states
+    for pair in zip(
+        results_of_experts(dispatched, actual),
+        results_of_experts(dispatched, expected),
+        strict=True,
+    ):
+        if len(pair[0]):
+            assert relative_error(*pair) <= TOLERANCE[dtype]
+
+
+@needs_hopper
+def test_slots_of_nobody_are_left_alone(device: torch.device) -> None:
+    products = Fp8WgmmaRunner().products()
+    check_slots_of_nobody_are_left(products, make_weights(torch.bfloat16, device), device)
+
+
+@needs_hopper
+def test_no_slots_are_no_results(device: torch.device) -> None:
+    check_no_slots(Fp8WgmmaRunner(), make_weights(torch.bfloat16, device), device)
+
+
+@needs_hopper
+def test_poison_stays_in_its_rows(device: torch.device) -> None:
+    check_poison_stays_in_its_rows(Fp8WgmmaRunner(), make_weights(torch.bfloat16, device), device)
+
+
+@needs_hopper
+def test_a_captured_graph_follows_new_rows_and_counts(device: torch.device) -> None:
+    weights, runner = make_weights(torch.bfloat16, device), Fp8WgmmaRunner()
+    dispatched = record(ROWS_CASE, 256, FP8_FLOAT32_SCALES, device)
+    runner.run(dispatched, weights)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = runner.run(dispatched, weights).hidden_states
+    # Other signs: rows that no slot uses stay NaN.
+    dispatched.hidden_states.data.view(torch.uint8).bitwise_xor_(0x80)
+    dispatched.num_slots_per_expert[0] -= 7
+    graph.replay()
+    expected = QuantizedReferenceRunner().run(dispatched, weights).hidden_states
+    for pair in zip(
+        results_of_experts(dispatched, result),
+        results_of_experts(dispatched, expected),
+        strict=True,
+    ):
+        assert relative_error(*pair) <= TOLERANCE[torch.bfloat16]
+
+
+@needs_hopper
+def test_rows_at_odd_addresses_are_refused(device: torch.device) -> None:
+    dispatched = record(ROWS_CASE, 256, FP8_FLOAT32_SCALES, device)
+    rows = dispatched.hidden_states
+    room = torch.empty(rows.data.numel() + 8, dtype=torch.uint8, device=device)
+    moved = room[8:].view(rows.data.dtype).view(rows.data.shape)
+    broken = replace(dispatched, hidden_states=replace(rows, data=moved))
+    with pytest.raises(ShapeError, match="expected multiples of 16"):
+        Fp8WgmmaRunner().run(broken, make_weights(torch.bfloat16, device))

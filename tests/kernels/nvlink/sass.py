@@ -1,0 +1,72 @@
+"""What kernels compiled for a GPU that is not here do with memory, read from their machine code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+# Of each variant: "ptx", "ptxas" (what it says of registers and spills) and "sass".
+Compiled = Mapping[str, Mapping[str, str]]
+
+ADD_TO_PEERS = "REDG.E.ADD.STRONG.SYS"
+EXCHANGE = "ATOMG.E.EXCH.STRONG.SYS"
+ACQUIRE = "ATOMG.E.ADD.STRONG.SYS"
+BARRIER = "BAR.SYNC.DEFER_BLOCKING"
+
+_REPOSITORY = Path(__file__).parents[3]
+
+
+def compiled_by(program: str, cache: Path) -> Compiled:
+    """What a program of this folder prints; kernels of the test process itself are interpreted."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "TRITON_CACHE_DIR": str(cache),
+        "PYTHONPATH": str(_REPOSITORY),
+    }
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name(program))],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def operations(sass: str) -> list[str]:
+    """Of memory and barriers, in the order of the code."""
+    return re.findall(
+        r"\b((?:STG|LDGSTS|LDG|REDG|ATOMG|MEMBAR|CCTL|BAR|STL|LDL)\.[A-Z0-9_.]+|STL|LDL)\b", sass
+    )
+
+
+def places_of(name: str, found: Sequence[str]) -> list[int]:
+    return [place for place, each in enumerate(found) if each == name]
+
+
+def check_release(found: Sequence[str], word: int, *, scope: str = "SYS") -> None:
+    """A word follows a barrier and its fence, and nothing is stored in between."""
+    before = found[:word]
+    since_barrier = before[len(before) - before[::-1].index(BARRIER) :]
+    # Addresses of peers may be loaded before the fence.
+    assert since_barrier[-1] == f"MEMBAR.ALL.{scope}"
+    assert all(name.startswith("LDG.") for name in since_barrier[:-1])
+
+
+def check_acquire(found: Sequence[str], word: int) -> None:
+    """The L1 cache is dropped, and all threads wait before any loads."""
+    assert found[word + 1] == "CCTL.IVALL"
+    after = found[word + 2 :]
+    loads = [place for place, name in enumerate(after) if name.startswith("LDG")]
+    assert after.index(BARRIER) < min(loads, default=len(after))
+
+
+def check_no_spills(variant: Mapping[str, str]) -> None:
+    assert "0 bytes spill stores, 0 bytes spill loads" in variant["ptxas"]
+    assert not {"STL", "LDL"} & {name[:3] for name in operations(variant["sass"])}

@@ -1,0 +1,321 @@
+"""The NVLink kernels in one process, by the worked examples of their docstrings.
+
+A process plays all ranks, one after another: every word is there before it is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
+from epcomm.buffers.nvlink.low_latency_layout import BlockLayout
+from epcomm.buffers.nvlink.low_latency_state import NVLinkSlot
+from epcomm.kernels.nvlink import ll_combine, ll_dispatch_pack, ll_dispatch_recv, ll_dispatch_send
+from epcomm.kernels.nvlink.common.exchange import ExchangeDims, PeerExchange
+from epcomm.kernels.nvlink.common.signals import who_gave_up
+from epcomm.records import SlotIndex
+from epcomm.spec import BufferSpec
+from epcomm.types import WireFormat, WireTensor
+
+BF16 = WireFormat.of(torch.bfloat16)
+MAX_TOKENS, HIDDEN = 2, 8
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rank:
+    """One rank of several in this process; words are read from its block."""
+
+    exchange: PeerExchange
+    block: Tensor
+    layout: BlockLayout
+    is_sent: Tensor
+
+    def region(self, name: str, dtype: torch.dtype) -> Tensor:
+        begin = self.layout.slot_offset(0) + self.layout.offsets[name]
+        return self.block[begin : begin + self.layout.regions[name]].view(dtype)
+
+    def record(self, row: int) -> list[list[float]]:
+        """Experts, positions and weights of the K entries of a row."""
+        top_k, words = self.layout.spec.top_k, self.layout.record_words
+        begin = row * 3 * words
+        parts = self.region("record", torch.int32)[begin : begin + 3 * words].view(3, words)
+        return [*parts[:2, :top_k].tolist(), parts[2, :top_k].view(torch.float32).tolist()]
+
+
+def make_ranks(
+    world_size: int, device: torch.device, *, top_k: int = 2, max_tokens: int = MAX_TOKENS
+) -> list[Rank]:
+    spec = BufferSpec(
+        hidden_size=HIDDEN,
+        top_k=top_k,
+        num_local_experts=2,
+        dispatch_format=BF16,
+        combine_format=BF16,
+        backward_format=BF16,
+        max_tokens_per_rank=max_tokens,
+    )
+    layout = BlockLayout(spec, world_size, 1)
+    blocks = [
+        torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device) for _ in range(world_size)
+    ]
+    addresses = [block.data_ptr() for block in blocks]
+    table = [[base + layout.slot_offset(0) for base in addresses], addresses]
+    dims = ExchangeDims(
+        world_size=world_size, max_tokens=max_tokens, top_k=top_k, num_local_experts=2
+    )
+    return [
+        Rank(
+            exchange=PeerExchange(
+                slot=0,
+                num_slots=1,
+                rank=rank,
+                num_programs=world_size,
+                max_polls=3,
+                slot_address=table[0][rank],
+                abort_address=addresses[rank],
+                dims=dims,
+                offsets=layout.offsets,
+                record_words=layout.record_words,
+                data_bytes=layout.data_bytes,
+                scale_bytes=layout.scale_bytes,
+                back_bytes=layout.back_bytes,
+                table=torch.tensor(table, dtype=torch.int64, device=device),
+                state=torch.tensor([1, 0, 0, 0], dtype=torch.int32, device=device),
+                counters=torch.zeros(4, dtype=torch.int64, device=device),
+                masked=torch.zeros(world_size, dtype=torch.int32, device=device),
+                faults=torch.zeros(world_size, 2, dtype=torch.int64, device=device),
+                report=torch.zeros(4 + world_size, dtype=torch.int32, device=device),
+            ),
+            block=blocks[rank],
+            layout=layout,
+            is_sent=torch.zeros(max_tokens, world_size, dtype=torch.uint8, device=device),
+        )
+        for rank in range(world_size)
+    ]
+
+
+def send(rank: Rank, ids: list[list[int]], weights: list[list[float]]) -> Tensor:
+    """Tokens of 1, 2, ... (rank + 1) times 10 each; returns them."""
+    device = rank.block.device
+    values = torch.arange(1, len(ids) + 1, device=device) * 10 * (rank.exchange.rank + 1)
+    x = values.unsqueeze(1).expand(-1, HIDDEN).to(torch.bfloat16).contiguous()
+    ll_dispatch_send.send_dispatch(
+        rank.exchange,
+        x,
+        torch.tensor(ids, device=device),
+        torch.tensor(weights, dtype=torch.float32, device=device),
+        rank.is_sent,
+        announced=0,
+        kind=ll_dispatch_send.PLAIN,
+        scale_block=HIDDEN,
+        profile="rint127",
+    )
+    return x
+
+
+def test_sender_stores_a_row_and_a_record_where_the_experts_are(device: torch.device) -> None:
+    ranks = make_ranks(2, device)
+    x = send(ranks[1], [[0, 3], [3, -1]], [[0.6, 0.4], [1, 0]])
+    six, four = torch.tensor([0.6, 0.4]).tolist()
+    assert ranks[0].record(MAX_TOKENS) == [[0, -1], [0, 0], [six, four]]
+    assert ranks[1].record(MAX_TOKENS) == [[-1, 1], [0, 0], [six, four]]
+    assert ranks[1].record(MAX_TOKENS + 1) == [[1, -1], [1, 0], [1, 0]]
+    received = [rank.region("data", torch.bfloat16)[: 4 * HIDDEN].view(4, HIDDEN) for rank in ranks]
+    assert torch.equal(received[0][2], x[0])
+    assert torch.equal(received[1][2:], x)
+    # Not sent, and so not written: rank 0 has no expert of the second token.
+    assert not received[0][3].any()
+    assert ranks[1].is_sent.tolist() == [[1, 1], [0, 1]]
+    assert [rank.region("counts", torch.int32)[2:4].tolist() for rank in ranks] == [[1, 0], [0, 2]]
+    assert [rank.region("header", torch.int32)[4:7].tolist() for rank in ranks] == [[1, 2, 0]] * 2
+    words = [rank.region("arrived_dispatch", torch.int32)[:2].tolist() for rank in ranks]
+    assert words == [[0, 2]] * 2
+    # One row, two records and a header to the other rank.
+    assert ranks[1].exchange.counters[:3].tolist() == [1, 2, 1]
+
+
+def test_receiver_orders_slots_by_expert_and_source(device: torch.device) -> None:
+    ranks = make_ranks(2, device)
+    send(ranks[0], [[0, -1]], [[1, 0]])
+    send(ranks[1], [[0, 1], [1, -1]], [[0.5, 2], [4, 0]])
+
+    def integers(*shape: int) -> Tensor:
+        return torch.full(shape, 77, dtype=torch.int32, device=device)
+
+    row_of_slot, slots_of_row, counts, first = integers(8), integers(4, 2), integers(2), integers(3)
+    slot_weights = torch.full((8,), float("nan"), device=device)
+    ll_dispatch_recv.receive_dispatch(
+        ranks[0].exchange, row_of_slot, slots_of_row, slot_weights, counts, first, slot_alignment=1
+    )
+    assert counts.tolist() == [2, 2]
+    assert first.tolist() == [0, 2, 4]
+    # Rows of rank 1 begin at M.
+    assert row_of_slot.tolist() == [0, 2, 2, 3, -1, -1, -1, -1]
+    assert slots_of_row.tolist() == [[0, -1], [-1, -1], [1, 2], [3, -1]]
+    assert slot_weights[:4].tolist() == [1, 0.5, 2, 4]
+
+
+def test_rooms_of_one_size_begin_where_experts_do(device: torch.device) -> None:
+    ranks = make_ranks(2, device)
+    send(ranks[0], [[0, -1]], [[1, 0]])
+    send(ranks[1], [[0, 1], [1, -1]], [[0.5, 2], [4, 0]])
+
+    def integers(*shape: int) -> Tensor:
+        return torch.full(shape, 77, dtype=torch.int32, device=device)
+
+    slots_of_row, counts, first = integers(4, 2), integers(2), integers(3)
+    slot_weights = torch.full((8,), float("nan"), device=device)
+    ll_dispatch_recv.receive_dispatch(
+        ranks[0].exchange,
+        None,
+        slots_of_row,
+        slot_weights,
+        counts,
+        first,
+        slot_alignment=1,
+        room=4,
+    )
+    assert counts.tolist() == [2, 2]
+    assert first.tolist() == [0, 4, 8]
+    assert slots_of_row.tolist() == [[0, -1], [-1, -1], [1, 4], [5, -1]]
+    assert [slot_weights[slot].item() for slot in (0, 1, 4, 5)] == [1, 0.5, 2, 4]
+
+
+def test_rows_are_copied_to_their_slots(device: torch.device) -> None:
+    (rank,) = make_ranks(1, device, top_k=3, max_tokens=4)
+    received = rank.region("data", torch.bfloat16)[: 4 * HIDDEN].view(4, HIDDEN)
+    received[:] = torch.arange(4 * HIDDEN, device=device).view(4, HIDDEN)
+    slots_of_row = torch.full((4, 3), -1, dtype=torch.int32, device=device)
+    slots_of_row[3] = torch.tensor([5, -1, 2], device=device)
+    packed = torch.full((6, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
+    ll_dispatch_pack.pack_rows(rank.exchange, slots_of_row, packed.view(torch.int32), None)
+    assert torch.equal(packed[[5, 2]], received[[3, 3]])
+    assert packed[[0, 1, 3, 4]].isnan().all()
+
+
+def test_slots_of_a_row_go_home_as_one_sum(device: torch.device) -> None:
+    ranks = make_ranks(2, device, top_k=3)
+    sender = ranks[0]
+    # As if both sources had sent two tokens, of which one had slots here.
+    sender.region("header", torch.int32)[:8] = torch.tensor([1, 2, 0, 0] * 2, device=device)
+    slots_of_row = torch.full((4, 3), -1, dtype=torch.int32, device=device)
+    slots_of_row[3] = torch.tensor([5, -1, 2], device=device)
+    rows = torch.full((6, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
+    rows[5], rows[2] = 0, 0
+    rows[5, :2] = torch.tensor([10.0, 1.0], device=device)
+    rows[2, :2] = torch.tensor([2.0, 3.0], device=device)
+    weights = torch.tensor([0, 0, 2, 0, 0, 0.5], device=device)
+    ll_combine.send_combine(
+        sender.exchange, rows, weights, slots_of_row, per_row=False, announced=0
+    )
+    # Token 1 of rank 1, from rank 0.
+    home = ranks[1].region("back", torch.bfloat16)[: 4 * HIDDEN].view(4, HIDDEN)
+    assert home[1, :2].tolist() == [9, 6.5]
+    assert not home[[0, 2, 3]].any()
+    assert ranks[1].region("arrived_combine", torch.int32)[:2].tolist() == [2, 0]
+
+
+def test_sums_of_the_ranks_of_a_token_are_added_up(device: torch.device) -> None:
+    ranks = make_ranks(3, device)
+    receiver = ranks[1]
+    receiver.is_sent[1] = torch.tensor([1, 0, 1], device=device)
+    back = receiver.region("back", torch.bfloat16)[: 6 * HIDDEN].view(6, HIDDEN)
+    back.fill_(float("nan"))
+    back[1], back[2 * MAX_TOKENS + 1] = 3, 4
+    receiver.region("arrived_combine", torch.int32)[:3] = 3
+    receiver.exchange.state[1] = 1
+    y = torch.full((2, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
+    ll_combine.receive_combine(receiver.exchange, y, receiver.is_sent)
+    assert y.tolist() == [[0] * HIDDEN, [7] * HIDDEN]
+
+
+class Allocations(TorchDispatchMode):
+    """Counts what is allocated."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        self.count += "empty" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_sums_are_given_memory_before_they_are_sent(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The receiver may run beside kernels whose inputs the host has freed since.
+    allocated: list[int] = []
+    with Allocations() as seen:
+
+        def send(exchange: object, rows: Tensor, weights: Tensor, *_: object, **__: object) -> None:
+            assert weights.is_contiguous()
+            allocated.append(seen.count)
+
+        monkeypatch.setattr(ll_combine, "send_combine", send)
+        monkeypatch.setattr(ll_combine, "receive_combine", lambda *_: allocated.append(seen.count))
+        rank = make_ranks(2, device)[0]
+        buffer = object.__new__(NVLinkLowLatencyBuffer)
+        buffer._spec, buffer._device = rank.layout.spec, device
+        rows = torch.zeros(4, HIDDEN, dtype=torch.bfloat16, device=device)
+        integers = torch.zeros(8, dtype=torch.int32, device=device)
+        index = SlotIndex(
+            row_of_slot=integers,
+            slots_of_row=integers.view(4, 2),
+            num_slots_per_expert=integers[:2],
+            first_slot=integers[:3],
+            host_num_slots_per_expert=None,
+            slot_alignment=1,
+        )
+        slot = NVLinkSlot(
+            exchange=rank.exchange,
+            arrived=WireTensor(data=rows, format=BF16),
+            rows=WireTensor(data=rows, format=BF16),
+            row_of_slot=integers,
+            slots_of_row=integers.view(4, 2),
+            index=index,
+            slot_weights=torch.zeros(8, device=device),
+            is_sent=rank.is_sent,
+        )
+        # As a caller may give them: a column of something.
+        weights = torch.zeros(8, 2, device=device)[:, 0]
+        before = seen.count
+        y = buffer._send_home(slot, rows, weights, per_row=False, num_tokens=3).wait().y
+    assert y.shape == (3, HIDDEN)
+    assert allocated[0] > before
+    assert allocated[1] == allocated[0]
+
+
+def test_wait_in_vain_is_reported_and_told_to_all(device: torch.device) -> None:
+    ranks = make_ranks(2, device)
+    send(ranks[0], [[0, 1]], [[1, 1]])
+    index = [torch.zeros(8, dtype=torch.int32, device=device) for _ in range(4)]
+    ll_dispatch_recv.receive_dispatch(
+        ranks[0].exchange,
+        index[0],
+        index[1].view(4, 2),
+        torch.zeros(8, device=device),
+        index[2],
+        index[3],
+        slot_alignment=1,
+    )
+    phase, epoch, _, _, *late = ranks[0].exchange.report.tolist()
+    assert (phase, epoch, late) == (ll_dispatch_recv.PHASE_DISPATCH, 1, [0, 1])
+    assert index[2][:2].tolist() == [0, 0]
+    assert [int(rank.block[:4].view(torch.int32)) for rank in ranks] == [513, 513]
+    assert who_gave_up(513) == (0, [1])
+    # Rank 1 only notes who gave up on whom, and sends nothing.
+    send(ranks[1], [[0, 1]], [[1, 1]])
+    assert ranks[1].exchange.report.tolist() == [0, 0, 513, 0, 0, 0]
+    assert ranks[0].region("arrived_dispatch", torch.int32)[:2].tolist() == [2, 0]

@@ -1,0 +1,97 @@
+"""Combine of normal mode in CUDA C++: compiled everywhere; tests of ranks run it between GPUs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from epcomm.kernels.cuda_jit import compile_to_cubin, nvrtc_is_installed  # noqa: E402
+from epcomm.kernels.nvlink import normal_combine_cuda  # noqa: E402
+from tests.kernels.nvlink.normal_sass_of import PLAIN, exchange_for  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+CUOBJDUMP = Path(triton.__file__).with_name("backends") / "nvidia" / "bin" / "cuobjdump"
+# Hidden size and ranks: the usual ones, and rows whose last vectors are not those of all lanes.
+SHAPES = {"usual": (7168, 8), "odd": (2056, 3)}
+
+
+def shown(option: str, cubin: Path) -> str:
+    done = subprocess.run(
+        [str(CUOBJDUMP), option, str(cubin)], capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str, str]]:
+    assert nvrtc_is_installed(), "the dev extra brings it"
+    found = {}
+    for name, (hidden_size, world_size) in SHAPES.items():
+        exchange = exchange_for(PLAIN, hidden_size, world_size)
+        constants = normal_combine_cuda.definitions(exchange, hidden_size)
+        path = tmp_path_factory.mktemp("cubin") / f"{name}.cubin"
+        source = normal_combine_cuda.source_for(constants)
+        path.write_bytes(compile_to_cubin(source, arch="sm_90", name="normal_combine.cu"))
+        found[name] = {"sass": shown("-sass", path), "usage": shown("-res-usage", path)}
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_registers_suffice_for_all_warps_of_a_block(
+    shape: str, compiled: Mapping[str, Mapping[str, str]]
+) -> None:
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", compiled[shape]["usage"])
+    assert usage
+    threads = 32 * (normal_combine_cuda.SENDERS + normal_combine_cuda.REDUCERS)
+    assert int(usage[1]) * threads <= 65536
+    if shape == "usual":
+        assert int(usage[2]) == 0, "nothing is spilled"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_move_by_vectors_and_words_are_released_and_acquired(
+    shape: str, compiled: Mapping[str, Mapping[str, str]]
+) -> None:
+    found = re.findall(
+        r"\b((?:STG|LDG|REDG|RED|MEMBAR|CCTL|BAR)\.[A-Z0-9_.]+)", compiled[shape]["sass"]
+    )
+    # As many as are under way at once, of two rows, of experts' results and of sums from peers.
+    assert found.count("STG.E.128") == normal_combine_cuda.UNROLL
+    assert found.count("LDG.E.NA.128.CONSTANT") == 2 * normal_combine_cuda.UNROLL
+    assert found.count("LDG.E.128.STRONG.GPU") == 2 * normal_combine_cuda.UNROLL
+    # The word of an item, those of ranks that are ready, and those by which a rank gives up.
+    assert "REDG.E.ADD.STRONG.SYS" in found
+    for place, name in enumerate(found):
+        if name in ("STG.E.STRONG.SYS", "REDG.E.ADD.STRONG.SYS"):
+            assert "MEMBAR.ALL.SYS" in found[max(0, place - 3) : place]
+    # Loads behind an acquire do not hit what the L1 cache held before.
+    assert "CCTL.IVALL" in found
+
+
+def test_rows_on_a_cpu_are_left_to_triton() -> None:
+    rows = torch.zeros(2, 64, dtype=torch.bfloat16)
+    assert not normal_combine_cuda.serves(exchange_for(PLAIN, 64, 2), rows, rows)
+
+
+def test_more_entries_or_ranks_than_lanes_are_left_to_triton() -> None:
+    exchange = exchange_for(PLAIN, 64, 2)
+    for change, expected in (({"top_k": 32}, True), ({"top_k": 33}, False)):
+        changed = replace(exchange, dims=replace(exchange.dims, **change))
+        assert normal_combine_cuda.fits(changed) == expected
+    assert not normal_combine_cuda.fits(
+        replace(exchange, dims=replace(exchange.dims, world_size=64))
+    )
+
+
+def test_blocks_are_all_there_at_once() -> None:
+    assert normal_combine_cuda.num_blocks(32, 132) == 32
+    assert normal_combine_cuda.num_blocks(200, 132) == 132

@@ -1,0 +1,186 @@
+"""Both kernels write the bits of plain torch, inside strided rows too, and nothing beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from epcomm import ConfigError, ShapeError, WireDtype, WireFormat, WireTensor
+from epcomm.buffers.row_layout import RowLayout
+from epcomm.quantization import (
+    FP8_FLOAT32_SCALES,
+    FP8_POWER_OF_TWO_SCALES,
+    INT8_PER_TOKEN,
+    Int8Profile,
+    quantize,
+    quantizer_for,
+)
+from tests.quantization.rows import SUBNORMAL_ROW, assert_same_bits, half_neighbours
+from tests.quantization.rows import varied_rows as all_varied_rows
+
+triton = pytest.importorskip("triton")
+from epcomm.kernels.launch import IS_INTERPRETED  # noqa: E402
+from epcomm.kernels.quantize.fp8 import quantize_fp8_triton  # noqa: E402
+from epcomm.kernels.quantize.int8 import quantize_int8_triton  # noqa: E402
+from epcomm.quantization.with_triton import quantize_with_triton  # noqa: E402
+
+# The interpreter divides by zero where the kernel then discards the quotient.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def varied_rows(hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Without what the interpreter misreads: it widens subnormal bfloat16 numbers wrongly."""
+    x = all_varied_rows(hidden_size, dtype)
+    if IS_INTERPRETED and dtype == torch.bfloat16:
+        x[SUBNORMAL_ROW] = 0.0
+    return x
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    id: str
+    format: WireFormat
+    profile: Int8Profile = Int8Profile.RINT127
+
+
+def fp8(scale_block: int, scale_dtype: torch.dtype) -> WireFormat:
+    return WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=scale_block, scale_dtype=scale_dtype)
+
+
+CASES = [
+    Case(id="fp8", format=FP8_FLOAT32_SCALES),
+    Case(id="fp8 powers of two", format=FP8_POWER_OF_TWO_SCALES),
+    Case(id="fp8 blocks of 32", format=fp8(32, torch.float8_e8m0fnu)),
+    Case(id="fp8 blocks of 48", format=fp8(48, torch.float32)),
+    Case(id="fp8 one scale a row", format=fp8(0, torch.float32)),
+    *(Case(id=f"int8 {p.value}", format=INT8_PER_TOKEN, profile=p) for p in Int8Profile),
+]
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "dtype"),
+    # Every size, and every dtype with a short last block.
+    [*((size, torch.bfloat16) for size in (1, 37, 128, 1536)), *((515, one) for one in DTYPES)],
+    ids=str,
+)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_bits_are_those_of_plain_torch(
+    case: Case, hidden_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = varied_rows(hidden_size, dtype).to(device)
+    came = quantize_with_triton(x, case.format, profile=case.profile)
+    assert_same_bits(came, quantize(x, case.format, profile=case.profile))
+
+
+@pytest.mark.parametrize("hidden_size", [37, 512])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_rows_of_a_message_are_written_and_nothing_else(
+    case: Case, hidden_size: int, device: torch.device
+) -> None:
+    layout = RowLayout(hidden_size=hidden_size, top_k=3, format=case.format, has_ids=True)
+    x = varied_rows(hidden_size, torch.bfloat16).to(device)
+    apart = torch.full((12, hidden_size + 27), torch.nan, dtype=x.dtype, device=device)
+    apart[:, :hidden_size] = x
+    rows = torch.full((12, layout.row_bytes), 0xA5, dtype=torch.uint8, device=device)
+    expected = rows.clone()
+    quantize(x, case.format, profile=case.profile, out=layout.wire_tensor(expected))
+    came = layout.wire_tensor(rows)
+    quantize_with_triton(apart[:, :hidden_size], case.format, profile=case.profile, out=came)
+    assert torch.equal(rows, expected)
+
+
+def test_worked_example_of_fp8(device: torch.device) -> None:
+    x = torch.tensor([[896.0, 448.0, 1.0, 0.0, 3.5]], device=device)
+    wire = quantize_with_triton(x, fp8(4, torch.float8_e8m0fnu))
+    assert wire.scales is not None
+    assert wire.scales.view(torch.uint8).tolist() == [[128, 120]]
+    assert wire.data.float().tolist() == [[448.0, 224.0, 0.5, 0.0, 448.0]]
+
+
+def test_worked_example_of_int8(device: torch.device) -> None:
+    wire = quantize_with_triton(
+        torch.tensor([[254.0, 1.0, -3.0, 9.0]], device=device), INT8_PER_TOKEN
+    )
+    assert wire.scales is not None
+    assert wire.scales.tolist() == [[2.0]]
+    assert wire.data.tolist() == [[127, 0, -2, 4]]
+
+
+def test_all_ties_and_neighbours_of_e4m3(device: torch.device) -> None:
+    codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (codes[1:] + codes[:-1]) / 2
+    near = [torch.nextafter(ties, torch.tensor(end)) for end in (0.0, 500.0)]
+    values = torch.cat([codes, ties, *near])
+    # 448 in every block fixes the scale at 1.
+    x = torch.stack([torch.full_like(values, 448.0), values, -values], dim=1).to(device)
+    wire_format = fp8(0, torch.float8_e8m0fnu)
+    assert_same_bits(quantize_with_triton(x, wire_format), quantize(x, wire_format))
+
+
+@pytest.mark.parametrize("profile", list(Int8Profile))
+def test_halves_and_their_neighbours(profile: Int8Profile, device: torch.device) -> None:
+    x = half_neighbours().to(device)
+    came = quantize_with_triton(x, INT8_PER_TOKEN, profile=profile)
+    assert_same_bits(came, quantize(x, INT8_PER_TOKEN, profile=profile))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_no_tokens(case: Case, device: torch.device) -> None:
+    wire = quantize_with_triton(torch.zeros(0, 300, device=device), case.format)
+    assert wire.data.shape == (0, 300)
+
+
+def test_unquantised_formats_cast(device: torch.device) -> None:
+    x = torch.randn(3, 5, device=device)
+    wire = quantize_with_triton(x, WireFormat.of(torch.bfloat16))
+    assert torch.equal(wire.data, x.bfloat16())
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[5]], ids=lambda case: case.id)
+def test_rows_beyond_2_to_the_31_elements(case: Case, device: torch.device) -> None:
+    """Three rows that lie 2**30 + 16 elements apart, of memory that is hardly touched."""
+    stride = 2**30 + 16
+    try:
+        source = torch.empty(2 * stride + 64, dtype=torch.bfloat16, device=device)
+        codes = torch.empty(2 * stride + 64, dtype=torch.uint8, device=device)
+    except RuntimeError:
+        pytest.skip("not enough memory for 3 * 2**31 bytes")
+    x = source.as_strided((3, 64), (stride, 1)).copy_(varied_rows(64, torch.bfloat16)[:3])
+    data = codes.as_strided((3, 64), (stride, 1)).view(case.format.dtype.torch_dtype)
+    assert case.format.scale_dtype is not None
+    scales = torch.empty(3, 1, dtype=case.format.scale_dtype, device=device)
+    out = WireTensor(data=data, format=case.format, scales=scales)
+    quantize_with_triton(x, case.format, out=out)
+    assert_same_bits(out, quantize(x.contiguous(), case.format))
+
+
+def test_what_the_kernels_cannot_read_is_refused(device: torch.device) -> None:
+    x = torch.zeros(4, 8, device=device)
+    with pytest.raises(ShapeError, match=r"hidden_states has shape .*\[1, 8\], expected two"):
+        quantize_with_triton(x.t(), INT8_PER_TOKEN)
+    with pytest.raises(ShapeError, match=r"hidden_states has shape \[2, 2, 8\].*expected two"):
+        quantize_with_triton(x.view(2, 2, 8), FP8_FLOAT32_SCALES)
+    codes = torch.zeros(4, 8, dtype=torch.int8, device=device)
+    scales = torch.zeros(4, 1, device=device)
+    with pytest.raises(ConfigError, match="'rint', expected one of rint127, "):
+        quantize_int8_triton(x, codes, scales, profile="rint")
+    with pytest.raises(ShapeError, match=r"\[4, 8\] torch\.int8 and scales \[4, 2\].*\[4, 1\]"):
+        quantize_int8_triton(x, codes, scales.expand(4, 2).contiguous(), profile="div")
+    with pytest.raises(ShapeError, match=r"\[4, 8\] torch\.int8.*expected.*float8_e4m3fn"):
+        quantize_fp8_triton(x, codes, scales, scale_block=8)
+
+
+def test_host_tensors_are_refused_without_the_interpreter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("epcomm.kernels.launch.IS_INTERPRETED", False)
+    with pytest.raises(ShapeError, match="hidden_states is on cpu, expected cuda"):
+        quantize_with_triton(torch.zeros(1, 8), INT8_PER_TOKEN)
+
+
+def test_cuda_selects_these_kernels() -> None:
+    assert quantizer_for(torch.device("cuda")) is quantize_with_triton

@@ -1,0 +1,241 @@
+"""Ranks plan alike: what one of them lacks, or got wrong, every rank hears of in one exchange."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from epcomm import (
+    Activation,
+    ConfigError,
+    DeepEPNormalDispatcher,
+    EPConfig,
+    EPGroup,
+    ExpertFormat,
+    ExpertParallelExperts,
+    ExpertWeights,
+    Fp8BlockWeights,
+    Mode,
+    MoESpec,
+    ScaleDtype,
+    TopKOutput,
+    plan,
+)
+from epcomm.buffers.collective.all_to_all import CollectiveBuffer
+from epcomm.buffers.shared_memory.buffer import SharedMemoryBuffer
+from epcomm.ops.slots import gather_rows
+from epcomm.planning import candidates
+from epcomm.runners.grouped_mm import GroupedMMRunner
+from epcomm.spec import Availability
+
+NUM_RANKS = 2
+SPEC = MoESpec(hidden_size=16, num_experts=8, top_k=2, dtype=torch.float32)
+
+
+def weights() -> ExpertWeights:
+    return ExpertWeights(
+        gate_up_proj=torch.empty(8, 32, 16, device="meta"),
+        down_proj=torch.empty(8, 16, 16, device="meta"),
+    )
+
+
+def lacking(*reasons: str) -> Availability:
+    return Availability(ok=not reasons, reasons=reasons)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_backend_that_one_rank_lacks_is_rejected_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    with EPGroup() as group:
+        reasons = ("no cable", "no driver") if group.rank == 1 else ()
+        for kind in (CollectiveBuffer, SharedMemoryBuffer):
+            monkeypatch.setattr(kind, "probe", lambda environment: lacking(*reasons))
+        with pytest.raises(ConfigError) as caught:
+            plan(EPConfig(mode="normal"), SPEC, group)
+        assert "shared_memory: rank 1: no cable; rank 1: no driver" in str(caught.value)
+        assert "; collective: rank 1: no cable; rank 1: no driver" in str(caught.value)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_a_plan_and_its_buffer_take_one_exchange_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    phases: list[str] = []
+    with EPGroup() as group:
+        gather = group.collectives.all_gather
+
+        def counted(tensor: Tensor, *, phase: str) -> Tensor:
+            phases.append(phase)
+            return gather(tensor, phase=phase)
+
+        monkeypatch.setattr(group.collectives, "all_gather", counted)
+        config = EPConfig(mode="normal", backend="collective", max_tokens_per_rank=8)
+        chosen = plan(config, SPEC, group, weights=weights())
+        group.open_buffer(chosen.prefill.buffer, chosen.prefill.buffer_spec)
+    # Behind the header that every call begins with.
+    assert phases == ["plan, records", "open_buffer, records"]
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_reason_that_all_ranks_share_names_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    with EPGroup() as group:
+        for kind in (CollectiveBuffer, SharedMemoryBuffer):
+            monkeypatch.setattr(kind, "probe", lambda environment: lacking("no cable"))
+        with pytest.raises(ConfigError, match="; collective: no cable"):
+            plan(EPConfig(mode="normal"), SPEC, group)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_runner_that_one_rank_lacks_is_rejected_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    with EPGroup() as group:
+        reasons = ("no kernel",) if group.rank == 0 else ()
+        monkeypatch.setattr(GroupedMMRunner, "supports", lambda weights: lacking(*reasons))
+        chosen = plan(EPConfig(), SPEC, group, weights=weights())
+        assert chosen.runner == "reference"
+        assert [str(each) for each in chosen.rejected_runners] == ["grouped_mm: rank 0: no kernel"]
+
+
+# One other value for every field, so that a new field cannot be forgotten.
+OTHER_CONFIG = {
+    "mode": "standard",
+    "backend": "collective",
+    "runner": "reference",
+    "router": "reference",
+    "dispatch_dtype": "bf16",
+    "dispatch_scales": "float32",
+    "int8_profile": "div",
+    "max_tokens_per_rank": 8,
+    "max_recv_slots": 40,
+    "replicated": True,
+    "num_sms": 16,
+    "batches_in_flight": 3,
+    "timeout_s": 50.0,
+    "check_calls": True,
+    "deterministic": True,
+}
+OTHER_SPEC = {"hidden_size": 32, "num_experts": 12, "top_k": 3, "dtype": torch.bfloat16}
+
+
+def test_every_field_has_another_value() -> None:
+    assert list(OTHER_CONFIG) == [field.name for field in fields(EPConfig)]
+    assert list(OTHER_SPEC) == [field.name for field in fields(MoESpec)]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", [*OTHER_CONFIG, *OTHER_SPEC])
+def test_field_that_differs_on_one_rank_is_named_on_every_rank(name: str) -> None:
+    config, spec = EPConfig(), SPEC
+    with EPGroup() as group:
+        if group.rank == 2 and name in OTHER_CONFIG:
+            config = replace(config, **{name: OTHER_CONFIG[name]})
+        elif group.rank == 2:
+            spec = replace(spec, **{name: OTHER_SPEC[name]})
+        with pytest.raises(ConfigError) as caught:
+            plan(config, spec, group)
+        assert f"plan: ranks disagree on {name}: " in str(caught.value)
+        assert " on ranks 0, 1, 3, " in str(caught.value)
+        assert " on rank 2 (this is " in str(caught.value)
+        expect_works(group)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("config", "spec", "message"),
+    [
+        (EPConfig(), replace(SPEC, num_experts=10), "num_experts is 10, expected a multiple of"),
+        (EPConfig(backend="infiniband"), SPEC, "backend is 'infiniband', expected"),
+        (EPConfig(runner="fastest"), SPEC, "runner is 'fastest', expected"),
+    ],
+    ids=["indivisible", "backend", "runner"],
+)
+def test_layer_that_nothing_serves_is_refused_everywhere(
+    config: EPConfig, spec: MoESpec, message: str
+) -> None:
+    with EPGroup() as group:
+        with pytest.raises(ConfigError) as caught:
+            DeepEPNormalDispatcher(group, spec, config)
+        assert message in str(caught.value)
+        expect_works(group)
+
+
+def experts_of(intermediate_size: int = 16, top_k: int = 2, **changes: float) -> dict[str, object]:
+    """Arguments of ExpertParallelExperts, without data."""
+    values = {"activation": "clamped_swiglu", "alpha": 1.7, "limit": 7.0, **changes}
+    return {
+        "weights": ExpertWeights(
+            gate_up_proj=torch.empty(8, 2 * intermediate_size, 16),
+            down_proj=torch.empty(8, 16, intermediate_size),
+            format=ExpertFormat(**{**values, "activation": Activation(values["activation"])}),
+        ),
+        "top_k": top_k,
+    }
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("on_rank_2", "message"),
+    [
+        (experts_of(alpha=1.2), "plan: ranks disagree on format: "),
+        (experts_of(intermediate_size=24), "plan: ranks disagree on intermediate_size: "),
+        (experts_of(top_k=9), "plan: ranks disagree on top_k: "),
+    ],
+    ids=["format", "intermediate_size", "K > P"],
+)
+def test_other_experts_on_one_rank_are_named_on_every_rank(
+    on_rank_2: dict[str, object], message: str
+) -> None:
+    with EPGroup() as group:
+        arguments = on_rank_2 if group.rank == 2 else experts_of()
+        with pytest.raises(ConfigError) as caught:
+            ExpertParallelExperts(group=group, **arguments)  # type: ignore[arg-type]
+        assert message in str(caught.value)
+        assert "rank 2" in str(caught.value) or group.rank == 2
+        expect_works(group)
+
+
+@pytest.mark.ranks(4)
+def test_other_scales_of_the_experts_on_one_rank_are_named_on_every_rank() -> None:
+    plain = ExpertWeights(gate_up_proj=torch.ones(8, 32, 16), down_proj=torch.ones(8, 16, 16))
+    with EPGroup() as group:
+        scales = ScaleDtype.POWER_OF_TWO if group.rank == 2 else ScaleDtype.FLOAT32
+        with pytest.raises(ConfigError) as caught:
+            plan(
+                EPConfig(),
+                SPEC,
+                group,
+                weights=Fp8BlockWeights.from_unquantized(plain, scales=scales),
+            )
+        assert "plan: ranks disagree on wanted rows: " in str(caught.value)
+        assert '"fp8_e4m3/128/ue8m0" on rank 2 (this is ' in str(caught.value)
+        expect_works(group)
+
+
+def expect_works(group: EPGroup) -> None:
+    """One correct batch on the same group; identity experts of weight 1 / K."""
+    dispatcher = DeepEPNormalDispatcher(group, SPEC)
+    x = torch.full((3, SPEC.hidden_size), group.rank + 1.0, device=group.device)
+    topk_ids = torch.tensor([[0, 7], [3, 4], [6, 1]], device=group.device)
+    weights = torch.full(topk_ids.shape, 1 / SPEC.top_k, device=group.device)
+    out = dispatcher.dispatch(x, TopKOutput(topk_ids=topk_ids, topk_weights=weights))
+    assert out.slot_weights is not None
+    rows = gather_rows(out.hidden_states.data, out.index) * out.slot_weights.unsqueeze(1)
+    assert torch.equal(dispatcher.combine(out.combine_input(rows)), x)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_error_of_one_rank_is_told_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> candidates.Survey:
+        raise ConfigError("plan: a file of this rank is broken")
+
+    with EPGroup() as group:
+        with monkeypatch.context() as patch:
+            if group.rank == 0:
+                patch.setattr(candidates, "survey_rank", fail)
+            with pytest.raises(ConfigError) as caught:
+                plan(EPConfig(), SPEC, group)
+        own = "plan: a file of this rank is broken"
+        assert str(caught.value).startswith(own if group.rank == 0 else f"plan: rank 0: {own}")
+        # The group is usable, and one exchange serves both phases.
+        chosen = plan(EPConfig(max_tokens_per_rank=8), SPEC, group)
+        assert chosen.decode is not None
+        assert (chosen.prefill.mode, chosen.decode.mode) == (Mode.NORMAL, Mode.LOW_LATENCY)

@@ -1,0 +1,139 @@
+"""Plans take the NVLink buffer where NVLink joins the GPUs of all ranks, and else say why not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from epcomm import EPConfig, EPGroup, MoESpec, plan
+from epcomm.buffers.nvlink.base import NVLinkHost
+from epcomm.planning import candidates
+from epcomm.platforms import nvlink
+from epcomm.platforms.nvlink import PeerReach, reach_in, reach_reasons
+from epcomm.spec import Availability
+
+SPEC = MoESpec(hidden_size=16, num_experts=8, top_k=2)
+CONFIG = EPConfig(max_tokens_per_rank=8, timeout_s=7)
+NAME = "NVLinkLowLatencyBuffer"
+# Four GPUs in two pairs.
+PAIRS = {"a": ["b"], "b": ["a"], "c": ["d"], "d": ["c"]}
+
+
+def told(*devices: str) -> list[PeerReach]:
+    """What ranks on these GPUs tell."""
+    return [reach_in(PAIRS, device) for device in devices]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """GPUs of the ranks, and why they cannot write one another's memory."""
+
+    id: str
+    told: list[PeerReach]
+    reasons: list[str]
+
+
+RANKS = [
+    Ranks(id="joined", told=told("a", "b"), reasons=[]),
+    Ranks(
+        id="two pairs",
+        told=told("a", "b", "c"),
+        reasons=["rank 0 is not joined to [2] by NVLink", "rank 1 is not joined to [2] by NVLink"],
+    ),
+    Ranks(
+        id="one GPU for two",
+        told=told("a", "b", "a"),
+        reasons=["rank 0 shares its GPU with [2], and kernels wait for peers"],
+    ),
+    Ranks(
+        id="one way only",
+        told=[PeerReach(device="a", reached=("b",)), PeerReach(device="b")],
+        reasons=["rank 0 is not joined to [1] by NVLink"],
+    ),
+    Ranks(
+        id="part of a GPU",
+        told=told("a", "e"),
+        reasons=["rank 1: NVML knows no GPU e, which may be a part of one (MIG)"],
+    ),
+]
+
+
+@pytest.mark.parametrize("ranks", RANKS, ids=lambda ranks: ranks.id)
+def test_ranks_must_be_joined_two_by_two(ranks: Ranks) -> None:
+    assert reach_reasons(ranks.told) == ranks.reasons
+
+
+def test_what_is_told_survives_its_way() -> None:
+    for each in (*told("a"), PeerReach(lacks="no library")):
+        assert PeerReach.parse(each.as_text()) == each
+
+
+def test_library_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvlink, "_LIBRARY", "libepcomm-of-nobody.so")
+    with pytest.raises(nvlink.NvmlError, match="add utility to NVIDIA_DRIVER_CAPABILITIES"):
+        nvlink.nvlink_peers()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Two ranks on a GPU each: what they tell, on how many hosts, and what decode gets."""
+
+    id: str
+    devices: tuple[str, str] = ("a", "b")
+    hosts: tuple[str, str] = ("one", "one")
+    prefill: str = "NVLinkBuffer"
+    decode: str = NAME
+    reason: str = ""
+
+
+CASES = [
+    Case(id="joined"),
+    Case(
+        id="apart",
+        devices=("a", "c"),
+        prefill="CollectiveBuffer",
+        decode="StaticCollectiveBuffer",
+        reason="rejected nvlink: rank 0 is not joined to [1] by NVLink",
+    ),
+    Case(
+        id="two hosts",
+        hosts=("one", "two"),
+        prefill="CollectiveBuffer",
+        decode="StaticCollectiveBuffer",
+        reason="rejected nvlink: ranks are on 2 hosts, expected one whose memory they share",
+    ),
+]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_decode_takes_it_where_it_can(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NVLinkHost, "probe", lambda environment: Availability(ok=True))
+    with EPGroup() as group:
+        # As over nccl: tensors on a GPU, and verbs in which no host waits.
+        monkeypatch.setattr(group, "device", torch.device("cuda"))
+        monkeypatch.setattr(group.collectives, "bounded", None)
+        mine = reach_in(PAIRS, case.devices[group.rank])
+        monkeypatch.setattr(candidates, "reach_of", lambda device: mine)
+        monkeypatch.setattr(candidates, "host_of_this_process", lambda: case.hosts[group.rank])
+        chosen = plan(CONFIG, SPEC, group)
+        assert group.collectives.kernel_timeout_s == CONFIG.timeout_s == 7
+    assert chosen.decode is not None
+    assert chosen.decode.buffer == case.decode
+    assert chosen.prefill.buffer == case.prefill
+    text = chosen.explain()
+    assert case.reason in text
+    waits = "needs a transport whose verbs the host waits in, gloo or MPI"
+    of_waits = [line for line in text.splitlines() if waits in line]
+    assert [line.split(":")[0] for line in of_waits] == ["rejected shared_memory"] * 2
+
+
+def test_a_plan_without_ranks_or_with_one_does_not_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NVLinkHost, "probe", lambda environment: Availability(ok=True))
+    text = plan(CONFIG, SPEC, world_size=2).explain()
+    assert "rejected nvlink: needs a group, to see that its ranks share a host" in text
+    assert "rejected nvlink: writes to peers, and a single rank has none; " in (
+        plan(CONFIG, SPEC).explain()
+    )

@@ -1,0 +1,719 @@
+"""plan() without a group: what is chosen, what is rejected and why, bytes and limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from epcomm import (
+    BackendUnavailable,
+    ConfigError,
+    EPConfig,
+    EPError,
+    ExpertWeights,
+    Int8Profile,
+    Mode,
+    MoESpec,
+    plan,
+)
+from epcomm.quantization import FP8_FLOAT32_SCALES
+from epcomm.registry import (
+    BUFFERS,
+    RUNNERS,
+    backend_class,
+    backend_names,
+    class_names,
+    runner_class,
+)
+from epcomm.runners import quantized_reference
+from epcomm.runners.grouped_mm import GroupedMMRunner
+from epcomm.runners.quantized_reference import QuantizedReferenceRunner
+from epcomm.runners.reference import ReferenceRunner
+from epcomm.spec import Availability
+from epcomm.types import Layout, RowReading, ScaleLayout, WeightsAppliedBy, WireDtype
+from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
+from epcomm.weights.unquantized import ExpertTensors
+
+SPEC = MoESpec(hidden_size=64, num_experts=8, top_k=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What prefill and decode get; the same where decode is None."""
+
+    id: str
+    config: EPConfig
+    prefill: tuple[Mode, str]
+    decode: tuple[Mode, str] | None = None
+
+
+CHOICES = [
+    Choice(id="normal", config=EPConfig(mode="normal"), prefill=(Mode.NORMAL, "CollectiveBuffer")),
+    Choice(
+        id="normal by name",
+        config=EPConfig(mode="normal", backend="collective", deterministic=True),
+        prefill=(Mode.NORMAL, "CollectiveBuffer"),
+    ),
+    Choice(
+        id="standard", config=EPConfig(mode="standard"), prefill=(Mode.STANDARD, "AllGatherBuffer")
+    ),
+    Choice(
+        id="low latency",
+        config=EPConfig(mode="low_latency", max_tokens_per_rank=16),
+        prefill=(Mode.LOW_LATENCY, "StaticCollectiveBuffer"),
+    ),
+    Choice(
+        id="auto is normal, and low latency in decode",
+        config=EPConfig(max_tokens_per_rank=16),
+        prefill=(Mode.NORMAL, "CollectiveBuffer"),
+        decode=(Mode.LOW_LATENCY, "StaticCollectiveBuffer"),
+    ),
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.id)
+def test_choice_needs_no_group(choice: Choice) -> None:
+    chosen = plan(choice.config, SPEC, world_size=4)
+    assert (chosen.decode is chosen.prefill) == (choice.decode is None)
+    for phase, wanted in ((chosen.prefill, choice.prefill), (chosen.decode, choice.decode)):
+        if phase is None or wanted is None:
+            continue
+        assert (phase.mode, phase.buffer, phase.world_size) == (*wanted, 4)
+        assert phase.backend == "collective"
+        is_trained = phase.mode is not Mode.LOW_LATENCY
+        assert phase.caps.trainable == is_trained
+        by_runner = phase.weights_applied_by is WeightsAppliedBy.RUNNER
+        assert by_runner == is_trained, "combine saves no rows for backward"
+        spec = phase.buffer_spec
+        assert (spec.hidden_size, spec.top_k, spec.num_local_experts) == (64, 2, 2)
+        serving = {name for name in BUFFERS if phase.mode is not Mode.STANDARD or name == "ascend"}
+        # Nothing is rejected for another mode than this.
+        assert {rejection.name for rejection in phase.rejected} == serving - {phase.backend}
+        assert all(rejection.reasons for rejection in phase.rejected)
+
+
+def test_auto_without_a_limit_has_no_decode_and_says_what_is_missing() -> None:
+    chosen = plan(EPConfig(), SPEC)
+    assert chosen.prefill.world_size == 1
+    assert chosen.decode is None
+    assert "no decode: set EPConfig.max_tokens_per_rank" in chosen.explain()
+
+
+def test_limits_reach_the_buffer() -> None:
+    config = EPConfig(mode="normal", max_tokens_per_rank=128)
+    spec = plan(config, SPEC, world_size=4).prefill.buffer_spec
+    assert (spec.max_tokens_per_rank, spec.max_recv_slots, spec.slot_alignment) == (128, None, 1)
+
+
+def test_slots_of_experts_are_aligned_as_the_runner_named_needs() -> None:
+    config = EPConfig(mode="normal", runner="deep_gemm")
+    assert plan(config, SPEC, world_size=4).prefill.buffer_spec.slot_alignment == 128
+
+
+@pytest.mark.parametrize("backend", ["collective", "nvlink", "deep_ep", "ascend"])
+def test_a_backend_named_in_mode_auto_is_asked_for_both_phases(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (name for each in backend_names(backend, Mode.AUTO) for name in class_names(each)):
+        kind = backend_class(name)
+        monkeypatch.setattr(kind, "probe", lambda environment: Availability(ok=True))
+        monkeypatch.setattr(kind, "lacks", lambda mode, spec, world_size: ())
+        monkeypatch.setattr(kind, "needs_one_host", False)
+    spec = replace(SPEC, hidden_size=2048)
+    chosen = plan(EPConfig(backend=backend, max_tokens_per_rank=16), spec, world_size=4)
+    assert chosen.decode is not None
+    assert chosen.prefill.backend == chosen.decode.backend
+    assert chosen.decode.mode is Mode.LOW_LATENCY
+
+
+def test_explain_says_what_was_chosen_and_rejected_and_why() -> None:
+    limited = EPConfig(mode="normal", backend="collective", max_tokens_per_rank=128)
+    lines = plan(limited, SPEC, world_size=4).explain().splitlines()
+    # Headers of 137 words, 8 B each, to 3 other ranks.
+    assert lines[:5] == [
+        "mode normal on backend collective (CollectiveBuffer), 4 ranks with 2 experts each",
+        "wire: dispatch bf16, combine bf16, backward bf16",
+        "router weights applied by runner; trainable: True; host reads a dispatch: 1",
+        "at most 288 B a token out, 256 B home, and 3288 B of headers a dispatch",
+        "tokens a rank: at most 128",
+    ]
+    assert "rejected nvlink: there is no CUDA device" in " ".join(lines)
+    assert not any("not standard" in line or "not low_latency" in line for line in lines)
+    unlimited = plan(EPConfig(mode="standard"), SPEC, world_size=4).explain().splitlines()
+    assert "tokens a rank: no limit" in unlimited
+    rejected = [line for line in unlimited if line.startswith("rejected ")]
+    assert len(rejected) == 1, "nothing is rejected because it serves other modes"
+    assert rejected[0].startswith("rejected ascend: ")
+
+
+def weights(intermediate_size: int) -> ExpertWeights:
+    """Experts of the layer, without data."""
+    shape = (8, intermediate_size, 64)
+    return ExpertWeights(
+        gate_up_proj=torch.empty(8, 2 * intermediate_size, 64, dtype=torch.bfloat16, device="meta"),
+        down_proj=torch.empty(shape, dtype=torch.bfloat16, device="meta").transpose(1, 2),
+    )
+
+
+@pytest.mark.parametrize(
+    ("intermediate_size", "runner", "rejected"),
+    [
+        (32, "grouped_mm", []),
+        (
+            12,
+            "reference",
+            [
+                "rejected runner grouped_mm: intermediate_size is 12, but torch.bfloat16 rows "
+                "need a multiple of 8"
+            ],
+        ),
+    ],
+)
+def test_weights_choose_the_runner(
+    intermediate_size: int, runner: str, rejected: list[str]
+) -> None:
+    chosen = plan(EPConfig(mode="normal"), SPEC, weights=weights(intermediate_size))
+    assert chosen.runner == runner
+    lines = chosen.explain().splitlines()
+    assert f"runner {runner}" in lines
+    assert [line for line in lines if line.startswith("rejected runner")] == rejected
+
+
+def kind_of(experts: ExpertTensors) -> str:
+    return type(experts).__name__
+
+
+def fp8_weights(scale_dtype: torch.dtype = torch.float32) -> Fp8BlockWeights:
+    """The same layer in FP8, without data."""
+    codes = {"dtype": torch.float8_e4m3fn, "device": "meta"}
+    return Fp8BlockWeights(
+        gate_up_proj=torch.empty(8, 64, 64, **codes),
+        gate_up_scale=torch.empty(8, 1, 1, dtype=scale_dtype, device="meta"),
+        down_proj=torch.empty(8, 64, 32, **codes),
+        down_scale=torch.empty(8, 1, 1, dtype=scale_dtype, device="meta"),
+    )
+
+
+def int8_weights() -> Int8ChannelWeights:
+    """The same layer in INT8, without data."""
+    return Int8ChannelWeights(
+        gate_up_proj=torch.empty(8, 64, 64, dtype=torch.int8, device="meta"),
+        gate_up_scale=torch.empty(8, 64, device="meta"),
+        down_proj=torch.empty(8, 64, 32, dtype=torch.int8, device="meta"),
+        down_scale=torch.empty(8, 64, device="meta"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("experts", "wire"),
+    [
+        (weights(32), "bf16"),
+        (fp8_weights(), "fp8_e4m3/128"),
+        (fp8_weights(torch.float8_e8m0fnu), "fp8_e4m3/128/ue8m0"),
+        (int8_weights(), "int8/0"),
+    ],
+    ids=["bf16", "fp8", "fp8 by powers of two", "int8"],
+)
+def test_wire_format_follows_from_the_experts(experts: ExpertTensors, wire: str) -> None:
+    text = plan(EPConfig(), SPEC, world_size=4, weights=experts).explain()
+    assert f"wire: dispatch {wire}, combine bf16, backward bf16" in text
+    overridden = EPConfig(dispatch_dtype="bf16")  # type: ignore[arg-type]
+    text = plan(overridden, SPEC, world_size=4, weights=experts).explain()
+    assert "wire: dispatch bf16, combine bf16, backward bf16" in text
+
+
+@pytest.mark.parametrize(
+    ("experts", "other"),
+    [(fp8_weights(), "int8"), (int8_weights(), "fp8_e4m3")],
+    ids=["fp8", "int8"],
+)
+def test_wire_format_of_other_experts_is_refused_with_all_three(
+    experts: ExpertTensors, other: str
+) -> None:
+    config = EPConfig(mode="normal", backend="collective", dispatch_dtype=other)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as caught:
+        plan(config, SPEC, world_size=4, weights=experts)
+    reads, asked = {
+        "int8": ("bf16, fp16, fp32, fp8_e4m3/128, fp8_e4m3/128/ue8m0", "int8/0"),
+        "fp8_e4m3": ("bf16, fp16, fp32, int8/0", "fp8_e4m3/128"),
+    }[other]
+    assert (
+        f"quantized_reference: reads {reads}, but collective was asked to carry {asked}, of bf16, "
+        "fp16, fp32, fp64, fp8_e4m3, int8"
+    ) in str(caught.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scales:
+    """What travels where the configuration says something of scales."""
+
+    id: str
+    experts: ExpertTensors | None
+    config: EPConfig
+    wire: str
+
+
+POWERS = torch.float8_e8m0fnu
+SCALES = [
+    Scales(
+        id="float32 for experts with powers of two",
+        experts=fp8_weights(POWERS),
+        config=EPConfig(dispatch_scales="float32"),
+        wire="fp8_e4m3/128",
+    ),
+    Scales(
+        id="powers of two for experts with float32",
+        experts=fp8_weights(),
+        config=EPConfig(dispatch_scales="power_of_two"),
+        wire="fp8_e4m3/128/ue8m0",
+    ),
+    Scales(
+        id="the dtype of the experts keeps their scales",
+        experts=fp8_weights(POWERS),
+        config=EPConfig(dispatch_dtype=WireDtype.FP8_E4M3),
+        wire="fp8_e4m3/128/ue8m0",
+    ),
+    Scales(
+        id="int8 has float32",
+        experts=int8_weights(),
+        config=EPConfig(dispatch_scales="float32"),
+        wire="int8/0",
+    ),
+    Scales(
+        id="rows of unquantised experts",
+        experts=weights(32),
+        config=EPConfig(dispatch_dtype=WireDtype.FP8_E4M3, dispatch_scales="power_of_two"),
+        wire="fp8_e4m3/128/ue8m0",
+    ),
+    Scales(
+        id="no experts",
+        experts=None,
+        config=EPConfig(dispatch_dtype=WireDtype.FP8_E4M3, dispatch_scales="power_of_two"),
+        wire="fp8_e4m3/128/ue8m0",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", SCALES, ids=lambda case: case.id)
+def test_configured_scales_travel(case: Scales) -> None:
+    config = replace(case.config, mode="normal")
+    chosen = plan(config, SPEC, world_size=4, weights=case.experts)
+    assert f"wire: dispatch {case.wire}, combine bf16" in chosen.explain()
+    assert "scales on arrival" not in chosen.explain(), "row-major is as usual"
+
+
+@pytest.mark.parametrize("config", [EPConfig(), EPConfig(max_tokens_per_rank=16)])
+def test_int8_arithmetic_of_the_configuration_is_the_plans(config: EPConfig) -> None:
+    usual = plan(config, SPEC, weights=int8_weights())
+    other = plan(replace(config, int8_profile="triton"), SPEC, weights=int8_weights())
+    assert "int8 profile" not in usual.explain()
+    for phase in other.phases().values():
+        assert phase.int8_profile is Int8Profile.TRITON
+        assert "int8 profile: triton" in phase.explain().splitlines()
+
+
+@pytest.mark.parametrize("config", [EPConfig(), EPConfig(max_tokens_per_rank=16)])
+@pytest.mark.parametrize("wire", WireDtype)
+@pytest.mark.parametrize("experts", [int8_weights(), weights(32), None], ids=kind_of)
+def test_int8_arithmetic_is_shown_wherever_it_is_used(
+    experts: ExpertTensors | None, wire: WireDtype, config: EPConfig
+) -> None:
+    """On the wire, or between the products of INT8 experts whatever comes to them."""
+    other = replace(config, dispatch_dtype=wire, int8_profile="div")
+    readable = {WireDtype.BF16, WireDtype.FP8_E4M3, WireDtype.INT8}
+    if isinstance(experts, Int8ChannelWeights):
+        readable.remove(WireDtype.FP8_E4M3)
+    is_used = wire is WireDtype.INT8 or isinstance(experts, Int8ChannelWeights)
+    if not is_used or wire not in readable:
+        with pytest.raises(ConfigError):
+            plan(other, SPEC, weights=experts)
+        return
+    for phase in plan(other, SPEC, weights=experts).phases().values():
+        assert "int8 profile: div" in phase.explain().splitlines()
+    assert "int8 profile" not in plan(replace(other, int8_profile=None), SPEC).explain()
+
+
+class OneArithmetic(QuantizedReferenceRunner):
+    int8_profiles = frozenset({Int8Profile.RINT127})
+
+
+class Columns(QuantizedReferenceRunner):
+    """Reads FP8 rows alone, in another layout."""
+
+    @classmethod
+    def readings(cls, weights: ExpertTensors, layout: Layout) -> tuple[RowReading, ...]:
+        columns = ScaleLayout(column_major=True, alignment=4)
+        return (RowReading(format=FP8_FLOAT32_SCALES, scale_layout=columns),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Impossible:
+    """A combination of experts, configuration and runner that no layer can be made of."""
+
+    id: str
+    experts: ExpertTensors
+    config: EPConfig
+    runner: type[QuantizedReferenceRunner] = QuantizedReferenceRunner
+    error: type[EPError] = ConfigError
+    message: str
+
+
+IMPOSSIBLE = [
+    Impossible(
+        id="powers of two for INT8 experts",
+        experts=int8_weights(),
+        config=EPConfig(dispatch_scales="power_of_two"),
+        message="plan: dispatch_scales is power_of_two, but rows travel as int8/0 (dispatch_dtype "
+        "is None, the experts want int8/0); expected fp8_e4m3 rows",
+    ),
+    Impossible(
+        id="scales of rows that have none",
+        experts=weights(32),
+        config=EPConfig(dispatch_scales="float32"),
+        message="plan: dispatch_scales is float32, but rows travel as bf16 (dispatch_dtype is "
+        "None, the experts want bf16); expected fp8_e4m3 rows",
+    ),
+    Impossible(
+        id="arithmetic of INT8 for FP8",
+        experts=fp8_weights(),
+        config=EPConfig(int8_profile="rint127"),
+        message="plan: int8_profile is rint127, but rows travel as fp8_e4m3/128 and the experts "
+        "want fp8_e4m3/128; expected int8 in one of them",
+    ),
+    Impossible(
+        id="arithmetic of INT8 for none that is quantised",
+        experts=weights(32),
+        config=EPConfig(int8_profile="div"),
+        message="plan: int8_profile is div, but rows travel as bf16 and the experts want bf16",
+    ),
+    Impossible(
+        id="experts of another hidden size",
+        experts=weights(32).with_tensors(
+            {
+                "gate_up_proj": torch.zeros(8, 64, 72, dtype=torch.bfloat16),
+                "down_proj": torch.zeros(8, 72, 32, dtype=torch.bfloat16),
+            }
+        ),
+        config=EPConfig(),
+        message="plan: hidden_size of the experts is 72, expected 64 as MoESpec says",
+    ),
+    Impossible(
+        id="experts of another dtype",
+        experts=replace(int8_weights(), hidden_dtype=torch.float32),
+        config=EPConfig(),
+        message="plan: dtype of the experts is torch.float32, expected torch.bfloat16 as MoESpec",
+    ),
+    Impossible(
+        id="INT8 rows for experts with powers of two",
+        experts=fp8_weights(POWERS),
+        config=EPConfig(dispatch_dtype=WireDtype.INT8),
+        message="quantized_reference: reads bf16, fp16, fp32, fp8_e4m3/128, fp8_e4m3/128/ue8m0, "
+        "but collective was asked to carry int8/0, of bf16, fp16, fp32, fp64, fp8_e4m3, int8",
+    ),
+    Impossible(
+        id="another dispatch dtype than experts in eight bits return",
+        experts=int8_weights(),
+        config=EPConfig(dispatch_dtype=WireDtype.FP32),
+        message="plan: dispatch_dtype is fp32, but the hidden states are bf16; expected that, "
+        "fp8_e4m3 or int8, or None",
+    ),
+    Impossible(
+        id="scales that the runner does not read",
+        experts=fp8_weights(POWERS),
+        config=EPConfig(runner="quantized_reference"),
+        runner=Columns,
+        error=BackendUnavailable,
+        message="reads fp8_e4m3/128, but collective was asked to carry fp8_e4m3/128/ue8m0, of",
+    ),
+    Impossible(
+        id="arithmetic that the runner does not have",
+        experts=int8_weights(),
+        config=EPConfig(int8_profile="div"),
+        runner=OneArithmetic,
+        message="rounds INT8 by rint127, but EPConfig.int8_profile is div",
+    ),
+    Impossible(
+        id="a runner of eight-bit experts for others",
+        experts=weights(32),
+        config=EPConfig(runner="quantized_reference"),
+        error=BackendUnavailable,
+        message="computes Fp8BlockWeights, Int8ChannelWeights, not ExpertWeights",
+    ),
+    Impossible(
+        id="DeepGEMM for unquantised experts",
+        experts=weights(32),
+        config=EPConfig(runner="deep_gemm"),
+        error=BackendUnavailable,
+        message="computes Fp8BlockWeights, not ExpertWeights",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE, ids=lambda case: case.id)
+def test_impossible_combination_is_refused_with_all_sides(
+    case: Impossible, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized_reference, "QuantizedReferenceRunner", case.runner)
+    config = replace(case.config, mode="normal", backend="collective")
+    with pytest.raises(case.error) as caught:
+        plan(config, SPEC, world_size=4, weights=case.experts)
+    assert case.message in str(caught.value)
+
+
+def test_layout_of_scales_is_that_of_the_runner_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized_reference, "QuantizedReferenceRunner", Columns)
+    chosen = plan(EPConfig(max_tokens_per_rank=16), SPEC, weights=fp8_weights())
+    assert chosen.decode is not None
+    for phase in (chosen.prefill, chosen.decode):
+        assert phase.scale_layout == ScaleLayout(column_major=True, alignment=4)
+        assert "scales on arrival: column-major in multiples of 4" in phase.explain().splitlines()
+    one = plan(EPConfig(mode="normal"), SPEC, weights=fp8_weights())
+    assert one.decode is one.prefill
+
+
+@pytest.mark.parametrize("experts", [weights(32), fp8_weights(), int8_weights()], ids=kind_of)
+@pytest.mark.parametrize("name", RUNNERS)
+def test_readings_are_of_the_dtypes_that_a_runner_names(name: str, experts: ExpertTensors) -> None:
+    runner = runner_class(name)
+    if not isinstance(experts, runner.kinds):
+        assert not runner.supports(experts).ok
+        return
+    for layout in runner.layouts:
+        readings = runner.readings(experts, layout)
+        assert {each.format.dtype for each in readings} == runner.wire_dtypes(experts)
+        assert len({each.format for each in readings}) == len(readings)
+        if runner.supports(experts).ok:
+            assert experts.wire_format in {each.format for each in readings}
+
+
+def test_runner_asked_for_that_cannot_compute_the_experts_is_refused() -> None:
+    with pytest.raises(BackendUnavailable, match="runner grouped_mm cannot compute these experts"):
+        plan(EPConfig(runner="grouped_mm"), SPEC, weights=weights(12))
+
+
+def test_no_runner_is_an_error_with_the_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReferenceRunner, "layouts", frozenset({Layout.MASKED}))
+    with pytest.raises(ConfigError) as caught:
+        plan(EPConfig(mode="normal", backend="collective"), SPEC, weights=weights(12))
+    assert (
+        "plan: no runner computes these experts: grouped_mm: intermediate_size is 12, but "
+        "torch.bfloat16 rows need a multiple of 8; reference: reads masked, but "
+        "collective hands out rows"
+    ) in str(caught.value)
+
+
+def test_runner_that_does_not_read_the_wire_format_is_rejected_with_all_three(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(GroupedMMRunner, "wire_dtypes", lambda _: frozenset({WireDtype.FP32}))
+    chosen = plan(EPConfig(mode="normal", backend="collective"), SPEC, weights=weights(32))
+    assert chosen.runner == "reference"
+    assert [str(rejection) for rejection in chosen.rejected_runners] == [
+        "grouped_mm: reads fp32, but collective was asked to carry bf16, of bf16, fp16, fp32, "
+        "fp64, fp8_e4m3, int8"
+    ]
+
+
+def test_backend_whose_layout_the_runner_does_not_read_is_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ReferenceRunner, "layouts", frozenset({Layout.MASKED}))
+    with pytest.raises(ConfigError, match="hands out rows, which runner reference does not read"):
+        plan(EPConfig(mode="normal", runner="reference"), SPEC)
+
+
+def test_explain_lists_both_phases_and_the_memory_of_each() -> None:
+    config = EPConfig(backend="auto", max_tokens_per_rank=16)
+    text = plan(config, SPEC, world_size=4, weights=weights(32)).explain()
+    prefill, decode = text.split("mode low_latency on backend ")
+    assert prefill.startswith("mode normal on backend ")
+    assert ", 4 ranks with 2 experts each, for prefill and training\n" in prefill
+    assert "memory of received rows: 288 B a token\n" in prefill
+    assert ", 4 ranks with 2 experts each, for decode\n" in decode
+    assert "memory of received rows: 9792 B\n" in decode
+    assert "tokens a rank: at most 16\n" in decode
+    assert decode.endswith("runner grouped_mm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """One row is H elements, K ids and K weights of 4 B each, rounded up to 16 B."""
+
+    id: str
+    config: EPConfig
+    spec: MoESpec
+    world_size: int = 4
+    dispatch: int
+    combine: int
+
+
+LOW_LATENCY = EPConfig(mode="low_latency", backend="collective", max_tokens_per_rank=16)
+BYTES = [
+    Bytes(
+        id="K below W: K copies of 128 + 16",
+        config=EPConfig(mode="normal", backend="collective"),
+        spec=SPEC,
+        dispatch=288,
+        combine=256,
+    ),
+    Bytes(
+        id="K above W: a copy of 128 + 64 for each other rank",
+        config=EPConfig(mode="normal", backend="collective"),
+        spec=MoESpec(hidden_size=64, num_experts=32, top_k=8),
+        dispatch=576,
+        combine=384,
+    ),
+    Bytes(
+        id="standard: a copy for each other rank whatever K",
+        config=EPConfig(mode="standard", backend="collective"),
+        spec=SPEC,
+        dispatch=432,
+        combine=384,
+    ),
+    Bytes(
+        id="low latency over collectives: likewise",
+        config=LOW_LATENCY,
+        spec=SPEC,
+        dispatch=432,
+        combine=384,
+    ),
+    Bytes(
+        id="odd sizes: 3 copies of 148 + 24 and a gap of 4",
+        config=EPConfig(mode="normal", backend="collective"),
+        spec=MoESpec(hidden_size=37, num_experts=8, top_k=3, dtype=torch.float32),
+        dispatch=528,
+        combine=444,
+    ),
+    Bytes(
+        id="one rank sends nothing",
+        config=EPConfig(mode="normal", backend="collective"),
+        spec=SPEC,
+        world_size=1,
+        dispatch=0,
+        combine=0,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", BYTES, ids=lambda case: case.id)
+def test_most_bytes_of_a_token(case: Bytes) -> None:
+    chosen = plan(case.config, case.spec, world_size=case.world_size).prefill
+    expected = {"dispatch": case.dispatch, "combine": case.combine}
+    assert dict(chosen.max_bytes_per_token()) == expected
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    id: str
+    config: EPConfig
+    world_size: int = 4
+    error: type[EPError] = ConfigError
+    message: str
+
+
+REFUSALS = [
+    Refusal(
+        id="indivisible experts",
+        config=EPConfig(),
+        world_size=3,
+        message="plan: num_experts is 8, expected a multiple of the 3 ranks",
+    ),
+    Refusal(
+        id="unknown backend",
+        config=EPConfig(backend="carrier_pigeon"),
+        message=f"backend is 'carrier_pigeon', expected auto or one of {sorted(BUFFERS)}",
+    ),
+    Refusal(
+        id="backend of the wrong mode",
+        config=EPConfig(mode="standard", backend="shared_memory"),
+        error=BackendUnavailable,
+        message="backend shared_memory cannot serve this layer: has no mode standard; change",
+    ),
+    Refusal(
+        id="nobody serves low latency without a limit",
+        config=EPConfig(mode="low_latency"),
+        message="collective: has static sizes; set max_tokens_per_rank",
+    ),
+    Refusal(
+        id="fuseep without experts: nothing is INT8",
+        config=EPConfig(mode="fuseep", max_tokens_per_rank=16),
+        message="plan: no backend serves mode fuseep: fused_deep_moe: deep_ep for Ascend is not "
+        "installed; carries ['int8'], not bf16; has limits for the experts' sizes; plan with their "
+        "weights; dispatch_ffn_combine: deep_ep for Ascend is not installed; carries ['int8'], not "
+        "bf16; has limits for the experts' sizes; plan with their weights; fuseep_reference: "
+        "carries ['int8'], not bf16",
+    ),
+    Refusal(
+        id="a fused operator in another mode",
+        config=EPConfig(mode="normal", backend="fuseep_reference"),
+        message=f"backend is 'fuseep_reference', expected auto or one of {sorted(BUFFERS)}",
+    ),
+    Refusal(
+        id="unknown runner",
+        config=EPConfig(runner="fastest"),
+        message="runner is 'fastest', expected auto or one of ['ascend', 'ascend_nz', "
+        "'ascend_swiglu', 'ascend_swiglu_quant', 'deep_gemm', "
+        "'fp8_triton', 'fp8_wgmma', 'grouped_mm', 'int8_triton', 'quantized_reference', "
+        "'reference']",
+    ),
+    Refusal(id="no ranks", config=EPConfig(), world_size=0, message="plan: world_size is 0"),
+    Refusal(
+        id="every reason at once",
+        config=EPConfig(mode="normal", replicated=True),
+        message="collective: needs EPConfig.replicated = False; StaticCollectiveBuffer has static "
+        "sizes; set max_tokens_per_rank; StaticCollectiveBuffer has static sizes; set "
+        "max_recv_slots",
+    ),
+    Refusal(
+        id="slot budget on a buffer of exact size",
+        config=EPConfig(mode="normal", backend="shared_memory", max_recv_slots=64),
+        error=BackendUnavailable,
+        message="leave max_recv_slots None",
+    ),
+]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.id)
+def test_refusal_says_why(refusal: Refusal) -> None:
+    with pytest.raises(refusal.error) as caught:
+        plan(refusal.config, SPEC, world_size=refusal.world_size)
+    assert refusal.message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((0, 8, 2), "MoESpec: hidden_size is 0, expected an int of at least 1"),
+        ((64, 0, 2), "MoESpec: num_experts is 0, expected an int of at least 1"),
+        ((64, 8, 0), "MoESpec: top_k is 0, expected an int of at least 1"),
+        ((64, 8, 9), "MoESpec: top_k is 9, expected at most num_experts = 8"),
+    ],
+)
+def test_layer_that_cannot_be_is_named(sizes: tuple[int, int, int], message: str) -> None:
+    spec = MoESpec(hidden_size=sizes[0], num_experts=sizes[1], top_k=sizes[2])
+    with pytest.raises(ConfigError) as caught:
+        plan(EPConfig(mode="normal"), spec, world_size=1)
+    assert message in str(caught.value)
+
+
+def test_layer_of_an_unknown_dtype_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"dtype is torch\.int64, expected bfloat16, float16"):
+        MoESpec(hidden_size=64, num_experts=8, top_k=2, dtype=torch.int64).check()
+
+
+def test_slot_budget_is_that_of_prefill_alone() -> None:
+    config = EPConfig(max_tokens_per_rank=16, max_recv_slots=64)
+    chosen = plan(config, SPEC, world_size=4)
+    assert chosen.decode is not None
+    budgets = [phase.buffer_spec.max_recv_slots for phase in (chosen.prefill, chosen.decode)]
+    assert budgets == [64, None]
+
+
+def test_more_batches_in_flight_than_a_backend_keeps_are_refused() -> None:
+    config = EPConfig(mode="low_latency", max_tokens_per_rank=4, batches_in_flight=3)
+    rejected = {each.name: each.reasons for each in plan(config, SPEC).prefill.rejected}
+    assert "keeps 2 batches in flight, not 3" in rejected["deep_ep_v1"]
+    # Whose slots may be more.
+    assert not any("in flight" in reason for reason in rejected["nvlink"])

@@ -1,0 +1,49 @@
+"""FRACTAL_NZ: who may have it, and that a cast really gives it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from epcomm.platforms.ascend.formats import ACL_FORMAT_NZ, alignment_reasons, to_nz
+from fakes.ascend import registry
+from fakes.ascend.formats import as_nd, format_of
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reasons"),
+    [
+        ((2, 16, 32), torch.int8, []),
+        ((2, 48, 96), torch.int8, []),
+        ((2, 16, 16), torch.bfloat16, []),
+        ((2, 8, 32), torch.int8, ["w has K = 8, expected a multiple of 16 in NZ"]),
+        (
+            (2, 16, 16),
+            torch.int8,
+            ["w has N = 16, expected a multiple of 32 for torch.int8 in NZ"],
+        ),
+        (
+            (17, 24),
+            torch.bfloat16,
+            [
+                "w has K = 17, expected a multiple of 16 in NZ",
+                "w has N = 24, expected a multiple of 16 for torch.bfloat16 in NZ",
+            ],
+        ),
+    ],
+)
+def test_matrices_fill_whole_tiles(
+    shape: tuple[int, ...], dtype: torch.dtype, reasons: list[str]
+) -> None:
+    assert alignment_reasons("w", torch.zeros(shape, dtype=dtype)) == reasons
+
+
+def test_a_view_becomes_a_tiled_copy_and_stays_as_it_is() -> None:
+    registry.register()
+    stored = torch.randn(2, 32, 48).bfloat16().requires_grad_()
+    before = stored.detach().clone()
+    tiled = to_nz(stored.transpose(1, 2))
+    assert format_of(tiled) == ACL_FORMAT_NZ
+    assert not tiled.requires_grad
+    assert torch.equal(as_nd("test", tiled), before.transpose(1, 2))
+    assert torch.equal(stored, before)

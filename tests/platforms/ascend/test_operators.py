@@ -1,0 +1,26 @@
+"""An operator is there where a call of it would reach a kernel, not where it only has a schema."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from epcomm.platforms.ascend.operators import has_kernel
+from fakes.ascend import registry
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "is_there"),
+    [
+        ("npu_moe_gating_top_k", "cpu", True),
+        # Kernels of devices that nobody registers them for.
+        ("npu_moe_gating_top_k", "cuda", False),
+        ("npu_moe_gating_top_k", "meta", False),
+        # A schema without a kernel, and no schema at all.
+        ("npu_moe_init_routing", "cpu", False),
+        ("npu_of_no_version", "cpu", False),
+    ],
+)
+def test_what_is_registered_is_there(name: str, device: str, is_there: bool) -> None:
+    registry.register()
+    assert has_kernel(name, torch.device(device)) is is_there

@@ -1,0 +1,220 @@
+"""The gating operator of Ascend, by a stand-in, chooses and weighs as the reference does."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from epcomm import BackendUnavailable, ConfigError, ShapeError
+from epcomm.routing import RoutingSpec, presets, route
+from epcomm.routing.ascend_gating import gating_availability, gating_reasons, route_on_npu
+from fakes.ascend import limits, registry
+from tests.routing.cases import CASES, Case, bias_for
+
+# float32 arithmetic in another order of steps.
+TOLERANCE = 1e-6
+NUM_EXPERTS = 32
+# What of the cases the operator cannot say, by the first words of why.
+INEXPRESSIBLE = {
+    "softmax-after-topk-bias": "adds the bias to softmax scores",
+    "softmax-after-topk-groups": "adds up softmax scores",
+    "softmax-bias-score": "has a bias for the selection",
+    "softmax-softcap": "has no softcap",
+    "softmax-softcap-bias-score": "has no softcap",
+    "sigmoid-bias-score": "has a bias for the selection",
+    "sigmoid-groups-bias-zero": "drops groups to -inf",
+    "sqrt_softplus": "scores by softmax or sigmoid",
+    "sqrt_softplus-bias-scaled": "scores by softmax or sigmoid",
+    "epsilon-clamp": "adds epsilon",
+}
+PRESETS = {
+    "mixtral": presets.mixtral(top_k=2),
+    "qwen2_moe": presets.qwen2_moe(top_k=4, renormalize=False),
+    "qwen3_moe": presets.qwen3_moe(top_k=8, renormalize=True),
+    "qwen3_5_moe": presets.qwen3_5_moe(top_k=8),
+    "deepseek_v2": presets.deepseek_v2(
+        top_k=6, routed_scaling_factor=16.0, num_groups=8, topk_groups=3
+    ),
+    "gpt_oss": presets.gpt_oss(top_k=4),
+    "minimax_m2": presets.minimax_m2(top_k=8),
+    "afmoe": presets.afmoe(top_k=8, routed_scaling_factor=2.5),
+    "deepseek_v3": presets.deepseek_v3(
+        top_k=8, num_groups=8, topk_groups=4, routed_scaling_factor=2.5
+    ),
+    "ernie4_5_moe": presets.ernie4_5_moe(top_k=6),
+    "lfm2_moe": presets.lfm2_moe(
+        top_k=4, use_correction_bias=True, renormalize=True, routed_scaling_factor=1.5
+    ),
+    "nemotron_h": presets.nemotron_h(
+        top_k=6, num_groups=4, topk_groups=2, routed_scaling_factor=2.5
+    ),
+    # Settings of checkpoints that the operator sees otherwise.
+    "qwen2_moe renormalised": presets.qwen2_moe(top_k=4, renormalize=True),
+    "deepseek_v2 greedy": presets.deepseek_v2(top_k=6, routed_scaling_factor=1.0),
+    "deepseek_v3 without groups": presets.deepseek_v3(
+        top_k=8, num_groups=1, topk_groups=1, routed_scaling_factor=2.5
+    ),
+    "deepseek_v3 not renormalised": presets.deepseek_v3(
+        top_k=8, num_groups=8, topk_groups=4, routed_scaling_factor=2.5, renormalize=False
+    ),
+    "lfm2_moe without bias": presets.lfm2_moe(
+        top_k=4, use_correction_bias=False, renormalize=True, routed_scaling_factor=1.0
+    ),
+    "lfm2_moe not renormalised": presets.lfm2_moe(
+        top_k=4, use_correction_bias=True, renormalize=False, routed_scaling_factor=1.0
+    ),
+}
+NOT_RENORMALISED = "npu_moe_gating_top_k always renormalises sigmoid weights"
+REFUSED_PRESETS = {
+    "ernie4_5_moe": "npu_moe_gating_top_k adds epsilon to a sum, and has no lower bound",
+    "deepseek_v3 not renormalised": NOT_RENORMALISED,
+    "lfm2_moe not renormalised": NOT_RENORMALISED,
+}
+EXPRESSIBLE_PRESETS = [name for name in PRESETS if name not in REFUSED_PRESETS]
+
+
+@pytest.fixture(autouse=True)
+def npu_operators() -> Iterator[None]:
+    registry.register()
+    with limits.soc("A3"):
+        yield
+
+
+def random_logits() -> Tensor:
+    return torch.randn(50, NUM_EXPERTS, generator=torch.Generator().manual_seed(5))
+
+
+def tied_logits() -> Tensor:
+    """Five values for 32 experts: every selection cuts through experts, and groups, that tie."""
+    generator = torch.Generator().manual_seed(6)
+    return torch.randint(-2, 3, (50, NUM_EXPERTS), generator=generator).float()
+
+
+def tied_bias(spec: RoutingSpec) -> Tensor | None:
+    """Two values, exact in float32 beside a score, so that ties remain."""
+    return None if bias_for(spec, 1) is None else torch.tensor([0.0, 0.125]).repeat(16)
+
+
+def assert_equals_reference(spec: RoutingSpec, logits: Tensor, bias: Tensor | None) -> None:
+    expected = route(logits, spec, correction_bias=bias)
+    actual = route_on_npu(logits, spec, correction_bias=bias)
+    assert (actual.topk_ids.dtype, actual.topk_weights.dtype) == (torch.int64, torch.float32)
+    assert torch.equal(actual.topk_ids, expected.topk_ids)
+    error = (actual.topk_weights - expected.topk_weights).abs()
+    assert (error <= TOLERANCE * expected.topk_weights.abs().amax()).all()
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.id not in INEXPRESSIBLE], ids=lambda case: case.id
+)
+def test_what_the_operator_says_equals_the_reference(case: Case) -> None:
+    spec = RoutingSpec(top_k=4, **case.values)  # type: ignore[arg-type]
+    assert gating_reasons(spec, NUM_EXPERTS) == ()
+    assert_equals_reference(spec, random_logits(), bias_for(spec, NUM_EXPERTS))
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.id in INEXPRESSIBLE], ids=lambda case: case.id
+)
+def test_what_it_cannot_say_is_refused_with_the_reason(case: Case) -> None:
+    spec = RoutingSpec(top_k=4, **case.values)  # type: ignore[arg-type]
+    wanted = f"npu_moe_gating_top_k {INEXPRESSIBLE[case.id]}"
+    assert any(reason.startswith(wanted) for reason in gating_reasons(spec, NUM_EXPERTS))
+    bias = bias_for(spec, NUM_EXPERTS)
+    with pytest.raises(BackendUnavailable, match=INEXPRESSIBLE[case.id]):
+        route_on_npu(torch.zeros(1, NUM_EXPERTS), spec, correction_bias=bias)
+
+
+def test_every_preset_is_here() -> None:
+    functions = dict(inspect.getmembers(presets, inspect.isfunction))
+    made_here = {name for name, f in functions.items() if f.__module__ == presets.__name__}
+    named = {name for name in made_here if not name.startswith("_")} - {"from_transformers_config"}
+    assert named == {name.split()[0] for name in PRESETS}
+
+
+@pytest.mark.parametrize("name", EXPRESSIBLE_PRESETS)
+def test_presets_that_the_operator_says_equal_the_reference(name: str) -> None:
+    spec = PRESETS[name]
+    verdict = gating_availability(spec, NUM_EXPERTS, torch.device("cpu"))
+    assert verdict.ok, verdict.reasons
+    logits, bias = random_logits(), bias_for(spec, NUM_EXPERTS)
+    assert_equals_reference(spec, logits, bias)
+    assert_equals_reference(spec, logits.bfloat16(), None if bias is None else bias.bfloat16())
+    assert_equals_reference(spec, tied_logits(), tied_bias(spec))
+    empty = route_on_npu(logits[:0], spec, correction_bias=bias)
+    assert empty.topk_ids.shape == empty.topk_weights.shape == (0, spec.top_k)
+    assert (empty.topk_ids.dtype, empty.topk_weights.dtype) == (torch.int64, torch.float32)
+
+
+@pytest.mark.parametrize("name", REFUSED_PRESETS)
+def test_presets_that_it_cannot_say_are_refused_with_the_reason(name: str) -> None:
+    verdict = gating_availability(PRESETS[name], NUM_EXPERTS, torch.device("cpu"))
+    assert verdict.reasons == (REFUSED_PRESETS[name],)
+    assert not verdict.ok
+
+
+def test_tied_logits_tie_where_it_matters() -> None:
+    spec = PRESETS["deepseek_v3 without groups"]
+    bias = tied_bias(spec)
+    assert bias is not None
+    scores = tied_logits().sigmoid() + bias
+    ranked = scores.sort(dim=1, descending=True).values
+    assert (ranked[:, spec.top_k - 1] == ranked[:, spec.top_k]).sum() > 30
+
+
+@pytest.mark.parametrize("name", EXPRESSIBLE_PRESETS)
+def test_logits_that_are_no_numbers_give_valid_experts(name: str) -> None:
+    spec, logits = PRESETS[name], random_logits()
+    logits[0, 3], logits[1], logits[2, 5], logits[3], logits[4] = (
+        math.nan, math.nan, math.inf, -math.inf, math.inf,
+    )  # fmt: skip
+    bias = bias_for(spec, NUM_EXPERTS)
+    topk = route_on_npu(logits, spec, correction_bias=bias)
+    ids = topk.topk_ids.sort(dim=1).values
+    assert ids.min() >= 0
+    assert ids.max() < NUM_EXPERTS
+    assert (ids.diff(dim=1) > 0).all()
+    assert topk.topk_weights.isfinite().all()
+    expected = route(logits[5:], spec, correction_bias=bias)
+    assert torch.equal(topk.topk_ids[5:], expected.topk_ids)
+    # An infinite logit is the largest, as in the reference; beside it softmax leaves only ties.
+    largest = route(logits[2:3], spec, correction_bias=bias)
+    assert torch.equal(topk.topk_ids[2:3, 0], largest.topk_ids[:, 0])
+    torch.testing.assert_close(topk.topk_weights[2:3], largest.topk_weights)
+
+
+def test_arguments_are_checked_as_those_of_the_reference() -> None:
+    spec = PRESETS["afmoe"]
+    with pytest.raises(ConfigError, match="correction_bias is None, expected"):
+        route_on_npu(random_logits(), spec)
+    with pytest.raises(ShapeError, match="correction_bias is"):
+        route_on_npu(random_logits(), spec, correction_bias=torch.zeros(1, NUM_EXPERTS))
+    with pytest.raises(ConfigError, match="top_k is 8, expected at most 4"):
+        route_on_npu(torch.zeros(2, 4), spec, correction_bias=torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_experts", "wanted"),
+    [
+        (RoutingSpec(top_k=2), 2049, "takes at most 2048 experts"),
+        (
+            RoutingSpec(top_k=2, score_function="sigmoid"),  # type: ignore[arg-type]
+            8,
+            "always renormalises sigmoid weights",
+        ),
+        (RoutingSpec(top_k=2, num_groups=4, topk_groups=2), 8, "takes groups of at least 3"),
+        (RoutingSpec(top_k=2, num_groups=128, topk_groups=2), 512, "rounds groups up to 32"),
+        (
+            RoutingSpec(top_k=2, num_groups=4, topk_groups=2, group_score_top_n=3),
+            32,
+            "scores groups by their best expert",
+        ),
+    ],
+)
+def test_limits_are_named(spec: RoutingSpec, num_experts: int, wanted: str) -> None:
+    assert any(wanted in reason for reason in gating_reasons(spec, num_experts))

@@ -1,0 +1,32 @@
+"""A few of the runs of `make soak`: programs that end regularly, and ranks that are ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SOAK = Path(__file__).parents[2] / "scripts" / "soak.py"
+# Seconds for all runs of one kind, on a machine with a load of ten for each core.
+LIMIT_S = 600
+
+
+@pytest.mark.parametrize(
+    ("what", "number", "at_once"),
+    # All at once, so that the threads of each wait for their turn.
+    [("exits", 5, 5), ("kills", 3, 1)],
+)
+def test_programs_end_well(what: str, number: int, at_once: int) -> None:
+    done = subprocess.run(
+        [sys.executable, str(SOAK), what, f"--number={number}", f"--at-once={at_once}"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{what}: {number} of {number} were well" in done.stdout

@@ -1,0 +1,342 @@
+"""Expert parameters in the hands of torch's own tools: equal to one process with all experts."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from epcomm import (
+    ConfigError,
+    EPGroup,
+    ExpertParallelExperts,
+    Int8ChannelWeights,
+    ShapeError,
+)
+from epcomm.errors import PickleRefused
+from epcomm.sharding.expert_tensor import ExpertTensor
+from epcomm.sharding.shards import expert_shards, sharded_parameters
+from epcomm.testing.layer_suite import FP32_TOLERANCE
+from epcomm.testing.oracle import relative_error
+from epcomm.training.checkpoints import gather_state_dict
+from epcomm.training.gradients import sum_replicated_gradients
+from tests.cases.expert_models import (
+    NUM_EXPERTS,
+    TOP_K,
+    InOneProcess,
+    OverRanks,
+    expert_weights,
+    tokens,
+)
+
+NUM_RANKS = 2
+NUM_STEPS = 3
+
+Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Optimizer] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "adamw-foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
+    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01),
+    "adafactor-foreach": lambda parameters: torch.optim.Adafactor(
+        parameters, lr=0.01, foreach=True
+    ),
+    "rprop": lambda parameters: torch.optim.Rprop(parameters, lr=0.01),
+}
+
+
+def backward(model: nn.Module, group: EPGroup) -> None:
+    """Of the mean of the losses of all ranks."""
+    (model(tokens(group.rank)) / NUM_RANKS).backward()
+    sum_replicated_gradients(model, group)
+
+
+def backward_in_one_process(model: nn.Module) -> None:
+    for rank in range(NUM_RANKS):
+        (model(tokens(rank)) / NUM_RANKS).backward()
+
+
+def assert_equal_states(model: nn.Module, expected: nn.Module, group: EPGroup) -> None:
+    state, wanted = gather_state_dict(model, group), expected.state_dict()
+    assert state.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert relative_error(state[name], tensor) <= FP32_TOLERANCE, name
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("foreach", [None, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_list_of_parameters_trains_as_in_one_process(name: str, foreach: bool | None) -> None:
+    """The norm, which is over the experts of all ranks, and then the step and an average."""
+    with EPGroup() as group:
+        model, alone = OverRanks(group), InOneProcess()
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        average_alone = AveragedModel(alone, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        optimizer = OPTIMIZERS[name](list(model.parameters()))
+        optimizer_alone = OPTIMIZERS[name](list(alone.parameters()))
+        for _ in range(NUM_STEPS):
+            optimizer.zero_grad()
+            optimizer_alone.zero_grad()
+            backward(model, group)
+            backward_in_one_process(alone)
+            wanted = nn.utils.clip_grad_norm_(alone.parameters(), 0.01)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01, foreach=foreach)
+            assert wanted > 0.01, "else nothing would be clipped"
+            assert relative_error(norm, wanted) <= FP32_TOLERANCE
+            optimizer.step()
+            optimizer_alone.step()
+            average.update_parameters(model)
+            average_alone.update_parameters(alone)
+        assert_equal_states(model, alone, group)
+        assert_equal_states(average.module, average_alone.module, group)
+        assert relative_error(average(tokens(0)), average_alone(tokens(0))) <= FP32_TOLERANCE
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_plain_tensors_train_and_what_was_frozen_stays_so() -> None:
+    weights = expert_weights()
+    frozen = weights.with_tensors(
+        {role: nn.Parameter(t, requires_grad=False) for role, t in weights.tensors().items()}
+    )
+    with EPGroup() as group:
+        for given, is_trained in [
+            (weights, True),
+            (frozen, False),
+            (Int8ChannelWeights.from_unquantized(weights), False),
+        ]:
+            layer = ExpertParallelExperts(given, group, top_k=TOP_K)
+            assert {p.requires_grad for p in layer.parameters()} == {is_trained}
+            assert {type(p) for p in layer.parameters()} == {ExpertTensor}
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_penalty_on_weights_counts_the_experts_of_all_ranks() -> None:
+    def penalised(model: nn.Module, experts: list[Tensor], x: Tensor) -> Tensor:
+        return model(x) + sum(e.square().sum() + e.norm() for e in experts)
+
+    with EPGroup() as group:
+        model, alone = OverRanks(group), InOneProcess()
+        loss = penalised(model, list(model.experts.parameters()), tokens(group.rank))
+        loss.backward()
+        losses = [
+            penalised(alone, list(alone.experts.parameters()), tokens(rank))
+            for rank in range(NUM_RANKS)
+        ]
+        assert relative_error(loss, losses[group.rank]) <= FP32_TOLERANCE
+        # The penalty is one of the whole model, not one of each rank.
+        (losses[0] + alone(tokens(1))).backward()
+        for name, shard in expert_shards(model).items():
+            wanted = alone.get_parameter(name).grad
+            assert wanted is not None
+            wanted = wanted.narrow(0, shard.first_expert, shard.num_local_experts)
+            gradient = model.get_parameter(name).grad
+            assert isinstance(gradient, ExpertTensor)
+            assert relative_error(gradient.to_local(), wanted) <= FP32_TOLERANCE
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_infinity_on_one_rank_is_seen_by_loss_scaling_on_all() -> None:
+    with EPGroup() as group:
+        model = OverRanks(group)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        before = gather_state_dict(copy.deepcopy(model), group)
+        scaler.scale(model(tokens(group.rank))).backward()
+        if group.rank == 1:
+            gradient = model.experts.get_parameter("down_proj").grad
+            assert isinstance(gradient, ExpertTensor)
+            gradient.to_local()[0, 0, 0] = torch.inf
+        scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
+        scaler.update()
+        assert scaler.get_scale() == 4.0
+        after = gather_state_dict(model, group)
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_copy_of_a_model_computes_alike_and_has_weights_of_its_own() -> None:
+    with EPGroup() as group:
+        model = OverRanks(group)
+        expected = model(tokens(group.rank))
+        other = copy.deepcopy(model)
+        assert other.experts.group is group
+        with torch.no_grad():
+            model.experts.get_parameter("down_proj").zero_()
+        assert torch.equal(other(tokens(group.rank)), expected)
+        assert not model(tokens(group.rank)).any()
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_pickle_is_refused_with_what_to_save_instead() -> None:
+    with EPGroup() as group:
+        with pytest.raises(PickleRefused, match="save state_dict"):
+            pickle.dumps(OverRanks(group))
+        with pytest.raises(TypeError, match="make an EPGroup in each process"):
+            pickle.dumps(group)
+
+
+class Twice(nn.Module):
+    """A parametrisation."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_whatever_stands_in_place_of_parameters_is_used() -> None:
+    with EPGroup() as group:
+        model, x = OverRanks(group), tokens(group.rank)
+        whole = gather_state_dict(model, group)
+        doubled = {name: t * 2 if "down_proj" in name else t for name, t in whole.items()}
+        expected = model(x) * 4  # the loss is a mean of squares
+        call = torch.func.functional_call
+        # Whole tensors, pieces, ExpertTensors.
+        pieces = {
+            name: t.to_local() if isinstance(t, ExpertTensor) else t
+            for name, t in model.state_dict().items()
+        }
+        pieces["experts.down_proj"] = pieces["experts.down_proj"] * 2
+        parts = {name: p * 2 if "down_proj" in name else p for name, p in model.named_parameters()}
+        for state in (doubled, pieces, parts):
+            assert torch.equal(call(model, state, (x,)), expected)
+        assert torch.equal(model(x) * 4, expected), "functional_call leaves no trace"
+        with pytest.warns(UserWarning, match="pass the layer's parameters"):
+            model.experts.down_proj = nn.Parameter(pieces["experts.down_proj"])
+        assert torch.equal(model(x), expected)
+        assert len(sharded_parameters(model)) == 2
+        # What a checkpoint would take for equal on all ranks, and save of one of them.
+        assert all(isinstance(p, ExpertTensor) for p in sharded_parameters(model))
+        model.experts._parameters["down_proj"] = nn.Parameter(pieces["experts.down_proj"])
+        assert isinstance(model.state_dict()["experts.down_proj"], ExpertTensor)
+        assert torch.equal(
+            gather_state_dict(model, group)["experts.down_proj"], doubled["experts.down_proj"]
+        )
+        parametrised = OverRanks(group)
+        torch.nn.utils.parametrize.register_parametrization(
+            parametrised.experts, "down_proj", Twice()
+        )
+        loss = parametrised(x)
+        assert torch.equal(loss, expected)
+        loss.backward()
+        name = "experts.parametrizations.down_proj.original"
+        assert isinstance(parametrised.get_parameter(name).grad, ExpertTensor)
+        assert gather_state_dict(parametrised, group)[name].shape[0] == NUM_EXPERTS
+        model.experts.down_proj = nn.Parameter(torch.zeros(3, 1, 1))
+        with pytest.raises(ShapeError, match="expected the 4 experts of this rank or all 8"):
+            model(x)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_dtype_changes_with_the_module_and_layer_sees_it() -> None:
+    with EPGroup() as group:
+        model = OverRanks(group)
+        model(tokens(group.rank))
+        model.to(torch.bfloat16)
+        with torch.no_grad():
+            tensors = model.experts.weights.tensors().values()
+        assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_pieces_are_the_same_objects_while_parameters_stay() -> None:
+    with EPGroup() as group, torch.no_grad():
+        layer = OverRanks(group).experts
+        assert layer.weights is layer.weights
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_writes_are_counted_for_those_who_pack_weights() -> None:
+    with EPGroup() as group, torch.no_grad():
+        layer = OverRanks(group).experts
+        piece = layer.weights.tensors()["down_proj"]
+        parameter = layer.get_parameter("down_proj")
+        writes: list[Callable[[], object]] = [
+            lambda: parameter.mul_(2),
+            lambda: parameter.copy_(parameter.clone()),
+            lambda: torch.ops.aten._foreach_mul_.Scalar([parameter], 2.0),
+            lambda: layer.load_state_dict(layer.state_dict()),
+        ]
+        for write in writes:
+            before = piece._version
+            write()
+            assert piece._version > before
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize(
+    ("name", "compute"),
+    [
+        (
+            "torch.functional.einsum",
+            lambda p: torch.einsum("eij,jk->eik", p, torch.ones(p.shape[2], 3)),
+        ),
+        ("torch.allclose", lambda p: torch.allclose(p, torch.ones(p.shape))),
+        ("torch.cat", lambda p: torch.cat([p.flatten(), torch.ones(3)])),
+    ],
+)
+def test_operator_on_experts_and_others_is_refused_by_its_name(
+    name: str, compute: Callable[[Tensor], object]
+) -> None:
+    with EPGroup() as group:
+        parameter = OverRanks(group).experts.get_parameter("down_proj")
+        with pytest.raises(ShapeError, match=rf"^{name}: an expert .* call to_local") as caught:
+            compute(parameter)
+        assert "DDP" not in str(caught.value)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_lbfgs_over_experts_and_others_is_refused() -> None:
+    with EPGroup() as group:
+        model = OverRanks(group)
+        optimizer = torch.optim.LBFGS(model.parameters())
+        with pytest.raises(ConfigError, match=r"^LBFGS.step: .* give it .*replicated_parameters"):
+            optimizer.step(lambda: model(tokens(group.rank)))
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_expert_parameter_frozen_on_one_rank_is_told_to_all() -> None:
+    with EPGroup() as group:
+        model = OverRanks(group)
+        model.experts.get_parameter("down_proj").requires_grad_(group.rank == 0)
+        told = "^dispatch: down_proj is frozen on rank 1, while the other ranks train it"
+        with pytest.raises(ConfigError, match=told):
+            model(tokens(group.rank))
+        model.experts.get_parameter("down_proj").requires_grad_(False)
+        model(tokens(group.rank)).backward()
+
+
+def wrap_in_ddp(model: nn.Module) -> None:
+    DistributedDataParallel(model)
+
+
+def reduce_over_experts(model: nn.Module) -> None:
+    model(tokens(dist.get_rank())).backward()
+    for parameter in sharded_parameters(model):
+        dist.all_reduce(parameter.grad)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (wrap_in_ddp, "out of DDP by epcomm.training.gradients.ignore_experts_in_ddp"),
+        (reduce_over_experts, r"of which ranks \[0, 1\] hold different experts"),
+    ],
+)
+def test_data_parallelism_over_different_experts_is_refused(
+    misuse: Callable[[nn.Module], None], message: str
+) -> None:
+    with EPGroup() as group:
+        model = OverRanks(group)
+        before = gather_state_dict(copy.deepcopy(model), group)
+        with pytest.raises(ShapeError, match=message):
+            misuse(model)
+        after = gather_state_dict(model, group)
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -1,0 +1,139 @@
+"""Writes to parts of expert parameters are kept by the rank that owns the experts."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from epcomm import EPGroup, ShapeError
+from epcomm.sharding.expert_tensor import ExpertTensor
+from epcomm.sharding.pieces import piece_of
+from tests.cases.expert_models import OverRanks
+
+NUM_RANKS, NUM_EXPERTS = 2, 8
+NUM_LOCAL = NUM_EXPERTS // NUM_RANKS
+
+
+def some_parameter(group: EPGroup) -> nn.Parameter:
+    return OverRanks(group).experts.get_parameter("down_proj")
+
+
+def expected_values(parameter: nn.Parameter) -> torch.Tensor:
+    """[P, ...], other numbers for every element."""
+    shape = parameter.shape
+    return torch.arange(shape.numel(), dtype=torch.float32).view(shape)
+
+
+def own_part(whole: torch.Tensor, group: EPGroup) -> torch.Tensor:
+    return whole[group.rank * NUM_LOCAL :][:NUM_LOCAL]
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("way", ["index", "copy", "data", "loop", "neighbours", "split"])
+def test_experts_written_one_by_one_are_kept(way: str) -> None:
+    with EPGroup() as group, torch.no_grad():
+        parameter = some_parameter(group)
+        values = expected_values(parameter)
+        if way == "index":
+            for expert in range(NUM_EXPERTS):
+                parameter[expert] = values[expert]
+        elif way == "copy":
+            for expert in range(-NUM_EXPERTS, 0):
+                parameter[expert].copy_(values[expert])
+        elif way == "data":
+            for expert in range(NUM_EXPERTS):
+                parameter.data[expert].copy_(values[expert])
+        elif way == "loop":
+            for part, value in zip(parameter, values, strict=True):
+                part.copy_(value)
+        elif way == "neighbours":
+            for first in range(0, NUM_EXPERTS, 2):
+                parameter[first : first + 2] = values[first : first + 2]
+        else:
+            for part, value in zip(
+                parameter.split(NUM_LOCAL), values.split(NUM_LOCAL), strict=True
+            ):
+                part.copy_(value)
+        assert torch.equal(piece_of(parameter), own_part(values, group))
+        for expert in range(NUM_EXPERTS):
+            assert torch.equal(parameter[expert], values[expert]), "a rank reads others' experts"
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_one_expert_is_sent_by_its_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with EPGroup() as group, torch.no_grad():
+        parameter = some_parameter(group)
+        values = expected_values(parameter)
+        parameter.data = values
+        monkeypatch.delattr(DTensor, "full_tensor")
+        assert torch.equal(parameter[5], values[5])
+        assert torch.equal(parameter[1:3], values[1:3])
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_gradient_of_some_experts_is_this_ranks_part() -> None:
+    with EPGroup() as group:
+        parameter = some_parameter(group)
+        factors = torch.arange(1.0, NUM_EXPERTS + 1)
+        loss = parameter[0].sum() + parameter[6:8].sum() * 3
+        for expert, factor in zip(parameter, factors, strict=True):
+            loss = loss + expert.sum() * factor
+        loss.backward()
+        expected = factors + torch.tensor([1.0, 0, 0, 0, 0, 0, 3, 3])
+        assert isinstance(parameter.grad, ExpertTensor)
+        whole = expected.view(-1, 1, 1).expand(parameter.shape)
+        assert torch.equal(parameter.grad.to_local(), own_part(whole, group))
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_every_other_expert_of_a_rank_is_written() -> None:
+    with EPGroup() as group, torch.no_grad():
+        parameter = some_parameter(group)
+        values = expected_values(parameter)
+        for first in (0, 1, 4, 5):
+            parameter[first : first + 3 : 2] = values[first : first + 3 : 2]
+        assert torch.equal(piece_of(parameter), own_part(values, group))
+        assert torch.equal(parameter[5:8:2], values[5:8:2])
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_neighbours_on_several_ranks_are_refused() -> None:
+    with EPGroup() as group, torch.no_grad():
+        parameter = some_parameter(group)
+        with pytest.raises(ShapeError, match=r"experts \[3, 4\] .* are of several ranks"):
+            parameter[3:5] = 0.0
+        parameter[:] = 0.0
+        assert not piece_of(parameter).any()
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_data_that_is_assigned_is_used() -> None:
+    with EPGroup() as group:
+        model = OverRanks(group)
+        parameter = model.experts.get_parameter("down_proj")
+        values = expected_values(parameter)
+        tenfold = copy.deepcopy(parameter)
+        tenfold.data = tenfold.data * 10
+        for value in (values, own_part(values, group).clone(), tenfold.detach()):
+            parameter.data = value
+            local = value.to_local() if isinstance(value, ExpertTensor) else value
+            expected = own_part(local, group) if len(local) == NUM_EXPERTS else local
+            assert torch.equal(piece_of(parameter), expected)
+            assert torch.equal(model.experts.weights.tensors()["down_proj"], expected)
+            assert parameter.shape == values.shape
+        parameter.data = parameter.data.to(torch.bfloat16)
+        assert parameter.dtype is piece_of(parameter).dtype is torch.bfloat16
+        with pytest.raises(ShapeError, match="pass this rank's 4 experts or all 8"):
+            parameter.data = values[:3]
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_memory_of_experts_can_be_shared_with_other_processes() -> None:
+    with EPGroup() as group:
+        model = OverRanks(group)
+        model.share_memory()
+        assert all(piece_of(parameter).is_shared() for parameter in model.parameters())

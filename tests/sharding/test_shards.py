@@ -1,0 +1,91 @@
+"""Expert parameters on many ranks: their names, their tags, and the whole state out and in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from epcomm import EPGroup, ExpertParallelMoE, ShapeError
+from epcomm.sharding.shards import ExpertShard, replicated_parameters, shard_of, sharded_parameters
+from epcomm.training.checkpoints import gather_state_dict, load_full_state_dict
+from tests.cases.blocks import NUM_EXPERTS, qwen3_moe
+
+NUM_RANKS = 2
+NUM_LOCAL = NUM_EXPERTS // NUM_RANKS
+EXPERT_NAMES = {"experts.gate_up_proj", "experts.down_proj"}
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_names_are_those_of_the_block() -> None:
+    with EPGroup() as group:
+        block = qwen3_moe().to(group.device)
+        moe = ExpertParallelMoE.from_transformers(block, group)
+        assert list(moe.state_dict()) != []
+        assert set(moe.state_dict()) == set(block.state_dict())
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_gathered_state_is_that_of_the_block() -> None:
+    with EPGroup() as group:
+        block = qwen3_moe().to(group.device)
+        gathered = gather_state_dict(ExpertParallelMoE.from_transformers(block, group), group)
+        source = block.state_dict()
+        assert set(gathered) == set(source)
+        for name, tensor in source.items():
+            assert torch.equal(gathered[name], tensor), name
+            assert not gathered[name].requires_grad
+        block.load_state_dict(gathered)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_state_goes_out_and_in_again() -> None:
+    with EPGroup() as group:
+        moe = ExpertParallelMoE.from_transformers(qwen3_moe().to(group.device), group)
+        wanted = {name: tensor * 2 + 1 for name, tensor in gather_state_dict(moe, group).items()}
+        load_full_state_dict(moe, wanted)
+        mine = moe.get_parameter("experts.down_proj")
+        first = group.rank * NUM_LOCAL
+        assert torch.equal(mine, wanted["experts.down_proj"][first : first + NUM_LOCAL])
+        again = gather_state_dict(moe, group)
+        assert all(torch.equal(again[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_one_layer_under_two_names_is_whole_under_both() -> None:
+    with EPGroup() as group:
+        moe = ExpertParallelMoE.from_transformers(qwen3_moe().to(group.device), group)
+        model = nn.ModuleDict({"first": moe, "again": moe})
+        state = gather_state_dict(model, group)
+        for name in EXPERT_NAMES:
+            assert state[f"first.{name}"].shape[0] == NUM_EXPERTS
+            assert torch.equal(state[f"first.{name}"], state[f"again.{name}"])
+        load_full_state_dict(model, state)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_state_of_one_rank_is_refused_as_a_whole() -> None:
+    with EPGroup() as group:
+        moe = ExpertParallelMoE.from_transformers(qwen3_moe().to(group.device), group)
+        with pytest.raises(ShapeError) as caught:
+            load_full_state_dict(moe, moe.state_dict())
+        assert "holds 4 experts, expected all 8; gather the state first" in str(caught.value)
+        with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict"):
+            load_full_state_dict(moe, {})
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_experts_are_tagged_and_nothing_else() -> None:
+    with EPGroup() as group:
+        moe = ExpertParallelMoE.from_transformers(qwen3_moe().to(group.device), group)
+        shard = ExpertShard(
+            first_expert=group.rank * NUM_LOCAL,
+            num_local_experts=NUM_LOCAL,
+            num_experts=NUM_EXPERTS,
+        )
+        tags = {name: shard_of(parameter) for name, parameter in moe.named_parameters()}
+        assert tags == dict.fromkeys(EXPERT_NAMES, shard) | {"gate.weight": None}
+        assert {id(p) for p in sharded_parameters(moe)} == {
+            id(moe.get_parameter(name)) for name in EXPERT_NAMES
+        }
+        assert [id(p) for p in replicated_parameters(moe)] == [id(moe.get_parameter("gate.weight"))]

@@ -1,0 +1,292 @@
+"""Checkpoints of models with experts over ranks: by torch's tools, on other numbers of ranks."""
+
+from __future__ import annotations
+
+import copy
+import io
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.device_mesh import init_device_mesh
+
+from epcomm import EPGroup, ShapeError
+from epcomm.sharding.expert_tensor import ExpertTensor
+from epcomm.sharding.shards import sharded_parameters
+from epcomm.testing.layer_suite import FP32_TOLERANCE
+from epcomm.testing.oracle import relative_error
+from epcomm.training.checkpoints import gather_state_dict, load_full_state_dict
+from epcomm.training.gradients import sum_expert_gradients, sum_replicated_gradients
+from tests.cases.expert_models import NUM_EXPERTS, InOneProcess, OverRanks, expert_weights, tokens
+from tests.sharding.test_expert_tensor import OPTIMIZERS, backward
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# Relative, of losses after a checkpoint was loaded on other ranks: the promise of the library.
+LOSS_TOLERANCE = 1e-5
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """One folder for all ranks."""
+    with tempfile.TemporaryDirectory() as own:
+        name = [own]
+        dist.broadcast_object_list(name)
+        yield Path(name[0])
+        dist.barrier()
+
+
+class Training:
+    """Experts over `ep_size` ranks, with copies on the others, and an optimizer."""
+
+    def __init__(
+        self, ep_size: int, foreach: bool | None = None, fused: bool | None = None
+    ) -> None:
+        world_size = dist.get_world_size()
+        mesh = init_device_mesh(
+            "cpu", (world_size // ep_size, ep_size), mesh_dim_names=("dp", "ep")
+        )
+        self.group, self.copies, self.all = EPGroup(mesh["ep"]), EPGroup(mesh["dp"]), EPGroup()
+        self.model = OverRanks(self.group)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=0.01, foreach=foreach, fused=fused
+        )
+
+    def close(self) -> None:
+        for group in (self.group, self.copies, self.all):
+            group.close()
+
+    def step(self, number: int) -> float:
+        """Take a step; the mean of the losses of all ranks, which is the same for any ep_size."""
+        self.optimizer.zero_grad()
+        num_ranks = dist.get_world_size()
+        loss = self.model(tokens(number * num_ranks + dist.get_rank())) / num_ranks
+        loss.backward()
+        sum_expert_gradients(self.model, self.copies)
+        sum_replicated_gradients(self.model, self.all)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
+        self.optimizer.step()
+        total = loss.detach()
+        dist.all_reduce(total)
+        return float(total)
+
+    def save(self, folder: Path) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        writing = async_save(state, checkpoint_id=folder)
+        assert isinstance(writing, Future)
+        writing.result()
+
+    def load(self, folder: Path) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        load(state, checkpoint_id=folder)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_training_goes_on_with_experts_over_4_then_2_then_8_ranks(options: dict[str, bool]) -> None:
+    uninterrupted = Training(4, **options)
+    expected = [uninterrupted.step(number) for number in range(6)]
+    losses: list[float] = []
+    with shared_folder() as folder:
+        for ep_size in (4, 2, 8):
+            training = Training(ep_size, **options)
+            if losses:
+                training.load(folder / str(len(losses)))
+            for _ in range(2):
+                losses.append(training.step(len(losses)))
+            training.save(folder / str(len(losses)))
+            training.close()
+    uninterrupted.close()
+    assert losses == pytest.approx(expected, rel=LOSS_TOLERANCE)
+
+
+@pytest.mark.ranks(2)
+def test_whole_state_goes_out_and_in_by_torch() -> None:
+    whole = {name: tensor * 2 for name, tensor in InOneProcess().state_dict().items()}
+    with EPGroup() as group:
+        for broadcasts in (False, True):
+            model = OverRanks(group)
+            # torch puts other tensors into the dictionary that it is given.
+            given = {} if broadcasts and group.rank else dict(whole)
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcasts)
+            set_model_state_dict(model, given, options=options)
+            state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+            for name, tensor in whole.items():
+                found = state[name]
+                assert isinstance(found, Tensor)
+                assert torch.equal(found, tensor), name
+
+
+def saved_and_loaded(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Through a file of torch, which reads tensors and nothing else."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def of_the_other_rank(model: OverRanks) -> dict[str, Tensor]:
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    files: list[bytes] = [b"", b""]
+    dist.all_gather_object(files, file.getvalue())
+    return torch.load(io.BytesIO(files[1 - dist.get_rank()]))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_goes_on_from_the_state_of_its_own_rank_alone(name: str) -> None:
+    def step(training: OverRanks, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        backward(training, group)
+        optimizer.step()
+
+    with EPGroup() as group:
+        model = OverRanks(group)
+        optimizer = OPTIMIZERS[name](list(model.parameters()))
+        step(model, optimizer)
+        other = copy.deepcopy(model)
+        resumed = OPTIMIZERS[name](list(other.parameters()))
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        files: list[bytes] = [b"", b""]
+        dist.all_gather_object(files, file.getvalue())
+        resumed.load_state_dict(torch.load(io.BytesIO(files[group.rank])))
+        for each in ((model, optimizer), (other, resumed)):
+            step(*each)
+        wanted = gather_state_dict(model, group)
+        found = gather_state_dict(other, group)
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+        resumed.load_state_dict(torch.load(io.BytesIO(files[1 - group.rank])))
+        told = r"\.step: .* that rank \(\d,\) of 2 saved .* expected that of rank \(\d,\) of 2"
+        with pytest.raises(ShapeError, match=told):
+            resumed.step()
+        after = gather_state_dict(other, group)
+        assert all(torch.equal(after[name], tensor) for name, tensor in found.items())
+
+
+def without_origin(model: OverRanks) -> dict[str, Tensor]:
+    return {
+        name: tensor.to_local() if isinstance(tensor, ExpertTensor) else tensor
+        for name, tensor in model.state_dict().items()
+    }
+
+
+def of_one_rank(model: OverRanks) -> dict[str, Tensor]:
+    """As a run on a single rank has saved it."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    with EPGroup(groups[dist.get_rank()]) as alone:
+        return saved_and_loaded(OverRanks(alone).state_dict())
+
+
+@pytest.mark.ranks(2)
+def test_own_state_is_loaded_from_a_file_of_torch() -> None:
+    with EPGroup() as group:
+        model = OverRanks(group)
+        doubled = {name: tensor * 2 for name, tensor in model.state_dict().items()}
+        model.load_state_dict(saved_and_loaded(doubled))
+        gathered, before = gather_state_dict(model, group), InOneProcess().state_dict()
+        assert all(torch.equal(gathered[name], 2 * tensor) for name, tensor in before.items())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("state_of", "message"),
+    [
+        (of_the_other_rank, r"that rank \(\d,\) of 2 saved .* expected that of rank \(\d,\) of 2"),
+        (of_one_rank, r"that rank \(0,\) of 1 saved .* load it by torch.distributed.checkpoint"),
+        (without_origin, "holds 4 experts as an ordinary tensor, and nothing says which"),
+    ],
+)
+def test_experts_of_others_are_refused(
+    state_of: Callable[[OverRanks], dict[str, Tensor]], message: str
+) -> None:
+    with EPGroup() as group:
+        model = OverRanks(group)
+        before = gather_state_dict(model, group)
+        state = state_of(model)
+        with pytest.raises(ShapeError, match=message):
+            model.load_state_dict({name: tensor * 2 for name, tensor in state.items()})
+        after = gather_state_dict(model, group)
+        name = "experts.down_proj"
+        assert torch.equal(after[name], before[name])
+
+
+def tensor_by_tensor(model: OverRanks, whole: Mapping[str, Tensor], group: EPGroup) -> None:
+    model.to_empty(device=group.device)
+    for name, tensor in whole.items():
+        load_full_state_dict(model, {name: tensor}, strict=False)
+
+
+def in_place_of_parameters(model: OverRanks, whole: Mapping[str, Tensor], group: EPGroup) -> None:
+    model.load_state_dict(whole, assign=True)
+
+
+def from_a_checkpoint(model: OverRanks, whole: Mapping[str, Tensor], group: EPGroup) -> None:
+    model.to_empty(device=group.device)
+    source = OverRanks(group)
+    load_full_state_dict(source, whole)
+    with shared_folder() as folder:
+        save(source.state_dict(), checkpoint_id=folder)
+        load(model.state_dict(), checkpoint_id=folder)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("fill", [tensor_by_tensor, in_place_of_parameters, from_a_checkpoint])
+def test_layer_built_on_meta_is_filled_by(
+    fill: Callable[[OverRanks, Mapping[str, Tensor], EPGroup], None],
+) -> None:
+    alone = InOneProcess()
+    whole = {name: tensor * 2 for name, tensor in alone.state_dict().items()}
+    alone.load_state_dict(whole)
+    with EPGroup() as group:
+        with torch.device("meta"):
+            model = OverRanks(group, expert_weights("meta"))
+        assert all(parameter.is_meta for parameter in model.parameters())
+        fill(model, whole, group)
+        loss = model(tokens(group.rank))
+        assert relative_error(loss, alone(tokens(group.rank))) <= FP32_TOLERANCE
+        loss.backward()
+        assert isinstance(model.experts.get_parameter("down_proj").grad, ExpertTensor)
+
+
+@pytest.mark.mpi_ranks(2)
+def test_without_a_mesh_state_says_whose_it_is(ep_ranks: MPI.Comm) -> None:
+    with EPGroup(ep_ranks) as group:
+        model = OverRanks(group)
+        assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+        wanted = {name: tensor * 2 for name, tensor in gather_state_dict(model, group).items()}
+        assert wanted["experts.down_proj"].shape[0] == NUM_EXPERTS
+        load_full_state_dict(model, wanted)
+        model.load_state_dict(saved_and_loaded(model.state_dict()))
+        gathered = gather_state_dict(model, group)
+        assert all(torch.equal(gathered[name], tensor) for name, tensor in wanted.items())
+        with pytest.raises(ShapeError, match="nothing says which"):
+            model.load_state_dict(dict(model.state_dict()))
+        assert len(sharded_parameters(copy.deepcopy(model))) == 2

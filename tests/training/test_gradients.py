@@ -1,0 +1,427 @@
+"""Expert parallelism beside DDP and FSDP, sums and norms of gradients: equal to one process.
+
+The loss of every rank is a mean over its own tokens, and the one process minimises the mean of the
+ranks' losses, as data parallelism does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from epcomm import ConfigError, EPConfig, EPGroup, ExpertParallelMoE, idle_step
+from epcomm.sharding.shards import expert_shards, shard_of, sharded_parameters
+from epcomm.testing.layer_suite import FP32_TOLERANCE
+from epcomm.testing.oracle import relative_error
+from epcomm.training.checkpoints import gather_state_dict, load_full_state_dict
+from epcomm.training.gradients import (
+    clip_grad_norm,
+    ignore_experts_in_ddp,
+    scale_expert_gradients,
+    sum_expert_gradients,
+    sum_replicated_gradients,
+)
+from tests.cases.blocks import HIDDEN, qwen3_moe
+from tests.cases.expert_models import InOneProcess, OverRanks
+from tests.cases.expert_models import tokens as expert_tokens
+
+NUM_RANKS = 4
+NUM_TOKENS = (5, 2, 3, 9)
+
+
+class TinyModel(nn.Module):
+    """Two MoE blocks between linear layers, with residuals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(HIDDEN, HIDDEN)
+        self.blocks = nn.ModuleList([qwen3_moe(), qwen3_moe()])
+        self.head = nn.Linear(HIDDEN, 1)
+        self.is_checkpointed = False
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for linear in (self.embed, self.head):
+                for parameter in linear.parameters():
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[1, T, H] to a scalar loss, a mean over tokens."""
+        x = self.embed(x)
+        for block in self.blocks:
+            y = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
+            assert isinstance(y, Tensor)
+            x = x + y
+        return self.head(x).square().mean()
+
+
+def spread(group: EPGroup) -> TinyModel:
+    model = TinyModel()
+    for place, block in enumerate(model.blocks):
+        model.blocks[place] = ExpertParallelMoE.from_transformers(block, group, EPConfig())
+    return model.to(group.device)
+
+
+def tokens(rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 + rank)
+    return torch.randn(1, NUM_TOKENS[rank], HIDDEN, generator=generator)
+
+
+def expected_gradients(ranks: range | list[int] = range(NUM_RANKS)) -> dict[str, Tensor]:
+    """Of the mean of the losses over all ranks; a rank that is left out has loss 0."""
+    model = TinyModel()
+    for rank in ranks:
+        (model(tokens(rank)) / NUM_RANKS).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}  # type: ignore[misc]
+
+
+def check(model: nn.Module, group: EPGroup, expected: dict[str, Tensor]) -> None:
+    """All gradients, this rank's experts against their part."""
+    errors = {}
+    for name, parameter in model.named_parameters():
+        name = name.removeprefix("module.")
+        wanted, shard = expected[name], shard_of(parameter)
+        if shard is not None:
+            wanted = wanted.narrow(0, shard.first_expert, shard.num_local_experts)
+        assert parameter.grad is not None, name
+        actual = parameter.grad
+        if isinstance(actual, DTensor):
+            actual = actual.full_tensor() if shard is None else actual.to_local()
+        errors[name] = relative_error(actual, wanted.to(group.device))
+    assert errors.keys() == expected.keys()
+    assert max(errors.values()) <= FP32_TOLERANCE, errors
+
+
+def in_ddp(model: nn.Module, factor: float = 1 / NUM_RANKS) -> nn.Module:
+    ignore_experts_in_ddp(model)
+    scale_expert_gradients(model, factor)
+    return DistributedDataParallel(model)
+
+
+def in_fsdp(model: nn.Module, factor: float = 1 / NUM_RANKS) -> nn.Module:
+    scale_expert_gradients(model, factor)
+    fully_shard(model, ignored_params=set(sharded_parameters(model)))
+    return model
+
+
+WRAPPERS: dict[str, Callable[..., nn.Module]] = {"ddp": in_ddp, "fsdp": in_fsdp}
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_expert_gradients_scaled_by_one_over_w_match_a_mean_over_ranks(
+    wrapper: str, is_checkpointed: bool
+) -> None:
+    with EPGroup() as group:
+        model = spread(group)
+        model.is_checkpointed = is_checkpointed
+        wrapped = WRAPPERS[wrapper](model)
+        wrapped(tokens(group.rank).to(group.device)).backward()
+        check(wrapped, group, expected_gradients())
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_without_the_factor_expert_gradients_are_w_times_too_large(wrapper: str) -> None:
+    with EPGroup() as group:
+        wrapped = WRAPPERS[wrapper](spread(group), factor=1.0)
+        wrapped(tokens(group.rank).to(group.device)).backward()
+        expected = expected_gradients()
+        for name in expected:
+            if "experts" in name:
+                expected[name] = expected[name] * NUM_RANKS
+        check(wrapped, group, expected)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("wrapper", [None, *WRAPPERS])
+def test_rank_without_data_takes_an_idle_step(wrapper: str | None) -> None:
+    busy = [0, 2]
+    with EPGroup() as group:
+        model = spread(group)
+        x = tokens(group.rank).to(group.device)
+        if wrapper is None:
+            scale_expert_gradients(model, 1 / NUM_RANKS)
+        wrapped = model if wrapper is None else WRAPPERS[wrapper](model)
+        if group.rank in busy:
+            wrapped(x).backward()
+        elif wrapper is None:
+            idle_step(wrapped)
+        else:
+            idle_step(wrapped, run_token=lambda: wrapped(x[:, :1]))
+        if wrapper is None:
+            sum_replicated_gradients(model, group)
+            for parameter in model.parameters():
+                if shard_of(parameter) is None and parameter.grad is not None:
+                    parameter.grad /= NUM_RANKS
+        check(wrapped, group, expected_gradients(busy))
+        with torch.no_grad():
+            wrapped(x) if group.rank in busy else idle_step(wrapped, run_token=lambda: wrapped(x))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("wrapper", "name"), [("ddp", "DDP"), ("fsdp", "FSDP")])
+def test_idle_step_of_a_wrapped_model_wants_to_know_how_to_run_it(wrapper: str, name: str) -> None:
+    with EPGroup() as group:
+        model = WRAPPERS[wrapper](OverRanks(group))
+        with pytest.raises(ConfigError, match=rf"is inside {name}, .*pass run_token=lambda"):
+            idle_step(model)
+        # DDP exchanges nothing in evaluation.
+        if wrapper == "ddp":
+            with torch.no_grad():
+                model(expert_tokens(0)) if group.rank else idle_step(model)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_ranks_take_turns_without_gradients() -> None:
+    with EPGroup() as group, torch.no_grad():
+        model = spread(group)
+        losses = []
+        for busy in range(NUM_RANKS):
+            if group.rank == busy:
+                losses.append(model(tokens(busy).to(group.device)))
+            else:
+                idle_step(model)
+        alone = TinyModel()(tokens(group.rank))
+        assert relative_error(losses[0], alone.to(group.device)) <= FP32_TOLERANCE
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_clip_takes_the_norm_over_the_experts_of_all_ranks() -> None:
+    with EPGroup() as group:
+        model = spread(group)
+        (model(tokens(group.rank).to(group.device)) / NUM_RANKS).backward()
+        sum_replicated_gradients(model, group)
+        expected = expected_gradients()
+        check(model, group, expected)
+        wanted = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+        max_norm = float(wanted) / 2
+        norm = clip_grad_norm(model, group, max_norm)
+        assert relative_error(norm, wanted.to(group.device)) <= FP32_TOLERANCE
+        check(model, group, {name: gradient / 2 for name, gradient in expected.items()})
+        everyones = group.collectives.all_gather(norm)
+        assert torch.equal(everyones, norm.expand(NUM_RANKS))
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_sum_of_gradients_is_bit_equal_on_all_ranks_and_counts_missing_ones_as_zero() -> None:
+    with EPGroup() as group:
+        model = nn.Module()
+        generator = torch.Generator().manual_seed(group.rank)
+        shapes = {"a": (7,), "b": (2, 3), "c": (1,)}
+        for name, shape in shapes.items():
+            parameter = nn.Parameter(torch.zeros(shape, device=group.device))
+            model.register_parameter(name, parameter)
+            if not (name == "b" and group.rank == 1):
+                parameter.grad = torch.randn(shape, generator=generator).to(group.device)
+        model.register_parameter(
+            "narrow_one", nn.Parameter(torch.zeros(3, dtype=torch.bfloat16, device=group.device))
+        )
+        model.narrow_one.grad = torch.full_like(model.narrow_one, 1.0 + group.rank)  # type: ignore[union-attr]
+        before = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in model.named_parameters()
+        }
+        sum_replicated_gradients(model, group)
+        for name, parameter in model.named_parameters():
+            parts = group.collectives.all_gather(before[name])
+            assert parameter.grad is not None
+            torch.testing.assert_close(parameter.grad, parts.sum(0))
+            everyones = group.collectives.all_gather(parameter.grad.contiguous())
+            assert torch.equal(everyones, parameter.grad.expand_as(everyones))
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_gathered_state_is_that_of_one_process(wrapper: str) -> None:
+    with EPGroup() as group:
+        state = gather_state_dict(WRAPPERS[wrapper](spread(group)), group)
+        prefix = "module." if wrapper == "ddp" else ""
+        for name, tensor in TinyModel().state_dict().items():
+            assert torch.equal(state[f"{prefix}{name}"].cpu(), tensor), name
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_clip_beside_data_parallelism(wrapper: str) -> None:
+    with EPGroup() as group:
+        wrapped = WRAPPERS[wrapper](spread(group))
+        wrapped(tokens(group.rank).to(group.device)).backward()
+        expected = expected_gradients()
+        wanted = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+        norm = clip_grad_norm(wrapped, group, float(wanted) / 4)
+        assert relative_error(norm, wanted.to(group.device)) <= FP32_TOLERANCE
+        check(wrapped, group, {name: gradient / 4 for name, gradient in expected.items()})
+        assert float(clip_grad_norm(wrapped, group, 1e9)) <= float(wanted) / 4 * (1 + 1e-5)
+        check(wrapped, group, {name: gradient / 4 for name, gradient in expected.items()})
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_sum_of_gradients_that_fsdp_reduces_is_refused() -> None:
+    with EPGroup() as group:
+        model = in_fsdp(spread(group))
+        with pytest.raises(ConfigError, match="a parameter is a DTensor"):
+            sum_replicated_gradients(model, group)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_idle_step_beside_ranks_that_train_the_head_alone() -> None:
+    with EPGroup() as group:
+        model = spread(group)
+        for parameter in [*model.embed.parameters(), *model.blocks.parameters()]:
+            parameter.requires_grad_(False)
+        if group.rank == 0:
+            model(tokens(0).to(group.device)).backward()
+            assert model.head.weight.grad is not None
+        else:
+            idle_step(model)
+
+
+@pytest.mark.ranks(2)
+def test_compiled_model_breaks_its_graph_once_at_the_experts() -> None:
+    """Each rank compiles by itself, which takes it seconds; so there are few."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    with EPGroup() as group:
+        moe = ExpertParallelMoE.from_transformers(qwen3_moe().to(group.device), group)
+        x = tokens(group.rank).to(group.device)
+        expected = moe(x)
+        assert isinstance(expected, Tensor)
+        compiled = torch.compile(moe, backend=count)
+        y = compiled(x)
+        assert torch.equal(y, expected)
+        # One before the experts, which routes, and one after them.
+        assert len(graphs) == 2
+        y.sum().backward()
+        gate = moe.get_parameter("gate.weight")
+        assert gate.grad is not None
+        compiled_grad, gate.grad = gate.grad, None
+        moe(x).sum().backward()
+        torch.testing.assert_close(compiled_grad, gate.grad)
+
+
+def sums(model: OverRanks, mesh: DeviceMesh, groups: Groups) -> nn.Module:
+    (model(expert_tokens(dist.get_rank())) / NUM_RANKS).backward()
+    sum_expert_gradients(model, groups.copies)
+    sum_replicated_gradients(model, groups.all)
+    return model
+
+
+def sums_by_hand(model: OverRanks, mesh: DeviceMesh, groups: Groups) -> nn.Module:
+    (model(expert_tokens(dist.get_rank())) / NUM_RANKS).backward()
+    for parameter in model.experts.parameters():
+        dist.all_reduce(parameter.grad, group=mesh["dp"].get_group())
+    sum_replicated_gradients(model, groups.all)
+    return model
+
+
+def copies_beside_ddp(model: OverRanks, mesh: DeviceMesh, groups: Groups) -> nn.Module:
+    wrapped = in_ddp(model)
+    wrapped(expert_tokens(dist.get_rank())).backward()
+    sum_expert_gradients(model, groups.copies)
+    return wrapped
+
+
+def copies_beside_fsdp(model: OverRanks, mesh: DeviceMesh, groups: Groups) -> nn.Module:
+    in_fsdp(model)
+    model(expert_tokens(dist.get_rank())).backward()
+    sum_expert_gradients(model, groups.copies)
+    return model
+
+
+def copies_in_fsdp(model: OverRanks, mesh: DeviceMesh, groups: Groups) -> nn.Module:
+    """FSDP cuts the experts once more, over their copies, and takes the mean over these."""
+    scale_expert_gradients(model, 1 / groups.expert.world_size)
+    fully_shard(model.experts, mesh=mesh["dp"])
+    fully_shard(model)
+    model(expert_tokens(dist.get_rank())).backward()
+    state, whole = gather_state_dict(model, groups.expert), InOneProcess().state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in whole.items())
+    load_full_state_dict(model, {name: tensor * 2 for name, tensor in whole.items()})
+    state = gather_state_dict(model, groups.expert)
+    assert all(torch.equal(state[name], 2 * tensor) for name, tensor in whole.items())
+    return model
+
+
+class Sum(nn.Module):
+    """A parametrisation with a parameter for all experts, which every rank has."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        self.delta = nn.Parameter(torch.randn(shape, generator=generator) / 4)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.delta
+
+
+@pytest.mark.ranks(2)
+def test_ddp_scales_parametrised_experts_and_not_what_is_added_to_them() -> None:
+    alone = InOneProcess()
+    added = Sum(alone.experts["down_proj"].shape)
+    torch.nn.utils.parametrize.register_parametrization(alone.experts, "down_proj", added)
+    for rank in range(2):
+        (alone(expert_tokens(rank)) / 2).backward()
+    assert added.delta.grad is not None
+    with EPGroup() as group:
+        model = OverRanks(group)
+        own = Sum(added.delta.shape)
+        torch.nn.utils.parametrize.register_parametrization(model.experts, "down_proj", own)
+        wrapped = in_ddp(model, factor=1 / 2)
+        wrapped(expert_tokens(group.rank)).backward()
+        (shard,) = set(expert_shards(model).values())
+        experts = model.experts.expert_parameters()["parametrizations.down_proj.original"]
+        assert experts.grad is not None
+        assert own.delta.grad is not None
+        mine = added.delta.grad.narrow(0, shard.first_expert, shard.num_local_experts)
+        assert relative_error(experts.grad, mine) <= FP32_TOLERANCE
+        assert relative_error(own.delta.grad, added.delta.grad) <= FP32_TOLERANCE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The ranks that share experts, those that hold copies of the same ones, and all."""
+
+    expert: EPGroup
+    copies: EPGroup
+    all: EPGroup
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize(
+    "reduce", [sums, sums_by_hand, copies_beside_ddp, copies_beside_fsdp, copies_in_fsdp]
+)
+def test_gradients_of_expert_copies_are_summed_once(
+    reduce: Callable[[OverRanks, DeviceMesh, Groups], nn.Module],
+) -> None:
+    alone = InOneProcess()
+    for rank in range(NUM_RANKS):
+        (alone(expert_tokens(rank)) / NUM_RANKS).backward()
+    wanted = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    norm = torch.stack([g.norm() for g in wanted.values() if g is not None]).norm()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    with EPGroup(mesh["ep"]) as expert, EPGroup(mesh["dp"]) as copies, EPGroup() as everyone:
+        groups = Groups(expert=expert, copies=copies, all=everyone)
+        model = reduce(OverRanks(expert), mesh, groups)
+        for name, parameter in model.named_parameters():
+            gradient, expected = parameter.grad, wanted[name.removeprefix("module.")]
+            assert gradient is not None
+            assert expected is not None
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            assert relative_error(whole, expected) <= FP32_TOLERANCE, name
+        assert relative_error(clip_grad_norm(model, expert, 1e9), norm) <= FP32_TOLERANCE

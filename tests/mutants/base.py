@@ -53,8 +53,8 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """The mutant in its environment, which may be one of several."""
-        return f"{self.name} ({self.environment})"
+        """The mutant in its suite, which may be one of two."""
+        return f"{self.name} in the {self.suite} suite"
 
     @property
     def says(self) -> str:

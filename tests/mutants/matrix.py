@@ -1,9 +1,11 @@
 """Which scenario of the suites notices which mutant, on how many ranks.
 
-    python -m tests.mutants.matrix
+    python -m tests.mutants.matrix [words of mutants' names]
+    python -m tests.mutants.matrix --text
 
-runs every scenario against every mutant on 1 to 4 ranks, in about half an hour of two cores, and
-writes matrix.json and matrix.md. test_matrix.py holds both against the mutants and the tests.
+runs every scenario against every mutant on 1 to 4 ranks, in about a quarter of an hour of two
+cores, and writes matrix.json and matrix.md; --text writes matrix.md alone, without running any.
+test_matrix.py holds both against the mutants and the tests.
 """
 
 from __future__ import annotations
@@ -133,6 +135,9 @@ def play(world: int, words: list[str]) -> dict[str, list[str]]:
 def main() -> None:
     """Play the mutants whose names hold one of the words, or all; the rest stays as it is."""
     words = sys.argv[1:]
+    if words == ["--text"]:
+        Matrix.read().write()
+        return
     noticed = Matrix.read().noticed if words else {}
     for world in WORLDS:
         noticed[world] = {**noticed.get(world, {}), **play(world, words)}

@@ -47,7 +47,7 @@ class ExpertRowsBatch:
 
     rows: [R, H], received rows, by source rank, then expert.
     order: [R], places `rows` by expert.
-    row_of_pair: [T * K], where the result of (t, k) lies among the rows that come home.
+    row_of_pair: [T * K], where the result of (t, k) lies among the rows that come back.
     send_splits, recv_splits: [W] rows to and from each rank.
     """
 

@@ -34,15 +34,15 @@ from epcomm import (
 )
 from epcomm.ops.slots import build_slot_index
 from epcomm.quantization import FP8_FLOAT32_SCALES, dequantize, quantize
-from epcomm.records import Handle, Route
+from epcomm.records import ExchangePlan, Handle
 from epcomm.runners.fp8_triton import Fp8TritonRunner
 from epcomm.runners.fp8_wgmma import Fp8WgmmaRunner
 from epcomm.types import WeightsAppliedBy
 
 # Two FP8 products of the same codes, in float32 by cuBLAS and on tensor cores with some 14 bits.
 TOLERANCE = 0.01
-# MASKED rows have room for so many times what comes.
-MASKED_ROOM = 33
+# MASKED rows have capacity for so many times what comes.
+MASKED_CAPACITY = 33
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,15 +118,15 @@ def rows_record(counts: list[int], x: Tensor) -> RowsDispatchOutput:
 
 
 def masked_record(dispatched: RowsDispatchOutput) -> MaskedDispatchOutput:
-    """The same slots, each expert's behind one another, with room for many more."""
+    """The same slots, each expert's behind one another, with capacity for many more."""
     rows, index = dispatched.hidden_states, dispatched.index
     assert index.row_of_slot is not None
     assert rows.scales is not None
-    counts = index.num_slots_per_expert.tolist()
-    room = MASKED_ROOM * max(counts)
+    counts = index.num_tokens_per_expert.tolist()
+    capacity = MASKED_CAPACITY * max(counts)
     device = rows.data.device
-    codes = torch.zeros(len(counts), room, rows.data.shape[1], dtype=torch.uint8, device=device)
-    scales = torch.zeros(len(counts), room, rows.scales.shape[1], device=device)
+    codes = torch.zeros(len(counts), capacity, rows.data.shape[1], dtype=torch.uint8, device=device)
+    scales = torch.zeros(len(counts), capacity, rows.scales.shape[1], device=device)
     for expert, (start, count) in enumerate(zip(index.first_slot.tolist(), counts, strict=False)):
         mine = index.row_of_slot[start : start + count].long()
         codes[expert, :count] = rows.data.view(torch.uint8)[mine]
@@ -135,7 +135,7 @@ def masked_record(dispatched: RowsDispatchOutput) -> MaskedDispatchOutput:
         hidden_states=WireTensor(
             data=codes.view(rows.data.dtype), format=rows.format, scales=scales
         ),
-        num_slots_per_expert=index.num_slots_per_expert,
+        num_tokens_per_expert=index.num_tokens_per_expert,
         slot_weights=None,
         weights_applied_by=WeightsAppliedBy.COMBINE,
         handle=_handle(len(index.row_of_slot)),
@@ -143,7 +143,13 @@ def masked_record(dispatched: RowsDispatchOutput) -> MaskedDispatchOutput:
 
 
 def _handle(num_tokens: int) -> Handle:
-    return Handle(owner=None, route=Route(), call=1, num_tokens=num_tokens, needs_backward=False)
+    return Handle(
+        owner=None,
+        exchange_plan=ExchangePlan(),
+        call=1,
+        num_tokens=num_tokens,
+        needs_backward=False,
+    )
 
 
 def check(results: Tensor, dispatched: RowsDispatchOutput, experts: Experts) -> None:

@@ -1,4 +1,4 @@
-"""Measure the NVLink buffers on the GPUs of one host, beside NCCL, by tokens and by processors.
+"""Measure the NVLink buffers on the GPUs of one host, beside NCCL, by tokens and by SMs.
 
     torchrun --standalone --nproc-per-node 8 -m benchmarks.bench_nvlink \
         --output benchmarks/results/h200_dispatch_combine_x8.json
@@ -11,7 +11,7 @@ Python counts. All GPUs begin an iteration together, and it takes as long as its
     low_latency_pair           one dispatch and combine;   ..._in_chain: of so many dependent pairs
     dispatch_fp8, dispatch     normal mode, index over the rows included; FP8 rows come quantised,
                                and `quantize` says what that takes
-    dispatch_again             along the same route;   pack: rows to slots, as a copy
+    dispatch_again             along the same exchange plan;   pack: rows to slots, as a copy
     combine                    one result a slot, weighted, summed on both sides
     all_to_all                 NCCL, one row for each (token, expert), gathered and summed around it
     all_gather                 NCCL, all tokens to all ranks, and a reduce-scatter of sums
@@ -96,7 +96,7 @@ class Sweep:
 class NormalWork:
     """One batch in normal mode, whose rows come as they travel.
 
-    out: of the dispatch along whose route rows are sent again.
+    out: of the dispatch along whose exchange plan rows are sent again.
     kept: of one that may be combined at any time.
     """
 
@@ -140,19 +140,19 @@ class NormalWork:
         )
 
     def dispatch(self) -> Dispatched:
-        """Along a new route."""
+        """Along a new exchange plan."""
         return self.buffer.dispatch(self.call)
 
     def dispatch_again(self) -> Tensor:
-        """Along the route of the first dispatch."""
+        """Along the exchange plan of the first dispatch."""
         data = self.call.wire_tensor(self.wire).data
-        return self.buffer.redispatch(data, self.out.route)
+        return self.buffer.cached_dispatch(data, self.out.exchange_plan)
 
     def combine(self) -> Tensor:
         """y."""
         return self.buffer.combine(
             self.results,
-            self.kept.route,
+            self.kept.exchange_plan,
             rows_per=RowsPer.SLOT,
             slot_weights=self.kept.slot_weights,
         ).y
@@ -313,7 +313,7 @@ def by_tokens(sweep: Sweep, tokens: int, group: EPGroup) -> dict[str, object]:
 def pair_times(
     sweep: Sweep, options: low_latency.Options, group: EPGroup
 ) -> dict[str, dict[str, float]]:
-    """Of low latency, one pair; the slots that are used in turns make two the least to replay."""
+    """Of low latency, one pair; the slots that are used in turn make two the least to replay."""
     buffer = low_latency.open_buffer(options, group)
     low_latency.check(options, group, buffer)
     work = low_latency.Work.of(options, group, buffer)
@@ -326,7 +326,7 @@ def pair_times(
 
 
 def by_sms(sweep: Sweep, num_sms: int, group: EPGroup) -> dict[str, object]:
-    """Normal mode on so many processors, in microseconds and remote GB/s.   Collective: yes."""
+    """Normal mode on so many SMs, in microseconds and remote GB/s.   Collective: yes."""
     us: dict[str, dict[str, float]] = {}
     rates: dict[str, float] = {}
     for wire in (WireName.FP8, WireName.BF16):
@@ -359,7 +359,7 @@ def main(
     tokens: Annotated[str, typer.Option(help="T, on each rank.")] = (
         "1,8,32,128,512,1024,2048,4096,8192"
     ),
-    sms: Annotated[str, typer.Option(help="Processors of the other sweep.")] = "8,16,24,32,132",
+    sms: Annotated[str, typer.Option(help="SMs of the other sweep.")] = "8,16,24,32,132",
     sms_tokens: Annotated[int, typer.Option(min=1, help="T of the other sweep.")] = 4096,
     hidden: Annotated[int, typer.Option(min=1, help="H.")] = 7168,
     top_k: Annotated[int, typer.Option(min=1, help="K, distinct and uniformly random.")] = 8,

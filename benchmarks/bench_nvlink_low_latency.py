@@ -128,7 +128,7 @@ def open_buffer(options: Options, group: EPGroup) -> NVLinkLowLatencyBuffer:
     """The buffer, with another number of programs if that was asked for. Collective: yes."""
 
     class Tuned(NVLinkLowLatencyBuffer):
-        most_programs: ClassVar[int] = options.programs or NVLinkLowLatencyBuffer.most_programs
+        max_programs: ClassVar[int] = options.programs or NVLinkLowLatencyBuffer.max_programs
 
     buffer = Tuned(group.collectives, options.spec(group.world_size))
     buffer.prepare()
@@ -145,7 +145,7 @@ def check(options: Options, group: EPGroup, buffer: NVLinkHost) -> dict[str, flo
     reference = group.open_buffer("StaticCollectiveBuffer", options.spec(group.world_size))
     worst = 0.0
     for number in range(options.checked):
-        if number < buffer.num_slots:
+        if number < buffer.num_buffers:
             poison(buffer, group)
         call = options.make_call(number, group.rank, group.device)
         fault, error = compare(call, reference, buffer, factor=1 + number % 3)
@@ -174,7 +174,7 @@ def compare(
     sums = [
         each.combine(
             results_of(out, factor),
-            out.route,
+            out.exchange_plan,
             rows_per=RowsPer.SLOT,
             slot_weights=out.slot_weights,
         ).y
@@ -188,8 +188,8 @@ def compare(
 
 def find_fault(wanted: Dispatched, found: Dispatched) -> str:
     """Counts, order, elements, scales and weights must be the same bits."""
-    counts = wanted.index.num_slots_per_expert.tolist()
-    came = found.index.num_slots_per_expert.tolist()
+    counts = wanted.index.num_tokens_per_expert.tolist()
+    came = found.index.num_tokens_per_expert.tolist()
     if came != counts:
         return f"slots are {came}, expected {counts}"
     used = used_slots(wanted, counts)
@@ -254,7 +254,7 @@ class Work:
         """The batch in which every rank has all its tokens."""
         call = options.make_call(0, group.rank, group.device)
         out = buffer.dispatch(call)
-        buffer.combine(results_of(out, 1), out.route, rows_per=RowsPer.SLOT)
+        buffer.combine(results_of(out, 1), out.exchange_plan, rows_per=RowsPer.SLOT)
         size = len(row_of_slot(out)), options.hidden
         generator = torch.Generator(group.device).manual_seed(group.rank)
         results = torch.randn(size, generator=generator, device=group.device)
@@ -268,12 +268,12 @@ class Work:
     def combine(self, out: Dispatched) -> Tensor:
         """y."""
         combined = self.buffer.combine(
-            self.results, out.route, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
+            self.results, out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
         )
         return combined.y
 
     def pairs(self, count: int) -> Tensor:
-        """So many dispatches and combines, each of what came home before."""
+        """So many dispatches and combines, each of what came back before."""
         y = self.call.hidden_states
         for _ in range(count):
             y = self.combine(self.dispatch(y))
@@ -413,7 +413,7 @@ def main(
         programs=programs,
         iterations=iterations,
         warm_up=warm_up,
-        # Two slots are used in turns: a graph ends in the one in which it began.
+        # Two slots are used in turn: a graph ends in the one in which it began.
         pairs=pairs + pairs % 2,
         checked=checked,
         seed=seed,

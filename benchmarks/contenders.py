@@ -61,7 +61,7 @@ class Grouped:
 
 
 class Contender(ABC, Generic[DispatchedT]):
-    """One way to move tokens to their experts and results home. Every call is collective."""
+    """One way to move tokens to their experts and results back. Every call is collective."""
 
     name: ClassVar[str]
 
@@ -116,7 +116,7 @@ class Epcomm(Contender[RowsDispatchOutput]):
 
     def group(self, dispatched: RowsDispatchOutput) -> Grouped:
         rows = pack(dispatched.hidden_states.data, dispatched.index)
-        return Grouped(rows=rows, num_rows_per_expert=dispatched.num_slots_per_expert)
+        return Grouped(rows=rows, num_rows_per_expert=dispatched.num_tokens_per_expert)
 
     def combine(self, results: Tensor, dispatched: RowsDispatchOutput) -> Tensor:
         return self._dispatcher.combine(dispatched.combine_input(results, rows_per=RowsPer.SLOT))

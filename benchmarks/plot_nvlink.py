@@ -1,4 +1,4 @@
-"""Draw what bench_nvlink.py has measured: latency by tokens, and rates by processors.
+"""Draw what bench_nvlink.py has measured: latency by tokens, and rates by SMs.
 
     python -m benchmarks.plot_nvlink benchmarks/results/h200_dispatch_combine_x4.json
 

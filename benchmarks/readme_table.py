@@ -77,7 +77,7 @@ class NVLinkTimes(TypedDict):
 
 
 class NVLinkRates(TypedDict):
-    """Normal mode on some processors."""
+    """Normal mode on some SMs."""
 
     num_sms: int
     remote_gb_per_s: dict[str, float]
@@ -178,7 +178,7 @@ def render_gemm(result: GemmResult) -> str:
 
 
 def render_nvlink(result: NVLinkResult) -> str:
-    """Two tables: by tokens, a column for each way; by processors, what crosses NVLink."""
+    """Two tables: by tokens, a column for each way; by SMs, what crosses NVLink."""
     lines = [
         _row("tokens a rank", *_WAYS),
         _row(*["---:"] * (1 + len(_WAYS))),
@@ -224,7 +224,7 @@ def _copies_caption(copies: CopiesResult) -> str:
     return (
         f"In the same run all ranks at once copy {copies['copy_gb_per_s']:.1f} GB/s. Of that rate "
         f"`total without grouping` reaches {copies['copied_over_copy_rate']:.0%} if rows out and "
-        f"sums home are counted once ({copies['copied_bytes'] / 1e6:.1f} MB of all ranks), and "
+        f"sums back are counted once ({copies['copied_bytes'] / 1e6:.1f} MB of all ranks), and "
         f"{copies['touched_over_copy_rate']:.0%} if what must be read and what must be written are "
         f"both counted, there and of the copies ({copies['touched_bytes'] / 1e6:.1f} MB)."
     )

@@ -125,7 +125,8 @@ def table_of(report: Report) -> Table:
 def bytes_summary(report: Report) -> str:
     """What the rank that sends most puts on the wire, a line a contender."""
     lines = [
-        f"{name} sends {sent.dispatch / 1e6:.2f} MB out, {sent.combine / 1e6:.2f} MB home and "
+        f"{name} sends {sent.dispatch / 1e6:.2f} MB in dispatch, {sent.combine / 1e6:.2f} MB in "
+        "combine and "
         f"{sent.control} B of counts a call on the rank that sends most"
         for name, sent in ((name, one.sent_bytes) for name, one in report.findings.items())
     ]

@@ -53,7 +53,7 @@ ENVIRONMENT_PREFIX = "EPCOMM_"
 
 
 def environment() -> Mapping[str, str]:
-    """A frozen snapshot of the environment, for backends that must look at foreign settings."""
+    """A frozen snapshot of the environment, for backends on vendor packages."""
     return MappingProxyType(dict(os.environ))
 
 
@@ -71,7 +71,7 @@ class EPConfig:
         reference where it cannot say the routing or gradients are needed; `auto` is ascend on NPUs
         that have the operator. Only ExpertParallelMoE reads it; elsewhere the caller routes.
     dispatch_dtype: elements on the wire towards the experts; None: what the expert weights want.
-        One that is not quantised is that of all rows, also on the way home and in backward.
+        One that is not quantised is that of all rows, also in combine and in backward.
     dispatch_scales: scales of FP8 rows towards the experts; None: what the expert weights want.
     int8_profile: arithmetic of INT8, before the experts and between their products; None: rint127.
         Nothing else is rounded by it, and where nothing is INT8 it is refused.
@@ -79,7 +79,7 @@ class EPConfig:
         buffers of exact size allow.
     max_recv_slots: most slots a rank receives in one call of normal mode; None: exact sizes.
     replicated: every rank passes the same tokens and the same gradients; standard mode only.
-    num_sms: processors of a GPU that each kernel of normal mode over NVLink may take, so that
+    num_sms: SMs of a GPU that each kernel of normal mode over NVLink may take, so that
         others compute meanwhile; None: the buffer's own choice. Other buffers do not look at it.
     batches_in_flight: dispatches without gradients that may wait for their combine, at a cost of
         memory; None: the buffer's own choice, which explain() tells. Where rows are copied any
@@ -87,7 +87,7 @@ class EPConfig:
     timeout_s: longest wait for another rank, in seconds; a group waits as long as its most patient
         layer. NCCL and HCCL follow the timeout of the process group instead.
     check_calls: find faults in the call they belong to, at a cost: static buffers run check() in
-        each combine; where the host does not wait in collectives (NCCL), and with foreign kernels,
+        each combine; where the host does not wait in collectives (NCCL), and with vendor kernels,
         the ranks compare their calls in one small exchange.
     deterministic: refuse backends whose sums depend on arrival order.
     """

@@ -57,7 +57,7 @@ class EPGroup:
         self.device: torch.device = self.collectives.device
         self._backends: dict[tuple[str, BufferSpec], Backend] = {}
         self._timeout_s: float | None = None
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self.is_closed = False
 
     @property
@@ -108,8 +108,8 @@ class EPGroup:
 
     def is_news(self, text: str) -> bool:
         """Whether this group has not been asked about `text` before; layers log it then. Local."""
-        is_new = text not in self._told
-        self._told.add(text)
+        is_new = text not in self._logged
+        self._logged.add(text)
         return is_new
 
     def open_buffer(self, name: str, spec: BufferSpec) -> Buffer:

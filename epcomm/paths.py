@@ -23,7 +23,7 @@ from epcomm.ops.precision import is_widened
 from epcomm.planning.plan import plan
 from epcomm.planning.plans import EPPlan, PhasePlan
 from epcomm.platforms.profiler import ranged
-from epcomm.records import CombineInput, DispatchOutput, PathOutput, Route, TopKOutput
+from epcomm.records import CombineInput, DispatchOutput, ExchangePlan, PathOutput, TopKOutput
 from epcomm.registry import runner_class
 from epcomm.spec import MoESpec
 from epcomm.weights.unquantized import ExpertTensors
@@ -116,17 +116,20 @@ def path_output(y: Tensor, out: DispatchOutput) -> PathOutput:
     """y with what the batch took on this rank. Local; no host sync."""
     return PathOutput(
         y=y,
-        num_rows=out.route.num_rows,
-        num_slots=_num_slots(out.route),
-        num_slots_per_expert=out.num_slots_per_expert,
+        num_rows=out.exchange_plan.num_rows,
+        num_slots=_num_slots(out.exchange_plan),
+        num_tokens_per_expert=out.num_tokens_per_expert,
     )
 
 
-def _num_slots(route: Route) -> int:
-    used, row_of_slot = route.index.host_num_slots_per_expert, route.index.row_of_slot
+def _num_slots(exchange_plan: ExchangePlan) -> int:
+    used, row_of_slot = (
+        exchange_plan.index.host_num_tokens_per_expert,
+        exchange_plan.index.row_of_slot,
+    )
     if used is not None:
         return sum(used)
-    return route.num_rows if row_of_slot is None else row_of_slot.shape[0]
+    return exchange_plan.num_rows if row_of_slot is None else row_of_slot.shape[0]
 
 
 # Of either layout, as the plan chose; runners read what they are given.

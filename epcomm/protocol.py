@@ -30,7 +30,7 @@ class FaultCode(IntEnum):
 
     @classmethod
     def of(cls, error: EPError | None, *, in_combine: bool = False) -> FaultCode:
-        """The code that announces `error`, found in dispatch or in combine."""
+        """The code that reports `error`, found in dispatch or in combine."""
         if error is None:
             return cls.NONE
         if isinstance(error, HandleError):
@@ -44,7 +44,7 @@ class FaultCode(IntEnum):
         return cls.ROWS if in_combine else cls.SHAPE
 
 
-# In a header of one word, the flags lie above the code.
+# In a status, one int32, the flags lie above the fault code.
 FLAGS_SHIFT = 8
 
 
@@ -75,15 +75,15 @@ class BatchFlags(IntFlag):
 COMPARED_FLAGS = (((1 << MAX_TRAINED) - 1) << TRAINED_SHIFT) | int(BatchFlags.GRAD_ENABLED)
 
 
-def pack_word(code: FaultCode, flags: BatchFlags) -> int:
-    """Return a FaultCode and BatchFlags of a rank in one word, where the host knows the fault."""
+def pack_status(code: FaultCode, flags: BatchFlags) -> int:
+    """Return the status of a rank whose fault the host knows."""
     return int(code) | (int(flags) << FLAGS_SHIFT)
 
 
-def unpack_word(word: int) -> tuple[int, int]:
-    """FaultCode and BatchFlags of a word of pack_word()."""
-    return word & ((1 << FLAGS_SHIFT) - 1), word >> FLAGS_SHIFT
+def unpack_status(status: int) -> tuple[int, int]:
+    """Return the FaultCode and the BatchFlags of a status of pack_status()."""
+    return status & ((1 << FLAGS_SHIFT) - 1), status >> FLAGS_SHIFT
 
 
-# Words of a header of normal mode over NVLink before its lists: fault and flags, T.
+# 32-bit words of a header of normal mode over NVLink before its lists: status, T.
 NORMAL_HEADER_WORDS = 2

@@ -38,26 +38,26 @@ class SlotIndex:
 
     row_of_slot: [C], int32, the row that slot s reads, -1 for padding; None: slot s is row s.
     slots_of_row: [R, K], int32, the inverse in k order, -1 for none; None as row_of_slot.
-    num_slots_per_expert: [L], int32, on the device.
-    first_slot: [L+1], int32, on the device; starts are multiples of slot_alignment.
-    host_num_slots_per_expert: the same counts on the host where they came for free, else None.
+    num_tokens_per_expert: [L], int32, on the device.
+    first_slot: [L+1], int32, on the device; starts are multiples of expert_alignment.
+    host_num_tokens_per_expert: the same counts on the host where they came for free, else None.
     is_dense: every slot in [0, C) is in use: no padding, no unused tail.
     """
 
     row_of_slot: Tensor | None
     slots_of_row: Tensor | None
-    num_slots_per_expert: Tensor
+    num_tokens_per_expert: Tensor
     first_slot: Tensor
-    host_num_slots_per_expert: tuple[int, ...] | None
-    slot_alignment: int = 1
+    host_num_tokens_per_expert: tuple[int, ...] | None
+    expert_alignment: int = 1
     is_dense: bool = False
 
 
-class Route:
-    """The immutable plan of one routing: indices, splits, offsets; every buffer has its own kind.
+class ExchangePlan:
+    """The immutable plan of one dispatch: indices, splits, offsets; every buffer has its own kind.
 
-    A route owns its memory and may be used any number of times: backward, recomputation and
-    repeated routing.
+    An exchange plan owns its memory and may be used any number of times: for backward,
+    recomputation and cached dispatches.
     """
 
     index: SlotIndex
@@ -68,27 +68,35 @@ class Route:
 class Handle:
     """The single-use claim of one dispatch on its combine."""
 
-    __slots__ = ("_owner", "_spent", "call", "dtype", "needs_backward", "num_tokens", "route")
+    __slots__ = (
+        "_owner",
+        "_spent",
+        "call",
+        "dtype",
+        "exchange_plan",
+        "needs_backward",
+        "num_tokens",
+    )
 
     def __init__(
         self,
         *,
         owner: object,
-        route: Route,
+        exchange_plan: ExchangePlan,
         call: int,
         num_tokens: int,
         needs_backward: bool,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Tie dispatch number `call` of `owner` to its route.
+        """Tie dispatch number `call` of `owner` to its exchange plan.
 
-        num_tokens: T as the caller gave it; the route of a refused batch has none.
+        num_tokens: T as the caller gave it; the exchange plan of a refused batch has none.
         needs_backward: some rank of the group runs the backward of this batch, so all do.
         dtype: of the hidden states as the caller gave them, and of y; None: as they travel.
         """
         self._owner = owner
         self._spent: str | None = None
-        self.route = route
+        self.exchange_plan = exchange_plan
         self.call = call
         self.num_tokens = num_tokens
         self.needs_backward = needs_backward
@@ -148,9 +156,9 @@ class RowsDispatchOutput:
     layout = Layout.ROWS
 
     @property
-    def num_slots_per_expert(self) -> Tensor:
+    def num_tokens_per_expert(self) -> Tensor:
         """[L], int32, on the device."""
-        return self.index.num_slots_per_expert
+        return self.index.num_tokens_per_expert
 
     @property
     def num_slots(self) -> int:
@@ -160,9 +168,9 @@ class RowsDispatchOutput:
         return self.index.row_of_slot.shape[0]
 
     @property
-    def route(self) -> Route:
-        """The plan of this routing."""
-        return self.handle.route
+    def exchange_plan(self) -> ExchangePlan:
+        """Return the exchange plan of this dispatch."""
+        return self.handle.exchange_plan
 
     def combine_input(
         self, hidden_states: Tensor, *, rows_per: RowsPer = RowsPer.SLOT
@@ -198,13 +206,13 @@ class MaskedCombineInput:
 class MaskedDispatchOutput:
     """Received tokens in the MASKED layout.
 
-    hidden_states: [L, C, H]; of expert l the first num_slots_per_expert[l] rows are defined.
-    num_slots_per_expert: [L], int32, on the device.
+    hidden_states: [L, C, H]; of expert l the first num_tokens_per_expert[l] rows are defined.
+    num_tokens_per_expert: [L], int32, on the device.
     slot_weights: [L, C], float32, or None where weights did not travel.
     """
 
     hidden_states: WireTensor
-    num_slots_per_expert: Tensor
+    num_tokens_per_expert: Tensor
     slot_weights: Tensor | None
     weights_applied_by: WeightsAppliedBy
     handle: Handle
@@ -212,9 +220,9 @@ class MaskedDispatchOutput:
     layout = Layout.MASKED
 
     @property
-    def route(self) -> Route:
-        """The plan of this routing."""
-        return self.handle.route
+    def exchange_plan(self) -> ExchangePlan:
+        """Return the exchange plan of this dispatch."""
+        return self.handle.exchange_plan
 
     def combine_input(self, hidden_states: Tensor) -> MaskedCombineInput:
         """Wrap expert results [L, C, H] for `Dispatcher.combine`, which checks them. Local."""
@@ -235,13 +243,13 @@ class PathOutput:
     """y of one call, [T, H], and what it took on this rank.
 
     num_rows: received.   num_slots: computed, where the host knows, else those allocated.
-    num_slots_per_expert: [L], int32, on the device: (token, expert) pairs that this rank computed.
+    num_tokens_per_expert: [L], int32, on the device: (token, expert) pairs that this rank computed.
     """
 
     y: Tensor
     num_rows: int
     num_slots: int
-    num_slots_per_expert: Tensor
+    num_tokens_per_expert: Tensor
 
 
 class Pending(Generic[T_co]):

@@ -58,7 +58,7 @@ class BufferSpec:
     dispatch_format, combine_format, backward_format: rows on the wire, in either direction.
     max_tokens_per_rank: M, or None for no limit.
     max_recv_slots: static budget of slots a rank receives, or None for exact sizes.
-    slot_alignment: each expert's slots start at a multiple of this.
+    expert_alignment: each expert's slots start at a multiple of this.
     compares_calls: ranks compare their calls where that needs an exchange of its own.
     num_sms: processors of a GPU that kernels of its own may take, None for the buffer's choice.
     batches_in_flight: dispatches that may wait for their combine, None for the buffer's choice.
@@ -74,7 +74,7 @@ class BufferSpec:
     backward_format: WireFormat
     max_tokens_per_rank: int | None = None
     max_recv_slots: int | None = None
-    slot_alignment: int = 1
+    expert_alignment: int = 1
     compares_calls: bool = False
     num_sms: int | None = None
     batches_in_flight: int | None = None
@@ -91,7 +91,7 @@ class BufferSpec:
             "backward_format": f"{self.backward_format} {self.backward_format.scale_dtype}",
             "max_tokens_per_rank": self.max_tokens_per_rank,
             "max_recv_slots": self.max_recv_slots,
-            "slot_alignment": self.slot_alignment,
+            "expert_alignment": self.expert_alignment,
             "compares_calls": self.compares_calls,
             "num_sms": self.num_sms,
             "batches_in_flight": self.batches_in_flight,
@@ -115,23 +115,23 @@ class BufferCaps:
     batches_in_flight: dispatches that may wait for their combine, unless their rows are copied
         (owns_rows); None for any number. One more, and the oldest is refused by HandleError.
     batches_on_request: BufferSpec.batches_in_flight may ask for another number, for more memory.
-    late_receive: dispatch_async leaves the receive step to wait().
-    reuses_route: redispatch works along an old route.
+    has_receive_hook: dispatch_async leaves the receive step to wait().
+    reuses_exchange_plan: cached_dispatch works.
     is_static: sizes are agreed beforehand (max_tokens_per_rank, max_recv_slots) and faults wait
         on the device for check().
     serves_replicated: for tokens that all ranks share, and for no others.
-    host_reads: times a dispatch makes the host wait for the device.
+    host_syncs: times a dispatch makes the host wait for the device.
     combine_codecs: private compressions of combine, by name.
     combines_once: a dispatch may be combined once; a second combine raises HandleError.
     owns_rows: rows are ordinary tensors; else they live until the dispatch that is so many later
         as there may be batches in flight, but where gradients are on they are copied.
     has_slot_budget: BufferSpec.max_recv_slots bounds its static sizes; else they suffice for all.
-    announces_faults: a bad call is told to all ranks, or waits for check() on all of them; else
-        only with BufferSpec.compares_calls, and otherwise its own rank alone knows.
-    fills_holes: entries of -1 travel, to an expert that the row does not use, with weight 0 (see
-        ops/masked_entries.py), and are computed and counted.
-    fills_empty: a rank without tokens sends one, of ones, to K experts from its own first on, with
-        weight 0, which is computed and counted; its y is empty all the same.
+    reports_faults: every rank hears of a bad call, at once or in check(); else only with
+        BufferSpec.compares_calls, and otherwise its own rank alone knows.
+    fills_masked_entries: entries of -1 travel to an expert that the row does not use, with weight
+        0, and are computed and counted.
+    sends_dummy_token: the kernel cannot run on zero tokens, so a rank without tokens sends one
+        with weight 0; it is computed and counted, and y stays empty.
     int8_profiles: arithmetics in which its INT8 rows may be made: any, unless a package makes them.
     device_types: of groups that it serves, None for all.
     needs_process_group: it serves groups of torch.distributed alone.
@@ -148,18 +148,18 @@ class BufferCaps:
     hidden_multiple: int = 1
     batches_in_flight: int | None = None
     batches_on_request: bool = False
-    late_receive: bool = False
-    reuses_route: bool = True
+    has_receive_hook: bool = False
+    reuses_exchange_plan: bool = True
     is_static: bool = False
     serves_replicated: bool = False
-    host_reads: int = 1
+    host_syncs: int = 1
     combine_codecs: frozenset[str] = frozenset()
     combines_once: bool = False
     owns_rows: bool = True
     has_slot_budget: bool = True
-    announces_faults: bool = True
-    fills_holes: bool = False
-    fills_empty: bool = False
+    reports_faults: bool = True
+    fills_masked_entries: bool = False
+    sends_dummy_token: bool = False
     int8_profiles: frozenset[Int8Profile] = frozenset(Int8Profile)
     device_types: frozenset[str] | None = None
     needs_process_group: bool = False

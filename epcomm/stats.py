@@ -40,7 +40,7 @@ class EPStats:
     expert_slots: Tensor | None = field(default=None, repr=False, compare=False)
 
     @cached_property
-    def num_slots_per_expert(self) -> tuple[int, ...]:
+    def num_tokens_per_expert(self) -> tuple[int, ...]:
         """L counts: tokens that each expert of this rank has computed.
 
         Local.   Host sync: yes, when first read.
@@ -53,7 +53,7 @@ class EPStats:
 
         Local.   Host sync: yes, when first read.
         """
-        return imbalance_of(self.num_slots_per_expert)
+        return imbalance_of(self.num_tokens_per_expert)
 
 
 def imbalance_of(loads: tuple[int, ...]) -> float:
@@ -85,7 +85,7 @@ class LayerCounter:
             num_slots=old.num_slots + num_slots,
             max_slots=max(old.max_slots, num_slots),
         )
-        self._expert_slots.add_(out.num_slots_per_expert)
+        self._expert_slots.add_(out.num_tokens_per_expert)
 
     def snapshot(self, traffic: BufferTraffic) -> EPStats:
         """The counts so far; later calls do not change them. Local; no host sync."""

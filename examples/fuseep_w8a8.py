@@ -59,7 +59,7 @@ class Run:
 
     y: Tensor
     sent: BufferTraffic
-    host_reads: int
+    host_syncs: int
     choice: str
 
 
@@ -107,7 +107,7 @@ def run_path(
     return Run(
         y=y.double().cpu(),
         sent=layer.stats().traffic,
-        host_reads=layer.plan.prefill.caps.host_reads,
+        host_syncs=layer.plan.prefill.caps.host_syncs,
         choice=f"{lines[0]}; {computed}",
     )
 
@@ -139,7 +139,7 @@ def compare(runs: Mapping[str, Run], to_bf16: Tensor, to_w8a8: Tensor) -> list[P
             to_w8a8=_relative_error(run.y, to_w8a8),
             to_reference=None if name == REFERENCE else _relative_error(run.y, reference),
             sent=_gather(run.sent),
-            host_reads=run.host_reads,
+            host_syncs=run.host_syncs,
             choice=run.choice,
         )
         for name, run in runs.items()

@@ -19,7 +19,7 @@ class PathRecord:
     to_w8a8: from the same with what the INT8 codes and their scales mean.
     to_reference: from the FuseEP reference; None of the reference itself.
     sent: by each rank.
-    host_reads: of a call.
+    host_syncs: of a call.
     choice: what explain() says first of it, and who computes the experts.
     """
 
@@ -28,7 +28,7 @@ class PathRecord:
     to_w8a8: float
     to_reference: float | None
     sent: Sequence[BufferTraffic]
-    host_reads: int
+    host_syncs: int
     choice: str
 
     def failure(self, max_error: float, max_difference: float) -> str | None:
@@ -81,5 +81,5 @@ def _row(record: PathRecord) -> list[str]:
         f"{max(sent.dispatch_bytes for sent in record.sent) / 1e3:.1f}",
         f"{max(sent.combine_bytes for sent in record.sent) / 1e3:.1f}",
         str(max(sent.control_bytes for sent in record.sent)),
-        str(record.host_reads),
+        str(record.host_syncs),
     ]

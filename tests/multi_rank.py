@@ -59,7 +59,7 @@ STALL_LIMIT_S = 120
 LEAVE_LIMIT_S = 5
 # Seconds from SIGTERM to SIGKILL; torch.distributed.run gives its ranks 30 of them.
 STOP_LIMIT_S = 40
-# Lines of a launch's output that are shown for a test without a result: room for the 100 that
+# Lines of a launch's output that are shown for a test without a result: capacity for the 100 that
 # torch.distributed.run says of 8 ranks at its end, and for the cause before them.
 TAIL_LINES = 150
 

@@ -113,7 +113,7 @@ def test_variant_equals_the_oracle(
     scenario: str, config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if config == "normal_aligned":
-        monkeypatch.setattr(GroupedMMRunner, "slot_alignment", 8)
+        monkeypatch.setattr(GroupedMMRunner, "expert_alignment", 8)
     run(scenario, config)
 
 

@@ -112,10 +112,10 @@ CHOSEN = [[(0, 1), (0, 4), (7, 4)], [(1, 5)]]
 NUM_ROWS, NUM_SLOTS = (3, 3), (4, 4)
 # By expert of the rank: expert 0 has tokens 0 and 1 of rank 0, expert 1 token 0 and that of rank 1.
 LOADS = [[2, 2, 0, 0], [2, 1, 0, 1]]
-# Tokens that leave for the other rank, and rows of the other rank that go home.
+# Tokens that leave for the other rank, and rows of the other rank that go back.
 NUM_SENT, NUM_RETURNED = (2, 1), (1, 2)
 # 16 float32 elements, K ids and K weights; home, K scalars and a gap up to 16 B.
-ROW_BYTES, HOME_BYTES, SCALARS_BYTES = 64 + 16, 64, 64 + 16
+ROW_BYTES, COMBINE_BYTES, SCALARS_BYTES = 64 + 16, 64, 64 + 16
 # Nine words of the call and the slots of up to 128 experts, int64.
 HEADER_BYTES = 8 * (9 + 128)
 
@@ -144,7 +144,7 @@ def test_stats_equal_numbers_counted_by_hand() -> None:
             max_slots=NUM_SLOTS[rank],
             traffic=BufferTraffic(
                 dispatch_bytes=NUM_SENT[rank] * ROW_BYTES,
-                combine_bytes=NUM_RETURNED[rank] * HOME_BYTES,
+                combine_bytes=NUM_RETURNED[rank] * COMBINE_BYTES,
                 control_bytes=HEADER_BYTES,
             ),
         )
@@ -161,13 +161,13 @@ def test_stats_equal_numbers_counted_by_hand() -> None:
             max_slots=forward.max_slots,
             traffic=BufferTraffic(
                 dispatch_bytes=NUM_SENT[rank] * (2 * ROW_BYTES + 64),
-                combine_bytes=NUM_RETURNED[rank] * (2 * HOME_BYTES + SCALARS_BYTES),
+                combine_bytes=NUM_RETURNED[rank] * (2 * COMBINE_BYTES + SCALARS_BYTES),
                 control_bytes=2 * HEADER_BYTES,
             ),
         )
-        assert moe.stats().num_slots_per_expert == tuple(2 * load for load in LOADS[rank])
+        assert moe.stats().num_tokens_per_expert == tuple(2 * load for load in LOADS[rank])
         # Not read until now, and still of the first call.
-        assert first.num_slots_per_expert == tuple(LOADS[rank])
+        assert first.num_tokens_per_expert == tuple(LOADS[rank])
         # Four slots of four experts.
         assert first.imbalance == 2.0
         assert gather_expert_slots(first, group).tolist() == LOADS
@@ -178,7 +178,7 @@ def test_stats_equal_numbers_counted_by_hand() -> None:
 def test_slots_of_padding_are_not_counted_as_work(monkeypatch: pytest.MonkeyPatch) -> None:
     with EPGroup() as group:
         config = EPConfig(mode="normal", backend="collective", runner="grouped_mm")
-        monkeypatch.setattr(GroupedMMRunner, "slot_alignment", 16)
+        monkeypatch.setattr(GroupedMMRunner, "expert_alignment", 16)
         moe = ExpertParallelMoE.from_transformers(qwen3_moe().to(group.device), group, config)
         moe(tokens(group.rank, group.device))
         all_ids = [moe.route(tokens(rank, group.device))[1].topk_ids for rank in range(NUM_RANKS)]

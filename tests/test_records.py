@@ -16,7 +16,7 @@ from epcomm import (
     WireTensor,
 )
 from epcomm.ops.slots import build_slot_index
-from epcomm.records import Handle, Route, SlotIndex, empty_topk
+from epcomm.records import ExchangePlan, Handle, SlotIndex, empty_topk
 from epcomm.types import WeightsAppliedBy
 
 HIDDEN = 8
@@ -24,13 +24,15 @@ OWNER = object()
 
 
 def handle() -> Handle:
-    return Handle(owner=OWNER, route=Route(), call=7, num_tokens=2, needs_backward=False)
+    return Handle(
+        owner=OWNER, exchange_plan=ExchangePlan(), call=7, num_tokens=2, needs_backward=False
+    )
 
 
 def rows_output(who: WeightsAppliedBy, *, has_index: bool = True) -> RowsDispatchOutput:
     """Three rows and four slots, one of them padding; without an index a row is a slot."""
     ids = torch.tensor([[0, -1], [-1, 1], [1, -1]], dtype=torch.int32)
-    index = build_slot_index(ids, torch.tensor([1, 2]), [1, 2], slot_alignment=2)
+    index = build_slot_index(ids, torch.tensor([1, 2]), [1, 2], expert_alignment=2)
     if not has_index:
         index = dataclasses.replace(index, row_of_slot=None, slots_of_row=None)
     return RowsDispatchOutput(
@@ -43,11 +45,11 @@ def rows_output(who: WeightsAppliedBy, *, has_index: bool = True) -> RowsDispatc
 
 
 def masked_output(who: WeightsAppliedBy) -> MaskedDispatchOutput:
-    """Two experts with room for three slots each."""
+    """Two experts with capacity for three slots each."""
     rows = WireTensor(data=torch.ones(2, 3, HIDDEN), format=WireFormat.of(torch.float32))
     return MaskedDispatchOutput(
         hidden_states=rows,
-        num_slots_per_expert=torch.tensor([3, 1], dtype=torch.int32),
+        num_tokens_per_expert=torch.tensor([3, 1], dtype=torch.int32),
         slot_weights=torch.ones(2, 3),
         weights_applied_by=who,
         handle=handle(),
@@ -69,8 +71,8 @@ def test_handle_belongs_to_its_owner_and_is_spent_once() -> None:
 def test_number_of_slots_is_what_the_index_holds(has_index: bool) -> None:
     out = rows_output(WeightsAppliedBy.RUNNER, has_index=has_index)
     assert out.num_slots == (4 if has_index else 3)
-    assert out.num_slots_per_expert.tolist() == [1, 2]
-    assert out.route is out.handle.route
+    assert out.num_tokens_per_expert.tolist() == [1, 2]
+    assert out.exchange_plan is out.handle.exchange_plan
 
 
 @pytest.mark.parametrize("who", WeightsAppliedBy)

@@ -26,7 +26,7 @@ class CheckError(Exception):
 def check_contender(
     contender: Contender[DispatchedT], batches: Sequence[RankBatch], rank: int, num_local: int
 ) -> None:
-    """Run one call and compare what the experts receive and what comes home.
+    """Run one call and compare what the experts receive and what comes back.
 
     Args:
         contender: what is to be measured.

@@ -1,7 +1,7 @@
 """How close dispatch and combine come to copying: bytes they move, and how fast the ranks copy.
 
 Two ways to count, each used for both sides. Copied: every row that leaves for an expert's rank and
-every sum that comes home counts once, those of a rank to itself too, and the rate is bytes copied a
+every sum that comes back counts once, those of a rank to itself too, and the rate is bytes copied a
 second. Touched: a copy reads and writes, so twice the rate; dispatch reads each token once and
 writes each row, combine reads the result of each (token, expert) pair, writes and reads each sum,
 and writes y. Reading a token again for its next row is free, and so are counts, indices and flags.

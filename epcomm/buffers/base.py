@@ -16,7 +16,7 @@ from epcomm.config import Mode
 from epcomm.errors import EPError
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import quantize
-from epcomm.records import Pending, Route, SlotIndex
+from epcomm.records import ExchangePlan, Pending, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import (
     Int8Profile,
@@ -68,10 +68,10 @@ class DispatchCall:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Dispatched:
-    """What a buffer received.
+    """The result of Buffer.dispatch().
 
     rows: [R, H], or [L, R / L, H] in the layout MASKED; rows without a slot are undefined.
-    index: in MASKED, slot s is row s of the flattened rows, and each expert has room for R / L.
+    index: in MASKED, slot s is row s of the flattened rows, and each expert has capacity for R / L.
     slot_weights: [C], float32; None where weights do not travel.
     any_flags: the flags of all ranks, or-ed.
     """
@@ -79,7 +79,7 @@ class Dispatched:
     rows: WireTensor
     index: SlotIndex
     slot_weights: Tensor | None
-    route: Route
+    exchange_plan: ExchangePlan
     any_flags: BatchFlags
 
 
@@ -98,7 +98,7 @@ class Backend(ABC):
     modes: those that this class serves.
     int8_profile: arithmetic of INT8 where the configuration names none.
     needs_one_host: it serves ranks that can share memory, and no others.
-    needs_host_waits: its host waits for the others, as the verbs of its transport must do too.
+    needs_host_waits: its host waits for the others, and must do so in the collectives too.
     needs_nvlink: GPUs of its ranks write one another's memory, with atomics.
     """
 
@@ -178,7 +178,7 @@ class Backend(ABC):
         """Free what prepare() allocated. Local, idempotent."""
 
     def abandon(self) -> None:
-        """Close after an error, when other ranks may not come: what waits for them is not freed."""
+        """Close after an error, without other ranks; memory whose release is collective stays."""
         self.close()
 
 
@@ -195,44 +195,49 @@ class Buffer(Backend):
     def dispatch(self, call: DispatchCall) -> Dispatched:
         """Send one copy of each token to every rank that owns one of its experts.
 
-        Collective: yes; T may differ and be 0.   Host sync: caps.host_reads times.
+        Collective: yes; T may differ and be 0.   Host sync: caps.host_syncs times.
         Lifetime: caps.owns_rows says.
         Raises:
-            ShapeError, CapacityError, HandleError: some rank announced a fault; on every rank.
+            ShapeError, CapacityError, HandleError: some rank reported a fault; on every rank.
         """
 
     def dispatch_async(self, call: DispatchCall) -> Pending[Dispatched]:
-        """Begin a dispatch; where caps.late_receive, rows are received in wait()."""
+        """Begin a dispatch; where caps.has_receive_hook, rows are received in wait()."""
         return Pending(lambda: self.dispatch(call))
 
     def combine_async(
-        self, rows: Tensor, route: Route, *, rows_per: RowsPer, slot_weights: Tensor | None = None
+        self,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
     ) -> Pending[Combined]:
-        """Begin a combine; where caps.late_receive, sums are received in wait()."""
+        """Begin a combine; where caps.has_receive_hook, sums are received in wait()."""
         return Pending(
-            lambda: self.combine(rows, route, rows_per=rows_per, slot_weights=slot_weights)
+            lambda: self.combine(rows, exchange_plan, rows_per=rows_per, slot_weights=slot_weights)
         )
 
     @abstractmethod
-    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
-        """Send [T, H] along an old route and return [R, H]: the dual of combine.
+    def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
+        """Send [T, H] along an existing exchange plan and return [R, H]: the dual of combine.
 
         Collective: yes.   Host sync: none.
         Lifetime: the caller owns the rows, unless caps.owns_rows is False and the dispatch was made
-            without gradients: then as those of a dispatch.
+            without gradients: then the rows live as long as those of a dispatch.
         """
 
     @abstractmethod
     def combine(
         self,
         rows: Tensor,
-        route: Route,
+        exchange_plan: ExchangePlan,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
     ) -> Combined:
-        """Sum expert results per (token, rank), send the sums home and add them up.
+        """Sum expert results per (token, rank), return the sums and add them up by token.
 
         Args:
             rows: [C, H] (rows_per SLOT) or [R, H] (rows_per ROW); MASKED rows flattened.
@@ -245,8 +250,8 @@ class Buffer(Backend):
         Raises:
             HandleError, ShapeError: some rank refuses its call (refuse_combine); on every rank,
                 before rows are sent. Where is_static, y is NaN instead and check() tells. Never
-                with row_scalars, nor where the host does not wait in verbs and spec.compares_calls
-                is not set: then a rank that refuses is missing.
+                with row_scalars, nor where the host does not wait in collectives and
+                spec.compares_calls is not set: then a rank that refuses is missing.
         """
 
     @abstractmethod
@@ -258,7 +263,7 @@ class Buffer(Backend):
             error: where the others raise too.
         """
 
-    def refuse_combine_of(self, route: Route, error: EPError) -> None:
+    def refuse_combine_of(self, exchange_plan: ExchangePlan, error: EPError) -> None:
         """As refuse_combine(), where it is known which batch the other ranks combine.
 
         Buffers whose batches have memory of their own need it, if several are in flight.

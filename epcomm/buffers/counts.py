@@ -2,7 +2,7 @@
 
 It is the header of the call, with what each rank needs to know alone: the rows and the slots of
 each of its experts. It goes out before the rows, so that sizes, faults and flags cost one small
-message and one host read together.
+message and one host sync together.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from epcomm.protocol import BatchFlags, FaultCode
 class Counts:
     """What this rank will receive.
 
-    rows_from_rank: [W].   slots_per_expert: [L], and the same as an int64 tensor on the device.
+    rows_from_rank: [W].   tokens_per_expert: [L], and the same as an int64 tensor on the device.
     any_flags: the flags of all ranks, or-ed.
     """
 
     rows_from_rank: tuple[int, ...]
-    slots_per_expert: tuple[int, ...]
-    device_slots_per_expert: Tensor
+    tokens_per_expert: tuple[int, ...]
+    device_tokens_per_expert: Tensor
     any_flags: BatchFlags
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CountsMessage:
-    """The header of a dispatch for each rank, [W, words], int64, and what it has no room for.
+    """The header of a dispatch for each rank, [W, words], int64, and counts that do not fit.
 
     header: with the slots of the first COUNTS_IN_HEADER experts.
     rest: [W, L - COUNTS_IN_HEADER], those of the others.
@@ -63,7 +63,7 @@ class CountsMessage:
         *,
         has_rest: bool,
     ) -> CountsMessage:
-        """Write the message, without a host read.
+        """Write the message, without a host sync.
 
         Args:
             calls: of the group.
@@ -71,7 +71,7 @@ class CountsMessage:
             flags: of this rank's batch.
             counts: FaultCode, a scalar; rows for each rank, [W] or one number for all; slots of
                 all experts, [P].
-            has_rest: slots that find no room go in a second exchange; else the header is longer.
+            has_rest: counts beyond the header's capacity take a second exchange; else it is longer.
         """
         fault, rows, slots = counts
         words = calls.header(sign, flags=int(flags))
@@ -112,7 +112,7 @@ def read_counts(
         rank: this rank.
 
     Raises:
-        ShapeError, CapacityError: some rank announced a fault; on every rank.
+        ShapeError, CapacityError: some rank reported a fault; on every rank.
         ConfigError: some ranks need gradients, others run under no_grad; on every rank.
     """
     codes, flags = ([words[place] for words in headers] for place in (FAULT, FLAGS))
@@ -121,8 +121,8 @@ def read_counts(
     slots_from_rank = [words[HEADER_WORDS : HEADER_WORDS + num_slots] for words in headers]
     return Counts(
         rows_from_rank=tuple(words[ROWS] for words in headers),
-        slots_per_expert=tuple(sum(column) for column in zip(*slots_from_rank, strict=True)),
-        device_slots_per_expert=device_slots.sum(0),
+        tokens_per_expert=tuple(sum(column) for column in zip(*slots_from_rank, strict=True)),
+        device_tokens_per_expert=device_slots.sum(0),
         any_flags=any_flags(flags),
     )
 

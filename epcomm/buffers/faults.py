@@ -1,4 +1,4 @@
-"""How a bad call is announced: an error code in place of counts, so that every rank raises.
+"""How a rank reports a bad call: a fault code in place of counts, so that every rank raises.
 
 A rank that finds a fault takes part with no rows. All ranks read the codes with the counts, which
 they read anyway, so no extra message is spent and the group stays usable.
@@ -30,7 +30,7 @@ _FAULT_TEXT = {
     FaultCode.CAPACITY: "more tokens than max_tokens_per_rank",
     FaultCode.OVERFLOW: "more received slots than max_recv_slots",
     FaultCode.GRAD_MODE: "torch.no_grad() while other ranks are in grad mode",
-    FaultCode.HANDLE: "a handle that is spent or foreign, or a closed dispatcher,",
+    FaultCode.HANDLE: "a combined batch, a batch of another dispatcher, or a closed dispatcher,",
     FaultCode.NO_GRADIENTS: "gradients or decode asked of a mode that has none",
     FaultCode.ROWS: "a combine input of wrong layout, shape, dtype or device",
     FaultCode.EXPERTS: "an error while the experts computed or their results were summed",
@@ -54,7 +54,7 @@ def any_flags(flags: Sequence[int]) -> BatchFlags:
 def guard_ids(
     topk_ids: Tensor, num_experts: int, error: EPError | None, *, distinct: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Replace all ids of a bad call by -1, and make its fault code, without a host read.
+    """Replace all ids of a bad call by -1, and make its fault code, without a host sync.
 
     distinct: whether an expert twice in a row is a fault too.
 
@@ -67,7 +67,7 @@ def guard_ids(
     if distinct:
         is_repeated = _is_repeated(topk_ids.sort(dim=1).values).any() & (fault == 0)
         fault = torch.where(is_repeated, int(FaultCode.REPEATED_IDS), fault)
-    # Contiguous whatever came: torch.where keeps strides, which foreign kernels do not read.
+    # Contiguous whatever came: torch.where keeps strides, which vendor kernels do not read.
     return torch.where(fault != 0, -1, topk_ids).contiguous(), fault
 
 
@@ -108,7 +108,7 @@ def overwritten_error(backend: str, batch: int, num_batches: int, where: str) ->
 def raise_faults(
     codes: Sequence[int], rank: int, own_error: EPError | None, *, function: str = "dispatch"
 ) -> None:
-    """Raise on this rank if any rank announced a fault, after all have heard of it.
+    """Raise on this rank if any rank reported a fault, after all have heard of it.
 
     Args:
         codes: a FaultCode a rank.
@@ -181,7 +181,7 @@ def assume_all_need_grad(flags: BatchFlags) -> BatchFlags:
 
 
 def pack_header(fault: Tensor, flags: BatchFlags) -> Tensor:
-    """FaultCode (scalar tensor) and BatchFlags of a rank in one int32."""
+    """Return the status of a rank, one int32: FaultCode (scalar tensor) and BatchFlags."""
     return fault.to(torch.int32) | (int(flags) << FLAGS_SHIFT)
 
 
@@ -193,12 +193,12 @@ class DeviceFaults:
         self._rank = rank
         self._own_error: EPError | None = None
         # [W, 2]: FaultCode, and the slots that an overflow would have needed.
-        self._words = torch.zeros(world_size, 2, dtype=torch.int64, device=device)
+        self._entries = torch.zeros(world_size, 2, dtype=torch.int64, device=device)
 
     @property
-    def words(self) -> Tensor:
-        """[W, 2], int64: a FaultCode, and slots, of each rank; for kernels that note faults."""
-        return self._words
+    def entries(self) -> Tensor:
+        """[W, 2], int64, by rank: a FaultCode, and the slots that an overflow would have needed."""
+        return self._entries
 
     def note_own(self, error: EPError | None) -> None:
         """Keep the detailed error of this rank, whose code a kernel notes. Local."""
@@ -236,28 +236,30 @@ class DeviceFaults:
 
     def _note(self, codes: Tensor, required: Tensor, own_error: EPError | None) -> Tensor:
         self.note_own(own_error)
-        words = torch.stack([codes, required], dim=1)
-        is_first = self._words[:, :1] == 0
+        entries = torch.stack([codes, required], dim=1)
+        is_first = self._entries[:, :1] == 0
         # In place: a captured graph keeps writing to this memory.
-        self._words.copy_(torch.where(is_first & (codes != 0).unsqueeze(1), words, self._words))
+        self._entries.copy_(
+            torch.where(is_first & (codes != 0).unsqueeze(1), entries, self._entries)
+        )
         return (codes != 0).any()
 
     def check(self, max_slots: int) -> None:
         """Raise the recorded faults and forget them. Host sync: yes."""
-        words = self._words.tolist()
+        entries = self._entries.tolist()
         own_error, self._own_error = self._own_error, None
-        if not any(code for code, _ in words):
+        if not any(code for code, _ in entries):
             return
-        self._words.zero_()
-        overflowed = [rank for rank, (code, _) in enumerate(words) if code == FaultCode.OVERFLOW]
+        self._entries.zero_()
+        overflowed = [rank for rank, (code, _) in enumerate(entries) if code == FaultCode.OVERFLOW]
         if overflowed:
-            required = max(words[rank][1] for rank in overflowed)
+            required = max(entries[rank][1] for rank in overflowed)
             raise CapacityError(
                 f"dispatch: {describe_ranks(overflowed)} received up to {required} slots, expected "
                 f"at most max_recv_slots = {max_slots} (this is rank {self._rank} of "
-                f"{len(words)}); y was set to NaN; raise max_recv_slots to {required}"
+                f"{len(entries)}); y was set to NaN; raise max_recv_slots to {required}"
             )
-        codes = [code for code, _ in words]
+        codes = [code for code, _ in entries]
         of_combine = {FaultCode.NONE, FaultCode.HANDLE, FaultCode.ROWS, FaultCode.EXPERTS}
         in_combine = set(codes) <= of_combine
         function = "combine" if in_combine else "dispatch"

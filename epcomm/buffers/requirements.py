@@ -1,4 +1,4 @@
-"""What a specification asks that a buffer does not have, by what the buffer says of itself."""
+"""Reasons why the capabilities of a buffer do not cover a BufferSpec."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from epcomm.spec import BufferCaps, BufferSpec
 
 
 def carrying_reasons(spec: BufferSpec, caps: BufferCaps) -> list[str]:
-    """Rows that it does not carry."""
+    """List the rows of a specification that a buffer does not carry."""
     reasons = []
     if spec.dispatch_format.dtype not in caps.wire_dtypes:
         carried = sorted(dtype.value for dtype in caps.wire_dtypes)
@@ -20,7 +20,7 @@ def carrying_reasons(spec: BufferSpec, caps: BufferCaps) -> list[str]:
 
 
 def limit_reasons(spec: BufferSpec, caps: BufferCaps, mode: Mode) -> list[str]:
-    """Static buffers want limits, and limits want static buffers."""
+    """List limits that a static buffer lacks, or that a buffer of exact sizes cannot keep."""
     max_tokens, most = spec.max_tokens_per_rank, caps.max_tokens_per_rank
     reasons = batch_reasons(spec, caps)
     if max_tokens is not None and most is not None and max_tokens > most:
@@ -34,12 +34,12 @@ def limit_reasons(spec: BufferSpec, caps: BufferCaps, mode: Mode) -> list[str]:
     if mode is Mode.NORMAL and spec.max_recv_slots is None:
         reasons.append("has static sizes; set max_recv_slots")
     if spec.max_recv_slots is not None and not caps.has_slot_budget:
-        reasons.append("has room for any routing and no slot budget; leave max_recv_slots None")
+        reasons.append("has capacity for any routing and no slot budget; leave max_recv_slots None")
     return reasons
 
 
 def batch_reasons(spec: BufferSpec, caps: BufferCaps) -> list[str]:
-    """More batches in flight than it has memory for."""
+    """List what is wrong with the number of batches in flight that a specification asks for."""
     wanted, most = spec.batches_in_flight, caps.batches_in_flight
     if wanted is None or most is None or caps.batches_on_request or wanted <= most:
         return []

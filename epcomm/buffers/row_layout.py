@@ -15,8 +15,8 @@ from epcomm.types import ROW_ALIGNMENT_BYTES, WireFormat, WireTensor, align_up
 class RowLayout:
     """Byte offsets inside one row [elements | scales | K ids int32 | K scalars | gap].
 
-    The scalars are router weights towards the experts, their gradients on the way home: float64
-    beside such elements, else float32. Rows on the way home have no ids.
+    The scalars are router weights towards the experts, their gradients in combine: float64
+    beside such elements, else float32. Rows in combine have no ids.
     """
 
     hidden_size: int

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from epcomm.buffers.row_layout import RowLayout
-from epcomm.ops.static_slots import most_slots
+from epcomm.ops.static_slots import max_slots
 
 if TYPE_CHECKING:
     from epcomm.spec import BufferSpec
@@ -86,16 +86,16 @@ class CallShape:
 
 @dataclass(frozen=True, kw_only=True)
 class RowBytes:
-    """Bytes of one row on its way to the experts and home."""
+    """Bytes of one row in dispatch and in combine."""
 
     dispatch: int
     combine: int
 
     @classmethod
     def of(cls, spec: BufferSpec, *, backward: bool = False) -> RowBytes:
-        """Forward, ids and weights go out with the elements and sums come home alone.
+        """Forward, ids and weights travel with the elements, and sums travel alone.
 
-        Backward, bare gradients go out and come home with those of the weights.
+        Backward, gradients travel alone, and with those of the weights in combine.
         """
         layout = RowLayout(
             hidden_size=spec.hidden_size,
@@ -134,7 +134,7 @@ def index_region(spec: BufferSpec, *, rows_per_token: int, max_rows: int | None)
         max_bytes = index_bytes(
             spec,
             num_rows=max_rows,
-            num_slots=most_slots_of(spec, max_rows),
+            num_slots=max_slots_of(spec, max_rows),
             num_members=max_rows * min(spec.top_k, spec.num_local_experts),
         )
     return Region(
@@ -152,7 +152,7 @@ def slot_regions(spec: BufferSpec, *, row_bytes: int, max_rows: int | None) -> t
         row_bytes: from one received row to the next; packing copies the gap between rows too.
         max_rows: R, or None for no limit.
     """
-    max_slots = None if max_rows is None else most_slots_of(spec, max_rows)
+    max_slots = None if max_rows is None else max_slots_of(spec, max_rows)
     result_bytes = spec.combine_format.data_bytes(spec.hidden_size)
     return (
         rows_region("packed slots", row_bytes, per_token=spec.top_k, max_rows=max_slots),
@@ -160,9 +160,9 @@ def slot_regions(spec: BufferSpec, *, row_bytes: int, max_rows: int | None) -> t
     )
 
 
-def most_slots_of(spec: BufferSpec, num_rows: int) -> int:
+def max_slots_of(spec: BufferSpec, num_rows: int) -> int:
     """C that suffices for any routing of R rows."""
-    return most_slots(num_rows, spec.top_k, spec.num_local_experts, spec.slot_alignment)
+    return max_slots(num_rows, spec.top_k, spec.num_local_experts, spec.expert_alignment)
 
 
 def index_bytes(spec: BufferSpec, *, num_rows: int, num_slots: int, num_members: int) -> int:
@@ -177,7 +177,7 @@ def index_bytes(spec: BufferSpec, *, num_rows: int, num_slots: int, num_members:
     rows = num_rows * (ROW_SLOT_BYTES * spec.top_k + ROW_OFFSET_BYTES)
     weight_bytes = slot_weight_bytes(spec)
     slots = num_slots * (SLOT_INDEX_BYTES + weight_bytes) + num_members * SLOT_MEMBER_BYTES
-    # num_slots_per_expert [L] and first_slot [L + 1], int32; an offset more than rows; a weight
+    # num_tokens_per_expert [L] and first_slot [L + 1], int32; an offset more than rows; a weight
     # more than slots, which takes the entries without a slot.
     experts = 4 * spec.num_local_experts + 4 * (spec.num_local_experts + 1)
     return rows + slots + experts + ROW_OFFSET_BYTES + weight_bytes

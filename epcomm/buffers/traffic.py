@@ -11,7 +11,7 @@ class BufferTraffic:
     """Bytes sent to other ranks since the buffer was prepared; local copies do not count.
 
     dispatch_bytes: towards the experts, forward or backward.
-    combine_bytes: home again, forward or backward.
+    combine_bytes: of combine, forward or backward.
     control_bytes: counts, faults and flags.
     """
 
@@ -41,7 +41,7 @@ class TrafficMeter:
         self._add("dispatch_bytes", rows_to_rank, row_bytes)
 
     def combine(self, rows_to_rank: Sequence[int], row_bytes: int) -> None:
-        """Count rows on their way home."""
+        """Count the rows of a combine."""
         self._add("combine_bytes", rows_to_rank, row_bytes)
 
     def control(self, rows_to_rank: Sequence[int], row_bytes: int) -> None:

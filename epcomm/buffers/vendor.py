@@ -1,6 +1,6 @@
-"""What backends share whose exchange belongs to a foreign kernel: faults, traffic, the group.
+"""What backends on vendor kernels share: faults, traffic, the group.
 
-Such a kernel carries no code of ours. A rank that finds a fault takes part with ids of -1 and
+A vendor kernel carries no fault code. A rank that finds a fault takes part with ids of -1 and
 raises, or keeps the fault for check(), alone; with spec.compares_calls the ranks spend one small
 all-gather a call, and all of them know.
 """
@@ -36,7 +36,7 @@ from epcomm.spec import BufferSpec
 DISPATCH, COMBINE = 0, 1
 
 
-class ForeignCalls(Backend):
+class VendorBackend(Backend):
     """A backend on top of a package that owns the exchange."""
 
     name: ClassVar[str]
@@ -53,7 +53,7 @@ class ForeignCalls(Backend):
         # Read after a wait of the host that the package makes anyway, so that it costs none.
         is_cuda = collectives.device.type == "cuda"
         self._fault_on_host = torch.zeros((), dtype=torch.int64, pin_memory=is_cuda)
-        # What check() says that there is room for.
+        # Capacity in slots, for the message of check().
         self._max_slots = 0
         # On the device: reading a count of rows would make the host wait.
         self._sent_bytes = torch.zeros(3, dtype=torch.int64, device=self._device)
@@ -101,7 +101,9 @@ class ForeignCalls(Backend):
             )
 
     def _guard(self, call: DispatchCall) -> tuple[Tensor, BatchFlags]:
-        """ids that are safe to send, and the flags to go by; this rank's fault is for _raise_own().
+        """Check top-k ids; return ids that are safe to send, and the flags of the batch.
+
+        _raise_own() raises the fault of this rank once it has taken part.
 
         Host sync: none, with compares_calls one.
         Raises:
@@ -112,8 +114,8 @@ class ForeignCalls(Backend):
         if not self._spec.compares_calls:
             return ids, assume_all_need_grad(call.flags)
         flags = torch.tensor(int(call.flags), device=ids.device)
-        words = self._gather_words(fault, flags).tolist()
-        codes, all_flags = [word[0] for word in words], [word[1] for word in words]
+        values = self._gather_values(fault, flags).tolist()
+        codes, all_flags = [value[0] for value in values], [value[1] for value in values]
         raise_faults(codes, self._rank, self._own_error(call, codes[self._rank]))
         check_gradients(all_flags, self._rank, call.expert_names)
         return ids, any_flags(all_flags)
@@ -154,19 +156,19 @@ class ForeignCalls(Backend):
         """
         own = (pack_header(fault, call.flags), required)
         if self._spec.compares_calls:
-            words = self._gather_words(*own)
+            values = self._gather_values(*own)
         else:
             # Nothing is known of the others, so they are taken for ranks without a fault.
             header = pack_header(torch.zeros_like(fault), call.flags).to(torch.int64)
-            words = torch.stack([header, header * 0]).repeat(self._world_size, 1)
-            words[self._rank] = torch.stack([word.to(torch.int64) for word in own])
+            values = torch.stack([header, header * 0]).repeat(self._world_size, 1)
+            values[self._rank] = torch.stack([value.to(torch.int64) for value in own])
         return self._faults.record(
-            words[:, 0].to(torch.int32), words[:, 1] > max_slots, words[:, 1], call.error
+            values[:, 0].to(torch.int32), values[:, 1] > max_slots, values[:, 1], call.error
         )
 
-    def _gather_words(self, *words: Tensor) -> Tensor:
+    def _gather_values(self, *values: Tensor) -> Tensor:
         """[W, n], int64: words of all ranks, on the device."""
-        mine = torch.stack([word.to(torch.int64) for word in words])
+        mine = torch.stack([value.to(torch.int64) for value in values])
         self._sent_bytes[2] += mine.numel() * mine.itemsize * (self._world_size - 1)
         return self._collectives.all_gather(mine, phase="dispatch calls")
 
@@ -176,7 +178,7 @@ class ForeignCalls(Backend):
         self._sent_bytes[kind] += num_rows * row_bytes
 
 
-class ForeignBuffer(ForeignCalls, Buffer):
+class VendorBuffer(VendorBackend, Buffer):
     """A buffer on top of a package that owns the exchange."""
 
     name: ClassVar[str]

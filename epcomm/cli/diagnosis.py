@@ -133,7 +133,7 @@ _DEEP_EP_TEXT = MappingProxyType(
         DeepEPKind.V2: "DeepEP V2 (ElasticBuffer)",
         DeepEPKind.HYBRID: "DeepEP, Hybrid branch (HybridEPBuffer)",
         DeepEPKind.ASCEND: "sgl-kernel-npu, for Ascend (fused_deep_moe)",
-        DeepEPKind.STRANGER: "a stranger: it defines no Buffer",
+        DeepEPKind.UNKNOWN: "an unknown package: it defines no Buffer",
     }
 )
 
@@ -224,7 +224,7 @@ def _deep_ep(machine: Machine, kind: DeepEPKind | None) -> Finding:
     if kind is None:
         return _missing("deep_ep")
     detail = f"{_version(machine, 'deep_ep')}, {_DEEP_EP_TEXT[kind]}"
-    if kind is DeepEPKind.STRANGER:
+    if kind is DeepEPKind.UNKNOWN:
         advice = "uninstall it; whoever wants deep_ep builds it from source"
         return Finding(name="deep_ep", status=Status.ATTENTION, detail=detail, advice=advice)
     answer = machine.run_program(_DEEP_EP_PROGRAM)

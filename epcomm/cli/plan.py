@@ -217,22 +217,22 @@ def _choice(phase: PhasePlan) -> dict[str, str]:
         "mode": phase.mode.value,
         "backend": phase.backend,
         "buffer": phase.buffer,
-        "wire format out": str(spec.dispatch_format),
+        "wire format of dispatch": str(spec.dispatch_format),
         **phase.unusual(),
-        "wire format home": str(spec.combine_format),
+        "wire format of combine": str(spec.combine_format),
         "router weights by": phase.weights_applied_by.value,
         "gradients": "yes" if caps.trainable else "no",
         "graph capture": "yes" if caps.graph_safe else "no",
-        "host reads a dispatch": str(caps.host_reads),
-        "bytes a token, out": bytes_text(per_token["dispatch"]),
-        "bytes a token, home": bytes_text(per_token["combine"]),
+        "host syncs a dispatch": str(caps.host_syncs),
+        "bytes a token, dispatch": bytes_text(per_token["dispatch"]),
+        "bytes a token, combine": bytes_text(per_token["combine"]),
         "headers a dispatch": bytes_text(phase.header_bytes()),
     }
     if caps.trainable:
         backward = phase.max_bytes_per_token(backward=True)
         row["backward format"] = str(spec.backward_format)
-        row["backward a token, out"] = bytes_text(backward["dispatch"])
-        row["backward a token, home"] = bytes_text(backward["combine"])
+        row["backward a token, dispatch"] = bytes_text(backward["dispatch"])
+        row["backward a token, combine"] = bytes_text(backward["combine"])
     return {**row, **{f"limit: {name}": limit for name, limit in phase.limits().items()}}
 
 

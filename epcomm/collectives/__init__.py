@@ -1,4 +1,4 @@
-"""The three verbs that a plain transport offers, and the transports that offer them."""
+"""The three collective operations that a transport offers, and the transports."""
 
 from epcomm.collectives.base import Collectives
 

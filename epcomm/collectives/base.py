@@ -19,7 +19,7 @@ from epcomm.errors import ConfigError, ShapeError, describe_ranks
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-# Seconds that a verb waits for other ranks until a layer says otherwise.
+# Seconds that a collective waits for other ranks until a layer says otherwise.
 DEFAULT_TIMEOUT_S = EPConfig.timeout_s
 
 Scalar = str | int | float | bool | None
@@ -31,14 +31,14 @@ _LENGTH_BYTES = 8
 
 
 class Collectives(ABC):
-    """Three verbs over the ranks of one group.
+    """Three collective operations over the ranks of one group.
 
-    Every verb is collective: all ranks call the same verbs in the same order. Ranks are numbered
-    inside the group. `phase` says what a verb is for, in the message of a wait that was in vain.
+    All ranks call the same operations in the same order. Ranks are numbered inside the group.
+    `phase` says what a collective is for, in the message of a wait that was in vain.
 
-    Raises, on every verb:
-        EPTimeout: other ranks did not arrive in time; the message names them. Every later verb
-            raises the same at once. A transport without `bounded` follows its own rules.
+    Raises, on every collective:
+        EPTimeout: other ranks did not arrive in time; the message names them. Every later
+            collective raises the same at once. A transport without `bounded` follows its own rules.
     """
 
     rank: int
@@ -46,7 +46,7 @@ class Collectives(ABC):
     device: torch.device
     # What packages that bring their own exchange take for the ranks; None on other transports.
     process_group: dist.ProcessGroup | None = None
-    # Ends the waits of the verbs; None where the host does not wait in them.
+    # Ends the waits of the collectives; None where the host does not wait in them.
     bounded: BoundedWait | None = None
     # Seconds that kernels wait for other ranks; EPGroup.limit_waits() sets it with that of bounded.
     kernel_timeout_s: float = DEFAULT_TIMEOUT_S
@@ -140,14 +140,14 @@ class Collectives(ABC):
                 f"{what}: ranks disagree on {'; on '.join(faults)} "
                 f"(this is rank {self.rank} of {self.world_size}); make them equal on all ranks"
             )
-        return [told for _, told in gathered]
+        return [each for _, each in gathered]
 
     def _gather_json(
         self, records: Sequence[Mapping[str, Scalar]], phase: str
     ) -> list[list[dict[str, Scalar]]]:
         """What all ranks pass here, by rank; most often in one exchange behind the header."""
         if self.bounded is not None:
-            self.calls.announce(CallSign(kind=CallKind.RECORDS), phase=phase)
+            self.calls.exchange_headers(CallSign(kind=CallKind.RECORDS), phase=phase)
             phase = f"{phase}, records"
         payload = json.dumps([dict(record) for record in records]).encode()
         message = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
@@ -175,7 +175,7 @@ def _describe_values(name: str, values: Sequence[Scalar]) -> str:
 
 
 def check_sendable(tensor: Tensor, device: torch.device) -> None:
-    """Refuse what a verb cannot take.
+    """Refuse what a collective cannot take.
 
     Raises:
         ShapeError: the tensor is not contiguous, or not on the device of the group.

@@ -1,9 +1,9 @@
-"""Waits that end: a deadline for every exchange, and a story of who did not arrive.
+"""Waits that end: a deadline for every exchange, and an error that names who did not arrive.
 
-A rank that cannot go on posts a report on a noticeboard, a channel that works when the transport
-does not, and reads the reports of the others; who posts none within a short grace is missing. A
-rank that waits looks at the board now and then, so one that gives up brings all others along. An
-exchange that ends within the first SLICE_S never looks.
+A rank that cannot go on posts a report on a failure board, a channel that works when the transport
+does not, and reads the reports of the others; a rank that posts none within a short grace is
+missing. A rank that waits looks at the board now and then, so one that gives up brings all others
+along. An exchange that ends within the first SLICE_S never looks.
 
     rank 0 waits ......... deadline: posts, grace ... reads 0, 1, 3: "rank 2 did not arrive"
     rank 1 waits ......... sees the report of rank 0, posts ... the same
@@ -25,17 +25,17 @@ from epcomm.errors import EPTimeout, describe_ranks
 # transport broke. Called again until it says True.
 Step = Callable[[float], bool]
 
-# Seconds between two looks at the noticeboard while an exchange waits.
+# Seconds between two looks at the failure board while an exchange waits.
 SLICE_S = 0.25
 # Seconds that the others have to report once a rank gives up: four slices.
 GRACE_S = 1.0
-# Seconds between two looks at the noticeboard while reports are collected.
+# Seconds between two looks at the failure board while reports are collected.
 POLL_S = 0.05
-# Seconds that one call of a noticeboard may take.
+# Seconds that one call of a failure board may take.
 LOOK_LIMIT_S = 0.5
 
 
-class Noticeboard(ABC):
+class FailureBoard(ABC):
     """One short text of each rank, readable by all ranks while a rank is lost.
 
     post() and read() return within LOOK_LIMIT_S and never raise, whatever the other ranks do: the
@@ -62,7 +62,7 @@ class Noticeboard(ABC):
 class _Report:
     """What a rank says when it cannot go on.
 
-    exchange: number of verbs run so far.   call: number of those with the same phase.
+    exchange: number of collectives run so far.   call: number of those with the same phase.
     waited_s: how long it had waited.
     gave_up_on: ranks it names as missing, once it has given up; None: it still collects reports.
     """
@@ -89,24 +89,24 @@ class BoundedWait:
     """Runs the exchanges of one rank, each with a deadline. After a failure it refuses all."""
 
     def __init__(
-        self, noticeboard: Noticeboard, *, rank: int, world_size: int, timeout_s: float
+        self, failure_board: FailureBoard, *, rank: int, world_size: int, timeout_s: float
     ) -> None:
         """Wait at most timeout_s for the other ranks; `timeout_s` may be set anew between runs."""
         self.timeout_s = timeout_s
-        self._noticeboard = noticeboard
+        self._failure_board = failure_board
         self._rank = rank
         self._world_size = world_size
         self._num_exchanges = 0
         self._num_calls: Counter[str] = Counter()
-        self._story: str | None = None
+        self._failure: str | None = None
 
     def check(self) -> None:
         """Raise the EPTimeout of an earlier exchange, before anything is written for a new one.
 
         Local.
         """
-        if self._story is not None:
-            raise EPTimeout(self._story)
+        if self._failure is not None:
+            raise EPTimeout(self._failure)
 
     def run(self, start: Callable[[], Step], phase: str) -> None:
         """Start an exchange and wait for its end.
@@ -131,7 +131,7 @@ class BoundedWait:
         fault = self._wait(step, start_s + self.timeout_s)
         if fault is None:
             if self._num_exchanges == 1:
-                self._noticeboard.read()
+                self._failure_board.read()
             return
         report = _Report(
             exchange=self._num_exchanges,
@@ -139,8 +139,8 @@ class BoundedWait:
             phase=phase,
             waited_s=time.monotonic() - start_s,
         )
-        self._story = self._give_up(report, start_s + self.timeout_s, fault)
-        raise EPTimeout(self._story)
+        self._failure = self._give_up(report, start_s + self.timeout_s, fault)
+        raise EPTimeout(self._failure)
 
     def _wait(self, step: Step, deadline_s: float) -> str | None:
         """None when the exchange is complete; else what the transport says, which may be ''."""
@@ -148,15 +148,15 @@ class BoundedWait:
             while (left_s := deadline_s - time.monotonic()) > 0:
                 if step(min(SLICE_S, left_s)):
                     return None
-                if self._noticeboard.read():
+                if self._failure_board.read():
                     return ""
         except RuntimeError as error:
             return _first_sentence(error)
         return ""
 
     def _give_up(self, report: _Report, deadline_s: float, fault: str) -> str:
-        """Report, hear the others, and tell what happened."""
-        self._noticeboard.post(json.dumps(asdict(report)))
+        """Post a report, collect those of the others, and return the message of the error."""
+        self._failure_board.post(json.dumps(asdict(report)))
         reports = self._collect(deadline_s)
         missing = self._missing(reports)
         others = reports or {}
@@ -164,7 +164,7 @@ class BoundedWait:
         blamed = {rank for other in others.values() for rank in other.gave_up_on or ()}
         blamed.update(missing or ())
         report = replace(report, gave_up_on=tuple(sorted(blamed)))
-        self._noticeboard.post(json.dumps(asdict(report)))
+        self._failure_board.post(json.dumps(asdict(report)))
         what, advice = self._explain(report, others, is_known=missing is not None)
         strays = "".join(
             f"; rank {rank} was in {other.where}"
@@ -189,7 +189,7 @@ class BoundedWait:
         seen: dict[int, _Report] | None = None
         end_s: float | None = None
         while True:
-            texts = self._noticeboard.read()
+            texts = self._failure_board.read()
             if texts is not None:
                 seen = {r: _Report.parse(text) for r, text in texts.items() if r != self._rank}
             num_silent = self._world_size - 1 - len(seen or ())
@@ -204,7 +204,7 @@ class BoundedWait:
             if end_s is not None and now_s >= end_s:
                 # Reports read before the board fell silent count if its host is among them: it has
                 # ended as the others do. If not, it is the one that is lost.
-                has_host = self._noticeboard.host_rank in (None, self._rank, *(seen or ()))
+                has_host = self._failure_board.host_rank in (None, self._rank, *(seen or ()))
                 return seen if texts is not None or (seen and has_host) else None
             time.sleep(POLL_S)
 
@@ -212,7 +212,7 @@ class BoundedWait:
         """Ranks without a report; None: it cannot be known."""
         if reports is not None:
             return [r for r in range(self._world_size) if r != self._rank and r not in reports]
-        host_rank = self._noticeboard.host_rank
+        host_rank = self._failure_board.host_rank
         return None if host_rank in (None, self._rank) else [host_rank]
 
     def _explain(
@@ -228,7 +228,7 @@ class BoundedWait:
                 "see what kept it or raise EPConfig.timeout_s",
             )
         if blamed:
-            is_silent = not others and blamed == (self._noticeboard.host_rank,)
+            is_silent = not others and blamed == (self._failure_board.host_rank,)
             why = ", nor does the store in its process answer" if is_silent else ""
             return (
                 f"{describe_ranks(blamed)} did not arrive{why}",
@@ -237,7 +237,7 @@ class BoundedWait:
         if not is_known:
             return (
                 "the exchange did not end, and who is missing cannot be told because the "
-                "noticeboard does not answer",
+                "failure board does not answer",
                 "see which processes have ended",
             )
         return (

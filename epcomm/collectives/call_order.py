@@ -22,7 +22,6 @@ from torch import Tensor
 
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError, describe_ranks
-from epcomm.records import Pending
 
 # Words of a header that must be equal on all ranks: kind, mode, buffer, dispatcher, batch, number.
 _NUM_COMPARED = 6
@@ -103,8 +102,8 @@ class Transport(Protocol):
     world_size: int
     device: torch.device
 
-    def all_to_all_async(self, send: Tensor, *, phase: str = ...) -> Pending[Tensor]:
-        """Begin an all_to_all of equal parts."""
+    def all_to_all(self, send: Tensor, *, phase: str = ...) -> Tensor:
+        """Exchange equal parts."""
         ...
 
 
@@ -159,7 +158,7 @@ class CallOrder:
         return len(self._dispatchers)
 
     def header(self, sign: CallSign, *, flags: int = 0, num_rows: int = 0) -> list[int]:
-        """The words that announce this rank's next call, without a fault. Local.
+        """Return the header of this rank's next call, without a fault. Local.
 
         flags, num_rows: words that may differ between ranks.
         """
@@ -176,8 +175,8 @@ class CallOrder:
             collectives.world_size, num_words, dtype=torch.int64, device=collectives.device
         )
         # The device is named, for models are built with meta as the default one.
-        told = torch.tensor(words, device="cpu").to(collectives.device, non_blocking=True)
-        message[:, : len(words)] = told
+        values = torch.tensor(words, device="cpu").to(collectives.device, non_blocking=True)
+        message[:, : len(words)] = values
         return message
 
     def exchange(self, message: Tensor, phase: str) -> Tensor:
@@ -186,14 +185,14 @@ class CallOrder:
         Counts the call: what fails on this rank before may still be told in a header.
 
         Collective: yes; of one size in all calls of the group, but for what a board takes.
-        Host sync: as a verb.
+        Host sync: as a collective.
         """
         self._number += 1
         if self._board is not None:
             return self._board.exchange(message, phase=phase)
         return self._collectives.all_to_all(message, phase=phase)
 
-    def announce(
+    def exchange_headers(
         self,
         sign: CallSign,
         *,
@@ -243,7 +242,7 @@ class CallOrder:
             ranks_of.setdefault(call, []).append(rank)
         # The fewest first: it is they who differ.
         groups = sorted(ranks_of.items(), key=lambda group: len(group[1]))
-        told = [f"{_ranks_are(ranks)} in {self._name(call)}" for call, ranks in groups]
+        parts = [f"{_ranks_are(ranks)} in {self._name(call)}" for call, ranks in groups]
         decoding = [r for r, call in enumerate(calls) if _mode_of(call) is Mode.LOW_LATENCY]
         advice, rank = "call in the same order on all ranks", self._collectives.rank
         others = [r for r in range(len(calls)) if r not in decoding]
@@ -255,7 +254,7 @@ class CallOrder:
             )
             advice = "pass decode alike on all ranks, and " + advice
         return (
-            f"{CallKind(calls[rank][0]).text}: {' while '.join(told)}, call {self._number} of the "
+            f"{CallKind(calls[rank][0]).text}: {' while '.join(parts)}, call {self._number} of the "
             f"group (this is rank {rank} of {len(calls)}){decodes}; no rows were sent and the "
             f"group is usable; {advice}"
         )

@@ -1,4 +1,4 @@
-"""A noticeboard in the key-value store of a torch process group.
+"""A failure board in the key-value store of a torch process group.
 
 Under torchrun the agent of the first host answers for the store; started otherwise, rank 0 does,
 and it may be the rank that is lost. A call to a store whose host is stopped never returns, so every
@@ -17,14 +17,14 @@ from contextlib import suppress
 # Documented there, though torch does not list them for type checkers.
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from epcomm.collectives.bounded import LOOK_LIMIT_S, Noticeboard
+from epcomm.collectives.bounded import LOOK_LIMIT_S, FailureBoard
 
 _PREFIX = "epcomm/lost_ranks"
 _NUM_REPORTS = "num_reports"
 _HOST_RANK = "host_rank"
 
 
-class StoreNoticeboard(Noticeboard):
+class StoreFailureBoard(FailureBoard):
     """Reports of the ranks of one process group.
 
     They stay there: a process group that lost a rank is broken for all that come to it later, and
@@ -84,7 +84,7 @@ class StoreNoticeboard(Noticeboard):
                 self._is_lost = True  # the host has ended, and connections are not made anew
 
         # A daemon: the interpreter does not wait for it.
-        self._thread = threading.Thread(target=run, name="epcomm-noticeboard", daemon=True)
+        self._thread = threading.Thread(target=run, name="epcomm-failure board", daemon=True)
         self._thread.start()
         self._thread.join(LOOK_LIMIT_S)
         if self._thread.is_alive():

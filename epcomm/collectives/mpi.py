@@ -28,7 +28,7 @@ from epcomm.collectives.base import (
     check_sendable,
     receiving,
 )
-from epcomm.collectives.bounded import BoundedWait, Noticeboard, Step
+from epcomm.collectives.bounded import BoundedWait, FailureBoard, Step
 from epcomm.errors import ConfigError, HandleError, ShapeError
 
 # The most rows, and the most bytes in a row, that an MPI call takes: both are a C int.
@@ -48,10 +48,11 @@ _UNFINISHED: list[object] = []
 
 
 class MpiCollectives(Collectives):
-    """The three verbs on a duplicate of a communicator that the caller owns and frees.
+    """The three operations on a duplicate of a communicator that the caller owns and frees.
 
-    The duplicate keeps our messages apart from the caller's. The first verb makes it, so that the
-    constructor waits for no rank, and close() frees it. An EPTimeout ends it, but not the caller's
+    The duplicate keeps our messages apart from the caller's. The first collective makes it, so that
+    the constructor waits for no rank, and close() frees it. An EPTimeout ends it, but not the
+    caller's
     communicator: collectives made anew get another duplicate.
 
     Calls come from one thread at a time. Several of them over one communicator are first used in
@@ -78,9 +79,9 @@ class MpiCollectives(Collectives):
         self.world_size = communicator.Get_size()
         self.device = torch.device("cpu")
         self._communicator = communicator
-        self._noticeboard = MpiNoticeboard(communicator)
+        self._failure_board = MpiFailureBoard(communicator)
         self._wait = BoundedWait(
-            self._noticeboard,
+            self._failure_board,
             rank=self.rank,
             world_size=self.world_size,
             timeout_s=DEFAULT_TIMEOUT_S,
@@ -166,26 +167,26 @@ class MpiCollectives(Collectives):
             row.Free()  # an exchange that still needs it keeps it
 
     def _open(self, phase: str) -> MPI.Intracomm:
-        """The duplicate, made by the first verb."""
+        """The duplicate, made by the first collective."""
         if self._is_closed:
             raise HandleError(f"{phase}: the EPGroup is closed ({self._where}); make a new one")
         if self._duplicate is None:
             self._finish(self._start_duplication, f"{phase}, making the communicator")
-        assert self._duplicate is not None, "made by the first verb"
+        assert self._duplicate is not None, "made by the first collective"
         return self._duplicate
 
     def _start_duplication(self) -> Step:
         # Open MPI's Idup goes wrong beside another one, or another collective, on the same
         # communicator (open-mpi/ompi, issue 2025). So it starts when all ranks are there and none
         # has given up: then it will not be left behind unfinished, in the way of the next one.
-        self._noticeboard.tag = _next_tag(self._communicator)
+        self._failure_board.tag = _next_tag(self._communicator)
         arrival = self._step_of(self._communicator.Ibarrier())
         duplication: Step | None = None
 
         def step(seconds: float) -> bool:
             nonlocal duplication
             if duplication is None:
-                if not arrival(seconds) or self._noticeboard.read():
+                if not arrival(seconds) or self._failure_board.read():
                     return False
                 self._duplicate, request = self._communicator.Idup()
                 duplication = self._step_of(request)
@@ -220,7 +221,7 @@ class MpiCollectives(Collectives):
         return step
 
 
-class MpiNoticeboard(Noticeboard):
+class MpiFailureBoard(FailureBoard):
     """Reports as small messages to every rank, on the caller's communicator.
 
     Not on the duplicate: a rank that never came is the reason why there is none. Messages so small

@@ -22,7 +22,7 @@ from epcomm.collectives.base import (
     receiving,
 )
 from epcomm.collectives.bounded import BoundedWait, Step
-from epcomm.collectives.failure_board import StoreNoticeboard
+from epcomm.collectives.failure_board import StoreFailureBoard
 from epcomm.errors import ConfigError, HandleError
 
 # The device whose tensors a backend moves.
@@ -41,15 +41,15 @@ _SETTLE_LIMIT_S = 2.0
 
 
 class TorchDistCollectives(Collectives):
-    """The three verbs on a process group that the caller owns and destroys.
+    """The three operations on a process group that the caller owns and destroys.
 
-    On gloo a verb waits at most `bounded.timeout_s`, whatever the timeout of the process group. An
-    EPTimeout leaves the process group broken, but it can be destroyed.
+    On gloo a collective waits at most `bounded.timeout_s`, whatever the timeout of the process
+    group. An EPTimeout leaves the process group broken, but it can be destroyed.
 
-    On nccl and hccl a verb only enqueues work, and the host waits where it reads a result (the
-    counts of an exact-size dispatch, check()). A lost rank is then found by the watchdog of the
-    process group, after the timeout given to init_process_group: it logs the operation, names no
-    rank, and ends the process later (torch 2.11 with a timeout of 10 s: not yet after 50 s).
+    On nccl and hccl a collective only enqueues work, and the host waits where it reads a result
+    (the counts of an exact-size dispatch, check()). A lost rank is then found by the watchdog of
+    the process group, after the timeout given to init_process_group: it logs the operation, names
+    no rank, and ends the process later (torch 2.11 with a timeout of 10 s: not yet after 50 s).
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -69,7 +69,7 @@ class TorchDistCollectives(Collectives):
             weakref.finalize(self, self._sent.settle)
             store = process_group.get_group_store()
             self.bounded = BoundedWait(
-                StoreNoticeboard(store, rank=self.rank, world_size=self.world_size),
+                StoreFailureBoard(store, rank=self.rank, world_size=self.world_size),
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout_s=DEFAULT_TIMEOUT_S,

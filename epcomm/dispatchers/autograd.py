@@ -1,9 +1,9 @@
-"""Backward of dispatch and combine: each is the other along the same route.
+"""Backward of dispatch and combine: each is the other along the same exchange plan.
 
 With f_s the result of slot s = (t, k) and y[t] = sum of w_s f_s, the backward of combine sends dy
-along the route, and the backward of dispatch brings the gradients of rows and weights home as one
-message. Hidden states and router weights pass through one Function, and every rank runs the same
-Functions whether its own inputs need gradients or not, so backward issues the same two
+along the exchange plan, and the backward of dispatch brings the gradients of rows and weights back
+as one message. Hidden states and router weights pass through one Function, and every rank runs the
+same Functions whether its own inputs need gradients or not, so backward issues the same two
 collectives in the same order everywhere.
 """
 
@@ -22,7 +22,7 @@ from epcomm.ops.slots import gather_rows, gather_scalars
 from epcomm.platforms.profiler import ranged
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import dequantize
-from epcomm.records import Route, RowsCombineInput
+from epcomm.records import ExchangePlan, RowsCombineInput
 from epcomm.types import RowsPer, WireFormat, WireTensor, sum_dtype
 
 
@@ -32,7 +32,7 @@ class _Dispatch(torch.autograd.Function):
         ctx: FunctionCtx, x: Tensor, topk_weights: Tensor, buffer: Buffer, call: DispatchCall
     ) -> tuple[Tensor, Tensor, Dispatched]:
         out = operators.dispatch(buffer, call)
-        ctx.buffer, ctx.route, ctx.dtype = buffer, out.route, x.dtype  # type: ignore[attr-defined]
+        ctx.buffer, ctx.exchange_plan, ctx.dtype = buffer, out.exchange_plan, x.dtype  # type: ignore[attr-defined]
         # Codes have no gradient. Rows that need one are handed out dequantised, and the gradient
         # passes the quantisation as if it were not there (straight through).
         assert out.slot_weights is not None, "to a trainable buffer, weights travel"
@@ -46,16 +46,16 @@ class _Dispatch(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: FunctionCtx, grad_rows: Tensor, grad_slot_weights: Tensor, _: None
     ) -> tuple[Tensor, Tensor | None, None, None]:
-        route: Route = ctx.route  # type: ignore[attr-defined]
-        slots_of_row = route.index.slots_of_row
+        exchange_plan: ExchangePlan = ctx.exchange_plan  # type: ignore[attr-defined]
+        slots_of_row = exchange_plan.index.slots_of_row
         assert slots_of_row is not None, "a trainable buffer hands out an index over rows"
-        home = ctx.buffer.combine(  # type: ignore[attr-defined]
+        returned = ctx.buffer.combine(  # type: ignore[attr-defined]
             grad_rows,
-            route,
+            exchange_plan,
             rows_per=RowsPer.ROW,
             row_scalars=gather_scalars(grad_slot_weights, slots_of_row),
         )
-        return home.y.to(ctx.dtype), home.scalars, None, None  # type: ignore[attr-defined]
+        return returned.y.to(ctx.dtype), returned.scalars, None, None  # type: ignore[attr-defined]
 
 
 class _Combine(torch.autograd.Function):
@@ -77,11 +77,11 @@ class _Combine(torch.autograd.Function):
         call: CombineCall = ctx.call  # type: ignore[attr-defined]
         # contiguous(): an expanded gradient, as sum() makes, has no rows to send.
         wire = grad_y.to(call.gradient_dtype).contiguous()
-        grad_rows = call.buffer.redispatch(wire, call.route).to(grad_y.dtype)
+        grad_rows = call.buffer.cached_dispatch(wire, call.exchange_plan).to(grad_y.dtype)
         if call.rows_per is RowsPer.ROW:
             # Autograd may keep them; slots are copied below.
             return grad_rows if call.lasts else grad_rows.clone(), None, None
-        grad_slots = gather_rows(grad_rows, call.route.index)
+        grad_slots = gather_rows(grad_rows, call.exchange_plan.index)
         if not ctx.saved_tensors:  # type: ignore[attr-defined]
             return grad_slots, None, None
         rows, slot_weights = ctx.saved_tensors  # type: ignore[attr-defined]
@@ -125,7 +125,7 @@ def combine_rows(buffer: Buffer, rows: RowsCombineInput, gradient_dtype: torch.d
     handle = rows.handle
     call = CombineCall(
         buffer=buffer,
-        route=handle.route,
+        exchange_plan=handle.exchange_plan,
         rows_per=rows.rows_per,
         gradient_dtype=gradient_dtype,
         lasts=handle.needs_backward,

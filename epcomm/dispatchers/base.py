@@ -18,7 +18,7 @@ NeedGrad = bool | Mapping[str, bool]
 
 
 class Dispatcher(ABC, Generic[DispatchT, CombineT]):
-    """Moves the tokens of one layer to their experts and the results home.
+    """Moves the tokens of one layer to their experts and the results back.
 
     Nothing about a batch in flight is kept here, so batches may interleave: as many as
     BufferCaps.batches_in_flight says without gradients, and any number with them.
@@ -53,7 +53,7 @@ class Dispatcher(ABC, Generic[DispatchT, CombineT]):
 
     @abstractmethod
     def combine(self, combine_input: CombineT) -> Tensor:
-        """Bring the results home and add them up: [T, H] in the dtype of the rows.
+        """Bring the results back and add them up: [T, H] in the dtype of the rows.
 
         Collective: all ranks that dispatched this batch.   Host sync: none on a device.
         Lifetime: the caller owns the result.

@@ -119,12 +119,14 @@ def unready_error(problem: Exception, where: str, *, function: str = "dispatch")
 
 def _rows_expected(combine_input: CombineInput, spec: BufferSpec) -> list[int]:
     """Dimensions before H of the results."""
-    route = combine_input.handle.route
+    exchange_plan = combine_input.handle.exchange_plan
     if isinstance(combine_input, MaskedCombineInput):
-        return [spec.num_local_experts, route.num_rows // spec.num_local_experts]
-    row_of_slot = route.index.row_of_slot
+        return [spec.num_local_experts, exchange_plan.num_rows // spec.num_local_experts]
+    row_of_slot = exchange_plan.index.row_of_slot
     is_of_slots = combine_input.rows_per is RowsPer.SLOT and row_of_slot is not None
-    return [row_of_slot.shape[0] if is_of_slots and row_of_slot is not None else route.num_rows]
+    return [
+        row_of_slot.shape[0] if is_of_slots and row_of_slot is not None else exchange_plan.num_rows
+    ]
 
 
 def num_tokens_of(hidden_states: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""DeepEP-low-latency: decode, static shapes, no host read, no gradients."""
+"""DeepEP-low-latency: decode, static shapes, no host sync, no gradients."""
 
 from __future__ import annotations
 

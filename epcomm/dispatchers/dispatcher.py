@@ -32,11 +32,11 @@ from epcomm.platforms.profiler import ranged
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import arrange_scales, quantize, quantizer_for, restore_scales
 from epcomm.records import (
+    ExchangePlan,
     Handle,
     MaskedCombineInput,
     MaskedDispatchOutput,
     Pending,
-    Route,
     RowsCombineInput,
     RowsDispatchOutput,
     TopKOutput,
@@ -96,16 +96,16 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
     def dispatch(
         self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: NeedGrad = False
     ) -> DispatchT:
-        return self._begin(hidden_states, topk, experts_need_grad, late_receive=False).wait()
+        return self._begin(hidden_states, topk, experts_need_grad, defers_receive=False).wait()
 
     @untraced
     @ranged("dispatch_begin")
     def dispatch_async(
         self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: NeedGrad = False
     ) -> Pending[DispatchT]:
-        if not self.plan.caps.late_receive:
+        if not self.plan.caps.has_receive_hook:
             return super().dispatch_async(hidden_states, topk, experts_need_grad=experts_need_grad)
-        pending = self._begin(hidden_states, topk, experts_need_grad, late_receive=True)
+        pending = self._begin(hidden_states, topk, experts_need_grad, defers_receive=True)
         return Pending(partial(_wait_for_rows, pending))
 
     def _begin(
@@ -114,10 +114,10 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         topk: TopKOutput,
         experts_need_grad: NeedGrad,
         *,
-        late_receive: bool,
+        defers_receive: bool,
         refusal: EPError | None = None,
     ) -> Pending[DispatchT]:
-        """Send; with late_receive, which has no gradients, rows are received in wait().
+        """Send; with defers_receive, which has no gradients, rows are received in wait().
 
         refusal: what the caller knows to be wrong; it is raised when all ranks have heard of it.
         """
@@ -128,7 +128,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
                 hidden_states,
                 topk,
                 experts_need_grad,
-                late_receive=late_receive,
+                defers_receive=defers_receive,
                 refusal=refusal,
             )
         except Exception as problem:
@@ -146,7 +146,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         topk: TopKOutput,
         experts_need_grad: NeedGrad,
         *,
-        late_receive: bool,
+        defers_receive: bool,
         refusal: EPError | None,
     ) -> Pending[DispatchT]:
         """Do what _begin() does, but tell nobody of an error of this rank's own."""
@@ -174,14 +174,14 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         given, hidden_states = hidden_states.dtype, in_dtype(hidden_states, self._dtype)
         topk = cast_topk(topk, self._dtype)
         call = self._make_call(hidden_states, topk, experts_need_grad, error)
-        if late_receive:
+        if defers_receive:
             pending = self._buffer.dispatch_async(call)
         else:
             out = dispatch_rows(self._buffer, hidden_states, topk.topk_weights, call)
             pending = Pending(lambda: out)
         if refusal is not None:
             # A static buffer has not raised. No combine will come of this call, so end it here.
-            self._refuse_combine(refusal, pending.wait().route)
+            self._refuse_combine(refusal, pending.wait().exchange_plan)
         self._num_calls += 1
         number = self._num_calls
         return Pending(lambda: self._record(pending.wait(), number, num_tokens, given))
@@ -192,18 +192,18 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         """The record of dispatch call `number`."""
         handle = Handle(
             owner=self,
-            route=out.route,
+            exchange_plan=out.exchange_plan,
             call=number,
             num_tokens=num_tokens,
             needs_backward=bool(out.any_flags & ~BatchFlags.GRAD_ENABLED),
             dtype=given,
         )
         if self.plan.caps.layout is Layout.MASKED:
-            room = out.rows.data.shape[:2]
+            capacity = out.rows.data.shape[:2]
             record = MaskedDispatchOutput(
                 hidden_states=self._arranged(out.rows),
-                num_slots_per_expert=out.index.num_slots_per_expert,
-                slot_weights=None if out.slot_weights is None else out.slot_weights.view(room),
+                num_tokens_per_expert=out.index.num_tokens_per_expert,
+                slot_weights=None if out.slot_weights is None else out.slot_weights.view(capacity),
                 weights_applied_by=self._weights_applied_by,
                 handle=handle,
             )
@@ -221,14 +221,14 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
     @untraced
     @ranged("combine")
     def combine(self, combine_input: CombineT) -> Tensor:
-        return self._begin_combine(combine_input, late_receive=False).wait()
+        return self._begin_combine(combine_input, defers_receive=False).wait()
 
     @untraced
     @ranged("combine_begin")
     def combine_async(self, combine_input: CombineT) -> Pending[Tensor]:
-        if not self.plan.caps.late_receive:
+        if not self.plan.caps.has_receive_hook:
             return super().combine_async(combine_input)
-        pending = self._begin_combine(combine_input, late_receive=True)
+        pending = self._begin_combine(combine_input, defers_receive=True)
         return Pending(partial(_wait_for_sums, pending))
 
     def refuse(self, error: EPError) -> NoReturn:
@@ -238,7 +238,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         """
         topk = empty_topk(self._spec.top_k, self._group.device)
         nothing = topk.topk_weights.new_empty(0, self._spec.hidden_size, dtype=self._dtype)
-        self._begin(nothing, topk, False, late_receive=False, refusal=error)
+        self._begin(nothing, topk, False, defers_receive=False, refusal=error)
         raise error
 
     def refuse_for(self, problem: Exception) -> None:
@@ -255,16 +255,16 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
 
         Collective: yes, in place of combine().
         """
-        self._refuse_results(out.handle.route, problem)
+        self._refuse_results(out.handle.exchange_plan, problem)
 
-    def _refuse_results(self, route: Route, problem: Exception) -> None:
+    def _refuse_results(self, exchange_plan: ExchangePlan, problem: Exception) -> None:
         error = unready_error(problem, self._group.where, function="combine")
         # As in refuse_for().
         with suppress(EPError, RuntimeError):
-            self._refuse_combine(error, route)
+            self._refuse_combine(error, exchange_plan)
 
-    def _begin_combine(self, combine_input: CombineT, *, late_receive: bool) -> Pending[Tensor]:
-        """Send sums home; with late_receive they are received in wait()."""
+    def _begin_combine(self, combine_input: CombineT, *, defers_receive: bool) -> Pending[Tensor]:
+        """Send sums back; with defers_receive they are received in wait()."""
         self._check_group_open("combine")
         error = self._closed_error("combine") or find_combine_error(
             combine_input,
@@ -276,23 +276,23 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             layout=self.plan.caps.layout,
         )
         if error is not None:
-            self._refuse_combine(error, self._open_route_of(combine_input))
+            self._refuse_combine(error, self._open_exchange_plan_of(combine_input))
         handle, number = combine_input.handle, self._calls.next_batch
         try:
-            pending = self._send_results(combine_input, late_receive=late_receive)
+            pending = self._send_results(combine_input, defers_receive=defers_receive)
         except Exception as problem:
             if self._is_untold(number):
-                self._refuse_results(handle.route, problem)
+                self._refuse_results(handle.exchange_plan, problem)
             raise
         handle.spend("was combined before")
         return Pending(lambda: self._finished(pending.wait().y, handle))
 
-    def _send_results(self, combine_input: CombineT, *, late_receive: bool) -> Pending[Combined]:
+    def _send_results(self, combine_input: CombineT, *, defers_receive: bool) -> Pending[Combined]:
         rows = cast_results(_as_rows(combine_input), self._dtype)
-        if late_receive:
+        if defers_receive:
             return self._buffer.combine_async(
                 rows.hidden_states,
-                rows.handle.route,
+                rows.handle.exchange_plan,
                 rows_per=rows.rows_per,
                 slot_weights=rows.slot_weights,
             )
@@ -335,7 +335,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
     def _refusal(
         self, hidden_states: Tensor, topk: TopKOutput, experts_need_grad: NeedGrad
     ) -> EPError | None:
-        """Why this dispatcher never serves such a call, whatever its sizes; it raises at once."""
+        """Return the error of a call that this dispatcher can never serve, or None."""
         # What is no TopKOutput is told to all ranks, as a fault of the call.
         inputs = (hidden_states, getattr(topk, "topk_weights", None))
         needs_grad = any(getattr(tensor, "requires_grad", False) for tensor in inputs)
@@ -351,8 +351,8 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             f"use {other}, or torch.no_grad()"
         )
 
-    def _open_route_of(self, combine_input: object) -> Route | None:
-        """That of the batch which a bad input belongs to, if it can be known."""
+    def _open_exchange_plan_of(self, combine_input: object) -> ExchangePlan | None:
+        """Return the exchange plan of a refused combine input, or None if that is unknown."""
         handle = getattr(combine_input, "handle", None)
         if not isinstance(handle, Handle):
             return None
@@ -360,18 +360,18 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             handle.check(self)
         except HandleError:
             return None
-        return handle.route
+        return handle.exchange_plan
 
-    def _refuse_combine(self, error: EPError, route: Route | None) -> NoReturn:
+    def _refuse_combine(self, error: EPError, exchange_plan: ExchangePlan | None) -> NoReturn:
         """Let the other ranks hear of `error` instead of waiting, then raise it.
 
-        route: of the batch that they combine, or end; None if that is not known.
+        exchange_plan: of the batch that they combine, or end; None if that is not known.
         """
         try:
-            if route is None:
+            if exchange_plan is None:
                 self._buffer.refuse_combine(error)
             else:
-                self._buffer.refuse_combine_of(route, error)
+                self._buffer.refuse_combine_of(exchange_plan, error)
             if self._checks_calls:
                 self.check()
         except EPTimeout as timeout:

@@ -5,8 +5,8 @@ A policy of selective activation checkpointing chooses by name what it saves:
     saved = {torch.ops.epcomm.dispatch.default, torch.ops.epcomm.combine.default}
 
 What is saved does not travel again when backward recomputes. An operator takes tensors and numbers
-alone, so the call of a buffer goes by a number, and so does the route of a batch: when rows come
-from the storage of a policy, that number still finds it, because the graph of the forward pass
+alone, so the call of a buffer goes by a number, and so does the exchange plan of a batch: when rows
+come from the storage of a policy, that number still finds it, because the graph of the forward pass
 holds it.
 
 Only a TorchDispatchMode sees operators, so without one a call goes to its buffer directly.
@@ -24,7 +24,7 @@ from torch.library import Library
 
 from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
 from epcomm.protocol import BatchFlags
-from epcomm.records import Route, SlotIndex
+from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.types import RowsPer, WireTensor
 
 
@@ -32,11 +32,11 @@ from epcomm.types import RowsPer, WireTensor
 class CombineCall:
     """The arguments of combine that are no tensors of the graph.
 
-    lasts: rows along the route are the caller's own; see Buffer.redispatch().
+    lasts: rows along the exchange plan are the caller's own; see Buffer.cached_dispatch().
     """
 
     buffer: Buffer
-    route: Route
+    exchange_plan: ExchangePlan
     rows_per: RowsPer
     gradient_dtype: torch.dtype
     lasts: bool
@@ -44,25 +44,25 @@ class CombineCall:
 
 @dataclass(kw_only=True, eq=False)
 class _DispatchOn:
-    """A call of a buffer, which holds the route that came of it until the caller does."""
+    """A call of a buffer, which holds the exchange plan that came of it until the caller does."""
 
     buffer: Buffer
     call: DispatchCall
-    route: Route | None = None
+    exchange_plan: ExchangePlan | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Arrival:
-    """What a dispatch tells beside its route and its tensors; `rows` is without elements."""
+    """What a dispatch returns beside its plan and its tensors; `rows` is without elements."""
 
     rows: WireTensor
     index: SlotIndex
     any_flags: BatchFlags
 
 
-# Who makes a call or has a route holds it; nothing is kept alive here.
+# Who makes a call or has an exchange plan holds it; nothing is kept alive here.
 _numbered: WeakValueDictionary[int, object] = WeakValueDictionary()
-_arrivals: WeakKeyDictionary[Route, _Arrival] = WeakKeyDictionary()
+_arrivals: WeakKeyDictionary[ExchangePlan, _Arrival] = WeakKeyDictionary()
 _numbers = itertools.count()
 
 
@@ -75,7 +75,7 @@ def _number_of(record: object) -> int:
 def dispatch(buffer: Buffer, call: DispatchCall) -> Dispatched:
     """Dispatch through the operator, where somebody watches.
 
-    Lifetime: a policy's storage serves as long as somebody holds the route.
+    Lifetime: a policy's storage serves as long as somebody holds the exchange plan.
     Collective: as Buffer.dispatch; unless a policy had saved it, on all ranks alike.
     """
     if not _is_watched():
@@ -84,15 +84,15 @@ def dispatch(buffer: Buffer, call: DispatchCall) -> Dispatched:
     rows, scales, slot_weights, number = torch.ops.epcomm.dispatch.default(
         call.hidden_states, call.topk_ids, call.topk_weights, _number_of(held)
     )
-    route = _numbered[int(number)]
-    assert isinstance(route, Route), "the operator returned the number of one"
-    arrival = _arrivals[route]
+    exchange_plan = _numbered[int(number)]
+    assert isinstance(exchange_plan, ExchangePlan), "the operator returned the number of one"
+    arrival = _arrivals[exchange_plan]
     has_scales = arrival.rows.scales is not None
     return Dispatched(
         rows=replace(arrival.rows, data=rows, scales=scales if has_scales else None),
         index=arrival.index,
         slot_weights=slot_weights,
-        route=route,
+        exchange_plan=exchange_plan,
         any_flags=arrival.any_flags,
     )
 
@@ -127,9 +127,9 @@ def _dispatch_kernel(
     rows, scales = out.rows.data, out.rows.scales
     nothing = rows.new_empty(0)
     shell = replace(out.rows, data=nothing, scales=None if scales is None else nothing)
-    _arrivals[out.route] = _Arrival(rows=shell, index=out.index, any_flags=out.any_flags)
-    held.route = out.route
-    number = torch.tensor(_number_of(out.route))
+    _arrivals[out.exchange_plan] = _Arrival(rows=shell, index=out.index, any_flags=out.any_flags)
+    held.exchange_plan = out.exchange_plan
+    number = torch.tensor(_number_of(out.exchange_plan))
     return rows, nothing.clone() if scales is None else scales, out.slot_weights, number
 
 
@@ -141,7 +141,7 @@ def _combine_kernel(rows: Tensor, slot_weights: Tensor | None, call: int) -> Ten
 
 def _combine_on(rows: Tensor, slot_weights: Tensor | None, call: CombineCall) -> Tensor:
     return call.buffer.combine(
-        rows, call.route, rows_per=call.rows_per, slot_weights=slot_weights
+        rows, call.exchange_plan, rows_per=call.rows_per, slot_weights=slot_weights
     ).y
 
 

@@ -37,7 +37,7 @@ from epcomm.fuseep.limits import (
 )
 from epcomm.fuseep.spec import FuseEPSpec
 from epcomm.fuseep.weights import DispatchFFNCombineWeights, FusedDeepMoEWeights, PackedWeights
-from epcomm.ops.masked_entries import fill_holes, is_nowhere
+from epcomm.ops.masked_entries import fill_masked_entries, has_no_expert
 from epcomm.platforms.ascend.chip import current_soc
 from epcomm.platforms.ascend.formats import nz_reasons
 from epcomm.quantization import INT8_PER_TOKEN
@@ -100,12 +100,12 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
             ordered=True,
             wire_dtypes=frozenset({WireDtype.INT8}),
             weights_applied_by=frozenset({WeightsAppliedBy.COMBINE}),
-            reuses_route=False,
+            reuses_exchange_plan=False,
             is_static=True,
-            host_reads=0,
+            host_syncs=0,
             has_slot_budget=cls.has_slot_budget,
-            announces_faults=False,
-            fills_holes=True,
+            reports_faults=False,
+            fills_masked_entries=True,
             needs_process_group=True,
         )
 
@@ -116,8 +116,8 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
             reasons.append(f"returns bf16, not {spec.combine_format}")
         if spec.dispatch_format.dtype is WireDtype.INT8 and spec.dispatch_format != INT8_PER_TOKEN:
             reasons.append(f"quantises to {INT8_PER_TOKEN}, not {spec.dispatch_format}")
-        if spec.slot_alignment > 1:
-            reasons.append("computes experts itself; leave slot_alignment at 1")
+        if spec.expert_alignment > 1:
+            reasons.append("computes experts itself; leave expert_alignment at 1")
         if spec.intermediate_size is None:
             reasons.append("has limits for the experts' sizes; plan with their weights")
         if spec.intermediate_size is not None and spec.max_tokens_per_rank is not None:
@@ -171,8 +171,8 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
         self._check_open()
         ids, fault, _ = self._guard_on_device(call)
         has_failed = self._record(call, fault, fault * 0, self._max_slots)
-        is_empty = is_nowhere(ids)
-        ids, weights = fill_holes(ids, call.topk_weights, self._num_experts)
+        is_empty = has_no_expert(ids)
+        ids, weights = fill_masked_entries(ids, call.topk_weights, self._num_experts)
         chunks = list(self._chunks(call.hidden_states, ids, weights))
         outputs = [self._call_operator(chunk, experts) for chunk in chunks]
         counts = torch.stack([counts for _, counts in outputs]).sum(0).to(torch.int32)
@@ -183,7 +183,7 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
         most = len(chunks) * max_received_rows(self._sizes, self._world_size)
         return FuseEPResult(
             y=y.masked_fill(has_failed, float("nan")),
-            num_slots_per_expert=counts,
+            num_tokens_per_expert=counts,
             num_slots=most,
             num_rows=most,
         )
@@ -236,11 +236,11 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
         """Bytes to other ranks, from what was sent and computed."""
         ids = torch.cat([chunk.topk_ids for chunk in chunks])
         to_rank = slots_to_ranks(ids, self._num_experts, self._world_size)
-        out, home = slot_bytes(self._spec)
+        out, combine_bytes = slot_bytes(self._spec)
         self._count_bytes(DISPATCH, to_rank, out)
         # The operators do not tell from whom rows came, but what is one's own is known.
         from_others = counts.sum() - to_rank[self._rank]
-        self._sent_bytes[COMBINE] += from_others * home
+        self._sent_bytes[COMBINE] += from_others * combine_bytes
 
     @classmethod
     def _packed_bytes(cls, sizes: FuseEPSpec) -> int:

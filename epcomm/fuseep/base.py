@@ -20,7 +20,7 @@ PackedT = TypeVar("PackedT")
 class FuseEPResult(PathOutput):
     """What a call returns; y is weighted and summed over the experts of all ranks.
 
-    num_slots_per_expert: with the substitutes of weight 0 for entries without an expert and for
+    num_tokens_per_expert: with the substitutes of weight 0 for entries without an expert and for
         calls without tokens.
     is_reduced: y is complete; adding it up over ranks once more would multiply it.
     """
@@ -64,10 +64,10 @@ class FusedBackend(Backend, Generic[PackedT]):
                 without tokens.
             experts: what pack() returned.
 
-        Collective: yes.   Host sync: caps.host_reads times.
+        Collective: yes.   Host sync: caps.host_syncs times.
         Raises:
             TypeError: experts that were packed for another operator, or not at all.
-            ShapeError, CapacityError: some rank announced a fault, where not caps.is_static; else y
+            ShapeError, CapacityError: some rank reported a fault, where not caps.is_static; else y
                 is NaN and check() tells.
         """
 
@@ -76,7 +76,7 @@ def check_packed(experts: object, wanted: type, name: str) -> None:
     """Refuse experts that were packed for another operator, or not at all.
 
     Raises:
-        TypeError: they were; reading them would compute something else without a word.
+        TypeError: they were; reading them would compute something else silently.
     """
     if not isinstance(experts, wanted):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""What the fused operators refuse, and what they would compute wrongly without a word.
+"""What the fused operators refuse, and what they would compute wrongly silently.
 
 Source: sgl-kernel-npu, the tiling of fused_deep_moe and dispatch_ffn_combine; not run on an NPU.
 """
@@ -20,9 +20,9 @@ from epcomm.platforms.ascend.limits import MAX_EXPERTS, window_reasons
 MAX_CALL_TOKENS = 256
 # The source says 10 MB; an MB is taken as 2**20 bytes, as HCCL_BUFFSIZE counts.
 _MODE_2_EXTRA_BYTES = 10 * 2**20
-# Mode 1: rows out and home, 2 bytes an element.
+# Mode 1: rows in dispatch and combine, 2 bytes an element.
 _MODE_1_COPIES, _MODE_1_ELEMENT_BYTES = 2, 2
-# Mode 2: bytes of an element of a row, INT8 out and 2 bytes home.
+# Mode 2: bytes of an element of a row, INT8 out and 2 bytes in combine.
 _MODE_2_ELEMENT_BYTES = 3
 
 
@@ -69,7 +69,7 @@ def max_call_tokens(spec: FuseEPSpec, limits: FuseEPLimits) -> int:
 def fused_deep_moe_window_bytes(
     spec: FuseEPSpec, world_size: int, limits: FuseEPLimits = FUSED_DEEP_MOE_LIMITS
 ) -> int:
-    """HCCL window of mode 1: room for every rank's rows at every local expert."""
+    """HCCL window of mode 1: capacity for every rank's rows at every local expert."""
     slots = world_size * max_call_tokens(spec, limits) * spec.num_local_experts
     return slots * spec.hidden_size * _MODE_1_ELEMENT_BYTES * _MODE_1_COPIES
 
@@ -112,7 +112,7 @@ def fused_deep_moe_reasons(
     reasons = _soc_reasons("fused_deep_moe takes MX weights there, not INT8", soc)
     reasons += _size_reasons(spec, world_size, limits)
     if spec.max_recv_slots is not None:
-        reasons.append("has room for any routing and no slot budget; leave max_recv_slots None")
+        reasons.append("has capacity for any routing and no slot budget; leave max_recv_slots None")
     reasons += window_reasons(fused_deep_moe_window_bytes(spec, world_size, limits), environment)
     return reasons + variable_reasons(environment, soc)
 

@@ -67,7 +67,7 @@ class FuseEPPath:
                 when they have changed, but for writes through `.data`, see repack().
             decode: either phase goes this way.
 
-        Collective: yes.   Host sync: caps.host_reads times; with check_calls one more.
+        Collective: yes.   Host sync: caps.host_syncs times; with check_calls one more.
         Lifetime: the caller owns the result.
         Raises:
             ConfigError: gradients are needed; at once, after the other ranks' call.

@@ -3,7 +3,7 @@
 Tokens travel as INT8 codes with a scale each. An expert multiplies codes exactly, scales the sums
 to float32, applies SwiGLU, rounds to codes again, multiplies once more and gives bfloat16 results,
 which the tokens' rank weighs and adds up in float32. The exchange is that of CollectiveBuffer, with
-float32 sums on the way home, so that nothing is rounded between the experts' results and y.
+float32 sums in combine, so that nothing is rounded between the experts' results and y.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class FuseEPReference(FusedBackend[Int8ChannelWeights]):
             trainable=False,
             wire_dtypes=frozenset({WireDtype.INT8}),
             weights_applied_by=frozenset({WeightsAppliedBy.COMBINE}),
-            reuses_route=False,
+            reuses_exchange_plan=False,
         )
 
     @classmethod
     def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        if spec.slot_alignment > 1:
-            return ("computes experts itself; leave slot_alignment at 1",)
+        if spec.expert_alignment > 1:
+            return ("computes experts itself; leave expert_alignment at 1",)
         return ()
 
     @classmethod
@@ -94,17 +94,17 @@ class FuseEPReference(FusedBackend[Int8ChannelWeights]):
             format=out.rows.format,
             scales=gather_rows(out.rows.scales, out.index),
         )
-        counts = out.index.host_num_slots_per_expert
+        counts = out.index.host_num_tokens_per_expert
         assert counts is not None, "the host has read them"
         results = compute_experts(slots, counts, experts)
         combined = self._buffer.combine(
-            results.float(), out.route, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
+            results.float(), out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
         )
         return FuseEPResult(
             y=combined.y.to(call.hidden_states.dtype),
-            num_slots_per_expert=out.index.num_slots_per_expert,
+            num_tokens_per_expert=out.index.num_tokens_per_expert,
             num_slots=sum(counts),
-            num_rows=out.route.num_rows,
+            num_rows=out.exchange_plan.num_rows,
         )
 
     def check(self) -> None:

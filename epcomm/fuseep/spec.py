@@ -13,7 +13,7 @@ class FuseEPSpec:
 
     hidden_size: H.   intermediate_size: I.   num_local_experts: L, so that E = L * W.   top_k: K.
     max_tokens_per_rank: M, of the layer; the path cuts a batch into calls that the operator takes.
-    max_recv_slots: most rows that a rank receives in one call; None: room for any routing.
+    max_recv_slots: most rows that a rank receives in one call; None: capacity for any routing.
     """
 
     hidden_size: int

@@ -62,7 +62,7 @@ _OF_LAYERS = (
         name="epcomm_expert_tokens_total",
         kind="counter",
         help="Tokens that an expert of the rank computed.",
-        read=lambda stats: stats.num_slots_per_expert,
+        read=lambda stats: stats.num_tokens_per_expert,
     ),
     _Family(
         name="epcomm_expert_imbalance",

@@ -120,9 +120,9 @@ def byte_matrix_map(matrix: Tensor, box_rows: int, box_columns: int) -> TensorMa
     """
     num_rows, num_columns = matrix.shape
     # The driver writes to multiples of 64 bytes only.
-    room = (ctypes.c_uint8 * (_TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT))()
-    offset = -ctypes.addressof(room) % _TENSOR_MAP_ALIGNMENT
-    found = TensorMap.from_buffer(room, offset)
+    storage = (ctypes.c_uint8 * (_TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT))()
+    offset = -ctypes.addressof(storage) % _TENSOR_MAP_ALIGNMENT
+    found = TensorMap.from_buffer(storage, offset)
     status = _driver().cuTensorMapEncodeTiled(
         byref(found),
         _TENSOR_MAP_UINT8,

@@ -30,7 +30,7 @@ _READ_SHARED = (9, 10, 11)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Processor:
+class DeviceLimits:
     """What tiles of products depend on; by default that of an H200.
 
     shared_bytes: of shared memory, most of a block.   major: of the compute capability.
@@ -42,23 +42,23 @@ class Processor:
     def stages(self, stage_bytes: int, *, most: int) -> int:
         """Stages of a loop over K that fit into shared memory, at most `most` and at least 1.
 
-        An H200 has room for four of 48 KB. sm_120 has 99 KB: three, of which two are there.
+        An H200 has capacity for four of 48 KB. sm_120 has 99 KB: three, of which two are there.
         """
-        room = (self.shared_bytes - _BARRIER_BYTES) // stage_bytes
-        return max(1, min(most, room if self.major in _READ_SHARED else room + 1))
+        capacity = (self.shared_bytes - _BARRIER_BYTES) // stage_bytes
+        return max(1, min(most, capacity if self.major in _READ_SHARED else capacity + 1))
 
 
-def processor_of(device: torch.device) -> Processor:
+def device_limits(device: torch.device) -> DeviceLimits:
     """That of a GPU; the usual one where kernels are interpreted."""
-    return Processor() if device.type != "cuda" else _processor(device)
+    return DeviceLimits() if device.type != "cuda" else _device_limits(device)
 
 
 @cache
-def _processor(device: torch.device) -> Processor:
-    found, usual = torch.cuda.get_device_properties(device), Processor()
+def _device_limits(device: torch.device) -> DeviceLimits:
+    found, usual = torch.cuda.get_device_properties(device), DeviceLimits()
     # Not every version of torch tells.
     shared_bytes = getattr(found, "shared_memory_per_block_optin", usual.shared_bytes)
-    return Processor(shared_bytes=shared_bytes, major=found.major)
+    return DeviceLimits(shared_bytes=shared_bytes, major=found.major)
 
 
 def next_power_of_two(value: int) -> int:

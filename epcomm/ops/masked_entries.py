@@ -1,4 +1,4 @@
-"""Entries without an expert, for kernels that know none: another expert, with weight 0."""
+"""Replace -1 entries of topk_ids by unused experts with weight 0, for kernels without -1."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 
-def is_nowhere(topk_ids: Tensor) -> Tensor:
-    """[T, 1], bool: tokens of ids [T, K] without any expert, which are zeros in y.
+def has_no_expert(topk_ids: Tensor) -> Tensor:
+    """Return [T, 1], bool: tokens of ids [T, K] without any expert, which are zeros in y.
 
     Weights of 0 do not make them so: padding may be NaN, or too large for a substitute.
 
@@ -16,7 +16,9 @@ def is_nowhere(topk_ids: Tensor) -> Tensor:
     return (topk_ids < 0).all(dim=1, keepdim=True)
 
 
-def fill_holes(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+def fill_masked_entries(
+    topk_ids: Tensor, topk_weights: Tensor, num_experts: int
+) -> tuple[Tensor, Tensor]:
     """Replace each -1 by an expert that its row does not use, and its weight by 0.
 
     Args:
@@ -31,15 +33,15 @@ def fill_holes(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> tupl
     Host sync: none.   Deterministic: yes.
     """
     num_tokens, top_k = topk_ids.shape
-    is_hole = topk_ids < 0
+    is_masked = topk_ids < 0
     experts = torch.arange(num_experts, device=topk_ids.device)
     tokens = torch.arange(num_tokens, device=topk_ids.device).unsqueeze(1)
     is_used = torch.zeros(
         num_tokens, num_experts + 1, dtype=torch.bool, device=topk_ids.device
-    ).scatter_(1, torch.where(is_hole, num_experts, topk_ids), True)[:, :num_experts]
+    ).scatter_(1, torch.where(is_masked, num_experts, topk_ids), True)[:, :num_experts]
     # Unused experts first, from that of the token on.
     distance = (experts - tokens * top_k) % num_experts + is_used * num_experts
     unused = distance.argsort(dim=1)
-    place = (is_hole.cumsum(1) - 1).clamp(min=0)
-    ids = torch.where(is_hole, unused.gather(1, place), topk_ids)
-    return ids, topk_weights.masked_fill(is_hole, 0.0)
+    place = (is_masked.cumsum(1) - 1).clamp(min=0)
+    ids = torch.where(is_masked, unused.gather(1, place), topk_ids)
+    return ids, topk_weights.masked_fill(is_masked, 0.0)

@@ -36,7 +36,7 @@ def cast_topk(topk: TopKOutput, dtype: torch.dtype) -> TopKOutput:
 
 
 def cast_results(rows: RowsCombineInput, dtype: torch.dtype) -> RowsCombineInput:
-    """Results as they travel home, in `dtype`, and weights for combine. Differentiable."""
+    """Results as they travel in combine, in `dtype`, and weights for combine. Differentiable."""
     if rows.hidden_states.dtype is not dtype:
         rows = replace(rows, hidden_states=rows.hidden_states.to(dtype))
     weights, weights_dtype = rows.slot_weights, sum_dtype(dtype)

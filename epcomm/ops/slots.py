@@ -81,15 +81,15 @@ def members_within(table: Tensor, max_members: int) -> Members:
 def slots_by_row(index: SlotIndex) -> Members:
     """The slots of each received row, in k order."""
     assert index.slots_of_row is not None, "an index over rows has its inverse"
-    if index.host_num_slots_per_expert is not None:
-        return members_of(index.slots_of_row, sum(index.host_num_slots_per_expert))
+    if index.host_num_tokens_per_expert is not None:
+        return members_of(index.slots_of_row, sum(index.host_num_tokens_per_expert))
     assert index.row_of_slot is not None, "an index over rows has slots"
     max_members = min(index.slots_of_row.numel(), index.row_of_slot.shape[0])
     return members_within(index.slots_of_row, max_members)
 
 
 def build_slot_index(
-    local_ids: Tensor, counts: Tensor, host_counts: Sequence[int], *, slot_alignment: int = 1
+    local_ids: Tensor, counts: Tensor, host_counts: Sequence[int], *, expert_alignment: int = 1
 ) -> SlotIndex:
     """Sort (row, k) pairs by expert.
 
@@ -97,7 +97,7 @@ def build_slot_index(
         local_ids: [R, K], expert of this rank, or -1.
         counts: [L], int64, slots of each expert, on the device.
         host_counts: [L], the same on the host.
-        slot_alignment: each expert's slots start at a multiple of this.
+        expert_alignment: each expert's slots start at a multiple of this.
 
     Host sync: none.   Deterministic: yes.
     """
@@ -109,8 +109,8 @@ def build_slot_index(
     expert_of_slot, order = torch.sort(flat_ids[pairs], stable=True)
     pair_of_slot = pairs[order]
 
-    num_slots = sum(align_up(count, slot_alignment) for count in host_counts)
-    aligned_counts = (counts + slot_alignment - 1) // slot_alignment * slot_alignment
+    num_slots = sum(align_up(count, expert_alignment) for count in host_counts)
+    aligned_counts = (counts + expert_alignment - 1) // expert_alignment * expert_alignment
     starts = F.pad(aligned_counts.cumsum(0), (1, 0))
     if num_slots == num_used:
         position = torch.arange(num_used, dtype=torch.int32, device=device)
@@ -126,10 +126,10 @@ def build_slot_index(
     return SlotIndex(
         row_of_slot=row_of_slot,
         slots_of_row=slots_of_row.view(num_rows, top_k),
-        num_slots_per_expert=counts.to(torch.int32),
+        num_tokens_per_expert=counts.to(torch.int32),
         first_slot=starts.to(torch.int32),
-        host_num_slots_per_expert=tuple(host_counts),
-        slot_alignment=slot_alignment,
+        host_num_tokens_per_expert=tuple(host_counts),
+        expert_alignment=expert_alignment,
         is_dense=num_slots == num_used,
     )
 

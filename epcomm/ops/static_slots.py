@@ -15,19 +15,19 @@ from epcomm.records import SlotIndex
 from epcomm.types import align_up
 
 
-def most_slots(num_rows: int, top_k: int, num_experts: int, slot_alignment: int) -> int:
+def max_slots(num_rows: int, top_k: int, num_experts: int, expert_alignment: int) -> int:
     """Slots that suffice for any routing of R rows: each row uses min(K, L) experts at most."""
     used = num_rows * min(top_k, num_experts)
-    return align_up(used + num_experts * (slot_alignment - 1), slot_alignment)
+    return align_up(used + num_experts * (expert_alignment - 1), expert_alignment)
 
 
-def aligned_counts(counts: Tensor, slot_alignment: int) -> Tensor:
+def aligned_counts(counts: Tensor, expert_alignment: int) -> Tensor:
     """Slots that each expert occupies: its count, rounded up to the alignment."""
-    return (counts + slot_alignment - 1) // slot_alignment * slot_alignment
+    return (counts + expert_alignment - 1) // expert_alignment * expert_alignment
 
 
 def build_static_slot_index(
-    local_ids: Tensor, num_experts: int, num_slots: int, *, slot_alignment: int = 1
+    local_ids: Tensor, num_experts: int, num_slots: int, *, expert_alignment: int = 1
 ) -> SlotIndex:
     """Sort (row, k) pairs by expert into a fixed number of slots.
 
@@ -35,13 +35,13 @@ def build_static_slot_index(
         local_ids: [R, K], expert of this rank, or -1; its slots fit (the caller has checked).
         num_experts: L.
         num_slots: C.
-        slot_alignment: each expert's slots start at a multiple of this.
+        expert_alignment: each expert's slots start at a multiple of this.
 
     Host sync: none.   Graph capture: yes.   Deterministic: yes.
     """
     num_rows, top_k = local_ids.shape
     counts = count_experts(local_ids, num_experts)
-    starts = F.pad(aligned_counts(counts, slot_alignment).cumsum(0), (1, 0))
+    starts = F.pad(aligned_counts(counts, expert_alignment).cumsum(0), (1, 0))
     dense_starts = F.pad(counts.cumsum(0), (1, 0))
     flat_ids = local_ids.flatten()
     # Entries without an expert sort behind all others, as expert L, into one more slot.
@@ -58,9 +58,9 @@ def build_static_slot_index(
     return SlotIndex(
         row_of_slot=row_of_slot[:num_slots],
         slots_of_row=slots_of_row.view(num_rows, top_k),
-        num_slots_per_expert=counts.to(torch.int32),
+        num_tokens_per_expert=counts.to(torch.int32),
         first_slot=starts.to(torch.int32),
-        host_num_slots_per_expert=None,
-        slot_alignment=slot_alignment,
+        host_num_tokens_per_expert=None,
+        expert_alignment=expert_alignment,
         is_dense=False,
     )

@@ -69,7 +69,7 @@ def phase_configs(config: EPConfig) -> dict[str, EPConfig]:
     prefill_tokens = None if config.max_recv_slots is None else max_tokens
     configs = {PREFILL: replace(config, mode=Mode.NORMAL, max_tokens_per_rank=prefill_tokens)}
     if max_tokens is not None:
-        # Low latency has room for any routing of so few tokens; the budget is prefill's.
+        # Low latency has capacity for any routing of so few tokens; the budget is prefill's.
         configs[DECODE] = replace(config, mode=Mode.LOW_LATENCY, max_recv_slots=None)
     return configs
 
@@ -183,8 +183,8 @@ def survey_group(
         for question, candidates in survey.verdicts.items()
     }
     verdicts = _on_hosts(verdicts, [str(other[_HOST]) for other in records])
-    told = [PeerReach.parse(str(other[_REACH])) for other in records if _REACH in other]
-    return replace(survey, verdicts=_with_nvlink(verdicts, told))
+    reaches = [PeerReach.parse(str(other[_REACH])) for other in records if _REACH in other]
+    return replace(survey, verdicts=_with_nvlink(verdicts, reaches))
 
 
 def refuse_plan(group: EPGroup, error: ConfigError) -> NoReturn:
@@ -208,10 +208,10 @@ def _on_hosts(
 
 
 def _with_nvlink(
-    verdicts: Mapping[str, Mapping[str, Availability]], told: Sequence[PeerReach]
+    verdicts: Mapping[str, Mapping[str, Availability]], reaches: Sequence[PeerReach]
 ) -> Mapping[str, Mapping[str, Availability]]:
     """What needs NVLink lacks it where it does not join the GPUs of all ranks."""
-    return _with_reasons(verdicts, lambda backend: backend.needs_nvlink, reach_reasons(told))
+    return _with_reasons(verdicts, lambda backend: backend.needs_nvlink, reach_reasons(reaches))
 
 
 def _with_reasons(
@@ -243,7 +243,7 @@ def _describe_experts(weights: ExpertTensors | None) -> dict[str, Scalar]:
         "format": str(weights.format),
         "wanted rows": str(weights.wire_format),
         "intermediate_size": weights.intermediate_size,
-        # Experts frozen on one rank alone by mistake would stay as they are without a word.
+        # Experts frozen on one rank alone by mistake would stay as they are silently.
         "requires_grad": weights.requires_grad,
     }
 
@@ -401,9 +401,9 @@ def _probe(
     if group is not None:
         reasons += _group_reasons(group, caps)
     if buffer.needs_one_host and group is None:
-        reasons.append("needs a group, to see that its ranks share a host")
+        reasons.append("serves one host, which only a process group shows; run under torchrun")
     if buffer.needs_host_waits and group is not None and group.collectives.bounded is None:
-        reasons.append("needs a transport whose verbs the host waits in, gloo or MPI")
+        reasons.append("needs a transport in whose collectives the host waits, gloo or MPI")
     return Availability(ok=not reasons, reasons=tuple(reasons))
 
 

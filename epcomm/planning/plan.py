@@ -209,10 +209,10 @@ def _map_phases(chosen: EPPlan, change: Callable[[PhasePlan], PhasePlan]) -> EPP
 
 def _aligned(phase: PhasePlan, runner: str) -> PhasePlan:
     """Return the phase with the alignment of experts' slots that a runner needs in ROWS."""
-    alignment = runner_class(runner).slot_alignment
-    if phase.caps.layout is not Layout.ROWS or alignment == phase.buffer_spec.slot_alignment:
+    alignment = runner_class(runner).expert_alignment
+    if phase.caps.layout is not Layout.ROWS or alignment == phase.buffer_spec.expert_alignment:
         return phase
-    return replace(phase, buffer_spec=replace(phase.buffer_spec, slot_alignment=alignment))
+    return replace(phase, buffer_spec=replace(phase.buffer_spec, expert_alignment=alignment))
 
 
 def _reads_phases(

@@ -65,7 +65,7 @@ class PhasePlan:
         return self._full_call(backward=False).control_bytes
 
     def max_bytes_per_token(self, *, backward: bool = False) -> Mapping[str, int]:
-        """Most bytes that a token costs on the wire: its rows to other ranks, and their sums home.
+        """Most bytes that a token costs on the wire: its rows to other ranks, and their sums back.
 
         Without headers; rounded up. A static buffer sends that for each of M tokens, used or not.
         """
@@ -109,8 +109,9 @@ class PhasePlan:
             f"backward {spec.backward_format}",
             *(f"{name}: {text}" for name, text in self.unusual().items()),
             f"router weights applied by {self.weights_applied_by.value}; "
-            f"trainable: {self.caps.trainable}; host reads a dispatch: {self.caps.host_reads}",
-            f"at most {per_token['dispatch']} B a token out, {per_token['combine']} B home, and "
+            f"trainable: {self.caps.trainable}; host syncs a dispatch: {self.caps.host_syncs}",
+            f"at most {per_token['dispatch']} B a token in dispatch, {per_token['combine']} B in "
+            "combine, and "
             f"{self.header_bytes()} B of headers a dispatch",
         ]
         lines += [f"{name}: {limit}" for name, limit in self.limits().items()]

@@ -18,7 +18,7 @@ class DeepEPKind(StrEnum):
     V2 = "V2"
     HYBRID = "Hybrid"
     ASCEND = "Ascend"
-    STRANGER = "stranger"
+    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def deep_ep_kind(folder: Path) -> DeepEPKind:
         return DeepEPKind.HYBRID
     if "ElasticBuffer" in names:
         return DeepEPKind.V2
-    return DeepEPKind.V1 if "Buffer" in names else DeepEPKind.STRANGER
+    return DeepEPKind.V1 if "Buffer" in names else DeepEPKind.UNKNOWN
 
 
 def defines(folder: Path, name: str) -> bool:

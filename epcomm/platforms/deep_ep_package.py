@@ -32,7 +32,7 @@ def probe_deep_ep(kinds: Set[DeepEPKind]) -> Availability:
     wanted = " or ".join(sorted(kind.value for kind in kinds))
     if folder is None:
         return Availability(
-            ok=False, reasons=("deep_ep is not installed; build it from source for several hosts",)
+            ok=False, reasons=("deep_ep is not installed (github.com/deepseek-ai/DeepEP)",)
         )
     kind = deep_ep_kind(folder)
     reasons = []

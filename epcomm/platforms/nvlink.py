@@ -58,20 +58,20 @@ def reach_of(device: torch.device) -> PeerReach:
 
 
 def reach_in(peers: dict[str, list[str]], uuid: str) -> PeerReach:
-    """That of one GPU, where NVML has told of all."""
+    """Return the PeerReach of one GPU, from the NVLink peers that NVML lists for all GPUs."""
     if uuid not in peers:
         return PeerReach(lacks=f"NVML knows no GPU {uuid}, which may be a part of one (MIG)")
     return PeerReach(device=uuid, reached=tuple(peers[uuid]))
 
 
-def reach_reasons(told: Sequence[PeerReach]) -> list[str]:
-    """Why ranks cannot write one another's memory, by what all of them told; empty if they can."""
-    unknown = [f"rank {rank}: {each.lacks}" for rank, each in enumerate(told) if each.lacks]
+def reach_reasons(reaches: Sequence[PeerReach]) -> list[str]:
+    """List why ranks cannot write one another's memory; empty if they can. One PeerReach a rank."""
+    unknown = [f"rank {rank}: {each.lacks}" for rank, each in enumerate(reaches) if each.lacks]
     if unknown:
         return unknown
     reasons = []
-    for rank, mine in enumerate(told):
-        later = list(enumerate(told))[rank + 1 :]
+    for rank, mine in enumerate(reaches):
+        later = list(enumerate(reaches))[rank + 1 :]
         same = [other for other, theirs in later if theirs.device == mine.device]
         far = [
             other

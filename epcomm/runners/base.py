@@ -35,14 +35,14 @@ class ExpertRunner(ABC):
     """Computes the local experts of one layer.
 
     kinds: experts that it computes.   layouts: what it reads.
-    slot_alignment: in ROWS, the slots of an expert must start at a multiple of this.
+    expert_alignment: in ROWS, the slots of an expert must start at a multiple of this.
     int8_profiles: arithmetics between the products of INT8 experts that it has.
     """
 
     name: ClassVar[str]
     kinds: ClassVar[tuple[type[ExpertTensors], ...]]
     layouts: ClassVar[frozenset[Layout]]
-    slot_alignment: ClassVar[int] = 1
+    expert_alignment: ClassVar[int] = 1
     int8_profiles: ClassVar[frozenset[Int8Profile]] = frozenset({Int8Profile.RINT127})
 
     def __init__(self, *, int8_profile: Int8Profile = Int8Profile.RINT127) -> None:
@@ -121,7 +121,7 @@ class ExpertRunner(ABC):
             ShapeError: as check_rows(); or rows of another H, or counts of another L, than the
                 experts'; or no router weights where the runner applies them.
         """
-        rows, counts = dispatched.hidden_states, dispatched.num_slots_per_expert
+        rows, counts = dispatched.hidden_states, dispatched.num_tokens_per_expert
         cls.check_rows(rows, weights, dispatched.layout)
         hidden_size, wanted = rows.data.shape[-1], weights.hidden_size
         if hidden_size != wanted:
@@ -132,7 +132,7 @@ class ExpertRunner(ABC):
         held = rows.data.shape[:1] if dispatched.layout is Layout.MASKED else counts.shape
         if list(counts.shape) != [weights.num_experts] or held != counts.shape:
             raise ShapeError(
-                f"{cls.name}: num_slots_per_expert is {list(counts.shape)} for rows "
+                f"{cls.name}: num_tokens_per_expert is {list(counts.shape)} for rows "
                 f"{list(rows.data.shape)}, expected [{weights.num_experts}], one for each of the "
                 "experts; pass the experts of this rank alone"
             )

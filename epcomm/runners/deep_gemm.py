@@ -57,7 +57,7 @@ from epcomm.weights.unquantized import ExpertTensors
 COLUMNS = ScaleLayout(column_major=True, alignment=4)
 PACKED_COLUMNS = ScaleLayout(column_major=True, alignment=4, packed=True)
 # Rows of its tiles in the contiguous layout; the package tells its own at run time.
-SLOT_ALIGNMENT = 128
+EXPERT_ALIGNMENT = 128
 _HOPPER, _BLACKWELL = 9, 10
 _NOT_INSTALLED = "deep_gemm is not installed"
 _CONTIGUOUS_NAMES = ("m_grouped_fp8_gemm_nt_contiguous",)
@@ -75,7 +75,7 @@ class _Package:
 
     multiply_contiguous: Callable[..., None]
     multiply_masked: Callable[..., None]
-    slot_alignment: Callable[[], int]
+    expert_alignment: Callable[[], int]
 
 
 class DeepGemmRunner(ExpertRunner):
@@ -87,7 +87,7 @@ class DeepGemmRunner(ExpertRunner):
     name: ClassVar[str] = "deep_gemm"
     kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (Fp8BlockWeights,)
     layouts: ClassVar[frozenset[Layout]] = frozenset(Layout)
-    slot_alignment: ClassVar[int] = SLOT_ALIGNMENT
+    expert_alignment: ClassVar[int] = EXPERT_ALIGNMENT
 
     @classmethod
     def probe(cls) -> Availability:
@@ -181,7 +181,7 @@ def _load() -> _Package:
     return _Package(
         multiply_contiguous=_find(module, _CONTIGUOUS_NAMES),
         multiply_masked=_find(module, _MASKED_NAMES),
-        slot_alignment=_find(module, _ALIGNMENT_NAMES),
+        expert_alignment=_find(module, _ALIGNMENT_NAMES),
     )
 
 
@@ -199,10 +199,10 @@ def _compute_rows(
     package: _Package, dispatched: RowsDispatchOutput, weights: Fp8BlockWeights
 ) -> Tensor:
     """[C, H], bfloat16."""
-    index, num_slots, alignment = dispatched.index, dispatched.num_slots, package.slot_alignment()
-    if index.slot_alignment % alignment:
+    index, num_slots, alignment = dispatched.index, dispatched.num_slots, package.expert_alignment()
+    if index.expert_alignment % alignment:
         raise ConfigError(
-            f"deep_gemm: slots of experts start at multiples of {index.slot_alignment}, expected "
+            f"deep_gemm: slots of experts start at multiples of {index.expert_alignment}, expected "
             f"multiples of {alignment}; dispatch with a plan made for runner deep_gemm"
         )
     rows = dispatched.hidden_states
@@ -229,16 +229,16 @@ def _compute_masked(
     package: _Package, dispatched: MaskedDispatchOutput, weights: Fp8BlockWeights
 ) -> Tensor:
     """[L, C, H], bfloat16."""
-    counts, rows = dispatched.num_slots_per_expert, dispatched.hidden_states
-    num_experts, room = rows.data.shape[:2]
-    if room == 0:
+    counts, rows = dispatched.num_tokens_per_expert, dispatched.hidden_states
+    num_experts, capacity = rows.data.shape[:2]
+    if capacity == 0:
         return rows.data.new_zeros(num_experts, 0, weights.hidden_size, dtype=weights.hidden_dtype)
 
     def multiply(operand: WireTensor, name: str) -> Tensor:
         matrix = _matrix(weights, name)
         out = _new_results(operand, matrix[0])
         # The last argument chooses tiles. The host does not know the counts, only their bound.
-        package.multiply_masked((operand.data, operand.scales), matrix, out, counts, room)
+        package.multiply_masked((operand.data, operand.scales), matrix, out, counts, capacity)
         return out
 
     operand = _quantized(rows, weights)
@@ -312,15 +312,15 @@ def _as_read(scales: Tensor | None) -> Tensor:
 
 
 def _experts_of_slots(index: SlotIndex, num_slots: int) -> Tensor:
-    """[C], int32: the expert that computes each slot, -1 for padding and unused ones. No host read.
+    """[C], int32: the expert that computes each slot, -1 for padding and unused ones. No host sync.
 
     Counts 2 1 with starts 0 4 8 and 10 slots: 0 0 -1 -1 1 -1 -1 -1 -1 -1.
     """
-    num_experts = index.num_slots_per_expert.shape[0]
+    num_experts = index.num_tokens_per_expert.shape[0]
     experts = expert_of_slot(index, num_slots)
     safe = experts.clamp(max=num_experts - 1)
     slots = torch.arange(num_slots, device=experts.device)
-    ends = index.first_slot[:-1] + index.num_slots_per_expert
+    ends = index.first_slot[:-1] + index.num_tokens_per_expert
     is_used = (experts < num_experts) & (slots < ends[safe])
     return torch.where(is_used, experts, -1).to(torch.int32)
 

@@ -17,7 +17,7 @@ class Fp8WgmmaRunner(Fp8TritonRunner):
     """
 
     name: ClassVar[str] = "fp8_wgmma"
-    # No newer processors have these instructions.
+    # No newer GPUs have these instructions.
     capabilities: ClassVar[Capabilities] = Capabilities(least=(9, 0), most=(9, 0))
 
     @classmethod

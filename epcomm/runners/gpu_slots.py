@@ -165,7 +165,7 @@ def _slots_of_rows(dispatched: RowsDispatchOutput, caller: str) -> Slots:
     return Slots(
         rows=dispatched.hidden_states,
         row_of_slot=index.row_of_slot,
-        counts=index.num_slots_per_expert,
+        counts=index.num_tokens_per_expert,
         first_slot=index.first_slot,
         weights=slot_weights_to_apply(dispatched, caller),
         num_slots=dispatched.num_slots,
@@ -173,8 +173,8 @@ def _slots_of_rows(dispatched: RowsDispatchOutput, caller: str) -> Slots:
 
 
 def _slots_of_masked(dispatched: MaskedDispatchOutput, caller: str) -> Slots:
-    rows, counts = dispatched.hidden_states, dispatched.num_slots_per_expert
-    num_experts, room = rows.data.shape[:2]
+    rows, counts = dispatched.hidden_states, dispatched.num_tokens_per_expert
+    num_experts, capacity = rows.data.shape[:2]
     weights = slot_weights_to_apply(dispatched, caller)
     return Slots(
         rows=WireTensor(
@@ -184,7 +184,8 @@ def _slots_of_masked(dispatched: MaskedDispatchOutput, caller: str) -> Slots:
         ),
         row_of_slot=None,
         counts=counts,
-        first_slot=torch.arange(num_experts + 1, dtype=torch.int32, device=counts.device) * room,
+        first_slot=torch.arange(num_experts + 1, dtype=torch.int32, device=counts.device)
+        * capacity,
         weights=None if weights is None else weights.flatten(),
-        num_slots=num_experts * room,
+        num_slots=num_experts * capacity,
     )

@@ -1,4 +1,4 @@
-"""The default runner: two grouped matrix products over expert-major slots, no host read.
+"""The default runner: two grouped matrix products over expert-major slots, no host sync.
 
 The router weight is folded in before the second product, (w h) D = w (h D): I columns are scaled
 instead of H, and backward needs no copy of the unweighted result.

@@ -87,7 +87,7 @@ class Int8TritonRunner(GpuSlotsRunner):
             matrices=weights.down_proj,
             matrix_scales=weights.down_scale,
             slot_weights=slots.weights,
-            # MASKED rows have no index, and room for many more.
+            # MASKED rows have no index, and capacity for many more.
             is_packed=slots.row_of_slot is not None,
             out=results,
         )

@@ -92,7 +92,7 @@ def _run_rows(
     index = dispatched.index
     slots = gather_wire(dispatched.hidden_states, index)
     starts = index.first_slot.tolist()
-    counts = index.host_num_slots_per_expert or index.num_slots_per_expert.tolist()
+    counts = index.host_num_tokens_per_expert or index.num_tokens_per_expert.tolist()
     results = slots.data.new_zeros(
         dispatched.num_slots, weights.hidden_size, dtype=weights.hidden_dtype
     )
@@ -114,7 +114,7 @@ def _run_masked(
     rows = dispatched.hidden_states
     results = torch.zeros(rows.data.shape, dtype=weights.hidden_dtype, device=rows.data.device)
     slot_weights = slot_weights_to_apply(dispatched, QuantizedReferenceRunner.name)
-    for expert, count in enumerate(dispatched.num_slots_per_expert.tolist()):
+    for expert, count in enumerate(dispatched.num_tokens_per_expert.tolist()):
         scales = None if rows.scales is None else rows.scales[expert, :count]
         mine = WireTensor(data=rows.data[expert, :count], format=rows.format, scales=scales)
         result = _run_expert(mine, weights, expert, profile)

@@ -55,7 +55,7 @@ def _run_rows(dispatched: RowsDispatchOutput, weights: ExpertWeights) -> RowsCom
     index = dispatched.index
     slots = pack(dequantize(dispatched.hidden_states, weights.dtype), index)
     starts = index.first_slot.tolist()
-    counts = index.host_num_slots_per_expert or index.num_slots_per_expert.tolist()
+    counts = index.host_num_tokens_per_expert or index.num_tokens_per_expert.tolist()
     slot_weights = slot_weights_to_apply(dispatched, ReferenceRunner.name)
     pieces = []
     for expert, count in enumerate(counts):
@@ -72,7 +72,7 @@ def _run_masked(dispatched: MaskedDispatchOutput, weights: ExpertWeights) -> Mas
     rows = dequantize(dispatched.hidden_states, weights.dtype)
     results = torch.zeros_like(rows)
     slot_weights = slot_weights_to_apply(dispatched, ReferenceRunner.name)
-    for expert, count in enumerate(dispatched.num_slots_per_expert.tolist()):
+    for expert, count in enumerate(dispatched.num_tokens_per_expert.tolist()):
         scale = None if slot_weights is None else slot_weights[expert, :count]
         results[expert, :count] = _run_expert(rows[expert, :count], scale, weights, expert)
     return dispatched.combine_input(results)

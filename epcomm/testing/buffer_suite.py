@@ -20,7 +20,7 @@ from epcomm.buffers.sizes import CallShape
 from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError, HandleError, ShapeError
 from epcomm.group import EPGroup
-from epcomm.ops.masked_entries import fill_holes
+from epcomm.ops.masked_entries import fill_masked_entries
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import dequantize, quantize
 from epcomm.registry import buffer_class
@@ -99,7 +99,7 @@ class BufferEnv:
 
     def open_comparing(self, spec: BatchSpec, **changes: int) -> Buffer:
         """The same, which tells all ranks of a bad call."""
-        return self.open(spec, compares_calls=not self.caps.announces_faults, **changes)
+        return self.open(spec, compares_calls=not self.caps.reports_faults, **changes)
 
     def open(self, spec: BatchSpec, **changes: int) -> Buffer:
         """The buffer for batches of `spec`."""
@@ -141,19 +141,19 @@ class BufferEnv:
             make_batch(spec, rank, world_size, number=number).to(self.group.device)
             for rank in range(world_size)
         ]
-        if not self.caps.fills_holes:
+        if not self.caps.fills_masked_entries:
             return batches
         # What is expected is what the entries without an expert become.
         return [_filled(batch, spec.num_experts(world_size)) for batch in batches]
 
 
 def _filled(batch: RankBatch, num_experts: int) -> RankBatch:
-    ids, weights = fill_holes(batch.topk_ids, batch.topk_weights, num_experts)
+    ids, weights = fill_masked_entries(batch.topk_ids, batch.topk_weights, num_experts)
     return replace(batch, topk_ids=ids, topk_weights=weights)
 
 
 def _never_empty(batch: RankBatch, rank: int, env: BufferEnv, spec: BatchSpec) -> RankBatch:
-    """What arrives of a rank's batch: of one without tokens, BufferCaps.fills_empty."""
+    """What arrives of a rank's batch: of one without tokens, BufferCaps.sends_dummy_token."""
     if len(batch.x):
         return batch
     top_k = batch.topk_ids.shape[1]
@@ -217,17 +217,17 @@ BATCH_SPECS: Mapping[str, BatchSpec] = MappingProxyType(
 PLAIN = BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids)
 
 
-def check_batch(env: BufferEnv, spec: BatchSpec, slot_alignment: int = 1) -> None:
+def check_batch(env: BufferEnv, spec: BatchSpec, expert_alignment: int = 1) -> None:
     """Dispatch, look at every row and slot, combine in every way, redispatch."""
     spec = env.adapted(spec)
-    buffer = env.open(spec, slot_alignment=slot_alignment)
+    buffer = env.open(spec, expert_alignment=expert_alignment)
     batches = env.batches(spec)
     with poisoned_memory() if env.poisons else nullcontext():
         out = dispatch(env, buffer, batches[env.group.rank], spec)
-        slots = check_slots(env, out, batches, spec, slot_alignment)
+        slots = check_slots(env, out, batches, spec, expert_alignment)
         check_combine(env, buffer, out, batches, spec)
-        if env.caps.reuses_route:
-            check_redispatch(env, buffer, out, batches, slots)
+        if env.caps.reuses_exchange_plan:
+            check_cached_dispatch(env, buffer, out, batches, slots)
 
 
 def make_call(
@@ -267,23 +267,23 @@ def check_slots(
     out: Dispatched,
     batches: list[RankBatch],
     spec: BatchSpec,
-    slot_alignment: int,
+    expert_alignment: int,
 ) -> list[PlacedSlot]:
     """Order, counts, bit-equal payload and weights of the received slots; returns them."""
     num_local, index = spec.num_local_experts, out.index
-    if env.caps.fills_empty:
+    if env.caps.sends_dummy_token:
         batches = [_never_empty(batch, rank, env, spec) for rank, batch in enumerate(batches)]
     slots = expected_slots(batches, env.group.rank, num_local)
     is_masked = env.caps.layout is Layout.MASKED
-    room = out.rows.data.shape[1] if is_masked else None
-    positions = slot_positions(slots, num_local, slot_alignment, room)
+    capacity = out.rows.data.shape[1] if is_masked else None
+    positions = slot_positions(slots, num_local, expert_alignment, capacity)
     rows = flat_rows(out, env.caps.layout)
     sent = [env.sent(batch, spec) for batch in batches]
     counts = [sum(s.expert == e for s in slots) for e in range(num_local)]
-    _expect_equal(env, "num_slots_per_expert", index.num_slots_per_expert.tolist(), counts)
-    if index.host_num_slots_per_expert is not None:
-        host_counts = list(index.host_num_slots_per_expert)
-        _expect_equal(env, "host_num_slots_per_expert", host_counts, counts)
+    _expect_equal(env, "num_tokens_per_expert", index.num_tokens_per_expert.tolist(), counts)
+    if index.host_num_tokens_per_expert is not None:
+        host_counts = list(index.host_num_tokens_per_expert)
+        _expect_equal(env, "host_num_tokens_per_expert", host_counts, counts)
     # Compared apart from their bytes, which words of four scales have too.
     _expect_equal(env, "dtype and width of scales", _scale_kind(rows), _scale_kind(sent[0]))
     row_of_slot = rows_of_slots(out, rows)
@@ -386,7 +386,7 @@ def _compute(
 def _combine_with_weights(done: _Computed) -> None:
     y = done.buffer.combine(
         done.results,
-        done.out.route,
+        done.out.exchange_plan,
         rows_per=RowsPer.SLOT,
         slot_weights=done.out.slot_weights,
     ).y
@@ -397,7 +397,7 @@ def _combine_weighted_slots(done: _Computed) -> None:
     assert done.out.slot_weights is not None, "who applies weights has them"
     weighted = (done.results * done.out.slot_weights.unsqueeze(1)).to(done.spec.dtype)
     weighted = poison_rows(weighted, done.scale > 0)
-    y = done.buffer.combine(weighted, done.out.route, rows_per=RowsPer.SLOT).y
+    y = done.buffer.combine(weighted, done.out.exchange_plan, rows_per=RowsPer.SLOT).y
     done.expect("combine of weighted slots", y, done.weighted_sums)
     if y.dtype != done.spec.dtype:
         _fail(done.env, f"combine returned {y.dtype}, expected {done.spec.dtype}")
@@ -406,36 +406,36 @@ def _combine_weighted_slots(done: _Computed) -> None:
 def _combine_rows(done: _Computed) -> None:
     per_row, scalars = _reduce_to_rows(done.out, done.results, done.scale)
     plain = done.arriving * done.factor.sum(1, keepdim=True)
-    has_scalars = done.env.caps.trainable or done.env.caps.reuses_route
-    home = done.buffer.combine(
+    has_scalars = done.env.caps.trainable or done.env.caps.reuses_exchange_plan
+    returned = done.buffer.combine(
         per_row,
-        done.out.route,
+        done.out.exchange_plan,
         rows_per=RowsPer.ROW,
         row_scalars=scalars if has_scalars else None,
     )
-    done.expect("combine of rows", home.y, plain)
+    done.expect("combine of rows", returned.y, plain)
     if has_scalars:
-        assert home.scalars is not None, "row scalars come home"
+        assert returned.scalars is not None, "row scalars come back"
         # The scalar of a slot is its expert's number, so (t, k) must receive topk_ids + 1.
-        _expect_equal(done.env, "scalars", home.scalars.tolist(), done.factor.float().tolist())
+        _expect_equal(done.env, "scalars", returned.scalars.tolist(), done.factor.float().tolist())
 
 
-def check_redispatch(
+def check_cached_dispatch(
     env: BufferEnv,
     buffer: Buffer,
     out: Dispatched,
     batches: list[RankBatch],
     slots: list[PlacedSlot],
 ) -> None:
-    """Other rows along the old route, twice: slot by slot what their token was given."""
+    """Other rows along the old exchange plan, twice: slot by slot what their token was given."""
     row_of_slot = rows_of_slots(out, out.rows)
     for factor in (2, -3):
-        rows = buffer.redispatch(batches[env.group.rank].x * factor, out.route)
+        rows = buffer.cached_dispatch(batches[env.group.rank].x * factor, out.exchange_plan)
         for placed in slots:
             slot = placed.slot
             expected = (batches[slot.source].x[slot.token] * factor).tolist()
             row = rows[int(row_of_slot[placed.position])].tolist()
-            _expect_equal(env, f"redispatched slot {placed.position}", row, expected)
+            _expect_equal(env, f"slot of a cached dispatch {placed.position}", row, expected)
 
 
 def check_operations_stand_alone(env: BufferEnv) -> None:
@@ -464,7 +464,7 @@ def check_operations_stand_alone(env: BufferEnv) -> None:
 def _check_sums_repeat(done: _Computed) -> None:
     """The same rows give the same sums to the bit; of three ranks and more their order shows."""
     sums = [
-        done.buffer.combine(done.results, done.out.route, rows_per=RowsPer.SLOT).y.clone()
+        done.buffer.combine(done.results, done.out.exchange_plan, rows_per=RowsPer.SLOT).y.clone()
         for _ in range(2)
     ]
     if not torch.equal(*(y.view(torch.uint8) for y in sums)):
@@ -539,7 +539,7 @@ def check_combine_faults(env: BufferEnv) -> None:
     is_faulty = env.group.rank == faulty
     buffer, mine = env.open(spec, compares_calls=True), env.batches(spec)[env.group.rank]
     # Where ranks compare their calls they hear of it at once.
-    waits_for_check = env.is_static and env.caps.announces_faults
+    waits_for_check = env.is_static and env.caps.reports_faults
     for own_error in (HandleError("a spent handle here"), ShapeError("bad rows here")):
         out = dispatch(env, buffer, mine, spec)
 
@@ -571,13 +571,15 @@ def check_budget(env: BufferEnv) -> None:
             _slots_needed(batches, rank, spec.num_local_experts, alignment)
             for rank in range(world_size)
         )
-        exact = env.open(spec, slot_alignment=alignment, max_recv_slots=required)
+        exact = env.open(spec, expert_alignment=alignment, max_recv_slots=required)
         out = dispatch(env, exact, batches[env.group.rank], spec)
         check_slots(env, out, batches, spec, alignment)
         check_combine(env, exact, out, batches, spec)
         exact.check()
         if required > 1:
-            small = env.open_comparing(spec, slot_alignment=alignment, max_recv_slots=required - 1)
+            small = env.open_comparing(
+                spec, expert_alignment=alignment, max_recv_slots=required - 1
+            )
             call = make_call(env, batches[env.group.rank], spec)
             wanted = f"raise max_recv_slots to {required}"
             _expect_fault(env, small, call, CapacityError, wanted, spec)
@@ -598,7 +600,7 @@ def _finish(env: BufferEnv, buffer: Buffer, out: Dispatched, spec: BatchSpec) ->
     num_rows = flat_rows(out, env.caps.layout).data.shape[0]
     zeros = torch.zeros(num_rows, spec.hidden_size, dtype=spec.dtype, device=env.group.device)
     rows_per = RowsPer.ROW if has_rows else RowsPer.SLOT
-    return buffer.combine(zeros, out.route, rows_per=rows_per).y
+    return buffer.combine(zeros, out.exchange_plan, rows_per=rows_per).y
 
 
 def _expect_fault(
@@ -674,9 +676,9 @@ SCENARIOS: Mapping[str, Callable[[BufferEnv], None]] = MappingProxyType(
         },
         # Of up to 4 ranks, some expert has more than a block of slots and each has some; some
         # expert has none.
-        "aligned": lambda env: check_batch(env, replace(PLAIN, seed=1), slot_alignment=4),
+        "aligned": lambda env: check_batch(env, replace(PLAIN, seed=1), expert_alignment=4),
         "aligned_holes": lambda env: check_batch(
-            env, replace(PLAIN, choose_ids=holed_ids, seed=29), slot_alignment=8
+            env, replace(PLAIN, choose_ids=holed_ids, seed=29), expert_alignment=8
         ),
         "stand_alone": check_operations_stand_alone,
         "more_in_flight": check_more_in_flight,
@@ -716,7 +718,7 @@ def _scale_kind(rows: WireTensor) -> tuple[torch.dtype, int] | None:
 def _slot_scales(env: BufferEnv, out: Dispatched, spec: BatchSpec, num_slots: int) -> Tensor:
     """[C]: physical expert + 1 of each slot, 0 for padding."""
     scales = torch.zeros(num_slots, device=env.group.device)
-    starts, counts = out.index.first_slot.tolist(), out.index.num_slots_per_expert.tolist()
+    starts, counts = out.index.first_slot.tolist(), out.index.num_tokens_per_expert.tolist()
     for expert, count in enumerate(counts):
         number = env.group.rank * spec.num_local_experts + expert + 1
         scales[starts[expert] : starts[expert] + count] = number

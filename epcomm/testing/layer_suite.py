@@ -365,7 +365,7 @@ def check_frozen_experts(env: LayerEnv) -> None:
     reads_flags = False
     if isinstance(layer, ExpertParallelExperts):
         caps = layer.phases.prefill.plan.caps
-        reads_flags = caps.host_reads > 0 and caps.announces_faults
+        reads_flags = caps.host_syncs > 0 and caps.reports_faults
     # Who may not read the flags of others must assume that some need gradients.
     if layer(still.x, still.topk).requires_grad and reads_flags:
         raise AssertionError(f"{env.group.where}: y requires grad though nothing does")

@@ -37,14 +37,16 @@ def expected_slots(batches: list[RankBatch], rank: int, num_local: int) -> list[
 
 
 def slot_positions(
-    slots: list[ExpectedSlot], num_local: int, slot_alignment: int, room: int | None
+    slots: list[ExpectedSlot], num_local: int, expert_alignment: int, capacity: int | None
 ) -> list[int]:
-    """Where slots lie when experts start at multiples of slot_alignment, or of `room`."""
+    """Where slots lie when experts start at multiples of expert_alignment, or of `capacity`."""
     positions, start = [], 0
     for expert in range(num_local):
         mine = [slot for slot in slots if slot.expert == expert]
         positions += range(start, start + len(mine))
-        start += -(-len(mine) // slot_alignment) * slot_alignment if room is None else room
+        start += (
+            -(-len(mine) // expert_alignment) * expert_alignment if capacity is None else capacity
+        )
     return positions
 
 

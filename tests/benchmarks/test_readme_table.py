@@ -60,7 +60,7 @@ def test_copies_of_the_same_run_are_told_below_the_table() -> None:
     assert table == render(result()).split("\n\n")[0]
     assert caption.startswith("4 ranks over gloo, epcomm in shared_memory on 2 cores of A Process")
     assert "copy 12.3 GB/s" in told
-    assert "reaches 16% if rows out and sums home are counted once (123.4 MB" in told
+    assert "reaches 16% if rows out and sums back are counted once (123.4 MB" in told
     assert "and 24% if" in told
     assert "(352.0 MB)" in told
 

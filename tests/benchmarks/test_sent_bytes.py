@@ -28,7 +28,7 @@ def test_expert_rows_of_the_example_in_the_module() -> None:
 
 
 def test_all_gather_passes_every_block_on() -> None:
-    # 3 blocks of 5 tokens, 16 B and 2 * 12 B of routing each; sums of 16 B home.
+    # 3 blocks of 5 tokens, 16 B and 2 * 12 B of routing each; sums of 16 B in combine.
     sent = all_gather_bytes(4, max_tokens=5, top_k=2, row_bytes=ROW_BYTES)
     assert sent == SentBytes(dispatch=3 * 5 * 40, combine=3 * 5 * 16, control=3 * 8)
 
@@ -52,7 +52,7 @@ def test_every_contender_counts_what_was_counted_by_hand() -> None:
         dispatch=pairs[rank] * ROW_BYTES, combine=pairs[1 - rank] * ROW_BYTES, control=2 * 8
     )
     assert sent["all_gather"] == SentBytes(dispatch=3 * (16 + 24), combine=3 * 16, control=8)
-    # A row of 16 B takes its 2 ids and 2 weights along, 16 B more, and comes home without them.
+    # A row of 16 B takes its 2 ids and 2 weights along, 16 B more, and comes back without them.
     assert (counted.dispatch, counted.combine) == (2 * 32, 2 * 16)
     assert counted == SentBytes(
         dispatch=planned.dispatch_bytes,

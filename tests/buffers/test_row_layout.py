@@ -62,7 +62,7 @@ CASES = [
         row_bytes=112,
     ),
     Case(
-        id="fp32 on the way home",
+        id="fp32 in combine",
         format=WireFormat.of(torch.float32),
         hidden_size=5,
         top_k=2,

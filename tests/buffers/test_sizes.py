@@ -132,7 +132,7 @@ def tensors_of(record: object) -> Iterator[Tensor]:
         for field in fields(record):
             yield from tensors_of(getattr(record, field.name))
     elif isinstance(record, Handle):
-        yield from tensors_of(record.route)
+        yield from tensors_of(record.exchange_plan)
 
 
 def owned_bytes(record: object) -> int:
@@ -205,7 +205,7 @@ REGIONS = {
         "packed slots": (288, 18432),
         "expert results": (256, 16384),
         "partial sums": (256, 8192),
-        "home rows": (256, 4096),
+        "returned rows": (256, 4096),
     },
     "all_gather": {
         "headers": (None, 8768),
@@ -216,7 +216,7 @@ REGIONS = {
         "packed slots": (288, 18432),
         "expert results": (256, 16384),
         "partial sums": (512, 8192),
-        "home rows": (512, 8192),
+        "returned rows": (512, 8192),
     },
     # R = 68 rows: each rank's 16 and its header.
     "low_latency": {
@@ -228,7 +228,7 @@ REGIONS = {
         "packed slots": (None, 18432),
         "expert results": (None, 16384),
         "partial sums": (None, 8704),
-        "home rows": (None, 8704),
+        "returned rows": (None, 8704),
     },
     # R = 16 rows, the caller's, and C = 32 slots.
     "replicated": {
@@ -261,7 +261,7 @@ def test_budget_bounds_the_slots() -> None:
 
 
 def test_padding_of_experts_is_counted() -> None:
-    aligned = phase_of(CASES["low_latency"], slot_alignment=16)
+    aligned = phase_of(CASES["low_latency"], expert_alignment=16)
     regions = {region.name: region.max_bytes for region in aligned.regions()}
     # 128 slots and 15 of padding for each of 2 experts, rounded up to 160.
     assert regions["expert results"] == 160 * 128
@@ -274,7 +274,7 @@ WIRE = {
         BufferTraffic(dispatch_bytes=5 * 144, combine_bytes=3 * 128, control_bytes=3 * 1096),
         BufferTraffic(dispatch_bytes=5 * 128, combine_bytes=3 * 144),
     ),
-    # Rows are padded to the 4 tokens of rank 0; the sums of the 6 tokens of others go home.
+    # Rows are padded to the 4 tokens of rank 0; the sums of the 6 tokens of others go back.
     "all_gather": (
         BufferTraffic(dispatch_bytes=12 * 144, combine_bytes=6 * 128, control_bytes=3 * 1096),
         BufferTraffic(dispatch_bytes=12 * 128, combine_bytes=6 * 144),

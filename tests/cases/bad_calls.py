@@ -31,7 +31,7 @@ UNREADY = "dispatch: an error while tokens were routed or made ready to be sent 
 FAILED_RESULTS = (
     "combine: an error while the experts computed or their results were summed on rank 1"
 )
-WRONG_HANDLE = "a handle that is spent or foreign, or a closed dispatcher, on rank 1"
+WRONG_HANDLE = "a combined batch, a batch of another dispatcher, or a closed dispatcher, on rank 1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,7 +412,7 @@ def disagreeing(name: str, **changes: object) -> Bad:
 
 CONFIG_FAULTS = [
     disagreeing("another M", max_tokens_per_rank=6),
-    disagreeing("another slot_alignment", slot_alignment=4),
+    disagreeing("another expert_alignment", expert_alignment=4),
     disagreeing("another check_calls", check_calls=True),
     disagreeing("another deterministic", deterministic=True),
     disagreeing("another dispatch_dtype", dispatch_dtype="fp8_e4m3"),

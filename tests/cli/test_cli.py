@@ -53,7 +53,7 @@ def test_plan_prints_choice_rejections_memory_and_limits() -> None:
     assert [
         "shared_memory",
         "prefill and training",
-        "needs a group, to see that its ranks share a host",
+        "serves one host, which only a process group shows; run under torchrun",
     ] in printed
     assert ["received rows", "288 B", "no limit"] in printed
     assert ["received rows", "fixed", "9,792 B"] in printed
@@ -63,9 +63,13 @@ def test_every_reason_of_a_rejection_has_a_line() -> None:
     result = run("plan", *LAYER, "--mode", "normal", "--backend", "collective")
     printed = rows(result.stdout)
     place = printed.index(["nvlink", "all phases", "there is no CUDA device"])
-    assert printed[place + 1] == ["", "", "needs a group, to see that its ranks share a host"]
-    assert ["bytes a token, out", "288 B"] in printed
-    assert ["backward a token, home", "288 B"] in printed
+    assert printed[place + 1] == [
+        "",
+        "",
+        "serves one host, which only a process group shows; run under torchrun",
+    ]
+    assert ["bytes a token, dispatch", "288 B"] in printed
+    assert ["backward a token, combine", "288 B"] in printed
 
 
 def test_auto_without_a_limit_says_what_decode_lacks() -> None:
@@ -204,7 +208,7 @@ def test_kind_of_experts_decides_what_travels(kind: str, wire: str) -> None:
     layer = [*LAYER, "--mode", "normal", "--intermediate-size", "32"]
     result = run("plan", *layer, "--experts", kind)
     assert result.exit_code == 0, result.output
-    assert ["wire format out", wire] in rows(result.stdout)
+    assert ["wire format of dispatch", wire] in rows(result.stdout)
     runner = "grouped_mm" if kind == "bf16" else "quantized_reference"
     assert f"runner: {runner}" in result.stdout
 
@@ -214,7 +218,7 @@ def test_unusual_arithmetic_has_a_row(tmp_path: Path) -> None:
     path.write_text('dispatch_dtype = "int8"\nint8_profile = "div"\n')
     found = rows(run("plan", *LAYER, "--config", str(path)).stdout)
     assert ["int8 profile", "div"] in found
-    assert ["wire format out", "int8/0"] in found
+    assert ["wire format of dispatch", "int8/0"] in found
     assert "int8 profile" not in run("plan", *LAYER).stdout
 
 

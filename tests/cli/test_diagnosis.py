@@ -110,10 +110,10 @@ DEEP_EPS = [
         text="sgl-kernel-npu, for Ascend (fused_deep_moe)",
     ),
     DeepEP(
-        id="stranger",
+        id="unknown",
         files={"__init__.py": "def main(): ...", "broken.py": "class Buffer(:"},
-        kind=DeepEPKind.STRANGER,
-        text="a stranger: it defines no Buffer",
+        kind=DeepEPKind.UNKNOWN,
+        text="an unknown package: it defines no Buffer",
     ),
 ]
 
@@ -135,8 +135,8 @@ def test_every_deep_ep_is_told_apart(deep_ep: DeepEP, tmp_path: Path) -> None:
     found = package(report, "deep_ep")
     assert report.deep_ep is deep_ep.kind
     assert found.detail == f"1.2.3, {deep_ep.text}"
-    is_stranger = deep_ep.kind is DeepEPKind.STRANGER
-    assert found.status is (Status.ATTENTION if is_stranger else Status.HERE)
+    is_unknown = deep_ep.kind is DeepEPKind.UNKNOWN
+    assert found.status is (Status.ATTENTION if is_unknown else Status.HERE)
 
 
 def test_another_deep_ep_in_its_place_is_seen(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from epcomm import ConfigError, DeepEPNormalDispatcher, EPConfig, EPGroup, EPTimeout, MoESpec
 from epcomm.collectives import bounded
 from epcomm.collectives.base import DEFAULT_TIMEOUT_S
-from epcomm.collectives.bounded import BoundedWait, Noticeboard, Step
+from epcomm.collectives.bounded import BoundedWait, FailureBoard, Step
 
 TIMEOUT_S = 0.5
 LONG_S = 30.0
@@ -38,7 +38,7 @@ class Wall:
     num_reads: int = 0
 
 
-class WallNoticeboard(Noticeboard):
+class WallFailureBoard(FailureBoard):
     """What one rank sees of the wall."""
 
     def __init__(self, wall: Wall, rank: int, host_rank: int | None = None) -> None:
@@ -91,7 +91,7 @@ class Rank:
     def __init__(self, world: World, rank: int, timeout_s: float, host_rank: int | None) -> None:
         self.world, self.rank = world, rank
         self.wait = BoundedWait(
-            WallNoticeboard(world.wall, rank, host_rank),
+            WallFailureBoard(world.wall, rank, host_rank),
             rank=rank,
             world_size=world.transport.world_size,
             timeout_s=timeout_s,
@@ -115,7 +115,7 @@ class Ending(NamedTuple):
 
 
 class World:
-    """All ranks of a group, transport and noticeboard included."""
+    """All ranks of a group, transport and failure board included."""
 
     def __init__(
         self, world_size: int = 4, *, timeout_s: float = TIMEOUT_S, host_rank: int | None = None
@@ -224,10 +224,10 @@ def test_late_rank_hears_who_gave_up_on_it() -> None:
     world = World()
     late = after(TIMEOUT_S + bounded.GRACE_S + SLACK_S)
     endings = world.play(once, once, late, None)
-    story = messages(endings)
-    for message in story[:2]:
+    texts = messages(endings)
+    for message in texts[:2]:
         assert message.startswith("dispatch: ranks 2, 3 did not arrive")
-    assert story[2].startswith(
+    assert texts[2].startswith(
         "dispatch: this rank came too late: ranks 0, 1 had given up on ranks 2, 3 (call 1,"
     )
 
@@ -276,10 +276,10 @@ def test_ranks_in_different_exchanges_are_described() -> None:
         rank.num_started += 1
         rank.run("combine")
 
-    story = messages(world.play(ahead, astray))
-    assert story[0].startswith("dispatch: no rank is missing, but the exchange did not end in time")
-    assert "; rank 1 was in combine, call 1, exchange 2; call in the same order" in story[0]
-    assert "; rank 0 was in dispatch, call 1, exchange 2; call in the same order" in story[1]
+    texts = messages(world.play(ahead, astray))
+    assert texts[0].startswith("dispatch: no rank is missing, but the exchange did not end in time")
+    assert "; rank 1 was in combine, call 1, exchange 2; call in the same order" in texts[0]
+    assert "; rank 0 was in dispatch, call 1, exchange 2; call in the same order" in texts[1]
 
 
 def test_silent_noticeboard_blames_the_rank_that_holds_it() -> None:
@@ -295,7 +295,7 @@ def test_silent_noticeboard_without_a_host_blames_nobody() -> None:
     world = World()
     world.wall.silent = True
     for message in messages(world.play(once, once, None, once)):
-        assert "who is missing cannot be told because the noticeboard does not answer" in message
+        assert "who is missing cannot be told because the failure board does not answer" in message
 
 
 def test_reports_outlive_a_noticeboard_whose_host_has_reported_and_ended() -> None:
@@ -307,9 +307,9 @@ def test_reports_outlive_a_noticeboard_whose_host_has_reported_and_ended() -> No
         finally:
             world.wall.silent = True
 
-    story = messages(world.play(host, once, None))
-    assert len(story) == 2
-    for message in story:
+    texts = messages(world.play(host, once, None))
+    assert len(texts) == 2
+    for message in texts:
         assert message.startswith("dispatch: rank 2 did not arrive (call 1")
 
 

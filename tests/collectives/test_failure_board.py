@@ -1,4 +1,4 @@
-"""The noticeboard in a store answers in time, or says that it does not, whatever its host does."""
+"""The failure board in a store answers in time, or says that it does not, whatever happens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from epcomm.collectives.bounded import LOOK_LIMIT_S
-from epcomm.collectives.failure_board import StoreNoticeboard
+from epcomm.collectives.failure_board import StoreFailureBoard
 
 # Seconds for what a busy machine may make of a program's start or end.
 PATIENCE_S = 120.0
@@ -43,11 +43,11 @@ LEAVING = """
 
     from torch.distributed import TCPStore
 
-    from epcomm.collectives.failure_board import StoreNoticeboard
+    from epcomm.collectives.failure_board import StoreFailureBoard
 
     port, pid = int(sys.argv[1]), int(sys.argv[2])
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    board = StoreNoticeboard(store, rank=0, world_size=2)
+    board = StoreFailureBoard(store, rank=0, world_size=2)
     assert board.read() == {}
     os.kill(pid, signal.SIGSTOP)
     time.sleep(0.2)  # until it has stopped
@@ -86,7 +86,7 @@ def host() -> Iterator[Host]:
 
 def test_reports_reach_all_ranks_and_the_last_counts() -> None:
     store = HashStore()
-    boards = [StoreNoticeboard(store, rank=rank, world_size=3) for rank in range(3)]
+    boards = [StoreFailureBoard(store, rank=rank, world_size=3) for rank in range(3)]
     assert [board.read() for board in boards] == [{}, {}, {}]
     boards[1].post("waits")
     boards[1].post("gave up")
@@ -96,14 +96,14 @@ def test_reports_reach_all_ranks_and_the_last_counts() -> None:
 
 def test_rank_that_holds_the_store_is_known_to_the_others(host: Host) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert StoreNoticeboard(server, rank=1, world_size=2).host_rank == 1
+    assert StoreFailureBoard(server, rank=1, world_size=2).host_rank == 1
     # A process outside the group holds this one.
-    board = StoreNoticeboard(host.connect(), rank=0, world_size=2)
+    board = StoreFailureBoard(host.connect(), rank=0, world_size=2)
     assert board.read() == {}
     assert board.host_rank is None
     # What another rank's board says of itself is read from the store.
     shared = HashStore()
-    boards = [StoreNoticeboard(shared, rank=rank, world_size=2) for rank in range(2)]
+    boards = [StoreFailureBoard(shared, rank=rank, world_size=2) for rank in range(2)]
     assert [board.read() for board in boards] == [{}, {}]
     PrefixStore("epcomm/lost_ranks", shared).set("host_rank", "1")
     assert [board.read() for board in boards] == [{}, {}]
@@ -112,7 +112,7 @@ def test_rank_that_holds_the_store_is_known_to_the_others(host: Host) -> None:
 
 @pytest.mark.slow
 def test_stopped_host_is_silence_until_it_goes_on(host: Host) -> None:
-    board = StoreNoticeboard(host.connect(), rank=0, world_size=2)
+    board = StoreFailureBoard(host.connect(), rank=0, world_size=2)
     board.post("waits")
     assert board.read() == {0: "waits"}
     host.signal(signal.SIGSTOP)
@@ -131,7 +131,7 @@ def test_stopped_host_is_silence_until_it_goes_on(host: Host) -> None:
 
 @pytest.mark.slow
 def test_killed_host_is_silence_at_once(host: Host) -> None:
-    board = StoreNoticeboard(host.connect(), rank=0, world_size=2)
+    board = StoreFailureBoard(host.connect(), rank=0, world_size=2)
     assert board.read() == {}
     host.process.kill()
     host.process.wait()

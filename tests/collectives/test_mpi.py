@@ -1,4 +1,4 @@
-"""The three verbs over MPI: any bits, splits and sizes, waits that end, a communicator apart."""
+"""The three collectives over MPI: any bits, splits, sizes; bounded waits; a communicator apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The three verbs over torch.distributed: any splits, any dtype, and agreement that names ranks."""
+"""The collectives over torch.distributed: any splits, any dtype, and agreement that names ranks."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ def test_all_gather_keeps_bits_and_ranks(shape: tuple[int, ...]) -> None:
 def test_tensor_that_is_not_contiguous_is_refused_before_it_is_sent() -> None:
     collectives = world()
     transposed = torch.ones(4, 8, device=collectives.device).T
-    for verb in (collectives.all_to_all, collectives.all_gather):
+    for collective in (collectives.all_to_all, collectives.all_gather):
         with pytest.raises(ShapeError, match=r"tensor \[8, 4\] with strides \(1, 8\)"):
-            verb(transposed)
+            collective(transposed)
     assert collectives.all_gather(transposed.contiguous()).shape == (NUM_RANKS, 8, 4)
 
 

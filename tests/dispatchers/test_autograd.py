@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Buffer, Combined
-from epcomm.buffers.nvlink.low_latency_state import NVLinkRoute
+from epcomm.buffers.nvlink.low_latency_state import NVLinkLowLatencyExchangePlan
 from epcomm.dispatchers.autograd import combine_rows
-from epcomm.records import Handle, Route, RowsCombineInput, SlotIndex
+from epcomm.records import ExchangePlan, Handle, RowsCombineInput, SlotIndex
 from epcomm.types import RowsPer
 
 NUM_ROWS, HIDDEN = 3, 4
@@ -22,10 +22,10 @@ class OneMemoryBuffer:
     def __init__(self) -> None:
         self.received = torch.full((NUM_ROWS, HIDDEN), 2.0)
 
-    def combine(self, rows: Tensor, route: Route, **_: object) -> Combined:
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **_: object) -> Combined:
         return Combined(y=rows.detach().clone(), scalars=None)
 
-    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
+    def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         return self.received.view(NUM_ROWS, HIDDEN)
 
 
@@ -34,14 +34,18 @@ def test_gradients_of_rows_outlive_the_buffers_next_call() -> None:
     index = SlotIndex(
         row_of_slot=integers,
         slots_of_row=integers.view(NUM_ROWS, 1),
-        num_slots_per_expert=integers[:1],
+        num_tokens_per_expert=integers[:1],
         first_slot=integers[:2],
-        host_num_slots_per_expert=None,
-        slot_alignment=1,
+        host_num_tokens_per_expert=None,
+        expert_alignment=1,
     )
-    route = NVLinkRoute(index=index, num_tokens=NUM_ROWS, num_rows=NUM_ROWS, batch=0)
+    exchange_plan = NVLinkLowLatencyExchangePlan(
+        index=index, num_tokens=NUM_ROWS, num_rows=NUM_ROWS, batch=0
+    )
     # Dispatched without gradients; the results of the experts have some all the same.
-    handle = Handle(owner=None, route=route, call=1, num_tokens=NUM_ROWS, needs_backward=False)
+    handle = Handle(
+        owner=None, exchange_plan=exchange_plan, call=1, num_tokens=NUM_ROWS, needs_backward=False
+    )
     rows = torch.ones(NUM_ROWS, HIDDEN, requires_grad=True)
     buffer = OneMemoryBuffer()
     y = combine_rows(

@@ -76,8 +76,8 @@ def check_told(play: Play, bad: Bad) -> None:
     found = raised or waiting
     error = bad.raised if play.is_faulty and bad.raised is not None else bad.error
     assert isinstance(found, error), found
-    is_told = not play.is_faulty or (bad.reads_ids and play.kind.is_static)
-    assert (bad.told if is_told else bad.own) in str(found)
+    is_notified = not play.is_faulty or (bad.reads_ids and play.kind.is_static)
+    assert (bad.told if is_notified else bad.own) in str(found)
     play.expect_works()
 
 
@@ -378,7 +378,7 @@ def test_counts_of_many_experts_take_a_second_exchange(name: str) -> None:
         x, ids = torch.randn(2, H), torch.tensor([[0, 299, 300], [427, 428, 599]])
         topk = TopKOutput(topk_ids=ids, topk_weights=torch.ones(2, 3))
         out = dispatcher.dispatch(x, topk)
-        found = out.num_slots_per_expert.tolist()
+        found = out.num_tokens_per_expert.tolist()
         mine = [int(e) - 300 * group.rank for e in ids.flatten()]
         assert found == [NUM_RANKS * mine.count(e) for e in range(300)]
         torch.testing.assert_close(dispatcher.combine(identity(out)), 3 * x)

@@ -66,8 +66,8 @@ def test_what_a_policy_saves_does_not_travel_again() -> None:
             after = layers[0].stats()
             # Recomputation is no forward pass.
             assert after.num_calls == before.num_calls + 1
-            assert after.num_slots - before.num_slots == sum(after.num_slots_per_expert) - sum(
-                before.num_slots_per_expert
+            assert after.num_slots - before.num_slots == sum(after.num_tokens_per_expert) - sum(
+                before.num_tokens_per_expert
             )
             for gradient, wanted in zip(gradients, expected, strict=True):
                 assert torch.equal(gradient, wanted)

@@ -10,7 +10,7 @@ def record(*, to_w8a8: float = 0.018, to_reference: float | None = 0.003) -> Pat
         to_w8a8=to_w8a8,
         to_reference=to_reference,
         sent=[],
-        host_reads=1,
+        host_syncs=1,
         choice="mode normal",
     )
 

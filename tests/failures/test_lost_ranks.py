@@ -1,4 +1,4 @@
-"""A rank that is killed, stopped or late is named by all others, who then end by themselves."""
+"""A rank that is killed, stopped or too slow is named by all others, who then end by themselves."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_close_and_exit_do_not_wait(run: Played) -> None:
     for rank in run.scenario.ending:
         assert run.outcome(rank).close_s < CLOSE_LIMIT_S
         assert run.exit_codes[rank] == EXIT_CODE + rank
-        # The interpreter ends too: no thread of the transport or the noticeboard holds it.
+        # The interpreter ends too: no thread of the transport or the failure board holds it.
         assert run.ended_at_s[rank] - run.outcome(rank).left_at_s < EXIT_LIMIT_S
 
 

@@ -131,8 +131,8 @@ def test_every_rank_makes_as_many_calls(monkeypatch: pytest.MonkeyPatch) -> None
                 assert out.y.shape == x.shape
                 error = (out.y.double() - expected.double()).norm()
                 assert error <= TOLERANCE * expected.double().norm(), (name, sizes)
-                assert out.num_slots_per_expert.dtype is torch.int32
-                assert out.num_slots_per_expert.tolist() == counts
+                assert out.num_tokens_per_expert.dtype is torch.int32
+                assert out.num_tokens_per_expert.tolist() == counts
                 assert out.is_reduced is True
 
 

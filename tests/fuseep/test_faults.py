@@ -132,7 +132,7 @@ def test_with_check_calls_every_rank_raises_at_once(operator: str) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("checks", [False, True])
 def test_gradients_are_refused_on_the_rank_that_needs_them(checks: bool) -> None:
-    """Of x, router weights or scales; others hear of it from check_calls or a host read."""
+    """Of x, router weights or scales; others hear of it from check_calls or a host sync."""
     with EPGroup() as group:
         for operator in (*OPERATORS, "fuseep_reference"):
             layer, (x, topk) = make_layer(group, operator, check_calls=checks), batch(group.rank)
@@ -176,19 +176,19 @@ def test_tokens_without_an_expert_cost_rows_and_give_zeros(operator: str) -> Non
         layer.check()
         assert torch.equal(holed.y[2:], y[2:])
         assert not holed.y[0].any()
-        # The weight of a hole is not read.
+        # The weight of a masked entry is not read.
         weights = topk.topk_weights.masked_fill(ids < 0, float("nan"))
         again = layer(x, TopKOutput(topk_ids=ids, topk_weights=weights))
         assert torch.equal(again, holed.y)
         # Substitutes are computed: 5 tokens of 2 ranks, and 2 experts of each.
-        total = holed.num_slots_per_expert.sum()
+        total = holed.num_tokens_per_expert.sum()
         torch.distributed.all_reduce(total)
         assert int(total) == 2 * 5 * K
         # Without any tokens each rank sends a single one.
         nothing = TopKOutput(topk_ids=ids[:0], topk_weights=weights[:0])
         out = layer.path.run(x[:0], nothing, layer.weights)
         assert out.y.shape == x[:0].shape
-        total = out.num_slots_per_expert.sum()
+        total = out.num_tokens_per_expert.sum()
         torch.distributed.all_reduce(total)
         assert int(total) == 2 * K
         # A rank without data takes part, so that another has its y.

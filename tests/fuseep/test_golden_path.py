@@ -33,8 +33,8 @@ def test_layers_equal_the_golden_values() -> None:
             assert fuseep.digest(out.y) == recorded[mode]["y_sha256"][rank]
             assert torch.equal(out.y[:, :16], tensor_of(recorded[mode]["y_first_16_columns"][rank]))
             counts = torch.tensor(listed[mode][rank]).view(fuseep.L, -1).sum(1)
-            assert out.num_slots_per_expert.dtype == torch.int32
-            assert out.num_slots_per_expert.tolist() == counts.tolist()
+            assert out.num_tokens_per_expert.dtype == torch.int32
+            assert out.num_tokens_per_expert.tolist() == counts.tolist()
             assert out.is_reduced is True
             # The layer's own call is the same one, whichever phase it is told.
             assert torch.equal(layer(x, topk, decode=True), out.y)

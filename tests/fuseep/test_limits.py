@@ -146,7 +146,7 @@ EDGES = [
         id="slot budget",
         fits={},
         breaks={"max_recv_slots": 10**6},
-        reason="has room for any routing and no slot budget; leave max_recv_slots None",
+        reason="has capacity for any routing and no slot budget; leave max_recv_slots None",
     ),
 ]
 
@@ -181,7 +181,7 @@ def test_limits_of_sizes_are_an_argument() -> None:
 
 
 def test_windows_by_hand() -> None:
-    # 8 ranks * 128 tokens * 16 experts * 2048 elements * 2 B, out and home.
+    # 8 ranks * 128 tokens * 16 experts * 2048 elements * 2 B, in dispatch and combine.
     assert fused_deep_moe_window_bytes(SPEC, 8) == 134_217_728
     # 3 B * 128 tokens * 8 * 2048 + 10 * 1048576.
     assert dispatch_ffn_combine_window_bytes(SPEC) == 6_291_456 + 10_485_760

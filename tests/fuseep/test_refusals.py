@@ -197,7 +197,7 @@ REFUSALS = [
         id="budget, mode 1",
         operators=(MODE_1,),
         arguments={"max_recv_slots": 10**6},
-        reason="has room for any routing and no slot budget; leave max_recv_slots None",
+        reason="has capacity for any routing and no slot budget; leave max_recv_slots None",
     ),
     Refusal(
         id="budget, mode 2",
@@ -248,8 +248,8 @@ REFUSALS = [
     Refusal(
         id="alignment",
         operators=ALL,
-        arguments={"slot_alignment": 8},
-        reason="computes experts itself; leave slot_alignment at 1",
+        arguments={"expert_alignment": 8},
+        reason="computes experts itself; leave expert_alignment at 1",
     ),
 ]
 
@@ -299,8 +299,9 @@ def test_explain_names_operator_bytes_and_limits() -> None:
     for line in (
         f"mode fuseep on backend {MODE_2}, 8 ranks with 4 experts each",
         "int8 profile: divtrunc16",
-        "router weights applied by combine; trainable: False; host reads a dispatch: 0",
-        f"at most {4 * row} B a token out, {4 * 2 * H} B home, and 0 B of headers a dispatch",
+        "router weights applied by combine; trainable: False; host syncs a dispatch: 0",
+        f"at most {4 * row} B a token in dispatch, {4 * 2 * H} B in combine, and 0 B of headers a "
+        "dispatch",
         "tokens a rank: at most 128",
         "received slots a rank: at most 5000",
         f"memory of window of the process group: {3 * 128 * 4 * H + 10 * 2**20} B",

@@ -156,7 +156,7 @@ def test_layers_share_an_operator_and_a_group(monkeypatch: pytest.MonkeyPatch) -
         assert traffic[0] == traffic[1]
         assert [layer.stats().num_calls for layer in layers] == [2] * 4
         # A fused operator tells its loads too: those of one routing, however it is computed.
-        loads = [layer.stats().num_slots_per_expert for layer in layers]
+        loads = [layer.stats().num_tokens_per_expert for layer in layers]
         assert loads == [loads[3]] * 4
         assert sum(loads[3]) > 0
         for layer in layers:

@@ -90,7 +90,7 @@ def test_log_tells_choices_once_and_growth(caplog: pytest.LogCaptureFixture) -> 
         assert text.startswith(
             f"{group.where}: mode normal on backend shared_memory; runner grouped_mm; hidden size"
         )
-        for part in ("wire fp32 out", "tokens a rank: no limit", "memory: at most "):
+        for part in ("wire fp32 in dispatch", "tokens a rank: no limit", "memory: at most "):
             assert part in text
         make_moe(group)
         assert "on backend collective;" in caplog.messages[-1]
@@ -139,7 +139,7 @@ def test_prometheus_reads_what_stats_say() -> None:
                 "epcomm_calls": [number],
                 "epcomm_tokens": [stats.num_tokens],
                 "epcomm_rows": [stats.num_rows],
-                "epcomm_expert_tokens": list(stats.num_slots_per_expert),
+                "epcomm_expert_tokens": list(stats.num_tokens_per_expert),
                 "epcomm_expert_imbalance": [stats.imbalance],
                 "epcomm_max_slots": [stats.max_slots],
                 "epcomm_sent_bytes": [],

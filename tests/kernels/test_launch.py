@@ -10,39 +10,39 @@ import torch
 pytest.importorskip("triton")
 from epcomm.kernels import launch
 from epcomm.kernels.gemm.fp8 import rows_of
-from epcomm.kernels.launch import Processor, processor_of
+from epcomm.kernels.launch import DeviceLimits, device_limits
 
 KB = 1024
 
 
 @pytest.mark.parametrize(
-    ("processor", "stage_kb", "most", "stages"),
+    ("limits", "stage_kb", "most", "stages"),
     [
-        (Processor(), 48, 4, 4),
-        (Processor(), 40, 3, 3),
+        (DeviceLimits(), 48, 4, 4),
+        (DeviceLimits(), 40, 3, 3),
         # Two in shared memory and one in registers.
-        (Processor(shared_bytes=99 * KB, major=12), 48, 4, 3),
-        (Processor(shared_bytes=99 * KB, major=12), 40, 3, 3),
-        (Processor(shared_bytes=163 * KB, major=8), 48, 4, 4),
-        (Processor(shared_bytes=99 * KB, major=9), 48, 4, 2),
-        (Processor(shared_bytes=KB, major=9), 48, 4, 1),
+        (DeviceLimits(shared_bytes=99 * KB, major=12), 48, 4, 3),
+        (DeviceLimits(shared_bytes=99 * KB, major=12), 40, 3, 3),
+        (DeviceLimits(shared_bytes=163 * KB, major=8), 48, 4, 4),
+        (DeviceLimits(shared_bytes=99 * KB, major=9), 48, 4, 2),
+        (DeviceLimits(shared_bytes=KB, major=9), 48, 4, 1),
     ],
 )
 def test_stages_are_those_that_fit(
-    processor: Processor, stage_kb: int, most: int, stages: int
+    limits: DeviceLimits, stage_kb: int, most: int, stages: int
 ) -> None:
-    assert processor.stages(stage_kb * KB, most=most) == stages
+    assert limits.stages(stage_kb * KB, most=most) == stages
 
 
 def test_device_is_asked_for_its_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     found = SimpleNamespace(major=12, shared_memory_per_block_optin=99 * KB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    launch._processor.cache_clear()
-    assert processor_of(torch.device("cuda", 0)) == Processor(shared_bytes=99 * KB, major=12)
+    launch._device_limits.cache_clear()
+    assert device_limits(torch.device("cuda", 0)) == DeviceLimits(shared_bytes=99 * KB, major=12)
     del found.shared_memory_per_block_optin
-    assert processor_of(torch.device("cuda", 1)) == Processor(shared_bytes=227 * KB, major=12)
-    launch._processor.cache_clear()
-    assert processor_of(torch.device("cpu")) == Processor()
+    assert device_limits(torch.device("cuda", 1)) == DeviceLimits(shared_bytes=227 * KB, major=12)
+    launch._device_limits.cache_clear()
+    assert device_limits(torch.device("cpu")) == DeviceLimits()
 
 
 def test_matrices_are_never_copied() -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Combined, DispatchCall, Dispatched
-from epcomm.buffers.collective.all_to_all import CollectiveBuffer, CollectiveRoute
-from epcomm.records import Route
+from epcomm.buffers.collective.all_to_all import CollectiveBuffer, CollectiveExchangePlan
+from epcomm.records import ExchangePlan
 from tests.mutants.base import Mutant
 
 
@@ -23,26 +23,26 @@ class Spoiling(CollectiveBuffer):
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         out = super().dispatch(call)
-        assert isinstance(out.route, CollectiveRoute)
-        return self.spoil_dispatched(out, out.route, call)
+        assert isinstance(out.exchange_plan, CollectiveExchangePlan)
+        return self.spoil_dispatched(out, out.exchange_plan, call)
 
-    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
-        assert isinstance(route, CollectiveRoute)
-        return super().redispatch(self.spoil_sent(hidden_states, route), route)
+    def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
+        assert isinstance(exchange_plan, CollectiveExchangePlan)
+        return super().cached_dispatch(self.spoil_sent(hidden_states, exchange_plan), exchange_plan)
 
-    def combine(self, rows: Tensor, route: Route, **options: Any) -> Combined:
-        assert isinstance(route, CollectiveRoute)
-        return self.spoil_combined(super().combine(rows, route, **options), route)
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **options: Any) -> Combined:
+        assert isinstance(exchange_plan, CollectiveExchangePlan)
+        return self.spoil_combined(super().combine(rows, exchange_plan, **options), exchange_plan)
 
     def spoil_dispatched(
-        self, out: Dispatched, route: CollectiveRoute, call: DispatchCall
+        self, out: Dispatched, exchange_plan: CollectiveExchangePlan, call: DispatchCall
     ) -> Dispatched:
         return out
 
-    def spoil_sent(self, hidden_states: Tensor, route: CollectiveRoute) -> Tensor:
+    def spoil_sent(self, hidden_states: Tensor, exchange_plan: CollectiveExchangePlan) -> Tensor:
         return hidden_states
 
-    def spoil_combined(self, home: Combined, route: CollectiveRoute) -> Combined:
+    def spoil_combined(self, home: Combined, exchange_plan: CollectiveExchangePlan) -> Combined:
         return home
 
 
@@ -54,7 +54,7 @@ def with_data(out: Dispatched, data: Tensor) -> Dispatched:
 class ScalarsInPairs(Spoiling):
     """Scalars are brought home two at a time, and the last of three is lost."""
 
-    def spoil_combined(self, home: Combined, route: CollectiveRoute) -> Combined:
+    def spoil_combined(self, home: Combined, exchange_plan: CollectiveExchangePlan) -> Combined:
         if home.scalars is None or home.scalars.shape[1] != 3:
             return home
         scalars = home.scalars.clone()
@@ -66,7 +66,7 @@ class EmptyRankTakesOneRow(Spoiling):
     """A last rank without tokens has memory for one received row."""
 
     def spoil_dispatched(
-        self, out: Dispatched, route: CollectiveRoute, call: DispatchCall
+        self, out: Dispatched, exchange_plan: CollectiveExchangePlan, call: DispatchCall
     ) -> Dispatched:
         if len(call.topk_ids) or self._collectives.rank < self._collectives.world_size - 1:
             return out
@@ -78,8 +78,8 @@ class EmptyRankTakesOneRow(Spoiling):
 class NothingIsOneRow(Spoiling):
     """Where no row travels at all, y has one."""
 
-    def spoil_combined(self, home: Combined, route: CollectiveRoute) -> Combined:
-        if route.num_tokens or route.num_rows:
+    def spoil_combined(self, home: Combined, exchange_plan: CollectiveExchangePlan) -> Combined:
+        if exchange_plan.num_tokens or exchange_plan.num_rows:
             return home
         return replace(home, y=home.y.new_zeros(1, home.y.shape[1]))
 
@@ -88,7 +88,7 @@ class SingleRowIsBroadcast(Spoiling):
     """A single received row is taken for one number."""
 
     def spoil_dispatched(
-        self, out: Dispatched, route: CollectiveRoute, call: DispatchCall
+        self, out: Dispatched, exchange_plan: CollectiveExchangePlan, call: DispatchCall
     ) -> Dispatched:
         data = out.rows.data
         return with_data(out, data[:, :1].expand_as(data)) if len(data) == 1 else out
@@ -97,24 +97,24 @@ class SingleRowIsBroadcast(Spoiling):
 class WhoReceivesNothingReturnsNothing(Spoiling):
     """A rank that received no row does not look for the results of its own tokens."""
 
-    def spoil_combined(self, home: Combined, route: CollectiveRoute) -> Combined:
-        return home if route.num_rows else replace(home, y=torch.zeros_like(home.y))
+    def spoil_combined(self, home: Combined, exchange_plan: CollectiveExchangePlan) -> Combined:
+        return home if exchange_plan.num_rows else replace(home, y=torch.zeros_like(home.y))
 
 
 class RedispatchForgetsTwoHoles(Spoiling):
-    """A token with two experts and two entries of -1 is not sent along an old route."""
+    """A token with two experts and two entries of -1 is not sent along an old exchange_plan."""
 
-    def spoil_sent(self, hidden_states: Tensor, route: CollectiveRoute) -> Tensor:
-        holes = (route.sends.row_of_topk < 0).sum(1, keepdim=True)
-        forgotten = (holes == 2) & (route.sends.row_of_topk.shape[1] == 4)
+    def spoil_sent(self, hidden_states: Tensor, exchange_plan: CollectiveExchangePlan) -> Tensor:
+        holes = (exchange_plan.sends.row_of_topk < 0).sum(1, keepdim=True)
+        forgotten = (holes == 2) & (exchange_plan.sends.row_of_topk.shape[1] == 4)
         return hidden_states.masked_fill(forgotten, 0)
 
 
 class TokensOfNobodyAreLeft(Spoiling):
     """A rank whose tokens go nowhere does not write their y."""
 
-    def spoil_combined(self, home: Combined, route: CollectiveRoute) -> Combined:
-        if sum(route.send_splits):
+    def spoil_combined(self, home: Combined, exchange_plan: CollectiveExchangePlan) -> Combined:
+        if sum(exchange_plan.send_splits):
             return home
         return replace(home, y=torch.full_like(home.y, float("nan")))
 
@@ -123,7 +123,7 @@ class OneExpertNeedsNoWeight(Spoiling):
     """With one expert a token, weights are taken for one."""
 
     def spoil_dispatched(
-        self, out: Dispatched, route: CollectiveRoute, call: DispatchCall
+        self, out: Dispatched, exchange_plan: CollectiveExchangePlan, call: DispatchCall
     ) -> Dispatched:
         assert out.slot_weights is not None
         if call.topk_ids.shape[1] != 1:
@@ -135,7 +135,7 @@ class TwoBytesAreFloat16(Spoiling):
     """Elements of two bytes are read as float16."""
 
     def spoil_dispatched(
-        self, out: Dispatched, route: CollectiveRoute, call: DispatchCall
+        self, out: Dispatched, exchange_plan: CollectiveExchangePlan, call: DispatchCall
     ) -> Dispatched:
         data = out.rows.data
         if data.dtype is not torch.bfloat16:
@@ -147,7 +147,7 @@ class TwoBytesAreBFloat16(Spoiling):
     """Elements of two bytes are read as bfloat16."""
 
     def spoil_dispatched(
-        self, out: Dispatched, route: CollectiveRoute, call: DispatchCall
+        self, out: Dispatched, exchange_plan: CollectiveExchangePlan, call: DispatchCall
     ) -> Dispatched:
         data = out.rows.data
         if data.dtype is not torch.float16:
@@ -159,7 +159,7 @@ class CopiesFourElements(Spoiling):
     """Rows are copied four elements at a time, and what is left over is not."""
 
     def spoil_dispatched(
-        self, out: Dispatched, route: CollectiveRoute, call: DispatchCall
+        self, out: Dispatched, exchange_plan: CollectiveExchangePlan, call: DispatchCall
     ) -> Dispatched:
         data = out.rows.data.clone()
         data[:, data.shape[1] // 4 * 4 :] = 0
@@ -170,15 +170,15 @@ class CountsOfFourExperts(Spoiling):
     """A header has place for the counts of four experts of a rank."""
 
     def spoil_dispatched(
-        self, out: Dispatched, route: CollectiveRoute, call: DispatchCall
+        self, out: Dispatched, exchange_plan: CollectiveExchangePlan, call: DispatchCall
     ) -> Dispatched:
-        assert out.index.host_num_slots_per_expert is not None
-        counts = out.index.num_slots_per_expert.clone()
+        assert out.index.host_num_tokens_per_expert is not None
+        counts = out.index.num_tokens_per_expert.clone()
         counts[4:] = 0
         index = replace(
             out.index,
-            num_slots_per_expert=counts,
-            host_num_slots_per_expert=tuple(counts.tolist()),
+            num_tokens_per_expert=counts,
+            host_num_tokens_per_expert=tuple(counts.tolist()),
         )
         return replace(out, index=index)
 
@@ -187,22 +187,22 @@ class ExpertHasOneBlock(Spoiling):
     """Where slots are aligned, those behind an expert's first block are taken for padding."""
 
     def spoil_dispatched(
-        self, out: Dispatched, route: CollectiveRoute, call: DispatchCall
+        self, out: Dispatched, exchange_plan: CollectiveExchangePlan, call: DispatchCall
     ) -> Dispatched:
-        size, counts = out.index.slot_alignment, out.index.num_slots_per_expert
+        size, counts = out.index.expert_alignment, out.index.num_tokens_per_expert
         if size == 1:
             return out
         blocks = counts.clamp(max=size)
-        return replace(out, index=replace(out.index, num_slots_per_expert=blocks))
+        return replace(out, index=replace(out.index, num_tokens_per_expert=blocks))
 
 
 class NoSlotTakesABlock(Spoiling):
     """Where slots are aligned, an expert without any takes a block."""
 
     def spoil_dispatched(
-        self, out: Dispatched, route: CollectiveRoute, call: DispatchCall
+        self, out: Dispatched, exchange_plan: CollectiveExchangePlan, call: DispatchCall
     ) -> Dispatched:
-        size, counts = out.index.slot_alignment, out.index.num_slots_per_expert
+        size, counts = out.index.expert_alignment, out.index.num_tokens_per_expert
         missing = int((counts == 0).sum()) * size
         if size == 1 or not missing:
             return out
@@ -220,13 +220,13 @@ MUTANTS = [
     Mutant(
         broken=WhoReceivesNothingReturnsNothing, scenario="one_expert", tells="combine with weights"
     ),
-    Mutant(broken=RedispatchForgetsTwoHoles, scenario="holes", tells="redispatched slot"),
+    Mutant(broken=RedispatchForgetsTwoHoles, scenario="holes", tells="slot"),
     Mutant(broken=TokensOfNobodyAreLeft, scenario="nowhere", tells="is off by inf"),
     Mutant(broken=OneExpertNeedsNoWeight, scenario="top_1", tells="weight of slot"),
     Mutant(broken=TwoBytesAreFloat16, scenario="bf16", tells="slot 0"),
     Mutant(broken=TwoBytesAreBFloat16, scenario="fp16", tells="slot 0"),
     Mutant(broken=CopiesFourElements, scenario="odd_hidden", tells="slot 0"),
-    Mutant(broken=CountsOfFourExperts, scenario="many_experts", tells="num_slots_per_expert is"),
-    Mutant(broken=ExpertHasOneBlock, scenario="aligned", tells="num_slots_per_expert is"),
+    Mutant(broken=CountsOfFourExperts, scenario="many_experts", tells="num_tokens_per_expert is"),
+    Mutant(broken=ExpertHasOneBlock, scenario="aligned", tells="num_tokens_per_expert is"),
     Mutant(broken=NoSlotTakesABlock, scenario="aligned_holes", tells="padding is"),
 ]

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Combined, DispatchCall, Dispatched
-from epcomm.buffers.collective.all_to_all import CollectiveBuffer, CollectiveRoute
+from epcomm.buffers.collective.all_to_all import CollectiveBuffer, CollectiveExchangePlan
 from epcomm.buffers.collective.all_to_all_static import StaticCollectiveBuffer
 from epcomm.buffers.nvlink.normal_exact import NVLinkBuffer
 from epcomm.collectives.base import Collectives
 from epcomm.errors import EPError, HandleError
 from epcomm.ops.slots import Members, slots_by_row
-from epcomm.records import Route
+from epcomm.records import ExchangePlan
 from epcomm.spec import BufferSpec
 from tests.mutants.base import Mutant
 from tests.mutants.of_batches import Spoiling, with_data
@@ -25,16 +25,16 @@ from tests.mutants.of_batches import Spoiling, with_data
 class CombinesTheLastBatch(CollectiveBuffer):
     """Combine goes the way of the last dispatch, whatever batch it is given."""
 
-    _last: Route
+    _last: ExchangePlan
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         out = super().dispatch(call)
-        self._last = out.route
+        self._last = out.exchange_plan
         return out
 
-    def combine(self, rows: Tensor, route: Route, **options: Any) -> Combined:
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **options: Any) -> Combined:
         is_forward = options.get("row_scalars") is None
-        return super().combine(rows, self._last if is_forward else route, **options)
+        return super().combine(rows, self._last if is_forward else exchange_plan, **options)
 
 
 class SumsInTurns(CollectiveBuffer):
@@ -42,17 +42,19 @@ class SumsInTurns(CollectiveBuffer):
 
     _is_turned = True
 
-    def combine(self, rows: Tensor, route: Route, **options: Any) -> Combined:
-        assert isinstance(route, CollectiveRoute)
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **options: Any) -> Combined:
+        assert isinstance(exchange_plan, CollectiveExchangePlan)
         self._is_turned = not self._is_turned
         if not self._is_turned:
-            return super().combine(rows, route, **options)
-        members = route.sends.rows_of_token
+            return super().combine(rows, exchange_plan, **options)
+        members = exchange_plan.sends.rows_of_token
         ends = pairwise(members.offsets.tolist())
         parts = [members.flat[begin:end].flip(0) for begin, end in ends]
         flat = torch.cat([*parts, members.flat[:0]])
-        sends = replace(route.sends, rows_of_token=Members(flat=flat, offsets=members.offsets))
-        return super().combine(rows, replace(route, sends=sends), **options)
+        sends = replace(
+            exchange_plan.sends, rows_of_token=Members(flat=flat, offsets=members.offsets)
+        )
+        return super().combine(rows, replace(exchange_plan, sends=sends), **options)
 
 
 class BadCallIsKeptQuiet(CollectiveBuffer):
@@ -117,8 +119,8 @@ class FaultIsToldForEver(StaticCollectiveBuffer):
 class RefusedCombineIsZero(StaticCollectiveBuffer):
     """The y of a combine that another rank refused is zero."""
 
-    def combine(self, rows: Tensor, route: Route, **options: Any) -> Combined:
-        home = super().combine(rows, route, **options)
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **options: Any) -> Combined:
+        home = super().combine(rows, exchange_plan, **options)
         return replace(home, y=home.y.nan_to_num(0)) if home.y.isnan().all() else home
 
 
@@ -127,18 +129,18 @@ class SourcesBackwards(CollectiveBuffer):
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         out = super().dispatch(call)
-        old, route = out.index, out.route
-        assert isinstance(route, CollectiveRoute)
+        old, exchange_plan = out.index, out.exchange_plan
+        assert isinstance(exchange_plan, CollectiveExchangePlan)
         assert old.row_of_slot is not None
         assert old.slots_of_row is not None
-        assert old.host_num_slots_per_expert is not None
+        assert old.host_num_tokens_per_expert is not None
         if not old.is_dense:
             return out
         world_size = self._collectives.world_size
-        source = torch.arange(world_size).repeat_interleave(torch.tensor(route.recv_splits))
+        source = torch.arange(world_size).repeat_interleave(torch.tensor(exchange_plan.recv_splits))
         source_of_slot = (-source[old.row_of_slot.long()]) % world_size
         order = torch.arange(len(source_of_slot))
-        for expert, count in enumerate(old.host_num_slots_per_expert):
+        for expert, count in enumerate(old.host_num_tokens_per_expert):
             first = int(old.first_slot[expert])
             mine = slice(first, first + count)
             order[mine] = order[mine][torch.sort(source_of_slot[mine], stable=True).indices]
@@ -155,7 +157,7 @@ class SourcesBackwards(CollectiveBuffer):
             out,
             index=index,
             slot_weights=out.slot_weights[order],
-            route=replace(route, index=index, slots_by_row=slots_by_row(index)),
+            exchange_plan=replace(exchange_plan, index=index, slots_by_row=slots_by_row(index)),
         )
 
 
@@ -167,11 +169,11 @@ class OffsetsAreCounts(Spoiling):
     """Rows of a source begin behind those of the source before it alone, not of all before."""
 
     def spoil_dispatched(
-        self, out: Dispatched, route: CollectiveRoute, call: DispatchCall
+        self, out: Dispatched, exchange_plan: CollectiveExchangePlan, call: DispatchCall
     ) -> Dispatched:
         data, begin = out.rows.data.clone(), 0
-        for source, count in enumerate(route.recv_splits):
-            wrong = route.recv_splits[source - 1] if source else 0
+        for source, count in enumerate(exchange_plan.recv_splits):
+            wrong = exchange_plan.recv_splits[source - 1] if source else 0
             data[begin : begin + count] = out.rows.data[wrong : wrong + count]
             begin += count
         return with_data(out, data)
@@ -181,10 +183,10 @@ class PartnersByBits(Spoiling):
     """In step s a rank exchanges rows with rank ^ s, of which some have no partner."""
 
     def spoil_dispatched(
-        self, out: Dispatched, route: CollectiveRoute, call: DispatchCall
+        self, out: Dispatched, exchange_plan: CollectiveExchangePlan, call: DispatchCall
     ) -> Dispatched:
         world_size, rank = self._collectives.world_size, self._collectives.rank
-        source = torch.arange(world_size).repeat_interleave(torch.tensor(route.recv_splits))
+        source = torch.arange(world_size).repeat_interleave(torch.tensor(exchange_plan.recv_splits))
         has_met = (source ^ rank) < world_size
         return with_data(out, torch.where(has_met.unsqueeze(1), out.rows.data, 0))
 
@@ -206,7 +208,7 @@ class AloneNothingIsSent(Spoiling):
     """A rank alone, which sends nothing to others, does not write its received rows."""
 
     def spoil_dispatched(
-        self, out: Dispatched, route: CollectiveRoute, call: DispatchCall
+        self, out: Dispatched, exchange_plan: CollectiveExchangePlan, call: DispatchCall
     ) -> Dispatched:
         is_alone = self._collectives.world_size == 1
         return with_data(out, torch.full_like(out.rows.data, float("nan"))) if is_alone else out

@@ -12,11 +12,11 @@ from epcomm.records import SlotIndex
 WORKED_IDS = [[1, -1], [-1, 0], [0, 1]]
 
 
-def index_of(ids: list[list[int]], num_experts: int, slot_alignment: int = 1) -> SlotIndex:
+def index_of(ids: list[list[int]], num_experts: int, expert_alignment: int = 1) -> SlotIndex:
     """The index over rows with these local ids; ids is not empty."""
     counts = [sum(row.count(expert) for row in ids) for expert in range(num_experts)]
     table = torch.tensor(ids, dtype=torch.int32)
-    return build_slot_index(table, torch.tensor(counts), counts, slot_alignment=slot_alignment)
+    return build_slot_index(table, torch.tensor(counts), counts, expert_alignment=expert_alignment)
 
 
 def strided(rows: Tensor, gap: int) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epcomm.ops.masked_entries import fill_holes, is_nowhere
+from epcomm.ops.masked_entries import fill_masked_entries, has_no_expert
 
 
 @given(
@@ -21,13 +21,13 @@ def test_rows_are_distinct_and_what_was_there_stays(
     top_k = min(top_k, num_experts)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :top_k]
-    is_hole = torch.rand(ids.shape, generator=generator) < 0.5
-    ids[is_hole] = -1
+    is_masked = torch.rand(ids.shape, generator=generator) < 0.5
+    ids[is_masked] = -1
     weights = torch.rand(ids.shape, generator=generator) + 0.1
-    filled, scaled = fill_holes(ids, weights, num_experts)
-    assert torch.equal(filled[~is_hole], ids[~is_hole])
-    assert torch.equal(scaled[~is_hole], weights[~is_hole])
-    assert (scaled[is_hole] == 0).all()
+    filled, scaled = fill_masked_entries(ids, weights, num_experts)
+    assert torch.equal(filled[~is_masked], ids[~is_masked])
+    assert torch.equal(scaled[~is_masked], weights[~is_masked])
+    assert (scaled[is_masked] == 0).all()
     for row in filled.tolist():
         assert len(set(row)) == top_k
         assert all(0 <= expert < num_experts for expert in row)
@@ -35,11 +35,11 @@ def test_rows_are_distinct_and_what_was_there_stays(
 
 def test_holes_of_many_tokens_spread_over_the_experts() -> None:
     ids = torch.full((64, 2), -1)
-    filled, _ = fill_holes(ids, torch.ones(64, 2), 8)
+    filled, _ = fill_masked_entries(ids, torch.ones(64, 2), 8)
     assert torch.bincount(filled.flatten(), minlength=8).tolist() == [16] * 8
 
 
 def test_a_token_is_nowhere_if_it_has_no_expert_at_all() -> None:
     ids = torch.tensor([[0, 1], [-1, 3], [-1, -1]])
-    assert is_nowhere(ids).tolist() == [[False], [False], [True]]
-    assert is_nowhere(ids[:0]).shape == (0, 1)
+    assert has_no_expert(ids).tolist() == [[False], [False], [True]]
+    assert has_no_expert(ids[:0]).shape == (0, 1)

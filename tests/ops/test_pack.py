@@ -14,12 +14,12 @@ FLOAT32_SUM = 1e-6
 NAN = float("nan")
 
 
-@pytest.mark.parametrize("slot_alignment", [1, 8])
-def test_gradient_equals_index_add_in_float64(slot_alignment: int) -> None:
+@pytest.mark.parametrize("expert_alignment", [1, 8])
+def test_gradient_equals_index_add_in_float64(expert_alignment: int) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.rand(NUM_ROWS, NUM_EXPERTS, generator=generator).argsort(1)[:, :TOP_K]
     ids[torch.rand(ids.shape, generator=generator) < 0.3] = -1
-    index = index_of(ids.tolist(), NUM_EXPERTS, slot_alignment)
+    index = index_of(ids.tolist(), NUM_EXPERTS, expert_alignment)
     assert index.row_of_slot is not None
     used = index.row_of_slot >= 0
     row_of_used_slot = index.row_of_slot[used].long()

@@ -31,10 +31,10 @@ NAN = float("nan")
 class Case:
     id: str
     ids: list[list[int]]
-    slot_alignment: int = 1
+    expert_alignment: int = 1
     row_of_slot: list[int]
     slots_of_row: list[list[int]]
-    num_slots_per_expert: list[int]
+    num_tokens_per_expert: list[int]
     first_slot: list[int]
     is_dense: bool = True
 
@@ -45,35 +45,35 @@ CASES = [
         ids=WORKED_IDS,
         row_of_slot=[1, 2, 0, 2],
         slots_of_row=[[2, -1], [-1, 0], [1, 3]],
-        num_slots_per_expert=[2, 2],
+        num_tokens_per_expert=[2, 2],
         first_slot=[0, 2, 4],
     ),
     Case(
         id="starts at multiples of three",
         ids=WORKED_IDS,
-        slot_alignment=3,
+        expert_alignment=3,
         row_of_slot=[1, 2, -1, 0, 2, -1],
         slots_of_row=[[3, -1], [-1, 0], [1, 4]],
-        num_slots_per_expert=[2, 2],
+        num_tokens_per_expert=[2, 2],
         first_slot=[0, 3, 6],
         is_dense=False,
     ),
     Case(
         id="alignment that costs nothing",
         ids=WORKED_IDS,
-        slot_alignment=2,
+        expert_alignment=2,
         row_of_slot=[1, 2, 0, 2],
         slots_of_row=[[2, -1], [-1, 0], [1, 3]],
-        num_slots_per_expert=[2, 2],
+        num_tokens_per_expert=[2, 2],
         first_slot=[0, 2, 4],
     ),
     Case(
         id="expert without a slot",
         ids=[[1], [1]],
-        slot_alignment=4,
+        expert_alignment=4,
         row_of_slot=[0, 1, -1, -1],
         slots_of_row=[[0], [1]],
-        num_slots_per_expert=[0, 2],
+        num_tokens_per_expert=[0, 2],
         first_slot=[0, 0, 4],
         is_dense=False,
     ),
@@ -82,7 +82,7 @@ CASES = [
         ids=[[-1, -1]],
         row_of_slot=[],
         slots_of_row=[[-1, -1]],
-        num_slots_per_expert=[0, 0],
+        num_tokens_per_expert=[0, 0],
         first_slot=[0, 0, 0],
     ),
 ]
@@ -90,17 +90,17 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_index_is_expert_major_and_stable(case: Case) -> None:
-    index = index_of(case.ids, 2, case.slot_alignment)
+    index = index_of(case.ids, 2, case.expert_alignment)
     assert index.row_of_slot is not None
     assert index.slots_of_row is not None
     assert index.row_of_slot.tolist() == case.row_of_slot
     assert index.slots_of_row.tolist() == case.slots_of_row
-    assert index.num_slots_per_expert.tolist() == case.num_slots_per_expert
-    assert index.host_num_slots_per_expert == tuple(case.num_slots_per_expert)
+    assert index.num_tokens_per_expert.tolist() == case.num_tokens_per_expert
+    assert index.host_num_tokens_per_expert == tuple(case.num_tokens_per_expert)
     assert index.first_slot.tolist() == case.first_slot
     assert index.is_dense == case.is_dense
-    assert index.slot_alignment == case.slot_alignment
-    tables = (index.row_of_slot, index.slots_of_row, index.num_slots_per_expert, index.first_slot)
+    assert index.expert_alignment == case.expert_alignment
+    tables = (index.row_of_slot, index.slots_of_row, index.num_tokens_per_expert, index.first_slot)
     assert {table.dtype for table in tables} == {torch.int32}
 
 
@@ -128,8 +128,8 @@ def routings(draw: st.DrawFn) -> tuple[list[list[int]], int, int]:
 @settings(deadline=None, max_examples=60)
 @given(routings())
 def test_index_and_sums_equal_plain_loops(routing: tuple[list[list[int]], int, int]) -> None:
-    ids, num_experts, slot_alignment = routing
-    index = index_of(ids, num_experts, slot_alignment)
+    ids, num_experts, expert_alignment = routing
+    index = index_of(ids, num_experts, expert_alignment)
     row_of_slot: list[int] = []
     slots_of_row = [[-1] * len(ids[0]) for _ in ids]
     for expert in range(num_experts):
@@ -137,7 +137,7 @@ def test_index_and_sums_equal_plain_loops(routing: tuple[list[list[int]], int, i
             if expert in experts:
                 slots_of_row[row][experts.index(expert)] = len(row_of_slot)
                 row_of_slot.append(row)
-        row_of_slot += [-1] * (-len(row_of_slot) % slot_alignment)
+        row_of_slot += [-1] * (-len(row_of_slot) % expert_alignment)
     assert index.row_of_slot is not None
     assert index.slots_of_row is not None
     assert index.row_of_slot.tolist() == row_of_slot
@@ -177,9 +177,9 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("name", VIEWS)
-@pytest.mark.parametrize("slot_alignment", [1, 3])
-def test_gather_reads_rows_of_any_stride(name: str, slot_alignment: int) -> None:
-    rows, index = VIEWS[name], index_of(WORKED_IDS, 2, slot_alignment)
+@pytest.mark.parametrize("expert_alignment", [1, 3])
+def test_gather_reads_rows_of_any_stride(name: str, expert_alignment: int) -> None:
+    rows, index = VIEWS[name], index_of(WORKED_IDS, 2, expert_alignment)
     assert index.row_of_slot is not None
     slots = gather_rows(rows, index)
     for slot, row in enumerate(index.row_of_slot.tolist()):
@@ -190,9 +190,9 @@ def test_gather_without_an_index_copies_nothing() -> None:
     index = SlotIndex(
         row_of_slot=None,
         slots_of_row=None,
-        num_slots_per_expert=torch.tensor([3], dtype=torch.int32),
+        num_tokens_per_expert=torch.tensor([3], dtype=torch.int32),
         first_slot=torch.tensor([0, 3], dtype=torch.int32),
-        host_num_slots_per_expert=None,
+        host_num_tokens_per_expert=None,
     )
     assert gather_rows(ROWS, index) is ROWS
 

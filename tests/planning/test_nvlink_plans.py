@@ -112,7 +112,7 @@ CASES = [
 def test_decode_takes_it_where_it_can(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NVLinkHost, "probe", lambda environment: Availability(ok=True))
     with EPGroup() as group:
-        # As over nccl: tensors on a GPU, and verbs in which no host waits.
+        # As over nccl: tensors on a GPU, and collectives in which no host waits.
         monkeypatch.setattr(group, "device", torch.device("cuda"))
         monkeypatch.setattr(group.collectives, "bounded", None)
         mine = reach_in(PAIRS, case.devices[group.rank])
@@ -125,7 +125,7 @@ def test_decode_takes_it_where_it_can(case: Case, monkeypatch: pytest.MonkeyPatc
     assert chosen.prefill.buffer == case.prefill
     text = chosen.explain()
     assert case.reason in text
-    waits = "needs a transport whose verbs the host waits in, gloo or MPI"
+    waits = "needs a transport in whose collectives the host waits, gloo or MPI"
     of_waits = [line for line in text.splitlines() if waits in line]
     assert [line.split(":")[0] for line in of_waits] == ["rejected shared_memory"] * 2
 
@@ -133,7 +133,8 @@ def test_decode_takes_it_where_it_can(case: Case, monkeypatch: pytest.MonkeyPatc
 def test_a_plan_without_ranks_or_with_one_does_not_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NVLinkHost, "probe", lambda environment: Availability(ok=True))
     text = plan(CONFIG, SPEC, world_size=2).explain()
-    assert "rejected nvlink: needs a group, to see that its ranks share a host" in text
+    reason = "serves one host, which only a process group shows; run under torchrun"
+    assert f"rejected nvlink, shared_memory: {reason}" in text
     assert "rejected nvlink: writes to peers, and a single rank has none; " in (
         plan(CONFIG, SPEC).explain()
     )

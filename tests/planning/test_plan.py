@@ -104,12 +104,12 @@ def test_auto_without_a_limit_has_no_decode_and_says_what_is_missing() -> None:
 def test_limits_reach_the_buffer() -> None:
     config = EPConfig(mode="normal", max_tokens_per_rank=128)
     spec = plan(config, SPEC, world_size=4).prefill.buffer_spec
-    assert (spec.max_tokens_per_rank, spec.max_recv_slots, spec.slot_alignment) == (128, None, 1)
+    assert (spec.max_tokens_per_rank, spec.max_recv_slots, spec.expert_alignment) == (128, None, 1)
 
 
 def test_slots_of_experts_are_aligned_as_the_runner_named_needs() -> None:
     config = EPConfig(mode="normal", runner="deep_gemm")
-    assert plan(config, SPEC, world_size=4).prefill.buffer_spec.slot_alignment == 128
+    assert plan(config, SPEC, world_size=4).prefill.buffer_spec.expert_alignment == 128
 
 
 @pytest.mark.parametrize("backend", ["collective", "nvlink", "deep_ep", "ascend"])
@@ -135,8 +135,8 @@ def test_explain_says_what_was_chosen_and_rejected_and_why() -> None:
     assert lines[:5] == [
         "mode normal on backend collective (CollectiveBuffer), 4 ranks with 2 experts each",
         "wire: dispatch bf16, combine bf16, backward bf16",
-        "router weights applied by runner; trainable: True; host reads a dispatch: 1",
-        "at most 288 B a token out, 256 B home, and 3288 B of headers a dispatch",
+        "router weights applied by runner; trainable: True; host syncs a dispatch: 1",
+        "at most 288 B a token in dispatch, 256 B in combine, and 3288 B of headers a dispatch",
         "tokens a rank: at most 128",
     ]
     assert "rejected nvlink: there is no CUDA device" in " ".join(lines)

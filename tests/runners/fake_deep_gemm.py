@@ -84,14 +84,14 @@ def multiply_masked(
     expected_m: int,
     architecture: int,
 ) -> None:
-    num_experts, room, width = lhs[0].shape
+    num_experts, capacity, width = lhs[0].shape
     experts, num_columns = check_matrices(rhs, width)
     assert lhs[0].dtype == torch.float8_e4m3fn
     assert lhs[0].is_contiguous()
     assert experts == num_experts
     assert expected_m > 0
-    assert room > 0
-    assert list(out.shape) == [num_experts, room, num_columns]
+    assert capacity > 0
+    assert list(out.shape) == [num_experts, capacity, num_columns]
     assert out.dtype == torch.bfloat16
     assert out.is_contiguous()
     assert masked_m.dtype == torch.int32

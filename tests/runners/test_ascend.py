@@ -31,7 +31,7 @@ from epcomm import (
     plan,
 )
 from epcomm.quantization import INT8_PER_TOKEN, quantize
-from epcomm.records import Handle, Route, SlotIndex
+from epcomm.records import ExchangePlan, Handle, SlotIndex
 from epcomm.registry import runner_class
 from epcomm.runners.ascend import runner as ascend
 from epcomm.runners.ascend.nz import AscendNZRunner
@@ -103,7 +103,9 @@ def record(
         index=index,
         slot_weights=slot_weights,
         weights_applied_by=WeightsAppliedBy.COMBINE if by_combine else WeightsAppliedBy.RUNNER,
-        handle=Handle(owner=None, route=Route(), call=1, num_tokens=9, needs_backward=False),
+        handle=Handle(
+            owner=None, exchange_plan=ExchangePlan(), call=1, num_tokens=9, needs_backward=False
+        ),
     )
 
 
@@ -116,7 +118,7 @@ def plain_record(index: SlotIndex, slot_weights: Tensor | None = None) -> RowsDi
 
 
 def experts_of_slots(index: SlotIndex) -> list[int]:
-    return [e for e, n in enumerate(index.num_slots_per_expert.tolist()) for _ in range(n)]
+    return [e for e, n in enumerate(index.num_tokens_per_expert.tolist()) for _ in range(n)]
 
 
 def check_w8a8_experts(name: str, *, is_quantized: bool) -> None:
@@ -460,14 +462,14 @@ def test_what_the_operators_cannot_do_is_refused(name: str) -> None:
     index, weights, runner = batch_index(), int8_weights(), make_runner(name)
     sent = plain_record(index)
     with pytest.raises(ShapeError, match=f"{name}: slots begin at multiples of 8"):
-        runner.run(replace(sent, index=replace(index, slot_alignment=8)), weights)
+        runner.run(replace(sent, index=replace(index, expert_alignment=8)), weights)
     rows = sent.hidden_states.data
     narrow = replace(sent.hidden_states, data=rows[:, :32])
     with pytest.raises(ShapeError, match=f"{name}: rows are .* so H is 32, expected 64"):
         runner.run(replace(sent, hidden_states=narrow), weights)
     masked = MaskedDispatchOutput(
         hidden_states=sent.hidden_states,
-        num_slots_per_expert=index.num_slots_per_expert,
+        num_tokens_per_expert=index.num_tokens_per_expert,
         slot_weights=None,
         weights_applied_by=WeightsAppliedBy.COMBINE,
         handle=sent.handle,

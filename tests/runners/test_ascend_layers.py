@@ -121,7 +121,7 @@ def test_sizes_beyond_the_activation_of_sums_are_planned_and_computed(
         y = layer(batch.x, TopKOutput(topk_ids=batch.topk_ids, topk_weights=batch.topk_weights))
         layer.check()
     # The runner stores the result of a token's one slot, and that times its router weight, which
-    # goes home as it is.
+    # goes back as it is.
     expected = stored_model(batch, weights, OF_BFLOAT16, num_parts=2, by_runner=True)
     assert_within(y, expected)
     assert expected.error.sum() <= 0.01 * expected.values.abs().sum()

@@ -25,7 +25,7 @@ from epcomm import (
 )
 from epcomm.ops.static_slots import build_static_slot_index
 from epcomm.quantization import arrange_scales, quantize
-from epcomm.records import Handle, Route, SlotIndex
+from epcomm.records import ExchangePlan, Handle, SlotIndex
 from epcomm.registry import RUNNERS
 from epcomm.runners.deep_gemm import COLUMNS, PACKED_COLUMNS, DeepGemmRunner
 from epcomm.runners.quantized_reference import QuantizedReferenceRunner
@@ -85,14 +85,16 @@ def make_weights(
     return Fp8BlockWeights.from_unquantized(plain, scales=scales)
 
 
-def make_index(slot_alignment: int = 128) -> SlotIndex:
+def make_index(expert_alignment: int = 128) -> SlotIndex:
     order = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(2))
     ids = torch.tensor(IDS)[order].unsqueeze(1)
-    return build_static_slot_index(ids, NUM_EXPERTS, NUM_SLOTS, slot_alignment=slot_alignment)
+    return build_static_slot_index(ids, NUM_EXPERTS, NUM_SLOTS, expert_alignment=expert_alignment)
 
 
 def handle() -> Handle:
-    return Handle(owner=None, route=Route(), call=1, num_tokens=NUM_ROWS, needs_backward=False)
+    return Handle(
+        owner=None, exchange_plan=ExchangePlan(), call=1, num_tokens=NUM_ROWS, needs_backward=False
+    )
 
 
 def rows_record(case: Case, index: SlotIndex) -> RowsDispatchOutput:
@@ -113,20 +115,20 @@ def rows_record(case: Case, index: SlotIndex) -> RowsDispatchOutput:
 
 def masked_record(record: RowsDispatchOutput) -> MaskedDispatchOutput:
     """The slots of each expert side by side, and behind them bytes that mean NaN."""
-    counts, starts = record.num_slots_per_expert.tolist(), record.index.first_slot.tolist()
-    room = max(counts) + 3
+    counts, starts = record.num_tokens_per_expert.tolist(), record.index.first_slot.tolist()
+    capacity = max(counts) + 3
     rows, row_of_slot = record.hidden_states, record.index.row_of_slot
     assert row_of_slot is not None
     assert record.slot_weights is not None
 
     def spread(values: Tensor) -> Tensor:
         raw = values.contiguous().view(torch.uint8)
-        wide = raw.new_full((NUM_EXPERTS, room, raw.shape[1]), 0x7F)
+        wide = raw.new_full((NUM_EXPERTS, capacity, raw.shape[1]), 0x7F)
         for expert, count in enumerate(counts):
             wide[expert, :count] = raw[row_of_slot[starts[expert] : starts[expert] + count].long()]
         return wide.view(values.dtype)
 
-    weights = torch.full((NUM_EXPERTS, room), float("nan"))
+    weights = torch.full((NUM_EXPERTS, capacity), float("nan"))
     for expert, count in enumerate(counts):
         weights[expert, :count] = record.slot_weights[starts[expert] : starts[expert] + count]
     return MaskedDispatchOutput(
@@ -135,7 +137,7 @@ def masked_record(record: RowsDispatchOutput) -> MaskedDispatchOutput:
             format=rows.format,
             scales=None if rows.scales is None else spread(rows.scales),
         ),
-        num_slots_per_expert=record.num_slots_per_expert,
+        num_tokens_per_expert=record.num_tokens_per_expert,
         slot_weights=weights,
         weights_applied_by=record.weights_applied_by,
         handle=record.handle,
@@ -157,7 +159,7 @@ def with_columns(record: Record, weights: Fp8BlockWeights) -> Record:
 
 
 def slots_of_expert(results: Tensor, record: Record, expert: int) -> Tensor:
-    count = int(record.num_slots_per_expert[expert])
+    count = int(record.num_tokens_per_expert[expert])
     if isinstance(record, MaskedDispatchOutput):
         return results[expert, :count]
     first = int(record.index.first_slot[expert])
@@ -216,7 +218,7 @@ def test_no_slots_call_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_deep_gemm.install(monkeypatch)
     weights = make_weights()
     ids = torch.empty(0, 1, dtype=torch.int32)
-    index = build_static_slot_index(ids, NUM_EXPERTS, 0, slot_alignment=128)
+    index = build_static_slot_index(ids, NUM_EXPERTS, 0, expert_alignment=128)
     record = replace(
         rows_record(PLAIN, make_index()),
         hidden_states=quantize(torch.empty(0, HIDDEN), weights.wire_format),
@@ -322,9 +324,9 @@ def test_plan_lays_scales_out_for_it(
 
 def test_plan_aligns_slots_as_it_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_deep_gemm.install(monkeypatch)
-    assert plan(ASKED, SPEC, weights=make_weights()).prefill.buffer_spec.slot_alignment == 128
+    assert plan(ASKED, SPEC, weights=make_weights()).prefill.buffer_spec.expert_alignment == 128
     plain = replace(ASKED, runner="quantized_reference")
-    assert plan(plain, SPEC, weights=make_weights()).prefill.buffer_spec.slot_alignment == 1
+    assert plan(plain, SPEC, weights=make_weights()).prefill.buffer_spec.expert_alignment == 1
 
 
 def test_auto_prefers_the_kernels_of_this_library() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from epcomm import RowsDispatchOutput, WireFormat, WireTensor
 from epcomm.ops.slots import build_slot_index
-from epcomm.records import Handle, Route
+from epcomm.records import ExchangePlan, Handle
 from epcomm.runners.grouped_mm import GroupedMMRunner
 from epcomm.runners.reference import ReferenceRunner
 from epcomm.testing.oracle import relative_error
@@ -27,12 +27,14 @@ def needs_gpu(test: Callable[[], None]) -> Callable[[], None] | None:
 
 
 def make_record(ids: torch.Tensor, counts: list[int], x: torch.Tensor) -> RowsDispatchOutput:
-    handle = Handle(owner=None, route=Route(), call=1, num_tokens=len(x), needs_backward=False)
+    handle = Handle(
+        owner=None, exchange_plan=ExchangePlan(), call=1, num_tokens=len(x), needs_backward=False
+    )
     index = build_slot_index(ids.unsqueeze(1), torch.tensor(counts, device=x.device), counts)
     return RowsDispatchOutput(
         hidden_states=WireTensor(data=x, format=WireFormat.of(x.dtype)),
         # As from a buffer of static sizes: the host knows no counts.
-        index=replace(index, host_num_slots_per_expert=None),
+        index=replace(index, host_num_tokens_per_expert=None),
         slot_weights=torch.rand(len(x), device=x.device),
         weights_applied_by=WeightsAppliedBy.RUNNER,
         handle=handle,
@@ -62,7 +64,7 @@ def test_unquantised_experts_are_captured() -> None:
         other_counts = torch.bincount(other_ids, minlength=3).tolist()
         assert other_counts != counts
         other = make_record(other_ids, other_counts, x)
-        for field in ("row_of_slot", "num_slots_per_expert", "first_slot"):
+        for field in ("row_of_slot", "num_tokens_per_expert", "first_slot"):
             getattr(dispatched.index, field).copy_(getattr(other.index, field))
         x.normal_()
         graph.replay()

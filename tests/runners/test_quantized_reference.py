@@ -26,7 +26,7 @@ from epcomm.quantization import (
     arrange_scales,
     quantize,
 )
-from epcomm.records import Handle, Route, SlotIndex
+from epcomm.records import ExchangePlan, Handle, SlotIndex
 from epcomm.runners.base import ExpertRunner
 from epcomm.runners.deep_gemm import DeepGemmRunner
 from epcomm.runners.fp8_triton import Fp8TritonRunner
@@ -95,19 +95,19 @@ def masked_record(
 ) -> MaskedDispatchOutput:
     """Each expert's slots side by side, and behind them bytes that mean NaN, or 127."""
     assert index.row_of_slot is not None
-    counts = index.num_slots_per_expert.tolist()
-    room = max(counts) + 2
+    counts = index.num_tokens_per_expert.tolist()
+    capacity = max(counts) + 2
 
     def spread(values: Tensor) -> Tensor:
         raw = values.contiguous().view(torch.uint8)
-        spread_out = raw.new_full((len(counts), room, *raw.shape[1:]), 0x7F)
+        spread_out = raw.new_full((len(counts), capacity, *raw.shape[1:]), 0x7F)
         starts = index.first_slot.tolist()
         for expert, count in enumerate(counts):
             mine = index.row_of_slot[starts[expert] : starts[expert] + count].long()  # type: ignore[index]
             spread_out[expert, :count] = raw[mine]
         return spread_out.view(values.dtype)
 
-    weights = slot_weights.new_full((len(counts), room), float("nan"))
+    weights = slot_weights.new_full((len(counts), capacity), float("nan"))
     starts = index.first_slot.tolist()
     for expert, count in enumerate(counts):
         weights[expert, :count] = slot_weights[starts[expert] : starts[expert] + count]
@@ -117,7 +117,7 @@ def masked_record(
             format=rows.format,
             scales=None if rows.scales is None else spread(rows.scales),
         ),
-        num_slots_per_expert=index.num_slots_per_expert,
+        num_tokens_per_expert=index.num_tokens_per_expert,
         slot_weights=weights,
         weights_applied_by=who,
         handle=handle(),
@@ -125,7 +125,9 @@ def masked_record(
 
 
 def handle() -> Handle:
-    return Handle(owner=None, route=Route(), call=1, num_tokens=9, needs_backward=False)
+    return Handle(
+        owner=None, exchange_plan=ExchangePlan(), call=1, num_tokens=9, needs_backward=False
+    )
 
 
 def slot_results(
@@ -139,7 +141,7 @@ def slot_results(
         return runner.run(rows_record(rows, index, slot_weights, case.who), weights).hidden_states
     record = masked_record(rows, index, slot_weights, case.who)
     results = runner.run(record, weights).hidden_states
-    counts = index.num_slots_per_expert.tolist()
+    counts = index.num_tokens_per_expert.tolist()
     assert not any(results[e, count:].any() for e, count in enumerate(counts))
     return torch.cat([results[expert, :count] for expert, count in enumerate(counts)])
 
@@ -399,7 +401,7 @@ def test_rows_that_would_be_misread_are_refused_with_both_sides(
         scales = None if rows.scales is None else rows.scales.unsqueeze(0)
         record = MaskedDispatchOutput(
             hidden_states=replace(rows, data=data, scales=scales),
-            num_slots_per_expert=torch.tensor([9], dtype=torch.int32),
+            num_tokens_per_expert=torch.tensor([9], dtype=torch.int32),
             slot_weights=None,
             weights_applied_by=WeightsAppliedBy.COMBINE,
             handle=handle(),
@@ -467,7 +469,7 @@ def misfit_record(case: Misfit, layout: Layout) -> RowsDispatchOutput | MaskedDi
     if is_masked:
         return MaskedDispatchOutput(
             hidden_states=rows,
-            num_slots_per_expert=counts,
+            num_tokens_per_expert=counts,
             slot_weights=slot_weights if case.has_slot_weights else None,
             weights_applied_by=WeightsAppliedBy.RUNNER,
             handle=handle(),

@@ -20,7 +20,7 @@ from epcomm import (
     WireTensor,
 )
 from epcomm.ops.slots import spread_to_slots
-from epcomm.records import Handle, Route, SlotIndex
+from epcomm.records import ExchangePlan, Handle, SlotIndex
 from epcomm.registry import RUNNERS, runner_class
 from epcomm.runners.grouped_mm import GroupedMMRunner
 from epcomm.testing.data import ACTIVATIONS, BatchSpec, holed_ids, make_batch, make_weights
@@ -97,7 +97,9 @@ def padded_index(topk_ids: Tensor, padding: str) -> SlotIndex:
 
 
 def handle() -> Handle:
-    return Handle(owner=None, route=Route(), call=1, num_tokens=11, needs_backward=True)
+    return Handle(
+        owner=None, exchange_plan=ExchangePlan(), call=1, num_tokens=11, needs_backward=True
+    )
 
 
 def rows_record(
@@ -122,17 +124,17 @@ def masked_record(
 ) -> MaskedDispatchOutput:
     """Each expert's slots side by side, NaN behind them."""
     assert index.row_of_slot is not None
-    counts = index.num_slots_per_expert.tolist()
-    room = max(counts) + 2
-    rows = x.new_full((len(counts), room, x.shape[1]), NAN)
-    weights = slot_weights.new_full((len(counts), room), NAN)
+    counts = index.num_tokens_per_expert.tolist()
+    capacity = max(counts) + 2
+    rows = x.new_full((len(counts), capacity, x.shape[1]), NAN)
+    weights = slot_weights.new_full((len(counts), capacity), NAN)
     for expert, (start, count) in enumerate(zip(index.first_slot.tolist(), counts, strict=False)):
         mine = slice(start, start + count)
         rows[expert, :count] = x[index.row_of_slot[mine].long()]
         weights[expert, :count] = slot_weights[mine]
     return MaskedDispatchOutput(
         hidden_states=WireTensor(data=rows, format=WIRE),
-        num_slots_per_expert=index.num_slots_per_expert,
+        num_tokens_per_expert=index.num_tokens_per_expert,
         slot_weights=weights,
         weights_applied_by=who,
         handle=handle(),
@@ -141,7 +143,7 @@ def masked_record(
 
 def used_slots(results: Tensor, index: SlotIndex) -> Tensor:
     """Results of the slots in use, expert-major, from either layout; [C] or [C, H] flattened."""
-    starts, counts = index.first_slot.tolist(), index.num_slots_per_expert.tolist()
+    starts, counts = index.first_slot.tolist(), index.num_tokens_per_expert.tolist()
     if results.shape[0] == len(counts) and results.dim() == 3:
         return torch.cat([results[e, :count] for e, count in enumerate(counts)])
     return torch.cat([results[starts[e] : starts[e] + count] for e, count in enumerate(counts)])
@@ -194,9 +196,9 @@ def test_slots_without_an_index_are_computed_in_place(runner: str) -> None:
     index = SlotIndex(
         row_of_slot=None,
         slots_of_row=None,
-        num_slots_per_expert=torch.tensor([2, 0, 3, 0], dtype=torch.int32),
+        num_tokens_per_expert=torch.tensor([2, 0, 3, 0], dtype=torch.int32),
         first_slot=torch.tensor([0, 2, 2, 5, 5], dtype=torch.int32),
-        host_num_slots_per_expert=None,
+        host_num_tokens_per_expert=None,
     )
     out = RowsDispatchOutput(
         hidden_states=WireTensor(data=rows, format=WIRE),

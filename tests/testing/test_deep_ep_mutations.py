@@ -13,14 +13,14 @@ from torch import Tensor
 from epcomm import EPGroup, EPTimeout
 from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
 from epcomm.buffers.deep_ep.rows import ElasticHandle, LegacyHandle, Rows
-from epcomm.buffers.deep_ep.v1 import DeepEPV1Buffer, DeepEPV1Route, DeepEPV1StaticBuffer
-from epcomm.buffers.deep_ep.v1_low_latency import DeepEPV1LowLatencyBuffer, LowLatencyRoute
-from epcomm.buffers.deep_ep.v2 import DeepEPV2Buffer, DeepEPV2Route, DeepEPV2StaticBuffer
+from epcomm.buffers.deep_ep.v1 import DeepEPV1Buffer, DeepEPV1ExchangePlan, DeepEPV1StaticBuffer
+from epcomm.buffers.deep_ep.v1_low_latency import DeepEPV1LowLatencyBuffer, LowLatencyExchangePlan
+from epcomm.buffers.deep_ep.v2 import DeepEPV2Buffer, DeepEPV2ExchangePlan, DeepEPV2StaticBuffer
 from epcomm.buffers.deep_ep.v2_expanded import DeepEPV2LowLatencyBuffer
-from epcomm.buffers.vendor import ForeignBuffer
+from epcomm.buffers.vendor import VendorBuffer
 from epcomm.collectives.base import Collectives
 from epcomm.quantization.scale_layout import pack_scales
-from epcomm.records import Pending, Route
+from epcomm.records import ExchangePlan, Pending
 from epcomm.registry import buffer_class
 from epcomm.spec import BufferSpec
 from epcomm.testing import buffer_suite, layer_suite
@@ -34,7 +34,7 @@ NUM_RANKS = 2
 PATIENCE_S = 1
 
 
-class _WeighsInCombine(ForeignBuffer):
+class _WeighsInCombine(VendorBuffer):
     """slot_weights on their way to combine, multiplied `times` times in all."""
 
     times = 1
@@ -42,7 +42,7 @@ class _WeighsInCombine(ForeignBuffer):
     def combine(
         self,
         rows: Tensor,
-        route: Route,
+        exchange_plan: ExchangePlan,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
@@ -50,7 +50,7 @@ class _WeighsInCombine(ForeignBuffer):
     ) -> Combined:
         weights = None if slot_weights is None else slot_weights**self.times
         return super().combine(
-            rows, route, rows_per=rows_per, slot_weights=weights, row_scalars=row_scalars
+            rows, exchange_plan, rows_per=rows_per, slot_weights=weights, row_scalars=row_scalars
         )
 
 
@@ -82,10 +82,15 @@ class _WeighsAtHome(DeepEPV1LowLatencyBuffer):
     times = 1
 
     def combine_async(
-        self, rows: Tensor, route: Route, *, rows_per: RowsPer, slot_weights: Tensor | None = None
+        self,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
     ) -> Pending[Combined]:
-        assert isinstance(route, LowLatencyRoute)
-        other = replace(route, topk_weights=route.topk_weights**self.times)
+        assert isinstance(exchange_plan, LowLatencyExchangePlan)
+        other = replace(exchange_plan, topk_weights=exchange_plan.topk_weights**self.times)
         return super().combine_async(rows, other, rows_per=rows_per, slot_weights=slot_weights)
 
 
@@ -123,12 +128,12 @@ class V2StaticReadsUnusedRows(DeepEPV2StaticBuffer):
 
 
 class LowLatencyCountsRooms(DeepEPV1LowLatencyBuffer):
-    """Every expert has as many slots as there is room for."""
+    """Every expert has as many slots as there is capacity for."""
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         out = super().dispatch(call)
-        counts = torch.full_like(out.index.num_slots_per_expert, self._room)
-        return replace(out, index=replace(out.index, num_slots_per_expert=counts))
+        counts = torch.full_like(out.index.num_tokens_per_expert, self._expert_capacity)
+        return replace(out, index=replace(out.index, num_tokens_per_expert=counts))
 
 
 class V2LowLatencyCountsPrefixSums(DeepEPV2LowLatencyBuffer):
@@ -136,18 +141,18 @@ class V2LowLatencyCountsPrefixSums(DeepEPV2LowLatencyBuffer):
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         out = super().dispatch(call)
-        assert isinstance(out.route, DeepEPV2Route)
-        counts = out.route.handle.psum_num_recv_tokens_per_expert
-        return replace(out, index=replace(out.index, num_slots_per_expert=counts))
+        assert isinstance(out.exchange_plan, DeepEPV2ExchangePlan)
+        counts = out.exchange_plan.handle.psum_num_recv_tokens_per_expert
+        return replace(out, index=replace(out.index, num_tokens_per_expert=counts))
 
 
 class V2CountsPrefixSumsOfRanks(DeepEPV2Buffer):
     """Where the rows of a rank end, for how many they are."""
 
-    def _route(self, *args: object, **kwargs: object) -> DeepEPV2Route:
-        route = super()._route(*args, **kwargs)  # type: ignore[arg-type]
-        ends = route.handle.psum_num_recv_tokens_per_scaleup_rank
-        return replace(route, rows_from_rank=ends.to(torch.int64))
+    def _exchange_plan(self, *args: object, **kwargs: object) -> DeepEPV2ExchangePlan:
+        exchange_plan = super()._exchange_plan(*args, **kwargs)  # type: ignore[arg-type]
+        ends = exchange_plan.handle.psum_num_recv_tokens_per_scaleup_rank
+        return replace(exchange_plan, rows_from_rank=ends.to(torch.int64))
 
 
 class LowLatencyReadsScalesByRows(DeepEPV1LowLatencyBuffer):
@@ -160,7 +165,7 @@ class LowLatencyReadsScalesByRows(DeepEPV1LowLatencyBuffer):
         return replace(wire, scales=by_row, scale_layout=ROW_MAJOR)
 
 
-class _KeepsWords(ForeignBuffer):
+class _KeepsWords(VendorBuffer):
     def dispatch(self, call: DispatchCall) -> Dispatched:
         out = super().dispatch(call)
         assert out.rows.scales is not None
@@ -176,7 +181,7 @@ class V2KeepsWords(_KeepsWords, DeepEPV2Buffer):
 
 
 class LowLatencyKeepsWords(DeepEPV1LowLatencyBuffer):
-    """The same, without a word about it."""
+    """The same, silently about it."""
 
     def _wire(self, received: Rows) -> WireTensor:
         return replace(super()._wire(received), scale_layout=ROW_MAJOR)
@@ -189,16 +194,16 @@ class ThirdBatchEndsNone(DeepEPV1LowLatencyBuffer):
         del batch, function
 
 
-class _KeepsFirstHandle(ForeignBuffer):
+class _KeepsFirstHandle(VendorBuffer):
     """One handle for all batches; sizes are static, so that it fits."""
 
     first: LegacyHandle | ElasticHandle | None = None
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         out = super().dispatch(call)
-        assert isinstance(out.route, DeepEPV1Route | DeepEPV2Route)
-        self.first = out.route.handle if self.first is None else self.first
-        return replace(out, route=replace(out.route, handle=self.first))  # type: ignore[arg-type]
+        assert isinstance(out.exchange_plan, DeepEPV1ExchangePlan | DeepEPV2ExchangePlan)
+        self.first = out.exchange_plan.handle if self.first is None else self.first
+        return replace(out, exchange_plan=replace(out.exchange_plan, handle=self.first))  # type: ignore[arg-type]
 
 
 class V1StaticKeepsFirstHandle(_KeepsFirstHandle, DeepEPV1StaticBuffer):
@@ -209,7 +214,7 @@ class V2StaticKeepsFirstHandle(_KeepsFirstHandle, DeepEPV2StaticBuffer):
     """See above."""
 
 
-class _KeepsFaults(ForeignBuffer):
+class _KeepsFaults(VendorBuffer):
     """Ranks do not compare their calls, though they are asked to."""
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
@@ -259,10 +264,10 @@ CASES_OF_MISTAKES = [
     Case(buffer=LowLatencyWeighsTwice, scenario="uneven", tells="combine with weights"),
     Case(buffer=LowLatencyWeighsNever, scenario="uneven", tells="combine with weights"),
     Case(buffer=LowLatencyWeighsTwice, suite="layer", scenario="uneven", tells="y is off by"),
-    Case(buffer=V1StaticReadsUnusedRows, scenario="uneven", tells="num_slots_per_expert"),
-    Case(buffer=V2StaticReadsUnusedRows, scenario="uneven", tells="num_slots_per_expert"),
-    Case(buffer=LowLatencyCountsRooms, scenario="uneven", tells="num_slots_per_expert"),
-    Case(buffer=V2LowLatencyCountsPrefixSums, scenario="uneven", tells="num_slots_per_expert"),
+    Case(buffer=V1StaticReadsUnusedRows, scenario="uneven", tells="num_tokens_per_expert"),
+    Case(buffer=V2StaticReadsUnusedRows, scenario="uneven", tells="num_tokens_per_expert"),
+    Case(buffer=LowLatencyCountsRooms, scenario="uneven", tells="num_tokens_per_expert"),
+    Case(buffer=V2LowLatencyCountsPrefixSums, scenario="uneven", tells="num_tokens_per_expert"),
     Case(buffer=V2CountsPrefixSumsOfRanks, scenario="traffic", tells="traffic is", ranks=(0,)),
     Case(buffer=LowLatencyReadsScalesByRows, scenario="uneven", wire="fp8", tells="slot 0"),
     Case(buffer=V1KeepsWords, scenario="uneven", wire="fp8_powers_of_two", tells="width of scales"),

@@ -13,11 +13,11 @@ from torch import Tensor
 from epcomm import EPConfig, EPGroup, Mode
 from epcomm.buffers.base import Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective import all_to_all
-from epcomm.buffers.collective.all_to_all import CollectiveBuffer, CollectiveRoute
+from epcomm.buffers.collective.all_to_all import CollectiveBuffer, CollectiveExchangePlan
 from epcomm.buffers.traffic import TrafficMeter
 from epcomm.collectives.base import Collectives
 from epcomm.ops.slots import Members, slots_by_row
-from epcomm.records import Route
+from epcomm.records import ExchangePlan
 from epcomm.spec import BufferSpec
 from epcomm.testing import buffer_suite, layer_suite
 from epcomm.types import RowsPer
@@ -32,17 +32,17 @@ class Unchanged(CollectiveBuffer):
 
 
 class OtherSlotOrder(CollectiveBuffer):
-    """Each expert's slots backwards; index, weights and route agree with one another."""
+    """Each expert's slots backwards; index, weights and exchange plan agree with one another."""
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         out = super().dispatch(call)
-        old, route = out.index, out.route
-        assert isinstance(route, CollectiveRoute)
+        old, exchange_plan = out.index, out.exchange_plan
+        assert isinstance(exchange_plan, CollectiveExchangePlan)
         assert old.row_of_slot is not None
         assert old.slots_of_row is not None
-        assert old.host_num_slots_per_expert is not None
+        assert old.host_num_tokens_per_expert is not None
         order = torch.arange(old.row_of_slot.shape[0], device=old.row_of_slot.device)
-        for expert, count in enumerate(old.host_num_slots_per_expert):
+        for expert, count in enumerate(old.host_num_tokens_per_expert):
             first = int(old.first_slot[expert])
             order[first : first + count] = order[first : first + count].flip(0)
         slots_of_row = torch.where(
@@ -55,7 +55,7 @@ class OtherSlotOrder(CollectiveBuffer):
             out,
             index=index,
             slot_weights=None if out.slot_weights is None else out.slot_weights[order],
-            route=replace(route, index=index, slots_by_row=slots_by_row(index)),
+            exchange_plan=replace(exchange_plan, index=index, slots_by_row=slots_by_row(index)),
         )
 
 
@@ -73,31 +73,31 @@ class HostCountsOfOtherExperts(CollectiveBuffer):
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         out = super().dispatch(call)
-        counts = out.index.host_num_slots_per_expert
+        counts = out.index.host_num_tokens_per_expert
         assert counts is not None
-        return replace(out, index=replace(out.index, host_num_slots_per_expert=counts[::-1]))
+        return replace(out, index=replace(out.index, host_num_tokens_per_expert=counts[::-1]))
 
 
 class CombineAddsTwice(CollectiveBuffer):
-    """The first row that comes home is added twice."""
+    """The first row that comes back is added twice."""
 
     def combine(
         self,
         rows: Tensor,
-        route: Route,
+        exchange_plan: ExchangePlan,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
     ) -> Combined:
-        assert isinstance(route, CollectiveRoute)
-        once = route.sends.rows_of_token
+        assert isinstance(exchange_plan, CollectiveExchangePlan)
+        once = exchange_plan.sends.rows_of_token
         offsets = once.offsets + 1
         offsets[0] = 0
         twice = Members(flat=torch.cat([once.flat[:1], once.flat]), offsets=offsets)
         return super().combine(
             rows,
-            replace(route, sends=replace(route.sends, rows_of_token=twice)),
+            replace(exchange_plan, sends=replace(exchange_plan.sends, rows_of_token=twice)),
             rows_per=rows_per,
             slot_weights=slot_weights,
             row_scalars=row_scalars,
@@ -110,7 +110,7 @@ class CombineReadsPadding(CollectiveBuffer):
     def combine(
         self,
         rows: Tensor,
-        route: Route,
+        exchange_plan: ExchangePlan,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
@@ -118,14 +118,14 @@ class CombineReadsPadding(CollectiveBuffer):
     ) -> Combined:
         return super().combine(
             rows + 0 * rows.sum(0),
-            route,
+            exchange_plan,
             rows_per=rows_per,
             slot_weights=slot_weights,
             row_scalars=row_scalars,
         )
 
 
-class RedispatchReturnsOldRows(CollectiveBuffer):
+class CachedDispatchReturnsOldRows(CollectiveBuffer):
     """The rows of the dispatch come again, whatever is sent."""
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
@@ -134,28 +134,32 @@ class RedispatchReturnsOldRows(CollectiveBuffer):
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         out = super().dispatch(call)
-        self._old_rows[id(out.route)] = out.rows.data.clone()
+        self._old_rows[id(out.exchange_plan)] = out.rows.data.clone()
         return out
 
-    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
-        super().redispatch(hidden_states, route)
-        return self._old_rows[id(route)]
+    def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
+        super().cached_dispatch(hidden_states, exchange_plan)
+        return self._old_rows[id(exchange_plan)]
 
 
 class ScalarsToOtherK(CollectiveBuffer):
-    """The gradient of weight k comes home as that of another k."""
+    """The gradient of weight k comes back as that of another k."""
 
     def combine(
         self,
         rows: Tensor,
-        route: Route,
+        exchange_plan: ExchangePlan,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
     ) -> Combined:
         home = super().combine(
-            rows, route, rows_per=rows_per, slot_weights=slot_weights, row_scalars=row_scalars
+            rows,
+            exchange_plan,
+            rows_per=rows_per,
+            slot_weights=slot_weights,
+            row_scalars=row_scalars,
         )
         return replace(home, scalars=None if home.scalars is None else home.scalars.flip(1))
 
@@ -200,7 +204,7 @@ CASES = [
         buffer=HostCountsOfOtherExperts,
         suite="buffer",
         scenario="uneven",
-        tells="host_num_slots_per_expert",
+        tells="host_num_tokens_per_expert",
     ),
     Case(buffer=CombineAddsTwice, suite="buffer", scenario="uneven", tells="combine with weights"),
     Case(buffer=CombineAddsTwice, suite="layer", scenario="uneven", tells="y is off by"),
@@ -211,12 +215,14 @@ CASES = [
         tells="combine with weights is off by inf",
     ),
     Case(
-        buffer=RedispatchReturnsOldRows,
+        buffer=CachedDispatchReturnsOldRows,
         suite="buffer",
         scenario="uneven",
-        tells="redispatched slot 0",
+        tells="slot of a cached dispatch 0",
     ),
-    Case(buffer=RedispatchReturnsOldRows, suite="layer", scenario="uneven", tells="dx is off by"),
+    Case(
+        buffer=CachedDispatchReturnsOldRows, suite="layer", scenario="uneven", tells="dx is off by"
+    ),
     Case(buffer=ScalarsToOtherK, suite="buffer", scenario="uneven", tells="scalars"),
     Case(buffer=ScalarsToOtherK, suite="layer", scenario="uneven", tells="dw is off by"),
     Case(buffer=TrafficCountsLocalRows, suite="buffer", scenario="traffic", tells="traffic is"),

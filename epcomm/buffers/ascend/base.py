@@ -12,16 +12,16 @@ from torch import Tensor
 
 from epcomm.buffers.ascend.calls import AscendCalls, device_types, slot_bytes, slots_to_ranks
 from epcomm.buffers.base import Combined, DispatchCall, Dispatched
-from epcomm.buffers.vendor import COMBINE, DISPATCH, ForeignBuffer
+from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorBuffer
 from epcomm.config import Mode, environment
 from epcomm.errors import BackendUnavailable
-from epcomm.ops.masked_entries import fill_holes
+from epcomm.ops.masked_entries import fill_masked_entries
 from epcomm.platforms.ascend.chip import Soc, current_soc
 from epcomm.platforms.ascend.environment import variable_reasons
 from epcomm.platforms.ascend.limits import MAX_TOP_K, SizeLimits, size_reasons, window_reasons
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import INT8_PER_TOKEN
-from epcomm.records import Route, SlotIndex
+from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireDtype, WireFormat, WireTensor
 
@@ -29,7 +29,7 @@ WIRE_DTYPES = frozenset({WireDtype.BF16, WireDtype.INT8})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class AscendRoute(Route):
+class AscendExchangePlan(ExchangePlan):
     """The package's handle, and what the bytes of a combine are counted by.
 
     num_tokens: of the call; the package was given one where there was none.
@@ -45,7 +45,7 @@ class AscendRoute(Route):
     is_empty: Tensor
 
 
-class AscendBuffer(AscendCalls, ForeignBuffer):
+class AscendBuffer(AscendCalls, VendorBuffer):
     """Rows come packed, one a (token, expert) pair; combine multiplies by the router weights."""
 
     name: ClassVar[str]
@@ -56,8 +56,8 @@ class AscendBuffer(AscendCalls, ForeignBuffer):
         reasons = []
         if spec.combine_format.dtype is not WireDtype.BF16:
             reasons.append(f"combine carries bf16, not {spec.combine_format}")
-        if spec.slot_alignment > 1:
-            reasons.append("packs its rows, so slot_alignment must be 1")
+        if spec.expert_alignment > 1:
+            reasons.append("packs its rows, so expert_alignment must be 1")
         reasons += size_reasons(spec, world_size, cls._limits(soc), soc)
         window = cls._window_bytes(spec, world_size, variables)
         if window is not None:
@@ -99,7 +99,7 @@ class AscendBuffer(AscendCalls, ForeignBuffer):
         """
         if ids.shape[0] == 0:
             return self._dummy(call)
-        ids, weights = fill_holes(ids, call.topk_weights, self._num_experts)
+        ids, weights = fill_masked_entries(ids, call.topk_weights, self._num_experts)
         rows = call.hidden_states.contiguous()
         return replace(call, hidden_states=rows, topk_ids=ids, topk_weights=weights)
 
@@ -133,42 +133,46 @@ class AscendBuffer(AscendCalls, ForeignBuffer):
             return WireTensor(data=data, format=WireFormat.of(data.dtype))
         return WireTensor(data=data, format=INT8_PER_TOKEN, scales=scales.unsqueeze(1))
 
-    def _dispatched(self, rows: WireTensor, ids: Tensor, route: AscendRoute) -> Dispatched:
+    def _dispatched(
+        self, rows: WireTensor, ids: Tensor, exchange_plan: AscendExchangePlan
+    ) -> Dispatched:
         """What arrived, after the bytes that this rank sent were counted."""
         to_rank = slots_to_ranks(ids, self._num_experts, self._world_size)
         self._count_bytes(DISPATCH, to_rank, slot_bytes(self._spec)[0])
         return Dispatched(
             rows=rows,
-            index=route.index,
+            index=exchange_plan.index,
             slot_weights=None,
-            route=route,
+            exchange_plan=exchange_plan,
             any_flags=BatchFlags.NONE,
         )
 
-    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
-        raise NotImplementedError("there is no cached dispatch (caps.reuses_route)")
+    def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
+        raise NotImplementedError("there is no cached dispatch (caps.reuses_exchange_plan)")
 
     def combine(
         self,
         rows: Tensor,
-        route: Route,
+        exchange_plan: ExchangePlan,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
     ) -> Combined:
-        assert isinstance(route, AscendRoute), "a route of this buffer"
-        assert slot_weights is None, "weights are applied at home"
+        assert isinstance(exchange_plan, AscendExchangePlan), "an exchange plan of this buffer"
+        assert slot_weights is None, "weights are applied by combine"
         assert row_scalars is None, "there is no backward"
         self._check_open()
         self._compare_combine()
         # Without the token of a rank that has none.
-        y = self._bring_home(rows, route)[: route.num_tokens].masked_fill(route.is_empty, 0.0)
-        self._count_bytes(COMBINE, route.slots_from_rank, slot_bytes(self._spec)[1])
+        y = self._return_rows(rows, exchange_plan)[: exchange_plan.num_tokens].masked_fill(
+            exchange_plan.is_empty, 0.0
+        )
+        self._count_bytes(COMBINE, exchange_plan.slots_from_rank, slot_bytes(self._spec)[1])
         return Combined(y=y, scalars=None)
 
     @abstractmethod
-    def _bring_home(self, rows: Tensor, route: AscendRoute) -> Tensor:
+    def _return_rows(self, rows: Tensor, exchange_plan: AscendExchangePlan) -> Tensor:
         """The sums of `rows`, times the router weights, for all tokens sent. Collective."""
 
 
@@ -183,10 +187,10 @@ def packed_caps(max_tokens: int | None) -> BufferCaps:
         weights_applied_by=frozenset({WeightsAppliedBy.COMBINE}),
         max_tokens_per_rank=max_tokens,
         max_top_k=MAX_TOP_K,
-        reuses_route=False,
-        announces_faults=False,
-        fills_holes=True,
-        fills_empty=True,
+        reuses_exchange_plan=False,
+        reports_faults=False,
+        fills_masked_entries=True,
+        sends_dummy_token=True,
         needs_process_group=True,
         device_types=device_types(),
     )

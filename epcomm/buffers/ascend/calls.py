@@ -12,7 +12,7 @@ from torch import Tensor
 from epcomm.buffers.requirements import carrying_reasons, limit_reasons
 from epcomm.buffers.sizes import CallShape
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.buffers.vendor import ForeignCalls
+from epcomm.buffers.vendor import VendorBackend
 from epcomm.config import Mode, environment
 from epcomm.errors import BackendUnavailable, describe_ranks
 from epcomm.platforms.ascend.chip import DEVICE_NAMES, current_soc, device_name
@@ -27,7 +27,7 @@ from epcomm.types import WireDtype
 ENTRY_BYTES, SCALE_BYTES = 12, 4
 
 
-class AscendCalls(ForeignCalls):
+class AscendCalls(VendorBackend):
     """A backend over one Buffer of the package.
 
     calls: what is passed to the package's Buffer, by method; everything is passed by name.
@@ -60,9 +60,9 @@ class AscendCalls(ForeignCalls):
     def wire_bytes(
         cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
     ) -> BufferTraffic:
-        out, home = slot_bytes(spec)
+        out, combine_bytes = slot_bytes(spec)
         return BufferTraffic(
-            dispatch_bytes=call.slots_sent * out, combine_bytes=call.slots_received * home
+            dispatch_bytes=call.slots_sent * out, combine_bytes=call.slots_received * combine_bytes
         )
 
     def _open(self, **arguments: object) -> None:
@@ -123,7 +123,7 @@ def device_types() -> frozenset[str]:
 
 
 def slot_bytes(spec: BufferSpec) -> tuple[int, int]:
-    """Of one (token, expert) pair, out and home."""
+    """Return the bytes of one (token, expert) pair in dispatch and in combine."""
     scale_bytes = SCALE_BYTES if spec.dispatch_format.dtype is WireDtype.INT8 else 0
     wire = spec.dispatch_format.data_bytes(spec.hidden_size)
     return wire + scale_bytes + ENTRY_BYTES, 2 * spec.hidden_size

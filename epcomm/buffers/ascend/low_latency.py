@@ -1,8 +1,8 @@
 """Low latency of the Ascend deep_ep: packed rows in memory of fixed size, counts on the device.
 
 M * W * min(K, L) rows are handed out, of which the first sum of the counts are defined. Combine
-takes all of them, and multiplies by the router weights, which stay with the route. Hooks, events
-and cleaning do nothing there: everything is in the order of the stream.
+takes all of them, and multiplies by the router weights, which stay with the exchange plan. Hooks,
+events and cleaning do nothing there: everything is in the order of the stream.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from epcomm.buffers.ascend.base import (
     AscendBuffer,
-    AscendRoute,
+    AscendExchangePlan,
     packed_caps,
     slots_from_ranks,
 )
@@ -26,7 +26,7 @@ from epcomm.buffers.ascend.calls import slot_bytes
 from epcomm.buffers.base import DispatchCall, Dispatched
 from epcomm.buffers.sizes import Region
 from epcomm.config import Mode
-from epcomm.ops.masked_entries import is_nowhere
+from epcomm.ops.masked_entries import has_no_expert
 from epcomm.platforms.ascend.chip import Soc, current_soc
 from epcomm.platforms.ascend.limits import (
     MAX_LOCAL_EXPERTS_TIMES_RANKS,
@@ -40,7 +40,7 @@ from epcomm.types import Int8Profile
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class AscendLowLatencyRoute(AscendRoute):
+class AscendLowLatencyExchangePlan(AscendExchangePlan):
     """What combine needs of its dispatch besides.
 
     topk_ids, topk_weights: as they were sent, float32 and 0 where there was no expert.
@@ -52,7 +52,7 @@ class AscendLowLatencyRoute(AscendRoute):
 
 
 class AscendLowLatencyBuffer(AscendBuffer):
-    """Static sizes, no host read."""
+    """Static sizes, no host sync."""
 
     name: ClassVar[str] = "ascend"
     mode: ClassVar[Mode] = Mode.LOW_LATENCY
@@ -79,7 +79,7 @@ class AscendLowLatencyBuffer(AscendBuffer):
             packed_caps(low_latency_limits(current_soc()).max_tokens),
             graph_safe=True,
             is_static=True,
-            host_reads=0,
+            host_syncs=0,
             has_slot_budget=False,
             int8_profiles=frozenset({Int8Profile.RINT127}),
         )
@@ -106,11 +106,11 @@ class AscendLowLatencyBuffer(AscendBuffer):
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
-        num_slots, (row, home) = _num_slots(spec, world_size), slot_bytes(spec)
+        num_slots, (row, combine_bytes) = _num_slots(spec, world_size), slot_bytes(spec)
         sizes = {
             "window of the process group": low_latency_window_bytes(spec, world_size),
             "received slots": num_slots * row,
-            "expert results": num_slots * home,
+            "expert results": num_slots * combine_bytes,
         }
         return tuple(Region(name=name, max_bytes=size) for name, size in sizes.items())
 
@@ -136,11 +136,11 @@ class AscendLowLatencyBuffer(AscendBuffer):
         index = SlotIndex(
             row_of_slot=None,
             slots_of_row=None,
-            num_slots_per_expert=counts.to(torch.int32),
+            num_tokens_per_expert=counts.to(torch.int32),
             first_slot=F.pad(counts.cumsum(0), (1, 0)).to(torch.int32),
-            host_num_slots_per_expert=None,
+            host_num_tokens_per_expert=None,
         )
-        route = AscendLowLatencyRoute(
+        exchange_plan = AscendLowLatencyExchangePlan(
             num_tokens=ids.shape[0],
             num_rows=self._max_slots,
             index=index,
@@ -149,20 +149,22 @@ class AscendLowLatencyBuffer(AscendBuffer):
             topk_weights=sent.topk_weights,
             slots_from_rank=slots_from_ranks(handle[1], self._world_size),
             # After a fault y is NaN.
-            is_empty=is_nowhere(ids) & ~has_failed,
+            is_empty=has_no_expert(ids) & ~has_failed,
             has_failed=has_failed,
         )
-        return self._dispatched(self._wire(received), sent.topk_ids, route)
+        return self._dispatched(self._wire(received), sent.topk_ids, exchange_plan)
 
-    def _bring_home(self, rows: Tensor, route: AscendRoute) -> Tensor:
-        assert isinstance(route, AscendLowLatencyRoute), "a route of this buffer"
+    def _return_rows(self, rows: Tensor, exchange_plan: AscendExchangePlan) -> Tensor:
+        assert isinstance(exchange_plan, AscendLowLatencyExchangePlan), (
+            "an exchange plan of this buffer"
+        )
         y, _, _ = self._buffer.low_latency_combine(
             x=rows.contiguous(),
-            topk_idx=route.topk_ids,
-            topk_weights=route.topk_weights,
-            handle=route.handle,
+            topk_idx=exchange_plan.topk_ids,
+            topk_weights=exchange_plan.topk_weights,
+            handle=exchange_plan.handle,
         )
-        return y.masked_fill(route.has_failed, float("nan"))
+        return y.masked_fill(exchange_plan.has_failed, float("nan"))
 
 
 def _num_slots(spec: BufferSpec, world_size: int) -> int:

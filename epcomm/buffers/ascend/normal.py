@@ -18,7 +18,7 @@ from torch import Tensor
 
 from epcomm.buffers.ascend.base import (
     AscendBuffer,
-    AscendRoute,
+    AscendExchangePlan,
     packed_caps,
     slots_from_ranks,
 )
@@ -26,7 +26,7 @@ from epcomm.buffers.ascend.calls import slot_bytes
 from epcomm.buffers.base import DispatchCall, Dispatched
 from epcomm.buffers.sizes import Region
 from epcomm.config import Mode, environment
-from epcomm.ops.masked_entries import is_nowhere
+from epcomm.ops.masked_entries import has_no_expert
 from epcomm.platforms.ascend.chip import Soc
 from epcomm.platforms.ascend.environment import normal_reasons, rounds_of
 from epcomm.platforms.ascend.limits import SizeLimits, normal_limits, normal_window_bytes
@@ -84,7 +84,7 @@ class AscendNormalBuffer(AscendBuffer):
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
         tokens = spec.max_tokens_per_rank
-        row, home = slot_bytes(spec)
+        row, combine_bytes = slot_bytes(spec)
         most = None if tokens is None else tokens * world_size * spec.top_k
         window = cls._window_bytes(spec, world_size, environment())
 
@@ -98,7 +98,7 @@ class AscendNormalBuffer(AscendBuffer):
         return (
             Region(name="window of the process group", max_bytes=window),
             slots("received slots", row),
-            slots("expert results", home),
+            slots("expert results", combine_bytes),
         )
 
     def prepare(self) -> None:
@@ -122,22 +122,24 @@ class AscendNormalBuffer(AscendBuffer):
         )
         self._raise_own(call)
         num_slots = sum(counts)
-        route = AscendRoute(
+        exchange_plan = AscendExchangePlan(
             num_tokens=ids.shape[0],
             num_rows=num_slots,
             index=_index_of(counts, ids.device),
             handle=handle,
             slots_from_rank=slots_from_ranks(handle[5], self._world_size),
-            is_empty=is_nowhere(ids),
+            is_empty=has_no_expert(ids),
         )
         # Where nothing arrived there is one row of garbage.
-        return self._dispatched(_first_rows(self._wire(received), num_slots), sent.topk_ids, route)
+        return self._dispatched(
+            _first_rows(self._wire(received), num_slots), sent.topk_ids, exchange_plan
+        )
 
-    def _bring_home(self, rows: Tensor, route: AscendRoute) -> Tensor:
-        if route.num_rows == 0:
+    def _return_rows(self, rows: Tensor, exchange_plan: AscendExchangePlan) -> Tensor:
+        if exchange_plan.num_rows == 0:
             # As many rows as dispatch allocated.
             rows = rows.new_zeros(1, rows.shape[1])
-        return self._buffer.combine(x=rows.contiguous(), handle=route.handle)[0]
+        return self._buffer.combine(x=rows.contiguous(), handle=exchange_plan.handle)[0]
 
 
 def _first_rows(wire: WireTensor, num_rows: int) -> WireTensor:
@@ -151,8 +153,8 @@ def _index_of(counts: list[int], device: torch.device) -> SlotIndex:
     return SlotIndex(
         row_of_slot=None,
         slots_of_row=None,
-        num_slots_per_expert=host.to(device, non_blocking=True),
+        num_tokens_per_expert=host.to(device, non_blocking=True),
         first_slot=first.to(device, non_blocking=True),
-        host_num_slots_per_expert=tuple(counts),
+        host_num_tokens_per_expert=tuple(counts),
         is_dense=True,
     )

@@ -5,7 +5,7 @@ packed by (expert, source rank, token), and npu_moe_finalize_routing weighs the 
 those of a token up, in float32 and k order. Entries without an expert, and the rows that pad ranks
 with fewer tokens, get an expert beyond all others, which no rank computes. An entry that is
 computed elsewhere has the position -1, which only the modes with a capacity take: so results go
-back as [K, C / K, H], as if they were those of K experts with room for C / K rows each.
+back as [K, C / K, H], as if they were those of K experts with capacity for C / K rows each.
 Source: the operators' documentation; nothing here ran on an NPU.
 """
 
@@ -21,13 +21,13 @@ from torch import Tensor
 
 from epcomm.buffers.ascend.calls import device_types
 from epcomm.buffers.base import Combined, DispatchCall, Dispatched
-from epcomm.buffers.collective.all_gather import AllGatherBuffer, Gathered, GatheredRoute
+from epcomm.buffers.collective.all_gather import AllGatherBuffer, Gathered, GatheredExchangePlan
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS
-from epcomm.buffers.sizes import Region, most_slots_of, rows_region
+from epcomm.buffers.sizes import Region, max_slots_of, rows_region
 from epcomm.config import Mode
 from epcomm.platforms.ascend.operators import has_kernel
 from epcomm.quantization import INT8_PER_TOKEN
-from epcomm.records import Route, SlotIndex
+from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import RowsPer, WeightsAppliedBy, WireDtype, WireTensor, align_up
 
@@ -43,13 +43,13 @@ _AS_IT_IS, _COUNTS, _POSITIONS = -1, 1, 0
 _BY_TOKEN_WITH_CAPACITY = 3
 # Rows that it multiplies by float32 weights.
 _COMBINE_DTYPES = (WireDtype.BF16, WireDtype.FP32)
-# An id, a weight and a position; beside each packed row the operator has room for a scale, which is
-# not used, and here is another.
+# An id, a weight and a position; beside each packed row the operator has capacity for a scale,
+# which is not used, and here is another.
 _ENTRY_BYTES, _SCALE_BYTES = 12, 8
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class AscendStandardRoute(GatheredRoute):
+class AscendStandardExchangePlan(GatheredExchangePlan):
     """Where each gathered entry was put.
 
     positions: [W * max T * K], int32, the row of each entry, -1 for none here.
@@ -83,7 +83,7 @@ class AscendStandardBuffer(AllGatherBuffer):
             trainable=False,
             wire_dtypes=WIRE_DTYPES,
             weights_applied_by=frozenset({WeightsAppliedBy.COMBINE}),
-            reuses_route=False,
+            reuses_exchange_plan=False,
             device_types=device_types(),
         )
 
@@ -95,8 +95,8 @@ class AscendStandardBuffer(AllGatherBuffer):
         num_experts = spec.num_local_experts * world_size
         if num_experts > MAX_EXPERTS:
             reasons.append(f"{num_experts} experts, at most {MAX_EXPERTS}")
-        if spec.slot_alignment > 1:
-            reasons.append("packs its rows, so slot_alignment must be 1")
+        if spec.expert_alignment > 1:
+            reasons.append("packs its rows, so expert_alignment must be 1")
         if spec.dispatch_format.dtype is WireDtype.INT8 and spec.dispatch_format != INT8_PER_TOKEN:
             reasons.append(f"moves a scale a row, {INT8_PER_TOKEN}, not {spec.dispatch_format}")
         return tuple(reasons)
@@ -107,7 +107,7 @@ class AscendStandardBuffer(AllGatherBuffer):
         max_tokens, top_k = spec.max_tokens_per_rank, spec.top_k
         max_rows = None if max_tokens is None else max_tokens * world_size
         # Fewer than K more on a rank than are used.
-        max_slots = None if max_rows is None else align_up(most_slots_of(spec, max_rows), top_k)
+        max_slots = None if max_rows is None else align_up(max_slots_of(spec, max_rows), top_k)
         data_bytes = spec.dispatch_format.data_bytes(spec.hidden_size)
         result_bytes = spec.combine_format.data_bytes(spec.hidden_size)
         entries = world_size * top_k
@@ -122,14 +122,14 @@ class AscendStandardBuffer(AllGatherBuffer):
                 "packed slots", data_bytes + _SCALE_BYTES, per_token=entries, max_rows=max_entries
             ),
             rows_region("expert results", result_bytes, per_token=top_k, max_rows=max_slots),
-            *(named[name] for name in ("partial sums", "home rows")),
+            *(named[name] for name in ("partial sums", "returned rows")),
         )
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         gathered = self._gather_call(call)
-        ids, weights = self._without_holes(gathered)
+        ids, weights = self._without_masked_entries(gathered)
         rows, positions, index = self._pack(gathered, ids)
-        route = AscendStandardRoute(
+        exchange_plan = AscendStandardExchangePlan(
             num_tokens=call.topk_ids.shape[0],
             num_rows=rows.data.shape[0],
             index=index,
@@ -144,11 +144,11 @@ class AscendStandardBuffer(AllGatherBuffer):
             rows=rows,
             index=index,
             slot_weights=None,
-            route=route,
+            exchange_plan=exchange_plan,
             any_flags=gathered.counts.any_flags,
         )
 
-    def _without_holes(self, gathered: Gathered) -> tuple[Tensor, Tensor]:
+    def _without_masked_entries(self, gathered: Gathered) -> tuple[Tensor, Tensor]:
         """ids [R, K], int32, and weights of all rows; of padding, the expert beyond all others."""
         used = gathered.row_of_token
         ids = torch.full(
@@ -160,7 +160,7 @@ class AscendStandardBuffer(AllGatherBuffer):
 
     def _pack(self, gathered: Gathered, ids: Tensor) -> tuple[WireTensor, Tensor, SlotIndex]:
         """Rows of this rank's experts, a multiple of K of them."""
-        wire, host_counts = gathered.rows, gathered.counts.slots_per_expert
+        wire, host_counts = gathered.rows, gathered.counts.tokens_per_expert
         rows, positions, counts = self._sort(wire.data, ids)
         num_rows = align_up(sum(host_counts), self._spec.top_k)
         packed = WireTensor(
@@ -171,9 +171,9 @@ class AscendStandardBuffer(AllGatherBuffer):
         index = SlotIndex(
             row_of_slot=None,
             slots_of_row=None,
-            num_slots_per_expert=counts.to(torch.int32),
+            num_tokens_per_expert=counts.to(torch.int32),
             first_slot=F.pad(counts.cumsum(0), (1, 0)).to(torch.int32),
-            host_num_slots_per_expert=host_counts,
+            host_num_tokens_per_expert=host_counts,
         )
         return packed, positions, index
 
@@ -198,35 +198,39 @@ class AscendStandardBuffer(AllGatherBuffer):
         )
         return sorted_rows, positions, counts
 
-    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
-        raise NotImplementedError("the operators have no backward (caps.reuses_route)")
+    def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
+        raise NotImplementedError("the operators have no backward (caps.reuses_exchange_plan)")
 
     def combine(
         self,
         rows: Tensor,
-        route: Route,
+        exchange_plan: ExchangePlan,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
     ) -> Combined:
-        assert isinstance(route, AscendStandardRoute), "a route of this buffer"
+        assert isinstance(exchange_plan, AscendStandardExchangePlan), (
+            "an exchange plan of this buffer"
+        )
         assert slot_weights is None, "weights do not travel to the slots"
         assert row_scalars is None, "there is no backward"
-        return Combined(y=self._sum_home(self._add_up(rows, route), route), scalars=None)
+        return Combined(
+            y=self._sum_returned(self._add_up(rows, exchange_plan), exchange_plan), scalars=None
+        )
 
-    def _add_up(self, rows: Tensor, route: AscendStandardRoute) -> Tensor:
+    def _add_up(self, rows: Tensor, exchange_plan: AscendStandardExchangePlan) -> Tensor:
         """[C, H] to [W * max T, H]: each token's part from this rank."""
         top_k, (num_rows, hidden_size) = self._spec.top_k, rows.shape
         if num_rows == 0:
-            return rows.new_zeros(route.topk_weights.shape[0], hidden_size)
+            return rows.new_zeros(exchange_plan.topk_weights.shape[0], hidden_size)
         return torch.ops.npu.npu_moe_finalize_routing(
             rows.contiguous().view(top_k, num_rows // top_k, hidden_size),
             None,
             None,
             None,
-            route.topk_weights,
-            route.positions,
+            exchange_plan.topk_weights,
+            exchange_plan.positions,
             None,
             drop_pad_mode=_BY_TOKEN_WITH_CAPACITY,
         )

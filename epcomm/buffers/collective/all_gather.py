@@ -1,7 +1,7 @@
 """The buffer that gathers every token on every rank: what StandardDispatcher moves rows with.
 
 One small exchange of headers with counts, one all-gather of tokens with their ids and weights, then
-local experts on all rows; home goes one all-to-all of partial sums, added up in float32 (a
+local experts on all rows; in combine one all-to-all of partial sums, added up in float32 (a
 reduce-scatter). Bytes do not depend on the routing; at 8 ranks and top-8 they are 1.5 times those
 of one copy per destination, for one message less to number and sort.
 """
@@ -39,13 +39,13 @@ from epcomm.ops.slots import (
     spread_to_slots,
     sum_parts,
 )
-from epcomm.records import Route, SlotIndex
+from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer, WireFormat, WireTensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GatheredRoute(Route):
+class GatheredExchangePlan(ExchangePlan):
     """Which gathered rows are tokens.
 
     tokens_of_rank: [W].   max_tokens: rows that each rank occupies, padding last.
@@ -63,7 +63,7 @@ class GatheredRoute(Route):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class AllGatherRoute(GatheredRoute):
+class AllGatherExchangePlan(GatheredExchangePlan):
     """Which slots belong to a gathered row.
 
     slots_by_row: the slots of each gathered row, in k order.
@@ -116,7 +116,7 @@ class AllGatherBuffer(OverCollectives):
             index_region(spec, rows_per_token=world_size, max_rows=max_rows),
             *slot_regions(spec, row_bytes=row.dispatch, max_rows=max_rows),
             rows_region("partial sums", row.combine, per_token=world_size, max_rows=max_rows),
-            rows_region("home rows", row.combine, per_token=world_size, max_rows=max_rows),
+            rows_region("returned rows", row.combine, per_token=world_size, max_rows=max_rows),
         )
 
     @classmethod
@@ -124,11 +124,11 @@ class AllGatherBuffer(OverCollectives):
         cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
     ) -> BufferTraffic:
         row, num_others = RowBytes.of(spec, backward=backward), call.world_size - 1
-        foreign_tokens = sum(call.tokens_of_rank) - call.tokens_of_rank[call.rank]
+        remote_tokens = sum(call.tokens_of_rank) - call.tokens_of_rank[call.rank]
         header_bytes = counts_bytes(spec.num_local_experts)
         return BufferTraffic(
             dispatch_bytes=num_others * max(call.tokens_of_rank) * row.dispatch,
-            combine_bytes=foreign_tokens * row.combine,
+            combine_bytes=remote_tokens * row.combine,
             control_bytes=0 if backward else num_others * header_bytes,
         )
 
@@ -142,11 +142,11 @@ class AllGatherBuffer(OverCollectives):
         )
         index = build_slot_index(
             local_ids,
-            counts.device_slots_per_expert,
-            counts.slots_per_expert,
-            slot_alignment=self._spec.slot_alignment,
+            counts.device_tokens_per_expert,
+            counts.tokens_per_expert,
+            expert_alignment=self._spec.expert_alignment,
         )
-        route = AllGatherRoute(
+        exchange_plan = AllGatherExchangePlan(
             num_tokens=call.topk_ids.shape[0],
             num_rows=ids.shape[0],
             index=index,
@@ -161,7 +161,7 @@ class AllGatherBuffer(OverCollectives):
             rows=gathered.rows,
             index=index,
             slot_weights=spread_to_slots(gathered.topk_weights, index),
-            route=route,
+            exchange_plan=exchange_plan,
             any_flags=counts.any_flags,
         )
 
@@ -187,37 +187,39 @@ class AllGatherBuffer(OverCollectives):
             row_of_token=_rows_of_tokens(counts.rows_from_rank, max_tokens, topk_ids.device),
         )
 
-    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
-        assert isinstance(route, AllGatherRoute), "a route of this buffer"
-        self._compare_call(CallKind.COMBINE_BACKWARD, route.call)
-        return self._gather(hidden_states, route.max_tokens, phase="backward of combine")
+    def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
+        assert isinstance(exchange_plan, AllGatherExchangePlan), "an exchange plan of this buffer"
+        self._compare_call(CallKind.COMBINE_BACKWARD, exchange_plan.call)
+        return self._gather(hidden_states, exchange_plan.max_tokens, phase="backward of combine")
 
     def combine(
         self,
         rows: Tensor,
-        route: Route,
+        exchange_plan: ExchangePlan,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
     ) -> Combined:
-        assert isinstance(route, AllGatherRoute), "a route of this buffer"
+        assert isinstance(exchange_plan, AllGatherExchangePlan), "an exchange plan of this buffer"
         if rows_per is RowsPer.SLOT:
-            rows = reduce_rows(rows, route.slots_by_row, slot_weights)
+            rows = reduce_rows(rows, exchange_plan.slots_by_row, slot_weights)
         else:
             # Rows without a slot are undefined, and here all of them travel.
-            rows = rows.masked_fill(route.has_no_slot.unsqueeze(1), 0)
+            rows = rows.masked_fill(exchange_plan.has_no_slot.unsqueeze(1), 0)
         if row_scalars is None:
-            return Combined(y=self._sum_home(rows, route), scalars=None)
-        rows = _tokens_of(rows, route)
+            return Combined(y=self._sum_returned(rows, exchange_plan), scalars=None)
+        rows = _tokens_of(rows, exchange_plan)
         layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
-        packed = layout.pack_rows(rows, row_scalars[route.row_of_token])
-        self._compare_call(CallKind.DISPATCH_BACKWARD, route.call)
-        home = self._send_home(packed, route, phase="backward of dispatch").flatten(0, 1)
-        shape = (self._collectives.world_size, route.num_tokens)
+        packed = layout.pack_rows(rows, row_scalars[exchange_plan.row_of_token])
+        self._compare_call(CallKind.DISPATCH_BACKWARD, exchange_plan.call)
+        returned = self._send_sums(packed, exchange_plan, phase="backward of dispatch").flatten(
+            0, 1
+        )
+        shape = (self._collectives.world_size, exchange_plan.num_tokens)
         return Combined(
-            y=sum_parts(layout.data(home).unflatten(0, shape), rows.dtype),
-            scalars=sum_parts(layout.scalars(home).unflatten(0, shape), row_scalars.dtype),
+            y=sum_parts(layout.data(returned).unflatten(0, shape), rows.dtype),
+            scalars=sum_parts(layout.scalars(returned).unflatten(0, shape), row_scalars.dtype),
         )
 
     def _gather(self, rows: Tensor, max_tokens: int, *, phase: str) -> Tensor:
@@ -229,30 +231,36 @@ class AllGatherBuffer(OverCollectives):
         self._traffic.dispatch([max_tokens] * world_size, row_bytes_of(rows))
         return self._collectives.all_gather(rows.contiguous(), phase=phase).flatten(0, 1)
 
-    def _sum_home(self, rows: Tensor, route: GatheredRoute) -> Tensor:
+    def _sum_returned(self, rows: Tensor, exchange_plan: GatheredExchangePlan) -> Tensor:
         """[W * max T, H] partial sums of this rank to [T, H] sums over the ranks."""
-        rows = _tokens_of(rows, route).contiguous()
-        self._compare_call(CallKind.COMBINE, route.call)
-        home = self._send_home(rows, route, phase="combine")
-        return sum_parts(home, rows.dtype)
+        rows = _tokens_of(rows, exchange_plan).contiguous()
+        self._compare_call(CallKind.COMBINE, exchange_plan.call)
+        returned = self._send_sums(rows, exchange_plan, phase="combine")
+        return sum_parts(returned, rows.dtype)
 
-    def _send_home(self, rows: Tensor, route: GatheredRoute, *, phase: str) -> Tensor:
+    def _send_sums(
+        self, rows: Tensor, exchange_plan: GatheredExchangePlan, *, phase: str
+    ) -> Tensor:
         """Partial sums of all ranks for this rank's tokens: [W, T, ...]."""
-        self._traffic.combine(route.tokens_of_rank, row_bytes_of(rows))
+        self._traffic.combine(exchange_plan.tokens_of_rank, row_bytes_of(rows))
         world_size = self._collectives.world_size
-        home = self._collectives.all_to_all(
+        returned = self._collectives.all_to_all(
             rows,
-            send_splits=route.tokens_of_rank,
-            recv_splits=[route.num_tokens] * world_size,
+            send_splits=exchange_plan.tokens_of_rank,
+            recv_splits=[exchange_plan.num_tokens] * world_size,
             phase=phase,
         )
-        return home.view(world_size, route.num_tokens, rows.shape[1])
+        return returned.view(world_size, exchange_plan.num_tokens, rows.shape[1])
 
 
-def _tokens_of(rows: Tensor, route: GatheredRoute) -> Tensor:
+def _tokens_of(rows: Tensor, exchange_plan: GatheredExchangePlan) -> Tensor:
     """Gathered rows without those that pad."""
-    num_tokens = sum(route.tokens_of_rank)
-    return rows if rows.shape[0] == num_tokens else torch.index_select(rows, 0, route.row_of_token)
+    num_tokens = sum(exchange_plan.tokens_of_rank)
+    return (
+        rows
+        if rows.shape[0] == num_tokens
+        else torch.index_select(rows, 0, exchange_plan.row_of_token)
+    )
 
 
 def _rows_of_tokens(

@@ -43,7 +43,7 @@ from epcomm.ops.slots import (
     slots_by_row,
     spread_to_slots,
 )
-from epcomm.records import Route, SlotIndex
+from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer, WireFormat
 
@@ -66,7 +66,7 @@ class SendOrder:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class CollectiveRoute(Route):
+class CollectiveExchangePlan(ExchangePlan):
     """Who sends which rows where, on this rank.
 
     send_splits, recv_splits: [W] rows to and from each rank.
@@ -90,7 +90,7 @@ class CollectiveRoute(Route):
 
 
 class CollectiveBuffer(OverCollectives):
-    """Normal mode over `Collectives`: exact sizes, one host read a dispatch."""
+    """Normal mode over `Collectives`: exact sizes, one host sync a dispatch."""
 
     name: ClassVar[str] = "collective"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
@@ -125,7 +125,7 @@ class CollectiveBuffer(OverCollectives):
             index_region(spec, rows_per_token=copies, max_rows=max_rows),
             *slot_regions(spec, row_bytes=row.dispatch, max_rows=max_rows),
             rows_region("partial sums", row.combine, per_token=copies, max_rows=max_rows),
-            rows_region("home rows", row.combine, per_token=copies, max_rows=max_sent),
+            rows_region("returned rows", row.combine, per_token=copies, max_rows=max_sent),
         )
 
     @classmethod
@@ -170,11 +170,11 @@ class CollectiveBuffer(OverCollectives):
 
         index = build_slot_index(
             localize(layout.ids(received), rank, num_local),
-            counts.device_slots_per_expert,
-            counts.slots_per_expert,
-            slot_alignment=self._spec.slot_alignment,
+            counts.device_tokens_per_expert,
+            counts.tokens_per_expert,
+            expert_alignment=self._spec.expert_alignment,
         )
-        route = CollectiveRoute(
+        exchange_plan = CollectiveExchangePlan(
             num_tokens=topk_ids.shape[0],
             num_rows=received.shape[0],
             index=index,
@@ -190,24 +190,24 @@ class CollectiveBuffer(OverCollectives):
             rows=layout.wire_tensor(received),
             index=index,
             slot_weights=spread_to_slots(layout.scalars(received), index),
-            route=route,
+            exchange_plan=exchange_plan,
             any_flags=counts.any_flags,
         )
 
-    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
-        assert isinstance(route, CollectiveRoute), "a route of this buffer"
-        tokens = route.sends.token_of_row
+    def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
+        assert isinstance(exchange_plan, CollectiveExchangePlan), "an exchange plan of this buffer"
+        tokens = exchange_plan.sends.token_of_row
 
         def write(rows: slice, out: Tensor) -> None:
             torch.index_select(hidden_states, 0, tokens[rows], out=out)
 
-        self._compare_call(CallKind.COMBINE_BACKWARD, route.call)
-        self._traffic.dispatch(route.send_splits, row_bytes_of(hidden_states))
+        self._compare_call(CallKind.COMBINE_BACKWARD, exchange_plan.call)
+        self._traffic.dispatch(exchange_plan.send_splits, row_bytes_of(hidden_states))
         return self._send_rows(
             write,
-            route.table,
-            route.send_splits,
-            route.recv_splits,
+            exchange_plan.table,
+            exchange_plan.send_splits,
+            exchange_plan.recv_splits,
             (hidden_states.shape[1], hidden_states.dtype),
             phase="backward of combine",
         )
@@ -215,34 +215,34 @@ class CollectiveBuffer(OverCollectives):
     def combine(
         self,
         rows: Tensor,
-        route: Route,
+        exchange_plan: ExchangePlan,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
     ) -> Combined:
-        assert isinstance(route, CollectiveRoute), "a route of this buffer"
+        assert isinstance(exchange_plan, CollectiveExchangePlan), "an exchange plan of this buffer"
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
 
         def sums(part: slice) -> Tensor:
             if rows_per is RowsPer.ROW:
                 return rows[part].contiguous()
-            return reduce_rows(rows, route.slots_by_row.part(part), slot_weights)
+            return reduce_rows(rows, exchange_plan.slots_by_row.part(part), slot_weights)
 
-        rows_of_token = route.sends.rows_of_token
+        rows_of_token = exchange_plan.sends.rows_of_token
         if row_scalars is None:
             shape = (rows.shape[1], rows.dtype)
-            home = self._send_home(sums, route, shape, kind)
-            return Combined(y=reduce_rows(home, rows_of_token), scalars=None)
+            returned = self._send_sums(sums, exchange_plan, shape, kind)
+            return Combined(y=reduce_rows(returned, rows_of_token), scalars=None)
         layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
 
         def packed(part: slice) -> Tensor:
             return layout.pack_rows(sums(part), row_scalars[part])
 
         shape = (layout.row_bytes, torch.uint8)
-        home = self._send_home(packed, route, shape, kind)
-        scalars = _scalars_of_topk(layout.scalars(home), route.sends.row_of_topk)
-        return Combined(y=reduce_rows(layout.data(home), rows_of_token), scalars=scalars)
+        returned = self._send_sums(packed, exchange_plan, shape, kind)
+        scalars = _scalars_of_topk(layout.scalars(returned), exchange_plan.sends.row_of_topk)
+        return Combined(y=reduce_rows(layout.data(returned), rows_of_token), scalars=scalars)
 
     def _send_rows(
         self,
@@ -258,7 +258,7 @@ class CollectiveBuffer(OverCollectives):
 
         Args:
             write: puts some of the rows, numbered by rank, then token, where they travel from.
-            table: see CollectiveRoute.
+            table: see CollectiveExchangePlan.
             send_splits, recv_splits: rows to and from each rank.
             shape: elements of a row, and their dtype.
             phase: what it is for.
@@ -272,10 +272,10 @@ class CollectiveBuffer(OverCollectives):
             rows, send_splits=send_splits, recv_splits=recv_splits, phase=phase
         )
 
-    def _send_home(
+    def _send_sums(
         self,
         make: Callable[[slice], Tensor],
-        route: CollectiveRoute,
+        exchange_plan: CollectiveExchangePlan,
         shape: tuple[int, torch.dtype],
         kind: CallKind,
     ) -> Tensor:
@@ -283,21 +283,21 @@ class CollectiveBuffer(OverCollectives):
 
         Args:
             make: some of the rows that travel, numbered as they arrived.
-            route: of the dispatch.
+            exchange_plan: of the dispatch.
             shape: elements of a row, and their dtype.
             kind: of the call, which ranks compare between the local work and the exchange.
 
         Returns: the rows from all ranks, by rank of the experts.
         """
         width, dtype = shape
-        rows = make(slice(0, route.num_rows))
-        self._compare_call(kind, route.call)
-        self._traffic.combine(route.recv_splits, row_bytes_of(rows))
+        rows = make(slice(0, exchange_plan.num_rows))
+        self._compare_call(kind, exchange_plan.call)
+        self._traffic.combine(exchange_plan.recv_splits, row_bytes_of(rows))
         return self._collectives.all_to_all(
             rows,
-            send_splits=route.recv_splits,
-            recv_splits=route.send_splits,
-            out=self._home.rows(sum(route.send_splits), width, dtype),
+            send_splits=exchange_plan.recv_splits,
+            recv_splits=exchange_plan.send_splits,
+            out=self._returned.rows(sum(exchange_plan.send_splits), width, dtype),
             phase=kind.text,
         )
 

@@ -20,7 +20,7 @@ from epcomm.buffers.base import Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.faults import DeviceFaults, assume_all_need_grad, guard_ids, pack_header
 from epcomm.buffers.row_layout import RowLayout, localize
-from epcomm.buffers.sizes import CallShape, Region, RowBytes, index_bytes, most_slots_of
+from epcomm.buffers.sizes import CallShape, Region, RowBytes, index_bytes, max_slots_of
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
 from epcomm.collectives.call_order import ANY, CallKind, CallSign
@@ -36,13 +36,13 @@ from epcomm.ops.slots import (
 )
 from epcomm.ops.static_slots import aligned_counts, build_static_slot_index
 from epcomm.protocol import FaultCode
-from epcomm.records import Route, SlotIndex
+from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer, WireFormat
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StaticRoute(Route):
+class StaticExchangePlan(ExchangePlan):
     """The W * (1 + M) received rows: headers, tokens and padding alike.
 
     slots_by_row: the slots of each row, in k order.
@@ -61,7 +61,7 @@ class StaticRoute(Route):
 
 
 class StaticCollectiveBuffer(OverCollectives):
-    """M rows to every rank, whatever the routing; no host read."""
+    """M rows to every rank, whatever the routing; no host sync."""
 
     name: ClassVar[str] = "collective"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL, Mode.LOW_LATENCY})
@@ -73,7 +73,7 @@ class StaticCollectiveBuffer(OverCollectives):
             trainable=mode is Mode.NORMAL,
             graph_safe=True,
             is_static=True,
-            host_reads=0,
+            host_syncs=0,
         )
 
     @classmethod
@@ -95,7 +95,7 @@ class StaticCollectiveBuffer(OverCollectives):
             "packed slots": num_slots * row.dispatch,
             "expert results": num_slots * row.combine,
             "partial sums": num_rows * row.combine,
-            "home rows": num_rows * row.combine,
+            "returned rows": num_rows * row.combine,
         }
         return tuple(Region(name=name, max_bytes=size) for name, size in sizes.items())
 
@@ -137,9 +137,9 @@ class StaticCollectiveBuffer(OverCollectives):
         has_failed = self._faults.record(headers, required > self._num_slots, required, call.error)
         local_ids = localize(torch.where(has_failed, -1, all_ids), rank, num_local)
         index = build_static_slot_index(
-            local_ids, num_local, self._num_slots, slot_alignment=self._spec.slot_alignment
+            local_ids, num_local, self._num_slots, expert_alignment=self._spec.expert_alignment
         )
-        route = StaticRoute(
+        exchange_plan = StaticExchangePlan(
             num_tokens=topk_ids.shape[0],
             num_rows=self._num_rows,
             index=index,
@@ -152,15 +152,15 @@ class StaticCollectiveBuffer(OverCollectives):
             rows=layout.wire_tensor(rows),
             index=index,
             slot_weights=spread_to_slots(layout.scalars(rows), index),
-            route=route,
+            exchange_plan=exchange_plan,
             any_flags=assume_all_need_grad(call.flags),
         )
 
-    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
-        assert isinstance(route, StaticRoute), "a route of this buffer"
+    def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
+        assert isinstance(exchange_plan, StaticExchangePlan), "an exchange plan of this buffer"
         rows = hidden_states.new_empty(self._rows_per_rank, hidden_states.shape[1])
         rows[1 : 1 + hidden_states.shape[0]] = hidden_states
-        self._compare_call(CallKind.COMBINE_BACKWARD, route.call)
+        self._compare_call(CallKind.COMBINE_BACKWARD, exchange_plan.call)
         return self._gather(rows, phase="backward of combine")
 
     def refuse_combine(self, error: EPError) -> None:
@@ -174,45 +174,47 @@ class StaticCollectiveBuffer(OverCollectives):
         rows[:: self._rows_per_rank, :1] = int(FaultCode.of(error, in_combine=True))
         batch = CallSign(kind=CallKind.COMBINE, buffer=self._number, dispatcher=ANY, batch=ANY)
         self._compare_call(CallKind.COMBINE, batch)
-        codes = self._send_home(rows, phase="combine")[:, 0, 0]
+        codes = self._send_sums(rows, phase="combine")[:, 0, 0]
         self._faults.record_combine(codes, error)
 
     def combine(
         self,
         rows: Tensor,
-        route: Route,
+        exchange_plan: ExchangePlan,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
     ) -> Combined:
-        assert isinstance(route, StaticRoute), "a route of this buffer"
+        assert isinstance(exchange_plan, StaticExchangePlan), "an exchange plan of this buffer"
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
         # Either way header rows become zeros, which say that this rank has no fault.
         if rows_per is RowsPer.SLOT:
-            rows = reduce_rows(rows, route.slots_by_row, slot_weights)
+            rows = reduce_rows(rows, exchange_plan.slots_by_row, slot_weights)
         else:
             # Rows without a slot are undefined, and here all of them travel.
-            rows = rows.masked_fill(route.has_no_slot.unsqueeze(1), 0)
+            rows = rows.masked_fill(exchange_plan.has_no_slot.unsqueeze(1), 0)
         if row_scalars is None:
             rows = rows.contiguous()
-            self._compare_call(kind, route.call)
-            home = self._send_home(rows, phase="combine")
-            has_failed = route.has_failed | self._faults.record_combine(home[:, 0, 0], None)
-            y = _sum_home(home, rows.dtype, route.num_tokens, has_failed)
+            self._compare_call(kind, exchange_plan.call)
+            returned = self._send_sums(rows, phase="combine")
+            has_failed = exchange_plan.has_failed | self._faults.record_combine(
+                returned[:, 0, 0], None
+            )
+            y = _sum_returned(returned, rows.dtype, exchange_plan.num_tokens, has_failed)
             return Combined(y=y, scalars=None)
         layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
         packed = layout.pack_rows(rows, row_scalars)
-        self._compare_call(kind, route.call)
-        home = self._send_home(packed, phase=kind.text).flatten(0, 1)
+        self._compare_call(kind, exchange_plan.call)
+        returned = self._send_sums(packed, phase=kind.text).flatten(0, 1)
         y, scalars = (
-            _sum_home(
+            _sum_returned(
                 part.unflatten(0, (-1, self._rows_per_rank)),
                 part.dtype,
-                route.num_tokens,
-                route.has_failed,
+                exchange_plan.num_tokens,
+                exchange_plan.has_failed,
             )
-            for part in (layout.data(home), layout.scalars(home))
+            for part in (layout.data(returned), layout.scalars(returned))
         )
         return Combined(y=y, scalars=scalars)
 
@@ -233,7 +235,7 @@ class StaticCollectiveBuffer(OverCollectives):
     def _slots_required(self, all_ids: Tensor) -> Tensor:
         """[W], int64: slots that each rank needs for this call, alignment included."""
         counts = count_experts(all_ids, self._num_experts)
-        occupied = aligned_counts(counts, self._spec.slot_alignment)
+        occupied = aligned_counts(counts, self._spec.expert_alignment)
         return occupied.view(self._collectives.world_size, -1).sum(1)
 
     def _gather(self, rows: Tensor, *, phase: str) -> Tensor:
@@ -243,16 +245,16 @@ class StaticCollectiveBuffer(OverCollectives):
         self._traffic.dispatch([self._rows_per_rank - 1] * ranks, row_bytes_of(rows))
         return self._collectives.all_gather(rows, phase=phase).flatten(0, 1)
 
-    def _send_home(self, rows: Tensor, *, phase: str) -> Tensor:
+    def _send_sums(self, rows: Tensor, *, phase: str) -> Tensor:
         """[W * (1 + M), ...] to the partial sums of all ranks for this one, [W, 1 + M, ...]."""
         ranks = self._collectives.world_size
         self._traffic.control([1] * ranks, row_bytes_of(rows))
         self._traffic.combine([self._rows_per_rank - 1] * ranks, row_bytes_of(rows))
-        home = self._collectives.all_to_all(rows, phase=phase)
-        return home.unflatten(0, (ranks, self._rows_per_rank))
+        returned = self._collectives.all_to_all(rows, phase=phase)
+        return returned.unflatten(0, (ranks, self._rows_per_rank))
 
 
-def _sum_home(parts: Tensor, dtype: torch.dtype, num_tokens: int, has_failed: Tensor) -> Tensor:
+def _sum_returned(parts: Tensor, dtype: torch.dtype, num_tokens: int, has_failed: Tensor) -> Tensor:
     """[W, 1 + M, ...] to [T, ...]; NaN if the call has failed."""
     total = sum_parts(parts[:, 1 : 1 + num_tokens], dtype)
     return total.masked_fill(has_failed, float("nan"))
@@ -260,7 +262,7 @@ def _sum_home(parts: Tensor, dtype: torch.dtype, num_tokens: int, has_failed: Te
 
 def num_static_slots(spec: BufferSpec, world_size: int) -> int:
     """C: the budget, or as many as any routing of M tokens a rank needs."""
-    return spec.max_recv_slots or most_slots_of(spec, _max_tokens(spec) * world_size)
+    return spec.max_recv_slots or max_slots_of(spec, _max_tokens(spec) * world_size)
 
 
 def _max_tokens(spec: BufferSpec) -> int:

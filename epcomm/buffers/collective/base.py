@@ -1,4 +1,4 @@
-"""What the buffers over plain collectives share: memory for rows, and how ranks compare calls."""
+"""Base of the buffers over plain collectives: memory for rows, and how ranks compare calls."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class OverCollectives(Buffer):
         # Of one size in every call where a rank that makes another call would break the transport.
         self._has_rest = self._waits
         self._sent = Scratch(collectives.device, keeps=self._waits)
-        self._home = Scratch(collectives.device, keeps=self._waits)
+        self._returned = Scratch(collectives.device, keeps=self._waits)
 
     def prepare(self) -> None:
         """Nothing to allocate: sizes are known only with the calls."""
@@ -73,7 +73,7 @@ class OverCollectives(Buffer):
         self._compare_call(CallKind.COMBINE, anything, error)
 
     def _new_batch(self, call: DispatchCall) -> CallSign:
-        """What all ranks say of this dispatch and of the calls along its route."""
+        """Return what all ranks say of this dispatch and of the calls along its plan."""
         return CallSign(
             kind=CallKind.DISPATCH,
             buffer=self._number,
@@ -99,14 +99,14 @@ class OverCollectives(Buffer):
         if not self._compares_calls:
             return
         fault = FaultCode.of(error, in_combine=True)
-        headers = self._calls.announce(replace(batch, kind=kind), error=error, fault=fault)
+        headers = self._calls.exchange_headers(replace(batch, kind=kind), error=error, fault=fault)
         codes = [words[FAULT] for words in headers]
         raise_faults(codes, self._collectives.rank, error, function="combine")
 
     def _tell_counts(
         self, call: DispatchCall, batch: CallSign, counts: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Counts, tuple[int, ...]]:
-        """Tell each rank the rows and slots that will come; the one host read of a dispatch.
+        """Tell each rank the rows and slots that will come: the one host sync of a dispatch.
 
         Args:
             call: this rank's part.
@@ -121,15 +121,17 @@ class OverCollectives(Buffer):
         self._traffic.control([1] * self._collectives.world_size, message.row_bytes)
         received = self._exchange_headers(message.header, call)
         end = HEADER_WORDS + self._spec.num_local_experts - message.rest.shape[1]
-        sent, heard = torch.stack([message.header[:, :end], received[:, :end]]).tolist()
-        self._calls.compare(heard, call.error)
+        sent, received_headers = torch.stack([message.header[:, :end], received[:, :end]]).tolist()
+        self._calls.compare(received_headers, call.error)
         slots = received[:, HEADER_WORDS:end]
         if message.rest.numel():
             rest = self._collectives.all_to_all(message.rest, phase="dispatch counts")
             slots = torch.cat([slots, rest], dim=1)
-            heard = [[*words, *more] for words, more in zip(heard, rest.tolist(), strict=True)]
+            received_headers = [
+                [*words, *more] for words, more in zip(received_headers, rest.tolist(), strict=True)
+            ]
         rank = self._collectives.rank
-        found = read_counts(heard, slots, call, self._num_experts, rank)
+        found = read_counts(received_headers, slots, call, self._num_experts, rank)
         return found, tuple(words[ROWS] for words in sent)
 
     def _exchange_headers(self, header: Tensor, call: DispatchCall) -> Tensor:
@@ -144,7 +146,7 @@ class OverCollectives(Buffer):
 
     def close(self) -> None:
         self._sent.free()
-        self._home.free()
+        self._returned.free()
 
     @property
     def _num_experts(self) -> int:

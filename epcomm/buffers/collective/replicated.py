@@ -41,13 +41,13 @@ from epcomm.ops.slots import (
     sum_parts,
 )
 from epcomm.protocol import BatchFlags, FaultCode
-from epcomm.records import Route, SlotIndex
+from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer, WireFormat, align_up
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ReplicatedRoute(Route):
+class ReplicatedExchangePlan(ExchangePlan):
     """Row t is token t.
 
     slots_by_row: the slots of each token on this rank, in k order.
@@ -108,10 +108,10 @@ class ReplicatedBuffer(OverCollectives):
         batch = self._new_batch(call)
         flags = self._compare_dispatches(call, batch, FaultCode(code))
         index = build_slot_index(
-            local_ids, counts, host_counts, slot_alignment=self._spec.slot_alignment
+            local_ids, counts, host_counts, expert_alignment=self._spec.expert_alignment
         )
         num_tokens = topk_ids.shape[0]
-        route = ReplicatedRoute(
+        exchange_plan = ReplicatedExchangePlan(
             num_tokens=num_tokens,
             num_rows=num_tokens,
             index=index,
@@ -123,7 +123,7 @@ class ReplicatedBuffer(OverCollectives):
             rows=rows,
             index=index,
             slot_weights=spread_to_slots(call.topk_weights, index),
-            route=route,
+            exchange_plan=exchange_plan,
             any_flags=flags,
         )
 
@@ -132,8 +132,8 @@ class ReplicatedBuffer(OverCollectives):
     ) -> BatchFlags:
         """Raise on every rank if some rank's call is bad or another; else the flags of all.
 
-        Where the host does not wait in verbs, and spec.compares_calls is not set, a rank looks at
-        its own call alone: all ranks hold the same, and find the same fault.
+        Where the host does not wait in collectives, and spec.compares_calls is not set, a rank
+        looks at its own call alone: all ranks hold the same, and find the same fault.
         """
         rank, world_size = self._collectives.rank, self._collectives.world_size
         own_error = call.error
@@ -143,7 +143,7 @@ class ReplicatedBuffer(OverCollectives):
             if own_error is not None:
                 raise own_error
             return call.flags
-        headers = self._calls.announce(
+        headers = self._calls.exchange_headers(
             batch,
             error=own_error,
             fault=code,
@@ -156,40 +156,42 @@ class ReplicatedBuffer(OverCollectives):
         check_gradients(flags, rank, call.expert_names)
         return any_flags(flags)
 
-    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
+    def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         return hidden_states
 
     def combine(
         self,
         rows: Tensor,
-        route: Route,
+        exchange_plan: ExchangePlan,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
     ) -> Combined:
-        assert isinstance(route, ReplicatedRoute), "a route of this buffer"
+        assert isinstance(exchange_plan, ReplicatedExchangePlan), "an exchange plan of this buffer"
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
         if rows_per is RowsPer.SLOT:
-            rows = reduce_rows(rows, route.slots_by_row, slot_weights)
+            rows = reduce_rows(rows, exchange_plan.slots_by_row, slot_weights)
         else:
             # Rows without a slot are undefined, and here all of them are summed.
-            rows = rows.masked_fill(route.has_no_slot.unsqueeze(1), 0)
+            rows = rows.masked_fill(exchange_plan.has_no_slot.unsqueeze(1), 0)
         if row_scalars is None:
             rows = rows.contiguous()
-            self._compare_call(kind, route.call)
+            self._compare_call(kind, exchange_plan.call)
             return Combined(y=self._sum_over_ranks(rows, rows.dtype), scalars=None)
         layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
         packed = layout.pack_rows(rows, row_scalars)
-        self._compare_call(kind, route.call)
+        self._compare_call(kind, exchange_plan.call)
         parts = self._scatter(packed, phase=kind.text)
         shape, flat = parts.shape[:2], parts.flatten(0, 1)
         total = layout.pack_rows(
             sum_parts(layout.data(flat).unflatten(0, shape), rows.dtype),
             sum_parts(layout.scalars(flat).unflatten(0, shape), row_scalars.dtype),
         )
-        home = self._gather(total, phase=kind.text)[: route.num_tokens]
-        return Combined(y=layout.data(home).contiguous(), scalars=layout.scalars(home).contiguous())
+        returned = self._gather(total, phase=kind.text)[: exchange_plan.num_tokens]
+        return Combined(
+            y=layout.data(returned).contiguous(), scalars=layout.scalars(returned).contiguous()
+        )
 
     def _sum_over_ranks(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """[T, ...] partial sums of all ranks to [T, ...] totals on every rank."""

@@ -17,7 +17,7 @@ class Scratch:
         """Hold nothing yet.
 
         keeps: a request may hand out what an earlier one did. Only where an exchange is complete
-            when its verb returns; elsewhere every request gets memory of its own.
+            when its collective returns; elsewhere every request gets memory of its own.
         """
         self._device = device
         self._keeps = keeps

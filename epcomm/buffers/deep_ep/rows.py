@@ -57,14 +57,16 @@ def as_wire(received: Rows, wire_format: WireFormat) -> WireTensor:
 
 
 def row_bytes_of(spec: BufferSpec, *, backward: bool = False) -> RowBytes:
-    """Bytes of a row out and home; backward brings the gradients of its weights home."""
+    """Return bytes of a row in dispatch and combine; backward also sends gradients of weights."""
     hidden_size, entries = spec.hidden_size, _ENTRY_BYTES * spec.top_k
-    home = spec.combine_format.data_bytes(hidden_size)
+    combine_bytes = spec.combine_format.data_bytes(hidden_size)
     if backward:
-        return RowBytes(dispatch=home, combine=home + 4 * spec.top_k)
+        return RowBytes(dispatch=combine_bytes, combine=combine_bytes + 4 * spec.top_k)
     wire = spec.dispatch_format
     scale_bytes = wire.scale_bytes(hidden_size)
     if wire.scale_dtype == torch.float8_e8m0fnu:
         # Whole int32 words.
         scale_bytes = -(-scale_bytes // 4) * 4
-    return RowBytes(dispatch=wire.data_bytes(hidden_size) + scale_bytes + entries, combine=home)
+    return RowBytes(
+        dispatch=wire.data_bytes(hidden_size) + scale_bytes + entries, combine=combine_bytes
+    )

@@ -22,12 +22,12 @@ from epcomm.buffers.sizes import (
     CallShape,
     Region,
     index_region,
-    most_slots_of,
+    max_slots_of,
     rows_region,
     slot_regions,
 )
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.buffers.vendor import COMBINE, DISPATCH, ForeignBuffer
+from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorBuffer
 from epcomm.config import Mode
 from epcomm.ops.slots import (
     Members,
@@ -47,7 +47,7 @@ from epcomm.platforms.deep_ep_package import (
     probe_deep_ep,
 )
 from epcomm.protocol import BatchFlags
-from epcomm.records import Route, SlotIndex
+from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Layout, RowsPer, WeightsAppliedBy
 
@@ -62,13 +62,13 @@ _HIDDEN_MULTIPLE, _MAX_HIDDEN = 16, 8176
 # Entries of a handle of ranks that NVLink joins.
 _NVLINK_HANDLE = 6
 # Source of the NVLink memory: deep_ep, csrc/kernels/legacy, Config.get_nvl_buffer_size_hint, with
-# 20 processors, 256 tokens a chunk, and room for 128 ids, weights and scales a token.
+# 20 SMs, 256 tokens a chunk, and capacity for 128 ids, weights and scales a token.
 _NUM_CHANNELS, _CHUNK_TOKENS = 10, 256
 _CHUNK_ENTRY_BYTES = 8 + 128 * (8 + 4 + 4)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DeepEPV1Route(Route):
+class DeepEPV1ExchangePlan(ExchangePlan):
     """Its handle, and the index over the rows.
 
     slots_by_row: the slots of each received row, in k order.
@@ -86,7 +86,7 @@ class DeepEPV1Route(Route):
     has_failed: Tensor | None
 
 
-class DeepEPV1Buffer(ForeignBuffer):
+class DeepEPV1Buffer(VendorBuffer):
     """Exact sizes; the host waits for the counts, once a dispatch."""
 
     name: ClassVar[str] = "deep_ep_v1"
@@ -107,7 +107,7 @@ class DeepEPV1Buffer(ForeignBuffer):
             weights_applied_by=frozenset(WeightsAppliedBy),
             max_top_k=_MAX_TOP_K,
             hidden_multiple=_HIDDEN_MULTIPLE,
-            announces_faults=False,
+            reports_faults=False,
             device_types=device_types(),
             needs_process_group=True,
         )
@@ -176,43 +176,43 @@ class DeepEPV1Buffer(ForeignBuffer):
             received.local_ids,
             counts,
             received.host_counts,
-            slot_alignment=self._spec.slot_alignment,
+            expert_alignment=self._spec.expert_alignment,
         )
         return self._dispatched(call, received, index, flags, has_failed=None)
 
-    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
-        assert isinstance(route, DeepEPV1Route), "a route of this buffer"
+    def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
+        assert isinstance(exchange_plan, DeepEPV1ExchangePlan), "an exchange plan of this buffer"
         self._check_open()
-        rows, *_ = self._buffer.dispatch(hidden_states.contiguous(), handle=route.handle)
+        rows, *_ = self._buffer.dispatch(hidden_states.contiguous(), handle=exchange_plan.handle)
         backward = row_bytes_of(self._spec, backward=True)
-        self._count_bytes(DISPATCH, route.rows_to_rank, backward.dispatch)
+        self._count_bytes(DISPATCH, exchange_plan.rows_to_rank, backward.dispatch)
         return rows
 
     def combine(
         self,
         rows: Tensor,
-        route: Route,
+        exchange_plan: ExchangePlan,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
     ) -> Combined:
-        assert isinstance(route, DeepEPV1Route), "a route of this buffer"
+        assert isinstance(exchange_plan, DeepEPV1ExchangePlan), "an exchange plan of this buffer"
         self._check_open()
         if row_scalars is None:
             self._compare_combine()
         if rows_per is RowsPer.SLOT:
-            rows = reduce_rows(rows, route.slots_by_row, slot_weights)
-        if route.has_failed is not None:
+            rows = reduce_rows(rows, exchange_plan.slots_by_row, slot_weights)
+        if exchange_plan.has_failed is not None:
             # The others do not know, so that sums without this rank's part may not look right.
-            rows = rows.masked_fill(route.has_failed, float("nan"))
+            rows = rows.masked_fill(exchange_plan.has_failed, float("nan"))
         y, scalars, _ = self._buffer.combine(
-            rows.contiguous(), route.handle, topk_weights=row_scalars
+            rows.contiguous(), exchange_plan.handle, topk_weights=row_scalars
         )
         row = row_bytes_of(self._spec, backward=row_scalars is not None)
-        self._count_bytes(COMBINE, route.rows_from_rank, row.combine)
-        if route.has_failed is not None:
-            y = y.masked_fill(route.has_failed, float("nan"))
+        self._count_bytes(COMBINE, exchange_plan.rows_from_rank, row.combine)
+        if exchange_plan.has_failed is not None:
+            y = y.masked_fill(exchange_plan.has_failed, float("nan"))
         return Combined(y=y, scalars=scalars)
 
     def _exchange(self, call: DispatchCall, ids: Tensor, *, num_worst_tokens: int) -> _Received:
@@ -249,7 +249,7 @@ class DeepEPV1Buffer(ForeignBuffer):
     ) -> Dispatched:
         wire = as_wire(received.rows, self._spec.dispatch_format)
         ends = _row_ends(received.handle, self._rank)
-        route = DeepEPV1Route(
+        exchange_plan = DeepEPV1ExchangePlan(
             num_tokens=call.topk_ids.shape[0],
             num_rows=wire.data.shape[0],
             index=index,
@@ -263,7 +263,7 @@ class DeepEPV1Buffer(ForeignBuffer):
             rows=wire,
             index=index,
             slot_weights=spread_to_slots(received.weights, index),
-            route=route,
+            exchange_plan=exchange_plan,
             any_flags=flags,
         )
 
@@ -278,7 +278,7 @@ class DeepEPV1StaticBuffer(DeepEPV1Buffer):
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
-        return replace(super().caps(mode), is_static=True, host_reads=0, graph_safe=True)
+        return replace(super().caps(mode), is_static=True, host_syncs=0, graph_safe=True)
 
     @classmethod
     def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
@@ -291,18 +291,18 @@ class DeepEPV1StaticBuffer(DeepEPV1Buffer):
         super().prepare()
         assert self._spec.max_tokens_per_rank is not None, "plan() has checked the limit"
         self._num_rows = self._spec.max_tokens_per_rank * self._world_size
-        self._max_slots = self._spec.max_recv_slots or most_slots_of(self._spec, self._num_rows)
+        self._max_slots = self._spec.max_recv_slots or max_slots_of(self._spec, self._num_rows)
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         self._check_open()
         ids, fault, flags = self._guard_on_device(call)
         received = self._exchange(call, ids, num_worst_tokens=self._num_rows)
-        num_local, alignment = self._spec.num_local_experts, self._spec.slot_alignment
+        num_local, alignment = self._spec.num_local_experts, self._spec.expert_alignment
         required = aligned_counts(count_experts(received.local_ids, num_local), alignment).sum()
         has_failed = self._record(call, fault, required, self._max_slots)
         local_ids = torch.where(has_failed, -1, received.local_ids)
         index = build_static_slot_index(
-            local_ids, num_local, self._max_slots, slot_alignment=alignment
+            local_ids, num_local, self._max_slots, expert_alignment=alignment
         )
         return self._dispatched(call, received, index, flags, has_failed)
 

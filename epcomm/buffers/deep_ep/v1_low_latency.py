@@ -1,9 +1,9 @@
 """Low latency of deep_ep V1: MASKED rows, quantised in its kernel, weighted in its combine.
 
-Every expert has room for M rows of each rank. Rows of one rank lie together, ranks in any order.
-Ids and weights stay with the route, for combine multiplies by them at home. The receive step runs
-in wait(): until then the network works and no processor of the device does. A send clears the
-counts of the call before it, so that one is received first, whoever waits for it.
+Every expert has capacity for M rows of each rank. Rows of one rank lie together, ranks in any
+order. Ids and weights stay with the exchange plan, for combine multiplies by them at the token's
+rank. The receive step runs in wait(): until then the network works and no SM of the device does. A
+send clears the counts of the call before it, so that one is received first, whoever waits for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from epcomm.buffers.base import Combined, DispatchCall, Dispatched
 from epcomm.buffers.deep_ep.rows import LegacyHandle, Rows
 from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.buffers.vendor import COMBINE, DISPATCH, ForeignBuffer
+from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorBuffer
 from epcomm.config import Mode, environment
 from epcomm.errors import HandleError
 from epcomm.ops.slots import count_experts
@@ -33,7 +33,7 @@ from epcomm.platforms.deep_ep_package import (
     probe_deep_ep,
 )
 from epcomm.protocol import BatchFlags
-from epcomm.records import Pending, Route, SlotIndex
+from epcomm.records import ExchangePlan, Pending, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Layout, RowsPer, ScaleLayout, WeightsAppliedBy, WireDtype, WireTensor
 
@@ -74,7 +74,7 @@ class _Receipt:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LowLatencyRoute(Route):
+class LowLatencyExchangePlan(ExchangePlan):
     """What combine needs of its dispatch.
 
     topk_ids: [T, K], as they were sent.   topk_weights: [T, K], float32, a copy.
@@ -91,8 +91,8 @@ class LowLatencyRoute(Route):
     batch: _Batch
 
 
-class DeepEPV1LowLatencyBuffer(ForeignBuffer):
-    """Static sizes, no host read, graph-capturable, two batches in flight."""
+class DeepEPV1LowLatencyBuffer(VendorBuffer):
+    """Static sizes, no host sync, graph-capturable, two batches in flight."""
 
     name: ClassVar[str] = "deep_ep_v1"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
@@ -112,13 +112,13 @@ class DeepEPV1LowLatencyBuffer(ForeignBuffer):
             weights_applied_by=frozenset({WeightsAppliedBy.COMBINE}),
             max_top_k=_MAX_TOP_K,
             batches_in_flight=_BATCHES_IN_FLIGHT,
-            late_receive=True,
-            reuses_route=False,
+            has_receive_hook=True,
+            reuses_exchange_plan=False,
             is_static=True,
-            host_reads=0,
+            host_syncs=0,
             owns_rows=False,
             has_slot_budget=False,
-            announces_faults=False,
+            reports_faults=False,
             device_types=device_types(),
             needs_process_group=True,
         )
@@ -131,8 +131,8 @@ class DeepEPV1LowLatencyBuffer(ForeignBuffer):
             reasons.append(f"is compiled for hidden_size {sizes}, not {spec.hidden_size}")
         if spec.num_local_experts > _MAX_LOCAL_EXPERTS:
             reasons.append(f"has at most {_MAX_LOCAL_EXPERTS} experts a rank")
-        if spec.slot_alignment > 1:
-            reasons.append("hands out rooms of one size, so slot_alignment must be 1")
+        if spec.expert_alignment > 1:
+            reasons.append("gives every expert the same capacity, so expert_alignment must be 1")
         if world_size > _HOST_RANKS and world_size % _HOST_RANKS:
             reasons.append(f"serves whole hosts of {_HOST_RANKS} ranks, not {world_size} ranks")
         if spec.max_tokens_per_rank is not None:
@@ -156,9 +156,9 @@ class DeepEPV1LowLatencyBuffer(ForeignBuffer):
     def wire_bytes(
         cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
     ) -> BufferTraffic:
-        out, home = _slot_bytes(spec)
+        out, combine_bytes = _slot_bytes(spec)
         return BufferTraffic(
-            dispatch_bytes=call.slots_sent * out, combine_bytes=call.slots_received * home
+            dispatch_bytes=call.slots_sent * out, combine_bytes=call.slots_received * combine_bytes
         )
 
     def prepare(self) -> None:
@@ -166,8 +166,8 @@ class DeepEPV1LowLatencyBuffer(ForeignBuffer):
         spec = self._spec
         assert spec.max_tokens_per_rank is not None, "plan() has checked the limit"
         self._max_tokens = spec.max_tokens_per_rank
-        self._room = self._max_tokens * self._world_size
-        self._max_slots = spec.num_local_experts * self._room
+        self._expert_capacity = self._max_tokens * self._world_size
+        self._max_slots = spec.num_local_experts * self._expert_capacity
         num_bytes = package.Buffer.get_low_latency_rdma_size_hint(
             self._max_tokens, spec.hidden_size, self._world_size, self._num_experts
         )
@@ -215,46 +215,53 @@ class DeepEPV1LowLatencyBuffer(ForeignBuffer):
 
         return Pending(wait)
 
-    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
-        raise NotImplementedError("low latency has no backward (caps.reuses_route)")
+    def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
+        raise NotImplementedError("low latency has no backward (caps.reuses_exchange_plan)")
 
     def combine(
         self,
         rows: Tensor,
-        route: Route,
+        exchange_plan: ExchangePlan,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
     ) -> Combined:
         assert row_scalars is None, "low latency has no backward"
-        return self.combine_async(rows, route, rows_per=rows_per, slot_weights=slot_weights).wait()
+        return self.combine_async(
+            rows, exchange_plan, rows_per=rows_per, slot_weights=slot_weights
+        ).wait()
 
     def combine_async(
-        self, rows: Tensor, route: Route, *, rows_per: RowsPer, slot_weights: Tensor | None = None
+        self,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
     ) -> Pending[Combined]:
-        assert isinstance(route, LowLatencyRoute), "a route of this buffer"
+        assert isinstance(exchange_plan, LowLatencyExchangePlan), "an exchange plan of this buffer"
         assert rows_per is RowsPer.SLOT, "a row is a slot here"
-        assert slot_weights is None, "weights are applied at home"
+        assert slot_weights is None, "weights are applied by combine"
         self._check_open()
-        self._check_in_flight(route.batch, "combine")
+        self._check_in_flight(exchange_plan.batch, "combine")
         self._compare_combine()
         self._last_sent.run()
         y, _, receive = self._buffer.low_latency_combine(
-            rows.contiguous().view(self._spec.num_local_experts, self._room, -1),
-            route.topk_ids,
-            route.topk_weights,
-            route.handle,
+            rows.contiguous().view(self._spec.num_local_experts, self._expert_capacity, -1),
+            exchange_plan.topk_ids,
+            exchange_plan.topk_weights,
+            exchange_plan.handle,
             return_recv_hook=True,
         )
-        self._count_bytes(COMBINE, route.slots_from_rank, _slot_bytes(self._spec)[1])
-        if route.batch in self._in_flight:
-            self._in_flight.remove(route.batch)
+        self._count_bytes(COMBINE, exchange_plan.slots_from_rank, _slot_bytes(self._spec)[1])
+        if exchange_plan.batch in self._in_flight:
+            self._in_flight.remove(exchange_plan.batch)
         receipt = self._last_sent = _Receipt(receive)
 
         def wait() -> Combined:
             receipt.run()
-            return Combined(y=y.masked_fill(route.has_failed, float("nan")), scalars=None)
+            return Combined(y=y.masked_fill(exchange_plan.has_failed, float("nan")), scalars=None)
 
         return Pending(wait)
 
@@ -271,15 +278,15 @@ class DeepEPV1LowLatencyBuffer(ForeignBuffer):
         index = SlotIndex(
             row_of_slot=None,
             slots_of_row=None,
-            num_slots_per_expert=counts,
-            first_slot=self._room
+            num_tokens_per_expert=counts,
+            first_slot=self._expert_capacity
             * torch.arange(len(counts) + 1, dtype=torch.int32, device=counts.device),
-            host_num_slots_per_expert=None,
+            host_num_tokens_per_expert=None,
         )
         sent = count_experts(ids, self._num_experts).view(self._world_size, -1).sum(1)
         # layout_range, [L, W]: where the rows of a rank begin and how many they are.
         from_rank = (handle[1] & 0xFFFFFFFF).sum(0)
-        route = LowLatencyRoute(
+        exchange_plan = LowLatencyExchangePlan(
             num_tokens=ids.shape[0],
             num_rows=self._max_slots,
             index=index,
@@ -295,7 +302,7 @@ class DeepEPV1LowLatencyBuffer(ForeignBuffer):
             rows=self._wire(received),
             index=index,
             slot_weights=None,
-            route=route,
+            exchange_plan=exchange_plan,
             any_flags=BatchFlags.NONE,
         )
 
@@ -362,10 +369,10 @@ def message_bytes(spec: BufferSpec, world_size: int) -> int:
     hidden, num_experts = spec.hidden_size, spec.num_local_experts * world_size
     scale_bytes = hidden // _SCALE_BLOCK * _SCALE_BYTES
     out = _HEADER_BYTES + max(2 * hidden, hidden + scale_bytes)
-    home = 2 * hidden + scale_bytes
+    combine_bytes = 2 * hidden + scale_bytes
     tokens = spec.max_tokens_per_rank
-    send = max(tokens * out, num_experts * tokens * home)
-    receive = num_experts * tokens * max(out, home)
+    send = max(tokens * out, num_experts * tokens * combine_bytes)
+    receive = num_experts * tokens * max(out, combine_bytes)
     signals = -(-4 * num_experts // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     total = 2 * (send + receive + signals)
     # One unit more than needed where it is aligned already, as deep_ep has it.
@@ -373,7 +380,7 @@ def message_bytes(spec: BufferSpec, world_size: int) -> int:
 
 
 def _slot_bytes(spec: BufferSpec) -> tuple[int, int]:
-    """Of one (token, expert) pair, out and home."""
+    """Return the bytes of one (token, expert) pair in dispatch and in combine."""
     wire, hidden = spec.dispatch_format, spec.hidden_size
     scale_bytes = 0 if wire.scale_dtype is None else hidden // _SCALE_BLOCK * _SCALE_BYTES
     return _HEADER_BYTES + wire.data_bytes(hidden) + scale_bytes, 2 * hidden

@@ -5,7 +5,7 @@ Backward under activation checkpointing joins two dispatches, so rows are asked 
 (deterministic=True: a sort, and a pass over the rows, inside deep_ep). Without a wait of the host
 (max_recv_slots) W * M rows are handed out, and only the counts on the device say how many are real:
 ids, weights and rows behind them are whatever was in memory. Combine adds rows up and knows no
-weights. Backward goes along the handle, with the number of processors that it was made with: asked
+weights. Backward goes along the handle, with the number of SMs that it was made with: asked
 for none, deep_ep would look for the number of experts where a cached call has none.
 """
 
@@ -23,12 +23,12 @@ from epcomm.buffers.sizes import (
     CallShape,
     Region,
     index_region,
-    most_slots_of,
+    max_slots_of,
     rows_region,
     slot_regions,
 )
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.buffers.vendor import COMBINE, DISPATCH, ForeignBuffer
+from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorBuffer
 from epcomm.config import Mode
 from epcomm.ops.slots import (
     Members,
@@ -48,7 +48,7 @@ from epcomm.platforms.deep_ep_package import (
     probe_deep_ep,
 )
 from epcomm.protocol import BatchFlags
-from epcomm.records import Route, SlotIndex
+from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireDtype
 
@@ -59,8 +59,8 @@ _MAX_LOCAL_EXPERTS, _MAX_EXPERTS, _MAX_RANKS = 256, 2048, 1024
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DeepEPV2Route(Route):
-    """As DeepEPV1Route, with the handle of the elastic buffer."""
+class DeepEPV2ExchangePlan(ExchangePlan):
+    """As DeepEPV1ExchangePlan, with the handle of the elastic buffer."""
 
     num_tokens: int
     num_rows: int
@@ -72,7 +72,7 @@ class DeepEPV2Route(Route):
     has_failed: Tensor | None
 
 
-class ElasticBase(ForeignBuffer):
+class ElasticBase(VendorBuffer):
     """What all ways through the elastic buffer share.
 
     is_in_order: rows come by (source rank, token).
@@ -108,7 +108,8 @@ class ElasticBase(ForeignBuffer):
         row, copies = row_bytes_of(spec), min(spec.top_k, world_size)
         max_rows = (spec.max_tokens_per_rank or 0) * world_size
         return (
-            # Rows of every rank out and home; its size hint, asked in prepare(), is a little more.
+            # Rows of every rank in dispatch and combine; its size hint, asked in prepare(), is a
+            # little more.
             Region(name="deep_ep's rows", max_bytes=max_rows * max(row.dispatch, row.combine)),
             rows_region("received rows", row.dispatch, per_token=copies, max_rows=max_rows),
             index_region(spec, rows_per_token=copies, max_rows=max_rows),
@@ -137,7 +138,7 @@ class ElasticBase(ForeignBuffer):
             num_max_tokens_per_rank=self._max_tokens,
             hidden=self._spec.hidden_size,
             num_topk=self._spec.top_k,
-            # Gradients travel in bfloat16 along the same route, and need its room.
+            # Gradients travel in bfloat16 along the same exchange plan, and need its capacity.
             use_fp8_dispatch=is_fp8 and not self.is_in_order,
             deterministic=self.is_in_order,
             explicitly_destroy=True,
@@ -165,53 +166,57 @@ class ElasticBase(ForeignBuffer):
         )
         return rows, local_ids, weights, handle
 
-    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
-        assert isinstance(route, DeepEPV2Route), "a route of this buffer"
+    def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
+        assert isinstance(exchange_plan, DeepEPV2ExchangePlan), "an exchange plan of this buffer"
         self._check_open()
         rows, *_ = self._buffer.dispatch(
-            hidden_states.contiguous(), handle=route.handle, num_sms=route.handle.num_sms
+            hidden_states.contiguous(),
+            handle=exchange_plan.handle,
+            num_sms=exchange_plan.handle.num_sms,
         )
         self._count_bytes(
-            DISPATCH, route.rows_to_rank, row_bytes_of(self._spec, backward=True).dispatch
+            DISPATCH, exchange_plan.rows_to_rank, row_bytes_of(self._spec, backward=True).dispatch
         )
         return rows
 
     def combine(
         self,
         rows: Tensor,
-        route: Route,
+        exchange_plan: ExchangePlan,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
     ) -> Combined:
-        assert isinstance(route, DeepEPV2Route), "a route of this buffer"
+        assert isinstance(exchange_plan, DeepEPV2ExchangePlan), "an exchange plan of this buffer"
         self._check_open()
         if row_scalars is None:
             self._compare_combine()
         if rows_per is RowsPer.SLOT:
-            rows = self._sums(rows, route, slot_weights)
-        if route.has_failed is not None and self.empties_failed:
+            rows = self._sums(rows, exchange_plan, slot_weights)
+        if exchange_plan.has_failed is not None and self.empties_failed:
             # The others do not know, so that sums without this rank's part may not look right.
-            rows = rows.masked_fill(route.has_failed, float("nan"))
+            rows = rows.masked_fill(exchange_plan.has_failed, float("nan"))
         y, scalars, _ = self._buffer.combine(
             rows.contiguous(),
-            route.handle,
+            exchange_plan.handle,
             topk_weights=row_scalars,
-            num_sms=route.handle.num_sms,
+            num_sms=exchange_plan.handle.num_sms,
         )
         row = row_bytes_of(self._spec, backward=row_scalars is not None)
-        self._count_bytes(COMBINE, route.rows_from_rank, row.combine)
-        if route.has_failed is not None:
-            y = y.masked_fill(route.has_failed, float("nan"))
+        self._count_bytes(COMBINE, exchange_plan.rows_from_rank, row.combine)
+        if exchange_plan.has_failed is not None:
+            y = y.masked_fill(exchange_plan.has_failed, float("nan"))
         return Combined(y=y, scalars=scalars)
 
-    def _sums(self, rows: Tensor, route: DeepEPV2Route, slot_weights: Tensor | None) -> Tensor:
+    def _sums(
+        self, rows: Tensor, exchange_plan: DeepEPV2ExchangePlan, slot_weights: Tensor | None
+    ) -> Tensor:
         """One row for each that deep_ep expects back."""
-        assert route.slots_by_row is not None, "an index over rows has its inverse"
-        return reduce_rows(rows, route.slots_by_row, slot_weights)
+        assert exchange_plan.slots_by_row is not None, "an index over rows has its inverse"
+        return reduce_rows(rows, exchange_plan.slots_by_row, slot_weights)
 
-    def _route(
+    def _exchange_plan(
         self,
         ids: Tensor,
         handle: ElasticHandle,
@@ -220,10 +225,10 @@ class ElasticBase(ForeignBuffer):
         num_rows: int,
         members: Members | None,
         has_failed: Tensor | None,
-    ) -> DeepEPV2Route:
+    ) -> DeepEPV2ExchangePlan:
         to_rank = ranks_needed(ids, self._spec.num_local_experts, self._world_size)
         self._count_bytes(DISPATCH, to_rank, row_bytes_of(self._spec).dispatch)
-        return DeepEPV2Route(
+        return DeepEPV2ExchangePlan(
             num_tokens=ids.shape[0],
             num_rows=num_rows,
             index=index,
@@ -266,7 +271,7 @@ class DeepEPV2Buffer(ElasticBase):
             weights_applied_by=frozenset(WeightsAppliedBy),
             max_top_k=_MAX_TOP_K,
             hidden_multiple=_HIDDEN_MULTIPLE,
-            announces_faults=False,
+            reports_faults=False,
             device_types=device_types(),
             needs_process_group=True,
         )
@@ -282,7 +287,7 @@ class DeepEPV2Buffer(ElasticBase):
             local_ids,
             count_experts(local_ids, self._spec.num_local_experts),
             tuple(handle.num_recv_tokens_per_expert_list),
-            slot_alignment=self._spec.slot_alignment,
+            expert_alignment=self._spec.expert_alignment,
         )
         return self._dispatched(ids, rows, weights, handle, index, flags, has_failed=None)
 
@@ -297,7 +302,7 @@ class DeepEPV2Buffer(ElasticBase):
         has_failed: Tensor | None,
     ) -> Dispatched:
         wire = as_wire(rows, self._spec.dispatch_format)
-        route = self._route(
+        exchange_plan = self._exchange_plan(
             ids,
             handle,
             index,
@@ -309,7 +314,7 @@ class DeepEPV2Buffer(ElasticBase):
             rows=wire,
             index=index,
             slot_weights=spread_to_slots(weights, index),
-            route=route,
+            exchange_plan=exchange_plan,
             any_flags=flags,
         )
 
@@ -321,11 +326,11 @@ class DeepEPV2StaticBuffer(DeepEPV2Buffer):
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
-        return replace(super().caps(mode), is_static=True, host_reads=0, graph_safe=True)
+        return replace(super().caps(mode), is_static=True, host_syncs=0, graph_safe=True)
 
     def prepare(self) -> None:
         super().prepare()
-        self._max_slots = self._spec.max_recv_slots or most_slots_of(self._spec, self._num_rows)
+        self._max_slots = self._spec.max_recv_slots or max_slots_of(self._spec, self._num_rows)
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         self._check_open()
@@ -334,14 +339,14 @@ class DeepEPV2StaticBuffer(DeepEPV2Buffer):
             call, ids, expert_alignment=1, do_cpu_sync=False
         )
         local_ids = self._ids_received(local_ids, handle)
-        num_local, alignment = self._spec.num_local_experts, self._spec.slot_alignment
+        num_local, alignment = self._spec.num_local_experts, self._spec.expert_alignment
         required = aligned_counts(count_experts(local_ids, num_local), alignment).sum()
         has_failed = self._record(call, fault, required, self._max_slots)
         index = build_static_slot_index(
             torch.where(has_failed, -1, local_ids),
             num_local,
             self._max_slots,
-            slot_alignment=alignment,
+            expert_alignment=alignment,
         )
         return self._dispatched(ids, rows, weights, handle, index, flags, has_failed)
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from epcomm.buffers.base import DispatchCall, Dispatched
 from epcomm.buffers.deep_ep.rows import ElasticHandle, Rows, as_wire, row_bytes_of
-from epcomm.buffers.deep_ep.v2 import DeepEPV2Buffer, DeepEPV2Route, ElasticBase
-from epcomm.buffers.sizes import Region, most_slots_of
+from epcomm.buffers.deep_ep.v2 import DeepEPV2Buffer, DeepEPV2ExchangePlan, ElasticBase
+from epcomm.buffers.sizes import Region, max_slots_of
 from epcomm.config import Mode
 from epcomm.ops.static_slots import aligned_counts
 from epcomm.protocol import BatchFlags
@@ -37,13 +37,13 @@ class DeepEPV2ExpandBuffer(ElasticBase):
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
         return replace(
-            DeepEPV2Buffer.caps(mode), trainable=False, ordered=False, reuses_route=False
+            DeepEPV2Buffer.caps(mode), trainable=False, ordered=False, reuses_exchange_plan=False
         )
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
         row, max_rows = row_bytes_of(spec), (spec.max_tokens_per_rank or 0) * world_size
-        num_slots = most_slots_of(spec, max_rows)
+        num_slots = max_slots_of(spec, max_rows)
         sizes = {
             "deep_ep's rows": max_rows * max(row.dispatch, row.combine),
             "received slots": num_slots * row.dispatch,
@@ -64,20 +64,20 @@ class DeepEPV2ExpandBuffer(ElasticBase):
         rows, _, weights, handle = self._exchange(
             call,
             ids,
-            expert_alignment=self._spec.slot_alignment,
+            expert_alignment=self._spec.expert_alignment,
             do_cpu_sync=do_cpu_sync,
             do_expand=True,
         )
         # Where each expert's real rows end. The next one's begin at the next multiple.
         ends = handle.psum_num_recv_tokens_per_expert
-        starts = F.pad(aligned_counts(ends, self._spec.slot_alignment), (1, 0))
+        starts = F.pad(aligned_counts(ends, self._spec.expert_alignment), (1, 0))
         index = SlotIndex(
             row_of_slot=None,
             slots_of_row=None,
-            num_slots_per_expert=(ends - starts[:-1]).to(torch.int32),
+            num_tokens_per_expert=(ends - starts[:-1]).to(torch.int32),
             first_slot=starts.to(torch.int32),
-            host_num_slots_per_expert=None,
-            slot_alignment=self._spec.slot_alignment,
+            host_num_tokens_per_expert=None,
+            expert_alignment=self._spec.expert_alignment,
         )
         return rows, weights, handle, index
 
@@ -92,7 +92,7 @@ class DeepEPV2ExpandBuffer(ElasticBase):
         has_failed: Tensor | None,
     ) -> Dispatched:
         wire = as_wire(rows, self._spec.dispatch_format)
-        route = self._route(
+        exchange_plan = self._exchange_plan(
             ids,
             handle,
             index,
@@ -101,10 +101,16 @@ class DeepEPV2ExpandBuffer(ElasticBase):
             has_failed=has_failed,
         )
         return Dispatched(
-            rows=wire, index=index, slot_weights=weights, route=route, any_flags=flags
+            rows=wire,
+            index=index,
+            slot_weights=weights,
+            exchange_plan=exchange_plan,
+            any_flags=flags,
         )
 
-    def _sums(self, rows: Tensor, route: DeepEPV2Route, slot_weights: Tensor | None) -> Tensor:
+    def _sums(
+        self, rows: Tensor, exchange_plan: DeepEPV2ExchangePlan, slot_weights: Tensor | None
+    ) -> Tensor:
         # deep_ep adds the rows of a token up itself.
         if slot_weights is None:
             return rows
@@ -112,7 +118,7 @@ class DeepEPV2ExpandBuffer(ElasticBase):
 
 
 class DeepEPV2LowLatencyBuffer(DeepEPV2ExpandBuffer):
-    """Static sizes: room for any routing of M tokens a rank; the host reads nothing."""
+    """Static sizes: capacity for any routing of M tokens a rank; the host reads nothing."""
 
     name: ClassVar[str] = "deep_ep_v2"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
@@ -125,13 +131,13 @@ class DeepEPV2LowLatencyBuffer(DeepEPV2ExpandBuffer):
             super().caps(mode),
             graph_safe=True,
             is_static=True,
-            host_reads=0,
+            host_syncs=0,
             has_slot_budget=False,
         )
 
     def prepare(self) -> None:
         super().prepare()
-        self._max_slots = most_slots_of(self._spec, self._num_rows)
+        self._max_slots = max_slots_of(self._spec, self._num_rows)
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         self._check_open()

@@ -24,8 +24,8 @@ from epcomm.errors import BackendUnavailable, EPTimeout, HandleError, describe_r
 from epcomm.spec import Availability, BufferSpec
 from epcomm.types import WireTensor, align_up
 
-_MOST_POLLS = 2**31 - 1
-# Words of a meeting begin at a line of the L2 cache.
+_MAX_POLLS = 2**31 - 1
+# The signals of a barrier begin at a line of the L2 cache.
 _LINE_BYTES = 128
 _WORD_BYTES = 4
 
@@ -35,8 +35,8 @@ class NVLinkHost(Buffer):
 
     needs_one_host: ClassVar[bool] = True
     needs_nvlink: ClassVar[bool] = True
-    # Places for what a dispatch brings, used in turns, unless the specification asks for others.
-    num_slots: ClassVar[int]
+    # Receive buffers, used in turn, unless the specification asks for another number.
+    num_buffers: ClassVar[int]
     # Polls of a kernel in a second: those of a GPU are timed, see peer_signals.POLL_NS; an
     # interpreter takes 1.1 ms for one on a busy machine.
     polls_per_s: ClassVar[Mapping[str, int]] = MappingProxyType({"cuda": 1_000, "cpu": 1_000})
@@ -64,17 +64,17 @@ class NVLinkHost(Buffer):
 
     @abstractmethod
     def received_rows(self) -> tuple[WireTensor, ...]:
-        """[W * M, H] of each slot, views of memory that peers write. Local."""
+        """Return [W * M, H] of each receive buffer, views of memory that peers write. Local."""
 
     @classmethod
-    def slots_of(cls, spec: BufferSpec) -> int:
-        """Return how many places a buffer has for what a dispatch brings: its batches in flight."""
-        return spec.batches_in_flight or cls.num_slots
+    def num_buffers_of(cls, spec: BufferSpec) -> int:
+        """Return the number of receive buffers: the batches that may be in flight."""
+        return spec.batches_in_flight or cls.num_buffers
 
     @classmethod
     @abstractmethod
     def _waits(cls) -> Mapping[int, str]:
-        """What a report's phase waited for; `{epoch}` in it stands for the report's epoch."""
+        """Return what each phase of a report waits for; `{epoch}` stands for the report's epoch."""
 
     def close(self) -> None:
         """Let go of the memory once no rank writes it: ranks close together. Idempotent.
@@ -87,11 +87,11 @@ class NVLinkHost(Buffer):
             return
         self._synchronize()
         if not self._report.any():
-            self._late_ranks()
+            self._missing_ranks()
         self._release()
 
     def abandon(self) -> None:
-        """As close(), without a look at the others."""
+        """Close without waiting for other ranks."""
         if self._memory is None:
             return
         # The error that this follows may be the device's own, which raises it again.
@@ -107,30 +107,31 @@ class NVLinkHost(Buffer):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _late_ranks(self) -> list[int]:
-        """Meet all ranks on the device; those that did not come.
+    def _missing_ranks(self) -> list[int]:
+        """Wait for all ranks on the device; return those that did not come.
 
         Collective: yes, and ends if some do not come.   Host sync: yes.
         """
-        from epcomm.kernels.nvlink.common.barrier import meet
+        from epcomm.kernels.nvlink.common.barrier import device_barrier
 
-        self._num_meetings += 1
-        meet(
-            self._meeting_table,
-            self._masked,
+        self._num_barriers += 1
+        device_barrier(
+            self._barrier_table,
+            self._excluded,
             self._never,
-            self._late,
-            words_address=self._meeting_address,
+            self._missing,
+            flags_address=self._barrier_address,
             rank=self._rank,
-            number=self._num_meetings,
+            number=self._num_barriers,
             max_polls=self._max_polls,
         )
-        return [rank for rank, is_late in enumerate(self._late.tolist()) if is_late]
+        return [rank for rank, is_missing in enumerate(self._missing.tolist()) if is_missing]
 
     def _open_memory(self, num_bytes: int) -> SymmetricMemory:
         """Map the blocks of all ranks, zero at first, and make the report.
 
-        num_bytes: of a block as the kernels of a mode know it; words of meetings follow it.
+        num_bytes: of a rank's memory as the kernels of a mode know it; the signals of the barrier
+            follow it.
 
         Collective: yes.   Host sync: yes.
         Raises:
@@ -138,47 +139,49 @@ class NVLinkHost(Buffer):
                 rank whose kernels are not interpreted.
         """
         from epcomm.kernels.launch import IS_INTERPRETED
-        from epcomm.kernels.nvlink.common.signals import REPORT_LATE
+        from epcomm.kernels.nvlink.common.signals import REPORT_MISSING
 
         if self._device.type != "cuda" and not IS_INTERPRETED:
             raise BackendUnavailable(
                 f"{self.name}: the group is on {self._device} (rank {self._rank} of "
                 f"{self._world_size}), expected cuda; use backend='shared_memory'"
             )
-        words_at, size = align_up(num_bytes, _LINE_BYTES), self._world_size
+        flags_at, size = align_up(num_bytes, _LINE_BYTES), self._world_size
         memory = open_symmetric_memory(
-            self._collectives, words_at + _WORD_BYTES * size, phase=f"open {self.name}"
+            self._collectives, flags_at + _WORD_BYTES * size, phase=f"open {self.name}"
         )
         device = memory.block.device
-        addresses = [base + words_at for base in memory.addresses]
-        self._meeting_table = torch.tensor(addresses, dtype=torch.int64, device=device)
-        self._meeting_address, self._num_meetings = addresses[self._rank], 0
+        addresses = [base + flags_at for base in memory.addresses]
+        self._barrier_table = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self._barrier_address, self._num_barriers = addresses[self._rank], 0
         # Not 0: a rank that is dead.
-        self._masked = torch.zeros(size, dtype=torch.int32, device=device)
+        self._excluded = torch.zeros(size, dtype=torch.int32, device=device)
         self._never = torch.zeros(1, dtype=torch.int32, device=device)
-        self._late = torch.zeros(size, dtype=torch.int32, device=device)
+        self._missing = torch.zeros(size, dtype=torch.int32, device=device)
         # The host reads it while kernels run.
         self._report: Tensor = torch.zeros(
-            REPORT_LATE + size, dtype=torch.int32, pin_memory=device.type == "cuda"
+            REPORT_MISSING + size, dtype=torch.int32, pin_memory=device.type == "cuda"
         )
         self._memory = memory
         return memory
 
-    def _meet(self) -> None:
-        """All ranks have done on the device what they were told.   Collective: yes."""
+    def _host_barrier(self) -> None:
+        """Wait until the devices of all ranks have done what was launched.   Collective: yes."""
         self._synchronize()
         self._collectives.gather_records({}, phase=f"open {self.name}")
 
     def _begin_call(self) -> None:
-        """Refuse a call that cannot succeed, and put it behind the last one on the device."""
+        """Refuse a call that cannot succeed; order it after the previous call on the device."""
         self._check_open()
         self._check_report()
         self._follow()
 
     def _follow(self) -> None:
-        """Put what comes behind the last call, if that was on another stream."""
+        """Make the current stream wait for the stream of the group's previous call."""
         if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            # Waiting kernels on free streams could fill two GPUs in different orders.
+            # Calls of a group run in one order on the device: kernels that wait, on streams without
+            # an
+            # order, could fill two GPUs in different orders and wait for ever.
             stream = torch.cuda.current_stream(self._device)
             if self._stream is not None and self._stream != stream:
                 stream.wait_stream(self._stream)
@@ -196,31 +199,35 @@ class NVLinkHost(Buffer):
         from epcomm.kernels.nvlink.common.signals import (
             REPORT_ABORTED,
             REPORT_EPOCH,
-            REPORT_LATE,
+            REPORT_MISSING,
             REPORT_PHASE,
-            who_gave_up,
+            decode_abort,
         )
 
-        words = self._report.tolist()
+        report = self._report.tolist()
         where = f"rank {self._rank} of {self._world_size}"
-        if words[REPORT_PHASE]:
-            late = [rank for rank, is_late in enumerate(words[REPORT_LATE:]) if is_late]
-            wait = self._waits()[words[REPORT_PHASE]].format(epoch=words[REPORT_EPOCH])
+        if report[REPORT_PHASE]:
+            missing = [
+                rank for rank, is_missing in enumerate(report[REPORT_MISSING:]) if is_missing
+            ]
+            wait = self._waits()[report[REPORT_PHASE]].format(epoch=report[REPORT_EPOCH])
             raise EPTimeout(
-                f"{self.name}: {describe_ranks(late)} did not arrive in {wait}, within "
+                f"{self.name}: {describe_ranks(missing)} did not arrive in {wait}, within "
                 f"{self._timeout_s:g} s (this is {where}); close the group and make a new one"
             )
-        if words[REPORT_ABORTED]:
-            impatient, late = who_gave_up(words[REPORT_ABORTED])
-            what = f"rank {impatient} gave up waiting for {describe_ranks(late)} and told all ranks"
-            if self._rank in late:
-                story = f"this rank came too late: {what}"
-            elif late:
-                story = f"{describe_ranks(late)} did not arrive: {what}"
+        if report[REPORT_ABORTED]:
+            impatient, missing = decode_abort(report[REPORT_ABORTED])
+            what = (
+                f"rank {impatient} gave up waiting for {describe_ranks(missing)} and told all ranks"
+            )
+            if self._rank in missing:
+                reason = f"this rank came too late: {what}"
+            elif missing:
+                reason = f"{describe_ranks(missing)} did not arrive: {what}"
             else:
-                story = f"rank {impatient} gave up waiting and told all ranks; see its message"
+                reason = f"rank {impatient} gave up waiting and told all ranks; see its message"
             raise EPTimeout(
-                f"{self.name}: {story} (this is {where}); close the group and make a new one"
+                f"{self.name}: {reason} (this is {where}); close the group and make a new one"
             )
 
     @property
@@ -230,4 +237,4 @@ class NVLinkHost(Buffer):
     @property
     def _max_polls(self) -> int:
         polls = self._timeout_s * self.polls_per_s[self._device.type]
-        return min(_MOST_POLLS, max(1, int(polls)))
+        return min(_MAX_POLLS, max(1, int(polls)))

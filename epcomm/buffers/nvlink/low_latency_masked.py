@@ -1,6 +1,6 @@
 """The low-latency NVLink buffer for experts that read MASKED rows alone.
 
-Every expert has room for the rows of all ranks: [L, W * M, H], its first ones in the order of
+Every expert has capacity for the rows of all ranks: [L, W * M, H], its first ones in the order of
 (source rank, token). Rows travel once a rank, as ever, and are copied to their experts on arrival.
 """
 
@@ -15,16 +15,16 @@ from torch import Tensor
 from epcomm.buffers.base import Combined
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
 from epcomm.buffers.nvlink.low_latency_layout import BlockLayout
-from epcomm.buffers.nvlink.low_latency_state import NVLinkSlot
+from epcomm.buffers.nvlink.low_latency_state import ReceiveBuffer
 from epcomm.buffers.sizes import Region
 from epcomm.config import Mode
-from epcomm.records import Pending, Route, SlotIndex
+from epcomm.records import ExchangePlan, Pending, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import Layout, RowsPer, WireTensor
 
 
 class NVLinkMaskedBuffer(NVLinkLowLatencyBuffer):
-    """As its base, in the layout MASKED: the same words, an index of fixed rooms, and a copy."""
+    """Low latency in the layout MASKED: one capacity for all experts, and a copy of the rows."""
 
     name: ClassVar[str] = "nvlink"
 
@@ -35,8 +35,8 @@ class NVLinkMaskedBuffer(NVLinkLowLatencyBuffer):
     @classmethod
     def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
         reasons = super().lacks(mode, spec, world_size)
-        if spec.slot_alignment > 1:
-            reasons += ("hands out rooms of one size, so slot_alignment must be 1",)
+        if spec.expert_alignment > 1:
+            reasons += ("gives every expert the same capacity, so expert_alignment must be 1",)
         return reasons
 
     @classmethod
@@ -49,18 +49,25 @@ class NVLinkMaskedBuffer(NVLinkLowLatencyBuffer):
         row_bytes = layout.data_bytes + layout.scale_bytes
         result_bytes = spec.combine_format.data_bytes(spec.hidden_size)
         return (
-            Region(name="packed rows", max_bytes=layout.num_slots * num_slots * row_bytes),
+            Region(name="packed rows", max_bytes=layout.num_buffers * num_slots * row_bytes),
             Region(name="expert results", max_bytes=num_slots * result_bytes),
         )
 
     def combine_async(
-        self, rows: Tensor, route: Route, *, rows_per: RowsPer, slot_weights: Tensor | None = None
+        self,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
     ) -> Pending[Combined]:
         assert rows_per is RowsPer.SLOT, "a row is a slot here"
-        return super().combine_async(rows, route, rows_per=rows_per, slot_weights=slot_weights)
+        return super().combine_async(
+            rows, exchange_plan, rows_per=rows_per, slot_weights=slot_weights
+        )
 
     @property
-    def _room(self) -> int:
+    def _expert_capacity(self) -> int:
         return self._layout.num_rows
 
     @property
@@ -76,7 +83,7 @@ class NVLinkMaskedBuffer(NVLinkLowLatencyBuffer):
 
         def packed(views: Tensor) -> Tensor:
             stride = views.stride(0)
-            shape = (self._spec.num_local_experts, self._room, stride)
+            shape = (self._spec.num_local_experts, self._expert_capacity, stride)
             return (
                 torch.zeros(
                     shape[0] * shape[1],
@@ -91,21 +98,21 @@ class NVLinkMaskedBuffer(NVLinkLowLatencyBuffer):
         scales = None if arrived.scales is None else packed(arrived.scales)
         return replace(arrived, data=packed(arrived.data), scales=scales)
 
-    def _hand_out(self, slot: NVLinkSlot) -> None:
+    def _hand_out(self, receive_buffer: ReceiveBuffer) -> None:
         from epcomm.kernels.nvlink.ll_dispatch_pack import pack_rows
 
-        scales = slot.rows.scales
+        scales = receive_buffer.rows.scales
         pack_rows(
-            slot.exchange,
-            slot.slots_of_row,
-            _words_of(slot.rows.data),
+            receive_buffer.exchange,
+            receive_buffer.slots_of_row,
+            _words_of(receive_buffer.rows.data),
             None if scales is None else _words_of(scales),
         )
 
 
 def _words_of(rows: Tensor) -> Tensor:
     """[L * W * M, words]: all bytes of packed rows, the gaps between them too."""
-    num_local, room, _ = rows.shape
+    num_local, capacity, _ = rows.shape
     stride = rows.stride(1)
-    whole = rows.as_strided((num_local * room, stride), (stride, 1))
+    whole = rows.as_strided((num_local * capacity, stride), (stride, 1))
     return whole.view(torch.int32)

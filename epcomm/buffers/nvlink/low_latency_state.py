@@ -1,4 +1,4 @@
-"""What the low-latency NVLink buffers keep of a slot, and what its kernels are told of rows."""
+"""State of one receive buffer of the low-latency NVLink buffers, and arguments of its kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from epcomm.buffers.base import Combined, DispatchCall
 from epcomm.buffers.nvlink.low_latency_layout import BlockLayout
-from epcomm.records import Route, SlotIndex
+from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.types import Int8Profile, WireDtype, WireFormat, WireTensor
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class NVLinkRoute(Route):
+class NVLinkLowLatencyExchangePlan(ExchangePlan):
     """The W * M received rows, of which rank s filled the first T from s * M on.
 
-    batch: number of the dispatch; slots take turns.
+    batch: number of the dispatch; receive buffers are used in turn.
     """
 
     num_tokens: int
@@ -33,8 +33,8 @@ class NVLinkRoute(Route):
     batch: int
 
 
-class Late(Generic[T]):
-    """A step that is done once: when it is waited for, or earlier if its slot is needed."""
+class DeferredStep(Generic[T]):
+    """A step that runs once: when it is waited for, or earlier if its receive buffer is needed."""
 
     def __init__(self, step: Callable[[], T]) -> None:
         self._step: Callable[[], T] | None = step
@@ -49,8 +49,8 @@ class Late(Generic[T]):
 
 
 @dataclass(kw_only=True, eq=False)
-class NVLinkSlot:
-    """One slot of this rank: what its kernels are given, and which batch it holds.
+class ReceiveBuffer:
+    """One receive buffer of this rank: the arguments of its kernels, and the batch that it holds.
 
     arrived: views of the memory that peers write.   rows, index: what is handed out.
     row_of_slot: None where nobody asks.
@@ -68,15 +68,15 @@ class NVLinkSlot:
     is_sent: Tensor
     batch: int = -1
     is_open: bool = False
-    unfinished: Late[Combined] | None = None
+    unfinished: DeferredStep[Combined] | None = None
 
 
-def received_rows(layout: BlockLayout, block: Tensor, slot: int) -> WireTensor:
-    """Views of the rows and scales of a slot in this rank's block."""
+def received_rows(layout: BlockLayout, block: Tensor, buffer_index: int) -> WireTensor:
+    """Return views of the rows and scales of a receive buffer in this rank's memory."""
     spec, wire = layout.spec, layout.spec.dispatch_format
 
     def view(region: str, row_bytes: int, dtype: torch.dtype, width: int) -> Tensor:
-        begin = layout.slot_offset(slot) + layout.offsets[region]
+        begin = layout.buffer_offset(buffer_index) + layout.offsets[region]
         part = block[begin : begin + layout.num_rows * row_bytes]
         return part.view(dtype).view(layout.num_rows, -1)[:, :width]
 
@@ -89,7 +89,7 @@ def received_rows(layout: BlockLayout, block: Tensor, slot: int) -> WireTensor:
 
 
 def profile_of(wire: WireFormat, call: DispatchCall) -> Int8Profile:
-    """That of the call; one for all rows that are not INT8, or each would be compiled anew."""
+    """Return the INT8 profile of a call; other formats share one, so that they share a kernel."""
     return call.int8_profile if wire.dtype is WireDtype.INT8 else Int8Profile.RINT127
 
 

@@ -14,10 +14,10 @@ from epcomm.buffers.base import DispatchCall, Dispatched
 from epcomm.buffers.counts import check_headers
 from epcomm.buffers.faults import any_flags, raise_faults
 from epcomm.buffers.nvlink.normal import NVLinkNormal
-from epcomm.buffers.nvlink.normal_plans import NVLinkNormalRoute
+from epcomm.buffers.nvlink.normal_plans import NVLinkNormalExchangePlan
 from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError, EPTimeout, describe_ranks
-from epcomm.protocol import BatchFlags, FaultCode, unpack_word
+from epcomm.protocol import BatchFlags, FaultCode, unpack_status
 from epcomm.spec import BufferCaps
 from epcomm.types import align_up
 
@@ -35,12 +35,12 @@ class _Counts:
     """What the host reads of a dispatch.
 
     most_tokens: T of the rank that has most.   num_rows: that come.
-    slots_per_expert: [L].   any_flags: the flags of all ranks, or-ed.
+    tokens_per_expert: [L].   any_flags: the flags of all ranks, or-ed.
     """
 
     most_tokens: int
     num_rows: int
-    slots_per_expert: tuple[int, ...]
+    tokens_per_expert: tuple[int, ...]
     any_flags: BatchFlags
 
 
@@ -56,42 +56,51 @@ class NVLinkBuffer(NVLinkNormal):
     def dispatch(self, call: DispatchCall) -> Dispatched:
         self._begin_call()
         while True:
-            slot, sends = self._next_slot(), self._routes.sends(call.hidden_states.shape[0])
+            buffer_index, sends = (
+                self._next_buffer_index(),
+                self._plan_memory.sends(call.hidden_states.shape[0]),
+            )
             totals = self._begin_totals()
-            self._push(call, sends, slot, totals)
+            self._push(call, sends, buffer_index, totals)
             counts = self._read_counts(self._await_totals(totals), call)
             if counts.most_tokens <= self._layout.max_tokens:
-                return self._receive(call, slot, sends, counts)
+                return self._receive(call, buffer_index, sends, counts)
             self._grow(counts.most_tokens)
 
-    def _receive(self, call: DispatchCall, slot: int, sends: Sends, counts: _Counts) -> Dispatched:
+    def _receive(
+        self, call: DispatchCall, buffer_index: int, sends: Sends, counts: _Counts
+    ) -> Dispatched:
         """Wait for the rows, of which there are so many."""
         owns_rows = bool(call.flags & BatchFlags.GRAD_ENABLED)
         num_rows = counts.num_rows if owns_rows else self._layout.num_rows
-        slots = counts.slots_per_expert
-        num_slots = sum(align_up(each, self._spec.slot_alignment) for each in slots)
-        route = NVLinkNormalRoute(
+        slots = counts.tokens_per_expert
+        num_slots = sum(align_up(each, self._spec.expert_alignment) for each in slots)
+        exchange_plan = NVLinkNormalExchangePlan(
             num_tokens=call.hidden_states.shape[0],
             num_rows=num_rows,
-            index=self._routes.index(num_rows, num_slots, slots, is_dense=num_slots == sum(slots)),
+            index=self._plan_memory.index(
+                num_rows, num_slots, slots, is_dense=num_slots == sum(slots)
+            ),
             sends=sends,
-            arrivals=self._routes.arrivals(),
+            arrivals=self._plan_memory.arrivals(),
             owns_rows=owns_rows,
-            room_tokens=self._layout.max_tokens,
+            capacity_tokens=self._layout.max_tokens,
             batch=self._last_batch,
         )
         slot_weights = torch.empty(num_slots, device=self._device)
-        rows = self._index(route, slot_weights, slot, is_compact=owns_rows, has_budget=False)
+        rows = self._index(
+            exchange_plan, slot_weights, buffer_index, is_compact=owns_rows, has_budget=False
+        )
         return Dispatched(
             rows=rows,
-            index=route.index,
+            index=exchange_plan.index,
             slot_weights=slot_weights,
-            route=route,
+            exchange_plan=exchange_plan,
             any_flags=counts.any_flags,
         )
 
     def _compare_combine(self, error: EPError | None = None) -> None:
-        if self._dead or not self._spec.compares_calls:
+        if self._excluded_ranks or not self._spec.compares_calls:
             # A collective would wait for the dead: y is NaN on the others, and check() tells.
             return
         code = int(FaultCode.of(error, in_combine=True))
@@ -109,7 +118,7 @@ class NVLinkBuffer(NVLinkNormal):
         return totals
 
     def _await_totals(self, totals: Tensor) -> list[int]:
-        """Words of all ranks, once a kernel has written them; the host read.
+        """Return the totals of all ranks, once a kernel has written them; this is the host sync.
 
         Raises:
             EPTimeout: some rank did not come.
@@ -135,8 +144,8 @@ class NVLinkBuffer(NVLinkNormal):
             ShapeError, CapacityError, ConfigError: as check_headers().
         """
         size = self._world_size
-        words = [unpack_word(word) for word in totals[:size]]
-        for rank in self._dead:
+        words = [unpack_status(word) for word in totals[:size]]
+        for rank in self._excluded_ranks:
             # They agree with everybody.
             words[rank] = FaultCode.NONE, call.flags
         codes, flags = zip(*words, strict=True)
@@ -144,27 +153,28 @@ class NVLinkBuffer(NVLinkNormal):
         return _Counts(
             most_tokens=max(totals[size : 2 * size]),
             num_rows=sum(totals[2 * size : 3 * size]),
-            slots_per_expert=tuple(totals[3 * size :]),
+            tokens_per_expert=tuple(totals[3 * size :]),
             any_flags=any_flags(flags),
         )
 
     def _grow(self, num_tokens: int) -> None:
-        """Room for so many tokens of a rank, on every rank: all have read the same counts.
+        """Grow the memory of every rank to so many tokens a rank: all have read the same counts.
 
         Raises:
-            CapacityError: some rank is masked; on all that are left.
+            CapacityError: some rank is excluded; on all remaining ranks.
         """
-        if self._dead:
+        if self._excluded_ranks:
             raise CapacityError(
                 f"dispatch: a rank has T = {num_tokens} tokens, expected at most "
                 f"{self._layout.max_tokens}, for memory cannot grow without "
-                f"{describe_ranks(self._dead)} (this is rank {self._rank} of {self._world_size}); "
+                f"{describe_ranks(self._excluded_ranks)} (this is rank {self._rank} of "
+                f"{self._world_size}); "
                 "pass max_tokens_per_rank to EPConfig, or make a new EPGroup"
             )
         # Nobody stores to the old blocks any more; views of this rank keep them.
-        self._meet()
+        self._host_barrier()
         wanted = max(num_tokens, 2 * self._layout.max_tokens)
         self._open(align_up(wanted, _TOKEN_MULTIPLE))
         # The dispatch that did not fit overwrote no rows, and begins again.
         self._num_dispatches -= 1
-        _logger.debug("rank %d: nvlink has room for %d tokens now", self._rank, wanted)
+        _logger.debug("rank %d: nvlink has capacity for %d tokens now", self._rank, wanted)

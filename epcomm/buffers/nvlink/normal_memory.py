@@ -22,14 +22,14 @@ def exchange_of(
     *,
     num_programs: int,
     max_polls: int,
-    masked: Tensor,
+    excluded: Tensor,
     counters: Tensor,
     faults: Tensor,
     report: Tensor,
 ) -> NormalExchange:
-    """What kernels are given: blocks at `addresses`, words that begin anew.
+    """Return the arguments of the kernels for memory at `addresses`, with signals of 0.
 
-    masked, counters, faults, report: see NormalExchange; the device is that of counters.
+    excluded, counters, faults, report: see NormalExchange; the device is that of counters.
     """
     from epcomm.kernels.launch import next_power_of_two
     from epcomm.kernels.nvlink.common.epochs import STATE_WORDS
@@ -60,52 +60,56 @@ def exchange_of(
         ),
         tuning=NormalTuning(item_rows=layout.item_rows),
         regions=layout.offsets,
-        slots_at=layout.slots_at,
-        slot_bytes=layout.slot_bytes,
+        buffers_at=layout.buffers_at,
+        buffer_bytes=layout.buffer_bytes,
         num_items=layout.num_items,
         num_groups=num_groups,
-        record_words=layout.record_words,
+        metadata_words=layout.metadata_words,
         data_bytes=layout.data_bytes,
         scale_bytes=layout.scale_bytes,
         header_bytes=layout.header_bytes,
-        back_bytes=layout.back_bytes,
+        return_bytes=layout.return_bytes,
         state=zeros(STATE_WORDS),
         scratch=zeros(num_programs, expert_lanes + rank_lanes + 1),
         bits=zeros(num_programs, num_groups, expert_lanes + rank_lanes, GROUP_WORDS),
         counted=zeros(num_programs),
         bases=zeros(num_programs, rank_lanes * local_lanes),
-        masked=masked,
+        excluded=excluded,
         counters=counters,
         faults=faults,
         report=report,
     )
 
 
-def received_data(layout: NormalLayout, block: Tensor, slot: int, dtype: torch.dtype) -> Tensor:
-    """[W * M, H]: the elements of the rows of a slot, where they lie."""
-    return _region(layout, block, slot, "data").view(dtype)[:, : layout.spec.hidden_size]
+def received_data(
+    layout: NormalLayout, block: Tensor, buffer_index: int, dtype: torch.dtype
+) -> Tensor:
+    """Return [W * M, H]: the elements of the rows of a receive buffer, where they lie."""
+    return _region(layout, block, buffer_index, "data").view(dtype)[:, : layout.spec.hidden_size]
 
 
-def received_rows(layout: NormalLayout, block: Tensor, slot: int, wire: WireFormat) -> WireTensor:
-    """[W * M, H]: the rows of a slot as they travelled, and their scales, where they lie."""
+def received_rows(
+    layout: NormalLayout, block: Tensor, buffer_index: int, wire: WireFormat
+) -> WireTensor:
+    """Return [W * M, H]: the rows of a receive buffer and their scales, where they lie."""
     hidden_size, scales = layout.spec.hidden_size, None
-    data = received_data(layout, block, slot, wire.dtype.torch_dtype)
+    data = received_data(layout, block, buffer_index, wire.dtype.torch_dtype)
     if wire.scale_dtype is not None:
-        scales = _region(layout, block, slot, "scales").view(wire.scale_dtype)
+        scales = _region(layout, block, buffer_index, "scales").view(wire.scale_dtype)
         scales = scales[:, : wire.num_scales(hidden_size)]
     return WireTensor(data=data, format=wire, scales=scales)
 
 
-def forget_rows(layout: NormalLayout, block: Tensor, slot: int, rank: int) -> None:
-    """What came from a rank is 0."""
-    rows = _region(layout, block, slot, "data")
+def forget_rows(layout: NormalLayout, block: Tensor, buffer_index: int, rank: int) -> None:
+    """Zero the rows that came from a rank."""
+    rows = _region(layout, block, buffer_index, "data")
     rows[rank * layout.max_tokens : (rank + 1) * layout.max_tokens].zero_()
 
 
-def _region(layout: NormalLayout, block: Tensor, slot: int, region: str) -> Tensor:
-    """[W * M, bytes of a row]: a view of a region of a slot."""
+def _region(layout: NormalLayout, block: Tensor, buffer_index: int, region: str) -> Tensor:
+    """Return [W * M, bytes of a row], a view of a region of a receive buffer."""
     row_bytes = layout.data_bytes if region == "data" else layout.scale_bytes
-    begin = layout.slots_at + slot * layout.slot_bytes + layout.offsets[region]
+    begin = layout.buffers_at + buffer_index * layout.buffer_bytes + layout.offsets[region]
     return block[begin : begin + layout.num_rows * row_bytes].view(layout.num_rows, row_bytes)
 
 

@@ -1,4 +1,4 @@
-"""The routes of normal mode over NVLink: where tokens went, and what came."""
+"""Exchange plans of normal mode over NVLink: where tokens went, and what came."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from epcomm.records import Route, SlotIndex
+from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferSpec
 
 if TYPE_CHECKING:
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class NVLinkNormalRoute(Route):
+class NVLinkNormalExchangePlan(ExchangePlan):
     """Where this rank's tokens went, and what came.
 
     owns_rows: rows are numbered without gaps, and copied; else place q of source s is row
-        s * M + q, of room_tokens = M, of memory that peers write.
-    batch: number of the dispatch, among all that took a slot.
+        s * M + q, of capacity_tokens = M, of memory that peers write.
+    batch: number of the dispatch, among all that took a receive buffer.
     """
 
     num_tokens: int
@@ -31,13 +31,13 @@ class NVLinkNormalRoute(Route):
     sends: Sends
     arrivals: Arrivals
     owns_rows: bool
-    room_tokens: int
+    capacity_tokens: int
     batch: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RouteMemory:
-    """Makes what kernels write a route to; nothing is written yet."""
+class ExchangePlanMemory:
+    """Allocates what kernels write an exchange plan to; nothing is written yet."""
 
     spec: BufferSpec
     world_size: int
@@ -70,26 +70,26 @@ class RouteMemory:
         return SlotIndex(
             row_of_slot=self._integers(num_slots),
             slots_of_row=self._integers(num_rows, self.spec.top_k),
-            num_slots_per_expert=self._integers(num_local),
+            num_tokens_per_expert=self._integers(num_local),
             first_slot=self._integers(num_local + 1),
-            host_num_slots_per_expert=None if counts is None else tuple(counts),
-            slot_alignment=self.spec.slot_alignment,
+            host_num_tokens_per_expert=None if counts is None else tuple(counts),
+            expert_alignment=self.spec.expert_alignment,
             is_dense=is_dense,
         )
 
-    def empty_route(self) -> NVLinkNormalRoute:
+    def empty_exchange_plan(self) -> NVLinkNormalExchangePlan:
         """Nothing went anywhere, and nothing came."""
         arrivals = self.arrivals()
         for words in (arrivals.rows_from, arrivals.row_base, arrivals.has_failed):
             words.zero_()
-        return NVLinkNormalRoute(
+        return NVLinkNormalExchangePlan(
             num_tokens=0,
             num_rows=0,
             index=self.index(0, 0, None, is_dense=True),
             sends=self.sends(0),
             arrivals=arrivals,
             owns_rows=True,
-            room_tokens=0,
+            capacity_tokens=0,
         )
 
     def _integers(self, *shape: int) -> Tensor:

@@ -1,44 +1,44 @@
-"""What plans are told of normal mode over NVLink, and what its waits are called."""
+"""Capabilities, limits and bytes of normal mode over NVLink, and the names of its waits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import ClassVar
 
-from epcomm.buffers.nvlink.excluded_ranks import MaskingHost
-from epcomm.buffers.nvlink.normal_layout import NUM_SLOTS, NormalLayout
-from epcomm.buffers.sizes import CallShape, Region, index_bytes, most_slots_of, slot_regions
+from epcomm.buffers.nvlink.excluded_ranks import ExcludingHost
+from epcomm.buffers.nvlink.normal_layout import NUM_BUFFERS, NormalLayout
+from epcomm.buffers.sizes import CallShape, Region, index_bytes, max_slots_of, slot_regions
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import Mode
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import FLOAT32_SUM_DTYPES, Layout, WeightsAppliedBy
 
-# Sums of one source that are announced together: fences cost less than a tenth of their time.
+# Sums of one source that share a signal: fences cost less than a tenth of their time.
 ITEM_ROWS = 16
-# Tokens of a rank that a buffer without a limit has room for at first.
+# Tokens of a rank that a buffer without a limit has capacity for at first.
 FIRST_TOKENS = 256
 
 
-class NVLinkNormalFacts(MaskingHost):
-    """Its capabilities, limits and bytes."""
+class NVLinkNormalFacts(ExcludingHost):
+    """Capabilities, limits and bytes of normal mode over NVLink."""
 
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
-    # Used in turns; tests use one as well, which hides fewer faults.
-    num_slots: ClassVar[int] = NUM_SLOTS
+    # Number of receive buffers. Tests also use 1, where a missing wait fails at once.
+    num_buffers: ClassVar[int] = NUM_BUFFERS
     # Of each kernel, a block on each: enough for nine tenths of what the wire takes.
     default_num_sms: ClassVar[int] = 32
 
     @classmethod
     def _waits(cls) -> Mapping[int, str]:
-        from epcomm.kernels.nvlink.normal_combine import PHASE_READY, PHASE_SUMS
+        from epcomm.kernels.nvlink.normal_combine import PHASE_COMBINE_BEGIN, PHASE_SUMS
         from epcomm.kernels.nvlink.normal_dispatch_recv import PHASE_ROWS
-        from epcomm.kernels.nvlink.normal_dispatch_send import PHASE_BEGIN, PHASE_HEADERS
+        from epcomm.kernels.nvlink.normal_dispatch_send import PHASE_DISPATCH_BEGIN, PHASE_HEADERS
 
         return {
-            PHASE_BEGIN: "the beginning of dispatch {epoch}",
+            PHASE_DISPATCH_BEGIN: "the beginning of dispatch {epoch}",
             PHASE_HEADERS: "the counts of dispatch {epoch}",
             PHASE_ROWS: "dispatch {epoch}",
-            PHASE_READY: "the beginning of combine {epoch}",
+            PHASE_COMBINE_BEGIN: "the beginning of combine {epoch}",
             PHASE_SUMS: "combine {epoch}",
         }
 
@@ -52,11 +52,11 @@ class NVLinkNormalFacts(MaskingHost):
             wire_dtypes=FLOAT32_SUM_DTYPES,
             weights_applied_by=frozenset(WeightsAppliedBy),
             is_static=is_static,
-            host_reads=0 if is_static else 1,
+            host_syncs=0 if is_static else 1,
             owns_rows=False,
-            batches_in_flight=cls.num_slots,
+            batches_in_flight=cls.num_buffers,
             batches_on_request=True,
-            announces_faults=True,
+            reports_faults=True,
             device_types=frozenset({"cuda"}),
             needs_process_group=True,
         )
@@ -84,17 +84,17 @@ class NVLinkNormalFacts(MaskingHost):
     @classmethod
     def _block_sizes(cls, spec: BufferSpec, layout: NormalLayout) -> dict[str, int]:
         """Bytes of a block, and of an index over its rows."""
-        row = layout.record_bytes + layout.data_bytes + layout.scale_bytes
-        home = layout.num_rows * layout.back_bytes
-        headers = layout.num_slots * layout.slot_regions["header"]
+        row = layout.metadata_bytes + layout.data_bytes + layout.scale_bytes
+        combine_bytes = layout.num_rows * layout.return_bytes
+        headers = layout.num_buffers * layout.buffer_regions["header"]
         return {
-            "words and headers": layout.slots_at - home + headers,
-            "received rows": layout.num_slots * layout.num_rows * row,
-            "home rows": home,
+            "signals and headers": layout.buffers_at - combine_bytes + headers,
+            "received rows": layout.num_buffers * layout.num_rows * row,
+            "returned rows": combine_bytes,
             "slot index": index_bytes(
                 spec,
                 num_rows=layout.num_rows,
-                num_slots=cls._most_slots(spec, layout.num_rows),
+                num_slots=cls._max_slots_of(spec, layout.num_rows),
                 num_members=0,
             ),
         }
@@ -103,28 +103,28 @@ class NVLinkNormalFacts(MaskingHost):
     def wire_bytes(
         cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
     ) -> BufferTraffic:
-        """As Buffer.wire_bytes(); words that count arrivals are not counted."""
+        """As Buffer.wire_bytes(); signals are not counted."""
         layout = cls._layout_for(spec, call.world_size, FIRST_TOKENS)
-        out, home = row_bytes(spec, backward=backward)
-        control = call.rows_sent * layout.record_bytes
+        out, combine_bytes = row_bytes(spec, backward=backward)
+        control = call.rows_sent * layout.metadata_bytes
         control += (call.world_size - 1) * layout.header_bytes
         return BufferTraffic(
             dispatch_bytes=call.rows_sent * out,
-            combine_bytes=call.rows_received * home,
+            combine_bytes=call.rows_received * combine_bytes,
             control_bytes=0 if backward else control,
         )
 
     @classmethod
     def _layout_for(cls, spec: BufferSpec, world_size: int, max_tokens: int) -> NormalLayout:
-        return NormalLayout(spec, world_size, max_tokens, ITEM_ROWS, cls.slots_of(spec))
+        return NormalLayout(spec, world_size, max_tokens, ITEM_ROWS, cls.num_buffers_of(spec))
 
     @classmethod
-    def _most_slots(cls, spec: BufferSpec, num_rows: int) -> int:
-        return spec.max_recv_slots or most_slots_of(spec, num_rows)
+    def _max_slots_of(cls, spec: BufferSpec, num_rows: int) -> int:
+        return spec.max_recv_slots or max_slots_of(spec, num_rows)
 
 
 def row_bytes(spec: BufferSpec, *, backward: bool) -> tuple[int, int]:
-    """Of one row on its way to the experts and home, without the gaps between rows."""
+    """Return the bytes of one row in dispatch and in combine, without the gaps between rows."""
     hidden_size = spec.hidden_size
     if backward:
         bare = spec.backward_format.data_bytes(hidden_size)

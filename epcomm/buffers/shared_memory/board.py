@@ -1,8 +1,8 @@
 """Headers of calls through shared memory, for all buffers of a group whose ranks share a host.
 
-Every buffer has memory of its own, so ranks in different calls would wait for different words. The
-board is one for the group: whatever a rank calls, it first writes its header there, and waits for
-those of the others.
+Every buffer has memory of its own, so ranks in different calls would wait for different signals.
+The board is one for the group: whatever a rank calls, it first writes its header there, and waits
+for those of the others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class HostBoard:
             BackendUnavailable: not enough shared memory on some rank; on every rank.
         """
         bounded, size = collectives.bounded, collectives.world_size
-        assert bounded is not None, "the host waits in the verbs of a CPU group"
+        assert bounded is not None, "the host waits in the collectives of a CPU group"
         start, shape = line_aligned(signal_bytes(size)), (_NUM_PLACES, size, MESSAGE_WORDS)
         num_bytes = 8 * torch.Size(shape).numel()
         memory = HostMemory(collectives, start + num_bytes, phase="open call board")
@@ -49,11 +49,11 @@ class HostBoard:
         # A late rank still reads what the others wrote before they gave up on it.
         self._bounded.check()
         num_words = message.shape[1]
-        place = self._signals.next_epoch(Signal.CALLED) % _NUM_PLACES
+        place = self._signals.next_epoch(Signal.HEADER_READY) % _NUM_PLACES
         for headers, words in zip(self._headers, message, strict=True):
             headers[place, self._rank, :num_words] = words
-        self._signals.publish(Signal.CALLED)
-        self._signals.wait(Signal.CALLED, phase)
+        self._signals.publish(Signal.HEADER_READY)
+        self._signals.wait(Signal.HEADER_READY, phase)
         return self._headers[self._rank][place, :, :num_words].clone()
 
     def close(self) -> None:

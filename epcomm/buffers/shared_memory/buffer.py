@@ -1,19 +1,18 @@
 """The buffer for CPU ranks of one host: rows are written where the receiver reads them.
 
-The protocol is that of symmetric memory in normal mode: epochs, headers that all ranks see, slots
-that take turns. What goes where, and all that is done with it, is CollectiveBuffer's; only the
-exchanges differ: a row crosses memory once, from the token to the expert's rank, and a sum once on
-its way home.
+The protocol is that of symmetric memory in normal mode: epochs, headers that all ranks see, receive
+buffers used in turn. What goes where, and all that is done with it, is CollectiveBuffer's; only the
+exchanges differ: a row crosses memory once, from the token to the expert's rank, and a sum once in
+combine.
 
-Rows and sums have room for the largest call so far: with the headers every rank knows what every
-rank needs, and all of them grow alike.
+Rows and sums have capacity for the largest call so far: with the headers every rank knows what
+every rank needs, and all of them grow alike.
 
-Two slots in turns spare a round: who writes epoch e has heard of everybody's epoch e - 1, which
-came after their last use of epoch e - 2. Rows that were handed out live longer, as many dispatches
-of their owner as there may be batches in flight, each of which has a slot of its own; so their
-writer waits for the header of its call, which all ranks announce on the board of the group
-(board.py) before anything else. Every rank counts alike, so a batch whose slot was taken is
-refused by all of them.
+Two receive buffers alternate. Writing epoch e is safe because every rank has reached e - 1, so
+nobody reads e - 2 any more. Rows that were handed to the caller live longer: one receive buffer for
+each batch in flight. Whoever writes there first waits for the headers of the call, which every rank
+exchanges before anything else. Every rank counts alike, so all of them refuse a batch whose receive
+buffer was taken.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Combined, DispatchCall, Dispatched
-from epcomm.buffers.collective.all_to_all import CollectiveBuffer, CollectiveRoute, RowTable
+from epcomm.buffers.collective.all_to_all import CollectiveBuffer, CollectiveExchangePlan, RowTable
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS
 from epcomm.buffers.faults import overwritten_error
 from epcomm.buffers.requirements import batches_in_flight_of
 from epcomm.buffers.shared_memory.board import HostBoard
-from epcomm.buffers.shared_memory.growable import LEAST_ROOM, HostRegion, line_aligned
+from epcomm.buffers.shared_memory.growable import MIN_CAPACITY_BYTES, HostRegion, line_aligned
 from epcomm.buffers.shared_memory.memory import HostMemory
 from epcomm.buffers.shared_memory.signals import HostSignals, Signal, signal_bytes
 from epcomm.buffers.sizes import Region, RowBytes
@@ -42,12 +41,12 @@ from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.platforms.host import host_of_this_process, memory_left
 from epcomm.protocol import BatchFlags
-from epcomm.records import Route
+from epcomm.records import ExchangePlan
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import RowsPer
 
-# Slots of headers, of calls and of sums, which are used up within a call.
-_NUM_TURNS = 2
+# Receive buffers of headers and of sums, which are read within a call.
+_NUM_BUFFERS = 2
 # Batches in flight, unless another number is asked for.
 _NUM_BATCHES = 2
 # Sums are made in pieces of so many bytes and copied while they lie in the cache: torch has no sum
@@ -88,7 +87,9 @@ class SharedMemoryBuffer(CollectiveBuffer):
     def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
         left, (rows, sums) = memory_left(), _most_bytes(spec, world_size)
         block = _opening_bytes(spec, world_size)
-        block += num_batches(spec) * (rows or LEAST_ROOM) + _NUM_TURNS * (sums or LEAST_ROOM)
+        block += num_batches(spec) * (rows or MIN_CAPACITY_BYTES) + _NUM_BUFFERS * (
+            sums or MIN_CAPACITY_BYTES
+        )
         # The ranks have one memory.
         if left is None or world_size * block <= left:
             return ()
@@ -100,9 +101,9 @@ class SharedMemoryBuffer(CollectiveBuffer):
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
         rows, sums = _most_bytes(spec, world_size)
-        slots = {"received rows": (num_batches(spec), rows), "home rows": (_NUM_TURNS, sums)}
+        areas = {"received rows": (num_batches(spec), rows), "returned rows": (_NUM_BUFFERS, sums)}
         found = {each.name: each for each in super().region_bytes(spec, world_size)}
-        for name, (number, most) in slots.items():
+        for name, (number, most) in areas.items():
             per_token = number * (found[name].bytes_per_token or 0)
             max_bytes = None if most is None else number * most
             found[name] = Region(name=name, bytes_per_token=per_token, max_bytes=max_bytes)
@@ -115,21 +116,21 @@ class SharedMemoryBuffer(CollectiveBuffer):
         self._num_batches = num_batches(spec)
         rows, sums = _most_bytes(spec, self._world_size)
         self._rows = HostRegion(collectives, "rows", self._num_batches, rows)
-        self._sums = HostRegion(collectives, "sums", _NUM_TURNS, sums)
+        self._sums = HostRegion(collectives, "sums", _NUM_BUFFERS, sums)
         self._num_dispatches = 0
         # Memory has no rest.
         self._has_rest = False
         self._is_open = False
 
     def prepare(self) -> None:
-        """Attach the words and headers of all ranks.
+        """Attach the signals and headers of all ranks.
 
         Collective: yes.   Host sync: yes.
         Raises:
             BackendUnavailable: not enough shared memory on some rank; on every rank.
         """
         bounded, size = self._collectives.bounded, self._world_size
-        assert bounded is not None, "the host waits in the verbs of a CPU group"
+        assert bounded is not None, "the host waits in the collectives of a CPU group"
         table_shape = _table_shape(self._spec, size)
         table_at = line_aligned(signal_bytes(size))
         if not self._calls.has_board:
@@ -152,7 +153,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
     def dispatch(self, call: DispatchCall) -> Dispatched:
         self._check_open()
         is_view = not call.flags & BatchFlags.GRAD_ENABLED
-        self._views_epoch = self._signals.coming_epoch(Signal.GOT) if is_view else None
+        self._views_epoch = self._signals.coming_epoch(Signal.ROWS_READY) if is_view else None
         out = super().dispatch(call)
         if is_view:
             return out
@@ -160,22 +161,26 @@ class SharedMemoryBuffer(CollectiveBuffer):
         scales = None if out.rows.scales is None else out.rows.scales.clone()
         return replace(out, rows=replace(out.rows, data=out.rows.data.clone(), scales=scales))
 
-    def redispatch(self, hidden_states: Tensor, route: Route) -> Tensor:
+    def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         # Its header says that every rank is done with the rows of the batch before the last.
-        return super().redispatch(hidden_states, route).clone()
+        return super().cached_dispatch(hidden_states, exchange_plan).clone()
 
     def combine(
         self,
         rows: Tensor,
-        route: Route,
+        exchange_plan: ExchangePlan,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
     ) -> Combined:
-        self._check_views(route)
+        self._check_views(exchange_plan)
         return super().combine(
-            rows, route, rows_per=rows_per, slot_weights=slot_weights, row_scalars=row_scalars
+            rows,
+            exchange_plan,
+            rows_per=rows_per,
+            slot_weights=slot_weights,
+            row_scalars=row_scalars,
         )
 
     def close(self) -> None:
@@ -189,16 +194,18 @@ class SharedMemoryBuffer(CollectiveBuffer):
 
     def _exchange_headers(self, header: Tensor, call: DispatchCall) -> Tensor:
         self._bounded.check()
-        slot = (self._num_dispatches + 1) % _NUM_TURNS
+        buffer_index = (self._num_dispatches + 1) % _NUM_BUFFERS
         for table in self._headers:
-            table[slot, self._rank] = header[:, : table.shape[-1]]
-        # Who has announced its call has written its counts before, and is done with the rows of
+            table[buffer_index, self._rank] = header[:, : table.shape[-1]]
+        # A rank that has sent its header has written its counts before, and is done with the rows
+        # of
         # the batch before the last.
-        announced = super()._exchange_headers(header[:, :HEADER_WORDS], call)
-        self._calls.compare(announced.tolist(), call.error)
-        # A call that differs leaves the slot to the next one, which writes the same places again.
+        call_headers = super()._exchange_headers(header[:, :HEADER_WORDS], call)
+        self._calls.compare(call_headers.tolist(), call.error)
+        # A call that differs leaves the receive buffer to the next one, which writes the same
+        # memory.
         self._num_dispatches += 1
-        headers = self._headers[self._rank][slot].clone()
+        headers = self._headers[self._rank][buffer_index].clone()
         self._table = _table_of(headers)
         received = [sum(rows) for rows in zip(*self._table, strict=True)]
         self._rows.require(max(received) * self._widest_row)
@@ -216,7 +223,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
         phase: str,
     ) -> Tensor:
         assert table is not None, "headers brought it"
-        epoch, sent = self._signals.next_epoch(Signal.GOT), 0
+        epoch, sent = self._signals.next_epoch(Signal.ROWS_READY), 0
         for destination, num_rows in enumerate(send_splits):
             first = sum(rows[destination] for rows in table[: self._rank])
             place = slice(first, first + num_rows)
@@ -224,51 +231,54 @@ class SharedMemoryBuffer(CollectiveBuffer):
                 out = self._rows.rows(destination, epoch, place, *shape)
                 write(slice(sent, sent + num_rows), out)
             sent += num_rows
-        self._signals.publish(Signal.GOT)
-        self._signals.wait(Signal.GOT, phase)
+        self._signals.publish(Signal.ROWS_READY)
+        self._signals.wait(Signal.ROWS_READY, phase)
         return self._rows.rows(self._rank, epoch, slice(0, sum(recv_splits)), *shape)
 
-    def _send_home(
+    def _send_sums(
         self,
         make: Callable[[slice], Tensor],
-        route: CollectiveRoute,
+        exchange_plan: CollectiveExchangePlan,
         shape: tuple[int, torch.dtype],
         kind: CallKind,
     ) -> Tensor:
-        assert route.table is not None, "headers brought it"
+        assert exchange_plan.table is not None, "headers brought it"
         row_bytes = shape[0] * shape[1].itemsize
-        # A refused call leaves the epoch to the next one, which writes the same places again.
-        epoch, first = self._signals.coming_epoch(Signal.DONE), 0
-        for home, num_rows in enumerate(route.recv_splits):
+        # A refused call leaves the epoch to the next one, which writes the same memory again.
+        epoch, first = self._signals.coming_epoch(Signal.SUMS_READY), 0
+        for destination, num_rows in enumerate(exchange_plan.recv_splits):
             # There they lie as they left: by the rank of the experts.
-            place = sum(route.table[home][: self._rank])
-            out = self._sums.rows(home, epoch, slice(place, place + num_rows), *shape)
+            place = sum(exchange_plan.table[destination][: self._rank])
+            out = self._sums.rows(destination, epoch, slice(place, place + num_rows), *shape)
             for part in _parts(num_rows, row_bytes):
                 out[part] = make(slice(first + part.start, first + part.stop))
             first += num_rows
-        self._compare_call(kind, route.call)
-        self._traffic.combine(route.recv_splits, row_bytes)
-        self._signals.next_epoch(Signal.DONE)
-        self._signals.publish(Signal.DONE)
-        self._signals.wait(Signal.DONE, kind.text)
-        return self._sums.rows(self._rank, epoch, slice(0, sum(route.send_splits)), *shape)
+        self._compare_call(kind, exchange_plan.call)
+        self._traffic.combine(exchange_plan.recv_splits, row_bytes)
+        self._signals.next_epoch(Signal.SUMS_READY)
+        self._signals.publish(Signal.SUMS_READY)
+        self._signals.wait(Signal.SUMS_READY, kind.text)
+        return self._sums.rows(self._rank, epoch, slice(0, sum(exchange_plan.send_splits)), *shape)
 
     def _compare_call(self, kind: CallKind, batch: CallSign, error: EPError | None = None) -> None:
         self._check_open()
         super()._compare_call(kind, batch, error)
 
-    def _check_views(self, route: Route) -> None:
+    def _check_views(self, exchange_plan: ExchangePlan) -> None:
         """Refuse, on every rank, a batch whose rows a later exchange has overwritten."""
         self._check_open()
-        assert isinstance(route, CollectiveRoute), "a route of this buffer"
-        epoch = route.views_epoch
-        if epoch is None or self._signals.coming_epoch(Signal.GOT) - epoch <= self._num_batches:
+        assert isinstance(exchange_plan, CollectiveExchangePlan), "an exchange plan of this buffer"
+        epoch = exchange_plan.views_epoch
+        if (
+            epoch is None
+            or self._signals.coming_epoch(Signal.ROWS_READY) - epoch <= self._num_batches
+        ):
             return
         error = overwritten_error(
             self.name, epoch, self._num_batches, f"rank {self._rank} of {self._world_size}"
         )
         # Where gradients are on, rows are copied: on ranks that differ in that, the others go on.
-        self._compare_call(CallKind.COMBINE, route.call, error)
+        self._compare_call(CallKind.COMBINE, exchange_plan.call, error)
 
     def _check_open(self) -> None:
         if not self._is_open:
@@ -292,13 +302,13 @@ def num_batches(spec: BufferSpec) -> int:
 
 
 def _widest_bytes(spec: BufferSpec) -> tuple[int, int]:
-    """Bytes of the widest row of either direction, out and home."""
+    """Return the bytes of the widest row in dispatch and in combine, of forward and backward."""
     ways = [RowBytes.of(spec), RowBytes.of(spec, backward=True)]
     return max(way.dispatch for way in ways), max(way.combine for way in ways)
 
 
 def _most_bytes(spec: BufferSpec, world_size: int) -> tuple[int | None, int | None]:
-    """Most bytes of the rows that a rank receives and of the sums that come home, if M is known."""
+    """Return the most bytes of received rows and of returned sums of a rank, if M is known."""
     if spec.max_tokens_per_rank is None:
         return None, None
     widest_row, widest_sum = _widest_bytes(spec)
@@ -310,11 +320,11 @@ def _most_bytes(spec: BufferSpec, world_size: int) -> tuple[int | None, int | No
 
 def _table_shape(spec: BufferSpec, world_size: int) -> tuple[int, int, int, int]:
     """Of the headers from every rank to every rank."""
-    return (_NUM_TURNS, world_size, world_size, HEADER_WORDS + spec.num_local_experts)
+    return (_NUM_BUFFERS, world_size, world_size, HEADER_WORDS + spec.num_local_experts)
 
 
 def _opening_bytes(spec: BufferSpec, world_size: int) -> int:
-    """Bytes of a rank's block of words."""
+    """Bytes of a rank's block of signals and headers."""
     table_words = math.prod(_table_shape(spec, world_size))
     return line_aligned(signal_bytes(world_size)) + line_aligned(8 * table_words)
 

@@ -1,7 +1,7 @@
-"""Words in shared memory by which the ranks of one host wait for one another.
+"""Signals in shared memory by which the ranks of one host wait for one another.
 
-A word belongs to a kind and a source; each rank has all words of all ranks in its own block. The
-source writes its epoch there after its data, and the owner polls. Epochs only grow, and are
+A signal belongs to a kind and a source; each rank has the signals of all ranks in its own block.
+The source writes its epoch there after its data, and the owner polls. Epochs only grow, and are
 compared by `<`, for a fast rank may be one ahead.
 """
 
@@ -17,9 +17,9 @@ from epcomm.buffers.shared_memory.memory import HostMemory
 from epcomm.collectives.bounded import BoundedWait, Step
 from epcomm.errors import describe_ranks
 
-# A word a cache line: neighbours would slow one another down.
-WORD_BYTES = 64
-_WORDS_PER_LINE = WORD_BYTES // 8
+# A signal a cache line: neighbours would slow one another down.
+SIGNAL_BYTES = 64
+_INT64S_PER_SIGNAL = SIGNAL_BYTES // 8
 # Polls that only let other processes run, then naps of 50 us to 1 ms: ranks may be more than cores,
 # and a rank that computes must not be held up by those that wait.
 _NUM_YIELDS = 10
@@ -27,30 +27,31 @@ _SHORTEST_NAP_S, _LONGEST_NAP_S = 50e-6, 1e-3
 
 
 class Signal(IntEnum):
-    """What a word says: its source has ...
+    """What a signal says: its source has ...
 
-    CALLED: written the header of its call.   GOT: written its rows.   DONE: written its sums.
+    HEADER_READY: written the header of its call.
+    ROWS_READY: written its rows.   SUMS_READY: written its sums.
     """
 
-    CALLED = 0
-    GOT = 1
-    DONE = 2
+    HEADER_READY = 0
+    ROWS_READY = 1
+    SUMS_READY = 2
 
 
 def signal_bytes(world_size: int) -> int:
-    """What the words take at the start of each block."""
-    return len(Signal) * world_size * WORD_BYTES
+    """Bytes of the signals at the start of each block."""
+    return len(Signal) * world_size * SIGNAL_BYTES
 
 
 class HostSignals:
-    """The words of one group, at the start of the blocks of `memory`."""
+    """The signals of one group, at the start of the blocks of `memory`."""
 
     def __init__(
         self, memory: HostMemory, rank: int, world_size: int, bounded: BoundedWait
     ) -> None:
         self._rank, self._world_size, self._bounded = rank, world_size, bounded
         self._memory = memory
-        self._words = [memoryview(each).cast("q") for each in memory.maps]
+        self._signals = [memoryview(each).cast("q") for each in memory.maps]
         self._epochs = dict.fromkeys(Signal, 0)
         self._fence = threading.Lock()
 
@@ -67,8 +68,8 @@ class HostSignals:
         """Tell all ranks that this one has got to the current epoch. Local."""
         self._order()
         place = self._place(kind, self._rank)
-        for words in self._words:
-            words[place] = self._epochs[kind]
+        for signals in self._signals:
+            signals[place] = self._epochs[kind]
 
     def wait(self, kind: Signal, phase: str) -> None:
         """Wait until all ranks have got to the current epoch.
@@ -77,18 +78,18 @@ class HostSignals:
         Raises:
             EPTimeout: some do not; see BoundedWait.
         """
-        own, epoch = self._words[self._rank], self._epochs[kind]
+        own, epoch = self._signals[self._rank], self._epochs[kind]
         places = [self._place(kind, source) for source in range(self._world_size)]
         self._bounded.run(lambda: _step(own, places, epoch, self._memory), phase)
         self._order()
 
     def release(self) -> None:
         """Let go of the memory. Local, idempotent."""
-        self._words = []
+        self._signals = []
         self._memory.close()
 
     def _place(self, kind: Signal, source: int) -> int:
-        return (kind * self._world_size + source) * _WORDS_PER_LINE
+        return (kind * self._world_size + source) * _INT64S_PER_SIGNAL
 
     def _order(self) -> None:
         """Keep the processor from moving loads or stores across: two rounds of a lock fence them.
@@ -100,17 +101,17 @@ class HostSignals:
                 pass
 
 
-def _step(words: memoryview, places: Sequence[int], epoch: int, memory: HostMemory) -> Step:
+def _step(signals: memoryview, places: Sequence[int], epoch: int, memory: HostMemory) -> Step:
     def step(seconds: float) -> bool:
         deadline_s = time.monotonic() + seconds
         num_polls, nap_s = 0, _SHORTEST_NAP_S
-        while any(words[place] < epoch for place in places):
+        while any(signals[place] < epoch for place in places):
             num_polls += 1
             if num_polls < _NUM_YIELDS:
                 os.sched_yield()
                 continue
             if time.monotonic() >= deadline_s:
-                ended = [rank for rank in memory.ended_ranks() if words[places[rank]] < epoch]
+                ended = [rank for rank in memory.ended_ranks() if signals[places[rank]] < epoch]
                 if ended:
                     raise RuntimeError(f"the process of {describe_ranks(ended)} has ended")
                 return False

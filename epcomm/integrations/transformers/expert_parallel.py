@@ -6,7 +6,7 @@
 
 The way of a token: the model's own router chooses experts and weights, dispatch sends one copy to
 each rank that owns one of them, the slots are packed by expert, the model's own experts compute
-them, one slot a row, and combine brings the sum home. So every kind of experts in transformers is
+them, one slot a row, and combine brings the sum back. So every kind of experts in transformers is
 served, with its own kernels, biases and activations.
 """
 
@@ -144,7 +144,7 @@ class _Shape:
 
 
 class ExpertsBridge:
-    """Brings the tokens of a batch to the experts of one layer, and the results home."""
+    """Brings the tokens of a batch to the experts of one layer, and the results back."""
 
     def __init__(
         self,

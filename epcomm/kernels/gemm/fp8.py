@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from epcomm.kernels.launch import IS_INTERPRETED, Processor, next_power_of_two, processor_of
+from epcomm.kernels.launch import IS_INTERPRETED, DeviceLimits, device_limits, next_power_of_two
 from epcomm.kernels.quantize.fp8 import _e4m3_code
 
 # Elements of a row, and rows and columns of a matrix, that share a scale.
@@ -231,7 +231,7 @@ def gate_up_fp8(
                 tile_rows,
                 2 * BLOCK,
                 num_warps=4 if is_small else 8,
-                processor=processor_of(codes.device),
+                limits=device_limits(codes.device),
             ),
         )
 
@@ -280,7 +280,7 @@ def down_fp8(
             EXPERTS_POW2=next_power_of_two(num_experts),
             TILE_ROWS=tile_rows,
             BLOCK=BLOCK,
-            **gemm_options(tile_rows, BLOCK, num_warps=4, processor=processor_of(codes.device)),
+            **gemm_options(tile_rows, BLOCK, num_warps=4, limits=device_limits(codes.device)),
         )
 
 
@@ -291,11 +291,11 @@ def rows_of(matrices: Tensor) -> Tensor:
 
 
 def gemm_options(
-    tile_rows: int, matrix_rows: int, *, num_warps: int, processor: Processor
+    tile_rows: int, matrix_rows: int, *, num_warps: int, limits: DeviceLimits
 ) -> dict[str, Any]:
     """For the compiler; matrix_rows: of all matrices in a stage."""
-    # Stages of 20 to 40 KB: with more than three, fewer programs fit on a processor.
-    stages = processor.stages((tile_rows + matrix_rows) * BLOCK, most=3)
+    # Stages of 20 to 40 KB: with more than three, fewer programs fit on an SM.
+    stages = limits.stages((tile_rows + matrix_rows) * BLOCK, most=3)
     return {"num_warps": num_warps, "num_stages": stages}
 
 

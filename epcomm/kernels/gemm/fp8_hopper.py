@@ -122,7 +122,7 @@ class _Kernels:
 
     gate_up: CudaKernel
     down: dict[torch.dtype, CudaKernel]
-    num_processors: int
+    num_sms: int
 
 
 @cache
@@ -140,7 +140,7 @@ def _kernels(device_index: int) -> _Kernels:
                 torch.bfloat16: kernel("down_fp8_bfloat16"),
                 torch.float16: kernel("down_fp8_float16"),
             },
-            num_processors=torch.cuda.get_device_properties(device_index).multi_processor_count,
+            num_sms=torch.cuda.get_device_properties(device_index).multi_processor_count,
         )
 
 
@@ -285,7 +285,7 @@ def _rows(
 
 
 def _num_blocks(num_slots: int, num_experts: int, column_tiles: int, kernels: _Kernels) -> int:
-    """One a processor, and no more than any counts can need."""
+    """One an SM, and no more than any counts can need."""
     # An expert leaves at most one row of tiles incomplete.
     row_tiles = -(-num_slots // TILE_ROWS) + num_experts
-    return min(row_tiles * column_tiles, kernels.num_processors)
+    return min(row_tiles * column_tiles, kernels.num_sms)

@@ -26,9 +26,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from epcomm.kernels.gemm.fp8 import _find_tile, rows_of
 from epcomm.kernels.launch import (
     EXACT,
-    Processor,
+    DeviceLimits,
+    device_limits,
     next_power_of_two,
-    processor_of,
     warps_for,
 )
 from epcomm.kernels.quantize.int8 import _MAGNITUDE_MASK, _codes_by, _finite_amax, _storable
@@ -246,7 +246,7 @@ def gate_up_int8(
             EXPERTS_POW2=next_power_of_two(num_experts),
             TILE_ROWS=tile_rows,
             BLOCK=_BLOCK,
-            **gemm_options(tile_rows, 2 * _BLOCK, processor_of(codes.device)),
+            **gemm_options(tile_rows, 2 * _BLOCK, device_limits(codes.device)),
         )
 
 
@@ -339,7 +339,7 @@ def down_int8(
             TILE_ROWS=tile_rows,
             TILE_COLUMNS=columns,
             BLOCK=_BLOCK,
-            **gemm_options(tile_rows, columns, processor_of(codes.device)),
+            **gemm_options(tile_rows, columns, device_limits(codes.device)),
         )
 
 
@@ -355,15 +355,15 @@ def down_columns(tile_rows: int) -> int:
     return 256 if tile_rows == 128 else _BLOCK
 
 
-def gemm_options(tile_rows: int, matrix_rows: int, processor: Processor) -> dict[str, Any]:
+def gemm_options(tile_rows: int, matrix_rows: int, limits: DeviceLimits) -> dict[str, Any]:
     """For the compiler; chosen by what fits, not by measurement.
 
     matrix_rows: of all matrices in a stage.
     """
-    # At most 128 sums a thread. An H200 has room for one large tile, whose stages are 48 KB; of
+    # At most 128 sums a thread. An H200 has capacity for one large tile, whose stages are 48 KB; of
     # smaller ones, 20 to 40 KB a stage, it holds up to three with 3 stages.
     is_large = tile_rows == 128
-    stages = processor.stages((tile_rows + matrix_rows) * _BLOCK, most=4 if is_large else 3)
+    stages = limits.stages((tile_rows + matrix_rows) * _BLOCK, most=4 if is_large else 3)
     return {"num_warps": 8 if is_large else 4, "num_stages": stages}
 
 

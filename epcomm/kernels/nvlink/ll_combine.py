@@ -1,7 +1,7 @@
 """Low-latency combine over NVLink: reduce on the experts' rank, store one sum a (token, rank).
 
-Memory order: as in dispatch. The sums lie in the slot of their dispatch: its sources have read what
-they got there before, for they sent the rows to which these sums belong.
+Memory order: as in dispatch. The sums lie in the receive buffer of their dispatch: its sources have
+read what they got there before, for they sent the rows to which these sums belong.
 
 Two launches: senders reduce the slots of a row, in k order, in float32, cast once, and store the
 sum in the memory of the token's rank; receivers add the sums of the ranks, in rank order, in
@@ -27,11 +27,11 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
 from epcomm.kernels.nvlink.common.exchange import PeerExchange, on_device
 from epcomm.kernels.nvlink.common.signals import (
     REPORT_ABORTED,
-    await_words,
-    give_up,
+    abort_ranks,
+    await_signals,
+    int32_at,
     publish,
     taking_part,
-    words_at,
 )
 from epcomm.kernels.rounding import cast
 
@@ -40,14 +40,14 @@ PHASE_COMBINE = 3
 
 # A row of 7168 elements is then 14 of them a thread.
 _WARPS = 16
-# Of a receiver half as many, and half a row at once: it is to fit on a processor beside a sender.
+# Of a receiver half as many, and half a row at once: it is to fit on an SM beside a sender.
 _RECEIVE_WARPS, _RECEIVED_COLUMNS = 8, 4096
 
 _PHASE_COMBINE = tl.constexpr(PHASE_COMBINE)
 _REPORT_ABORTED = tl.constexpr(REPORT_ABORTED)
 
 
-@triton.jit(do_not_specialize=["slot_address", "abort_address", "slot", "rank", "announced"])
+@triton.jit(do_not_specialize=["buffer_address", "abort_address", "buffer_index", "rank", "status"])
 def _send_combine_kernel(
     rows_ptr: tl.tensor,
     weights_ptr: tl.tensor,
@@ -55,13 +55,13 @@ def _send_combine_kernel(
     table_ptr: tl.tensor,
     state_ptr: tl.tensor,
     counters_ptr: tl.tensor,
-    masked_ptr: tl.tensor,
+    excluded_ptr: tl.tensor,
     report_ptr: tl.tensor,
-    slot_address: tl.tensor,
+    buffer_address: tl.tensor,
     abort_address: tl.tensor,
-    slot: tl.tensor,
+    buffer_index: tl.tensor,
     rank: tl.tensor,
-    announced: tl.tensor,
+    status: tl.tensor,
     ROWS_STRIDE: tl.constexpr,
     W: tl.constexpr,
     W_LANES: tl.constexpr,
@@ -74,9 +74,9 @@ def _send_combine_kernel(
     PER_ROW: tl.constexpr,
     ARRIVED_COMBINE_AT: tl.constexpr,
     HEADER_AT: tl.constexpr,
-    CALLED_AT: tl.constexpr,
-    BACK_AT: tl.constexpr,
-    BACK_BYTES: tl.constexpr,
+    COMBINE_STATUS_AT: tl.constexpr,
+    RETURN_AT: tl.constexpr,
+    RETURN_BYTES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Rows p, p + P, ... of program p of P, counted over tokens and then over sources.
@@ -92,22 +92,22 @@ def _send_combine_kernel(
     epoch = tl.load(state_ptr + 1)
     if program == 0:
         tl.store(state_ptr, epoch + 1)
-    aborted = tl.load(words_at(abort_address), volatile=True)
+    aborted = tl.load(int32_at(abort_address), volatile=True)
     if aborted != 0:
         tl.store(report_ptr + _REPORT_ABORTED, aborted)
         return
 
-    bases_ptr = table_ptr + slot * W
-    if (program < W) & (tl.load(masked_ptr + program, mask=program < W, other=1) == 0):
-        called_ptr = words_at(tl.load(bases_ptr + program) + CALLED_AT)
-        tl.store(called_ptr + rank, announced)
+    bases_ptr = table_ptr + buffer_index * W
+    if (program < W) & (tl.load(excluded_ptr + program, mask=program < W, other=1) == 0):
+        combine_status_ptr = int32_at(tl.load(bases_ptr + program) + COMBINE_STATUS_AT)
+        tl.store(combine_status_ptr + rank, status)
 
     source_lane = tl.arange(0, W_LANES)
-    tokens_ptr = words_at(slot_address + HEADER_AT) + source_lane * 4 + 1
-    is_source = taking_part(masked_ptr, W, W_LANES)
+    tokens_ptr = int32_at(buffer_address + HEADER_AT) + source_lane * 4 + 1
+    is_source = taking_part(excluded_ptr, W, W_LANES)
     most = tl.max(tl.load(tokens_ptr, mask=is_source, other=0))
     # A call that was refused has no rows; neither has this rank if it refuses now.
-    is_empty = (tl.load(state_ptr + 2) != 0) | (announced != 0)
+    is_empty = (tl.load(state_ptr + 2) != 0) | (status != 0)
     most = tl.where(is_empty, 0, most)
 
     num_sent = 0
@@ -135,19 +135,19 @@ def _send_combine_kernel(
                         part *= tl.load(weights_ptr + place, mask=is_slot, other=0.0)
                     total += part
             base = tl.load(bases_ptr + source)
-            home = base + BACK_AT + (tl.cast(rank, tl.int64) * M + token) * BACK_BYTES
-            home_ptr = home.to(tl.pointer_type(rows_ptr.dtype.element_ty))
+            return_address = base + RETURN_AT + (tl.cast(rank, tl.int64) * M + token) * RETURN_BYTES
+            return_ptr = return_address.to(tl.pointer_type(rows_ptr.dtype.element_ty))
             value = cast(total, rows_ptr.dtype.element_ty)
-            tl.store(tl.multiple_of(home_ptr, 16) + column, value, mask=is_element)
+            tl.store(tl.multiple_of(return_ptr, 16) + column, value, mask=is_element)
             num_sent += tl.where(source == rank, 0, 1)
     # Of this rank alone, and read by its host.
     tl.atomic_add(counters_ptr + 3, tl.cast(num_sent, tl.int64), sem="relaxed")
-    publish(bases_ptr, ARRIVED_COMBINE_AT + rank * 4, 1, W, W_LANES, masked_ptr)
+    publish(bases_ptr, ARRIVED_COMBINE_AT + rank * 4, 1, W, W_LANES, excluded_ptr)
 
 
 @triton.jit(
     do_not_specialize=[
-        "slot_address",
+        "buffer_address",
         "abort_address",
         "rank",
         "num_tokens",
@@ -161,9 +161,9 @@ def _receive_combine_kernel(
     state_ptr: tl.tensor,
     is_sent_ptr: tl.tensor,
     faults_ptr: tl.tensor,
-    masked_ptr: tl.tensor,
+    excluded_ptr: tl.tensor,
     report_ptr: tl.tensor,
-    slot_address: tl.tensor,
+    buffer_address: tl.tensor,
     abort_address: tl.tensor,
     rank: tl.tensor,
     num_tokens: tl.tensor,
@@ -174,11 +174,11 @@ def _receive_combine_kernel(
     M: tl.constexpr,
     HIDDEN: tl.constexpr,
     COLUMNS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
+    NUM_BUFFERS: tl.constexpr,
     ARRIVED_COMBINE_AT: tl.constexpr,
-    CALLED_AT: tl.constexpr,
-    BACK_AT: tl.constexpr,
-    BACK_BYTES: tl.constexpr,
+    COMBINE_STATUS_AT: tl.constexpr,
+    RETURN_AT: tl.constexpr,
+    RETURN_BYTES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Tokens p, p + P, ... of program p of P.
@@ -189,20 +189,20 @@ def _receive_combine_kernel(
     # Not from the L1 cache: only the end of the kernel before would empty it for sure.
     epoch = tl.load(state_ptr + 1, volatile=True)
     # Added by every sending program of every rank: their sums are here.
-    late, aborted = await_words(  # pyright: ignore[reportGeneralTypeIssues]
-        words_at(slot_address + ARRIVED_COMBINE_AT),
-        words_at(abort_address),
+    missing, aborted = await_signals(  # pyright: ignore[reportGeneralTypeIssues]
+        int32_at(buffer_address + ARRIVED_COMBINE_AT),
+        int32_at(abort_address),
         epoch * num_senders,
         max_polls,
         W,
         W_LANES,
-        masked_ptr,
+        excluded_ptr,
     )
-    is_lost = (tl.sum(late) > 0) | (aborted != 0)
+    is_lost = (tl.sum(missing) > 0) | (aborted != 0)
     if is_lost:
-        aborts_ptr = table_ptr + NUM_SLOTS * W
-        give_up(
-            late,
+        aborts_ptr = table_ptr + NUM_BUFFERS * W
+        abort_ranks(
+            missing,
             aborted,
             report_ptr,
             aborts_ptr,
@@ -211,16 +211,16 @@ def _receive_combine_kernel(
             rank,
             W,
             W_LANES,
-            masked_ptr,
+            excluded_ptr,
         )
 
     source_lane = tl.arange(0, W_LANES)
-    is_source = taking_part(masked_ptr, W, W_LANES)
-    called_ptr = words_at(slot_address + CALLED_AT) + source_lane
-    codes = tl.load(called_ptr, mask=is_source & (is_lost == 0), other=0)
+    is_source = taking_part(excluded_ptr, W, W_LANES)
+    combine_status_ptr = int32_at(buffer_address + COMBINE_STATUS_AT) + source_lane
+    codes = tl.load(combine_status_ptr, mask=is_source & (is_lost == 0), other=0)
     if program == 0:
         earlier = tl.load(faults_ptr + 2 * source_lane, mask=is_source, other=0)
-        # No fault is not stored: the receiver of another slot may note one meanwhile.
+        # A fault code of 0 is not stored: the receiver of another buffer may store one meanwhile.
         is_news = is_source & (earlier == 0) & (codes != 0)
         tl.store(faults_ptr + 2 * source_lane, codes.to(tl.int64), mask=is_news)
     has_failed = is_lost | (tl.max(codes) != 0) | (tl.load(state_ptr + 2) != 0)
@@ -235,7 +235,9 @@ def _receive_combine_kernel(
             for source in tl.static_range(W):
                 is_there = tl.load(is_sent_ptr + token * W + source) != 0
                 place = source * M + tl.cast(token, tl.int64)
-                part_ptr = (slot_address + BACK_AT + place * BACK_BYTES).to(tl.pointer_type(dtype))
+                part_ptr = (buffer_address + RETURN_AT + place * RETURN_BYTES).to(
+                    tl.pointer_type(dtype)
+                )
                 part_ptr = tl.multiple_of(part_ptr, 16) + column
                 is_part = is_element & is_there & (has_failed == 0)
                 total += tl.load(part_ptr, mask=is_part, other=0.0).to(tl.float32)
@@ -252,17 +254,17 @@ def send_combine(
     slots_of_row: Tensor,
     *,
     per_row: bool,
-    announced: int,
+    status: int,
 ) -> None:
     """Sum the slots of each received row and send the sum to the rank of its token.
 
     Args:
-        exchange: the slot of the dispatch.
+        exchange: the receive buffer of the dispatch.
         rows: [C, H], or [W * M, H] with per_row, in the dtype of the sums; rows may lie apart.
         slot_weights: [C], float32, multiplied into slots, or None.
         slots_of_row: [W * M, K], int32, as receive_dispatch() wrote it.
         per_row: rows are sums already.
-        announced: why this rank refuses the call, a FaultCode, or 0.
+        status: why this rank refuses the call, a FaultCode, or 0.
 
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
     """
@@ -275,28 +277,28 @@ def send_combine(
             exchange.table,
             exchange.state,
             exchange.counters,
-            exchange.masked,
+            exchange.excluded,
             exchange.report,
-            exchange.slot_address,
+            exchange.buffer_address,
             exchange.abort_address,
-            exchange.slot,
+            exchange.buffer_index,
             exchange.rank,
-            announced,
+            status,
             ROWS_STRIDE=rows.stride(0),
             W=dims.world_size,
             W_LANES=next_power_of_two(dims.world_size),
             M=dims.max_tokens,
             K=dims.top_k,
-            K_LANES=exchange.record_words,
+            K_LANES=exchange.metadata_words,
             HIDDEN=hidden_size,
             COLUMNS=next_power_of_two(hidden_size),
             HAS_WEIGHTS=slot_weights is not None,
             PER_ROW=per_row,
             ARRIVED_COMBINE_AT=offsets["arrived_combine"],
             HEADER_AT=offsets["header"],
-            CALLED_AT=offsets["called"],
-            BACK_AT=offsets["back"],
-            BACK_BYTES=exchange.back_bytes,
+            COMBINE_STATUS_AT=offsets["combine_status"],
+            RETURN_AT=offsets["returned"],
+            RETURN_BYTES=exchange.return_bytes,
             OVERLAPS=overlaps_on(rows.device),
             num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
             **EXACT,
@@ -308,7 +310,7 @@ def receive_combine(exchange: PeerExchange, out: Tensor, is_sent: Tensor) -> Non
     """Wait for the sums of all ranks and add them up.
 
     Args:
-        exchange: the slot.
+        exchange: the receive buffer.
         out: [T, H], contiguous, in the dtype of the sums; NaN if the call has failed. Allocated
             before send_combine(): kernels between the two may run still, and memory that they
             read is given away once the host has launched them.
@@ -326,9 +328,9 @@ def receive_combine(exchange: PeerExchange, out: Tensor, is_sent: Tensor) -> Non
             exchange.state,
             is_sent,
             exchange.faults,
-            exchange.masked,
+            exchange.excluded,
             exchange.report,
-            exchange.slot_address,
+            exchange.buffer_address,
             exchange.abort_address,
             exchange.rank,
             num_tokens,
@@ -339,11 +341,11 @@ def receive_combine(exchange: PeerExchange, out: Tensor, is_sent: Tensor) -> Non
             M=dims.max_tokens,
             HIDDEN=hidden_size,
             COLUMNS=min(_RECEIVED_COLUMNS, next_power_of_two(hidden_size)),
-            NUM_SLOTS=exchange.num_slots,
+            NUM_BUFFERS=exchange.num_buffers,
             ARRIVED_COMBINE_AT=offsets["arrived_combine"],
-            CALLED_AT=offsets["called"],
-            BACK_AT=offsets["back"],
-            BACK_BYTES=exchange.back_bytes,
+            COMBINE_STATUS_AT=offsets["combine_status"],
+            RETURN_AT=offsets["returned"],
+            RETURN_BYTES=exchange.return_bytes,
             OVERLAPS=overlaps_on(out.device),
             num_warps=_RECEIVE_WARPS,  # pyright: ignore[reportCallIssue]
             **EXACT,

@@ -1,4 +1,4 @@
-"""Rows of an NVLink slot, packed by expert: what the layout MASKED hands out.
+"""Pack the rows of an NVLink receive buffer by expert, for the layout MASKED.
 
 A pass over the received rows in this GPU's own memory, for experts that do not read through an
 index. Memory order: launched behind the kernel of ll_dispatch_recv.py, in its stream, whose acquire
@@ -15,19 +15,19 @@ from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.nvlink.common.exchange import PeerExchange, on_device
-from epcomm.kernels.nvlink.common.signals import words_at
+from epcomm.kernels.nvlink.common.signals import int32_at
 
 # A row of 7168 bytes is then 7 words a thread.
 _WARPS = 8
 _WORD_BYTES = 4
 
 
-@triton.jit(do_not_specialize=["slot_address"])
+@triton.jit(do_not_specialize=["buffer_address"])
 def _pack_rows_kernel(
     packed_ptr: tl.tensor,
     scales_ptr: tl.tensor | None,
     slots_of_row_ptr: tl.tensor,
-    slot_address: tl.tensor,
+    buffer_address: tl.tensor,
     K: tl.constexpr,
     WORDS: tl.constexpr,
     WORD_LANES: tl.constexpr,
@@ -44,10 +44,10 @@ def _pack_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     word = tl.arange(0, WORD_LANES)
     is_word = word < WORDS
-    row_ptr = words_at(slot_address + DATA_AT + row * (WORDS * 4)) + word
+    row_ptr = int32_at(buffer_address + DATA_AT + row * (WORDS * 4)) + word
     lane = tl.arange(0, SCALE_LANES)
     is_scale = lane < SCALE_WORDS
-    row_scales_ptr = words_at(slot_address + SCALES_AT + row * (SCALE_WORDS * 4)) + lane
+    row_scales_ptr = int32_at(buffer_address + SCALES_AT + row * (SCALE_WORDS * 4)) + lane
     for k in tl.static_range(K):
         slot = tl.load(slots_of_row_ptr + row * K + k).to(tl.int64)
         # A row that has not come is not read; of one that has, the second slot finds it in a cache.
@@ -66,7 +66,7 @@ def pack_rows(
     """Copy each received row to its slots.
 
     Args:
-        exchange: the slot.
+        exchange: the receive buffer.
         slots_of_row: [W * M, K], int32, -1 for none, as receive_dispatch() wrote it.
         packed: [C, words of a row], int32, written where a slot is: rows as they came, with the gap
             between them.
@@ -81,7 +81,7 @@ def pack_rows(
             packed,
             scales,
             slots_of_row,
-            exchange.slot_address,
+            exchange.buffer_address,
             K=top_k,
             WORDS=words,
             WORD_LANES=next_power_of_two(words),

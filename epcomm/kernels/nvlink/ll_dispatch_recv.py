@@ -1,7 +1,7 @@
 """Low-latency dispatch over NVLink, its receiver: an expert-major index over rows.
 
-Memory order: as in ll_dispatch_send.py, whose programs' adds it awaits. It reads no rows, only
-records; the host reads nothing.
+Memory order: as in ll_dispatch_send.py, whose programs' adds it awaits. It reads metadata and no
+rows; there is no host sync.
 
 4.5 us on an H200 with 128 tokens of each of eight ranks, beside the sender 1.5.
 """
@@ -21,11 +21,11 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
 )
 from epcomm.kernels.nvlink.common.exchange import PeerExchange, on_device
 from epcomm.kernels.nvlink.common.signals import (
-    await_words,
-    give_up,
+    abort_ranks,
+    await_signals,
+    int32_at,
     publish,
     taking_part,
-    words_at,
 )
 from epcomm.kernels.nvlink.common.status import codes_of_one_mode
 
@@ -34,14 +34,16 @@ PHASE_DISPATCH = 2
 
 # Pairs of a slot and an expert that a program compares at once: thirty-two a thread.
 _COMPARISONS = 4096
-# Entries of received records that a program reads, at most: few, so that many programs share them.
+# Entries of received metadata that a program reads, at most: few, so that many programs share them.
 _PAIRS = 128
 _WARPS = 4
 
 _PHASE_DISPATCH = tl.constexpr(PHASE_DISPATCH)
 
 
-@triton.jit(do_not_specialize=["slot_address", "abort_address", "rank", "num_senders", "max_polls"])
+@triton.jit(
+    do_not_specialize=["buffer_address", "abort_address", "rank", "num_senders", "max_polls"]
+)
 def _receive_dispatch_kernel(
     table_ptr: tl.tensor,
     state_ptr: tl.tensor,
@@ -51,9 +53,9 @@ def _receive_dispatch_kernel(
     counts_ptr: tl.tensor,
     first_slot_ptr: tl.tensor,
     faults_ptr: tl.tensor,
-    masked_ptr: tl.tensor,
+    excluded_ptr: tl.tensor,
     report_ptr: tl.tensor,
-    slot_address: tl.tensor,
+    buffer_address: tl.tensor,
     abort_address: tl.tensor,
     rank: tl.tensor,
     num_senders: tl.tensor,
@@ -67,14 +69,14 @@ def _receive_dispatch_kernel(
     L: tl.constexpr,
     L_LANES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    ROOM: tl.constexpr,
+    EXPERT_CAPACITY: tl.constexpr,
     ROWS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
+    NUM_BUFFERS: tl.constexpr,
     ARRIVED_DISPATCH_AT: tl.constexpr,
     HEADER_AT: tl.constexpr,
     COUNTS_AT: tl.constexpr,
-    RECORD_AT: tl.constexpr,
-    RECORD_BYTES: tl.constexpr,
+    METADATA_AT: tl.constexpr,
+    METADATA_BYTES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """ROWS rows of one source a program, and every so many slots of padding.
@@ -87,22 +89,22 @@ def _receive_dispatch_kernel(
         let_next_start()
     # Not from the L1 cache: only the end of the kernel before would empty it for sure.
     epoch = tl.load(state_ptr, volatile=True)
-    # Added by every sending program of every rank: their rows, records and headers are here.
-    abort_ptr = words_at(abort_address)
-    late, aborted = await_words(  # pyright: ignore[reportGeneralTypeIssues]
-        words_at(slot_address + ARRIVED_DISPATCH_AT),
+    # Added by every sending program of every rank: their rows, metadata and headers are here.
+    abort_ptr = int32_at(abort_address)
+    missing, aborted = await_signals(  # pyright: ignore[reportGeneralTypeIssues]
+        int32_at(buffer_address + ARRIVED_DISPATCH_AT),
         abort_ptr,
         epoch * num_senders,
         max_polls,
         W,
         W_LANES,
-        masked_ptr,
+        excluded_ptr,
     )
-    is_lost = (tl.sum(late) > 0) | (aborted != 0)
+    is_lost = (tl.sum(missing) > 0) | (aborted != 0)
     if is_lost:
-        aborts_ptr = table_ptr + NUM_SLOTS * W
-        give_up(
-            late,
+        aborts_ptr = table_ptr + NUM_BUFFERS * W
+        abort_ranks(
+            missing,
             aborted,
             report_ptr,
             aborts_ptr,
@@ -111,25 +113,25 @@ def _receive_dispatch_kernel(
             rank,
             W,
             W_LANES,
-            masked_ptr,
+            excluded_ptr,
         )
 
     source_lane = tl.arange(0, W_LANES)
-    # What a masked rank once sent is still there, and counts no more.
-    is_source = taking_part(masked_ptr, W, W_LANES)
-    headers_ptr = words_at(slot_address + HEADER_AT) + source_lane * 4
-    announced = tl.load(headers_ptr + 2, mask=is_source, other=0)
-    codes = codes_of_one_mode(announced, is_source)
+    # What an excluded rank once sent is still there, and counts no more.
+    is_source = taking_part(excluded_ptr, W, W_LANES)
+    headers_ptr = int32_at(buffer_address + HEADER_AT) + source_lane * 4
+    status = tl.load(headers_ptr + 2, mask=is_source, other=0)
+    codes = codes_of_one_mode(status, is_source)
     has_failed = is_lost | (tl.max(codes) != 0)
 
     expert = tl.arange(0, L_LANES)
     is_count = is_source[:, None] & (expert < L)[None, :] & (has_failed == 0)
-    count_ptr = words_at(slot_address + COUNTS_AT) + source_lane[:, None] * L + expert[None, :]
+    count_ptr = int32_at(buffer_address + COUNTS_AT) + source_lane[:, None] * L + expert[None, :]
     counts_of_source = tl.load(count_ptr, mask=is_count, other=0)
     counts = tl.sum(counts_of_source, axis=0)
-    # With rooms of one size, those of experts that are none are empty.
-    aligned = tl.where(expert < L, ROOM, 0)
-    if ROOM == 0:
+    # With one capacity for all experts, lanes without an expert have none.
+    aligned = tl.where(expert < L, EXPERT_CAPACITY, 0)
+    if EXPERT_CAPACITY == 0:
         aligned = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     ends = tl.cumsum(aligned, axis=0)
     starts = ends - aligned
@@ -141,7 +143,8 @@ def _receive_dispatch_kernel(
         tl.store(state_ptr + 2, has_failed.to(tl.int32))
         if is_lost == 0:
             earlier = tl.load(faults_ptr + 2 * source_lane, mask=is_source, other=0)
-            # No fault is not stored: the receiver of another slot may note one meanwhile.
+            # A fault code of 0 is not stored: the receiver of another buffer may store one
+            # meanwhile.
             is_news = is_source & (earlier == 0) & (codes != 0)
             tl.store(faults_ptr + 2 * source_lane, codes.to(tl.int64), mask=is_news)
 
@@ -149,8 +152,8 @@ def _receive_dispatch_kernel(
     PER_SOURCE: tl.constexpr = (M + ROWS - 1) // ROWS
     source = program // PER_SOURCE
     first_token = (program % PER_SOURCE) * ROWS
-    header_ptr = words_at(slot_address + HEADER_AT)
-    has_none = has_failed | (tl.load(masked_ptr + source) != 0)
+    header_ptr = int32_at(buffer_address + HEADER_AT)
+    has_none = has_failed | (tl.load(excluded_ptr + source) != 0)
     num_tokens = tl.where(has_none, 0, tl.load(header_ptr + source * 4 + 1))
     is_before = source_lane < source
     before = tl.sum(tl.where(is_before[:, None], counts_of_source, 0), axis=0)
@@ -160,12 +163,12 @@ def _receive_dispatch_kernel(
     k = pair % K_LANES
     row = source * M + token
     is_pair = (token < num_tokens) & (k < K)
-    record_ptr = (
-        words_at(slot_address + RECORD_AT) + tl.cast(row, tl.int64) * (RECORD_BYTES // 4) + k
+    metadata_ptr = (
+        int32_at(buffer_address + METADATA_AT) + tl.cast(row, tl.int64) * (METADATA_BYTES // 4) + k
     )
-    experts = tl.load(record_ptr, mask=is_pair, other=-1)
-    positions = tl.load(record_ptr + K_LANES, mask=is_pair, other=0)
-    weight_bits = tl.load(record_ptr + 2 * K_LANES, mask=is_pair, other=0)
+    experts = tl.load(metadata_ptr, mask=is_pair, other=-1)
+    positions = tl.load(metadata_ptr + K_LANES, mask=is_pair, other=0)
+    weight_bits = tl.load(metadata_ptr + 2 * K_LANES, mask=is_pair, other=0)
     is_slot = experts >= 0
     is_expert = experts[:, None] == expert[None, :]
     slots = tl.sum(tl.where(is_expert, bases[None, :], 0), axis=1) + positions
@@ -191,22 +194,22 @@ def _receive_dispatch_kernel(
         await_previous()
 
 
-@triton.jit(do_not_specialize=["slot", "rank", "num_programs"])
-def _release_slot_kernel(
+@triton.jit(do_not_specialize=["buffer_index", "rank", "num_programs"])
+def _release_buffer_kernel(
     table_ptr: tl.tensor,
     state_ptr: tl.tensor,
-    masked_ptr: tl.tensor,
-    slot: tl.tensor,
+    excluded_ptr: tl.tensor,
+    buffer_index: tl.tensor,
     rank: tl.tensor,
     num_programs: tl.tensor,
     W: tl.constexpr,
     W_LANES: tl.constexpr,
     ARRIVED_COMBINE_AT: tl.constexpr,
 ) -> None:
-    """In place of a combine that never came: epoch 5 ends, and all ranks hear of P programs."""
+    """Stand in for a combine that never came: epoch 5 ends, and P programs are signalled to all."""
     tl.store(state_ptr, tl.load(state_ptr + 1) + 1)
-    bases_ptr = table_ptr + slot * W
-    publish(bases_ptr, ARRIVED_COMBINE_AT + rank * 4, num_programs, W, W_LANES, masked_ptr)
+    bases_ptr = table_ptr + buffer_index * W
+    publish(bases_ptr, ARRIVED_COMBINE_AT + rank * 4, num_programs, W, W_LANES, excluded_ptr)
 
 
 def receive_dispatch(
@@ -214,26 +217,26 @@ def receive_dispatch(
     row_of_slot: Tensor | None,
     slots_of_row: Tensor,
     slot_weights: Tensor,
-    num_slots_per_expert: Tensor,
+    num_tokens_per_expert: Tensor,
     first_slot: Tensor,
     *,
-    slot_alignment: int,
-    room: int = 0,
+    expert_alignment: int,
+    expert_capacity: int = 0,
 ) -> None:
     """Wait for the rows of all ranks and write the expert-major index over them.
 
     Args:
-        exchange: the slot.
+        exchange: the receive buffer.
         row_of_slot: [C], int32, or None where nobody asks.   slots_of_row: [W * M, K], int32.
         slot_weights: [C], float32.
-        num_slots_per_expert: [L], int32.   first_slot: [L + 1], int32.
-        slot_alignment: each expert's slots start at a multiple of this.
-        room: slots of each expert, used or not; 0: as many as it has, aligned.
+        num_tokens_per_expert: [L], int32.   first_slot: [L + 1], int32.
+        expert_alignment: each expert's slots start at a multiple of this.
+        expert_capacity: slots of each expert, used or not; 0: as many as it has, aligned.
 
     Collective: yes, after send_dispatch().   Allocates nothing.   Host sync: none.
     """
     dims, offsets = exchange.dims, exchange.offsets
-    k_lanes, l_lanes = exchange.record_words, next_power_of_two(dims.num_local_experts)
+    k_lanes, l_lanes = exchange.metadata_words, next_power_of_two(dims.num_local_experts)
     rows = max(1, min(_PAIRS, _COMPARISONS // l_lanes) // k_lanes)
     with on_device(slots_of_row):
         _receive_dispatch_kernel[(dims.world_size * -(-dims.max_tokens // rows),)](
@@ -242,12 +245,12 @@ def receive_dispatch(
             row_of_slot,
             slots_of_row,
             slot_weights,
-            num_slots_per_expert,
+            num_tokens_per_expert,
             first_slot,
             exchange.faults,
-            exchange.masked,
+            exchange.excluded,
             exchange.report,
-            exchange.slot_address,
+            exchange.buffer_address,
             exchange.abort_address,
             exchange.rank,
             exchange.num_programs,
@@ -260,33 +263,33 @@ def receive_dispatch(
             K_LANES=k_lanes,
             L=dims.num_local_experts,
             L_LANES=l_lanes,
-            ALIGNMENT=slot_alignment,
-            ROOM=room,
+            ALIGNMENT=expert_alignment,
+            EXPERT_CAPACITY=expert_capacity,
             ROWS=rows,
-            NUM_SLOTS=exchange.num_slots,
+            NUM_BUFFERS=exchange.num_buffers,
             ARRIVED_DISPATCH_AT=offsets["arrived_dispatch"],
             HEADER_AT=offsets["header"],
             COUNTS_AT=offsets["counts"],
-            RECORD_AT=offsets["record"],
-            RECORD_BYTES=12 * k_lanes,
+            METADATA_AT=offsets["metadata"],
+            METADATA_BYTES=12 * k_lanes,
             OVERLAPS=overlaps_on(slots_of_row.device),
             num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
             **overlapping(slots_of_row.device),
         )
 
 
-def release_slot(exchange: PeerExchange) -> None:
-    """End the last batch of the slot, which was never combined.
+def release_buffer(exchange: PeerExchange) -> None:
+    """End the last batch of the receive buffer, which was never combined.
 
     Collective: yes.   Allocates nothing.   Host sync: none.
     """
     dims = exchange.dims
     with on_device(exchange.table):
-        _release_slot_kernel[(1,)](
+        _release_buffer_kernel[(1,)](
             exchange.table,
             exchange.state,
-            exchange.masked,
-            exchange.slot,
+            exchange.excluded,
+            exchange.buffer_index,
             exchange.rank,
             exchange.num_programs,
             W=dims.world_size,

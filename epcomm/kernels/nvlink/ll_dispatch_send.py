@@ -1,11 +1,12 @@
 """Low-latency dispatch over NVLink, its sender: quantise, store where the experts' rank reads.
 
-Memory order: a program stores its rows into the peers' memory and then adds 1, releasing, to a word
-of each peer; a receiver acquires the word once all programs of all sources have added. A slot is
-written again only after the combine words say that every rank has read its last batch.
+Memory order: a program stores its rows into the peers' memory and then adds 1, releasing, to a
+signal of each peer; a receiver acquires the signal once all programs of all sources have added. A
+receive buffer is written again only after the combine signals say that every rank has read its last
+batch.
 
-The sender quantises each token once and stores one row a rank, with a record of its experts,
-positions and weights, which ll_dispatch_recv.py reads. Nothing is cleared.
+The sender quantises each token once and stores one row a rank, with metadata: its experts,
+positions and weights, which the receiver reads. Nothing is cleared.
 
 18 us between two H200 that send each other what eight ranks with 128 tokens each in FP8 would; the
 rows alone are on the wire for 13.
@@ -26,11 +27,11 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
 )
 from epcomm.kernels.nvlink.common.exchange import PeerExchange, on_device
 from epcomm.kernels.nvlink.common.signals import (
-    await_words,
-    give_up,
+    abort_ranks,
+    await_signals,
+    int32_at,
     publish,
     taking_part,
-    words_at,
 )
 from epcomm.kernels.nvlink.common.status import FAULT_IDS, FAULT_MASK
 from epcomm.kernels.quantize.fp8 import has_e4m3, quantize_blocks
@@ -63,7 +64,7 @@ def _send_header(
     rank: tl.tensor,
     epoch: tl.tensor,
     num_tokens: tl.tensor,
-    announced: tl.tensor,
+    status: tl.tensor,
     W: tl.constexpr,
     K: tl.constexpr,
     L: tl.constexpr,
@@ -72,7 +73,7 @@ def _send_header(
     COUNTS_AT: tl.constexpr,
     HEADER_AT: tl.constexpr,
 ) -> None:
-    """Tell `peer`, whose slot begins at `base`, this rank's slots for each of its L experts, and T.
+    """Tell `peer`, whose receive buffer is at `base`, the counts for its L experts, and T.
 
     ids 0 2 | 3 2 with L = 2: rank 1 is told 2 1, for its experts 2 and 3. With an id that is
     neither -1 nor an expert, every rank is told of the fault, and of no token.
@@ -86,17 +87,17 @@ def _send_header(
         local = ids.to(tl.int32) - peer * L
         is_local = (local >= 0) & (local < L)
         counts += tl.histogram(tl.where(is_local, local, 0), L_LANES, mask=is_local)
-    word = announced
-    if ((announced & FAULT_MASK) == 0) & (bad != 0):
+    word = status
+    if ((status & FAULT_MASK) == 0) & (bad != 0):
         word += FAULT_IDS
     is_faulty = (word & FAULT_MASK) != 0
     lane = tl.arange(0, L_LANES)
-    counts_ptr = words_at(base + COUNTS_AT) + rank * L + lane
+    counts_ptr = int32_at(base + COUNTS_AT) + rank * L + lane
     tl.store(counts_ptr, tl.where(is_faulty, 0, counts), mask=lane < L)
     sent = tl.where(is_faulty, 0, num_tokens)
     part = tl.arange(0, 4)
     header = tl.where(part == 0, epoch, tl.where(part == 1, sent, word))
-    tl.store(words_at(base + HEADER_AT) + rank * 4 + part, header)
+    tl.store(int32_at(base + HEADER_AT) + rank * 4 + part, header)
 
 
 @triton.jit
@@ -138,12 +139,12 @@ def _positions(
 
 @triton.jit(
     do_not_specialize=[
-        "slot_address",
+        "buffer_address",
         "abort_address",
-        "slot",
+        "buffer_index",
         "rank",
         "num_tokens",
-        "announced",
+        "status",
         "max_polls",
     ]
 )
@@ -155,14 +156,14 @@ def _send_dispatch_kernel(
     state_ptr: tl.tensor,
     is_sent_ptr: tl.tensor,
     counters_ptr: tl.tensor,
-    masked_ptr: tl.tensor,
+    excluded_ptr: tl.tensor,
     report_ptr: tl.tensor,
-    slot_address: tl.tensor,
+    buffer_address: tl.tensor,
     abort_address: tl.tensor,
-    slot: tl.tensor,
+    buffer_index: tl.tensor,
     rank: tl.tensor,
     num_tokens: tl.tensor,
-    announced: tl.tensor,
+    status: tl.tensor,
     max_polls: tl.tensor,
     X_STRIDE: tl.constexpr,
     W: tl.constexpr,
@@ -182,15 +183,15 @@ def _send_dispatch_kernel(
     HAS_E4M3: tl.constexpr,
     CHUNK: tl.constexpr,
     COUNT_CHUNK: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
+    NUM_BUFFERS: tl.constexpr,
     ARRIVED_DISPATCH_AT: tl.constexpr,
     ARRIVED_COMBINE_AT: tl.constexpr,
     HEADER_AT: tl.constexpr,
     COUNTS_AT: tl.constexpr,
-    RECORD_AT: tl.constexpr,
+    METADATA_AT: tl.constexpr,
     DATA_AT: tl.constexpr,
     SCALES_AT: tl.constexpr,
-    RECORD_BYTES: tl.constexpr,
+    METADATA_BYTES: tl.constexpr,
     DATA_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -198,15 +199,15 @@ def _send_dispatch_kernel(
     """Tokens p, p + P, ... of program p of P; the first W programs also send the headers.
 
     W = 2, L = 2, ids 0 3 | 3 -1, weights .6 .4 | 1 0, rank 1: row M of rank 0 gets the first token
-    with the record 0 -1, 0 0, .6 .4; row M of rank 1 the same token with -1 1, 0 0, .6 .4, and row
-    M + 1 of rank 1 the second token with 1 -1, 1 0, 1 0.
+    with the metadata 0 -1, 0 0, .6 .4; row M of rank 1 the same token with -1 1, 0 0, .6 .4, and
+    row M + 1 of rank 1 the second token with 1 -1, 1 0, 1 0.
     """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     if OVERLAPS:
         await_previous()
         let_next_start()
-    num_tokens = tl.where((announced & FAULT_MASK) != 0, 0, num_tokens)
+    num_tokens = tl.where((status & FAULT_MASK) != 0, 0, num_tokens)
     if (KIND == _PLAIN) | (KIND == _INT8):
         at = tl.arange(0, COLUMNS)
         is_element = at < HIDDEN
@@ -223,20 +224,20 @@ def _send_dispatch_kernel(
         tl.store(state_ptr + 1, epoch)
 
     # Written by the combine of the last batch of this slot, on every rank: they have read it.
-    abort_ptr = words_at(abort_address)
-    late, aborted = await_words(  # pyright: ignore[reportGeneralTypeIssues]
-        words_at(slot_address + ARRIVED_COMBINE_AT),
+    abort_ptr = int32_at(abort_address)
+    missing, aborted = await_signals(  # pyright: ignore[reportGeneralTypeIssues]
+        int32_at(buffer_address + ARRIVED_COMBINE_AT),
         abort_ptr,
         (epoch - 1) * num_programs,
         max_polls,
         W,
         W_LANES,
-        masked_ptr,
+        excluded_ptr,
     )
-    if (tl.sum(late) > 0) | (aborted != 0):
-        aborts_ptr = table_ptr + NUM_SLOTS * W
-        give_up(
-            late,
+    if (tl.sum(missing) > 0) | (aborted != 0):
+        aborts_ptr = table_ptr + NUM_BUFFERS * W
+        abort_ranks(
+            missing,
             aborted,
             report_ptr,
             aborts_ptr,
@@ -245,13 +246,13 @@ def _send_dispatch_kernel(
             rank,
             W,
             W_LANES,
-            masked_ptr,
+            excluded_ptr,
         )
         return
 
-    bases_ptr = table_ptr + slot * W
+    bases_ptr = table_ptr + buffer_index * W
     # A program beyond the last rank has no header to send.
-    is_header = (program < W) & (tl.load(masked_ptr + program, mask=program < W, other=1) == 0)
+    is_header = (program < W) & (tl.load(excluded_ptr + program, mask=program < W, other=1) == 0)
     if is_header:
         _send_header(
             ids_ptr,
@@ -260,7 +261,7 @@ def _send_dispatch_kernel(
             rank,
             epoch,
             num_tokens,
-            announced,
+            status,
             W,
             K,
             L,
@@ -271,8 +272,8 @@ def _send_dispatch_kernel(
         )
 
     num_sent = 0
-    num_records = 0
-    num_others = tl.sum(taking_part(masked_ptr, W, W_LANES).to(tl.int32)) - 1
+    num_metadata = 0
+    num_others = tl.sum(taking_part(excluded_ptr, W, W_LANES).to(tl.int32)) - 1
     k = tl.arange(0, K_LANES)
     for token in tl.range(program, num_tokens, num_programs, num_stages=1):
         ids = tl.load(ids_ptr + token * K + k, mask=k < K, other=-1).to(tl.int32)
@@ -296,17 +297,17 @@ def _send_dispatch_kernel(
         # Where rows of this rank begin, in the memory of any.
         place = tl.cast(rank, tl.int64) * M + token
         for peer in tl.static_range(W):
-            is_living = tl.load(masked_ptr + peer) == 0
-            # Entries of a masked rank are as those without an expert.
+            is_living = tl.load(excluded_ptr + peer) == 0
+            # Entries of an excluded rank are as masked entries.
             is_owner = (owners == peer) & is_living
             is_needed = tl.max(is_owner.to(tl.int32))
             base = tl.load(bases_ptr + peer)
-            record_address = base + RECORD_AT + place * RECORD_BYTES
-            record_ptr = tl.multiple_of(record_address.to(tl.pointer_type(tl.int32)), 16)
+            metadata_address = base + METADATA_AT + place * METADATA_BYTES
+            metadata_ptr = tl.multiple_of(metadata_address.to(tl.pointer_type(tl.int32)), 16)
             is_entry = is_living & (k >= 0)
-            tl.store(record_ptr + k, tl.where(is_owner, ids - peer * L, -1), mask=is_entry)
-            tl.store(record_ptr + K_LANES + k, positions, mask=is_entry)
-            tl.store(record_ptr + 2 * K_LANES + k, weight_bits, mask=is_entry)
+            tl.store(metadata_ptr + k, tl.where(is_owner, ids - peer * L, -1), mask=is_entry)
+            tl.store(metadata_ptr + K_LANES + k, positions, mask=is_entry)
+            tl.store(metadata_ptr + 2 * K_LANES + k, weight_bits, mask=is_entry)
             # For the receiver of combine on this rank.
             tl.store(is_sent_ptr + token * W + peer, is_needed.to(tl.uint8))
             if is_needed > 0:
@@ -322,13 +323,13 @@ def _send_dispatch_kernel(
                     is_block = block * BLOCK < HIDDEN
                     tl.store(tl.multiple_of(scales_ptr, 16) + block, scale, mask=is_block)
             num_sent += tl.where(peer == rank, 0, is_needed)
-        num_records += num_others
+        num_metadata += num_others
     # Of this rank alone, and read by its host.
     tl.atomic_add(counters_ptr, tl.cast(num_sent, tl.int64), sem="relaxed")
-    tl.atomic_add(counters_ptr + 1, tl.cast(num_records, tl.int64), sem="relaxed")
+    tl.atomic_add(counters_ptr + 1, tl.cast(num_metadata, tl.int64), sem="relaxed")
     num_headers = tl.where(is_header & (program != rank), 1, 0)
     tl.atomic_add(counters_ptr + 2, tl.cast(num_headers, tl.int64), sem="relaxed")
-    publish(bases_ptr, ARRIVED_DISPATCH_AT + rank * 4, 1, W, W_LANES, masked_ptr)
+    publish(bases_ptr, ARRIVED_DISPATCH_AT + rank * 4, 1, W, W_LANES, excluded_ptr)
 
 
 def send_dispatch(
@@ -338,7 +339,7 @@ def send_dispatch(
     topk_weights: Tensor,
     is_sent: Tensor,
     *,
-    announced: int,
+    status: int,
     kind: int,
     scale_block: int,
     profile: str,
@@ -346,12 +347,12 @@ def send_dispatch(
     """Send tokens to the ranks of their experts.
 
     Args:
-        exchange: the slot, whose last batch was combined or released.
+        exchange: the receive buffer, whose last batch was combined or released.
         hidden_states: [T, H], bfloat16, float16 or float32; rows may lie apart.
         topk_ids: [T, K], int64, contiguous.
         topk_weights: [T, K], float32, contiguous.
         is_sent: [M, W], uint8, written: whether a rank got the token.
-        announced: fault and flags of this rank, as pack_header() packs them.
+        status: fault and flags of this rank, as pack_header() packs them.
         kind: PLAIN, FP8, FP8_POWER_OF_TWO or INT8.
         scale_block: elements that share a scale; of PLAIN and INT8 rows any.
         profile: of INT8 rows, a value of Int8Profile.
@@ -360,7 +361,7 @@ def send_dispatch(
     """
     num_tokens, hidden_size = hidden_states.shape
     dims, offsets = exchange.dims, exchange.offsets
-    k_lanes, l_lanes = exchange.record_words, next_power_of_two(dims.num_local_experts)
+    k_lanes, l_lanes = exchange.metadata_words, next_power_of_two(dims.num_local_experts)
     with on_device(hidden_states):
         _send_dispatch_kernel[(exchange.num_programs,)](
             hidden_states,
@@ -370,14 +371,14 @@ def send_dispatch(
             exchange.state,
             is_sent,
             exchange.counters,
-            exchange.masked,
+            exchange.excluded,
             exchange.report,
-            exchange.slot_address,
+            exchange.buffer_address,
             exchange.abort_address,
-            exchange.slot,
+            exchange.buffer_index,
             exchange.rank,
             num_tokens,
-            announced,
+            status,
             exchange.max_polls,
             X_STRIDE=hidden_states.stride(0) if num_tokens > 1 else hidden_size,
             W=dims.world_size,
@@ -397,15 +398,15 @@ def send_dispatch(
             HAS_E4M3=kind in (FP8, FP8_POWER_OF_TWO) and has_e4m3(hidden_states.device),
             CHUNK=max(32, _COMPARISONS // k_lanes),
             COUNT_CHUNK=_COUNTED,
-            NUM_SLOTS=exchange.num_slots,
+            NUM_BUFFERS=exchange.num_buffers,
             ARRIVED_DISPATCH_AT=offsets["arrived_dispatch"],
             ARRIVED_COMBINE_AT=offsets["arrived_combine"],
             HEADER_AT=offsets["header"],
             COUNTS_AT=offsets["counts"],
-            RECORD_AT=offsets["record"],
+            METADATA_AT=offsets["metadata"],
             DATA_AT=offsets["data"],
             SCALES_AT=offsets["scales"],
-            RECORD_BYTES=12 * k_lanes,
+            METADATA_BYTES=12 * k_lanes,
             DATA_BYTES=exchange.data_bytes,
             SCALE_BYTES=exchange.scale_bytes,
             OVERLAPS=overlaps_on(hidden_states.device),

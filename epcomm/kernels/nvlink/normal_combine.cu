@@ -1,15 +1,15 @@
-// Combine of normal mode over NVLink, bfloat16: what normal_combine.py does, with the same words
-// and places and the same roundings, but a warp for each row, so that a few SMs keep the wire busy.
+// Combine of normal mode over NVLink, bfloat16: what normal_combine.py does, with the same signals,
+// places and the same roundings, but a warp for each row, so that a few SMs keep the wire busy.
 //
 // The warps of a block have two roles. Senders take the rows of an item in turn, sum the slots of
-// each and store the sum at home; when all of them are done, one releases the item's word. Reducers
-// take a token each, acquire the words of the items that hold its sums, and add them up. Senders
-// wait for no reducer, and reduce when all is sent. No more blocks than processors: one that is not
-// there yet would be waited for by all that are, on every rank.
+// each and store the sum at the token's rank; when all of them are done, one releases the item's
+// signal. Reducers take a token each, acquire the signals of the items that hold its sums, and add
+// them up. Senders wait for no reducer, and reduce when all is sent. No more blocks than SMs: one
+// that is not there yet would be waited for by all that are, on every rank.
 //
 // Defined before: HIDDEN (a multiple of 8), TOP_K and WORLD (at most 32), K_LANES, MAX_TOKENS,
-// ITEM_ROWS, ITEMS, BACK_BYTES, SENDERS, REDUCERS, UNROLL, and the offsets READY_AT, CALLED_AT,
-// DONE_AT, BACK_AT, SCALARS_AT.
+// ITEM_ROWS, ITEMS, RETURN_BYTES, SENDERS, REDUCERS, UNROLL, and the offsets COMBINE_BEGIN_AT,
+// COMBINE_STATUS_AT, SUMS_READY_AT, RETURN_AT, SCALARS_AT.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -17,12 +17,12 @@ typedef long long i64;
 
 // Places in the state and in a report, as common/epochs.py and signals.py have them.
 constexpr int COMBINE_EPOCH = 1, COMBINE_LEFT = 3, COMBINE_TOKENS = 4;
-constexpr int REPORT_PHASE = 0, REPORT_EPOCH = 1, REPORT_ABORTED = 2, REPORT_LATE = 4;
-// Of the word to give up by, as in common/signals.py.
-constexpr int LATE_SHIFT = 8, MOST_LATE = 23;
+constexpr int REPORT_PHASE = 0, REPORT_EPOCH = 1, REPORT_ABORTED = 2, REPORT_MISSING = 4;
+// Of the abort flag, as in common/signals.py.
+constexpr int MISSING_SHIFT = 8, MAX_MISSING = 23;
 // Of waits, likewise.
 constexpr u32 LOOKS_PER_TICK = 1024, POLL_NS = 1000000;
-constexpr int PHASE_READY = 14, PHASE_SUMS = 15;
+constexpr int PHASE_COMBINE_BEGIN = 14, PHASE_SUMS = 15;
 constexpr u32 ALL_LANES = 0xffffffffu;
 // Vectors of 16 bytes in a row; UNROLL of them are under way at once in a lane.
 constexpr int VECTORS = HIDDEN / 8;
@@ -41,7 +41,7 @@ struct Arguments {
     char* out;
     float* out_scalars;
     const u64* table;
-    const int* masked;  // or none
+    const int* excluded;  // or none
     int* state;
     u64* counters;
     i64* faults;
@@ -49,7 +49,7 @@ struct Arguments {
     u64 own;
     i64 rows_stride;
     int rank;
-    int announced;
+    int status;
     int num_tokens;
     int max_polls;
 };
@@ -177,36 +177,36 @@ __device__ void add_rows(u64 from, float weight, u32 mask, char* to, bool is_voi
 }
 
 __device__ bool takes_part(const Arguments& a, int rank) {
-    return rank < WORLD && (a.masked == nullptr || a.masked[rank] == 0);
+    return rank < WORLD && (a.excluded == nullptr || a.excluded[rank] == 0);
 }
 
-// Report that the lanes in `late` wait in vain, or that some rank did before; tell all ranks.
-__device__ void give_up(const Arguments& a, u32 late, u32 aborted, int phase, int epoch) {
+// Report that the lanes in `missing` wait in vain, or that some rank did before; tell all ranks.
+__device__ void abort_ranks(const Arguments& a, u32 missing, u32 aborted, int phase, int epoch) {
     const int lane = threadIdx.x % 32;
     if (aborted) {
         if (lane == 0) a.report[REPORT_ABORTED] = aborted;
         return;
     }
-    if (lane < WORLD) a.report[REPORT_LATE + lane] = (late >> lane) & 1;
+    if (lane < WORLD) a.report[REPORT_MISSING + lane] = (missing >> lane) & 1;
     if (lane == 0) {
         a.report[REPORT_EPOCH] = epoch;
         a.report[REPORT_PHASE] = phase;
     }
     __syncwarp();
-    // Watched by wait(), on every rank. Its bits are those of peer_signals.give_up().
-    const u32 told = (late & ((1u << MOST_LATE) - 1)) << LATE_SHIFT;
+    // Watched by wait(), on every rank. Its bits are those of peer_signals.abort_ranks().
+    const u32 told = (missing & ((1u << MAX_MISSING) - 1)) << MISSING_SHIFT;
     if (takes_part(a, lane)) release(a.table[lane], told + a.rank + 1);
 }
 
-// Wait until the words of the lanes that have one are `epoch`; whether they are, for all lanes.
+// Wait until the signals of the lanes that have one are `epoch`; whether they are, for all lanes.
 // What their ranks had stored before can be loaded then, by all lanes.
 __device__ bool wait(const Arguments& a, u64 word, int epoch, int phase) {
-    u32 late = ALL_LANES, aborted = 0;
+    u32 missing = ALL_LANES, aborted = 0;
     int polls = a.max_polls;
     u64 end_ns = 0;
-    for (u32 looks = 1; late && polls > 0 && !aborted; ++looks) {
-        late = __ballot_sync(ALL_LANES, word && (int)(watched(word) - (u32)epoch) < 0);
-        if (late) aborted = watched(a.own);
+    for (u32 looks = 1; missing && polls > 0 && !aborted; ++looks) {
+        missing = __ballot_sync(ALL_LANES, word && (int)(watched(word) - (u32)epoch) < 0);
+        if (missing) aborted = watched(a.own);
         aborted = __shfl_sync(ALL_LANES, aborted, 0);
         // As peer_signals.polls_spent(). The lanes of a warp may read the clock at other times.
         if (looks % LOOKS_PER_TICK == 0) {
@@ -217,10 +217,10 @@ __device__ bool wait(const Arguments& a, u64 word, int epoch, int phase) {
             }
         }
     }
-    late = __ballot_sync(ALL_LANES, word && (int)(acquired(word) - (u32)epoch) < 0);
+    missing = __ballot_sync(ALL_LANES, word && (int)(acquired(word) - (u32)epoch) < 0);
     __syncwarp();
-    if (!late) return true;
-    give_up(a, late, aborted, phase, epoch);
+    if (!missing) return true;
+    abort_ranks(a, missing, aborted, phase, epoch);
     return false;
 }
 
@@ -251,7 +251,7 @@ __device__ void send(const Arguments& a, int epoch, bool has_failed) {
             const i64 target = (i64)a.rank * MAX_TOKENS + place;
             add_rows<false>((u64)a.rows + slot * a.rows_stride, weight,
                             __ballot_sync(ALL_LANES, slot >= 0),
-                            (char*)(home + BACK_AT + target * BACK_BYTES), false);
+                            (char*)(home + RETURN_AT + target * RETURN_BYTES), false);
             if (a.scalars != nullptr && lane < TOP_K) {
                 ((float*)(home + SCALARS_AT))[target * K_LANES + lane] =
                     a.scalars[row * TOP_K + lane];
@@ -262,7 +262,7 @@ __device__ void send(const Arguments& a, int epoch, bool has_failed) {
         asm volatile("bar.sync 1, %0;" ::"n"(32 * SENDERS) : "memory");
         if (threadIdx.x == 0) {
             // Acquired by the reducers of that rank.
-            release(home + DONE_AT + 4 * ((u64)a.rank * ITEMS + item), epoch);
+            release(home + SUMS_READY_AT + 4 * ((u64)a.rank * ITEMS + item), epoch);
         }
     }
     if (lane == 0) atomicAdd(a.counters + (a.scalars != nullptr ? 4 : 3), num_sent);
@@ -285,11 +285,12 @@ __device__ void reduce(const Arguments& a, int epoch, bool has_failed) {
         int place = -1;
         if (!has_failed && takes_part(a, lane)) place = a.places[(i64)token * WORLD + lane];
         const u64 item = (u64)lane * ITEMS + place / ITEM_ROWS;
-        const bool is_there = wait(a, place >= 0 ? a.own + DONE_AT + 4 * item : 0, epoch, PHASE_SUMS);
+        const bool is_there = wait(a, place >= 0 ? a.own + SUMS_READY_AT + 4 * item : 0, epoch,
+            PHASE_SUMS);
         const bool is_void = has_failed || !is_there;
         const u32 mask = __ballot_sync(ALL_LANES, place >= 0 && !is_void);
         const i64 target = (i64)lane * MAX_TOKENS + place;
-        add_rows<true>(a.own + BACK_AT + target * BACK_BYTES, 1.0f, mask,
+        add_rows<true>(a.own + RETURN_AT + target * RETURN_BYTES, 1.0f, mask,
                        a.out + (i64)token * (2 * HIDDEN), is_void);
         if (a.scalars != nullptr) {
             const int owner = lane < TOP_K ? a.owners[(i64)token * TOP_K + lane] : -1;
@@ -311,19 +312,20 @@ extern "C" __global__ void __launch_bounds__(32 * (SENDERS + REDUCERS), 1)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int epoch = a.state[COMBINE_EPOCH] + 1;
     // Ranks may be one combine apart.
-    const u64 called_at = CALLED_AT + (epoch % 2) * (4 * WORLD);
+    const u64 combine_status_at = COMBINE_STATUS_AT + (epoch % 2) * (4 * WORLD);
     if (warp == 0) {
         if (blockIdx.x == 0 && takes_part(a, lane)) {
-            *(int*)(a.table[lane] + called_at + 4 * a.rank) = a.announced;
+            *(int*)(a.table[lane] + combine_status_at + 4 * a.rank) = a.status;
         }
         __syncwarp();
         if (blockIdx.x == 0 && takes_part(a, lane)) {
             // Awaited below, on every rank: this one has done with the sums of its last combine.
-            add_released(a.table[lane] + READY_AT + 4 * a.rank, 1);
+            add_released(a.table[lane] + COMBINE_BEGIN_AT + 4 * a.rank, 1);
         }
-        const u64 word = takes_part(a, lane) ? a.own + READY_AT + 4 * lane : 0;
-        const bool is_there = wait(a, word, epoch, PHASE_READY);
-        const int code = is_there && takes_part(a, lane) ? watched(a.own + called_at + 4 * lane) : 0;
+        const u64 word = takes_part(a, lane) ? a.own + COMBINE_BEGIN_AT + 4 * lane : 0;
+        const bool is_there = wait(a, word, epoch, PHASE_COMBINE_BEGIN);
+        const int code = is_there && takes_part(a, lane)
+            ? watched(a.own + combine_status_at + 4 * lane) : 0;
         if (blockIdx.x == 0 && code && a.faults[2 * lane] == 0) a.faults[2 * lane] = code;
         const bool has_code = __any_sync(ALL_LANES, code != 0);
         if (lane == 0) failed = !is_there || has_code || a.has_failed[0] != 0;

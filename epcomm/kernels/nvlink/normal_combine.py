@@ -2,13 +2,13 @@
 
 Senders sum the slots of a row in k order, in float32, cast once, and store the sum at the place of
 its token on the token's rank; reducers there add the sums of the ranks up, in rank order, in
-float32, and cast once. Sums are announced item by item, a few dozen rows of one source each, so
+float32, and cast once. Sums are signalled item by item, a few dozen rows of one source each, so
 that reducers follow while the wire is busy.
 
-Memory order: a rank says that it has begun a combine, and so has done with the sums of the last
-one; whoever has heard so stores there, and releases the number of the combine into a word of each
-item, which the reducer acquires. Reducers come behind all senders of their rank, and senders wait
-for no reducer: any number of programs may be resident.
+Memory order: a rank signals that it has begun a combine, so it no longer reads the sums of the
+previous one. A rank that has that signal stores there, and releases the number of the combine into
+a signal of each item, which the reducer acquires. Reducers come behind all senders of their rank,
+and senders wait for no reducer: any number of programs may be resident.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from epcomm.kernels.nvlink import normal_combine_cuda
 from epcomm.kernels.nvlink.common.epochs import COMBINE_EPOCH, COMBINE_LEFT, end_epoch
 from epcomm.kernels.nvlink.common.exchange import on_device
 from epcomm.kernels.nvlink.common.signals import (
-    await_words,
-    give_up,
+    abort_ranks,
+    await_signals,
+    int32_at,
     polls_spent,
     publish,
     taking_part,
-    words_at,
 )
 from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange, Sends
 from epcomm.kernels.rounding import cast
 
 # What a report says that a rank waited for.
-PHASE_READY, PHASE_SUMS = 14, 15
+PHASE_COMBINE_BEGIN, PHASE_SUMS = 14, 15
 
-_PHASE_READY = tl.constexpr(PHASE_READY)
+_PHASE_COMBINE_BEGIN = tl.constexpr(PHASE_COMBINE_BEGIN)
 _PHASE_SUMS = tl.constexpr(PHASE_SUMS)
 _COMBINE_EPOCH = tl.constexpr(COMBINE_EPOCH)
 _COMBINE_LEFT = tl.constexpr(COMBINE_LEFT)
@@ -87,7 +87,7 @@ def _send_rows(
     rows_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     slots: tl.tensor,
-    home_ptr: tl.tensor,
+    return_ptr: tl.tensor,
     is_row: tl.tensor,
     K_LANES: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
@@ -96,7 +96,7 @@ def _send_rows(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Sum the slots of a few rows, in k order, to where home_ptr [rows] points."""
+    """Sum the slots of a few rows, in k order, to where return_ptr [rows] points."""
     # Nine rows in ten have no fourth slot; these three are loaded together, ahead of the sums.
     none = tl.zeros_like(tl.max(slots, 1)) - 1
     first, entry = _next_slot(slots, none, K_LANES)  # pyright: ignore[reportGeneralTypeIssues]
@@ -119,7 +119,7 @@ def _send_rows(
                 weights = _weights_of(weights_ptr, later, HAS_WEIGHTS)
                 total += _part(rows_ptr, later, weights, column, is_in, ROWS_STRIDE, HAS_WEIGHTS)
         value = cast(total, rows_ptr.dtype.element_ty)
-        tl.store(home_ptr[:, None] + column, value, mask=is_row[:, None] & is_in)
+        tl.store(return_ptr[:, None] + column, value, mask=is_row[:, None] & is_in)
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def _slots_of(
 
 @triton.jit
 def _await_items(
-    done_ptr: tl.tensor,
+    sums_ready_ptr: tl.tensor,
     abort_ptr: tl.tensor,
     lowest: tl.tensor,
     highest: tl.tensor,
@@ -154,37 +154,37 @@ def _await_items(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Wait for places lowest to highest of each rank, within two items; -1: for none.
 
-    Returns as peer_signals.await_words().
+    Returns as peer_signals.await_signals().
     """
     lane = tl.arange(0, W_LANES)
     is_needed = highest >= 0
-    from_ptr = done_ptr + lane * ITEMS + tl.maximum(lowest, 0) // ITEM_ROWS
-    to_ptr = done_ptr + lane * ITEMS + tl.maximum(highest, 0) // ITEM_ROWS
-    num_late = 1
+    from_ptr = sums_ready_ptr + lane * ITEMS + tl.maximum(lowest, 0) // ITEM_ROWS
+    to_ptr = sums_ready_ptr + lane * ITEMS + tl.maximum(highest, 0) // ITEM_ROWS
+    num_missing = 1
     polls_left = max_polls
     num_looks = max_polls * 0
     end_ns = num_looks.to(tl.int64)
-    while (num_late > 0) & (polls_left > 0):
+    while (num_missing > 0) & (polls_left > 0):
         begun = tl.load(from_ptr, mask=is_needed, other=0, volatile=True) - epoch
         ended = tl.load(to_ptr, mask=is_needed, other=0, volatile=True) - epoch
-        num_late = tl.sum((is_needed & (tl.minimum(begun, ended) < 0)).to(tl.int32))
+        num_missing = tl.sum((is_needed & (tl.minimum(begun, ended) < 0)).to(tl.int32))
         num_looks += 1
         spent, end_ns = polls_spent(num_looks, end_ns)  # pyright: ignore[reportGeneralTypeIssues]
         polls_left = tl.where(tl.load(abort_ptr, volatile=True) != 0, 0, polls_left - spent)
     nothing = tl.zeros_like(lane)
     begun = tl.atomic_add(from_ptr, nothing, mask=is_needed, sem="acquire", scope="sys") - epoch
     ended = tl.atomic_add(to_ptr, nothing, mask=is_needed, sem="acquire", scope="sys") - epoch
-    late = (is_needed & (tl.minimum(begun, ended) < 0)).to(tl.int32)
+    missing = (is_needed & (tl.minimum(begun, ended) < 0)).to(tl.int32)
     # The other threads may load only after those that acquired.
     tl.debug_barrier()
-    return late, tl.load(abort_ptr, volatile=True)
+    return missing, tl.load(abort_ptr, volatile=True)
 
 
 @triton.jit(
     do_not_specialize=[
         "own_address",
         "rank",
-        "announced",
+        "status",
         "num_tokens",
         "num_senders",
         "max_polls",
@@ -203,14 +203,14 @@ def _combine_kernel(
     out_ptr: tl.tensor,
     out_scalars_ptr: tl.tensor,
     table_ptr: tl.tensor,
-    masked_ptr: tl.tensor,
+    excluded_ptr: tl.tensor,
     state_ptr: tl.tensor,
     counters_ptr: tl.tensor,
     faults_ptr: tl.tensor,
     report_ptr: tl.tensor,
     own_address: tl.tensor,
     rank: tl.tensor,
-    announced: tl.tensor,
+    status: tl.tensor,
     num_tokens: tl.tensor,
     num_senders: tl.tensor,
     max_polls: tl.tensor,
@@ -231,11 +231,11 @@ def _combine_kernel(
     M: tl.constexpr,
     K: tl.constexpr,
     K_LANES: tl.constexpr,
-    READY_AT: tl.constexpr,
-    CALLED_AT: tl.constexpr,
-    DONE_AT: tl.constexpr,
-    BACK_AT: tl.constexpr,
-    BACK_BYTES: tl.constexpr,
+    COMBINE_BEGIN_AT: tl.constexpr,
+    COMBINE_STATUS_AT: tl.constexpr,
+    SUMS_READY_AT: tl.constexpr,
+    RETURN_AT: tl.constexpr,
+    RETURN_BYTES: tl.constexpr,
     SCALARS_AT: tl.constexpr,
 ) -> None:
     """Items p, p + S, ... of sender p of S; the other programs reduce.
@@ -246,27 +246,42 @@ def _combine_kernel(
     program = tl.program_id(0)
     epoch = tl.load(state_ptr + _COMBINE_EPOCH) + 1
     source_lane = tl.arange(0, W_LANES)
-    # Routes may be older than the mask.
-    is_source = taking_part(masked_ptr, W, W_LANES)
+    # A plan may be older than the exclusion.
+    is_source = taking_part(excluded_ptr, W, W_LANES)
     # Ranks may be one combine apart.
-    called_at = CALLED_AT + (epoch % 2) * (W * 4)
+    combine_status_at = COMBINE_STATUS_AT + (epoch % 2) * (W * 4)
     if program == 0:
         bases = tl.load(table_ptr + source_lane, mask=is_source, other=0)
-        called_ptr = (bases + called_at + rank * 4).to(tl.pointer_type(tl.int32))
-        tl.store(called_ptr, tl.zeros_like(source_lane) + announced, mask=is_source)
+        combine_status_ptr = (bases + combine_status_at + rank * 4).to(tl.pointer_type(tl.int32))
+        tl.store(combine_status_ptr, tl.zeros_like(source_lane) + status, mask=is_source)
         # Awaited below, on every rank: this one has done with the sums of its last combine.
-        publish(table_ptr, READY_AT + rank * 4, 1, W, W_LANES, masked_ptr)
-    abort_ptr = words_at(own_address)
-    late, aborted = await_words(  # pyright: ignore[reportGeneralTypeIssues]
-        words_at(own_address + READY_AT), abort_ptr, epoch, max_polls, W, W_LANES, masked_ptr
+        publish(table_ptr, COMBINE_BEGIN_AT + rank * 4, 1, W, W_LANES, excluded_ptr)
+    abort_ptr = int32_at(own_address)
+    missing, aborted = await_signals(  # pyright: ignore[reportGeneralTypeIssues]
+        int32_at(own_address + COMBINE_BEGIN_AT),
+        abort_ptr,
+        epoch,
+        max_polls,
+        W,
+        W_LANES,
+        excluded_ptr,
     )
-    is_lost = (tl.sum(late) > 0) | (aborted != 0)
+    is_lost = (tl.sum(missing) > 0) | (aborted != 0)
     if is_lost:
-        give_up(
-            late, aborted, report_ptr, table_ptr, _PHASE_READY, epoch, rank, W, W_LANES, masked_ptr
+        abort_ranks(
+            missing,
+            aborted,
+            report_ptr,
+            table_ptr,
+            _PHASE_COMBINE_BEGIN,
+            epoch,
+            rank,
+            W,
+            W_LANES,
+            excluded_ptr,
         )
-    called_ptr = words_at(own_address + CALLED_AT) + (epoch % 2) * W + source_lane
-    codes = tl.load(called_ptr, mask=is_source & (is_lost == 0), other=0)
+    combine_status_ptr = int32_at(own_address + COMBINE_STATUS_AT) + (epoch % 2) * W + source_lane
+    codes = tl.load(combine_status_ptr, mask=is_source & (is_lost == 0), other=0)
     if program == 0:
         earlier = tl.load(faults_ptr + 2 * source_lane, mask=is_source, other=0)
         is_news = is_source & (earlier == 0) & (codes != 0)
@@ -306,12 +321,14 @@ def _combine_kernel(
                         slots_of_row_ptr, row + ROWS, place + ROWS < end, K, K_LANES, PER_ROW
                     )
                     target = tl.cast(rank, tl.int64) * M + place
-                    home_ptr = (base + BACK_AT + target * BACK_BYTES).to(tl.pointer_type(dtype))
+                    return_ptr = (base + RETURN_AT + target * RETURN_BYTES).to(
+                        tl.pointer_type(dtype)
+                    )
                     _send_rows(
                         rows_ptr,
                         weights_ptr,
                         slots,
-                        tl.multiple_of(home_ptr, 16),
+                        tl.multiple_of(return_ptr, 16),
                         is_row,
                         K_LANES,
                         HAS_WEIGHTS,
@@ -322,16 +339,18 @@ def _combine_kernel(
                     )
                     if HAS_SCALARS:
                         scalars = tl.load(scalars_ptr + entry_at, mask=is_entry, other=0.0)
-                        home_ptr = (base + SCALARS_AT + target * (4 * K_LANES)).to(
+                        return_ptr = (base + SCALARS_AT + target * (4 * K_LANES)).to(
                             tl.pointer_type(tl.float32)
                         )
-                        tl.store(tl.multiple_of(home_ptr, 16)[:, None] + k, scalars, mask=is_entry)
+                        tl.store(
+                            tl.multiple_of(return_ptr, 16)[:, None] + k, scalars, mask=is_entry
+                        )
                 num_sent += tl.where(source == rank, 0, end - item * ITEM_ROWS)
                 # The release is made by one thread: it covers the stores of the others only so.
                 tl.debug_barrier()
-                done_ptr = words_at(base + DONE_AT) + rank * ITEMS + item
+                sums_ready_ptr = int32_at(base + SUMS_READY_AT) + rank * ITEMS + item
                 # Acquired in _await_items().
-                tl.atomic_xchg(done_ptr, epoch, sem="release", scope="sys")
+                tl.atomic_xchg(sums_ready_ptr, epoch, sem="release", scope="sys")
         # Of this rank alone, and read by its host.
         counter_ptr = counters_ptr + (4 if HAS_SCALARS else 3)
         tl.atomic_add(counter_ptr, tl.cast(num_sent, tl.int64), sem="relaxed")
@@ -347,8 +366,8 @@ def _combine_kernel(
             highest = tl.max(places, 0)
             lowest = tl.min(tl.where(places >= 0, places, 0x7FFFFFFF), 0)
             lowest = tl.where(highest >= 0, lowest, 0)
-            late, aborted = _await_items(  # pyright: ignore[reportGeneralTypeIssues]
-                words_at(own_address + DONE_AT),
+            missing, aborted = _await_items(  # pyright: ignore[reportGeneralTypeIssues]
+                int32_at(own_address + SUMS_READY_AT),
                 abort_ptr,
                 lowest,
                 highest,
@@ -358,10 +377,10 @@ def _combine_kernel(
                 ITEMS,
                 W_LANES,
             )
-            is_missing = (tl.sum(late) > 0) | (aborted != 0)
+            is_missing = (tl.sum(missing) > 0) | (aborted != 0)
             if is_missing:
-                give_up(
-                    late,
+                abort_ranks(
+                    missing,
                     aborted,
                     report_ptr,
                     table_ptr,
@@ -370,7 +389,7 @@ def _combine_kernel(
                     rank,
                     W,
                     W_LANES,
-                    masked_ptr,
+                    excluded_ptr,
                 )
             is_void = has_failed | is_missing
             for first in tl.range(start, start + WAITED, ROWS, num_stages=1):
@@ -383,12 +402,12 @@ def _combine_kernel(
                     total = tl.zeros([ROWS, COLUMNS], tl.float32)
                     for source in tl.static_range(W):
                         place = tl.load(places_ptr + each * W + source, mask=is_read, other=-1)
-                        home_at = source * M + tl.cast(place, tl.int64)
-                        part_ptr = (own_address + BACK_AT + home_at * BACK_BYTES).to(
+                        return_at = source * M + tl.cast(place, tl.int64)
+                        part_ptr = (own_address + RETURN_AT + return_at * RETURN_BYTES).to(
                             tl.pointer_type(dtype)
                         )
                         part_ptr = tl.multiple_of(part_ptr, 16)[:, None] + column
-                        is_part = (place >= 0) & (tl.load(masked_ptr + source) == 0)
+                        is_part = (place >= 0) & (tl.load(excluded_ptr + source) == 0)
                         is_part = is_part[:, None] & is_element
                         total += tl.load(part_ptr, mask=is_part, other=0.0).to(tl.float32)
                     total = tl.where(is_void, float("nan"), total)
@@ -402,8 +421,8 @@ def _combine_kernel(
                     place = tl.load(places_ptr + each[:, None] * W + owner, mask=is_owned, other=0)
                     scalar_at = (tl.cast(owner, tl.int64) * M + place) * K_LANES + k
                     scalar_ptr = (own_address + SCALARS_AT).to(tl.pointer_type(tl.float32))
-                    is_masked = tl.load(masked_ptr + owner, mask=is_owned, other=1) != 0
-                    is_there = is_owned & (is_masked == 0)
+                    is_excluded = tl.load(excluded_ptr + owner, mask=is_owned, other=1) != 0
+                    is_there = is_owned & (is_excluded == 0)
                     scalars = tl.load(scalar_ptr + scalar_at, mask=is_there, other=0.0)
                     scalars = tl.where(is_void, float("nan"), scalars)
                     tl.store(out_scalars_ptr + entry_at, scalars, mask=is_entry)
@@ -421,21 +440,21 @@ def combine_rows(
     slot_weights: Tensor | None = None,
     row_scalars: Tensor | None = None,
     out_scalars: Tensor | None = None,
-    announced: int = 0,
+    status: int = 0,
 ) -> None:
-    """Sum the slots of each received row, send the sums home, and add them up there.
+    """Sum the slots of each received row, send each sum to its token's rank, and add it up there.
 
-    Of a masked rank nothing is added, though the route may have sent tokens there.
+    Of an excluded rank nothing is added, though the plan may have sent tokens there.
 
     Args:
         exchange: the memory of all ranks.
         rows: [C, H], or [R, H] if slots_of_row is None, of any floating dtype; rows may lie apart.
-        sends, arrivals: of the route.
+        sends, arrivals: of the exchange plan.
         slots_of_row: [R, K], int32, as index_rows() wrote it.
         out: [T, H], contiguous, written, in the dtype of rows; NaN if the call has failed.
         slot_weights: [C], float32, multiplied into slots, or None.
         row_scalars: [R, K], float32, that travel with the rows, to out_scalars [T, K].
-        announced: why this rank refuses the call, a FaultCode, or 0.
+        status: why this rank refuses the call, a FaultCode, or 0.
 
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
     """
@@ -450,7 +469,7 @@ def combine_rows(
             slot_weights=slot_weights,
             row_scalars=row_scalars,
             out_scalars=out_scalars,
-            announced=announced,
+            status=status,
         )
         return
     dims, regions, tuning = exchange.dims, exchange.regions, exchange.tuning
@@ -470,14 +489,14 @@ def combine_rows(
             out,
             out_scalars,
             exchange.table,
-            exchange.masked,
+            exchange.excluded,
             exchange.state,
             exchange.counters,
             exchange.faults,
             exchange.report,
             exchange.own_address,
             exchange.rank,
-            announced,
+            status,
             num_tokens,
             num_senders,
             exchange.max_polls,
@@ -497,13 +516,13 @@ def combine_rows(
             W_LANES=next_power_of_two(dims.world_size),
             M=dims.max_tokens,
             K=dims.top_k,
-            K_LANES=exchange.record_words,
-            READY_AT=regions["ready"],
-            CALLED_AT=regions["called"],
-            DONE_AT=regions["done"],
-            BACK_AT=regions["back"],
-            BACK_BYTES=exchange.back_bytes,
-            SCALARS_AT=regions["back_scalars"],
+            K_LANES=exchange.metadata_words,
+            COMBINE_BEGIN_AT=regions["combine_begin"],
+            COMBINE_STATUS_AT=regions["combine_status"],
+            SUMS_READY_AT=regions["sums_ready"],
+            RETURN_AT=regions["returned"],
+            RETURN_BYTES=exchange.return_bytes,
+            SCALARS_AT=regions["returned_scalars"],
             num_warps=tuning.combine_warps,  # pyright: ignore[reportCallIssue]
             **EXACT,
         )

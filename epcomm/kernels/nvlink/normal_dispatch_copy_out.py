@@ -1,7 +1,7 @@
 """Wait for rows that came over NVLink in normal mode, and copy them into memory of their own.
 
-Rows that lie in the memory of the exchange are overwritten by later dispatches; whoever keeps them
-for a backward has them copied, once. Nothing but that: rows that are used at once stay there.
+Rows that lie in a receive buffer are overwritten by later dispatches; whoever keeps them for a
+backward has them copied, once. Nothing but that: rows that are used at once stay there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH
 from epcomm.kernels.nvlink.common.exchange import on_device
-from epcomm.kernels.nvlink.common.signals import await_words, give_up, words_at
+from epcomm.kernels.nvlink.common.signals import abort_ranks, await_signals, int32_at
 from epcomm.kernels.nvlink.normal_dispatch_recv import PHASE_ROWS
 from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange
 
@@ -31,7 +31,7 @@ def _collect_kernel(
     rows_from_ptr: tl.tensor,
     row_base_ptr: tl.tensor,
     table_ptr: tl.tensor,
-    masked_ptr: tl.tensor,
+    excluded_ptr: tl.tensor,
     state_ptr: tl.tensor,
     report_ptr: tl.tensor,
     own_address: tl.tensor,
@@ -48,23 +48,32 @@ def _collect_kernel(
     W: tl.constexpr,
     W_LANES: tl.constexpr,
     M: tl.constexpr,
-    GOT_AT: tl.constexpr,
+    ROWS_READY_AT: tl.constexpr,
 ) -> None:
     """ROWS rows of one source at once. Of source 1 with row_base 5, place 2 becomes row 7."""
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(state_ptr + _DISPATCH_EPOCH)
-    late, aborted = await_words(  # pyright: ignore[reportGeneralTypeIssues]
-        words_at(own_address + GOT_AT),
-        words_at(own_address),
+    missing, aborted = await_signals(  # pyright: ignore[reportGeneralTypeIssues]
+        int32_at(own_address + ROWS_READY_AT),
+        int32_at(own_address),
         epoch * num_senders,
         max_polls,
         W,
         W_LANES,
-        masked_ptr,
+        excluded_ptr,
     )
-    if (tl.sum(late) > 0) | (aborted != 0):
-        give_up(
-            late, aborted, report_ptr, table_ptr, _PHASE_ROWS, epoch, rank, W, W_LANES, masked_ptr
+    if (tl.sum(missing) > 0) | (aborted != 0):
+        abort_ranks(
+            missing,
+            aborted,
+            report_ptr,
+            table_ptr,
+            _PHASE_ROWS,
+            epoch,
+            rank,
+            W,
+            W_LANES,
+            excluded_ptr,
         )
         return
     if COPIES:
@@ -76,8 +85,9 @@ def _collect_kernel(
             is_row = place < tl.load(rows_from_ptr + source)
             if tl.max(is_row.to(tl.int32)) > 0:
                 mask = is_row[:, None] & (at < WORDS)
-                # Of an old route: nothing came along it, and what is there is of an earlier call.
-                is_there = mask & (tl.load(masked_ptr + source) == 0)
+                # An excluded rank of a cached plan sent nothing; what is there is of an earlier
+                # call.
+                is_there = mask & (tl.load(excluded_ptr + source) == 0)
                 row = tl.cast(source, tl.int64) * M + place
                 from_ptr = (region_address + row * ROW_BYTES).to(
                     tl.pointer_type(out_ptr.dtype.element_ty)
@@ -92,17 +102,17 @@ def collect_rows(
     exchange: NormalExchange,
     arrivals: Arrivals,
     *,
-    slot: int,
+    buffer_index: int,
     region: str = "data",
     row_bytes: int = 0,
     out: Tensor | None = None,
 ) -> None:
-    """Wait for the rows of all ranks, and copy a region of them; rows of masked ranks are 0.
+    """Wait for the rows of all ranks, and copy a region of them; rows of excluded ranks are 0.
 
     Args:
         exchange: the memory of all ranks.
-        arrivals: of the route.
-        slot: where the rows lie.
+        arrivals: of the exchange plan.
+        buffer_index: where the rows lie.
         region: `data` or `scales`.   row_bytes: from one row to the next, there.
         out: [R, words] of any dtype, with adjacent columns, or None: only wait.
 
@@ -110,14 +120,14 @@ def collect_rows(
     """
     dims = exchange.dims
     words = 1 if out is None else out.shape[1]
-    begin = exchange.own_address + exchange.slots_at + slot * exchange.slot_bytes
+    begin = exchange.own_address + exchange.buffers_at + buffer_index * exchange.buffer_bytes
     with on_device(exchange.table):
         _collect_kernel[(1 if out is None else exchange.num_programs,)](
             out,
             arrivals.rows_from,
             arrivals.row_base,
             exchange.table,
-            exchange.masked,
+            exchange.excluded,
             exchange.state,
             exchange.report,
             exchange.own_address,
@@ -134,6 +144,6 @@ def collect_rows(
             W=dims.world_size,
             W_LANES=next_power_of_two(dims.world_size),
             M=dims.max_tokens,
-            GOT_AT=exchange.regions["got"],
+            ROWS_READY_AT=exchange.regions["rows_ready"],
             num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
         )

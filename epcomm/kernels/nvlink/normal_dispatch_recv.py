@@ -1,6 +1,6 @@
 """The expert-major index over rows that came over NVLink, in normal mode.
 
-Waits for the rows of all ranks, reads their records, and writes the slots of each row: no row is
+Waits for the rows of all ranks, reads their metadata, and writes the slots of each row: no row is
 read or moved. Slots are ordered by expert, source and token without atomics, for each source has
 counted the earlier entries of its own, and the headers say how many came before.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH
 from epcomm.kernels.nvlink.common.exchange import on_device
-from epcomm.kernels.nvlink.common.signals import await_words, give_up, taking_part, words_at
+from epcomm.kernels.nvlink.common.signals import abort_ranks, await_signals, int32_at, taking_part
 from epcomm.kernels.nvlink.common.status import FAULT_MASK, FAULT_OVERFLOW, codes_of_one_mode
 from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange
 from epcomm.protocol import NORMAL_HEADER_WORDS
@@ -23,7 +23,7 @@ from epcomm.records import SlotIndex
 # What a report says that a rank waited for.
 PHASE_ROWS = 13
 
-# Entries of received records that a program reads at once.
+# Entries of received metadata that a program reads at once.
 _PAIRS = 1024
 _WARPS = 16
 
@@ -34,13 +34,13 @@ _DISPATCH_EPOCH = tl.constexpr(DISPATCH_EPOCH)
 
 @triton.jit
 def _codes(headers_ptr: tl.tensor, is_source: tl.tensor, HAS_BUDGET: tl.constexpr) -> tl.tensor:
-    """[W_LANES]: the fault of each rank; of two modes of gradients, that of those without.
+    """[W_LANES]: the fault code of each source rank.
 
-    Modes may differ unless some rank needs gradients. A host that reads headers has looked; where
-    none does, all are taken to need them.
+    With static sizes a rank under no_grad beside ranks in grad mode gets GRAD_MODE. With exact
+    sizes the host has read the headers and compared the modes before.
     """
-    announced = tl.load(headers_ptr, mask=is_source, other=0)
-    return codes_of_one_mode(announced, is_source) if HAS_BUDGET else announced & FAULT_MASK
+    status = tl.load(headers_ptr, mask=is_source, other=0)
+    return codes_of_one_mode(status, is_source) if HAS_BUDGET else status & FAULT_MASK
 
 
 @triton.jit
@@ -69,7 +69,9 @@ def _needed_slots(
     return needed
 
 
-@triton.jit(do_not_specialize=["own_address", "rank", "slot", "num_senders", "max_polls", "C"])
+@triton.jit(
+    do_not_specialize=["own_address", "rank", "buffer_index", "num_senders", "max_polls", "C"]
+)
 def _index_kernel(
     row_of_slot_ptr: tl.tensor,
     slots_of_row_ptr: tl.tensor,
@@ -81,13 +83,13 @@ def _index_kernel(
     has_failed_ptr: tl.tensor,
     bases_ptr: tl.tensor,
     table_ptr: tl.tensor,
-    masked_ptr: tl.tensor,
+    excluded_ptr: tl.tensor,
     state_ptr: tl.tensor,
     faults_ptr: tl.tensor,
     report_ptr: tl.tensor,
     own_address: tl.tensor,
     rank: tl.tensor,
-    slot: tl.tensor,
+    buffer_index: tl.tensor,
     num_senders: tl.tensor,
     max_polls: tl.tensor,
     C: tl.tensor,
@@ -103,13 +105,13 @@ def _index_kernel(
     K_LANES: tl.constexpr,
     L: tl.constexpr,
     L_LANES: tl.constexpr,
-    SLOTS_AT: tl.constexpr,
-    SLOT_BYTES: tl.constexpr,
-    GOT_AT: tl.constexpr,
+    BUFFERS_AT: tl.constexpr,
+    BUFFER_BYTES: tl.constexpr,
+    ROWS_READY_AT: tl.constexpr,
     HEADER_AT: tl.constexpr,
     HEADER_BYTES: tl.constexpr,
-    RECORD_AT: tl.constexpr,
-    RECORD_BYTES: tl.constexpr,
+    METADATA_AT: tl.constexpr,
+    METADATA_BYTES: tl.constexpr,
 ) -> None:
     """ROWS rows of one source at once, and every so many slots of padding.
 
@@ -118,26 +120,35 @@ def _index_kernel(
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(state_ptr + _DISPATCH_EPOCH)
-    # Added by every program of every rank that pushed: rows, records and headers are here.
-    late, aborted = await_words(  # pyright: ignore[reportGeneralTypeIssues]
-        words_at(own_address + GOT_AT),
-        words_at(own_address),
+    # Added by every program of every rank that pushed: rows, metadata and headers are here.
+    missing, aborted = await_signals(  # pyright: ignore[reportGeneralTypeIssues]
+        int32_at(own_address + ROWS_READY_AT),
+        int32_at(own_address),
         epoch * num_senders,
         max_polls,
         W,
         W_LANES,
-        masked_ptr,
+        excluded_ptr,
     )
-    is_lost = (tl.sum(late) > 0) | (aborted != 0)
+    is_lost = (tl.sum(missing) > 0) | (aborted != 0)
     if is_lost:
-        give_up(
-            late, aborted, report_ptr, table_ptr, _PHASE_ROWS, epoch, rank, W, W_LANES, masked_ptr
+        abort_ranks(
+            missing,
+            aborted,
+            report_ptr,
+            table_ptr,
+            _PHASE_ROWS,
+            epoch,
+            rank,
+            W,
+            W_LANES,
+            excluded_ptr,
         )
 
     source_lane, expert = tl.arange(0, W_LANES), tl.arange(0, L_LANES)
-    is_rank, is_source = source_lane < W, taking_part(masked_ptr, W, W_LANES)
-    slot_address = own_address + SLOTS_AT + tl.cast(slot, tl.int64) * SLOT_BYTES
-    headers_ptr = words_at(slot_address + HEADER_AT) + source_lane * (HEADER_BYTES // 4)
+    is_rank, is_source = source_lane < W, taking_part(excluded_ptr, W, W_LANES)
+    buffer_address = own_address + BUFFERS_AT + tl.cast(buffer_index, tl.int64) * BUFFER_BYTES
+    headers_ptr = int32_at(buffer_address + HEADER_AT) + source_lane * (HEADER_BYTES // 4)
     codes = _codes(headers_ptr, is_source, HAS_BUDGET)
     needed = tl.zeros([W_LANES], tl.int32)
     if HAS_BUDGET:
@@ -184,11 +195,13 @@ def _index_kernel(
         num_rows = tl.sum(tl.where(source_lane == source, rows_from, 0))
         row = tl.sum(tl.where(source_lane == source, row_bases, 0)) + place
         is_pair = (place < num_rows) & (k < K)
-        record = tl.cast(source, tl.int64) * M + place
-        record_ptr = words_at(slot_address + RECORD_AT) + record * (RECORD_BYTES // 4) + k
-        experts = tl.load(record_ptr, mask=is_pair, other=-1)
-        positions = tl.load(record_ptr + K_LANES, mask=is_pair, other=0)
-        weight_bits = tl.load(record_ptr + 2 * K_LANES, mask=is_pair, other=0)
+        metadata_row = tl.cast(source, tl.int64) * M + place
+        metadata_ptr = (
+            int32_at(buffer_address + METADATA_AT) + metadata_row * (METADATA_BYTES // 4) + k
+        )
+        experts = tl.load(metadata_ptr, mask=is_pair, other=-1)
+        positions = tl.load(metadata_ptr + K_LANES, mask=is_pair, other=0)
+        weight_bits = tl.load(metadata_ptr + 2 * K_LANES, mask=is_pair, other=0)
         is_slot = experts >= 0
         slots = positions + tl.load(
             own_bases_ptr + source * L_LANES + experts, mask=is_slot, other=0
@@ -219,7 +232,7 @@ def index_rows(
     slot_weights: Tensor,
     arrivals: Arrivals,
     *,
-    slot: int,
+    buffer_index: int,
     is_compact: bool,
     has_budget: bool,
 ) -> None:
@@ -228,44 +241,45 @@ def index_rows(
     Args:
         exchange: the memory of all ranks.
         index: of C slots and R rows, written.   slot_weights: [C], float32, written.
-        arrivals: of the route, written.
-        slot: where the rows lie.
+        arrivals: of the exchange plan, written.
+        buffer_index: where the rows lie.
         is_compact: rows are numbered without gaps; else place q of source s is row s * M + q.
         has_budget: C may be too small, which is a fault on all ranks, and no host has read the
             headers; else C fits, and the host has refused what they forbid.
 
-    Collective: yes, after push_rows() along a new route.   Allocates nothing.   Host sync: none.
+    Collective: yes, after push_rows() along a new exchange plan.   Allocates nothing.   Host sync:
+        none.
     """
     assert index.row_of_slot is not None, "rows are read by index"
-    dims, regions, k_lanes = exchange.dims, exchange.regions, exchange.record_words
+    dims, regions, k_lanes = exchange.dims, exchange.regions, exchange.metadata_words
     rows = min(max(1, _PAIRS // k_lanes), next_power_of_two(dims.max_tokens))
     with on_device(slot_weights):
         _index_kernel[(exchange.num_programs,)](
             index.row_of_slot,
             index.slots_of_row,
             slot_weights,
-            index.num_slots_per_expert,
+            index.num_tokens_per_expert,
             index.first_slot,
             arrivals.rows_from,
             arrivals.row_base,
             arrivals.has_failed,
             exchange.bases,
             exchange.table,
-            exchange.masked,
+            exchange.excluded,
             exchange.state,
             exchange.faults,
             exchange.report,
             exchange.own_address,
             exchange.rank,
-            slot,
+            buffer_index,
             exchange.num_programs,
             exchange.max_polls,
             index.row_of_slot.shape[0],
             HAS_BUDGET=has_budget,
             # One variant for all batches of a buffer, so that prepare() compiles it.
-            HAS_PADDING=index.slot_alignment > 1 or not index.is_dense,
+            HAS_PADDING=index.expert_alignment > 1 or not index.is_dense,
             IS_COMPACT=is_compact,
-            ALIGNMENT=index.slot_alignment,
+            ALIGNMENT=index.expert_alignment,
             ROWS=rows,
             W=dims.world_size,
             W_LANES=next_power_of_two(dims.world_size),
@@ -274,12 +288,12 @@ def index_rows(
             K_LANES=k_lanes,
             L=dims.num_local_experts,
             L_LANES=next_power_of_two(dims.num_local_experts),
-            SLOTS_AT=exchange.slots_at,
-            SLOT_BYTES=exchange.slot_bytes,
-            GOT_AT=regions["got"],
+            BUFFERS_AT=exchange.buffers_at,
+            BUFFER_BYTES=exchange.buffer_bytes,
+            ROWS_READY_AT=regions["rows_ready"],
             HEADER_AT=regions["header"],
             HEADER_BYTES=exchange.header_bytes,
-            RECORD_AT=regions["record"],
-            RECORD_BYTES=12 * k_lanes,
+            METADATA_AT=regions["metadata"],
+            METADATA_BYTES=12 * k_lanes,
             num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
         )

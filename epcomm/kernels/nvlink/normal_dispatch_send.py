@@ -1,12 +1,13 @@
 """Dispatch of normal mode over NVLink: one copy of a token to each rank that owns its experts.
 
-Memory order: a rank says that it has begun a dispatch, and so has done with what lies in that slot;
-whoever has heard so from all ranks stores rows at places of its own in their memory, and adds 1,
-releasing, to a word of each. A receiver acquires the word once all programs have added.
+Memory order: a rank signals that it has begun a dispatch, so it no longer reads that receive
+buffer. A rank that has the signals of all ranks stores rows at places of its own in their memory,
+and adds 1, releasing, to a signal of each. A receiver acquires the signal once all programs have
+added.
 
 One launch: programs plan their tokens (normal_plan.py), the last one tells all ranks how many rows
 and slots will come, and hears the same of them, for a host that waits for sizes; then each pushes
-its rows. A row is loaded once, and the next while it is stored. Along an old route nothing is
+its rows. A row is loaded once, and the next while it is stored. In a cached dispatch nothing is
 planned: rows alone travel.
 
 Place q of source s is row s * M + q, so that nobody needs to know how many rows others send.
@@ -22,11 +23,11 @@ from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH, DISPATCH_LEFT, end_epoch
 from epcomm.kernels.nvlink.common.exchange import on_device
 from epcomm.kernels.nvlink.common.signals import (
-    await_words,
-    give_up,
+    abort_ranks,
+    await_signals,
+    int32_at,
     publish,
     taking_part,
-    words_at,
 )
 from epcomm.kernels.nvlink.common.status import FAULT_IDS, FAULT_MASK
 from epcomm.kernels.nvlink.normal_exchange import NormalExchange, Sends
@@ -34,9 +35,9 @@ from epcomm.kernels.nvlink.normal_plan import plan_tokens
 from epcomm.protocol import NORMAL_HEADER_WORDS
 
 # What a report says that a rank waited for.
-PHASE_BEGIN, PHASE_HEADERS = 11, 12
+PHASE_DISPATCH_BEGIN, PHASE_HEADERS = 11, 12
 
-_PHASE_BEGIN = tl.constexpr(PHASE_BEGIN)
+_PHASE_DISPATCH_BEGIN = tl.constexpr(PHASE_DISPATCH_BEGIN)
 _PHASE_HEADERS = tl.constexpr(PHASE_HEADERS)
 _HEADER_WORDS = tl.constexpr(NORMAL_HEADER_WORDS)
 _DISPATCH_EPOCH = tl.constexpr(DISPATCH_EPOCH)
@@ -46,8 +47,8 @@ _DISPATCH_LEFT = tl.constexpr(DISPATCH_LEFT)
 @triton.jit
 def _send_headers(
     table_ptr: tl.tensor,
-    masked_ptr: tl.tensor,
-    word: tl.tensor,
+    excluded_ptr: tl.tensor,
+    status: tl.tensor,
     num_tokens: tl.tensor,
     rows: tl.tensor,
     counts: tl.tensor,
@@ -60,24 +61,24 @@ def _send_headers(
     HEADER_BYTES: tl.constexpr,
 ) -> None:
     """Tell every rank what this one sends to all of them: all ranks see the same totals."""
-    is_sent = (word & FAULT_MASK) == 0
+    is_sent = (status & FAULT_MASK) == 0
     lane, expert = tl.arange(0, W_LANES), tl.arange(0, E_LANES)
     for peer in tl.static_range(W):  # pyright: ignore[reportGeneralTypeIssues]
         base = tl.load(table_ptr + peer)
-        is_told = tl.load(masked_ptr + peer) == 0
-        header_ptr = words_at(base + header_at + rank * HEADER_BYTES)
-        tl.store(header_ptr, word, mask=is_told)
-        tl.store(header_ptr + 1, num_tokens, mask=is_told)
-        is_row = (lane < W) & is_told
+        is_notified = tl.load(excluded_ptr + peer) == 0
+        header_ptr = int32_at(base + header_at + rank * HEADER_BYTES)
+        tl.store(header_ptr, status, mask=is_notified)
+        tl.store(header_ptr + 1, num_tokens, mask=is_notified)
+        is_row = (lane < W) & is_notified
         tl.store(header_ptr + _HEADER_WORDS + lane, tl.where(is_sent, rows, 0), mask=is_row)
         slots_ptr = header_ptr + _HEADER_WORDS + W + expert
-        tl.store(slots_ptr, tl.where(is_sent, counts, 0), mask=(expert < E) & is_told)
+        tl.store(slots_ptr, tl.where(is_sent, counts, 0), mask=(expert < E) & is_notified)
 
 
 @triton.jit
 def _report_totals(
     totals_ptr: tl.tensor,
-    masked_ptr: tl.tensor,
+    excluded_ptr: tl.tensor,
     headers_address: tl.tensor,
     rank: tl.tensor,
     W: tl.constexpr,
@@ -86,10 +87,10 @@ def _report_totals(
     L_LANES: tl.constexpr,
     HEADER_BYTES: tl.constexpr,
 ) -> None:
-    """To the host, which waits until no word is negative: see launch of push_rows()."""
+    """Report to the host, which waits until no entry is negative: see push_rows()."""
     source, expert = tl.arange(0, W_LANES), tl.arange(0, L_LANES)
-    is_rank, is_source = source < W, taking_part(masked_ptr, W, W_LANES)
-    header_ptr = words_at(headers_address) + source * (HEADER_BYTES // 4)
+    is_rank, is_source = source < W, taking_part(excluded_ptr, W, W_LANES)
+    header_ptr = int32_at(headers_address) + source * (HEADER_BYTES // 4)
     words = tl.load(header_ptr, mask=is_source, other=0)
     tokens = tl.load(header_ptr + 1, mask=is_source, other=0)
     rows = tl.load(header_ptr + _HEADER_WORDS + rank, mask=is_source, other=0)
@@ -106,10 +107,10 @@ def _report_totals(
     do_not_specialize=[
         "own_address",
         "rank",
-        "slot",
+        "buffer_index",
         "num_tokens",
         "wanted_tokens",
-        "announced",
+        "status",
         "max_polls",
     ]
 )
@@ -126,16 +127,16 @@ def _push_kernel(
     counted_ptr: tl.tensor,
     totals_ptr: tl.tensor,
     table_ptr: tl.tensor,
-    masked_ptr: tl.tensor,
+    excluded_ptr: tl.tensor,
     state_ptr: tl.tensor,
     counters_ptr: tl.tensor,
     report_ptr: tl.tensor,
     own_address: tl.tensor,
     rank: tl.tensor,
-    slot: tl.tensor,
+    buffer_index: tl.tensor,
     num_tokens: tl.tensor,
     wanted_tokens: tl.tensor,
-    announced: tl.tensor,
+    status: tl.tensor,
     max_polls: tl.tensor,
     IS_PLANNED: tl.constexpr,
     X_STRIDE: tl.constexpr,
@@ -155,15 +156,15 @@ def _push_kernel(
     L: tl.constexpr,
     L_LANES: tl.constexpr,
     E_LANES: tl.constexpr,
-    SLOTS_AT: tl.constexpr,
-    SLOT_BYTES: tl.constexpr,
-    NOTED_AT: tl.constexpr,
-    HEADED_AT: tl.constexpr,
-    GOT_AT: tl.constexpr,
+    BUFFERS_AT: tl.constexpr,
+    BUFFER_BYTES: tl.constexpr,
+    DISPATCH_BEGIN_AT: tl.constexpr,
+    COUNTS_READY_AT: tl.constexpr,
+    ROWS_READY_AT: tl.constexpr,
     HEADER_AT: tl.constexpr,
     HEADER_BYTES: tl.constexpr,
-    RECORD_AT: tl.constexpr,
-    RECORD_BYTES: tl.constexpr,
+    METADATA_AT: tl.constexpr,
+    METADATA_BYTES: tl.constexpr,
     DATA_AT: tl.constexpr,
     DATA_BYTES: tl.constexpr,
     SCALES_AT: tl.constexpr,
@@ -172,14 +173,14 @@ def _push_kernel(
     """Tokens in P runs, one a program.
 
     The example of normal_plan.py on rank 1: token 1 goes to place 1 of rank 0, row M + 1, with the
-    record 1 -1, 0 0 and the weights of its two entries.
+    metadata 1 -1, 0 0 and the weights of its two entries.
     """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     epoch = tl.load(state_ptr + _DISPATCH_EPOCH) + 1
     if program == 0:
-        # All earlier work of this stream is done, so rows of this slot may come. Awaited below.
-        publish(table_ptr, NOTED_AT + rank * 4, 1, W, W_LANES, masked_ptr)
+        # All earlier work of this stream is done, so rows may come to this receive buffer.
+        publish(table_ptr, DISPATCH_BEGIN_AT + rank * 4, 1, W, W_LANES, excluded_ptr)
 
     run = (num_tokens + num_programs - 1) // num_programs
     first = tl.minimum(program * run, num_tokens)
@@ -187,7 +188,7 @@ def _push_kernel(
     if IS_PLANNED:
         counts, rows, is_bad = plan_tokens(  # pyright: ignore[reportGeneralTypeIssues]
             ids_ptr,
-            masked_ptr,
+            excluded_ptr,
             scratch_ptr,
             bits_ptr,
             counted_ptr,
@@ -208,27 +209,42 @@ def _push_kernel(
             GROUPS,
         )
 
-    abort_ptr = words_at(own_address)
-    late, aborted = await_words(  # pyright: ignore[reportGeneralTypeIssues]
-        words_at(own_address + NOTED_AT), abort_ptr, epoch, max_polls, W, W_LANES, masked_ptr
+    abort_ptr = int32_at(own_address)
+    missing, aborted = await_signals(  # pyright: ignore[reportGeneralTypeIssues]
+        int32_at(own_address + DISPATCH_BEGIN_AT),
+        abort_ptr,
+        epoch,
+        max_polls,
+        W,
+        W_LANES,
+        excluded_ptr,
     )
-    if (tl.sum(late) > 0) | (aborted != 0):
-        give_up(
-            late, aborted, report_ptr, table_ptr, _PHASE_BEGIN, epoch, rank, W, W_LANES, masked_ptr
+    if (tl.sum(missing) > 0) | (aborted != 0):
+        abort_ranks(
+            missing,
+            aborted,
+            report_ptr,
+            table_ptr,
+            _PHASE_DISPATCH_BEGIN,
+            epoch,
+            rank,
+            W,
+            W_LANES,
+            excluded_ptr,
         )
         return
 
-    slot_at = SLOTS_AT + tl.cast(slot, tl.int64) * SLOT_BYTES
+    buffer_at = BUFFERS_AT + tl.cast(buffer_index, tl.int64) * BUFFER_BYTES
     if program == num_programs - 1:
         if IS_PLANNED:
-            word = announced
-            if ((word & FAULT_MASK) == 0) & (is_bad != 0):
-                word += FAULT_IDS
-            header_at = slot_at + HEADER_AT
+            own_status = status
+            if ((own_status & FAULT_MASK) == 0) & (is_bad != 0):
+                own_status += FAULT_IDS
+            header_at = buffer_at + HEADER_AT
             _send_headers(
                 table_ptr,
-                masked_ptr,
-                word,
+                excluded_ptr,
+                own_status,
                 wanted_tokens,
                 rows,
                 counts,
@@ -240,23 +256,23 @@ def _push_kernel(
                 E_LANES,
                 HEADER_BYTES,
             )
-            is_told = taking_part(masked_ptr, W, W_LANES) & (tl.arange(0, W_LANES) != rank)
-            num_told = tl.sum(is_told.to(tl.int32))
-            tl.atomic_add(counters_ptr, tl.cast(num_told, tl.int64), sem="relaxed")
-        publish(table_ptr, HEADED_AT + rank * 4, 1, W, W_LANES, masked_ptr)
+            is_notified = taking_part(excluded_ptr, W, W_LANES) & (tl.arange(0, W_LANES) != rank)
+            num_notified = tl.sum(is_notified.to(tl.int32))
+            tl.atomic_add(counters_ptr, tl.cast(num_notified, tl.int64), sem="relaxed")
+        publish(table_ptr, COUNTS_READY_AT + rank * 4, 1, W, W_LANES, excluded_ptr)
         if totals_ptr is not None:
-            late, aborted = await_words(  # pyright: ignore[reportGeneralTypeIssues]
-                words_at(own_address + HEADED_AT),
+            missing, aborted = await_signals(  # pyright: ignore[reportGeneralTypeIssues]
+                int32_at(own_address + COUNTS_READY_AT),
                 abort_ptr,
                 epoch,
                 max_polls,
                 W,
                 W_LANES,
-                masked_ptr,
+                excluded_ptr,
             )
-            if (tl.sum(late) > 0) | (aborted != 0):
-                give_up(
-                    late,
+            if (tl.sum(missing) > 0) | (aborted != 0):
+                abort_ranks(
+                    missing,
                     aborted,
                     report_ptr,
                     table_ptr,
@@ -265,13 +281,13 @@ def _push_kernel(
                     rank,
                     W,
                     W_LANES,
-                    masked_ptr,
+                    excluded_ptr,
                 )
             else:
                 _report_totals(
                     totals_ptr,
-                    masked_ptr,
-                    own_address + slot_at + HEADER_AT,
+                    excluded_ptr,
+                    own_address + buffer_at + HEADER_AT,
                     rank,
                     W,
                     W_LANES,
@@ -314,11 +330,12 @@ def _push_kernel(
             place = tl.load(places_ptr + token * W + peer, mask=is_token, other=-1)
             is_sent = place >= 0
             if IS_PLANNED == 0:
-                # New routes leave masked ranks out; an old one may be older than the mask.
-                is_sent = is_sent & (tl.load(masked_ptr + peer) == 0)
+                # A dispatch leaves excluded ranks out; a cached plan may be older than the
+                # exclusion.
+                is_sent = is_sent & (tl.load(excluded_ptr + peer) == 0)
             num_here = tl.sum(is_sent.to(tl.int32))
             if num_here > 0:
-                base = tl.load(table_ptr + peer) + slot_at
+                base = tl.load(table_ptr + peer) + buffer_at
                 target = tl.cast(rank, tl.int64) * M + place
                 target_ptr = (base + DATA_AT + target * DATA_BYTES).to(
                     tl.pointer_type(x_ptr.dtype.element_ty)
@@ -332,20 +349,20 @@ def _push_kernel(
                     target_ptr = tl.multiple_of(target_ptr, 16)[:, None] + scale_at
                     tl.store(target_ptr, scales, mask=is_sent[:, None] & (scale_at < SCALES))
                 if IS_PLANNED:
-                    record_ptr = (base + RECORD_AT + target * RECORD_BYTES).to(
+                    metadata_ptr = (base + METADATA_AT + target * METADATA_BYTES).to(
                         tl.pointer_type(tl.int32)
                     )
-                    record_ptr = tl.multiple_of(record_ptr, 16)[:, None] + k
+                    metadata_ptr = tl.multiple_of(metadata_ptr, 16)[:, None] + k
                     is_owned = (ids >= peer * L) & (ids < (peer + 1) * L)
                     experts = tl.where(is_owned, ids - peer * L, -1)
-                    tl.store(record_ptr, experts, mask=is_sent[:, None])
-                    tl.store(record_ptr + K_LANES, positions, mask=is_sent[:, None])
-                    tl.store(record_ptr + 2 * K_LANES, weight_bits, mask=is_sent[:, None])
+                    tl.store(metadata_ptr, experts, mask=is_sent[:, None])
+                    tl.store(metadata_ptr + K_LANES, positions, mask=is_sent[:, None])
+                    tl.store(metadata_ptr + 2 * K_LANES, weight_bits, mask=is_sent[:, None])
                 num_sent += tl.where(peer == rank, 0, num_here)
     # Of this rank alone, and read by its host.
     counter_ptr = counters_ptr + (1 if IS_PLANNED else 2)
     tl.atomic_add(counter_ptr, tl.cast(num_sent, tl.int64), sem="relaxed")
-    publish(table_ptr, GOT_AT + rank * 4, 1, W, W_LANES, masked_ptr)
+    publish(table_ptr, ROWS_READY_AT + rank * 4, 1, W, W_LANES, excluded_ptr)
     end_epoch(state_ptr, _DISPATCH_EPOCH, _DISPATCH_LEFT, epoch)
 
 
@@ -355,26 +372,26 @@ def push_rows(
     scales: Tensor | None,
     sends: Sends,
     *,
-    slot: int,
+    buffer_index: int,
     topk: tuple[Tensor, Tensor] | None,
-    announced: int = 0,
+    status: int = 0,
     wanted_tokens: int = 0,
     totals: Tensor | None = None,
 ) -> None:
-    """Send tokens to the ranks of their experts, along a new route or an old one.
+    """Send tokens to the ranks of their experts, in a dispatch or a cached dispatch.
 
     Args:
         exchange: the memory of all ranks.
         data: [T, words] of any dtype: what a row is, as words.
         scales: [T, num_scales], of any dtype, or None.
-        sends: of the route; written if it is new.
-        slot: where rows go, on every rank.
-        topk: topk_ids [T, K], int64, and topk_weights [T, K], float32, contiguous; None: along an
-            old route, for which the rest is not needed.
-        announced: fault and flags of this rank, as pack_word() packs them.
+        sends: of the exchange plan; written if topk is given.
+        buffer_index: where rows go, on every rank.
+        topk: topk_ids [T, K], int64, and topk_weights [T, K], float32, contiguous; None: a cached
+            dispatch, for which the rest is not needed.
+        status: fault and flags of this rank, as pack_status() packs them.
         wanted_tokens: T as the caller gave it.
         totals: [3 * W + L], int32, in memory that the host reads: negative before; then fault and
-            flags, T and rows from each rank, 0 if it is masked, and slots for each expert of this
+            flags, T and rows from each rank, 0 if it is excluded, and slots for each expert of this
             rank.
 
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call, unless
@@ -382,7 +399,7 @@ def push_rows(
     """
     dims, regions = exchange.dims, exchange.regions
     num_tokens, num_words = data.shape
-    k_lanes = exchange.record_words
+    k_lanes = exchange.metadata_words
     ids, weights = (None, None) if topk is None else topk
     with on_device(data):
         _push_kernel[(exchange.num_programs,)](
@@ -398,16 +415,16 @@ def push_rows(
             exchange.counted,
             totals,
             exchange.table,
-            exchange.masked,
+            exchange.excluded,
             exchange.state,
             exchange.counters,
             exchange.report,
             exchange.own_address,
             exchange.rank,
-            slot,
+            buffer_index,
             num_tokens,
             wanted_tokens,
-            announced,
+            status,
             exchange.max_polls,
             IS_PLANNED=topk is not None,
             X_STRIDE=data.stride(0) if num_tokens > 1 else num_words,
@@ -427,15 +444,15 @@ def push_rows(
             L=dims.num_local_experts,
             L_LANES=next_power_of_two(dims.num_local_experts),
             E_LANES=next_power_of_two(dims.world_size * dims.num_local_experts),
-            SLOTS_AT=exchange.slots_at,
-            SLOT_BYTES=exchange.slot_bytes,
-            NOTED_AT=regions["noted"],
-            HEADED_AT=regions["headed"],
-            GOT_AT=regions["got"],
+            BUFFERS_AT=exchange.buffers_at,
+            BUFFER_BYTES=exchange.buffer_bytes,
+            DISPATCH_BEGIN_AT=regions["dispatch_begin"],
+            COUNTS_READY_AT=regions["counts_ready"],
+            ROWS_READY_AT=regions["rows_ready"],
             HEADER_AT=regions["header"],
             HEADER_BYTES=exchange.header_bytes,
-            RECORD_AT=regions["record"],
-            RECORD_BYTES=12 * k_lanes,
+            METADATA_AT=regions["metadata"],
+            METADATA_BYTES=12 * k_lanes,
             DATA_AT=regions["data"],
             DATA_BYTES=exchange.data_bytes,
             SCALES_AT=regions["scales"],

@@ -1,4 +1,4 @@
-"""What the launchers of normal mode over NVLink are given."""
+"""Arguments of the launchers of the kernels of normal mode over NVLink."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class NormalTuning:
     push_warps: of a program that pushes.   pushed_tokens: that it holds at once.
     combine_warps: of a program of combine.   combined_rows: that it sums at once.
     combine_stages, reduce_stages: rows whose loads are under way at once, of senders and reducers.
-    item_rows: sums of one source that are announced together.
+    item_rows: sums of one source that share a signal.
     waited_tokens: of a reducer, whose sums it waits for together; at most item_rows.
-    reducer_share: of the programs of combine, those that add up what came home.
+    reducer_share: share of the programs of combine that add up returned sums.
     """
 
     push_warps: int = 16
@@ -41,20 +41,21 @@ class NormalExchange:
     num_programs: P, of every kernel that sends; equal on all ranks.
     max_polls: of a wait before it gives up, see common/signals.py.
     own_address: of this rank's block.   table: [W], int64: addresses of all.
-    regions: where each begins, from the beginning of the block or, behind slots_at, of a slot.
-    slot_bytes: from one slot to the next.   num_items: of sums from one rank, at most.
+    regions: offset of each, from the beginning of the memory or, behind buffers_at, of a buffer.
+    buffer_bytes: stride in bytes between receive buffers.   num_items: of sums from one rank, at
+        most.
     num_groups: of tokens that a program plans, at most.
-    record_words: of each of the three parts of a record.
-    data_bytes, scale_bytes, header_bytes, back_bytes: from one to the next.
-    state: [STATE_WORDS], int32.   scratch, bits, counted: see plan_tokens(), of this
-        rank.
-    bases: [P, W * L] lanes, int32, of this rank.
-    masked: [W], int32: not 0: a rank that is not waited for, to which nothing is sent, and of which
-        nothing is read.
-    counters: [5], int64: headers sent to others, rows sent to others by new routes and along old
-        ones, sums sent to others, those with scalars.
+    metadata_words: 32-bit words of each of the three parts of a token's metadata.
+    data_bytes, scale_bytes, header_bytes, return_bytes: stride in bytes between rows, the scales
+        of rows, headers and returned sums.
+    state: [STATE_WORDS], int32.   scratch, bits, counted: the workspace of plan_tokens().
+    bases: [P, W * L], int32, both factors padded to powers of two: workspace of the index kernel.
+    excluded: [W], int32: not 0: a rank that is not waited for, to which nothing is sent, and of
+        which nothing is read.
+    counters: [5], int64: headers sent to others, rows sent to others in dispatches and in cached
+        dispatches, sums sent to others, sums with scalars.
     faults: [W, 2], int64: the first fault of each rank since the last check, and slots needed.
-    report: [REPORT_LATE + W], int32, in memory that the host reads while kernels run.
+    report: [REPORT_MISSING + W], int32, in memory that the host reads while kernels run.
     """
 
     rank: int
@@ -65,21 +66,21 @@ class NormalExchange:
     dims: ExchangeDims
     tuning: NormalTuning
     regions: Mapping[str, int]
-    slots_at: int
-    slot_bytes: int
+    buffers_at: int
+    buffer_bytes: int
     num_items: int
     num_groups: int
-    record_words: int
+    metadata_words: int
     data_bytes: int
     scale_bytes: int
     header_bytes: int
-    back_bytes: int
+    return_bytes: int
     state: Tensor
     scratch: Tensor
     bits: Tensor
     counted: Tensor
     bases: Tensor
-    masked: Tensor
+    excluded: Tensor
     counters: Tensor
     faults: Tensor
     report: Tensor

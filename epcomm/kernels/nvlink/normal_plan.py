@@ -2,7 +2,7 @@
 
 Part of the kernel that pushes rows. Each program counts a run of tokens, tells the later programs,
 and waits for the earlier ones alone, so that any number of programs may be resident. Then it writes
-the places and positions of its tokens, which a route keeps.
+the places and positions of its tokens, which an exchange plan keeps.
 
 Who goes where is a bit for each token, in words of each expert and rank: what came earlier are the
 bits below. So nothing is compared with anything, and a token that two experts of a rank want is
@@ -60,7 +60,7 @@ def _totals(bits_ptr: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
 @triton.jit
 def _loaded_ids(
     ids_ptr: tl.tensor,
-    masked_ptr: tl.tensor,
+    excluded_ptr: tl.tensor,
     token: tl.tensor,
     end: tl.tensor,
     K: tl.constexpr,
@@ -68,13 +68,13 @@ def _loaded_ids(
     L: tl.constexpr,
     E: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """[tokens, K_LANES]: ids, -1 for what is none or masked; whether any is out of range."""
+    """[tokens, K_LANES]: ids, -1 for what is none or excluded; whether any is out of range."""
     k = tl.arange(0, K_LANES)
     is_entry = (token < end)[:, None] & (k < K)[None, :]
     ids = tl.load(ids_ptr + token[:, None] * K + k[None, :], mask=is_entry, other=-1)
     is_bad = (ids < -1) | (ids >= E)
-    is_masked = tl.load(masked_ptr + ids // L, mask=(ids >= 0) & (ids < E), other=1) != 0
-    return tl.where(is_masked, -1, ids).to(tl.int32), tl.max(tl.max(is_bad.to(tl.int32), 1), 0)
+    is_excluded = tl.load(excluded_ptr + ids // L, mask=(ids >= 0) & (ids < E), other=1) != 0
+    return tl.where(is_excluded, -1, ids).to(tl.int32), tl.max(tl.max(is_bad.to(tl.int32), 1), 0)
 
 
 @triton.jit
@@ -111,21 +111,21 @@ def _await_earlier(
     program = tl.program_id(0)
     lane = tl.arange(0, P_LANES)
     is_earlier = lane < program
-    num_late = program
+    num_missing = program
     polls_left = max_polls
     num_looks = max_polls * 0
     end_ns = num_looks.to(tl.int64)
-    while (num_late > 0) & (polls_left > 0):
-        words = tl.load(counted_ptr + lane, mask=is_earlier, other=0, volatile=True)
-        num_late = tl.sum((is_earlier & (words - epoch < 0)).to(tl.int32))
+    while (num_missing > 0) & (polls_left > 0):
+        signals = tl.load(counted_ptr + lane, mask=is_earlier, other=0, volatile=True)
+        num_missing = tl.sum((is_earlier & (signals - epoch < 0)).to(tl.int32))
         num_looks += 1
         spent, end_ns = polls_spent(num_looks, end_ns)  # pyright: ignore[reportGeneralTypeIssues]
         polls_left -= spent
-    # Acquires what they released; see peer_signals.await_words().
-    words = tl.atomic_add(
+    # Acquires what they released; see peer_signals.await_signals().
+    signals = tl.atomic_add(
         counted_ptr + lane, tl.zeros_like(lane), mask=is_earlier, sem="acquire", scope="gpu"
     )
-    num_counted = tl.sum((is_earlier & (words - epoch >= 0)).to(tl.int32))
+    num_counted = tl.sum((is_earlier & (signals - epoch >= 0)).to(tl.int32))
     tl.debug_barrier()
     return num_counted
 
@@ -133,7 +133,7 @@ def _await_earlier(
 @triton.jit
 def plan_tokens(
     ids_ptr: tl.tensor,
-    masked_ptr: tl.tensor,
+    excluded_ptr: tl.tensor,
     scratch_ptr: tl.tensor,
     bits_ptr: tl.tensor,
     counted_ptr: tl.tensor,
@@ -155,7 +155,7 @@ def plan_tokens(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Plan the tokens from `first` to `end`, the run of this program, at most GROUPS groups.
 
-    masked_ptr: [W], int32: not 0: entries of this rank's experts are as entries of -1.
+    excluded_ptr: [W], int32: not 0: entries of this rank's experts are as entries of -1.
     scratch_ptr: [P, E_LANES + W_LANES + 1], int32, of this rank.   counted_ptr: [P], int32: epochs.
     bits_ptr: [P, GROUPS, E_LANES + W_LANES, GROUP_WORDS], int32, of this rank.
     places_ptr: [T, W], int32, written.   positions_ptr, owners_ptr: [T, K], int32, written.
@@ -177,7 +177,7 @@ def plan_tokens(
     rows = tl.zeros([W_LANES], tl.int32)
     is_bad = tl.full([], 0, tl.int32)
     for start in tl.range(first, end, _GROUP_TOKENS, num_stages=1):
-        ids, is_bad_here = _loaded_ids(ids_ptr, masked_ptr, start + lane, end, K, K_LANES, L, E)  # pyright: ignore[reportGeneralTypeIssues]
+        ids, is_bad_here = _loaded_ids(ids_ptr, excluded_ptr, start + lane, end, K, K_LANES, L, E)  # pyright: ignore[reportGeneralTypeIssues]
         group_ptr = own_bits_ptr + (start - first) // _GROUP_TOKENS * GROUP_BITS
         _mark(group_ptr, ids, L, E_LANES, W_LANES)
         counts += _totals(group_ptr, E_LANES)
@@ -207,7 +207,7 @@ def plan_tokens(
     for start in tl.range(first, end, _GROUP_TOKENS, num_stages=1):
         token = start + lane
         is_token = token < end
-        ids, _ = _loaded_ids(ids_ptr, masked_ptr, token, end, K, K_LANES, L, E)  # pyright: ignore[reportGeneralTypeIssues]
+        ids, _ = _loaded_ids(ids_ptr, excluded_ptr, token, end, K, K_LANES, L, E)  # pyright: ignore[reportGeneralTypeIssues]
         is_entry = ids >= 0
         group_ptr = own_bits_ptr + (start - first) // _GROUP_TOKENS * GROUP_BITS
         flat = tl.reshape(tl.maximum(ids, 0), [_GROUP_TOKENS * K_LANES])

@@ -54,7 +54,7 @@ def to_nz(matrices: Tensor) -> Tensor:
 
     `matrices` itself where unaligned or where nothing casts.
 
-    Local.   Host sync: none.   Needs room for two copies while it runs, one of which stays.
+    Local.   Host sync: none.   Needs capacity for two copies while it runs, one of which stays.
     Raises:
         ConfigError: the device made a row-major copy, as it does unless
             `torch.npu.config.allow_internal_format = True` was set.

@@ -89,8 +89,8 @@ def low_latency_window_bytes(spec: BufferSpec, world_size: int) -> int:
     """HCCL window that low latency needs for M tokens of a rank."""
     assert spec.max_tokens_per_rank is not None, "low latency has a limit"
     out = world_size * spec.num_local_experts * _sent_bytes(spec)
-    home = align_up(2 * spec.hidden_size, _ROW_UNIT) * spec.top_k
-    return 2 * spec.max_tokens_per_rank * (out + home)
+    combine_bytes = align_up(2 * spec.hidden_size, _ROW_UNIT) * spec.top_k
+    return 2 * spec.max_tokens_per_rank * (out + combine_bytes)
 
 
 def _sent_bytes(spec: BufferSpec) -> int:

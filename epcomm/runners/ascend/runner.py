@@ -106,7 +106,7 @@ class AscendRunner(ExpertRunner):
             raise ShapeError(f"{self.name}: the record has the MASKED layout, expected ROWS")
         self.check_record(dispatched, weights)
         self._check_gradients(dispatched.hidden_states.data, weights)
-        alignment = dispatched.index.slot_alignment
+        alignment = dispatched.index.expert_alignment
         if alignment > 1:
             raise ShapeError(
                 f"{self.name}: slots begin at multiples of {alignment}, expected one "
@@ -116,7 +116,7 @@ class AscendRunner(ExpertRunner):
         if len(rows if row_of_slot is None else row_of_slot) == 0:
             # What the operators make of no row is not documented, and on a rank it is common.
             return dispatched.combine_input(rows.new_empty(0, rows.shape[1], dtype=weights.dtype))
-        groups = ExpertGroups(dispatched.num_slots_per_expert)
+        groups = ExpertGroups(dispatched.num_tokens_per_expert)
         if isinstance(weights, Int8ChannelWeights):
             results = self._run_int8(self._packed(dispatched, weights), weights, groups)
         else:

@@ -154,11 +154,11 @@ def combine(
         return []
 
     agree(group, operator, check)
-    home = torch.empty_like(rows)
-    home[_order(counts)] = rows
+    by_source = torch.empty_like(rows)
+    by_source[_order(counts)] = rows
     send_splits = pairs.per_expert.view(group.size(), -1).sum(1).tolist()
-    arrived = exchange(group, pack([home]), counts.sum(0).tolist(), send_splits)
-    (returned,) = unpack(arrived, [home])
+    arrived = exchange(group, pack([by_source]), counts.sum(0).tolist(), send_splits)
+    (returned,) = unpack(arrived, [by_source])
     total = torch.zeros(ids.shape[0], rows.shape[1])
     for choice in range(ids.shape[1]):
         chosen = pairs.choices == choice

@@ -55,13 +55,13 @@ def fused_moe(
     pairs = exchange.pairs_of(ids, call.num_experts)
     received = exchange.send(group, pairs, codes[pairs.tokens], scales[pairs.tokens])
     if operator.limits_rows:
-        _agree_on_room(group, received.rows.shape[0], call.limit)
+        _agree_on_capacity(group, received.rows.shape[0], call.limit)
     rows = _through_experts(operator.experts(call), received)
     y = exchange.combine(group, NAME, rows, received.counts, ids, call.weights)
     return y, operator.counts(received.counts)
 
 
-def _agree_on_room(group: dist.ProcessGroup, num_rows: int, max_rows: int) -> None:
+def _agree_on_capacity(group: dist.ProcessGroup, num_rows: int, max_rows: int) -> None:
     """Refuse on all ranks what the device does in silence: it drops rows beyond the limit."""
 
     def check() -> Sequence[int]:

@@ -112,8 +112,8 @@ def dequant_swiglu_quant(
     Source: documented arithmetic of the operator; not checked on an NPU.
     """
     del clamp_limit, glu_alpha, glu_bias
-    foreign = (bias, quant_scale, quant_offset, round_mode, activate_dim)
-    is_known = all(value is None for value in foreign) and swiglu_mode == 0
+    unsupported = (bias, quant_scale, quant_offset, round_mode, activate_dim)
+    is_known = all(value is None for value in unsupported) and swiglu_mode == 0
     is_known = is_known and quant_mode == DYNAMIC
     require_modelled(_DEQUANT, is_known, "more than quant_mode=1 and swiglu_mode=0")
     is_int8 = dst_type is None or dtype_of(_DEQUANT, dst_type) == torch.int8

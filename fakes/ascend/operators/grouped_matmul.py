@@ -98,10 +98,10 @@ def grouped_matmul(
     Refused as not simulated: everything else.
     Source: documented arithmetic of the operator, and what its host code checks; not run on an NPU.
     """
-    foreign = (bias, offset, antiquant_scale, antiquant_offset)
+    unsupported = (bias, offset, antiquant_scale, antiquant_offset)
     activation = (activation_input, activation_quant_scale, activation_quant_offset)
     numbers = (x_dtype, weight_dtype, scale_dtype, per_token_scale_dtype)
-    is_plain = not any((*foreign, *activation, act_type)) and numbers == (None,) * 4
+    is_plain = not any((*unsupported, *activation, act_type)) and numbers == (None,) * 4
     require_modelled(_NAME, is_plain, "a bias, offset, activation or another dtype")
     lists = (x, weight, scale or [None], per_token_scale or [None])
     is_one = split_item in _ONE_TENSOR and group_type == _CUT_ROWS and {*map(len, lists)} == {1}

@@ -143,5 +143,5 @@ def low_latency_bytes(max_tokens: int, hidden_size: int, num_experts: int) -> in
 
 
 def combine_message_bytes(hidden_size: int) -> int:
-    """A row of bfloat16 and room for the smallest and largest of each 128."""
+    """A row of bfloat16 and capacity for the smallest and largest of each 128."""
     return 2 * hidden_size + 4 * (hidden_size // 128)

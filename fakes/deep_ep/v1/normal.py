@@ -177,7 +177,7 @@ def _check_counts(sent: Sent, counts: Counts, is_in_rank: Tensor, ranks: Ranks) 
     num_experts = per_expert.shape[0]
     require(num_experts % ranks.size == 0, "num_tokens_per_expert->size(0) % num_ranks == 0")
     require(num_experts // ranks.size <= _MAX_LOCAL_EXPERTS, "local experts <= 1024")
-    # The real kernels would wait for ever for rows that were announced and never sent.
+    # The real kernels would wait for ever for rows that were signalled and never sent.
     is_true = torch.equal(is_in_rank.sum(0, dtype=torch.int32), per_rank)
     require(is_true, "num_tokens_per_rank is the sum of is_token_in_rank")
     if sent.topk_idx is not None:

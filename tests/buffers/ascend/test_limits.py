@@ -215,14 +215,14 @@ LIMITS = [
     ),
     Limit(
         id="alignment",
-        changes=({}, {"slot_alignment": 8}),
-        reason="packs its rows, so slot_alignment must be 1",
+        changes=({}, {"expert_alignment": 8}),
+        reason="packs its rows, so expert_alignment must be 1",
     ),
     Limit(
         id="budget in low latency",
         backends=(LOW_LATENCY,),
         changes=({}, {"max_recv_slots": 64}),
-        reason="has room for any routing and no slot budget",
+        reason="has capacity for any routing and no slot budget",
     ),
     Limit(
         id="budget of exact sizes",
@@ -339,8 +339,8 @@ def test_buffers_opened_without_a_plan_look_at_the_variables_too() -> None:
         for backend in backends
     ]
     with EPGroup() as group:
-        # More than the 21 tokens that low latency has room for in 1 MiB, and no two alike: an open
-        # buffer is not opened again.
+        # More than the 21 tokens that low latency has capacity for in 1 MiB, and no two alike: an
+        # open buffer is not opened again.
         for number, (backend, variables, wanted) in enumerate(cases, start=22):
             spec = replace(SPECS[backend], max_tokens_per_rank=number)
             with pytest.MonkeyPatch.context() as patch:
@@ -468,7 +468,7 @@ def test_more_tokens_than_the_rounds_hold_are_refused(
         else:
             # Rank 1 took part without tokens, hence with one for its own experts.
             out = dispatcher.dispatch(rows(many), topk)
-            assert out.index.host_num_slots_per_expert == (32, 0, 0, 0)
+            assert out.index.host_num_tokens_per_expert == (32, 0, 0, 0)
         # Exactly as many as the rounds hold.
         out = dispatcher.dispatch(rows(32), topk_of([[0, 5]] * 32))
         y = dispatcher.combine(out.combine_input(out.hidden_states.data))
@@ -600,7 +600,7 @@ def test_a_rank_without_tokens_sends_one_to_itself() -> None:
                 if topk is empty:
                     sent_before = dispatcher._buffer.traffic().dispatch_bytes
             # Of each rank, its own token for its first two experts is among them.
-            counts = [out.num_slots_per_expert.tolist() for out in outs]
+            counts = [out.num_tokens_per_expert.tolist() for out in outs]
             wanted = ([[1, 0, 1, 0], [1, 2, 0, 0]], [[1, 3, 0, 0], [0, 0, 1, 0]])
             assert counts == wanted[group.rank]
             for out, topk in zip(reversed(outs), reversed(mine), strict=True):

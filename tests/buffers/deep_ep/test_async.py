@@ -245,6 +245,6 @@ def test_every_call_binds_to_the_recorded_signature(
         with EPGroup() as group:
             check_batch(buffer_env(backend, group, wire), BATCH_SPECS["uneven"])
         is_low_latency = backend == "DeepEPV1LowLatencyBuffer"
-        for verb in ("dispatch", "combine"):
-            assert counts[f"low_latency_{verb}" if is_low_latency else verb] >= 1
+        for collective in ("dispatch", "combine"):
+            assert counts[f"low_latency_{collective}" if is_low_latency else collective] >= 1
         assert counts["__init__"] == counts["destroy"] == 1

@@ -207,5 +207,7 @@ def test_gradients_of_fp8_rows_fit_into_a_large_v2_buffer() -> None:
                 flags=BatchFlags.NONE,
             )
         )
-        rows = buffer.redispatch(torch.full((2, 7168), 3.0, dtype=torch.bfloat16), out.route)
+        rows = buffer.cached_dispatch(
+            torch.full((2, 7168), 3.0, dtype=torch.bfloat16), out.exchange_plan
+        )
         assert (rows == 3).all()

@@ -81,7 +81,7 @@ def test_v2_without_the_older_buffer_serves_no_v1(
 
 @pytest.mark.usefixtures("no_deep_ep")
 def test_none_names_the_remedy() -> None:
-    reason = "deep_ep is not installed; build it from source for several hosts"
+    reason = "deep_ep is not installed (github.com/deepseek-ai/DeepEP)"
     assert probe_deep_ep(WITH_LEGACY_BUFFER).reasons == (reason,)
     with pytest.raises(BackendUnavailable, match=reason):
         load_deep_ep(WITH_LEGACY_BUFFER)
@@ -164,7 +164,7 @@ LACKS = [
         reason="is compiled for hidden_size 2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192, not "
         "1024",
     ),
-    Lack(backends=V1_LL, changes={"slot_alignment": 8}, reason="slot_alignment must be 1"),
+    Lack(backends=V1_LL, changes={"expert_alignment": 8}, reason="expert_alignment must be 1"),
     Lack(backends=V1_LL, changes={"max_tokens_per_rank": 511}),
     Lack(
         backends=V1_LL,
@@ -309,7 +309,7 @@ MISSING = [
     Missing(
         id="budget in low latency",
         changes={"max_recv_slots": 64},
-        reason="has room for any routing and no slot budget; leave max_recv_slots None",
+        reason="has capacity for any routing and no slot budget; leave max_recv_slots None",
         backends=("DeepEPV1LowLatencyBuffer", "DeepEPV2LowLatencyBuffer"),
     ),
     Missing(
@@ -383,7 +383,7 @@ AUTO = [
     ),
     Auto(package="v1", config=DECODE, prefill="DeepEPV1Buffer", decode="DeepEPV1LowLatencyBuffer"),
     Auto(package="v1", config=EPConfig(), prefill="DeepEPV1Buffer", decode=None),
-    # A prefill without a limit has no room in the elastic buffer, which allocates once.
+    # A prefill without a limit has no capacity in the elastic buffer, which allocates once.
     Auto(
         package="v2", config=DECODE, prefill="SharedMemoryBuffer", decode="DeepEPV2LowLatencyBuffer"
     ),
@@ -429,7 +429,7 @@ def test_auto_takes_deep_ep_where_it_is(auto: Auto) -> None:
 def test_explain_says_once_why_all_of_them_are_rejected() -> None:
     config = EPConfig(mode="low_latency", max_tokens_per_rank=16)
     chosen = plan(config, LAYER, world_size=4)
-    reason = "deep_ep is not installed; build it from source for several hosts"
+    reason = "deep_ep is not installed (github.com/deepseek-ai/DeepEP)"
     lines = chosen.explain().splitlines()
     assert f"rejected deep_ep_v2, deep_ep_v1: {reason}" in lines
     assert len([line for line in lines if reason in line]) == 1

@@ -156,10 +156,10 @@ def test_int8_rows_are_made_as_the_configuration_says(monkeypatch: pytest.Monkey
         assert len(seen) >= (3 if group.rank == 0 else 2), "these rows tell profiles apart"
 
 
-class OneSlotBuffer(NVLinkLowLatencyBuffer):
+class SingleReceiveBuffer(NVLinkLowLatencyBuffer):
     """Every dispatch takes the memory of the last: faults of reuse show."""
 
-    num_slots: ClassVar[int] = 1
+    num_buffers: ClassVar[int] = 1
 
 
 class ImpatientBuffer(NVLinkLowLatencyBuffer):
@@ -242,7 +242,7 @@ def compute(out: Dispatched, rank: int) -> Tensor:
     assert row_of_slot is not None
     results = out.rows.data.new_full((row_of_slot.numel(), HIDDEN), float("nan"))
     first = out.index.first_slot.tolist()
-    for expert, count in enumerate(out.index.num_slots_per_expert.tolist()):
+    for expert, count in enumerate(out.index.num_tokens_per_expert.tolist()):
         mine = slice(first[expert], first[expert] + count)
         rows = out.rows.data[row_of_slot[mine].long()]
         results[mine] = rows * factor_of(rank * NUM_LOCAL + expert)
@@ -266,14 +266,14 @@ def run_rounds(buffer: NVLinkLowLatencyBuffer, rounds: range, group: EPGroup) ->
             continue
         results = compute(out, rank)
         y = buffer.combine(
-            results, out.route, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
+            results, out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
         ).y
         assert torch.equal(y, expected_sums(call, world_size)), f"round {number}, rank {rank}"
     buffer.check()
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", [OneSlotBuffer, NVLinkLowLatencyBuffer])
+@pytest.mark.parametrize("kind", [SingleReceiveBuffer, NVLinkLowLatencyBuffer])
 def test_slots_are_used_again_and_again(kind: type[NVLinkLowLatencyBuffer]) -> None:
     with EPGroup() as group:
         buffer = kind(group.collectives, spec_of())
@@ -291,7 +291,7 @@ def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
         sent = buffer.dispatch_async(call) if group.rank == 0 else None
         if sent is not None:
             # Rank 1 does not come: nothing is counted.
-            assert sent.wait().index.num_slots_per_expert.tolist() == [0] * NUM_LOCAL
+            assert sent.wait().index.num_tokens_per_expert.tolist() == [0] * NUM_LOCAL
             # A GPU has been warmed up by a round.
             number = 1 if group.device.type == "cpu" else 2
             with pytest.raises(
@@ -302,12 +302,12 @@ def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
         if sent is None:
             # Its kernels return at once, and its host hears of it.
             out = buffer.dispatch(call)
-            assert out.index.num_slots_per_expert.tolist() == [0] * NUM_LOCAL
+            assert out.index.num_tokens_per_expert.tolist() == [0] * NUM_LOCAL
             with pytest.raises(EPTimeout, match="this rank came too late: rank 0 gave up"):
                 buffer.dispatch(call)
             # A graph goes on, for its host does not look.
             buffer._report.zero_()
-            y = buffer.combine(compute(out, group.rank), out.route, rows_per=RowsPer.SLOT).y
+            y = buffer.combine(compute(out, group.rank), out.exchange_plan, rows_per=RowsPer.SLOT).y
             assert y.numel() > 0
             assert y.isnan().all()
         # The process lives on, and so does the group.
@@ -365,7 +365,10 @@ def run_without(buffer: NVLinkLowLatencyBuffer, dead: int, rounds: range, group:
         assert dead not in sources
         check_rows(out, number, rank, world_size)
         y = buffer.combine(
-            compute(out, rank), out.route, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
+            compute(out, rank),
+            out.exchange_plan,
+            rows_per=RowsPer.SLOT,
+            slot_weights=out.slot_weights,
         ).y
         is_lost = call.topk_ids // NUM_LOCAL == dead
         left = replace(call, topk_ids=torch.where(is_lost, -1, call.topk_ids))
@@ -386,18 +389,18 @@ def test_living_ranks_go_on_without_a_dead_one(num_ranks: int) -> None:
         run_rounds(buffer, range(1), group)
         is_dead = group.rank == dead
         call = call_of(2, group.rank, num_ranks, group.device)
-        route = None
+        exchange_plan = None
         if not is_dead:
-            route = buffer.dispatch(call).route
+            exchange_plan = buffer.dispatch(call).exchange_plan
             with pytest.raises(EPTimeout, match="rank 1 did not arrive"):
                 buffer.check()
             with pytest.raises(ConfigError, match="expected other ranks of 0 to"):
-                buffer.mask_ranks([group.rank])
+                buffer.exclude_ranks([group.rank])
         group.collectives.gather_records({}, phase="the living have given up")
-        if route is not None:
-            buffer.mask_ranks([dead])
+        if exchange_plan is not None:
+            buffer.exclude_ranks([dead])
             with pytest.raises(HandleError, match="dispatch again"):
-                buffer.combine(torch.zeros(1, HIDDEN), route, rows_per=RowsPer.ROW)
+                buffer.combine(torch.zeros(1, HIDDEN), exchange_plan, rows_per=RowsPer.ROW)
             run_without(buffer, dead, range(3, 5), group)
             before = buffer.traffic()
             buffer.dispatch(call)
@@ -430,7 +433,7 @@ def test_receiver_waits_for_a_late_sender_and_calls_may_be_finished_late() -> No
             # The third dispatch needs the slot whose sums nobody has asked for.
             homes.append(
                 buffer.combine_async(
-                    rows, out.route, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
+                    rows, out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
                 )
             )
         for call, home in zip(calls, homes, strict=True):
@@ -464,7 +467,7 @@ def test_refused_combine_is_of_the_batch_that_is_meant(monkeypatch: pytest.Monke
                 len(out.index.row_of_slot), HIDDEN, dtype=torch.bfloat16, device=group.device
             )
             first = out.index.first_slot.tolist()
-            for expert, count in enumerate(out.index.num_slots_per_expert.tolist()):
+            for expert, count in enumerate(out.index.num_tokens_per_expert.tolist()):
                 mine = slice(first[expert], first[expert] + count)
                 rows = out.hidden_states.data[out.index.row_of_slot[mine].long()]
                 results[mine] = rows * factor_of(expert)

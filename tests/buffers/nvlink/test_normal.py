@@ -20,7 +20,7 @@ from epcomm import EPGroup, Mode
 from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
 from epcomm.buffers.nvlink.normal import NVLinkNormal
 from epcomm.buffers.nvlink.normal_exact import NVLinkBuffer
-from epcomm.buffers.nvlink.normal_plans import NVLinkNormalRoute
+from epcomm.buffers.nvlink.normal_plans import NVLinkNormalExchangePlan
 from epcomm.buffers.nvlink.normal_static import NVLinkStaticBuffer
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
 from epcomm.errors import CapacityError, EPTimeout
@@ -91,16 +91,16 @@ def test_quantized_rows_arrive_bit_equal(wire: str) -> None:
         buffer_suite.check_batch(env, buffer_suite.BATCH_SPECS["holes"])
 
 
-class OneSlotBuffer(NVLinkBuffer):
+class SingleReceiveBuffer(NVLinkBuffer):
     """Every dispatch takes the memory of the last: faults of reuse show."""
 
-    num_slots: ClassVar[int] = 1
+    num_buffers: ClassVar[int] = 1
 
 
-class OneSlotStaticBuffer(NVLinkStaticBuffer):
+class SingleReceiveBufferStatic(NVLinkStaticBuffer):
     """The same without a host that waits in between."""
 
-    num_slots: ClassVar[int] = 1
+    num_buffers: ClassVar[int] = 1
 
 
 class ImpatientBuffer(NVLinkBuffer):
@@ -124,14 +124,14 @@ def run_rounds(buffer: Buffer, rounds: range, group: EPGroup) -> None:
         # By turns: no combine, one, and two.
         for _ in range(number % 3):
             y = buffer.combine(
-                results, out.route, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
+                results, out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
             ).y
             assert torch.equal(y, expected_sums(call, world_size)), f"round {number}, rank {rank}"
     buffer.check()
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", [OneSlotBuffer, OneSlotStaticBuffer])
+@pytest.mark.parametrize("kind", [SingleReceiveBuffer, SingleReceiveBufferStatic])
 def test_slots_are_used_again_and_again(kind: type[Buffer]) -> None:
     with EPGroup() as group:
         buffer = kind(group.collectives, spec_of())
@@ -162,14 +162,14 @@ def test_memory_grows_with_the_tokens_and_routes_outlive_it() -> None:
             flags=BatchFlags.NONE,
         )
         out = buffer.dispatch(large)
-        y = buffer.combine(compute(out, group.rank), out.route, rows_per=RowsPer.SLOT).y
+        y = buffer.combine(compute(out, group.rank), out.exchange_plan, rows_per=RowsPer.SLOT).y
         factors = factor_of(0) + factor_of(NUM_LOCAL * group.world_size - 1)
         assert torch.equal(y, large.hidden_states * factors)
         y = buffer.combine(
-            results, early.route, rows_per=RowsPer.SLOT, slot_weights=early.slot_weights
+            results, early.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=early.slot_weights
         ).y
         assert torch.equal(y, expected_sums(call, group.world_size))
-        again = buffer.redispatch(call.hidden_states, early.route)
+        again = buffer.cached_dispatch(call.hidden_states, early.exchange_plan)
         assert early.index.row_of_slot is not None
         rows = early.index.row_of_slot.long()
         assert torch.equal(again[rows], early.rows.data[rows])
@@ -205,7 +205,7 @@ def test_rank_that_misses_a_combine_is_named() -> None:
         out = buffer.dispatch(call_of(2, group.rank, group.world_size, group.device))
         results = compute(out, group.rank)
         if group.rank == 0:
-            y = buffer.combine(results, out.route, rows_per=RowsPer.SLOT).y
+            y = buffer.combine(results, out.exchange_plan, rows_per=RowsPer.SLOT).y
             with pytest.raises(EPTimeout, match="rank 1 did not arrive in the beginning of comb"):
                 buffer.check()
             assert y.numel() > 0
@@ -237,7 +237,7 @@ def without_the_dead(call: DispatchCall) -> DispatchCall:
 
 def combine(buffer: Buffer, out: Dispatched, results: Tensor) -> Tensor:
     return buffer.combine(
-        results, out.route, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
+        results, out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
     ).y
 
 
@@ -250,33 +250,36 @@ def call_in_vain(buffer: Buffer, operation: str, call: DispatchCall, early: Disp
     buffer.check()
 
 
-def check_new_routes(buffer: Buffer, rounds: range, group: EPGroup) -> None:
+def check_new_exchange_plans(buffer: Buffer, rounds: range, group: EPGroup) -> None:
     for number in rounds:
         call = call_of(number, group.rank, group.world_size, group.device)
         # What the dead rank said of gradients was something else.
         out = buffer.dispatch(replace(call, flags=TRAINS))
-        assert isinstance(out.route, NVLinkNormalRoute)
-        assert out.route.arrivals.rows_from[DEAD] == 0
+        assert isinstance(out.exchange_plan, NVLinkNormalExchangePlan)
+        assert out.exchange_plan.arrivals.rows_from[DEAD] == 0
         y = combine(buffer, out, compute(out, group.rank))
         assert torch.equal(y, expected_sums(without_the_dead(call), group.world_size))
     buffer.check()
 
 
-def check_old_route(buffer: NVLinkNormal, early: Dispatched, call: DispatchCall) -> None:
-    """Rows go out and sums and scalars come home as if the dead rank had never owned a thing."""
-    route = early.route
-    assert isinstance(route, NVLinkNormalRoute)
-    if route.owns_rows:
+def check_cached_exchange_plan(buffer: NVLinkNormal, early: Dispatched, call: DispatchCall) -> None:
+    """Rows go out and sums and scalars come back as if the dead rank had never owned a thing."""
+    exchange_plan = early.exchange_plan
+    assert isinstance(exchange_plan, NVLinkNormalExchangePlan)
+    if exchange_plan.owns_rows:
         for received in buffer.received_rows():
             # Stores that were under way when it was masked.
             received.data[DEAD * MAX_TOKENS : (DEAD + 1) * MAX_TOKENS] = 7
-    rows = buffer.redispatch(call.hidden_states, route)
-    first, count = int(route.arrivals.row_base[DEAD]), int(route.arrivals.rows_from[DEAD])
-    assert count > 0 or len(route.arrivals.rows_from) > 2, "the test is of something"
+    rows = buffer.cached_dispatch(call.hidden_states, exchange_plan)
+    first, count = (
+        int(exchange_plan.arrivals.row_base[DEAD]),
+        int(exchange_plan.arrivals.rows_from[DEAD]),
+    )
+    assert count > 0 or len(exchange_plan.arrivals.rows_from) > 2, "the test is of something"
     assert not rows[first : first + count].any()
     is_left = without_the_dead(call).topk_ids >= 0
     scalars = torch.ones(len(rows), TOP_K, device=rows.device)
-    home = buffer.combine(rows, route, rows_per=RowsPer.ROW, row_scalars=scalars)
+    home = buffer.combine(rows, exchange_plan, rows_per=RowsPer.ROW, row_scalars=scalars)
     assert home.scalars is not None
     assert torch.equal(home.scalars, is_left.float())
     owners = torch.where(is_left, call.topk_ids // NUM_LOCAL, -1)
@@ -291,12 +294,14 @@ def go_on_without_the_dead(
         buffer = kind(group.collectives, spec_of())
         buffer.prepare()
         call = call_of(2, group.rank, num_ranks, group.device)
-        # A batch of all, whose route names the dead rank.
+        # A batch of all, whose exchange plan names the dead rank.
         early = buffer.dispatch(replace(call, flags=flags))
         results = compute(early, group.rank)
         scalars = torch.ones(early.rows.data.shape[0], TOP_K, device=group.device)
         # Leaves sums and scalars of the dead rank behind.
-        buffer.combine(early.rows.data, early.route, rows_per=RowsPer.ROW, row_scalars=scalars)
+        buffer.combine(
+            early.rows.data, early.exchange_plan, rows_per=RowsPer.ROW, row_scalars=scalars
+        )
         group.collectives.gather_records({}, phase="all have combined")
         if group.rank == 0:
             # The other living ones are told, and have come to other numbers.
@@ -307,12 +312,12 @@ def go_on_without_the_dead(
             with pytest.raises(EPTimeout, match="too late: rank 0 gave up waiting for ranks 1, 2"):
                 call_in_vain(buffer, missed, call, early)
         if group.rank != DEAD:
-            buffer.mask_ranks([DEAD])
+            buffer.exclude_ranks([DEAD])
             before = buffer.traffic()
             y = combine(buffer, early, results)
             assert torch.equal(y, expected_sums(without_the_dead(call), num_ranks))
-            check_old_route(buffer, early, call)
-            check_new_routes(buffer, range(3, 5), group)
+            check_cached_exchange_plan(buffer, early, call)
+            check_new_exchange_plans(buffer, range(3, 5), group)
             assert (buffer.traffic() != before) == (num_ranks > 2), "nothing is sent to the dead"
         group.collectives.gather_records({}, phase="the living have gone on")
         if group.rank == DEAD:
@@ -330,7 +335,7 @@ def go_on_without_the_dead(
                 )
                 with pytest.raises(CapacityError, match=r"without rank 1 .* max_tokens_per_rank"):
                     buffer.dispatch(large)
-            check_new_routes(buffer, range(5, 6), group)
+            check_new_exchange_plans(buffer, range(5, 6), group)
         buffer.close()
 
 
@@ -354,7 +359,13 @@ def gradients(buffer: Buffer, call: DispatchCall) -> list[Tensor]:
     out = dispatch_rows(buffer, x, weights, call)
     assert out.slot_weights is not None
     slots = gather_rows(out.rows.data, out.index)
-    handle = Handle(owner=buffer, route=out.route, call=1, num_tokens=len(x), needs_backward=True)
+    handle = Handle(
+        owner=buffer,
+        exchange_plan=out.exchange_plan,
+        call=1,
+        num_tokens=len(x),
+        needs_backward=True,
+    )
     results = RowsCombineInput(
         hidden_states=3 * slots * slots,
         rows_per=RowsPer.SLOT,

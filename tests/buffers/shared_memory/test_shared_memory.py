@@ -132,7 +132,7 @@ def many_tokens(rank: int, world_size: int) -> int:
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_calls_of_any_size_follow_one_another() -> None:
-    """Room for the first is 1 MiB; the second takes 5000 rows of 256 B from each rank."""
+    """Capacity for the first is 1 MiB; the second takes 5000 rows of 256 B from each rank."""
     with EPGroup() as group:
         env = env_of(group)
         few = BatchSpec(tokens_of_rank=some_tokens, choose_ids=random_ids, hidden_size=64)
@@ -165,7 +165,9 @@ def test_a_failed_growth_leaves_the_buffer_as_it_was(monkeypatch: pytest.MonkeyP
                 with pytest.raises(BackendUnavailable, match="grow rows: rank 1: "):
                     dispatch(env, buffer, env.batches(many)[group.rank], many)
                 check_batch(env, few)
-        assert dispatch(env, buffer, env.batches(many)[group.rank], many).route.num_rows > 5000
+        assert (
+            dispatch(env, buffer, env.batches(many)[group.rank], many).exchange_plan.num_rows > 5000
+        )
 
 
 @pytest.mark.ranks(NUM_RANKS)
@@ -210,7 +212,7 @@ def test_overwritten_rows_are_refused_on_all_ranks_that_hold_views_and_told_to_t
 def test_the_suite_sees_a_batch_that_is_combined_after_its_rows_are_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(SharedMemoryBuffer, "_check_views", lambda buffer, route: None)
+    monkeypatch.setattr(SharedMemoryBuffer, "_check_views", lambda buffer, exchange_plan: None)
     with EPGroup() as group, pytest.raises(AssertionError, match="expected HandleError with 2"):
         run_scenario("stand_alone", env_of(group))
 
@@ -240,8 +242,8 @@ def test_auto_asks_for_room_and_falls_back_with_a_reason(monkeypatch: pytest.Mon
         # A row of 16 floats with 2 ids and 2 weights is 80 bytes, and home, in backward, with 2
         # weights it is 72, up to a multiple of 16.
         assert regions["received rows"] == 3 * NUM_RANKS * 1024 * 80
-        assert regions["home rows"] == 2 * NUM_RANKS * 1024 * 80
-        needed = NUM_RANKS * (regions["received rows"] + regions["home rows"])
+        assert regions["returned rows"] == 2 * NUM_RANKS * 1024 * 80
+        needed = NUM_RANKS * (regions["received rows"] + regions["returned rows"])
         monkeypatch.setattr(shared_memory, "memory_left", lambda: needed)
         chosen = plan(config, SPEC, group).prefill
         assert chosen.backend == "collective"

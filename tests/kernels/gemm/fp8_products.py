@@ -25,7 +25,7 @@ def check_slots_of_nobody_are_left(
         dtype=weights.dtype,
         is_quantized=True,
         is_strided=False,
-        slot_alignment=8,
+        expert_alignment=8,
     )
     dispatched = record(case, weights.hidden_size, FP8_FLOAT32_SCALES, device)
     assert isinstance(dispatched, RowsDispatchOutput)
@@ -45,7 +45,7 @@ def check_slots_of_nobody_are_left(
     scales = untouched(inner_size // BLOCK, torch.float32)
     results = untouched(weights.hidden_size, weights.dtype)
     gate_up, down = products
-    counts, first_slot = index.num_slots_per_expert, index.first_slot
+    counts, first_slot = index.num_tokens_per_expert, index.first_slot
     gate_up(
         rows.data,
         rows.scales,

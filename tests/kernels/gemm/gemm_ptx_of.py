@@ -27,12 +27,15 @@ from epcomm.kernels.gemm.int8 import (
     _quantize_hidden_int8_kernel,
     down_columns,
 )
-from epcomm.kernels.launch import EXACT, Processor, warps_for
+from epcomm.kernels.launch import EXACT, DeviceLimits, warps_for
 
 HOPPER = GPUTarget("cuda", 90, 32)
 # Blackwell of workstations, whose blocks have 99 KB of shared memory.
 WORKSTATION = GPUTarget("cuda", 120, 32)
-PROCESSORS = {HOPPER: Processor(), WORKSTATION: Processor(shared_bytes=99 * 1024, major=12)}
+DEVICE_LIMITS = {
+    HOPPER: DeviceLimits(),
+    WORKSTATION: DeviceLimits(shared_bytes=99 * 1024, major=12),
+}
 EXPERTS, HIDDEN, INNER = 32, 7168, 2048
 # Multiples of 16 and of nothing larger: the last blocks are not full.
 ODD_HIDDEN, ODD_INNER = 7184, 2064
@@ -102,7 +105,7 @@ def fp8_gate_up(target: GPUTarget = HOPPER) -> dict[str, str | int]:
             out="*u8",
             out_scales="*fp32",
         ),
-        gemm_fp8.gemm_options(64, 256, num_warps=8, processor=PROCESSORS[target]),
+        gemm_fp8.gemm_options(64, 256, num_warps=8, limits=DEVICE_LIMITS[target]),
         target=target,
         HIDDEN=HIDDEN,
         INNER=INNER,
@@ -127,7 +130,7 @@ def fp8_down(target: GPUTarget = HOPPER) -> dict[str, str | int]:
             slot_weights="*fp32",
             out="*bf16",
         ),
-        gemm_fp8.gemm_options(64, 128, num_warps=4, processor=PROCESSORS[target]),
+        gemm_fp8.gemm_options(64, 128, num_warps=4, limits=DEVICE_LIMITS[target]),
         target=target,
         HIDDEN=HIDDEN,
         INNER=INNER,
@@ -151,7 +154,7 @@ def int8_gate_up(
             matrix_scales="*fp32",
             out="*fp32",
         ),
-        gemm_int8.gemm_options(tile_rows, 256, PROCESSORS[target]),
+        gemm_int8.gemm_options(tile_rows, 256, DEVICE_LIMITS[target]),
         target=target,
         HIDDEN=hidden,
         INNER=inner,
@@ -178,7 +181,7 @@ def int8_down(
             slot_weights="*fp32",
             out="*bf16",
         ),
-        gemm_int8.gemm_options(tile_rows, columns, PROCESSORS[target]),
+        gemm_int8.gemm_options(tile_rows, columns, DEVICE_LIMITS[target]),
         target=target,
         HIDDEN=hidden,
         INNER=inner,

@@ -13,7 +13,7 @@ from epcomm import MaskedDispatchOutput, RowsDispatchOutput, WireTensor
 from epcomm.ops.slots import build_slot_index
 from epcomm.ops.static_slots import build_static_slot_index
 from epcomm.quantization import quantize
-from epcomm.records import Handle, Route, SlotIndex
+from epcomm.records import ExchangePlan, Handle, SlotIndex
 from epcomm.runners.base import ExpertRunner
 from epcomm.types import Layout, WeightsAppliedBy, WireFormat
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
@@ -33,7 +33,7 @@ class Case:
     dtype: torch.dtype
     is_quantized: bool
     is_strided: bool
-    slot_alignment: int = 1
+    expert_alignment: int = 1
 
     @property
     def id(self) -> str:
@@ -41,7 +41,7 @@ class Case:
         return (
             f"{self.layout.value}, weights by {self.who.value}, {self.dtype}, {rows} rows"
             f"{' that lie apart' if self.is_strided else ''}"
-            f"{f', aligned to {self.slot_alignment}' if self.slot_alignment > 1 else ''}"
+            f"{f', aligned to {self.expert_alignment}' if self.expert_alignment > 1 else ''}"
         )
 
 
@@ -73,11 +73,11 @@ def make_weights(
     )
 
 
-def make_index(device: torch.device, slot_alignment: int = 1) -> SlotIndex:
+def make_index(device: torch.device, expert_alignment: int = 1) -> SlotIndex:
     """Rows in random order."""
     order = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(2))
     ids = torch.tensor(IDS)[order].unsqueeze(1).to(device)
-    return build_static_slot_index(ids, NUM_EXPERTS, NUM_SLOTS, slot_alignment=slot_alignment)
+    return build_static_slot_index(ids, NUM_EXPERTS, NUM_SLOTS, expert_alignment=expert_alignment)
 
 
 def apart(tensor: Tensor) -> Tensor:
@@ -113,10 +113,12 @@ def record(
     case: Case, hidden_size: int, quantized: WireFormat, device: torch.device
 ) -> RowsDispatchOutput | MaskedDispatchOutput:
     """One batch in the layout of the case; quantized: the format of quantised rows."""
-    index = make_index(device, case.slot_alignment)
+    index = make_index(device, case.expert_alignment)
     rows = make_rows(case, index, hidden_size, quantized, device)
     weights = torch.rand(NUM_SLOTS, generator=torch.Generator().manual_seed(4)).to(device)
-    handle = Handle(owner=None, route=Route(), call=1, num_tokens=NUM_ROWS, needs_backward=False)
+    handle = Handle(
+        owner=None, exchange_plan=ExchangePlan(), call=1, num_tokens=NUM_ROWS, needs_backward=False
+    )
     if case.layout is Layout.ROWS:
         return RowsDispatchOutput(
             hidden_states=rows,
@@ -125,18 +127,18 @@ def record(
             weights_applied_by=case.who,
             handle=handle,
         )
-    counts, starts = index.num_slots_per_expert.tolist(), index.first_slot.tolist()
-    room = max(counts) + 3
+    counts, starts = index.num_tokens_per_expert.tolist(), index.first_slot.tolist()
+    capacity = max(counts) + 3
 
     def spread(values: Tensor) -> Tensor:
         raw = values.contiguous().view(torch.uint8)
-        wide = raw.new_full((NUM_EXPERTS, room, raw.shape[1]), 0x7F)
+        wide = raw.new_full((NUM_EXPERTS, capacity, raw.shape[1]), 0x7F)
         for expert, count in enumerate(counts):
             mine = index.row_of_slot[starts[expert] : starts[expert] + count]  # type: ignore[index]
             wide[expert, :count] = raw[mine.long()]
         return wide.view(values.dtype)
 
-    masked_weights = weights.new_full((NUM_EXPERTS, room), float("nan"))
+    masked_weights = weights.new_full((NUM_EXPERTS, capacity), float("nan"))
     for expert, count in enumerate(counts):
         masked_weights[expert, :count] = weights[starts[expert] : starts[expert] + count]
     return MaskedDispatchOutput(
@@ -145,7 +147,7 @@ def record(
             data=spread(rows.data),
             scales=None if rows.scales is None else spread(rows.scales),
         ),
-        num_slots_per_expert=index.num_slots_per_expert,
+        num_tokens_per_expert=index.num_tokens_per_expert,
         slot_weights=masked_weights,
         weights_applied_by=case.who,
         handle=handle,
@@ -157,7 +159,9 @@ def empty_record(
 ) -> RowsDispatchOutput | MaskedDispatchOutput:
     """What a rank gets to which no token goes; wire: no rows, [0, H]."""
     counts = torch.zeros(NUM_EXPERTS, dtype=torch.int32, device=device)
-    handle = Handle(owner=None, route=Route(), call=1, num_tokens=0, needs_backward=False)
+    handle = Handle(
+        owner=None, exchange_plan=ExchangePlan(), call=1, num_tokens=0, needs_backward=False
+    )
     if layout is Layout.MASKED:
 
         def of_experts(values: Tensor) -> Tensor:
@@ -169,7 +173,7 @@ def empty_record(
                 data=of_experts(wire.data),
                 scales=None if wire.scales is None else of_experts(wire.scales),
             ),
-            num_slots_per_expert=counts,
+            num_tokens_per_expert=counts,
             slot_weights=torch.empty(NUM_EXPERTS, 0, device=device),
             weights_applied_by=WeightsAppliedBy.RUNNER,
             handle=handle,
@@ -231,7 +235,7 @@ def check_poison_stays_in_its_rows(
     broken = clean.clone()
     for column, (slot, value) in enumerate(POISON.items()):
         broken[int(dispatched.index.row_of_slot[slot]), 100 * column] = value
-    num_used = int(dispatched.num_slots_per_expert.sum())
+    num_used = int(dispatched.num_tokens_per_expert.sum())
     is_poisoned = torch.zeros(num_used, dtype=torch.bool, device=device)
     is_poisoned[list(POISON)] = True
     for wire_format in (weights.wire_format, WireFormat.of(weights.dtype)):
@@ -250,7 +254,7 @@ def results_of_experts(
     dispatched: RowsDispatchOutput | MaskedDispatchOutput, results: Tensor
 ) -> list[Tensor]:
     """Those of each expert that has slots, and of nobody else."""
-    counts = dispatched.num_slots_per_expert.tolist()
+    counts = dispatched.num_tokens_per_expert.tolist()
     if isinstance(dispatched, MaskedDispatchOutput):
         return [results[expert, :count] for expert, count in enumerate(counts)]
     starts = dispatched.index.first_slot.tolist()

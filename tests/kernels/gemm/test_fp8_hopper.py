@@ -22,7 +22,7 @@ from epcomm.kernels.cuda_jit import (  # noqa: E402
 from epcomm.kernels.gemm import fp8_hopper  # noqa: E402
 from epcomm.ops.static_slots import build_static_slot_index  # noqa: E402
 from epcomm.quantization import FP8_FLOAT32_SCALES, quantize  # noqa: E402
-from epcomm.records import Handle, Route  # noqa: E402
+from epcomm.records import ExchangePlan, Handle  # noqa: E402
 from epcomm.runners.fp8_wgmma import Fp8WgmmaRunner  # noqa: E402
 from epcomm.runners.quantized_reference import QuantizedReferenceRunner  # noqa: E402
 from epcomm.testing.oracle import relative_error  # noqa: E402
@@ -170,12 +170,12 @@ ROWS_CASE = Case(
 def test_blocks_that_take_several_tiles_equal_the_plain_runner(
     dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Experts of 0, 1, 128, 129 and 300 rows, some 200 tiles for 132 processors."""
+    """Experts of 0, 1, 128, 129 and 300 rows, some 200 tiles for 132 SMs."""
     hidden, inner, counts = 1152, 640, [300, 0, 129, 300, 1, 128, 300, 300, 300, 300, 300, 300]
-    num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     num_row_tiles = sum(-(-count // fp8_hopper.TILE_ROWS) for count in counts)
     # Tiles are a block of I wide, or two of H.
-    assert num_row_tiles * min(inner // 128, -(-hidden // 256)) > num_processors
+    assert num_row_tiles * min(inner // 128, -(-hidden // 256)) > num_sms
     weights = make_weights(dtype, device, hidden, inner, num_experts=len(counts))
     generator = torch.Generator().manual_seed(8)
     ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
@@ -186,7 +186,13 @@ def test_blocks_that_take_several_tiles_equal_the_plain_runner(
         index=build_static_slot_index(ids, len(counts), len(ids)),
         slot_weights=torch.rand(len(ids), generator=generator).to(device),
         weights_applied_by=WeightsAppliedBy.RUNNER,
-        handle=Handle(owner=None, route=Route(), call=1, num_tokens=len(ids), needs_backward=False),
+        handle=Handle(
+            owner=None,
+            exchange_plan=ExchangePlan(),
+            call=1,
+            num_tokens=len(ids),
+            needs_backward=False,
+        ),
     )
     actual = Fp8WgmmaRunner().run(dispatched, weights).hidden_states
     expected = QuantizedReferenceRunner().run(dispatched, weights).hidden_states
@@ -226,7 +232,7 @@ def test_a_captured_graph_follows_new_rows_and_counts(device: torch.device) -> N
         result = runner.run(dispatched, weights).hidden_states
     # Other signs: rows that no slot uses stay NaN.
     dispatched.hidden_states.data.view(torch.uint8).bitwise_xor_(0x80)
-    dispatched.num_slots_per_expert[0] -= 7
+    dispatched.num_tokens_per_expert[0] -= 7
     graph.replay()
     expected = QuantizedReferenceRunner().run(dispatched, weights).hidden_states
     for pair in zip(
@@ -241,8 +247,8 @@ def test_a_captured_graph_follows_new_rows_and_counts(device: torch.device) -> N
 def test_rows_at_odd_addresses_are_refused(device: torch.device) -> None:
     dispatched = record(ROWS_CASE, 256, FP8_FLOAT32_SCALES, device)
     rows = dispatched.hidden_states
-    room = torch.empty(rows.data.numel() + 8, dtype=torch.uint8, device=device)
-    moved = room[8:].view(rows.data.dtype).view(rows.data.shape)
+    capacity = torch.empty(rows.data.numel() + 8, dtype=torch.uint8, device=device)
+    moved = capacity[8:].view(rows.data.dtype).view(rows.data.shape)
     broken = replace(dispatched, hidden_states=replace(rows, data=moved))
     with pytest.raises(ShapeError, match="expected multiples of 16"):
         Fp8WgmmaRunner().run(broken, make_weights(torch.bfloat16, device))

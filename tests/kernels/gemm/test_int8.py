@@ -54,7 +54,7 @@ ALL_CASES = CASES + [
         dtype=dtype,
         is_quantized=True,
         is_strided=False,
-        slot_alignment=8,
+        expert_alignment=8,
     )
     for dtype in STORED
 ]
@@ -71,7 +71,7 @@ def test_runner_equals_a_float64_model(case: Case, device: torch.device) -> None
     dispatched = record(case, HIDDEN, INT8_PER_TOKEN, device)
     results = Int8TritonRunner().run(dispatched, weights).hidden_states
     assert (results.dtype, results.shape[-1]) == (case.dtype, HIDDEN)
-    index = make_index(device, case.slot_alignment)
+    index = make_index(device, case.expert_alignment)
     assert index.row_of_slot is not None
     plain = replace(case, is_quantized=False, is_strided=False)
     x = make_rows(plain, index, HIDDEN, INT8_PER_TOKEN, device).data.double().cpu()
@@ -209,8 +209,8 @@ class Operands:
 
 @by_step_case
 def test_experts_start_where_the_case_says(case: StepCase) -> None:
-    room = [end - start for start, end in pairwise(case.first_slot)]
-    assert all(count <= most for count, most in zip(case.counts, room, strict=True))
+    capacity = [end - start for start, end in pairwise(case.first_slot)]
+    assert all(count <= most for count, most in zip(case.counts, capacity, strict=True))
     experts = len(case.counts)
     assert tile_rows_for(case.num_slots, experts, is_packed=case.has_index) == case.tile_rows
 

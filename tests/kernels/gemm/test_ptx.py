@@ -30,10 +30,10 @@ STAGES = {
     "int8 gate_up odd": 4,
     "int8 down odd": 4,
 }
-# What a block of an sm_90 processor may have.
+# What a block of an SM of sm_90 may have.
 MAX_SHARED_BYTES = 227 * 1024
 VARIANTS = [*STAGES, "int8 hidden"]
-# What a block may have of the 100 KB of an sm_120 processor, and the products there.
+# What a block may have of the 100 KB of an SM of sm_120, and the products there.
 MAX_SHARED_BYTES_OF_SM_120 = 99 * 1024
 ON_SM_120 = [f"sm_120 {name}" for name in STAGES if not name.endswith("odd")]
 REPOSITORY = Path(__file__).parents[3]

@@ -112,23 +112,23 @@ def exchange_of(wire: WireFormat, hidden_size: int, world_size: int) -> PeerExch
         world_size=world_size, max_tokens=128, top_k=8, num_local_experts=256 // world_size
     )
     return PeerExchange(
-        slot=0,
-        num_slots=2,
+        buffer_index=0,
+        num_buffers=2,
         rank=0,
         num_programs=128,
         max_polls=2**20,
-        slot_address=2**40,
+        buffer_address=2**40,
         abort_address=2**40,
         dims=dims,
         offsets=layout.offsets,
-        record_words=layout.record_words,
+        metadata_words=layout.metadata_words,
         data_bytes=layout.data_bytes,
         scale_bytes=layout.scale_bytes,
-        back_bytes=layout.back_bytes,
+        return_bytes=layout.return_bytes,
         table=torch.zeros(3, world_size, dtype=torch.int64),
         state=torch.zeros(4, dtype=torch.int32),
         counters=torch.zeros(4, dtype=torch.int64),
-        masked=torch.zeros(world_size, dtype=torch.int32),
+        excluded=torch.zeros(world_size, dtype=torch.int32),
         faults=torch.zeros(world_size, 2, dtype=torch.int64),
         report=torch.zeros(4 + world_size, dtype=torch.int32),
     )
@@ -159,7 +159,7 @@ def sent_dispatch(wire: WireFormat, hidden_size: int = 7168, world_size: int = 8
         torch.zeros(2, 8, dtype=torch.int64),
         torch.zeros(2, 8),
         torch.zeros(128, world_size, dtype=torch.uint8),
-        announced=0,
+        status=0,
         kind=kinds[wire],
         scale_block=wire.scale_block or hidden_size,
         profile="rint127",
@@ -167,18 +167,18 @@ def sent_dispatch(wire: WireFormat, hidden_size: int = 7168, world_size: int = 8
     return recorder.compiled()
 
 
-def received_dispatch(room: int = 0) -> dict[str, str]:
+def received_dispatch(expert_capacity: int = 0) -> dict[str, str]:
     recorder = recorded(ll_dispatch_recv, "_receive_dispatch_kernel")
     integers = torch.zeros(8, dtype=torch.int32)
     ll_dispatch_recv.receive_dispatch(
         exchange_of(PLAIN, 7168, 8),
-        None if room else torch.zeros(8192, dtype=torch.int32),
+        None if expert_capacity else torch.zeros(8192, dtype=torch.int32),
         integers,
         torch.zeros(8),
         integers,
         integers,
-        slot_alignment=1,
-        room=room,
+        expert_alignment=1,
+        expert_capacity=expert_capacity,
     )
     return recorder.compiled()
 
@@ -192,14 +192,14 @@ def packed_rows() -> dict[str, str]:
 
 
 def met() -> dict[str, str]:
-    recorder = recorded(barrier, "_meet_kernel")
+    recorder = recorded(barrier, "_barrier_kernel")
     words = torch.zeros(8, dtype=torch.int32)
-    barrier.meet(
+    barrier.device_barrier(
         torch.zeros(8, dtype=torch.int64),
         words,
         words,
         words,
-        words_address=2**40,
+        flags_address=2**40,
         rank=0,
         number=1,
         max_polls=2**20,
@@ -208,8 +208,8 @@ def met() -> dict[str, str]:
 
 
 def released() -> dict[str, str]:
-    recorder = recorded(ll_dispatch_recv, "_release_slot_kernel")
-    ll_dispatch_recv.release_slot(exchange_of(PLAIN, 7168, 8))
+    recorder = recorded(ll_dispatch_recv, "_release_buffer_kernel")
+    ll_dispatch_recv.release_buffer(exchange_of(PLAIN, 7168, 8))
     return recorder.compiled()
 
 
@@ -221,7 +221,7 @@ def sent_combine(hidden_size: int = 7168, world_size: int = 8) -> dict[str, str]
         torch.zeros(2),
         torch.zeros(2, 8, dtype=torch.int32),
         per_row=False,
-        announced=0,
+        status=0,
     )
     return recorder.compiled()
 
@@ -255,10 +255,10 @@ def main() -> None:
         # Three ranks, and rows of 16 bytes more than a power of two.
         "send dispatch odd": partial(sent_dispatch, PLAIN, 2056, 3),
         "receive dispatch": received_dispatch,
-        "receive dispatch masked": partial(received_dispatch, room=1024),
+        "receive dispatch masked": partial(received_dispatch, expert_capacity=1024),
         "pack rows": packed_rows,
-        "release slot": released,
-        "meet": met,
+        "release buffer": released,
+        "barrier": met,
         "send combine": sent_combine,
         "receive combine": received_combine,
     }

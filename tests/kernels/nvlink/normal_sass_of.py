@@ -39,7 +39,7 @@ def exchange_for(wire: WireFormat, hidden_size: int, world_size: int) -> NormalE
         0,
         num_programs=32,
         max_polls=2**20,
-        masked=torch.zeros(world_size, dtype=torch.int32),
+        excluded=torch.zeros(world_size, dtype=torch.int32),
         counters=torch.zeros(5, dtype=torch.int64),
         faults=torch.zeros(world_size, 2, dtype=torch.int64),
         report=torch.zeros(4 + world_size, dtype=torch.int32),
@@ -71,7 +71,7 @@ def pushed(
         integers(2, wire.data_bytes(hidden_size) // 4),
         torch.zeros(2, num_scales) if num_scales else None,
         sends_of(world_size),
-        slot=0,
+        buffer_index=0,
         topk=topk if is_planned else None,
         totals=integers(3 * world_size + 256 // world_size) if is_planned else None,
     )
@@ -83,9 +83,9 @@ def indexed(*, has_budget: bool) -> dict[str, str]:
     index = SlotIndex(
         row_of_slot=integers(64),
         slots_of_row=integers(64, 8),
-        num_slots_per_expert=integers(32),
+        num_tokens_per_expert=integers(32),
         first_slot=integers(33),
-        host_num_slots_per_expert=None,
+        host_num_tokens_per_expert=None,
         is_dense=not has_budget,
     )
     normal_dispatch_recv.index_rows(
@@ -93,7 +93,7 @@ def indexed(*, has_budget: bool) -> dict[str, str]:
         index,
         torch.zeros(64),
         arrivals_of(8),
-        slot=0,
+        buffer_index=0,
         is_compact=not has_budget,
         has_budget=has_budget,
     )
@@ -105,7 +105,7 @@ def collected() -> dict[str, str]:
     normal_dispatch_copy_out.collect_rows(
         exchange_for(PLAIN, 7168, 8),
         arrivals_of(8),
-        slot=0,
+        buffer_index=0,
         row_bytes=14336,
         out=integers(2, 3584),
     )

@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
 from epcomm.buffers.nvlink.low_latency_layout import BlockLayout
-from epcomm.buffers.nvlink.low_latency_state import NVLinkSlot
+from epcomm.buffers.nvlink.low_latency_state import ReceiveBuffer
 from epcomm.kernels.nvlink import ll_combine, ll_dispatch_pack, ll_dispatch_recv, ll_dispatch_send
 from epcomm.kernels.nvlink.common.exchange import ExchangeDims, PeerExchange
-from epcomm.kernels.nvlink.common.signals import who_gave_up
+from epcomm.kernels.nvlink.common.signals import decode_abort
 from epcomm.records import SlotIndex
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat, WireTensor
@@ -38,14 +38,14 @@ class Rank:
     is_sent: Tensor
 
     def region(self, name: str, dtype: torch.dtype) -> Tensor:
-        begin = self.layout.slot_offset(0) + self.layout.offsets[name]
+        begin = self.layout.buffer_offset(0) + self.layout.offsets[name]
         return self.block[begin : begin + self.layout.regions[name]].view(dtype)
 
     def record(self, row: int) -> list[list[float]]:
         """Experts, positions and weights of the K entries of a row."""
-        top_k, words = self.layout.spec.top_k, self.layout.record_words
+        top_k, words = self.layout.spec.top_k, self.layout.metadata_words
         begin = row * 3 * words
-        parts = self.region("record", torch.int32)[begin : begin + 3 * words].view(3, words)
+        parts = self.region("metadata", torch.int32)[begin : begin + 3 * words].view(3, words)
         return [*parts[:2, :top_k].tolist(), parts[2, :top_k].view(torch.float32).tolist()]
 
 
@@ -66,30 +66,30 @@ def make_ranks(
         torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device) for _ in range(world_size)
     ]
     addresses = [block.data_ptr() for block in blocks]
-    table = [[base + layout.slot_offset(0) for base in addresses], addresses]
+    table = [[base + layout.buffer_offset(0) for base in addresses], addresses]
     dims = ExchangeDims(
         world_size=world_size, max_tokens=max_tokens, top_k=top_k, num_local_experts=2
     )
     return [
         Rank(
             exchange=PeerExchange(
-                slot=0,
-                num_slots=1,
+                buffer_index=0,
+                num_buffers=1,
                 rank=rank,
                 num_programs=world_size,
                 max_polls=3,
-                slot_address=table[0][rank],
+                buffer_address=table[0][rank],
                 abort_address=addresses[rank],
                 dims=dims,
                 offsets=layout.offsets,
-                record_words=layout.record_words,
+                metadata_words=layout.metadata_words,
                 data_bytes=layout.data_bytes,
                 scale_bytes=layout.scale_bytes,
-                back_bytes=layout.back_bytes,
+                return_bytes=layout.return_bytes,
                 table=torch.tensor(table, dtype=torch.int64, device=device),
                 state=torch.tensor([1, 0, 0, 0], dtype=torch.int32, device=device),
                 counters=torch.zeros(4, dtype=torch.int64, device=device),
-                masked=torch.zeros(world_size, dtype=torch.int32, device=device),
+                excluded=torch.zeros(world_size, dtype=torch.int32, device=device),
                 faults=torch.zeros(world_size, 2, dtype=torch.int64, device=device),
                 report=torch.zeros(4 + world_size, dtype=torch.int32, device=device),
             ),
@@ -112,7 +112,7 @@ def send(rank: Rank, ids: list[list[int]], weights: list[list[float]]) -> Tensor
         torch.tensor(ids, device=device),
         torch.tensor(weights, dtype=torch.float32, device=device),
         rank.is_sent,
-        announced=0,
+        status=0,
         kind=ll_dispatch_send.PLAIN,
         scale_block=HIDDEN,
         profile="rint127",
@@ -152,7 +152,13 @@ def test_receiver_orders_slots_by_expert_and_source(device: torch.device) -> Non
     row_of_slot, slots_of_row, counts, first = integers(8), integers(4, 2), integers(2), integers(3)
     slot_weights = torch.full((8,), float("nan"), device=device)
     ll_dispatch_recv.receive_dispatch(
-        ranks[0].exchange, row_of_slot, slots_of_row, slot_weights, counts, first, slot_alignment=1
+        ranks[0].exchange,
+        row_of_slot,
+        slots_of_row,
+        slot_weights,
+        counts,
+        first,
+        expert_alignment=1,
     )
     assert counts.tolist() == [2, 2]
     assert first.tolist() == [0, 2, 4]
@@ -179,8 +185,8 @@ def test_rooms_of_one_size_begin_where_experts_do(device: torch.device) -> None:
         slot_weights,
         counts,
         first,
-        slot_alignment=1,
-        room=4,
+        expert_alignment=1,
+        expert_capacity=4,
     )
     assert counts.tolist() == [2, 2]
     assert first.tolist() == [0, 4, 8]
@@ -212,11 +218,9 @@ def test_slots_of_a_row_go_home_as_one_sum(device: torch.device) -> None:
     rows[5, :2] = torch.tensor([10.0, 1.0], device=device)
     rows[2, :2] = torch.tensor([2.0, 3.0], device=device)
     weights = torch.tensor([0, 0, 2, 0, 0, 0.5], device=device)
-    ll_combine.send_combine(
-        sender.exchange, rows, weights, slots_of_row, per_row=False, announced=0
-    )
+    ll_combine.send_combine(sender.exchange, rows, weights, slots_of_row, per_row=False, status=0)
     # Token 1 of rank 1, from rank 0.
-    home = ranks[1].region("back", torch.bfloat16)[: 4 * HIDDEN].view(4, HIDDEN)
+    home = ranks[1].region("returned", torch.bfloat16)[: 4 * HIDDEN].view(4, HIDDEN)
     assert home[1, :2].tolist() == [9, 6.5]
     assert not home[[0, 2, 3]].any()
     assert ranks[1].region("arrived_combine", torch.int32)[:2].tolist() == [2, 0]
@@ -226,7 +230,7 @@ def test_sums_of_the_ranks_of_a_token_are_added_up(device: torch.device) -> None
     ranks = make_ranks(3, device)
     receiver = ranks[1]
     receiver.is_sent[1] = torch.tensor([1, 0, 1], device=device)
-    back = receiver.region("back", torch.bfloat16)[: 6 * HIDDEN].view(6, HIDDEN)
+    back = receiver.region("returned", torch.bfloat16)[: 6 * HIDDEN].view(6, HIDDEN)
     back.fill_(float("nan"))
     back[1], back[2 * MAX_TOKENS + 1] = 3, 4
     receiver.region("arrived_combine", torch.int32)[:3] = 3
@@ -273,12 +277,12 @@ def test_sums_are_given_memory_before_they_are_sent(
         index = SlotIndex(
             row_of_slot=integers,
             slots_of_row=integers.view(4, 2),
-            num_slots_per_expert=integers[:2],
+            num_tokens_per_expert=integers[:2],
             first_slot=integers[:3],
-            host_num_slots_per_expert=None,
-            slot_alignment=1,
+            host_num_tokens_per_expert=None,
+            expert_alignment=1,
         )
-        slot = NVLinkSlot(
+        receive_buffer = ReceiveBuffer(
             exchange=rank.exchange,
             arrived=WireTensor(data=rows, format=BF16),
             rows=WireTensor(data=rows, format=BF16),
@@ -291,7 +295,7 @@ def test_sums_are_given_memory_before_they_are_sent(
         # As a caller may give them: a column of something.
         weights = torch.zeros(8, 2, device=device)[:, 0]
         before = seen.count
-        y = buffer._send_home(slot, rows, weights, per_row=False, num_tokens=3).wait().y
+        y = buffer._send_sums(receive_buffer, rows, weights, per_row=False, num_tokens=3).wait().y
     assert y.shape == (3, HIDDEN)
     assert allocated[0] > before
     assert allocated[1] == allocated[0]
@@ -308,13 +312,13 @@ def test_wait_in_vain_is_reported_and_told_to_all(device: torch.device) -> None:
         torch.zeros(8, device=device),
         index[2],
         index[3],
-        slot_alignment=1,
+        expert_alignment=1,
     )
-    phase, epoch, _, _, *late = ranks[0].exchange.report.tolist()
-    assert (phase, epoch, late) == (ll_dispatch_recv.PHASE_DISPATCH, 1, [0, 1])
+    phase, epoch, _, _, *missing = ranks[0].exchange.report.tolist()
+    assert (phase, epoch, missing) == (ll_dispatch_recv.PHASE_DISPATCH, 1, [0, 1])
     assert index[2][:2].tolist() == [0, 0]
     assert [int(rank.block[:4].view(torch.int32)) for rank in ranks] == [513, 513]
-    assert who_gave_up(513) == (0, [1])
+    assert decode_abort(513) == (0, [1])
     # Rank 1 only notes who gave up on whom, and sends nothing.
     send(ranks[1], [[0, 1]], [[1, 1]])
     assert ranks[1].exchange.report.tolist() == [0, 0, 513, 0, 0, 0]

@@ -28,12 +28,12 @@ STORES = {
     "receive combine": 2,
     "pack rows": 16,
 }
-PUBLISHERS = [name for name in STORES if name.startswith("send")] + ["release slot", "meet"]
+PUBLISHERS = [name for name in STORES if name.startswith("send")] + ["release buffer", "barrier"]
 WAITERS = [
     *(name for name in STORES if name not in ("send combine", "pack rows")),
     "receive dispatch",
     "receive dispatch masked",
-    "meet",
+    "barrier",
 ]
 VARIANTS = {*STORES, *PUBLISHERS, *WAITERS}
 

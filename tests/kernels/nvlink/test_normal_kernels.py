@@ -8,10 +8,10 @@ import torch
 pytest.importorskip("triton")
 from epcomm.buffers.nvlink.normal_layout import NormalLayout
 from epcomm.buffers.nvlink.normal_memory import exchange_of
-from epcomm.buffers.nvlink.normal_plans import RouteMemory
+from epcomm.buffers.nvlink.normal_plans import ExchangePlanMemory
 from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH
 from epcomm.kernels.nvlink.normal_dispatch_recv import index_rows
-from epcomm.protocol import NORMAL_HEADER_WORDS, BatchFlags, FaultCode, pack_word
+from epcomm.protocol import NORMAL_HEADER_WORDS, BatchFlags, FaultCode, pack_status
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat
 
@@ -51,26 +51,30 @@ def test_gradients_may_differ_where_the_host_reads_headers(
         0,
         num_programs=2,
         max_polls=3,
-        masked=torch.zeros(WORLD_SIZE, dtype=torch.int32, device=device),
+        excluded=torch.zeros(WORLD_SIZE, dtype=torch.int32, device=device),
         counters=torch.zeros(5, dtype=torch.int64, device=device),
         faults=faults,
         report=torch.zeros(4 + WORLD_SIZE, dtype=torch.int32),
     )
     exchange.state[DISPATCH_EPOCH] = 1
     words = blocks[0].view(torch.int32)
-    got = layout.offsets["got"] // 4
+    got = layout.offsets["rows_ready"] // 4
     words[got : got + WORLD_SIZE] = exchange.num_programs
     trains = BatchFlags.GRAD_ENABLED | BatchFlags.of_experts([True, True])
     for rank, flags in enumerate((trains, flags_of_rank_1)):
-        begin = (layout.slots_at + layout.offsets["header"] + rank * layout.header_bytes) // 4
+        begin = (layout.buffers_at + layout.offsets["header"] + rank * layout.header_bytes) // 4
         # Fault and flags, T, rows for each rank, slots of each expert.
-        header = [pack_word(FaultCode.NONE, flags), 1, 1, 0, 1, 0]
+        header = [pack_status(FaultCode.NONE, flags), 1, 1, 0, 1, 0]
         assert len(header) == NORMAL_HEADER_WORDS + 2 * WORLD_SIZE
         words[begin : begin + len(header)] = torch.tensor(header, device=device)
         # Its only row is of expert 0, at position 0, with a weight of 1: all zeros but that.
-        row = layout.slots_at + layout.offsets["record"] + rank * MAX_TOKENS * layout.record_bytes
-        words.view(torch.float32)[row // 4 + 2 * layout.record_words] = 1
-    memory = RouteMemory(spec=SPEC, world_size=WORLD_SIZE, device=device)
+        row = (
+            layout.buffers_at
+            + layout.offsets["metadata"]
+            + rank * MAX_TOKENS * layout.metadata_bytes
+        )
+        words.view(torch.float32)[row // 4 + 2 * layout.metadata_words] = 1
+    memory = ExchangePlanMemory(spec=SPEC, world_size=WORLD_SIZE, device=device)
     index, arrivals = memory.index(4, 2, None, is_dense=True), memory.arrivals()
     slot_weights = torch.zeros(2, device=device)
     index_rows(
@@ -78,14 +82,14 @@ def test_gradients_may_differ_where_the_host_reads_headers(
         index,
         slot_weights,
         arrivals,
-        slot=0,
+        buffer_index=0,
         is_compact=False,
         has_budget=has_budget,
     )
     assert faults[:, 0].tolist() == [0, int(code)]
     assert arrivals.has_failed.tolist() == [int(code != FaultCode.NONE)]
     if not has_budget:
-        assert index.num_slots_per_expert.tolist() == [2]
+        assert index.num_tokens_per_expert.tolist() == [2]
         assert index.row_of_slot is not None
         assert index.row_of_slot.tolist() == [0, MAX_TOKENS]
         assert slot_weights.tolist() == [1, 1]

@@ -1,8 +1,8 @@
 """The next kernel of a stream may start while this one runs: programmatic dependent launch.
 
-Receivers need nothing of the sender before them but what words of signals.py tell, its own
-rank's too. So they start beside it, and wait for its end only at theirs, so that whatever comes
-after both finds all that both have written.
+Receivers need nothing of the sender before them but its signals, its own rank's too. So they start
+beside it, and wait for its end only at theirs, so that whatever comes after both finds all that
+both have written.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import triton
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from epcomm.kernels.launch import IS_INTERPRETED, processor_of
+from epcomm.kernels.launch import IS_INTERPRETED, device_limits
 
 # The instructions exist from this major capability on.
 _FIRST_MAJOR = 9
@@ -21,7 +21,7 @@ _FIRST_MAJOR = 9
 
 def overlaps_on(device: torch.device) -> bool:
     """Whether kernels there can start before the last one has ended."""
-    return not IS_INTERPRETED and processor_of(device).major >= _FIRST_MAJOR
+    return not IS_INTERPRETED and device_limits(device).major >= _FIRST_MAJOR
 
 
 def overlapping(device: torch.device) -> dict[str, Any]:

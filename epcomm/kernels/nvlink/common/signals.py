@@ -1,16 +1,16 @@
-"""Words by which the kernels of the ranks of one host wait for one another.
+"""Signals by which the kernels of the ranks of one host wait for one another.
 
-A word belongs to a source rank, lies in the memory of the rank that waits, and grows by one for
-each program of the source that has sent. The adds release, so all of them together say that what
-all programs stored is there; who waits acquires it once the count is full. Words never shrink, and
-are compared by the sign of a difference, for a fast rank may be one epoch ahead.
+A signal is a counter of one source rank in the memory of the rank that waits. It grows by one for
+each program of the source that has sent. Each add releases, so a full count means that all that the
+programs stored is visible to the rank that acquires it. Signals never shrink, and are compared by
+the sign of a difference, for a fast rank may be one epoch ahead.
 
 Waits end after a number of polls. One of a GPU lasts a millisecond, by its clock, and is as many
-looks as fit, for how fast it looks depends on all else that it does. The rank that gives up says so
-in a report that its host reads, and in a word of every rank, by which all later kernels return at
-once; the word tells who gave up, and on whom.
+looks as fit, for how fast it looks depends on all else that it does. A rank that times out writes a
+report that its host reads, and sets the abort flag of every rank, which makes all later kernels
+return at once; the flag tells which rank timed out, and which ranks it missed.
 
-Ranks that are masked, for they are dead, are not waited for, and nothing is sent to them.
+Excluded ranks, which are dead, are not waited for, and nothing is sent to them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from triton.language.extra.cuda import globaltimer
 
 from epcomm.kernels.launch import IS_INTERPRETED
 
-# Places in a report (int32): what it waited for, in which epoch, the word of the rank that gave up
-# first, and then one word for each rank that is late.
-REPORT_PHASE, REPORT_EPOCH, REPORT_ABORTED, REPORT_LATE = 0, 1, 2, 4
+# Entries of a report (int32): what it waited for, in which epoch, the abort flag of the rank that
+# timed out first, and then one entry for each missing rank.
+REPORT_PHASE, REPORT_EPOCH, REPORT_ABORTED, REPORT_MISSING = 0, 1, 2, 4
 
-# Of the word to give up by: 1 + the rank that did, then a bit for each late rank, as many as fit.
-LATE_SHIFT, MOST_LATE = 8, 23
+# The abort flag: 1 + the rank that timed out, then a bit for each missing rank, as many as fit.
+MISSING_SHIFT, MAX_MISSING = 8, 23
 
 # Looks of a GPU between two looks at its clock: a fifth of a millisecond, so that most waits, of
 # microseconds, never read it.
@@ -36,35 +36,36 @@ POLL_NS = 1_000_000
 
 _IS_TIMED, _POLL_NS = tl.constexpr(not IS_INTERPRETED), tl.constexpr(POLL_NS)
 _LOOKS_PER_TICK = tl.constexpr(LOOKS_PER_TICK)
-_LATE_SHIFT, _MOST_LATE = tl.constexpr(LATE_SHIFT), tl.constexpr(MOST_LATE)
+_MISSING_SHIFT, _MAX_MISSING = tl.constexpr(MISSING_SHIFT), tl.constexpr(MAX_MISSING)
 _REPORT_PHASE = tl.constexpr(REPORT_PHASE)
 _REPORT_EPOCH = tl.constexpr(REPORT_EPOCH)
 _REPORT_ABORTED = tl.constexpr(REPORT_ABORTED)
-_REPORT_LATE = tl.constexpr(REPORT_LATE)
+_REPORT_MISSING = tl.constexpr(REPORT_MISSING)
 
 
-def who_gave_up(word: int) -> tuple[int, list[int]]:
-    """Return the rank that gave up, and the late ranks: of 2 + 2**8 + 2**10, 1 and [0, 2]."""
-    late = [rank for rank in range(MOST_LATE) if word >> (LATE_SHIFT + rank) & 1]
-    return (word & (2**LATE_SHIFT - 1)) - 1, late
+def decode_abort(value: int) -> tuple[int, list[int]]:
+    """Return the rank that timed out, and the missing ranks: of 2 + 2**8 + 2**10, 1 and [0, 2]."""
+    missing = [rank for rank in range(MAX_MISSING) if value >> (MISSING_SHIFT + rank) & 1]
+    return (value & (2**MISSING_SHIFT - 1)) - 1, missing
 
 
 @triton.jit
-def words_at(address: tl.tensor) -> tl.tensor:
-    """int32 words at an address."""
+def int32_at(address: tl.tensor) -> tl.tensor:
+    """Return a pointer to the int32 at an address."""
     return tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
 
 
 @triton.jit
-def taking_part(masked_ptr: tl.tensor | None, W: tl.constexpr, LANES: tl.constexpr) -> tl.tensor:
-    """[LANES]: ranks that are waited for and sent to. Of the words 0 1 0 of masked: yes, no, yes.
+def taking_part(excluded_ptr: tl.tensor | None, W: tl.constexpr, LANES: tl.constexpr) -> tl.tensor:
+    """[LANES]: ranks that take part. With the flags 0 1 0 of excluded ranks: yes, no, yes.
 
-    masked_ptr: [W], int32, of this rank, written by its host between kernels; None: all take part.
+    excluded_ptr: [W], int32, of this rank, written by its host between kernels; None: all take
+        part.
     """
     lane = tl.arange(0, LANES)
     is_rank = lane < W
-    if masked_ptr is not None:
-        is_rank = is_rank & (tl.load(masked_ptr + lane, mask=is_rank, other=0) == 0)
+    if excluded_ptr is not None:
+        is_rank = is_rank & (tl.load(excluded_ptr + lane, mask=is_rank, other=0) == 0)
     return is_rank
 
 
@@ -75,21 +76,21 @@ def publish(
     amount: tl.tensor,
     W: tl.constexpr,
     LANES: tl.constexpr,
-    masked_ptr: tl.tensor | None = None,
+    excluded_ptr: tl.tensor | None = None,
 ) -> None:
-    """Add `amount` to a word of every rank: whatever this program stored is there before it.
+    """Add `amount` to a signal of every rank, after all that this program stored.
 
-    bases_ptr: [W] addresses of the ranks.   offset: of the word, in bytes, the same on all ranks.
-    masked_ptr: as of taking_part().
+    bases_ptr: [W] addresses of the ranks.   offset: of the signal, in bytes, the same on all ranks.
+    excluded_ptr: as of taking_part().
     """
     lane = tl.arange(0, LANES)
-    is_rank = taking_part(masked_ptr, W, LANES)
+    is_rank = taking_part(excluded_ptr, W, LANES)
     # The release is made by a few threads: it covers the stores of the others only after this.
     tl.debug_barrier()
     bases = tl.load(bases_ptr + lane, mask=is_rank, other=0)
-    words = (bases + offset).to(tl.pointer_type(tl.int32))
-    # Read by await_words() on every rank. One vector, hence one fence for all ranks.
-    tl.atomic_add(words, tl.zeros_like(lane) + amount, mask=is_rank, sem="release", scope="sys")
+    signals = (bases + offset).to(tl.pointer_type(tl.int32))
+    # Read by await_signals() on every rank. One vector, hence one fence for all ranks.
+    tl.atomic_add(signals, tl.zeros_like(lane) + amount, mask=is_rank, sem="release", scope="sys")
 
 
 @triton.jit
@@ -112,49 +113,49 @@ def polls_spent(num_looks: tl.tensor, end_ns: tl.tensor) -> tuple[tl.tensor | in
 
 
 @triton.jit
-def await_words(
-    words_ptr: tl.tensor,
+def await_signals(
+    signals_ptr: tl.tensor,
     abort_ptr: tl.tensor,
     wanted: tl.tensor,
     max_polls: tl.tensor,
     W: tl.constexpr,
     LANES: tl.constexpr,
-    masked_ptr: tl.tensor | None = None,
+    excluded_ptr: tl.tensor | None = None,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Wait until W words are at least `wanted`; what their sources stored before is visible then.
+    """Wait until W signals are at least `wanted`; what their sources stored before is visible then.
 
-    words_ptr: [W], of this rank.   abort_ptr: not 0 once any rank has given up.
-    masked_ptr: as of taking_part(); who is masked is not late.
-    Returns: [LANES], int32, 1 where a word is still late, and the word at abort_ptr.
-    Of the words 4 and 2 and a `wanted` of 3: late are 0 1 until the second is 3.
+    signals_ptr: [W], of this rank.   abort_ptr: not 0 once any rank has timed out.
+    excluded_ptr: as of taking_part(); an excluded rank is never missing.
+    Returns: [LANES], int32, 1 for each rank that is still missing, and the abort flag.
+    With signals 4 and 2 and a `wanted` of 3: missing is 0 1 until the second signal is 3.
     """
     lane = tl.arange(0, LANES)
-    is_rank = taking_part(masked_ptr, W, LANES)
-    num_late = 1
+    is_rank = taking_part(excluded_ptr, W, LANES)
+    num_missing = 1
     polls_left = max_polls
     num_looks = max_polls * 0
     end_ns = num_looks.to(tl.int64)
     # Only scalars go around: a tensor would have to keep its layout.
-    while (num_late > 0) & (polls_left > 0):
-        words = tl.load(words_ptr + lane, mask=is_rank, other=0, volatile=True)
-        num_late = tl.sum((is_rank & (words - wanted < 0)).to(tl.int32))
+    while (num_missing > 0) & (polls_left > 0):
+        signals = tl.load(signals_ptr + lane, mask=is_rank, other=0, volatile=True)
+        num_missing = tl.sum((is_rank & (signals - wanted < 0)).to(tl.int32))
         num_looks += 1
         spent, end_ns = polls_spent(num_looks, end_ns)  # pyright: ignore[reportGeneralTypeIssues]
         polls_left = tl.where(tl.load(abort_ptr, volatile=True) != 0, 0, polls_left - spent)
     # Volatile loads leave stale lines in the L1 cache. This acquires what publish() released, and
     # would be deleted if its value were not used.
-    words = tl.atomic_add(
-        words_ptr + lane, tl.zeros_like(lane), mask=is_rank, sem="acquire", scope="sys"
+    signals = tl.atomic_add(
+        signals_ptr + lane, tl.zeros_like(lane), mask=is_rank, sem="acquire", scope="sys"
     )
-    late = (is_rank & (words - wanted < 0)).to(tl.int32)
+    missing = (is_rank & (signals - wanted < 0)).to(tl.int32)
     # The other threads may load only after those that acquired.
     tl.debug_barrier()
-    return late, tl.load(abort_ptr, volatile=True)
+    return missing, tl.load(abort_ptr, volatile=True)
 
 
 @triton.jit
-def give_up(
-    late: tl.tensor,
+def abort_ranks(
+    missing: tl.tensor,
     aborted: tl.tensor,
     report_ptr: tl.tensor,
     aborts_ptr: tl.tensor,
@@ -163,28 +164,28 @@ def give_up(
     rank: tl.tensor,
     W: tl.constexpr,
     LANES: tl.constexpr,
-    masked_ptr: tl.tensor | None = None,
+    excluded_ptr: tl.tensor | None = None,
 ) -> None:
-    """Report why this rank cannot go on, and tell every rank, unless some rank did before.
+    """Report why this rank cannot go on, and set the abort flags, unless some rank did before.
 
-    Rank 1, which gives up on ranks 0 and 2, tells 2 + 2**8 + 2**10.
+    Rank 1, which misses ranks 0 and 2, sets 2 + 2**8 + 2**10.
 
-    report_ptr: [REPORT_LATE + W], read by the host.   aborts_ptr: [W] addresses of their words.
-    masked_ptr: as of taking_part().
+    report_ptr: [REPORT_MISSING + W], read by the host.   aborts_ptr: [W] addresses of abort flags.
+    excluded_ptr: as of taking_part().
     """
     lane = tl.arange(0, LANES)
-    is_rank = taking_part(masked_ptr, W, LANES)
+    is_rank = taking_part(excluded_ptr, W, LANES)
     if aborted != 0:
         tl.store(report_ptr + _REPORT_ABORTED, aborted)
     else:
-        tl.store(report_ptr + _REPORT_LATE + lane, late, mask=lane < W)
+        tl.store(report_ptr + _REPORT_MISSING + lane, missing, mask=lane < W)
         tl.store(report_ptr + _REPORT_EPOCH, epoch)
         tl.store(report_ptr + _REPORT_PHASE, phase)
         tl.debug_barrier()
         addresses = tl.load(aborts_ptr + lane, mask=is_rank, other=0)
-        # Read by await_words() of later kernels, which only return, and report it to their hosts.
-        words = addresses.to(tl.pointer_type(tl.int32))
-        is_told = (lane < _MOST_LATE) & (late != 0)
-        bits = tl.where(is_told, 1, 0) << tl.where(is_told, lane + _LATE_SHIFT, 0)
+        # Read by await_signals() of later kernels, which only return, and report it to their hosts.
+        flags = addresses.to(tl.pointer_type(tl.int32))
+        is_notified = (lane < _MAX_MISSING) & (missing != 0)
+        bits = tl.where(is_notified, 1, 0) << tl.where(is_notified, lane + _MISSING_SHIFT, 0)
         mine = tl.zeros_like(lane) + tl.sum(bits) + rank + 1
-        tl.atomic_xchg(words, mine, mask=is_rank, sem="release", scope="sys")
+        tl.atomic_xchg(flags, mine, mask=is_rank, sem="release", scope="sys")

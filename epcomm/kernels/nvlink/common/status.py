@@ -1,4 +1,4 @@
-"""Faults and flags of a rank in one word, as epcomm.protocol packs them, for kernels."""
+"""The status of a rank, its fault code and flags in one int32, for kernels."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _COMPARED_FLAGS = tl.constexpr(protocol.COMPARED_FLAGS)
 
 
 @triton.jit
-def codes_of_one_mode(words: tl.tensor, is_source: tl.tensor) -> tl.tensor:
+def codes_of_one_mode(statuses: tl.tensor, is_source: tl.tensor) -> tl.tensor:
     """[ranks]: the fault of each rank; if some train, it is one not to train the same."""
-    codes = words & FAULT_MASK
-    compared = tl.where(is_source, (words >> FLAGS_SHIFT) & _COMPARED_FLAGS, 0)
+    codes = statuses & FAULT_MASK
+    compared = tl.where(is_source, (statuses >> FLAGS_SHIFT) & _COMPARED_FLAGS, 0)
     is_mixed = is_source & (compared != tl.max(compared)) & (codes == 0)
     mixed = tl.where(compared == 0, _FAULT_GRAD_MODE, _FAULT_FROZEN)
     return tl.where(is_mixed, mixed, codes)

@@ -42,7 +42,7 @@ from epcomm.testing import buffer_suite
 from epcomm.types import Int8Profile, RowsPer, WireDtype, WireFormat
 
 BACKEND = "NVLinkLowLatencyBuffer"
-MASKED = f"{BACKEND}_masked"
+MASKED = "NVLinkMaskedBuffer"
 BF16 = WireFormat.of(torch.bfloat16)
 SCENARIOS = {
     "shapes": ("empty_rank", "odd_hidden", "aligned_holes"),

@@ -38,8 +38,8 @@ CASES = {
 
 
 # What a transport or another number of ranks may get wrong: the table of tests/mutants/matrix.md.
-ON_ONE = ("uneven", "faults")
-ON_THREE = ("uneven", "stand_alone", "faults")
+ON_ONE = ("faults",)
+ON_THREE = ("stand_alone", "faults")
 OVER_MPI = ("uneven", "all_empty", "faults", "combine_faults")
 ON_EIGHT = ("uneven", "holes")
 

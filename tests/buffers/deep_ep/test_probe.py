@@ -378,9 +378,7 @@ class Auto:
 
 DECODE = EPConfig(max_tokens_per_rank=16)
 AUTO = [
-    Auto(
-        package=None, config=DECODE, prefill="SharedMemoryBuffer", decode="SharedMemoryBuffer"
-    ),
+    Auto(package=None, config=DECODE, prefill="SharedMemoryBuffer", decode="SharedMemoryBuffer"),
     Auto(package="v1", config=DECODE, prefill="DeepEPV1Buffer", decode="DeepEPV1LowLatencyBuffer"),
     Auto(package="v1", config=EPConfig(), prefill="DeepEPV1Buffer", decode=None),
     # A prefill without a limit has no capacity in the elastic buffer, which allocates once.

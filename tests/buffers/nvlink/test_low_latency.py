@@ -295,7 +295,7 @@ def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
             # A GPU has been warmed up by a round.
             number = 1 if group.device.type == "cpu" else 2
             with pytest.raises(
-                EPTimeout, match=f"rank 1 did not arrive in dispatch, round {number} "
+                EPTimeout, match=f"rank 1 did not arrive in dispatch, use {number} "
             ):
                 buffer.check()
         group.collectives.gather_records({}, phase="rank 0 gave up")

@@ -10,7 +10,7 @@ PY := $(CURDIR)/.venv/bin/python
 ENVIRONMENT := .venv/.installed
 endif
 
-.PHONY: demo test soak lint clean
+.PHONY: demo test test-slow test-all soak lint clean
 
 # Trains on 4 ranks, then goes on from step 20 on 2.
 demo: $(ENVIRONMENT)
@@ -18,7 +18,14 @@ demo: $(ENVIRONMENT)
 	scripts/launch_multi_rank.sh 4 examples/train_qwen3_moe.py --checkpoint "$$folder" && \
 	scripts/launch_multi_rank.sh 2 examples/train_qwen3_moe.py --resume "$$folder" --steps 30
 
+# Minutes, on two cores. What is marked slow is left to test-slow.
 test: $(ENVIRONMENT)
+	$(PY) -m pytest tests -m 'not slow'
+
+test-slow: $(ENVIRONMENT)
+	$(PY) -m pytest tests -m slow
+
+test-all: $(ENVIRONMENT)
 	$(PY) -m pytest tests
 
 # An hour: 200 short programs that must exit with 0, and 200 times ranks ended at random.

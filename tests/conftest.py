@@ -1,5 +1,6 @@
 import os
 import sys
+from pathlib import Path
 
 # As the launcher does for its ranks: on a busy machine, several threads of one small operation
 # mostly wait for one another (seen: 0.4 s instead of 2 ms for a backward). Before torch is there.
@@ -18,3 +19,15 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 pytest_plugins = ["tests.multi_rank"]
+
+
+# By folder, the MULTI_RANK_BACKEND on whose devices its test_real.py runs.
+DEVICES_OF = {"ascend": "hccl", "deep_ep": "nccl"}
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out the tests of packages that run on devices alone, where there are none."""
+    if collection_path.name != "test_real.py":
+        return None
+    is_here = os.environ.get("MULTI_RANK_BACKEND") == DEVICES_OF[collection_path.parent.name]
+    return None if is_here else True

@@ -7,7 +7,9 @@ EPGroup takes: None for the default process group, or the MPI world.
 Outer run (plain pytest): all selected tests of one transport and size run in one launch of
 scripts/launch_multi_rank.sh, and each is reported as its own result: passed if it passed on every
 rank. A failure ends its launch, because the ranks no longer agree on where they are; the tests that
-it left undone run in the next launch.
+it left undone run in the next launch. Launches run one after another in the background, beside the
+tests of one process, which come first: ranks often wait for one another, and one process has work
+for one core.
 
 Inner run (under the launcher, one process per rank): a process group (gloo) or MPI stands during
 the session, skips and empty selections are failures, and each rank appends its results to a file of
@@ -23,6 +25,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator
@@ -341,10 +344,19 @@ class OuterRun:
         self.config = config
         self.stall_limit_s = float(config.getini("multi_rank_stall_limit_s"))
         self.items: dict[World, list[pytest.Item]] = defaultdict(list)
+        self.nodeids: dict[World, list[str]] = {}  # those to launch
+        # Written by the thread of the launches alone, under `changed`.
         self.verdicts: dict[str, Verdict] = {}
         self.launches: list[Launch] = []
+        self.error: BaseException | None = None
+        self.changed = threading.Condition()
+        self.must_end = threading.Event()
         # SIGTERM like Ctrl-C: an abrupt end would leave a launch behind.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: world_of(item) is not None)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items:
@@ -353,18 +365,55 @@ class OuterRun:
                 # Its fixtures live on the ranks. What remains here is pytest's own protocol, with
                 # skip and xfail marks, -x and all reports.
                 item.fixturenames = []
+        for world, items in self.items.items():
+            launched = [item.nodeid for item in items if evaluate_skip_marks(item) is None]
+            if launched:
+                self.nodeids[world] = launched
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self) -> Generator[None, object, object]:
+        if not self.nodeids or self.config.option.collectonly:
+            return (yield)
+        thread = threading.Thread(target=self.launch_all, name="launches")
+        thread.start()
+        try:
+            return (yield)
+        finally:
+            self.must_end.set()
+            thread.join()
+
+    def launch_all(self) -> None:
+        """Launch until every test has a verdict, or the run ends."""
+        try:
+            for world in sorted(self.nodeids):
+                while undone := [n for n in self.nodeids[world] if n not in self.verdicts]:
+                    launch = self.launch(world, undone)
+                    if self.must_end.is_set():
+                        return
+                    with self.changed:
+                        self.launches.append(launch)
+                        self.verdicts.update(judge(launch))
+                        self.changed.notify_all()
+        except BaseException as error:  # noqa: BLE001  (raised where a verdict is waited for)
+            with self.changed:
+                self.error = error
+                self.changed.notify_all()
+
+    def verdict(self, nodeid: str) -> Verdict:
+        """Wait for the launch of a test."""
+        with self.changed:
+            # With a limit, so that Ctrl-C is heard.
+            while nodeid not in self.verdicts and self.error is None:
+                self.changed.wait(0.1)
+            if nodeid not in self.verdicts:
+                raise RuntimeError(f"no launch of {nodeid}") from self.error
+            return self.verdicts[nodeid]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
-        world = world_of(pyfuncitem)
-        if world is None:
+        if world_of(pyfuncitem) is None:
             return None
-        if pyfuncitem.nodeid not in self.verdicts:
-            launch = self.launch(world)
-            self.launches.append(launch)
-            self.verdicts.update(judge(launch))
-        failure = self.verdicts[pyfuncitem.nodeid].failure
-        if failure:
+        if failure := self.verdict(pyfuncitem.nodeid).failure:
             pytest.fail(failure, pytrace=False)
         return True
 
@@ -393,13 +442,8 @@ class OuterRun:
                 f"{world}: {num_tests} tests, {seconds:.1f} s, launches: {len(launches)}"
             )
 
-    def launch(self, world: World) -> Launch:
-        """Run the tests of one world that have no verdict yet."""
-        nodeids = [
-            item.nodeid
-            for item in self.items[world]
-            if item.nodeid not in self.verdicts and evaluate_skip_marks(item) is None
-        ]
+    def launch(self, world: World, nodeids: list[str]) -> Launch:
+        """Run tests of one world."""
         start_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="epcomm-ranks-") as folder_name:
             folder = Path(folder_name)
@@ -461,7 +505,8 @@ class OuterRun:
         """Wait for the end as long as results come; return how it ended, empty if well."""
         progress, changed_at_s = [], time.monotonic()
         while process.poll() is None:
-            time.sleep(0.05)
+            if self.must_end.wait(0.05):
+                return "was ended with the run"
             progress_now = [path.stat().st_size for path in folder.glob("rank*.jsonl")]
             if progress_now != progress:
                 progress, changed_at_s = progress_now, time.monotonic()

@@ -47,7 +47,7 @@ for name in ("__getitem__", "__iter__"):
 for name in ("_lazy_init", "is_available", "device_count", "current_device"):
     note_device_call(name)
 before = set(sys.modules)
-import epcomm
+import epcomm, epcomm.kernels, epcomm.quantization
 
 imported = sorted({name.partition(".")[0] for name in set(sys.modules) - before})
 at_import = list(reads)
@@ -56,6 +56,7 @@ assert not reads, "an explicit mapping needs no environment"
 epcomm.config.environment()
 print(json.dumps({
     "imported": imported,
+    "for_tests": [m for m in sys.modules if m.startswith(("epcomm.testing", "fakes"))],
     "reads_at_import": at_import,
     "reads_by_environment": len(reads),
     "device_calls": device_calls,
@@ -99,6 +100,7 @@ def test_import_touches_no_vendor_package_device_or_environment() -> None:
     assert found["reads_by_environment"] > 0, "the probe would not see a read"
     assert "epcomm" in found["imported"]
     assert not VENDOR_PACKAGES & set(found["imported"])
+    assert found["for_tests"] == []
     assert found["reads_at_import"] == []
     assert found["device_calls"] == []
     assert not found["cuda_is_initialized"]

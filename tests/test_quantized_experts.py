@@ -36,7 +36,7 @@ SPECS = {
 }
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("batch", SPECS)
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -63,7 +63,7 @@ def test_layer_equals_the_model(kind: str, config: str, batch: str) -> None:
 BLOCK_TOLERANCE = 0.035
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_layer_of_whole_blocks_equals_the_model(kind: str, config: str) -> None:
@@ -166,7 +166,7 @@ ROUNDINGS = [
 ]
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", ROUNDINGS, ids=lambda case: case.id)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_layer_rounds_as_the_experts_or_the_configuration_say(config: str, case: Rounding) -> None:

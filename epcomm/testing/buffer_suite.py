@@ -177,6 +177,11 @@ def none_on_rank_1(rank: int, world_size: int) -> int:
     return 0 if rank == min(1, world_size - 1) else 4
 
 
+def none_on_rank_0(rank: int, world_size: int) -> int:
+    """No token on rank 0 of several."""
+    return 0 if rank == 0 and world_size > 1 else 6
+
+
 def none(rank: int, world_size: int) -> int:
     """No token anywhere."""
     return 0
@@ -192,7 +197,8 @@ BATCH_SPECS: Mapping[str, BatchSpec] = MappingProxyType(
         "uneven": BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids, top_k=3),
         "empty_rank": BatchSpec(tokens_of_rank=none_on_rank_1, choose_ids=random_ids),
         "all_empty": BatchSpec(tokens_of_rank=none, choose_ids=random_ids),
-        "one_token": BatchSpec(tokens_of_rank=one_in_total, choose_ids=random_ids),
+        # Of 2 ranks, both get it.
+        "one_token": BatchSpec(tokens_of_rank=one_in_total, choose_ids=random_ids, seed=3),
         "one_expert": BatchSpec(tokens_of_rank=uneven, choose_ids=last_expert_ids),
         "holes": BatchSpec(tokens_of_rank=uneven, choose_ids=holed_ids, top_k=4),
         "nowhere": BatchSpec(tokens_of_rank=uneven, choose_ids=no_ids),
@@ -205,6 +211,10 @@ BATCH_SPECS: Mapping[str, BatchSpec] = MappingProxyType(
         ),
     }
 )
+
+
+# What scenarios use that are about something else than the batch.
+PLAIN = BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids)
 
 
 def check_batch(env: BufferEnv, spec: BatchSpec, expert_alignment: int = 1) -> None:
@@ -447,12 +457,24 @@ def check_operations_stand_alone(env: BufferEnv) -> None:
     for number in (2, 0, 0, 3):
         check_slots(env, outs[number], all_batches[number], spec, 1)
         check_combine(env, buffer, outs[number], all_batches[number], spec)
+    if env.caps.ordered:
+        _check_sums_repeat(_compute(env, buffer, outs[1], all_batches[1], spec))
+
+
+def _check_sums_repeat(done: _Computed) -> None:
+    """The same rows give the same sums to the bit; of three ranks and more their order shows."""
+    sums = [
+        done.buffer.combine(done.results, done.out.exchange_plan, rows_per=RowsPer.SLOT).y.clone()
+        for _ in range(2)
+    ]
+    if not torch.equal(*(y.view(torch.uint8) for y in sums)):
+        _fail(done.env, "a second combine of the same rows gave other sums")
 
 
 def check_more_in_flight(env: BufferEnv) -> None:
     """One batch more than by default, and a single one, where the caller may ask for that."""
     spec, most = env.adapted(BATCH_SPECS["holes"]), env.caps.batches_in_flight
-    if most is None or not env.caps.batches_on_request:
+    if most is None or not tests_anything("more_in_flight", env.caps):
         return
     for number in (most + 1, 1):
         buffer = env.open(spec, batches_in_flight=number)
@@ -486,7 +508,7 @@ def _check_batches_in_flight(env: BufferEnv, buffer: Buffer, spec: BatchSpec, mo
 
 def check_faults(env: BufferEnv) -> None:
     """A bad call of one rank is told to every rank, by name, and the next call works."""
-    spec, faulty = env.adapted(BATCH_SPECS["uneven"]), env.group.world_size - 1
+    spec, faulty = env.adapted(PLAIN), env.group.world_size - 1
     is_faulty = env.group.rank == faulty
     buffer = env.open_comparing(spec)
     for own_error in (CapacityError("too many tokens here"), ShapeError("a bad tensor here")):
@@ -499,7 +521,7 @@ def check_faults(env: BufferEnv) -> None:
 
 def check_ids_out_of_range(env: BufferEnv) -> None:
     """An id of P, or of -2, on one rank: ShapeError on every rank, then a correct call."""
-    spec = env.adapted(BATCH_SPECS["uneven"])
+    spec = env.adapted(PLAIN)
     buffer = env.open_comparing(spec)
     for bad_id in (spec.num_experts(env.group.world_size), -2):
         mine = env.batches(spec)[env.group.rank]
@@ -513,7 +535,7 @@ def check_ids_out_of_range(env: BufferEnv) -> None:
 
 def check_combine_faults(env: BufferEnv) -> None:
     """A combine that one rank refuses is told to every rank, by name, and the next call works."""
-    spec, faulty = env.adapted(BATCH_SPECS["uneven"]), env.group.world_size - 1
+    spec, faulty = env.adapted(PLAIN), env.group.world_size - 1
     is_faulty = env.group.rank == faulty
     buffer, mine = env.open(spec, compares_calls=True), env.batches(spec)[env.group.rank]
     # Where ranks compare their calls they hear of it at once.
@@ -540,7 +562,7 @@ def check_combine_faults(env: BufferEnv) -> None:
 
 def check_budget(env: BufferEnv) -> None:
     """Exactly C slots pass; with C - 1 every rank hears the size needed, and y is NaN."""
-    if not (env.is_static and env.caps.has_slot_budget):
+    if not tests_anything("budget", env.caps):
         return
     for name, alignment in (("uneven", 1), ("one_expert", 1), ("holes", 4)):
         spec = env.adapted(BATCH_SPECS[name])
@@ -652,8 +674,12 @@ SCENARIOS: Mapping[str, Callable[[BufferEnv], None]] = MappingProxyType(
             name: (lambda env, spec=spec: check_batch(env, spec))
             for name, spec in BATCH_SPECS.items()
         },
-        "aligned": lambda env: check_batch(env, BATCH_SPECS["uneven"], expert_alignment=4),
-        "aligned_holes": lambda env: check_batch(env, BATCH_SPECS["holes"], expert_alignment=8),
+        # Of up to 4 ranks, some expert has more than a block of slots and each has some; some
+        # expert has none.
+        "aligned": lambda env: check_batch(env, replace(PLAIN, seed=1), expert_alignment=4),
+        "aligned_holes": lambda env: check_batch(
+            env, replace(PLAIN, choose_ids=holed_ids, seed=29), expert_alignment=8
+        ),
         "stand_alone": check_operations_stand_alone,
         "more_in_flight": check_more_in_flight,
         "faults": check_faults,
@@ -663,6 +689,15 @@ SCENARIOS: Mapping[str, Callable[[BufferEnv], None]] = MappingProxyType(
         "traffic": check_traffic,
     }
 )
+
+
+def tests_anything(name: str, caps: BufferCaps) -> bool:
+    """Whether a scenario has anything to test of a backend that can do `caps`."""
+    if name == "more_in_flight":
+        return caps.batches_in_flight is not None and caps.batches_on_request
+    if name == "budget":
+        return caps.is_static and caps.has_slot_budget
+    return True
 
 
 def run_scenario(name: str, env: BufferEnv) -> None:

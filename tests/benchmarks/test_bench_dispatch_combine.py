@@ -75,6 +75,7 @@ def launch(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_run_prints_a_table_and_writes_its_result(tmp_path: Path) -> None:
     """Every argument differs from what is taken without it."""
     output = tmp_path / "new folder" / "result.json"
@@ -135,6 +136,7 @@ def test_each_mode_can_be_measured(mode: str, backend: str) -> None:
     check_findings(result, "expert_rows")
 
 
+@pytest.mark.slow
 def test_a_wrong_contender_ends_the_program_without_a_number(tmp_path: Path) -> None:
     program, output = tmp_path / "broken.py", tmp_path / "result.json"
     program.write_text(BROKEN, encoding="utf-8")

@@ -69,6 +69,7 @@ def test_one_wrong_code_stops_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> 
         check(X, Case(name="int8", format=INT8_PER_TOKEN))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
 def test_program_ends_without_a_gpu() -> None:
     done = subprocess.run(

@@ -110,6 +110,7 @@ def test_rank_that_holds_the_store_is_known_to_the_others(host: Host) -> None:
     assert [board.host_rank for board in boards] == [1, 1]
 
 
+@pytest.mark.slow
 def test_stopped_host_is_silence_until_it_goes_on(host: Host) -> None:
     board = StoreFailureBoard(host.connect(), rank=0, world_size=2)
     board.post("waits")
@@ -128,6 +129,7 @@ def test_stopped_host_is_silence_until_it_goes_on(host: Host) -> None:
     assert reports == {0: "gave up"}
 
 
+@pytest.mark.slow
 def test_killed_host_is_silence_at_once(host: Host) -> None:
     board = StoreFailureBoard(host.connect(), rank=0, world_size=2)
     assert board.read() == {}
@@ -139,6 +141,7 @@ def test_killed_host_is_silence_at_once(host: Host) -> None:
     assert time.monotonic() - start_s < LOOK_LIMIT_S
 
 
+@pytest.mark.slow
 def test_process_ends_by_itself_while_the_store_is_silent(host: Host) -> None:
     arguments = [str(host.port), str(host.process.pid)]
     leaving = subprocess.run(

@@ -127,6 +127,7 @@ def test_long_messages(size_bytes: int, num_ranks: int, ep_ranks: MPI.Comm) -> N
         assert torch.equal(gathered, torch.stack([sent(src, 0) for src in everyone]))
 
 
+@pytest.mark.slow
 @pytest.mark.mpi_ranks(2)
 @pytest.mark.skipif(not HAS_MEMORY, reason="less than 12 GiB of memory")
 def test_more_than_2_gib_travel(ep_ranks: MPI.Comm) -> None:
@@ -270,6 +271,7 @@ def test_a_rank_that_is_late_but_not_too_late_is_waited_for(ep_ranks: MPI.Comm) 
             assert_works(group)
 
 
+@pytest.mark.slow
 def test_program_that_lost_a_rank_names_it_and_ends(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM_THAT_LOSES_RANK_2))
     launch = subprocess.run(

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 REPO = Path(__file__).parents[2]
 COMMAND = [
     str(REPO / "scripts" / "launch_multi_rank.sh"),

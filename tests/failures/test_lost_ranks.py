@@ -19,6 +19,8 @@ from tests.failures.scenario import (
     Scenario,
 )
 
+pytestmark = pytest.mark.slow
+
 REPO = Path(__file__).parents[2]
 # Seconds for all scenarios together, of which they take 35 on two busy cores.
 LAUNCH_LIMIT_S = 300

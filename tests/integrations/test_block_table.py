@@ -10,6 +10,7 @@ from tests.cases.blocks import HIDDEN
 from tests.integrations.block_table import DOCUMENT, find_variants, make_block, render, table
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_every_block_of_transformers_is_as_the_document_says() -> None:
     with EPGroup() as group:

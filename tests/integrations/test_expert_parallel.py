@@ -84,10 +84,24 @@ KINDS = {
 # Who holds which batch: each rank its own, all ranks one, or pairs of ranks.
 LAYOUTS = ("own_batches", "one_batch", "batch_of_two_ranks")
 # In one_batch auto is standard with replicated tokens; normal shares the batch in slices.
+# One kind in every layout, and every kind in one; the others are slow.
+QUICK = {
+    ("mixtral", "one_batch"),
+    ("deepseek_v3", "own_batches"),
+    ("gpt_oss", "batch_of_two_ranks"),
+}
 CASES = [
-    *((kind, layout, "auto") for kind in KINDS for layout in LAYOUTS),
-    ("qwen3_moe", "one_batch", "normal"),
-    ("qwen3_moe", "own_batches", "standard"),
+    pytest.param(
+        kind,
+        layout,
+        "auto",
+        marks=[] if kind == "qwen3_moe" or (kind, layout) in QUICK else pytest.mark.slow,
+    )
+    for kind in KINDS
+    for layout in LAYOUTS
+] + [
+    pytest.param("qwen3_moe", "one_batch", "normal"),
+    pytest.param("qwen3_moe", "own_batches", "standard"),
 ]
 
 
@@ -198,6 +212,7 @@ def test_loaded_model_trains_like_one_process_and_like_all_to_all(
     assert f"({buffer}), 4 ranks with 2 experts each" in plan
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("layout", ["own_batches", "one_batch"])
 def test_compiled_model_trains_like_the_eager_one(

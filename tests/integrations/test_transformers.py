@@ -103,12 +103,20 @@ def parameter_gradients(
     return pairs
 
 
+@pytest.mark.ranks(2)
+@every_variant
+def test_block_and_all_gradients_equal_those_of_one_process(make: Callable[[], nn.Module]) -> None:
+    check_block_and_gradients(make, "normal")
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("mode", ["normal", "standard"])
-@every_variant
-def test_block_and_all_gradients_equal_those_of_one_process(
-    make: Callable[[], nn.Module], mode: str
-) -> None:
+@pytest.mark.parametrize("kind", ["qwen2_moe", "gpt_oss"])
+def test_gradients_of_four_ranks_are_those_of_one_process(kind: str, mode: str) -> None:
+    check_block_and_gradients(BLOCKS[kind], mode)
+
+
+def check_block_and_gradients(make: Callable[[], nn.Module], mode: str) -> None:
     with EPGroup() as group:
         rank = group.rank
         block = make().to(group.device)

@@ -67,8 +67,9 @@ def test_recorded_word_of_power_of_two_scales() -> None:
     assert pack_scales(wire.scales).tolist() == [[0x7B7B7B7B]]
 
 
-@pytest.mark.parametrize("num_scales", [1, 3, 4, 9])
-@pytest.mark.parametrize("num_rows", [0, 1, 4, 5])
+@pytest.mark.parametrize(
+    ("num_rows", "num_scales"), [(0, 3), (1, 1), (1, 9), (4, 4), (4, 9), (5, 1), (5, 3), (5, 4)]
+)
 @pytest.mark.parametrize("batch", [[], [2]], ids=["rows", "masked"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_inverse_restores_all_bits(

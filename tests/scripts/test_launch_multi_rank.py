@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 REPO = Path(__file__).parents[2]
 LAUNCHER = str(REPO / "scripts" / "launch_multi_rank.sh")
 

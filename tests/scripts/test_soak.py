@@ -16,6 +16,8 @@ from epcomm import (
     TopKOutput,
 )
 
+pytestmark = pytest.mark.slow
+
 NUM_ROUNDS = 2000
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, MAX_TOKENS = 8, 3, 16, 12
 # Seconds; one rank in ten rounds is so late, which is many times an undisturbed round.

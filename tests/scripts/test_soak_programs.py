@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SOAK = Path(__file__).parents[2] / "scripts" / "soak.py"
 # Seconds for all runs of one kind, on a machine with a load of ten for each core.
 LIMIT_S = 600

@@ -14,9 +14,8 @@ REPO = Path(__file__).parents[2]
 NAMES = [f"epcomm{os.getpid()}h{host}" for host in range(2)]
 ADDRESSES = ["10.77.0.1", "10.77.0.2"]
 LIMIT_S = 180
-# Eight bits travel as bytes like all others, and every case of them passes on one host; here one
-# scenario of each buffer and layer shows that two hosts agree on them.
-SELECTION = "not smaller and not variant and not blocks and (not quantized or (int8 and uneven))"
+# A group that is smaller than the world lies on one host.
+SELECTION = "not smaller"
 
 
 def ip(*arguments: str) -> None:
@@ -78,6 +77,7 @@ def start_host(host: int, folder: Path) -> subprocess.Popen[bytes]:
         )
 
 
+@pytest.mark.slow
 def test_suites_over_two_hosts(two_hosts: None, tmp_path: Path) -> None:
     hosts = [start_host(host, tmp_path) for host in range(2)]
     try:

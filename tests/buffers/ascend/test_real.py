@@ -3,7 +3,7 @@
     HCCL_BUFFSIZE=2000 MULTI_RANK_BACKEND=hccl scripts/launch_multi_rank.sh 2 \
         tests/buffers/ascend/test_real.py
 
-runs them on the NPUs of this machine; elsewhere they are skipped.
+runs them on the NPUs of this machine; without MULTI_RANK_BACKEND there are no such tests.
 """
 
 from __future__ import annotations

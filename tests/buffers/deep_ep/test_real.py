@@ -2,7 +2,7 @@
 
     MULTI_RANK_BACKEND=nccl scripts/launch_multi_rank.sh 2 tests/buffers/deep_ep/test_real.py
 
-runs them on the GPUs of this machine; elsewhere they are skipped.
+runs them on the GPUs of this machine; without MULTI_RANK_BACKEND there are no such tests.
 """
 
 from __future__ import annotations

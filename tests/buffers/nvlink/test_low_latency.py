@@ -378,6 +378,7 @@ def run_without(buffer: NVLinkLowLatencyBuffer, dead: int, rounds: range, group:
     buffer.check()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2, 3)
 def test_living_ranks_go_on_without_a_dead_one(num_ranks: int) -> None:
     dead = 1

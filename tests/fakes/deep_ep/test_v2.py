@@ -4,7 +4,6 @@ import ast
 import importlib
 import inspect
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -120,11 +119,6 @@ def test_install_gives_a_package_that_is_recognised_as_v2(monkeypatch: pytest.Mo
         locations = module.__spec__.submodule_search_locations
         assert locations is not None
         assert deep_ep_kind(Path(locations[0])) is DeepEPKind.V2
-
-
-def test_importing_epcomm_does_not_import_the_stand_in() -> None:
-    program = "import epcomm, sys; assert not [m for m in sys.modules if 'fakes' in m]"
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.ranks(4)

@@ -51,6 +51,12 @@ CASES = [
         Layout, WeightsAppliedBy, DTYPES, [True, False], [False, True]
     )
     if not is_strided or (is_quantized and layout is Layout.ROWS)
+    # An interpreter is slow: half of them, in which every three choices meet.
+    if torch.cuda.is_available()
+    or (layout is Layout.ROWS)
+    ^ (who is WeightsAppliedBy.RUNNER)
+    ^ (dtype is torch.bfloat16)
+    ^ is_quantized
 ]
 
 

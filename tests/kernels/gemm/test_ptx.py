@@ -13,6 +13,8 @@ from typing import TypedDict
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 
 # Stages of the loop of each product: so many are under way, and written once in its code.

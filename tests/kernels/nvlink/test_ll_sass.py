@@ -16,6 +16,8 @@ from tests.kernels.nvlink.sass import (
     operations,
 )
 
+pytestmark = pytest.mark.slow
+
 # What each kernel does: store rows to peers, publish, wait.
 STORES = {
     "send dispatch bf16": 16,

@@ -17,6 +17,8 @@ from epcomm.kernels.cuda_jit import compile_to_cubin, nvrtc_is_installed  # noqa
 from epcomm.kernels.nvlink import normal_combine_cuda  # noqa: E402
 from tests.kernels.nvlink.normal_sass_of import PLAIN, exchange_for  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 CUOBJDUMP = Path(triton.__file__).with_name("backends") / "nvidia" / "bin" / "cuobjdump"
 # Hidden size and ranks: the usual ones, and rows whose last vectors are not those of all lanes.
 SHAPES = {"usual": (7168, 8), "odd": (2056, 3)}

@@ -24,6 +24,8 @@ from tests.kernels.nvlink.sass import (
     places_of,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:

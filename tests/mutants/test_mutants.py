@@ -1,0 +1,54 @@
+"""Each mutant is noticed by its scenario, which passes without it."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from epcomm import EPGroup
+from tests.mutants.base import Mutant
+from tests.mutants.catalog import MUTANTS
+
+
+def failures_of(mutant: Mutant) -> list[str]:
+    """What each rank says of the mutant's scenario. Collective."""
+    failure = ""
+    group = EPGroup(dist.new_group())
+    group.limit_waits(1.0)
+    try:
+        mutant.run(mutant.scenario, group)
+    except Exception as error:  # noqa: BLE001  (a fault may end in any)
+        failure = f"{type(error).__name__}: {error}"
+    failures = [""] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    return failures
+
+
+def check_noticed(mutant: Mutant) -> None:
+    failures = failures_of(mutant)
+    assert any(mutant.tells in text for text in failures if text), failures
+
+
+def on(world: int) -> pytest.MarkDecorator:
+    mutants = [mutant for mutant in MUTANTS if mutant.world == world]
+    return pytest.mark.parametrize(
+        "mutant", mutants, ids=lambda mutant: f"{mutant.name}-{mutant.suite}"
+    )
+
+
+@pytest.mark.ranks(2)
+@on(2)
+def test_mutant_is_noticed(mutant: Mutant) -> None:
+    check_noticed(mutant)
+
+
+@pytest.mark.ranks(3)
+@on(3)
+def test_mutant_of_three_ranks_is_noticed(mutant: Mutant) -> None:
+    check_noticed(mutant)
+
+
+@pytest.mark.ranks(1)
+@on(1)
+def test_mutant_of_one_rank_is_noticed(mutant: Mutant) -> None:
+    check_noticed(mutant)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from epcomm.config import environment
 from epcomm.platforms.ascend.chip import Soc
 from epcomm.types import WireDtype, WireFormat
 
@@ -86,6 +87,11 @@ def rounds_of(variables: Mapping[str, str]) -> Rounds:
     return Rounds(
         num_rounds=rounds.value, tokens_per_round=tokens.value, in_combine=in_combine.value == 1
     )
+
+
+def current_rounds() -> Rounds:
+    """Those of this process, for what is asked without variables."""
+    return rounds_of(environment())
 
 
 def rounds_reasons(variables: Mapping[str, str]) -> list[str]:

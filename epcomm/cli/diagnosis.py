@@ -22,7 +22,7 @@ from epcomm.registry import BUFFERS, FUSED, RUNNERS, backend_class, class_names,
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What doctor() found.
+    """The findings of doctor().
 
     platform: torch, its distributed backends, devices.   packages: those that epcomm may use.
     deep_ep: which one it is; None where there is none.

@@ -63,12 +63,12 @@ def compute_capability(device: torch.device | None = None) -> tuple[int, int] | 
 
 
 def num_sms_of(device: torch.device | int) -> int:
-    """How many SMs a CUDA device has."""
+    """Return how many SMs a CUDA device has."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def shared_bytes_of(device: torch.device) -> int | None:
-    """Most shared memory of a block on a CUDA device; None where this torch does not tell."""
+    """Return the most bytes of shared memory that a block may have; None if torch does not tell."""
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", None)
 
 

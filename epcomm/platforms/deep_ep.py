@@ -85,12 +85,12 @@ def deep_ep_kind(folder: Path) -> DeepEPKind:
 
 
 def defines(folder: Path, name: str) -> bool:
-    """Whether the sources of a package define this class or function; nothing is imported."""
+    """Tell whether the sources of a package define this class or function; imports nothing."""
     return name in _defined_names(folder)
 
 
 def communication_variables(variables: Mapping[str, str]) -> tuple[Variable, ...]:
-    """Those that deep_ep V1 writes, set or not, and those that are set for somebody."""
+    """List what deep_ep V1 writes, set or not, and what is set for somebody."""
     listed = [name for name in sorted(variables) if _advice_for(name) and name not in _V1_WRITES]
     return tuple(
         Variable(
@@ -104,7 +104,7 @@ def communication_variables(variables: Mapping[str, str]) -> tuple[Variable, ...
 
 
 def queue_reasons(max_tokens: int, variables: Mapping[str, str]) -> tuple[str, ...]:
-    """What keeps low latency of V1 from `max_tokens` tokens a rank, with these variables."""
+    """List what keeps low latency of V1 from `max_tokens` tokens a rank, with these variables."""
     depth = variables.get(_QUEUE_DEPTH, _DEFAULT_QUEUE_DEPTH)
     if not depth.isdecimal():
         return (f"{_QUEUE_DEPTH} is {depth!r}, expected a number; correct it or unset it",)

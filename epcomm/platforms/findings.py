@@ -17,7 +17,7 @@ from epcomm.platforms.machine import Machine
 
 
 class Status(StrEnum):
-    """Of one finding."""
+    """The verdict on one finding."""
 
     HERE = "here"
     MISSING = "missing"
@@ -140,7 +140,7 @@ def find_deep_ep_kind(machine: Machine) -> DeepEPKind | None:
 
 
 def _shared_memory() -> Finding:
-    """What the ranks of this host can share, and how much is left."""
+    """Look at the memory that the ranks of this host can share, and at how much is left."""
     left = memory_left()
     can_share = bool(host_of_this_process()) and left != 0
     size = "size unknown" if left is None else f"{left / 2**30:.2f} GiB left"

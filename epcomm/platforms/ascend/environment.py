@@ -50,7 +50,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """How normal mode cuts long batches; equal on all ranks.
+    """The rounds into which normal mode cuts long batches; equal on all ranks.
 
     num_rounds, tokens_per_round: of a dispatch.
     in_combine: combine takes the same rounds; else a single one of at most 8192 tokens.
@@ -80,7 +80,7 @@ def window_mib(variables: Mapping[str, str]) -> Setting:
 
 
 def rounds_of(variables: Mapping[str, str]) -> Rounds:
-    """What the variables say; the default where they are refused (rounds_reasons)."""
+    """Return what the variables say; the default where they are refused (rounds_reasons)."""
     if rounds_reasons(variables):
         return Rounds()
     rounds, tokens, in_combine = _round_settings(variables)
@@ -90,7 +90,7 @@ def rounds_of(variables: Mapping[str, str]) -> Rounds:
 
 
 def current_rounds() -> Rounds:
-    """Those of this process, for what is asked without variables."""
+    """Return the rounds of this process, for what is asked without variables."""
     return rounds_of(environment())
 
 

@@ -18,7 +18,7 @@ from epcomm.types import Int8Profile, ScaleDtype, WireDtype
 
 
 class Mode(StrEnum):
-    """How tokens travel."""
+    """The way in which tokens travel."""
 
     STANDARD = "standard"
     NORMAL = "normal"
@@ -28,7 +28,7 @@ class Mode(StrEnum):
 
 
 class Router(StrEnum):
-    """Who turns router logits into experts and weights, in a layer that routes."""
+    """The function that turns router logits into experts and weights, in a layer that routes."""
 
     AUTO = "auto"
     REFERENCE = "reference"

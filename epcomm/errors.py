@@ -1,4 +1,4 @@
-"""Every error a user of epcomm can meet.
+"""The errors that a user of epcomm can meet.
 
 A message is one sentence: function, argument, what came, what was expected, on which rank, what to
 do.
@@ -20,7 +20,7 @@ class ShapeError(EPError, ValueError):
 
 
 class CapacityError(EPError, RuntimeError):
-    """More tokens, rows or slots than what was agreed at construction."""
+    """A call has more tokens, rows or slots than was agreed at construction."""
 
 
 class HandleError(EPError, RuntimeError):

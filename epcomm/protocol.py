@@ -12,7 +12,7 @@ from epcomm.errors import CapacityError, ConfigError, EPError, HandleError
 
 
 class FaultCode(IntEnum):
-    """Why a rank sends no rows."""
+    """The reason why a rank sends no rows."""
 
     NONE = 0
     SHAPE = 1
@@ -53,7 +53,7 @@ TRAINED_SHIFT, MAX_TRAINED = 3, 20
 
 
 class BatchFlags(IntFlag):
-    """What a rank says of its batch; travels with its counts.
+    """The flags by which a rank describes its batch; the value travels with its counts.
 
     Above these lies a bit for each tensor of the experts, in one order on all ranks: it trains.
     """

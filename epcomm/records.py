@@ -157,7 +157,7 @@ class RowsDispatchOutput:
 
     @property
     def num_tokens_per_expert(self) -> Tensor:
-        """[L], int32, on the device."""
+        """The slots of each local expert: [L], int32, on the device."""
         return self.index.num_tokens_per_expert
 
     @property

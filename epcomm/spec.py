@@ -12,7 +12,7 @@ from epcomm.types import Int8Profile, Layout, WeightsAppliedBy, WireDtype, WireF
 
 @dataclass(frozen=True, kw_only=True)
 class MoESpec:
-    """What one MoE layer looks like to the communication; equal on all ranks.
+    """The sizes of one MoE layer, as far as they matter to communication; equal on all ranks.
 
     plan() checks it, so that with a group all ranks hear of a fault on one of them.
 
@@ -44,7 +44,7 @@ class MoESpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Availability:
-    """Whether a backend can run on this rank, and if not, what it lacks and what to do."""
+    """The verdict on whether a backend can run on this rank: what it lacks, and what to do."""
 
     ok: bool
     reasons: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class Availability:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferSpec:
-    """What a buffer must carry; equal on all ranks, compared once in prepare().
+    """The rows and sizes that a buffer must carry; equal on all ranks, compared once in prepare().
 
     hidden_size: H.   top_k: K.   num_local_experts: L.
     dispatch_format, combine_format, backward_format: rows on the wire, in either direction.
@@ -101,7 +101,7 @@ class BufferSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferCaps:
-    """What a buffer can do; every claim is proved by testing/buffer_suite.
+    """The capabilities of a buffer; every claim is proved by testing/buffer_suite.
 
     layout: what it hands to the experts.
     trainable: operations stand alone, weights travel and slots come in order, so autograd may use

@@ -36,7 +36,7 @@ class WireDtype(StrEnum):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether rows carry scales beside their elements."""
+        """Tell whether rows carry scales beside their elements."""
         return self in (WireDtype.FP8_E4M3, WireDtype.INT8)
 
     @property
@@ -91,7 +91,7 @@ class ScaleDtype(StrEnum):
 
 
 class Int8Profile(StrEnum):
-    """How a row x with the largest magnitude a becomes codes and a scale.
+    """The arithmetic by which a row x of largest magnitude a becomes codes and a scale.
 
     RINT127: d = 127 / a, codes rint(x * d), scale 1 / d. Low-latency dispatch, fused mode 1.
     RINT127EPS: the same with a + 1e-12. Normal dispatch.
@@ -116,7 +116,7 @@ FLOAT32_SUM_DTYPES = frozenset(WireDtype) - {WireDtype.FP64}
 
 @dataclass(frozen=True, kw_only=True)
 class WireFormat:
-    """What one row of hidden states looks like on the wire.
+    """The form of one row of hidden states on the wire.
 
     dtype: element type.
     scale_block: elements that share a scale; None for unquantised rows, 0 for one scale a row.
@@ -173,7 +173,7 @@ class WireFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleLayout:
-    """How received scales lie in memory.
+    """The order in which received scales lie in memory.
 
     column_major: consecutive rows are adjacent (what TMA reads) instead of consecutive blocks.
     alignment: rows are padded to this multiple in the column-major layout; 1 in row-major.
@@ -255,21 +255,21 @@ class WireTensor:
 
 
 class Layout(StrEnum):
-    """How received tokens are presented to the experts."""
+    """The form in which received tokens are presented to the experts."""
 
     ROWS = "rows"
     MASKED = "masked"
 
 
 class WeightsAppliedBy(StrEnum):
-    """Who multiplies expert outputs by topk_weights, exactly once."""
+    """The side that multiplies expert outputs by topk_weights, exactly once."""
 
     RUNNER = "runner"
     COMBINE = "combine"
 
 
 class RowsPer(StrEnum):
-    """What one row of a CombineInput stands for."""
+    """The meaning of one row of a CombineInput."""
 
     SLOT = "slot"
     ROW = "row"

@@ -21,7 +21,7 @@ import pytest
 REPO = Path(__file__).parents[1]
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 # Modules whose names are to be imported where they are used.
-PUBLIC = ("", ".gradients", ".sharding", ".stats", ".moe")
+PUBLIC = ("", ".training.gradients", ".sharding", ".stats", ".moe")
 SAID_IN_WORDS = re.compile(r"`([a-z_]+)`")
 SAID_IN_COMMENT = re.compile(r"[#,] *([a-z_]+):")
 

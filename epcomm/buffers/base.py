@@ -126,6 +126,13 @@ class Backend(ABC):
         return ()
 
     @classmethod
+    def lacks_with(
+        cls, environment: Mapping[str, str], spec: BufferSpec, world_size: int
+    ) -> tuple[str, ...]:
+        """Why it cannot serve this layer with these variables. Local; allocates nothing."""
+        return ()
+
+    @classmethod
     @abstractmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
         """Memory of the forward pass of one call, in order of use. Local; allocates nothing.

@@ -8,7 +8,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from epcomm.cli.diagnosis import Finding, Status, Variable, doctor
+from epcomm.cli.diagnosis import doctor
+from epcomm.platforms.deep_ep import Variable
+from epcomm.platforms.findings import Finding, Status
 
 _STYLES = {Status.HERE: "green", Status.MISSING: "dim", Status.ATTENTION: "yellow"}
 

@@ -46,7 +46,7 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What a file says; None for what it does not say.
+    """The sizes that a file names; None for what it does not name.
 
     model_type: the family.   router: whether presets.py knows its routing, as text.
     """
@@ -105,7 +105,7 @@ def _read_number(path: Path, name: str, values: dict[str, object]) -> int | None
 
 
 def _router(values: dict[str, object]) -> str:
-    """Whether ExpertParallelMoE would know how this model routes."""
+    """Tell whether ExpertParallelMoE would know how this model routes."""
     top_k = _read(values, "top_k")
     try:
         from_transformers_config(SimpleNamespace(**{**values, "num_experts_per_tok": top_k}))

@@ -22,7 +22,7 @@ from epcomm.buffers.ascend.calls import AscendCalls, slot_bytes, slots_to_ranks
 from epcomm.buffers.base import DispatchCall
 from epcomm.buffers.sizes import Region
 from epcomm.buffers.vendor import COMBINE, DISPATCH
-from epcomm.config import Mode, environment
+from epcomm.config import Mode
 from epcomm.fuseep.base import FusedBackend, FuseEPResult, check_packed
 from epcomm.fuseep.limits import (
     DISPATCH_FFN_COMBINE_LIMITS,
@@ -120,9 +120,15 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
             reasons.append("computes experts itself; leave expert_alignment at 1")
         if spec.intermediate_size is None:
             reasons.append("has limits for the experts' sizes; plan with their weights")
-        if spec.intermediate_size is not None and spec.max_tokens_per_rank is not None:
-            reasons += cls._reasons(_sizes_of(spec), world_size)
         return tuple(reasons)
+
+    @classmethod
+    def lacks_with(
+        cls, environment: Mapping[str, str], spec: BufferSpec, world_size: int
+    ) -> tuple[str, ...]:
+        if spec.intermediate_size is None or spec.max_tokens_per_rank is None:
+            return ()
+        return tuple(cls._reasons(_sizes_of(spec), world_size, environment))
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
@@ -135,7 +141,9 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
 
     @classmethod
     @abstractmethod
-    def _reasons(cls, sizes: FuseEPSpec, world_size: int) -> list[str]:
+    def _reasons(
+        cls, sizes: FuseEPSpec, world_size: int, environment: Mapping[str, str]
+    ) -> list[str]:
         """Why the operator does not serve these sizes here."""
 
     @classmethod
@@ -267,10 +275,10 @@ class FusedDeepMoE(AscendFused[FusedDeepMoEWeights]):
         return FusedDeepMoEWeights.pack(weights)
 
     @classmethod
-    def _reasons(cls, sizes: FuseEPSpec, world_size: int) -> list[str]:
-        return fused_deep_moe_reasons(
-            sizes, world_size, soc=current_soc(), environment=environment()
-        )
+    def _reasons(
+        cls, sizes: FuseEPSpec, world_size: int, environment: Mapping[str, str]
+    ) -> list[str]:
+        return fused_deep_moe_reasons(sizes, world_size, soc=current_soc(), environment=environment)
 
     @classmethod
     def _window(cls, sizes: FuseEPSpec, world_size: int) -> int:
@@ -311,9 +319,11 @@ class DispatchFFNCombine(AscendFused[DispatchFFNCombineWeights]):
         return DispatchFFNCombineWeights.pack(weights)
 
     @classmethod
-    def _reasons(cls, sizes: FuseEPSpec, world_size: int) -> list[str]:
+    def _reasons(
+        cls, sizes: FuseEPSpec, world_size: int, environment: Mapping[str, str]
+    ) -> list[str]:
         return dispatch_ffn_combine_reasons(
-            sizes, world_size, soc=current_soc(), environment=environment()
+            sizes, world_size, soc=current_soc(), environment=environment
         )
 
     @classmethod

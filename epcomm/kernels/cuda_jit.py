@@ -9,13 +9,13 @@ import ctypes
 from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from epcomm.errors import BackendUnavailable
+from epcomm.platforms.cuda import nvidia_libraries
 
 # Values of the driver's enumerations, from cuda.h.
 _MAX_DYNAMIC_SHARED_BYTES = 8
@@ -175,14 +175,7 @@ def _nvrtc_candidates() -> list[str]:
     """Where wheels put it, of torch's own major version first; then the loader's path."""
     major = (torch.version.cuda or "").partition(".")[0]
     names = [f"libnvrtc.so.{version}" for version in dict.fromkeys((major, "13", "12")) if version]
-    spec = find_spec("nvidia")
-    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    in_wheels = [
-        str(found)
-        for name in names
-        for folder in folders
-        for found in sorted(Path(folder).glob(f"*/lib/{name}"))
-    ]
+    in_wheels = [path for name in names for path in nvidia_libraries(name)]
     return [*in_wheels, *names, "libnvrtc.so"]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton import knobs
 
 from epcomm.errors import ShapeError
+from epcomm.platforms.cuda import compute_capability, shared_bytes_of
 
 # Kernels of this process run on the host, one program after another, to be tested without a GPU.
 IS_INTERPRETED: bool = knobs.runtime.interpret
@@ -55,10 +56,10 @@ def device_limits(device: torch.device) -> DeviceLimits:
 
 @cache
 def _device_limits(device: torch.device) -> DeviceLimits:
-    found, usual = torch.cuda.get_device_properties(device), DeviceLimits()
-    # Not every version of torch tells.
-    shared_bytes = getattr(found, "shared_memory_per_block_optin", usual.shared_bytes)
-    return DeviceLimits(shared_bytes=shared_bytes, major=found.major)
+    capability, usual = compute_capability(device), DeviceLimits()
+    assert capability is not None, "a CUDA device"
+    shared_bytes = shared_bytes_of(device) or usual.shared_bytes
+    return DeviceLimits(shared_bytes=shared_bytes, major=capability[0])
 
 
 def next_power_of_two(value: int) -> int:

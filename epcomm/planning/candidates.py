@@ -398,6 +398,7 @@ def _probe(
             reasons += _int8_reasons(config, caps)
     reasons += limit_reasons(spec, caps, mode)
     reasons += buffer.lacks(mode, spec, world_size)
+    reasons += buffer.lacks_with(environment, spec, world_size)
     if group is not None:
         reasons += _group_reasons(group, caps)
     if buffer.needs_one_host and group is None:

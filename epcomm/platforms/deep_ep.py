@@ -49,7 +49,9 @@ _V1_WRITES = MappingProxyType(
         "NVSHMEM_DISABLE_MNNVL": "1, unless allow_mnnvl=True",
     }
 )
-_KEPT_BY_V1 = "NVSHMEM_QP_DEPTH"
+# Entries of a queue, 1024 by default.
+# Source: deep_ep asserts NVSHMEM_QP_DEPTH >= 2 (M + 1) in low latency.
+_QUEUE_DEPTH, _DEFAULT_QUEUE_DEPTH = "NVSHMEM_QP_DEPTH", "1024"
 
 # Prefix of a variable -> who reads it and what to do.
 _READERS = MappingProxyType(
@@ -83,12 +85,12 @@ def deep_ep_kind(folder: Path) -> DeepEPKind:
 
 
 def defines(folder: Path, name: str) -> bool:
-    """Whether the sources of a package define this class or function; nothing is imported."""
+    """Tell whether the sources of a package define this class or function; imports nothing."""
     return name in _defined_names(folder)
 
 
 def communication_variables(variables: Mapping[str, str]) -> tuple[Variable, ...]:
-    """Those that deep_ep V1 writes, set or not, and those that are set for somebody."""
+    """List what deep_ep V1 writes, set or not, and what is set for somebody."""
     listed = [name for name in sorted(variables) if _advice_for(name) and name not in _V1_WRITES]
     return tuple(
         Variable(
@@ -101,9 +103,19 @@ def communication_variables(variables: Mapping[str, str]) -> tuple[Variable, ...
     )
 
 
+def queue_reasons(max_tokens: int, variables: Mapping[str, str]) -> tuple[str, ...]:
+    """List what keeps low latency of V1 from `max_tokens` tokens a rank, with these variables."""
+    depth = variables.get(_QUEUE_DEPTH, _DEFAULT_QUEUE_DEPTH)
+    if not depth.isdecimal():
+        return (f"{_QUEUE_DEPTH} is {depth!r}, expected a number; correct it or unset it",)
+    most = int(depth) // 2 - 1
+    if max_tokens <= most:
+        return ()
+    return (f"max_tokens_per_rank is {max_tokens}, at most {most} with {_QUEUE_DEPTH} = {depth}",)
+
+
 def _variable_advice(name: str) -> str:
-    if name == _KEPT_BY_V1:
-        # Source: deep_ep asserts NVSHMEM_QP_DEPTH >= 2 (M + 1) in low latency.
+    if name == _QUEUE_DEPTH:
         return "deep_ep V1 keeps it; it limits max_tokens_per_rank to half of it, less 1"
     if name in _V1_WRITES:
         return "deep_ep V1 overwrites it, for all users of NVSHMEM in the process"

@@ -27,7 +27,7 @@ SCALE_BLOCK = 128
 
 
 def probe_deep_ep(kinds: Set[DeepEPKind]) -> Availability:
-    """Whether one of `kinds` is here, with devices for it. Local; imports nothing."""
+    """Tell whether one of `kinds` is here, with devices for it. Local; imports nothing."""
     folder = _find_folder()
     wanted = " or ".join(sorted(kind.value for kind in kinds))
     if folder is None:
@@ -79,7 +79,7 @@ def import_deep_ep() -> ModuleType:
 
 
 def format_reasons(spec: BufferSpec) -> list[str]:
-    """What no buffer of deep_ep carries."""
+    """List the rows of a specification that no buffer of deep_ep carries."""
     reasons = []
     if spec.combine_format.dtype is not WireDtype.BF16:
         reasons.append(f"combine carries bf16, not {spec.combine_format}")
@@ -95,7 +95,7 @@ def find_deep_ep() -> tuple[DeepEPKind | None, bool]:
 
 
 def device_types() -> frozenset[str]:
-    """Of the groups that the deep_ep here serves."""
+    """Return the types of the devices of the groups that the deep_ep here serves."""
     return frozenset({"cpu"} if _runs_on_cpu_ranks() else {"cuda"})
 
 

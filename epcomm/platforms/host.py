@@ -51,7 +51,7 @@ def _own_groups(processes: Path, groups: Path) -> Iterator[tuple[Path, tuple[str
 
 
 def _left(folder: Path, names: tuple[str, str, str]) -> Iterator[int]:
-    """What is left of the limit of one control group, if it has one."""
+    """Yield the bytes that are left of the limit of one control group, if it has one."""
     limit_name, used_name, given_back_name = names
     # Not there: a group that has ended, the root, or a path of the host.
     with suppress(OSError):

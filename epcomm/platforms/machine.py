@@ -20,7 +20,7 @@ PROBE_LIMIT_S = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a program said: `values`, or why it said nothing."""
+    """The answer of a program: `values`, or why it said nothing."""
 
     values: Mapping[str, object] | None = None
     error: str = ""
@@ -28,7 +28,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """How doctor() looks at a machine; a test passes its own.
+    """The ways by which doctor() looks at a machine; a test passes its own.
 
     find_version: distribution name to the version installed, or None.
     find_folder: package name to its folder, or None; imports nothing.

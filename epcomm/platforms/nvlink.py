@@ -28,7 +28,7 @@ class NvmlError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class PeerReach:
-    """What one rank tells.
+    """The answer of one rank: the GPUs that its own one reaches.
 
     device: the UUID of its GPU.   reached: UUIDs of those that it writes over NVLink.
     lacks: why that is not known; then the others are empty.
@@ -39,7 +39,7 @@ class PeerReach:
     lacks: str = ""
 
     def as_text(self) -> str:
-        """For Collectives.agree."""
+        """Return the record as text, for Collectives.agree()."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -49,7 +49,7 @@ class PeerReach:
 
 
 def reach_of(device: torch.device) -> PeerReach:
-    """What a CUDA device of this process reaches. Local; allocates nothing on it."""
+    """Find what a CUDA device of this process reaches. Local; allocates nothing on it."""
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     try:
         return reach_in(nvlink_peers(), uuid)
@@ -87,7 +87,7 @@ def reach_reasons(reaches: Sequence[PeerReach]) -> list[str]:
 
 
 def nvlink_peers() -> dict[str, list[str]]:
-    """For each GPU that NVML knows, those to which NVLink joins it; by UUID, as torch writes them.
+    """List for each GPU that NVML knows those that NVLink joins to it, by UUID as torch writes it.
 
     Raises:
         NvmlError: the library is not there, or a call fails.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 
 def signature_reasons(owner: type, calls: Mapping[str, Sequence[str]]) -> list[str]:
-    """What the methods of a class lack, or want beyond what is passed.
+    """List what the methods of a class lack, or want beyond what is passed.
 
     Args:
         owner: the class whose methods are called.

@@ -13,20 +13,18 @@ package alone; untested on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
-from typing import Any, ClassVar, overload
+from dataclasses import replace
+from typing import ClassVar, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epcomm.errors import BackendUnavailable, ConfigError
+from epcomm.errors import ConfigError
 from epcomm.ops.activation import activate
 from epcomm.ops.slots import expert_of_slot
+from epcomm.platforms.cuda import compute_capability, cuda_reasons
+from epcomm.platforms.deep_gemm import DeepGemm, deep_gemm_reasons, load_deep_gemm
 from epcomm.quantization import arrange_scales, quantizer_for
 from epcomm.quantization.scale_layout import to_column_major
 from epcomm.records import (
@@ -59,23 +57,6 @@ PACKED_COLUMNS = ScaleLayout(column_major=True, alignment=4, packed=True)
 # Rows of its tiles in the contiguous layout; the package tells its own at run time.
 EXPERT_ALIGNMENT = 128
 _HOPPER, _BLACKWELL = 9, 10
-_NOT_INSTALLED = "deep_gemm is not installed"
-_CONTIGUOUS_NAMES = ("m_grouped_fp8_gemm_nt_contiguous",)
-# The second is what version 2.1 calls it.
-_MASKED_NAMES = ("m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked")
-_ALIGNMENT_NAMES = (
-    "get_mk_alignment_for_contiguous_layout",
-    "get_m_alignment_for_contiguous_layout",
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Package:
-    """The functions of deep_gemm that are used."""
-
-    multiply_contiguous: Callable[..., None]
-    multiply_masked: Callable[..., None]
-    expert_alignment: Callable[[], int]
 
 
 class DeepGemmRunner(ExpertRunner):
@@ -91,10 +72,8 @@ class DeepGemmRunner(ExpertRunner):
 
     @classmethod
     def probe(cls) -> Availability:
-        reasons = [] if torch.cuda.is_available() else ["there is no CUDA device"]
-        if find_spec("deep_gemm") is None:
-            reasons.append(_NOT_INSTALLED)
-        return Availability(ok=not reasons, reasons=tuple(reasons))
+        reasons = (*cuda_reasons(), *deep_gemm_reasons())
+        return Availability(ok=not reasons, reasons=reasons)
 
     @classmethod
     def supports(cls, weights: ExpertTensors) -> Availability:
@@ -112,8 +91,7 @@ class DeepGemmRunner(ExpertRunner):
         if weights.hidden_dtype is not torch.bfloat16:
             reasons.append(f"hidden states are {weights.hidden_dtype}, expected torch.bfloat16")
         reasons += _device_reasons(weights)
-        if find_spec("deep_gemm") is None:
-            reasons.append(_NOT_INSTALLED)
+        reasons += deep_gemm_reasons()
         return Availability(ok=not reasons, reasons=tuple(reasons))
 
     @classmethod
@@ -144,7 +122,7 @@ class DeepGemmRunner(ExpertRunner):
                 "deep_gemm: rows need gradients, which its kernels do not have; use "
                 "torch.no_grad(), or unquantised experts"
             )
-        package = _load()
+        package = load_deep_gemm()
         if isinstance(dispatched, MaskedDispatchOutput):
             return dispatched.combine_input(_compute_masked(package, dispatched, weights))
         return dispatched.combine_input(_compute_rows(package, dispatched, weights))
@@ -166,8 +144,8 @@ def _device_reasons(weights: Fp8BlockWeights) -> list[str]:
 
 def _architecture(weights: Fp8BlockWeights) -> int | None:
     """The major number of the compute capability; None where there is none."""
-    device = weights.gate_up_proj.device
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None
+    capability = compute_capability(weights.gate_up_proj.device)
+    return None if capability is None else capability[0]
 
 
 def _scale_layout(weights: Fp8BlockWeights) -> ScaleLayout:
@@ -175,28 +153,8 @@ def _scale_layout(weights: Fp8BlockWeights) -> ScaleLayout:
     return PACKED_COLUMNS if is_power_of_two and _architecture(weights) != _HOPPER else COLUMNS
 
 
-def _load() -> _Package:
-    """Import the package; supports() has found it, and the import system keeps it."""
-    module = import_module("deep_gemm")
-    return _Package(
-        multiply_contiguous=_find(module, _CONTIGUOUS_NAMES),
-        multiply_masked=_find(module, _MASKED_NAMES),
-        expert_alignment=_find(module, _ALIGNMENT_NAMES),
-    )
-
-
-def _find(module: ModuleType, names: tuple[str, ...]) -> Callable[..., Any]:
-    for name in names:
-        if hasattr(module, name):
-            return getattr(module, name)
-    raise BackendUnavailable(
-        f"deep_gemm: the installed package has none of {', '.join(names)}; install version 2.1 or "
-        "newer, or use runner='auto'"
-    )
-
-
 def _compute_rows(
-    package: _Package, dispatched: RowsDispatchOutput, weights: Fp8BlockWeights
+    package: DeepGemm, dispatched: RowsDispatchOutput, weights: Fp8BlockWeights
 ) -> Tensor:
     """[C, H], bfloat16."""
     index, num_slots, alignment = dispatched.index, dispatched.num_slots, package.expert_alignment()
@@ -226,7 +184,7 @@ def _compute_rows(
 
 
 def _compute_masked(
-    package: _Package, dispatched: MaskedDispatchOutput, weights: Fp8BlockWeights
+    package: DeepGemm, dispatched: MaskedDispatchOutput, weights: Fp8BlockWeights
 ) -> Tensor:
     """[L, C, H], bfloat16."""
     counts, rows = dispatched.num_tokens_per_expert, dispatched.hidden_states

@@ -6,8 +6,9 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
+from epcomm.platforms.cuda import Capabilities
 from epcomm.quantization import FP8_FLOAT32_SCALES
-from epcomm.runners.gpu_slots import Capabilities, GpuSlotsRunner, Slots
+from epcomm.runners.gpu_slots import GpuSlotsRunner, Slots
 from epcomm.types import QUANTIZABLE_DTYPES, WireDtype, WireFormat
 from epcomm.weights.quantized import BLOCK, Fp8BlockWeights
 from epcomm.weights.unquantized import ExpertTensors

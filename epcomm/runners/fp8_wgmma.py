@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from epcomm.platforms.cuda import Capabilities
 from epcomm.runners.fp8_triton import Down, Fp8TritonRunner, GateUp
-from epcomm.runners.gpu_slots import Capabilities
 from epcomm.spec import Availability
 from epcomm.weights.unquantized import ExpertTensors
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import ClassVar, overload
 
 import torch
 from torch import Tensor
 
 from epcomm.errors import ConfigError
+from epcomm.platforms.cuda import Capabilities, cuda_reasons, triton_reasons
 from epcomm.quantization import quantizer_for
 from epcomm.records import (
     CombineInput,
@@ -52,30 +52,6 @@ class Slots:
         return rows.data, rows.scales
 
 
-_NO_TRITON = "triton is not installed"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Capabilities:
-    """Compute capabilities of NVIDIA GPUs, major and minor; most: None for all newer ones."""
-
-    least: tuple[int, int]
-    most: tuple[int, int] | None = None
-
-    def lacking(self, device: torch.device | None) -> list[str]:
-        """Return the reason why `device`, None for the current one, does not serve, if any."""
-        found = torch.cuda.get_device_capability(device)
-        if self.least <= found and (self.most is None or found <= self.most):
-            return []
-        if self.most is None:
-            expected = f"at least {self.least}"
-        else:
-            expected = (
-                f"{self.least}" if self.least == self.most else f"{self.least} to {self.most}"
-            )
-        return [f"compute capability is {found}, expected {expected}"]
-
-
 class GpuSlotsRunner(ExpertRunner):
     """Hands the slots of either layout to kernels. No gradients.
 
@@ -91,13 +67,8 @@ class GpuSlotsRunner(ExpertRunner):
 
     @classmethod
     def probe(cls) -> Availability:
-        reasons = (
-            cls.capabilities.lacking(None)
-            if torch.cuda.is_available()
-            else ["there is no CUDA device"]
-        )
-        if find_spec("triton") is None:
-            reasons.append(_NO_TRITON)
+        reasons = cuda_reasons() or cls.capabilities.lacking(None)
+        reasons += triton_reasons()
         return Availability(ok=not reasons, reasons=tuple(reasons))
 
     @classmethod
@@ -117,8 +88,7 @@ class GpuSlotsRunner(ExpertRunner):
         if weights.wire_format not in cls.row_formats:
             read = ", ".join(map(str, cls.row_formats))
             reasons.append(f"the experts want {weights.wire_format} rows, expected {read}")
-        if find_spec("triton") is None:
-            reasons.append(_NO_TRITON)
+        reasons += triton_reasons()
         return Availability(ok=not reasons, reasons=tuple(reasons))
 
     @overload

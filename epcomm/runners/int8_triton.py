@@ -7,8 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from epcomm.platforms.cuda import Capabilities
 from epcomm.quantization import INT8_PER_TOKEN
-from epcomm.runners.gpu_slots import Capabilities, GpuSlotsRunner, Slots, sizes_of
+from epcomm.runners.gpu_slots import GpuSlotsRunner, Slots, sizes_of
 from epcomm.spec import Availability
 from epcomm.types import QUANTIZABLE_DTYPES, Int8Profile, WireDtype, WireFormat
 from epcomm.weights.quantized import Int8ChannelWeights

@@ -14,8 +14,9 @@ from typer.testing import CliRunner, Result
 
 import epcomm.cli.doctor
 from epcomm.cli import app
-from epcomm.cli.diagnosis import Finding, Report, Status
+from epcomm.cli.diagnosis import Report
 from epcomm.platforms.deep_ep import Variable
+from epcomm.platforms.findings import Finding, Status
 
 # Wide enough that no cell is wrapped.
 WIDE = {"COLUMNS": "240"}

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-import epcomm.cli.diagnosis
+import epcomm.platforms.findings
 import epcomm.platforms.machine
-from epcomm.cli.diagnosis import Finding, Report, Status, doctor
+from epcomm.cli.diagnosis import Report, doctor
 from epcomm.platforms.deep_ep import DeepEPKind, deep_ep_kind
+from epcomm.platforms.findings import Finding, Status
 from epcomm.platforms.machine import Answer, Machine, this_machine
 from epcomm.registry import BUFFERS, FUSED, RUNNERS
 
@@ -179,11 +180,11 @@ def test_platform_names_backends_and_devices() -> None:
 
 
 def test_shared_memory_is_shown_with_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(epcomm.cli.diagnosis, "memory_left", lambda: 3 * 2**29)
+    monkeypatch.setattr(epcomm.platforms.findings, "memory_left", lambda: 3 * 2**29)
     *_, found = doctor(machine()).platform
     assert (found.name, found.status) == ("shared memory", Status.HERE)
     assert found.detail.startswith("1.50 GiB left")
-    monkeypatch.setattr(epcomm.cli.diagnosis, "host_of_this_process", lambda: "")
+    monkeypatch.setattr(epcomm.platforms.findings, "host_of_this_process", lambda: "")
     *_, missing = doctor(machine()).platform
     assert (missing.status, bool(missing.advice)) == (Status.MISSING, True)
 

@@ -35,7 +35,7 @@ def test_stages_are_those_that_fit(
 
 
 def test_device_is_asked_for_its_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = SimpleNamespace(major=12, shared_memory_per_block_optin=99 * KB)
+    found = SimpleNamespace(major=12, minor=0, shared_memory_per_block_optin=99 * KB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     launch._device_limits.cache_clear()
     assert device_limits(torch.device("cuda", 0)) == DeviceLimits(shared_bytes=99 * KB, major=12)

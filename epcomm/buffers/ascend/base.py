@@ -13,11 +13,11 @@ from torch import Tensor
 from epcomm.buffers.ascend.calls import AscendCalls, device_types, slot_bytes, slots_to_ranks
 from epcomm.buffers.base import Combined, DispatchCall, Dispatched
 from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorBuffer
-from epcomm.config import Mode, environment
+from epcomm.config import Mode
 from epcomm.errors import BackendUnavailable
 from epcomm.ops.masked_entries import fill_masked_entries
 from epcomm.platforms.ascend.chip import Soc, current_soc
-from epcomm.platforms.ascend.environment import variable_reasons
+from epcomm.platforms.ascend.environment import Rounds, rounds_of, variable_reasons
 from epcomm.platforms.ascend.limits import MAX_TOP_K, SizeLimits, size_reasons, window_reasons
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import INT8_PER_TOKEN
@@ -52,18 +52,23 @@ class AscendBuffer(AscendCalls, VendorBuffer):
 
     @classmethod
     def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        variables, soc = environment(), current_soc()
         reasons = []
         if spec.combine_format.dtype is not WireDtype.BF16:
             reasons.append(f"combine carries bf16, not {spec.combine_format}")
         if spec.expert_alignment > 1:
             reasons.append("packs its rows, so expert_alignment must be 1")
+        soc = current_soc()
         reasons += size_reasons(spec, world_size, cls._limits(soc), soc)
-        window = cls._window_bytes(spec, world_size, variables)
-        if window is not None:
-            reasons += window_reasons(window, variables)
-        reasons += variable_reasons(variables, soc)
-        return tuple(reasons + cls._mode_reasons(spec, world_size, variables))
+        return tuple(reasons)
+
+    @classmethod
+    def lacks_with(
+        cls, environment: Mapping[str, str], spec: BufferSpec, world_size: int
+    ) -> tuple[str, ...]:
+        window = cls._window_bytes(spec, world_size, rounds_of(environment))
+        reasons = [] if window is None else window_reasons(window, environment)
+        reasons += variable_reasons(environment, current_soc())
+        return tuple(reasons)
 
     @classmethod
     @abstractmethod
@@ -72,17 +77,8 @@ class AscendBuffer(AscendCalls, VendorBuffer):
 
     @classmethod
     @abstractmethod
-    def _window_bytes(
-        cls, spec: BufferSpec, world_size: int, variables: Mapping[str, str]
-    ) -> int | None:
+    def _window_bytes(cls, spec: BufferSpec, world_size: int, rounds: Rounds) -> int | None:
         """The HCCL window that it needs; None where the specification lacks what decides it."""
-
-    @classmethod
-    @abstractmethod
-    def _mode_reasons(
-        cls, spec: BufferSpec, world_size: int, variables: Mapping[str, str]
-    ) -> list[str]:
-        """What this mode alone refuses."""
 
     @property
     def _quant_mode(self) -> str:

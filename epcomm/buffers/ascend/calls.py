@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -15,7 +14,12 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.buffers.vendor import VendorBackend
 from epcomm.config import Mode, environment
 from epcomm.errors import BackendUnavailable, describe_ranks
-from epcomm.platforms.ascend.chip import DEVICE_NAMES, current_soc, device_name
+from epcomm.platforms.ascend.chip import (
+    DEVICE_NAMES,
+    current_soc,
+    device_name,
+    is_torch_npu_imported,
+)
 from epcomm.platforms.ascend.environment import rounds_of
 from epcomm.platforms.deep_ep import DeepEPKind
 from epcomm.platforms.deep_ep_package import find_deep_ep, import_deep_ep
@@ -49,7 +53,7 @@ class AscendCalls(VendorBackend):
             reasons.append("deep_ep for Ascend is not installed")
         elif kind is not DeepEPKind.ASCEND:
             reasons.append(f"the deep_ep installed is {kind.value}, expected Ascend")
-        elif not is_stand_in and "torch_npu" not in sys.modules:
+        elif not is_stand_in and not is_torch_npu_imported():
             reasons.append("torch_npu is not imported; import it before epcomm plans")
         elif (device := device_name()) is not None and current_soc() is None:
             known = ", ".join(DEVICE_NAMES.values())
@@ -75,12 +79,13 @@ class AscendCalls(VendorBackend):
             ConfigError: ranks cut batches into different rounds.
         """
         process_group = self._process_group
-        caps = self.caps(self.mode)
+        caps, variables = self.caps(self.mode), environment()
         reasons = [
-            *self.probe(environment()).reasons,
+            *self.probe(variables).reasons,
             *carrying_reasons(self._spec, caps),
             *limit_reasons(self._spec, caps, self.mode),
             *self.lacks(self.mode, self._spec, self._world_size),
+            *self.lacks_with(variables, self._spec, self._world_size),
         ]
         package: Any = None
         if not reasons:
@@ -90,7 +95,7 @@ class AscendCalls(VendorBackend):
             except BackendUnavailable as error:
                 reasons.append(str(error))
         self._raise_reasons(reasons)
-        self._collectives.agree(_settings(), what=self.name)
+        self._collectives.agree(_settings(variables), what=self.name)
         self._buffer = package.Buffer(group=process_group, **arguments)
 
     def _raise_reasons(self, reasons: Sequence[str]) -> None:
@@ -136,9 +141,9 @@ def slots_to_ranks(topk_ids: Tensor, num_experts: int, world_size: int) -> Tenso
     return counts.scatter_add_(0, flat, torch.ones_like(flat)).view(world_size, -1).sum(1)
 
 
-def _settings() -> dict[str, str | int]:
+def _settings(variables: Mapping[str, str]) -> dict[str, str | int]:
     """What the variables and the chip decide, and must be equal on all ranks."""
-    rounds = rounds_of(environment())
+    rounds = rounds_of(variables)
     return {
         "chip": str(current_soc()),
         "rounds": rounds.num_rounds,

@@ -28,6 +28,7 @@ from epcomm.buffers.sizes import Region
 from epcomm.config import Mode
 from epcomm.ops.masked_entries import has_no_expert
 from epcomm.platforms.ascend.chip import Soc, current_soc
+from epcomm.platforms.ascend.environment import Rounds
 from epcomm.platforms.ascend.limits import (
     MAX_LOCAL_EXPERTS_TIMES_RANKS,
     SizeLimits,
@@ -89,20 +90,18 @@ class AscendLowLatencyBuffer(AscendBuffer):
         return low_latency_limits(soc)
 
     @classmethod
-    def _window_bytes(
-        cls, spec: BufferSpec, world_size: int, variables: Mapping[str, str]
-    ) -> int | None:
+    def _window_bytes(cls, spec: BufferSpec, world_size: int, rounds: Rounds) -> int | None:
         has_limit = spec.max_tokens_per_rank is not None
         return low_latency_window_bytes(spec, world_size) if has_limit else None
 
     @classmethod
-    def _mode_reasons(
-        cls, spec: BufferSpec, world_size: int, variables: Mapping[str, str]
-    ) -> list[str]:
+    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
+        reasons = super().lacks(mode, spec, world_size)
         rows = spec.num_local_experts * world_size
         if rows <= MAX_LOCAL_EXPERTS_TIMES_RANKS:
-            return []
-        return [f"experts of one rank * ranks is {rows}, at most {MAX_LOCAL_EXPERTS_TIMES_RANKS}"]
+            return reasons
+        most = MAX_LOCAL_EXPERTS_TIMES_RANKS
+        return (*reasons, f"experts of one rank * ranks is {rows}, at most {most}")
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:

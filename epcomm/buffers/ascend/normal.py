@@ -25,10 +25,10 @@ from epcomm.buffers.ascend.base import (
 from epcomm.buffers.ascend.calls import slot_bytes
 from epcomm.buffers.base import DispatchCall, Dispatched
 from epcomm.buffers.sizes import Region
-from epcomm.config import Mode, environment
+from epcomm.config import Mode
 from epcomm.ops.masked_entries import has_no_expert
 from epcomm.platforms.ascend.chip import Soc
-from epcomm.platforms.ascend.environment import normal_reasons, rounds_of
+from epcomm.platforms.ascend.environment import Rounds, current_rounds, normal_reasons
 from epcomm.platforms.ascend.limits import SizeLimits, normal_limits, normal_window_bytes
 from epcomm.records import SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
@@ -61,7 +61,7 @@ class AscendNormalBuffer(AscendBuffer):
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
         return replace(
-            packed_caps(rounds_of(environment()).max_tokens),
+            packed_caps(current_rounds().max_tokens),
             # By the second. They differ below magnitudes of 2e-5, where 1e-12 still counts.
             int8_profiles=frozenset({Int8Profile.RINT127, Int8Profile.RINT127EPS}),
         )
@@ -71,22 +71,22 @@ class AscendNormalBuffer(AscendBuffer):
         return normal_limits(soc)
 
     @classmethod
-    def _window_bytes(cls, spec: BufferSpec, world_size: int, variables: Mapping[str, str]) -> int:
-        tokens = rounds_of(variables).window_tokens(spec.max_tokens_per_rank)
-        return normal_window_bytes(spec, tokens)
+    def lacks_with(
+        cls, environment: Mapping[str, str], spec: BufferSpec, world_size: int
+    ) -> tuple[str, ...]:
+        reasons = super().lacks_with(environment, spec, world_size)
+        return (*reasons, *normal_reasons(spec.dispatch_format, environment))
 
     @classmethod
-    def _mode_reasons(
-        cls, spec: BufferSpec, world_size: int, variables: Mapping[str, str]
-    ) -> list[str]:
-        return normal_reasons(spec.dispatch_format, variables)
+    def _window_bytes(cls, spec: BufferSpec, world_size: int, rounds: Rounds) -> int:
+        return normal_window_bytes(spec, rounds.window_tokens(spec.max_tokens_per_rank))
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
         tokens = spec.max_tokens_per_rank
         row, combine_bytes = slot_bytes(spec)
         most = None if tokens is None else tokens * world_size * spec.top_k
-        window = cls._window_bytes(spec, world_size, environment())
+        window = cls._window_bytes(spec, world_size, current_rounds())
 
         def slots(name: str, size: int) -> Region:
             return Region(

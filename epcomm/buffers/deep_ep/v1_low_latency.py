@@ -9,7 +9,7 @@ send clears the counts of the call before it, so that one is received first, who
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,9 +21,10 @@ from epcomm.buffers.deep_ep.rows import LegacyHandle, Rows
 from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorBuffer
-from epcomm.config import Mode, environment
+from epcomm.config import Mode
 from epcomm.errors import HandleError
 from epcomm.ops.slots import count_experts
+from epcomm.platforms.deep_ep import queue_reasons
 from epcomm.platforms.deep_ep_package import (
     WIRE_DTYPES,
     WITH_LEGACY_BUFFER,
@@ -47,7 +48,6 @@ _HOST_RANKS = 8
 _MAX_MESSAGE_BYTES = 16 * (2**31 - 1)
 _BATCHES_IN_FLIGHT = 2
 # A send queue holds two entries a token, and one for each of its ends.
-_QUEUE_DEPTH_VARIABLE, _QUEUE_DEPTH = "NVSHMEM_QP_DEPTH", 1024
 # Of a message before its elements, and of one scale in it.
 _HEADER_BYTES, _SCALE_BYTES, _SCALE_BLOCK = 16, 4, 128
 _ALIGNMENT_BYTES = 128
@@ -138,6 +138,13 @@ class DeepEPV1LowLatencyBuffer(VendorBuffer):
         if spec.max_tokens_per_rank is not None:
             reasons += _token_reasons(spec, spec.max_tokens_per_rank, world_size)
         return tuple(reasons)
+
+    @classmethod
+    def lacks_with(
+        cls, environment: Mapping[str, str], spec: BufferSpec, world_size: int
+    ) -> tuple[str, ...]:
+        max_tokens = spec.max_tokens_per_rank
+        return () if max_tokens is None else queue_reasons(max_tokens, environment)
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
@@ -342,14 +349,7 @@ class DeepEPV1LowLatencyBuffer(VendorBuffer):
 
 def _token_reasons(spec: BufferSpec, max_tokens: int, world_size: int) -> list[str]:
     """What keeps it from serving so many tokens a rank."""
-    reasons, depth = [], environment().get(_QUEUE_DEPTH_VARIABLE, str(_QUEUE_DEPTH))
-    if not depth.isdecimal():
-        reasons.append(f"{_QUEUE_DEPTH_VARIABLE} is {depth!r}, expected a number")
-    elif 2 * (max_tokens + 1) > int(depth):
-        reasons.append(
-            f"max_tokens_per_rank is {max_tokens}, at most {int(depth) // 2 - 1} with "
-            f"{_QUEUE_DEPTH_VARIABLE} = {depth}"
-        )
+    reasons = []
     if spec.dispatch_format.dtype is WireDtype.FP8_E4M3 and max_tokens * world_size % 4:
         reasons.append("FP8 rows need max_tokens_per_rank * ranks to be a multiple of 4")
     num_bytes = message_bytes(spec, world_size)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from epcomm.errors import ShapeError
 from epcomm.kernels.cuda_jit import CudaKernel, CudaModule, byte_matrix_map, compile_to_cubin
+from epcomm.platforms.cuda import num_sms_of
 
 BLOCK = 128
 TILE_ROWS = 128
@@ -140,7 +141,7 @@ def _kernels(device_index: int) -> _Kernels:
                 torch.bfloat16: kernel("down_fp8_bfloat16"),
                 torch.float16: kernel("down_fp8_float16"),
             },
-            num_sms=torch.cuda.get_device_properties(device_index).multi_processor_count,
+            num_sms=num_sms_of(device_index),
         )
 
 

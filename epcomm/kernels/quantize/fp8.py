@@ -22,6 +22,7 @@ from epcomm.kernels.launch import (
     next_power_of_two,
     warps_for,
 )
+from epcomm.platforms.cuda import compute_capability
 
 # Elements of a program, where blocks are smaller: four warps.
 _TILE_ELEMENTS = 4 * ELEMENTS_PER_WARP
@@ -185,7 +186,8 @@ def tile_of(scale_block: int) -> tuple[int, int]:
 
 def has_e4m3(device: torch.device) -> bool:
     """Whether its hardware converts to e4m3."""
-    return not IS_INTERPRETED and torch.cuda.get_device_capability(device) >= _FIRST_WITH_E4M3
+    found = None if IS_INTERPRETED else compute_capability(device)
+    return found is not None and found >= _FIRST_WITH_E4M3
 
 
 def _check_outputs(hidden_states: Tensor, codes: Tensor, scales: Tensor, scale_block: int) -> int:

@@ -42,6 +42,11 @@ def device_name() -> str | None:
     return npu.get_device_name() if npu is not None and npu.is_available() else None
 
 
+def is_torch_npu_imported() -> bool:
+    """Tell whether torch_npu is imported; that loads the toolkit, so it is the caller's to do."""
+    return "torch_npu" in sys.modules
+
+
 def current_soc() -> Soc | None:
     """The chip of this process; None where it is unknown, as when a plan is made elsewhere."""
     name = device_name()

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from epcomm.config import environment
 from epcomm.platforms.ascend.chip import Soc
 from epcomm.types import WireDtype, WireFormat
 
@@ -49,7 +50,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """How normal mode cuts long batches; equal on all ranks.
+    """The rounds into which normal mode cuts long batches; equal on all ranks.
 
     num_rounds, tokens_per_round: of a dispatch.
     in_combine: combine takes the same rounds; else a single one of at most 8192 tokens.
@@ -79,13 +80,18 @@ def window_mib(variables: Mapping[str, str]) -> Setting:
 
 
 def rounds_of(variables: Mapping[str, str]) -> Rounds:
-    """What the variables say; the default where they are refused (rounds_reasons)."""
+    """Return what the variables say; the default where they are refused (rounds_reasons)."""
     if rounds_reasons(variables):
         return Rounds()
     rounds, tokens, in_combine = _round_settings(variables)
     return Rounds(
         num_rounds=rounds.value, tokens_per_round=tokens.value, in_combine=in_combine.value == 1
     )
+
+
+def current_rounds() -> Rounds:
+    """Return the rounds of this process, for what is asked without variables."""
+    return rounds_of(environment())
 
 
 def rounds_reasons(variables: Mapping[str, str]) -> list[str]:

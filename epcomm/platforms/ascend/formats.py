@@ -26,7 +26,7 @@ _FORMAT = "get_npu_format"
 
 
 def is_nz_aligned(num_rows: int, num_columns: int, element_bits: int) -> bool:
-    """Whether matrices [num_rows, num_columns] are whole tiles: what GEMMs ask of NZ weights.
+    """Tell whether matrices [num_rows, num_columns] are whole tiles, as GEMMs ask of NZ weights.
 
     Args:
         num_rows, num_columns: K and N of the product.
@@ -36,7 +36,7 @@ def is_nz_aligned(num_rows: int, num_columns: int, element_bits: int) -> bool:
 
 
 def alignment_reasons(name: str, matrices: Tensor) -> list[str]:
-    """Why [..., K, N] are not whole tiles; empty if they are."""
+    """List why matrices [..., K, N] are not whole tiles; empty if they are."""
     rows, columns = matrices.shape[-2:]
     width = _TILE_ROW_BITS // (8 * matrices.element_size())
     reasons = []
@@ -50,7 +50,7 @@ def alignment_reasons(name: str, matrices: Tensor) -> list[str]:
 
 
 def to_nz(matrices: Tensor) -> Tensor:
-    """[..., K, N], of any strides, in NZ: new memory, without gradients.
+    """Cast matrices [..., K, N], of any strides, to NZ: new memory, without gradients.
 
     `matrices` itself where unaligned or where nothing casts.
 
@@ -69,7 +69,7 @@ def to_nz(matrices: Tensor) -> Tensor:
 
 
 def nz_reasons(device: torch.device) -> list[str]:
-    """Why to_nz() would refuse weights on this device; empty if it would not."""
+    """List why to_nz() would refuse weights on this device; empty if it would not."""
     try:
         to_nz(torch.zeros(TILE_ROWS, _TILE_ROW_BITS // 8, dtype=torch.int8, device=device))
     except ConfigError as error:

@@ -29,7 +29,7 @@ _A2_RANKS = (2, 8)
 
 @dataclass(frozen=True, kw_only=True)
 class SizeLimits:
-    """Of one mode on one chip: hidden sizes and their unit, ranks, all inclusive.
+    """The limits of one mode on one chip: hidden sizes, their unit, and ranks, all inclusive.
 
     max_tokens: of a rank, in low latency; those of normal mode are Rounds.max_tokens.
     """
@@ -45,12 +45,12 @@ _LOW_LATENCY = SizeLimits(hidden=(1024, 8192), ranks=(2, 768), max_tokens=512)
 
 
 def normal_limits(soc: Soc | None) -> SizeLimits:
-    """Those of an unknown chip are the widest."""
+    """Return the limits of normal mode; those of an unknown chip are the widest."""
     return replace(_NORMAL, hidden=(7168, 7168), ranks=_A2_RANKS) if soc is Soc.A2 else _NORMAL
 
 
 def low_latency_limits(soc: Soc | None) -> SizeLimits:
-    """Those of an unknown chip are the widest."""
+    """Return the limits of low latency; those of an unknown chip are the widest."""
     if soc is not Soc.A2:
         return _LOW_LATENCY
     return SizeLimits(hidden=(1024, 7168), hidden_multiple=32, ranks=_A2_RANKS, max_tokens=256)
@@ -59,7 +59,7 @@ def low_latency_limits(soc: Soc | None) -> SizeLimits:
 def size_reasons(
     spec: BufferSpec, world_size: int, limits: SizeLimits, soc: Soc | None
 ) -> list[str]:
-    """What the kernels were not written for."""
+    """List the sizes that the kernels were not written for."""
     reasons, where = [], "" if soc is None else f" on {soc}"
     lowest, highest = limits.hidden
     if not lowest <= spec.hidden_size <= highest:
@@ -99,7 +99,7 @@ def _sent_bytes(spec: BufferSpec) -> int:
 
 
 def window_reasons(needed: int, variables: Mapping[str, str]) -> list[str]:
-    """Why the HCCL window is too small, with the setting that is to be changed."""
+    """List why the HCCL window is too small, with the setting that is to be changed."""
     window = window_mib(variables)
     if window.reason is not None:
         return [window.reason]

@@ -1,0 +1,81 @@
+"""What the CUDA devices of this process have, and which packages their kernels need.
+
+Without a device a question about one is an error of torch; cuda_reasons() asks whether there is
+one. Nothing here imports a package.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """Compute capabilities of NVIDIA GPUs, major and minor; most: None for all newer ones."""
+
+    least: tuple[int, int]
+    most: tuple[int, int] | None = None
+
+    def lacking(self, device: torch.device | None) -> list[str]:
+        """Return the reason why `device`, None for the current one, does not serve, if any."""
+        found = torch.cuda.get_device_capability(device)
+        if self.least <= found and (self.most is None or found <= self.most):
+            return []
+        if self.most is None:
+            expected = f"at least {self.least}"
+        else:
+            expected = (
+                f"{self.least}" if self.least == self.most else f"{self.least} to {self.most}"
+            )
+        return [f"compute capability is {found}, expected {expected}"]
+
+
+def cuda_reasons() -> list[str]:
+    """List why no kernel of CUDA runs in this process; empty if there is a device. Local."""
+    return [] if torch.cuda.is_available() else ["there is no CUDA device"]
+
+
+def triton_reasons() -> list[str]:
+    """List why no kernel of Triton is compiled in this process; empty if it can be. Local."""
+    return [] if find_spec("triton") is not None else ["triton is not installed; install it"]
+
+
+def nvlink_reasons() -> list[str]:
+    """List why this process cannot write memory of peers over NVLink; empty if it can. Local.
+
+    Which peers a device reaches depends on the ranks, see platforms.nvlink.
+    """
+    reasons = [*triton_reasons(), *cuda_reasons()]
+    if find_spec("torch.distributed._symmetric_memory") is None:
+        reasons.append("this torch has no symmetric memory; install 2.11 or newer")
+    return reasons
+
+
+def compute_capability(device: torch.device | None = None) -> tuple[int, int] | None:
+    """Major and minor number of a CUDA device, by default the current one; None of others."""
+    if device is not None and device.type != "cuda":
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+def num_sms_of(device: torch.device | int) -> int:
+    """Return how many SMs a CUDA device has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def shared_bytes_of(device: torch.device) -> int | None:
+    """Return the most bytes of shared memory that a block may have; None if torch does not tell."""
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", None)
+
+
+def nvidia_libraries(file_name: str) -> list[str]:
+    """Paths of a library in the installed wheels of NVIDIA, sorted within each folder."""
+    spec = find_spec("nvidia")
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return [
+        str(path) for folder in folders for path in sorted(Path(folder).glob(f"*/lib/{file_name}"))
+    ]

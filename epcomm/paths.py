@@ -9,14 +9,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
-from epcomm.dispatchers.deepep_low_latency import DeepEPLowLatencyDispatcher
-from epcomm.dispatchers.deepep_normal import DeepEPNormalDispatcher
+from epcomm.dispatchers.base import NeedGrad
 from epcomm.dispatchers.dispatcher import RowsDispatcher
-from epcomm.dispatchers.standard import StandardDispatcher
+from epcomm.dispatchers.modes import (
+    DeepEPLowLatencyDispatcher,
+    DeepEPNormalDispatcher,
+    StandardDispatcher,
+)
 from epcomm.errors import ConfigError, EPError, ShapeError
 from epcomm.group import EPGroup
 from epcomm.ops.precision import is_widened
@@ -55,12 +59,14 @@ class PipelinePath:
         misplaced = self._find_misplaced(weights)
         if misplaced is not None:
             dispatcher.refuse(misplaced)
-        trained = {name: tensor.requires_grad for name, tensor in weights.tensors().items()}
+        trained: NeedGrad = False
+        if torch.is_grad_enabled():
+            trained = {name: tensor.requires_grad for name, tensor in weights.tensors().items()}
         out = dispatcher.dispatch(x, topk, experts_need_grad=trained)
         try:
             results = self._run_experts(out, weights)
         except Exception as problem:
-            dispatcher.refuse_results(out, problem)
+            dispatcher.refuse_results(out.handle, problem)
             raise
         y = dispatcher.combine(results)
         return path_output(y, out)

@@ -121,7 +121,7 @@ def read_counts(
     slots_from_rank = [words[HEADER_WORDS : HEADER_WORDS + num_slots] for words in headers]
     return Counts(
         rows_from_rank=tuple(words[ROWS] for words in headers),
-        tokens_per_expert=tuple(sum(column) for column in zip(*slots_from_rank, strict=True)),
+        tokens_per_expert=tuple(map(sum, zip(*slots_from_rank, strict=True))),
         device_tokens_per_expert=device_slots.sum(0),
         any_flags=any_flags(flags),
     )

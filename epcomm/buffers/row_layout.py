@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ class RowLayout:
     """Byte offsets inside one row [elements | scales | K ids int32 | K scalars | gap].
 
     The scalars are router weights towards the experts, their gradients in combine: float64
-    beside such elements, else float32. Rows in combine have no ids.
+    beside such elements, else float32. Rows in combine have no ids. A buffer keeps its layouts, for
+    offsets are computed once.
     """
 
     hidden_size: int
@@ -24,48 +26,56 @@ class RowLayout:
     format: WireFormat
     has_ids: bool
 
-    @property
+    @cached_property
+    def data_end(self) -> int:
+        """First byte behind the elements."""
+        return self.format.data_bytes(self.hidden_size)
+
+    @cached_property
     def scales_at(self) -> int:
         """First byte of the scales."""
-        return align_up(self.format.data_bytes(self.hidden_size), 4)
+        return align_up(self.data_end, 4)
 
-    @property
+    @cached_property
+    def scales_end(self) -> int:
+        """First byte behind the scales."""
+        return self.scales_at + self.format.scale_bytes(self.hidden_size)
+
+    @cached_property
     def ids_at(self) -> int:
         """First byte of the ids."""
-        return align_up(self.scales_at + self.format.scale_bytes(self.hidden_size), 4)
+        return align_up(self.scales_end, 4)
 
-    @property
+    @cached_property
     def scalars_at(self) -> int:
         """First byte of the scalars."""
         end = self.ids_at + (4 * self.top_k if self.has_ids else 0)
         return align_up(end, self.scalar_dtype.itemsize)
 
-    @property
+    @cached_property
     def scalar_dtype(self) -> torch.dtype:
         """The dtype of the scalars."""
         return self.format.dtype.scalar_dtype
 
-    @property
+    @cached_property
     def scalars_end(self) -> int:
         """First byte behind the scalars."""
         return self.scalars_at + self.scalar_dtype.itemsize * self.top_k
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes from one row to the next."""
         return align_up(self.scalars_end, ROW_ALIGNMENT_BYTES)
 
     def data(self, rows: Tensor) -> Tensor:
         """[N, H] view of the elements."""
-        end = self.format.data_bytes(self.hidden_size)
-        return rows[:, :end].view(self.format.dtype.torch_dtype)
+        return rows[:, : self.data_end].view(self.format.dtype.torch_dtype)
 
     def scales(self, rows: Tensor) -> Tensor | None:
         """[N, num_scales] view of the scales, or None."""
         if self.format.scale_dtype is None:
             return None
-        end = self.scales_at + self.format.scale_bytes(self.hidden_size)
-        return rows[:, self.scales_at : end].view(self.format.scale_dtype)
+        return rows[:, self.scales_at : self.scales_end].view(self.format.scale_dtype)
 
     def ids(self, rows: Tensor) -> Tensor:
         """[N, K] int32 view of the ids."""

@@ -27,24 +27,23 @@ from epcomm.types import RowsPer, WireFormat, WireTensor, sum_dtype
 
 
 class _Dispatch(torch.autograd.Function):
+    """Ties what a dispatch brought to what was sent: [T, H] and [T, K] to [R, H] and [C]."""
+
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x: Tensor, topk_weights: Tensor, buffer: Buffer, call: DispatchCall
-    ) -> tuple[Tensor, Tensor, Dispatched]:
-        out = operators.dispatch(buffer, call)
+        ctx: FunctionCtx, x: Tensor, topk_weights: Tensor, buffer: Buffer, out: Dispatched
+    ) -> tuple[Tensor, Tensor]:
         ctx.buffer, ctx.exchange_plan, ctx.dtype = buffer, out.exchange_plan, x.dtype  # type: ignore[attr-defined]
+        assert out.slot_weights is not None, "to a trainable buffer, weights travel"
         # Codes have no gradient. Rows that need one are handed out dequantised, and the gradient
         # passes the quantisation as if it were not there (straight through).
-        assert out.slot_weights is not None, "to a trainable buffer, weights travel"
-        needs_grad = bool(out.any_flags & BatchFlags.INPUTS_NEED_GRAD)
-        rows = dequantize(out.rows, x.dtype) if needs_grad else x.new_empty(0)
-        return rows, out.slot_weights, out
+        return dequantize(out.rows, x.dtype), out.slot_weights
 
     @staticmethod
     @once_differentiable
     @ranged("dispatch_backward")
     def backward(  # type: ignore[override]
-        ctx: FunctionCtx, grad_rows: Tensor, grad_slot_weights: Tensor, _: None
+        ctx: FunctionCtx, grad_rows: Tensor, grad_slot_weights: Tensor
     ) -> tuple[Tensor, Tensor | None, None, None]:
         exchange_plan: ExchangePlan = ctx.exchange_plan  # type: ignore[attr-defined]
         slots_of_row = exchange_plan.index.slots_of_row
@@ -103,11 +102,12 @@ def dispatch_rows(
 
     Collective: yes, and so is its backward, on every rank if any rank's inputs need gradients.
     """
-    if not call.flags & BatchFlags.GRAD_ENABLED:
+    if call.flags == BatchFlags.NONE:
         return buffer.dispatch(call)
-    rows, slot_weights, out = _Dispatch.apply(_anchored(x), topk_weights, buffer, call)
+    out = operators.dispatch(buffer, call)
     if not out.any_flags & BatchFlags.INPUTS_NEED_GRAD:
-        return replace(out, slot_weights=slot_weights.detach())
+        return out
+    rows, slot_weights = _Dispatch.apply(_anchored(x), topk_weights, buffer, out)
     wire = WireTensor(data=rows, format=WireFormat.of(x.dtype))
     return replace(out, rows=wire, slot_weights=slot_weights)
 
@@ -122,7 +122,11 @@ def combine_rows(buffer: Buffer, rows: RowsCombineInput, gradient_dtype: torch.d
 
     Collective: yes, and so is its backward, on every rank if any rank needs one.
     """
-    handle = rows.handle
+    handle, hidden_states, slot_weights = rows.handle, rows.hidden_states, rows.slot_weights
+    if not torch.is_grad_enabled():
+        return buffer.combine(
+            hidden_states, handle.exchange_plan, rows_per=rows.rows_per, slot_weights=slot_weights
+        ).y
     call = CombineCall(
         buffer=buffer,
         exchange_plan=handle.exchange_plan,
@@ -130,10 +134,13 @@ def combine_rows(buffer: Buffer, rows: RowsCombineInput, gradient_dtype: torch.d
         gradient_dtype=gradient_dtype,
         lasts=handle.needs_backward,
     )
-    hidden_states = rows.hidden_states
-    if handle.needs_backward and torch.is_grad_enabled():
+    if handle.needs_backward:
         hidden_states = _anchored(hidden_states)
-    return _Combine.apply(hidden_states, rows.slot_weights, call)
+    elif not (
+        hidden_states.requires_grad or (slot_weights is not None and slot_weights.requires_grad)
+    ):
+        return operators.combine(hidden_states, slot_weights, call)
+    return _Combine.apply(hidden_states, slot_weights, call)
 
 
 def _anchored(tensor: Tensor) -> Tensor:

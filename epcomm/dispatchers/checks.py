@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+from epcomm.dispatchers.base import NeedGrad
 from epcomm.errors import CapacityError, EPError, HandleError, ShapeError
 from epcomm.ops.precision import FLOAT_DTYPES
-from epcomm.records import CombineInput, Handle, MaskedCombineInput, RowsCombineInput, TopKOutput
+from epcomm.records import (
+    CombineInput,
+    ExchangePlan,
+    Handle,
+    MaskedCombineInput,
+    RowsCombineInput,
+    TopKOutput,
+)
 from epcomm.spec import BufferSpec
 from epcomm.types import Layout, RowsPer
 
@@ -110,6 +120,26 @@ def find_combine_error(
     return None if fault is None else ShapeError(f"combine: {fault[0]} ({where}); {fault[1]}")
 
 
+def needs_gradients(hidden_states: Tensor, topk: TopKOutput, experts_need_grad: NeedGrad) -> bool:
+    """Whether a call asks for gradients in grad mode; what is wrong with it is found elsewhere."""
+    if isinstance(experts_need_grad, Mapping):
+        experts_need_grad = any(experts_need_grad.values())
+    inputs = (hidden_states, getattr(topk, "topk_weights", None))
+    return experts_need_grad or any(getattr(each, "requires_grad", False) for each in inputs)
+
+
+def open_exchange_plan_of(combine_input: object, owner: object) -> ExchangePlan | None:
+    """The exchange plan of a refused combine input of `owner`, or None if that is unknown."""
+    handle = getattr(combine_input, "handle", None)
+    if not isinstance(handle, Handle):
+        return None
+    try:
+        handle.check(owner)
+    except HandleError:
+        return None
+    return handle.exchange_plan
+
+
 def unready_error(problem: Exception, where: str, *, function: str = "dispatch") -> EPError:
     """What stands for an error of a rank's own, before it could send rows, on that rank."""
     return EPError(
@@ -141,6 +171,8 @@ def _kind_of(value: object) -> str:
 
 def _unusual(tensor: Tensor) -> tuple[str, str] | None:
     """What makes a tensor no plain strided one, and the remedy; its shape may not be asked then."""
+    if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested:
+        return None
     if tensor.is_nested:
         return "nested", "to_padded_tensor(0)"
     if tensor.layout is not torch.strided:

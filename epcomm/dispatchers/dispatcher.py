@@ -1,4 +1,4 @@
-"""Dispatch and combine over the ROWS layout: check, send, wrap in a record."""
+"""Dispatch and combine over any buffer: check, send, wrap in a record."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
 from epcomm.dispatchers.base import CombineT, Dispatcher, DispatchT, NeedGrad
+from epcomm.dispatchers.batch import Batch, arranged, as_rows, flags_of
 from epcomm.dispatchers.checks import (
     find_call_error,
     find_combine_error,
+    needs_gradients,
     num_tokens_of,
+    open_exchange_plan_of,
     unready_error,
 )
 from epcomm.errors import ConfigError, EPError, EPTimeout, HandleError
@@ -27,23 +30,23 @@ from epcomm.group import EPGroup
 from epcomm.ops.precision import cast_results, cast_topk, in_dtype
 from epcomm.planning.plan import plan
 from epcomm.planning.plans import PhasePlan
-from epcomm.platforms.compiler import untraced
 from epcomm.platforms.profiler import ranged
 from epcomm.protocol import BatchFlags
-from epcomm.quantization import arrange_scales, quantize, quantizer_for, restore_scales
+from epcomm.quantization import quantize, quantizer_for
 from epcomm.records import (
     ExchangePlan,
     Handle,
-    MaskedCombineInput,
     MaskedDispatchOutput,
     Pending,
-    RowsCombineInput,
     RowsDispatchOutput,
     TopKOutput,
     empty_topk,
 )
 from epcomm.spec import MoESpec
-from epcomm.types import ROW_MAJOR, Layout, RowsPer, WireTensor
+from epcomm.types import Layout
+
+# Flags of which any makes all ranks run the backward of a batch.
+_NEEDS_BACKWARD = ~int(BatchFlags.GRAD_ENABLED)
 
 
 class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
@@ -74,9 +77,10 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         """
         config = replace(config or EPConfig(), mode=self.mode)
         self.plan: PhasePlan = chosen or plan(config, spec, group).prefill
-        self._group = group
+        self._group, self._where = group, group.where
         self._spec = self.plan.buffer_spec
         self._dtype = self._spec.combine_format.dtype.torch_dtype
+        self._gradient_dtype = self._spec.backward_format.dtype.torch_dtype
         self._buffer = group.open_buffer(self.plan.buffer, self._spec)
         self._calls = group.collectives.calls
         self._number = self._calls.add_dispatcher(self.mode)
@@ -91,117 +95,116 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self._num_calls = 0
         self._is_closed = False
 
-    @untraced
-    @ranged("dispatch")
+    @ranged("dispatch", is_traced=False)
     def dispatch(
         self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: NeedGrad = False
     ) -> DispatchT:
-        return self._begin(hidden_states, topk, experts_need_grad, defers_receive=False).wait()
+        return self._dispatch(hidden_states, topk, experts_need_grad)
 
-    @untraced
-    @ranged("dispatch_begin")
+    def _dispatch(
+        self,
+        hidden_states: Tensor,
+        topk: TopKOutput,
+        experts_need_grad: NeedGrad,
+        refusal: EPError | None = None,
+    ) -> DispatchT:
+        """Dispatch; `refusal`, if there is one, is raised when all ranks have heard of it."""
+        self._check_group_open("dispatch")
+        number = self._calls.next_batch
+        try:
+            batch = self._prepare(hidden_states, topk, experts_need_grad, refusal)
+            out = dispatch_rows(self._buffer, batch.hidden_states, batch.topk_weights, batch.call)
+        except Exception as problem:
+            if refusal is None and self._is_untold(number):
+                self.refuse_for(problem)
+            raise
+        if batch.refusal is not None:
+            # A static buffer has not raised. No combine will come of this call, so end it here.
+            self._refuse_combine(batch.refusal, out.exchange_plan)
+        self._num_calls += 1
+        return self._record(out, batch, self._num_calls)
+
+    @ranged("dispatch_begin", is_traced=False)
     def dispatch_async(
         self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: NeedGrad = False
     ) -> Pending[DispatchT]:
         if not self.plan.caps.has_receive_hook:
             return super().dispatch_async(hidden_states, topk, experts_need_grad=experts_need_grad)
-        pending = self._begin(hidden_states, topk, experts_need_grad, defers_receive=True)
-        return Pending(partial(_wait_for_rows, pending))
-
-    def _begin(
-        self,
-        hidden_states: Tensor,
-        topk: TopKOutput,
-        experts_need_grad: NeedGrad,
-        *,
-        defers_receive: bool,
-        refusal: EPError | None = None,
-    ) -> Pending[DispatchT]:
-        """Send; with defers_receive, which has no gradients, rows are received in wait().
-
-        refusal: what the caller knows to be wrong; it is raised when all ranks have heard of it.
-        """
         self._check_group_open("dispatch")
         number = self._calls.next_batch
         try:
-            return self._send(
-                hidden_states,
-                topk,
-                experts_need_grad,
-                defers_receive=defers_receive,
-                refusal=refusal,
-            )
+            batch = self._prepare(hidden_states, topk, experts_need_grad)
+            pending = self._buffer.dispatch_async(batch.call)
         except Exception as problem:
-            if refusal is None and self._is_untold(number):
+            if self._is_untold(number):
                 self.refuse_for(problem)
             raise
+        if batch.refusal is not None:
+            self._refuse_combine(batch.refusal, pending.wait().exchange_plan)
+        self._num_calls += 1
+        return Pending(partial(self._receive, pending, batch, self._num_calls))
+
+    @ranged("dispatch_wait")
+    def _receive(self, pending: Pending[Dispatched], batch: Batch, number: int) -> DispatchT:
+        return self._record(pending.wait(), batch, number)
 
     def _is_untold(self, number: int) -> bool:
         """Whether no rank has heard of call `number`, in which this rank has failed, nor waits."""
         return self._buffer.counts_calls and self._calls.next_batch == number
 
-    def _send(
+    def _prepare(
         self,
         hidden_states: Tensor,
         topk: TopKOutput,
         experts_need_grad: NeedGrad,
-        *,
-        defers_receive: bool,
-        refusal: EPError | None,
-    ) -> Pending[DispatchT]:
-        """Do what _begin() does, but tell nobody of an error of this rank's own."""
-        num_tokens = num_tokens_of(hidden_states)
-        refusal = (
-            refusal
-            or self._closed_error("dispatch")
-            or self._refusal(hidden_states, topk, experts_need_grad)
-        )
+        refusal: EPError | None = None,
+    ) -> Batch:
+        """Check a call and cast its tensors; a bad one becomes a batch without tokens."""
+        refusal = refusal or self._find_refusal(hidden_states, topk, experts_need_grad)
         error = refusal or find_call_error(
             hidden_states,
             topk,
             self._spec,
             self._dtype,
             self._group.device,
-            self._group.where,
+            self._where,
             backend_limit=self.plan.caps.max_tokens_per_rank,
         )
+        num_tokens = num_tokens_of(hidden_states) if error else hidden_states.shape[0]
         if error is not None:
             # Take part with no tokens, so that the others hear of the fault instead of waiting.
-            hidden_states = torch.empty(
-                0, self._spec.hidden_size, dtype=self._dtype, device=self._group.device
-            )
-            topk = empty_topk(self._spec.top_k, self._group.device)
-        given, hidden_states = hidden_states.dtype, in_dtype(hidden_states, self._dtype)
+            hidden_states, topk = self._nothing()
+        dtype, hidden_states = hidden_states.dtype, in_dtype(hidden_states, self._dtype)
         topk = cast_topk(topk, self._dtype)
-        call = self._make_call(hidden_states, topk, experts_need_grad, error)
-        if defers_receive:
-            pending = self._buffer.dispatch_async(call)
-        else:
-            out = dispatch_rows(self._buffer, hidden_states, topk.topk_weights, call)
-            pending = Pending(lambda: out)
-        if refusal is not None:
-            # A static buffer has not raised. No combine will come of this call, so end it here.
-            self._refuse_combine(refusal, pending.wait().exchange_plan)
-        self._num_calls += 1
-        number = self._num_calls
-        return Pending(lambda: self._record(pending.wait(), number, num_tokens, given))
+        return Batch(
+            call=self._make_call(hidden_states, topk, experts_need_grad, error),
+            hidden_states=hidden_states,
+            topk_weights=topk.topk_weights,
+            num_tokens=num_tokens,
+            dtype=dtype,
+            refusal=refusal,
+        )
 
-    def _record(
-        self, out: Dispatched, number: int, num_tokens: int, given: torch.dtype
-    ) -> DispatchT:
-        """The record of dispatch call `number`."""
+    def _nothing(self) -> tuple[Tensor, TopKOutput]:
+        """Hidden states and routing of a rank without tokens."""
+        device = self._group.device
+        hidden_states = torch.empty(0, self._spec.hidden_size, dtype=self._dtype, device=device)
+        return hidden_states, empty_topk(self._spec.top_k, device)
+
+    def _record(self, out: Dispatched, batch: Batch, number: int) -> DispatchT:
+        """Return the record of dispatch call `number`."""
         handle = Handle(
             owner=self,
             exchange_plan=out.exchange_plan,
             call=number,
-            num_tokens=num_tokens,
-            needs_backward=bool(out.any_flags & ~BatchFlags.GRAD_ENABLED),
-            dtype=given,
+            num_tokens=batch.num_tokens,
+            needs_backward=bool(int(out.any_flags) & _NEEDS_BACKWARD),
+            dtype=batch.dtype,
         )
         if self.plan.caps.layout is Layout.MASKED:
             capacity = out.rows.data.shape[:2]
             record = MaskedDispatchOutput(
-                hidden_states=self._arranged(out.rows),
+                hidden_states=arranged(out.rows, self.plan.scale_layout, self._spec.hidden_size),
                 num_tokens_per_expert=out.index.num_tokens_per_expert,
                 slot_weights=None if out.slot_weights is None else out.slot_weights.view(capacity),
                 weights_applied_by=self._weights_applied_by,
@@ -209,7 +212,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             )
         else:
             record = RowsDispatchOutput(
-                hidden_states=self._arranged(out.rows),
+                hidden_states=arranged(out.rows, self.plan.scale_layout, self._spec.hidden_size),
                 index=out.index,
                 slot_weights=out.slot_weights,
                 weights_applied_by=self._weights_applied_by,
@@ -218,27 +221,49 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         # Which of the two a dispatcher hands out is its buffer's choice, made once in the plan.
         return cast(DispatchT, record)
 
-    @untraced
-    @ranged("combine")
+    @ranged("combine", is_traced=False)
     def combine(self, combine_input: CombineT) -> Tensor:
-        return self._begin_combine(combine_input, defers_receive=False).wait()
+        number = self._check_combine(combine_input)
+        try:
+            rows = cast_results(as_rows(combine_input), self._dtype)
+            y = combine_rows(self._buffer, rows, self._gradient_dtype)
+        except Exception as problem:
+            if self._is_untold(number):
+                self.refuse_results(combine_input.handle, problem)
+            raise
+        combine_input.handle.spend("was combined before")
+        return self._finished(y, combine_input.handle)
 
-    @untraced
-    @ranged("combine_begin")
+    @ranged("combine_begin", is_traced=False)
     def combine_async(self, combine_input: CombineT) -> Pending[Tensor]:
         if not self.plan.caps.has_receive_hook:
             return super().combine_async(combine_input)
-        pending = self._begin_combine(combine_input, defers_receive=True)
-        return Pending(partial(_wait_for_sums, pending))
+        number = self._check_combine(combine_input)
+        try:
+            rows = cast_results(as_rows(combine_input), self._dtype)
+            pending = self._buffer.combine_async(
+                rows.hidden_states,
+                rows.handle.exchange_plan,
+                rows_per=rows.rows_per,
+                slot_weights=rows.slot_weights,
+            )
+        except Exception as problem:
+            if self._is_untold(number):
+                self.refuse_results(combine_input.handle, problem)
+            raise
+        combine_input.handle.spend("was combined before")
+        return Pending(partial(self._receive_sums, pending, combine_input.handle))
+
+    @ranged("combine_wait")
+    def _receive_sums(self, pending: Pending[Combined], handle: Handle) -> Tensor:
+        return self._finished(pending.wait().y, handle)
 
     def refuse(self, error: EPError) -> NoReturn:
         """Take part in the other ranks' dispatch without tokens, so that they hear of `error`.
 
         Collective: yes, in place of dispatch(), and on a static buffer of combine() too.
         """
-        topk = empty_topk(self._spec.top_k, self._group.device)
-        nothing = topk.topk_weights.new_empty(0, self._spec.hidden_size, dtype=self._dtype)
-        self._begin(nothing, topk, False, defers_receive=False, refusal=error)
+        self._dispatch(*self._nothing(), False, refusal=error)
         raise error
 
     def refuse_for(self, problem: Exception) -> None:
@@ -248,23 +273,20 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         """
         # A device that has failed may not be able to tell either.
         with suppress(EPError, RuntimeError):
-            self.refuse(unready_error(problem, self._group.where))
+            self.refuse(unready_error(problem, self._where))
 
-    def refuse_results(self, out: DispatchT, problem: Exception) -> None:
+    def refuse_results(self, handle: Handle, problem: Exception) -> None:
         """Let the ranks that combine this batch hear that its experts failed here; returns then.
 
         Collective: yes, in place of combine().
         """
-        self._refuse_results(out.handle.exchange_plan, problem)
-
-    def _refuse_results(self, exchange_plan: ExchangePlan, problem: Exception) -> None:
-        error = unready_error(problem, self._group.where, function="combine")
+        error = unready_error(problem, self._where, function="combine")
         # As in refuse_for().
         with suppress(EPError, RuntimeError):
-            self._refuse_combine(error, exchange_plan)
+            self._refuse_combine(error, handle.exchange_plan)
 
-    def _begin_combine(self, combine_input: CombineT, *, defers_receive: bool) -> Pending[Tensor]:
-        """Send sums back; with defers_receive they are received in wait()."""
+    def _check_combine(self, combine_input: CombineT) -> int:
+        """Refuse a bad call, before all ranks; return the number of this one."""
         self._check_group_open("combine")
         error = self._closed_error("combine") or find_combine_error(
             combine_input,
@@ -272,32 +294,12 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             self._spec,
             self._dtype,
             self._group.device,
-            self._group.where,
+            self._where,
             layout=self.plan.caps.layout,
         )
         if error is not None:
-            self._refuse_combine(error, self._open_exchange_plan_of(combine_input))
-        handle, number = combine_input.handle, self._calls.next_batch
-        try:
-            pending = self._send_results(combine_input, defers_receive=defers_receive)
-        except Exception as problem:
-            if self._is_untold(number):
-                self._refuse_results(handle.exchange_plan, problem)
-            raise
-        handle.spend("was combined before")
-        return Pending(lambda: self._finished(pending.wait().y, handle))
-
-    def _send_results(self, combine_input: CombineT, *, defers_receive: bool) -> Pending[Combined]:
-        rows = cast_results(_as_rows(combine_input), self._dtype)
-        if defers_receive:
-            return self._buffer.combine_async(
-                rows.hidden_states,
-                rows.handle.exchange_plan,
-                rows_per=rows.rows_per,
-                slot_weights=rows.slot_weights,
-            )
-        y = combine_rows(self._buffer, rows, self._spec.backward_format.dtype.torch_dtype)
-        return Pending(lambda: Combined(y=y, scalars=None))
+            self._refuse_combine(error, open_exchange_plan_of(combine_input, self))
+        return self._calls.next_batch
 
     def _finished(self, y: Tensor, handle: Handle) -> Tensor:
         """y of the batch as the caller gave it."""
@@ -321,46 +323,31 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
 
     def _check_group_open(self, function: str) -> None:
         if self._group.is_closed:
-            raise HandleError(
-                f"{function}: the EPGroup is closed ({self._group.where}); make a new one"
-            )
+            raise HandleError(f"{function}: the EPGroup is closed ({self._where}); make a new one")
 
     def _closed_error(self, function: str) -> HandleError | None:
         if not self._is_closed:
             return None
         return HandleError(
-            f"{function}: the dispatcher is closed ({self._group.where}); construct a new one"
+            f"{function}: the dispatcher is closed ({self._where}); construct a new one"
         )
 
-    def _refusal(
+    def _find_refusal(
         self, hidden_states: Tensor, topk: TopKOutput, experts_need_grad: NeedGrad
     ) -> EPError | None:
-        """Return the error of a call that this dispatcher can never serve, or None."""
-        # What is no TopKOutput is told to all ranks, as a fault of the call.
-        inputs = (hidden_states, getattr(topk, "topk_weights", None))
-        needs_grad = any(getattr(tensor, "requires_grad", False) for tensor in inputs)
-        if isinstance(experts_need_grad, Mapping):
-            experts_need_grad = any(experts_need_grad.values())
-        is_needed = torch.is_grad_enabled() and (needs_grad or experts_need_grad)
-        if self.plan.caps.trainable or not is_needed:
+        """Return the error of a call that this dispatcher cannot serve, or None."""
+        if self._is_closed:
+            return self._closed_error("dispatch")
+        if self.plan.caps.trainable or not torch.is_grad_enabled():
+            return None
+        if not needs_gradients(hidden_states, topk, experts_need_grad):
             return None
         what = "low latency" if self.mode is Mode.LOW_LATENCY else self.plan.backend
         other = "mode normal" if self.mode is Mode.LOW_LATENCY else "another backend"
         return ConfigError(
-            f"dispatch: {what} has no gradients, but some are needed ({self._group.where}); "
+            f"dispatch: {what} has no gradients, but some are needed ({self._where}); "
             f"use {other}, or torch.no_grad()"
         )
-
-    def _open_exchange_plan_of(self, combine_input: object) -> ExchangePlan | None:
-        """Return the exchange plan of a refused combine input, or None if that is unknown."""
-        handle = getattr(combine_input, "handle", None)
-        if not isinstance(handle, Handle):
-            return None
-        try:
-            handle.check(self)
-        except HandleError:
-            return None
-        return handle.exchange_plan
 
     def _refuse_combine(self, error: EPError, exchange_plan: ExchangePlan | None) -> NoReturn:
         """Let the other ranks hear of `error` instead of waiting, then raise it.
@@ -388,14 +375,10 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         flags, expert_names = BatchFlags.NONE, ()
         # Without gradients the mode does not matter, and may differ between ranks.
         if torch.is_grad_enabled() and self.plan.caps.trainable:
-            flags |= BatchFlags.GRAD_ENABLED
-            if hidden_states.requires_grad or topk.topk_weights.requires_grad:
-                flags |= BatchFlags.INPUTS_NEED_GRAD
+            inputs_need_grad = hidden_states.requires_grad or topk.topk_weights.requires_grad
+            flags = flags_of(inputs_need_grad, experts_need_grad)
             if isinstance(experts_need_grad, Mapping):
-                flags |= BatchFlags.of_experts(experts_need_grad.values())
                 expert_names = tuple(experts_need_grad)
-            elif experts_need_grad:
-                flags |= BatchFlags.EXPERTS_NEED_GRAD
         return DispatchCall(
             hidden_states=hidden_states.detach(),
             topk_ids=topk.topk_ids,
@@ -408,37 +391,3 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             int8_profile=self.plan.int8_profile,
             dispatcher=self._number,
         )
-
-    def _arranged(self, rows: WireTensor) -> WireTensor:
-        """Received rows with their scales as the runner reads them; others as they are."""
-        if rows.scales is None:
-            return rows
-        layout, came = self.plan.scale_layout, rows.scale_layout or ROW_MAJOR
-        scales = rows.scales
-        if layout != came:
-            num_scales = rows.format.num_scales(self._spec.hidden_size)
-            scales = arrange_scales(restore_scales(scales, came, num_scales), layout)
-        return replace(rows, scales=scales, scale_layout=layout)
-
-
-@ranged("dispatch_wait")
-def _wait_for_rows(pending: Pending[DispatchT]) -> DispatchT:
-    return pending.wait()
-
-
-@ranged("combine_wait")
-def _wait_for_sums(pending: Pending[Tensor]) -> Tensor:
-    return pending.wait()
-
-
-def _as_rows(combine_input: RowsCombineInput | MaskedCombineInput) -> RowsCombineInput:
-    """Results of either layout as a buffer takes them: one row a slot."""
-    if isinstance(combine_input, RowsCombineInput):
-        return combine_input
-    weights = combine_input.slot_weights
-    return RowsCombineInput(
-        hidden_states=combine_input.hidden_states.flatten(0, 1),
-        rows_per=RowsPer.SLOT,
-        slot_weights=None if weights is None else weights.flatten(),
-        handle=combine_input.handle,
-    )

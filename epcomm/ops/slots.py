@@ -109,8 +109,10 @@ def build_slot_index(
     expert_of_slot, order = torch.sort(flat_ids[pairs], stable=True)
     pair_of_slot = pairs[order]
 
-    num_slots = sum(align_up(count, expert_alignment) for count in host_counts)
-    aligned_counts = (counts + expert_alignment - 1) // expert_alignment * expert_alignment
+    num_slots, aligned_counts = num_used, counts
+    if expert_alignment > 1:
+        num_slots = sum(align_up(count, expert_alignment) for count in host_counts)
+        aligned_counts = (counts + expert_alignment - 1) // expert_alignment * expert_alignment
     starts = F.pad(aligned_counts.cumsum(0), (1, 0))
     if num_slots == num_used:
         position = torch.arange(num_used, dtype=torch.int32, device=device)

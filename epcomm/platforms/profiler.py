@@ -16,6 +16,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch._C._autograd import _profiler_enabled
+from torch._compile import _disable_dynamo
 from torch.autograd.profiler import record_function
 from torch.compiler import is_compiling
 from torch.cuda import nvtx
@@ -27,10 +28,11 @@ R = TypeVar("R")
 _HAS_NVTX = hasattr(torch._C, "_nvtx")
 
 
-def ranged(phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def ranged(phase: str, *, is_traced: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let a profiler show the calls of a function as `epcomm::<phase>`, on whatever thread.
 
-    Compiled callers see the function without its range, and no graph break.
+    Compiled callers see the function without its range, and no graph break; without `is_traced`
+    they leave it alone, as untraced() says.
     """
     label = f"epcomm::{phase}"
 
@@ -38,7 +40,7 @@ def ranged(phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         @wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             if is_compiling():
-                return function(*args, **kwargs)
+                return compiled(*args, **kwargs)
             if _profiler_enabled():
                 with record_function(label):
                     return function(*args, **kwargs)
@@ -50,6 +52,7 @@ def ranged(phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             finally:
                 nvtx.range_pop()
 
+        compiled = function if is_traced else _disable_dynamo(run)
         return run
 
     return decorate

@@ -12,10 +12,12 @@ from torch import Tensor
 from epcomm import EPConfig, EPGroup, MoESpec, TopKOutput, plan
 from epcomm.buffers.sizes import CallShape
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.dispatchers.deepep_low_latency import DeepEPLowLatencyDispatcher
-from epcomm.dispatchers.deepep_normal import DeepEPNormalDispatcher
 from epcomm.dispatchers.dispatcher import RowsDispatcher
-from epcomm.dispatchers.standard import StandardDispatcher
+from epcomm.dispatchers.modes import (
+    DeepEPLowLatencyDispatcher,
+    DeepEPNormalDispatcher,
+    StandardDispatcher,
+)
 from epcomm.planning.plans import PhasePlan
 from epcomm.records import Handle
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import cast
 
+import pytest
 import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Buffer, Combined
 from epcomm.buffers.nvlink.low_latency_state import NVLinkLowLatencyExchangePlan
+from epcomm.dispatchers import autograd
 from epcomm.dispatchers.autograd import combine_rows
 from epcomm.records import ExchangePlan, Handle, RowsCombineInput, SlotIndex
 from epcomm.types import RowsPer
@@ -29,7 +31,7 @@ class OneMemoryBuffer:
         return self.received.view(NUM_ROWS, HIDDEN)
 
 
-def test_gradients_of_rows_outlive_the_buffers_next_call() -> None:
+def combine_input_of(rows: Tensor) -> RowsCombineInput:
     integers = torch.zeros(NUM_ROWS, dtype=torch.int32)
     index = SlotIndex(
         row_of_slot=integers,
@@ -46,16 +48,29 @@ def test_gradients_of_rows_outlive_the_buffers_next_call() -> None:
     handle = Handle(
         owner=None, exchange_plan=exchange_plan, call=1, num_tokens=NUM_ROWS, needs_backward=False
     )
+    return RowsCombineInput(
+        hidden_states=rows, rows_per=RowsPer.ROW, slot_weights=None, handle=handle
+    )
+
+
+def test_gradients_of_rows_outlive_the_buffers_next_call() -> None:
     rows = torch.ones(NUM_ROWS, HIDDEN, requires_grad=True)
     buffer = OneMemoryBuffer()
-    y = combine_rows(
-        cast(Buffer, buffer),
-        RowsCombineInput(
-            hidden_states=rows, rows_per=RowsPer.ROW, slot_weights=None, handle=handle
-        ),
-        torch.float32,
-    )
+    y = combine_rows(cast(Buffer, buffer), combine_input_of(rows), torch.float32)
     y.sum().backward()
     buffer.received.fill_(7.0)
     assert rows.grad is not None
     assert (rows.grad == 2).all()
+
+
+@pytest.mark.parametrize("is_grad_mode", [True, False])
+def test_combine_without_gradients_makes_no_node(
+    monkeypatch: pytest.MonkeyPatch, is_grad_mode: bool
+) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(autograd._Combine, "apply", made.append)
+    rows = torch.ones(NUM_ROWS, HIDDEN, requires_grad=not is_grad_mode)
+    with torch.set_grad_enabled(is_grad_mode):
+        y = combine_rows(cast(Buffer, OneMemoryBuffer()), combine_input_of(rows), torch.float32)
+    assert not made
+    assert torch.equal(y, rows)

@@ -41,7 +41,7 @@ from epcomm.ops.slots import (
 )
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
-from epcomm.types import RowsPer, WireFormat, WireTensor
+from epcomm.types import RowsPer, WireTensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -169,7 +169,7 @@ class AllGatherBuffer(OverCollectives):
         topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
         batch, slots = self._new_batch(call), count_experts(topk_ids, self._num_experts)
         num_tokens = torch.tensor(topk_ids.shape[0], device="cpu")
-        layout = self._row_layout(self._spec.dispatch_format, has_ids=True)
+        layout = self._dispatch_layout
         message = torch.empty(
             topk_ids.shape[0], layout.row_bytes, dtype=torch.uint8, device=topk_ids.device
         )
@@ -210,7 +210,7 @@ class AllGatherBuffer(OverCollectives):
         if row_scalars is None:
             return Combined(y=self._sum_returned(rows, exchange_plan), scalars=None)
         rows = _tokens_of(rows, exchange_plan)
-        layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
+        layout = self._scalar_layout(rows.dtype)
         packed = layout.pack_rows(rows, row_scalars[exchange_plan.row_of_token])
         self._compare_call(CallKind.DISPATCH_BACKWARD, exchange_plan.call)
         returned = self._send_sums(packed, exchange_plan, phase="backward of dispatch").flatten(

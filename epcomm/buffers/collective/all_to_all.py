@@ -45,7 +45,7 @@ from epcomm.ops.slots import (
 )
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
-from epcomm.types import RowsPer, WireFormat
+from epcomm.types import RowsPer
 
 # [W][W]: rows from each rank to each rank.
 RowTable = tuple[tuple[int, ...], ...]
@@ -152,7 +152,7 @@ class CollectiveBuffer(OverCollectives):
         counts, send_splits = self._tell_counts(call, batch, (fault, needed.sum(0), slots))
         sends = _order_sends(needed, destination, sum(send_splits))
 
-        layout = self._row_layout(self._spec.dispatch_format, has_ids=True)
+        layout = self._dispatch_layout
 
         def write(rows: slice, out: Tensor) -> None:
             tokens = sends.token_of_row[rows]
@@ -234,7 +234,7 @@ class CollectiveBuffer(OverCollectives):
             shape = (rows.shape[1], rows.dtype)
             returned = self._send_sums(sums, exchange_plan, shape, kind)
             return Combined(y=reduce_rows(returned, rows_of_token), scalars=None)
-        layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
+        layout = self._scalar_layout(rows.dtype)
 
         def packed(part: slice) -> Tensor:
             return layout.pack_rows(sums(part), row_scalars[part])

@@ -38,7 +38,7 @@ from epcomm.ops.static_slots import aligned_counts, build_static_slot_index
 from epcomm.protocol import FaultCode
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
-from epcomm.types import RowsPer, WireFormat
+from epcomm.types import RowsPer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -123,7 +123,7 @@ class StaticCollectiveBuffer(OverCollectives):
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         rank, num_local = self._collectives.rank, self._spec.num_local_experts
-        layout = self._row_layout(self._spec.dispatch_format, has_ids=True)
+        layout = self._dispatch_layout
         topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
         # Before the header, which can tell of what fails here.
         message = self._message(layout, call, topk_ids, fault)
@@ -203,7 +203,7 @@ class StaticCollectiveBuffer(OverCollectives):
             )
             y = _sum_returned(returned, rows.dtype, exchange_plan.num_tokens, has_failed)
             return Combined(y=y, scalars=None)
-        layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
+        layout = self._scalar_layout(rows.dtype)
         packed = layout.pack_rows(rows, row_scalars)
         self._compare_call(kind, exchange_plan.call)
         returned = self._send_sums(packed, phase=kind.text).flatten(0, 1)

@@ -63,6 +63,8 @@ class OverCollectives(Buffer):
         self._has_rest = self._waits
         self._sent = Scratch(collectives.device, keeps=self._waits)
         self._returned = Scratch(collectives.device, keeps=self._waits)
+        self._dispatch_layout = self._row_layout(spec.dispatch_format, has_ids=True)
+        self._scalar_layouts: dict[torch.dtype, RowLayout] = {}
 
     def prepare(self) -> None:
         """Nothing to allocate: sizes are known only with the calls."""
@@ -151,6 +153,14 @@ class OverCollectives(Buffer):
     @property
     def _num_experts(self) -> int:
         return self._spec.num_local_experts * self._collectives.world_size
+
+    def _scalar_layout(self, dtype: torch.dtype) -> RowLayout:
+        """Rows of a combine that bring scalars along."""
+        layout = self._scalar_layouts.get(dtype)
+        if layout is None:
+            layout = self._row_layout(WireFormat.of(dtype), has_ids=False)
+            self._scalar_layouts[dtype] = layout
+        return layout
 
     def _row_layout(self, wire: WireFormat, *, has_ids: bool) -> RowLayout:
         return RowLayout(

@@ -43,7 +43,7 @@ from epcomm.ops.slots import (
 from epcomm.protocol import BatchFlags, FaultCode
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
-from epcomm.types import RowsPer, WireFormat, align_up
+from epcomm.types import RowsPer, align_up
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -179,7 +179,7 @@ class ReplicatedBuffer(OverCollectives):
             rows = rows.contiguous()
             self._compare_call(kind, exchange_plan.call)
             return Combined(y=self._sum_over_ranks(rows, rows.dtype), scalars=None)
-        layout = self._row_layout(WireFormat.of(rows.dtype), has_ids=False)
+        layout = self._scalar_layout(rows.dtype)
         packed = layout.pack_rows(rows, row_scalars)
         self._compare_call(kind, exchange_plan.call)
         parts = self._scatter(packed, phase=kind.text)

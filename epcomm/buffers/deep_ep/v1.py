@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Combined, DispatchCall, Dispatched
-from epcomm.buffers.deep_ep.rows import LegacyHandle, Rows, as_argument, as_wire, row_bytes_of
+from epcomm.buffers.deep_ep.rows import (
+    LegacyHandle,
+    Rows,
+    as_argument,
+    as_wire,
+    row_bytes_of,
+    weights_argument,
+)
 from epcomm.buffers.sizes import (
     CallShape,
     Region,
@@ -226,7 +233,7 @@ class DeepEPV1Buffer(VendorBuffer):
             is_token_in_rank=is_in_rank,
             num_tokens_per_expert=per_expert,
             topk_idx=ids,
-            topk_weights=call.topk_weights.contiguous(),
+            topk_weights=weights_argument(call.topk_weights),
             num_worst_tokens=num_worst_tokens,
         )
         self._count_bytes(DISPATCH, per_rank, row_bytes_of(self._spec).dispatch)

@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Combined, DispatchCall, Dispatched
-from epcomm.buffers.deep_ep.rows import ElasticHandle, Rows, as_argument, as_wire, row_bytes_of
+from epcomm.buffers.deep_ep.rows import (
+    ElasticHandle,
+    Rows,
+    as_argument,
+    as_wire,
+    row_bytes_of,
+    weights_argument,
+)
 from epcomm.buffers.sizes import (
     CallShape,
     Region,
@@ -157,7 +164,7 @@ class ElasticBase(VendorBuffer):
         rows, local_ids, weights, handle, _ = self._buffer.dispatch(
             as_argument(call.wire_tensor(self._spec.dispatch_format)),
             topk_idx=ids,
-            topk_weights=call.topk_weights.contiguous(),
+            topk_weights=weights_argument(call.topk_weights),
             num_experts=self._num_experts,
             num_max_tokens_per_rank=self._max_tokens,
             expert_alignment=expert_alignment,

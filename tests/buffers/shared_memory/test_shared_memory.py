@@ -193,7 +193,7 @@ def test_overwritten_rows_are_refused_on_all_ranks_that_hold_views_and_told_to_t
             r"rows of batch 1 of shared_memory were overwritten by batch 4, for 3 may be in flight "
             r"\(rank 0 of 2\)"
             if group.rank == 0
-            else "a handle .* on rank 0"
+            else "a combined batch, .* on rank 0"
         )
         with pytest.raises(HandleError, match=wanted):
             dispatcher.combine(
@@ -256,7 +256,7 @@ def test_auto_asks_for_room_and_falls_back_with_a_reason(monkeypatch: pytest.Mon
 def test_a_plan_without_ranks_does_not_take_it() -> None:
     chosen = plan(EPConfig(mode="normal"), SPEC, world_size=4)
     assert chosen.prefill.backend == "collective"
-    assert "rejected shared_memory: needs a group" in chosen.explain()
+    assert "rejected shared_memory: serves one host" in chosen.explain()
 
 
 @pytest.mark.ranks(NUM_RANKS)

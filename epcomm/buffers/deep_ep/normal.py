@@ -126,13 +126,9 @@ class DeepEPPackage(ABC, Generic[HandleT]):
 
     @abstractmethod
     def dispatch(self, rows: Rows, ids: Tensor, weights: Tensor, *, is_static: bool) -> Received:
-        """Send rows to the ranks of their experts.
+        """Send rows [T, H] to the ranks of their experts, ids and weights [T, K] beside them.
 
-        Args:
-            rows: [T, H], with scales beside FP8.
-            ids: [T, K], int64, -1 for no expert.
-            weights: [T, K], float32.
-            is_static: hand out W * M rows, and read nothing on the host.
+        is_static: hand out W * M rows, and read nothing on the host.
 
         Collective: yes.   Host sync: one, none where is_static.
         """

@@ -36,11 +36,13 @@ class ElasticPackage(DeepEPPackage[ElasticHandle]):
     """The ElasticBuffer of V2.
 
     is_trainable: rows come by (source rank, token), and gradients go along the same handles.
+    expands: a row comes for each (token, expert) pair.
     """
 
     kinds: ClassVar[Set[DeepEPKind]] = WITH_ELASTIC_BUFFER
     hidden_multiple: ClassVar[int] = _HIDDEN_MULTIPLE
     is_trainable: ClassVar[bool] = True
+    expands: ClassVar[bool] = False
 
     @staticmethod
     def reasons(spec: BufferSpec, world_size: int, *, is_static: bool) -> list[str]:
@@ -80,29 +82,17 @@ class ElasticPackage(DeepEPPackage[ElasticHandle]):
         )
 
     def dispatch(self, rows: Rows, ids: Tensor, weights: Tensor, *, is_static: bool) -> Received:
-        return self._dispatch(rows, ids, weights, is_static=is_static)
-
-    def _dispatch(
-        self,
-        rows: Rows,
-        ids: Tensor,
-        weights: Tensor,
-        *,
-        is_static: bool,
-        expert_alignment: int = 1,
-        do_expand: bool = False,
-    ) -> Received:
         received, local_ids, weights, handle, _ = self._buffer.dispatch(
             rows,
             topk_idx=ids,
             topk_weights=weights,
             num_experts=self._spec.num_local_experts * self._world_size,
             num_max_tokens_per_rank=self._spec.max_tokens_per_rank,
-            expert_alignment=expert_alignment,
+            expert_alignment=self._spec.expert_alignment if self.expands else 1,
             do_cpu_sync=not is_static,
-            do_expand=do_expand,
+            do_expand=self.expands,
         )
-        if is_static and not do_expand:
+        if is_static and not self.expands:
             local_ids = self._ids_received(local_ids, handle)
         return Received(
             rows=received,

@@ -14,11 +14,10 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
-from epcomm.buffers.deep_ep.normal import DeepEPCalls, Received
-from epcomm.buffers.deep_ep.rows import Rows, row_bytes_of
+from epcomm.buffers.deep_ep.normal import DeepEPCalls
+from epcomm.buffers.deep_ep.rows import row_bytes_of
 from epcomm.buffers.deep_ep.v2 import ElasticPackage
 from epcomm.buffers.sizes import Region, max_slots_of
 from epcomm.config import Mode
@@ -31,16 +30,7 @@ class ExpandingPackage(ElasticPackage):
     """An ElasticBuffer that hands out a row for each (token, expert) pair."""
 
     is_trainable: ClassVar[bool] = False
-
-    def dispatch(self, rows: Rows, ids: Tensor, weights: Tensor, *, is_static: bool) -> Received:
-        return self._dispatch(
-            rows,
-            ids,
-            weights,
-            is_static=is_static,
-            expert_alignment=self._spec.expert_alignment,
-            do_expand=True,
-        )
+    expands: ClassVar[bool] = True
 
 
 class DeepEPV2LowLatencyBuffer(DeepEPCalls, Buffer):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TypeGuard, TypeVar
 
 import torch
 
-from epcomm.buffers.base import Backend, Buffer
+from epcomm.buffers.base import Backend, Buffer, ExcludesRanks
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
-from epcomm.errors import ConfigError, HandleError, PickleRefused
+from epcomm.errors import BackendUnavailable, ConfigError, HandleError, PickleRefused
 from epcomm.registry import buffer_class, fused_class
 from epcomm.spec import BufferSpec
 
@@ -126,6 +126,41 @@ class EPGroup:
     def open_fused(self, name: str, spec: BufferSpec) -> FusedBackend:
         """The fused operator `name` for `spec`; the rest as open_buffer()."""
         return self._open(name, spec, fused_class, "open_fused")
+
+    def exclude_ranks(self, ranks: Sequence[int]) -> None:
+        """Let the layers of this group go on without ranks that are dead, over backend nvlink.
+
+        An EPTimeout has named them. Their experts are lost: entries of topk_ids that name one are
+        as entries of -1. What was under way is lost too, and excluded ranks stay excluded. What all
+        ranks agree on is no longer possible: new layers and buffers, and check_calls.
+
+        Args:
+            ranks: numbers in this group, the same on every rank that is left.
+
+        Collective: yes, among the ranks that are left, at one place in the order of their calls;
+            no message goes to the others, nor over the process group.
+        Host sync: yes.
+        Raises:
+            BackendUnavailable: a buffer of this group needs all ranks; before anything is done.
+            ConfigError: ranks that are none of the group, or this one.
+            EPTimeout: some other rank did not come; it may be excluded as well.
+            HandleError: the group is closed.
+        """
+        if self.is_closed:
+            raise HandleError(
+                f"exclude_ranks: the EPGroup is closed ({self.where}); make a new one"
+            )
+        backends = tuple(self._backends.values())
+        needing = sorted({each.name for each in backends if not isinstance(each, ExcludesRanks)})
+        if needing:
+            raise BackendUnavailable(
+                f"exclude_ranks: the group has buffers of {', '.join(needing)}, expected nvlink "
+                f"alone, for others need all ranks ({self.where}); make an EPGroup of a process "
+                "group of the ranks that are left"
+            )
+        for backend in backends:
+            if isinstance(backend, ExcludesRanks):
+                backend.exclude_ranks(ranks)
 
     def traffic(self) -> dict[str, BufferTraffic]:
         """Bytes that this rank has sent to the others, by backend; none of a closed group."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -187,6 +187,15 @@ class Backend(ABC):
     def abandon(self) -> None:
         """Close after an error, without other ranks; memory whose release is collective stays."""
         self.close()
+
+
+@runtime_checkable
+class ExcludesRanks(Protocol):
+    """A backend whose calls go on without ranks that are dead."""
+
+    def exclude_ranks(self, ranks: Sequence[int]) -> None:
+        """Wait for none of these ranks any more, and send them nothing; see EPGroup."""
+        ...
 
 
 class Buffer(Backend):

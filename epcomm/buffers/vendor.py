@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm.buffers.base import Backend, Buffer, DispatchCall
+from epcomm.buffers.base import DispatchCall
 from epcomm.buffers.faults import (
     DeviceFaults,
     any_flags,
@@ -36,8 +36,11 @@ from epcomm.spec import BufferSpec
 DISPATCH, COMBINE = 0, 1
 
 
-class VendorBackend(Backend):
-    """A backend on top of a package that owns the exchange."""
+class VendorCalls:
+    """What a backend over a package that owns the exchange does itself.
+
+    It comes before Buffer or FusedBackend among the bases of a backend.
+    """
 
     name: ClassVar[str]
     # Whether its kernels fail where a row of ids names an expert twice.
@@ -176,12 +179,6 @@ class VendorBackend(Backend):
         """kind: DISPATCH or COMBINE.   rows_to_rank: [W], on the device."""
         num_rows = rows_to_rank.sum() - rows_to_rank[self._rank]
         self._sent_bytes[kind] += num_rows * row_bytes
-
-
-class VendorBuffer(VendorBackend, Buffer):
-    """A buffer on top of a package that owns the exchange."""
-
-    name: ClassVar[str]
 
     def refuse_combine(self, error: EPError) -> None:
         self._compare_combine(error)

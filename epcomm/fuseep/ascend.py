@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from epcomm.buffers.ascend.calls import AscendCalls, slot_bytes, slots_to_ranks
 from epcomm.buffers.base import DispatchCall
 from epcomm.buffers.sizes import Region
-from epcomm.buffers.vendor import COMBINE, DISPATCH
+from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorCalls
 from epcomm.config import Mode
 from epcomm.fuseep.base import FusedBackend, FuseEPResult, check_packed
 from epcomm.fuseep.limits import (
@@ -78,8 +78,10 @@ class _Chunk:
     is_dummy: bool
 
 
-class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
+class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
     """What both operators share. Static sizes: faults wait for check().
+
+    It comes before FusedBackend among the bases.
 
     limits: of sizes, for those who show them.
     """
@@ -162,7 +164,7 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
         )
 
     def prepare(self) -> None:
-        self._open(low_latency_mode=True)
+        self._open(self._process_group, low_latency_mode=True)
         self._sizes = _sizes_of(self._spec)
         # The package exports its modes nowhere else.
         self._fuse_modes: Any = sys.modules[type(self._buffer).__module__].FuseMode
@@ -262,7 +264,7 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
         """Of the record that pack() makes."""
 
 
-class FusedDeepMoE(AscendFused[FusedDeepMoEWeights]):
+class FusedDeepMoE(AscendFused[FusedDeepMoEWeights], FusedBackend[FusedDeepMoEWeights]):
     """Mode 1: float32 between the products, so that nothing overflows."""
 
     name: ClassVar[str] = "fused_deep_moe"
@@ -301,7 +303,9 @@ class FusedDeepMoE(AscendFused[FusedDeepMoEWeights]):
         return y, counts.view(-1, self._world_size).sum(1)
 
 
-class DispatchFFNCombine(AscendFused[DispatchFFNCombineWeights]):
+class DispatchFFNCombine(
+    AscendFused[DispatchFFNCombineWeights], FusedBackend[DispatchFFNCombineWeights]
+):
     """Mode 2: float16 between the products, which overflows beyond 65504.
 
     A token whose row overflows at one of its experts, or at the substitute for an entry without

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from epcomm import EPGroup, EPTimeout
 from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
+from epcomm.buffers.deep_ep.normal import DeepEPExchangePlan, Received
 from epcomm.buffers.deep_ep.rows import ElasticHandle, LegacyHandle, Rows
-from epcomm.buffers.deep_ep.v1 import DeepEPV1Buffer, DeepEPV1ExchangePlan, DeepEPV1StaticBuffer
+from epcomm.buffers.deep_ep.v1 import DeepEPV1Buffer, DeepEPV1StaticBuffer, LegacyPackage
 from epcomm.buffers.deep_ep.v1_low_latency import DeepEPV1LowLatencyBuffer, LowLatencyExchangePlan
-from epcomm.buffers.deep_ep.v2 import DeepEPV2Buffer, DeepEPV2ExchangePlan, DeepEPV2StaticBuffer
-from epcomm.buffers.deep_ep.v2_expanded import DeepEPV2LowLatencyBuffer
-from epcomm.buffers.vendor import VendorBuffer
+from epcomm.buffers.deep_ep.v2 import DeepEPV2Buffer, DeepEPV2StaticBuffer, ElasticPackage
+from epcomm.buffers.deep_ep.v2_low_latency import DeepEPV2LowLatencyBuffer
 from epcomm.collectives.base import Collectives
 from epcomm.quantization.scale_layout import pack_scales
 from epcomm.records import ExchangePlan, Pending
@@ -34,7 +34,7 @@ NUM_RANKS = 2
 PATIENCE_S = 1
 
 
-class _WeighsInCombine(VendorBuffer):
+class _WeighsInCombine(Buffer):
     """slot_weights on their way to combine, multiplied `times` times in all."""
 
     times = 1
@@ -106,11 +106,9 @@ class LowLatencyWeighsNever(_WeighsAtHome):
     times = 0
 
 
-class V1StaticReadsUnusedRows(DeepEPV1StaticBuffer):
-    """The rows that nobody sent belong to expert 0."""
-
-    def _exchange(self, call: DispatchCall, ids: Tensor, *, num_worst_tokens: int):  # noqa: ANN202
-        received = super()._exchange(call, ids, num_worst_tokens=num_worst_tokens)
+class _LegacyUnusedRows(LegacyPackage):
+    def dispatch(self, rows: Rows, ids: Tensor, weights: Tensor, *, is_static: bool) -> Received:
+        received = super().dispatch(rows, ids, weights, is_static=is_static)
         num_rows = received.handle[0][-1, self._rank]
         is_unused = torch.arange(len(received.local_ids)) >= num_rows
         return replace(
@@ -118,13 +116,23 @@ class V1StaticReadsUnusedRows(DeepEPV1StaticBuffer):
         )
 
 
-class V2StaticReadsUnusedRows(DeepEPV2StaticBuffer):
-    """Ids behind the last row are taken where they look valid."""
+class V1StaticReadsUnusedRows(DeepEPV1StaticBuffer):
+    """The rows that nobody sent belong to expert 0."""
 
+    package = _LegacyUnusedRows
+
+
+class _ElasticUnusedRows(ElasticPackage):
     @staticmethod
     def _ids_received(local_ids: Tensor, handle: ElasticHandle) -> Tensor:
         num_local = handle.psum_num_recv_tokens_per_expert.numel()
         return torch.where(local_ids < num_local, local_ids, -1)
+
+
+class V2StaticReadsUnusedRows(DeepEPV2StaticBuffer):
+    """Ids behind the last row are taken where they look valid."""
+
+    package = _ElasticUnusedRows
 
 
 class LowLatencyCountsRooms(DeepEPV1LowLatencyBuffer):
@@ -141,18 +149,20 @@ class V2LowLatencyCountsPrefixSums(DeepEPV2LowLatencyBuffer):
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         out = super().dispatch(call)
-        assert isinstance(out.exchange_plan, DeepEPV2ExchangePlan)
+        assert isinstance(out.exchange_plan, DeepEPExchangePlan)
         counts = out.exchange_plan.handle.psum_num_recv_tokens_per_expert
         return replace(out, index=replace(out.index, num_tokens_per_expert=counts))
+
+
+class _PrefixSumsOfRanks(ElasticPackage):
+    def _rows_from_ranks(self, handle: ElasticHandle) -> Tensor:
+        return handle.psum_num_recv_tokens_per_scaleup_rank.to(torch.int64)
 
 
 class V2CountsPrefixSumsOfRanks(DeepEPV2Buffer):
     """Where the rows of a rank end, for how many they are."""
 
-    def _exchange_plan(self, *args: object, **kwargs: object) -> DeepEPV2ExchangePlan:
-        exchange_plan = super()._exchange_plan(*args, **kwargs)  # type: ignore[arg-type]
-        ends = exchange_plan.handle.psum_num_recv_tokens_per_scaleup_rank
-        return replace(exchange_plan, rows_from_rank=ends.to(torch.int64))
+    package = _PrefixSumsOfRanks
 
 
 class LowLatencyReadsScalesByRows(DeepEPV1LowLatencyBuffer):
@@ -165,7 +175,7 @@ class LowLatencyReadsScalesByRows(DeepEPV1LowLatencyBuffer):
         return replace(wire, scales=by_row, scale_layout=ROW_MAJOR)
 
 
-class _KeepsWords(VendorBuffer):
+class _KeepsWords(Buffer):
     def dispatch(self, call: DispatchCall) -> Dispatched:
         out = super().dispatch(call)
         assert out.rows.scales is not None
@@ -194,16 +204,16 @@ class ThirdBatchEndsNone(DeepEPV1LowLatencyBuffer):
         del batch, function
 
 
-class _KeepsFirstHandle(VendorBuffer):
+class _KeepsFirstHandle(Buffer):
     """One handle for all batches; sizes are static, so that it fits."""
 
     first: LegacyHandle | ElasticHandle | None = None
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         out = super().dispatch(call)
-        assert isinstance(out.exchange_plan, DeepEPV1ExchangePlan | DeepEPV2ExchangePlan)
+        assert isinstance(out.exchange_plan, DeepEPExchangePlan)
         self.first = out.exchange_plan.handle if self.first is None else self.first
-        return replace(out, exchange_plan=replace(out.exchange_plan, handle=self.first))  # type: ignore[arg-type]
+        return replace(out, exchange_plan=replace(out.exchange_plan, handle=self.first))
 
 
 class V1StaticKeepsFirstHandle(_KeepsFirstHandle, DeepEPV1StaticBuffer):
@@ -214,7 +224,7 @@ class V2StaticKeepsFirstHandle(_KeepsFirstHandle, DeepEPV2StaticBuffer):
     """See above."""
 
 
-class _KeepsFaults(VendorBuffer):
+class _KeepsFaults(Buffer):
     """Ranks do not compare their calls, though they are asked to."""
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
@@ -229,10 +239,14 @@ class V1LowLatencyKeepsFaults(_KeepsFaults, DeepEPV1LowLatencyBuffer):
     """See above."""
 
 
+class _InAnyOrder(ElasticPackage):
+    is_trainable = False
+
+
 class V2InAnyOrder(DeepEPV2Buffer):
     """Rows of a rank as they come, which another dispatch does not repeat."""
 
-    is_in_order = False
+    package = _InAnyOrder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from epcomm.buffers.ascend.calls import AscendCalls, device_types, slot_bytes, slots_to_ranks
 from epcomm.buffers.base import Combined, DispatchCall, Dispatched
-from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorBuffer
+from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorCalls
 from epcomm.config import Mode
 from epcomm.errors import BackendUnavailable
 from epcomm.ops.masked_entries import fill_masked_entries
@@ -45,8 +45,11 @@ class AscendExchangePlan(ExchangePlan):
     is_empty: Tensor
 
 
-class AscendBuffer(AscendCalls, VendorBuffer):
-    """Rows come packed, one a (token, expert) pair; combine multiplies by the router weights."""
+class AscendBuffer(AscendCalls, VendorCalls):
+    """Rows come packed, one a (token, expert) pair; combine multiplies by the router weights.
+
+    It comes before Buffer among the bases.
+    """
 
     name: ClassVar[str]
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from epcomm.buffers.requirements import carrying_reasons, limit_reasons
 from epcomm.buffers.sizes import CallShape
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.buffers.vendor import VendorBackend
+from epcomm.collectives.base import Collectives
 from epcomm.config import Mode, environment
 from epcomm.errors import BackendUnavailable, describe_ranks
 from epcomm.platforms.ascend.chip import (
@@ -24,15 +26,15 @@ from epcomm.platforms.ascend.environment import rounds_of
 from epcomm.platforms.deep_ep import DeepEPKind
 from epcomm.platforms.deep_ep_package import find_deep_ep, import_deep_ep
 from epcomm.platforms.signatures import signature_reasons
-from epcomm.spec import Availability, BufferSpec
+from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import WireDtype
 
 # Ids and weights of one (token, expert) pair, and the scale of its row.
 ENTRY_BYTES, SCALE_BYTES = 12, 4
 
 
-class AscendCalls(VendorBackend):
-    """A backend over one Buffer of the package.
+class AscendCalls:
+    """A backend over one Buffer of the package; comes before VendorCalls among the bases.
 
     calls: what is passed to the package's Buffer, by method; everything is passed by name.
     """
@@ -44,6 +46,28 @@ class AscendCalls(VendorBackend):
     needs_distinct_ids: ClassVar[bool] = True
     # The package's Buffer, whose types are the package's own.
     _buffer: Any
+    # As VendorCalls sets them.
+    _collectives: Collectives
+    _spec: BufferSpec
+    _rank: int
+    _world_size: int
+
+    @classmethod
+    @abstractmethod
+    def caps(cls, mode: Mode) -> BufferCaps:
+        """As of every Backend."""
+
+    @classmethod
+    @abstractmethod
+    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
+        """As of every Backend."""
+
+    @classmethod
+    def lacks_with(
+        cls, environment: Mapping[str, str], spec: BufferSpec, world_size: int
+    ) -> tuple[str, ...]:
+        """Give no reason of its own; see Backend."""
+        return ()
 
     @classmethod
     def probe(cls, environment: object) -> Availability:
@@ -69,7 +93,7 @@ class AscendCalls(VendorBackend):
             dispatch_bytes=call.slots_sent * out, combine_bytes=call.slots_received * combine_bytes
         )
 
-    def _open(self, **arguments: object) -> None:
+    def _open(self, process_group: dist.ProcessGroup, **arguments: object) -> None:
         """Make the package's Buffer, once every rank has found that it can.
 
         The variables are read again: EPGroup.open_buffer may be called without a plan, or later.
@@ -78,7 +102,6 @@ class AscendCalls(VendorBackend):
             BackendUnavailable: some rank cannot serve the specification; on every rank.
             ConfigError: ranks cut batches into different rounds.
         """
-        process_group = self._process_group
         caps, variables = self.caps(self.mode), environment()
         reasons = [
             *self.probe(variables).reasons,

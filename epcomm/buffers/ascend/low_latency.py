@@ -23,7 +23,7 @@ from epcomm.buffers.ascend.base import (
     slots_from_ranks,
 )
 from epcomm.buffers.ascend.calls import slot_bytes
-from epcomm.buffers.base import DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
 from epcomm.buffers.sizes import Region
 from epcomm.config import Mode
 from epcomm.ops.masked_entries import has_no_expert
@@ -52,7 +52,7 @@ class AscendLowLatencyExchangePlan(AscendExchangePlan):
     has_failed: Tensor
 
 
-class AscendLowLatencyBuffer(AscendBuffer):
+class AscendLowLatencyBuffer(AscendBuffer, Buffer):
     """Static sizes, no host sync."""
 
     name: ClassVar[str] = "ascend"
@@ -114,7 +114,7 @@ class AscendLowLatencyBuffer(AscendBuffer):
         return tuple(Region(name=name, max_bytes=size) for name, size in sizes.items())
 
     def prepare(self) -> None:
-        self._open(low_latency_mode=True)
+        self._open(self._process_group, low_latency_mode=True)
         self._max_slots = _num_slots(self._spec, self._world_size)
 
     def dispatch(self, call: DispatchCall) -> Dispatched:

@@ -23,7 +23,7 @@ from epcomm.buffers.ascend.base import (
     slots_from_ranks,
 )
 from epcomm.buffers.ascend.calls import slot_bytes
-from epcomm.buffers.base import DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
 from epcomm.buffers.sizes import Region
 from epcomm.config import Mode
 from epcomm.ops.masked_entries import has_no_expert
@@ -35,7 +35,7 @@ from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import Int8Profile, WireTensor
 
 
-class AscendNormalBuffer(AscendBuffer):
+class AscendNormalBuffer(AscendBuffer, Buffer):
     """Exact sizes; the host waits for the counts, once a dispatch. For inference."""
 
     name: ClassVar[str] = "ascend"
@@ -102,7 +102,7 @@ class AscendNormalBuffer(AscendBuffer):
         )
 
     def prepare(self) -> None:
-        self._open()
+        self._open(self._process_group)
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         self._check_open()

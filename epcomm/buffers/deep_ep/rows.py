@@ -46,6 +46,15 @@ def as_argument(wire: WireTensor) -> Rows:
     return wire.data.contiguous(), scales
 
 
+def weights_argument(weights: Tensor) -> Tensor:
+    """Return router weights, contiguous, without memory where there are no tokens.
+
+    The kernels compare the pointers of ids and weights with null. Ids without tokens are new and
+    have none; a slice without rows keeps the pointer of its tensor.
+    """
+    return weights.contiguous() if weights.numel() else weights.new_empty(weights.shape)
+
+
 def as_wire(received: Rows, wire_format: WireFormat) -> WireTensor:
     """The inverse, of what dispatch() returned."""
     if isinstance(received, Tensor):

@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
 from epcomm.buffers.deep_ep.rows import LegacyHandle, Rows
 from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorBuffer
+from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorCalls
 from epcomm.config import Mode
 from epcomm.errors import HandleError
 from epcomm.ops.slots import count_experts
@@ -91,7 +91,7 @@ class LowLatencyExchangePlan(ExchangePlan):
     batch: _Batch
 
 
-class DeepEPV1LowLatencyBuffer(VendorBuffer):
+class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
     """Static sizes, no host sync, graph-capturable, two batches in flight."""
 
     name: ClassVar[str] = "deep_ep_v1"

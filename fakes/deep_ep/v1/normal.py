@@ -129,6 +129,15 @@ def _check_topk(sent: Sent) -> None:
     require(ids.shape[0] == sent.x.shape[0], "num_tokens == topk_idx->size(0)")
     require(weights.dtype == torch.float32, "topk_weights->scalar_type() == torch::kFloat32")
     require_size(ids.shape[1] <= _MAX_TOPK, f"num_topk <= {_MAX_TOPK}")
+    # The kernel compares pointers, as intranode.cu has it, and stops the process.
+    have_memory = _has_memory(ids) == _has_memory(weights)
+    require(have_memory, "(topk_idx == nullptr) == (topk_weights == nullptr)")
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether data_ptr<T>() of C++ is a pointer; a slice without rows keeps that of its tensor."""
+    # In Python data_ptr() is 0 for every tensor without elements.
+    return tensor.untyped_storage().data_ptr() != 0
 
 
 def notify(

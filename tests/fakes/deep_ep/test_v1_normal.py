@@ -16,6 +16,7 @@ from tests.fakes.deep_ep.v1_ranks import (
     UNDEFINED_INT32,
     E,
     H,
+    Inputs,
     K,
     M,
     agrees,
@@ -169,6 +170,25 @@ def test_dispatch_refuses_what_the_real_one_refuses() -> None:
     with refused("topk_idx < num_experts"):
         buffer.get_dispatch_layout(inputs.ids + E, E)
     with poisoned_memory(), refused("do not fill"):
+        dispatch_normal(buffer, inputs)
+
+
+@pytest.mark.parametrize("weights_have_memory", [False, True])
+@pytest.mark.parametrize("ids_have_memory", [False, True])
+def test_ids_and_weights_without_tokens_have_both_a_pointer_or_neither(
+    ids_have_memory: bool, weights_have_memory: bool
+) -> None:
+    # A slice without rows keeps the pointer of its tensor; a new tensor without rows has none.
+    inputs = Inputs(
+        torch.zeros(0, H, dtype=torch.bfloat16),
+        torch.zeros(int(ids_have_memory), K, dtype=torch.int64)[:0],
+        torch.zeros(int(weights_have_memory), K)[:0],
+    )
+    buffer = normal_buffer()
+    if ids_have_memory == weights_have_memory:
+        assert dispatch_normal(buffer, inputs).x.shape == (0, H)
+        return
+    with refused(r"\(topk_idx == nullptr\) == \(topk_weights == nullptr\)"):
         dispatch_normal(buffer, inputs)
 
 

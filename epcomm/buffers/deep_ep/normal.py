@@ -1,0 +1,332 @@
+"""What the buffers over both deep_ep packages share, but for low latency of V1.
+
+A token goes once to each rank that needs it. Dispatch returns rows with the ids of each; the
+expert-major index is built here from those. Combine adds rows up and knows no weights, so the
+runner applies them, or the reduction of slots to rows that comes before. Backward goes along the
+handle. With max_recv_slots nothing is read on the host: W * M rows are handed out, and ids of rows
+that nobody sent are -1.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.deep_ep.rows import (
+    Rows,
+    as_argument,
+    as_wire,
+    row_bytes_of,
+    weights_argument,
+)
+from epcomm.buffers.sizes import (
+    CallShape,
+    Region,
+    index_region,
+    max_slots_of,
+    rows_region,
+    slot_regions,
+)
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorCalls
+from epcomm.config import Mode
+from epcomm.ops.slots import (
+    Members,
+    build_slot_index,
+    count_experts,
+    reduce_rows,
+    slots_by_row,
+    spread_to_slots,
+)
+from epcomm.ops.static_slots import aligned_counts, build_static_slot_index
+from epcomm.platforms.deep_ep import DeepEPKind
+from epcomm.platforms.deep_ep_package import (
+    WIRE_DTYPES,
+    device_types,
+    format_reasons,
+    probe_deep_ep,
+)
+from epcomm.protocol import BatchFlags
+from epcomm.records import ExchangePlan, SlotIndex
+from epcomm.spec import Availability, BufferCaps, BufferSpec
+from epcomm.types import Layout, RowsPer, WeightsAppliedBy
+
+HandleT = TypeVar("HandleT")
+# Source: deep_ep, csrc: a lane of a warp for each of the K.
+_MAX_TOP_K = 32
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DeepEPExchangePlan(ExchangePlan):
+    """The package's handle, and the index over the rows.
+
+    slots_by_row: the slots of each received row, in k order; None where a row is a slot.
+    rows_to_rank, rows_from_rank: [W], on the device.
+    has_failed: bool scalar on the device, or None where faults are raised in dispatch.
+    """
+
+    num_tokens: int
+    num_rows: int
+    index: SlotIndex
+    handle: Any
+    slots_by_row: Members | None
+    rows_to_rank: Tensor
+    rows_from_rank: Tensor
+    has_failed: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Received:
+    """What dispatch() of a package returned.
+
+    local_ids: [R, K], int64, experts of this rank or -1; undefined where a row is a slot.
+    weights: [R, K], float32; [R] where a row is a slot.
+    host_counts: slots of each expert; empty where the host did not wait.
+    rows_to_rank, rows_from_rank: as in DeepEPExchangePlan.
+    """
+
+    rows: Rows
+    local_ids: Tensor
+    weights: Tensor
+    host_counts: tuple[int, ...]
+    handle: Any
+    rows_to_rank: Tensor
+    rows_from_rank: Tensor
+
+
+class DeepEPPackage(ABC, Generic[HandleT]):
+    """The Buffer of one package, and its limits.
+
+    kinds: the packages that have it.   hidden_multiple: H must be a multiple of it.
+    """
+
+    kinds: ClassVar[Set[DeepEPKind]]
+    hidden_multiple: ClassVar[int]
+
+    @staticmethod
+    @abstractmethod
+    def reasons(spec: BufferSpec, world_size: int, *, is_static: bool) -> list[str]:
+        """Why it cannot serve this layer, beyond the formats of rows. Local."""
+
+    @staticmethod
+    @abstractmethod
+    def own_region(spec: BufferSpec, world_size: int) -> Region:
+        """Memory that the package allocates once. Local."""
+
+    @abstractmethod
+    def __init__(self, group: dist.ProcessGroup, spec: BufferSpec) -> None:
+        """Open it. Collective: yes.   Host sync: yes."""
+
+    @abstractmethod
+    def dispatch(self, rows: Rows, ids: Tensor, weights: Tensor, *, is_static: bool) -> Received:
+        """Send rows [T, H] to the ranks of their experts, ids and weights [T, K] beside them.
+
+        is_static: hand out W * M rows, and read nothing on the host.
+
+        Collective: yes.   Host sync: one, none where is_static.
+        """
+
+    @abstractmethod
+    def cached_dispatch(self, rows: Tensor, handle: HandleT) -> Tensor:
+        """Send [T, H] along an earlier dispatch. Collective: yes.   Host sync: none."""
+
+    @abstractmethod
+    def combine(
+        self, rows: Tensor, handle: HandleT, row_scalars: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Add rows up by token, and scalars beside them. Collective: yes.   Host sync: none."""
+
+    @abstractmethod
+    def destroy(self) -> None:
+        """Free it. Collective: yes."""
+
+
+class DeepEPCalls(VendorCalls):
+    """A buffer over one DeepEPPackage; comes before Buffer among the bases.
+
+    is_static: W * M rows and a budget of slots, and the host reads nothing; else sizes are exact,
+        and the host waits for the counts, once a dispatch.
+    """
+
+    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
+    package: ClassVar[type[DeepEPPackage[Any]]]
+    is_static: ClassVar[bool]
+
+    @classmethod
+    def probe(cls, environment: object) -> Availability:
+        return probe_deep_ep(cls.package.kinds)
+
+    @classmethod
+    def caps(cls, mode: Mode) -> BufferCaps:
+        return BufferCaps(
+            layout=Layout.ROWS,
+            trainable=True,
+            graph_safe=cls.is_static,
+            ordered=True,
+            wire_dtypes=WIRE_DTYPES,
+            weights_applied_by=frozenset(WeightsAppliedBy),
+            max_top_k=_MAX_TOP_K,
+            hidden_multiple=cls.package.hidden_multiple,
+            is_static=cls.is_static,
+            host_syncs=0 if cls.is_static else 1,
+            reports_faults=False,
+            device_types=device_types(),
+            needs_process_group=True,
+        )
+
+    @classmethod
+    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
+        reasons = cls.package.reasons(spec, world_size, is_static=cls.is_static)
+        return (*format_reasons(spec), *reasons)
+
+    @classmethod
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+        row, copies = row_bytes_of(spec), min(spec.top_k, world_size)
+        max_tokens = spec.max_tokens_per_rank
+        max_rows = None if max_tokens is None else max_tokens * world_size
+        return (
+            cls.package.own_region(spec, world_size),
+            rows_region("received rows", row.dispatch, per_token=copies, max_rows=max_rows),
+            index_region(spec, rows_per_token=copies, max_rows=max_rows),
+            *slot_regions(spec, row_bytes=row.dispatch, max_rows=max_rows),
+            rows_region("partial sums", row.combine, per_token=copies, max_rows=max_rows),
+        )
+
+    @classmethod
+    def wire_bytes(
+        cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
+    ) -> BufferTraffic:
+        row = row_bytes_of(spec, backward=backward)
+        # The exchange of counts is deep_ep's own.
+        return BufferTraffic(
+            dispatch_bytes=call.rows_sent * row.dispatch,
+            combine_bytes=call.rows_received * row.combine,
+        )
+
+    def prepare(self) -> None:
+        self._package = self.package(self._process_group, self._spec)
+        if self.is_static:
+            assert self._spec.max_tokens_per_rank is not None, "plan() has checked the limit"
+            num_rows = self._spec.max_tokens_per_rank * self._world_size
+            self._max_slots = self._spec.max_recv_slots or max_slots_of(self._spec, num_rows)
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        self._check_open()
+        if self.is_static:
+            return self._dispatch_static(call)
+        ids, flags = self._guard(call)
+        received = self._send(call, ids)
+        self._raise_own(call)
+        index = build_slot_index(
+            received.local_ids,
+            count_experts(received.local_ids, self._spec.num_local_experts),
+            received.host_counts,
+            expert_alignment=self._spec.expert_alignment,
+        )
+        return self._dispatched(ids, received, index, flags, has_failed=None)
+
+    def _dispatch_static(self, call: DispatchCall) -> Dispatched:
+        ids, fault, flags = self._guard_on_device(call)
+        received = self._send(call, ids)
+        num_local, alignment = self._spec.num_local_experts, self._spec.expert_alignment
+        required = aligned_counts(count_experts(received.local_ids, num_local), alignment).sum()
+        has_failed = self._record(call, fault, required, self._max_slots)
+        index = build_static_slot_index(
+            torch.where(has_failed, -1, received.local_ids),
+            num_local,
+            self._max_slots,
+            expert_alignment=alignment,
+        )
+        return self._dispatched(ids, received, index, flags, has_failed)
+
+    def _send(self, call: DispatchCall, ids: Tensor) -> Received:
+        rows = as_argument(call.wire_tensor(self._spec.dispatch_format))
+        weights = weights_argument(call.topk_weights)
+        return self._package.dispatch(rows, ids, weights, is_static=self.is_static)
+
+    def _dispatched(
+        self,
+        ids: Tensor,
+        received: Received,
+        index: SlotIndex,
+        flags: BatchFlags,
+        has_failed: Tensor | None,
+    ) -> Dispatched:
+        """What arrived, after the bytes that this rank sent were counted."""
+        wire = as_wire(received.rows, self._spec.dispatch_format)
+        is_packed = index.row_of_slot is None
+        self._count_bytes(DISPATCH, received.rows_to_rank, row_bytes_of(self._spec).dispatch)
+        exchange_plan = DeepEPExchangePlan(
+            num_tokens=ids.shape[0],
+            num_rows=wire.data.shape[0],
+            index=index,
+            handle=received.handle,
+            slots_by_row=None if is_packed else slots_by_row(index),
+            rows_to_rank=received.rows_to_rank,
+            rows_from_rank=received.rows_from_rank,
+            has_failed=has_failed,
+        )
+        weights = received.weights
+        return Dispatched(
+            rows=wire,
+            index=index,
+            slot_weights=weights if is_packed else spread_to_slots(weights, index),
+            exchange_plan=exchange_plan,
+            any_flags=flags,
+        )
+
+    def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
+        assert isinstance(exchange_plan, DeepEPExchangePlan), "an exchange plan of this buffer"
+        self._check_open()
+        rows = self._package.cached_dispatch(hidden_states.contiguous(), exchange_plan.handle)
+        backward = row_bytes_of(self._spec, backward=True)
+        self._count_bytes(DISPATCH, exchange_plan.rows_to_rank, backward.dispatch)
+        return rows
+
+    def combine(
+        self,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+    ) -> Combined:
+        assert isinstance(exchange_plan, DeepEPExchangePlan), "an exchange plan of this buffer"
+        self._check_open()
+        if row_scalars is None:
+            self._compare_combine()
+        if rows_per is RowsPer.SLOT:
+            rows = self._rows_of_slots(rows, exchange_plan, slot_weights)
+        has_failed = exchange_plan.has_failed
+        if has_failed is not None and exchange_plan.slots_by_row is not None:
+            # Nothing was computed for the others, who do not know: their sums may not look right.
+            rows = rows.masked_fill(has_failed, float("nan"))
+        y, scalars = self._package.combine(rows.contiguous(), exchange_plan.handle, row_scalars)
+        row = row_bytes_of(self._spec, backward=row_scalars is not None)
+        self._count_bytes(COMBINE, exchange_plan.rows_from_rank, row.combine)
+        if has_failed is not None:
+            y = y.masked_fill(has_failed, float("nan"))
+        return Combined(y=y, scalars=scalars)
+
+    @staticmethod
+    def _rows_of_slots(
+        rows: Tensor, exchange_plan: DeepEPExchangePlan, slot_weights: Tensor | None
+    ) -> Tensor:
+        """One row for each that the package expects back."""
+        if exchange_plan.slots_by_row is not None:
+            return reduce_rows(rows, exchange_plan.slots_by_row, slot_weights)
+        # Each slot is a row, and the package adds those of a token up itself.
+        if slot_weights is None:
+            return rows
+        return (rows.float() * slot_weights.unsqueeze(1)).to(rows.dtype)
+
+    def _destroy(self) -> None:
+        self._package.destroy()

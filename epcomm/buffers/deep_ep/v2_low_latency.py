@@ -1,0 +1,81 @@
+"""Low latency of deep_ep V2: rows expanded, one a (token, expert) pair, packed by expert, no index.
+
+The kernel that brings rows out of its memory writes them where a grouped GEMM reads them. Router
+weights come beside the rows, one each; rows of one expert come in any order. There is no backward:
+combine of expanded rows takes no gradients of weights. Its prefix sums count, for expert e, the
+aligned rows of the experts before it and its own real ones, so that padding lies behind each
+expert's rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
+from epcomm.buffers.deep_ep.normal import DeepEPCalls
+from epcomm.buffers.deep_ep.rows import row_bytes_of
+from epcomm.buffers.deep_ep.v2 import ElasticPackage
+from epcomm.buffers.sizes import Region, max_slots_of
+from epcomm.config import Mode
+from epcomm.ops.static_slots import aligned_counts
+from epcomm.records import SlotIndex
+from epcomm.spec import BufferCaps, BufferSpec
+
+
+class ExpandingPackage(ElasticPackage):
+    """An ElasticBuffer that hands out a row for each (token, expert) pair."""
+
+    is_trainable: ClassVar[bool] = False
+    expands: ClassVar[bool] = True
+
+
+class DeepEPV2LowLatencyBuffer(DeepEPCalls, Buffer):
+    """Static sizes: capacity for any routing of M tokens a rank; the host reads nothing."""
+
+    name: ClassVar[str] = "deep_ep_v2"
+    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
+    package = ExpandingPackage
+    is_static: ClassVar[bool] = True
+
+    @classmethod
+    def caps(cls, mode: Mode) -> BufferCaps:
+        return replace(
+            super().caps(mode),
+            trainable=False,
+            ordered=False,
+            reuses_exchange_plan=False,
+            has_slot_budget=False,
+        )
+
+    @classmethod
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+        row = row_bytes_of(spec)
+        num_slots = max_slots_of(spec, (spec.max_tokens_per_rank or 0) * world_size)
+        return (
+            cls.package.own_region(spec, world_size),
+            Region(name="received slots", max_bytes=num_slots * row.dispatch),
+            Region(name="expert results", max_bytes=num_slots * row.combine),
+        )
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        self._check_open()
+        ids, fault, flags = self._guard_on_device(call)
+        has_failed = self._record(call, fault, fault * 0, self._max_slots)
+        received = self._send(call, ids)
+        alignment = self._spec.expert_alignment
+        # Where each expert's real rows end. The next one's begin at the next multiple.
+        ends = received.handle.psum_num_recv_tokens_per_expert
+        starts = F.pad(aligned_counts(ends, alignment), (1, 0))
+        index = SlotIndex(
+            row_of_slot=None,
+            slots_of_row=None,
+            num_tokens_per_expert=(ends - starts[:-1]).to(torch.int32),
+            first_slot=starts.to(torch.int32),
+            host_num_tokens_per_expert=None,
+            expert_alignment=alignment,
+        )
+        return self._dispatched(ids, received, index, flags, has_failed)

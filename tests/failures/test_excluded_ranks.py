@@ -1,0 +1,83 @@
+"""EPGroup.exclude_ranks(): the layers of a group go on without ranks that are dead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from epcomm import (
+    BackendUnavailable,
+    DeepEPLowLatencyDispatcher,
+    DeepEPNormalDispatcher,
+    EPConfig,
+    EPGroup,
+    EPTimeout,
+    HandleError,
+    MoESpec,
+    RowsDispatchOutput,
+    TopKOutput,
+)
+from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
+from epcomm.config import Mode
+from epcomm.ops.pack import pack
+from epcomm.spec import Availability
+
+DEAD = 1
+
+
+def serve_cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans take low latency over NVLink for CPU ranks, and a wait in vain ends after 3 s."""
+    kind = NVLinkLowLatencyBuffer
+    caps = replace(kind.caps(Mode.LOW_LATENCY), device_types=None)
+    monkeypatch.setattr(kind, "probe", lambda environment: Availability(ok=True))
+    monkeypatch.setattr(kind, "caps", lambda mode: caps)
+    monkeypatch.setattr(kind, "polls_per_s", {"cpu": 30, "cuda": 4})
+
+
+def exchange(dispatcher: DeepEPLowLatencyDispatcher, x: Tensor) -> Tensor:
+    """Send every token to an expert of rank 0 and one of rank 1, which return it as it came."""
+    ids = torch.tensor([0, 2], device=x.device).repeat(x.shape[0], 1)
+    weights = torch.full(ids.shape, 0.5, device=x.device)
+    out = dispatcher.dispatch(x, TopKOutput(topk_ids=ids, topk_weights=weights))
+    assert isinstance(out, RowsDispatchOutput)
+    y = dispatcher.combine(out.combine_input(pack(out.hidden_states.data, out.index)))
+    dispatcher.check()
+    return y
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_dispatcher_goes_on_without_a_dead_rank(
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_cpu_ranks(monkeypatch)
+    spec = MoESpec(hidden_size=64, num_experts=2 * num_ranks, top_k=2)
+    with EPGroup() as group, torch.no_grad():
+        config = EPConfig(backend="nvlink", max_tokens_per_rank=4)
+        dispatcher = DeepEPLowLatencyDispatcher(group, spec, config)
+        x = torch.full((3, 64), group.rank + 1.0, dtype=torch.bfloat16, device=group.device)
+        assert torch.equal(exchange(dispatcher, x), x)
+        if group.rank != DEAD:
+            with pytest.raises(EPTimeout, match="rank 1"):
+                exchange(dispatcher, x)
+        # The dead rank is alive here, to end with the others; it takes no part in between.
+        group.collectives.gather_records({}, phase="the living have given up")
+        if group.rank != DEAD:
+            group.exclude_ranks([DEAD])
+            for _ in range(2):
+                assert torch.equal(exchange(dispatcher, x), 0.5 * x)
+        group.collectives.gather_records({}, phase="the living have gone on")
+    with pytest.raises(HandleError, match="exclude_ranks: the EPGroup is closed"):
+        group.exclude_ranks([DEAD])
+
+
+@pytest.mark.ranks(2)
+def test_a_backend_that_needs_all_ranks_says_so() -> None:
+    spec = MoESpec(hidden_size=16, num_experts=4, top_k=1, dtype=torch.float32)
+    with EPGroup() as group:
+        DeepEPNormalDispatcher(group, spec, EPConfig(backend="collective"))
+        with pytest.raises(BackendUnavailable, match="has buffers of collective, expected nvlink"):
+            group.exclude_ranks([1 - group.rank])

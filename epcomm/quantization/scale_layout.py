@@ -38,7 +38,7 @@ def to_column_major(scales: Tensor, alignment: int) -> Tensor:
     """Copy scales [..., R, S] into a view of [..., S, align_up(R, alignment)], padded with zeros.
 
     alignment: rows of a column are padded to a multiple of this. The tensor memory access unit of
-        a GPU reads columns that begin at multiples of 16 bytes: 4 float32 scales.
+        a GPU reads columns that begin at multiples of 16 bytes: 4 elements of float32 or int32.
     """
     *batch, num_rows, num_scales = scales.shape
     shape = (*batch, num_scales, align_up(num_rows, alignment))

@@ -369,22 +369,22 @@ REFUSALS = {
     "child": Refusal(
         kind="qwen3_moe",
         change=add_child,
-        message="Qwen3MoeSparseMoeBlock has norm, a part that nobody here knows",
+        message="Qwen3MoeSparseMoeBlock has norm, an unknown part",
     ),
     "expert_norm": Refusal(
         kind="mixtral",
         change=add_expert_norm,
-        message="MixtralExperts has norm, a part that nobody here knows",
+        message="MixtralExperts has norm, an unknown part",
     ),
     "attribute": Refusal(
         kind="qwen3_moe",
         change=lambda block: setattr(block, "gain", 2.0),
-        message="gain of Qwen3MoeSparseMoeBlock is 2.0, an attribute that nobody here knows",
+        message="gain of Qwen3MoeSparseMoeBlock is 2.0, an unknown attribute",
     ),
     "attribute_of_experts": Refusal(
         kind="mixtral",
         change=lambda block: setattr(block.experts, "gain", 2.0),
-        message="gain of MixtralExperts is 2.0, an attribute that nobody here knows",
+        message="gain of MixtralExperts is 2.0, an unknown attribute",
     ),
     "experts": Refusal(
         kind="mixtral",

@@ -1,9 +1,9 @@
-"""Normal mode of the Ascend deep_ep: packed rows, one a (token, expert) pair, ready for a GEMM.
+"""Move tokens by the normal kernels of the Ascend deep_ep: one packed row for each slot.
 
-Its combine multiplies by the router weights that it kept from dispatch, so nobody else may. The ids
-and weights that it seems to return are memory that nobody wrote, and where nothing arrives one row
-of garbage comes: only the counts are read. A layout call comes right before each dispatch, for it
-leaves state behind. No cached handles, hence no backward.
+The package's combine multiplies by the router weights that it kept from dispatch, so the runner
+must not. The ids and weights that dispatch returns are memory that was never written, and where no
+row arrives one row of garbage comes: only the counts are read. A layout call comes right before
+each dispatch, because it leaves state behind. There are no cached handles, hence no backward.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from epcomm.types import Int8Profile, WireTensor
 
 
 class AscendNormalBuffer(AscendBuffer):
-    """Exact sizes; the host waits for the counts, once a dispatch. For inference."""
+    """Serves inference with exact sizes; the host waits for the counts, once a dispatch."""
 
     name: ClassVar[str] = "ascend"
     mode: ClassVar[Mode] = Mode.NORMAL
@@ -62,7 +62,8 @@ class AscendNormalBuffer(AscendBuffer):
     def caps(cls, mode: Mode) -> BufferCaps:
         return replace(
             packed_caps(rounds_of(environment()).max_tokens),
-            # By the second. They differ below magnitudes of 2e-5, where 1e-12 still counts.
+            # The package quantises by RINT127EPS. Both profiles give equal codes but for magnitudes
+            # below 2e-5, where the epsilon of 1e-12 still counts.
             int8_profiles=frozenset({Int8Profile.RINT127, Int8Profile.RINT127EPS}),
         )
 
@@ -130,14 +131,14 @@ class AscendNormalBuffer(AscendBuffer):
             slots_from_rank=slots_from_ranks(handle[5], self._world_size),
             is_empty=has_no_expert(ids),
         )
-        # Where nothing arrived there is one row of garbage.
+        # A dispatch that brings no row returns one row of garbage, which is cut off.
         return self._dispatched(
             _first_rows(self._wire(received), num_slots), sent.topk_ids, exchange_plan
         )
 
     def _return_rows(self, rows: Tensor, exchange_plan: AscendExchangePlan) -> Tensor:
         if exchange_plan.num_rows == 0:
-            # As many rows as dispatch allocated.
+            # combine() takes as many rows as dispatch() returned, which was one row of garbage.
             rows = rows.new_zeros(1, rows.shape[1])
         return self._buffer.combine(x=rows.contiguous(), handle=exchange_plan.handle)[0]
 

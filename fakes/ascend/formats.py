@@ -43,12 +43,12 @@ _TILED: dict[int, _Tiled] = {}
 
 
 def tile_columns(dtype: torch.dtype) -> int:
-    """Columns of a tile."""
+    """Return the columns of a tile."""
     return _TILE_ROW_BYTES // dtype.itemsize
 
 
 def nz_pack(matrix: Tensor) -> Tensor:
-    """[..., K, N] to tiles [..., ceil(N / n), ceil(K / 16), 16, n], zeros where they overhang.
+    """Pack [..., K, N] into tiles [..., ceil(N / n), ceil(K / 16), 16, n], padded with zeros.
 
     n is 32 for int8 and 16 for 16-bit dtypes.
     """
@@ -62,7 +62,7 @@ def nz_pack(matrix: Tensor) -> Tensor:
 
 
 def nz_unpack(tiles: Tensor, rows: int, columns: int) -> Tensor:
-    """The inverse of nz_pack()."""
+    """Unpack tiles that nz_pack() made into [..., rows, columns]."""
     padded = tiles.movedim(-4, -2).flatten(-2).flatten(-3, -2)
     return padded[..., :rows, :columns].contiguous()
 
@@ -123,7 +123,7 @@ def as_nd(operator: str, tensor: Tensor) -> Tensor:
 
 
 def require_whole(operator: str, tensor: Tensor) -> None:
-    """No part and no other shape of memory in NZ."""
+    """Refuse a part or another shape of memory in NZ."""
     tiled = _tiled(tensor)
     if tiled is not None:
         is_whole = tensor.shape == tiled.shape and tensor.storage_offset() == 0
@@ -132,7 +132,7 @@ def require_whole(operator: str, tensor: Tensor) -> None:
 
 
 def require_aligned(operator: str, tensor: Tensor) -> None:
-    """What GEMMs ask of weights in NZ: K % 16 == 0, and N % 32 (int8) or 16 (16-bit)."""
+    """Refuse weights in NZ unless K % 16 == 0 and N % 32 == 0 (int8) or N % 16 == 0 (16-bit)."""
     if format_of(tensor) == ACL_FORMAT_NZ:
         rows, columns = tensor.shape[-2:]
         width = tile_columns(tensor.dtype)

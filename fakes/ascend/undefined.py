@@ -19,12 +19,12 @@ def undefined(
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether the tensor has memory; without, an operator tells shapes and dtypes alone."""
+    """Return whether the tensor has memory; without memory operators return only shapes."""
     return tensor.device.type != "meta"
 
 
 def undefined_value(dtype: torch.dtype) -> float | int:
-    """What an unwritten element of the dtype holds."""
+    """Return the value of an unwritten element of the dtype."""
     if dtype.is_floating_point:
         return float("nan")
     if dtype in (torch.int8, torch.uint8):

@@ -23,7 +23,7 @@ def window_bytes(names: tuple[str, ...], variables: Mapping[str, str] | None = N
 
 
 def normal_bytes(max_tokens: int, num_topk: int, hidden_size: int) -> int:
-    """dispatch() and combine() of deep_ep."""
+    """Return the window bytes of dispatch() and combine() of deep_ep."""
     row = _align(2 * hidden_size, 512) + _align(_align(2 * hidden_size, 32) + 44, 512)
     return 2 * (max_tokens * num_topk * row + 4 * MIB + 204 * MIB)
 
@@ -39,12 +39,12 @@ def low_latency_bytes(max_tokens: int, num_topk: int, hidden_size: int, num_expe
 def fused_deep_moe_bytes(
     max_tokens: int, num_ranks: int, num_local_experts: int, hidden_size: int
 ) -> int:
-    """fused_deep_moe() of deep_ep with fuse_mode 1."""
+    """Return the window bytes of fused_deep_moe() of deep_ep with fuse_mode 1."""
     return num_ranks * max_tokens * num_local_experts * hidden_size * 2 * 2
 
 
 def dispatch_ffn_combine_bytes(num_tokens: int, num_topk: int, hidden_size: int) -> int:
-    """fused_deep_moe() of deep_ep with fuse_mode 2."""
+    """Return the window bytes of fused_deep_moe() of deep_ep with fuse_mode 2."""
     return 3 * num_tokens * num_topk * hidden_size + 10 * MIB
 
 

@@ -23,7 +23,7 @@ def limits_off() -> Iterator[None]:
 
 
 def is_enforced() -> bool:
-    """Whether limits of sizes apply."""
+    """Return whether limits of sizes apply."""
     return _LIMITS_ARE_ON.get()
 
 

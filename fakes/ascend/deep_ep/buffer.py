@@ -120,7 +120,7 @@ class Buffer:
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def dispatch(
         self,
@@ -189,7 +189,7 @@ class Buffer:
         allocate_on_comm_stream: bool = False,
         dispatch_wait_recv_cost_stats: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Not in the stand-in: for the tests of the real package."""
+        """Fail: only the tests of the real package call this, and the imitation lacks it."""
         raise NotImplementedError("deep_ep.Buffer.notify_verify is not modelled")
 
     def combine(
@@ -224,7 +224,7 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> DispatchResult:
-        """Not reachable on one host."""
+        """Fail: the imitation has only one host."""
         raise RuntimeError(f"internode_dispatch: {_ONE_HOST}")
 
     def internode_combine(
@@ -238,7 +238,7 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Not reachable on one host."""
+        """Fail: the imitation has only one host."""
         raise RuntimeError(f"internode_combine: {_ONE_HOST}")
 
     def low_latency_dispatch(
@@ -307,7 +307,7 @@ class Buffer:
         """Nothing: there is no profile of a CPU."""
 
     def end_profile(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def fused_deep_moe(
         self,

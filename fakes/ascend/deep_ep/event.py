@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class EventOverlap:
-    """What the real package returns for the sake of callers written for GPUs."""
+    """The event that the real package returns for callers written for GPUs."""
 
     def __init__(
         self, event: object | None = None, extra_tensors: tuple[Tensor, ...] | None = None

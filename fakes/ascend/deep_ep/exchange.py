@@ -27,7 +27,10 @@ _MAX_SHARED = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """What a rank sends, by expert and then token: tokens, choices int64 [P]; per_expert [E]."""
+    """The slots that a rank sends, by expert, then token.
+
+    tokens, choices: int64 [number of slots].   per_expert: [E], number of slots of each expert.
+    """
 
     tokens: Tensor
     choices: Tensor
@@ -44,7 +47,7 @@ class Received:
     counts: Tensor
 
     def per_expert(self) -> Tensor:
-        """int64 [L]."""
+        """Return the received rows of each expert, int64 [L]."""
         return self.counts.sum(1)
 
     def prefix(self) -> Tensor:
@@ -168,7 +171,7 @@ def combine(
 
 
 def counts_of(prefix: Tensor, num_ranks: int) -> Tensor:
-    """[L, W]: the inverse of Received.prefix()."""
+    """Return the counts [L, W] whose inclusive sums Received.prefix() gives."""
     return prefix.to(torch.int64).diff(prepend=torch.zeros(1).long()).view(-1, num_ranks)
 
 
@@ -190,7 +193,7 @@ def require_written(operator: str, prefix: Tensor, triples: Tensor, num_ranks: i
 
 
 def rows_then_undefined(rows: Tensor, num_rows: int) -> Tensor:
-    """[N, ...] to [num_rows, ...]: `rows` first, nothing written behind them."""
+    """Pad rows [N, ...] to [num_rows, ...] with undefined memory."""
     padded = undefined([num_rows, *rows.shape[1:]], rows.dtype)
     padded[: rows.shape[0]] = rows
     return padded

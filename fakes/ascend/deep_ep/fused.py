@@ -76,7 +76,7 @@ def _agree_on_capacity(group: dist.ProcessGroup, num_rows: int, max_rows: int) -
 
 
 def _through_experts(experts: Experts, received: exchange.Received) -> Tensor:
-    """bfloat16 [N, H]."""
+    """Compute the experts of the received rows, bfloat16 [N, H]."""
     assert received.scales is not None, "INT8 rows have scales"
     sizes = received.per_expert().tolist()
     parts = zip(received.rows.split(sizes), received.scales.split(sizes), strict=True)

@@ -57,7 +57,7 @@ class TiledExperts:
 
     @classmethod
     def of(cls, call: FusedCall) -> Self:
-        """Those of the rank."""
+        """Read the experts of the rank from a call."""
         w13, w2 = as_nd(NAME, call.w13), as_nd(NAME, call.w2)
         return cls(w13=w13, s13=call.s13, w2=w2, s2=call.s2)
 
@@ -73,7 +73,7 @@ class TiledExperts:
         return Int8Rows(codes=int8_codes(quotients), scales=amax.squeeze(1) * (1.0 / INT8_MAX))
 
     def output(self, expert: int, hidden: Int8Rows) -> Tensor:
-        """See Experts."""
+        """Compute the second product, bfloat16 [N, H]; see Experts."""
         sums = integer_product(hidden.codes, self.w2[expert].T).float()
         return (sums * self.s2[expert] * hidden.scales[:, None]).bfloat16()
 

@@ -53,7 +53,7 @@ class Sent:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrived:
-    """What dispatch hands out; counts are a list of L, or their sums."""
+    """The results of dispatch(); counts are a list of L numbers, or their inclusive sums."""
 
     x: Tensor
     scales: Tensor | None
@@ -66,7 +66,7 @@ class Arrived:
 def layout_of(
     group: dist.ProcessGroup, ids: Tensor, num_experts: int, strategy: NormalStrategy
 ) -> Layout:
-    """Who gets what.
+    """Return the layout of a dispatch: which rank gets which token, with counts.
 
     With alltoall, which is collective here, per_expert is [L] and holds what this rank will
     receive, and is_in_rank is zeros: documented, and not what callers expect.

@@ -28,7 +28,7 @@ def checked(operator: str, mode: str) -> str:
 def low_latency_mode(
     quant_mode: str | None, *, use_fp8: bool, use_ue8m0: bool, use_mxfp4: bool
 ) -> str:
-    """What the flags of low_latency_dispatch() mean; use_fp8, on by default, means INT8."""
+    """Return the mode that the flags of low_latency_dispatch() mean; use_fp8 means INT8."""
     if quant_mode is not None:
         return quant_mode
     if use_mxfp4:

@@ -37,9 +37,9 @@ class Int8Rows:
 
 
 def gated_int8(gate: Tensor, up: Tensor) -> Int8Rows:
-    """silu(gate) * up, of [N, I] float32, as INT8: scale a / 127, codes rint(row * 127 / a).
+    """Quantise silu(gate) * up, [N, I] float32: scale a / 127, codes rint(row * 127 / a).
 
-    A row of zeros has the scale 0 and the codes of 0 / 0, which nobody knows.
+    A row of zeros has the scale 0 and the codes of 0 / 0, which are unknown.
     """
     rows = F.silu(gate) * up
     amax = rows.abs().amax(dim=-1, keepdim=True)
@@ -47,7 +47,7 @@ def gated_int8(gate: Tensor, up: Tensor) -> Int8Rows:
 
 
 def divided_int8(gate: Tensor, up: Tensor) -> Int8Rows:
-    """As gated_int8(), but codes rint(row / scale), which differ where that is nearly a half."""
+    """Compute gated_int8() with codes rint(row / scale), which differ for quotients near a half."""
     rows = F.silu(gate) * up
     scales = _scales(rows.abs().amax(dim=-1, keepdim=True))
     return Int8Rows(codes=int8_codes(rows / scales), scales=scales.squeeze(-1))

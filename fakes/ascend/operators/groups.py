@@ -30,7 +30,7 @@ class Group:
 
     @property
     def rows(self) -> slice:
-        """As an index."""
+        """Return the rows of the group as a slice."""
         return slice(self.first, self.last)
 
 

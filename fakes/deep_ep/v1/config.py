@@ -50,7 +50,7 @@ _COMBINE = MappingProxyType(
 
 
 class Config:
-    """How many SMs the normal kernels take and how far a sender may run ahead."""
+    """The number of SMs of the normal kernels, and how far a sender may run ahead."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Config:
         return -(-num_bytes // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """0: the ranks of a fake are on one host.
+        """Return 0, because all ranks of the imitation are on one host.
 
         Raises:
             RuntimeError: more ranks than NVLink joins.
@@ -97,7 +97,7 @@ class Config:
 
 
 def num_channels(config: Config) -> int:
-    """Pairs of a sending and a receiving block."""
+    """Return the number of pairs of a sending and a receiving block."""
     require(config._num_sms % 2 == 0, "config.num_sms % 2 == 0")
     return config._num_sms // 2
 
@@ -143,5 +143,5 @@ def low_latency_bytes(max_tokens: int, hidden_size: int, num_experts: int) -> in
 
 
 def combine_message_bytes(hidden_size: int) -> int:
-    """A row of bfloat16 and capacity for the smallest and largest of each 128."""
+    """Return the bytes of a bfloat16 row and of the extremes of each 128 elements."""
     return 2 * hidden_size + 4 * (hidden_size // 128)

@@ -59,7 +59,7 @@ class CommStream:
     def begin(
         self, previous_event: EventOverlap | None, is_async: bool, allocates_here: bool = False
     ) -> None:
-        """What every call does first: all that was launched before is done.
+        """Begin a call by finishing all work that was launched before.
 
         Raises:
             RuntimeError: tensors on this stream without an event before and one after.

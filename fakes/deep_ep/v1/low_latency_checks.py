@@ -99,7 +99,7 @@ def check_stats(
 
 
 def check_bytes(max_tokens: int, hidden_size: int, num_experts: int, num_rdma_bytes: int) -> None:
-    """The limit of memory.
+    """Check the limit of memory.
 
     Raises:
         RuntimeError: the buffer is too small.

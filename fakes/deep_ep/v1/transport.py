@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def pack(columns: Sequence[Tensor]) -> Tensor:
-    """[N, ...] tensors side by side, as [N, bytes] uint8."""
+    """Pack tensors [N, ...] side by side into [N, bytes], uint8."""
     return torch.cat([column.contiguous().view(torch.uint8) for column in columns], dim=1)
 
 
@@ -51,7 +51,7 @@ def begin_exchange(group: dist.ProcessGroup, blocks: Tensor) -> Callable[[], Ten
 
 
 def gather(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
-    """[W, ...]: the tensor of every rank."""
+    """Gather the tensors of all ranks, [W, ...]."""
     parts = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(parts, tensor.contiguous(), group=group)
     return torch.stack(parts)

@@ -22,7 +22,7 @@ def poison(tensor: Tensor) -> Tensor:
 
 
 def undefined_integer(dtype: torch.dtype) -> int:
-    """What poison() fills integers with."""
+    """Return the value that poison() fills integers with."""
     return int.from_bytes(bytes([UNDEFINED_BYTE]) * dtype.itemsize, "little")
 
 

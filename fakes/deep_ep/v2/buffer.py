@@ -140,7 +140,7 @@ class ElasticBuffer:
 
     @staticmethod
     def capture() -> EventHandle:
-        """An event of the current stream."""
+        """Record an event of the current stream."""
         return EventHandle()
 
     def get_comm_stream(self) -> torch.Stream:

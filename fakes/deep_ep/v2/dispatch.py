@@ -37,7 +37,7 @@ def destinations(topk_idx: Tensor, num_local_experts: int) -> Tensor:
 
 
 def _draw_slots(request: DispatchRequest, domain: Domain) -> Tensor:
-    """dst_buffer_slot_idx of a new handle: [T, K], int32."""
+    """Draw dst_buffer_slot_idx of a new handle, [T, K], int32."""
     topk_idx, K = request.topk_idx, request.num_topk
     ranks = destinations(topk_idx, request.num_experts // domain.num_ranks)
     slots = torch.full(topk_idx.shape, -1, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Where received messages lie in the tensors that dispatch() returns."""
+"""Place received messages in the tensors that dispatch() returns."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Who owns the experts.
+    """The owners of the experts.
 
-    num_local: L, experts of each rank, in rank order.
+    num_local: L, the experts of each rank; ranks own experts in rank order.
     """
 
     rank: int
@@ -192,7 +192,7 @@ def combine_all_gather(results: Tensor, batch: AllGatherBatch, experts: Experts)
 
 
 def _gathered(tensor: Tensor, world_size: int) -> Tensor:
-    """[W * N, ...] of the [N, ...] of all ranks."""
+    """Gather the tensors [N, ...] of all ranks into [W * N, ...]."""
     gathered = tensor.new_empty(world_size * tensor.shape[0], *tensor.shape[1:])
     _all_gather(gathered, tensor)
     return gathered

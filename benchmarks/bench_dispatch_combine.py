@@ -70,14 +70,14 @@ class ModeName(StrEnum):
 
 
 class AlternativeName(StrEnum):
-    """What epcomm is measured against."""
+    """The contender that epcomm is measured against."""
 
     EXPERT_ROWS = "expert_rows"
     ALL_GATHER = "all_gather"
 
 
 class DtypeName(StrEnum):
-    """Of the hidden states."""
+    """The dtype of the hidden states."""
 
     BF16 = "bf16"
     FP16 = "fp16"
@@ -191,7 +191,7 @@ def run(
 
 
 def _nothing() -> None:
-    """Between rounds."""
+    """Do nothing between rounds."""
 
 
 def _finding_of_copies(copies: Copies, moved: MovedBytes, ours: Finding) -> CopyFinding:

@@ -55,11 +55,11 @@ class Size:
 
     @property
     def weight_bytes(self) -> int:
-        """Of all matrices in FP8."""
+        """Return the bytes of all matrices in FP8."""
         return 3 * self.experts * self.hidden * self.inner
 
     def operations(self, rows: int) -> int:
-        """Multiplications and additions of so many slots."""
+        """Count the multiplications and additions of `rows` slots."""
         return 6 * rows * self.hidden * self.inner
 
 
@@ -73,7 +73,7 @@ class Experts:
 
     @classmethod
     def make(cls, size: Size, device: torch.device) -> Experts:
-        """Seeded, of order one."""
+        """Make seeded matrices with products of order one."""
         generator = torch.Generator(device).manual_seed(0)
 
         def matrices(rows: int, columns: int) -> Tensor:
@@ -104,7 +104,7 @@ def counts_of(rows: int, experts: int, skew: int) -> list[int]:
 
 
 def rows_record(counts: list[int], x: Tensor) -> RowsDispatchOutput:
-    """Rows in random order, one slot each."""
+    """Make a record of rows in random order, with one slot each."""
     ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))].to(x.device)
     device_counts = torch.tensor(counts, device=x.device)

@@ -54,7 +54,7 @@ class Int8Experts:
 
     @classmethod
     def make(cls, size: Size, device: torch.device) -> Int8Experts:
-        """Those of bench_gemm."""
+        """Make the experts of bench_gemm in INT8."""
         plain = Experts.make(size, device)
         weights = ExpertWeights(gate_up_proj=plain.gate_up, down_proj=plain.down)
         return cls(bf16=plain, int8=Int8ChannelWeights.from_unquantized(weights))

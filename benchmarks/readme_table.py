@@ -34,7 +34,7 @@ _WAYS = {
 
 
 class ContenderResult(TypedDict):
-    """Of one contender, as report.py writes it."""
+    """The result of one contender, as report.py writes it."""
 
     ms: dict[str, dict[str, float]]
     sent_bytes: dict[str, int]
@@ -121,7 +121,7 @@ def fill(text: str, results: Path = RESULTS) -> str:
 
 
 def _render_kind(text: str) -> str:
-    """By what the benchmark calls itself; each kind has a record of its own."""
+    """Render a result by the name of its benchmark; each kind has another record."""
     result = json.loads(text)
     kind = result["benchmark"]
     if kind == "nvlink":

@@ -35,7 +35,7 @@ _TOUCHED_OF_COPIED = 2
 
 @dataclass(frozen=True, kw_only=True)
 class MovedBytes:
-    """Of all ranks in one dispatch and combine; see the module."""
+    """The bytes that all ranks move in one dispatch and combine; see the module."""
 
     copied: int
     touched: int
@@ -86,7 +86,7 @@ class CopyFinding:
         return self._gb_per_s(self.moved.touched) / (_TOUCHED_OF_COPIED * self.copy_gb_per_s)
 
     def as_record(self) -> dict[str, int | float]:
-        """Flat, for JSON."""
+        """Return a flat record, for JSON."""
         return {
             "copied_bytes": self.moved.copied,
             "touched_bytes": self.moved.touched,
@@ -114,11 +114,11 @@ class Copies:
 
     @property
     def num_bytes(self) -> int:
-        """What a rank copies in a round."""
+        """Return the bytes that a rank copies in a round."""
         return self._source.nbytes
 
     def run(self) -> None:
-        """One round. Collective: yes."""
+        """Run one round. Collective: yes."""
         wait_for_all(self._source.device)
         self.ms.append(self._copy())
 

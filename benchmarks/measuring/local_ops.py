@@ -52,7 +52,7 @@ def sum_weighted(rows: Tensor, row_of_term: Tensor, weights: Tensor, offsets: Te
 
 
 def _parts(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """[S, NUM_PARTS] in `dtype`, whose rows sum to `weights` [S], float32."""
+    """Split `weights` [S], float32, into [S, NUM_PARTS] in `dtype`, whose rows sum to them."""
     parts, rest = [], weights
     for _ in range(NUM_PARTS):
         parts.append(rest.to(dtype))

@@ -49,7 +49,7 @@ def describe_hardware(device: torch.device) -> dict[str, str | int]:
 
 
 def describe_versions(device: torch.device) -> dict[str, str]:
-    """Of what was measured and what it runs on."""
+    """Return the versions of the measured code and of the software that it runs on."""
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -63,7 +63,7 @@ def describe_versions(device: torch.device) -> dict[str, str]:
 
 
 def load_average() -> float:
-    """Of the last minute: processes that wanted a core, ours among them."""
+    """Return the mean number of processes that wanted a core in the last minute, with our own."""
     return round(os.getloadavg()[0], 2)
 
 

@@ -69,5 +69,5 @@ def run_in_turn(
 
 
 def _run_experts(rows: Tensor) -> Tensor:
-    """What experts hand to combine: memory of their own, without gaps between rows."""
+    """Return the results of identity experts: new memory, without gaps between rows."""
     return rows.clone(memory_format=torch.contiguous_format)

@@ -120,7 +120,7 @@ def world_of(item: pytest.Item) -> World | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
-    """What one rank says of one test: a line in its file."""
+    """The result of one test on one rank: a line in the rank's file."""
 
     rank: int
     nodeid: str
@@ -160,7 +160,7 @@ class InnerRun:
     @pytest.fixture(scope="session", autouse=True)
     @classmethod
     def ep_ranks(cls) -> Iterator[MPI.Comm | None]:
-        """What EPGroup takes: the MPI world, or None for the default process group."""
+        """Yield the argument of EPGroup: the MPI world, or None for the default process group."""
         if os.environ[UNDER_LAUNCHER_ENV] == "mpi":
             from mpi4py import MPI
 
@@ -314,7 +314,7 @@ def make_hypothesis_agree() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What came of one launch."""
+    """The results of one launch."""
 
     world: World
     nodeids: list[str]

@@ -1,4 +1,4 @@
-"""Every buffer that runs on a CPU passes the whole buffer suite, on 1 to 8 ranks and under MPI."""
+"""Run the buffer suite on every buffer that runs on a CPU, on 1 to 8 ranks and under MPI."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def rows_input(play: Play, rows: object, rows_per: object = RowsPer.SLOT) -> Row
 
 
 class DTensor(Tensor):
-    """What torch.distributed.tensor.DTensor has and importing it would take seconds for."""
+    """A stand-in for torch.distributed.tensor.DTensor, whose import would take seconds."""
 
     def to_local(self) -> Tensor:
         return self.as_subclass(Tensor)
@@ -257,7 +257,7 @@ def training(*names: str) -> Callable[[Play], object]:
 
 
 def combine_faults() -> list[Bad]:
-    """Faults of the combine call."""
+    """Return the faults of the combine call."""
     rows = [
         Bad(
             id="a row too many",

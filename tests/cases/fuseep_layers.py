@@ -15,7 +15,7 @@ OPERATORS = ("fused_deep_moe", "dispatch_ffn_combine")
 
 
 def experts(seed: int = 0) -> Int8ChannelWeights:
-    """Of all ranks."""
+    """Make the experts of all ranks."""
     made = torch.Generator().manual_seed(seed)
     w13 = torch.randint(-127, 128, (E, 2 * I, H), generator=made, dtype=torch.int8)
     w2 = torch.randint(-127, 128, (E, H, I), generator=made, dtype=torch.int8)
@@ -41,6 +41,6 @@ def make_layer(
     weights: Int8ChannelWeights | None = None,
     **changes: Any,  # noqa: ANN401 (fields of EPConfig)
 ) -> ExpertParallelExperts:
-    """Collective."""
+    """Make a layer in mode fuseep. Collective."""
     config = EPConfig(mode="fuseep", backend=operator, max_tokens_per_rank=M, **changes)
     return ExpertParallelExperts(weights or experts(), group, config, top_k=K)

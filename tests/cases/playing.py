@@ -117,12 +117,12 @@ class Play:
 
     @property
     def is_faulty(self) -> bool:
-        """Whether this rank errs."""
+        """Return whether this rank makes the faulty call."""
         return self.group.rank == FAULTY
 
     @property
     def results(self) -> RowsCombineInput:
-        """What identity experts return for the batch under way."""
+        """Return the results of identity experts for the current batch."""
         return identity(self.out)
 
     @property
@@ -142,7 +142,7 @@ class Play:
         return self.dispatcher.combine(self.results)
 
     def call_of(self, dispatcher: Dispatcher) -> Tensor:
-        """As whole_call(), on any of the dispatchers."""
+        """Make a whole call on one of the dispatchers; see whole_call()."""
         x = self.x.detach().repeat(1, dispatcher._spec.hidden_size // H)
         return dispatcher.combine(identity(dispatcher.dispatch(x, self.topk)))
 
@@ -207,7 +207,7 @@ def fail(*_: object, **__: object) -> NoReturn:
 
 
 def error_of(call: Callable[[], object]) -> EPError | OwnError | None:
-    """What the call raises, if it does."""
+    """Return the error that the call raises, or None."""
     try:
         call()
     except (EPError, OwnError) as error:

@@ -55,7 +55,7 @@ def replace_one(layer: ExpertParallelExperts, new: dict[str, torch.Tensor]) -> N
 
 
 def write_data(layer: ExpertParallelExperts, new: dict[str, torch.Tensor]) -> None:
-    """What nobody notices."""
+    """Write through `.data`, which no version counter notices."""
     for name, tensor in new.items():
         layer.get_parameter(name).data.copy_(tensor)
     assert isinstance(layer.path, FuseEPPath)

@@ -1,4 +1,4 @@
-"""Every MoE block of the installed transformers, tiny, through ExpertParallelMoE.from_transformers.
+"""Try from_transformers on a tiny copy of every MoE block of the installed transformers.
 
     python -m tests.integrations.block_table
 
@@ -94,10 +94,10 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What became of a block.
+    """The result of one block.
 
-    routing: who routes, where it is served.   error: the worst of y and all gradients, relative.
-    refusal: the sentence, where it is not.
+    routing: the router of a served block.   error: worst relative error of y and all gradients.
+    refusal: the message for a block that is not served.
     """
 
     variant: Variant
@@ -107,7 +107,7 @@ class Row:
 
     @property
     def is_served(self) -> bool:
-        """Whether the layer equals the block."""
+        """Return whether the layer equals the block."""
         return not self.refusal and self.error <= FP32_TOLERANCE
 
 
@@ -254,7 +254,7 @@ def table(group: EPGroup) -> list[Row]:
 
 
 def render(rows: list[Row]) -> str:
-    """The document."""
+    """Render the document."""
     version = import_module("transformers").__version__
     served = [row for row in rows if row.is_served]
     refused = [row for row in rows if not row.is_served]

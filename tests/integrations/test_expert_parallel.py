@@ -92,7 +92,7 @@ CASES = [
 
 
 def sizes(layout: str) -> dict[str, int]:
-    """Of the meshes of transformers, over all ranks."""
+    """Return the sizes of transformers' meshes over all ranks."""
     world_size = dist.get_world_size()
     ranks_of_batch = {"own_batches": 1, "one_batch": world_size, "batch_of_two_ranks": 2}[layout]
     found = {"tp_size": ranks_of_batch, "fsdp_size": world_size // ranks_of_batch}
@@ -155,7 +155,7 @@ def train(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """By name; what is sharded over ranks is gathered. Collective."""
+    """Return whole gradients by name, gathering sharded ones. Collective."""
     gradients = {}
     for name, parameter in model.named_parameters():
         grad = parameter.grad

@@ -33,14 +33,14 @@ every_variant = pytest.mark.parametrize("make", VARIANTS.values(), ids=VARIANTS)
 
 
 def tokens(rank: int, device: torch.device) -> Tensor:
-    """[1, T, H] of a rank."""
+    """Make the tokens of a rank, [1, T, H]."""
     generator = torch.Generator().manual_seed(1 + rank)
     x = torch.randn(1, NUM_TOKENS[rank], HIDDEN, generator=generator)
     return x.to(device).requires_grad_()
 
 
 def run(module: nn.Module, x: Tensor) -> list[Tensor]:
-    """What a block returns for [1, T, H], tokens first: y, and scores where it gives them."""
+    """Run a block on x [1, T, H]; return y with tokens first, and scores if there are any."""
     result = module(x)
     y, *scores = result if isinstance(result, tuple) else (result,)
     assert y.shape == x.shape
@@ -92,7 +92,7 @@ def summed_gradient(parameter: Tensor) -> Tensor | None:
 def parameter_gradients(
     moe: nn.Module, block: nn.Module, group: EPGroup
 ) -> dict[str, tuple[Tensor | None, Tensor | None]]:
-    """Those of a layer over ranks, and those that this rank should have. Collective."""
+    """Return gradients of a layer over ranks with the gradients expected here. Collective."""
     theirs, pairs = dict(block.named_parameters()), {}
     for name, parameter in moe.named_parameters():
         wanted = theirs.pop(name).grad

@@ -1,4 +1,4 @@
-"""Where implementations of one routing differ: each variant is an option or a stated choice."""
+"""Check each point where implementations of one routing differ: an option or a stated choice."""
 
 from __future__ import annotations
 

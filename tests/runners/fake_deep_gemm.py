@@ -115,7 +115,7 @@ def check_segments(m_indices: list[int], num_experts: int, alignment: int) -> No
 
 
 def check_matrices(rhs: Operand, width: int) -> tuple[int, int]:
-    """G and N."""
+    """Check the matrices, and return their number G and their rows N."""
     codes, scales = rhs
     num_experts, num_columns, depth = codes.shape
     assert codes.dtype == torch.float8_e4m3fn

@@ -20,7 +20,7 @@ def nz(weight: Tensor) -> Tensor:
 
 
 def interleaved(columns: Tensor) -> Tensor:
-    """[..., 2I]: 64 of the gate, 64 of up, and so on."""
+    """Interleave columns [..., 2I]: 64 of the gate, 64 of up, and so on."""
     half = columns.shape[-1] // 2
     order = [
         side * half + 64 * tile + column
@@ -32,7 +32,7 @@ def interleaved(columns: Tensor) -> Tensor:
 
 
 def bits(scales: Tensor) -> Tensor:
-    """int64, flat."""
+    """Return the bits of scales as flat int64."""
     return scales.contiguous().view(torch.int32).to(torch.int64).flatten()
 
 
@@ -50,7 +50,7 @@ def packed(mode: FuseMode, checkpoint: tuple[Tensor, Tensor, Tensor, Tensor]) ->
 
 
 def recorded_call(mode: FuseMode, rank: int) -> dict[str, Any]:
-    """Arguments of one rank of the recording."""
+    """Return the arguments of one rank of the recording."""
     first, last = rank * fuseep.L, (rank + 1) * fuseep.L
     ids, topk_weights = fuseep.topk(rank)
     w13, w2, s13, s2 = (tensor[first:last] for tensor in fuseep.weights())
@@ -86,7 +86,7 @@ def sized_call(mode: FuseMode, **sizes: int) -> dict[str, Any]:
 
 
 def all_experts(mode: FuseMode) -> FusedCall:
-    """What one rank with all experts of the recording would be given; its tokens are rank 0's."""
+    """Make the call of a single rank that has all experts of the recording and rank 0's tokens."""
     weights = packed(mode, fuseep.weights())
     ids, topk_weights = fuseep.topk(0)
     return FusedCall(

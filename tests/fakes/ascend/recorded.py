@@ -16,7 +16,7 @@ CONTRACTS = Path(__file__).parents[2] / "contracts"
 
 
 def golden(name: str) -> dict[str, Any]:
-    """The file `name`.json."""
+    """Read the file `name`.json."""
     return json.loads((CONTRACTS / f"{name}.json").read_text("utf-8"))
 
 
@@ -44,7 +44,7 @@ def defined(recorded: dict[str, Any]) -> Tensor:
 
 
 def is_poison(tensor: Tensor) -> bool:
-    """Whether no operator has written any element."""
+    """Return whether no operator has written any element."""
     if tensor.is_floating_point():
         return bool(tensor.isnan().all())
     return bool((tensor == undefined_value(tensor.dtype)).all())

@@ -1,4 +1,4 @@
-"""What an engineer writes with torch.distributed alone; shares nothing with epcomm.
+"""Exchange rows as an engineer would with torch.distributed alone, without code of epcomm.
 
 ExpertRows: one row on the wire for each (token, expert) pair, over all_to_all_single. Worked
 example, 2 ranks with one expert each, on rank 0:

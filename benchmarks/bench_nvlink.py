@@ -125,7 +125,7 @@ class NormalWork:
         call = options.make_call(0, group.rank, group.device)
         rows = call.wire_tensor(spec.dispatch_format)
         call = replace(call, quantize=lambda *_, **__: rows)
-        # With rows of its own. Those of `out` are overwritten, and then its batch is refused.
+        # A batch with rows of its own: the rows of `out` are overwritten, which ends its batch.
         kept = buffer.dispatch(replace(call, flags=BatchFlags.GRAD_ENABLED))
         out = buffer.dispatch(call)
         num_slots = low_latency.row_of_slot(out).shape[0]

@@ -1,4 +1,4 @@
-"""Everyone who can dispatch, group and combine, behind one interface.
+"""Give everything that can dispatch, group and combine one interface.
 
 The boundaries are the same for all: dispatch starts from (x, topk_ids, topk_weights) and, with
 group(), ends with contiguous runs of rows, one run an expert, ready for a grouped GEMM. combine

@@ -1,4 +1,4 @@
-"""What a contender must get right before it is measured.
+"""Check the results of a contender before it is measured.
 
 Experts return their row, so y = x * (sum of the token's router weights), and every rank can compute
 the rows that its experts must receive, since it can make the batch of every rank.

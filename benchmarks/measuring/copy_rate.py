@@ -1,4 +1,4 @@
-"""How close dispatch and combine come to copying: bytes they move, and how fast the ranks copy.
+"""Compare dispatch and combine with copying: the bytes they move, and the rate of copies.
 
 Two ways to count, each used for both sides. Copied: every row that leaves for an expert's rank and
 every sum that comes back counts once, those of a rank to itself too, and the rate is bytes copied a
@@ -29,7 +29,7 @@ from epcomm.testing.data import RankBatch
 BUFFER_BYTES = 2**27
 # An id and a weight of each (token, expert) pair, as they travel.
 _PAIR_BYTES = 8
-# What is copied comes from memory and goes there.
+# Each copied byte is read from memory and written to memory.
 _TOUCHED_OF_COPIED = 2
 
 

@@ -18,7 +18,7 @@ _Function = tuple[str, int, str]
 _Times = tuple[int, int, float, float]
 _Stats = dict[_Function, tuple[int, int, float, float, dict[_Function, _Times]]]
 
-# What lies below an exchange is one long wait.
+# An exchange is a leaf of the tree, because the time below it is one long wait.
 _LEAVES = ("all_to_all", "all_gather")
 
 

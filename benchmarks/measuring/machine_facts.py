@@ -1,4 +1,4 @@
-"""What a result depends on besides the code: hardware, versions, load, memory allocator."""
+"""Describe what a result depends on beside the code: hardware, versions, load, allocator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs contenders in turn and takes the time of each half; every rank does the same."""
+"""Run contenders in turn and time each half; every rank does the same."""
 
 from __future__ import annotations
 

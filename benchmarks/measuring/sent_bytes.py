@@ -1,4 +1,4 @@
-"""Bytes that one rank sends to other ranks in one call, counted from sizes alone.
+"""Count the bytes that one rank sends to other ranks in one call, from sizes alone.
 
 Worked example, ExpertRows on rank 0 of 2, 3 rows to itself and 5 to rank 1, 4 rows from rank 1, one
 expert a rank, rows of 8 B:

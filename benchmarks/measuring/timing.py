@@ -65,7 +65,7 @@ class Clock(ABC):
 
     @abstractmethod
     def take(self) -> list[float]:
-        """Return the milliseconds between neighbouring marks, and drop the marks. Host sync: yes."""
+        """Return the milliseconds between neighbouring marks; drop the marks. Host sync: yes."""
 
 
 class HostClock(Clock):

@@ -20,7 +20,8 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 
 NAMESPACE = "npu"
-# From the wheel of the version that the file names; `self` reads `input`, as it is registered.
+# The file has the schemas of a wheel whose version it names; `self` reads `input`, as the operator
+# is registered.
 SCHEMAS_FILE = Path(__file__).with_name("schemas.json")
 
 Device = Literal["CPU", "Meta"]

@@ -11,7 +11,7 @@ from epcomm.config import environment
 from fakes.ascend.sizes import require_size
 
 MIB = 1 << 20
-# What HCCL gives without HCCL_BUFFSIZE, in MiB.
+# MiB of the window that HCCL gives without HCCL_BUFFSIZE.
 DEFAULT_MIB = 200
 
 

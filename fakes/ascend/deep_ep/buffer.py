@@ -66,7 +66,7 @@ class Buffer:
         self.low_latency_mode = low_latency_mode
         chosen = strategies(normal_strategy, low_latency_strategy)
         self.normal_strategy, self.low_latency_strategy = chosen
-        # What get_dispatch_layout() leaves for the next dispatch() on the real buffer too.
+        # State that get_dispatch_layout() leaves for the next dispatch(), on the real buffer too.
         self._layout: normal.Layout | None = None
         dist.barrier(group=group)
 
@@ -273,7 +273,7 @@ class Buffer:
         is_pair = mode == INT8
         if self.low_latency_strategy is LowLatencyStrategy.OPS:
             require(name, topk_weights is not None, "the ops strategy needs topk_weights")
-            # It looks at the flag alone, whatever was sent.
+            # The package reads the flag alone, whatever was sent.
             is_pair = use_fp8
         sizes = low_latency.Sizes(
             max_tokens=num_max_dispatch_tokens_per_rank, num_experts=num_experts, mode=mode

@@ -41,7 +41,7 @@ def fused_moe(
         settings()
         modes = {int(mode) for mode in FuseMode}
         require(NAME, fuse_mode in modes, f"fuse_mode is one of {modes}, got {fuse_mode}")
-        # It has no effect; 0 does not mean that nothing is quantised.
+        # quant_mode has no effect; 0 does not mean that nothing is quantised.
         require(NAME, quant_mode in (0, 1), f"quant_mode is 0 or 1, got {quant_mode}")
         operator = _OPERATORS[fuse_mode]
         operator.check(call)

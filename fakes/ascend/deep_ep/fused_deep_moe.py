@@ -42,7 +42,7 @@ from fakes.ascend.windows import fused_deep_moe_bytes, require_window
 HALF_TILE = 64
 # Half of the vector cores of A3.
 MAX_LOCAL_EXPERTS = 24
-# What the operator of A5 takes.
+# Dtypes of weights that the operator takes on A5.
 _MX_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2)
 
 

@@ -24,7 +24,8 @@ _DEQUANT = "npu_dequant_swiglu_quant"
 _FUSED = "npu_grouped_matmul_swiglu_quant"
 # quant_mode of npu_dequant_swiglu_quant.
 DYNAMIC = 1
-# Its 2I with group_index, and what it is a multiple of; 2I of the fused operator.
+# npu_dequant_swiglu_quant takes 2I with group_index up to _WIDTH, a multiple of _WIDTH_UNIT; the
+# fused operator takes 2I up to _FUSED_WIDTH.
 _WIDTH, _WIDTH_UNIT, _FUSED_WIDTH = 10496, 64, 10240
 
 

@@ -24,7 +24,7 @@ MAX_EXPERTS = 2048
 GROUP_BLOCK = 32
 # The smallest group that the documentation allows.
 MIN_GROUP_SIZE = 3
-# What the softmax operator selects at most.
+# Most experts that the softmax operator selects.
 MAX_SOFTMAX_K = 1024
 
 

@@ -24,7 +24,7 @@ _SCALE_MASK = -(1 << 13)
 
 # split_item: one tensor comes out.   group_type: rows are cut by M.
 _ONE_TENSOR, _CUT_ROWS = (2, 3), 0
-# Of INT8 with a scale: dtypes of the scale and of the result. A5 takes the second set as well.
+# Dtypes of scale and result of INT8 products. A5 takes the second set as well.
 _SCALED = {(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)}
 _SCALED_BY_A5 = {(torch.float32, torch.bfloat16), (torch.int64, torch.bfloat16)}
 

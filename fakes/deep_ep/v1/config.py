@@ -10,7 +10,7 @@ from fakes.deep_ep.limits import is_enforced, require, require_size
 MAX_NVL_PEERS = 8
 # Bytes: sizes of buffers are multiples of it.
 BUFFER_ALIGNMENT_BYTES = 128
-# What the size hint assumes of a token, and what it takes for its source.
+# Most ids and scales of a token that the size hint assumes, and bytes of the token's source.
 _MAX_TOPK = _MAX_SCALES = 128
 _SOURCE_META_BYTES = 8
 

@@ -203,7 +203,7 @@ class LowLatency:
             f"the fake: {sizes} on a buffer that holds {self._sizes}; call "
             "clean_low_latency_buffer before other sizes",
         )
-        # What a caller wrote for zero_copy is lost to the next call, whichever that is.
+        # Rows that a caller wrote for zero_copy are lost at the next call of either kind.
         used = self._combine_buffers[self._num_calls % 2]
         if used is not None:
             poison(used)

@@ -10,7 +10,7 @@ from fakes.deep_ep.v1.config import low_latency_bytes
 from fakes.deep_ep.v1.handle import LowLatencyHandle
 from fakes.deep_ep.v1.layout import require_ids
 
-# For which the kernels are compiled.
+# Values for which the kernels are compiled.
 HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 MAX_TOPK = 11
 # Elements that share a scale, and those that share a word of four one-byte scales.

@@ -261,7 +261,7 @@ def combine(
 
 
 def _add_rows(total: Tensor, rows: Tensor, handle: NormalHandle) -> None:
-    # By rank: no index occurs twice in one addition, and the order of the sum is defined.
+    # Adding rank by rank uses no index twice in one addition and defines the order of the sum.
     splits = handle.send_splits()
     for is_sent, part in zip(handle.is_in_rank.T, rows.split(splits), strict=True):
         total[is_sent] += part.float()

@@ -338,7 +338,7 @@ class ElasticBuffer:
             if event is not None and not isinstance(event, EventHandle):
                 raise TypeError(f"incompatible function arguments: {type(event).__name__}")
         previous_event = events[0]
-        # What the computation overlaps must not take its memory.
+        # With an event, computation overlaps the call and must not get the memory of its tensors.
         require(previous_event is None or allocate_on_comm_stream, "allocate_on_comm_stream")
         # Calls of one buffer follow one another on its stream, waited for or not.
         for event in self._in_flight:

@@ -8,7 +8,7 @@ from epcomm.types import align_up
 BUFFER_ALIGNMENT_BYTES = 1 << 21
 # 32 B: one token's message starts at a vector load.
 _TOKEN_ALIGNMENT_BYTES = 32
-# What the package assumes where num_topk is not given: its limit.
+# num_topk that the package assumes where it is not given: the limit.
 _DEFAULT_NUM_TOPK = 32
 # Elements of a row for which it assumes one scale word.
 _HIDDEN_PER_SCALE_WORD = 32

@@ -1,4 +1,4 @@
-"""What a run found: as JSON, and as a table for the terminal."""
+"""Report the findings of a run: as JSON, and as a table for the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local operators of the alternatives: number rows, sum weighted rows. Plain torch.
+"""Number rows and sum weighted rows in plain torch, for the alternatives.
 
 They share nothing with epcomm, and each is the fastest found: a slow baseline proves nothing.
 """

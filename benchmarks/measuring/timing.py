@@ -1,4 +1,4 @@
-"""Clocks, and the statistics of the slowest rank."""
+"""Measure time by clocks, and compute the statistics of the slowest rank."""
 
 from __future__ import annotations
 

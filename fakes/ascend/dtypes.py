@@ -1,4 +1,4 @@
-"""The numbers under which dtypes arrive.
+"""Map the numbers that operators take for dtypes to dtypes.
 
 A torch.dtype that is passed for an `int?` parameter reaches the operator as PyTorch's own number of
 that scalar type.

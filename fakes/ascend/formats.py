@@ -1,4 +1,4 @@
-"""npu_format_cast: the fractal layout NZ, in which weights lie on the device.
+"""Imitate npu_format_cast and the fractal layout NZ, in which weights lie on the device.
 
 A tensor in NZ shows the shape and dtype that it had, but its memory is tiled, so whoever reads it
 without knowing gets nonsense. Operators that know ask as_nd(). To make nonsense certain also where

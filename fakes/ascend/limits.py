@@ -1,4 +1,4 @@
-"""Which chip a call runs on, and what that chip refuses.
+"""Choose the chip that a call runs on, and refuse what the chip refuses.
 
 Rules of use hold at any size. Limits of sizes can be lifted, for suites with small tensors.
 """

@@ -1,4 +1,4 @@
-"""torch.ops.npu without torch_npu: the vendor's schemas, implemented for CPU tensors.
+"""Register torch.ops.npu without torch_npu: the vendor's schemas, for CPU tensors.
 
 An operator's module writes `@implements("npu_swiglu")` above a function that has the parameters of
 the schema. Nothing is registered when a module is imported; `register()` finds the modules of this

@@ -1,4 +1,4 @@
-"""Limits of sizes: those of the chip, which either test mode lifts."""
+"""Check the chip's limits of sizes, which either test mode lifts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What memory holds that an operator leaves unwritten: NaN, and integers nobody would compute."""
+"""Fill memory that an operator leaves unwritten: NaN, and integers that no operator computes."""
 
 from __future__ import annotations
 

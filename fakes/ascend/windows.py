@@ -1,4 +1,4 @@
-"""HCCL windows: the memory between ranks, whose size HCCL_BUFFSIZE gives, and who needs how much.
+"""Compute the HCCL windows that calls need, and compare them with HCCL_BUFFSIZE.
 
 Source: the tiling functions of sgl-kernel-npu and of the vendor's operators, as documented.
 """

@@ -1,4 +1,4 @@
-"""What a fake refuses: rules of use always, limits of sizes unless they are switched off."""
+"""Refuse calls: rules of use always, limits of sizes unless they are switched off."""
 
 from __future__ import annotations
 

@@ -275,8 +275,8 @@ class SharedMemoryBuffer(CollectiveBuffer):
         error = overwritten_error(
             self.name, epoch, self._num_batches, f"rank {self._rank} of {self._world_size}"
         )
-        # Ranks may differ in grad mode, and a rank in grad mode has copies, which stay valid: it must
-        # hear of the error.
+        # Ranks may differ in grad mode, and a rank in grad mode has copies, which stay valid: that
+        # rank must hear of the error.
         self._compare_call(CallKind.COMBINE, exchange_plan.call, error)
 
     def _check_open(self) -> None:

@@ -1,4 +1,4 @@
-"""Buffer: the calls of the deep_ep of Ascend, with its signatures."""
+"""Imitate Buffer, the calls of the deep_ep of Ascend, with its signatures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callers choose that has no effect, and what has: strategies and the environment."""
+"""Read the settings of callers: strategies, which have no effect, and the environment."""
 
 from __future__ import annotations
 

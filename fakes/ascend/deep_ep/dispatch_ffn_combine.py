@@ -1,4 +1,4 @@
-"""fuse_mode 2, aclnnDispatchFFNCombine: W8A8 on A3, with float16 between the integers.
+"""Imitate fuse_mode 2, aclnnDispatchFFNCombine: W8A8 on A3, with float16 between integers.
 
 Both GEMMs give float16, of which overflow makes infinities, as on the device. Whether float16 is
 rounded from the exact product or from that in float32 is open; here it is the latter.

@@ -1,4 +1,4 @@
-"""Events, which do nothing: on Ascend everything is in the order of one stream."""
+"""Imitate events, which do nothing: on Ascend all work is in the order of one stream."""
 
 from __future__ import annotations
 

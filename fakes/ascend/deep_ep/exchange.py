@@ -1,4 +1,4 @@
-"""Rows from tokens to experts and back, over ranks that are processes on CPUs.
+"""Move rows from tokens to experts and back, over ranks that are processes on CPUs.
 
 One row travels for each (token, k) whose id is no -1. Those that a rank receives lie by (local
 expert, source rank, token), which is part of the contract: GEMMs read them as they lie.

@@ -1,4 +1,4 @@
-"""fused_deep_moe(): dispatch, experts and combine in one call, by one of two operators."""
+"""Imitate fused_deep_moe(): dispatch, experts and combine in one call, by two operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fused_deep_moe() is given, and what both of its operators ask of it."""
+"""Hold the arguments of fused_deep_moe(), and check what both of its operators require."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fuse_mode 1, aclnnFusedDeepMoe: W8A8 on A3, with gate and up side by side in tiles.
+"""Imitate fuse_mode 1, aclnnFusedDeepMoe: W8A8 on A3, with gate and up side by side in tiles.
 
 Each 128 columns of the first weight are 64 of the gate and then 64 of up. Everything between the
 integers is float32. Legal orders of its products and quotients differ in the last place; here they

@@ -1,4 +1,4 @@
-"""Low latency: rows packed at the front of memory for the most that can arrive."""
+"""Imitate low latency: rows packed at the front of memory for the most that can arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Normal mode: exact rows, one for each (token, expert), and a combine that weighs."""
+"""Imitate normal mode: one row for each (token, expert), and a combine that weighs."""
 
 from __future__ import annotations
 

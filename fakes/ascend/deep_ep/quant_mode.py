@@ -1,4 +1,4 @@
-"""Names of what travels, and what a chip has of them."""
+"""Name the formats of rows, and check which of them a chip has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SwiGLU between the two GEMMs of an expert, alone and with quantisation around it.
+"""Imitate SwiGLU between the two GEMMs of an expert, alone and with quantisation around it.
 
 All in float32; a row that no group holds is undefined.
 """

@@ -1,4 +1,4 @@
-"""Rows to INT8 with a scale each, found in the row.
+"""Imitate dynamic quantisation: rows to INT8 with a scale from each row.
 
 Source: the operator's documentation; of its arithmetics the one that divides (Int8Profile.DIV).
 """

@@ -1,4 +1,4 @@
-"""Router logits to experts and weights.
+"""Imitate gating: router logits to experts and weights.
 
 Source: the documentation of the two operators. Undocumented, and so poisoned: the result of a row
 in which a score is NaN.

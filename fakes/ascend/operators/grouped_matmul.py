@@ -1,4 +1,4 @@
-"""npu_grouped_matmul: one GEMM for each expert's rows.
+"""Imitate npu_grouped_matmul: one GEMM for each expert's rows.
 
 INT8 sums are exact integers, floating sums are in float32, and every result is rounded once.
 Rows that no group holds are undefined.

@@ -1,4 +1,4 @@
-"""group_list: which rows belong to which expert, in the three ways that operators read it."""
+"""Read group_list, the rows of each expert, in the three ways that operators read it."""
 
 from __future__ import annotations
 

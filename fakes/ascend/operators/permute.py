@@ -1,4 +1,4 @@
-"""Tokens to rows sorted by expert, and back.
+"""Imitate permutation: tokens to rows sorted by expert, and back.
 
 Source: the documentation of the three operators. Sums are float32, in the order of a token's
 experts, rounded once.

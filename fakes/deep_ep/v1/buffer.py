@@ -1,4 +1,4 @@
-"""Buffer: the calls of deep_ep V1, with its signatures."""
+"""Imitate Buffer, the calls of deep_ep V1, with its signatures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Config of the normal kernels, the tables of them, and the sizes of buffers."""
+"""Imitate Config of the normal kernels, its tables, and the sizes of buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events and the communication stream: with async_finish, results are undefined until a wait.
+"""Imitate events and streams: with async_finish, results are undefined until a wait.
 
 A CPU has no streams. What a call with async_finish computes is kept aside, and its tensors are
 poisoned, until somebody waits for its event or the next call on the same buffer, which the real

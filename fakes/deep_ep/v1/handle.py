@@ -1,4 +1,4 @@
-"""The tuples that dispatch returns for combine, with names; callers treat them as opaque."""
+"""Name the tuples that dispatch returns for combine, which are opaque for callers."""
 
 from __future__ import annotations
 

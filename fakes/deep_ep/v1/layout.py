@@ -1,4 +1,4 @@
-"""get_dispatch_layout(): which rank gets which token, from the expert ids alone."""
+"""Imitate get_dispatch_layout(): which rank gets which token, from the expert ids alone."""
 
 from __future__ import annotations
 

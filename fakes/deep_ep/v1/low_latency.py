@@ -1,4 +1,4 @@
-"""Low latency: a slab of rows for each expert, quantised on the way; combine weighs and sums.
+"""Imitate low latency: a slab of rows for each expert, and a combine that weighs and sums.
 
 The message to a rank has a place for each of M tokens; places that are not used have no copies. So
 its size is known without asking, and a send never waits for the rank it goes to. What comes back

@@ -1,4 +1,4 @@
-"""What the real package asserts of low-latency calls."""
+"""Check what the real package asserts about low-latency calls."""
 
 from __future__ import annotations
 

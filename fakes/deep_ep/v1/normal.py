@@ -1,4 +1,4 @@
-"""Normal mode: rows rank-major, once for each (token, rank); combine sums without weights."""
+"""Imitate normal mode: a row for each (token, rank), and a combine that sums without weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of several tensors as bytes, and their way to other ranks through gloo."""
+"""Send rows of several tensors to other ranks as bytes, through gloo."""
 
 from __future__ import annotations
 

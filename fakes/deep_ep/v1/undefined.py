@@ -1,4 +1,4 @@
-"""Memory that the real package leaves unwritten: NaN, or a number that no index can be."""
+"""Fill memory that the real package leaves unwritten: NaN, or a number that no index can be."""
 
 from __future__ import annotations
 

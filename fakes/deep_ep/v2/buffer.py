@@ -1,4 +1,4 @@
-"""ElasticBuffer: the calls of the package, with its parameters in its order."""
+"""Imitate ElasticBuffer: the calls of the package, with its parameters in its order."""
 
 from __future__ import annotations
 

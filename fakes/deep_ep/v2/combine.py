@@ -1,4 +1,4 @@
-"""combine(): the unweighted sum over ranks of what became of a token's rows.
+"""Imitate combine(): the unweighted sum over ranks of the results for a token's rows.
 
 Sums are float32. Expanded rows of one token are summed and rounded to bfloat16 at their rank first,
 unless the buffer forbids multiple reductions; then each travels, and there is one rounding.

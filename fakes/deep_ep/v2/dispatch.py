@@ -1,4 +1,4 @@
-"""dispatch(): slots at the destination, the exchange, and the handle.
+"""Imitate dispatch(): slots at the destination, the exchange, and the handle.
 
 A message is a token for one rank, however many experts of it were chosen. Its slot orders the rows
 of one source rank at the destination; the package draws it with an atomic counter.

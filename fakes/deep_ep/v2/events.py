@@ -1,4 +1,4 @@
-"""Events: when the results of an asynchronous call may be read."""
+"""Imitate events: they tell when the results of an asynchronous call may be read."""
 
 from __future__ import annotations
 

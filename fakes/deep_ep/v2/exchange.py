@@ -1,4 +1,4 @@
-"""Rows of several tensors from rank to rank, as one message of bytes a row."""
+"""Send rows of several tensors from rank to rank, as one message of bytes a row."""
 
 from __future__ import annotations
 

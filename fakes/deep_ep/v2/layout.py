@@ -1,4 +1,4 @@
-"""The handle of a dispatch: counts, their sums, and the row of each received token."""
+"""Compute the handle of a dispatch: counts, their sums, and the row of each received token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that the package leaves as it found it, filled so that reading it is noticed."""
+"""Fill memory that the package leaves unwritten, so that reading it is noticed."""
 
 from __future__ import annotations
 

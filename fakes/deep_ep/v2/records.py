@@ -1,4 +1,4 @@
-"""What passes between the steps of dispatch() and combine()."""
+"""Hold the records that pass between the steps of dispatch() and combine()."""
 
 from __future__ import annotations
 

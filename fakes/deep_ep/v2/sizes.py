@@ -1,4 +1,4 @@
-"""How large a buffer must be, and how many rows a dispatch without CPU sync returns."""
+"""Compute the bytes of a buffer, and the rows of a dispatch without CPU sync."""
 
 from __future__ import annotations
 

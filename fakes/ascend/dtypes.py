@@ -31,7 +31,7 @@ DTYPES = MappingProxyType(
 
 
 def dtype_of(operator: str, number: int) -> torch.dtype:
-    """The dtype with this number.
+    """Return the dtype with this number.
 
     Raises:
         RuntimeError: none that the stand-in knows; the vendor has further ones of its own.

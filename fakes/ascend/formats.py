@@ -80,7 +80,7 @@ def format_cast(
     customize_dtype: int | None = None,
     input_dtype: int | None = None,
 ) -> Tensor:
-    """The same values in another layout; new memory unless it has that layout.
+    """Return the same values in another layout; new memory unless it has that layout.
 
     Args:
         input: [..., K, N], at least 2-D for NZ, int8 or 16-bit.
@@ -106,7 +106,7 @@ def format_cast(
 
 
 def as_nd(operator: str, tensor: Tensor) -> Tensor:
-    """The values of `tensor` in row-major order, whatever its layout: what an operator reads.
+    """Return the values that an operator reads: those of `tensor` in row-major order.
 
     Raises:
         RuntimeError: a part or another shape of memory in NZ.

@@ -71,7 +71,7 @@ def device_name() -> str | None:
 
 
 def require(operator: str, condition: bool, rule: str) -> None:
-    """A rule that holds at any size.
+    """Check a rule that holds at any size.
 
     Args:
         operator: whose rule it is.
@@ -86,7 +86,7 @@ def require(operator: str, condition: bool, rule: str) -> None:
 
 
 def require_size(operator: str, condition: bool, rule: str) -> None:
-    """A limit that soc(size_limits=False) lifts.
+    """Check a limit that soc(size_limits=False) lifts.
 
     Raises:
         RuntimeError: see require().

@@ -14,7 +14,7 @@ UNDEFINED_INT8 = 77
 def undefined(
     shape: list[int] | torch.Size, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """A tensor that no kernel has written yet."""
+    """Return a tensor that no kernel has written yet."""
     return torch.full(shape, undefined_value(dtype), dtype=dtype, device=device)
 
 

@@ -16,7 +16,7 @@ DEFAULT_MIB = 200
 
 
 def window_bytes(names: tuple[str, ...], variables: Mapping[str, str] | None = None) -> int:
-    """The window that the first of the variables `names` which is set gives."""
+    """Return the window that the first of the variables `names` which is set gives."""
     variables = environment() if variables is None else variables
     texts = [variables[name] for name in names if name in variables]
     return int(texts[0] if texts else DEFAULT_MIB) * MIB

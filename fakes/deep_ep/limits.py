@@ -28,7 +28,7 @@ def is_enforced() -> bool:
 
 
 def require(condition: bool, rule: str) -> None:
-    """A rule that holds at any size, in the words of the real package.
+    """Check a rule that holds at any size, in the words of the real package.
 
     Raises:
         RuntimeError: as an EP_HOST_ASSERT arrives in Python.
@@ -38,7 +38,7 @@ def require(condition: bool, rule: str) -> None:
 
 
 def require_size(condition: bool, rule: str) -> None:
-    """A limit that limits_off() lifts.
+    """Check a limit that limits_off() lifts.
 
     Raises:
         RuntimeError: see require().

@@ -87,14 +87,14 @@ class Buffer:
 
     @staticmethod
     def capture() -> EventOverlap:
-        """An event that does nothing."""
+        """Return an event that does nothing."""
         return EventOverlap()
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """A number of no meaning: memory is the HCCL window."""
+        """Return a number without meaning: memory is the HCCL window."""
         return 0
 
     def get_dispatch_layout(

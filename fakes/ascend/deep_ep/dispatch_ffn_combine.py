@@ -66,7 +66,7 @@ class PlainExperts:
 
 
 def _half_product(codes: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """codes [N, K] times weight [K, C] and scales [C], rounded to float16: float32 [N, C]."""
+    """Multiply codes [N, K] by weight [K, C] and scales [C], round to float16: float32 [N, C]."""
     return (integer_product(codes, weight).float() * scales).half().float()
 
 

@@ -27,4 +27,4 @@ class EventOverlap:
 
 
 def no_hook() -> None:
-    """The hook of low latency: nothing is left to receive."""
+    """Do what the hook of low latency does: nothing is left to receive."""

@@ -56,7 +56,7 @@ class Received:
 
 
 def pairs_of(ids: Tensor, num_experts: int) -> Pairs:
-    """The pairs of ids [T, K], int64, -1 for none.
+    """Return the pairs of ids [T, K], int64, -1 for none.
 
     Worked example: ids [[2, 0], [0, -1]] give the pairs (0, 1) and (1, 0) for expert 0, and (0, 0)
     for expert 2.

@@ -28,7 +28,7 @@ _OPERATORS: Mapping[int, FusedOperator] = MappingProxyType(
 def fused_moe(
     group: dist.ProcessGroup, call: FusedCall, fuse_mode: int, quant_mode: int
 ) -> tuple[Tensor, Tensor]:
-    """y bfloat16 [T, H] and the counts of the operator; collective.
+    """Compute y, bfloat16 [T, H], and the counts of the operator; collective.
 
     A row of zeros has codes that nobody knows and the scale 0, so it gives zeros (in mode 2 unless
     these codes overflow float16); no other token sees it.

@@ -11,7 +11,7 @@ A5_MODES = ("mx_fp8_e4m3", "mx_fp8_e5m2", "pertoken_fp8_e4m3", "mx_fp4_e2m1")
 
 
 def checked(operator: str, mode: str) -> str:
-    """The mode, if the chip and the stand-in have it.
+    """Return the mode, if the chip and the imitation have it.
 
     Raises:
         RuntimeError: no such mode, or not on this chip.

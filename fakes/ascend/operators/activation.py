@@ -59,7 +59,7 @@ def _scales(amax: Tensor) -> Tensor:
 
 
 def int8_codes(quotients: Tensor) -> Tensor:
-    """Rounded to nearest even, at most 127; what is no number has a code that nobody knows."""
+    """Round to nearest even, at most 127; NaN gets an undefined code."""
     codes = torch.round(quotients).clamp(-128, INT8_MAX)
     # Before the cast: NaN has no integer.
     return codes.nan_to_num(UNDEFINED_INT8).to(torch.int8)
@@ -67,7 +67,7 @@ def int8_codes(quotients: Tensor) -> Tensor:
 
 @implements("npu_swiglu")
 def swiglu(input: Tensor, dim: int = -1) -> Tensor:
-    """silu of the first half of `dim` times the second half, rounded once to the dtype."""
+    """Compute silu of the first half of `dim` times the second half, rounded once to the dtype."""
     require("npu_swiglu", input.shape[dim] % 2 == 0, "the size of dim is even")
     gate, up = input.float().chunk(2, dim=dim)
     return (F.silu(gate) * up).to(input.dtype)
@@ -197,7 +197,7 @@ def grouped_matmul_swiglu_quant(
 
 
 def _require_scale(operator: str, name: str, scale: Tensor | None, *taken: torch.dtype) -> None:
-    """A scale of one of the dtypes, by default float32; None passes."""
+    """Check a scale of one of the dtypes, by default float32; None passes."""
     expected = taken or (torch.float32,)
     if scale is not None:
         rule = f"{name} is {' or '.join(map(str, expected))}, got {scale.dtype}"

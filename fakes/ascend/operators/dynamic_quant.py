@@ -63,7 +63,7 @@ def dynamic_quant(
 
 
 def _smooth_rows(input: Tensor, smooth_scales: Tensor, group_index: Tensor | None) -> Tensor:
-    """The factors of each row, [R, H] or [H], float32."""
+    """Return the factors of each row, [R, H] or [H], float32."""
     num_groups = [] if group_index is None else list(group_index.shape)
     expected = [*num_groups, input.shape[-1]]
     require(

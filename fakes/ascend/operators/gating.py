@@ -142,7 +142,7 @@ def _without_other_groups(scores: Tensor, k_group: int, group_count: int, mode: 
 
 
 def _ranking(scores: Tensor) -> Tensor:
-    """Indices by falling score, equal ones by rising index."""
+    """Return indices by falling score, equal ones by rising index."""
     return scores.sort(dim=-1, descending=True, stable=True).indices
 
 

@@ -37,7 +37,7 @@ class Group:
 def groups_of(
     operator: str, group_list: Tensor, list_type: int, num_experts: int, num_rows: int
 ) -> tuple[Group, ...]:
-    """The groups in the order of their rows.
+    """Return the groups in the order of their rows.
 
     Worked example, 3 experts: (CUMSUM, [3, 3, 7]), (COUNTS, [3, 0, 4]) and (PAIRS, [[0, 3],
     [2, 4], [1, 0]]) all give rows 0 to 2 to expert 0, 3 to 6 to expert 2; further rows to nobody.

@@ -29,7 +29,7 @@ WITH_CAPACITY = (1, 3)
 def moe_token_permute(
     tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Copies of the tokens, sorted by expert, then token.
+    """Copy the tokens, sorted by expert, then token.
 
     Args:
         tokens: [n, H].

@@ -112,12 +112,12 @@ class Buffer:
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """The recommended one for so many ranks."""
+        """Return the recommended Config for a number of ranks."""
         return configs.dispatch_config(Buffer.num_sms, num_ranks)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        """The recommended one for so many ranks."""
+        """Return the recommended Config for a number of ranks."""
         return configs.combine_config(Buffer.num_sms, num_ranks)
 
     def get_dispatch_layout(

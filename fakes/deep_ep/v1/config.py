@@ -103,19 +103,19 @@ def num_channels(config: Config) -> int:
 
 
 def require_nvl_bytes(config: Config, num_ranks: int, token_bytes: int, num_nvl_bytes: int) -> None:
-    """The limit that both normal kernels have: the queues of all channels fit the buffer."""
+    """Check the limit that both normal kernels have: the queues of all channels fit the buffer."""
     num_queues = num_channels(config) * num_ranks
     needed = 4 * num_ranks**2 + num_queues * (4 * 4 + config._nvl_recv_tokens * token_bytes)
     require_size(needed <= num_nvl_bytes, f"{needed} bytes of queues <= num_nvl_bytes")
 
 
 def dispatch_config(num_sms: int, num_ranks: int) -> Config:
-    """The recommended one; any number of ranks with the limits off."""
+    """Return the recommended Config; any number of ranks with the limits off."""
     return _from_table(_DISPATCH, num_sms, num_ranks)
 
 
 def combine_config(num_sms: int, num_ranks: int) -> Config:
-    """The recommended one; any number of ranks with the limits off."""
+    """Return the recommended Config; any number of ranks with the limits off."""
     return _from_table(_COMBINE, num_sms, num_ranks)
 
 

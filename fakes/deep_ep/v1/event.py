@@ -87,7 +87,7 @@ class CommStream:
             self._pending.pop(0)()
 
     def hand_out(self, values: Sequence[Tensor], is_async: bool) -> EventOverlap:
-        """The event for `values`, which are undefined until it if the call is asynchronous."""
+        """Return the event for `values`, which an asynchronous call leaves undefined until then."""
         if not is_async:
             return EventOverlap()
         kept = [value.clone(memory_format=torch.preserve_format) for value in values]

@@ -100,7 +100,7 @@ class LowLatency:
 
     @staticmethod
     def wire_format(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Wire:
-        """The three flags of a call; without FP8 the others mean nothing."""
+        """Return the three flags of a call; without FP8 the others mean nothing."""
         require(not use_fp8 or not use_ue8m0 or round_scale, "UE8M0 SF requires round_scale=True")
         return Wire(fp8=use_fp8, power_of_two=round_scale, packed=use_ue8m0)
 

@@ -15,7 +15,7 @@ def pack(columns: Sequence[Tensor]) -> Tensor:
 
 
 def unpack(rows: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:
-    """The inverse of pack(): tensors [N, width] with the dtypes and widths of `columns`."""
+    """Undo pack(): return tensors [N, width] with the dtypes and widths of `columns`."""
     parts, first = [], 0
     for column in columns:
         last = first + column.shape[1] * column.element_size()

@@ -27,5 +27,5 @@ def undefined_integer(dtype: torch.dtype) -> int:
 
 
 def undefined(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A new tensor that nobody has written."""
+    """Return a new tensor of undefined values."""
     return poison(torch.empty(shape, dtype=dtype))

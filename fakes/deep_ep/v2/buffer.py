@@ -144,7 +144,7 @@ class ElasticBuffer:
         return EventHandle()
 
     def get_comm_stream(self) -> torch.Stream:
-        """The one stream that CPUs have; nothing is ordered by it."""
+        """Return the one stream of a CPU, which orders nothing."""
         return cast(torch.Stream, torch.cpu.current_stream())
 
     def get_physical_domain_size(self) -> tuple[int, int]:

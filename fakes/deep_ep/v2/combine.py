@@ -74,7 +74,7 @@ def _parts_of(request: CombineRequest, domain: Domain, metadata: Tensor) -> tupl
 
 
 def _local_sums(x: Tensor, row_of: Tensor) -> Tensor:
-    """The rows of each message summed in order of k, rounded once: [N, H]."""
+    """Return the rows of each message summed in order of k, rounded once: [N, H]."""
     sums = torch.zeros(len(row_of), x.shape[1])
     for rows in row_of.unbind(1):
         is_here = rows >= 0

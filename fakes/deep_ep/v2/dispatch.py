@@ -31,7 +31,7 @@ def run_dispatch(request: DispatchRequest, domain: Domain) -> Dispatched:
 
 
 def destinations(topk_idx: Tensor, num_local_experts: int) -> Tensor:
-    """The rank of each chosen expert, [T, K]; -1 where none was chosen."""
+    """Return the rank of each chosen expert, [T, K]; -1 where none was chosen."""
     ranks = topk_idx.div(num_local_experts, rounding_mode="floor")
     return torch.where(topk_idx >= 0, ranks, -1)
 

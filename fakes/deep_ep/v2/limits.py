@@ -40,7 +40,7 @@ def require(condition: bool, text: str) -> None:
 
 
 def limit(condition: bool, text: str) -> None:
-    """The same for what only devices ask for; see limits_off()."""
+    """Check an assertion that only devices have; see limits_off()."""
     require(condition or not is_enforced(), text)
 
 

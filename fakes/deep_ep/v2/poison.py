@@ -24,7 +24,7 @@ def fill_with_poison(tensor: Tensor) -> None:
 def poisoned(
     shape: Sequence[int], dtype: torch.dtype, *, stride: Sequence[int] | None = None
 ) -> Tensor:
-    """A new tensor of poison, row-major unless strides are given."""
+    """Return a new tensor of poison, row-major unless strides are given."""
     if stride is None:
         tensor = torch.empty(*shape, dtype=dtype)
     else:

@@ -41,7 +41,7 @@ def buffer_bytes(
     use_fp8_dispatch: bool,
     allow_multiple_reduction: bool,
 ) -> int:
-    """The larger of both, aligned to 2 MB."""
+    """Return the larger of both sizes, aligned to 2 MB."""
     num_topk = num_topk or _DEFAULT_NUM_TOPK
     for_dispatch = dispatch_bytes(
         num_ranks=num_ranks,

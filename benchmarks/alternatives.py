@@ -99,7 +99,7 @@ def dispatch_expert_rows(
 
 
 def group_expert_rows(batch: ExpertRowsBatch) -> Tensor:
-    """The received rows by expert, as a grouped GEMM reads them: [R, H]. Local."""
+    """Return the received rows by expert, as a grouped GEMM reads them: [R, H]. Local."""
     return batch.rows.index_select(0, batch.order)
 
 
@@ -173,7 +173,7 @@ def dispatch_all_gather(
 
 
 def group_all_gather(batch: AllGatherBatch) -> Tensor:
-    """The rows of this rank's experts, by expert: [C, H]. Local."""
+    """Return the rows of this rank's experts, by expert: [C, H]. Local."""
     return batch.rows.index_select(0, batch.row_of_slot)
 
 

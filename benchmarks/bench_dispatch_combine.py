@@ -102,7 +102,7 @@ class Options:
     keep_freed_memory: bool
 
     def make_batches(self, group: EPGroup) -> list[RankBatch]:
-        """The batches of all ranks, on this rank's device."""
+        """Return the batches of all ranks, on this rank's device."""
         spec = BatchSpec(
             hidden_size=self.hidden,
             num_local_experts=self.experts // group.world_size,
@@ -219,7 +219,7 @@ def _command(world_size: int) -> str:
 
 
 def init_process_group() -> None:
-    """nccl where there are GPUs for all ranks of this host, else gloo."""
+    """Return nccl where there are GPUs for all ranks of this host, else gloo."""
     num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     if torch.cuda.device_count() >= num_local_ranks:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

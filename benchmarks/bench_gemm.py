@@ -118,7 +118,7 @@ def rows_record(counts: list[int], x: Tensor) -> RowsDispatchOutput:
 
 
 def masked_record(dispatched: RowsDispatchOutput) -> MaskedDispatchOutput:
-    """The same slots, each expert's behind one another, with capacity for many more."""
+    """Return the same slots, each expert's behind one another, with capacity for many more."""
     rows, index = dispatched.hidden_states, dispatched.index
     assert index.row_of_slot is not None
     assert rows.scales is not None
@@ -173,7 +173,7 @@ def check(results: Tensor, dispatched: RowsDispatchOutput, experts: Experts) -> 
 
 
 def run_bf16(slots: Tensor, ends: Tensor, experts: Experts) -> Tensor:
-    """The usual way, over slots that are packed already."""
+    """Compute experts in the usual way, over slots that are packed already."""
     hidden = F.grouped_mm(slots, experts.gate_up.transpose(1, 2), offs=ends)
     gate, up = hidden.chunk(2, dim=1)
     return F.grouped_mm(F.silu(gate) * up, experts.down.transpose(1, 2), offs=ends)

@@ -172,7 +172,7 @@ def run(device: torch.device, *, hidden: int, tokens: Sequence[int], calls: int)
 def report_of(
     findings: Sequence[Finding], device: torch.device, *, hidden: int, calls: int
 ) -> dict[str, object]:
-    """The findings, with all that they depend on."""
+    """Report the findings, with all that they depend on."""
     return {
         "benchmark": "quantize",
         "configuration": {"hidden": hidden, "calls": calls, "dtype": "bf16", "cold_cache": True},

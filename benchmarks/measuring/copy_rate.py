@@ -123,7 +123,7 @@ class Copies:
         self.ms.append(self._copy())
 
     def gb_per_s(self, ms_by_rank: Sequence[Sequence[float]]) -> float:
-        """The rate of all ranks together; ms_by_rank is [W][N], the `ms` of each."""
+        """Return the rate of all ranks together; ms_by_rank is [W][N], the `ms` of each."""
         slowest = [max(ranks) for ranks in zip(*ms_by_rank, strict=True)]
         median = torch.tensor(slowest, dtype=torch.float64).quantile(0.5)
         return len(ms_by_rank) * self.num_bytes / float(median) / 1e6

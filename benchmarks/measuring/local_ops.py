@@ -14,7 +14,7 @@ NUM_PARTS = 3
 
 
 def inverse_of(order: Tensor) -> Tensor:
-    """The permutation that undoes `order` [N]: [2, 0, 1] gives [1, 2, 0]."""
+    """Return the permutation that undoes `order` [N]: [2, 0, 1] gives [1, 2, 0]."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0], device=order.device)
     return inverse

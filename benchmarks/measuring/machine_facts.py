@@ -81,7 +81,7 @@ def _version_of(distribution: str) -> str:
 
 
 def _commit() -> str:
-    """The commit, with a + if tracked files differ from it."""
+    """Return the commit, with a + if tracked files differ from it."""
     describe = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(

@@ -55,7 +55,7 @@ def run_in_turn(
     num_rounds: int,
     on_round: Callable[[], None] = lambda: None,
 ) -> dict[str, list[Laps]]:
-    """A call of each contender, again and again: what slows the machine down slows all of them.
+    """Call each contender in turn, repeatedly, so that a slow machine slows all of them.
 
     Returns: by contender, the laps of this rank.
     """

@@ -102,7 +102,7 @@ class EventClock(Clock):
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock that sees the end of work on `device`."""
+    """Return the clock that sees the end of work on `device`."""
     return EventClock() if device.type == "cuda" else HostClock()
 
 
@@ -115,7 +115,7 @@ def _quantile(ordered: Sequence[float], name: str) -> float:
 
 
 def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """The call as a graph: it reads nothing on the host, and launches do not count."""
+    """Capture the call as a graph, which reads nothing on the host, and launches do not count."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -110,7 +110,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def world_of(item: pytest.Item) -> World | None:
-    """The ranks an item needs; None without a mark."""
+    """Return the ranks an item needs; None without a mark."""
     if isinstance(item, pytest.Function) and any(map(item.get_closest_marker, MARKS.values())):
         transport, num_ranks = (item.callspec.params[key] for key in ("transport", "num_ranks"))
         assert isinstance(num_ranks, int), f"ranks() takes integers, not {num_ranks!r}"
@@ -262,7 +262,7 @@ class InnerRun:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """The default process group, destroyed after a failure too: torch may abort otherwise."""
+    """Provide the default process group; destroy it after a failure too, or torch may abort."""
     import torch.distributed as dist  # slow, and useless to an empty selection
 
     backend = os.environ.get(BACKEND_ENV, "gloo")

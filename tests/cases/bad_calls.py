@@ -246,7 +246,7 @@ def without_grad(play: Play) -> object:
 
 
 def training(*names: str) -> Callable[[Play], object]:
-    """A whole call beside experts of which the tensors named train."""
+    """Make a whole call beside experts of which the tensors named train."""
 
     def call(play: Play) -> object:
         needs = {name: name in names for name in ("gate_up_proj", "down_proj")}
@@ -517,7 +517,7 @@ def failing(owner: Callable[[Play], Any], name: str) -> Callable[[Play], object]
 
 
 def module_of_sums(play: Play) -> object:
-    """The module from which the buffer of the block takes reduce_rows()."""
+    """Return the module from which the buffer of the block takes reduce_rows()."""
     kinds = type(play.block.experts.phases.prefill._buffer).__mro__
     modules = [sys.modules[kind.__module__] for kind in kinds]
     return next(module for module in modules if hasattr(module, "reduce_rows"))

@@ -28,7 +28,7 @@ def experts(seed: int = 0) -> Int8ChannelWeights:
 
 
 def batch(rank: int, num_tokens: int = 5) -> tuple[Tensor, TopKOutput]:
-    """x and topk; ids are distinct in a row."""
+    """Make x and topk; ids are distinct in a row."""
     made = torch.Generator().manual_seed(10 + rank)
     x = torch.randn(num_tokens, H, generator=made).bfloat16()
     ids = torch.rand(num_tokens, E, generator=made).argsort(dim=1)[:, :K].contiguous()

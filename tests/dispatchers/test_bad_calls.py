@@ -263,7 +263,7 @@ def make_layer(
     intermediate_size: int = 16,
     top_k: int = K,
 ) -> ExpertParallelExperts:
-    """A layer of SPEC with drawn experts."""
+    """Make a layer of SPEC with drawn experts."""
     weights = make_weights(batches, NUM_RANKS, intermediate_size=intermediate_size)
     return ExpertParallelExperts(weights, group, config, top_k=top_k)
 

@@ -108,7 +108,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def saved(kind: str, folder: Path) -> Path:
-    """A checkpoint with seeded weights; rank 0 writes it once."""
+    """Write a checkpoint with seeded weights; rank 0 writes it once."""
     path = folder / kind
     if dist.get_rank() == 0 and not path.exists():
         torch.manual_seed(0)

@@ -48,7 +48,7 @@ def run(module: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def run_one_process(block: nn.Module, inputs: list[Tensor]) -> list[tuple[Tensor, ...]]:
-    """The outputs of each rank, from one batch: for no token a block gives no graph."""
+    """Return the outputs of each rank, from one batch: for no token a block gives no graph."""
     outputs = run(block, torch.cat(inputs, dim=1))
     counts = [x.shape[1] for x in inputs]
     return list(zip(*(output.split(counts) for output in outputs), strict=True))
@@ -142,7 +142,7 @@ def test_low_latency_output_equals_that_of_one_process(make: Callable[[], nn.Mod
 
 
 def spread_by_transformers(block: nn.Module, group: EPGroup) -> nn.Module:
-    """The block with this rank's experts, reached through transformers' own all-to-all."""
+    """Return the block with this rank's experts, reached through transformers' own all-to-all."""
     from transformers.distributed.expert_parallel import AllToAllEP
 
     experts = block.get_submodule("experts")
@@ -306,7 +306,7 @@ def add_expert_norm(block: nn.Module) -> None:
 
 
 def with_other_code(module: nn.Module) -> None:
-    """The same parts under the same names, used otherwise."""
+    """A block with the same parts under the same names, used otherwise."""
     kind = type(module)
 
     class Doubled(kind):
@@ -318,7 +318,7 @@ def with_other_code(module: nn.Module) -> None:
 
 
 def with_detached_tokens(block: nn.Module) -> None:
-    """The same outputs, and other gradients."""
+    """A block with the same outputs and other gradients."""
 
     class Detached(type(block)):
         def forward(self, hidden_states: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ POSITIVE = [e4m3_value(code) for code in range(127)]
 
 
 def e4m3_code(value: float) -> int:
-    """The nearest code, a tie to the even one; refuses what is beyond the table."""
+    """Return the nearest code, ties to even; refuse values beyond the table."""
     magnitude = Fraction(abs(value))
     assert magnitude < Fraction(464), f"{value} would saturate"
     above = min(bisect_left(POSITIVE, abs(value)), len(POSITIVE) - 1)

@@ -39,7 +39,7 @@ def batch(rank: int, round_number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def expected_slots(round_number: int, group: EPGroup) -> list[torch.Tensor]:
-    """The payload rows of each local expert, by source rank, then token."""
+    """Return the payload rows of each local expert, by source rank, then token."""
     num_local = NUM_EXPERTS // group.world_size
     batches = [batch(rank, round_number) for rank in range(group.world_size)]
     return [

@@ -37,7 +37,7 @@ def bits(scales: Tensor) -> Tensor:
 
 
 def packed(mode: FuseMode, checkpoint: tuple[Tensor, Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
-    """The four arguments, in NZ, for w13 [L, 2I, H], w2 [L, H, I], s13 [L, 2I] and s2 [L, H]."""
+    """Pack w13 [L, 2I, H], w2 [L, H, I], s13 [L, 2I] and s2 [L, H] into the arguments, in NZ."""
     w13, w2, s13, s2 = checkpoint
     if mode == MODE1:
         columns = interleaved(w13.transpose(1, 2))
@@ -66,7 +66,7 @@ def recorded_call(mode: FuseMode, rank: int) -> dict[str, Any]:
 
 
 def sized_call(mode: FuseMode, **sizes: int) -> dict[str, Any]:
-    """A call of two ranks with these T, K, E, H, I, at the least that the device takes otherwise.
+    """Make a call of two ranks with these T, K, E, H, I; others are the least that A3 takes.
 
     Weights are 1, scales 2**-10, x is 1, and all tokens go to the first experts.
     """

@@ -37,7 +37,7 @@ def hidden_states(rank: int) -> Tensor:
 
 
 def topk(rank: int) -> tuple[Tensor, Tensor]:
-    """ids int64 [T, K], weights float32 [T, K]."""
+    """Make ids int64 [T, K], weights float32 [T, K]."""
     inputs = RECORDED["inputs"]
     return torch.tensor(inputs["topk_idx"][rank]), torch.tensor(inputs["topk_weights"][rank])
 

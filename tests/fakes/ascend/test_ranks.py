@@ -89,7 +89,7 @@ def dispatch_normal(
 
 @contextmanager
 def refused(match: str) -> Iterator[None]:
-    """A call that every rank refuses."""
+    """Make a call that every rank refuses."""
     with pytest.raises(RuntimeError, match=match):
         yield
 

@@ -95,7 +95,7 @@ def agrees(tensor: Tensor | None, recorded: dict[str, Any]) -> None:
 
 @contextmanager
 def refused(match: str) -> Iterator[None]:
-    """A call that every rank refuses."""
+    """Make a call that every rank refuses."""
     with pytest.raises(RuntimeError, match=match):
         yield
 

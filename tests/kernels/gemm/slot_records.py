@@ -75,7 +75,7 @@ def make_index(device: torch.device, expert_alignment: int = 1) -> SlotIndex:
 
 
 def apart(tensor: Tensor) -> Tensor:
-    """The same rows with gaps of 16 bytes between them, full of NaN."""
+    """Return the same rows with gaps of 16 bytes between them, full of NaN."""
     gap = 16 // tensor.itemsize
     wide = torch.full(
         (tensor.shape[0], (tensor.shape[1] + gap) * tensor.itemsize),
@@ -195,7 +195,7 @@ def check_no_slots(runner: ExpertRunner, weights: ExpertTensors, device: torch.d
 
 
 def record_devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """A list of the devices that launchers make the current one from now on."""
+    """Record in a list the devices that launchers make the current one from now on."""
     entered = []
     real = torch.cuda.device_of
 

@@ -110,7 +110,7 @@ class StepCase:
         return used.to(device)
 
     def on(self, device: torch.device) -> dict[str, Tensor]:
-        """The counts and starts as kernels take them."""
+        """Return the counts and starts as kernels take them."""
         numbers = {"counts": self.counts, "first_slot": self.first_slot}
         return {
             name: torch.tensor(values, dtype=torch.int32, device=device)

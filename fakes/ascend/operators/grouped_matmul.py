@@ -35,7 +35,7 @@ def integer_product(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def scale_values(scale: Tensor) -> Tensor:
-    """Return the float32 weight scale that the device multiplies by; int64 holds bits (see above)."""
+    """Return the float32 weight scale that the device multiplies by; int64 holds bits."""
     if scale.dtype != torch.int64:
         return scale.float()
     # The lower halves: the upper ones of a negative scale may repeat its sign.

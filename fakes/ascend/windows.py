@@ -49,10 +49,10 @@ def dispatch_ffn_combine_bytes(num_tokens: int, num_topk: int, hidden_size: int)
 
 
 def require_window(operator: str, needed: int, names: tuple[str, ...]) -> None:
-    """The window holds what the operator needs.
+    """Check that the window has the bytes that the operator needs.
 
     Raises:
-        RuntimeError: it does not, and limits of sizes apply.
+        RuntimeError: the window is smaller, and limits of sizes apply.
     """
     there = window_bytes(names)
     rule = f"the window of {there // MIB} MiB holds {-(-needed // MIB)} MiB; set {names[0]}"

@@ -86,7 +86,7 @@ def rounded(x: Bounded, rounding: str) -> Bounded:
 
 
 def _rounded_block(x: Bounded, rounding: str) -> Bounded:
-    """Rounding keeps order, so the library's code lies between those of the ends of the error."""
+    """Check that the library's code lies between the codes of the ends of the error."""
     is_int8 = rounding.startswith("int8")
     low, found, high = (
         (x.values.abs() + sign * x.error).amax(dim=1, keepdim=True) for sign in (-1, 0, 1)

@@ -36,7 +36,7 @@ def experts() -> Int8ChannelWeights:
 
 
 def batch(num_tokens: int, rank: int) -> tuple[Tensor, TopKOutput]:
-    """A tenth of the entries has no expert."""
+    """Make a batch in which a tenth of the entries has no expert."""
     made = torch.Generator().manual_seed(1000 * rank + num_tokens)
     ids = torch.rand(num_tokens, E, generator=made).argsort(dim=1)[:, :K].contiguous()
     ids[torch.rand(ids.shape, generator=made) < 0.1] = -1

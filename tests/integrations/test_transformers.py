@@ -306,7 +306,7 @@ def add_expert_norm(block: nn.Module) -> None:
 
 
 def with_other_code(module: nn.Module) -> None:
-    """A block with the same parts under the same names, used otherwise."""
+    """A block that uses the same parts under the same names otherwise."""
     kind = type(module)
 
     class Doubled(kind):

@@ -461,7 +461,9 @@ def test_sums_of_the_largest_codes_fit_where_supports_says_so() -> None:
 def test_what_the_operators_cannot_do_is_refused(name: str) -> None:
     index, weights, runner = batch_index(), int8_weights(), make_runner(name)
     sent = plain_record(index)
-    with pytest.raises(ShapeError, match=f"{name}: slots begin at multiples of 8, .* for runner {name}$"):
+    with pytest.raises(
+        ShapeError, match=f"{name}: slots begin at multiples of 8, .* for runner {name}$"
+    ):
         runner.run(replace(sent, index=replace(index, expert_alignment=8)), weights)
     rows = sent.hidden_states.data
     narrow = replace(sent.hidden_states, data=rows[:, :32])

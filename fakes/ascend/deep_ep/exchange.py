@@ -183,7 +183,7 @@ def sources_of(counts: Tensor) -> Tensor:
 
 
 def require_written(operator: str, prefix: Tensor, triples: Tensor, num_ranks: int) -> None:
-    """The prefix and the triples [N, 3] of a handle belong to each other, and were written."""
+    """Check that prefix and triples [N, 3] of a handle belong together, and were written."""
     grows = bool((prefix >= 0).all()) and bool((prefix[1:] >= prefix[:-1]).all())
     require(operator, grows, "the handle was written by a dispatch")
     sources = sources_of(counts_of(prefix, num_ranks))

@@ -194,7 +194,7 @@ def moe_finalize_routing(
 
 
 def _check_range(operator: str, name: str, indices: Tensor, lowest: int, end: int) -> None:
-    """Indices outside would read somebody else's memory on the device."""
+    """Refuse indices outside a range, which would read other memory on the device."""
     if not has_values(indices):
         return
     is_outside = (indices < lowest) | (indices >= end)

@@ -88,7 +88,7 @@ class LowLatency:
         self._combine_buffers: list[Tensor | None] = [None, None]
 
     def soil(self) -> None:
-        """Normal kernels have used the buffer."""
+        """Note that normal kernels have used the buffer."""
         self._is_dirty = True
 
     def clean(self, max_tokens: int, hidden_size: int, num_experts: int) -> None:

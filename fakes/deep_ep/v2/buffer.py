@@ -103,7 +103,7 @@ class ElasticBuffer:
         dist.barrier(group)
 
     def destroy(self) -> None:
-        """Collective. The constructor must have been told explicitly_destroy=True."""
+        """Destroy the buffer, which was made with explicitly_destroy=True. Collective."""
         assert self.explicitly_destroy
         if self._domain is not None:
             dist.barrier(self.group)

@@ -30,7 +30,7 @@ UNDEFINED_INT32 = undefined_integer(torch.int32)
 
 @pytest.fixture(autouse=True)
 def recorded_sms() -> Iterator[None]:
-    """The recording has 4 channels."""
+    """Set the number of SMs of the recording, which has 4 channels."""
     before = Buffer.num_sms
     Buffer.set_num_sms(NUM_SMS)
     yield

@@ -86,7 +86,7 @@ def rounded(x: Bounded, rounding: str) -> Bounded:
 
 
 def _rounded_block(x: Bounded, rounding: str) -> Bounded:
-    """Check that the library's code lies between the codes of the ends of the error."""
+    """Bound the library's values by the codes of the ends of the error: rounding keeps order."""
     is_int8 = rounding.startswith("int8")
     low, found, high = (
         (x.values.abs() + sign * x.error).amax(dim=1, keepdim=True) for sign in (-1, 0, 1)

@@ -1,1 +1,1 @@
-"""Programs that measure epcomm against what torch alone offers; each checks before it measures."""
+"""Measure epcomm against torch alone; each program checks results before it measures."""

@@ -1,4 +1,4 @@
-"""What an engineer writes with torch.distributed alone; shares nothing with epcomm.
+"""Exchange rows as an engineer would with torch.distributed alone, without code of epcomm.
 
 ExpertRows: one row on the wire for each (token, expert) pair, over all_to_all_single. Worked
 example, 2 ranks with one expert each, on rank 0:
@@ -31,9 +31,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Who owns the experts.
+    """The owners of the experts.
 
-    num_local: L, experts of each rank, in rank order.
+    num_local: L, the experts of each rank; ranks own experts in rank order.
     """
 
     rank: int
@@ -99,7 +99,7 @@ def dispatch_expert_rows(
 
 
 def group_expert_rows(batch: ExpertRowsBatch) -> Tensor:
-    """The received rows by expert, as a grouped GEMM reads them: [R, H]. Local."""
+    """Return the received rows by expert, as a grouped GEMM reads them: [R, H]. Local."""
     return batch.rows.index_select(0, batch.order)
 
 
@@ -173,7 +173,7 @@ def dispatch_all_gather(
 
 
 def group_all_gather(batch: AllGatherBatch) -> Tensor:
-    """The rows of this rank's experts, by expert: [C, H]. Local."""
+    """Return the rows of this rank's experts, by expert: [C, H]. Local."""
     return batch.rows.index_select(0, batch.row_of_slot)
 
 
@@ -192,7 +192,7 @@ def combine_all_gather(results: Tensor, batch: AllGatherBatch, experts: Experts)
 
 
 def _gathered(tensor: Tensor, world_size: int) -> Tensor:
-    """[W * N, ...] of the [N, ...] of all ranks."""
+    """Gather the tensors [N, ...] of all ranks into [W * N, ...]."""
     gathered = tensor.new_empty(world_size * tensor.shape[0], *tensor.shape[1:])
     _all_gather(gathered, tensor)
     return gathered

@@ -70,14 +70,14 @@ class ModeName(StrEnum):
 
 
 class AlternativeName(StrEnum):
-    """What epcomm is measured against."""
+    """The contender that epcomm is measured against."""
 
     EXPERT_ROWS = "expert_rows"
     ALL_GATHER = "all_gather"
 
 
 class DtypeName(StrEnum):
-    """Of the hidden states."""
+    """The dtype of the hidden states."""
 
     BF16 = "bf16"
     FP16 = "fp16"
@@ -102,7 +102,7 @@ class Options:
     keep_freed_memory: bool
 
     def make_batches(self, group: EPGroup) -> list[RankBatch]:
-        """The batches of all ranks, on this rank's device."""
+        """Return the batches of all ranks, on this rank's device."""
         spec = BatchSpec(
             hidden_size=self.hidden,
             num_local_experts=self.experts // group.world_size,
@@ -191,7 +191,7 @@ def run(
 
 
 def _nothing() -> None:
-    """Between rounds."""
+    """Do nothing between rounds."""
 
 
 def _finding_of_copies(copies: Copies, moved: MovedBytes, ours: Finding) -> CopyFinding:
@@ -219,7 +219,7 @@ def _command(world_size: int) -> str:
 
 
 def init_process_group() -> None:
-    """nccl where there are GPUs for all ranks of this host, else gloo."""
+    """Return nccl where there are GPUs for all ranks of this host, else gloo."""
     num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     if torch.cuda.device_count() >= num_local_ranks:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -55,11 +55,11 @@ class Size:
 
     @property
     def weight_bytes(self) -> int:
-        """Of all matrices in FP8."""
+        """Return the bytes of all matrices in FP8."""
         return 3 * self.experts * self.hidden * self.inner
 
     def operations(self, rows: int) -> int:
-        """Multiplications and additions of so many slots."""
+        """Count the multiplications and additions of `rows` slots."""
         return 6 * rows * self.hidden * self.inner
 
 
@@ -73,7 +73,7 @@ class Experts:
 
     @classmethod
     def make(cls, size: Size, device: torch.device) -> Experts:
-        """Seeded, of order one."""
+        """Make seeded matrices with products of order one."""
         generator = torch.Generator(device).manual_seed(0)
 
         def matrices(rows: int, columns: int) -> Tensor:
@@ -104,7 +104,7 @@ def counts_of(rows: int, experts: int, skew: int) -> list[int]:
 
 
 def rows_record(counts: list[int], x: Tensor) -> RowsDispatchOutput:
-    """Rows in random order, one slot each."""
+    """Make a record of rows in random order, with one slot each."""
     ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))].to(x.device)
     device_counts = torch.tensor(counts, device=x.device)
@@ -118,7 +118,7 @@ def rows_record(counts: list[int], x: Tensor) -> RowsDispatchOutput:
 
 
 def masked_record(dispatched: RowsDispatchOutput) -> MaskedDispatchOutput:
-    """The same slots, each expert's behind one another, with capacity for many more."""
+    """Return the same slots, each expert's behind one another, with capacity for many more."""
     rows, index = dispatched.hidden_states, dispatched.index
     assert index.row_of_slot is not None
     assert rows.scales is not None
@@ -173,7 +173,7 @@ def check(results: Tensor, dispatched: RowsDispatchOutput, experts: Experts) -> 
 
 
 def run_bf16(slots: Tensor, ends: Tensor, experts: Experts) -> Tensor:
-    """The usual way, over slots that are packed already."""
+    """Compute experts in the usual way, over slots that are packed already."""
     hidden = F.grouped_mm(slots, experts.gate_up.transpose(1, 2), offs=ends)
     gate, up = hidden.chunk(2, dim=1)
     return F.grouped_mm(F.silu(gate) * up, experts.down.transpose(1, 2), offs=ends)

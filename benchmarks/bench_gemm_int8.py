@@ -54,7 +54,7 @@ class Int8Experts:
 
     @classmethod
     def make(cls, size: Size, device: torch.device) -> Int8Experts:
-        """Those of bench_gemm."""
+        """Make the experts of bench_gemm in INT8."""
         plain = Experts.make(size, device)
         weights = ExpertWeights(gate_up_proj=plain.gate_up, down_proj=plain.down)
         return cls(bf16=plain, int8=Int8ChannelWeights.from_unquantized(weights))
@@ -115,7 +115,7 @@ def measure(
         "times_as_fast_as_bf16": times["bf16"].p50 / int8_ms,
         "tops": size.operations(rows) / int8_ms / 1e9,
         "weights_over_copy_rate": size.weight_bytes / int8_ms / 1e6 / copy_gb_per_s,
-        # What hidden rows would take at the rate of a copy, as a part of the whole.
+        # The share of the time that moving hidden rows would take at the rate of a copy.
         "hidden_rows_part": hidden_bytes / copy_gb_per_s / 1e6 / int8_ms,
         "masked_over_rows": times["int8 masked"].p50 / int8_ms if "int8 masked" in times else None,
     }

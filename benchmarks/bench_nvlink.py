@@ -76,7 +76,7 @@ class Sweep:
     seed: int
 
     def options(self, tokens: int, wire: WireName) -> low_latency.Options:
-        """What checks and batches are made of."""
+        """Return the options that make batches and checks."""
         return low_latency.Options(
             tokens=tokens,
             hidden=self.hidden,
@@ -125,7 +125,7 @@ class NormalWork:
         call = options.make_call(0, group.rank, group.device)
         rows = call.wire_tensor(spec.dispatch_format)
         call = replace(call, quantize=lambda *_, **__: rows)
-        # With rows of its own. Those of `out` are overwritten, and then its batch is refused.
+        # A batch with rows of its own: the rows of `out` are overwritten, which ends its batch.
         kept = buffer.dispatch(replace(call, flags=BatchFlags.GRAD_ENABLED))
         out = buffer.dispatch(call)
         num_slots = low_latency.row_of_slot(out).shape[0]
@@ -140,16 +140,16 @@ class NormalWork:
         )
 
     def dispatch(self) -> Dispatched:
-        """Along a new exchange plan."""
+        """Dispatch along a new exchange plan."""
         return self.buffer.dispatch(self.call)
 
     def dispatch_again(self) -> Tensor:
-        """Along the exchange plan of the first dispatch."""
+        """Dispatch along the exchange plan of the first dispatch."""
         data = self.call.wire_tensor(self.wire).data
         return self.buffer.cached_dispatch(data, self.out.exchange_plan)
 
     def combine(self) -> Tensor:
-        """y."""
+        """Combine and return y."""
         return self.buffer.combine(
             self.results,
             self.kept.exchange_plan,
@@ -171,12 +171,12 @@ def _budget(options: low_latency.Options, world_size: int) -> int:
 
 
 def normal_calls(work: NormalWork, wire: WireName) -> dict[str, Call]:
-    """What is timed of normal mode, by name."""
+    """Return the calls of normal mode that are timed, by name."""
     if wire is WireName.FP8:
         x = work.call.hidden_states
         return {
             "dispatch_fp8": work.dispatch,
-            # Of its codes alone: what travels again has no scales.
+            # A cached dispatch moves codes alone: its rows have no scales.
             "dispatch_fp8_again": work.dispatch_again,
             "pack_fp8": work.pack,
             "quantize": lambda: quantized(x, work.wire),
@@ -221,7 +221,7 @@ def nccl_calls(call: DispatchCall, experts: Experts) -> dict[str, Call]:
 
 
 def replays_of(calls: Mapping[str, Call], device: torch.device) -> Mapping[str, Call]:
-    """What is timed: graphs, or the calls themselves where there are none.   Collective: yes."""
+    """Return the timed calls: graphs, or on a CPU the calls themselves.   Collective: yes."""
     if device.type != "cuda":
         return calls
     return {name: graph.replay for name, graph in graphs_of(calls).items()}
@@ -273,7 +273,7 @@ def slowest(spans: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]
 
 
 def remote_bytes(work: NormalWork) -> dict[str, int]:
-    """What one dispatch and one combine send to other ranks, of the rank that sends most."""
+    """Return the bytes of one dispatch and one combine on the rank that sends most."""
     before = work.buffer.traffic()
     work.dispatch()
     work.combine()
@@ -313,7 +313,7 @@ def by_tokens(sweep: Sweep, tokens: int, group: EPGroup) -> dict[str, object]:
 def pair_times(
     sweep: Sweep, options: low_latency.Options, group: EPGroup
 ) -> dict[str, dict[str, float]]:
-    """Of low latency, one pair; the slots that are used in turn make two the least to replay."""
+    """Time a pair of low latency; a graph replays two pairs at least, as buffers alternate."""
     buffer = low_latency.open_buffer(options, group)
     low_latency.check(options, group, buffer)
     work = low_latency.Work.of(options, group, buffer)
@@ -347,7 +347,7 @@ def by_sms(sweep: Sweep, num_sms: int, group: EPGroup) -> dict[str, object]:
 
 
 def row_bytes(work: NormalWork, sweep: Sweep) -> int:
-    """Of a row towards the experts, with its scales, which do not travel again."""
+    """Return the bytes of a row in dispatch with its scales, which a cached dispatch lacks."""
     return work.wire.data_bytes(sweep.hidden) + work.wire.scale_bytes(sweep.hidden)
 
 
@@ -408,13 +408,13 @@ def main(
 
 
 def write(report: Mapping[str, object], path: Path) -> None:
-    """As JSON, into a folder that is made."""
+    """Write a report as JSON, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(rounded(report), indent=2) + "\n", encoding="utf-8")
 
 
 def summary(finding: Mapping[str, object]) -> str:
-    """Medians on one line."""
+    """Format the medians on one line."""
     us = finding["us"]
     assert isinstance(us, dict)
     head = [f"{key} {finding[key]}" for key in ("tokens", "num_sms") if key in finding]

@@ -93,7 +93,7 @@ class Options:
     seed: int
 
     def spec(self, world_size: int) -> BufferSpec:
-        """Of both buffers."""
+        """Return the specification of both buffers."""
         return BufferSpec(
             hidden_size=self.hidden,
             top_k=self.top_k,
@@ -168,7 +168,7 @@ def poison(buffer: NVLinkHost, group: EPGroup) -> None:
 def compare(
     call: DispatchCall, reference: Buffer, buffer: Buffer, *, factor: int
 ) -> tuple[str, float]:
-    """What is wrong with this rank's part of a batch, '' if nothing, and the error of its sums."""
+    """Return the fault of this rank's part of a batch, '' if none, and the error of its sums."""
     wanted, found = reference.dispatch(call), buffer.dispatch(call)
     fault = find_fault(wanted, found)
     sums = [
@@ -215,7 +215,7 @@ def find_fault(wanted: Dispatched, found: Dispatched) -> str:
 
 
 def used_slots(out: Dispatched, counts: list[int]) -> Tensor:
-    """Slots that hold a token."""
+    """Return the slots that hold a token."""
     first = out.index.first_slot.tolist()
     slots = [
         s for start, count in zip(first, counts, strict=False) for s in range(start, start + count)
@@ -230,7 +230,7 @@ def row_of_slot(out: Dispatched) -> Tensor:
 
 
 def results_of(out: Dispatched, factor: int) -> Tensor:
-    """[C, H]: what experts make that multiply by a whole number; NaN where there is no slot."""
+    """Return results [C, H] of experts that multiply by a whole number, NaN for padding."""
     rows = row_of_slot(out)
     picked = replace(
         out.rows,
@@ -261,19 +261,19 @@ class Work:
         return cls(buffer=buffer, call=call, results=results.to(torch.bfloat16))
 
     def dispatch(self, hidden_states: Tensor | None = None) -> Dispatched:
-        """Of the batch, or of other hidden states along its routing."""
+        """Dispatch the batch, or other hidden states with its routing."""
         x = self.call.hidden_states if hidden_states is None else hidden_states
         return self.buffer.dispatch(replace(self.call, hidden_states=x))
 
     def combine(self, out: Dispatched) -> Tensor:
-        """y."""
+        """Combine and return y."""
         combined = self.buffer.combine(
             self.results, out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
         )
         return combined.y
 
     def pairs(self, count: int) -> Tensor:
-        """So many dispatches and combines, each of what came back before."""
+        """Run `count` dispatches and combines, each on the y of the pair before."""
         y = self.call.hidden_states
         for _ in range(count):
             y = self.combine(self.dispatch(y))
@@ -341,7 +341,7 @@ def measure_eagerly(options: Options, work: Work, device: torch.device) -> dict[
 
 
 def slowest(spans: dict[str, list[float]]) -> dict[str, Percentiles]:
-    """Of each iteration, the rank that took longest. Collective: yes."""
+    """Return percentiles over iterations, each as long as its slowest rank. Collective: yes."""
     by_rank = of_all_ranks(spans)
     return {
         name: Percentiles.of(max(each) for each in zip(*(r[name] for r in by_rank), strict=True))
@@ -350,7 +350,7 @@ def slowest(spans: dict[str, list[float]]) -> dict[str, Percentiles]:
 
 
 def sent_bytes(work: Work) -> dict[str, int]:
-    """Of one pair, by the rank that sends most. Collective: yes."""
+    """Return the bytes of one pair on the rank that sends most. Collective: yes."""
     before = work.buffer.traffic()
     work.pairs(1)
     after = work.buffer.traffic()
@@ -359,7 +359,7 @@ def sent_bytes(work: Work) -> dict[str, int]:
 
 
 def of_all_ranks(value: T) -> list[T]:
-    """By rank. Collective: yes."""
+    """Gather the values of all ranks, by rank. Collective: yes."""
     values: list[T | None] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return [value for value in values if value is not None]

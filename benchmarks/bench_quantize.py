@@ -50,14 +50,14 @@ class CheckError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is quantised, and how."""
+    """A quantisation to measure."""
 
     name: str
     format: WireFormat
     profile: Int8Profile = Int8Profile.RINT127
 
     def num_bytes(self, x: Tensor) -> int:
-        """Bytes read and written by one call."""
+        """Return the bytes that one call reads and writes."""
         rows, hidden_size = x.shape
         written = self.format.data_bytes(hidden_size) + self.format.scale_bytes(hidden_size)
         return rows * (hidden_size * x.element_size() + written)
@@ -89,11 +89,11 @@ class Finding:
 
     @property
     def share_of_copy(self) -> float:
-        """Of the rate that a copy reaches in the same run."""
+        """Return the rate as a share of the rate of a copy in the same run."""
         return self.gb_per_s / self.copy_gb_per_s
 
     def as_dict(self) -> dict[str, object]:
-        """All of it, rounded to what an event can tell."""
+        """Return all values, rounded to the resolution of events."""
         return {
             "case": self.case,
             "tokens": self.tokens,
@@ -140,7 +140,7 @@ def time_calls(call: Callable[[], object], flush: Tensor, *, num_calls: int) -> 
 
 
 def copy_rate(device: torch.device, *, num_calls: int) -> float:
-    """GB/s read and written by a device-to-device copy of COPY_BYTES."""
+    """Measure the GB/s that a device-to-device copy of COPY_BYTES reads and writes."""
     source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -172,7 +172,7 @@ def run(device: torch.device, *, hidden: int, tokens: Sequence[int], calls: int)
 def report_of(
     findings: Sequence[Finding], device: torch.device, *, hidden: int, calls: int
 ) -> dict[str, object]:
-    """The findings, with all that they depend on."""
+    """Report the findings, with all that they depend on."""
     return {
         "benchmark": "quantize",
         "configuration": {"hidden": hidden, "calls": calls, "dtype": "bf16", "cold_cache": True},
@@ -185,7 +185,7 @@ def report_of(
 
 
 def table_of(findings: Sequence[Finding]) -> Table:
-    """A row a finding."""
+    """Make a table with a row for each finding."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in ("", "tokens", "us p50", "us p99", "GB/s", "of copy", "copy us", "plain torch us"):
         table.add_column(name, justify="right" if name else "left")

@@ -1,4 +1,4 @@
-"""Everyone who can dispatch, group and combine, behind one interface.
+"""Give everything that can dispatch, group and combine one interface.
 
 The boundaries are the same for all: dispatch starts from (x, topk_ids, topk_weights) and, with
 group(), ends with contiguous runs of rows, one run an expert, ready for a grouped GEMM. combine
@@ -50,10 +50,10 @@ _DISPATCHERS: dict[Mode, type[RowsDispatcher]] = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Grouped:
-    """What a grouped GEMM reads.
+    """The rows that a grouped GEMM reads.
 
     rows: [C, H]; rows of one expert are neighbours, and rows past the counts are undefined.
-    num_rows_per_expert: [L].
+    num_rows_per_expert: [L], number of rows of each expert.
     """
 
     rows: Tensor
@@ -68,7 +68,7 @@ class Contender(ABC, Generic[DispatchedT]):
     @property
     @abstractmethod
     def num_roundings(self) -> int:
-        """How often a sum is cast to the dtype of the hidden states on its way to y."""
+        """Return how often a sum is cast to the dtype of the hidden states before it is y."""
 
     @abstractmethod
     def dispatch(self, batch: RankBatch) -> DispatchedT:
@@ -212,5 +212,5 @@ ALTERNATIVES: dict[str, Callable[[Experts], Contender]] = {
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """bf16, fp16 or fp32."""
+    """Return the dtype of a name: bf16, fp16 or fp32."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]

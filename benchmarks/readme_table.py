@@ -34,7 +34,7 @@ _WAYS = {
 
 
 class ContenderResult(TypedDict):
-    """Of one contender, as report.py writes it."""
+    """The result of one contender, as report.py writes it."""
 
     ms: dict[str, dict[str, float]]
     sent_bytes: dict[str, int]
@@ -121,7 +121,7 @@ def fill(text: str, results: Path = RESULTS) -> str:
 
 
 def _render_kind(text: str) -> str:
-    """By what the benchmark calls itself; each kind has a record of its own."""
+    """Render a result by the name of its benchmark; each kind has another record."""
     result = json.loads(text)
     kind = result["benchmark"]
     if kind == "nvlink":
@@ -130,7 +130,7 @@ def _render_kind(text: str) -> str:
 
 
 def render(result: Result) -> str:
-    """The table of one result, and under it what was measured where."""
+    """Return the table of one result, and under it what was measured where."""
     contenders = result["contenders"]
     heads = [f"{name} {quantile}" for name in contenders for quantile in _QUANTILES]
     lines = [
@@ -154,7 +154,7 @@ def render(result: Result) -> str:
 
 
 def render_gemm(result: GemmResult) -> str:
-    """The table of experts: BF16 comes last among the ways that are timed in all findings."""
+    """Return the table of experts: BF16 comes last among the ways timed in all findings."""
     findings = result["findings"]
     names = [name for name in findings[0]["ms"] if name != "bf16"]
     lines = [

@@ -1,4 +1,4 @@
-"""What a run found: as JSON, and as a table for the terminal."""
+"""Report the findings of a run: as JSON, and as a table for the terminal."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SPANS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Of one contender.
+    """The result of one contender.
 
-    ms: by span, over iterations, each as long as its slowest rank.
-    sent_bytes: in one call, of the rank that sends most.
+    ms: percentiles of each span over iterations, each as long as its slowest rank.
+    sent_bytes: bytes of one call on the rank that sends most.
     """
 
     ms: Mapping[str, Percentiles]
@@ -39,7 +39,7 @@ class Finding:
     def of(
         cls, laps_by_rank: Sequence[Sequence[Laps]], bytes_by_rank: Sequence[SentBytes]
     ) -> Finding:
-        """From the numbers of all ranks."""
+        """Make the finding from the numbers of all ranks."""
         return cls(
             ms={name: Percentiles.of(ms) for name, ms in slowest_rank(laps_by_rank).items()},
             sent_bytes=max(bytes_by_rank, key=lambda sent: sent.total),
@@ -66,12 +66,12 @@ class Report:
     copies: CopyFinding | None = None
 
     def ratios(self) -> dict[str, float]:
-        """By span, how many times as fast as the alternative epcomm is, by medians."""
+        """Return for each span how many times as fast as the alternative epcomm is, by medians."""
         ours, alternative = self.findings.values()
         return {name: alternative.ms[name].p50 / ours.ms[name].p50 for name in SPANS}
 
     def as_json(self) -> str:
-        """One object, readable."""
+        """Return the report as one JSON object, indented."""
         sent = {
             name: {**asdict(finding.sent_bytes), "total": finding.sent_bytes.total}
             for name, finding in self.findings.items()
@@ -123,7 +123,7 @@ def table_of(report: Report) -> Table:
 
 
 def bytes_summary(report: Report) -> str:
-    """What the rank that sends most puts on the wire, a line a contender."""
+    """Format the bytes of the rank that sends most, a line for each contender."""
     lines = [
         f"{name} sends {sent.dispatch / 1e6:.2f} MB in dispatch, {sent.combine / 1e6:.2f} MB in "
         "combine and "
@@ -134,7 +134,7 @@ def bytes_summary(report: Report) -> str:
 
 
 def copies_summary(copies: CopyFinding) -> str:
-    """How far from copying, both ways of counting."""
+    """Format the distance from the rate of copies, with both ways of counting bytes."""
     return (
         f"of the rate at which all ranks copy, {copies.copy_gb_per_s:.1f} GB/s, dispatch without "
         f"grouping and combine reach {copies.copied_over_copy_rate:.0%} by rows and sums, "
@@ -144,7 +144,7 @@ def copies_summary(copies: CopyFinding) -> str:
 
 
 def profile_summary(sections: Sequence[Section]) -> str:
-    """The call tree, a line a function."""
+    """Format the call tree, a line for each function."""
     return "\n".join(
         f"{section.ms:8.2f} ms {'  ' * section.depth}{section.name}" for section in sections
     )

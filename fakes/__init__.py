@@ -1,1 +1,1 @@
-"""Imitations of vendor packages on a CPU; they are no part of the wheel."""
+"""Imitate vendor packages on a CPU, for tests; no part of the wheel."""

@@ -113,7 +113,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def world_of(item: pytest.Item) -> World | None:
-    """The ranks an item needs; None without a mark."""
+    """Return the ranks an item needs; None without a mark."""
     if isinstance(item, pytest.Function) and any(map(item.get_closest_marker, MARKS.values())):
         transport, num_ranks = (item.callspec.params[key] for key in ("transport", "num_ranks"))
         assert isinstance(num_ranks, int), f"ranks() takes integers, not {num_ranks!r}"
@@ -123,7 +123,7 @@ def world_of(item: pytest.Item) -> World | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
-    """What one rank says of one test: a line in its file."""
+    """The result of one test on one rank: a line in the rank's file."""
 
     rank: int
     nodeid: str
@@ -163,7 +163,7 @@ class InnerRun:
     @pytest.fixture(scope="session", autouse=True)
     @classmethod
     def ep_ranks(cls) -> Iterator[MPI.Comm | None]:
-        """What EPGroup takes: the MPI world, or None for the default process group."""
+        """Yield the argument of EPGroup: the MPI world, or None for the default process group."""
         if os.environ[UNDER_LAUNCHER_ENV] == "mpi":
             from mpi4py import MPI
 
@@ -265,7 +265,7 @@ class InnerRun:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """The default process group, destroyed after a failure too: torch may abort otherwise."""
+    """Provide the default process group; destroy it after a failure too, or torch may abort."""
     import torch.distributed as dist  # slow, and useless to an empty selection
 
     backend = os.environ.get(BACKEND_ENV, "gloo")
@@ -317,7 +317,7 @@ def make_hypothesis_agree() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What came of one launch."""
+    """The results of one launch."""
 
     world: World
     nodeids: list[str]

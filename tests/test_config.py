@@ -227,7 +227,7 @@ def test_bad_variable_is_named(name: str, text: str, message: str) -> None:
 
 
 def environment_reads(source: str) -> list[int]:
-    """The lines of a module that touch the environment through os."""
+    """Return the lines of a module that touch the environment through os."""
     names = {"environ", "environb", "getenv", "getenvb", "putenv"}
     return [
         node.lineno

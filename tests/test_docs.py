@@ -52,7 +52,7 @@ def sections(path: str) -> Iterator[Section]:
 
 
 def names_of(code: str) -> tuple[set[str], set[str]]:
-    """The names that a block makes, and those that it needs from outside."""
+    """Return the names that a block makes, and those that it needs from outside."""
     made, needed = set(), set()
     tables = [symtable.symtable(code, "block", "exec")]
     for table in tables:

@@ -119,5 +119,5 @@ def test_no_module_imports_a_package_with_effects() -> None:
 
 
 def test_collecting_the_tests_imports_none_either() -> None:
-    """What was collected with this test is imported by now; tests install stand-ins later."""
+    """Check after collection, which imports the test files; tests install imitations later."""
     assert not NEVER_IMPORTED & set(sys.modules)

@@ -29,7 +29,7 @@ NUM_LOCAL = NUM_EXPERTS // NUM_RANKS
 
 
 def tokens(rank: int, device: torch.device) -> Tensor:
-    """[B, S, H]; B differs by rank."""
+    """Make tokens [B, S, H], where B differs by rank."""
     generator = torch.Generator().manual_seed(1 + rank)
     return torch.randn(2 + rank, 3, HIDDEN, generator=generator).to(device).requires_grad_()
 

@@ -102,7 +102,7 @@ def test_each_rank_holds_its_share_of_codes_and_scales(kind: str) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", [None, *KINDS])
 def test_share_of_its_own_is_copied_contiguous(kind: str | None) -> None:
-    """Where a checkpoint keeps matrices transposed in memory."""
+    """Imitate a checkpoint that keeps matrices transposed in memory."""
     with EPGroup() as group:
         plain = make_weights(SPECS["uneven"], 1, intermediate_size=INNER, device=group.device)
         given = plain.with_tensors(
@@ -123,7 +123,7 @@ def test_share_of_its_own_is_copied_contiguous(kind: str | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Rounding:
-    """What is not as usual: scales of the experts, or the arithmetic of INT8."""
+    """An unusual rounding: scales of the experts, or the arithmetic of INT8."""
 
     id: str
     kind: str

@@ -1,1 +1,1 @@
-"""How benchmarks measure and check, and what they say of the machine."""
+"""Measure, check and describe the machine, for the benchmarks."""

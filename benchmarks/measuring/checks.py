@@ -1,4 +1,4 @@
-"""What a contender must get right before it is measured.
+"""Check the results of a contender before it is measured.
 
 Experts return their row, so y = x * (sum of the token's router weights), and every rank can compute
 the rows that its experts must receive, since it can make the batch of every rank.
@@ -51,7 +51,7 @@ def check_contender(
 
 
 def find_row_fault(grouped: Grouped, batches: Sequence[RankBatch], first_expert: int) -> str | None:
-    """What is wrong with the rows of this rank's experts: each bit must be that of its token."""
+    """Return the fault of the rows of this rank's experts, which must be their tokens, or None."""
     counts = grouped.num_rows_per_expert.tolist()
     start = 0
     for local, count in enumerate(counts):
@@ -64,7 +64,7 @@ def find_row_fault(grouped: Grouped, batches: Sequence[RankBatch], first_expert:
 
 
 def find_sum_fault(y: Tensor, batch: RankBatch, num_roundings: int) -> str | None:
-    """How far y is from the dense result, if too far."""
+    """Return how far y is from the dense result, or None if within the tolerance."""
     if y.shape != batch.x.shape or y.dtype != batch.x.dtype:
         return f"y is {list(y.shape)} {y.dtype}, expected {list(batch.x.shape)} {batch.x.dtype}"
     expected = batch.x.double() * batch.topk_weights.double().sum(dim=1, keepdim=True)
@@ -79,7 +79,7 @@ def find_sum_fault(y: Tensor, batch: RankBatch, num_roundings: int) -> str | Non
 
 
 def tolerance(dtype: torch.dtype, *, top_k: int, num_roundings: int) -> float:
-    """Largest relative error of an element of y.
+    """Return the largest relative error of an element of y.
 
     The terms of an element have one sign, x times positive weights, so nothing cancels: each cast
     adds half a unit in the last place, and each of K products and sums the same in float32.
@@ -89,10 +89,10 @@ def tolerance(dtype: torch.dtype, *, top_k: int, num_roundings: int) -> float:
 
 
 def _rows_of_expert(expert: int, batches: Sequence[RankBatch]) -> Tensor:
-    """[N, H] tokens of `expert`, by rank, then token."""
+    """Return the tokens of `expert`, [N, H], by rank, then token."""
     return torch.cat([batch.x[(batch.topk_ids == expert).any(dim=1)] for batch in batches])
 
 
 def _bits(rows: Tensor) -> Tensor:
-    """The same memory as bytes, in which -0.0 differs from 0.0."""
+    """View rows as bytes, in which -0.0 differs from 0.0."""
     return rows.contiguous().view(torch.uint8)

@@ -1,4 +1,4 @@
-"""How close dispatch and combine come to copying: bytes they move, and how fast the ranks copy.
+"""Compare dispatch and combine with copying: the bytes they move, and the rate of copies.
 
 Two ways to count, each used for both sides. Copied: every row that leaves for an expert's rank and
 every sum that comes back counts once, those of a rank to itself too, and the rate is bytes copied a
@@ -29,13 +29,13 @@ from epcomm.testing.data import RankBatch
 BUFFER_BYTES = 2**27
 # An id and a weight of each (token, expert) pair, as they travel.
 _PAIR_BYTES = 8
-# What is copied comes from memory and goes there.
+# Each copied byte is read from memory and written to memory.
 _TOUCHED_OF_COPIED = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class MovedBytes:
-    """Of all ranks in one dispatch and combine; see the module."""
+    """The bytes that all ranks move in one dispatch and combine; see the module."""
 
     copied: int
     touched: int
@@ -86,7 +86,7 @@ class CopyFinding:
         return self._gb_per_s(self.moved.touched) / (_TOUCHED_OF_COPIED * self.copy_gb_per_s)
 
     def as_record(self) -> dict[str, int | float]:
-        """Flat, for JSON."""
+        """Return a flat record, for JSON."""
         return {
             "copied_bytes": self.moved.copied,
             "touched_bytes": self.moved.touched,
@@ -114,16 +114,16 @@ class Copies:
 
     @property
     def num_bytes(self) -> int:
-        """What a rank copies in a round."""
+        """Return the bytes that a rank copies in a round."""
         return self._source.nbytes
 
     def run(self) -> None:
-        """One round. Collective: yes."""
+        """Run one round. Collective: yes."""
         wait_for_all(self._source.device)
         self.ms.append(self._copy())
 
     def gb_per_s(self, ms_by_rank: Sequence[Sequence[float]]) -> float:
-        """The rate of all ranks together; ms_by_rank is [W][N], the `ms` of each."""
+        """Return the rate of all ranks together; ms_by_rank is [W][N], the `ms` of each."""
         slowest = [max(ranks) for ranks in zip(*ms_by_rank, strict=True)]
         median = torch.tensor(slowest, dtype=torch.float64).quantile(0.5)
         return len(ms_by_rank) * self.num_bytes / float(median) / 1e6

@@ -1,4 +1,4 @@
-"""Where the host time of one function goes: its call tree, with what torch takes at the leaves.
+"""Profile the host time of one function as a call tree, with operators of torch as leaves.
 
 Sections are the functions of the code itself, so a profile never names a step that is not there.
 """
@@ -20,7 +20,7 @@ _Function = tuple[str, int, str]
 _Times = tuple[int, int, float, float]
 _Stats = dict[_Function, tuple[int, int, float, float, dict[_Function, _Times]]]
 
-# What lies below an exchange is one long wait.
+# An exchange is a leaf of the tree, because the time below it is one long wait.
 _LEAVES = ("all_to_all", "all_gather")
 
 
@@ -68,10 +68,10 @@ def host_cost(call: Callable[[], object], *, num_calls: int) -> HostCost:
 
 
 def sections_of(profiler: cProfile.Profile, *, num_calls: int, min_ms: float) -> list[Section]:
-    """What ran under `profiler`, longest first, without what takes less than `min_ms`.
+    """Return the functions that ran under `profiler`, longest first, without those below `min_ms`.
 
-    Python's profiler knows pairs of caller and callee, not stacks: what lies below a function with
-    several callers is shared out among them by their time.
+    Python's profiler knows pairs of caller and callee, not stacks: the time below a function with
+    several callers is divided among the callers by their time.
     """
     stats = cast(_Stats, pstats.Stats(profiler).stats)  # type: ignore[attr-defined]
     ms_of_second = 1e3 / num_calls
@@ -94,7 +94,7 @@ def _walk(
     above: tuple[_Function, ...],
     min_s: float,
 ) -> Iterator[tuple[int, _Function, float]]:
-    """(depth, function, seconds): `function`, then what it calls."""
+    """Yield (depth, function, seconds) of `function`, then of the functions that it calls."""
     yield len(above), function, seconds
     if function[2] in _LEAVES:
         return

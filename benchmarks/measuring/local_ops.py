@@ -1,4 +1,4 @@
-"""Local operators of the alternatives: number rows, sum weighted rows. Plain torch.
+"""Number rows and sum weighted rows in plain torch, for the alternatives.
 
 They share nothing with epcomm, and each is the fastest found: a slow baseline proves nothing.
 """
@@ -14,7 +14,7 @@ NUM_PARTS = 3
 
 
 def inverse_of(order: Tensor) -> Tensor:
-    """The permutation that undoes `order` [N]: [2, 0, 1] gives [1, 2, 0]."""
+    """Return the permutation that undoes `order` [N]: [2, 0, 1] gives [1, 2, 0]."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0], device=order.device)
     return inverse
@@ -52,7 +52,7 @@ def sum_weighted(rows: Tensor, row_of_term: Tensor, weights: Tensor, offsets: Te
 
 
 def _parts(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """[S, NUM_PARTS] in `dtype`, whose rows sum to `weights` [S], float32."""
+    """Split `weights` [S], float32, into [S, NUM_PARTS] in `dtype`, whose rows sum to them."""
     parts, rest = [], weights
     for _ in range(NUM_PARTS):
         parts.append(rest.to(dtype))

@@ -1,4 +1,4 @@
-"""What a result depends on besides the code: hardware, versions, load, memory allocator."""
+"""Describe what a result depends on beside the code: hardware, versions, load, allocator."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def describe_hardware(device: torch.device) -> dict[str, str | int]:
 
 
 def describe_versions(device: torch.device) -> dict[str, str]:
-    """Of what was measured and what it runs on."""
+    """Return the versions of the measured code and of the software that it runs on."""
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -63,7 +63,7 @@ def describe_versions(device: torch.device) -> dict[str, str]:
 
 
 def load_average() -> float:
-    """Of the last minute: processes that wanted a core, ours among them."""
+    """Return the mean number of processes that wanted a core in the last minute, with our own."""
     return round(os.getloadavg()[0], 2)
 
 
@@ -81,7 +81,7 @@ def _version_of(distribution: str) -> str:
 
 
 def _commit() -> str:
-    """The commit, with a + if tracked files differ from it."""
+    """Return the commit, with a + if tracked files differ from it."""
     describe = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Runs contenders in turn and takes the time of each half; every rank does the same."""
+"""Run contenders in turn and time each half; every rank does the same."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run_in_turn(
     num_rounds: int,
     on_round: Callable[[], None] = lambda: None,
 ) -> dict[str, list[Laps]]:
-    """A call of each contender, again and again: what slows the machine down slows all of them.
+    """Call each contender in turn, repeatedly, so that a slow machine slows all of them.
 
     Returns: by contender, the laps of this rank.
     """
@@ -69,5 +69,5 @@ def run_in_turn(
 
 
 def _run_experts(rows: Tensor) -> Tensor:
-    """What experts hand to combine: memory of their own, without gaps between rows."""
+    """Return the results of identity experts: new memory, without gaps between rows."""
     return rows.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Where the time of one contender goes, on the rank that takes longest."""
+"""Profile the time of one contender on the slowest rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes that one rank sends to other ranks in one call, counted from sizes alone.
+"""Count the bytes that one rank sends to other ranks in one call, from sizes alone.
 
 Worked example, ExpertRows on rank 0 of 2, 3 rows to itself and 5 to rank 1, 4 rows from rank 1, one
 expert a rank, rows of 8 B:
@@ -17,7 +17,7 @@ INT_BYTES, WEIGHT_BYTES = 8, 4
 
 @dataclass(frozen=True, kw_only=True)
 class SentBytes:
-    """By kind: towards the experts, home again, and counts and the like."""
+    """The bytes that a rank sends: in dispatch, in combine, and as control (counts, headers)."""
 
     dispatch: int
     combine: int
@@ -37,13 +37,13 @@ def expert_rows_bytes(
     num_local: int,
     row_bytes: int,
 ) -> SentBytes:
-    """Of ExpertRows: bare rows both ways, and a count for each expert.
+    """Return the bytes of ExpertRows: bare rows both ways, and a count for each expert.
 
     Args:
-        rank: who sends.
-        send_splits, recv_splits: [W] rows to and from each rank.
-        num_local: L.
-        row_bytes: of H elements.
+        rank: the rank that sends.
+        send_splits, recv_splits: [W], number of rows to and from each rank.
+        num_local: L, the experts of a rank.
+        row_bytes: bytes of H elements.
     """
     num_others = len(send_splits) - 1
     return SentBytes(
@@ -54,13 +54,13 @@ def expert_rows_bytes(
 
 
 def all_gather_bytes(world_size: int, *, max_tokens: int, top_k: int, row_bytes: int) -> SentBytes:
-    """Of AllGather: a ring or a direct exchange passes W - 1 blocks on from each rank.
+    """Return the bytes of AllGather, where a ring or direct exchange sends W - 1 blocks a rank.
 
     Args:
         world_size: W.
-        max_tokens: the largest T, to which all are padded.
-        top_k: K ids and weights go with each token.
-        row_bytes: of H elements.
+        max_tokens: the largest T, to which all ranks pad.
+        top_k: K, the ids and weights of each token.
+        row_bytes: bytes of H elements.
     """
     num_blocks = world_size - 1
     routing_bytes = top_k * (INT_BYTES + WEIGHT_BYTES)

@@ -1,4 +1,4 @@
-"""Clocks, and the statistics of the slowest rank."""
+"""Measure time by clocks, and compute the statistics of the slowest rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Laps:
     combine: float
 
     def spans(self) -> dict[str, float]:
-        """What is reported: both halves and all together, with grouping and without."""
+        """Return the reported spans: dispatch, combine and both, with and without grouping."""
         grouped = self.dispatch + self.group
         return {
             "dispatch": grouped,
@@ -36,7 +36,7 @@ class Laps:
 
 @dataclass(frozen=True, kw_only=True)
 class Percentiles:
-    """Of iterations, each as long as its slowest rank; milliseconds."""
+    """The percentiles over iterations, each as long as its slowest rank, in milliseconds."""
 
     p50: float
     p95: float
@@ -50,7 +50,7 @@ class Percentiles:
 
 
 def slowest_rank(laps_by_rank: Sequence[Sequence[Laps]]) -> dict[str, list[float]]:
-    """By span, the time of each iteration on the rank that took longest; laps_by_rank is [W][N]."""
+    """Return each span's times on the slowest rank by iteration; laps_by_rank is [W][N]."""
     iterations = zip(*laps_by_rank, strict=True)
     spans = [[laps.spans() for laps in ranks] for ranks in iterations]
     return {name: [max(rank[name] for rank in ranks) for ranks in spans] for name in spans[0][0]}
@@ -61,15 +61,15 @@ class Clock(ABC):
 
     @abstractmethod
     def mark(self) -> None:
-        """Remember now."""
+        """Mark the current time."""
 
     @abstractmethod
     def take(self) -> list[float]:
-        """Milliseconds between neighbouring marks; forgets them. Host sync: yes."""
+        """Return the milliseconds between neighbouring marks; drop the marks. Host sync: yes."""
 
 
 class HostClock(Clock):
-    """For a device whose operators return when they are done."""
+    """A clock for a device whose operators return when they are done."""
 
     def __init__(self) -> None:
         """Start without a mark."""
@@ -84,7 +84,7 @@ class HostClock(Clock):
 
 
 class EventClock(Clock):
-    """For CUDA: events of the current stream."""
+    """A clock for CUDA, by events of the current stream."""
 
     def __init__(self) -> None:
         """Start without a mark."""
@@ -102,7 +102,7 @@ class EventClock(Clock):
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock that sees the end of work on `device`."""
+    """Return the clock that sees the end of work on `device`."""
     return EventClock() if device.type == "cuda" else HostClock()
 
 
@@ -115,7 +115,7 @@ def _quantile(ordered: Sequence[float], name: str) -> float:
 
 
 def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """The call as a graph: it reads nothing on the host, and launches do not count."""
+    """Capture the call as a graph, which reads nothing on the host, and launches do not count."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

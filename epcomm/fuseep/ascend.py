@@ -1,9 +1,9 @@
-"""The fused operators of the Ascend deep_ep, which dispatch, compute W8A8 experts and combine.
+"""Call the fused operators of the Ascend deep_ep: dispatch, W8A8 experts and combine in one.
 
 A call takes at most 256 tokens of a rank, and every rank makes ceil(M / 256) calls, also without
-tokens: then it passes one row of weight 0. Both operators come without a backward and without
-errors for what does not fit, so limits are compared before the first call. Source: sgl-kernel-npu;
-nothing here ran on an NPU.
+tokens: then it passes one row of weight 0. Neither operator has a backward, nor errors for sizes
+that do not fit, so limits are checked before the first call. Source: sgl-kernel-npu; this code has
+not run on an NPU.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ _CALLS: Mapping[str, Sequence[str]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Chunk:
-    """Tokens of one call: x [N, H], ids and weights [N, K], N of 1 to 256.
+    """The tokens of one call: x [N, H], ids and weights [N, K], N of 1 to 256.
 
-    is_dummy: its one token is nobody's.
+    is_dummy: the chunk is one made-up token with weights of 0.
     """
 
     x: Tensor
@@ -151,11 +151,11 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
     @classmethod
     @abstractmethod
     def _window(cls, sizes: FuseEPSpec, world_size: int) -> int:
-        """HCCL window, in bytes."""
+        """Return the bytes of the HCCL window."""
 
     @abstractmethod
     def _call_operator(self, chunk: _Chunk, experts: AscendPackedT) -> tuple[Tensor, Tensor]:
-        """y [N, H] of one call, and the pairs computed, int32 [L]."""
+        """Run one call and return y [N, H] and the computed slots of each expert, int32 [L]."""
 
     @classmethod
     def packed_bytes(cls, weights: Int8ChannelWeights) -> int:
@@ -170,9 +170,9 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
         self._fuse_modes: Any = sys.modules[type(self._buffer).__module__].FuseMode
 
     def _raise_reasons(self, reasons: Sequence[str]) -> None:
-        """Whether weights can be packed here too: one rank that cannot would leave others waiting.
+        """Raise these reasons, and the reasons why this device cannot pack weights.
 
-        They are packed in the first call.
+        Weights are packed in the first call, where a rank that fails would leave others waiting.
         """
         super()._raise_reasons([*reasons, *nz_reasons(self._device)])
 
@@ -201,7 +201,7 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
     def _fused(
         self, chunk: _Chunk, experts: PackedWeights, most: int, fuse_mode: object
     ) -> tuple[Tensor, Tensor]:
-        """What the package's operator returns; `most` means something else in each mode."""
+        """Call the package's operator; `most` limits tokens in mode 1 and rows in mode 2."""
         return self._buffer.fused_deep_moe(
             x=chunk.x,
             topk_idx=chunk.topk_ids,
@@ -216,7 +216,7 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
         )
 
     def _chunks(self, x: Tensor, ids: Tensor, weights: Tensor) -> Iterator[_Chunk]:
-        """As many on every rank: the operator waits for all of them."""
+        """Cut a batch into the same number of chunks on every rank: each call waits for all."""
         for start in range(0, self._sizes.max_tokens_per_rank, MAX_CALL_TOKENS):
             own = slice(start, start + MAX_CALL_TOKENS)
             if start >= x.shape[0]:
@@ -230,9 +230,9 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
             )
 
     def _dummy(self, x: Tensor, ids: Tensor) -> _Chunk:
-        """One token of weight 0; of ones, for a row of zeros has no scale."""
+        """Make a chunk of one token with weights of 0; it holds ones, as zeros have no scale."""
         top_k = self._sizes.top_k
-        # Each rank at other experts, so that no expert gets them all.
+        # Each rank sends its dummy token to other experts, so that no expert gets all of them.
         first = self._rank * top_k
         experts = torch.arange(first, first + top_k, device=ids.device) % self._num_experts
         return _Chunk(
@@ -243,12 +243,12 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
         )
 
     def _count(self, chunks: list[_Chunk], counts: Tensor) -> None:
-        """Bytes to other ranks, from what was sent and computed."""
+        """Count bytes to other ranks, from the tokens sent and the slots computed."""
         ids = torch.cat([chunk.topk_ids for chunk in chunks])
         to_rank = slots_to_ranks(ids, self._num_experts, self._world_size)
         out, combine_bytes = slot_bytes(self._spec)
         self._count_bytes(DISPATCH, to_rank, out)
-        # The operators do not tell from whom rows came, but what is one's own is known.
+        # The operators do not tell the source of rows, but this rank knows its own rows.
         from_others = counts.sum() - to_rank[self._rank]
         self._sent_bytes[COMBINE] += from_others * combine_bytes
 
@@ -261,7 +261,7 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
     @staticmethod
     @abstractmethod
     def _packed_bytes_of(num_experts: int, hidden_size: int, intermediate_size: int) -> int:
-        """Of the record that pack() makes."""
+        """Return the bytes of the record that pack() makes."""
 
 
 class FusedDeepMoE(AscendFused[FusedDeepMoEWeights], FusedBackend[FusedDeepMoEWeights]):
@@ -299,7 +299,7 @@ class FusedDeepMoE(AscendFused[FusedDeepMoEWeights], FusedBackend[FusedDeepMoEWe
             min(self._sizes.max_tokens_per_rank, MAX_CALL_TOKENS),
             self._fuse_modes.FUSED_DEEP_MOE,
         )
-        # By expert, then source rank.
+        # The counts come by expert, then source rank.
         return y, counts.view(-1, self._world_size).sum(1)
 
 
@@ -308,8 +308,8 @@ class DispatchFFNCombine(
 ):
     """Mode 2: float16 between the products, which overflows beyond 65504.
 
-    A token whose row overflows at one of its experts, or at the substitute for an entry without
-    one (see ops/masked_entries.py), is not finite in y.
+    A token whose row overflows at one of its experts, or at the substitute for a masked entry (see
+    ops/masked_entries.py), is not finite in y.
     """
 
     name: ClassVar[str] = "dispatch_ffn_combine"
@@ -343,8 +343,8 @@ class DispatchFFNCombine(
     def _call_operator(
         self, chunk: _Chunk, experts: DispatchFFNCombineWeights
     ) -> tuple[Tensor, Tensor]:
-        # In this mode the argument bounds the rows that a rank receives, and what is beyond it is
-        # dropped: whatever its name says, tokens of a rank are something else.
+        # In this mode the argument bounds the rows that a rank receives, and the operator drops
+        # rows beyond it, although its name says tokens of a rank.
         return self._fused(chunk, experts, self._max_rows, self._fuse_modes.DISPATCH_FFN_COMBINE)
 
     @property

@@ -1,4 +1,4 @@
-"""The contract of a fused operator: tokens and routing in, finished sums out, in one call."""
+"""Define the contract of a fused operator: one call from tokens and routing to finished sums."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PackedT = TypeVar("PackedT")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FuseEPResult(PathOutput):
-    """What a call returns; y is weighted and summed over the experts of all ranks.
+    """The result of a call; y is weighted and summed over the experts of all ranks.
 
-    num_tokens_per_expert: with the substitutes of weight 0 for entries without an expert and for
-        calls without tokens.
-    is_reduced: y is complete; adding it up over ranks once more would multiply it.
+    num_tokens_per_expert: slots of each expert, with the substitutes of weight 0 for masked entries
+        and for calls without tokens.
+    is_reduced: y is complete; adding y up over the ranks once more would multiply it.
     """
 
     is_reduced: Literal[True] = True
@@ -36,7 +36,7 @@ class FusedBackend(Backend, Generic[PackedT]):
 
     @classmethod
     def supports(cls, weights: ExpertTensors) -> Availability:
-        """Whether it can compute these experts. Local; pure."""
+        """Return whether the operator can compute these experts. Local; pure."""
         if isinstance(weights, Int8ChannelWeights):
             return Availability(ok=True)
         reason = (
@@ -48,27 +48,27 @@ class FusedBackend(Backend, Generic[PackedT]):
     @classmethod
     @abstractmethod
     def pack(cls, weights: Int8ChannelWeights) -> PackedT:
-        """This rank's experts as run() takes them. Local; pure."""
+        """Convert this rank's experts to the form that run() takes. Local; pure."""
 
     @classmethod
     @abstractmethod
     def packed_bytes(cls, weights: Int8ChannelWeights) -> int:
-        """Memory that pack() takes beside the weights of the checkpoint."""
+        """Return the bytes that pack() takes beside the weights of the checkpoint."""
 
     @abstractmethod
     def run(self, call: DispatchCall, experts: PackedT) -> FuseEPResult:
         """Compute the routed experts of this rank's tokens.
 
         Args:
-            call: T tokens; T may be 0 and differ between ranks. Its error makes this rank take part
-                without tokens.
-            experts: what pack() returned.
+            call: T tokens; T may be 0 and differ between ranks. With an error in the call, this
+                rank takes part without tokens.
+            experts: this rank's experts from pack().
 
         Collective: yes.   Host sync: caps.host_syncs times.
         Raises:
             TypeError: experts that were packed for another operator, or not at all.
-            ShapeError, CapacityError: some rank reported a fault, where not caps.is_static; else y
-                is NaN and check() tells.
+            ShapeError, CapacityError: some rank reported a fault; with caps.is_static y is NaN
+                instead, and check() raises.
         """
 
 
@@ -76,7 +76,7 @@ def check_packed(experts: object, wanted: type, name: str) -> None:
     """Refuse experts that were packed for another operator, or not at all.
 
     Raises:
-        TypeError: they were; reading them would compute something else silently.
+        TypeError: experts of another type, which the operator would silently misread.
     """
     if not isinstance(experts, wanted):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Gate and up columns in turns of 64, as the first product of FusedDeepMoE reads them on A3.
+"""Interleave gate and up columns by 64, as the first product of FusedDeepMoE reads them on A3.
 
 A tile of 128 columns holds 64 gate columns and the 64 up columns that they meet, so that one core
 can apply SwiGLU to its own tile. With I = 192, in blocks of 64 columns:
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from epcomm.errors import ConfigError
 
-# Columns of a tile; a half of it is gate, the other up.
+# Columns of a tile: one half is gate, the other half is up.
 TILE = 128
 _HALF = TILE // 2
 
 
 def permutation(num_columns: int) -> Tensor:
-    """[2I], int64, on the CPU: interleaved column p is the checkpoint's column permutation[p].
+    """Return the checkpoint's column of each interleaved column, [2I], int64, on the CPU.
 
     Raises:
         ConfigError: 2I is no multiple of 128.
@@ -40,7 +40,7 @@ def permutation(num_columns: int) -> Tensor:
 
 
 def inverse_permutation(num_columns: int) -> Tensor:
-    """[2I], int64: where the checkpoint's column lies after interleaving.
+    """Return the interleaved place of each of the checkpoint's columns, [2I], int64.
 
     Raises:
         ConfigError: as permutation().
@@ -49,7 +49,7 @@ def inverse_permutation(num_columns: int) -> Tensor:
 
 
 def interleave(tensor: Tensor, dim: int) -> Tensor:
-    """The 2I columns along `dim` in the kernel's order; contiguous, in new memory.
+    """Copy the 2I columns along `dim` into the kernel's order; contiguous, in new memory.
 
     Raises:
         ConfigError: as permutation().
@@ -58,7 +58,7 @@ def interleave(tensor: Tensor, dim: int) -> Tensor:
 
 
 def deinterleave(tensor: Tensor, dim: int) -> Tensor:
-    """The inverse of interleave().
+    """Undo interleave(), in new memory.
 
     Raises:
         ConfigError: as permutation().

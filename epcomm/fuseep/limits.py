@@ -1,4 +1,4 @@
-"""What the fused operators refuse, and what they would compute wrongly silently.
+"""Check the sizes that the fused operators refuse, or would silently compute wrongly.
 
 Source: sgl-kernel-npu, the tiling of fused_deep_moe and dispatch_ffn_combine; not run on an NPU.
 """
@@ -15,25 +15,25 @@ from epcomm.platforms.ascend.environment import variable_reasons
 from epcomm.platforms.ascend.formats import TILE_ROWS
 from epcomm.platforms.ascend.limits import MAX_EXPERTS, window_reasons
 
-# Rows of a rank in one call of the operator. Documented of mode 1; mode 2 gets no more, which
-# bounds its window and its rows.
+# Most tokens of a rank in one call of an operator. The documentation says so for mode 1; mode 2
+# gets no more, which bounds its window and its rows.
 MAX_CALL_TOKENS = 256
-# The source says 10 MB; an MB is taken as 2**20 bytes, as HCCL_BUFFSIZE counts.
+# The window of mode 2 has 10 MB beside the rows; an MB is 2**20 bytes, as HCCL_BUFFSIZE counts.
 _MODE_2_EXTRA_BYTES = 10 * 2**20
-# Mode 1: rows in dispatch and combine, 2 bytes an element.
+# The window of mode 1 holds rows of dispatch and of combine, with 2 bytes an element.
 _MODE_1_COPIES, _MODE_1_ELEMENT_BYTES = 2, 2
-# Mode 2: bytes of an element of a row, INT8 out and 2 bytes in combine.
+# The window of mode 2 holds 3 bytes an element of a row: INT8 in dispatch and 2 bytes in combine.
 _MODE_2_ELEMENT_BYTES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class FuseEPLimits:
-    """Sizes that an operator takes; ranges are inclusive, None where none is documented.
+    """The sizes that an operator takes; ranges are inclusive, None where none is documented.
 
-    call_tokens: rows of a rank in one call.
-    hidden: H.   hidden_unit: H is a multiple of it.
-    gate_up_columns: 2I.   gate_up_unit: 2I is a multiple of it.
-    top_k: K.   experts: E.   local_experts: L.
+    call_tokens: most tokens of a rank in one call.
+    hidden: range of H.   hidden_unit: H is a multiple of this.
+    gate_up_columns: range of 2I.   gate_up_unit: 2I is a multiple of this.
+    top_k: largest K.   experts: largest E.   local_experts: largest L.
     """
 
     call_tokens: int = MAX_CALL_TOKENS
@@ -48,28 +48,28 @@ class FuseEPLimits:
 
 FUSED_DEEP_MOE_LIMITS = FuseEPLimits(
     hidden=(512, 7168),
-    # Its weights are in NZ, whose rows are counted in whole tiles.
+    # The weights of mode 1 are in NZ, whose rows are counted in whole tiles.
     hidden_unit=TILE_ROWS,
     gate_up_columns=(1024, 6144),
     gate_up_unit=TILE,
     top_k=12,
     experts=MAX_EXPERTS,
-    # Half of the 48 vector cores of A3.
+    # 24 is half of the 48 vector cores of A3.
     local_experts=24,
 )
-# Its weights may be row-major, and its sizes are bounded by the window alone.
+# The weights of mode 2 may be row-major, and only the window bounds its sizes.
 DISPATCH_FFN_COMBINE_LIMITS = FuseEPLimits()
 
 
 def max_call_tokens(spec: FuseEPSpec, limits: FuseEPLimits) -> int:
-    """Most rows of this rank in one call; a longer batch takes several."""
+    """Return the most tokens of this rank in one call; a longer batch takes several calls."""
     return min(spec.max_tokens_per_rank, limits.call_tokens)
 
 
 def fused_deep_moe_window_bytes(
     spec: FuseEPSpec, world_size: int, limits: FuseEPLimits = FUSED_DEEP_MOE_LIMITS
 ) -> int:
-    """HCCL window of mode 1: capacity for every rank's rows at every local expert."""
+    """Return the bytes of mode 1's HCCL window: all ranks' rows at every local expert."""
     slots = world_size * max_call_tokens(spec, limits) * spec.num_local_experts
     return slots * spec.hidden_size * _MODE_1_ELEMENT_BYTES * _MODE_1_COPIES
 
@@ -77,7 +77,10 @@ def fused_deep_moe_window_bytes(
 def dispatch_ffn_combine_window_bytes(
     spec: FuseEPSpec, limits: FuseEPLimits = DISPATCH_FFN_COMBINE_LIMITS
 ) -> int:
-    """HCCL window of mode 2. Refused by the operator where it is smaller; its text says 3 MB."""
+    """Return the bytes of mode 2's HCCL window; the operator refuses a smaller window.
+
+    The operator's message says 3 MB.
+    """
     rows = max_call_tokens(spec, limits) * spec.top_k
     return _MODE_2_ELEMENT_BYTES * rows * spec.hidden_size + _MODE_2_EXTRA_BYTES
 
@@ -85,11 +88,11 @@ def dispatch_ffn_combine_window_bytes(
 def max_received_rows(
     spec: FuseEPSpec, world_size: int, limits: FuseEPLimits = DISPATCH_FFN_COMBINE_LIMITS
 ) -> int:
-    """Most rows that a rank can receive in one call: max_output_size of mode 2, to be safe.
+    """Return the most rows that a rank can receive in one call: max_output_size of mode 2.
 
-    A token's experts are distinct, so that a rank of L experts gets it min(K, L) times at most, and
-    each of W ranks has max_call_tokens() of them. (Upstream passes M * W * K, which is more than
-    can come where L < K.) The kernel drops what does not fit and reports nothing.
+    A token's experts are distinct, so that a rank of L experts gets a token min(K, L) times at
+    most, and each of W ranks has max_call_tokens() tokens. (Upstream passes M * W * K, which is
+    more than can come where L < K.) The kernel drops rows that do not fit and reports nothing.
     """
     return max_call_tokens(spec, limits) * world_size * min(spec.top_k, spec.num_local_experts)
 
@@ -102,12 +105,14 @@ def fused_deep_moe_reasons(
     environment: Mapping[str, str],
     limits: FuseEPLimits = FUSED_DEEP_MOE_LIMITS,
 ) -> list[str]:
-    """Why mode 1 does not serve W8A8 experts of these sizes; empty if it does.
+    """Return why mode 1 does not serve W8A8 experts of these sizes; empty if it does.
 
     Args:
-        soc: the processor, None where it is not known: then it is no reason.
-        environment: a snapshot of the variables.
-        limits: of sizes; a test on small ones passes its own.
+        spec: the sizes of the layer.
+        world_size: W.
+        soc: the processor; None, if it is not known, gives no reason.
+        environment: a snapshot of the environment variables.
+        limits: the sizes that the operator takes; a test on small sizes passes other limits.
     """
     reasons = _soc_reasons("fused_deep_moe takes MX weights there, not INT8", soc)
     reasons += _size_reasons(spec, world_size, limits)
@@ -125,7 +130,10 @@ def dispatch_ffn_combine_reasons(
     environment: Mapping[str, str],
     limits: FuseEPLimits = DISPATCH_FFN_COMBINE_LIMITS,
 ) -> list[str]:
-    """Why mode 2 does not serve W8A8 experts of these sizes; see fused_deep_moe_reasons()."""
+    """Return why mode 2 does not serve W8A8 experts of these sizes; empty if it does.
+
+    Args: see fused_deep_moe_reasons().
+    """
     reasons = _soc_reasons("dispatch_ffn_combine does not exist there", soc)
     reasons += _size_reasons(spec, world_size, limits)
     rows = max_received_rows(spec, world_size, limits)

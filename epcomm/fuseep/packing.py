@@ -1,4 +1,4 @@
-"""Packed experts beside those of the checkpoint, packed anew whenever these have changed."""
+"""Keep packed experts beside the experts of the checkpoint, and pack them anew after a change."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from epcomm.weights.written import WriteState
 
 
 class PackedExperts(Generic[PackedT]):
-    """One layer's experts as its operator reads them.
+    """The experts of one layer in the form that its operator reads.
 
-    The originals stay, for state_dict and for reloading; both take memory.
+    The experts of the checkpoint stay, for state_dict and for reloading; both take memory.
     """
 
     def __init__(self, operator: FusedBackend[PackedT]) -> None:
@@ -25,19 +25,18 @@ class PackedExperts(Generic[PackedT]):
         self._packed: PackedT | None = None
 
     def of(self, weights: Int8ChannelWeights) -> PackedT:
-        """What pack() makes of the weights as they are now.
+        """Return the packed form of the current weights, packing them if they have changed.
 
-        A write through `.data` leaves the version of its tensor as it was; then comes forget().
+        A write through `.data` does not change the version of a tensor; call forget() after it.
 
         Local.   Host sync: none.
         Raises:
-            ConfigError: tensors that were made in inference mode, which do not tell when they are
-                written.
+            ConfigError: a tensor was made in inference mode, where torch counts no writes.
         """
         tensors = weights.tensors()
         states = {name: WriteState.of(name, each, "fuseep") for name, each in tensors.items()}
         if self._packed is None or not self._is_of(tensors):
-            # The old ones are freed first: two copies beside the originals might not fit.
+            # The old copy is freed first: two copies beside the checkpoint's might not fit.
             self._packed, self._states = None, {}
             with torch.no_grad():
                 self._packed = self._operator.pack(weights)
@@ -48,5 +47,5 @@ class PackedExperts(Generic[PackedT]):
         return all(self._states[name].is_of(tensor) for name, tensor in tensors.items())
 
     def forget(self) -> None:
-        """Pack at the next call, whatever the tensors tell."""
+        """Drop the packed experts, so that the next call packs them anew."""
         self._states, self._packed = {}, None

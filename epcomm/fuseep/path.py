@@ -1,4 +1,4 @@
-"""FuseEPPath: the one-call contract, (x, topk) to y, over the fused operator that a plan chose."""
+"""Define FuseEPPath, which computes (x, topk) to y by the fused operator that a plan chose."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from epcomm.weights.unquantized import ExpertTensors
 
 
 class FuseEPPath:
-    """What ExpertParallelExperts calls in mode fuseep; for inference."""
+    """The path of ExpertParallelExperts in mode fuseep; for inference."""
 
     def __init__(self, group: EPGroup, spec: MoESpec, config: EPConfig, chosen: PhasePlan) -> None:
-        """Open the operator that `chosen` names; it was planned with the same group and spec.
+        """Open the operator that `chosen` names, a plan made with the same group and spec.
 
         Collective: yes.   Host sync: yes.
         Raises:
             ConfigError: the plan is for another mode, or ranks disagree.
-            BackendUnavailable: the operator is not here.
+            BackendUnavailable: the operator is not on this machine.
         """
         if chosen.mode is not Mode.FUSEEP:
             raise ConfigError(
@@ -65,13 +65,14 @@ class FuseEPPath:
             topk: topk_ids [T, K], int64, -1 for none; topk_weights [T, K], float32.
             weights: this rank's experts as in the checkpoint; packed at the first call, and anew
                 when they have changed, but for writes through `.data`, see repack().
-            decode: either phase goes this way.
+            decode: ignored: prefill and decode use the same operator.
 
         Collective: yes.   Host sync: caps.host_syncs times; with check_calls one more.
         Lifetime: the caller owns the result.
         Raises:
-            ConfigError: gradients are needed; at once, after the other ranks' call.
-            ShapeError, CapacityError: a bad call; where caps.is_static y is NaN and check() tells.
+            ConfigError: gradients are needed; raised after this rank has taken part in the call.
+            ShapeError, CapacityError: a bad call; with caps.is_static y is NaN instead, and check()
+                raises.
             HandleError: the group is closed.
         """
         if self._group.is_closed:
@@ -87,7 +88,8 @@ class FuseEPPath:
         experts = self._packed.of(weights)
         result = self._operator.run(self._call(hidden_states, topk, error), experts)
         if self._checks_calls:
-            # Before the refusal is raised, which would wait for the next call's check else.
+            # The check comes before the refusal is raised; otherwise faults of this call would wait
+            # for the next check.
             self.check()
         if refusal is not None:
             raise refusal
@@ -102,25 +104,25 @@ class FuseEPPath:
         self._operator.check()
 
     def refuse(self, error: EPError, *, decode: bool) -> NoReturn:
-        """Raise what keeps this rank from a call. Local: the operator tells nobody."""
+        """Raise the error that keeps this rank from a call. Local: no other rank is told."""
         raise error
 
     def repack(self) -> None:
         """Pack the experts anew at the next call. Local.
 
-        For those who write `parameter.data.copy_(...)` or `parameter.data[...] = ...`, of which
-        the parameter does not tell; load_state_dict(), copy_() and `.data = ...` are noticed.
+        Call it after `parameter.data.copy_(...)` or `parameter.data[...] = ...`, which torch does
+        not count as writes; load_state_dict(), copy_() and `.data = ...` are noticed.
         """
         self._packed.forget()
 
     def traffic(self) -> BufferTraffic:
-        """Bytes that the operator has sent to other ranks, for all layers that share it."""
+        """Return the bytes that the operator has sent to other ranks, for all of its layers."""
         return self._operator.traffic()
 
     def _refusal(
         self, hidden_states: Tensor, topk: TopKOutput, weights: ExpertTensors
     ) -> EPError | None:
-        # What is no TopKOutput is told to all ranks, as a fault of the call.
+        # An argument that is no TopKOutput is reported to all ranks, as a fault of the call.
         inputs = (hidden_states, getattr(topk, "topk_weights", None), *weights.tensors().values())
         needs_grad = any(getattr(tensor, "requires_grad", False) for tensor in inputs)
         if not (torch.is_grad_enabled() and needs_grad):

@@ -1,8 +1,8 @@
-"""FuseEP in plain torch over any group: what the fused operators compute, step by step.
+"""Compute FuseEP in plain torch over any group: the steps of the fused operators one by one.
 
 Tokens travel as INT8 codes with a scale each. An expert multiplies codes exactly, scales the sums
 to float32, applies SwiGLU, rounds to codes again, multiplies once more and gives bfloat16 results,
-which the tokens' rank weighs and adds up in float32. The exchange is that of CollectiveBuffer, with
+which the tokens' rank weighs and adds up in float32. CollectiveBuffer moves the tokens, with
 float32 sums in combine, so that nothing is rounded between the experts' results and y.
 """
 
@@ -33,7 +33,7 @@ _FLOAT32 = WireFormat(dtype=WireDtype.FP32)
 
 
 class FuseEPReference(FusedBackend[Int8ChannelWeights]):
-    """Exact sizes on any device; the host waits for the counts."""
+    """Runs FuseEP with exact sizes on any device; the host waits for the counts."""
 
     name: ClassVar[str] = "fuseep_reference"
 
@@ -108,7 +108,7 @@ class FuseEPReference(FusedBackend[Int8ChannelWeights]):
         )
 
     def check(self) -> None:
-        """Nothing waits on the device: faults are raised in the call."""
+        """Do nothing: run() raises all faults itself."""
 
     def traffic(self) -> BufferTraffic:
         return self._buffer.traffic()
@@ -121,12 +121,12 @@ class FuseEPReference(FusedBackend[Int8ChannelWeights]):
 def compute_experts(
     slots: WireTensor, counts: tuple[int, ...], experts: Int8ChannelWeights
 ) -> Tensor:
-    """W8A8 experts of packed slots.
+    """Compute the W8A8 experts of packed slots.
 
     Args:
-        slots: INT8 [S, H] with scales [S, 1], those of one expert behind one another.
+        slots: INT8 [S, H] with scales [S, 1], in expert-major order.
         counts: [L], slots of each expert, S in all.
-        experts: this rank's.
+        experts: the experts of this rank.
 
     Returns:
         [S, H], bfloat16, not weighted.
@@ -147,13 +147,13 @@ def compute_experts(
 
 
 def _integer_product(codes: Tensor, matrix: Tensor) -> Tensor:
-    """codes [N, K] by matrix [M, K], int8, to [N, M], float32."""
+    """Multiply codes [N, K] by a matrix [M, K], int8, exactly, to [N, M], float32."""
     # Sums of products of codes are integers below 2**53, where float64 is exact.
     return (codes.double() @ matrix.double().T).float()
 
 
 def _to_codes(values: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 [N, I] to int8 codes and scales [N, 1]: rint(v * 127 / amax) and amax / 127.
+    """Quantise float32 [N, I] to codes rint(v * 127 / amax), int8, and scales amax / 127, [N, 1].
 
     A row of zeros gets codes and a scale of 0.
     """

@@ -1,7 +1,7 @@
-"""Scales as DispatchFFNCombine takes them: the bits of float32 in int64, in one dimension.
+"""Convert scales to the form of DispatchFFNCombine: the bits of float32 in int64, in one dimension.
 
-The device reads the lower 32 bits, and of those the upper 19: relative errors of 2**-10 at most.
-All 32 are kept here.
+The device reads the upper 19 of the lower 32 bits, with relative errors of 2**-10 at most. The
+conversion keeps all 32 bits.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from epcomm.errors import ShapeError
 
 
 def bits_of_scales(scales: Tensor) -> Tensor:
-    """float32 [...] to int64 [number of elements], row-major, in new memory.
+    """Convert float32 [...] to int64 [number of elements], row-major, in new memory.
 
-    A negative scale has its sign in the upper bits too, which nobody reads.
+    A negative scale has its sign in the upper 32 bits too, which the device does not read.
 
     Raises:
         ShapeError: scales are not float32.
@@ -30,7 +30,7 @@ def bits_of_scales(scales: Tensor) -> Tensor:
 
 
 def scales_of_bits(bits: Tensor, shape: Sequence[int]) -> Tensor:
-    """The inverse of bits_of_scales(): int64 [number of elements] to float32 of this shape.
+    """Undo bits_of_scales(): convert int64 [number of elements] to float32 of this shape.
 
     Raises:
         ShapeError: bits are not int64.

@@ -1,4 +1,4 @@
-"""What a fused path is asked for."""
+"""Describe the layer that a fused operator shall compute."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from epcomm.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class FuseEPSpec:
-    """Sizes of one layer of W8A8 experts; equal on all ranks.
+    """The sizes of one layer of W8A8 experts; equal on all ranks.
 
     hidden_size: H.   intermediate_size: I.   num_local_experts: L, so that E = L * W.   top_k: K.
-    max_tokens_per_rank: M, of the layer; the path cuts a batch into calls that the operator takes.
+    max_tokens_per_rank: M of the layer; a longer batch than the operator takes is cut into calls.
     max_recv_slots: most rows that a rank receives in one call; None: capacity for any routing.
     """
 

@@ -1,7 +1,7 @@
-"""W8A8 experts as the fused operators take them: a record for each mode, and the way back.
+"""Pack W8A8 experts for the fused operators, into one record for each mode, and unpack them.
 
-A record is a type of its own: what was packed is not packed again, and no mode takes the other's.
-New weights of a checkpoint are packed into a new record, and no layer remembers whether it did.
+Each mode has a record of another type, so that packed weights cannot be packed again and no mode
+takes the weights of the other. New weights of a checkpoint are packed into a new record.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from epcomm.weights.quantized import Int8ChannelWeights
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedWeights(ABC):
-    """gate_up_proj: int8 [E, H, 2I].   The others: see the subclasses.
+    """The experts of one rank, packed for a fused operator.
 
-    E: experts of this rank. All contiguous, on one device; matrices in NZ where the device has it.
+    gate_up_proj: int8 [E, H, 2I], E experts of this rank.   Other tensors: see the subclasses.
+    All tensors are contiguous and on one device; matrices are in NZ where the device has it.
     soc: the processor whose kernel reads this layout.
     """
 
@@ -35,7 +36,7 @@ class PackedWeights(ABC):
     down_scale: Tensor
 
     soc: ClassVar[Soc] = Soc.A3
-    # 2I is a multiple of it.
+    # 2I is a multiple of this number.
     _column_unit: ClassVar[int]
 
     def __post_init__(self) -> None:
@@ -59,7 +60,7 @@ class PackedWeights(ABC):
     @classmethod
     @abstractmethod
     def pack(cls, weights: Int8ChannelWeights) -> Self:
-        """What the operator takes, in memory of its own; `weights` stays as it is. Local.
+        """Copy `weights` into the layout that the operator reads, in new memory. Local.
 
         Raises:
             ConfigError: weights of another kind (packed ones among them), hidden states that are
@@ -68,34 +69,34 @@ class PackedWeights(ABC):
 
     @abstractmethod
     def unpack(self) -> Int8ChannelWeights:
-        """The weights that were packed, to the bit, in memory of their own."""
+        """Return the weights that were packed, to the bit, in new memory."""
 
     @property
     def num_experts(self) -> int:
-        """E, of this rank."""
+        """Return E, the number of experts of this rank."""
         return self.gate_up_proj.shape[0]
 
     @property
     def hidden_size(self) -> int:
-        """H."""
+        """Return H."""
         return self.gate_up_proj.shape[1]
 
     @property
     def intermediate_size(self) -> int:
-        """I."""
+        """Return I."""
         return self.gate_up_proj.shape[2] // 2
 
     @abstractmethod
     def _layout(self) -> dict[str, tuple[torch.dtype, list[int]]]:
-        """Field name to dtype and shape, from the shape of gate_up_proj."""
+        """Return the dtype and shape of each field, from the shape of gate_up_proj."""
 
 
 class FusedDeepMoEWeights(PackedWeights):
-    """Of mode 1: gate and up interleaved in tiles, scales in float32.
+    """The weights of mode 1: gate and up interleaved in tiles, scales in float32.
 
     gate_up_proj: int8 [E, H, 2I], interleaved.   gate_up_scale: float32 [E, 2I], interleaved alike.
     down_proj: int8 [E, H, I], as in the checkpoint.   down_scale: float32 [E, H].
-    2I is a multiple of 128. The tile is that of A3; A5 reads halves, and no INT8.
+    2I is a multiple of 128. A3 reads this tile; A5 reads tiles of half the size, and no INT8.
     """
 
     _column_unit: ClassVar[int] = TILE
@@ -130,7 +131,7 @@ class FusedDeepMoEWeights(PackedWeights):
 
 
 class DispatchFFNCombineWeights(PackedWeights):
-    """Of mode 2: gate columns, then up; scales as the bits of float32 in int64.
+    """The weights of mode 2: gate columns, then up; scales as the bits of float32 in int64.
 
     gate_up_proj: int8 [E, H, 2I].   gate_up_scale: int64 [E * 2I].
     down_proj: int8 [E, I, H].   down_scale: int64 [E * H].
@@ -168,7 +169,7 @@ class DispatchFFNCombineWeights(PackedWeights):
 
 
 def _check_source(cls: type[PackedWeights], weights: object) -> None:
-    """Python runs what a type checker would refuse."""
+    """Refuse weights of another kind, which only a type checker would notice, or another dtype."""
     if not isinstance(weights, Int8ChannelWeights):
         raise ConfigError(
             f"{cls.__name__}.pack: weights are {type(weights).__name__}, expected "
@@ -182,5 +183,5 @@ def _check_source(cls: type[PackedWeights], weights: object) -> None:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Contiguous and new: what is loaded over the original later does not reach it."""
+    """Copy a tensor into new contiguous memory, which later loads of the original do not change."""
     return tensor.clone(memory_format=torch.contiguous_format)

@@ -1,1 +1,1 @@
-"""Adapters to model libraries; none is imported before it is used."""
+"""Adapt epcomm to model libraries; no adapter is imported before it is used."""

@@ -1,4 +1,4 @@
-"""The statistics of a model's layers as named numbers, and as the text that Prometheus reads."""
+"""Export the statistics of a model's layers as named numbers, and as text for Prometheus."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Kind = Literal["counter", "gauge"]
 class Metric:
     """One number of this rank, by the rules of Prometheus for names and labels.
 
-    kind: a counter only grows; a gauge may do anything.   help: what it says, one sentence.
+    kind: a counter only grows; a gauge may rise and fall.   help: the meaning, one sentence.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True)
 class _Family:
-    """Metrics of one name; `read` gives the value, or one for each expert of the rank."""
+    """The metrics of one name; `read` gives one value, or a value for each expert of the rank."""
 
     name: str
     kind: Kind
@@ -80,7 +80,7 @@ _OF_LAYERS = (
 
 
 def metrics(model: nn.Module) -> list[Metric]:
-    """Return what the expert-parallel layers of `model` have done on this rank.
+    """Return the statistics of the expert-parallel layers of `model` on this rank.
 
     Labels: `group`, numbered among those of the model, and `rank` in it, on all; `layer`, the name
     of its module; `expert`, an index among those of the rank. Bytes are counted by buffers, for all
@@ -160,5 +160,5 @@ def _sent_bytes(group: EPGroup, labels: Mapping[str, str]) -> Iterator[Metric]:
 
 
 def _escaped(text: str) -> str:
-    """A label's value as it stands between quotes."""
+    """Escape the value of a label, which stands between quotes."""
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -1,1 +1,1 @@
-"""Triton kernels, one operation a file; nothing here is imported by `import epcomm`."""
+"""Hold the Triton and CUDA kernels, one operation a file; `import epcomm` imports none of them."""

@@ -1,6 +1,7 @@
-"""CUDA C++ compiled at run time by NVRTC, which comes with torch, and launched by the driver.
+"""Compile CUDA C++ at run time by NVRTC, which comes with torch, and launch it by the driver.
 
-Both libraries are called through ctypes: nothing has to be installed or built, no header is read.
+Both libraries are called through ctypes, so nothing must be installed or built, and no header is
+read.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _TENSOR_MAP_ALIGNMENT = 64
 
 
 class CudaError(BackendUnavailable):
-    """The compiler or the driver refused."""
+    """The error of a compiler or driver that refused a request."""
 
 
 class TensorMap(ctypes.Structure):
@@ -39,10 +40,10 @@ class TensorMap(ctypes.Structure):
 
 
 def compile_to_cubin(source: str, *, arch: str, name: str) -> bytes:
-    """Machine code of `source` for an architecture such as "sm_90a". Needs no GPU.
+    """Compile `source` to machine code for an architecture such as "sm_90a". Needs no GPU.
 
     Raises:
-        CudaError: NVRTC is missing, or the compiler's messages.
+        CudaError: NVRTC is missing, or refused the source, with its messages.
     """
     nvrtc, program = _nvrtc(), c_void_p()
     text, called = source.encode(), name.encode()
@@ -71,7 +72,7 @@ class CudaKernel:
     """One kernel of a module, on the device where it was loaded."""
 
     def __init__(self, function: c_void_p, *, threads: int, shared_bytes: int) -> None:
-        """threads: of a block.   shared_bytes: of dynamic shared memory of a block."""
+        """Keep a function, the threads of a block and the bytes of its dynamic shared memory."""
         self._function = function
         self._threads = threads
         self._shared_bytes = shared_bytes
@@ -81,7 +82,7 @@ class CudaKernel:
         )
 
     def launch(self, blocks: int, *arguments: ctypes.Structure) -> None:
-        """Enqueue on torch's current stream. Arguments are structures, copied. No host sync.
+        """Enqueue the kernel on torch's current stream, with copies of arguments. No host sync.
 
         Raises:
             CudaError: the driver refused the launch.
@@ -96,7 +97,7 @@ class CudaKernel:
 
 
 class CudaModule:
-    """Machine code loaded into the context of the current device, for the life of the process."""
+    """A module of machine code in the context of the current device, for the process's life."""
 
     def __init__(self, cubin: bytes) -> None:
         # The driver needs the context that torch makes.
@@ -105,7 +106,7 @@ class CudaModule:
         _check_driver(_driver().cuModuleLoadData(byref(self._module), cubin), "cuModuleLoadData")
 
     def kernel(self, name: str, *, threads: int, shared_bytes: int) -> CudaKernel:
-        """See CudaKernel."""
+        """Return a kernel of the module; see CudaKernel for the arguments."""
         function = c_void_p()
         status = _driver().cuModuleGetFunction(byref(function), self._module, name.encode())
         _check_driver(status, f"cuModuleGetFunction({name})")
@@ -113,13 +114,13 @@ class CudaModule:
 
 
 def byte_matrix_map(matrix: Tensor, box_rows: int, box_columns: int) -> TensorMap:
-    """Boxes of a contiguous [N, K] matrix of one-byte elements, 128-byte swizzled.
+    """Describe boxes of a contiguous [N, K] matrix of one-byte elements, with 128-byte swizzle.
 
     Raises:
         CudaError: the driver refuses the shape: K must be a multiple of 16.
     """
     num_rows, num_columns = matrix.shape
-    # The driver writes to multiples of 64 bytes only.
+    # The driver writes only to addresses that are multiples of 64 bytes.
     storage = (ctypes.c_uint8 * (_TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT))()
     offset = -ctypes.addressof(storage) % _TENSOR_MAP_ALIGNMENT
     found = TensorMap.from_buffer(storage, offset)
@@ -143,7 +144,7 @@ def byte_matrix_map(matrix: Tensor, box_rows: int, box_columns: int) -> TensorMa
 
 @cache
 def nvrtc_is_installed() -> bool:
-    """Whether the compiler can be loaded. Loads it; looks once, for it is asked in every call."""
+    """Return whether NVRTC can be loaded. It is loaded once; every call of a runner asks."""
     try:
         _nvrtc()
     except CudaError:
@@ -155,7 +156,7 @@ def nvrtc_is_installed() -> bool:
 def _nvrtc() -> ctypes.CDLL:
     for candidate in _nvrtc_candidates():
         try:
-            # It looks for this one by name alone, which the loader knows once it is loaded.
+            # NVRTC loads its builtins by name alone, which works once they are loaded here.
             for builtins in sorted(Path(candidate).parent.glob("libnvrtc-builtins.so.*[0-9]")):
                 ctypes.CDLL(str(builtins))
             library = ctypes.CDLL(candidate)
@@ -172,7 +173,7 @@ def _nvrtc() -> ctypes.CDLL:
 
 
 def _nvrtc_candidates() -> list[str]:
-    """Where wheels put it, of torch's own major version first; then the loader's path."""
+    """List the places of NVRTC: in wheels, torch's major version first, then the loader's path."""
     major = (torch.version.cuda or "").partition(".")[0]
     names = [f"libnvrtc.so.{version}" for version in dict.fromkeys((major, "13", "12")) if version]
     in_wheels = [path for name in names for path in nvidia_libraries(name)]
@@ -184,7 +185,7 @@ def _driver() -> ctypes.CDLL:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise CudaError("cuda_cpp: libcuda.so.1 was not found; install NVIDIA's driver") from error
+        raise CudaError("cuda_jit: libcuda.so.1 was not found; install NVIDIA's driver") from error
 
 
 def _check_nvrtc(status: int, what: str) -> None:

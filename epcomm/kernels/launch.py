@@ -1,4 +1,4 @@
-"""What every launcher of this folder checks and asks of the compiler."""
+"""Share the checks of launchers, and their options for the compiler."""
 
 from __future__ import annotations
 
@@ -13,44 +13,46 @@ from triton import knobs
 from epcomm.errors import ShapeError
 from epcomm.platforms.cuda import compute_capability, shared_bytes_of
 
-# Kernels of this process run on the host, one program after another, to be tested without a GPU.
+# The kernels of this process run in Triton's interpreter, one program after another, for tests
+# without a GPU.
 IS_INTERPRETED: bool = knobs.runtime.interpret
 
-# A product and a sum rounded once would be other bits than those of plain torch.
+# Fused multiplication and addition rounds once, and would give other bits than plain torch.
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 
-# 32 elements a thread, in groups that make 16 bytes of codes, keep enough loads under way.
+# 32 elements a thread, in groups that make 16 bytes of codes, keep enough loads in flight.
 ELEMENTS_PER_WARP = 1024
 _MAX_WARPS = 32
 
-# More than the barriers of stages take.
+# Bytes of shared memory that are kept for the barriers of stages, which need less.
 _BARRIER_BYTES = 1024
-# Tensor cores of these major capabilities read shared memory while the next stage arrives; for
-# others, sm_120 too, one stage is in registers.
+# Tensor cores of GPUs with these major compute capabilities read shared memory while the next stage
+# arrives; on other GPUs, sm_120 too, one stage is in registers.
 _READ_SHARED = (9, 10, 11)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceLimits:
-    """What tiles of products depend on; by default that of an H200.
+    """The limits of a GPU that tiles of products depend on, by default those of an H200.
 
-    shared_bytes: of shared memory, most of a block.   major: of the compute capability.
+    shared_bytes: most bytes of shared memory of a block.   major: major compute capability.
     """
 
     shared_bytes: int = 227 * 1024
     major: int = 9
 
     def stages(self, stage_bytes: int, *, most: int) -> int:
-        """Stages of a loop over K that fit into shared memory, at most `most` and at least 1.
+        """Return the stages of a loop over K that fit into shared memory, from 1 to `most`.
 
-        An H200 has capacity for four of 48 KB. sm_120 has 99 KB: three, of which two are there.
+        An H200 holds four stages of 48 KB. sm_120 has 99 KB and can run three stages of 48 KB: two
+        in shared memory and one in registers.
         """
         capacity = (self.shared_bytes - _BARRIER_BYTES) // stage_bytes
         return max(1, min(most, capacity if self.major in _READ_SHARED else capacity + 1))
 
 
 def device_limits(device: torch.device) -> DeviceLimits:
-    """That of a GPU; the usual one where kernels are interpreted."""
+    """Return the limits of a GPU, or the default limits where kernels are interpreted."""
     return DeviceLimits() if device.type != "cuda" else _device_limits(device)
 
 
@@ -63,20 +65,20 @@ def _device_limits(device: torch.device) -> DeviceLimits:
 
 
 def next_power_of_two(value: int) -> int:
-    """The smallest power of two that is at least `value`, which is at least 1."""
+    """Return the smallest power of two that is at least `value`, which is at least 1."""
     return 1 << (value - 1).bit_length()
 
 
 def warps_for(num_elements: int) -> int:
-    """Warps of a program that holds so many elements, both powers of two."""
+    """Return the warps of a program that holds num_elements; both are powers of two."""
     return min(_MAX_WARPS, max(1, num_elements // ELEMENTS_PER_WARP))
 
 
 def check_rows(caller: str, **tensors: Tensor) -> None:
-    """Refuse what the kernels cannot address: no GPU tensor, no matrix, columns apart.
+    """Refuse tensors that kernels cannot address.
 
     Raises:
-        ShapeError: names the tensor.
+        ShapeError: a tensor that is not on a GPU, not a matrix, or has columns apart.
     """
     for name, tensor in tensors.items():
         if not (tensor.is_cuda or IS_INTERPRETED):

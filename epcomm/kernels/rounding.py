@@ -1,4 +1,4 @@
-"""Casts that round in an interpreter as they do on a GPU."""
+"""Cast values so that the interpreter rounds as a GPU does."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _IS_INTERPRETED = tl.constexpr(IS_INTERPRETED)
 
 @triton.jit
 def cast(values: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """float32 to DTYPE, ties to even; the interpreter would truncate to bfloat16."""
+    """Cast float32 to DTYPE, ties to even; the interpreter's own cast truncates to bfloat16."""
     if _IS_INTERPRETED and tl.bfloat16 == DTYPE:
         bits = values.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        # A carry would make some NaN numbers.
+        # NaN is set apart, because a carry would turn some NaN into numbers.
         values = tl.where(values == values, rounded, 0x7FC00000).to(tl.float32, bitcast=True)
     return values.to(DTYPE)  # pyright: ignore[reportArgumentType]

@@ -10,7 +10,10 @@ from epcomm.weights.unquantized import Activation, ExpertFormat
 
 
 def activate(gate_up: Tensor, expert_format: ExpertFormat) -> Tensor:
-    """[S, 2I] (no gate: [S, I]) to [S, I], in the dtype given. Differentiable."""
+    """Apply the experts' activation to [S, 2I] ([S, I] without a gate) and return [S, I].
+
+    The result has the dtype of gate_up. Differentiable.
+    """
     if expert_format.activation is Activation.RELU2:
         return F.relu(gate_up).square()
     gate, up = _split(gate_up, expert_format.is_interleaved)

@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def has_no_expert(topk_ids: Tensor) -> Tensor:
-    """Return [T, 1], bool: tokens of ids [T, K] without any expert, which are zeros in y.
+    """Return which tokens of topk_ids [T, K] have no expert, [T, 1], bool: y is zero there.
 
-    Weights of 0 do not make them so: padding may be NaN, or too large for a substitute.
+    Weights of 0 cannot make y zero, because a padding token may hold NaN or infinity.
 
     Host sync: none.
     """
@@ -24,10 +24,10 @@ def fill_masked_entries(
     Args:
         topk_ids: [T, K], int64, distinct within a row but for -1; K <= P.
         topk_weights: [T, K], float32.
-        num_experts: P.
+        num_experts: P, the physical experts.
 
-    The rows that are sent for them cost bytes and are multiplied by 0. They begin at another expert
-    for each token, so that no expert gets them all.
+    The rows that the substitutes cause cost bytes and are multiplied by 0. The search for unused
+    experts begins at another expert for each token, so that no expert gets all of these rows.
 
     Returns: the same shapes, ids distinct within a row.
     Host sync: none.   Deterministic: yes.
@@ -39,7 +39,7 @@ def fill_masked_entries(
     is_used = torch.zeros(
         num_tokens, num_experts + 1, dtype=torch.bool, device=topk_ids.device
     ).scatter_(1, torch.where(is_masked, num_experts, topk_ids), True)[:, :num_experts]
-    # Unused experts first, from that of the token on.
+    # Unused experts come first, in the order of their distance from the token's first candidate.
     distance = (experts - tokens * top_k) % num_experts + is_used * num_experts
     unused = distance.argsort(dim=1)
     place = (is_masked.cumsum(1) - 1).clamp(min=0)

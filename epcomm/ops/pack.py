@@ -24,7 +24,7 @@ class _Pack(torch.autograd.Function):
 
 
 def pack(rows: Tensor, index: SlotIndex) -> Tensor:
-    """Copy the row of each slot: [R, H] to [C, H], expert-major.
+    """Copy the received row of each slot, [R, H] to [C, H], in expert-major order.
 
     Differentiable in rows: the gradient of a row is the sum over its slots, in k order.
     Padding slots are zero, and their gradient is ignored.

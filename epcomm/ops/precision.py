@@ -1,4 +1,4 @@
-"""In which dtype rows travel, experts compute and results come back; docs/precision.md has a table.
+"""Choose the dtypes in which rows travel, experts compute and results return (docs/precision.md).
 
 Rows travel in the dtype that ranks agreed on when the layer was planned, whatever a call is given:
 no rank can know another rank's dtype before it sends. y comes back in the dtype of the rows given.
@@ -17,17 +17,17 @@ from epcomm.records import DispatchOutput, RowsCombineInput, TopKOutput
 from epcomm.types import UNQUANTIZED_DTYPES, sum_dtype
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
-# What is cast where another of them is expected.
+# A tensor of one of these dtypes is cast where another of them is expected.
 FLOAT_DTYPES = frozenset(dtype.torch_dtype for dtype in UNQUANTIZED_DTYPES)
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """tensor.to(dtype), which takes its time also where there is nothing to do. Differentiable."""
+    """Cast a tensor, without the host time of to() where the dtype is right. Differentiable."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def cast_topk(topk: TopKOutput, dtype: torch.dtype) -> TopKOutput:
-    """The routing with weights as they travel beside rows of `dtype`. Differentiable."""
+    """Cast router weights to the dtype that travels beside rows of `dtype`. Differentiable."""
     weights = topk.topk_weights
     weights_dtype = sum_dtype(dtype)
     if weights.dtype is weights_dtype:
@@ -36,7 +36,10 @@ def cast_topk(topk: TopKOutput, dtype: torch.dtype) -> TopKOutput:
 
 
 def cast_results(rows: RowsCombineInput, dtype: torch.dtype) -> RowsCombineInput:
-    """Results as they travel in combine, in `dtype`, and weights for combine. Differentiable."""
+    """Cast expert results to `dtype`, and slot weights to sum_dtype(dtype), for combine.
+
+    Differentiable.
+    """
     if rows.hidden_states.dtype is not dtype:
         rows = replace(rows, hidden_states=rows.hidden_states.to(dtype))
     weights, weights_dtype = rows.slot_weights, sum_dtype(dtype)
@@ -46,10 +49,11 @@ def cast_results(rows: RowsCombineInput, dtype: torch.dtype) -> RowsCombineInput
 
 
 def compute_dtype(dispatched: DispatchOutput, weights: ExpertTensors) -> torch.dtype:
-    """The dtype in which unquantised experts compute a batch.
+    """Return the dtype in which unquantised experts compute a batch.
 
-    The narrower of the experts' dtype and that of the rows this rank gave; of two dtypes of equal
-    width, the rows'. Under torch.autocast its dtype instead, but float64 stays, as in all of torch.
+    It is the narrower of the experts' dtype and the dtype of the rows that this rank dispatched; of
+    two dtypes of equal width, the dtype of the rows. Under torch.autocast it is the dtype of
+    autocast, except that float64 stays, as everywhere in torch.
     """
     experts, given = weights.dtype, dispatched.handle.dtype or weights.dtype
     narrower = experts if experts.itemsize < given.itemsize else given
@@ -60,25 +64,25 @@ def compute_dtype(dispatched: DispatchOutput, weights: ExpertTensors) -> torch.d
 
 
 def cast_experts(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
-    """The experts in `dtype`, differentiably: gradients come in the dtype they are held in."""
+    """Cast the experts to `dtype`, differentiably: gradients have the dtype of the parameters."""
     if weights.dtype is dtype:
         return weights
     return weights.with_tensors({name: t.to(dtype) for name, t in weights.tensors().items()})
 
 
 def is_widened(weights: ExpertTensors, planned: torch.dtype) -> bool:
-    """Whether experts were cast to a dtype whose rows lose digits in the planned one."""
+    """Return whether experts were cast to a dtype wider than the planned dtype of the rows."""
     return weights.dtype is not planned and weights.dtype.itemsize > planned.itemsize
 
 
 def check_cast(weights: ExpertTensors, convert: Callable[[Tensor], Tensor], where: str) -> None:
     """Refuse to cast codes and scales of eight-bit experts, as module.to() would.
 
-    convert: what nn.Module._apply() is given.   where: `rank 3 of 8`, for the message.
+    convert: the function that nn.Module._apply() gets.   where: `rank 3 of 8`, for the message.
 
     Local.
     Raises:
-        ConfigError: their dtype would change.
+        ConfigError: the dtype of codes or scales would change.
     """
     if not weights.wire_format.dtype.is_quantized:
         return

@@ -23,13 +23,13 @@ from torch import Tensor
 from epcomm.records import SlotIndex
 from epcomm.types import align_up, sum_dtype
 
-# bfloat16 numbers that hold a float32.
+# Number of bfloat16 numbers whose sum is one float32.
 NUM_PARTS = 3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Members:
-    """For each target, the sources that are summed into it, in order.
+    """The sources that are summed into each target, in the order of the sum.
 
     flat: [N], int64, sources of target 0, then of target 1, ...
     offsets: [targets + 1], int64; target i owns flat[offsets[i]:offsets[i + 1]].
@@ -42,11 +42,11 @@ class Members:
 
     @property
     def num_targets(self) -> int:
-        """Targets, without the tail."""
+        """Return the number of targets, without the tail."""
         return self.offsets.shape[0] - (2 if self.has_tail else 1)
 
     def part(self, targets: slice) -> Members:
-        """Of some neighbouring targets; `targets` has a start and a stop.
+        """Return the members of a range of neighbouring targets; `targets` has start and stop.
 
         Host sync: none for all targets, else two reads.
         """
@@ -58,9 +58,9 @@ class Members:
 
 
 def members_of(table: Tensor, num_members: int) -> Members:
-    """The non-negative entries of each row of `table` [N, K], in k order.
+    """Collect the non-negative entries of each row of `table` [N, K], in k order.
 
-    num_members: how many there are, known to the host, so that no device is waited for.
+    num_members: the number of non-negative entries, which the host knows without a host sync.
     """
     valid = table >= 0
     where = torch.nonzero_static(valid.flatten(), size=num_members).flatten()
@@ -69,17 +69,20 @@ def members_of(table: Tensor, num_members: int) -> Members:
 
 
 def members_within(table: Tensor, max_members: int) -> Members:
-    """As members_of, where the host knows only a bound on how many there are."""
+    """Collect as members_of() does, where the host knows only the most members that there can be.
+
+    Host sync: none.
+    """
     valid = table >= 0
     where = torch.nonzero_static(valid.flatten(), size=max_members, fill_value=0).flatten()
     ends = valid.sum(dim=1).cumsum(0)
     offsets = F.pad(F.pad(ends, (1, 0)), (0, 1), value=max_members)
-    # The tail repeats some entry, which may be -1; what it sums is cut off.
+    # The tail repeats some entry, which may be -1; the sum of the tail is cut off.
     return Members(flat=table.flatten()[where].long().clamp(min=0), offsets=offsets, has_tail=True)
 
 
 def slots_by_row(index: SlotIndex) -> Members:
-    """The slots of each received row, in k order."""
+    """Return the slots of each received row, in k order."""
     assert index.slots_of_row is not None, "an index over rows has its inverse"
     if index.host_num_tokens_per_expert is not None:
         return members_of(index.slots_of_row, sum(index.host_num_tokens_per_expert))
@@ -95,8 +98,8 @@ def build_slot_index(
 
     Args:
         local_ids: [R, K], expert of this rank, or -1.
-        counts: [L], int64, slots of each expert, on the device.
-        host_counts: [L], the same on the host.
+        counts: [L], int64, number of slots of each expert, without padding, on the device.
+        host_counts: [L], the values of counts, on the host.
         expert_alignment: each expert's slots start at a multiple of this.
 
     Host sync: none.   Deterministic: yes.
@@ -137,9 +140,9 @@ def build_slot_index(
 
 
 def expert_of_slot(index: SlotIndex, num_slots: int) -> Tensor:
-    """[C], int64: the expert that computes each slot; L for slots behind the last expert's.
+    """Return the local expert that computes each slot, [C], int64; L behind the last expert.
 
-    Padding between experts belongs to the one before it.
+    Padding between two experts belongs to the first of them.
 
     Host sync: none.
     """
@@ -148,10 +151,10 @@ def expert_of_slot(index: SlotIndex, num_slots: int) -> Tensor:
 
 
 def gather_rows(rows: Tensor, index: SlotIndex) -> Tensor:
-    """The row of each slot: [C, H]; padding slots are zero.
+    """Copy the received row of each slot, [C, H]; padding slots are zero.
 
-    rows: [R, H], the row stride may exceed H, and then the result's does too: copying the gap
-    along keeps torch on its path for contiguous rows, which is many times faster on a CPU.
+    rows: [R, H]. Their row stride may exceed H, and then the row stride of the result does too:
+    copying the gaps keeps torch on its path for contiguous rows, many times faster on a CPU.
 
     Host sync: none.   Lifetime: the caller owns the result, which is `rows` without an index.
     """
@@ -175,7 +178,7 @@ def reduce_rows(rows: Tensor, members: Members, weights: Tensor | None = None) -
     Args:
         rows: [N, H]; rows that are no member are never read.
         members: sources of each target.
-        weights: [N], float32 (float64 beside such rows), multiplied into the rows, or None.
+        weights: [N], float32 (float64 beside float64 rows), multiplied into the rows, or None.
 
     Returns:
         [targets, H], contiguous; a target without members is zero.
@@ -191,8 +194,8 @@ def reduce_rows(rows: Tensor, members: Members, weights: Tensor | None = None) -
         weights = weights[flat]
         # embedding_bag adds in sum_dtype() of the rows, but wants the weights in their own.
         if dtype is torch.bfloat16:
-            # Each weight as a sum of three such numbers: a float32 copy of the rows would cost many
-            # times as much as reading them again from the cache.
+            # Each weight becomes a sum of three bfloat16 numbers: a float32 copy of the rows would
+            # cost many times as much as reading the rows three times, from the cache.
             parts = _split_weights(weights).flatten()
             flat, offsets = flat.repeat_interleave(NUM_PARTS), offsets * NUM_PARTS
         else:
@@ -209,7 +212,7 @@ def reduce_rows(rows: Tensor, members: Members, weights: Tensor | None = None) -
 
 
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """[W, T, ...] to [T, ...], added in sum_dtype() by ascending W, cast once."""
+    """Add [W, T, ...] over W, in ascending order and in sum_dtype(), and cast [T, ...] once."""
     total = parts[0].to(sum_dtype(parts.dtype))
     for part in parts[1:]:
         total = total + part
@@ -217,17 +220,17 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def count_experts(topk_ids: Tensor, num_experts: int) -> Tensor:
-    """[E], int64: how many entries of topk_ids [T, K] name each expert; -1 counts nowhere."""
+    """Count the entries of topk_ids [T, K] that name each expert, [E], int64; -1 counts nowhere."""
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=topk_ids.device)
     flat = torch.where(topk_ids < 0, num_experts, topk_ids).flatten().long()
     return counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
 
 
 def spread_to_slots(row_values: Tensor, index: SlotIndex) -> Tensor:
-    """[C]: the value of each slot's (row, k), 0 for padding; row_values [R, K]."""
+    """Return the value of each slot's (row, k), [C], 0 for padding; row_values are [R, K]."""
     assert index.slots_of_row is not None, "an index over rows"
     num_slots = 0 if index.row_of_slot is None else index.row_of_slot.shape[0]
-    # One more place takes the entries without a slot and is cut off.
+    # One more element takes the entries without a slot and is cut off.
     values = row_values.new_zeros(num_slots + 1)
     slots = torch.where(index.slots_of_row < 0, num_slots, index.slots_of_row)
     values[slots.flatten().long()] = row_values.flatten()
@@ -235,7 +238,7 @@ def spread_to_slots(row_values: Tensor, index: SlotIndex) -> Tensor:
 
 
 def gather_scalars(values: Tensor, table: Tensor) -> Tensor:
-    """values[table], with 0 where the table is negative; values [N], table [R, K]."""
+    """Return values[table], with 0 where the table is negative; values [N], table [R, K]."""
     if values.shape[0] == 0:
         return values.new_zeros(table.shape)
     picked = values[table.clamp(min=0).long()]
@@ -243,10 +246,10 @@ def gather_scalars(values: Tensor, table: Tensor) -> Tensor:
 
 
 def _split_weights(weights: Tensor) -> Tensor:
-    """[N], float32, to [N, NUM_PARTS], bfloat16, whose rows add up to the weights.
+    """Split weights [N], float32, into [N, NUM_PARTS], bfloat16, whose rows add up to the weights.
 
-    Three times 8 bits hold the 24 of a float32, and the exponents are the same. Of a row with an
-    infinity the sum of products may be NaN, where one product would be infinite.
+    Three times 8 fraction bits hold the 24 of a float32, and the exponents are the same. Where a
+    row of the sum holds an infinity, the sum of products may be NaN, and one product infinite.
     """
     parts, rest = [], weights
     for _ in range(NUM_PARTS):

@@ -1,7 +1,7 @@
-"""The expert-major index with a fixed number of slots: counts stay on the device.
+"""Build the expert-major index with a fixed number of slots: counts stay on the device.
 
-Same order and same tables as ops/slots.py, for callers that may not read a count on the host: the
-index has C slots whatever the routing, and the unused ones at the end are padding.
+Order and tables are those of ops/slots.py, for callers that may not read a count on the host: the
+index has C slots whatever the routing, and the unused slots at the end are padding.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from epcomm.types import align_up
 
 
 def max_slots(num_rows: int, top_k: int, num_experts: int, expert_alignment: int) -> int:
-    """Slots that suffice for any routing of R rows: each row uses min(K, L) experts at most."""
+    """Return the slots that suffice for any routing of R rows to min(K, L) experts each."""
     used = num_rows * min(top_k, num_experts)
     return align_up(used + num_experts * (expert_alignment - 1), expert_alignment)
 
 
 def aligned_counts(counts: Tensor, expert_alignment: int) -> Tensor:
-    """Slots that each expert occupies: its count, rounded up to the alignment."""
+    """Return the slots that each expert occupies: its count, rounded up to the alignment."""
     return (counts + expert_alignment - 1) // expert_alignment * expert_alignment
 
 
@@ -32,9 +32,9 @@ def build_static_slot_index(
     """Sort (row, k) pairs by expert into a fixed number of slots.
 
     Args:
-        local_ids: [R, K], expert of this rank, or -1; its slots fit (the caller has checked).
-        num_experts: L.
-        num_slots: C.
+        local_ids: [R, K], expert of this rank, or -1; the slots fit (the caller has checked).
+        num_experts: L, the local experts.
+        num_slots: C, the slots of the index.
         expert_alignment: each expert's slots start at a multiple of this.
 
     Host sync: none.   Graph capture: yes.   Deterministic: yes.

@@ -1,4 +1,4 @@
-"""Hidden states to what travels and back: FP8 by block, INT8 by token, scales as GEMMs read them.
+"""Quantise hidden states and back: FP8 by block, INT8 by token, and scales as GEMMs read them.
 
 quantize() is plain torch and runs on any device; quantizer_for() gives the implementation that a
 device has of its own, which returns the same bits.
@@ -14,7 +14,7 @@ from epcomm.quantization.scale_layout import arrange_scales, check_scales, resto
 from epcomm.quantization.select import Quantizer, quantizer_for
 from epcomm.types import Int8Profile, WireDtype, WireFormat
 
-# What a wire dtype means where nothing says more: the scales that FP8 checkpoints and W8A8 want.
+# The wire format of a wire dtype alone: the scales that FP8 checkpoints and W8A8 experts want.
 QUANTIZED_FORMATS: Mapping[WireDtype, WireFormat] = MappingProxyType(
     {WireDtype.FP8_E4M3: FP8_FLOAT32_SCALES, WireDtype.INT8: INT8_PER_TOKEN}
 )

@@ -1,4 +1,4 @@
-"""FP8 e4m3 with one scale for each block of elements of a token, in plain torch.
+"""Quantise to FP8 e4m3 with one scale for each block of elements of a token, in plain torch.
 
 With a = max(|x| of the block, 1e-4), all steps in float32, each rounded to nearest even:
 
@@ -8,11 +8,11 @@ With a = max(|x| of the block, 1e-4), all steps in float32, each rounded to near
 Source: the arithmetic that DeepEP's low-latency dispatch documents and shows. Scales recorded from
 it settle what a description leaves open: its float32 scale is the product with the rounded
 reciprocal of 448 and not the quotient a / 448 (18 / 448 differs), and the floor is 1e-4. Ours: a
-last block that is short, powers of two from exponent bits in one step, and what follows.
+last block that is short, powers of two from exponent bits in one step, and the next paragraph.
 
 A block with a NaN or an infinity has a NaN scale (0xFF as a power of two) and NaN codes, so that
-no reader of it gets a finite number. Nothing else ever saturates: |x * (448 / a)| exceeds 448 by
-rounding at most, and rounds back to it. A block of zeros has zero codes and a positive scale.
+no reader of the block gets a finite number. No finite block saturates: |x * (448 / a)| exceeds 448
+by rounding at most, and rounds back to 448. A block of zeros has zero codes and a positive scale.
 Elements far below the floor round to zero.
 """
 
@@ -36,9 +36,9 @@ FP8_POWER_OF_TWO_SCALES = WireFormat(
 
 # The largest finite e4m3 number, 1.75 * 2**8.
 E4M3_MAX = 448.0
-# float32(1 / 448): as a float64 the product with it would be another one.
+# float32(1 / 448): the product with the float64 1 / 448 would differ.
 _RECIPROCAL_OF_MAX = 0.0022321429569274187
-# Below this largest magnitude a block is quantised as if it were this large.
+# A block whose largest magnitude is below this floor is quantised as if it were the floor.
 AMAX_FLOOR = 1e-4
 # Fraction bits of 1.75: a larger fraction needs the next power of two.
 _FRACTION_OF_E4M3_MAX = 0x600000
@@ -51,12 +51,12 @@ _E8M0_NAN = 0xFF
 def quantize_fp8(
     hidden_states: Tensor, wire_format: WireFormat, *, out: WireTensor | None = None
 ) -> WireTensor:
-    """Elements to e4m3 codes and scales, as the module says.
+    """Quantise elements to e4m3 codes and scales, with the arithmetic of the module docstring.
 
     Args:
         hidden_states: [..., T, H], bfloat16, float16 or float32, any strides.
         wire_format: FP8_E4M3; scales float32 or float8_e8m0fnu; a block of 0 means all of H.
-        out: memory for the result, its rows of any stride; without it new tensors are made.
+        out: memory for the result, with rows of any stride; None: new tensors.
 
     Host sync: none.   Graph capture: yes.   Deterministic: yes.
     Raises:
@@ -84,9 +84,9 @@ def quantize_fp8(
 
 
 def dequantize_fp8(wire: WireTensor, dtype: torch.dtype) -> Tensor:
-    """Codes times scales in float32, rounded once to `dtype`: [..., R, H].
+    """Multiply codes by scales in float32 and round once to `dtype`, [..., R, H].
 
-    The scales lie as if row-major; strides may differ, packed ones must be unpacked first.
+    The scales have the shape of row-major scales and any strides; packed scales are unpacked first.
     """
     check_fp8_format("dequantize_fp8", wire.format)
     assert wire.scales is not None, "quantised formats have scales"
@@ -96,10 +96,10 @@ def dequantize_fp8(wire: WireTensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_fp8_format(caller: str, wire_format: WireFormat) -> None:
-    """Refuse a format that is not FP8 with scales that are known here.
+    """Refuse a format that is not FP8 with float32 or power-of-two scales.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: another format.
     """
     scale_dtypes = (torch.float32, torch.float8_e8m0fnu)
     if wire_format.dtype is not WireDtype.FP8_E4M3 or wire_format.scale_dtype not in scale_dtypes:
@@ -111,7 +111,7 @@ def check_fp8_format(caller: str, wire_format: WireFormat) -> None:
 
 
 def _in_blocks(elements: Tensor, wire_format: WireFormat) -> Tensor:
-    """[..., H] to [..., S, block], the last block filled up with zeros."""
+    """View [..., H] as blocks [..., S, block], with the last block padded with zeros."""
     hidden_size = elements.shape[-1]
     block = wire_format.scale_block or hidden_size
     padded = F.pad(elements, (0, -hidden_size % block))
@@ -119,14 +119,14 @@ def _in_blocks(elements: Tensor, wire_format: WireFormat) -> Tensor:
 
 
 def _float32_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales, and what elements are multiplied by."""
+    """Return the scales, and the factors that elements are multiplied by."""
     # `448 / tensor` would be a rounded reciprocal times 448.
     factors = torch.div(torch.full_like(amax, E4M3_MAX), amax)
     return amax * _RECIPROCAL_OF_MAX, factors
 
 
 def _power_of_two_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Biased exponents of the scales, uint8, and what elements are multiplied by."""
+    """Return the biased exponents of the scales, uint8, and the factors of the elements."""
     bits = amax.view(torch.int32)
     # amax = 1.f * 2**e lies below 448 * 2**(e - 8), unless its fraction exceeds that of 448.
     exponents = (bits >> 23) - 8 + ((bits & _FRACTION_MASK) > _FRACTION_OF_E4M3_MAX).int()

@@ -1,7 +1,7 @@
-"""INT8 with one scale a token, symmetric, in plain torch.
+"""Quantise to INT8 with one scale a token, symmetrically, in plain torch.
 
-The Ascend stack has five such arithmetics; Int8Profile names them. They differ in single units of
-few codes, which is enough to fail a comparison of bits. All steps are in float32, each rounded to
+The Ascend stack has five such arithmetics; Int8Profile names them. They differ by 1 in a few
+codes, which is enough to fail a comparison of bits. All steps are in float32, each rounded to
 nearest even.
 
 What the sources leave undefined is defined here. A row of zeros, or one so small that its scale
@@ -28,7 +28,7 @@ INT8_PER_TOKEN = WireFormat(dtype=WireDtype.INT8, scale_block=0, scale_dtype=tor
 
 # The largest code.
 INT8_MAX = 127.0
-# What rint127eps adds to the largest magnitude of a row.
+# The profile rint127eps adds this to the largest magnitude of a row.
 AMAX_EPSILON = 1e-12
 # All but the 13 fraction bits that float32 has beyond float16.
 _FLOAT16_MASK = ~0x1FFF
@@ -36,7 +36,12 @@ _FLOAT16_MASK = ~0x1FFF
 
 @dataclass(frozen=True, kw_only=True)
 class _Quantized:
-    """codes [..., H] are integers in float32; is_usable [...] is False where they are undefined."""
+    """The result of one profile.
+
+    codes: [..., H], integers in float32.
+    scales: [..., 1], float32.
+    is_usable: [..., 1], bool, False where the source leaves codes and scale undefined.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -50,13 +55,13 @@ def quantize_int8(
     profile: Int8Profile = Int8Profile.RINT127,
     out: WireTensor | None = None,
 ) -> WireTensor:
-    """Rows to int8 codes and a float32 scale each, as the profile says.
+    """Quantise rows to int8 codes and one float32 scale a row, with the profile's arithmetic.
 
     Args:
         hidden_states: [..., T, H], bfloat16, float16 or float32, any strides.
         wire_format: INT8 with one float32 scale a row.
         profile: the arithmetic.
-        out: memory for the result, its rows of any stride; without it new tensors are made.
+        out: memory for the result, with rows of any stride; None: new tensors.
 
     Host sync: none.   Graph capture: yes.   Deterministic: yes.
     Raises:
@@ -79,7 +84,7 @@ def quantize_int8(
 
 
 def dequantize_int8(wire: WireTensor, dtype: torch.dtype) -> Tensor:
-    """Codes times the scale of their row in float32, rounded once to `dtype`: [..., R, H]."""
+    """Multiply codes by their row's scale in float32 and round once to `dtype`, [..., R, H]."""
     check_int8_format("dequantize_int8", wire.format)
     assert wire.scales is not None, "quantised formats have scales"
     return (wire.data.float() * wire.scales).to(dtype)
@@ -89,7 +94,7 @@ def check_int8_format(caller: str, wire_format: WireFormat) -> None:
     """Refuse a format that is not INT8 with one float32 scale a row.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: another format.
     """
     if wire_format != INT8_PER_TOKEN:
         raise ConfigError(
@@ -124,7 +129,7 @@ def _div(rows: Tensor, amax: Tensor) -> _Quantized:
 
 def _divtrunc16(rows: Tensor, amax: Tensor) -> _Quantized:
     quotients = _quotients(rows, amax)
-    # Right for normal float16 numbers; smaller ones round to the code 0 either way.
+    # The cut is right for normal float16 numbers; smaller ones round to the code 0 either way.
     cut = (quotients.codes.view(torch.int32) & _FLOAT16_MASK).view(torch.float32)
     away = torch.copysign(torch.floor(cut.abs() + 0.5), cut)
     return _with_codes(quotients, away.clamp(-INT8_MAX, INT8_MAX))
@@ -136,7 +141,7 @@ def _triton(rows: Tensor, amax: Tensor) -> _Quantized:
 
 
 def _quotients(rows: Tensor, amax: Tensor) -> _Quantized:
-    """Elements by the scale a / 127, not yet rounded."""
+    """Divide elements by the scale amax / 127, without rounding to codes."""
     # `tensor / number` is a product with the rounded reciprocal on some devices.
     scales = torch.div(amax, torch.full_like(amax, INT8_MAX))
     return _Quantized(codes=torch.div(rows, scales), scales=scales, is_usable=scales > 0)

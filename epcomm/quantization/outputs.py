@@ -1,4 +1,4 @@
-"""What every quantiser checks, and where its codes and scales go."""
+"""Check the input of every quantiser, and make or check the memory for codes and scales."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 from epcomm.errors import ShapeError
 from epcomm.types import WireFormat, WireTensor
 
-# Exact in float32, in which all arithmetic is done.
+# These dtypes are exact in float32, in which all arithmetic is done.
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_hidden_states(caller: str, hidden_states: Tensor) -> None:
-    """Refuse what cannot be quantised.
+    """Refuse hidden states that cannot be quantised.
 
     Raises:
         ShapeError: a dtype that float32 does not hold exactly, or no columns.
@@ -33,7 +33,7 @@ def check_hidden_states(caller: str, hidden_states: Tensor) -> None:
 def output_for(
     caller: str, hidden_states: Tensor, wire_format: WireFormat, out: WireTensor | None
 ) -> WireTensor:
-    """`out` if it fits, else new contiguous memory.
+    """Return `out` after checking it, or new contiguous memory where `out` is None.
 
     Raises:
         ShapeError: `out` has another format, shape, dtype or device, or no scales.
@@ -56,7 +56,7 @@ def output_for(
 
 
 def describe(wire: WireTensor) -> str:
-    """Everything that must agree between two wire tensors, but for strides and values."""
+    """Describe all that must agree between two wire tensors: format, shapes, dtypes, device."""
     scales = "no scales" if wire.scales is None else f"scales {_describe_tensor(wire.scales)}"
     return f"format {wire.format}, data {_describe_tensor(wire.data)}, {scales}"
 
@@ -64,7 +64,7 @@ def describe(wire: WireTensor) -> str:
 def _expected(
     out: WireTensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    # What is only compared takes no memory: a tensor of stride 0 over one element.
+    # A tensor that is only compared with `out` takes no memory: stride 0 over one element.
     if out is None:
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.empty(1, dtype=dtype, device=device).expand(shape)

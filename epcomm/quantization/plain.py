@@ -20,16 +20,16 @@ def quantize(
     profile: Int8Profile = Int8Profile.RINT127,
     out: WireTensor | None = None,
 ) -> WireTensor:
-    """Hidden states as they travel.
+    """Convert hidden states to a wire format.
 
     Args:
         hidden_states: [..., T, H], bfloat16, float16 or float32, any strides.
-        wire_format: what to make of them; an unquantised one casts.
+        wire_format: the format of the result; an unquantised format casts.
         profile: the arithmetic of INT8, ignored otherwise.
-        out: memory for a quantised result, its rows of any stride.
+        out: memory for the result, with rows of any stride; None: new tensors.
 
     Returns:
-        Row-major scales, as they travel; scale_layout.arrange_scales() serves a reader.
+        Data and row-major scales; scale_layout.arrange_scales() lays scales out for a GEMM.
 
     Host sync: none.   Graph capture: yes.   Deterministic: yes.
     Lifetime: an unquantised result may share memory with hidden_states.
@@ -49,7 +49,7 @@ def quantize(
 
 
 def dequantize(wire: WireTensor, dtype: torch.dtype) -> Tensor:
-    """What the wire says, [..., R, H] in `dtype`; scales in any layout.
+    """Convert a wire tensor to hidden states [..., R, H] in `dtype`; scales have any layout.
 
     Host sync: none.   Graph capture: yes.   Deterministic: yes.
     Lifetime: an unquantised result may share memory with the wire.
@@ -63,7 +63,7 @@ def dequantize(wire: WireTensor, dtype: torch.dtype) -> Tensor:
 
 
 def _with_plain_scales(wire: WireTensor) -> WireTensor:
-    """One element a scale; their strides do not matter here."""
+    """Return the wire tensor with unpacked scales, of any strides."""
     if wire.scales is None or wire.scale_layout is None or not wire.scale_layout.packed:
         return wire
     num_scales = wire.format.num_scales(wire.data.shape[-1])

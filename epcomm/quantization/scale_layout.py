@@ -1,9 +1,9 @@
-"""How scales lie in memory: row-major as they travel, or as a GEMM reads them.
+"""Lay scales out in memory: row-major as they travel, or as a GEMM reads them.
 
 Column-major with 3 rows of 2 scales and an alignment of 4: memory holds
 s00 s10 s20 0 | s01 s11 s21 0, and the tensor is its [3, 2] view with strides (1, 4).
 Packed: the four bytes of an int32, lowest first, are four neighbouring power-of-two scales of a
-row; missing ones are 0. Both together: first packed, then column-major.
+row; missing scales are 0. Both together: first packed, then column-major.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SCALES_PER_WORD = 4
 
 
 def arrange_scales(scales: Tensor, layout: ScaleLayout) -> Tensor:
-    """Row-major scales [..., R, S] in the layout asked for; a new tensor unless that is row-major.
+    """Lay row-major scales [..., R, S] out as asked; a new tensor unless `layout` is row-major.
 
     Raises:
         ShapeError: packing of scales that are no powers of two.
@@ -29,15 +29,16 @@ def arrange_scales(scales: Tensor, layout: ScaleLayout) -> Tensor:
 
 
 def restore_scales(scales: Tensor, layout: ScaleLayout, num_scales: int) -> Tensor:
-    """The inverse of arrange_scales(); num_scales is S."""
+    """Undo arrange_scales(); num_scales is S, the scales of a row."""
     rows = from_column_major(scales) if layout.column_major else scales
     return unpack_scales(rows, num_scales) if layout.packed else rows
 
 
 def to_column_major(scales: Tensor, alignment: int) -> Tensor:
-    """[..., R, S] scales as a view of [..., S, align_up(R, alignment)], filled up with zero bytes.
+    """Copy scales [..., R, S] into a view of [..., S, align_up(R, alignment)], padded with zeros.
 
-    The tensor memory access unit reads columns that begin at multiples of 16 bytes: alignment 4.
+    alignment: rows of a column are padded to a multiple of this. The tensor memory access unit of
+        a GPU reads columns that begin at multiples of 16 bytes: 4 elements of float32 or int32.
     """
     *batch, num_rows, num_scales = scales.shape
     shape = (*batch, num_scales, align_up(num_rows, alignment))
@@ -50,13 +51,13 @@ def to_column_major(scales: Tensor, alignment: int) -> Tensor:
 
 
 def from_column_major(scales: Tensor) -> Tensor:
-    """[..., R, S] scales of any strides, row-major in memory of their own."""
-    # Not contiguous(): it keeps what strides a dimension of one element has.
+    """Copy scales [..., R, S] of any strides into new row-major memory."""
+    # Not contiguous(), which keeps whatever strides a dimension of one element has.
     return scales.clone(memory_format=torch.contiguous_format)
 
 
 def pack_scales(scales: Tensor) -> Tensor:
-    """[..., R, S] float8_e8m0fnu to [..., R, ceil(S / 4)] int32.
+    """Pack scales [..., R, S], float8_e8m0fnu, by four into [..., R, ceil(S / 4)], int32.
 
     Raises:
         ShapeError: scales of another dtype.
@@ -76,7 +77,7 @@ def pack_scales(scales: Tensor) -> Tensor:
 
 
 def unpack_scales(packed: Tensor, num_scales: int) -> Tensor:
-    """[..., R, ceil(S / 4)] int32 to [..., R, S] float8_e8m0fnu; the inverse of pack_scales().
+    """Unpack [..., R, ceil(S / 4)], int32, from pack_scales(), to [..., R, S], float8_e8m0fnu.
 
     Raises:
         ShapeError: another dtype, or not as many words as num_scales needs.
@@ -103,15 +104,15 @@ def check_scales(
     """Refuse scales that a reader would misread.
 
     Args:
-        wire: what came; its scales may lie in any of the layouts.
-        expected: how the reader wants them.
-        scale_block: elements that share a scale, as the reader counts; 0 for a row.
-        scale_dtype: of one scale before packing, as the reader takes it.
-        caller: begins the message.
+        wire: the wire tensor that came; its scales may lie in any of the layouts.
+        expected: the layout of scales that the reader wants.
+        scale_block: number of elements that share a scale, for the reader; 0: the whole row.
+        scale_dtype: dtype of one scale before packing, for the reader.
+        caller: name of the calling function, which begins the message.
 
     Host sync: none.
     Raises:
-        ShapeError: names what came and what was expected.
+        ShapeError: scales of another block, dtype, layout, shape or order in memory.
     """
     fault = _find_fault(wire, expected, scale_block, scale_dtype)
     if fault is None:
@@ -159,7 +160,7 @@ def _expected_shape(wire: WireTensor, layout: ScaleLayout, scale_block: int) -> 
 
 
 def _has_order(scales: Tensor, layout: ScaleLayout) -> bool:
-    """Whether strides are those of the layout; a dimension of one element has no order."""
+    """Return whether strides fit the layout; a dimension of one element has no order."""
     if scales.numel() == 0:
         return True
     num_rows, num_scales = scales.shape[-2:]

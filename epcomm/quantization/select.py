@@ -1,4 +1,4 @@
-"""Which implementation quantises on which type of device."""
+"""Choose the implementation that quantises on a type of device."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ _LOADERS: dict[str, Callable[[], Quantizer]] = {"cuda": _load_triton}
 
 
 def quantizer_for(device: torch.device) -> Quantizer:
-    """The fastest implementation for tensors on `device`; call it once, at construction.
+    """Return the fastest quantiser for tensors on `device`; call this once, at construction.
 
     Raises:
-        BackendUnavailable: the package that it is written in is missing.
+        BackendUnavailable: Triton is missing, which the quantiser for CUDA needs.
     """
     loader = _LOADERS.get(device.type)
     return loader() if loader is not None else quantize

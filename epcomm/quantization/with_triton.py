@@ -1,4 +1,4 @@
-"""quantize() through the Triton kernels; import it only where triton is installed."""
+"""Run quantize() through the Triton kernels; import this only where triton is installed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def quantize_with_triton(
     profile: Int8Profile = Int8Profile.RINT127,
     out: WireTensor | None = None,
 ) -> WireTensor:
-    """The result of quantize(), bit for bit, in one kernel that reads each element once.
+    """Return the result of quantize(), bit for bit, by one kernel that reads each element once.
 
     Args and Returns: see quantize(); hidden_states are [T, H] with adjacent columns.
 

@@ -1,4 +1,4 @@
-"""Router logits to experts and weights: one spec, one reference function, presets per model."""
+"""Turn router logits into top-k entries: one spec, one reference function, presets per model."""
 
 from epcomm.routing.presets import from_transformers_config
 from epcomm.routing.reference import route

@@ -1,11 +1,12 @@
-"""Routing by the Ascend gating operator: every flag of it follows from the RoutingSpec.
+"""Route with the Ascend gating operator, whose flags follow from the RoutingSpec.
 
 npu_moe_gating_top_k scores by softmax or sigmoid, selects with a bias that weights do not see,
-drops groups to -inf, and always divides sigmoid weights by their sum. What it cannot say goes to
-the reference, and the reasons say what that is. Source: the operator's documentation.
+drops groups to -inf, and always divides sigmoid weights by their sum. Other routings go to the
+reference, and gating_reasons() names the step that the operator lacks. Source: the operator's
+documentation.
 
-CANN up to November 2025 refuses to renormalise softmax weights, and older versions take 256 experts
-alone; nothing here asks for the version, so a call fails there: set EPConfig.router='reference'.
+CANN up to November 2025 refuses to renormalise softmax weights, and older versions take only 256
+experts. No code here asks for the version, so such a call fails: set EPConfig.router='reference'.
 """
 
 from __future__ import annotations
@@ -31,35 +32,37 @@ from epcomm.spec import Availability
 
 OPERATOR = "npu_moe_gating_top_k"
 MAX_EXPERTS = 2048
-# Experts of a group, in the kernel's memory and at least.
+# The kernel pads a group to a multiple of _GROUP_BLOCK experts and takes no smaller group than
+# _MIN_GROUP_SIZE experts.
 _GROUP_BLOCK, _MIN_GROUP_SIZE = 32, 3
-# What a group scores: its largest, or the sum of its two largest.
+# RoutingSpec.group_score_top_n -> the operator's group_select_mode: a group scores its largest
+# score, or the sum of its two largest.
 _GROUP_MODES = {1: 0, 2: 1}
-# Added to a sum that may be 0; too small to change any other.
+# The epsilon of a sum that may be 0; too small to change any other sum.
 _TINY = 1e-20
 
 
 def is_gating_candidate(device: torch.device) -> bool:
-    """Whether anybody would want to read why the operator does not route on this device."""
+    """Return whether explain() should say why the operator does not route: on NPUs alone."""
     return device.type == "npu"
 
 
 def gating_lacks(device: torch.device) -> tuple[str, ...]:
-    """Why the operator cannot be called on this device at all; empty if it can. Local."""
+    """Return why the operator cannot be called on this device; empty if it can. Local."""
     if has_kernel(OPERATOR, device):
         return ()
     return (f"{OPERATOR} is not on {device.type}; import torch_npu",)
 
 
 def gating_availability(spec: RoutingSpec, num_experts: int, device: torch.device) -> Availability:
-    """Whether the operator is on this device and can say this routing among E experts. Local."""
+    """Check that this device has the operator, and the operator this routing. Local."""
     reasons = gating_lacks(device) + gating_reasons(spec, num_experts)
     return Availability(ok=not reasons, reasons=reasons)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatingFlags:
-    """Keyword arguments of the operator, beside the bias."""
+    """The keyword arguments of npu_moe_gating_top_k, except for the bias."""
 
     k: int
     k_group: int
@@ -72,9 +75,9 @@ class GatingFlags:
 
 
 def gating_flags(spec: RoutingSpec) -> GatingFlags:
-    """The flags for a routing that gating_reasons() does not object to."""
+    """Translate a routing, to which gating_reasons() has no objection, into operator flags."""
     is_sigmoid = spec.score_function is ScoreFunction.SIGMOID
-    # Softmax over the selected ones is the softmax over all, divided by their sum.
+    # A softmax over the selected experts is the softmax over all, divided by the selected sum.
     after = spec.softmax_order is SoftmaxOrder.AFTER_TOPK
     groups = (spec.topk_groups, spec.num_groups) if spec.drops_groups else (1, 1)
     return GatingFlags(
@@ -90,7 +93,7 @@ def gating_flags(spec: RoutingSpec) -> GatingFlags:
 
 
 def gating_reasons(spec: RoutingSpec, num_experts: int) -> tuple[str, ...]:
-    """Why the operator cannot say this routing; empty if it can. Local; pure."""
+    """Return why the operator cannot express this routing; empty if it can. Local; pure."""
     if spec.custom_function is not None:
         return ("custom_function is a function of its own",)
     is_sigmoid = spec.score_function is ScoreFunction.SIGMOID
@@ -141,7 +144,7 @@ def gating_reasons(spec: RoutingSpec, num_experts: int) -> tuple[str, ...]:
 def route_on_npu(
     logits: Tensor, spec: RoutingSpec, *, correction_bias: Tensor | None = None
 ) -> TopKOutput:
-    """route() by the operator, without gradients.
+    """Route as route() does, by the operator and without gradients.
 
     Args:
         logits: [T, E], floating point; T = 0 is legal.
@@ -155,7 +158,7 @@ def route_on_npu(
 
     Collective: none.   Host sync: none.   Lifetime: ordinary tensors, owned by the caller.
     Raises:
-        BackendUnavailable: the operator cannot say this routing.
+        BackendUnavailable: the operator cannot express this routing.
         ShapeError, ConfigError: as route().
     """
     check_arguments(logits, spec, correction_bias)
@@ -166,13 +169,13 @@ def route_on_npu(
 
 
 def call_gating(logits: Tensor, flags: GatingFlags, bias: Tensor | None) -> TopKOutput:
-    """The operator with flags that are known to serve; otherwise as route_on_npu."""
+    """Call the operator with flags that gating_reasons() accepts; see route_on_npu()."""
     if not logits.shape[0]:
         # The documentation does not say that there may be no token.
         return empty_topk(flags.k, logits.device)
-    # The weights come in the dtype of the logits, and the reference computes in float32. What the
-    # operator makes of NaN is not documented, and of infinities it would make NaN: here they are
-    # the lowest and the largest float32, so that ids are valid whatever the model computed.
+    # The weights come in the dtype of the logits, and the reference computes in float32. The result
+    # for NaN is not documented, and infinities would give NaN: they are replaced by the lowest and
+    # the largest float32, so that ids are valid whatever the model computed.
     finite = logits.float().nan_to_num(nan=torch.finfo(torch.float32).min)
     weights, ids, _ = torch.ops.npu.npu_moe_gating_top_k(
         finite,

@@ -1,7 +1,7 @@
-"""Who routes in one layer: the reference, or an operator of the device that says the same.
+"""Choose the router of one layer: the reference, or an operator that gives the same result.
 
 The choice follows from the configuration, the routing and the device, so that all ranks make the
-same; and were one to differ, its tokens would go to the same experts.
+same choice. If one rank chose otherwise, its tokens would still go to the same experts.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from epcomm.routing.spec import RoutingSpec
 
 @dataclass(frozen=True, kw_only=True)
 class RouterChoice:
-    """What one layer routes by.
+    """The router of one layer.
 
-    spec: the routing.
-    flags: of the gating operator; None: the reference routes.
-    reasons: why it does where the operator was asked for, or is to be expected.
+    spec: the routing of the model.
+    flags: arguments of the gating operator; None: the reference routes.
+    reasons: why the reference routes, where a user may expect the operator.
     """
 
     spec: RoutingSpec
@@ -42,11 +42,11 @@ class RouterChoice:
 
     @property
     def name(self) -> Router:
-        """Who routes where no gradients are needed."""
+        """Name the router that serves calls without gradients."""
         return Router.REFERENCE if self.flags is None else Router.ASCEND
 
     def explain(self) -> tuple[str, ...]:
-        """Lines for explain(); none where nobody expects anything but the reference."""
+        """Return lines for explain(); none where users expect the reference."""
         if self.flags is not None:
             return (f"routing by {OPERATOR}, with gradients by the reference",)
         return (f"routing by the reference: {'; '.join(self.reasons)}",) if self.reasons else ()
@@ -54,7 +54,7 @@ class RouterChoice:
     def route(
         self, logits: Tensor, *, correction_bias: Tensor | None, hidden_states: Tensor
     ) -> TopKOutput:
-        """epcomm.routing.route, by the operator where that is the choice and has no gradients."""
+        """Route as route() does, by the operator if it was chosen and no gradients are needed."""
         if self.flags is None or _needs_grad(logits, correction_bias):
             return route(
                 logits, self.spec, correction_bias=correction_bias, hidden_states=hidden_states
@@ -66,7 +66,7 @@ class RouterChoice:
 def choose_router(
     router: Router, spec: RoutingSpec, *, num_experts: int, device: torch.device, where: str
 ) -> RouterChoice:
-    """Choose once, when a layer is made.
+    """Choose the router of a layer, once, when the layer is made.
 
     Args:
         router: EPConfig.router.

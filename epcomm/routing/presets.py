@@ -1,4 +1,4 @@
-"""The routing of named model families, and how to read it from a transformers configuration.
+"""Give the RoutingSpec of named model families, or read one from a transformers configuration.
 
 Each function states what is fixed in its family and asks for what differs between checkpoints; the
 parameters are the fields of RoutingSpec with that name.
@@ -21,29 +21,29 @@ from epcomm.routing.spec import (
 
 
 def mixtral(*, top_k: int) -> RoutingSpec:
-    """Softmax, top-k, renormalised without epsilon."""
+    """Score by softmax, then take the top k and renormalise without epsilon."""
     return RoutingSpec(top_k=top_k, renormalize=True)
 
 
 def qwen2_moe(*, top_k: int, renormalize: bool) -> RoutingSpec:
-    """Softmax, top-k; checkpoints differ in renormalisation."""
+    """Score by softmax, then take the top k; checkpoints differ in renormalisation."""
     return RoutingSpec(top_k=top_k, renormalize=renormalize)
 
 
 def qwen3_moe(*, top_k: int, renormalize: bool) -> RoutingSpec:
-    """As qwen2_moe."""
+    """Return the routing of qwen2_moe()."""
     return qwen2_moe(top_k=top_k, renormalize=renormalize)
 
 
 def qwen3_5_moe(*, top_k: int) -> RoutingSpec:
-    """As mixtral."""
+    """Return the routing of mixtral()."""
     return mixtral(top_k=top_k)
 
 
 def deepseek_v2(
     *, top_k: int, routed_scaling_factor: float, num_groups: int = 1, topk_groups: int = 1
 ) -> RoutingSpec:
-    """Softmax, groups by their maximum, dropped groups at 0.0; scaled, never renormalised."""
+    """Score by softmax, rank groups by their maximum, fill dropped groups with 0.0, and scale."""
     return RoutingSpec(
         top_k=top_k,
         num_groups=num_groups,
@@ -61,7 +61,10 @@ def deepseek_v3(
     routed_scaling_factor: float,
     renormalize: bool = True,
 ) -> RoutingSpec:
-    """Sigmoid, a bias for the selection, groups by their top 2, renormalised with 1e-20, scaled."""
+    """Score by sigmoid, select with a bias, rank groups by their top 2, renormalise and scale.
+
+    The epsilon of renormalisation is 1e-20.
+    """
     return RoutingSpec(
         top_k=top_k,
         score_function=ScoreFunction.SIGMOID,
@@ -77,7 +80,7 @@ def deepseek_v3(
 
 
 def afmoe(*, top_k: int, routed_scaling_factor: float) -> RoutingSpec:
-    """Sigmoid, a bias for the selection, renormalised with 1e-20, scaled."""
+    """Score by sigmoid, select with a bias, renormalise with epsilon 1e-20, and scale."""
     return RoutingSpec(
         top_k=top_k,
         score_function=ScoreFunction.SIGMOID,
@@ -90,7 +93,7 @@ def afmoe(*, top_k: int, routed_scaling_factor: float) -> RoutingSpec:
 
 
 def minimax_m2(*, top_k: int) -> RoutingSpec:
-    """Sigmoid, a bias for the selection, renormalised without epsilon."""
+    """Score by sigmoid, select with a bias, and renormalise without epsilon."""
     return RoutingSpec(
         top_k=top_k,
         score_function=ScoreFunction.SIGMOID,
@@ -100,12 +103,12 @@ def minimax_m2(*, top_k: int) -> RoutingSpec:
 
 
 def gpt_oss(*, top_k: int) -> RoutingSpec:
-    """Top-k of the logits, then softmax over the selected ones."""
+    """Take the top k of the logits, then score the selected ones by softmax."""
     return RoutingSpec(top_k=top_k, softmax_order=SoftmaxOrder.AFTER_TOPK)
 
 
 def ernie4_5_moe(*, top_k: int, epsilon: float = 1e-12) -> RoutingSpec:
-    """Softmax, a bias for the selection, renormalised by max(sum, epsilon)."""
+    """Score by softmax, select with a bias, and renormalise by max(sum, epsilon)."""
     return RoutingSpec(
         top_k=top_k,
         correction_bias=CorrectionBias.SELECTION,
@@ -118,7 +121,10 @@ def ernie4_5_moe(*, top_k: int, epsilon: float = 1e-12) -> RoutingSpec:
 def lfm2_moe(
     *, top_k: int, use_correction_bias: bool, renormalize: bool, routed_scaling_factor: float
 ) -> RoutingSpec:
-    """Sigmoid, a bias for the selection in some checkpoints, renormalised with 1e-6, scaled."""
+    """Score by sigmoid, select with a bias in some checkpoints, renormalise and scale.
+
+    The epsilon of renormalisation is 1e-6.
+    """
     return RoutingSpec(
         top_k=top_k,
         score_function=ScoreFunction.SIGMOID,
@@ -138,7 +144,7 @@ def nemotron_h(
     routed_scaling_factor: float,
     renormalize: bool = True,
 ) -> RoutingSpec:
-    """As deepseek_v3."""
+    """Return the routing of deepseek_v3()."""
     return deepseek_v3(
         top_k=top_k,
         num_groups=num_groups,

@@ -1,7 +1,7 @@
-"""Routing in plain torch: the definition that every device kernel is checked against.
+"""Route in plain torch: the definition that every device kernel is checked against.
 
-What may go wrong: ties, NaN logits, rows without a finite logit, padding rows and weights that sum
-to zero. Each has one answer here, whatever the device; `route` lists them.
+Ties, NaN logits, rows without a finite logit, padding rows and weights that sum to zero each have
+one defined result, whatever the device; `route` lists them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def route(
 ) -> TopKOutput:
     """Choose the experts of each token and their weights.
 
-    All arithmetic is float64 for such logits, else float32. The weights are differentiable with
+    All arithmetic is float64 for float64 logits, else float32. The weights are differentiable with
     respect to the logits, and to a bias inside the score; the choice is not.
 
     Ties go to the lowest id, among groups as among experts. A NaN logit ranks last, behind -inf;
@@ -56,7 +56,7 @@ def route(
 
     Returns:
         topk_ids [T, K], int64, distinct, best selection score first; -1 in padding rows.
-        topk_weights [T, K], float32, or float64 for such logits; 0 in padding rows.
+        topk_weights [T, K], float32, or float64 for float64 logits; 0 in padding rows.
 
     Collective: none.
     Host sync: none.   Graph capture: yes.   Deterministic: yes.
@@ -102,7 +102,7 @@ def _route_by_spec(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> To
 def _adjust_logits(
     logits: Tensor, spec: RoutingSpec, bias: Tensor | None, is_nan: Tensor
 ) -> Tensor:
-    """Logits in sum_dtype(), with softcap and inner bias; NaN became -inf, which scores 0."""
+    """Cast logits to sum_dtype(), apply softcap and inner bias, and turn NaN into -inf."""
     dtype = sum_dtype(logits.dtype)
     # NaN passes the softcap as 0, so that its gradient is 0 and not NaN.
     logits = logits.to(dtype).masked_fill(is_nan, 0.0)
@@ -126,7 +126,7 @@ def _score(logits: Tensor, spec: RoutingSpec) -> Tensor:
 
 
 def _softmax(logits: Tensor) -> Tensor:
-    """Softmax over the last dimension; a row of -inf gives zeros."""
+    """Apply softmax over the last dimension; a row of -inf gives zeros."""
     is_empty = (logits == -math.inf).all(dim=-1, keepdim=True)
     probabilities = torch.softmax(logits.masked_fill(is_empty, 0.0), dim=-1)
     return probabilities.masked_fill(is_empty, 0.0)
@@ -139,9 +139,9 @@ def _sigmoid(logits: Tensor) -> Tensor:
 
 
 def _sqrt_softplus(logits: Tensor) -> Tensor:
-    # Beyond 20 log1p(exp(x)) is x, and below -20 it is exp(x), to float32 precision; to float64
-    # precision that takes 40. There sqrt(softplus(x)) would have the gradient 0 * inf; exp(x / 2)
-    # is the same and smooth.
+    # Beyond 20 log1p(exp(x)) is x, and below -20 it is exp(x), to float32 precision; for float64
+    # precision the bound is 40. Below it sqrt(softplus(x)) would have the gradient 0 * inf, and
+    # exp(x / 2) has the same value and a finite gradient.
     end = 40.0 if logits.dtype is torch.float64 else 20.0
     tail = torch.exp(logits.clamp(max=-end) / 2)
     body = torch.log1p(torch.exp(logits.clamp(-end, end))).sqrt()
@@ -153,7 +153,7 @@ def _sqrt_softplus(logits: Tensor) -> Tensor:
 def _select(
     scores: Tensor, spec: RoutingSpec, bias: Tensor | None, is_nan: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """The chosen ids [T, K], best first, and which experts were in dropped groups [T, E]."""
+    """Return the chosen ids [T, K], best first, and the mask of dropped experts [T, E] or None."""
     if spec.correction_bias is CorrectionBias.SELECTION and bias is not None:
         scores = scores + bias.to(scores.dtype)
     scores = scores.masked_fill(is_nan, -math.inf)
@@ -165,7 +165,7 @@ def _select(
 
 
 def _find_dropped(scores: Tensor, spec: RoutingSpec) -> Tensor:
-    """Which experts lie outside the best groups, [T, E], bool."""
+    """Return which experts lie outside the best groups, [T, E], bool."""
     num_tokens, num_experts = scores.shape
     group_size = num_experts // spec.num_groups
     grouped = scores.view(num_tokens, spec.num_groups, group_size)
@@ -176,7 +176,7 @@ def _find_dropped(scores: Tensor, spec: RoutingSpec) -> Tensor:
 
 
 def _rank(scores: Tensor, *, is_last: Tensor | None = None) -> Tensor:
-    """Indices by falling score, ties by rising index; those of `is_last` behind all others."""
+    """Return indices by falling score, ties by rising index, with `is_last` entries at the end."""
     # torch.topk leaves ties open; a stable sort that rises over negated scores does not.
     keys = -scores
     if is_last is not None:
@@ -210,7 +210,7 @@ def check_arguments(
     bias: Tensor | None,
     num_valid_tokens: int | Tensor | None = None,
 ) -> None:
-    """Raise what route() raises for its arguments. Local; no host sync."""
+    """Check the arguments of route(), and raise its errors. Local; no host sync."""
     if logits.dim() != 2 or not logits.is_floating_point():
         raise ShapeError(
             f"route: logits is {list(logits.shape)} {logits.dtype}, expected [T, E], floating "

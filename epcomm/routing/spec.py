@@ -1,7 +1,7 @@
-"""One declarative description of how a model turns router logits into experts and weights.
+"""Describe how a model turns router logits into experts and weights, in one record.
 
-Models agree on the steps and differ in their settings; every setting on which two implementations
-of "the same" routing were seen to disagree is a field here, so nothing is left to convention.
+Models agree on the steps and differ in the settings. Every setting on which two implementations of
+one routing were seen to disagree is a field of RoutingSpec, so nothing is left to convention.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from epcomm.records import TopKOutput
 
 
 class ScoreFunction(StrEnum):
-    """How a logit becomes a score."""
+    """The function that turns a logit into a score."""
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
@@ -27,14 +27,14 @@ class ScoreFunction(StrEnum):
 
 
 class SoftmaxOrder(StrEnum):
-    """Whether the softmax runs over all experts and then top-k, or over the selected ones only."""
+    """The order of softmax and top-k: softmax over all experts, or over the selected ones."""
 
     BEFORE_TOPK = "before_topk"
     AFTER_TOPK = "after_topk"
 
 
 class CorrectionBias(StrEnum):
-    """Where the per-expert bias acts: on the ranking only, or on the logit and so on the weight."""
+    """The place where the per-expert bias acts: the ranking alone, or the logit and the weight."""
 
     NONE = "none"
     SELECTION = "selection"
@@ -49,7 +49,7 @@ class DroppedGroups(StrEnum):
 
 
 class EpsilonMode(StrEnum):
-    """How renormalisation treats a small sum: sum, sum + epsilon, or max(sum, epsilon)."""
+    """The divisor of renormalisation: sum, sum + epsilon, or max(sum, epsilon)."""
 
     NONE = "none"
     ADDED = "added"
@@ -57,7 +57,7 @@ class EpsilonMode(StrEnum):
 
 
 class CustomRoutingFunction(Protocol):
-    """Routing that no RoutingSpec describes."""
+    """The signature of a routing that no RoutingSpec describes."""
 
     def __call__(
         self,
@@ -71,9 +71,9 @@ class CustomRoutingFunction(Protocol):
 
         Args:
             logits: [T, E], as the caller of `route` gave them; T = 0 is legal.
-            top_k: K.
-            correction_bias: [E] or None, as given.
-            hidden_states: [T, H] or None, as given.
+            top_k: K, the experts of a token.
+            correction_bias: [E] or None, as the caller gave it.
+            hidden_states: [T, H] or None, as the caller gave them.
 
         Returns:
             topk_ids [T, K], int64, distinct within a row; topk_weights [T, K], float32.
@@ -83,7 +83,7 @@ class CustomRoutingFunction(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingSpec:
-    """How one model routes; the defaults are a plain softmax over all experts, then top-k.
+    """The routing of one model; the defaults are a plain softmax over all experts, then top-k.
 
     The steps, in order: softcap, bias inside the score, score function, bias for the selection,
     groups, top-k, softmax where it runs last, renormalisation, scaling.
@@ -91,15 +91,15 @@ class RoutingSpec:
     top_k: K, experts a token.
     score_function: how a logit becomes a score.
     softmax_order: with AFTER_TOPK logits are ranked and softmax sees only the selected ones.
-    softcap: logits become softcap * tanh(logits / softcap), before any bias; None: as they are.
+    softcap: logits become softcap * tanh(logits / softcap), before any bias; None: no softcap.
     correction_bias: where the [E] bias acts; `route` needs it unless this is NONE.
     num_groups: experts form this many equal groups of neighbours; 1: no groups.
     topk_groups: groups a token may use; its other groups are dropped.
     group_score_top_n: a group scores the sum of its n best experts: 1 is the maximum, 2 is
         DeepSeek-V3's, top_k // topk_groups is Megatron's.
-    dropped_groups: what experts of dropped groups score in the selection.
+    dropped_groups: the score of experts of dropped groups in the selection.
     renormalize: divide the selected weights by their sum.
-    epsilon_mode: what epsilon does to that sum.
+    epsilon_mode: how epsilon changes the sum that renormalisation divides by.
     epsilon: above 0 unless epsilon_mode is NONE; dimensionless, as the weights are.
     routed_scaling_factor: multiplies the weights at the end.
     custom_function: replaces every step above; only top_k may be set beside it.
@@ -139,7 +139,7 @@ class RoutingSpec:
 
     @property
     def drops_groups(self) -> bool:
-        """Whether some groups of experts are closed to a token."""
+        """Return whether a token may use only some of the groups of experts."""
         return self.topk_groups < self.num_groups
 
     def check_num_experts(self, num_experts: int) -> None:
@@ -174,7 +174,7 @@ class RoutingSpec:
             )
 
     def to_dict(self) -> dict[str, str | int | float | bool | None]:
-        """Field names and plain values, for files; `from_mapping` is the inverse.
+        """Return field names and plain values, for files; from_mapping() is the inverse.
 
         Raises:
             ConfigError: a custom function has no plain value.
@@ -193,7 +193,7 @@ class RoutingSpec:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> RoutingSpec:
-        """Build from field names and plain values.
+        """Build a RoutingSpec from field names and plain values.
 
         Raises:
             ConfigError: an unknown field (the message lists the known ones) or a bad value.

@@ -1,1 +1,1 @@
-"""Grouped expert computation over dispatched rows; one file a runner."""
+"""Compute the experts of a rank over dispatched rows; one file holds one runner."""

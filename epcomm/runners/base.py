@@ -1,4 +1,4 @@
-"""The contract of a runner: from a DispatchOutput to the CombineInput of the same layout."""
+"""Define the contract of a runner: from a DispatchOutput to the CombineInput of its layout."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from epcomm.weights.unquantized import ExpertTensors
 class ExpertRunner(ABC):
     """Computes the local experts of one layer.
 
-    kinds: experts that it computes.   layouts: what it reads.
+    kinds: kinds of experts that the runner computes.   layouts: layouts of rows that it reads.
     expert_alignment: in ROWS, the slots of an expert must start at a multiple of this.
-    int8_profiles: arithmetics between the products of INT8 experts that it has.
+    int8_profiles: arithmetics that the runner has between the products of INT8 experts.
     """
 
     name: ClassVar[str]
@@ -46,17 +46,20 @@ class ExpertRunner(ABC):
     int8_profiles: ClassVar[frozenset[Int8Profile]] = frozenset({Int8Profile.RINT127})
 
     def __init__(self, *, int8_profile: Int8Profile = Int8Profile.RINT127) -> None:
-        """Keep what the plan chose; int8_profile is one of int8_profiles."""
+        """Keep the arithmetic that the plan chose; int8_profile is one of int8_profiles."""
         self.int8_profile = int8_profile
 
     @classmethod
     def probe(cls) -> Availability:
-        """Say whether its packages and a device for it are on this machine. Local; for doctor()."""
+        """Return whether this machine has the runner's packages and device. Local; for doctor()."""
         return Availability(ok=True)
 
     @classmethod
     def supports(cls, weights: ExpertTensors) -> Availability:
-        """Whether it can compute these experts here. Local; pure. By default: by their kind."""
+        """Return whether the runner can compute these experts here, by default by their kind.
+
+        Local; pure.
+        """
         if isinstance(weights, cls.kinds):
             return Availability(ok=True)
         computed = ", ".join(kind.__name__ for kind in cls.kinds)
@@ -66,20 +69,23 @@ class ExpertRunner(ABC):
 
     @classmethod
     def is_candidate(cls, weights: ExpertTensors) -> bool:
-        """Whether a plan that names no runner should ask it. Local; pure. By default: by kind."""
+        """Return whether a plan that names no runner should ask this one, by default by kind.
+
+        Local; pure.
+        """
         return isinstance(weights, cls.kinds)
 
     @classmethod
     @abstractmethod
     def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
-        """What rows it reads for these experts, by their elements. Local; pure."""
+        """Return the dtypes of rows that the runner reads for these experts. Local; pure."""
 
     @classmethod
     def readings(cls, weights: ExpertTensors, layout: Layout) -> tuple[RowReading, ...]:
-        """How it reads rows for these experts: whole formats, and how scales must lie. Local; pure.
+        """Return the wire formats and scale layouts that the runner reads for these experts.
 
-        By default: of each of wire_dtypes(), if the experts want quantised rows of that dtype, just
-        those, else all that are known; scales row-major.
+        By default, for each of wire_dtypes(): the experts' own wire format if it has that dtype,
+        else all known formats of the dtype; with row-major scales. Local; pure.
         """
         return _row_major_readings(cls.wire_dtypes(weights), weights.wire_format)
 
@@ -89,8 +95,7 @@ class ExpertRunner(ABC):
 
         Local.   Host sync: none.
         Raises:
-            ShapeError: another format, dtype, block or order of scales; with what came and what was
-                expected.
+            ShapeError: another format, dtype, block or order of scales.
         """
         readings = {each.format: each for each in cls.readings(weights, layout)}
         reading, wire = readings.get(rows.format), rows.format
@@ -114,12 +119,12 @@ class ExpertRunner(ABC):
 
     @classmethod
     def check_record(cls, dispatched: DispatchOutput, weights: ExpertTensors) -> None:
-        """Refuse a batch of which run() would misread rows or memory: check_rows(), then sizes.
+        """Refuse a batch whose rows or memory run() would misread: check_rows(), then sizes.
 
         Local.   Host sync: none.
         Raises:
-            ShapeError: as check_rows(); or rows of another H, or counts of another L, than the
-                experts'; or no router weights where the runner applies them.
+            ShapeError: as check_rows(); rows of another H or counts of another L than the experts
+                have; or no router weights where the runner applies them.
         """
         rows, counts = dispatched.hidden_states, dispatched.num_tokens_per_expert
         cls.check_rows(rows, weights, dispatched.layout)
@@ -148,7 +153,7 @@ class ExpertRunner(ABC):
 
     @abstractmethod
     def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
-        """Compute each slot with its expert, and weight it where the record says `runner`.
+        """Compute each slot with its expert, and weight the result where the record says `runner`.
 
         Rows and slots past the counts are not read into any result. Differentiable in rows,
         slot_weights and weights. Local; no rank is waited for.
@@ -170,10 +175,10 @@ def _row_major_readings(dtypes: frozenset[WireDtype], wanted: WireFormat) -> tup
 
 
 def slot_weights_to_apply(dispatched: DispatchOutput, caller: str) -> torch.Tensor | None:
-    """Router weights of slots, [C] or [L, C], where the runner multiplies by them; else None.
+    """Return router weights of slots, [C] or [L, C], if the runner applies them, else None.
 
     Raises:
-        ShapeError: the record says `runner` and has none, or not one a slot.
+        ShapeError: the record says `runner` and has no weights, or not one for each slot.
     """
     if dispatched.weights_applied_by is not WeightsAppliedBy.RUNNER:
         return None
@@ -191,5 +196,5 @@ def slot_weights_to_apply(dispatched: DispatchOutput, caller: str) -> torch.Tens
 
 
 def weight_slots(hidden: torch.Tensor, slot_weights: torch.Tensor) -> torch.Tensor:
-    """hidden [S, *] times slot_weights [S], multiplied in sum_dtype() and cast once."""
+    """Multiply hidden [S, *] by slot_weights [S], in sum_dtype(), and cast once."""
     return (hidden * slot_weights.unsqueeze(1)).to(hidden.dtype)

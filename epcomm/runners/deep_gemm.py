@@ -1,14 +1,14 @@
-"""FP8 experts through DeepGEMM's grouped products, where that package is installed.
+"""Compute FP8 experts by DeepGEMM's grouped products, where that package is installed.
 
-ROWS: rows are gathered into slots, each expert's starting at a multiple of 128, and a table names
-the expert of each slot, -1 for those of nobody. MASKED: rows are read where they lie. Either way
+ROWS: rows are gathered into slots, the slots of an expert start at a multiple of 128, and a table
+names the expert of each slot, -1 for padding. MASKED: rows are read where they lie. Either way
 counts stay on the device. Both products return bfloat16; between them the activations are quantised
 to the format of the rows, and router weights multiply the results.
 
 Source: DeepGEMM's README and argument checks (deepseek-ai/DeepGEMM). sm_90 takes float32 scales in
-aligned columns. sm_100 takes exponents, four to an int32, and makes them of float32 scales by
-cutting the fraction off, so it is only given powers of two. Tested against a stand-in for the
-package alone; untested on a GPU.
+aligned columns. sm_100 takes exponents, four to an int32, and derives them from float32 scales by
+cutting the fraction off, so this runner gives it only powers of two. Tested only against an
+imitation of the package; untested on a GPU.
 """
 
 from __future__ import annotations
@@ -51,16 +51,17 @@ from epcomm.types import (
 from epcomm.weights.quantized import BLOCK, Fp8BlockWeights
 from epcomm.weights.unquantized import ExpertTensors
 
-# 16 B of float32 or int32: where a column that the tensor memory access unit reads may begin.
+# 4 elements of float32 or int32 are 16 B: the tensor memory access unit reads columns that begin
+# at multiples of 16 B.
 COLUMNS = ScaleLayout(column_major=True, alignment=4)
 PACKED_COLUMNS = ScaleLayout(column_major=True, alignment=4, packed=True)
-# Rows of its tiles in the contiguous layout; the package tells its own at run time.
+# Rows of DeepGEMM's tiles in the contiguous layout; run() checks the value of the package.
 EXPERT_ALIGNMENT = 128
 _HOPPER, _BLACKWELL = 9, 10
 
 
 class DeepGemmRunner(ExpertRunner):
-    """Asked for by name where fp8_triton serves too, with float32 scales. No gradients.
+    """Runs FP8 experts without gradients; users name it where fp8_triton serves too.
 
     Results of slots that no expert computes are undefined.
     """
@@ -100,7 +101,7 @@ class DeepGemmRunner(ExpertRunner):
 
     @classmethod
     def readings(cls, weights: ExpertTensors, layout: Layout) -> tuple[RowReading, ...]:
-        # Columns for ROWS too: gathering slots from columns gives columns, in one pass.
+        # ROWS have columns of scales too: gathering slots from columns gives columns, in one pass.
         assert isinstance(weights, Fp8BlockWeights), "supports() said so"
         plain = (RowReading(format=WireFormat(dtype=each)) for each in sorted(QUANTIZABLE_DTYPES))
         wanted = RowReading(format=weights.wire_format, scale_layout=_scale_layout(weights))
@@ -156,7 +157,7 @@ def _scale_layout(weights: Fp8BlockWeights) -> ScaleLayout:
 def _compute_rows(
     package: DeepGemm, dispatched: RowsDispatchOutput, weights: Fp8BlockWeights
 ) -> Tensor:
-    """[C, H], bfloat16."""
+    """Compute the slots of ROWS, [C, H], bfloat16."""
     index, num_slots, alignment = dispatched.index, dispatched.num_slots, package.expert_alignment()
     if index.expert_alignment % alignment:
         raise ConfigError(
@@ -186,7 +187,7 @@ def _compute_rows(
 def _compute_masked(
     package: DeepGemm, dispatched: MaskedDispatchOutput, weights: Fp8BlockWeights
 ) -> Tensor:
-    """[L, C, H], bfloat16."""
+    """Compute the rows of MASKED, [L, C, H], bfloat16."""
     counts, rows = dispatched.num_tokens_per_expert, dispatched.hidden_states
     num_experts, capacity = rows.data.shape[:2]
     if capacity == 0:
@@ -195,7 +196,7 @@ def _compute_masked(
     def multiply(operand: WireTensor, name: str) -> Tensor:
         matrix = _matrix(weights, name)
         out = _new_results(operand, matrix[0])
-        # The last argument chooses tiles. The host does not know the counts, only their bound.
+        # The last argument is the expected count, which chooses tiles; the host knows its bound.
         package.multiply_masked((operand.data, operand.scales), matrix, out, counts, capacity)
         return out
 
@@ -214,13 +215,13 @@ def _new_results(operand: WireTensor, matrices: Tensor) -> Tensor:
 
 
 def _matrix(weights: Fp8BlockWeights, name: str) -> tuple[Tensor, Tensor]:
-    """Codes [L, N, K] and float32 scales [L, N / 128, K / 128]; sm_100 packs those by itself."""
+    """Return codes [L, N, K] and float32 scales [L, N / 128, K / 128], which sm_100 packs."""
     tensors = weights.tensors()
     return tensors[f"{name}_proj"], tensors[f"{name}_scale"].float()
 
 
 def _quantized(rows: WireTensor, weights: Fp8BlockWeights) -> WireTensor:
-    """Rows in the format of the experts, with scales as they are read."""
+    """Return rows in the wire format of the experts, with scales in the layout of the product."""
     if rows.format.dtype.is_quantized:
         return rows
     *batch, hidden_size = rows.data.shape
@@ -237,7 +238,7 @@ def _quantized(rows: WireTensor, weights: Fp8BlockWeights) -> WireTensor:
 
 
 def _between(gate_up: Tensor, weights: Fp8BlockWeights) -> WireTensor:
-    """The activation, quantised: [..., 2I], bfloat16, to the left operand of the second product."""
+    """Activate [..., 2I], bfloat16, and quantise it to the left operand of the second product."""
     hidden = activate(gate_up.float(), weights.format)
     plain = WireTensor(data=hidden, format=WireFormat.of(hidden.dtype))
     quantized = _quantized(plain, weights)
@@ -245,7 +246,7 @@ def _between(gate_up: Tensor, weights: Fp8BlockWeights) -> WireTensor:
 
 
 def _gather(rows: WireTensor, index: SlotIndex, num_slots: int) -> WireTensor:
-    """The row of each slot, [C, H], contiguous, with columns of scales; others are some row."""
+    """Copy the row of each slot, [C, H], with columns of scales; padding slots get any row."""
     assert rows.scales is not None, "quantised rows have scales"
     if index.row_of_slot is None:
         row_of_slot = torch.arange(rows.data.shape[0], device=rows.data.device)
@@ -262,7 +263,7 @@ def _gather(rows: WireTensor, index: SlotIndex, num_slots: int) -> WireTensor:
 
 
 def _as_read(scales: Tensor | None) -> Tensor:
-    """Scales in columns, float32 or packed; sm_90 has no products with exponents."""
+    """Return scales in columns, float32 or packed: sm_90 has no products with exponents."""
     assert scales is not None, "quantised rows have scales"
     if scales.dtype == torch.float8_e8m0fnu:
         return to_column_major(scales.float(), COLUMNS.alignment)
@@ -270,9 +271,9 @@ def _as_read(scales: Tensor | None) -> Tensor:
 
 
 def _experts_of_slots(index: SlotIndex, num_slots: int) -> Tensor:
-    """[C], int32: the expert that computes each slot, -1 for padding and unused ones. No host sync.
+    """Return the expert that computes each slot, [C], int32; -1 for padding. No host sync.
 
-    Counts 2 1 with starts 0 4 8 and 10 slots: 0 0 -1 -1 1 -1 -1 -1 -1 -1.
+    Counts 2 1 with starts 0 4 8 and 10 slots give 0 0 -1 -1 1 -1 -1 -1 -1 -1.
     """
     num_experts = index.num_tokens_per_expert.shape[0]
     experts = expert_of_slot(index, num_slots)
@@ -284,5 +285,5 @@ def _experts_of_slots(index: SlotIndex, num_slots: int) -> Tensor:
 
 
 def _movable(tensor: Tensor) -> Tensor:
-    """A view of what torch cannot index: 8-bit floats as bytes."""
+    """View 8-bit floats, which torch cannot index, as bytes; return other tensors as they are."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor

@@ -1,4 +1,4 @@
-"""FP8 experts on a GPU: two Triton kernels over rows where they lie, counts on the device."""
+"""Compute FP8 experts by two Triton kernels that read rows in place; counts stay on the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from epcomm.weights.unquantized import ExpertTensors
 
 
 class GateUp(Protocol):
-    """The signature of kernels.grouped_gemm_fp8.gate_up_fp8()."""
+    """The signature of kernels.gemm.fp8.gate_up_fp8()."""
 
     def __call__(
         self,
@@ -33,7 +33,7 @@ class GateUp(Protocol):
 
 
 class Down(Protocol):
-    """The signature of kernels.grouped_gemm_fp8.down_fp8()."""
+    """The signature of kernels.gemm.fp8.down_fp8()."""
 
     def __call__(
         self,
@@ -57,7 +57,7 @@ class Fp8TritonRunner(GpuSlotsRunner):
 
     name: ClassVar[str] = "fp8_triton"
     kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (Fp8BlockWeights,)
-    # Ada, the first that multiplies e4m3.
+    # Ada is the first GPU that multiplies e4m3.
     capabilities: ClassVar[Capabilities] = Capabilities(least=(8, 9))
     size_multiple: ClassVar[int] = BLOCK
     row_formats: ClassVar[tuple[WireFormat, ...]] = (FP8_FLOAT32_SCALES,)
@@ -67,7 +67,7 @@ class Fp8TritonRunner(GpuSlotsRunner):
         return QUANTIZABLE_DTYPES | {WireDtype.FP8_E4M3}
 
     def compute(self, slots: Slots, weights: ExpertTensors) -> Tensor:
-        """[C, H] in the dtype of the hidden states. Local. Host sync: none."""
+        """Compute the slots, [C, H], in the dtype of the hidden states. Local. Host sync: none."""
         gate_up_fp8, down_fp8 = self.products()
         assert isinstance(weights, Fp8BlockWeights), "supports() said so"
         row_codes, row_scales = slots.quantized_rows(weights.wire_format, self.int8_profile)
@@ -99,7 +99,7 @@ class Fp8TritonRunner(GpuSlotsRunner):
         return results
 
     def products(self) -> tuple[GateUp, Down]:
-        """The kernels of the two products."""
+        """Import and return the kernels of the two products."""
         from epcomm.kernels.gemm.fp8 import down_fp8, gate_up_fp8
 
         return gate_up_fp8, down_fp8

@@ -1,4 +1,4 @@
-"""FP8 experts on Hopper: the products of fp8_triton in CUDA C++, compiled at the first call."""
+"""Compute FP8 experts on Hopper by kernels in CUDA C++, compiled at the first call."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from epcomm.weights.unquantized import ExpertTensors
 
 
 class Fp8WgmmaRunner(Fp8TritonRunner):
-    """As Fp8TritonRunner, whose results it repeats but for the order of sums.
+    """Runs the products of Fp8TritonRunner in CUDA; results differ in the order of sums alone.
 
     The first call on a device compiles for some two seconds; make it before capturing a graph.
     """
 
     name: ClassVar[str] = "fp8_wgmma"
-    # No newer GPUs have these instructions.
+    # Only compute capability 9.0 has the wgmma instructions.
     capabilities: ClassVar[Capabilities] = Capabilities(least=(9, 0), most=(9, 0))
 
     @classmethod

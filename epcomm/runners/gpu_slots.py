@@ -1,4 +1,4 @@
-"""What the Triton runners share: the slots of either layout, and what they refuse."""
+"""Share the slots of either layout, and the checks of experts, among the GPU runners."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from epcomm.weights.unquantized import ExpertTensors
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Slots:
-    """What the kernels read, the same for both layouts.
+    """The slots that the kernels compute, from either layout.
 
-    rows: [R, H].   row_of_slot: [C], int32, or None: slot s is row s.   counts: [L], int32.
-    first_slot: [L + 1], int32.   weights: [C], float32, to multiply results by, or None.
+    rows: [R, H].   row_of_slot: [C], int32, or None: slot s is row s.   counts: [L], int32, slots
+    of each expert.   first_slot: [L + 1], int32.   weights: [C], float32, router weights that
+    multiply the results, or None.   num_slots: C.
     """
 
     rows: WireTensor
@@ -44,7 +45,7 @@ class Slots:
     def quantized_rows(
         self, wire_format: WireFormat, profile: Int8Profile
     ) -> tuple[Tensor, Tensor]:
-        """Codes [R, H] and scales [R, *]; rows that came unquantised are quantised here."""
+        """Return codes [R, H] and scales [R, *]; rows that came unquantised are quantised here."""
         rows = self.rows
         if not rows.format.dtype.is_quantized:
             rows = quantizer_for(rows.data.device)(rows.data, wire_format, profile=profile)
@@ -55,9 +56,9 @@ class Slots:
 class GpuSlotsRunner(ExpertRunner):
     """Hands the slots of either layout to kernels. No gradients.
 
-    capabilities: what has the instructions.
-    size_multiple: what hidden_size and intermediate_size must be multiples of.
-    row_formats: quantised rows that the kernels read, and quantise to between the products.
+    capabilities: compute capabilities of GPUs that have the kernels' instructions.
+    size_multiple: hidden_size and intermediate_size must be multiples of this.
+    row_formats: wire formats of rows that the kernels read, and use between the products.
     """
 
     layouts: ClassVar[frozenset[Layout]] = frozenset(Layout)
@@ -116,14 +117,14 @@ class GpuSlotsRunner(ExpertRunner):
 
     @abstractmethod
     def compute(self, slots: Slots, weights: ExpertTensors) -> Tensor:
-        """[C, H] in the dtype of the hidden states; undefined where no expert computes a slot.
+        """Compute the slots, [C, H], in the dtype of the hidden states; padding is undefined.
 
         Local. Host sync: none.
         """
 
 
 def sizes_of(weights: ExpertTensors) -> dict[str, int]:
-    """The sizes that kernels may refuse, by name."""
+    """Return the sizes that kernels may refuse, by name."""
     return {
         "hidden_size": weights.hidden_size,
         "intermediate_size": weights.intermediate_size,

@@ -1,4 +1,4 @@
-"""The default runner: two grouped matrix products over expert-major slots, no host sync.
+"""Compute experts by two grouped matrix products over slots, without host sync: the default.
 
 The router weight is folded in before the second product, (w h) D = w (h D): I columns are scaled
 instead of H, and backward needs no copy of the unweighted result.
@@ -33,7 +33,7 @@ from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
 
 class GroupedMMRunner(ExpertRunner):
-    """torch's grouped matmul over ROWS; CPU and CUDA."""
+    """Runs torch's grouped matmul over ROWS, on CPU and CUDA."""
 
     name: ClassVar[str] = "grouped_mm"
     kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (ExpertWeights,)
@@ -79,7 +79,7 @@ class GroupedMMRunner(ExpertRunner):
         dtype, index = _dtype_of(dispatched, weights), dispatched.index
         weights = cast_experts(weights, dtype)
         slots = pack(dequantize(dispatched.hidden_states, dtype), index)
-        # Padding of one expert is computed with it: its rows are never combined.
+        # Padding is computed with the expert before it: results of padding are never combined.
         ends = index.first_slot[1:]
         hidden = torch.nn.functional.grouped_mm(slots, weights.gate_up_matrices(), offs=ends)
         if weights.gate_up_bias is not None:
@@ -88,7 +88,7 @@ class GroupedMMRunner(ExpertRunner):
         scale = slot_weights_to_apply(dispatched, self.name)
         if scale is not None:
             if index.row_of_slot is not None and not index.is_dense:
-                # Weights of padding are undefined, and would reach the gradients of the experts.
+                # Weights of padding are undefined, and would enter the gradients of the experts.
                 scale = scale.masked_fill(index.row_of_slot < 0, 0)
             hidden = weight_slots(hidden, scale)
         results = torch.nn.functional.grouped_mm(hidden, weights.down_matrices(), offs=ends)
@@ -99,7 +99,7 @@ class GroupedMMRunner(ExpertRunner):
 
 
 def _dtype_of(dispatched: RowsDispatchOutput, weights: ExpertWeights) -> torch.dtype:
-    """compute_dtype(), or float32 where torch's grouped matmul does not take rows in that."""
+    """Return compute_dtype(), or float32 where torch's grouped matmul refuses that dtype."""
     dtype = compute_dtype(dispatched, weights)
     per_row = ROW_ALIGNMENT_BYTES // dtype.itemsize
     is_aligned = weights.hidden_size % per_row == 0 and weights.intermediate_size % per_row == 0
@@ -107,10 +107,10 @@ def _dtype_of(dispatched: RowsDispatchOutput, weights: ExpertWeights) -> torch.d
 
 
 def _bias_of_slots(bias: Tensor, index: SlotIndex, num_slots: int) -> Tensor:
-    """[C, *]: the bias row of the expert that computes each slot; bias is [L, *].
+    """Return the bias row of the expert that computes each slot, [C, *]; bias is [L, *].
 
-    Slots behind the last expert get a row of zeros that belongs to nobody: their gradients are
-    undefined and must not reach a bias.
+    Slots behind the last expert get a row of zeros that is part of no bias: the gradients of these
+    slots are undefined and must not reach a bias.
     """
     experts = expert_of_slot(index, num_slots)
     return torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[experts]

@@ -1,4 +1,4 @@
-"""INT8 experts on a GPU: three Triton kernels over rows where they lie, counts on the device."""
+"""Compute INT8 experts by three Triton kernels that read rows in place, counts on the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from epcomm.types import QUANTIZABLE_DTYPES, Int8Profile, WireDtype, WireFormat
 from epcomm.weights.quantized import Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors
 
-# Products of two codes, 128**2 at most, that 32 bits can add up.
+# Number of products of two codes, each at most 128**2, whose sum fits int32.
 _MAX_SUMMANDS = (2**31 - 1) // 128**2
 
 
@@ -30,7 +30,7 @@ class Int8TritonRunner(GpuSlotsRunner):
     kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (Int8ChannelWeights,)
     # Ampere: the compiler has no integer products for older tensor cores.
     capabilities: ClassVar[Capabilities] = Capabilities(least=(8, 0))
-    # Bytes that the rows of a matrix must be apart for the GPU to load tiles of it by itself.
+    # The tensor memory access unit loads tiles of a matrix whose row stride is a multiple of 16 B.
     size_multiple: ClassVar[int] = 16
     int8_profiles: ClassVar[frozenset[Int8Profile]] = frozenset(Int8Profile)
     row_formats: ClassVar[tuple[WireFormat, ...]] = (INT8_PER_TOKEN,)
@@ -52,7 +52,7 @@ class Int8TritonRunner(GpuSlotsRunner):
         return QUANTIZABLE_DTYPES | {WireDtype.INT8}
 
     def compute(self, slots: Slots, weights: ExpertTensors) -> Tensor:
-        """[C, H] in the dtype of the hidden states. Local. Host sync: none."""
+        """Compute the slots, [C, H], in the dtype of the hidden states. Local. Host sync: none."""
         from epcomm.kernels.gemm.int8 import down_int8, gate_up_int8, quantize_hidden_int8
 
         assert isinstance(weights, Int8ChannelWeights), "supports() said so"
@@ -88,7 +88,7 @@ class Int8TritonRunner(GpuSlotsRunner):
             matrices=weights.down_proj,
             matrix_scales=weights.down_scale,
             slot_weights=slots.weights,
-            # MASKED rows have no index, and capacity for many more.
+            # MASKED rows have no index, and capacity for many more rows than the counts.
             is_packed=slots.row_of_slot is not None,
             out=results,
         )

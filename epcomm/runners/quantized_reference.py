@@ -1,4 +1,4 @@
-"""The plain runner of eight-bit experts: what the arithmetic is, step by step, on any device.
+"""Compute eight-bit experts in plain torch: it defines the arithmetic, step by step.
 
 FP8: rows and matrices are dequantised to float32 and multiplied there. INT8: the integer products
 are exact, then scaled once by row and channel. Between the two products the activations are
@@ -71,7 +71,7 @@ class QuantizedReferenceRunner(ExpertRunner):
         return _run_rows(dispatched, weights, self.int8_profile)
 
 
-# Dequantising reads whatever scales FP8 rows have, whatever those of the matrices are.
+# Dequantising reads FP8 rows with any known scales, whatever scales the matrices have.
 _READINGS = {
     dtype: tuple(
         RowReading(format=each)
@@ -125,7 +125,7 @@ def _run_masked(
 
 
 def gather_wire(rows: WireTensor, index: SlotIndex) -> WireTensor:
-    """The row of each slot with its scales: [R, H] to [C, H]; padding slots are zero."""
+    """Copy the row of each slot with its scales, [R, H] to [C, H]; padding slots are zero."""
     if not rows.format.dtype.is_quantized:
         return WireTensor(data=gather_rows(rows.data, index), format=rows.format)
     assert rows.scales is not None, "quantised rows have scales"
@@ -134,7 +134,7 @@ def gather_wire(rows: WireTensor, index: SlotIndex) -> WireTensor:
 
 
 def _gather_any(rows: Tensor, index: SlotIndex) -> Tensor:
-    """gather_rows() of what torch cannot index: numbers of one byte."""
+    """Gather rows, viewing elements of one byte as uint8, because torch cannot index them."""
     if rows.itemsize > 1:
         return gather_rows(rows, index)
     return gather_rows(rows.view(torch.uint8), index).view(rows.dtype)
@@ -151,7 +151,7 @@ def _run_expert(
     expert: int,
     profile: Int8Profile,
 ) -> Tensor:
-    """[n, H] to [n, H], float32."""
+    """Compute the rows [n, H] of one expert, and return [n, H], float32."""
     mine = weights.with_tensors(
         {name: tensor[expert : expert + 1] for name, tensor in weights.tensors().items()}
     )

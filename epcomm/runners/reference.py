@@ -1,4 +1,4 @@
-"""The plain runner: a loop over experts, both layouts; it explains the others and checks them."""
+"""Compute experts in a plain loop, in both layouts; other runners are checked against it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
 
 class ReferenceRunner(ExpertRunner):
-    """One pair of matrix products an expert; the host reads the counts if it has no copy."""
+    """Runs two matrix products for each expert; host sync if the host has no copy of the counts."""
 
     name: ClassVar[str] = "reference"
     kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (ExpertWeights,)
@@ -62,7 +62,7 @@ def _run_rows(dispatched: RowsDispatchOutput, weights: ExpertWeights) -> RowsCom
         mine = slice(starts[expert], starts[expert] + count)
         scale = None if slot_weights is None else slot_weights[mine]
         pieces.append(_run_expert(slots[mine], scale, weights, expert))
-        # Padding behind the slots of an expert; zeros, so that gradients stay finite.
+        # Padding behind the slots of an expert is zero, so that gradients stay finite.
         pieces.append(slots.new_zeros(starts[expert + 1] - mine.stop, slots.shape[1]))
     pieces.append(slots.new_zeros(dispatched.num_slots - starts[-1], slots.shape[1]))
     return dispatched.combine_input(torch.cat(pieces))

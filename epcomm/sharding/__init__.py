@@ -1,1 +1,1 @@
-"""Which experts a rank holds, and parameters that say so."""
+"""Divide experts among ranks, with parameters that know which experts they hold."""

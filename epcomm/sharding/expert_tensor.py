@@ -1,9 +1,9 @@
-"""ExpertTensor: a parameter that says of itself that it is one rank's share of all experts.
+"""Define ExpertTensor, a parameter that knows that it is one rank's share of all experts.
 
 Why a subclass of DTensor: torch's own tools (checkpoints, state of optimizers, FSDP) must see a
-DTensor, but a plain one next to ordinary parameters stops what trains such models today: fused and
-foreach optimizers, clip_grad_norm_ and averages of weights take one list of all parameters, and
-DTensor refuses lists and operators that mix it with tensors. An ExpertTensor takes part in them.
+DTensor, but a plain DTensor next to ordinary parameters breaks training: fused and foreach
+optimizers, clip_grad_norm_ and averages of weights take one list of all parameters, and DTensor
+refuses lists and operators that mix it with tensors. An ExpertTensor takes part in such lists.
 """
 
 from __future__ import annotations
@@ -30,60 +30,62 @@ from epcomm.sharding.pieces import own_part, piece_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# What autograd hands to a Function; it takes any attribute.
+# The context that autograd passes to a Function; it takes any attribute.
 Context = Any
 
-# Operators over lists of tensors: those of foreach and fused optimizers, and of loss scaling.
+# Operators over lists of tensors, for foreach and fused optimizers and for loss scaling.
 _LIST_OPERATORS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
-# Operators that compute each expert from what there is of it, besides those that torch calls
-# pointwise.
+# Operators that compute each expert from tensors of that expert alone, besides the operators that
+# torch tags as pointwise.
 _BATCHED = ("aten::bmm", "aten::baddbmm", "aten::copy_", "aten::fill_")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-# Functions that cut experts out, whose gradients torch makes ordinary tensors of all experts.
+# Functions that cut experts out; torch makes their gradients ordinary tensors of all experts.
 _CUTS = ("__getitem__", "__iter__", "chunk", "narrow", "select", "split", "tensor_split", "unbind")
 _GET_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 _NEW = ("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty")
 _MIXED = "got mixed torch.Tensor and DTensor"
-# What torch says of operators that it does not compute on parts, and what is wrong then.
+# Parts of torch's messages about operators that it does not compute on parts -> our explanation.
 _NOT_COMPUTED = {
     _MIXED: "came together with ordinary tensors",
     "Sharding propagation failed": "is not computed from the parts of ranks",
     "not have a sharding strategy": "is not computed from the parts of ranks",
 }
-# Older releases hand the operators of every DTensor, of subclasses too, to their own dispatch in
-# C++. There a mode must catch them before, and what C++ makes by itself is wrapped when it is seen.
+# Older releases of torch hand the operators of every DTensor, of subclasses too, to a dispatch in
+# C++. On those releases a mode catches the operators before, and tensors that C++ makes by itself
+# are wrapped when Python sees them.
 _IS_DISPATCHED_TO = TorchVersion(torch.__version__) >= "2.13"
 
 
 class ExpertTensor(DTensor):
-    """[P, ...] in pieces of [L, ...], one on each rank of a one-dimensional mesh: Shard(0).
+    """A DTensor [P, ...] in pieces [L, ...], one on each rank of a one-dimensional mesh: Shard(0).
 
-    What differs from DTensor:
+    An ExpertTensor differs from a DTensor:
 
-    - Operators over lists that mix it with ordinary tensors compute on the local pieces. Norms and
-      maxima of such lists are those over the pieces of all ranks: collective.
-    - Operators that work element by element take ordinary tensors beside it. One that spans the
-      experts is the whole, of which each rank takes its piece.
-    - What is no longer a piece of each rank, such as a sum, is an ordinary tensor: collective.
+    - Operators over lists that mix ExpertTensors with ordinary tensors compute on the local pieces.
+      Norms and maxima of such lists are taken over the pieces of all ranks: collective.
+    - Operators that work element by element take ordinary tensors beside an ExpertTensor. Of an
+      ordinary tensor that spans all experts, each rank takes its own piece.
+    - A result that is no longer a piece of each rank, such as a sum, is an ordinary tensor:
+      collective.
     - torch.distributed's functions move the local piece, if no two of their ranks hold different
       experts; else they are refused.
-    - Pickled, it is a DTensor, so that torch.load(weights_only=True) knows it.
+    - A pickled ExpertTensor is a DTensor, so that torch.load(weights_only=True) accepts it.
 
-    It has no __slots__ of its own: async_save copies the attributes that __slots__ names, and has
-    to find those of DTensor.
+    The class has no __slots__: async_save copies the attributes that __slots__ names, and has to
+    find the __slots__ of DTensor.
     """
 
     @classmethod
     def of_share(cls, share: Tensor, mesh: DeviceMesh) -> ExpertTensor:
         """Wrap this rank's piece [L, ...]; every rank of the one-dimensional mesh has one. Local.
 
-        Detached; its memory is that of `share`.
+        The result is detached and shares the memory of `share`.
         """
         spread = DTensor.from_local(share.detach(), mesh, [Shard(0)], run_check=False)
         return cls(spread._local_tensor, spread._spec, requires_grad=False)
 
     def like_self(self, share: Tensor) -> ExpertTensor:
-        """Another tensor with pieces on the same ranks; [L, ...] of any shape and dtype. Local."""
+        """Wrap a piece [L, ...] of any shape and dtype for the mesh of this tensor. Local."""
         meta = self._spec.tensor_meta
         old = self._local_tensor
         is_same = share.shape == old.shape and share.stride() == old.stride()
@@ -92,7 +94,7 @@ class ExpertTensor(DTensor):
         return type(self).of_share(share, self._spec.mesh)
 
     def to_local(self, *, grad_placements: object = None) -> Tensor:
-        """This rank's piece; gradients come back as an ExpertTensor."""
+        """Return this rank's piece; gradients come back as an ExpertTensor."""
         return local_views([self])[0] if torch.is_grad_enabled() else self._local_tensor
 
     def __reduce_ex__(self, protocol: object) -> object:  # type: ignore[override]
@@ -118,16 +120,17 @@ class ExpertTensor(DTensor):
         if func is Tensor.storage and some is not None:
             _refuse_storage(some)
         name = getattr(func, "__name__", "")
-        # Here, above autograd, so that an ordinary tensor gets an ordinary gradient.
+        # Arguments are wrapped here, above autograd, so that ordinary tensors get ordinary
+        # gradients.
         with torch._C.DisableTorchFunctionSubclass():
             if func == _SET_DATA:
                 return _set_data(args[0], args[1])
             if func is torch.Tensor.share_memory_:
-                # torch looks for a storage, of which this object has none.
+                # torch would look for the storage of this object, which has none.
                 args[0]._local_tensor.share_memory_()
                 return args[0]
             if some is not None and len(args) > 1 and name != "__set__":
-                # What is written to stays what it is.
+                # The tensor that an in-place function writes to is not wrapped.
                 kept = 1 if name.endswith("_") else 0
                 args = (*args[:kept], *(_lifted(arg, some) for arg in args[kept:]))
             is_first = some is not None and some is next(iter(args))
@@ -158,7 +161,7 @@ class ExpertTensor(DTensor):
 
 
 class _CatchOperators(TorchDispatchMode):
-    """Runs operators on ExpertTensors where torch does not ask their class."""
+    """A mode that runs operators on ExpertTensors where torch does not ask their class."""
 
     def __torch_dispatch__(  # type: ignore[override]
         self,
@@ -174,14 +177,14 @@ class _CatchOperators(TorchDispatchMode):
 
 
 def _rewrapped(leaf: object) -> object:
-    """What C++ made of an ExpertTensor by itself, such as a gradient, as one again."""
+    """Wrap a DTensor that C++ made from an ExpertTensor, such as a gradient, as ExpertTensor."""
     if type(leaf) is not DTensor or leaf.requires_grad or leaf._spec.placements != (Shard(0),):
         return leaf
     return ExpertTensor(leaf._local_tensor, leaf._spec, requires_grad=False)
 
 
 def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-    """Run an operator of which an ExpertTensor is an argument."""
+    """Run an operator that has an ExpertTensor among its arguments."""
     name: str = func._schema.name
     if name.startswith(_LIST_OPERATORS):
         return run_on_lists(func, args, kwargs)
@@ -191,7 +194,7 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     if name.startswith("c10d::"):
         return _run_c10d(func, args, kwargs, tensors)
     if name in _NEW and len(args[1]) == args[0].dim() and args[1][0] == args[0].shape[0]:
-        # State of optimizers that factor it: something for each expert.
+        # Optimizers that factor their state make a new tensor with one entry for each expert.
         size = [args[0]._local_tensor.shape[0], *args[1][1:]]
         return args[0].like_self(func(args[0]._local_tensor, size, *args[2:], **kwargs))
     is_by_expert = torch.Tag.pointwise in func.tags or name in _BATCHED or _is_masking(name, args)
@@ -201,7 +204,7 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def _set_data(tensor: object, value: object) -> None:
-    """What `tensor.data = value` means: this rank's experts of `value`, or all of them."""
+    """Assign `tensor.data = value`, where value holds this rank's experts or all experts."""
     if isinstance(tensor, ExpertTensor):
         part = own_part(value, tensor)
         if not isinstance(part, Tensor) or part.shape[:1] != tensor._local_tensor.shape[:1]:
@@ -217,13 +220,13 @@ def _set_data(tensor: object, value: object) -> None:
     elif isinstance(value, ExpertTensor):
         _SET_DATA(tensor, value.full_tensor())
     else:
-        raise AssertionError("one of them is an ExpertTensor")
+        raise AssertionError("the tensor or the value is an ExpertTensor")
 
 
 class _OwnPart(torch.autograd.Function):
-    """An ordinary tensor that spans all experts as an ExpertTensor of this rank's part.
+    """Wraps an ordinary tensor that spans all experts as an ExpertTensor of this rank's part.
 
-    The gradient is an ordinary one, zero for the experts of other ranks.
+    The gradient is an ordinary tensor, zero for the experts of other ranks.
     """
 
     @staticmethod
@@ -244,7 +247,7 @@ class _OwnPart(torch.autograd.Function):
 
 
 class _ToBeCut(torch.autograd.Function):
-    """The same ExpertTensor; of an ordinary gradient of all experts it takes this rank's part."""
+    """The identity, whose backward takes this rank's part of a gradient of all experts."""
 
     @staticmethod
     def forward(ctx: Context, some: ExpertTensor) -> ExpertTensor:
@@ -267,14 +270,15 @@ def _lifted(arg: object, some: ExpertTensor) -> object:
 
 
 class _LocalViews(torch.autograd.Function):
-    """Pieces of ExpertTensors, whose gradients are ExpertTensors; other tensors as they are."""
+    """Takes the pieces of ExpertTensors, with ExpertTensors as gradients; keeps other tensors."""
 
     @staticmethod
     def forward(ctx: Context, factors: Sequence[float], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.factors = factors
         ctx.set_materialize_grads(False)
         ctx.kinds = [tensor if isinstance(tensor, ExpertTensor) else None for tensor in tensors]
-        # Views: autograd writes into what a Function returns, and the piece is the parameter's.
+        # Views, because autograd changes the metadata of a Function's results, and the piece
+        # belongs to the parameter.
         views = tuple(piece_of(tensor).view_as(piece_of(tensor)) for tensor in tensors)
         needed = zip(views, ctx.needs_input_grad[1:], strict=True)
         ctx.mark_non_differentiable(*(view for view, is_needed in needed if not is_needed))
@@ -295,12 +299,12 @@ class _LocalViews(torch.autograd.Function):
 def local_views(
     tensors: Sequence[Tensor], factors: Sequence[float] | None = None
 ) -> tuple[Tensor, ...]:
-    """Differentiable local pieces; gradients are multiplied by their factors. Local."""
+    """Return differentiable local pieces; gradients are multiplied by `factors`. Local."""
     return _LocalViews.apply(factors or [1.0] * len(tensors), *tensors)  # type: ignore[return-value]
 
 
 def _refuse_storage(tensor: ExpertTensor) -> NoReturn:
-    """Say to those who write tensors into files, as safetensors does, what to write."""
+    """Refuse to give a storage, and tell callers such as safetensors what to write to a file."""
     mesh = tensor._spec.mesh
     raise ShapeError(
         f"Tensor.storage: an expert parameter of {list(tensor.shape)} has none, because each of "
@@ -311,7 +315,7 @@ def _refuse_storage(tensor: ExpertTensor) -> NoReturn:
 
 
 def _is_masking(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether an operator writes one number where a mask of the same shape says so."""
+    """Return whether an operator writes one number through a mask of the tensor's shape."""
     if name != "aten::index_put_" or len(args[1]) != 1:
         return False
     mask, value = args[1][0], args[2]
@@ -323,7 +327,7 @@ def _first_expert_tensor(tensors: Sequence[Tensor]) -> ExpertTensor:
 
 
 def _is_elementwise(tensors: Sequence[Tensor], func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether every piece of the result depends on pieces of this rank alone."""
+    """Return whether every piece of the result depends on pieces of this rank alone."""
     some = _first_expert_tensor(tensors)
     for tensor in tensors:
         if isinstance(tensor, DTensor):
@@ -333,7 +337,7 @@ def _is_elementwise(tensors: Sequence[Tensor], func: OpOverload, args: tuple[Any
                 return False
         elif tensor.dim() > some.dim():
             return False
-    # An ordinary tensor that is written to would keep what belongs to one rank.
+    # An ordinary tensor that is written to would hold values of one rank alone.
     is_written = func._schema.is_mutable and not isinstance(args[0], DTensor)
     return not is_written
 
@@ -350,10 +354,10 @@ def _run_on_pieces(
 
 
 def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-    """What an operator that writes returns: its first argument or `out`."""
+    """Return the tensor that an operator has written, its first argument or `out`."""
     written = kwargs.get("out", args[0] if args else None)
     for tensor in tree_leaves(written):
-        # Here torch no longer counts writes, by which others notice them.
+        # torch does not count writes below this level, but caches of weights compare the count.
         torch.autograd.graph.increment_version(piece_of(tensor))
     return written
 
@@ -378,7 +382,7 @@ def _run_as_dtensor(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str
             return original
         return _as_result(leaf, mesh)
 
-    # Kept alive, so that no other object gets the id of one of them.
+    # The DTensors are kept alive, so that no other object gets an id that `originals` holds.
     kept: list[DTensor] = []
     plain_args, plain_kwargs = tree_map(plain, (args, dict(kwargs)))
     mesh = kept[0]._spec.mesh
@@ -387,14 +391,14 @@ def _run_as_dtensor(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str
     except RuntimeError as error:
         if _MIXED not in str(error):
             raise
-        # torch.distributed's C++ comes here without asking __torch_function__() before.
+        # C++ code of torch.distributed comes here without a call of __torch_function__().
         advice = ", and out of DDP by epcomm.training.gradients.ignore_experts_in_ddp(model)"
         raise _refusal(str(func), kept, _NOT_COMPUTED[_MIXED], advice) from error
     return tree_map(back, result)
 
 
 def _refusal(name: str, tensors: Sequence[object], problem: str, advice: str = "") -> ShapeError:
-    """The error of an operator that torch does not compute for a DTensor among `tensors`."""
+    """Make the error of an operator that torch does not compute for a DTensor in `tensors`."""
     some = next(tensor for tensor in tensors if isinstance(tensor, DTensor))
     mesh = some._spec.mesh
     return ShapeError(
@@ -406,7 +410,7 @@ def _refusal(name: str, tensors: Sequence[object], problem: str, advice: str = "
 
 
 def _as_result(result: DTensor, mesh: DeviceMesh) -> Tensor:
-    """Pieces of each rank as ExpertTensor, sums over ranks and the like as ordinary tensors."""
+    """Return pieces along the experts as an ExpertTensor, and sums over ranks as a tensor."""
     placement = result._spec.placements
     if result._spec.mesh != mesh or len(placement) != 1:
         return result

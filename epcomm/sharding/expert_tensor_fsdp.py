@@ -1,10 +1,10 @@
-"""What torch's fully_shard may do with ExpertTensors, said before it changes anything.
+"""Refuse calls of torch's fully_shard that ExpertTensors do not allow, before FSDP changes a model.
 
-FSDP cuts parameters one after the other, and refuses experts by an error that names none of them,
-when it has cut what came before. But first it compares the device of all parameters that it will
-cut with its own, which an ExpertTensor notices. There is no public way to ask there for the mesh
-and the other parameters, so they are read from the frames of the callers. A release of torch that
-calls them otherwise goes on as without this file: with errors of its own.
+FSDP cuts parameters one after the other. It refuses experts by an error that names no parameter,
+after it has cut the parameters before them. But first FSDP compares the device of all parameters
+with its own device, and an ExpertTensor notices that. There is no public way to find the mesh and
+the other parameters at that point, so they are read from the frames of the callers. With a release
+of torch that names these variables otherwise, this check passes, and FSDP raises its own errors.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from epcomm.sharding.shards import ExpertParameters, is_expert_tensor
 if TYPE_CHECKING:
     from epcomm.sharding.expert_tensor import ExpertTensor
 
-# The function of FSDP that looks at all parameters first, and whose `params` they are.
+# The function of FSDP that looks at all parameters first; its local variable `params` holds them.
 LOOKS_AT_DEVICES = "_move_states_to_device"
-# fully_shard calls it by way of one other function, or none.
+# fully_shard calls LOOKS_AT_DEVICES directly or through one other function.
 _NUM_CALLERS = 3
 
 
 def check_fully_shard(tensor: ExpertTensor, caller: FrameType) -> None:
-    """Refuse what FSDP cannot cut, and what it would reduce over too few ranks. Local.
+    """Refuse parameters that FSDP cannot cut, or would reduce over too few ranks. Local.
 
     Args:
-        tensor: one of the parameters.
-        caller: runs LOOKS_AT_DEVICES.
+        tensor: one of the parameters that FSDP is to cut.
+        caller: the frame that runs LOOKS_AT_DEVICES.
 
     Raises:
-        ConfigError: the mesh joins ranks that hold different experts; or it joins copies of the
-            experts, and parameters that are no experts came along, though each rank has its own
-            tokens.
+        ConfigError: the mesh joins ranks that hold different experts; or the mesh joins ranks with
+            copies of the experts, and parameters that are no experts came too, though each rank has
+            its own tokens.
     """
     parameters = caller.f_locals.get("params")
     frame, mesh, modules = caller.f_back, None, None
@@ -74,7 +74,7 @@ def _ranks(mesh: DeviceMesh) -> list[int]:
 
 
 def _share_tokens(modules: object) -> bool:
-    """Whether layers are told that all ranks of their group have the same tokens."""
+    """Return whether the configuration of a layer says that all ranks have the same tokens."""
     roots = modules if isinstance(modules, list | tuple) else [modules]
     parts = [part for root in roots if isinstance(root, nn.Module) for part in root.modules()]
     layers = [part for part in parts if isinstance(part, ExpertParameters)]

@@ -1,4 +1,4 @@
-"""Operators over lists that mix ExpertTensors with ordinary tensors: optimizers, norms, scaling."""
+"""Run operators over lists of ExpertTensors and tensors, for optimizers, norms and loss scaling."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Places: TypeAlias = "Mapping[int, ExpertTensor]"
 
 
 def run_on_lists(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-    """Compute on local pieces, and over all ranks where a number comes out.
+    """Compute on local pieces, and reduce over all ranks where the result is a number.
 
-    Collective: norms, maxima and the look for infinities of loss scaling; else local.
+    Collective: norms, maxima, and loss scaling, which looks for infinities; else local.
     """
     name, is_mutable = func._schema.name, func._schema.is_mutable
     experts = _experts_by_place((*args, *kwargs.values()))
@@ -41,7 +41,7 @@ def run_on_lists(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, A
     if is_mutable:
         _count_writes((*args, *kwargs.values()))
         if name == _UNSCALE:
-            # found_inf: whether any gradient of any rank is not finite.
+            # args[1] is found_inf, which says whether any gradient of any rank is not finite.
             for mesh in {tensor._spec.mesh for tensor in experts.values()}:
                 args[1].copy_(_over_ranks(args[1].view(1), mesh).amax())
         return None
@@ -54,7 +54,7 @@ def run_on_lists(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _experts_by_place(args: Sequence[Any]) -> dict[int, ExpertTensor]:
-    """Position in the lists to an ExpertTensor that one of them has there."""
+    """Map each position where one of the lists has an ExpertTensor to that ExpertTensor."""
     found = {}
     for arg in args:
         if isinstance(arg, list | tuple):
@@ -76,7 +76,7 @@ def _pieces(arg: object, experts: Places, *, is_written: bool = False) -> object
 
 
 def _count_writes(args: Sequence[Any]) -> None:
-    """Count them, as torch does above this place, for those who notice writes by the count."""
+    """Count the writes to local pieces, because caches of weights compare torch's counts."""
     for arg in args:
         for leaf in arg if isinstance(arg, list | tuple) else ():
             if is_expert_tensor(leaf):
@@ -94,7 +94,7 @@ def _wrapped(func: OpOverload, piece: Tensor, expert: ExpertTensor | None) -> Te
 def _reduced(
     results: Sequence[Tensor], experts: Places, reduce: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
-    """The numbers of local pieces to those of whole tensors, one message for all of them."""
+    """Reduce one number of each local piece over the ranks, with one message for all numbers."""
     by_mesh: dict[tuple[DeviceMesh, torch.dtype], list[int]] = defaultdict(list)
     for place, expert in experts.items():
         by_mesh[expert._spec.mesh, results[place].dtype].append(place)
@@ -107,5 +107,5 @@ def _reduced(
 
 
 def _over_ranks(numbers: Tensor, mesh: DeviceMesh) -> Tensor:
-    """[n] of each rank to [W, n]."""
+    """Gather the numbers [n] of each rank into [W, n]."""
     return all_gather_tensor(numbers, 0, mesh).view(-1, numbers.shape[0])

@@ -1,7 +1,7 @@
-"""Parts of an ExpertTensor along its experts: one expert, neighbours, all one by one.
+"""Cut an ExpertTensor along its experts: one expert, neighbours, or all one by one.
 
-Loaders and initialisers write to such parts. What belongs to this rank is a view of its piece, so
-that a write is kept; what belongs to another rank is a copy, and that rank keeps the write.
+Loaders and initialisers write to such parts. A part of this rank's experts is a view of its piece,
+so that a write is kept; a part of another rank's experts is a copy, and that rank keeps the write.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SPLITS = ("aten::split", "aten::split_with_sizes")
 
 
 def takes_parts(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether an operator cuts its first argument along the experts."""
+    """Return whether an operator cuts its first argument along the experts."""
     if name not in (_SELECT, _SLICE, _UNBIND, *_SPLITS):
         return False
     place = 2 if name in _SPLITS else 1
@@ -65,10 +65,11 @@ def run_on_parts(
 
 
 def _part(some: ExpertTensor, experts: Tensor, shard: ExpertShard, whole: Tensor | None) -> Tensor:
-    """A view of this rank's experts, or a copy of those of another rank.
+    """Return a view of this rank's experts, or a copy of the experts of another rank.
 
-    experts: numbers in even steps, or one without a dimension, all of one rank.
-    whole: where they are copied from; None: their rank sends them, collective.
+    experts: numbers of experts of one rank, [n] in even steps, or one number without a dimension.
+    whole: the whole tensor that experts are copied from; None: the rank that owns them broadcasts
+        them, collective.
     """
     piece, num_local = some._local_tensor, shard.num_local_experts
     numbers = experts.flatten().tolist()

@@ -1,7 +1,7 @@
-"""What optimizers hold for expert parameters: before each step it is looked at, whose part it is.
+"""Check before each optimizer step that the state of expert parameters is this rank's part.
 
-torch asks no parameter when an optimizer loads a state, and torch.load() makes plain DTensors of
-ExpertTensors. The first step after that takes this rank's part as ExpertTensors again, or refuses.
+torch asks no parameter when an optimizer loads a state, and torch.load() returns plain DTensors for
+ExpertTensors. The first step after loading turns them into ExpertTensors again, or refuses them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from epcomm.sharding.state_hooks import part_of
 
 @cache
 def watch_optimizers() -> RemovableHandle:
-    """Look at every optimizer of this process before each of its steps, from now on. Local."""
+    """Check the state of every optimizer of this process before each step from now on. Local."""
     return register_optimizer_step_pre_hook(_before_step)
 
 
@@ -40,10 +40,10 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 def _take_own(optimizer: Optimizer, parameter: ExpertTensor) -> None:
-    """Replace the DTensors of a state that was loaded by ExpertTensors of the same memory.
+    """Replace the DTensors of a loaded state by ExpertTensors that share their memory.
 
     Raises:
-        ShapeError: they are the part of another rank, or of another number of ranks.
+        ShapeError: a DTensor is the part of another rank, or of another number of ranks.
     """
     state = optimizer.state.get(parameter, {})
     for name, value in state.items():

@@ -1,4 +1,4 @@
-"""The local pieces of expert tensors, and of tensors beside them."""
+"""Return the local pieces of expert tensors, and of tensors beside them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def piece_of(tensor: Tensor) -> Tensor:
-    """The local piece of a DTensor, without gradients; any other tensor as it is. Local."""
+    """Return the local piece of a DTensor, without gradients, or any other tensor as is. Local."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def own_part(leaf: object, some: ExpertTensor) -> object:
-    """Of an ordinary tensor that spans the experts of `some`, what belongs to this rank's."""
+    """Cut this rank's part out of a tensor that spans the experts of `some`; keep other leaves."""
     if not isinstance(leaf, Tensor):
         return leaf
     if isinstance(leaf, DTensor):

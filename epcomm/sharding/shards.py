@@ -1,4 +1,4 @@
-"""Which experts a rank holds: shares of whole tensors, cut out and put together again."""
+"""Say which experts a rank holds; cut shares out of whole tensors and put them together again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertShard:
-    """Which experts of the whole tensor a parameter holds, along dimension 0."""
+    """The experts of a whole tensor that a parameter holds, along dimension 0."""
 
     first_expert: int
     num_local_experts: int
@@ -30,12 +30,12 @@ class ExpertParameters(Protocol):
     shard: ExpertShard
 
     def expert_parameters(self) -> Mapping[str, Tensor]:
-        """By name below the module, as named_parameters() and state_dict() have it."""
+        """Return the expert parameters by name below the module, as state_dict() names them."""
         ...
 
 
 def shard_of_rank(*, rank: int, world_size: int, num_experts: int) -> ExpertShard:
-    """Return what a rank holds of P experts; W divides P. Local."""
+    """Return the share of a rank in P experts; W divides P. Local."""
     num_local = num_experts // world_size
     return ExpertShard(
         first_expert=rank * num_local, num_local_experts=num_local, num_experts=num_experts
@@ -43,10 +43,10 @@ def shard_of_rank(*, rank: int, world_size: int, num_experts: int) -> ExpertShar
 
 
 def logical_experts(shard: ExpertShard) -> range:
-    """Return the logical expert that each local expert is, by local index.
+    """Return the logical expert of each local expert, by local index.
 
-    Checkpoints have their experts in logical order. Everything that cuts shares out of whole
-    tensors, or puts whole tensors together, asks here.
+    Checkpoints have their experts in logical order. All code that cuts shares out of whole tensors,
+    or puts whole tensors together, uses this order.
     """
     return range(shard.first_expert, shard.first_expert + shard.num_local_experts)
 
@@ -74,7 +74,7 @@ def put_together(parts: Tensor, shards: Sequence[ExpertShard]) -> Tensor:
 def shard_of(parameter: Tensor) -> ExpertShard | None:
     """Return the share that an ExpertTensor holds, or None for any other tensor. Local.
 
-    Of groups without a DeviceMesh (MPI) parameters are ordinary tensors; for them, and for
+    In groups without a DeviceMesh (MPI), parameters are ordinary tensors. For these, and for
     parameters that FSDP has replaced, see expert_shards().
     """
     if not is_expert_tensor(parameter):
@@ -86,14 +86,14 @@ def shard_of(parameter: Tensor) -> ExpertShard | None:
 
 
 def is_expert_tensor(tensor: object) -> TypeGuard[ExpertTensor]:
-    """Whether `tensor` is an ExpertTensor. Local; imports nothing."""
-    # Who has one has imported its module; others need not wait for it.
+    """Return whether `tensor` is an ExpertTensor. Local; imports nothing."""
+    # A program that has an ExpertTensor has imported its module; others need not import it.
     module = sys.modules.get("epcomm.sharding.expert_tensor")
     return module is not None and isinstance(tensor, module.ExpertTensor)
 
 
 def expert_shards(module: nn.Module) -> dict[str, ExpertShard]:
-    """Return what each expert parameter of a model holds, by its names. Local."""
+    """Return the shares of a model's expert parameters, by all names of each parameter. Local."""
     found = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         if isinstance(part, ExpertParameters):

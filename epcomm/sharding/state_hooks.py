@@ -1,4 +1,4 @@
-"""Hooks of a layer's state_dict: whose experts a tensor holds, and who may load it."""
+"""Hook into a layer's state_dict: mark whose experts a tensor holds, and check who loads it."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ _METADATA = "epcomm_share"
 
 
 class Ranks(Protocol):
-    """What the hooks say of an EPGroup."""
+    """The attributes of an EPGroup that messages of the hooks name."""
 
     rank: int
     world_size: int
 
     @property
     def where(self) -> str:
-        """`rank 3 of 8`, for messages."""
+        """Return `rank 3 of 8`, for messages."""
         ...
 
 
 class ShardedLayer(Protocol):
-    """What the hooks need of a layer."""
+    """The parts of a layer that the hooks use."""
 
     shard: ExpertShard
 
     @property
     def group(self) -> Ranks:
-        """The ranks that share the experts."""
+        """Return the ranks that share the experts."""
         ...
 
     def expert_parameters(self) -> Mapping[str, Tensor]:
-        """By name below the layer."""
+        """Return the expert parameters by name below the layer."""
         ...
 
     def as_expert_tensor(self, share: Tensor) -> Tensor:
@@ -50,10 +50,10 @@ class ShardedLayer(Protocol):
 def note_share(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """Say of the tensors of a state_dict whose share they are. Local.
+    """Mark the tensors of a state_dict with the share that they hold. Local.
 
-    The metadata say it of ordinary tensors. Those that something put in the place of parameters
-    become ExpertTensors, which share their memory, where the group has a DeviceMesh.
+    The metadata mark ordinary tensors. Where the group has a DeviceMesh, ordinary tensors in the
+    place of parameters become ExpertTensors, which share their memory.
     """
     layer: ShardedLayer = module  # type: ignore[assignment]
     local_metadata[_METADATA] = _as_list(layer.shard)
@@ -71,7 +71,7 @@ def cut_before_load(
     local_metadata: dict[str, Any],
     *_: object,
 ) -> None:
-    """Turn what load_state_dict() was given into this rank's experts, or refuse it. Local.
+    """Turn the tensors given to load_state_dict() into this rank's experts, or refuse them. Local.
 
     Raises:
         ShapeError: a share of another rank, of another number of ranks, or of unknown origin.
@@ -86,9 +86,9 @@ def cut_before_load(
 
 
 def part_of(tensor: DTensor) -> tuple[tuple[int, ...], int, tuple[Placement, ...]]:
-    """Which part of a whole a rank holds: its place in the mesh, the ranks there, how it is cut.
+    """Return the part of a whole that a DTensor is: rank in the mesh, number of ranks, placements.
 
-    Of a tensor that was unpickled, the rank that saved it.
+    For an unpickled DTensor, the rank is the rank that saved it.
     """
     mesh = tensor.device_mesh
     return tuple(mesh.get_coordinate() or ()), mesh.size(), tuple(tensor.placements)
@@ -101,7 +101,7 @@ class _Reader:
         self._name, self._layer, self._is_own = name, layer, is_own
 
     def read(self, value: Tensor, parameter: Tensor) -> Tensor:
-        """Return what can be copied into `parameter`."""
+        """Return a tensor that can be copied into `parameter`."""
         shard = self._layer.shard
         if hasattr(value, "device_mesh"):
             return self._read_dtensor(value, parameter)  # type: ignore[arg-type]
@@ -131,19 +131,19 @@ class _Reader:
             )
         if is_plain:
             return value.to_local()
-        # Its mesh may be one that was unpickled, and not that of the parameter.
+        # The mesh of the value may be an unpickled one, and not the mesh of the parameter.
         return _wrapped(parameter, value.to_local())
 
 
 def _as(parameter: Tensor, whole: Tensor, share: Tensor) -> Tensor:
-    """This rank's part of `whole` in the form of `parameter`."""
+    """Return this rank's share of `whole`, or the whole, distributed as `parameter` is."""
     if is_expert_tensor(parameter):
         return _wrapped(parameter, share)
     if not hasattr(parameter, "device_mesh"):
         return share
     from torch.distributed.tensor import distribute_tensor
 
-    # FSDP has cut the experts further. No rank sends: each has the whole.
+    # FSDP has cut the experts further. No rank sends, because each has the whole tensor.
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     return distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)
 

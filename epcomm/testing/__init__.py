@@ -1,1 +1,1 @@
-"""What backends are tested with: seeded data, an oracle, suites for buffers and layers."""
+"""Test backends with seeded data, an oracle, and suites for buffers and layers."""

@@ -1,4 +1,4 @@
-"""What every Buffer must do, as scenarios to run on all ranks of a group.
+"""Check what every Buffer must do, in scenarios that run on all ranks of a group.
 
 Payloads are moved bit-equal, slots come in the promised order, undefined memory is NaN, sums are
 compared with float64, operations stand alone, and faults reach every rank and leave the group
@@ -55,19 +55,19 @@ from epcomm.types import (
     sum_dtype,
 )
 
-# float32 sums of at most K * W terms of order one: a few units of 2**-23 each.
+# float32 sums of at most K * W terms of order one err by a few units of 2**-23 for each term.
 SUM_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
 class BufferEnv:
-    """What a scenario runs on.
+    """The environment of a scenario.
 
-    group: the ranks.   backend: registry name.   mode: what the buffer serves.
-    wire: elements towards the experts; None: those of the batch.
-    hidden_size, dtype: of all batches, where the backend does not take any.
-    token_multiple: max_tokens_per_rank is a multiple of it, and set in any case if it is.
-    poisons: memory that nobody has written is NaN, but where a package refuses torch's switch.
+    group: the ranks.   backend: registry name.   mode: the mode that the buffer serves.
+    wire: wire format of dispatch; None: the dtype of the batch.
+    hidden_size, dtype: of all batches, for a backend that does not take any H and dtype.
+    token_multiple: max_tokens_per_rank is a multiple of this; None: set for static sizes alone.
+    poisons: memory that nobody has written is NaN; False where a package refuses torch's switch.
     """
 
     group: EPGroup
@@ -81,11 +81,11 @@ class BufferEnv:
 
     @property
     def caps(self) -> BufferCaps:
-        """What the backend says of itself."""
+        """Return the capabilities of the backend."""
         return buffer_class(self.backend).caps(self.mode)
 
     def adapted(self, spec: BatchSpec) -> BatchSpec:
-        """Batches that the backend takes."""
+        """Return `spec` with a hidden size and dtype that the backend takes."""
         return replace(
             spec,
             hidden_size=self.hidden_size or spec.hidden_size,
@@ -94,31 +94,31 @@ class BufferEnv:
 
     @property
     def is_static(self) -> bool:
-        """Whether faults wait on the device and sizes are agreed beforehand."""
+        """Return whether sizes are agreed beforehand and faults wait on the device."""
         return self.caps.is_static
 
     def open_comparing(self, spec: BatchSpec, **changes: int) -> Buffer:
-        """The same, which tells all ranks of a bad call."""
+        """Open the buffer for batches of `spec`, so that all ranks hear of a bad call."""
         return self.open(spec, compares_calls=not self.caps.reports_faults, **changes)
 
     def open(self, spec: BatchSpec, **changes: int) -> Buffer:
-        """The buffer for batches of `spec`."""
+        """Open the buffer for batches of `spec`."""
         return self.group.open_buffer(self.backend, replace(self.buffer_spec(spec), **changes))
 
     def dispatch_format(self, spec: BatchSpec) -> WireFormat:
-        """How batches of `spec` travel to the experts."""
+        """Return the wire format of batches of `spec` in dispatch."""
         return self.wire or WireFormat.of(spec.dtype)
 
     def sent(self, batch: RankBatch, spec: BatchSpec) -> WireTensor:
-        """The tokens of a batch as they travel."""
+        """Return the tokens of a batch in the wire format of dispatch."""
         return quantize(batch.x, self.dispatch_format(spec))
 
     def arriving(self, batch: RankBatch, spec: BatchSpec) -> Tensor:
-        """What experts make of them: [T, H], float64."""
+        """Return the tokens that experts read from the wire, [T, H], float64."""
         return dequantize(self.sent(batch, spec), sum_dtype(spec.dtype)).double()
 
     def buffer_spec(self, spec: BatchSpec) -> BufferSpec:
-        """What the buffer must carry for batches of `spec`."""
+        """Return the BufferSpec of a buffer for batches of `spec`."""
         wire, world_size = WireFormat.of(spec.dtype), self.group.world_size
         most_tokens = max(spec.tokens_of_rank(rank, world_size) for rank in range(world_size))
         return BufferSpec(
@@ -128,14 +128,14 @@ class BufferEnv:
             dispatch_format=self.dispatch_format(spec),
             combine_format=wire,
             backward_format=wire,
-            # One more than are used, so that padding rows are there to be mistaken for tokens.
+            # One token more than the batches have, so that padding rows could pass for tokens.
             max_tokens_per_rank=align_up(most_tokens + 1, self.token_multiple or 1)
             if self.is_static or self.token_multiple
             else None,
         )
 
     def batches(self, spec: BatchSpec, number: int = 0) -> list[RankBatch]:
-        """Batch `number` of all ranks."""
+        """Make batch `number` of all ranks."""
         world_size = self.group.world_size
         batches = [
             make_batch(spec, rank, world_size, number=number).to(self.group.device)
@@ -143,7 +143,7 @@ class BufferEnv:
         ]
         if not self.caps.fills_masked_entries:
             return batches
-        # What is expected is what the entries without an expert become.
+        # The expected batches have substitutes for masked entries, as the backend makes them.
         return [_filled(batch, spec.num_experts(world_size)) for batch in batches]
 
 
@@ -153,7 +153,7 @@ def _filled(batch: RankBatch, num_experts: int) -> RankBatch:
 
 
 def _never_empty(batch: RankBatch, rank: int, env: BufferEnv, spec: BatchSpec) -> RankBatch:
-    """What arrives of a rank's batch: of one without tokens, BufferCaps.sends_dummy_token."""
+    """Return a rank's batch; for an empty one, the token of BufferCaps.sends_dummy_token."""
     if len(batch.x):
         return batch
     top_k = batch.topk_ids.shape[1]
@@ -168,12 +168,12 @@ def _never_empty(batch: RankBatch, rank: int, env: BufferEnv, spec: BatchSpec) -
 
 
 def uneven(rank: int, world_size: int) -> int:
-    """3, 4, 5, ... tokens."""
+    """Give the ranks 3, 4, 5, ... tokens."""
     return 3 + rank
 
 
 def none_on_rank_1(rank: int, world_size: int) -> int:
-    """No token on rank 1 (on rank 0 of a single one)."""
+    """Give rank 1, or a single rank, no token, and other ranks four."""
     return 0 if rank == min(1, world_size - 1) else 4
 
 
@@ -183,12 +183,12 @@ def none_on_rank_0(rank: int, world_size: int) -> int:
 
 
 def none(rank: int, world_size: int) -> int:
-    """No token anywhere."""
+    """Give no rank a token."""
     return 0
 
 
 def one_in_total(rank: int, world_size: int) -> int:
-    """One token on the last rank."""
+    """Give the last rank one token."""
     return int(rank == world_size - 1)
 
 
@@ -218,7 +218,7 @@ PLAIN = BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids)
 
 
 def check_batch(env: BufferEnv, spec: BatchSpec, expert_alignment: int = 1) -> None:
-    """Dispatch, look at every row and slot, combine in every way, redispatch."""
+    """Dispatch, check every row and slot, combine in every way, and dispatch along the plan."""
     spec = env.adapted(spec)
     buffer = env.open(spec, expert_alignment=expert_alignment)
     batches = env.batches(spec)
@@ -238,7 +238,7 @@ def make_call(
     *,
     flags: BatchFlags = BatchFlags.NONE,
 ) -> DispatchCall:
-    """One rank's call, by default without gradients; with an error it has no tokens."""
+    """Make one rank's call, by default without gradients; with an error it has no tokens."""
     num_tokens = batch.x.shape[0] if error is None else 0
     return DispatchCall(
         hidden_states=batch.x[:num_tokens],
@@ -256,7 +256,7 @@ def dispatch(env: BufferEnv, buffer: Buffer, batch: RankBatch, spec: BatchSpec) 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedSlot:
-    """A slot and where it lies."""
+    """A slot and its position."""
 
     slot: ExpectedSlot
     position: int
@@ -269,7 +269,7 @@ def check_slots(
     spec: BatchSpec,
     expert_alignment: int,
 ) -> list[PlacedSlot]:
-    """Order, counts, bit-equal payload and weights of the received slots; returns them."""
+    """Check order, counts, payload bits and weights of the received slots, and return the slots."""
     num_local, index = spec.num_local_experts, out.index
     if env.caps.sends_dummy_token:
         batches = [_never_empty(batch, rank, env, spec) for rank, batch in enumerate(batches)]
@@ -284,7 +284,7 @@ def check_slots(
     if index.host_num_tokens_per_expert is not None:
         host_counts = list(index.host_num_tokens_per_expert)
         _expect_equal(env, "host_num_tokens_per_expert", host_counts, counts)
-    # Compared apart from their bytes, which words of four scales have too.
+    # The kind of scales is compared beside their bytes, which packed scales have too.
     _expect_equal(env, "dtype and width of scales", _scale_kind(rows), _scale_kind(sent[0]))
     row_of_slot = rows_of_slots(out, rows)
     received = [row_bits(rows, int(row_of_slot[position])) for position in positions]
@@ -312,9 +312,10 @@ def check_combine(
     *,
     once: bool = False,
 ) -> None:
-    """Expert e multiplies by e + 1; every way to combine must give the same sums.
+    """Let expert e multiply by e + 1, and check that every way to combine gives these sums.
 
-    once: only the first way. Else a batch that is combined once is dispatched again for the next.
+    once: combine in the first way alone. Otherwise a batch that can be combined only once is
+        dispatched again for each way.
     """
     caps = env.caps
     ways: list[Callable[[_Computed], None]] = []
@@ -334,10 +335,11 @@ def check_combine(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Computed:
-    """A batch that the experts are done with.
+    """A batch that the experts have computed.
 
-    results: [C, H], NaN where no slot is.   scale: [C], what the expert of a slot multiplies by.
-    arriving: [T, H] and factor: [T, K], float64: this rank's tokens, and what experts make of them.
+    results: [C, H], NaN for padding.   scale: [C], the factor of the expert of each slot.
+    arriving: [T, H], float64, this rank's tokens as experts read them.
+    factor: [T, K], float64, the factors of the experts of each token.
     """
 
     env: BufferEnv
@@ -352,11 +354,11 @@ class _Computed:
 
     @property
     def weighted_sums(self) -> Tensor:
-        """y: [T, H], float64."""
+        """Return the expected y, [T, H], float64."""
         return self.arriving * (self.factor * self.batch.topk_weights.double()).sum(1, keepdim=True)
 
     def expect(self, what: str, actual: Tensor, expected: Tensor) -> None:
-        """The sums are the same, but for roundings on the way."""
+        """Fail unless the sums agree within the tolerance of roundings."""
         _expect_close(self.env, what, actual, expected, _sum_tolerance(self.spec))
 
 
@@ -427,7 +429,7 @@ def check_cached_dispatch(
     batches: list[RankBatch],
     slots: list[PlacedSlot],
 ) -> None:
-    """Other rows along the old exchange plan, twice: slot by slot what their token was given."""
+    """Dispatch other rows along the exchange plan, twice, and compare each slot with its token."""
     row_of_slot = rows_of_slots(out, out.rows)
     for factor in (2, -3):
         rows = buffer.cached_dispatch(batches[env.group.rank].x * factor, out.exchange_plan)
@@ -439,8 +441,8 @@ def check_cached_dispatch(
 
 
 def check_operations_stand_alone(env: BufferEnv) -> None:
-    """Dispatches without combines, and combines in any order and repeated, or only once."""
-    # Holes: on two ranks, three of four experts would bring every token to both.
+    """Dispatch without combining, and combine in any order, and repeatedly where it is allowed."""
+    # Masked entries are needed: on two ranks, three of four experts would bring tokens to both.
     spec, most = env.adapted(BATCH_SPECS["holes"]), env.caps.batches_in_flight
     if most is not None:
         _check_batches_in_flight(env, env.open(spec), spec, most)
@@ -472,7 +474,7 @@ def _check_sums_repeat(done: _Computed) -> None:
 
 
 def check_more_in_flight(env: BufferEnv) -> None:
-    """One batch more than by default, and a single one, where the caller may ask for that."""
+    """Keep one batch more than the default in flight, and only one, if callers may choose."""
     spec, most = env.adapted(BATCH_SPECS["holes"]), env.caps.batches_in_flight
     if most is None or not tests_anything("more_in_flight", env.caps):
         return
@@ -482,7 +484,7 @@ def check_more_in_flight(env: BufferEnv) -> None:
 
 
 def _check_batches_in_flight(env: BufferEnv, buffer: Buffer, spec: BatchSpec, most: int) -> None:
-    """All batches that may be in flight are there; one more ends the first, and spares the rest."""
+    """Fill the batches in flight; one more must end the first batch and spare the others."""
     outs, all_batches = [], []
     for number in range(most + 1):
         all_batches.append(env.batches(spec, number))
@@ -494,7 +496,7 @@ def _check_batches_in_flight(env: BufferEnv, buffer: Buffer, spec: BatchSpec, mo
     if not isinstance(error, HandleError) or f"for {most} may be in flight" not in str(error):
         _fail(env, f"combine of an ended batch raised {error!r}, expected HandleError with {most}")
     if env.is_static:
-        # A refusal of this rank waits there too.
+        # A refusal of this rank waits for check() too.
         _raised(buffer.check)
     for out, batches in zip(outs[1:], all_batches[1:], strict=True):
         check_slots(env, out, batches, spec, 1)
@@ -538,7 +540,7 @@ def check_combine_faults(env: BufferEnv) -> None:
     spec, faulty = env.adapted(PLAIN), env.group.world_size - 1
     is_faulty = env.group.rank == faulty
     buffer, mine = env.open(spec, compares_calls=True), env.batches(spec)[env.group.rank]
-    # Where ranks compare their calls they hear of it at once.
+    # Ranks that compare their calls hear of a refusal at once.
     waits_for_check = env.is_static and env.caps.reports_faults
     for own_error in (HandleError("a spent handle here"), ShapeError("bad rows here")):
         out = dispatch(env, buffer, mine, spec)
@@ -586,7 +588,7 @@ def check_budget(env: BufferEnv) -> None:
 
 
 def _slots_needed(batches: list[RankBatch], rank: int, num_local: int, alignment: int) -> int:
-    """Slots of one rank by counting, each expert rounded up to the alignment."""
+    """Count the slots of one rank, each expert rounded up to the alignment."""
     total = 0
     for expert in range(rank * num_local, (rank + 1) * num_local):
         count = sum(int((batch.topk_ids == expert).sum()) for batch in batches)
@@ -595,7 +597,7 @@ def _slots_needed(batches: list[RankBatch], rank: int, num_local: int, alignment
 
 
 def _finish(env: BufferEnv, buffer: Buffer, out: Dispatched, spec: BatchSpec) -> Tensor:
-    """y of experts that return zeros: a row for each received one, or for each slot."""
+    """Combine zeros as results of experts, for each received row or for each slot; return y."""
     has_rows = out.index.slots_of_row is not None
     num_rows = flat_rows(out, env.caps.layout).data.shape[0]
     zeros = torch.zeros(num_rows, spec.hidden_size, dtype=spec.dtype, device=env.group.device)
@@ -611,7 +613,7 @@ def _expect_fault(
     wanted: str,
     spec: BatchSpec,
 ) -> None:
-    """The call must fail with `kind` and `wanted` in its message, once; static: at check()."""
+    """Check that the call fails once, with `kind` and `wanted`; with static sizes in check()."""
     if env.is_static:
         y = _finish(env, buffer, buffer.dispatch(call), spec)
         if not y.isnan().all():
@@ -627,7 +629,7 @@ def _expect_fault(
 
 
 def check_traffic(env: BufferEnv) -> None:
-    """Counted bytes are those that the plan promises for this very call, to the byte."""
+    """Check that the counted bytes equal the bytes that wire_bytes() predicts for this call."""
     rank, world_size = env.group.rank, env.group.world_size
     spec = env.adapted(BATCH_SPECS["holes"])
     buffer, batches = env.open(spec), env.batches(spec)
@@ -657,13 +659,13 @@ def check_traffic(env: BufferEnv) -> None:
 
 
 def _rows_between(batch: RankBatch, rank: int, spec: BatchSpec) -> int:
-    """Tokens of a batch that need an expert of `rank`."""
+    """Count the tokens of a batch that need an expert of `rank`."""
     owners = batch.topk_ids // spec.num_local_experts
     return int((owners == rank).any(dim=1).sum())
 
 
 def _slots_elsewhere(batch: RankBatch, rank: int, spec: BatchSpec) -> int:
-    """(token, expert) pairs of a batch whose expert is not of `rank`."""
+    """Count the (token, expert) pairs of a batch whose expert is on another rank than `rank`."""
     owners = batch.topk_ids // spec.num_local_experts
     return int(((batch.topk_ids >= 0) & (owners != rank)).sum())
 
@@ -701,7 +703,7 @@ def tests_anything(name: str, caps: BufferCaps) -> bool:
 
 
 def run_scenario(name: str, env: BufferEnv) -> None:
-    """Run one scenario on this rank; all ranks of the group run the same.
+    """Run one scenario on this rank; all ranks of the group run it.
 
     Raises:
         AssertionError: the buffer broke its contract; the message names rank and value.
@@ -716,7 +718,7 @@ def _scale_kind(rows: WireTensor) -> tuple[torch.dtype, int] | None:
 
 
 def _slot_scales(env: BufferEnv, out: Dispatched, spec: BatchSpec, num_slots: int) -> Tensor:
-    """[C]: physical expert + 1 of each slot, 0 for padding."""
+    """Return physical expert + 1 of each slot, [C], 0 for padding."""
     scales = torch.zeros(num_slots, device=env.group.device)
     starts, counts = out.index.first_slot.tolist(), out.index.num_tokens_per_expert.tolist()
     for expert, count in enumerate(counts):
@@ -726,7 +728,7 @@ def _slot_scales(env: BufferEnv, out: Dispatched, spec: BatchSpec, num_slots: in
 
 
 def _reduce_to_rows(out: Dispatched, results: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum slots per row by loops, NaN where a row has none; the scalar of a slot is its scale."""
+    """Sum slots per row by loops, NaN where a row has no slot; scalars are the slots' scales."""
     table = out.index.slots_of_row
     assert table is not None, "this suite reads rows through the index"
     num_rows, hidden_size = out.rows.data.shape
@@ -744,7 +746,7 @@ def _reduce_to_rows(out: Dispatched, results: Tensor, scale: Tensor) -> tuple[Te
 
 
 def _sum_tolerance(spec: BatchSpec) -> float:
-    """Roundings on the way: result, weighted result, row, y; each half a unit of the dtype."""
+    """Return the tolerance of four roundings by half a unit: result, weighted result, row and y."""
     finer = torch.finfo(sum_dtype(spec.dtype)).eps / torch.finfo(torch.float32).eps
     return SUM_TOLERANCE * finer + 4 * torch.finfo(spec.dtype).eps
 
@@ -765,7 +767,7 @@ def _expect_equal(env: BufferEnv, what: str, actual: object, expected: object) -
 def _expect_close(
     env: BufferEnv, what: str, actual: Tensor, expected: Tensor, tolerance: float
 ) -> None:
-    # A row more than none would broadcast.
+    # The shapes are compared first, because one row would broadcast.
     _expect_equal(env, f"shape of {what}", list(actual.shape), list(expected.shape))
     error = relative_error(actual, expected)
     if not error <= tolerance:

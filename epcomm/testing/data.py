@@ -1,4 +1,4 @@
-"""Seeded data of all ranks: every rank can make every rank's batch, so checks need no messages."""
+"""Make seeded data of all ranks: each rank can make every rank's batch, so checks send nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from epcomm.types import sum_dtype
 from epcomm.weights.unquantized import Activation, ExpertFormat, ExpertWeights
 
-# A prime between the seeds of ranks, so that no two batches share one.
+# Distance of the seeds of two ranks: a prime, so that no two batches share a seed.
 _SEED_STRIDE = 7919
 
 
@@ -19,8 +19,8 @@ _SEED_STRIDE = 7919
 class RankBatch:
     """One rank's part of a batch.
 
-    x: [T, H].   topk_ids: [T, K], int64.   topk_weights: [T, K], float32; beside float64 rows
-    float64.   dy: [T, H], the gradient that reaches the output.
+    x: [T, H].   topk_ids: [T, K], int64.   topk_weights: [T, K], float32, or float64 beside float64
+    rows.   dy: [T, H], the gradient of the output y.
     """
 
     x: Tensor
@@ -29,16 +29,16 @@ class RankBatch:
     dy: Tensor
 
     def to(self, device: torch.device) -> RankBatch:
-        """The same batch on `device`."""
+        """Return the batch on `device`."""
         return RankBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSpec:
-    """How to make the batches of all ranks.
+    """The recipe of the batches of all ranks.
 
-    tokens_of_rank: (rank, world_size) to T.
-    choose_ids: (T, top_k, num_experts, generator) to topk_ids [T, K].
+    tokens_of_rank: maps (rank, world_size) to T.
+    choose_ids: maps (T, top_k, num_experts, generator) to topk_ids [T, K].
     """
 
     hidden_size: int = 32
@@ -50,11 +50,11 @@ class BatchSpec:
     choose_ids: Callable[[int, int, int, torch.Generator], Tensor]
 
     def num_experts(self, world_size: int) -> int:
-        """P."""
+        """Return P, the physical experts of all ranks."""
         return self.num_local_experts * world_size
 
     def num_topk(self, world_size: int) -> int:
-        """K, which no group can exceed its experts with."""
+        """Return K, which is at most the number of experts."""
         return min(self.top_k, self.num_experts(world_size))
 
 
@@ -62,11 +62,11 @@ SWIGLU = ExpertFormat()
 
 
 def make_batch(spec: BatchSpec, rank: int, world_size: int, *, number: int = 0) -> RankBatch:
-    """Batch `number` of `rank`; the same on whichever rank it is made."""
+    """Make batch `number` of `rank`, which is equal on whichever rank it is made."""
     generator = torch.Generator().manual_seed(spec.seed + _SEED_STRIDE * (rank + 101 * number))
     num_tokens = spec.tokens_of_rank(rank, world_size)
     top_k, shape = spec.num_topk(world_size), (num_tokens, spec.hidden_size)
-    # float64 rows use all their digits.
+    # float64 rows are drawn in float64, to use all digits.
     made = sum_dtype(spec.dtype)
     return RankBatch(
         x=torch.randn(shape, generator=generator, dtype=made).to(spec.dtype),
@@ -86,7 +86,7 @@ def make_weights(
     number: int = 0,
     device: torch.device | None = None,
 ) -> ExpertWeights:
-    """The experts of all ranks; the same on whichever rank they are made."""
+    """Make the experts of all ranks, which are equal on whichever rank they are made."""
     generator = torch.Generator().manual_seed(spec.seed + 104729 * (number + 1))
     num_experts, hidden_size = spec.num_experts(world_size), spec.hidden_size
     first = intermediate_size * (2 if expert_format.activation.is_gated else 1)
@@ -112,12 +112,12 @@ def make_weights(
 
 
 def random_ids(num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
-    """Distinct uniform ids."""
+    """Choose distinct uniform ids."""
     return torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :top_k]
 
 
 def holed_ids(num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
-    """Distinct uniform ids with about half replaced by -1; the first token keeps none."""
+    """Choose distinct uniform ids with about half replaced by -1; the first token keeps none."""
     ids = random_ids(num_tokens, top_k, num_experts, generator)
     ids[torch.rand(ids.shape, generator=generator) < 0.5] = -1
     ids[:1] = -1
@@ -127,14 +127,14 @@ def holed_ids(num_tokens: int, top_k: int, num_experts: int, generator: torch.Ge
 def last_expert_ids(
     num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
 ) -> Tensor:
-    """Every token to the last expert alone."""
+    """Send every token to the last expert alone."""
     ids = torch.full((num_tokens, top_k), -1)
     ids[:, -1] = num_experts - 1
     return ids
 
 
 def no_ids(num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
-    """No token to any expert."""
+    """Send no token to any expert."""
     return torch.full((num_tokens, top_k), -1)
 
 

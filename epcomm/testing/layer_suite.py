@@ -1,4 +1,4 @@
-"""What every way through a layer must compute: x, topk to y and all gradients, against the oracle.
+"""Check every path through a layer against the oracle: y from (x, topk), and all gradients.
 
 Scenarios run on all ranks of a group at once. A layer is anything that maps (x, topk) to y and
 shows its live local weights, such as ExpertParallelExperts.
@@ -30,44 +30,45 @@ from epcomm.types import WireFormat
 from epcomm.weights.quantized import Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
-# The promise of the library for float32, outputs and gradients.
+# The relative error that the library promises for float32, for outputs and gradients.
 FP32_TOLERANCE = 1e-5
 # bfloat16 rounds by 2**-9: a few products and activations, the weighted result, the sum of a rank,
 # and y; gradients go through twice as many. 16 roundings of the largest value, all in one
 # direction.
 BF16_TOLERANCE = 16 * 2.0**-9
-# What W8A8 adds: between the products activations become codes, each off by half a step, the row's
-# largest / 254. Such errors add up like y itself, so y is off by largest / rms / 254 / sqrt(3) of
-# its size; with a largest of ten times the rms, and as much again for the tail.
+# W8A8 turns activations between the products into codes, each off by at most half a step, 1 / 254
+# of the largest value of the row. These errors add up as y itself does, so y is off by
+# largest / rms / 254 / sqrt(3) of its size; the tolerance takes a largest value of ten times the
+# rms, and as much again for the tail.
 W8A8_TOLERANCE = BF16_TOLERANCE + 2 * 10 / 254 / 3**0.5
 
 
 class Layer(Protocol):
-    """What is tested."""
+    """A layer under test."""
 
     @property
     def weights(self) -> ExpertTensors:
-        """This rank's live weights."""
+        """Return this rank's live weights."""
         ...
 
     def __call__(self, x: Tensor, topk: TopKOutput) -> Tensor:
-        """[T, H] to [T, H]; collective."""
+        """Compute y [T, H] from x [T, H]; collective."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerEnv:
-    """What a scenario runs on.
+    """The environment of a scenario.
 
-    make_layer: from the weights of all experts and K to a layer; collective.
-    has_gradients: else everything runs under no_grad and outputs alone are compared.
+    make_layer: makes a layer from the weights of all experts and K; collective.
+    has_gradients: compare gradients; False: all runs under no_grad and only outputs are compared.
     is_replicated: all ranks pass the same batch.
-    wire: elements towards the experts if they are quantised; then tokens are such as the wire
+    wire: wire format of dispatch if it is quantised; the tokens are then values that the wire
         carries without loss, but for the last bit of a scale.
-    hidden_size, dtype: of all batches, where the backend does not take any.
-    poisons: memory that nobody has written is NaN, but where a package refuses torch's switch.
-    is_w8a8: make_layer quantises the experts; then they are such as INT8 codes carry without loss,
-        but for the last bit of a scale.
+    hidden_size, dtype: of all batches, for a backend that does not take any H and dtype.
+    poisons: memory that nobody has written is NaN; False where a package refuses torch's switch.
+    is_w8a8: make_layer quantises the experts; the weights are then values that INT8 codes carry
+        without loss, but for the last bit of a scale.
     intermediate_size: I of the experts.
     """
 
@@ -84,16 +85,16 @@ class LayerEnv:
 
     @property
     def tolerance(self) -> float:
-        """What results may be off by, relative to the largest."""
+        """Return the largest error of results, relative to the largest result."""
         if self.is_w8a8:
             return W8A8_TOLERANCE
         if self.dtype is torch.float64:
-            # As many roundings, each finer.
+            # float64 has the same number of roundings, each finer.
             return FP32_TOLERANCE * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
         return BF16_TOLERANCE if self.dtype is torch.bfloat16 else FP32_TOLERANCE
 
     def adapted(self, spec: BatchSpec) -> BatchSpec:
-        """Batches that the backend takes."""
+        """Return `spec` with a hidden size and dtype that the backend takes."""
         return replace(
             spec,
             hidden_size=self.hidden_size or spec.hidden_size,
@@ -102,11 +103,11 @@ class LayerEnv:
 
     @property
     def source(self) -> int:
-        """Which of batches() this rank passes."""
+        """Return the index in batches() of the batch that this rank passes."""
         return 0 if self.is_replicated else self.group.rank
 
     def batches(self, spec: BatchSpec, number: int = 0) -> list[RankBatch]:
-        """Batch `number` of all ranks; a single one if they all pass the same."""
+        """Make batch `number` of all ranks, or a single batch if all ranks pass the same."""
         world_size = self.group.world_size
         batches = [
             make_batch(spec, rank, world_size, number=number).to(self.group.device)
@@ -121,12 +122,12 @@ class LayerEnv:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Poisoned memory, and grad mode as the environment has it."""
+        """Run with poisoned memory, and with the grad mode of the environment."""
         with self.memory(), torch.set_grad_enabled(self.has_gradients):
             yield
 
     def memory(self) -> AbstractContextManager[None]:
-        """Poisoned, where it may be."""
+        """Poison memory within the context, where the environment allows it."""
         return poisoned_memory() if self.poisons else nullcontext()
 
     def backward(self, *losses: Tensor) -> None:
@@ -135,7 +136,7 @@ class LayerEnv:
             torch.stack(losses).sum().backward()
 
     def weights(self, spec: BatchSpec, number: int = 0) -> ExpertWeights:
-        """Experts `number` of all ranks."""
+        """Make experts `number` of all ranks."""
         weights = make_weights(
             spec,
             self.group.world_size,
@@ -156,7 +157,7 @@ def pipeline_env(
     hidden_size: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> LayerEnv:
-    """The environment for ExpertParallelExperts under `config`; the rest as in LayerEnv."""
+    """Make the environment for ExpertParallelExperts under `config`; see LayerEnv."""
     return LayerEnv(
         group=group,
         make_layer=lambda weights, top_k: ExpertParallelExperts(
@@ -172,7 +173,7 @@ def pipeline_env(
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """One rank's leaves: x [T, H], topk_weights [T, K], and the gradient of the output."""
+    """The leaves of one rank: x [T, H], topk_weights [T, K], and the gradient of the output."""
 
     x: Tensor
     topk: TopKOutput
@@ -180,7 +181,7 @@ class Inputs:
 
 
 def leaves(batch: RankBatch, *, requires_grad: bool = True) -> Inputs:
-    """Fresh leaves of a batch."""
+    """Make new leaves of a batch."""
     weights = batch.topk_weights.clone().requires_grad_(requires_grad)
     return Inputs(
         x=batch.x.clone().requires_grad_(requires_grad),
@@ -190,7 +191,7 @@ def leaves(batch: RankBatch, *, requires_grad: bool = True) -> Inputs:
 
 
 def check_batch(env: LayerEnv, spec: BatchSpec, weights: ExpertWeights | None = None) -> None:
-    """Output and all gradients of one batch; a second one must not remember the first."""
+    """Check the output and all gradients of two batches; the second must not see the first."""
     spec, world_size = env.adapted(spec), env.group.world_size
     weights = env.weights(spec) if weights is None else weights
     layer = env.make_layer(weights, spec.num_topk(world_size))
@@ -207,7 +208,7 @@ def check_batch(env: LayerEnv, spec: BatchSpec, weights: ExpertWeights | None = 
 
 
 def check_outputs(env: LayerEnv, y: Tensor, mine: Inputs, expected: OracleResult) -> None:
-    """y, dx and dw of this rank; y alone where there are no gradients."""
+    """Compare y, dx and dw of this rank, or y alone where there are no gradients."""
     _expect_close(env, "y", y, expected.y[env.source])
     if env.has_gradients:
         _expect_close(env, "dx", mine.x.grad, expected.dx[env.source])
@@ -215,7 +216,7 @@ def check_outputs(env: LayerEnv, y: Tensor, mine: Inputs, expected: OracleResult
 
 
 def check_weight_gradients(env: LayerEnv, layer: Layer, *expected: OracleResult) -> None:
-    """Gradients of this rank's experts, summed over the batches."""
+    """Compare the gradients of this rank's experts, summed over the batches."""
     num_local = layer.weights.num_experts
     first = env.group.rank * num_local
     for name, tensor in _parameters(layer).items():
@@ -366,7 +367,7 @@ def check_frozen_experts(env: LayerEnv) -> None:
     if isinstance(layer, ExpertParallelExperts):
         caps = layer.phases.prefill.plan.caps
         reads_flags = caps.host_syncs > 0 and caps.reports_faults
-    # Who may not read the flags of others must assume that some need gradients.
+    # A rank that may not read the flags of other ranks must assume that some need gradients.
     if layer(still.x, still.topk).requires_grad and reads_flags:
         raise AssertionError(f"{env.group.where}: y requires grad though nothing does")
 
@@ -389,7 +390,7 @@ _FLOAT32_SPECS = {
     if spec.dtype is torch.float32 and name != "odd_hidden"
 }
 
-# Outputs, and gradients where there are any.
+# Scenarios that check outputs, and gradients where there are any.
 SCENARIOS: Mapping[str, Callable[[LayerEnv], None]] = MappingProxyType(
     {
         **{
@@ -406,7 +407,7 @@ SCENARIOS: Mapping[str, Callable[[LayerEnv], None]] = MappingProxyType(
     }
 )
 
-# About gradients alone.
+# Scenarios that check gradients alone.
 GRADIENT_SCENARIOS: Mapping[str, Callable[[LayerEnv], None]] = MappingProxyType(
     {
         "checkpointing": check_checkpointing,
@@ -418,7 +419,7 @@ GRADIENT_SCENARIOS: Mapping[str, Callable[[LayerEnv], None]] = MappingProxyType(
 
 
 def run_scenario(name: str, env: LayerEnv) -> None:
-    """Run one scenario on this rank; all ranks of the group run the same.
+    """Run one scenario on this rank; all ranks of the group run it.
 
     Raises:
         AssertionError: a result is off; the message names rank, tensor and error.
@@ -432,7 +433,7 @@ def _clear_gradients(layer: Layer) -> None:
 
 
 def _parameters(layer: Layer) -> Mapping[str, Tensor]:
-    """What gradients are to be found at: parameters of a module, else the weights themselves."""
+    """Return the tensors that hold gradients: parameters of a module, or the weights themselves."""
     if isinstance(layer, ExpertParallelExperts):
         return layer.expert_parameters()
     return layer.weights.tensors()

@@ -1,7 +1,7 @@
-"""The oracle: a dense MoE layer of all ranks' tokens in float64, one process, plain torch.
+"""Compute the oracle: a dense MoE layer of all ranks' tokens, in float64 and plain torch.
 
-It shares no code with what it checks: every expert computes every token, and a table of router
-weights [T, E] picks the results. Gradients come from autograd of that formula.
+The oracle shares no code with the layers that it checks: every expert computes every token, and a
+table of router weights [T, E] picks the results. Gradients come from autograd of that formula.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from epcomm.weights.unquantized import ExpertWeights
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OracleResult:
-    """Results of all ranks, float64.
+    """The results of all ranks, float64.
 
-    y, dx, dw: a tensor a rank, [T, H], [T, H], [T, K].
-    weight_grads: by ExpertWeights field, of all P experts; only those that require grad.
+    y, dx, dw: a tensor for each rank, [T, H], [T, H], [T, K].
+    weight_grads: gradients of all P experts, by field of ExpertWeights, for fields that require
+        grad.
     """
 
     y: list[Tensor]
@@ -32,7 +33,7 @@ class OracleResult:
 
 
 def run_oracle(batches: Sequence[RankBatch], weights: ExpertWeights) -> OracleResult:
-    """Outputs and all gradients of sum over ranks of <y, dy>."""
+    """Compute y of all ranks, and all gradients of the sum over ranks of <y, dy>."""
     params = {
         name: tensor.detach().double().requires_grad_(tensor.requires_grad)
         for name, tensor in weights.tensors().items()
@@ -57,9 +58,9 @@ def run_oracle(batches: Sequence[RankBatch], weights: ExpertWeights) -> OracleRe
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """max|a - b| / max|b| in float64; inf where anything is not finite; absolute where b is 0.
+    """Return max|a - b| / max|b| in float64; inf where a is not finite; absolute where b is 0.
 
-    Of an ExpertTensor this rank's experts are compared.
+    For an ExpertTensor, this rank's experts are compared.
     """
     actual, expected = (
         (t.to_local() if is_expert_tensor(t) else t).detach().double() for t in (actual, expected)
@@ -80,7 +81,7 @@ def _dense_layer(
     weights: ExpertWeights,
 ) -> Tensor:
     num_experts = params["gate_up_proj"].shape[0]
-    # The table has one more column, which -1 entries fall into.
+    # The one-hot table has one more column, for the -1 entries, which is cut off.
     columns_TK = topk_ids_TK % (num_experts + 1)
     one_hot_TKE = torch.nn.functional.one_hot(columns_TK, num_experts + 1)[..., :num_experts]
     table_TE = (topk_weights_TK.unsqueeze(-1) * one_hot_TKE).sum(dim=1)

@@ -13,25 +13,26 @@ from epcomm.buffers.collective.scratch import Scratch
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """While open, torch.empty and its kin return NaN (integers: the largest value).
+    """Make torch.empty and its kin return NaN (integers: the largest value) within the context.
 
-    So does memory that buffers keep: what an earlier call left there could pass for this one's.
+    Memory that buffers keep is filled with NaN too: rows of an earlier call could pass for rows of
+    this call.
 
     Raises:
-        RuntimeError: this torch does not fill, so the suites would prove nothing.
+        RuntimeError: this release of torch does not fill memory, so the suites would prove nothing.
     """
     mode = torch.get_deterministic_debug_mode()
     # The switch is an attribute that torch makes at run time, which type checkers cannot see.
     switch: Any = torch.utils.deterministic
     fills = switch.fill_uninitialized_memory
-    # Not use_deterministic_algorithms: that imports the compiler, seconds in each process.
+    # use_deterministic_algorithms() would import the compiler, which takes seconds in each process.
     torch.set_deterministic_debug_mode("warn")
     switch.fill_uninitialized_memory = True
     kept_rows = Scratch.rows
 
     def poisoned_rows(self: Scratch, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         rows = kept_rows(self, num_rows, width, dtype)
-        # All bits: NaN in every floating dtype.
+        # All bits set is NaN in every floating dtype.
         rows.view(torch.uint8).fill_(0xFF)
         return rows
 
@@ -47,5 +48,5 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def poison_rows(rows: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """A copy of rows [N, ...] with NaN where keep [N] is False."""
+    """Copy rows [N, ...], with NaN where keep [N] is False."""
     return rows.masked_fill(~keep.view(-1, *[1] * (rows.dim() - 1)), float("nan"))

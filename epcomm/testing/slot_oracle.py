@@ -1,4 +1,4 @@
-"""What the slots of one rank must hold, by plain loops, and where a buffer put them."""
+"""Compute by plain loops what the slots of one rank must hold, and where a buffer put them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from epcomm.types import ROW_MAJOR, Layout, WireTensor
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedSlot:
-    """What one slot must hold: expert of this rank, source rank, token, k."""
+    """The content that one slot must have: expert of this rank, source rank, token, k."""
 
     expert: int
     source: int
@@ -24,7 +24,7 @@ class ExpectedSlot:
 
 
 def expected_slots(batches: list[RankBatch], rank: int, num_local: int) -> list[ExpectedSlot]:
-    """The slots of `rank` by (expert, source rank, token)."""
+    """Return the slots of `rank`, ordered by (expert, source rank, token)."""
     first = rank * num_local
     found = [
         ExpectedSlot(expert=expert - first, source=source, token=token, k=k)
@@ -39,7 +39,7 @@ def expected_slots(batches: list[RankBatch], rank: int, num_local: int) -> list[
 def slot_positions(
     slots: list[ExpectedSlot], num_local: int, expert_alignment: int, capacity: int | None
 ) -> list[int]:
-    """Where slots lie when experts start at multiples of expert_alignment, or of `capacity`."""
+    """Return the positions of slots if experts start at multiples of alignment or capacity."""
     positions, start = [], 0
     for expert in range(num_local):
         mine = [slot for slot in slots if slot.expert == expert]
@@ -51,7 +51,7 @@ def slot_positions(
 
 
 def flat_rows(out: Dispatched, layout: Layout) -> WireTensor:
-    """Received rows of either layout, [R, H], with their scales row-major."""
+    """Return received rows of either layout as [R, H], with row-major scales."""
     rows, came = out.rows, out.rows.scale_layout or ROW_MAJOR
     scales = rows.scales
     if scales is not None:
@@ -68,14 +68,14 @@ def flat_rows(out: Dispatched, layout: Layout) -> WireTensor:
 
 
 def rows_of_slots(out: Dispatched, rows: WireTensor) -> Tensor:
-    """[C]: the row of each slot, -1 for padding."""
+    """Return the row of each slot, [C], -1 for padding."""
     if out.index.row_of_slot is None:
         return torch.arange(rows.data.shape[0], device=rows.data.device)
     return out.index.row_of_slot
 
 
 def row_bits(rows: WireTensor, row: int) -> list[list[int]]:
-    """The bytes of one row: elements, then scales."""
+    """Return the bytes of one row: elements, then scales."""
     parts = [rows.data[row], *([] if rows.scales is None else [rows.scales[row]])]
     return [part.contiguous().view(torch.uint8).tolist() for part in parts]
 
@@ -83,10 +83,10 @@ def row_bits(rows: WireTensor, row: int) -> list[list[int]]:
 def as_received(
     slots: list[ExpectedSlot], received: list[list[list[int]]], sent: list[WireTensor]
 ) -> list[ExpectedSlot]:
-    """The same slots in the order that they came in within each expert; tokens are distinct.
+    """Order the slots of each expert as they were received; tokens must be distinct.
 
-    received: the bytes of each slot.   sent: the tokens of all ranks as they travel.
-    What came and was never sent keeps some slot of its expert, and is found out by its bytes.
+    received: the bytes of each slot.   sent: the tokens of all ranks in the wire format.
+    Bytes that no rank has sent get any slot of their expert, and fail the comparison later.
     """
     left = list(slots)
     ordered = []

@@ -1,1 +1,1 @@
-"""What a training loop adds to the layers: gradients of experts."""
+"""Support training loops: gradients of experts, steps without data, and checkpoints."""

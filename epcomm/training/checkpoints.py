@@ -1,4 +1,4 @@
-"""The state of a model with whole expert tensors, gathered and loaded."""
+"""Gather and load the state of a model with whole expert tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def gather_state_dict(module: nn.Module, group: EPGroup) -> dict[str, Tensor]:
     """Return the state of `module` with whole expert tensors, as the unsharded model has it.
 
     Returns:
-        Detached tensors; expert tensors are [P, ...] and owned by the caller, the others alias.
+        Detached tensors; expert tensors are [P, ...] and owned by the caller, other tensors share
+        the memory of the module.
 
     Collective: yes, one all-gather an expert parameter.   Host sync: as the transport.
     """
@@ -50,7 +51,7 @@ def _is_own_share(tensor: Tensor, shard: ExpertShard) -> bool:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """What FSDP has cut into DTensors, whole again. Collective for those."""
+    """Return a tensor whole: gather a DTensor, which FSDP has cut. Collective for DTensors."""
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 
@@ -58,13 +59,13 @@ def _whole(tensor: Tensor) -> Tensor:
 def load_full_state_dict(
     module: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True
 ) -> None:
-    """Load whole tensors, cutting out this rank's experts, and what FSDP has cut. Local.
+    """Load whole tensors, cutting this rank's experts and the shards of FSDP out of them. Local.
 
     Args:
-        module: whose parameters and buffers are written.
+        module: the module whose parameters and buffers are written.
         state: whole tensors by name, as the unsharded model has them.
-        strict: all of them; else as many as `state` has, so that a large checkpoint may come one
-            tensor at a time.
+        strict: `state` must have all tensors of the module; False: any of them, so that a large
+            checkpoint may come one tensor at a time.
 
     Raises:
         ShapeError: an expert tensor does not hold all P experts.
@@ -86,13 +87,13 @@ def load_full_state_dict(
 
 
 def _fitting(value: Tensor, parameter: nn.Parameter | None) -> Tensor:
-    """A whole tensor as FSDP's parameters want it; experts are cut by the hook of their layer."""
+    """Distribute a whole tensor as FSDP cut its parameter; a layer's hook cuts the experts."""
     if not hasattr(parameter, "device_mesh") or hasattr(value, "device_mesh"):
         return value
     if is_expert_tensor(parameter):
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    # No rank sends: each has the whole.
+    # No rank sends, because each has the whole tensor.
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[union-attr]
     return distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)

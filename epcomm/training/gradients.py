@@ -1,8 +1,8 @@
-"""Gradients beside expert parallelism: sums over ranks, factors, norms.
+"""Correct gradients under expert parallelism: sums over ranks, factors, norms.
 
 An expert has seen the tokens of all ranks of its group, so when backward ends its gradients are the
 sum over the losses of these ranks. Every other parameter is replicated and has seen only the rank's
-own tokens. docs/training.md tells what follows beside DDP and FSDP.
+own tokens. docs/training.md tells what to do beside DDP and FSDP.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from epcomm.types import sum_dtype
 def sum_replicated_gradients(model: nn.Module, group: EPGroup) -> None:
     """Add the gradients of replicated parameters over the ranks, where no DDP does.
 
-    Afterwards all gradients are those of the sum of the losses of all ranks; divide each loss by
-    the number of ranks, or of all tokens, for a mean. A rank without a gradient counts as zero.
+    Afterwards all gradients are gradients of the sum of the losses of all ranks; divide each loss
+    by the number of ranks, or of all tokens, for a mean. A missing gradient counts as zero.
 
     Collective: yes, two messages a dtype.   Host sync: as the transport.
     Raises:
@@ -58,8 +58,9 @@ def scale_expert_gradients(model: nn.Module, factor: float) -> None:
 
     Beside DDP, which takes the mean over its W ranks, the factor is 1 / W: an expert's gradient is
     a sum over the same ranks. Gradients that add up over several backwards are each scaled once.
-    Parameters that are replaced later are scaled too. Of parametrised experts the original is
-    scaled, and what it is combined with is not (adapters of LoRA are reduced like any parameter).
+    Parameters that are replaced later are scaled too. For parametrised experts, the gradient of the
+    original parameter is scaled, and the gradients of the parametrisation are not: adapters of LoRA
+    are reduced like any parameter.
 
     Local; call it once after construction, and after parametrising.
     """
@@ -71,11 +72,11 @@ def scale_expert_gradients(model: nn.Module, factor: float) -> None:
 def ignore_experts_in_ddp(model: nn.Module) -> None:
     """Let DistributedDataParallel(model) leave the expert parameters alone. Local.
 
-    Call it on the very module that DDP will wrap, before it does. DDP would else send the experts
-    of rank 0 to all ranks; of ExpertTensors it raises an error instead. What DDP was told to ignore
-    before, it still ignores.
+    Call it on the very module that DDP will wrap, before wrapping. Otherwise DDP would send the
+    experts of rank 0 to all ranks, or raise an error for ExpertTensors. Parameters that DDP was
+    told to ignore before stay ignored.
     """
-    # torch's own list, which has no public way in.
+    # torch keeps the ignored names in this attribute and has no public function to extend it.
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     sharded = {id(parameter) for parameter in sharded_parameters(model)}
     ignored |= {
@@ -89,11 +90,12 @@ def ignore_experts_in_ddp(model: nn.Module) -> None:
 def sum_expert_gradients(model: nn.Module, copies: EPGroup) -> None:
     """Add the gradients of expert parameters over the ranks that hold copies of the same experts.
 
-    For several expert groups beside each other: each group's experts have seen the tokens of their
-    own group alone. sum_replicated_gradients() then wants the group of all ranks.
+    Several expert groups beside each other need this call, because each group's experts have seen
+    the tokens of their own group alone. Then pass sum_replicated_gradients() the group of all
+    ranks.
 
     Args:
-        model: of this rank.
+        model: the model of this rank.
         copies: the ranks that hold the same experts, one of each expert group.
 
     Collective: yes, two messages a dtype.   Host sync: as the transport.
@@ -103,18 +105,18 @@ def sum_expert_gradients(model: nn.Module, copies: EPGroup) -> None:
 
 
 def clip_grad_norm(model: nn.Module, group: EPGroup | None, max_norm: float) -> Tensor:
-    """Scale all gradients so that the norm of all of them, experts of all ranks included, fits.
+    """Scale all gradients so that their norm, with the experts of all ranks, is max_norm at most.
 
-    Call it when replicated gradients are equal on all ranks. Beside FSDP, and for models that
-    transformers loaded, which hold DTensors, it gathers what those need.
+    Call it when replicated gradients are equal on all ranks. For DTensors, which FSDP and models
+    loaded by transformers hold, it adds up the squares over all ranks.
 
     Args:
-        model: with any parameters of its own, sharded or not.
+        model: a model with any parameters, sharded or not.
         group: the ranks that share the experts; None for a model that transformers loaded.
-        max_norm: the largest norm that stays as it is.
+        max_norm: the largest norm of gradients that are not scaled.
 
     Returns:
-        float32 scalar, the norm before, equal on all ranks.
+        The norm before scaling, a float32 scalar, equal on all ranks.
 
     Collective: yes.   Host sync: as the transport.
     """
@@ -126,7 +128,7 @@ def clip_grad_norm(model: nn.Module, group: EPGroup | None, max_norm: float) -> 
         square = square + group.collectives.all_gather(own, phase="clip_grad_norm").sum()
         square = square + _square_of([p for p in experts if _is_cut_further(p)], square.device)
     norm = square.sqrt()
-    # 1e-6 as torch.nn.utils.clip_grad_norm_ has it, against gradients of zero.
+    # 1e-6 guards against gradients of zero, as in torch.nn.utils.clip_grad_norm_.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         _local(gradient).mul_(factor)
@@ -134,7 +136,7 @@ def clip_grad_norm(model: nn.Module, group: EPGroup | None, max_norm: float) -> 
 
 
 def _square_of(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """The sum of all squares; of DTensors, but not of ExpertTensors, those of all ranks."""
+    """Sum the squares of gradients, of DTensors that are no ExpertTensors over all ranks."""
     total = torch.zeros((), device=device)
     for parameter in parameters:
         gradient = parameter.grad
@@ -147,7 +149,7 @@ def _square_of(parameters: Iterable[nn.Parameter], device: torch.device) -> Tens
 
 
 def _is_cut_further(parameter: nn.Parameter) -> bool:
-    """Whether FSDP has cut this rank's experts, which it makes ordinary DTensors."""
+    """Return whether FSDP has cut this parameter of experts: then it is an ordinary DTensor."""
     return isinstance(parameter, DTensor) and not is_expert_tensor(parameter)
 
 
@@ -171,7 +173,7 @@ def _set_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 def _sum_over_ranks(flat: Tensor, collectives: Collectives, *, phase: str) -> Tensor:
-    """Reduce-scatter and all-gather: [N] of each rank to their sum, bit-equal on all ranks."""
+    """Sum [N] over the ranks by reduce-scatter and all-gather, bit-equal on all ranks."""
     world_size = collectives.world_size
     share = -(-flat.shape[0] // world_size)
     padded = torch.nn.functional.pad(flat, (0, share * world_size - flat.shape[0]))

@@ -1,4 +1,4 @@
-"""Steps of a rank without data, with which the others go on."""
+"""Run steps on a rank without data, so that the other ranks can go on."""
 
 from __future__ import annotations
 
@@ -21,28 +21,30 @@ def idle_step(
     backward: bool | None = None,
     run_token: Callable[[], object] | None = None,
 ) -> None:
-    """Take part in a step of the other ranks without data of one's own.
+    """Take part in a step of the other ranks, on a rank that has no data.
 
-    Calls every expert-parallel layer in the order in which they are registered, without a token,
-    and in training runs backward through them in reverse, so that the collectives pair up with
-    those of ranks that have data. A transformers model that was loaded with epcomm, or is inside
-    FSDP or DDP, runs one token instead, and its loss counts nothing: these want the collectives of
-    the whole model.
+    It calls every expert-parallel layer in the order of registration, without a token, and in
+    training runs backward through the layers in reverse, so that the collectives pair up with the
+    collectives of ranks that have data. A transformers model that was loaded with epcomm, or is
+    inside FSDP or DDP, runs one token instead, with a loss of 0, because the ranks of such a model
+    run the collectives of the whole model.
 
     Args:
-        model: as it is called elsewhere.
-        backward: the other ranks run backward; None: as grad mode says here.
+        model: the model that other ranks call in this step.
+        backward: the other ranks run backward; None: if grad mode is on here.
         run_token: runs the model on one token and returns its output: a tensor, or a mapping,
-            tuple, list or dataclass of tensors and other things, as models of transformers do; for
-            other models inside DDP or FSDP, and where other ranks recompute activations.
+            tuple, list or dataclass of tensors and other things, as models of transformers do. It
+            is needed for models inside DDP or FSDP that do not take input_ids, and where other
+            ranks recompute activations.
 
     Collective: yes, in place of one forward, and of its backward.   Host sync: as the layers.
     Raises:
-        ConfigError: the model has no expert-parallel layer; or it is inside FSDP or DDP, and
-            nothing says what it takes, on this rank alone; or backward is wanted and run_token
-            returned no tensor that requires grad, though its layers did: after backward through
-            these, so that other ranks need not wait. In a model loaded by transformers they do, and
-            only what holds no tensor of floats is refused.
+        ConfigError: the model has no expert-parallel layer; or the model is inside FSDP or DDP and
+            does not say that it takes input_ids, raised on this rank alone; or backward is wanted
+            and run_token returned no tensor that requires grad, though layers returned one. The
+            last is raised after backward through these layers, so that other ranks do not wait. In
+            a model loaded by transformers other ranks do wait, and only an output without any
+            floating-point tensor is refused.
     """
     layers = expert_parallel_layers(model)
     if not layers:
@@ -75,7 +77,7 @@ def _run_idle(model: nn.Module, layers: list[ExpertParallelLayer]) -> object:
         return result
     wrapper = _wrapper_of(model)
     if wrapper is not None:
-        # As models of transformers say it.
+        # Models of transformers name their first argument in main_input_name.
         takes = getattr(getattr(model, "module", model), "main_input_name", None)
         group = layers[0].group
         if takes == "input_ids":
@@ -91,10 +93,10 @@ def _run_idle(model: nn.Module, layers: list[ExpertParallelLayer]) -> object:
 
 
 def _wrapper_of(model: nn.Module) -> str | None:
-    """What makes its ranks run a whole model together; None if the layers alone will do."""
+    """Name the wrapper whose ranks run a whole model together; None if the layers alone do."""
     if isinstance(model, DistributedDataParallel):
         return "DDP" if torch.is_grad_enabled() else None
-    # Who uses FSDP has imported it.
+    # A program that uses FSDP has imported its module.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return None
@@ -103,14 +105,14 @@ def _wrapper_of(model: nn.Module) -> str | None:
 
 
 def _backward_of_nothing(results: list[Tensor]) -> None:
-    """Run backward through what has a history; all gradients are 0."""
+    """Run backward through the tensors that have a history, with gradients of 0."""
     losses = [result.float().sum() * 0 for result in results if result.requires_grad]
     if losses:
         torch.autograd.backward(losses)
 
 
 def _float_tensors(output: object) -> Iterator[Tensor]:
-    """The tensors in what a model returns that may have gradients, whatever it wraps them in."""
+    """Yield the floating-point tensors in a model's output, however deep they are nested."""
     parts: Iterable[object] = ()
     if isinstance(output, Tensor):
         if output.is_floating_point():
@@ -127,7 +129,7 @@ def _float_tensors(output: object) -> Iterator[Tensor]:
 
 @contextmanager
 def _collecting_results(layers: list[ExpertParallelLayer]) -> Iterator[list[Tensor]]:
-    """Within it, what the layers that are modules return is added to the list."""
+    """Collect in a list, within the context, the results of the layers that are modules."""
     results: list[Tensor] = []
 
     def keep(_: nn.Module, __: object, y: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The Ascend operators that epcomm calls, in plain torch on a CPU, behind the vendor's own schemas.
+"""Imitate the Ascend operators that epcomm calls, in plain torch behind the vendor's schemas.
 
 `register()` (registry.py) defines torch.ops.npu.* and implements it for CPU tensors; `soc("A3")`
 (limits.py) says which chip a call runs on, and so what it refuses. The arithmetic is that of the

@@ -1,4 +1,4 @@
-"""The numbers under which dtypes arrive.
+"""Map the numbers that operators take for dtypes to dtypes.
 
 A torch.dtype that is passed for an `int?` parameter reaches the operator as PyTorch's own number of
 that scalar type.
@@ -31,7 +31,7 @@ DTYPES = MappingProxyType(
 
 
 def dtype_of(operator: str, number: int) -> torch.dtype:
-    """The dtype with this number.
+    """Return the dtype with this number.
 
     Raises:
         RuntimeError: none that the stand-in knows; the vendor has further ones of its own.

@@ -1,4 +1,4 @@
-"""npu_format_cast: the fractal layout NZ, in which weights lie on the device.
+"""Imitate npu_format_cast and the fractal layout NZ, in which weights lie on the device.
 
 A tensor in NZ shows the shape and dtype that it had, but its memory is tiled, so whoever reads it
 without knowing gets nonsense. Operators that know ask as_nd(). To make nonsense certain also where
@@ -43,12 +43,12 @@ _TILED: dict[int, _Tiled] = {}
 
 
 def tile_columns(dtype: torch.dtype) -> int:
-    """Columns of a tile."""
+    """Return the columns of a tile."""
     return _TILE_ROW_BYTES // dtype.itemsize
 
 
 def nz_pack(matrix: Tensor) -> Tensor:
-    """[..., K, N] to tiles [..., ceil(N / n), ceil(K / 16), 16, n], zeros where they overhang.
+    """Pack [..., K, N] into tiles [..., ceil(N / n), ceil(K / 16), 16, n], padded with zeros.
 
     n is 32 for int8 and 16 for 16-bit dtypes.
     """
@@ -62,7 +62,7 @@ def nz_pack(matrix: Tensor) -> Tensor:
 
 
 def nz_unpack(tiles: Tensor, rows: int, columns: int) -> Tensor:
-    """The inverse of nz_pack()."""
+    """Unpack tiles that nz_pack() made into [..., rows, columns]."""
     padded = tiles.movedim(-4, -2).flatten(-2).flatten(-3, -2)
     return padded[..., :rows, :columns].contiguous()
 
@@ -80,7 +80,7 @@ def format_cast(
     customize_dtype: int | None = None,
     input_dtype: int | None = None,
 ) -> Tensor:
-    """The same values in another layout; new memory unless it has that layout.
+    """Return the same values in another layout; new memory unless it has that layout.
 
     Args:
         input: [..., K, N], at least 2-D for NZ, int8 or 16-bit.
@@ -106,7 +106,7 @@ def format_cast(
 
 
 def as_nd(operator: str, tensor: Tensor) -> Tensor:
-    """The values of `tensor` in row-major order, whatever its layout: what an operator reads.
+    """Return the values that an operator reads: those of `tensor` in row-major order.
 
     Raises:
         RuntimeError: a part or another shape of memory in NZ.
@@ -123,7 +123,7 @@ def as_nd(operator: str, tensor: Tensor) -> Tensor:
 
 
 def require_whole(operator: str, tensor: Tensor) -> None:
-    """No part and no other shape of memory in NZ."""
+    """Refuse a part or another shape of memory in NZ."""
     tiled = _tiled(tensor)
     if tiled is not None:
         is_whole = tensor.shape == tiled.shape and tensor.storage_offset() == 0
@@ -132,7 +132,7 @@ def require_whole(operator: str, tensor: Tensor) -> None:
 
 
 def require_aligned(operator: str, tensor: Tensor) -> None:
-    """What GEMMs ask of weights in NZ: K % 16 == 0, and N % 32 (int8) or 16 (16-bit)."""
+    """Refuse weights in NZ unless K % 16 == 0 and N % 32 == 0 (int8) or N % 16 == 0 (16-bit)."""
     if format_of(tensor) == ACL_FORMAT_NZ:
         rows, columns = tensor.shape[-2:]
         width = tile_columns(tensor.dtype)

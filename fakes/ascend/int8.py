@@ -1,4 +1,4 @@
-"""Rows to INT8 as an operator does it: what the arithmetic leaves undefined is poisoned."""
+"""Quantise rows to INT8 as an operator does, with poison where its arithmetic is undefined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which chip a call runs on, and what that chip refuses.
+"""Choose the chip that a call runs on, and refuse what the chip refuses.
 
 Rules of use hold at any size. Limits of sizes can be lifted, for suites with small tensors.
 """
@@ -15,10 +15,10 @@ from epcomm.platforms.ascend.chip import DEVICE_NAMES, Soc
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the operators run on.
+    """The machine that the operators run on.
 
     soc: the chip.
-    size_limits: whether limits of sizes apply.
+    size_limits: limits of sizes apply.
     """
 
     soc: Soc
@@ -50,10 +50,10 @@ def soc(name: str, *, size_limits: bool = True) -> Iterator[Machine]:
 
 
 def current_machine() -> Machine:
-    """The machine that the innermost `soc()` chose.
+    """Return the machine that the innermost `soc()` chose.
 
     Raises:
-        RuntimeError: none is open in this thread; there is no chip to assume.
+        RuntimeError: no soc() is open in this thread, and there is no default chip.
     """
     machine = _MACHINE.get(None)
     if machine is None:
@@ -65,13 +65,13 @@ def current_machine() -> Machine:
 
 
 def device_name() -> str | None:
-    """What torch_npu would call the device of these ranks; None where no chip is chosen."""
+    """Return torch_npu's name of the device of these ranks; None where no chip is chosen."""
     machine = _MACHINE.get(None)
     return None if machine is None else DEVICE_NAMES[machine.soc]
 
 
 def require(operator: str, condition: bool, rule: str) -> None:
-    """A rule that holds at any size.
+    """Check a rule that holds at any size.
 
     Args:
         operator: whose rule it is.
@@ -86,7 +86,7 @@ def require(operator: str, condition: bool, rule: str) -> None:
 
 
 def require_size(operator: str, condition: bool, rule: str) -> None:
-    """A limit that soc(size_limits=False) lifts.
+    """Check a limit that soc(size_limits=False) lifts.
 
     Raises:
         RuntimeError: see require().

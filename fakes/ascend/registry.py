@@ -1,4 +1,4 @@
-"""torch.ops.npu without torch_npu: the vendor's schemas, implemented for CPU tensors.
+"""Register torch.ops.npu without torch_npu: the vendor's schemas, for CPU tensors.
 
 An operator's module writes `@implements("npu_swiglu")` above a function that has the parameters of
 the schema. Nothing is registered when a module is imported; `register()` finds the modules of this
@@ -20,7 +20,8 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 
 NAMESPACE = "npu"
-# From the wheel of the version that the file names; `self` reads `input`, as it is registered.
+# The file has the schemas of a wheel whose version it names; `self` reads `input`, as the operator
+# is registered.
 SCHEMAS_FILE = Path(__file__).with_name("schemas.json")
 
 Device = Literal["CPU", "Meta"]

@@ -1,4 +1,4 @@
-"""Limits of sizes: those of the chip, which either test mode lifts."""
+"""Check the chip's limits of sizes, which either test mode lifts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fakes.deep_ep.limits import is_enforced
 
 
 def require_size(operator: str, condition: bool, rule: str) -> None:
-    """A limit that soc(size_limits=False) lifts, and limits_off() of fakes.deep_ep.
+    """Check a limit that soc(size_limits=False) lifts, and limits_off() of fakes.deep_ep.
 
     Raises:
         RuntimeError: as the host code of an operator reports a parameter.

@@ -1,4 +1,4 @@
-"""What memory holds that an operator leaves unwritten: NaN, and integers nobody would compute."""
+"""Fill memory that an operator leaves unwritten: NaN, and integers that no operator computes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ UNDEFINED_INT8 = 77
 def undefined(
     shape: list[int] | torch.Size, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """A tensor that no kernel has written yet."""
+    """Return a tensor that no kernel has written yet."""
     return torch.full(shape, undefined_value(dtype), dtype=dtype, device=device)
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether the tensor has memory; without, an operator tells shapes and dtypes alone."""
+    """Return whether the tensor has memory; without memory operators return only shapes."""
     return tensor.device.type != "meta"
 
 
 def undefined_value(dtype: torch.dtype) -> float | int:
-    """What an unwritten element of the dtype holds."""
+    """Return the value of an unwritten element of the dtype."""
     if dtype.is_floating_point:
         return float("nan")
     if dtype in (torch.int8, torch.uint8):

@@ -1,4 +1,4 @@
-"""HCCL windows: the memory between ranks, whose size HCCL_BUFFSIZE gives, and who needs how much.
+"""Compute the HCCL windows that calls need, and compare them with HCCL_BUFFSIZE.
 
 Source: the tiling functions of sgl-kernel-npu and of the vendor's operators, as documented.
 """
@@ -11,19 +11,19 @@ from epcomm.config import environment
 from fakes.ascend.sizes import require_size
 
 MIB = 1 << 20
-# What HCCL gives without HCCL_BUFFSIZE, in MiB.
+# MiB of the window that HCCL gives without HCCL_BUFFSIZE.
 DEFAULT_MIB = 200
 
 
 def window_bytes(names: tuple[str, ...], variables: Mapping[str, str] | None = None) -> int:
-    """The window that the first of the variables `names` which is set gives."""
+    """Return the window that the first of the variables `names` which is set gives."""
     variables = environment() if variables is None else variables
     texts = [variables[name] for name in names if name in variables]
     return int(texts[0] if texts else DEFAULT_MIB) * MIB
 
 
 def normal_bytes(max_tokens: int, num_topk: int, hidden_size: int) -> int:
-    """dispatch() and combine() of deep_ep."""
+    """Return the window bytes of dispatch() and combine() of deep_ep."""
     row = _align(2 * hidden_size, 512) + _align(_align(2 * hidden_size, 32) + 44, 512)
     return 2 * (max_tokens * num_topk * row + 4 * MIB + 204 * MIB)
 
@@ -39,20 +39,20 @@ def low_latency_bytes(max_tokens: int, num_topk: int, hidden_size: int, num_expe
 def fused_deep_moe_bytes(
     max_tokens: int, num_ranks: int, num_local_experts: int, hidden_size: int
 ) -> int:
-    """fused_deep_moe() of deep_ep with fuse_mode 1."""
+    """Return the window bytes of fused_deep_moe() of deep_ep with fuse_mode 1."""
     return num_ranks * max_tokens * num_local_experts * hidden_size * 2 * 2
 
 
 def dispatch_ffn_combine_bytes(num_tokens: int, num_topk: int, hidden_size: int) -> int:
-    """fused_deep_moe() of deep_ep with fuse_mode 2."""
+    """Return the window bytes of fused_deep_moe() of deep_ep with fuse_mode 2."""
     return 3 * num_tokens * num_topk * hidden_size + 10 * MIB
 
 
 def require_window(operator: str, needed: int, names: tuple[str, ...]) -> None:
-    """The window holds what the operator needs.
+    """Check that the window has the bytes that the operator needs.
 
     Raises:
-        RuntimeError: it does not, and limits of sizes apply.
+        RuntimeError: the window is smaller, and limits of sizes apply.
     """
     there = window_bytes(names)
     rule = f"the window of {there // MIB} MiB holds {-(-needed // MIB)} MiB; set {names[0]}"

@@ -1,4 +1,4 @@
-"""Fakes of the packages that install as `deep_ep`: the same calls, over processes on CPUs.
+"""Imitate the packages that install as `deep_ep`: the same calls, over processes on CPUs.
 
 A fake returns what the real package returns, bit for bit where that is defined, and NaN or nonsense
 where the real one leaves memory unwritten. It refuses what the real one refuses (limits.py).

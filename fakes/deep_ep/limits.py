@@ -1,4 +1,4 @@
-"""What a fake refuses: rules of use always, limits of sizes unless they are switched off."""
+"""Refuse calls: rules of use always, limits of sizes unless they are switched off."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def limits_off() -> Iterator[None]:
 
 
 def is_enforced() -> bool:
-    """Whether limits of sizes apply."""
+    """Return whether limits of sizes apply."""
     return _LIMITS_ARE_ON.get()
 
 
 def require(condition: bool, rule: str) -> None:
-    """A rule that holds at any size, in the words of the real package.
+    """Check a rule that holds at any size, in the words of the real package.
 
     Raises:
         RuntimeError: as an EP_HOST_ASSERT arrives in Python.
@@ -38,7 +38,7 @@ def require(condition: bool, rule: str) -> None:
 
 
 def require_size(condition: bool, rule: str) -> None:
-    """A limit that limits_off() lifts.
+    """Check a limit that limits_off() lifts.
 
     Raises:
         RuntimeError: see require().

@@ -47,7 +47,7 @@ def batches_of(spec: BatchSpec) -> list[RankBatch]:
 
 
 def run_experts(grouped: Grouped, weights: ExpertWeights, first_expert: int) -> Tensor:
-    """SwiGLU, expert by expert, in float32."""
+    """Compute SwiGLU expert by expert, in float32."""
     results, start = torch.empty_like(grouped.rows), 0
     for local, count in enumerate(grouped.num_rows_per_expert.tolist()):
         expert, rows = first_expert + local, grouped.rows[start : start + count]

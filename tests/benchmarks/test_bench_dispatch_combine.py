@@ -159,7 +159,7 @@ def test_a_wrong_contender_ends_the_program_without_a_number(tmp_path: Path) -> 
 def test_a_wrong_contender_is_found_before_any_time(
     kind: str, step: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of every contender and step, on every rank; what the program then does is tested above."""
+    """Check every contender and step on every rank; tests above check the program's next step."""
     with EPGroup() as group, torch.no_grad():
         right = getattr(getattr(contenders, kind), step)
 

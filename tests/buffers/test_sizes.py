@@ -75,7 +75,7 @@ def routing(
 
 
 def call_shape(group: EPGroup, topk_of_rank: list[TopKOutput], num_local: int) -> CallShape:
-    """What the ids say of this rank's call."""
+    """Count the rows and slots of this rank's call from the ids."""
 
     def num_rows(source: int, destination: int) -> int:
         is_there = topk_of_rank[source].topk_ids // num_local == destination

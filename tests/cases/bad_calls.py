@@ -98,7 +98,7 @@ def rows_input(play: Play, rows: object, rows_per: object = RowsPer.SLOT) -> Row
 
 
 class DTensor(Tensor):
-    """What torch.distributed.tensor.DTensor has and importing it would take seconds for."""
+    """A stand-in for torch.distributed.tensor.DTensor, whose import would take seconds."""
 
     def to_local(self) -> Tensor:
         return self.as_subclass(Tensor)
@@ -246,7 +246,7 @@ def without_grad(play: Play) -> object:
 
 
 def training(*names: str) -> Callable[[Play], object]:
-    """A whole call beside experts of which the tensors named train."""
+    """Make a whole call beside experts of which the tensors named train."""
 
     def call(play: Play) -> object:
         needs = {name: name in names for name in ("gate_up_proj", "down_proj")}
@@ -257,7 +257,7 @@ def training(*names: str) -> Callable[[Play], object]:
 
 
 def combine_faults() -> list[Bad]:
-    """Faults of the combine call."""
+    """Return the faults of the combine call."""
     rows = [
         Bad(
             id="a row too many",
@@ -517,7 +517,7 @@ def failing(owner: Callable[[Play], Any], name: str) -> Callable[[Play], object]
 
 
 def module_of_sums(play: Play) -> object:
-    """The module from which the buffer of the block takes reduce_rows()."""
+    """Return the module from which the buffer of the block takes reduce_rows()."""
     kinds = type(play.block.experts.phases.prefill._buffer).__mro__
     modules = [sys.modules[kind.__module__] for kind in kinds]
     return next(module for module in modules if hasattr(module, "reduce_rows"))

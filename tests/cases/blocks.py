@@ -27,7 +27,7 @@ class BlockKind:
     values: Mapping[str, object] = field(default_factory=dict)
 
     def make(self, **changes: object) -> nn.Module:
-        """A block with seeded weights; changes are of the configuration."""
+        """Make a block with seeded weights; changes are of the configuration."""
         package = f"transformers.models.{self.model_type}"
         config_class = getattr(
             import_module(f"{package}.configuration_{self.model_type}"), self.config

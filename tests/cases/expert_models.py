@@ -19,12 +19,12 @@ def expert_weights(device: torch.device | str = "cpu") -> ExpertWeights:
 
 
 def tokens(number: int) -> Tensor:
-    """[5, H]: micro-batch `number`."""
+    """Make micro-batch `number`, [5, H]."""
     return torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(100 + number))
 
 
 def chosen_experts(num_tokens: int) -> Tensor:
-    """[T, K]: fixed, and so that every expert has work."""
+    """Return fixed ids [T, K] that give every expert work."""
     return (torch.arange(num_tokens * TOP_K) * 3 % NUM_EXPERTS).view(num_tokens, TOP_K)
 
 
@@ -38,7 +38,7 @@ class OverRanks(nn.Module):
         self.experts = ExpertParallelExperts(weights or expert_weights(), group, top_k=TOP_K)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, H] to a mean over tokens."""
+        """Compute a loss, the mean over tokens, from x [T, H]."""
         ids = chosen_experts(x.shape[0])
         topk = TopKOutput(topk_ids=ids, topk_weights=torch.full(ids.shape, 0.5))
         return self.experts(self.linear(x), topk).square().mean()
@@ -56,7 +56,7 @@ class InOneProcess(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, H] to a mean over tokens."""
+        """Compute a loss, the mean over tokens, from x [T, H]."""
         ys = []
         for token, ids in zip(self.linear(x), chosen_experts(x.shape[0]), strict=True):
             gates_ups = [self.experts["gate_up_proj"][expert] @ token for expert in ids]

@@ -19,7 +19,7 @@ GOLDEN: dict[str, Any] = json.loads(
 
 
 def golden_weights(num_experts: int) -> Int8ChannelWeights:
-    """gate_up_proj [L, 384, 64], down_proj [L, 64, 192]."""
+    """Make the golden experts: gate_up_proj [L, 384, 64], down_proj [L, 64, 192]."""
     expert = torch.arange(num_experts)[:, None, None]
     hidden, inner = torch.arange(HIDDEN), torch.arange(INTERMEDIATE)
     column = torch.arange(2 * INTERMEDIATE)
@@ -39,7 +39,7 @@ def golden_weights(num_experts: int) -> Int8ChannelWeights:
 
 
 def assert_golden(found: Tensor, golden: dict[str, Any]) -> None:
-    """dtype, shape and every byte, little-endian in row-major order."""
+    """Compare dtype, shape and every byte, little-endian in row-major order."""
     assert str(found.dtype) == f"torch.{golden['dtype']}"
     assert list(found.shape) == golden["shape"]
     assert digest(found) == golden["sha256"]

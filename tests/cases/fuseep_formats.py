@@ -14,7 +14,7 @@ from fakes.ascend.formats import format_of
 
 @contextmanager
 def device_that_keeps(allows_nz: bool) -> Iterator[None]:
-    """A device that says in which format a tensor is, and may have made it row-major."""
+    """Imitate a device that says in which format a tensor is, and may have made it row-major."""
     library = torch.library.Library("npu", "FRAGMENT")
 
     def get_npu_format(input: Tensor) -> int:

@@ -15,7 +15,7 @@ OPERATORS = ("fused_deep_moe", "dispatch_ffn_combine")
 
 
 def experts(seed: int = 0) -> Int8ChannelWeights:
-    """Of all ranks."""
+    """Make the experts of all ranks."""
     made = torch.Generator().manual_seed(seed)
     w13 = torch.randint(-127, 128, (E, 2 * I, H), generator=made, dtype=torch.int8)
     w2 = torch.randint(-127, 128, (E, H, I), generator=made, dtype=torch.int8)
@@ -28,7 +28,7 @@ def experts(seed: int = 0) -> Int8ChannelWeights:
 
 
 def batch(rank: int, num_tokens: int = 5) -> tuple[Tensor, TopKOutput]:
-    """x and topk; ids are distinct in a row."""
+    """Make x and topk; ids are distinct in a row."""
     made = torch.Generator().manual_seed(10 + rank)
     x = torch.randn(num_tokens, H, generator=made).bfloat16()
     ids = torch.rand(num_tokens, E, generator=made).argsort(dim=1)[:, :K].contiguous()
@@ -41,6 +41,6 @@ def make_layer(
     weights: Int8ChannelWeights | None = None,
     **changes: Any,  # noqa: ANN401 (fields of EPConfig)
 ) -> ExpertParallelExperts:
-    """Collective."""
+    """Make a layer in mode fuseep. Collective."""
     config = EPConfig(mode="fuseep", backend=operator, max_tokens_per_rank=M, **changes)
     return ExpertParallelExperts(weights or experts(), group, config, top_k=K)

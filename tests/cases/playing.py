@@ -117,12 +117,12 @@ class Play:
 
     @property
     def is_faulty(self) -> bool:
-        """Whether this rank errs."""
+        """Return whether this rank makes the faulty call."""
         return self.group.rank == FAULTY
 
     @property
     def results(self) -> RowsCombineInput:
-        """What identity experts return for the batch under way."""
+        """Return the results of identity experts for the current batch."""
         return identity(self.out)
 
     @property
@@ -142,12 +142,12 @@ class Play:
         return self.dispatcher.combine(self.results)
 
     def call_of(self, dispatcher: Dispatcher) -> Tensor:
-        """As whole_call(), on any of the dispatchers."""
+        """Make a whole call on one of the dispatchers; see whole_call()."""
         x = self.x.detach().repeat(1, dispatcher._spec.hidden_size // H)
         return dispatcher.combine(identity(dispatcher.dispatch(x, self.topk)))
 
     def expect_works(self) -> None:
-        """A correct batch, forward and backward, as if nothing had happened."""
+        """Run a correct batch, forward and backward, as if nothing had happened."""
         x = self.x.detach().requires_grad_(self.kind.trains)
         y = self.whole_call(x=x)
         self.dispatcher.check()
@@ -168,7 +168,7 @@ def identity(out: RowsDispatchOutput) -> RowsCombineInput:
 
 
 def expected_y(x: Tensor, topk: TopKOutput) -> Tensor:
-    """y of identity experts."""
+    """Compute y of identity experts."""
     weights = torch.where(topk.topk_ids < 0, 0.0, topk.topk_weights)
     return (x.double() * weights.double().sum(1, keepdim=True)).float()
 
@@ -178,7 +178,7 @@ def open_dispatcher(kind: Kind, group: EPGroup, spec: MoESpec = SPEC) -> Dispatc
 
 
 def open_block(kind: Kind, group: EPGroup) -> ExpertParallelMoE:
-    """A block of SPEC with drawn experts."""
+    """Make a block of SPEC with drawn experts."""
     config = replace(kind.config, mode=kind.dispatcher.mode)
     experts = ExpertParallelExperts(make_weights(LAYER, NUM_RANKS), group, config, top_k=K)
     gate = nn.Linear(H, E, bias=False)
@@ -207,7 +207,7 @@ def fail(*_: object, **__: object) -> NoReturn:
 
 
 def error_of(call: Callable[[], object]) -> EPError | OwnError | None:
-    """What the call raises, if it does."""
+    """Return the error that the call raises, or None."""
     try:
         call()
     except (EPError, OwnError) as error:
@@ -217,7 +217,7 @@ def error_of(call: Callable[[], object]) -> EPError | OwnError | None:
 
 @contextmanager
 def playing(kind: Kind, ranks: dist.ProcessGroup | MPI.Comm | None = None) -> Iterator[Play]:
-    """A group of its own for one kind; `ranks` is what EPGroup takes."""
+    """Open a group of its own for one kind; `ranks` is what EPGroup takes."""
     with (
         EPGroup(ranks) as group,
         EPGroup(ranks) as other_group,

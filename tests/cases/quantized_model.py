@@ -58,7 +58,7 @@ def assert_within(actual: Tensor, expected: Bounded, *, extra: float = 0.0) -> N
 
 
 def nearest_fp8(values: Tensor) -> Tensor:
-    """The nearest of all e4m3 numbers, ties to the even code, by looking through the list."""
+    """Find the nearest of all e4m3 numbers, ties to the even code, by looking through the list."""
     codes = torch.arange(127, dtype=torch.uint8)  # 127 is NaN
     numbers = codes.view(torch.float8_e4m3fn).double()
     distance = (values.abs().unsqueeze(-1) - numbers).abs()
@@ -86,7 +86,7 @@ def rounded(x: Bounded, rounding: str) -> Bounded:
 
 
 def _rounded_block(x: Bounded, rounding: str) -> Bounded:
-    """Rounding keeps order, so the library's code lies between those of the ends of the error."""
+    """Bound the library's values by the codes of the ends of the error: rounding keeps order."""
     is_int8 = rounding.startswith("int8")
     low, found, high = (
         (x.values.abs() + sign * x.error).amax(dim=1, keepdim=True) for sign in (-1, 0, 1)
@@ -114,12 +114,12 @@ def _rounded_block(x: Bounded, rounding: str) -> Bounded:
 
 
 def _power_above(values: Tensor) -> Tensor:
-    """The smallest power of two that is at least each value."""
+    """Return the smallest power of two that is at least each value."""
     return 2.0 ** values.log2().ceil()
 
 
 def _multiplied(x: Bounded, matrix: Tensor, num_roundings: int) -> Bounded:
-    """x @ matrix.T; num_roundings: of each summand on its way into the sum."""
+    """Compute x @ matrix.T; num_roundings: roundings of each summand before the sum."""
     magnitudes = matrix.abs().T
     error = x.error @ magnitudes + num_roundings * _ROUNDING * (x.values.abs() @ magnitudes)
     return Bounded(values=x.values @ matrix.T, error=error)
@@ -135,7 +135,7 @@ def _activated(gate: Bounded, up: Bounded) -> Bounded:
 
 
 def stored(x: Bounded) -> Bounded:
-    """x in bfloat16; the library's value lies between those of the ends of the error."""
+    """Round x to bfloat16; the library's value lies between those of the ends of the error."""
     low, values, high = ((x.values + sign * x.error).bfloat16().double() for sign in (-1, 0, 1))
     return Bounded(values=values, error=torch.maximum(high - values, values - low))
 
@@ -171,12 +171,12 @@ def expert_model(
 def model(
     batch: RankBatch, weights: Fp8BlockWeights | Int8ChannelWeights, rounding: str
 ) -> Bounded:
-    """y [T, H] from the values that codes and scales mean."""
+    """Compute y [T, H] from the values that codes and scales mean."""
     return _sum(batch, weights, rounding, range(len(weights.down_proj)))
 
 
 def without_halves(batch: RankBatch) -> RankBatch:
-    """The batch, but 0 for half of a row's largest magnitude: 63.5 goes to either code next to it.
+    """Return the batch with 0 for half of a row's largest magnitude: 63.5 may get either code.
 
     One such element leaves all results of its row with bounds that show little.
     """
@@ -192,7 +192,7 @@ def stored_model(
     num_parts: int = 1,
     by_runner: bool = False,
 ) -> Bounded:
-    """y [T, H] in bfloat16, as are the sums of experts that each of num_parts ranks sends home.
+    """Compute y [T, H] in bfloat16, with bfloat16 sums from each of num_parts ranks.
 
     by_runner: slots are stored once more after router weights multiplied them.
     """
@@ -213,7 +213,7 @@ def _sum(
     experts: range,
     by_runner: bool = False,
 ) -> Bounded:
-    """The weighted results of some experts, added up in float32."""
+    """Return the weighted results of some experts, added up in float32."""
     x = batch.x.double()
     y, error = torch.zeros_like(x), torch.zeros_like(x)
     magnitudes = torch.zeros_like(x)

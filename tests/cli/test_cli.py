@@ -36,7 +36,7 @@ def run(*arguments: str) -> Result:
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of all tables, header rows included."""
+    """Return the cells of all tables, header rows included."""
     lines = [re.split("[│┃]", line)[1:-1] for line in text.splitlines() if line[:1] in "│┃"]
     return [[cell.strip() for cell in line] for line in lines]
 

@@ -41,7 +41,7 @@ def machine(
     answers: Mapping[str, Answer] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Machine:
-    """A machine with these packages, which answers a program by a word in it."""
+    """Imitate a machine with these packages, which answers a program by a word in it."""
     known = {"import json, torch,": Answer(values=TORCH_ON_CPU), **(answers or {})}
 
     def run_program(program: str) -> Answer:

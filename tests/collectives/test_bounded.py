@@ -39,7 +39,7 @@ class Wall:
 
 
 class WallFailureBoard(FailureBoard):
-    """What one rank sees of the wall."""
+    """The failure board of one rank, on the wall that all ranks share."""
 
     def __init__(self, wall: Wall, rank: int, host_rank: int | None = None) -> None:
         self.wall, self.rank, self.host_rank = wall, rank, host_rank

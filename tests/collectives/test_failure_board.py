@@ -65,7 +65,7 @@ class Host:
     port: int
 
     def connect(self) -> TCPStore:
-        """A connection to the store."""
+        """Open a connection to the store."""
         return TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
 
     def signal(self, number: signal.Signals) -> None:

@@ -287,7 +287,7 @@ def make_layer(
     intermediate_size: int = 16,
     top_k: int = K,
 ) -> ExpertParallelExperts:
-    """A layer of SPEC with drawn experts."""
+    """Make a layer of SPEC with drawn experts."""
     weights = make_weights(batches, NUM_RANKS, intermediate_size=intermediate_size)
     return ExpertParallelExperts(weights, group, config, top_k=top_k)
 
@@ -371,7 +371,7 @@ def test_experts_that_cannot_compute_are_told_to_all(
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("name", ["collective", "shared_memory"])
 def test_counts_of_many_experts_take_a_second_exchange(name: str) -> None:
-    """300 experts a rank, of which a header holds the slots of 128."""
+    """Use 300 experts a rank, where a header holds the counts of 128."""
     kind, num_experts = KINDS[name], 300 * NUM_RANKS
     with EPGroup() as group, torch.no_grad():
         dispatcher = open_dispatcher(kind, group, replace(SPEC, num_experts=num_experts, top_k=3))

@@ -53,7 +53,7 @@ class Call:
 
 
 def good_call(group: EPGroup, *, num_tokens: int | None = None) -> Call:
-    """2, 3, 4, 5 tokens: T = M on the last rank."""
+    """Make a good call with 2, 3, 4, 5 tokens by rank, so that T = M on the last rank."""
     num_tokens = 2 + group.rank if num_tokens is None else num_tokens
     generator = torch.Generator().manual_seed(group.rank)
     ids = torch.rand(num_tokens, E, generator=generator).argsort(1)[:, :K]
@@ -83,7 +83,7 @@ def check_works(dispatcher: RowsDispatcher, group: EPGroup) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Spoilt:
-    """What one rank does wrong, and what it and the others hear."""
+    """A faulty call of one rank, and the errors on this rank and on the others."""
 
     id: str
     spoil: Callable[[Call], Call]

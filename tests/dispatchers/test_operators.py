@@ -24,7 +24,7 @@ DISPATCH, COMBINE = torch.ops.epcomm.dispatch.default, torch.ops.epcomm.combine.
 
 
 def step(layers: list[ExpertParallelMoE], x: Tensor, call: Callable[..., object]) -> list[Tensor]:
-    """The gradients of one step through layers with residuals, each in its own region."""
+    """Return the gradients of one step through layers with residuals, each in its own region."""
     parameters = [parameter for layer in layers for parameter in layer.experts.parameters()]
     for parameter in parameters:
         parameter.grad = None

@@ -17,7 +17,7 @@ NORMS = {"head": 0.8, "experts": 0.6, "router": 0.01, "bias": 1e-6}
 
 
 def comparison(*, loss: float = 2.5, worst_choice: float = 1.0, **norms: float) -> Comparison:
-    """The ranks against one process with a loss of 2.5 and NORMS."""
+    """Compare the ranks with one process with a loss of 2.5 and NORMS."""
     return compare(
         StepResult(loss=loss, gradient_norms=NORMS | norms),
         StepResult(loss=2.5, gradient_norms=NORMS),

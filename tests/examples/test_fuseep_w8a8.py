@@ -45,7 +45,7 @@ def output() -> str:
 
 @pytest.fixture(scope="module")
 def rows(output: str) -> Rows:
-    """The cells of the table by path, the empty one of the reference left out."""
+    """Return the cells of the table by path, the empty one of the reference left out."""
     cells = [line.split() for line in output.splitlines() if re.search(r" 0\.0\d{4} ", line)]
     return {row[0]: row[1:] for row in cells}
 

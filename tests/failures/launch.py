@@ -44,9 +44,10 @@ MPI_SHELL = """
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How one process ended.
+    """The end of one process.
 
-    exit_code: negative for a signal; None: it did not end.   at_s: on the clock of this program.
+    exit_code: negative for a signal; None: the process did not end.
+    at_s: time of the end, on the clock of this program.
     """
 
     exit_code: int | None
@@ -86,7 +87,7 @@ class Run(ABC):
 
     @abstractmethod
     def exit_code(self, rank: int) -> int | None:
-        """That of a rank which had not ended before; None if it still has not."""
+        """Return the exit code of a rank that had not ended before; None if it still runs."""
 
     @abstractmethod
     def end_all(self) -> None:

@@ -30,7 +30,7 @@ SETTLE_S = 0.3
 
 @contextmanager
 def open_gloo(scenario: Scenario) -> Iterator[EPGroup]:
-    """A group over a process group of its own."""
+    """Open a group over a process group of its own."""
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_host = rank == scenario.store_host
     store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -51,7 +51,7 @@ def open_gloo(scenario: Scenario) -> Iterator[EPGroup]:
 
 @contextmanager
 def open_mpi(scenario: Scenario) -> Iterator[EPGroup]:
-    """A group over all ranks that mpirun started."""
+    """Open a group over all ranks that mpirun started."""
     from mpi4py import MPI
 
     with EPGroup(MPI.COMM_WORLD) as group:

@@ -56,7 +56,7 @@ class Scenario:
 
     @property
     def has_news(self) -> bool:
-        """Whether ranks hear of the loss before the deadline; MPI tells nobody of a death."""
+        """Return whether ranks hear of the loss before the deadline; MPI reports no death."""
         is_lone = len(self.lost_ranks) == 1
         return self.fault == "killed" and self.transport != "mpi" and is_lone
 
@@ -76,24 +76,24 @@ class Scenario:
         return list(range(self.num_ranks)) if self.fault == "late" else self.survivors
 
     def dumps(self) -> str:
-        """As text, for a command line."""
+        """Return the scenario as text, for a command line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def loads(cls, text: str) -> Scenario:
-        """What dumps() wrote."""
+        """Read a scenario that dumps() wrote."""
         values = json.loads(text)
         return cls(**{**values, "lost_ranks": tuple(values["lost_ranks"])})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one rank saw.
+    """The observations of one rank.
 
-    message: of the EPTimeout.   elapsed_s: from the call until it was raised.
-    again: message of the EPTimeout of the next call.   again_s: how long that took.
+    message: text of the EPTimeout.   elapsed_s: time from the call until the EPTimeout was raised.
+    again: text of the EPTimeout of the next call.   again_s: time that the next call took.
     starved_s: how long threads of the rank had work and no core meanwhile, added up.
-    close_s: of EPGroup.close() and of destroying the process group.
+    close_s: time of EPGroup.close() and of destroying the process group.
     left_at_s: when the program was done, on the clock of all processes.
     """
 
@@ -111,5 +111,5 @@ class Outcome:
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> Outcome:
-        """What write() left."""
+        """Read an outcome that write() wrote."""
         return cls(**json.loads((folder / f"outcome{rank}.json").read_text()))

@@ -55,7 +55,7 @@ SCENARIOS = {scenario.name: scenario for scenario in MATRIX + OTHERS}
 
 @dataclass(frozen=True, kw_only=True)
 class Played:
-    """What is left of a scenario. exit_codes, ended_at_s: by rank."""
+    """The results of a scenario; exit_codes and ended_at_s are by rank."""
 
     scenario: Scenario
     folder: Path
@@ -63,7 +63,7 @@ class Played:
     ended_at_s: dict[int, float]
 
     def outcome(self, rank: int) -> Outcome:
-        """What `rank` saw."""
+        """Return the observations of `rank`."""
         path = self.folder / f"outcome{rank}.json"
         if not path.exists():
             log = (self.folder / f"rank{rank}.log").read_text()

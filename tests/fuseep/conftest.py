@@ -22,14 +22,14 @@ def operators() -> None:
 
 @pytest.fixture
 def a3() -> Iterator[None]:
-    """An A3 with all of its limits."""
+    """Imitate an A3 with all of its limits."""
     with limits.soc("A3"), install("ascend"):
         yield
 
 
 @pytest.fixture
 def small_a3(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An A3 that takes any H and I, by itself and by what epcomm knows of it."""
+    """Imitate an A3 that takes any H and I, by itself and by what epcomm knows of it."""
     sizes = replace(FUSED_DEEP_MOE_LIMITS, hidden=None, gate_up_columns=None)
     lifted = partial(fused_deep_moe_reasons, limits=sizes)
     monkeypatch.setattr(epcomm.fuseep.ascend, "fused_deep_moe_reasons", lifted)

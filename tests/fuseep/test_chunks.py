@@ -36,7 +36,7 @@ def experts() -> Int8ChannelWeights:
 
 
 def batch(num_tokens: int, rank: int) -> tuple[Tensor, TopKOutput]:
-    """A tenth of the entries has no expert."""
+    """Make a batch in which a tenth of the entries has no expert."""
     made = torch.Generator().manual_seed(1000 * rank + num_tokens)
     ids = torch.rand(num_tokens, E, generator=made).argsort(dim=1)[:, :K].contiguous()
     ids[torch.rand(ids.shape, generator=made) < 0.1] = -1
@@ -46,9 +46,9 @@ def batch(num_tokens: int, rank: int) -> tuple[Tensor, TopKOutput]:
 
 
 def sent_ids(topk: TopKOutput, rank: int) -> list[list[int]]:
-    """What a rank sends in 3 calls, the documented substitutes included, entry by entry.
+    """Return the ids that a rank sends in 3 calls, with substitutes, entry by entry.
 
-    A hole becomes the first expert that its row does not use, from K * (its token) on. A call
+    A masked entry becomes the first expert that its row does not use, from K * token on. A call
     without tokens sends one, with K experts from K * rank on.
     """
     rows = []

@@ -1,4 +1,4 @@
-"""Every W8A8 path against the same float64 experts without dispatch, and against one another."""
+"""Compare every W8A8 path with float64 experts without dispatch, and with the other paths."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def batch(rank: int) -> tuple[Tensor, TopKOutput]:
 
 
 def dense(x: Tensor, topk: TopKOutput, weights: Int8ChannelWeights) -> Tensor:
-    """[T, H], float64: nothing is rounded but the weights."""
+    """Compute y [T, H] in float64, where only the weights are rounded."""
     w13 = weights.gate_up_proj.double() * weights.gate_up_scale.double()[:, :, None]
     w2 = weights.down_proj.double() * weights.down_scale.double()[:, :, None]
     y = torch.zeros(x.shape, dtype=torch.float64)

@@ -39,7 +39,7 @@ Call = tuple[Tensor, TopKOutput]
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What rank 1 passes, the error and its text, and what rank 0 is told with check_calls."""
+    """A bad call of rank 1, its error and text, and the message on rank 0 with check_calls."""
 
     change: Callable[[Tensor, TopKOutput], Call]
     error: type[EPError]
@@ -132,7 +132,7 @@ def test_with_check_calls_every_rank_raises_at_once(operator: str) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("checks", [False, True])
 def test_gradients_are_refused_on_the_rank_that_needs_them(checks: bool) -> None:
-    """Of x, router weights or scales; others hear of it from check_calls or a host sync."""
+    """Check gradients of x, router weights and scales; check_calls or a host sync tells others."""
     with EPGroup() as group:
         for operator in (*OPERATORS, "fuseep_reference"):
             layer, (x, topk) = make_layer(group, operator, check_calls=checks), batch(group.rank)

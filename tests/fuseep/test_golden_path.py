@@ -16,7 +16,7 @@ MODES = {"mode1": "fused_deep_moe", "mode2": "dispatch_ffn_combine"}
 @pytest.mark.ranks(2)
 @pytest.mark.usefixtures("small_a3")
 def test_layers_equal_the_golden_values() -> None:
-    """With packing, routing and counts in our hands, and M = 5 of which rank 1 uses 3."""
+    """Check packing, routing and counts of our layers, with M = 5 of which rank 1 uses 3."""
     w13, w2, s13, s2 = fuseep.weights()
     weights = Int8ChannelWeights(gate_up_proj=w13, gate_up_scale=s13, down_proj=w2, down_scale=s2)
     recorded = fuseep.RECORDED

@@ -85,7 +85,7 @@ def test_codes_and_scales_permuted_apart_are_weights_permuted() -> None:
 
 
 def kernel_swiglu(sums: Tensor) -> Tensor:
-    """What the kernel makes of its own columns: of 128, the first 64 are gate."""
+    """Apply SwiGLU as the kernel does: the first 64 of 128 columns are gate."""
     tiles = sums.unflatten(1, (-1, 2, 64))
     return F.silu(tiles[:, :, 0].double()).mul(tiles[:, :, 1].double()).flatten(1)
 

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("a3")
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Of one expert, without values."""
+    """Make a tensor of one expert, without values."""
     return torch.empty(1, *shape, dtype=dtype, device="meta")
 
 
@@ -82,9 +82,9 @@ def planned(
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """What is asked of the operators, and what they say.
+    """A specification that operators refuse, and their reasons.
 
-    arguments: of planned().
+    arguments: the arguments of planned().
     """
 
     id: str

@@ -27,7 +27,7 @@ Write = Callable[[ExpertParallelExperts, dict[str, torch.Tensor]], object]
 
 
 def load(layer: ExpertParallelExperts, new: dict[str, torch.Tensor]) -> None:
-    """This rank's experts, as its state_dict() has them."""
+    """Return this rank's experts, as its state_dict() has them."""
     layer.load_state_dict({name: layer.as_expert_tensor(tensor) for name, tensor in new.items()})
 
 
@@ -49,13 +49,13 @@ def replace_data(layer: ExpertParallelExperts, new: dict[str, torch.Tensor]) -> 
 
 
 def replace_one(layer: ExpertParallelExperts, new: dict[str, torch.Tensor]) -> None:
-    """The others in place, this one in new memory."""
+    """Load other parameters in place, and this one in new memory."""
     replace_data(layer, {"gate_up_scale": new["gate_up_scale"]})
     copy(layer, {name: new[name] for name in new if name != "gate_up_scale"})
 
 
 def write_data(layer: ExpertParallelExperts, new: dict[str, torch.Tensor]) -> None:
-    """What nobody notices."""
+    """Write through `.data`, which no version counter notices."""
     for name, tensor in new.items():
         layer.get_parameter(name).data.copy_(tensor)
     assert isinstance(layer.path, FuseEPPath)

@@ -48,7 +48,7 @@ GOLDEN_NAMES = {
 
 
 def values(tensor: Tensor) -> Tensor:
-    """In row-major order, by the stand-in's own reading of NZ."""
+    """Return values in row-major order, by the imitation's own reading of NZ."""
     return as_nd("the test", tensor)
 
 

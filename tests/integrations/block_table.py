@@ -1,4 +1,4 @@
-"""Every MoE block of the installed transformers, tiny, through ExpertParallelMoE.from_transformers.
+"""Try from_transformers on a tiny copy of every MoE block of the installed transformers.
 
     python -m tests.integrations.block_table
 
@@ -94,10 +94,10 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What became of a block.
+    """The result of one block.
 
-    routing: who routes, where it is served.   error: the worst of y and all gradients, relative.
-    refusal: the sentence, where it is not.
+    routing: the router of a served block.   error: worst relative error of y and all gradients.
+    refusal: the message for a block that is not served.
     """
 
     variant: Variant
@@ -107,7 +107,7 @@ class Row:
 
     @property
     def is_served(self) -> bool:
-        """Whether the layer equals the block."""
+        """Return whether the layer equals the block."""
         return not self.refusal and self.error <= FP32_TOLERANCE
 
 
@@ -141,7 +141,7 @@ def find_variants() -> list[Variant]:
 
 
 def _block_names(source: str) -> Iterator[str]:
-    """The classes of a module that keep experts."""
+    """Return the classes of a module that keep experts."""
     for text in re.split(r"^(?=class )", source, flags=re.MULTILINE):
         name = re.match(r"class (\w+)", text)
         if name is not None and "self.experts = " in text:
@@ -149,7 +149,7 @@ def _block_names(source: str) -> Iterator[str]:
 
 
 def make_block(variant: Variant) -> nn.Module:
-    """A tiny block with seeded weights."""
+    """Make a tiny block with seeded weights."""
     parameters = inspect.signature(variant.block.__init__).parameters
     extra = {"layer_idx": 0, "intermediate_size": 8, "ffn_dim": 8}
     extra = {name: value for name, value in extra.items() if name in parameters}
@@ -163,7 +163,7 @@ def make_block(variant: Variant) -> nn.Module:
 
 
 def _config_classes(block: type[nn.Module]) -> list[type]:
-    """The class that the block asks for, else all of its model, those of texts first."""
+    """Return the class that the block asks for, else all of its model, those of texts first."""
     wanted = inspect.get_annotations(block.__init__).get("config")
     name = wanted if isinstance(wanted, str) else getattr(wanted, "__name__", "")
     module = import_module(block.__module__.replace("modeling_", "configuration_"))
@@ -222,7 +222,7 @@ def _inputs(rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _run(module: nn.Module, x: Tensor, input_ids: Tensor) -> dict[str, Tensor]:
-    """Outputs and dx by name, a row a token; other gradients are in the parameters."""
+    """Return outputs and dx by name, a row a token; other gradients are in the parameters."""
     x.requires_grad_()
     takes_ids = "input_ids" in inspect.signature(type(module).forward).parameters
     torch.manual_seed(2)
@@ -236,7 +236,7 @@ def _run(module: nn.Module, x: Tensor, input_ids: Tensor) -> dict[str, Tensor]:
 
 
 def _local(gradient: Tensor | None) -> Tensor | None:
-    """This rank's part of the gradient of sharded experts."""
+    """Return this rank's part of the gradient of sharded experts."""
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient  # type: ignore[union-attr]
 
 
@@ -249,12 +249,12 @@ def _error(found: Tensor | None, expected: Tensor | None) -> float:
 
 
 def table(group: EPGroup) -> list[Row]:
-    """A row for every block of the installed transformers."""
+    """Make a row for every block of the installed transformers."""
     return [try_block(variant, group) for variant in find_variants()]
 
 
 def render(rows: list[Row]) -> str:
-    """The document."""
+    """Render the document."""
     version = import_module("transformers").__version__
     served = [row for row in rows if row.is_served]
     refused = [row for row in rows if not row.is_served]

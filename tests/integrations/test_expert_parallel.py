@@ -106,7 +106,7 @@ CASES = [
 
 
 def sizes(layout: str) -> dict[str, int]:
-    """Of the meshes of transformers, over all ranks."""
+    """Return the sizes of transformers' meshes over all ranks."""
     world_size = dist.get_world_size()
     ranks_of_batch = {"own_batches": 1, "one_batch": world_size, "batch_of_two_ranks": 2}[layout]
     found = {"tp_size": ranks_of_batch, "fsdp_size": world_size // ranks_of_batch}
@@ -122,7 +122,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def saved(kind: str, folder: Path) -> Path:
-    """A checkpoint with seeded weights; rank 0 writes it once."""
+    """Write a checkpoint with seeded weights; rank 0 writes it once."""
     path = folder / kind
     if dist.get_rank() == 0 and not path.exists():
         torch.manual_seed(0)
@@ -169,7 +169,7 @@ def train(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """By name; what is sharded over ranks is gathered. Collective."""
+    """Return whole gradients by name, gathering sharded ones. Collective."""
     gradients = {}
     for name, parameter in model.named_parameters():
         grad = parameter.grad

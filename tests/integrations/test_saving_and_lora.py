@@ -43,14 +43,14 @@ SIZES: dict[str, Any] = {
 
 
 def qwen3_moe() -> PreTrainedModel:
-    """Its checkpoints have a tensor for each expert."""
+    """Make a model whose checkpoints have a tensor for each expert."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**SIZES, moe_intermediate_size=8, num_experts=8)
     return Qwen3MoeForCausalLM(config)
 
 
 def gpt_oss() -> PreTrainedModel:
-    """Its checkpoints have all experts in one tensor."""
+    """Make a model whose checkpoints have all experts in one tensor."""
     torch.manual_seed(0)
     return GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=8))
 

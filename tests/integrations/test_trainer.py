@@ -55,7 +55,7 @@ SIZES: dict[str, Any] = {
 
 
 def dense_model() -> Qwen3MoeForCausalLM:
-    """The same on all ranks; its checkpoints have a tensor for each expert."""
+    """Make a model that is equal on all ranks; its checkpoints have a tensor for each expert."""
     torch.manual_seed(0)
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES))
 
@@ -75,7 +75,7 @@ def samples() -> list[dict[str, Tensor]]:
 
 
 def losses_in_one_process() -> list[float]:
-    """A plain loop over the mean of the losses of ranks and micro-batches."""
+    """Train by a plain loop over the mean of the losses of ranks and micro-batches."""
     model = dense_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     losses = []

@@ -33,14 +33,14 @@ every_variant = pytest.mark.parametrize("make", VARIANTS.values(), ids=VARIANTS)
 
 
 def tokens(rank: int, device: torch.device) -> Tensor:
-    """[1, T, H] of a rank."""
+    """Make the tokens of a rank, [1, T, H]."""
     generator = torch.Generator().manual_seed(1 + rank)
     x = torch.randn(1, NUM_TOKENS[rank], HIDDEN, generator=generator)
     return x.to(device).requires_grad_()
 
 
 def run(module: nn.Module, x: Tensor) -> list[Tensor]:
-    """What a block returns for [1, T, H], tokens first: y, and scores where it gives them."""
+    """Run a block on x [1, T, H]; return y with tokens first, and scores if there are any."""
     result = module(x)
     y, *scores = result if isinstance(result, tuple) else (result,)
     assert y.shape == x.shape
@@ -48,7 +48,7 @@ def run(module: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def run_one_process(block: nn.Module, inputs: list[Tensor]) -> list[tuple[Tensor, ...]]:
-    """The outputs of each rank, from one batch: for no token a block gives no graph."""
+    """Return the outputs of each rank, from one batch: for no token a block gives no graph."""
     outputs = run(block, torch.cat(inputs, dim=1))
     counts = [x.shape[1] for x in inputs]
     return list(zip(*(output.split(counts) for output in outputs), strict=True))
@@ -92,7 +92,7 @@ def summed_gradient(parameter: Tensor) -> Tensor | None:
 def parameter_gradients(
     moe: nn.Module, block: nn.Module, group: EPGroup
 ) -> dict[str, tuple[Tensor | None, Tensor | None]]:
-    """Those of a layer over ranks, and those that this rank should have. Collective."""
+    """Return gradients of a layer over ranks with the gradients expected here. Collective."""
     theirs, pairs = dict(block.named_parameters()), {}
     for name, parameter in moe.named_parameters():
         wanted = theirs.pop(name).grad
@@ -150,7 +150,7 @@ def test_low_latency_output_equals_that_of_one_process(make: Callable[[], nn.Mod
 
 
 def spread_by_transformers(block: nn.Module, group: EPGroup) -> nn.Module:
-    """The block with this rank's experts, reached through transformers' own all-to-all."""
+    """Return the block with this rank's experts, reached through transformers' own all-to-all."""
     from transformers.distributed.expert_parallel import AllToAllEP
 
     experts = block.get_submodule("experts")
@@ -314,7 +314,7 @@ def add_expert_norm(block: nn.Module) -> None:
 
 
 def with_other_code(module: nn.Module) -> None:
-    """The same parts under the same names, used otherwise."""
+    """A block that uses the same parts under the same names otherwise."""
     kind = type(module)
 
     class Doubled(kind):
@@ -326,7 +326,7 @@ def with_other_code(module: nn.Module) -> None:
 
 
 def with_detached_tokens(block: nn.Module) -> None:
-    """The same outputs, and other gradients."""
+    """A block with the same outputs and other gradients."""
 
     class Detached(type(block)):
         def forward(self, hidden_states: Tensor) -> Tensor:
@@ -377,22 +377,22 @@ REFUSALS = {
     "child": Refusal(
         kind="qwen3_moe",
         change=add_child,
-        message="Qwen3MoeSparseMoeBlock has norm, a part that nobody here knows",
+        message="Qwen3MoeSparseMoeBlock has norm, an unknown part",
     ),
     "expert_norm": Refusal(
         kind="mixtral",
         change=add_expert_norm,
-        message="MixtralExperts has norm, a part that nobody here knows",
+        message="MixtralExperts has norm, an unknown part",
     ),
     "attribute": Refusal(
         kind="qwen3_moe",
         change=lambda block: setattr(block, "gain", 2.0),
-        message="gain of Qwen3MoeSparseMoeBlock is 2.0, an attribute that nobody here knows",
+        message="gain of Qwen3MoeSparseMoeBlock is 2.0, an unknown attribute",
     ),
     "attribute_of_experts": Refusal(
         kind="mixtral",
         change=lambda block: setattr(block.experts, "gain", 2.0),
-        message="gain of MixtralExperts is 2.0, an attribute that nobody here knows",
+        message="gain of MixtralExperts is 2.0, an unknown attribute",
     ),
     "experts": Refusal(
         kind="mixtral",

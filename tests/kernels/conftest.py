@@ -4,5 +4,5 @@ import torch
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where the kernels run."""
+    """Return the device that the kernels run on."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

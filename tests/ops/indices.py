@@ -13,14 +13,14 @@ WORKED_IDS = [[1, -1], [-1, 0], [0, 1]]
 
 
 def index_of(ids: list[list[int]], num_experts: int, expert_alignment: int = 1) -> SlotIndex:
-    """The index over rows with these local ids; ids is not empty."""
+    """Return the index over rows with these local ids; ids is not empty."""
     counts = [sum(row.count(expert) for row in ids) for expert in range(num_experts)]
     table = torch.tensor(ids, dtype=torch.int32)
     return build_slot_index(table, torch.tensor(counts), counts, expert_alignment=expert_alignment)
 
 
 def strided(rows: Tensor, gap: int) -> Tensor:
-    """The same rows with NaN between them."""
+    """Return the same rows with NaN between them."""
     whole = torch.full((rows.shape[0], rows.shape[1] + gap), float("nan"), dtype=rows.dtype)
     whole[:, : rows.shape[1]] = rows
     return whole[:, : rows.shape[1]]

@@ -76,7 +76,7 @@ def test_buffer_keeps_its_contract(scenario: str, case: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("scenario", ["clamped_swiglu", "checkpointing"])
 def test_layer_trains_like_the_oracle(scenario: str, name: str) -> None:
-    """To the digits of float64: a sum in float32 is off by 2**29 times as much."""
+    """Compare to the digits of float64: a sum in float32 is off by 2**29 times as much."""
     config = CONFIGS[name]
     if config is STATIC:
         config = EPConfig(mode="normal", max_tokens_per_rank=32, max_recv_slots=256)
@@ -146,7 +146,7 @@ def test_gradients_are_slopes_of_the_loss_of_all_ranks(name: str) -> None:
 
 
 def _slopes(tensor: Tensor, loss: Callable[[], Tensor], *, moves: bool) -> Tensor:
-    """[N]: of the sum of all ranks' losses in each element; other ranks only take part."""
+    """Return the slope of the sum of all ranks' losses by element, [N]; all ranks take part."""
     slopes, flat = [], tensor.detach().view(-1)
     with torch.no_grad():
         for element in range(tensor.numel()):

@@ -39,7 +39,7 @@ TOP_K = SPEC.num_topk(NUM_RANKS)
 
 
 def tolerance(*dtypes: torch.dtype) -> float:
-    """What results may be off by where these are used, relative to the largest.
+    """Return the largest error of results in these dtypes, relative to the largest result.
 
     A few products and activations, the weighted result, the sum of a rank, y, and gradients through
     twice as many: 16 roundings of the largest value by half a unit, all in one direction.
@@ -143,7 +143,7 @@ def check_layer(
     allowed: float,
     autocast: torch.dtype | None,
 ) -> None:
-    """y and all gradients of this rank; each in the dtype of what it belongs to."""
+    """Compute y and all gradients of this rank; each in the dtype of what it belongs to."""
     rank, held = layer.group.rank, layer.weights.dtype
     x = batch.x.clone().requires_grad_()
     router_weights = batch.topk_weights.clone().requires_grad_()
@@ -204,7 +204,7 @@ def test_table(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_each_rank_may_give_rows_of_its_own_dtype() -> None:
-    """What travels does not depend on them, so no rank waits for another row than comes."""
+    """Check that the dtype on the wire does not depend on the dtypes that ranks pass."""
     with EPGroup() as group:
         weights = make_weights(SPEC, NUM_RANKS, device=group.device)
         layer = ExpertParallelExperts(weights, group, NORMAL, top_k=TOP_K)
@@ -251,7 +251,7 @@ class Tower(nn.Module):
                 parameter.data.copy_(values)
 
     def forward(self, x: Tensor, topk_ids: Tensor) -> Tensor:
-        """[T, H] and the experts of each token to [T, H]."""
+        """Compute [T, H] from x [T, H] and the experts of each token."""
         x = self.first(x)
         scores = self.router(x).softmax(dim=-1).gather(1, topk_ids)
         return self.last(self.experts(x, TopKOutput(topk_ids=topk_ids, topk_weights=scores)))
@@ -311,7 +311,7 @@ def test_float32_experts_train_beside_layers_in_bfloat16(
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_dispatcher_casts_rows_weights_and_results() -> None:
-    """Without a layer: rows and router weights as given, results as some kernel returns them."""
+    """Pass a dispatcher rows, router weights and results of other dtypes, without a layer."""
     spec = MoESpec(hidden_size=SPEC.hidden_size, num_experts=4, top_k=TOP_K, dtype=FP32)
     with EPGroup() as group:
         dispatcher = DeepEPNormalDispatcher(group, spec)

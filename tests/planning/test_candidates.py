@@ -159,7 +159,7 @@ def test_layer_that_nothing_serves_is_refused_everywhere(
 
 
 def experts_of(intermediate_size: int = 16, top_k: int = 2, **changes: float) -> dict[str, object]:
-    """Arguments of ExpertParallelExperts, without data."""
+    """Make arguments of ExpertParallelExperts, without data."""
     values = {"activation": "clamped_swiglu", "alpha": 1.7, "limit": 7.0, **changes}
     return {
         "weights": ExpertWeights(

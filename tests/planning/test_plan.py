@@ -41,7 +41,7 @@ SPEC = MoESpec(hidden_size=64, num_experts=8, top_k=2)
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What prefill and decode get; the same where decode is None."""
+    """The plans of prefill and decode; decode has prefill's where it is None."""
 
     id: str
     config: EPConfig
@@ -149,7 +149,7 @@ def test_explain_says_what_was_chosen_and_rejected_and_why() -> None:
 
 
 def weights(intermediate_size: int) -> ExpertWeights:
-    """Experts of the layer, without data."""
+    """Make the experts of the layer, without data."""
     shape = (8, intermediate_size, 64)
     return ExpertWeights(
         gate_up_proj=torch.empty(8, 2 * intermediate_size, 64, dtype=torch.bfloat16, device="meta"),
@@ -186,7 +186,7 @@ def kind_of(experts: ExpertTensors) -> str:
 
 
 def fp8_weights(scale_dtype: torch.dtype = torch.float32) -> Fp8BlockWeights:
-    """The same layer in FP8, without data."""
+    """Make the experts of the layer in FP8, without data."""
     codes = {"dtype": torch.float8_e4m3fn, "device": "meta"}
     return Fp8BlockWeights(
         gate_up_proj=torch.empty(8, 64, 64, **codes),
@@ -197,7 +197,7 @@ def fp8_weights(scale_dtype: torch.dtype = torch.float32) -> Fp8BlockWeights:
 
 
 def int8_weights() -> Int8ChannelWeights:
-    """The same layer in INT8, without data."""
+    """Make the experts of the layer in INT8, without data."""
     return Int8ChannelWeights(
         gate_up_proj=torch.empty(8, 64, 64, dtype=torch.int8, device="meta"),
         gate_up_scale=torch.empty(8, 64, device="meta"),
@@ -247,7 +247,7 @@ def test_wire_format_of_other_experts_is_refused_with_all_three(
 
 @dataclass(frozen=True, kw_only=True)
 class Scales:
-    """What travels where the configuration says something of scales."""
+    """The wire format of a configuration that says something about scales."""
 
     id: str
     experts: ExpertTensors | None
@@ -320,7 +320,7 @@ def test_int8_arithmetic_of_the_configuration_is_the_plans(config: EPConfig) -> 
 def test_int8_arithmetic_is_shown_wherever_it_is_used(
     experts: ExpertTensors | None, wire: WireDtype, config: EPConfig
 ) -> None:
-    """On the wire, or between the products of INT8 experts whatever comes to them."""
+    """Check INT8 on the wire, and between the products of INT8 experts with any wire format."""
     other = replace(config, dispatch_dtype=wire, int8_profile="div")
     readable = {WireDtype.BF16, WireDtype.FP8_E4M3, WireDtype.INT8}
     if isinstance(experts, Int8ChannelWeights):

@@ -56,7 +56,7 @@ def test_what_a_class_lacks(calls: Mapping[str, Sequence[str]], reason: str | No
 
 
 def recorded_class(*, without: tuple[str, str] | None = None) -> type:
-    """A class with the recorded signatures, or with one parameter less: (method, parameter)."""
+    """Make a class with the recorded signatures, less one parameter: (method, parameter)."""
     methods = json.loads(CONTRACT.read_text("utf-8"))["methods"]
     members = {name: _method(name, entry, without) for name, entry in methods.items()}
     return type("Buffer", (), members)

@@ -13,7 +13,7 @@ F32 = np.float32
 
 
 def e4m3_value(code: int) -> float:
-    """What one byte stands for: S EEEE FFF, bias 7, no infinity."""
+    """Return the value of one byte: S EEEE FFF, bias 7, no infinity."""
     sign = -1.0 if code & 0x80 else 1.0
     exponent, fraction = (code >> 3) & 0xF, code & 7
     if exponent == 15 and fraction == 7:
@@ -28,7 +28,7 @@ POSITIVE = [e4m3_value(code) for code in range(127)]
 
 
 def e4m3_code(value: float) -> int:
-    """The nearest code, a tie to the even one; refuses what is beyond the table."""
+    """Return the nearest code, ties to even; refuse values beyond the table."""
     magnitude = Fraction(abs(value))
     assert magnitude < Fraction(464), f"{value} would saturate"
     above = min(bisect_left(POSITIVE, abs(value)), len(POSITIVE) - 1)
@@ -44,7 +44,7 @@ def half_ulp(magnitude: float) -> float:
 
 
 def smallest_exponent(amax: float) -> int:
-    """The smallest e with amax <= 448 * 2**e, in exact arithmetic."""
+    """Return the smallest e with amax <= 448 * 2**e, in exact arithmetic."""
     exponent = math.frexp(amax)[1] - 12
     while Fraction(amax) > 448 * Fraction(2) ** exponent:
         exponent += 1

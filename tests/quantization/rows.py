@@ -13,7 +13,7 @@ SUBNORMAL_ROW = 6
 
 
 def varied_rows(hidden_size: int, dtype: torch.dtype, *, seed: int = 0) -> Tensor:
-    """[12, H]: ordinary, tiny, huge, zero, subnormal and broken rows, and ties."""
+    """Make rows [12, H]: ordinary, tiny, huge, zero, subnormal and non-finite ones, and ties."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(12, hidden_size, generator=generator)
     sizes = torch.tensor([1.0, 1e-6, 1e4, 1e-3, 100.0, 0.0, 1e-39, 7e-45, 1.0, 1.0, 1.0, 1.0])
@@ -27,7 +27,7 @@ def varied_rows(hidden_size: int, dtype: torch.dtype, *, seed: int = 0) -> Tenso
 
 
 def half_neighbours() -> Tensor:
-    """[1, N]: 127, so that the scale is 1, then halves of both signs and their neighbours."""
+    """Make a row [1, N]: 127 for a scale of 1, then halves of both signs and their neighbours."""
     halves = torch.arange(0.5, 127, 1.0)
     below = torch.nextafter(halves, torch.zeros(()))
     above = torch.nextafter(halves, torch.full((), INF))
@@ -36,7 +36,7 @@ def half_neighbours() -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """In which -0 differs from 0 and one NaN from another."""
+    """View a tensor as bytes, in which -0 differs from 0 and one NaN from another."""
     return tensor.contiguous().view(torch.uint8)
 
 

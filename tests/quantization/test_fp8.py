@@ -125,7 +125,7 @@ def test_power_of_two_scales_equal_frexp_at_every_boundary() -> None:
 
 
 def test_rounding_before_the_logarithm_would_not_differ_from_exact_exponents() -> None:
-    """What DeepEP computes, ceil(log2(amax * float32(1 / 448))), for every fraction of float32."""
+    """Compare with DeepEP's ceil(log2(amax * float32(1 / 448))), for every fraction of float32."""
     amax = (np.arange(2**23, dtype=np.uint32) | np.uint32(0x3F800000)).view(np.float32)
     bits = (amax * np.float32(1 / 448)).view(np.uint32).astype(np.int64)
     theirs = (bits >> 23) + ((bits & 0x7FFFFF) != 0)

@@ -30,7 +30,7 @@ class GatingCalls(TorchDispatchMode):
 
 @contextmanager
 def expect_gating_calls(num_calls: int) -> Iterator[None]:
-    """The block makes so many calls."""
+    """Check that the block calls the operator num_calls times."""
     with GatingCalls() as calls:
         yield
     assert calls.num_calls == num_calls

@@ -64,7 +64,7 @@ def spec_of(values: dict[str, object]) -> RoutingSpec:
 
 
 def spread_logits(num_tokens: int, num_experts: int) -> Tensor:
-    """[T, E], float32: each row a shuffle of the same E values, which lie about 1/4 apart."""
+    """Make logits [T, E], float32: each row shuffles the same E values, about 1/4 apart."""
     steps = torch.arange(num_experts)
     values = (steps - num_experts // 2) / 4 + torch.sin(steps) / 16
     generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""Where implementations of one routing differ: each variant is an option or a stated choice."""
+"""Check each point where implementations of one routing differ: an option or a stated choice."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NAN = math.nan
 
 
 def logit(probability: float) -> float:
-    """The logit whose sigmoid is `probability`."""
+    """Return the logit whose sigmoid is `probability`."""
     return math.log(probability / (1 - probability))
 
 
 def scatter(logits: Tensor, spec: RoutingSpec) -> Tensor:
-    """The weights on [T, E], which do not depend on the order within the k."""
+    """Return the weights on [T, E], which do not depend on the order within the k."""
     topk = route(logits, spec)
     return torch.zeros(logits.shape).scatter(1, topk.topk_ids, topk.topk_weights)
 

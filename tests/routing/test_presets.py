@@ -1,4 +1,4 @@
-"""Every preset against the router in the real transformers block, random weights and bias."""
+"""Compare every preset with the router of the real transformers block, at random weights."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def make_config(family: Family) -> object:
 
 @dataclass(frozen=True, kw_only=True)
 class Routed:
-    """What the block computed: logits [T, E], its bias [E] and the weights on [T, E]."""
+    """The routing of a block: logits [T, E], its bias [E] and the weights on [T, E]."""
 
     logits: Tensor
     bias: Tensor | None

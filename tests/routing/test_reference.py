@@ -206,7 +206,7 @@ def test_sqrt_softplus_is_smooth_where_softplus_underflows() -> None:
 def reverse_routing(
     logits: Tensor, *, top_k: int, correction_bias: Tensor | None, hidden_states: Tensor | None
 ) -> TopKOutput:
-    """The last experts in falling order; weights read from the hidden states."""
+    """Route to the last experts in falling order; weights read from the hidden states."""
     assert correction_bias is None
     assert hidden_states is not None
     ids = torch.arange(logits.shape[1] - 1, logits.shape[1] - 1 - top_k, -1)

@@ -17,13 +17,13 @@ STEP = 1e-4
 
 
 def weighted_sum(logits: list[float], spec: RoutingSpec, bias: Tensor | None) -> float:
-    """The loss sum_k (k + 1) w_k of one token, by the oracle."""
+    """Compute the loss sum_k (k + 1) w_k of one token, by the oracle."""
     row = route_row(logits, spec, None if bias is None else bias.double().tolist())
     return sum((k + 1) * weight for k, weight in enumerate(row.weights))
 
 
 def differences(logits: list[float], spec: RoutingSpec, bias: Tensor | None) -> list[float]:
-    """The slope of `weighted_sum` in each logit; a NaN logit gets 0."""
+    """Return the slope of `weighted_sum` in each logit; a NaN logit gets 0."""
     slopes = []
     for expert, value in enumerate(logits):
         above, below = list(logits), list(logits)

@@ -115,7 +115,7 @@ def check_segments(m_indices: list[int], num_experts: int, alignment: int) -> No
 
 
 def check_matrices(rhs: Operand, width: int) -> tuple[int, int]:
-    """G and N."""
+    """Check the matrices, and return their number G and their rows N."""
     codes, scales = rhs
     num_experts, num_columns, depth = codes.shape
     assert codes.dtype == torch.float8_e4m3fn
@@ -130,7 +130,7 @@ def check_matrices(rhs: Operand, width: int) -> tuple[int, int]:
 
 
 def left(lhs: Operand, architecture: int) -> Tensor:
-    """The values of [..., M, K], after its scales were looked at."""
+    """Check the scales of an operand, and return its values [..., M, K]."""
     codes, scales = lhs
     num_rows, num_blocks = codes.shape[-2], codes.shape[-1] // BLOCK
     is_packed = architecture == 10

@@ -235,7 +235,7 @@ def test_the_first_product_of_two_operators_is_one_of_them(spy: Spy) -> None:
 def test_rows_become_codes_in_the_arithmetic_of_the_runner(
     name: str, operator: str, spy: Spy
 ) -> None:
-    """On rows whose codes differ between the two."""
+    """Use rows whose codes differ between the two arithmetics."""
     profiles, index = golden("ascend_quant_profiles"), batch_index()
     rows = tensor_of(profiles["x"])[[5, 6, 8]].repeat(3, HIDDEN // 16)
     calls = spy(operator)
@@ -289,7 +289,7 @@ def test_copies_are_made_once_and_again_after_a_reload(
 
 
 def test_another_tensor_at_the_old_address_is_seen() -> None:
-    """As where memory was given back and taken again: nothing but the object tells them apart."""
+    """Imitate memory that was freed and allocated again, where only the object has changed."""
     runner, sent, weights = AscendNZRunner(), plain_record(batch_index()), int8_weights()
     memory = weights.down_proj.numpy()
     before, after = (
@@ -461,7 +461,9 @@ def test_sums_of_the_largest_codes_fit_where_supports_says_so() -> None:
 def test_what_the_operators_cannot_do_is_refused(name: str) -> None:
     index, weights, runner = batch_index(), int8_weights(), make_runner(name)
     sent = plain_record(index)
-    with pytest.raises(ShapeError, match=f"{name}: slots begin at multiples of 8"):
+    with pytest.raises(
+        ShapeError, match=f"{name}: slots begin at multiples of 8, .* for runner {name}$"
+    ):
         runner.run(replace(sent, index=replace(index, expert_alignment=8)), weights)
     rows = sent.hidden_states.data
     narrow = replace(sent.hidden_states, data=rows[:, :32])

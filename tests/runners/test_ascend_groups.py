@@ -59,7 +59,7 @@ def test_a_kind_has_the_operators_number_and_its_list(
 
 @pytest.mark.parametrize("expert_of_row", [[0, 0, 0, 2, 2, 2, 2], [0, 0, 0]])
 def test_rows_are_multiplied_by_their_experts(expert_of_row: list[int]) -> None:
-    """Of several experts and of one, whose group the operator takes as a sum alone."""
+    """Check several experts, and one expert, whose group the operator takes only as a sum."""
     counts = torch.tensor(expert_of_row).bincount()
     rows, matrices = codes(NUM_ROWS, H), codes(len(counts), H, 2 * I)
     found = multiply(rows, matrices, ExpertGroups(counts), output_dtype=torch.int32)

@@ -91,7 +91,7 @@ def test_a_layer_equals_a_float64_model_before_and_after_a_reload(runner: str) -
 def test_sizes_beyond_the_activation_of_sums_are_planned_and_computed(
     inner: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On ranks of one expert, whose counts the operator does not take either."""
+    """Use ranks of one expert, whose counts the operator does not take either."""
 
     def is_of_kind(cls: type[AscendRunner], weights: ExpertTensors) -> bool:
         return isinstance(weights, cls.kinds)

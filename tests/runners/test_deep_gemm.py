@@ -114,7 +114,7 @@ def rows_record(case: Case, index: SlotIndex) -> RowsDispatchOutput:
 
 
 def masked_record(record: RowsDispatchOutput) -> MaskedDispatchOutput:
-    """The slots of each expert side by side, and behind them bytes that mean NaN."""
+    """Return the slots of each expert side by side, and behind them bytes that mean NaN."""
     counts, starts = record.num_tokens_per_expert.tolist(), record.index.first_slot.tolist()
     capacity = max(counts) + 3
     rows, row_of_slot = record.hidden_states, record.index.row_of_slot
@@ -148,7 +148,7 @@ Record = RowsDispatchOutput | MaskedDispatchOutput
 
 
 def with_columns(record: Record, weights: Fp8BlockWeights) -> Record:
-    """The record as a dispatcher hands it out that was planned for the runner."""
+    """Return the record as a dispatcher hands it out that was planned for the runner."""
     rows = record.hidden_states
     if rows.scales is None:
         return record

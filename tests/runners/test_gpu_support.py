@@ -134,7 +134,7 @@ def test_wgmma_needs_its_compiler_few_experts_and_short_floats(
 
 
 def gate_up_operands(num_slots: int = 5, num_rows: int = 7) -> dict[str, Tensor]:
-    """What gate_up_fp8() takes, by name."""
+    """Make the operands of gate_up_fp8(), by name."""
     weights = fp8_weights()
     return {
         "codes": apart(num_rows, HIDDEN, dtype=CODES),
@@ -150,7 +150,7 @@ def gate_up_operands(num_slots: int = 5, num_rows: int = 7) -> dict[str, Tensor]
 
 
 def down_operands(num_slots: int = 5) -> dict[str, Tensor]:
-    """What down_fp8() takes, by name."""
+    """Make the operands of down_fp8(), by name."""
     weights = fp8_weights()
     return {
         "codes": on_gpu(num_slots, INNER, dtype=CODES),
@@ -180,13 +180,13 @@ OPERANDS = [
 
 
 def spread(tensor: Tensor) -> Tensor:
-    """The same shape, every other element of something larger."""
+    """Return a tensor of the same shape with doubled strides."""
     strides = [2 * stride for stride in torch.empty(tensor.shape, device="meta").stride()]
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cuda")
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """One more in the last dimension."""
+    """Return a tensor with one more element in the last dimension."""
     return tensor.new_empty(*tensor.shape[:-1], tensor.shape[-1] + 1)
 
 

@@ -133,7 +133,7 @@ def handle() -> Handle:
 def slot_results(
     case: Case, batch: RankBatch, index: SlotIndex, weights: Fp8BlockWeights | Int8ChannelWeights
 ) -> Tensor:
-    """[C, H] of the runner, in slot order, weighted by whom the case says."""
+    """Return the runner's results [C, H], weighted by the runner or here, as the case says."""
     slot_weights = spread_to_slots(batch.topk_weights, index)
     rows = wire_rows(batch, case, weights.wire_format)
     runner = QuantizedReferenceRunner()
@@ -153,7 +153,7 @@ def kind_weights(kind: str) -> Fp8BlockWeights | Int8ChannelWeights:
 def layer_results(
     case: Case, batch: RankBatch, weights: Fp8BlockWeights | Int8ChannelWeights
 ) -> Tensor:
-    """[T, H] of the runner and a plain combine, float64."""
+    """Return y [T, H] of the runner and a plain combine, float64."""
     index = index_of(batch.topk_ids.tolist(), NUM_EXPERTS)
     assert index.slots_of_row is not None
     results = slot_results(case, batch, index, weights).double()
@@ -430,9 +430,10 @@ every_runner = pytest.mark.parametrize(
 
 @dataclass(frozen=True, kw_only=True)
 class Misfit:
-    """What does not fit the experts, of which there are 3 with H = 200; rows are [9, H].
+    """A record that does not fit the experts, 3 with H = 200; rows are [9, H].
 
-    num_experts: those that are counted.   spare_weights: slot_weights for which there is no slot.
+    num_experts: number of experts that are counted.
+    spare_weights: number of slot_weights without a slot.
     """
 
     id: str

@@ -25,7 +25,7 @@ DELAY_S = 0.005
 
 
 def payload(rank: int, round_number: int, num_tokens: int) -> torch.Tensor:
-    """[T, H] whole numbers below 2**20, exact in float32, that name their rank, token and round."""
+    """Make whole numbers [T, H] below 2**20, exact in float32, from rank, token and round."""
     rows = torch.arange(num_tokens).unsqueeze(1) * 8 + rank
     columns = torch.arange(HIDDEN_SIZE) + round_number * 64
     return ((rows * 524287 + columns * 8191) % (1 << 20)).float()
@@ -41,7 +41,7 @@ def batch(rank: int, round_number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def expected_slots(round_number: int, group: EPGroup) -> list[torch.Tensor]:
-    """The payload rows of each local expert, by source rank, then token."""
+    """Return the payload rows of each local expert, by source rank, then token."""
     num_local = NUM_EXPERTS // group.world_size
     batches = [batch(rank, round_number) for rank in range(group.world_size)]
     return [

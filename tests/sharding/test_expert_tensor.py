@@ -54,7 +54,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 def backward(model: nn.Module, group: EPGroup) -> None:
-    """Of the mean of the losses of all ranks."""
+    """Run backward of the mean of the losses of all ranks."""
     (model(tokens(group.rank)) / NUM_RANKS).backward()
     sum_replicated_gradients(model, group)
 

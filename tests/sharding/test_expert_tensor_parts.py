@@ -23,7 +23,7 @@ def some_parameter(group: EPGroup) -> nn.Parameter:
 
 
 def expected_values(parameter: nn.Parameter) -> torch.Tensor:
-    """[P, ...], other numbers for every element."""
+    """Make values [P, ...], with another number in every element."""
     shape = parameter.shape
     return torch.arange(shape.numel(), dtype=torch.float32).view(shape)
 

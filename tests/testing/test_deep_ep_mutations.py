@@ -55,25 +55,25 @@ class _WeighsInCombine(Buffer):
 
 
 class V1WeighsTwice(_WeighsInCombine, DeepEPV1Buffer):
-    """The rows are weighted before the sum that weighs them."""
+    """Weighs the rows before a sum that weighs them again."""
 
     times = 2
 
 
 class V1WeighsNever(_WeighsInCombine, DeepEPV1Buffer):
-    """deep_ep is expected to weigh."""
+    """Never weighs, and expects deep_ep to do so."""
 
     times = 0
 
 
 class V2LowLatencyWeighsTwice(_WeighsInCombine, DeepEPV2LowLatencyBuffer):
-    """As V1WeighsTwice."""
+    """Applies router weights twice."""
 
     times = 2
 
 
 class V2LowLatencyWeighsNever(_WeighsInCombine, DeepEPV2LowLatencyBuffer):
-    """As V1WeighsNever."""
+    """Never applies router weights."""
 
     times = 0
 
@@ -160,7 +160,7 @@ class _PrefixSumsOfRanks(ElasticPackage):
 
 
 class V2CountsPrefixSumsOfRanks(DeepEPV2Buffer):
-    """Where the rows of a rank end, for how many they are."""
+    """Takes the end of the rows of a rank for their number."""
 
     package = _PrefixSumsOfRanks
 

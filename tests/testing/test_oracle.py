@@ -28,7 +28,7 @@ INF, NAN = float("inf"), float("nan")
 
 
 def batch(x: float, ids: list[int], weights: list[float], dy: float) -> RankBatch:
-    """One token with one hidden element."""
+    """Make a batch of one token with one hidden element."""
     return RankBatch(
         x=torch.tensor([[x]]),
         topk_ids=torch.tensor([ids]),
@@ -96,7 +96,7 @@ SPEC = BatchSpec(
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What the plain implementation does wrong, on rank 0 and for token 1 alone where it can.
+    """A fault of the plain implementation, on rank 0 and for token 1 alone where possible.
 
     shows_in: the results that must be off.
     """
@@ -118,7 +118,7 @@ FAULTS = [
 
 
 def run_experts(expert: int, x: Tensor, weights: ExpertWeights) -> Tensor:
-    """One token [H] through one expert."""
+    """Compute one token [H] by one expert."""
     hidden = x @ weights.gate_up_matrices()[expert]
     if weights.gate_up_bias is not None:
         hidden = hidden + weights.gate_up_bias[expert]
@@ -167,7 +167,7 @@ def run_plainly(
 
 
 def errors(found: dict[str, list[Tensor]], expected: OracleResult) -> dict[str, float]:
-    """The largest error of any rank, by name."""
+    """Return the largest error of any rank, by name."""
     wanted = {"y": expected.y, "dx": expected.dx, "dw": expected.dw}
     wanted |= {f"d {name}": [grad] for name, grad in expected.weight_grads.items()}
     return {

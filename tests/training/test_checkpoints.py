@@ -199,7 +199,7 @@ def without_origin(model: OverRanks) -> dict[str, Tensor]:
 
 
 def of_one_rank(model: OverRanks) -> dict[str, Tensor]:
-    """As a run on a single rank has saved it."""
+    """Return the state that a run on a single rank saves."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     with EPGroup(groups[dist.get_rank()]) as alone:
         return saved_and_loaded(OverRanks(alone).state_dict())

@@ -55,7 +55,7 @@ class TinyModel(nn.Module):
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[1, T, H] to a scalar loss, a mean over tokens."""
+        """Compute a scalar loss, the mean over tokens, from x [1, T, H]."""
         x = self.embed(x)
         for block in self.blocks:
             y = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
@@ -77,7 +77,7 @@ def tokens(rank: int) -> Tensor:
 
 
 def expected_gradients(ranks: range | list[int] = range(NUM_RANKS)) -> dict[str, Tensor]:
-    """Of the mean of the losses over all ranks; a rank that is left out has loss 0."""
+    """Return gradients of the mean of all ranks' losses; ranks left out have loss 0."""
     model = TinyModel()
     for rank in ranks:
         (model(tokens(rank)) / NUM_RANKS).backward()

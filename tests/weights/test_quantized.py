@@ -38,7 +38,7 @@ def plain() -> ExpertWeights:
 
 
 def lying_transposed(tensor: Tensor) -> Tensor:
-    """The same elements, with the last two dimensions the other way round in memory."""
+    """Return the same elements, with the last two dimensions the other way round in memory."""
     return tensor.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 

@@ -1,1 +1,1 @@
-"""Buffers over the packages for Ascend NPUs."""
+"""Move tokens by the vendor packages for Ascend NPUs."""

@@ -1,4 +1,4 @@
-"""What the buffers over the Ascend deep_ep share: limits, rows, counts."""
+"""Share limits, rows and counts among the buffers over the Ascend deep_ep."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ WIRE_DTYPES = frozenset({WireDtype.BF16, WireDtype.INT8})
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AscendExchangePlan(ExchangePlan):
-    """The package's handle, and what the bytes of a combine are counted by.
+    """The package's handle, and the counts that give the bytes of a combine.
 
-    num_tokens: of the call; the package was given one where there was none.
-    slots_from_rank: [W], int64, on the device.
-    is_empty: [T, 1], bool: tokens that are zeros in y.
+    num_tokens: tokens of the call; for an empty call the package got one dummy token.
+    slots_from_rank: [W], int64, on the device, slots received from each rank.
+    is_empty: [T, 1], bool: tokens without an expert, which are zeros in y.
     """
 
     num_tokens: int
@@ -76,7 +76,7 @@ class AscendBuffer(AscendCalls, VendorCalls):
     @classmethod
     @abstractmethod
     def _limits(cls, soc: Soc | None) -> SizeLimits:
-        """Sizes that the kernels of this mode take."""
+        """Return the sizes that the kernels of this mode take."""
 
     @classmethod
     @abstractmethod
@@ -85,16 +85,16 @@ class AscendBuffer(AscendCalls, VendorCalls):
 
     @property
     def _quant_mode(self) -> str:
-        """Passed with every call, so that no variable of the process decides."""
+        """Return the mode that every call passes, so that no environment variable decides."""
         return "int8" if self._spec.dispatch_format.dtype is WireDtype.INT8 else "bf16"
 
     def _sent(self, call: DispatchCall, ids: Tensor) -> DispatchCall:
-        """What the package is given: an expert in every entry, and one token at least.
+        """Return the call for the package: an expert in every entry, and at least one token.
 
-        ids: those of the call that are safe to send.
+        ids: the top-k ids of the call that are safe to send.
 
-        Releases of the package put a token in place of none, and keep in their Buffer that they
-        did: the next dispatch then decides what an earlier one's combine returns.
+        Given no token, releases of the package send a token of their own and note that in their
+        Buffer: then the next dispatch decides what the combine of an earlier dispatch returns.
         """
         if ids.shape[0] == 0:
             return self._dummy(call)
@@ -103,7 +103,10 @@ class AscendBuffer(AscendCalls, VendorCalls):
         return replace(call, hidden_states=rows, topk_ids=ids, topk_weights=weights)
 
     def _dummy(self, call: DispatchCall) -> DispatchCall:
-        """One token of weight 0, for experts of this rank first; a row of zeros had no scale."""
+        """Make one token of ones with weights of 0, for experts from this rank on.
+
+        A row of zeros would have no scale.
+        """
         top_k, device = self._spec.top_k, call.topk_ids.device
         first = self._rank * self._spec.num_local_experts
         experts = torch.arange(first, first + top_k, device=device) % self._num_experts
@@ -115,10 +118,10 @@ class AscendBuffer(AscendCalls, VendorCalls):
         )
 
     def _wire(self, received: Tensor | tuple[Tensor, Tensor]) -> WireTensor:
-        """Received rows with their scales.
+        """Return received rows with their scales.
 
         Raises:
-            BackendUnavailable: they are not what was asked for.
+            BackendUnavailable: rows or scales are not those of the dispatch format.
         """
         data, scales = (received, None) if isinstance(received, Tensor) else received
         wanted = self._spec.dispatch_format
@@ -135,7 +138,7 @@ class AscendBuffer(AscendCalls, VendorCalls):
     def _dispatched(
         self, rows: WireTensor, ids: Tensor, exchange_plan: AscendExchangePlan
     ) -> Dispatched:
-        """What arrived, after the bytes that this rank sent were counted."""
+        """Count the bytes that this rank sent, and return the received rows."""
         to_rank = slots_to_ranks(ids, self._num_experts, self._world_size)
         self._count_bytes(DISPATCH, to_rank, slot_bytes(self._spec)[0])
         return Dispatched(
@@ -163,7 +166,7 @@ class AscendBuffer(AscendCalls, VendorCalls):
         assert row_scalars is None, "there is no backward"
         self._check_open()
         self._compare_combine()
-        # Without the token of a rank that has none.
+        # The slice cuts off the dummy token of a rank that has no token.
         y = self._return_rows(rows, exchange_plan)[: exchange_plan.num_tokens].masked_fill(
             exchange_plan.is_empty, 0.0
         )
@@ -172,11 +175,11 @@ class AscendBuffer(AscendCalls, VendorCalls):
 
     @abstractmethod
     def _return_rows(self, rows: Tensor, exchange_plan: AscendExchangePlan) -> Tensor:
-        """The sums of `rows`, times the router weights, for all tokens sent. Collective."""
+        """Return the sums of `rows` times router weights, for all tokens sent. Collective."""
 
 
 def packed_caps(max_tokens: int | None) -> BufferCaps:
-    """What both modes have in common, on the side of exact sizes."""
+    """Return the capabilities that both modes share, with exact sizes."""
     return BufferCaps(
         layout=Layout.ROWS,
         trainable=False,
@@ -196,6 +199,9 @@ def packed_caps(max_tokens: int | None) -> BufferCaps:
 
 
 def slots_from_ranks(prefix: Tensor, world_size: int) -> Tensor:
-    """[W], int64, from inclusive sums over (expert, source rank) of the pairs received."""
+    """Return the slots from each rank, [W], int64.
+
+    prefix: inclusive sums of received slots, by expert, then source rank.
+    """
     ends = prefix.flatten().to(torch.int64)
     return ends.diff(prepend=ends.new_zeros(1)).view(-1, world_size).sum(0)

@@ -1,4 +1,4 @@
-"""What all backends over the Ascend deep_ep share: probing, opening, bytes of a pair."""
+"""Probe and open the Ascend deep_ep, and count bytes, for all backends over it."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from epcomm.platforms.signatures import signature_reasons
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import WireDtype
 
-# Ids and weights of one (token, expert) pair, and the scale of its row.
+# Bytes of the ids and weights of one (token, expert) pair, and bytes of the scale of its row.
 ENTRY_BYTES, SCALE_BYTES = 12, 4
 
 
 class AscendCalls:
     """A backend over one Buffer of the package; comes before VendorCalls among the bases.
 
-    calls: what is passed to the package's Buffer, by method; everything is passed by name.
+    calls: method of the package's Buffer -> the names of the arguments that this backend passes.
     """
 
     name: ClassVar[str]
     mode: ClassVar[Mode]
     calls: ClassVar[Mapping[str, Sequence[str]]]
-    # A slot is written once for a (token, expert) pair.
+    # The package writes one slot for each (token, expert) pair.
     needs_distinct_ids: ClassVar[bool] = True
-    # The package's Buffer, whose types are the package's own.
+    # The Buffer of the package, which has no type here.
     _buffer: Any
     # As VendorCalls sets them.
     _collectives: Collectives
@@ -96,7 +96,7 @@ class AscendCalls:
     def _open(self, process_group: dist.ProcessGroup, **arguments: object) -> None:
         """Make the package's Buffer, once every rank has found that it can.
 
-        The variables are read again: EPGroup.open_buffer may be called without a plan, or later.
+        The environment is read again: EPGroup.open_buffer may be called without a plan, or later.
         Collective: yes.   Host sync: yes.
         Raises:
             BackendUnavailable: some rank cannot serve the specification; on every rank.
@@ -140,12 +140,12 @@ class AscendCalls:
             )
 
     def _destroy(self) -> None:
-        """It holds a window of the process group, which is the group's."""
+        """Drop the package's Buffer; the HCCL window belongs to the process group and stays."""
         self._buffer = None
 
 
 def device_types() -> frozenset[str]:
-    """Of the groups that the kernels serve: the vendor's, or those that stand in for them."""
+    """Return the device types of groups that the package, or its imitation, serves."""
     kind, is_stand_in = find_deep_ep()
     return frozenset({"cpu"} if is_stand_in and kind is DeepEPKind.ASCEND else {"npu"})
 
@@ -158,7 +158,7 @@ def slot_bytes(spec: BufferSpec) -> tuple[int, int]:
 
 
 def slots_to_ranks(topk_ids: Tensor, num_experts: int, world_size: int) -> Tensor:
-    """[W], int64, on the device: (token, expert) pairs for each rank."""
+    """Count the (token, expert) pairs for each rank, [W], int64, on the device."""
     counts = torch.zeros(num_experts, dtype=torch.int64, device=topk_ids.device)
     flat = topk_ids.flatten()
     return counts.scatter_add_(0, flat, torch.ones_like(flat)).view(world_size, -1).sum(1)

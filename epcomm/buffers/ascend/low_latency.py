@@ -1,8 +1,9 @@
-"""Low latency of the Ascend deep_ep: packed rows in memory of fixed size, counts on the device.
+"""Move tokens by the low-latency kernels of the Ascend deep_ep, in memory of fixed size.
 
-M * W * min(K, L) rows are handed out, of which the first sum of the counts are defined. Combine
-takes all of them, and multiplies by the router weights, which stay with the exchange plan. Hooks,
-events and cleaning do nothing there: everything is in the order of the stream.
+A dispatch returns M * W * min(K, L) packed rows, of which the first sum(counts) are defined; the
+counts stay on the device. Combine takes all rows, and multiplies by the router weights, which stay
+with the exchange plan. Hooks, events and cleaning of the package do nothing: all work is in the
+order of the stream.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ from epcomm.types import Int8Profile
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AscendLowLatencyExchangePlan(AscendExchangePlan):
-    """What combine needs of its dispatch besides.
+    """The plan of a low-latency dispatch, with the tensors that combine takes.
 
-    topk_ids, topk_weights: as they were sent, float32 and 0 where there was no expert.
+    topk_ids, topk_weights: [T, K] as they were sent; weights are float32, 0 at masked entries.
+    has_failed: bool scalar on the device: the call was refused.
     """
 
     topk_ids: Tensor
@@ -127,7 +129,7 @@ class AscendLowLatencyBuffer(AscendBuffer, Buffer):
             topk_idx=sent.topk_ids,
             num_max_dispatch_tokens_per_rank=self._spec.max_tokens_per_rank,
             num_experts=self._num_experts,
-            # The name is that of the other package; here it means INT8, and is on by default.
+            # The argument has the name of DeepEP's; on Ascend it means INT8, and is on by default.
             use_fp8=self._quant_mode == "int8",
             topk_weights=sent.topk_weights,
             quant_mode=self._quant_mode,
@@ -167,6 +169,6 @@ class AscendLowLatencyBuffer(AscendBuffer, Buffer):
 
 
 def _num_slots(spec: BufferSpec, world_size: int) -> int:
-    """Rows that the package allocates."""
+    """Return the number of rows that the package allocates."""
     assert spec.max_tokens_per_rank is not None, "low latency has a limit"
     return spec.max_tokens_per_rank * world_size * min(spec.top_k, spec.num_local_experts)

@@ -1,9 +1,9 @@
-"""Normal mode of the Ascend deep_ep: packed rows, one a (token, expert) pair, ready for a GEMM.
+"""Move tokens by the normal kernels of the Ascend deep_ep: one packed row for each slot.
 
-Its combine multiplies by the router weights that it kept from dispatch, so nobody else may. The ids
-and weights that it seems to return are memory that nobody wrote, and where nothing arrives one row
-of garbage comes: only the counts are read. A layout call comes right before each dispatch, for it
-leaves state behind. No cached handles, hence no backward.
+The package's combine multiplies by the router weights that it kept from dispatch, so the runner
+must not. The ids and weights that dispatch returns are memory that was never written, and where no
+row arrives one row of garbage comes: only the counts are read. A layout call comes right before
+each dispatch, because it leaves state behind. There are no cached handles, hence no backward.
 """
 
 from __future__ import annotations
@@ -130,14 +130,14 @@ class AscendNormalBuffer(AscendBuffer, Buffer):
             slots_from_rank=slots_from_ranks(handle[5], self._world_size),
             is_empty=has_no_expert(ids),
         )
-        # Where nothing arrived there is one row of garbage.
+        # A dispatch that brings no row returns one row of garbage, which is cut off.
         return self._dispatched(
             _first_rows(self._wire(received), num_slots), sent.topk_ids, exchange_plan
         )
 
     def _return_rows(self, rows: Tensor, exchange_plan: AscendExchangePlan) -> Tensor:
         if exchange_plan.num_rows == 0:
-            # As many rows as dispatch allocated.
+            # combine() takes as many rows as dispatch() returned, which was one row of garbage.
             rows = rows.new_zeros(1, rows.shape[1])
         return self._buffer.combine(x=rows.contiguous(), handle=exchange_plan.handle)[0]
 

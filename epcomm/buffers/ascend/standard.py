@@ -1,12 +1,12 @@
-"""Standard mode on Ascend: gather all tokens, let the vendor's operators sort them and add up.
+"""Serve standard mode on Ascend: gather all tokens, and let the vendor's operators sort and sum.
 
-The exchange is AllGatherBuffer's. npu_moe_init_routing_v2 writes the rows of this rank's experts,
-packed by (expert, source rank, token), and npu_moe_finalize_routing weighs the results and adds
-those of a token up, in float32 and k order. Entries without an expert, and the rows that pad ranks
-with fewer tokens, get an expert beyond all others, which no rank computes. An entry that is
-computed elsewhere has the position -1, which only the modes with a capacity take: so results go
-back as [K, C / K, H], as if they were those of K experts with capacity for C / K rows each.
-Source: the operators' documentation; nothing here ran on an NPU.
+AllGatherBuffer does the exchange. npu_moe_init_routing_v2 writes the rows of this rank's experts,
+packed by (expert, source rank, token), and npu_moe_finalize_routing weighs the results and adds up
+the results of a token, in float32 and k order. Masked entries, and the rows that pad ranks with
+fewer tokens, get an expert beyond all others, which no rank computes. An entry that another rank
+computes has the position -1, which only the operator's modes with a capacity take: so results go
+back as [K, C / K, H], as if K experts had a capacity of C / K rows each.
+Source: the operators' documentation; this code has not run on an NPU.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import RowsPer, WeightsAppliedBy, WireDtype, WireTensor, align_up
 
 _OPERATORS = ("npu_moe_init_routing_v2", "npu_moe_finalize_routing")
-# Of npu_moe_init_routing_v2, with the expert that nobody has.
+# Most experts of npu_moe_init_routing_v2, less the one that stands for "no expert".
 MAX_EXPERTS = 10240 - 1
 WIRE_DTYPES = frozenset({WireDtype.BF16, WireDtype.FP32, WireDtype.INT8})
-# Of npu_moe_init_routing_v2: rows travel as they are, counts are one number an expert, and
-# positions are those of entries among the rows.
+# Arguments of npu_moe_init_routing_v2: rows are not quantised, counts are one number an expert, and
+# positions give the row of each entry.
 _AS_IT_IS, _COUNTS, _POSITIONS = -1, 1, 0
-# Of npu_moe_finalize_routing: positions are ordered by token, then k, and -1 adds nothing; rows are
-# [experts, capacity, H], of K experts at least.
+# drop_pad_mode of npu_moe_finalize_routing: positions are ordered by token, then k, and -1 adds
+# nothing; rows are [experts, capacity, H], with at least K experts.
 _BY_TOKEN_WITH_CAPACITY = 3
-# Rows that it multiplies by float32 weights.
+# Dtypes of rows that npu_moe_finalize_routing multiplies by float32 weights.
 _COMBINE_DTYPES = (WireDtype.BF16, WireDtype.FP32)
-# An id, a weight and a position; beside each packed row the operator has capacity for a scale,
-# which is not used, and here is another.
+# Bytes of an id, a weight and a position of an entry; and bytes of two scales of a packed row: the
+# operator allocates one, which is not used, and this buffer another.
 _ENTRY_BYTES, _SCALE_BYTES = 12, 8
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AscendStandardExchangePlan(GatheredExchangePlan):
-    """Where each gathered entry was put.
+    """The plan of a dispatch, with the packed row of each gathered entry.
 
-    positions: [W * max T * K], int32, the row of each entry, -1 for none here.
+    positions: [W * max T * K], int32, the row of each entry, -1 if another rank computes it.
     topk_weights: [W * max T, K], float32, 0 where there is no expert.
     """
 
@@ -61,7 +61,7 @@ class AscendStandardExchangePlan(GatheredExchangePlan):
 
 
 class AscendStandardBuffer(AllGatherBuffer):
-    """Exact sizes; the host waits for the counts, once a dispatch. For inference."""
+    """Serves inference with exact sizes; the host waits for the counts, once a dispatch."""
 
     name: ClassVar[str] = "ascend"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.STANDARD})
@@ -106,12 +106,12 @@ class AscendStandardBuffer(AllGatherBuffer):
         shared = super().region_bytes(spec, world_size)
         max_tokens, top_k = spec.max_tokens_per_rank, spec.top_k
         max_rows = None if max_tokens is None else max_tokens * world_size
-        # Fewer than K more on a rank than are used.
+        # The packed rows are rounded up to a multiple of K.
         max_slots = None if max_rows is None else align_up(max_slots_of(spec, max_rows), top_k)
         data_bytes = spec.dispatch_format.data_bytes(spec.hidden_size)
         result_bytes = spec.combine_format.data_bytes(spec.hidden_size)
         entries = world_size * top_k
-        # The operator allocates a row for each entry, wherever it is computed.
+        # The operator allocates a row for each entry, whichever rank computes it.
         max_entries = None if max_rows is None else max_rows * top_k
         named = {region.name: region for region in shared}
         return (
@@ -149,7 +149,7 @@ class AscendStandardBuffer(AllGatherBuffer):
         )
 
     def _without_masked_entries(self, gathered: Gathered) -> tuple[Tensor, Tensor]:
-        """ids [R, K], int32, and weights of all rows; of padding, the expert beyond all others."""
+        """Return ids [R, K], int32, and weights, with the expert beyond all others as padding."""
         used = gathered.row_of_token
         ids = torch.full(
             gathered.topk_ids.shape, self._num_experts, dtype=torch.int32, device=used.device
@@ -159,7 +159,7 @@ class AscendStandardBuffer(AllGatherBuffer):
         return ids, gathered.topk_weights.masked_fill(ids == self._num_experts, 0.0)
 
     def _pack(self, gathered: Gathered, ids: Tensor) -> tuple[WireTensor, Tensor, SlotIndex]:
-        """Rows of this rank's experts, a multiple of K of them."""
+        """Pack the rows of this rank's experts, padded to a multiple of K rows."""
         wire, host_counts = gathered.rows, gathered.counts.tokens_per_expert
         rows, positions, counts = self._sort(wire.data, ids)
         num_rows = align_up(sum(host_counts), self._spec.top_k)
@@ -178,13 +178,13 @@ class AscendStandardBuffer(AllGatherBuffer):
         return packed, positions, index
 
     def _sort(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """A row for each entry, the first of which are used; positions; counts [L], int64."""
+        """Sort rows by expert; return a row an entry, used ones first, positions and counts [L]."""
         num_local = self._spec.num_local_experts
         if ids.numel() == 0:
             # The documentation does not say that there may be no token.
             return rows, ids.flatten(), ids.new_zeros(num_local, dtype=torch.int64)
         first = self._collectives.rank * num_local
-        # The scales that it can take along are undefined beside INT8 rows.
+        # The operator can move scales too, but they are undefined beside INT8 rows.
         sorted_rows, positions, counts, _ = torch.ops.npu.npu_moe_init_routing_v2(
             rows.contiguous(),
             ids,
@@ -220,7 +220,7 @@ class AscendStandardBuffer(AllGatherBuffer):
         )
 
     def _add_up(self, rows: Tensor, exchange_plan: AscendStandardExchangePlan) -> Tensor:
-        """[C, H] to [W * max T, H]: each token's part from this rank."""
+        """Sum results [C, H] into this rank's part of each gathered token, [W * max T, H]."""
         top_k, (num_rows, hidden_size) = self._spec.top_k, rows.shape
         if num_rows == 0:
             return rows.new_zeros(exchange_plan.topk_weights.shape[0], hidden_size)
@@ -237,8 +237,8 @@ class AscendStandardBuffer(AllGatherBuffer):
 
 
 def _placed(scales: Tensor, positions: Tensor, num_rows: int) -> Tensor:
-    """Scales [n, 1] of tokens as scales [C, 1] of the rows at `positions`; others undefined."""
+    """Move scales [n, 1] of tokens to the rows at `positions`, [C, 1]; others are undefined."""
     of_entries = scales.repeat_interleave(positions.numel() // max(scales.shape[0], 1))
-    # Those of entries without a row go behind the others.
+    # Scales of entries without a row go into one more element, which is cut off.
     places = torch.where(positions < 0, num_rows, positions).long()
     return scales.new_empty(num_rows + 1).scatter_(0, places, of_entries)[:num_rows].unsqueeze(1)

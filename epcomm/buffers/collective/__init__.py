@@ -1,1 +1,1 @@
-"""Buffers over the collective operations of any transport."""
+"""Move tokens by the collective operations of any transport."""

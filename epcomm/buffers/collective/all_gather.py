@@ -1,9 +1,9 @@
-"""The buffer that gathers every token on every rank: what StandardDispatcher moves rows with.
+"""Gather every token on every rank: the buffer of StandardDispatcher.
 
-One small exchange of headers with counts, one all-gather of tokens with their ids and weights, then
-local experts on all rows; in combine one all-to-all of partial sums, added up in float32 (a
-reduce-scatter). Bytes do not depend on the routing; at 8 ranks and top-8 they are 1.5 times those
-of one copy per destination, for one message less to number and sort.
+A dispatch is one small exchange of headers with counts and one all-gather of tokens with their ids
+and weights; then local experts compute all rows. A combine is one all-to-all of partial sums, added
+up in float32 (a reduce-scatter). Bytes do not depend on the routing; at 8 ranks and top-8 they are
+1.5 times the bytes of one copy per destination, but no rows must be numbered and sorted.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ from epcomm.types import RowsPer, WireTensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GatheredExchangePlan(ExchangePlan):
-    """Which gathered rows are tokens.
+    """The plan of a gathered dispatch: which rows are tokens.
 
-    tokens_of_rank: [W].   max_tokens: rows that each rank occupies, padding last.
-    call: the dispatch, as all ranks compare it.
-    row_of_token: [sum T], int64, the gathered row of each rank's tokens, padding left out.
+    tokens_of_rank: [W], T of each rank.
+    max_tokens: rows that each rank occupies, padding last.
+    row_of_token: [sum T], int64, the gathered row of each rank's tokens, without padding.
+    call: the sign of the dispatch that all ranks compare.
     """
 
     num_tokens: int
@@ -64,7 +65,7 @@ class GatheredExchangePlan(ExchangePlan):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AllGatherExchangePlan(GatheredExchangePlan):
-    """Which slots belong to a gathered row.
+    """The plan of a gathered dispatch, with the slots of each row.
 
     slots_by_row: the slots of each gathered row, in k order.
     has_no_slot: [R], bool, rows that no expert of this rank computes.
@@ -76,11 +77,12 @@ class AllGatherExchangePlan(GatheredExchangePlan):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gathered:
-    """All tokens of all ranks; of W * max T rows, those without a token are undefined.
+    """The tokens of all ranks; rows of W * max T without a token are undefined.
 
-    rows: [W * max T, H].   topk_ids: the same by K, int32.   topk_weights: float32. All of them are
-        views of one message.
-    row_of_token: [sum T], int64.   batch: of this dispatch.
+    rows: [W * max T, H].   topk_ids: [W * max T, K], int32.   topk_weights: [W * max T, K],
+        float32. All three are views of one message.
+    row_of_token: [sum T], int64, the rows of tokens.   batch: the sign of this dispatch.
+    counts: counts of all ranks.
     """
 
     batch: CallSign
@@ -92,11 +94,11 @@ class Gathered:
 
 
 class AllGatherBuffer(OverCollectives):
-    """Standard mode over `Collectives`: gather all, compute locally, reduce-scatter."""
+    """Serves standard mode over `Collectives`: gather all, compute locally, reduce-scatter."""
 
     name: ClassVar[str] = "collective"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.STANDARD})
-    # The header brings the counts, so there always is one.
+    # Every call has a header, because it brings the counts.
     counts_calls = True
 
     @classmethod
@@ -173,7 +175,7 @@ class AllGatherBuffer(OverCollectives):
         message = torch.empty(
             topk_ids.shape[0], layout.row_bytes, dtype=torch.uint8, device=topk_ids.device
         )
-        # Before the header, which can tell of what fails here.
+        # Packing comes before the header, which can tell other ranks of a failure.
         layout.write_tokens(message, call.write, topk_ids, call.topk_weights)
         counts, _ = self._tell_counts(call, batch, (fault, num_tokens, slots))
         max_tokens = max(counts.rows_from_rank)
@@ -223,7 +225,7 @@ class AllGatherBuffer(OverCollectives):
         )
 
     def _gather(self, rows: Tensor, max_tokens: int, *, phase: str) -> Tensor:
-        """[T, ...] of each rank to [W * max_tokens, ...]; the padding rows are undefined."""
+        """Gather [T, ...] of each rank into [W * max_tokens, ...]; padding rows are undefined."""
         world_size = self._collectives.world_size
         if rows.shape[0] < max_tokens:
             padding = rows.new_empty(max_tokens - rows.shape[0], rows.shape[1])
@@ -232,7 +234,7 @@ class AllGatherBuffer(OverCollectives):
         return self._collectives.all_gather(rows.contiguous(), phase=phase).flatten(0, 1)
 
     def _sum_returned(self, rows: Tensor, exchange_plan: GatheredExchangePlan) -> Tensor:
-        """[W * max T, H] partial sums of this rank to [T, H] sums over the ranks."""
+        """Reduce partial sums [W * max T, H] of each rank to this rank's totals [T, H]."""
         rows = _tokens_of(rows, exchange_plan).contiguous()
         self._compare_call(CallKind.COMBINE, exchange_plan.call)
         returned = self._send_sums(rows, exchange_plan, phase="combine")
@@ -241,7 +243,7 @@ class AllGatherBuffer(OverCollectives):
     def _send_sums(
         self, rows: Tensor, exchange_plan: GatheredExchangePlan, *, phase: str
     ) -> Tensor:
-        """Partial sums of all ranks for this rank's tokens: [W, T, ...]."""
+        """Exchange partial sums; return those of all ranks for this rank's tokens, [W, T, ...]."""
         self._traffic.combine(exchange_plan.tokens_of_rank, row_bytes_of(rows))
         world_size = self._collectives.world_size
         returned = self._collectives.all_to_all(
@@ -254,7 +256,7 @@ class AllGatherBuffer(OverCollectives):
 
 
 def _tokens_of(rows: Tensor, exchange_plan: GatheredExchangePlan) -> Tensor:
-    """Gathered rows without those that pad."""
+    """Return gathered rows without padding."""
     num_tokens = sum(exchange_plan.tokens_of_rank)
     return (
         rows
@@ -266,7 +268,7 @@ def _tokens_of(rows: Tensor, exchange_plan: GatheredExchangePlan) -> Tensor:
 def _rows_of_tokens(
     tokens_of_rank: tuple[int, ...], max_tokens: int, device: torch.device
 ) -> Tensor:
-    """Rows of the gathered matrix that hold tokens, by rank, then token."""
+    """Return the indices of gathered rows that hold tokens, by rank, then token."""
     return torch.cat(
         [
             torch.arange(rank * max_tokens, rank * max_tokens + num_tokens, device=device)

@@ -1,8 +1,8 @@
-"""The buffer over plain collectives: one copy of a token per destination rank.
+"""Send one copy of a token per destination rank, over plain collectives.
 
-Two messages a call: the header (in a dispatch with the counts), then the rows, out each with its
-ids and weights. All run on any transport with an all-to-all, so this buffer is
-also the reference for the others. Worked example, 2 ranks, 1 expert each, on rank 0:
+A call has two messages: the header (in a dispatch with the counts), then the rows (in a dispatch
+with their ids and weights). Both run on any transport with an all-to-all, so this buffer is also
+the reference for other buffers. Worked example, 2 ranks, 1 expert each, on rank 0:
 
     topk_ids [[0, 1], [1, -1]]      token 0 goes to ranks 0 and 1, token 1 to rank 1
     row_of_topk [[0, 1], [2, -1]]   rows leave by rank, then token: 1 row to rank 0, 2 to rank 1
@@ -47,7 +47,7 @@ from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer
 
-# [W][W]: rows from each rank to each rank.
+# The number of rows from each rank to each rank, [W][W].
 RowTable = tuple[tuple[int, ...], ...]
 
 
@@ -67,14 +67,14 @@ class SendOrder:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CollectiveExchangePlan(ExchangePlan):
-    """Who sends which rows where, on this rank.
+    """The rows that this rank sends and receives in one dispatch.
 
-    send_splits, recv_splits: [W] rows to and from each rank.
+    send_splits, recv_splits: [W], number of rows to and from each rank.
     slots_by_row: the slots of each received row, in k order.
-    table: rows from each rank to each rank, where all ranks see all headers.
-    views_epoch: of the exchange that brought the rows, where they are views that a later exchange
-        overwrites.
-    call: the dispatch, as all ranks compare it.
+    table: number of rows from each rank to each rank, where all ranks see all headers.
+    views_epoch: epoch of the exchange that brought the rows, where they are views that a later
+        exchange overwrites.
+    call: the sign of the dispatch that all ranks compare.
     """
 
     num_tokens: int
@@ -90,15 +90,15 @@ class CollectiveExchangePlan(ExchangePlan):
 
 
 class CollectiveBuffer(OverCollectives):
-    """Normal mode over `Collectives`: exact sizes, one host sync a dispatch."""
+    """Serves normal mode over `Collectives`, with exact sizes and one host sync a dispatch."""
 
     name: ClassVar[str] = "collective"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
-    # The header brings the counts, so there always is one.
+    # Every call has a header, because it brings the counts.
     counts_calls = True
-    # Of the last headers, where all ranks see all of them.
+    # Rows between ranks from the last headers, where all ranks see all headers.
     _table: RowTable | None = None
-    # Of the rows of the dispatch under way, where they are views.
+    # Epoch of the rows of the current dispatch, where they are views.
     _views_epoch: int | None = None
 
     @classmethod
@@ -111,7 +111,7 @@ class CollectiveBuffer(OverCollectives):
         max_tokens = spec.max_tokens_per_rank
         max_sent = None if max_tokens is None else max_tokens * copies
         max_rows = None if max_tokens is None else max_tokens * world_size
-        # SendOrder: two places of each row and K of each token, int64; one offset a token.
+        # SendOrder has two int64 for each row, and K int64 and one offset for each token.
         order_bytes = 16 * copies + 8 * spec.top_k + 8
         return (
             Region(name="headers", max_bytes=2 * world_size * counts_bytes(spec.num_local_experts)),
@@ -146,7 +146,7 @@ class CollectiveBuffer(OverCollectives):
         topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
         destination = torch.div(topk_ids, num_local, rounding_mode="floor")
         needed = _ranks_needed(destination, self._collectives.world_size)
-        # Once a token, not once a copy: rows are gathered from the result.
+        # Each token is converted once, not once a copy: rows are gathered from the result.
         hidden_states = call.wire_tensor(self._spec.dispatch_format)
         batch, slots = self._new_batch(call), count_experts(topk_ids, self._num_experts)
         counts, send_splits = self._tell_counts(call, batch, (fault, needed.sum(0), slots))
@@ -257,11 +257,12 @@ class CollectiveBuffer(OverCollectives):
         """Send rows to the ranks of experts.
 
         Args:
-            write: puts some of the rows, numbered by rank, then token, where they travel from.
+            write: writes a range of the rows, numbered by rank, then token, into the memory that
+                they are sent from.
             table: see CollectiveExchangePlan.
-            send_splits, recv_splits: rows to and from each rank.
-            shape: elements of a row, and their dtype.
-            phase: what it is for.
+            send_splits, recv_splits: number of rows to and from each rank.
+            shape: number of elements of a row, and their dtype.
+            phase: name of the exchange, for errors.
 
         Returns: the rows from all ranks, by source.
         """
@@ -279,13 +280,13 @@ class CollectiveBuffer(OverCollectives):
         shape: tuple[int, torch.dtype],
         kind: CallKind,
     ) -> Tensor:
-        """Send what this rank's experts made of its received rows back to where they came from.
+        """Send the results for received rows back to the ranks that the rows came from.
 
         Args:
-            make: some of the rows that travel, numbered as they arrived.
-            exchange_plan: of the dispatch.
-            shape: elements of a row, and their dtype.
-            kind: of the call, which ranks compare between the local work and the exchange.
+            make: computes a range of the rows to send, numbered as they arrived.
+            exchange_plan: the plan of the dispatch.
+            shape: number of elements of a row, and their dtype.
+            kind: kind of the call, which ranks compare between the local work and the exchange.
 
         Returns: the rows from all ranks, by rank of the experts.
         """
@@ -303,7 +304,7 @@ class CollectiveBuffer(OverCollectives):
 
 
 def _ranks_needed(destination: Tensor, world_size: int) -> Tensor:
-    """[T, W], bool: whether token t goes to rank d; destination [T, K] holds ranks or -1."""
+    """Return whether token t goes to rank d, [T, W], bool; destination [T, K] has ranks or -1."""
     # One more column takes the -1 entries and is cut off.
     needed = torch.zeros(
         destination.shape[0], world_size + 1, dtype=torch.bool, device=destination.device
@@ -313,7 +314,7 @@ def _ranks_needed(destination: Tensor, world_size: int) -> Tensor:
 
 
 def _order_sends(needed: Tensor, destination: Tensor, num_sends: int) -> SendOrder:
-    """Number the rows that leave: by rank, then by token."""
+    """Number the rows to send by destination rank, then by token."""
     by_rank = needed.T.flatten().cumsum(0).view(needed.shape[1], needed.shape[0]).T - 1
     row_of_rank = torch.where(needed, by_rank, -1)
     rows_of_token = members_of(row_of_rank, num_sends)
@@ -331,7 +332,7 @@ def _order_sends(needed: Tensor, destination: Tensor, num_sends: int) -> SendOrd
 
 
 def _scalars_of_topk(scalars: Tensor, row_of_topk: Tensor) -> Tensor:
-    """[T, K]: scalar k of the row that carries (t, k), 0 where none does; scalars [N, K]."""
+    """Return scalar k of the row that carries (t, k), [T, K], 0 without a row; scalars [N, K]."""
     top_k = row_of_topk.shape[1]
     position = row_of_topk * top_k + torch.arange(top_k, device=row_of_topk.device)
     return gather_scalars(scalars.flatten(), torch.where(row_of_topk >= 0, position, -1))

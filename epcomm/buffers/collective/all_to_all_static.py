@@ -1,4 +1,4 @@
-"""Static shapes over plain collectives: low latency, and normal mode with a slot budget.
+"""Move tokens with static shapes over plain collectives: low latency, or a slot budget.
 
 The host reads nothing that depends on the routing, so the buffer runs under FakeTensorMode and in
 captured graphs. A dispatch is one all-gather of [1 + M, row_bytes], a combine one all-to-all of
@@ -43,12 +43,12 @@ from epcomm.types import RowsPer
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StaticExchangePlan(ExchangePlan):
-    """The W * (1 + M) received rows: headers, tokens and padding alike.
+    """The plan of W * (1 + M) received rows: headers, tokens and padding alike.
 
     slots_by_row: the slots of each row, in k order.
     has_no_slot: [R], bool, rows that no expert of this rank computes.
     has_failed: bool scalar on the device; the call was refused, on every rank.
-    call: the dispatch, as all ranks compare it.
+    call: the sign of the dispatch that all ranks compare.
     """
 
     num_tokens: int
@@ -61,7 +61,7 @@ class StaticExchangePlan(ExchangePlan):
 
 
 class StaticCollectiveBuffer(OverCollectives):
-    """M rows to every rank, whatever the routing; no host sync."""
+    """Sends M rows to every rank, whatever the routing, without host sync."""
 
     name: ClassVar[str] = "collective"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL, Mode.LOW_LATENCY})
@@ -89,7 +89,8 @@ class StaticCollectiveBuffer(OverCollectives):
         sizes = {
             "sent message": (1 + max_tokens) * row.dispatch,
             "received rows": num_rows * row.dispatch,
-            # One slot takes the entries that have none, and one more offset closes the tail.
+            # One more slot (4 B) takes entries without a slot, and one more offset (8 B) closes the
+            # tail.
             "slot index": index + 4 + 8,
             "row flags": num_rows + 1,
             "packed slots": num_slots * row.dispatch,
@@ -125,7 +126,7 @@ class StaticCollectiveBuffer(OverCollectives):
         rank, num_local = self._collectives.rank, self._spec.num_local_experts
         layout = self._dispatch_layout
         topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
-        # Before the header, which can tell of what fails here.
+        # Packing comes before the header, which can tell other ranks of a failure.
         message = self._message(layout, call, topk_ids, fault)
         batch = self._new_batch(call)
         self._compare_call(CallKind.DISPATCH, batch)
@@ -170,7 +171,7 @@ class StaticCollectiveBuffer(OverCollectives):
             dtype=self._spec.combine_format.dtype.torch_dtype,
             device=self._collectives.device,
         )
-        # The header rows, one for each rank. Small whole numbers survive every dtype.
+        # Each rank's header row gets the fault code: small whole numbers survive every dtype.
         rows[:: self._rows_per_rank, :1] = int(FaultCode.of(error, in_combine=True))
         batch = CallSign(kind=CallKind.COMBINE, buffer=self._number, dispatcher=ANY, batch=ANY)
         self._compare_call(CallKind.COMBINE, batch)
@@ -221,7 +222,7 @@ class StaticCollectiveBuffer(OverCollectives):
     def _message(
         self, layout: RowLayout, call: DispatchCall, topk_ids: Tensor, fault: Tensor
     ) -> Tensor:
-        """[1 + M, row_bytes], uint8: header, tokens, padding rows that go nowhere."""
+        """Pack header, tokens and padding rows without expert into [1 + M, row_bytes], uint8."""
         end = 1 + topk_ids.shape[0]
         message = torch.empty(
             self._rows_per_rank, layout.row_bytes, dtype=torch.uint8, device=topk_ids.device
@@ -233,20 +234,20 @@ class StaticCollectiveBuffer(OverCollectives):
         return message
 
     def _slots_required(self, all_ids: Tensor) -> Tensor:
-        """[W], int64: slots that each rank needs for this call, alignment included."""
+        """Return the slots that each rank needs for this call, [W], int64, with alignment."""
         counts = count_experts(all_ids, self._num_experts)
         occupied = aligned_counts(counts, self._spec.expert_alignment)
         return occupied.view(self._collectives.world_size, -1).sum(1)
 
     def _gather(self, rows: Tensor, *, phase: str) -> Tensor:
-        """[1 + M, ...] of each rank to [W * (1 + M), ...]."""
+        """Gather [1 + M, ...] of each rank into [W * (1 + M), ...]."""
         ranks = self._collectives.world_size
         self._traffic.control([1] * ranks, row_bytes_of(rows))
         self._traffic.dispatch([self._rows_per_rank - 1] * ranks, row_bytes_of(rows))
         return self._collectives.all_gather(rows, phase=phase).flatten(0, 1)
 
     def _send_sums(self, rows: Tensor, *, phase: str) -> Tensor:
-        """[W * (1 + M), ...] to the partial sums of all ranks for this one, [W, 1 + M, ...]."""
+        """Exchange partial sums [W * (1 + M), ...]; return those for this rank, [W, 1 + M, ...]."""
         ranks = self._collectives.world_size
         self._traffic.control([1] * ranks, row_bytes_of(rows))
         self._traffic.combine([self._rows_per_rank - 1] * ranks, row_bytes_of(rows))
@@ -255,13 +256,13 @@ class StaticCollectiveBuffer(OverCollectives):
 
 
 def _sum_returned(parts: Tensor, dtype: torch.dtype, num_tokens: int, has_failed: Tensor) -> Tensor:
-    """[W, 1 + M, ...] to [T, ...]; NaN if the call has failed."""
+    """Sum parts [W, 1 + M, ...] over the ranks to [T, ...]; NaN if the call has failed."""
     total = sum_parts(parts[:, 1 : 1 + num_tokens], dtype)
     return total.masked_fill(has_failed, float("nan"))
 
 
 def num_static_slots(spec: BufferSpec, world_size: int) -> int:
-    """C: the budget, or as many as any routing of M tokens a rank needs."""
+    """Return C: the budget, or the slots that any routing of M tokens a rank needs."""
     return spec.max_recv_slots or max_slots_of(spec, _max_tokens(spec) * world_size)
 
 

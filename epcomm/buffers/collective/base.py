@@ -1,4 +1,4 @@
-"""Base of the buffers over plain collectives: memory for rows, and how ranks compare calls."""
+"""Share memory for rows, and the comparison of calls, among the buffers over plain collectives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from epcomm.protocol import FaultCode
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Layout, WeightsAppliedBy, WireDtype, WireFormat
 
-# What every buffer here hands out and carries.
+# The capabilities that every buffer over collectives has.
 COLLECTIVE_CAPS = BufferCaps(
     layout=Layout.ROWS,
     trainable=True,
@@ -56,10 +56,11 @@ class OverCollectives(Buffer):
         self._waits = collectives.bounded is not None
         self._calls = collectives.calls
         self._number = self._calls.add_buffer(self.name)
-        # Elsewhere a header of its own would make the host wait.
+        # Where the host does not wait in collectives, a header of its own would make it wait.
         self._compares_calls = self._waits or spec.compares_calls
         self.counts_calls |= self._compares_calls
-        # Of one size in every call where a rank that makes another call would break the transport.
+        # Headers have one size in every call, and the rest of the counts a message of its own,
+        # where two ranks in different calls would break the transport.
         self._has_rest = self._waits
         self._sent = Scratch(collectives.device, keeps=self._waits)
         self._returned = Scratch(collectives.device, keeps=self._waits)
@@ -67,15 +68,15 @@ class OverCollectives(Buffer):
         self._scalar_layouts: dict[torch.dtype, RowLayout] = {}
 
     def prepare(self) -> None:
-        """Nothing to allocate: sizes are known only with the calls."""
+        """Allocate nothing: sizes are known only with the calls."""
 
     def refuse_combine(self, error: EPError) -> None:
-        # Which batch the others combine is not known here, nor that it is one of this buffer.
+        # This rank does not know which batch the other ranks combine, nor through which buffer.
         anything = CallSign(kind=CallKind.COMBINE, buffer=ANY, dispatcher=ANY, batch=ANY)
         self._compare_call(CallKind.COMBINE, anything, error)
 
     def _new_batch(self, call: DispatchCall) -> CallSign:
-        """Return what all ranks say of this dispatch and of the calls along its plan."""
+        """Return the sign that all ranks give this dispatch and the calls along its plan."""
         return CallSign(
             kind=CallKind.DISPATCH,
             buffer=self._number,
@@ -84,14 +85,14 @@ class OverCollectives(Buffer):
         )
 
     def _compare_call(self, kind: CallKind, batch: CallSign, error: EPError | None = None) -> None:
-        """Tell all ranks which call this rank makes, and whether it refuses it.
+        """Tell all ranks which call this rank makes, and whether it refuses the call.
 
-        Local work comes before: where it fails, no rank waits for rows of this one, and the header
-        of its next call tells. These headers are not counted as traffic.
+        Local work comes before: where it fails, no rank waits for rows of this rank, and the header
+        of its next call tells the others. These headers are not counted as traffic.
 
         Args:
-            kind: of the call.
-            batch: the batch that it is about.
+            kind: kind of the call.
+            batch: sign of the batch that the call belongs to.
             error: why this rank refuses to combine.
 
         Raises:
@@ -108,14 +109,14 @@ class OverCollectives(Buffer):
     def _tell_counts(
         self, call: DispatchCall, batch: CallSign, counts: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Counts, tuple[int, ...]]:
-        """Tell each rank the rows and slots that will come: the one host sync of a dispatch.
+        """Tell each rank the rows and slots that it will receive: the host sync of a dispatch.
 
         Args:
-            call: this rank's part.
-            batch: of this dispatch.
+            call: this rank's part of the dispatch.
+            batch: sign of this dispatch.
             counts: see CountsMessage.make().
 
-        Returns what will come, and the rows that go to each rank.
+        Returns: the counts that this rank will receive, and the number of rows for each rank.
         """
         message = CountsMessage.make(
             self._calls, batch, call.flags, counts, has_rest=self._has_rest
@@ -137,14 +138,14 @@ class OverCollectives(Buffer):
         return found, tuple(words[ROWS] for words in sent)
 
     def _exchange_headers(self, header: Tensor, call: DispatchCall) -> Tensor:
-        """[W, words], one for each rank, to those from each rank."""
+        """Send header row r of [W, words] to rank r, and return the rows from all ranks."""
         return self._calls.exchange(header, CallKind.DISPATCH.phase)
 
     def traffic(self) -> BufferTraffic:
         return self._traffic.snapshot()
 
     def check(self) -> None:
-        """Nothing waits on the device: faults are raised in the call."""
+        """Do nothing: the calls raise all faults themselves."""
 
     def close(self) -> None:
         self._sent.free()
@@ -172,5 +173,5 @@ class OverCollectives(Buffer):
 
 
 def row_bytes_of(rows: Tensor) -> int:
-    """Bytes of one row of a matrix."""
+    """Return the bytes of one row of a matrix."""
     return rows.shape[1] * rows.element_size()

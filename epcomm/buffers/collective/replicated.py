@@ -1,9 +1,9 @@
-"""Every rank holds the same tokens: nothing is gathered, and results are summed over the ranks.
+"""Serve tokens that every rank holds: gather nothing, and sum results over the ranks.
 
-The Standard dispatcher with `replicated=True`, as after tensor-parallel attention. A rank computes
-its experts on all tokens; combine scatters the partial sums over the ranks, adds them in float32 by
-ascending rank and gathers the totals, so y is bit-equal on all ranks. dy is equal on all ranks too,
-so backward of combine is the identity, and backward of dispatch a sum over ranks.
+StandardDispatcher uses this buffer with `replicated=True`, as after tensor-parallel attention. A
+rank computes its experts on all tokens; combine scatters the partial sums over the ranks, adds them
+in float32 by ascending rank and gathers the totals, so y is bit-equal on all ranks. dy is equal on
+all ranks too, so backward of combine is the identity, and backward of dispatch a sum over ranks.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from epcomm.types import RowsPer, align_up
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReplicatedExchangePlan(ExchangePlan):
-    """Row t is token t.
+    """The plan of a dispatch of replicated tokens, in which row t is token t.
 
     slots_by_row: the slots of each token on this rank, in k order.
     has_no_slot: [T], bool, tokens that no expert of this rank computes.
-    call: the dispatch, as all ranks compare it.
+    call: the sign of the dispatch that all ranks compare.
     """
 
     num_tokens: int
@@ -64,7 +64,7 @@ class ReplicatedExchangePlan(ExchangePlan):
 
 
 class ReplicatedBuffer(OverCollectives):
-    """Standard mode for tokens that all ranks share. A dispatch sends nothing."""
+    """Serves standard mode for tokens that all ranks share; a dispatch sends no rows."""
 
     name: ClassVar[str] = "collective"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.STANDARD})
@@ -78,7 +78,7 @@ class ReplicatedBuffer(OverCollectives):
         row, max_tokens = RowBytes.of(spec), spec.max_tokens_per_rank
         hidden_bytes = spec.dispatch_format.data_bytes(spec.hidden_size)
         padded = None if max_tokens is None else align_up(max_tokens, world_size)
-        # Rows are the caller's hidden states. Every rank holds every token.
+        # Rows take no memory: they are the caller's hidden states. Every rank holds every token.
         return (
             rows_region("row flags", 1, per_token=world_size, max_rows=max_tokens),
             index_region(spec, rows_per_token=world_size, max_rows=max_tokens),
@@ -103,7 +103,7 @@ class ReplicatedBuffer(OverCollectives):
         local_ids = localize(topk_ids, rank, num_local).to(torch.int32)
         counts = count_experts(local_ids, num_local)
         code, *host_counts = torch.cat([fault.view(1), counts]).tolist()
-        # Before the header, which can tell of what fails here.
+        # Conversion comes before the header, which can tell other ranks of a failure.
         rows = call.wire_tensor(self._spec.dispatch_format)
         batch = self._new_batch(call)
         flags = self._compare_dispatches(call, batch, FaultCode(code))
@@ -130,10 +130,10 @@ class ReplicatedBuffer(OverCollectives):
     def _compare_dispatches(
         self, call: DispatchCall, batch: CallSign, code: FaultCode
     ) -> BatchFlags:
-        """Raise on every rank if some rank's call is bad or another; else the flags of all.
+        """Return the flags of all ranks, or raise on every rank if some call is bad or differs.
 
         Where the host does not wait in collectives, and spec.compares_calls is not set, a rank
-        looks at its own call alone: all ranks hold the same, and find the same fault.
+        checks its own call alone: all ranks hold the same tokens, and find the same fault.
         """
         rank, world_size = self._collectives.rank, self._collectives.world_size
         own_error = call.error
@@ -194,12 +194,15 @@ class ReplicatedBuffer(OverCollectives):
         )
 
     def _sum_over_ranks(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """[T, ...] partial sums of all ranks to [T, ...] totals on every rank."""
+        """Sum partial sums [T, ...] of all ranks to totals [T, ...] on every rank."""
         share = sum_parts(self._scatter(rows, phase="combine"), dtype)
         return self._gather(share, phase="combine")[: rows.shape[0]]
 
     def _scatter(self, rows: Tensor, *, phase: str) -> Tensor:
-        """[T, ...] to [W, T' / W, ...]: all ranks' parts of this rank's share; T' is T padded."""
+        """Scatter [T, ...] over the ranks; return all ranks' parts of this rank's share.
+
+        The parts are [W, T' / W, ...], where T' is T rounded up to a multiple of W.
+        """
         world_size = self._collectives.world_size
         padding = align_up(rows.shape[0], world_size) - rows.shape[0]
         if padding:
@@ -210,7 +213,7 @@ class ReplicatedBuffer(OverCollectives):
         return parts.view(world_size, share, rows.shape[1])
 
     def _gather(self, share: Tensor, *, phase: str) -> Tensor:
-        """[T' / W, ...] of each rank to [T', ...]."""
+        """Gather the shares [T' / W, ...] of all ranks into [T', ...]."""
         world_size = self._collectives.world_size
         self._traffic.combine([share.shape[0]] * world_size, row_bytes_of(share))
         return self._collectives.all_gather(share, phase=phase).flatten(0, 1)

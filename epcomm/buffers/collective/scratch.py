@@ -1,7 +1,7 @@
-"""Memory that a buffer keeps for rows which are on their way, so that no call asks for it anew.
+"""Keep memory for rows in transit, so that no call allocates it anew.
 
-On a CPU new memory is dear: the system clears each page when it is first touched, which costs as
-much as sending what lies there over loopback (13 ms for 32 MiB, seen on two hosts).
+On a CPU new memory is expensive: the system clears each page on first access, which costs as much
+as sending the page over loopback (13 ms for 32 MiB, seen on two hosts).
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from torch import Tensor
 
 
 class Scratch:
-    """One block, as large as the largest request so far. What lies there is the last caller's."""
+    """One block of memory, as large as the largest request so far, for one caller at a time."""
 
     def __init__(self, device: torch.device, *, keeps: bool) -> None:
-        """Hold nothing yet.
+        """Make an empty block.
 
-        keeps: a request may hand out what an earlier one did. Only where an exchange is complete
-            when its collective returns; elsewhere every request gets memory of its own.
+        keeps: requests share the block, which is safe only where an exchange is complete when its
+            collective returns. False: every request gets new memory.
         """
         self._device = device
         self._keeps = keeps
         self._block = torch.empty(0, dtype=torch.uint8, device=device)
 
     def rows(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """[num_rows, width], undefined. Lifetime: until the next request."""
+        """Return rows [num_rows, width], undefined. Lifetime: until the next request."""
         if not self._keeps:
             return torch.empty(num_rows, width, dtype=dtype, device=self._device)
         num_bytes = num_rows * width * dtype.itemsize
@@ -33,5 +33,5 @@ class Scratch:
         return self._block[:num_bytes].view(dtype).view(num_rows, width)
 
     def free(self) -> None:
-        """Hold nothing again."""
+        """Free the block."""
         self._block = self._block[:0].clone()

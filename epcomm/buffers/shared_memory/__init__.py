@@ -1,1 +1,1 @@
-"""The buffer of ranks that share the memory of a host."""
+"""Move tokens between ranks that share the memory of a host."""

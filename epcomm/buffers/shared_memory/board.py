@@ -1,8 +1,8 @@
-"""Headers of calls through shared memory, for all buffers of a group whose ranks share a host.
+"""Exchange headers of calls through shared memory, for all buffers of a group on one host.
 
-Every buffer has memory of its own, so ranks in different calls would wait for different signals.
-The board is one for the group: whatever a rank calls, it first writes its header there, and waits
-for those of the others.
+Every buffer has its own memory, so ranks in calls of different buffers would wait for different
+signals. A group has one board: in every call a rank first writes its header there, and waits for
+the headers of the other ranks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from epcomm.buffers.shared_memory.signals import HostSignals, Signal, signal_byt
 from epcomm.collectives.base import Collectives
 from epcomm.collectives.call_order import MESSAGE_WORDS
 
-# Used in turns: who writes its header of call e has heard of everybody's call e - 1, which came
-# after they had read those of e - 2.
+# Two places alternate. Writing the header of call e is safe because every rank has reached call
+# e - 1, so nobody reads headers of call e - 2 any more.
 _NUM_PLACES = 2
 
 
@@ -37,7 +37,7 @@ class HostBoard:
         num_bytes = 8 * torch.Size(shape).numel()
         memory = HostMemory(collectives, start + num_bytes, phase="open call board")
         self._rank, self._bounded = collectives.rank, bounded
-        # Of each rank: the headers of all ranks.
+        # Each rank's block has the headers of all ranks.
         self._headers = [
             block[start : start + num_bytes].view(torch.int64).view(shape)
             for block in memory.blocks
@@ -45,8 +45,11 @@ class HostBoard:
         self._signals = HostSignals(memory, self._rank, size, bounded)
 
     def exchange(self, message: Tensor, *, phase: str) -> Tensor:
-        """See HeaderBoard; any number of words, up to those of a whole message."""
-        # A late rank still reads what the others wrote before they gave up on it.
+        """Exchange one row of words with each rank; see HeaderBoard.
+
+        message: [W, words], at most MESSAGE_WORDS words.
+        """
+        # check() comes first, because a late rank still finds headers of ranks that have given up.
         self._bounded.check()
         num_words = message.shape[1]
         place = self._signals.next_epoch(Signal.HEADER_READY) % _NUM_PLACES
@@ -57,6 +60,6 @@ class HostBoard:
         return self._headers[self._rank][place, :, :num_words].clone()
 
     def close(self) -> None:
-        """Let go of the memory. Local, idempotent."""
+        """Release the memory. Local, idempotent."""
         self._signals.release()
         self._headers = []

@@ -1,18 +1,17 @@
-"""The buffer for CPU ranks of one host: rows are written where the receiver reads them.
+"""Move tokens between CPU ranks of one host: rows are written where the receiver reads them.
 
 The protocol is that of symmetric memory in normal mode: epochs, headers that all ranks see, receive
-buffers used in turn. What goes where, and all that is done with it, is CollectiveBuffer's; only the
-exchanges differ: a row crosses memory once, from the token to the expert's rank, and a sum once in
-combine.
+buffers used in turn. CollectiveBuffer plans and packs; only the exchanges differ: a row crosses
+memory once, from the token to the expert's rank, and a sum once in combine.
 
-Rows and sums have capacity for the largest call so far: with the headers every rank knows what
-every rank needs, and all of them grow alike.
+Rows and sums have capacity for the largest call so far: with the headers every rank knows the
+capacity that every rank needs, and all ranks grow alike.
 
 Two receive buffers alternate. Writing epoch e is safe because every rank has reached e - 1, so
 nobody reads e - 2 any more. Rows that were handed to the caller live longer: one receive buffer for
-each batch in flight. Whoever writes there first waits for the headers of the call, which every rank
-exchanges before anything else. Every rank counts alike, so all of them refuse a batch whose receive
-buffer was taken.
+each batch in flight. A rank that writes rows first waits for the headers of the call, which every
+rank exchanges before anything else. Every rank counts alike, so all ranks refuse a batch whose
+receive buffer was used again.
 """
 
 from __future__ import annotations
@@ -45,17 +44,17 @@ from epcomm.records import ExchangePlan
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import RowsPer
 
-# Receive buffers of headers and of sums, which are read within a call.
+# Number of receive buffers of headers and of sums, which are read within a call.
 _NUM_BUFFERS = 2
-# Batches in flight, unless another number is asked for.
+# Default number of batches in flight.
 _NUM_BATCHES = 2
-# Sums are made in pieces of so many bytes and copied while they lie in the cache: torch has no sum
-# into memory that is given, and for memory as large as all of them malloc asks the system.
+# Sums are computed in pieces of this many bytes and copied while they are in the cache: torch
+# cannot sum into given memory, and malloc asks the system for memory as large as all sums.
 _PART_BYTES = 2**21
 
 
 class SharedMemoryBuffer(CollectiveBuffer):
-    """Both phases over shared memory, with exact sizes. Under no_grad rows are views of it.
+    """Serves both phases over shared memory, with exact sizes; under no_grad rows are views of it.
 
     Decode needs no static sizes here: on a CPU no graph is captured, and no device runs ahead of
     the host.
@@ -90,7 +89,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
         block += num_batches(spec) * (rows or MIN_CAPACITY_BYTES) + _NUM_BUFFERS * (
             sums or MIN_CAPACITY_BYTES
         )
-        # The ranks have one memory.
+        # All ranks take their blocks from the memory of one host.
         if left is None or world_size * block <= left:
             return ()
         return (
@@ -118,7 +117,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
         self._rows = HostRegion(collectives, "rows", self._num_batches, rows)
         self._sums = HostRegion(collectives, "sums", _NUM_BUFFERS, sums)
         self._num_dispatches = 0
-        # Memory has no rest.
+        # Headers in shared memory hold all counts, so that no second message carries the rest.
         self._has_rest = False
         self._is_open = False
 
@@ -144,7 +143,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
                 block[at : at + 8 * count].view(torch.int64).view(shape) for block in memory.blocks
             ]
 
-        # Of each rank: headers from every rank to every rank.
+        # Each rank's block has the headers from every rank to every rank.
         self._headers = words(table_at, table_shape)
         self._signals = HostSignals(memory, self._rank, size, bounded)
         self._bounded = bounded
@@ -157,12 +156,13 @@ class SharedMemoryBuffer(CollectiveBuffer):
         out = super().dispatch(call)
         if is_view:
             return out
-        # Autograd keeps rows for as long as it likes.
+        # Autograd keeps rows beyond the life of a receive buffer, so they are copied.
         scales = None if out.rows.scales is None else out.rows.scales.clone()
         return replace(out, rows=replace(out.rows, data=out.rows.data.clone(), scales=scales))
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
-        # Its header says that every rank is done with the rows of the batch before the last.
+        # The header of this call says that every rank is done with the rows of the batch before
+        # the last.
         return super().cached_dispatch(hidden_states, exchange_plan).clone()
 
     def combine(
@@ -198,12 +198,10 @@ class SharedMemoryBuffer(CollectiveBuffer):
         for table in self._headers:
             table[buffer_index, self._rank] = header[:, : table.shape[-1]]
         # A rank that has sent its header has written its counts before, and is done with the rows
-        # of
-        # the batch before the last.
+        # of the batch before the last.
         call_headers = super()._exchange_headers(header[:, :HEADER_WORDS], call)
         self._calls.compare(call_headers.tolist(), call.error)
-        # A call that differs leaves the receive buffer to the next one, which writes the same
-        # memory.
+        # A refused call leaves the receive buffer to the next call, which writes the same memory.
         self._num_dispatches += 1
         headers = self._headers[self._rank][buffer_index].clone()
         self._table = _table_of(headers)
@@ -244,10 +242,10 @@ class SharedMemoryBuffer(CollectiveBuffer):
     ) -> Tensor:
         assert exchange_plan.table is not None, "headers brought it"
         row_bytes = shape[0] * shape[1].itemsize
-        # A refused call leaves the epoch to the next one, which writes the same memory again.
+        # A refused call leaves the epoch to the next call, which writes the same memory again.
         epoch, first = self._signals.coming_epoch(Signal.SUMS_READY), 0
         for destination, num_rows in enumerate(exchange_plan.recv_splits):
-            # There they lie as they left: by the rank of the experts.
+            # In the destination's block, sums lie by the rank of their experts.
             place = sum(exchange_plan.table[destination][: self._rank])
             out = self._sums.rows(destination, epoch, slice(place, place + num_rows), *shape)
             for part in _parts(num_rows, row_bytes):
@@ -277,7 +275,8 @@ class SharedMemoryBuffer(CollectiveBuffer):
         error = overwritten_error(
             self.name, epoch, self._num_batches, f"rank {self._rank} of {self._world_size}"
         )
-        # Where gradients are on, rows are copied: on ranks that differ in that, the others go on.
+        # Ranks may differ in grad mode, and a rank in grad mode has copies, which stay valid: that
+        # rank must hear of the error.
         self._compare_call(CallKind.COMBINE, exchange_plan.call, error)
 
     def _check_open(self) -> None:
@@ -289,7 +288,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
 
 
 def _parts(num_rows: int, row_bytes: int) -> Iterator[slice]:
-    """Neighbouring rows, at most _PART_BYTES at once."""
+    """Cut num_rows into ranges of neighbouring rows of at most _PART_BYTES."""
     step = max(_PART_BYTES // row_bytes, 1)
     return (slice(at, min(at + step, num_rows)) for at in range(0, num_rows, step))
 
@@ -319,16 +318,16 @@ def _most_bytes(spec: BufferSpec, world_size: int) -> tuple[int | None, int | No
 
 
 def _table_shape(spec: BufferSpec, world_size: int) -> tuple[int, int, int, int]:
-    """Of the headers from every rank to every rank."""
+    """Return the shape of the headers from every rank to every rank, in words."""
     return (_NUM_BUFFERS, world_size, world_size, HEADER_WORDS + spec.num_local_experts)
 
 
 def _opening_bytes(spec: BufferSpec, world_size: int) -> int:
-    """Bytes of a rank's block of signals and headers."""
+    """Return the bytes of a rank's block of signals and headers."""
     table_words = math.prod(_table_shape(spec, world_size))
     return line_aligned(signal_bytes(world_size)) + line_aligned(8 * table_words)
 
 
 def _table_of(headers: Tensor) -> RowTable:
-    """Rows from each rank to each rank, from all headers [W, W, words]."""
+    """Read the number of rows from each rank to each rank in all headers [W, W, words]."""
     return tuple(tuple(rows) for rows in headers[:, :, ROWS].tolist())

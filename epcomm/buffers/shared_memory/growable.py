@@ -1,4 +1,4 @@
-"""A region of shared memory that grows: some receive buffers in each rank's block."""
+"""Hold a region of shared memory that grows: some receive buffers in each rank's block."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _logger = logging.getLogger(__name__)
 
 # Receive buffers begin at cache lines.
 LINE_BYTES = 64
-# Capacity is at least this, in bytes, and then doubles, so that few calls wait for new memory.
+# Bytes of the smallest capacity, which then doubles, so that few calls wait for new memory.
 MIN_CAPACITY_BYTES = 2**20
 
 
 class HostRegion:
-    """Rows that other ranks write. Views keep old memory alive when it grows."""
+    """A region of rows that other ranks write; views keep old memory alive when it grows."""
 
     def __init__(
         self, collectives: Collectives, name: str, num_buffers: int, most_bytes: int | None = None
     ) -> None:
-        """Have nothing yet.
+        """Make a region without memory.
 
-        num_buffers: used in turn; equal on all ranks.
-        most_bytes: that a receive buffer will ever need, if that is known; equal on all ranks.
+        num_buffers: number of receive buffers, used in turn; equal on all ranks.
+        most_bytes: most bytes that a receive buffer can need, if known; equal on all ranks.
         """
         self._collectives, self._name = collectives, name
         self._num_buffers, self._most_bytes = num_buffers, most_bytes
@@ -36,9 +36,9 @@ class HostRegion:
         self._capacity = 0
 
     def require(self, num_bytes: int) -> None:
-        """Make every receive buffer of every rank hold so many bytes.
+        """Grow every receive buffer of every rank to at least num_bytes.
 
-        Collective: yes, where it is not there yet; num_bytes is equal on all ranks.
+        Collective: yes, if the capacity is smaller; num_bytes is equal on all ranks.
         Raises:
             BackendUnavailable: not enough shared memory on some rank; on every rank, and the
                 region is as before.
@@ -54,7 +54,7 @@ class HostRegion:
         memory = HostMemory(
             self._collectives, self._num_buffers * capacity, phase=f"grow {self._name}"
         )
-        # The views are enough.
+        # The views keep the memory, so the files can be closed.
         memory.close()
         self._memory, self._capacity = memory, capacity
         _logger.debug(
@@ -67,7 +67,7 @@ class HostRegion:
     def rows(self, rank: int, epoch: int, rows: slice, width: int, dtype: torch.dtype) -> Tensor:
         """Return [rows, width] of the receive buffer that `epoch` uses in the block of `rank`.
 
-        Lifetime: until the epoch that comes so many later as there are receive buffers.
+        Lifetime: until epoch + num_buffers, which uses the same receive buffer.
         """
         num_rows, row_bytes = rows.stop - rows.start, width * dtype.itemsize
         if num_rows == 0:
@@ -78,10 +78,10 @@ class HostRegion:
         return block.view(dtype).view(num_rows, width)
 
     def free(self) -> None:
-        """Hold nothing. Local, idempotent."""
+        """Release the memory. Local, idempotent."""
         self._memory, self._capacity = None, 0
 
 
 def line_aligned(num_bytes: int) -> int:
-    """Up to the next cache line."""
+    """Round a number of bytes up to a whole cache line."""
     return align_up(num_bytes, LINE_BYTES)

@@ -1,11 +1,11 @@
-"""Shared memory of the ranks of one host: a block each, attached by all.
+"""Share memory among the ranks of one host: each rank has a block that all ranks attach.
 
-The memory has no name: others open it where the system lists the open files of its owner, which it
-allows to processes of the same user. Whenever a process ends, and however, nothing stays behind.
-Memory lasts as long as somebody holds a view of it.
+The memory has no name: other ranks open it in the system's list of the owner's open files, which
+the system allows to processes of the same user. However a process ends, no file stays behind.
+Memory lasts as long as a process holds a view of it.
 
-Each rank keeps a lock on its own file, which the system releases when its processes have ended: so
-others can tell a rank that is gone from one that is busy.
+Each rank keeps a lock on its own file, which the system releases when the rank's processes have
+ended: so other ranks can tell an ended rank from a busy one.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from epcomm.collectives.base import Collectives
 from epcomm.errors import BackendUnavailable
 from epcomm.platforms.host import memory_left
 
-# Bytes that are taken at once, between two looks at how much memory is left.
+# Bytes that are allocated between two checks of how much memory is left.
 _PIECE_BYTES = 2**24
-# Asks for memory that nobody executes, as some systems demand: MFD_NOEXEC_SEAL of linux/memfd.h,
-# which Python 3.11 does not know, nor Linux before 6.3.
+# MFD_NOEXEC_SEAL of linux/memfd.h asks for memory that cannot be executed, as some systems demand.
+# Python 3.11 does not know the flag, nor does Linux before 6.3.
 _NEVER_EXECUTED = 8
 
 
 class HostMemory:
-    """blocks: [W], uint8 [num_bytes] of each rank, page-aligned, zero at first."""
+    """The blocks of shared memory of all ranks.
+
+    blocks: one uint8 tensor [num_bytes] for each rank, page-aligned, zero at first.
+    """
 
     def __init__(self, collectives: Collectives, num_bytes: int, *, phase: str) -> None:
         """Allocate this rank's block and attach all others.
@@ -40,13 +43,13 @@ class HostMemory:
         """
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)
         self._rank, self._world_size = collectives.rank, collectives.world_size
-        # Of this rank's file, locked, and of the files of all ranks.
+        # Descriptors of this rank's locked file, and of the files of all ranks.
         self._own_file: int | None = None
         self._files: list[int] = []
         place, error = self._create()
         places = self._agree(collectives, place, error, phase)
         maps, error = self._attach(places)
-        # Nobody lets go before all have attached.
+        # No rank closes its file before all ranks have attached it.
         self._agree(collectives, "", error, phase)
         self.maps: tuple[mmap.mmap, ...] = tuple(maps)
         self.blocks: tuple[Tensor, ...] = tuple(
@@ -54,13 +57,13 @@ class HostMemory:
         )
 
     def ended_ranks(self) -> list[int]:
-        """Ranks whose processes have ended, or have let go of their memory. Local."""
+        """List the ranks whose processes have ended, or have closed their memory. Local."""
         return [
             rank for rank, file in enumerate(self._files) if rank != self._rank and _is_free(file)
         ]
 
     def close(self) -> None:
-        """Let go of the files; views stay. Local, idempotent."""
+        """Close the files; views stay valid. Local, idempotent."""
         if self._own_file is not None:
             os.close(self._own_file)
             self._own_file = None
@@ -68,14 +71,14 @@ class HostMemory:
             os.close(self._files.pop())
 
     def _create(self) -> tuple[str, str]:
-        """Where others find the block, and why it cannot be had; one of them is empty."""
+        """Allocate the block; return its place for other ranks, and an error; one is empty."""
         try:
             self._own_file = file = _unnamed_file()
             fcntl.flock(file, fcntl.LOCK_EX)
-            # Now, and not by a signal at the first touch of a page that is not there.
+            # Pages are allocated now; otherwise a missing page would kill the process on access.
             for begin in range(0, self.num_bytes, _PIECE_BYTES):
                 piece, left = min(_PIECE_BYTES, self.num_bytes - begin), memory_left()
-                # All ranks are about to take one.
+                # All ranks are about to allocate a piece.
                 if left is not None and left < piece * self._world_size:
                     return "", f"{self.num_bytes} B of shared memory: {left} B are left"
                 os.posix_fallocate(file, begin, piece)
@@ -88,7 +91,7 @@ class HostMemory:
         for place in places:
             path, number = place.split()
             try:
-                # Opened anew also by its owner, for a lock belongs to one opening.
+                # The owner opens its file anew too, because a lock belongs to one opening.
                 self._files.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
                 if os.fstat(self._files[-1]).st_ino != int(number):
                     return (
@@ -101,7 +104,7 @@ class HostMemory:
         return maps, ""
 
     def _agree(self, collectives: Collectives, text: str, error: str, phase: str) -> list[str]:
-        """The texts of all ranks, or one error on all of them."""
+        """Gather the texts of all ranks, or raise the errors of all ranks on every rank."""
         records = collectives.gather_records({"text": text, "error": error}, phase=phase)
         faults = [
             f"rank {rank}: {record['error']}"
@@ -119,7 +122,7 @@ class HostMemory:
 
 
 def _unnamed_file() -> int:
-    """A new file in memory, of this process."""
+    """Create a file in memory, which only this process has."""
     try:
         return os.memfd_create("epcomm", os.MFD_CLOEXEC | _NEVER_EXECUTED)
     except OSError:
@@ -127,7 +130,7 @@ def _unnamed_file() -> int:
 
 
 def _is_free(file: int) -> bool:
-    """Whether nobody holds the lock of a file."""
+    """Return whether no process holds the lock of a file."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

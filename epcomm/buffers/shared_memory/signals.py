@@ -1,8 +1,8 @@
-"""Signals in shared memory by which the ranks of one host wait for one another.
+"""Let the ranks of one host wait for one another by signals in shared memory.
 
 A signal belongs to a kind and a source; each rank has the signals of all ranks in its own block.
 The source writes its epoch there after its data, and the owner polls. Epochs only grow, and are
-compared by `<`, for a fast rank may be one ahead.
+compared by `<`, because a fast rank may be one epoch ahead.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from epcomm.buffers.shared_memory.memory import HostMemory
 from epcomm.collectives.bounded import BoundedWait, Step
 from epcomm.errors import describe_ranks
 
-# A signal a cache line: neighbours would slow one another down.
+# A signal has a cache line of its own, because ranks that share a line slow each other down.
 SIGNAL_BYTES = 64
 _INT64S_PER_SIGNAL = SIGNAL_BYTES // 8
-# Polls that only let other processes run, then naps of 50 us to 1 ms: ranks may be more than cores,
-# and a rank that computes must not be held up by those that wait.
+# A wait polls this many times and lets other processes run in between, then it naps for 50 us to
+# 1 ms: there may be more ranks than cores, and waiting ranks must not slow a computing one down.
 _NUM_YIELDS = 10
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 50e-6, 1e-3
 
 
 class Signal(IntEnum):
-    """What a signal says: its source has ...
+    """The kind of a signal.
 
-    HEADER_READY: written the header of its call.
-    ROWS_READY: written its rows.   SUMS_READY: written its sums.
+    HEADER_READY: the source has written the header of its call.
+    ROWS_READY: the source has written its rows.   SUMS_READY: the source has written its sums.
     """
 
     HEADER_READY = 0
@@ -39,7 +39,7 @@ class Signal(IntEnum):
 
 
 def signal_bytes(world_size: int) -> int:
-    """Bytes of the signals at the start of each block."""
+    """Return the bytes of the signals at the start of each block."""
     return len(Signal) * world_size * SIGNAL_BYTES
 
 
@@ -56,27 +56,27 @@ class HostSignals:
         self._fence = threading.Lock()
 
     def next_epoch(self, kind: Signal) -> int:
-        """Begin an epoch of this kind; all ranks begin the same ones in the same order."""
+        """Begin an epoch of this kind; all ranks begin the same epochs in the same order."""
         self._epochs[kind] += 1
         return self._epochs[kind]
 
     def coming_epoch(self, kind: Signal) -> int:
-        """What next_epoch() will begin."""
+        """Return the epoch that next_epoch() will begin."""
         return self._epochs[kind] + 1
 
     def publish(self, kind: Signal) -> None:
-        """Tell all ranks that this one has got to the current epoch. Local."""
+        """Signal all ranks that this rank has reached the current epoch. Local."""
         self._order()
         place = self._place(kind, self._rank)
         for signals in self._signals:
             signals[place] = self._epochs[kind]
 
     def wait(self, kind: Signal, phase: str) -> None:
-        """Wait until all ranks have got to the current epoch.
+        """Wait until all ranks have reached the current epoch.
 
-        What they wrote before they published it is visible then.
+        All data that ranks wrote before publish() is visible after the wait.
         Raises:
-            EPTimeout: some do not; see BoundedWait.
+            EPTimeout: some rank does not arrive in time; see BoundedWait.
         """
         own, epoch = self._signals[self._rank], self._epochs[kind]
         places = [self._place(kind, source) for source in range(self._world_size)]
@@ -84,7 +84,7 @@ class HostSignals:
         self._order()
 
     def release(self) -> None:
-        """Let go of the memory. Local, idempotent."""
+        """Release the memory. Local, idempotent."""
         self._signals = []
         self._memory.close()
 
@@ -92,9 +92,9 @@ class HostSignals:
         return (kind * self._world_size + source) * _INT64S_PER_SIGNAL
 
     def _order(self) -> None:
-        """Keep the processor from moving loads or stores across: two rounds of a lock fence them.
+        """Fence loads and stores of this process, by two rounds of a lock.
 
-        Of one round, what comes before and after may meet inside it.
+        With one round, accesses from before and after could both move inside the round.
         """
         for _ in range(2):
             with self._fence:

@@ -1,4 +1,4 @@
-"""Models of transformers on epcomm; transformers is imported where it must be, and nowhere else.
+"""Run models of transformers on epcomm; transformers is imported inside functions that need it.
 
 reading.py reads a MoE block by its structure, with structure.py, routings.py and probing.py;
 expert_parallel.py lets transformers load whole models with epcomm, whatever their blocks;

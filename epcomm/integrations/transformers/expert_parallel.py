@@ -1,4 +1,4 @@
-"""epcomm as an expert-parallel implementation of transformers: models load with it unedited.
+"""Register epcomm as an expert-parallel implementation of transformers, for unedited models.
 
     registration = register_expert_parallel(EPConfig())
     layout = DistributedConfig(fsdp_size=4, ep_size=4, ep_implementation="epcomm")
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-# hidden_states [N, H], top_k_index [N, K], top_k_weights [N, K] to [N, H].
+# The forward of experts: hidden_states [N, H], top_k_index [N, K], top_k_weights [N, K] -> [N, H].
 ExpertsCall = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -94,7 +94,7 @@ def register_expert_parallel(
 
 
 class ExpertParallelRegistration:
-    """What the layers of all models loaded under one name share: configuration, groups, phase."""
+    """The configuration and groups of all models that are loaded under one name."""
 
     def __init__(self, config: EPConfig) -> None:
         self.config = config
@@ -108,7 +108,7 @@ class ExpertParallelRegistration:
             bridge.check()
 
     def explain(self) -> str:
-        """What was chosen for each kind of layer that has run, and why, as text."""
+        """Tell which plan each kind of layer that has run got, and why, as text."""
         return "\n\n".join(dict.fromkeys(text for b in self._bridges for text in b.explain()))
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class ExpertParallelRegistration:
             group.close()
 
     def group_of(self, mesh: DeviceMesh) -> EPGroup:
-        """The EPGroup over a mesh, one for all layers. Local."""
+        """Return the EPGroup over a mesh, one for all layers. Local."""
         if self._is_closed:
             raise HandleError(
                 "epcomm: this registration is closed; call register_expert_parallel again and load "
@@ -130,13 +130,13 @@ class ExpertParallelRegistration:
         return self._groups[ranks]
 
     def add(self, bridge: ExpertsBridge) -> None:
-        """Note a layer."""
+        """Add the bridge of a layer, for check() and explain()."""
         self._bridges.append(bridge)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """What dispatchers are opened for."""
+    """The sizes that dispatchers of a layer are opened for."""
 
     hidden_size: int
     top_k: int
@@ -158,11 +158,11 @@ class ExpertsBridge:
         """Stand between a layer's router and its experts.
 
         Args:
-            registration: what all layers share.
-            experts: the module; its forward computes local expert ids from now on.
+            registration: the configuration and groups that all layers share.
+            experts: the module of the experts; its forward computes local expert ids from now on.
             ep_mesh: ranks that share the experts.
             batch_mesh: ranks that hold the same batch.
-            shares_batch: these are the same ranks.
+            shares_batch: the ranks that share the experts hold the same batch.
 
         Local: dispatchers are opened by the first call.
         """
@@ -184,7 +184,7 @@ class ExpertsBridge:
 
     @untraced
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Compute the experts of this rank's tokens: [T, H], global ids [T, K] to [T, H].
+        """Compute the experts of this rank's tokens [T, H] with global ids [T, K], to [T, H].
 
         Collective: over the expert group, forward and backward; T may differ and be 0.
         """
@@ -204,28 +204,28 @@ class ExpertsBridge:
             phases.check()
 
     def idle(self, carry: Tensor) -> Tensor:
-        """See ExpertParallelLayer."""
+        """Fail, because idle_model() runs all layers; see ExpertParallelLayer."""
         raise AssertionError("idle_model() runs all layers")
 
     def idle_model(self, model: nn.Module) -> Tensor:
-        """See ExpertParallelLayer. A causal model, or any that takes input_ids."""
+        """Run a model that takes input_ids on one token; see ExpertParallelLayer."""
         device = next(model.parameters()).device
         return model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device))[0]
 
     @property
     def group(self) -> EPGroup:
-        """The ranks that share the experts."""
+        """Return the ranks that share the experts."""
         return self._registration.group_of(self._ep_mesh)
 
     def stats(self) -> EPStats:
-        """Counts since construction. Local; no host sync until counts by expert are read."""
+        """Return counts since construction. Local; host sync when counts by expert are read."""
         if self._counter is None:
             return EPStats()
         traffic = (phases.traffic() for phases in self._phases.values())
         return self._counter.snapshot(sum(traffic, BufferTraffic()))
 
     def explain(self) -> list[str]:
-        """The plans of this layer, one for each shape that it has seen."""
+        """Return the plans of this layer, one for each shape of its calls."""
         return self._plans
 
     def _compute(self, hidden_states: Tensor, topk: TopKOutput) -> Tensor:
@@ -241,7 +241,10 @@ class ExpertsBridge:
 
     @ranged("experts")
     def _run(self, out: RowsDispatchOutput) -> Tensor:
-        """[C, H]: the model's experts on one slot a row, times its weight if theirs to apply."""
+        """Compute the slots [C, H] by the model's experts, as tokens with one expert each.
+
+        The experts multiply by the slot's router weight where combine does not apply it.
+        """
         slots = pack(out.hidden_states.data, out.index)
         ids = expert_of_slot(out.index, slots.shape[0]).unsqueeze(1)
         weights = out.slot_weights
@@ -251,7 +254,7 @@ class ExpertsBridge:
         if slots.shape[0]:
             return self._call_experts(slots, ids, weights).to(slots.dtype)
         # Experts without rows would not be part of the graph, and a reduction of their gradients
-        # over other ranks would wait for this one.
+        # over other ranks would wait for this rank.
         dummy = slots.sum(dim=0, keepdim=True)
         no_expert = ids.new_zeros(1, 1)
         return self._call_experts(dummy, no_expert, weights.new_ones(1, 1))[:0].to(slots.dtype)
@@ -283,7 +286,7 @@ class ExpertsBridge:
 
 
 def _slice_of(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's rows of a tensor that all ranks of `mesh` hold; backward gathers them."""
+    """Return this rank's rows of a tensor that all ranks of `mesh` hold; backward gathers them."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
@@ -291,7 +294,7 @@ def _slice_of(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _gather_slices(rows: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tensor:
-    """The rows of all ranks of `mesh`, [num_tokens, H]; backward takes this rank's rows."""
+    """Gather the rows of all ranks of `mesh`, [num_tokens, H]; backward takes this rank's rows."""
     from torch.distributed.tensor import DTensor, Shard
 
     hidden_size = rows.shape[1]

@@ -1,14 +1,15 @@
-"""Whether a block computes what its names propose: the block itself, run on a few random tokens.
+"""Check that a block computes what its names propose, by running it on a few random tokens.
 
 Names do not say whether a softmax runs before or after top-k, or where a block multiplies by its
-scale; that is code. So what was read is never taken on trust: a copy of the block and the layer
-that was read from it must agree, in outputs and in all gradients, in training and in evaluation.
+scale; only code does. So a reading of names is never taken on trust: a copy of the block and the
+layer that was read from it must agree, in outputs and in all gradients, in training and in
+evaluation.
 
-The copy has random float32 values on the CPU in place of those of the block, whose zeros would hide
-a correction bias, and which a block on the meta device does not have. Its experts and shared
-experts, the large parts, are replaced by cheap functions; the experts are tried by themselves, on
-small matrices (probing_experts.py). So a probe reads no weight, talks to no other rank and takes
-20 ms of a CPU for a small block, 0.7 s for one of DeepSeek-V3.
+The copy has random float32 values on the CPU in place of the block's values: zeros would hide a
+correction bias, and a block on the meta device has no values. The large parts, experts and shared
+experts, are replaced by cheap functions; probing_experts.py tries the experts by themselves, on
+small matrices. So a probe reads no weight, talks to no other rank and takes 20 ms of a CPU for a
+small block, 0.7 s for a block of DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from epcomm.moe import ExpertParallelMoE
 from epcomm.records import TopKOutput
 from epcomm.routing import RoutingSpec
 
-# Tokens with logits of order one, and for each entry below some whose logits are all near it: there
-# a sigmoid is as small as the epsilons of renormalisation, 1e-6 and 1e-20.
+# A probe runs _NUM_TOKENS tokens with logits of order one, and _NUM_LOW_TOKENS tokens for each of
+# _LOW_LOGITS with all logits near that value: there a sigmoid is as small as the epsilons of
+# renormalisation, 1e-6 and 1e-20.
 _NUM_TOKENS = 16
 _LOW_LOGITS, _NUM_LOW_TOKENS = (-14.0, -46.0), 4
 # 1024 roundings of float32, each 2**-24 of a value: in the gradient of a token whose logits are all
@@ -50,10 +52,10 @@ _TOLERANCE = 1024 * 2.0**-24
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What a block did when it was called.
+    """The observations of one call of a block.
 
-    router_inputs: what it called its router with.   top_k: experts of a token.
-    returns_scores: it returned the weights [T, K] beside y.
+    router_inputs: the inputs that the block gave its router.   top_k: experts of a token.
+    returns_scores: the block returned the weights [T, K] beside y.
     """
 
     router_inputs: tuple[RouterInput, ...]
@@ -65,7 +67,7 @@ class BlockProbe:
     """A copy of a block, with random values and without its large parts."""
 
     def __init__(self, block: nn.Module, layout: BlockLayout, num_experts: int) -> None:
-        """Copy the block; `layout` is what its names propose. Local."""
+        """Copy the block; `layout` is the layout that its names propose. Local."""
         self._kind = type(block).__name__
         self._layout = layout
         self._num_experts = num_experts
@@ -78,10 +80,11 @@ class BlockProbe:
             self._block = copy_with(block, large, num_experts)
 
     def trace(self) -> Trace:
-        """Watch the block.
+        """Run the block once and observe the call.
 
         Raises:
-            ConfigError: it cannot be run on tokens alone, or calls or returns what is not built.
+            ConfigError: the block cannot be run on tokens alone, gives its router other inputs, or
+                returns other results than ExpertParallelMoE can.
         """
         calls: list[tuple[tuple[object, ...], dict[str, object]]] = []
         router = self._block.get_submodule(self._layout.router)
@@ -102,7 +105,7 @@ class BlockProbe:
         )
 
     def disagreement(self, layout: BlockLayout, routing: RoutingSpec) -> str | None:
-        """Say what the block and the layer of this layout and routing do not agree on, or None."""
+        """Return how the block and a layer of this layout and routing disagree, or None."""
         parts: dict[str, nn.Module | Tensor] = dict(self._block.named_children())
         parts |= dict(self._block.named_parameters(recurse=False))
         parts |= dict(self._block.named_buffers(recurse=False))
@@ -114,7 +117,8 @@ class BlockProbe:
                     routing=routing, experts=experts, parts=parts, layout=layout
                 )
                 for is_training in (True, False):
-                    # Of both signs: dropped groups count 0 in some models, above a negative bias.
+                    # Biases have both signs: some models give dropped groups a score of 0, which is
+                    # above a negative bias.
                     x, input_ids = self._inputs(is_negative=is_training)
                     self._block.train(is_training)
                     found = self._compare(layer, x, input_ids)
@@ -151,7 +155,7 @@ class BlockProbe:
         takes_ids = "input_ids" in inspect.signature(type(self._block).forward).parameters
         arguments = {"input_ids": input_ids} if takes_ids else {}
         try:
-            # A copy, because some blocks change their input.
+            # The block gets a copy, because some blocks change their input.
             outputs = _as_tuple(self._block(x.clone(), **arguments))
         except EPError:
             raise
@@ -236,7 +240,7 @@ class _StubOfBlock(nn.Module):
 
 
 class _StubOfLayer(nn.Module):
-    """The same for ExpertParallelMoE, in place of ExpertParallelExperts."""
+    """Stands for the experts of an ExpertParallelMoE, and multiplies as _StubOfBlock does."""
 
     def __init__(self, slopes: Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Whether experts compute what their names propose, tried on small matrices; see probing.py."""
+"""Check on small matrices that experts compute what their names propose; see probing.py."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from epcomm.integrations.transformers.random_copy import configs_in, on_cpu, row
 from epcomm.ops.activation import activate
 from epcomm.weights.unquantized import ExpertWeights
 
-# Of the matrices that are tried, which are many; the number of experts stays.
+# Number of tokens, H and I of the trial; all experts are tried, so the matrices are small.
 _NUM_TOKENS, _HIDDEN, _INTERMEDIATE = 16, 8, 6
-# Roundings of float32, each 2**-24 of a value, in two sums of products and an activation. A limit
-# of 10 on the wrong side of silu is off by 4e-5.
+# The tolerance is 128 roundings of float32, each 2**-24 of a value, for two sums of products and an
+# activation. A limit of 10 on the wrong side of silu is off by 4e-5.
 _TOLERANCE = 128 * 2.0**-24
 
 
 def experts_disagreement(experts: nn.Module, weights: ExpertWeights) -> str | None:
-    """Say what the experts and `weights`, as read from them, do not agree on, or None.
+    """Return how the experts and `weights`, which were read from them, disagree, or None.
 
-    They are tried on small matrices with the same names, sides and settings.
+    The trial runs on small matrices with the experts' names, orientation and settings.
     """
     generator = torch.Generator().manual_seed(0)
     names = {id(tensor): field for field, tensor in weights.tensors().items()}
@@ -36,9 +36,9 @@ def experts_disagreement(experts: nn.Module, weights: ExpertWeights) -> str | No
         ids = torch.randperm(small.num_experts, generator=generator)[:2].repeat(_NUM_TOKENS, 1)
         ids[1::2] = ids[1::2].flip(1)
         factors = torch.rand(ids.shape, generator=generator)
-        # Gates and ups on both sides of the limit.
+        # Inputs this large put gates and ups on both sides of the limit.
         x = limit * torch.randn(_NUM_TOKENS, _HIDDEN, generator=generator)
-        # The plain function, whatever kernels the configuration asks for.
+        # The trial calls the plain function, whatever kernels the configuration asks for.
         forward = inspect.unwrap(type(clone).forward)
         with torch.no_grad():
             try:

@@ -1,4 +1,4 @@
-"""Copies of modules with random float32 values on the CPU, and how far two results are apart."""
+"""Copy modules with random float32 values on the CPU, and measure how far two results differ."""
 
 from __future__ import annotations
 

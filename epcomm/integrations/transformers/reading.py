@@ -1,13 +1,13 @@
-"""From a transformers MoE block to an ExpertParallelMoE that computes the same.
+"""Build an ExpertParallelMoE that computes the same as a transformers MoE block.
 
 A block is read by structure, whatever its class is called: structure.py says what the names of its
-parts, tensors and attributes mean, and refuses any that nobody knows; routings.py says which
-presets its router may be; probing.py asks the block itself, on a few random tokens. Where no preset
-agrees with the router, the router goes on choosing experts by its own code. All of this is local
-and reads no weight, so a block may lie on the meta device.
+parts, tensors and attributes mean, and refuses unknown names; routings.py says which presets its
+router may be; probing.py runs the block itself, on a few random tokens. Where no preset agrees with
+the router, the router goes on choosing experts by its own code. All of this is local and reads no
+weight, so a block may lie on the meta device.
 
-What may go wrong: a block that computes something else than can be built from its parts. It is
-refused before its experts are copied, on all ranks.
+A block that computes something else than its parts propose is refused before its experts are
+copied, on all ranks.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from epcomm.weights.unquantized import ExpertWeights
 
 @dataclass(frozen=True, kw_only=True)
 class BlockReading:
-    """What a block is made of.
+    """The parts of a block, and what they compute.
 
-    layout: which part does what.   routing: logits to experts and weights.
-    weights: all experts.   names: what they call their parameters, by field of ExpertWeights.
-    parts: everything of the block but the experts, by name.
+    layout: the role of each part.   routing: how logits become experts and weights.
+    weights: all experts.   names: field of ExpertWeights -> name of the block's parameter.
+    parts: all parts of the block except the experts, by name.
     """
 
     layout: BlockLayout
@@ -51,7 +51,7 @@ class BlockReading:
 def from_transformers(
     block: nn.Module, group: EPGroup, config: EPConfig | None = None
 ) -> ExpertParallelMoE:
-    """See ExpertParallelMoE.from_transformers."""
+    """Build the layer of a block; see ExpertParallelMoE.from_transformers."""
     try:
         reading = read_block(block)
     except ConfigError as error:
@@ -65,12 +65,12 @@ def from_transformers(
 
 
 def read_block(block: nn.Module) -> BlockReading:
-    """Read a block by its structure, and confirm by running it what was read.
+    """Read a block by its structure, and confirm the reading by running the block.
 
     Local; reads no weight.
     Raises:
-        ConfigError: a part, a tensor or an attribute that nobody here knows, or a block that
-            computes something else than its parts propose.
+        ConfigError: a part, a tensor or an attribute that structure.py does not list, or a block
+            that computes something else than its parts propose.
     """
     kind = type(block).__name__
     layout = read_layout(block)
@@ -91,7 +91,7 @@ def read_block(block: nn.Module) -> BlockReading:
 def _confirm(
     block: nn.Module, layout: BlockLayout, num_experts: int
 ) -> tuple[BlockLayout, RoutingSpec]:
-    """Complete the layout by what the block does, and find the first routing it confirms."""
+    """Complete the layout from a run of the block, and find the first routing that agrees."""
     probe = BlockProbe(block, layout, num_experts)
     trace = probe.trace()
     layout = replace(layout, router_inputs=trace.router_inputs, returns_scores=trace.returns_scores)

@@ -1,4 +1,4 @@
-"""Presets that may describe what a router computes, by its attributes.
+"""Propose presets that may describe a router, by the router's attributes.
 
 Several presets can have the same attributes (softmax before or after top-k, sigmoid): these are
 candidates, and probing.py tries each on the router itself. A router with an attribute that is in no
@@ -24,10 +24,11 @@ from epcomm.routing import RoutingSpec, ScoreFunction, presets
 class RouterRecipe:
     """A preset, and the attributes of routers that it may describe.
 
-    preset: makes the RoutingSpec from top_k and what `settings` name.
-    settings: keyword of the preset to attribute of the router; there are no others, except
-    before_logits: attributes of which the logits, as the router returns them, already tell.
-    has_bias: whether there is a correction bias.
+    preset: makes the RoutingSpec from top_k and the attributes that `settings` names.
+    settings: keyword of the preset -> attribute of the router. The router has no other attributes
+        than these and before_logits.
+    before_logits: attributes that act before the logits that the router returns.
+    has_bias: the router has a correction bias.
     """
 
     preset: Callable[..., RoutingSpec]
@@ -43,7 +44,7 @@ def routing_candidates(router: nn.Module, *, top_k: int, has_bias: bool) -> Iter
         names = {*recipe.settings.values(), *recipe.before_logits}
         if names != set(settings) or recipe.has_bias != has_bias:
             continue
-        # Values that the preset cannot hold, such as no groups: it is no candidate.
+        # A preset is no candidate if it cannot hold the values, such as a number of groups of None.
         with suppress(ConfigError):
             values = {keyword: settings[name] for keyword, name in recipe.settings.items()}
             yield recipe.preset(top_k=top_k, **values)
@@ -53,7 +54,10 @@ def routing_candidates(router: nn.Module, *, top_k: int, has_bias: bool) -> Iter
 def _deepseek_v2(
     *, top_k: int, routed_scaling_factor: float, method: str, num_groups: int, topk_groups: int
 ) -> RoutingSpec:
-    """Its groups count only under one of its methods, and may be None under the other."""
+    """Return the preset of DeepSeek-V2, which uses groups only under group_limited_greedy.
+
+    Under greedy, num_groups and topk_groups may be None.
+    """
     of_method = {
         "greedy": {},
         "group_limited_greedy": {"num_groups": num_groups, "topk_groups": topk_groups},
@@ -64,7 +68,7 @@ def _deepseek_v2(
 
 
 def _sigmoid(*, top_k: int, renormalize: bool) -> RoutingSpec:
-    """Sigmoid of the best logits, without a bias."""
+    """Return a routing by the sigmoid of the best logits, without a bias."""
     return RoutingSpec(top_k=top_k, score_function=ScoreFunction.SIGMOID, renormalize=renormalize)
 
 
@@ -77,7 +81,7 @@ def _cohere2(*, top_k: int, function: str, renormalize: bool) -> RoutingSpec:
 def _deepseek_v4(
     *, top_k: int, routed_scaling_factor: float, score_fn: object, function: ScoreFunction
 ) -> RoutingSpec:
-    """As afmoe, with another score; which one score_fn is, the probe says."""
+    """Return the preset afmoe with score `function`; the probe finds out which score_fn is."""
     spec = presets.afmoe(top_k=top_k, routed_scaling_factor=routed_scaling_factor)
     values = spec.to_dict() | {"score_function": function}
     return RoutingSpec.from_mapping(values)

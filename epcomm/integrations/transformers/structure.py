@@ -1,6 +1,6 @@
-"""What the parts of MoE blocks are called, and what each name means; any other name is refused.
+"""List the names of parts of MoE blocks with their meanings; any other name is refused.
 
-A name proposes what its part does. Whether the block uses it so, probing.py finds out.
+A name proposes what its part does; probing.py finds out whether the block uses the part so.
 Source: the blocks of transformers 5.23.
 """
 
@@ -17,7 +17,7 @@ from epcomm.blocks import BlockLayout
 from epcomm.errors import ConfigError
 from epcomm.weights.unquantized import Activation, ExpertFormat, ExpertWeights
 
-# Child or tensor of a block to the field of BlockLayout that names it.
+# Child or tensor of a block -> the field of BlockLayout that names it.
 _PARTS: Mapping[str, str] = MappingProxyType(
     {
         "gate": "router",
@@ -33,7 +33,7 @@ _PARTS: Mapping[str, str] = MappingProxyType(
         "post_mlp_layernorm": "output_norm",
     }
 )
-# Parts and attributes that are known, and not built: why.
+# Known part or attribute that ExpertParallelMoE does not have -> the reason in the message.
 _NOT_BUILT: Mapping[str, str] = MappingProxyType(
     {
         "identity_expert": "experts that return their input are not built",
@@ -41,10 +41,10 @@ _NOT_BUILT: Mapping[str, str] = MappingProxyType(
         "self_attn": "a whole decoder layer is no block of experts",
     }
 )
-# Where routers keep a bias that their block has not: its dotted name below the router.
+# Dotted names below the router of a correction bias that the block itself does not have.
 _ROUTER_BIASES = ("e_score_correction_bias", "moe_statics.e_score_correction_bias")
 
-# Attributes that repeat sizes, or say of parts what the parts themselves say.
+# Attributes that repeat sizes, or facts that the parts themselves show.
 _SIZES = frozenset(
     {
         "config",
@@ -59,12 +59,13 @@ _SIZES = frozenset(
         "num_shared_experts",
         "expert_dim",
         "top_k",
-        # How the block calls its router is watched.
+        # The probe observes how the block calls its router.
         "is_hash",
         "use_expert_bias",
-        # A sum of two bfloat16 values is the same, whether they become float32 before or inside it.
+        # The sum of two bfloat16 values is the same, whether the cast to float32 comes before the
+        # sum or inside.
         "enable_moe_fp32_combine",
-        # transformers notes here that the weights were initialised.
+        # transformers sets this attribute when the weights are initialised.
         "_is_hf_initialized",
     }
 )
@@ -72,7 +73,7 @@ _NOISE = frozenset({"jitter_noise", "input_jitter_noise"})
 _SCALE, _COMBINATION = "routed_scaling_factor", "shared_expert_combination_strategy"
 _AVERAGES = MappingProxyType({"sum": False, "average": True})
 
-# Parameter of the experts to the field of ExpertWeights.
+# Parameter of the experts -> the field of ExpertWeights.
 _WEIGHTS: Mapping[str, str] = MappingProxyType(
     {
         "gate_up_proj": "gate_up_proj",
@@ -83,7 +84,7 @@ _WEIGHTS: Mapping[str, str] = MappingProxyType(
         "down_proj_bias": "down_bias",
     }
 )
-# What transformers' decorator notes about the experts, and what it is where it notes nothing.
+# Attribute that transformers' decorator sets on experts -> its value where it is not set.
 _FLAGS: Mapping[str, bool | None] = MappingProxyType(
     {
         "is_transposed": False,
@@ -95,8 +96,8 @@ _FLAGS: Mapping[str, bool | None] = MappingProxyType(
     }
 )
 _ALPHAS, _LIMITS = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")
-# Names of act_fn, a function or a module, that mean the activation; clamped experts have their own.
-# torch's SiLU is what transformers' class wraps.
+# Names of act_fn, a function or a module, that mean the activation; clamped experts compute the
+# activation in their own code. transformers' SiLUActivation wraps torch's SiLU.
 _SILU = ("SiLUActivation", "SiLU", "silu")
 _ACT_FN_NAMES: Mapping[Activation, tuple[str, ...]] = MappingProxyType(
     {
@@ -112,7 +113,8 @@ def read_layout(block: nn.Module) -> BlockLayout:
     """Return the layout that a block's names propose; router_inputs are left to the probe.
 
     Raises:
-        ConfigError: a part or an attribute that nobody here knows, or a value that is not built.
+        ConfigError: a part or an attribute that this file does not list, or a value of an attribute
+            that ExpertParallelMoE does not support.
     """
     if not isinstance(getattr(block, "experts", None), nn.Module):
         raise refusal(f"{_kind(block)} has no experts", "a block with the child 'experts'")
@@ -147,7 +149,7 @@ def read_layout(block: nn.Module) -> BlockLayout:
 
 
 def read_experts(experts: nn.Module) -> tuple[ExpertWeights, dict[str, str]]:
-    """Return the experts, and what they call their parameters, by field of ExpertWeights.
+    """Return the experts, and the names of their parameters by field of ExpertWeights.
 
     Raises:
         ConfigError: as read_layout().
@@ -204,9 +206,10 @@ def correction_bias_of(block: nn.Module, layout: BlockLayout) -> Tensor | None:
 
 
 def router_settings(router: nn.Module) -> dict[str, object]:
-    """Return what decides how a router routes: no sizes, and of children those without tensors.
+    """Return the attributes that decide how a router routes, and its children without tensors.
 
-    Children with tensors make the logits, and so do the tensors of the router itself.
+    Sizes do not decide. Children with tensors make the logits, and so do the tensors of the router
+    itself.
     """
     found = {name: value for name, value in _attributes(router).items() if name not in _SIZES}
     has_tensors = {name.partition(".")[0] for name in router.state_dict(keep_vars=True)}
@@ -222,7 +225,7 @@ def refusal(came: str, expected: str) -> ConfigError:
 
 
 def _unknown(module: nn.Module, name: str) -> ConfigError:
-    why = _NOT_BUILT.get(name, "a part that nobody here knows")
+    why = _NOT_BUILT.get(name, "an unknown part")
     return refusal(f"{_kind(module)} has {name}, {why}", "a block of known parts")
 
 
@@ -231,21 +234,21 @@ def _kind(module: nn.Module) -> str:
 
 
 def _attributes(module: nn.Module) -> dict[str, object]:
-    """Return what a module holds beside its parts and what torch keeps in every module."""
+    """Return a module's attributes, without parts and without the attributes of every module."""
     ours = set(vars(nn.Module()))
     return {name: value for name, value in vars(module).items() if name not in ours}
 
 
 def _settings(module: nn.Module, known: Iterable[str]) -> dict[str, object]:
-    """Return the attributes that decide what is computed, each of which must be known."""
+    """Return the attributes that decide what is computed, and refuse unknown ones."""
     known = set(known)
     found = {name: one for name, one in _attributes(module).items() if name not in _SIZES}
     for name, value in found.items():
-        # A part that other blocks of the kind have, and this one has not.
+        # Other blocks of the kind have this part, and this block does not.
         is_absent = value is None and name in _PARTS
         if name not in known and not is_absent:
             raise refusal(
-                f"{name} of {_kind(module)} is {value!r}, an attribute that nobody here knows",
+                f"{name} of {_kind(module)} is {value!r}, an unknown attribute",
                 f"no other than {sorted(known)}",
             )
     return found
@@ -264,7 +267,7 @@ def _bias_of_router(block: nn.Module, names: Mapping[str, str]) -> dict[str, str
 def _check_takes(
     owner: nn.Module, module: nn.Module, num_inputs: int, *, extra: Iterable[str] = ()
 ) -> None:
-    """Raise ConfigError unless forward takes so many arguments, and at most `extra` further."""
+    """Raise ConfigError unless forward takes num_inputs arguments, and only `extra` beside them."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     further = sorted(set(names[num_inputs:]) - set(extra))
     if len(names) < num_inputs or further:
@@ -275,7 +278,7 @@ def _check_takes(
 
 
 def _check_num_experts(block: nn.Module) -> None:
-    """Raise ConfigError where a block calls something else its number of experts."""
+    """Raise ConfigError where num_experts of a block is not the number of its experts."""
     held = next(block.get_submodule("experts").parameters(), None)
     named = getattr(block, "num_experts", None)
     if held is not None and named is not None and named != held.shape[0]:
@@ -307,7 +310,7 @@ def _check_activation(experts: nn.Module, activation: Activation) -> None:
 def _one_of(
     experts: nn.Module, settings: Mapping[str, object], names: Iterable[str]
 ) -> float | None:
-    """Return the value of an attribute that has several names, which may not disagree."""
+    """Return the value of an attribute that has several names, whose values must agree."""
     found = {float(settings[name]) for name in names if settings.get(name) is not None}  # type: ignore[arg-type]
     if len(found) > 1:
         raise refusal(f"{_kind(experts)} has {list(names)} of {sorted(found)}", "one value")

@@ -1,11 +1,11 @@
-"""Training by transformers' Trainer, of models whose blocks are ExpertParallelMoEs.
+"""Train models whose blocks are ExpertParallelMoEs with transformers' Trainer.
 
 Trainer would wrap such a model in DDP, which refuses experts; the first rank alone would save, and
-the optimizer of that rank would be saved for all. What Trainer does with models that transformers
-has cut itself is what is wanted here: it takes the mean of the gradients of parameters that every
-rank holds, and saves on all ranks. The way back from a checkpoint, which it lacks for these, is a
-callback's: the optimizer, and the model too, because Trainer does not find experts in checkpoints
-that have a tensor for each.
+the optimizer of that rank would be saved for all. So the model takes Trainer's path for models that
+transformers has cut itself: Trainer takes the mean of the gradients of parameters that every rank
+holds, and saves on all ranks. On that path Trainer does not resume, so a callback loads the
+optimizer, and the model too, because Trainer does not find experts in checkpoints that have a
+tensor for each expert.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from epcomm.training.gradients import scale_expert_gradients
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
 
-# Below the folder of a checkpoint.
+# Name of the folder of our state, inside the folder of a checkpoint.
 STATE_FOLDER = "expert_parallel_state"
 
 
 def prepare_trainer(trainer: Trainer) -> None:
     """Let a Trainer train, save and resume a model with ExpertParallelMoE blocks.
 
-    Call it once, on all ranks, after construction and before train(). Gradients become what Trainer
-    makes of them in data parallelism. Each checkpoint gets a folder in which every rank writes its
-    part of model and optimizer, and from which train(resume_from_checkpoint=...) goes on, on any
-    number of ranks that divides the experts.
+    Call it once, on all ranks, after construction and before train(). Gradients are the mean over
+    the ranks, as in data parallelism. Each checkpoint gets a folder in which every rank writes its
+    part of model and optimizer. train(resume_from_checkpoint=...) reads that folder, on any number
+    of ranks that divides the experts.
 
     Args:
-        trainer: its ranks are those of the model's group. Its args.save_only_model becomes True,
-            for what Trainer saves else is the optimizer of one rank.
+        trainer: a Trainer on the ranks of the model's group. Its args.save_only_model becomes True,
+            because Trainer would save the optimizer of one rank.
 
     Local; saving and resuming are collective.
     Raises:
-        ConfigError: the model has no expert-parallel layer, or from_pretrained has spread it, which
-            needs no preparation; FSDP or DeepSpeed shall cut it; or other ranks hold copies of
-            experts.
+        ConfigError: the model has no expert-parallel layer; from_pretrained has divided the model,
+            which then needs no preparation; FSDP or DeepSpeed is enabled; or other ranks hold
+            copies of the experts.
     """
     model = _model_of(trainer)
     problem = _problem_of(trainer, model)
@@ -60,7 +60,7 @@ def prepare_trainer(trainer: Trainer) -> None:
 
 
 def _problem_of(trainer: Trainer, model: nn.Module) -> tuple[str, str] | None:
-    """What keeps a Trainer from training a model, and what to do."""
+    """Return what keeps a Trainer from training a model, and the remedy; None if nothing does."""
     layers, num_ranks = expert_parallel_layers(model), trainer.args.world_size
     if not layers:
         return (
@@ -89,13 +89,13 @@ def _problem_of(trainer: Trainer, model: nn.Module) -> tuple[str, str] | None:
 
 
 def _state_callback(trainer: Trainer) -> TrainerCallback:
-    """What saves and loads the state that Trainer does not."""
+    """Make the callback that saves and loads the state that Trainer does not."""
     from transformers import TrainerCallback
 
     class ExpertParallelState(TrainerCallback):
         def on_save(self, *_: object, **__: object) -> None:
             folder = _checkpoint_folder(trainer)
-            # Trainer's own files, which it reads on resuming.
+            # Trainer itself reads these files on resuming.
             trainer._save_rng_state(str(folder))
             trainer._save_scaler(str(folder))
             save(_state_of(trainer), checkpoint_id=folder / STATE_FOLDER)
@@ -140,7 +140,7 @@ def _model_of(trainer: Trainer) -> nn.Module:
 
 
 def _optimizer_of(trainer: Trainer) -> Optimizer:
-    """The optimizer itself, of which accelerate has put another in front."""
+    """Return the optimizer inside the wrapper that accelerate puts around it."""
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     assert isinstance(optimizer, Optimizer), "train() has made one"
     return optimizer

@@ -1,1 +1,1 @@
-"""Grouped products of experts, quantised."""
+"""Multiply quantised rows by the matrices of their experts, in grouped products."""

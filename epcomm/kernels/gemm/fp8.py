@@ -1,10 +1,11 @@
-"""FP8 rows times FP8 matrices, expert by expert: the two products of the experts of one rank.
+"""Multiply FP8 rows by FP8 matrices, expert by expert: the two products of the experts of one rank.
 
-gate_up_fp8: rows through the index, times [2I, H], then silu(gate) * up and the second quantisation
-in the same tile: 128 columns of I are one block, so its largest magnitude is known before anything
-is stored. down_fp8: those rows times [H, I], weighted, to the dtype of the hidden states. A tile
-finds its expert from the counts on the device, so the host reads nothing; rows past the counts are
-neither read nor written. Sums over a block of 128 are scaled and added in float32.
+gate_up_fp8() reads rows through the index, multiplies them by [2I, H], and computes silu(gate) * up
+and the second quantisation in the same tile: 128 columns of I are one block, so the largest
+magnitude of the block is known before anything is stored. down_fp8() multiplies the hidden rows by
+[H, I] and by router weights, and stores the dtype of the hidden states. A tile finds its expert
+from the counts on the device, so the host reads no count; rows past the counts are neither read nor
+written. Sums over a block of 128 are scaled and added in float32.
 
 One H200, 32 experts, H = 7168, I = 2048 (2026-11): 1024 rows read the matrices at 90% of the rate
 of a copy. 32768 rows are 1.15 to 1.3 times as fast as two BF16 products: the tensor cores wait
@@ -24,9 +25,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from epcomm.kernels.launch import IS_INTERPRETED, DeviceLimits, device_limits, next_power_of_two
 from epcomm.kernels.quantize.fp8 import _e4m3_code
 
-# Elements of a row, and rows and columns of a matrix, that share a scale.
+# Number of elements of a row, and of rows and of columns of a matrix, that share a scale.
 BLOCK = 128
-# With fewer slots an expert, a smaller tile computes fewer rows that are not there.
+# Mean slots of an expert up to which a tile has 32 rows: a larger tile would compute more rows that
+# do not exist.
 _FEW_SLOTS = 48
 
 _E4M3_MAX = tl.constexpr(448.0)
@@ -43,10 +45,11 @@ def _find_tile(
     NUM_COLUMN_TILES: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Expert, first row, row count and column tile; expert = NUM_EXPERTS behind the last tile.
+    """Return expert, first row, row count and column tile; NUM_EXPERTS behind the last tile.
 
     Counts 3 0 5, tiles of 4 rows, 2 column tiles: expert 0 has tiles 0 1, expert 2 has 2 to 5; tile
-    3 is its second row tile of column tile 0. Row tiles come first: neighbours share a matrix.
+    3 is the second row tile of expert 2 in column tile 0. Row tiles come first, so that neighbours
+    share a matrix.
     """
     expert_ids = tl.arange(0, EXPERTS_POW2)
     counts = tl.load(counts_ptr + expert_ids, mask=expert_ids < NUM_EXPERTS, other=0)
@@ -84,7 +87,7 @@ def _gate_up_fp8_kernel(
     BLOCK: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ) -> None:
-    """A tile of TILE_ROWS slots and one block of I, gate and up side by side."""
+    """Compute a tile of TILE_ROWS slots and one block of I, gate and up side by side."""
     HIDDEN_BLOCKS: tl.constexpr = HIDDEN // BLOCK
     INNER_BLOCKS: tl.constexpr = INNER // BLOCK
     expert, first_row, count, block = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
@@ -93,7 +96,7 @@ def _gate_up_fp8_kernel(
     if expert < NUM_EXPERTS:
         row_in_expert = first_row + tl.arange(0, TILE_ROWS)
         is_row = row_in_expert < count
-        # Before a stride is multiplied: rows may lie beyond 2**31 elements.
+        # Slots become int64 before a stride multiplies them: rows may lie beyond 2**31 elements.
         slots = (tl.load(first_slot_ptr + expert) + row_in_expert).to(tl.int64)
         if HAS_INDEX:
             rows = tl.load(row_of_slot_ptr + slots, mask=is_row, other=0).to(tl.int64)
@@ -148,7 +151,7 @@ def _down_fp8_kernel(
     TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A tile of TILE_ROWS slots and BLOCK columns of H."""
+    """Compute a tile of TILE_ROWS slots and BLOCK columns of H."""
     HIDDEN_BLOCKS: tl.constexpr = HIDDEN // BLOCK
     INNER_BLOCKS: tl.constexpr = INNER // BLOCK
     expert, first_row, count, block = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
@@ -189,10 +192,11 @@ def gate_up_fp8(
     out_codes: Tensor,
     out_scales: Tensor,
 ) -> None:
-    """Quantised silu(x gate) * (x up) of every slot; slots of no expert are left as they are.
+    """Compute quantised silu(x gate) * (x up) of every slot; padding slots are not written.
 
     Args:
-        codes: [R, H], float8_e4m3fn; rows may lie apart.   scales: [R, H / 128], float32, likewise.
+        codes: [R, H], float8_e4m3fn, of any row stride.
+        scales: [R, H / 128], float32, of any row stride.
         row_of_slot: [C], int32, or None: slot s is row s.
         counts: [L], int32.   first_slot: [L + 1], int32.
         matrices: [L, 2I, H], float8_e4m3fn.   matrix_scales: [L, 2I / 128, H / 128], float32.
@@ -247,7 +251,7 @@ def down_fp8(
     slot_weights: Tensor | None,
     out: Tensor,
 ) -> None:
-    """x down of every slot, weighted; slots of no expert are left as they are.
+    """Compute x down of every slot, times its router weight; padding slots are not written.
 
     Args:
         codes: [C, I], float8_e4m3fn, contiguous.   scales: [C, I / 128], float32, contiguous.
@@ -285,20 +289,20 @@ def down_fp8(
 
 
 def rows_of(matrices: Tensor) -> Tensor:
-    """[L, N, K] as [L * N, K], the same memory; a copy would be made anew in each call."""
-    assert matrices.is_contiguous(), "records of weights refuse others"
+    """View matrices [L, N, K] as [L * N, K], without a copy."""
+    assert matrices.is_contiguous(), "records of weights refuse other strides"
     return matrices.view(-1, matrices.shape[2])
 
 
 def gemm_options(
     tile_rows: int, matrix_rows: int, *, num_warps: int, limits: DeviceLimits
 ) -> dict[str, Any]:
-    """For the compiler; matrix_rows: of all matrices in a stage."""
-    # Stages of 20 to 40 KB: with more than three, fewer programs fit on an SM.
+    """Return options of the compiler; matrix_rows: rows of all matrices in a stage."""
+    # A stage has 20 to 40 KB: with more than three stages, fewer programs fit on an SM.
     stages = limits.stages((tile_rows + matrix_rows) * BLOCK, most=3)
     return {"num_warps": num_warps, "num_stages": stages}
 
 
 def _num_tiles(num_slots: int, num_experts: int, tile_rows: int, columns: int) -> tuple[int]:
-    """As many as any counts can need: an expert leaves at most one row tile incomplete."""
+    """Return the tiles that any counts can need: an expert has at most one incomplete row tile."""
     return ((-(-num_slots // tile_rows) + num_experts) * (columns // BLOCK),)

@@ -1,4 +1,4 @@
-// FP8 rows times FP8 matrices, expert by expert, with wgmma: for sm_90a, compiled at run time.
+// Multiply FP8 rows by FP8 matrices, expert by expert, with wgmma: for sm_90a, compiled at run time.
 //
 // The arithmetic is that of fp8.py. A block computes tiles of 128 slots and twice 128
 // columns: gate and up of one block of I, or two blocks of H. Its third warpgroup brings stages of
@@ -30,16 +30,16 @@ constexpr int SCALES_BYTES = TILE_ROWS * 4;
 constexpr int WARPGROUP = 128;
 constexpr int CONSUMERS = 2;
 constexpr int ROWS_PER_CONSUMER = 64;
-// Stages whose rows may still be under way while the next one is asked for.
+// Number of stages whose rows may still be in flight while the next stage is requested.
 constexpr int LAG = 2;
-// Rows that one thread of the producer copies, 16 bytes of each; eight threads copy a row.
+// Number of rows that one thread of the producer copies, 16 bytes each; eight threads copy a row.
 constexpr int COPIES = TILE_ROWS / (WARPGROUP / 8);
 
 struct alignas(64) TensorMap {
     uint64 words[16];
 };
 
-// What both products read. Strides in elements.
+// The arguments of both products. Strides count elements.
 struct Rows {
     const uint8* codes;
     const float* scales;
@@ -87,7 +87,7 @@ __device__ __forceinline__ void barrier_wait(uint32 barrier, int parity) {
         : "memory");
 }
 
-// A box of 128 columns and 128 rows, swizzled.
+// Copies a swizzled box of 128 columns and 128 rows.
 __device__ __forceinline__ void copy_box(uint32 target, const TensorMap* map, uint32 barrier,
                                          int column, int row) {
     asm volatile(
@@ -123,7 +123,7 @@ __device__ __forceinline__ void wait_for_copies() {
 struct Tile {
     int expert;
     int num_rows;  // 1 to TILE_ROWS
-    int slot;      // of the first row
+    int slot;      // slot of the first row
     int column;    // tile of columns
 };
 
@@ -154,7 +154,7 @@ struct Tiles {
     }
 };
 
-// By one warp: starts[e] is the number of tiles of all experts before e.
+// One warp fills starts: starts[e] is the number of tiles of all experts before e.
 __device__ void find_starts(const Rows& rows, int num_column_tiles, int* starts) {
     const int lane = threadIdx.x;
     int total = 0;
@@ -186,7 +186,7 @@ struct Shared {
     __device__ __forceinline__ uint32 empty_of(int stage) const { return empty + stage * 8; }
 };
 
-// The rows of a tile, through the index.
+// Copies the rows of a tile, through the index.
 struct RowReader {
     const uint8* codes;
     const float* scales;
@@ -204,13 +204,13 @@ struct RowReader {
         scales = rows.scales + row_of(rows, tile, thread) * rows.scales_stride;
     }
 
-    // Rows that are not there are copies of the last one; nobody stores their results.
+    // Rows beyond the count are copies of the last row; their results are not stored.
     static __device__ __forceinline__ int row_of(const Rows& rows, const Tile& tile, int row) {
         const int slot = tile.slot + min(row, tile.num_rows - 1);
         return rows.row_of_slot ? rows.row_of_slot[slot] : slot;
     }
 
-    // target: where this thread's first 16 bytes go.
+    // target: the place of this thread's first 16 bytes.
     __device__ __forceinline__ void copy(uint32 target) const {
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
@@ -219,7 +219,7 @@ struct RowReader {
     }
 };
 
-// rows_map: of rows that lie as slots do, or null.
+// rows_map: the map of rows that lie in the order of slots, or null.
 template <typename Epilogue>
 __device__ void produce(const Rows& rows, const TensorMap* rows_map, const TensorMap* map,
                         Tiles tiles, const Shared& shared, const Epilogue& epilogue) {
@@ -271,7 +271,7 @@ __device__ void produce(const Rows& rows, const TensorMap* rows_map, const Tenso
 
 // ---- products -------------------------------------------------------------------------------
 
-// Of 128-byte rows in groups of eight, swizzled.
+// The descriptor of 128-byte rows in groups of eight, swizzled.
 __device__ __forceinline__ uint64 matrix_descriptor(uint32 address) {
     return static_cast<uint64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
@@ -296,7 +296,7 @@ __device__ __forceinline__ void multiply_step(float (&sums)[64], uint64 a, uint6
         : "l"(a), "l"(b), "r"(adds));
 }
 
-// Keeps the compiler from moving reads and writes of the sums over this point.
+// Keeps the compiler from moving reads and writes of the sums across this point.
 __device__ __forceinline__ void pin(float (&sums)[64]) {
 #pragma unroll
     for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(sums[i])::"memory");
@@ -343,7 +343,8 @@ __device__ __forceinline__ float load_shared(uint32 address) {
 
 // ---- what is done with totals ---------------------------------------------------------------
 
-// Of the four threads that share a row: word i of thread t becomes word t of thread i.
+// Transposes words among the four threads that share a row: word i of thread t becomes word t of
+// thread i.
 template <typename Word>
 __device__ __forceinline__ void transpose_in_quad(Word (&words)[4]) {
     const bool is_high = threadIdx.x & 2, is_odd = threadIdx.x & 1;
@@ -371,7 +372,7 @@ struct alignas(16) Words {
     uint32 words[4];
 };
 
-// silu(gate) * up of the block, its codes and scales.
+// The epilogue of gate and up: silu(gate) * up of the block, as codes and scales.
 struct GateUp {
     const float* matrix_scales;  // [L, 2I / 128, k_blocks]
     uint8* codes;                // [C, I]
@@ -464,7 +465,7 @@ struct Float16 {
     }
 };
 
-// Two blocks of H, weighted, two bytes an element.
+// The epilogue of down: two blocks of H, times router weights, two bytes an element.
 template <typename Element>
 struct Down {
     const float* matrix_scales;  // [L, H / 128, k_blocks]
@@ -583,7 +584,7 @@ __device__ __forceinline__ void run(const Rows& rows, const TensorMap* rows_map,
     if (threadIdx.x < 32) find_starts(rows, epilogue.num_column_tiles(), starts);
     if (threadIdx.x == 32) {
         for (int stage = 0; stage < NUM_STAGES; ++stage) {
-            // Each producer once for its rows, and one of them for the matrices.
+            // Each producer thread arrives once for its rows, and one of them for the matrices.
             barrier_init(shared.full_of(stage), WARPGROUP + 1);
             barrier_init(shared.empty_of(stage), CONSUMERS * WARPGROUP / 32);
         }

@@ -1,4 +1,4 @@
-"""The products of fp8.py on Hopper's wgmma, from fp8_hopper.cu."""
+"""Launch the products of fp8.py on Hopper's wgmma instructions, from fp8_hopper.cu."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ARCH = "sm_90a"
 SOURCE = Path(__file__).with_name("fp8_hopper.cu")
 
 _THREADS = 384
-# Four stages of three tiles of 16 KB with the scales of 128 rows, their barriers, and what the
-# start of dynamic shared memory lacks to a multiple of 1024 bytes.
+# Four stages of three tiles of 16 KB with the scales of 128 rows and two barriers, and up to 1024
+# bytes that align the start of dynamic shared memory.
 _SHARED_BYTES = 4 * (3 * TILE_ROWS * BLOCK + 4 * TILE_ROWS + 2 * 8) + 1024
-# What one thread copies at a time.
+# Bytes that one thread copies at a time.
 _COPY_BYTES = 16
 # With more experts the list of their first tiles no longer fits behind the stages.
 MAX_EXPERTS = 4096
-# What down_fp8() writes.
+# The dtypes of results that down_fp8() writes.
 HIDDEN_DTYPES = (torch.bfloat16, torch.float16)
 
 _CODES, _FLOAT32, _INT32 = (torch.float8_e4m3fn,), (torch.float32,), (torch.int32,)
@@ -70,10 +70,10 @@ class _Down(ctypes.Structure):
 
 @dataclass(frozen=True)
 class _Operand:
-    """A tensor that a kernel gets as a pointer, and what it takes it for.
+    """A tensor that a kernel gets as a pointer, and the dtypes and shape that the kernel assumes.
 
-    tensor: None where there need not be one.   shape: None for any size.
-    is_spaced: rows may lie apart; other tensors are contiguous.
+    tensor: None for an optional tensor that was not given.   shape: None for any size.
+    is_spaced: the row stride may exceed the row; other tensors are contiguous.
     """
 
     tensor: Tensor | None
@@ -83,7 +83,7 @@ class _Operand:
 
 
 def _check_operands(device: torch.device, operands: Mapping[str, _Operand]) -> None:
-    """Refuse what a kernel would misread, for it sees addresses alone."""
+    """Refuse tensors that a kernel would misread, because a kernel gets addresses alone."""
     if device.type != "cuda":
         raise ShapeError(f"fp8_wgmma: codes are on {device}, expected cuda; move them")
     for name, wanted in operands.items():
@@ -119,7 +119,7 @@ def _is_in_order(tensor: Tensor, is_spaced: bool) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Kernels:
-    """Loaded on one device."""
+    """The kernels, loaded on one device."""
 
     gate_up: CudaKernel
     down: dict[torch.dtype, CudaKernel]
@@ -162,10 +162,11 @@ def gate_up_fp8(
     out_codes: Tensor,
     out_scales: Tensor,
 ) -> None:
-    """As grouped_gemm_fp8.gate_up_fp8(); L at most MAX_EXPERTS, rows at multiples of 16 bytes.
+    """Compute what gate_up_fp8() of fp8.py does, for at most MAX_EXPERTS experts.
 
     Raises:
-        ShapeError: rows that are not, or a tensor of another shape, dtype, device or order.
+        ShapeError: rows that do not begin at multiples of 16 bytes, or a tensor of another shape,
+            dtype, device or order.
         CudaError: the compiler or the driver refuses.
     """
     num_experts, num_columns, hidden_size = matrices.shape
@@ -215,7 +216,7 @@ def down_fp8(
     slot_weights: Tensor | None,
     out: Tensor,
 ) -> None:
-    """As grouped_gemm_fp8.down_fp8(); out is bfloat16 or float16, L at most MAX_EXPERTS.
+    """Compute what down_fp8() of fp8.py does, for bfloat16 or float16 and at most MAX_EXPERTS.
 
     Raises:
         ShapeError: a tensor of another shape, dtype, device or order.
@@ -238,7 +239,7 @@ def down_fp8(
             "out": _Operand(out, HIDDEN_DTYPES, (num_slots, hidden_size)),
         },
     )
-    # The copy engine takes no rows of which there are none.
+    # The copy engine refuses a matrix of zero rows.
     if num_slots == 0:
         return
     rows = _rows(codes, scales, None, counts, first_slot, matrices)
@@ -286,7 +287,7 @@ def _rows(
 
 
 def _num_blocks(num_slots: int, num_experts: int, column_tiles: int, kernels: _Kernels) -> int:
-    """One an SM, and no more than any counts can need."""
-    # An expert leaves at most one row of tiles incomplete.
+    """Return one block for each SM, but no more blocks than any counts can need."""
+    # Each expert has at most one incomplete row of tiles.
     row_tiles = -(-num_slots // TILE_ROWS) + num_experts
     return min(row_tiles * column_tiles, kernels.num_sms)

@@ -1,15 +1,16 @@
-"""INT8 rows times INT8 matrices, expert by expert: the two products of the experts of one rank.
+"""Multiply INT8 rows by INT8 matrices, expert by expert: the two products of a rank's experts.
 
-gate_up_int8: rows through the index, times [2I, H], then silu(gate) * up in float32.
-quantize_hidden_int8: those rows to codes. down_int8: codes times [H, I], weighted, to the dtype of
-the hidden states. A tile finds its expert from the counts on the device, so the host reads nothing;
-rows past the counts are neither read nor written. Integer sums are exact, and scaled once.
+gate_up_int8() reads rows through the index, multiplies them by [2I, H] and computes
+silu(gate) * up in float32. quantize_hidden_int8() turns these hidden rows into codes. down_int8()
+multiplies the codes by [H, I] and by router weights, and stores the dtype of the hidden states. A
+tile finds its expert from the counts on the device, so the host reads no count; rows past the
+counts are neither read nor written. Integer sums are exact, and scaled once.
 
-A row has one scale, so no code exists before all I of it are known, and a tile has but 128 of them.
-The hidden rows therefore pass through memory in float32 (bfloat16 would be other codes): 4 I bytes
-written, 4 I read and I written a slot that is used. A largest magnitude found by atomics would save
-none of that, for the quantising program holds a whole row and finds it there; quantising in the
-second product would read 4 I bytes again for each of its column tiles. Times:
+A row has one scale, so no code exists before all I elements of the row are known, and a tile has
+only 128 of them. The hidden rows therefore pass through memory in float32 (bfloat16 would give
+other codes): 4 I bytes written, 4 I bytes read and I bytes written for each used slot. Finding the
+largest magnitude by atomics would save none of these bytes, because the quantising program holds a
+whole row; quantising in the second product would read 4 I bytes again for each column tile. Times:
 benchmarks/results/h200_gemm_int8.json.
 """
 
@@ -33,12 +34,12 @@ from epcomm.kernels.launch import (
 )
 from epcomm.kernels.quantize.int8 import _MAGNITUDE_MASK, _codes_by, _finite_amax, _storable
 
-# Columns of I, and elements of a sum, that a program loads at a time.
+# Number of columns of I, and of elements of a sum, that a program loads at a time.
 _BLOCK = 128
-# Slots an expert, on average, up to which a tile has 32 and 64 rows; a larger one would compute
-# many rows that are not there.
+# Mean slots of an expert up to which a tile has 32 rows and 64 rows; a larger tile would compute
+# many rows that do not exist.
 _FEW_SLOTS, _MANY_SLOTS = 48, 192
-# Elements of hidden rows in the registers of one program: 32 a thread of 8 warps.
+# Number of elements of hidden rows in the registers of one program: 32 a thread of 8 warps.
 _QUANTIZED_ELEMENTS = 8192
 
 
@@ -62,7 +63,7 @@ def _gate_up_int8_kernel(
     TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A tile of TILE_ROWS slots and one block of I, gate and up side by side.
+    """Compute a tile of TILE_ROWS slots and one block of I, gate and up side by side.
 
     Codes 2 -3 and scale 0.5, gate 4 1 with scale 2 and up 1 1 with scale 3: gate 5 * 0.5 * 2 = 5,
     up -1 * 0.5 * 3 = -1.5, so hidden is silu(5) * -1.5.
@@ -77,7 +78,7 @@ def _gate_up_int8_kernel(
         is_row = row_in_expert < count
         # Before a stride is multiplied: rows may lie beyond 2**31 elements.
         start = tl.load(first_slot_ptr + expert).to(tl.int64)
-        # A tile that is not full reads the last row again: only that is sure to be there.
+        # A tile that is not full reads the last row again, the only row that is sure to exist.
         slots = start + tl.minimum(row_in_expert, count - 1)
         rows = tl.load(row_of_slot_ptr + slots).to(tl.int64) if HAS_INDEX else slots
         lanes = tl.arange(0, BLOCK)
@@ -90,8 +91,8 @@ def _gate_up_int8_kernel(
                 x = tl.load(x_at + k * BLOCK)
             else:
                 x = tl.load(x_at + k * BLOCK, mask=lanes[None, :] < HIDDEN - k * BLOCK, other=0)
-            # Beyond the last column and the last matrix TMA gives zeros; rows beyond those of gate
-            # or up are others, whose sums are not stored.
+            # Beyond the last column and the last matrix TMA gives zeros; rows beyond the end of
+            # gate or up belong to the next matrix, and their sums are not stored.
             gate_matrix = tl.trans(matrix.load([gate_row, k * BLOCK]))
             up_matrix = tl.trans(matrix.load([gate_row + INNER, k * BLOCK]))
             gate_sum = tl.dot(x, gate_matrix, gate_sum, out_dtype=tl.int32)
@@ -123,9 +124,9 @@ def _quantize_hidden_int8_kernel(
     TILE_COLUMNS: tl.constexpr,
     PROFILE: tl.constexpr,
 ) -> None:
-    """TILE_ROWS slots of one expert.
+    """Quantise TILE_ROWS slots of one expert.
 
-    By rint127 the row 254 1 -3 9 has the scale 2 and codes 127 0 -2 4.
+    With rint127 the row 254 1 -3 9 has the scale 2 and codes 127 0 -2 4.
     """
     expert, first_row, count, _ = _find_tile(  # pyright: ignore[reportGeneralTypeIssues]
         counts_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS_POW2, 1, TILE_ROWS
@@ -164,7 +165,7 @@ def _down_int8_kernel(
     TILE_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A tile of TILE_ROWS slots and TILE_COLUMNS columns of H.
+    """Compute a tile of TILE_ROWS slots and TILE_COLUMNS columns of H.
 
     Codes 2 -3 and scale 0.5, channel 4 1 with scale 2, weight 3: 5 * 0.5 * 2 * 3 = 15.
     """
@@ -212,10 +213,10 @@ def gate_up_int8(
     matrix_scales: Tensor,
     out: Tensor,
 ) -> None:
-    """silu(x gate) * (x up) of every slot; slots of no expert are left as they are.
+    """Compute silu(x gate) * (x up) of every slot in float32; padding slots are not written.
 
     Args:
-        codes: [R, H], int8; rows may lie apart.   scales: [R, 1], float32, likewise.
+        codes: [R, H], int8, of any row stride.   scales: [R, 1], float32, of any row stride.
         row_of_slot: [C], int32, or None: slot s is row s.
         counts: [L], int32.   first_slot: [L + 1], int32.
         matrices: [L, 2I, H], int8.   matrix_scales: [L, 2I], float32.
@@ -259,12 +260,12 @@ def quantize_hidden_int8(
     out_codes: Tensor,
     out_scales: Tensor,
 ) -> None:
-    """The codes of epcomm.quantization.quantize(); slots of no expert are left as they are.
+    """Quantise hidden rows to the codes of quantize(); padding slots are not written.
 
     Args:
         hidden: [C, I], float32, contiguous.
         counts: [L], int32.   first_slot: [L + 1], int32.
-        profile: an Int8Profile.
+        profile: a value of Int8Profile.
         out_codes: [C, I], int8, contiguous.   out_scales: [C, 1], float32, contiguous.
 
     Allocates nothing. Host sync: none. Compiled anew for each I, L and profile.
@@ -304,14 +305,14 @@ def down_int8(
     is_packed: bool,
     out: Tensor,
 ) -> None:
-    """x down of every slot, weighted; slots of no expert are left as they are.
+    """Compute x down of every slot, times its router weight; padding slots are not written.
 
     Args:
         codes: [C, I], int8, contiguous.   scales: [C, 1], float32, contiguous.
         counts: [L], int32.   first_slot: [L + 1], int32.
         matrices: [L, H, I], int8.   matrix_scales: [L, H], float32.
         slot_weights: [C], float32, or None.
-        is_packed: most of the C slots are used; a wrong answer costs time alone.
+        is_packed: most of the C slots are used; a wrong value costs only time.
         out: [C, H], bfloat16, float16 or float32, contiguous.
 
     Allocates nothing. Host sync: none. Compiled anew for each H, I and L.
@@ -344,24 +345,24 @@ def down_int8(
 
 
 def tile_rows_for(num_slots: int, num_experts: int, *, is_packed: bool) -> int:
-    """Rows of a tile. Where most slots may be unused, a full tile of 128 would be rare."""
+    """Return the rows of a tile, fewer than 128 where most slots may be unused."""
     if num_slots <= _FEW_SLOTS * num_experts:
         return 32
     return 128 if is_packed and num_slots > _MANY_SLOTS * num_experts else 64
 
 
 def down_columns(tile_rows: int) -> int:
-    """Columns of a tile of the second product; where rows are many, as many sums as gate and up."""
+    """Return the columns of a tile of the second product; 256 gives as many sums as gate and up."""
     return 256 if tile_rows == 128 else _BLOCK
 
 
 def gemm_options(tile_rows: int, matrix_rows: int, limits: DeviceLimits) -> dict[str, Any]:
-    """For the compiler; chosen by what fits, not by measurement.
+    """Return options of the compiler, chosen by the size of shared memory, not by measurement.
 
-    matrix_rows: of all matrices in a stage.
+    matrix_rows: rows of all matrices in a stage.
     """
-    # At most 128 sums a thread. An H200 has capacity for one large tile, whose stages are 48 KB; of
-    # smaller ones, 20 to 40 KB a stage, it holds up to three with 3 stages.
+    # A thread has at most 128 sums. An SM of an H200 holds one large tile, whose stages have 48 KB,
+    # or up to three smaller tiles of 3 stages with 20 to 40 KB each.
     is_large = tile_rows == 128
     stages = limits.stages((tile_rows + matrix_rows) * _BLOCK, most=4 if is_large else 3)
     return {"num_warps": 8 if is_large else 4, "num_stages": stages}
@@ -370,5 +371,5 @@ def gemm_options(tile_rows: int, matrix_rows: int, limits: DeviceLimits) -> dict
 def _grid(
     num_slots: int, num_experts: int, tile_rows: int, num_columns: int, tile_columns: int
 ) -> tuple[int]:
-    """As many as any counts can need: an expert leaves at most one row tile incomplete."""
+    """Return the tiles that any counts can need: an expert has at most one incomplete row tile."""
     return ((-(-num_slots // tile_rows) + num_experts) * -(-num_columns // tile_columns),)

@@ -1,4 +1,4 @@
-"""Rows to FP8 e4m3 codes with one scale a block, the bits of epcomm.quantization.quantize().
+"""Quantise rows to FP8 e4m3 with one scale a block, to the bits of epcomm.quantization.quantize().
 
 Each thread holds 16 neighbouring elements of a block, so rows are read and codes written 16 bytes
 at a time, and the largest magnitude of a block needs three shuffles. Blocks of all rows are counted
@@ -24,12 +24,12 @@ from epcomm.kernels.launch import (
 )
 from epcomm.platforms.cuda import compute_capability
 
-# Elements of a program, where blocks are smaller: four warps.
+# Number of elements that a program of four warps holds, unless one block is larger.
 _TILE_ELEMENTS = 4 * ELEMENTS_PER_WARP
-# Ada, the first that converts to e4m3 in hardware; others use integer arithmetic.
+# Ada is the first GPU that converts to e4m3 in hardware; older GPUs use integer arithmetic.
 _FIRST_WITH_E4M3 = (8, 9)
 
-# The numbers of quantization/fp8.py, whose bits the tests compare.
+# The constants are those of quantization/fp8.py; tests compare the bits of both.
 _E4M3_MAX = tl.constexpr(448.0)
 _RECIPROCAL_OF_MAX = tl.constexpr(0.0022321429569274187)
 _FRACTION_OF_E4M3_MAX = tl.constexpr(0x600000)
@@ -42,16 +42,16 @@ _E8M0_NAN = tl.constexpr(0xFF)
 _E4M3_NAN = tl.constexpr(0x7F)
 # 2**-6, the smallest normal e4m3 number.
 _E4M3_NORMAL_BITS = tl.constexpr(0x3C800000)
-# In float32, 2**14 has a unit in the last place of 2**-9, that of subnormal e4m3 numbers.
+# In float32, 2**14 has a unit in the last place of 2**-9, as subnormal e4m3 numbers have.
 _SUBNORMAL_SHIFT = tl.constexpr(16384.0)
 _SUBNORMAL_SHIFT_BITS = tl.constexpr(0x46800000)
 
 
 @triton.jit
 def _e4m3_code(value: tl.tensor) -> tl.tensor:
-    """Nearest e4m3 code of float32 values of at most 448, ties to even: 31.6 is 0x60, that is 32.
+    """Return the nearest e4m3 code of float32 values up to 448, ties to even: 31.6 is 0x60, or 32.
 
-    For hardware without the conversion, and for the interpreter, whose conversion loses the carry.
+    It serves hardware without the conversion, and the interpreter, whose conversion loses carries.
     """
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & _MAGNITUDE_MASK
@@ -68,9 +68,9 @@ def _e4m3_code(value: tl.tensor) -> tl.tensor:
 def quantize_blocks(
     x: tl.tensor, IS_POWER_OF_TWO: tl.constexpr, HAS_E4M3: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Codes [blocks, columns], uint8, and scales [blocks] of float32 values, one block a row.
+    """Return codes [blocks, columns], uint8, and scales [blocks] of the rows of x, one block a row.
 
-    Of the block 896 448 1 0, with powers of two: the codes of 448 224 0.5 0 and the scale 128.
+    The block 896 448 1 0, with powers of two, has the codes of 448 224 0.5 0 and the scale 128.
     """
     # As integers, magnitudes are ordered as the numbers are, with NaN above infinity.
     amax_bits = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=1)
@@ -114,14 +114,14 @@ def _quantize_fp8_kernel(
     TILE_BLOCKS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ) -> None:
-    """TILE_BLOCKS blocks a program, of which one row has ceil(HIDDEN / BLOCK).
+    """Quantise TILE_BLOCKS blocks a program; one row has ceil(HIDDEN / BLOCK) blocks.
 
     HIDDEN = 5, BLOCK = 4, row 896 448 1 0 | 3.5: the magnitudes are 896 and 3.5, the power-of-two
-    scales 2 and 2**-7 (as 128 and 120), the codes those of 448 224 0.5 0 | 448.
+    scales 2 and 2**-7 (stored as 128 and 120), the codes those of 448 224 0.5 0 | 448.
     """
     BLOCKS_PER_ROW: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     block = tl.program_id(0) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
-    # Before a stride is multiplied: rows may lie beyond 2**31 elements.
+    # Rows become int64 before a stride multiplies them: they may lie beyond 2**31 elements.
     row = (block // BLOCKS_PER_ROW).to(tl.int64)
     block_of_row = block % BLOCKS_PER_ROW
     lane = tl.arange(0, TILE_COLUMNS)
@@ -138,13 +138,14 @@ def _quantize_fp8_kernel(
 def quantize_fp8_triton(
     hidden_states: Tensor, codes: Tensor, scales: Tensor, *, scale_block: int
 ) -> None:
-    """Write codes and scales of rows; the formula is that of quantization/fp8.py.
+    """Write codes and scales of rows, by the formula of quantization/fp8.py.
 
     Args:
-        hidden_states: [T, H], bfloat16, float16 or float32; rows may lie apart.
-        codes: [T, H], float8_e4m3fn; rows may lie apart, 16-byte stores need 16-byte rows.
-        scales: [T, ceil(H / scale_block)], float32 or float8_e8m0fnu; rows may lie apart.
-        scale_block: elements that share a scale, at least 1.
+        hidden_states: [T, H], bfloat16, float16 or float32, of any row stride.
+        codes: [T, H], float8_e4m3fn, of any row stride; stores have 16 bytes if the row stride is
+            a multiple of 16 bytes.
+        scales: [T, ceil(H / scale_block)], float32 or float8_e8m0fnu, of any row stride.
+        scale_block: number of elements that share a scale, at least 1.
 
     Allocates nothing. Compiled anew for each dtype, H and strides.
     Host sync: none.   Graph capture: after one call.   Deterministic: yes.
@@ -179,7 +180,7 @@ def quantize_fp8_triton(
 
 
 def tile_of(scale_block: int) -> tuple[int, int]:
-    """Blocks of a program, and columns that hold one block: both powers of two."""
+    """Return the blocks of a program, and the columns that hold one block: both powers of two."""
     tile_columns = next_power_of_two(scale_block)
     return max(1, _TILE_ELEMENTS // tile_columns), tile_columns
 
@@ -191,7 +192,7 @@ def has_e4m3(device: torch.device) -> bool:
 
 
 def _check_outputs(hidden_states: Tensor, codes: Tensor, scales: Tensor, scale_block: int) -> int:
-    """Number of blocks of all rows."""
+    """Check the outputs, and return the number of blocks of all rows."""
     num_rows, hidden_size = hidden_states.shape
     num_scales = -(-hidden_size // scale_block)
     scale_dtypes = (torch.float32, torch.float8_e8m0fnu)

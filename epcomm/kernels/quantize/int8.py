@@ -1,4 +1,4 @@
-"""Rows to INT8 codes with one scale a row, the bits of epcomm.quantization.quantize().
+"""Quantise rows to INT8 with one scale a row, to the bits of epcomm.quantization.quantize().
 
 One program holds a whole row in registers, so each element is read once although its code needs the
 largest magnitude of the row; 16 neighbouring elements a thread make 16-byte loads and stores. Rows
@@ -18,7 +18,7 @@ from epcomm.kernels.launch import EXACT, IS_INTERPRETED, check_rows, next_power_
 
 _PROFILES = ("rint127", "rint127eps", "div", "divtrunc16", "triton")
 
-# The numbers of quantization/int8.py, whose bits the tests compare.
+# The constants are those of quantization/int8.py; tests compare the bits of both.
 _INT8_MAX = tl.constexpr(127.0)
 _AMAX_EPSILON = tl.constexpr(1e-12)
 _FLOAT16_MASK = tl.constexpr(~0x1FFF)
@@ -34,15 +34,16 @@ _ROUNDING_SHIFT = tl.constexpr(12582912.0)
 
 @triton.jit
 def _round_half_even(value: tl.tensor) -> tl.tensor:
-    """Of magnitudes below 2**22: 0.5 is 0, 1.5 is 2."""
+    """Round values of a magnitude below 2**22 to nearest even: 0.5 is 0, 1.5 is 2."""
     return (value + _ROUNDING_SHIFT) - _ROUNDING_SHIFT
 
 
 @triton.jit
 def _round_quotient(quotient: tl.tensor, PROFILE: tl.constexpr) -> tl.tensor:
-    """What cut to an integer is the code of x / scale: 0.5 is 0 by div and 1 by the two others.
+    """Round a quotient x / scale, so that truncation to an integer gives its code.
 
-    Clamped first, which changes no rounding, for halves are exact.
+    0.5 has the code 0 with div and 1 with the two other profiles. Clamping the quotient before
+    rounding changes no code, because halves are exact.
     """
     quotient = tl.minimum(tl.maximum(quotient, -_INT8_MAX - 1.0), _INT8_MAX)
     if PROFILE == "triton":
@@ -50,22 +51,22 @@ def _round_quotient(quotient: tl.tensor, PROFILE: tl.constexpr) -> tl.tensor:
     quotient = tl.maximum(quotient, -_INT8_MAX)
     if PROFILE == "div":
         return _round_half_even(quotient)
-    # Right for normal float16 numbers; smaller ones round to the code 0 either way.
+    # The cut is right for normal float16 numbers; smaller ones round to the code 0 either way.
     cut = (quotient.to(tl.int32, bitcast=True) & _FLOAT16_MASK).to(tl.float32, bitcast=True)
-    # What the conversion to integers cuts off: -1.5 is -2.
+    # Adding half away from zero makes truncation round: -1.5 becomes -2.
     return cut + tl.where(cut < 0, -0.5, 0.5)
 
 
 @triton.jit
 def _finite_amax(amax_bits: tl.tensor) -> tl.tensor:
-    """The largest magnitude, or 0 in place of infinity and NaN."""
+    """Return the largest magnitude, or 0 in place of infinity and NaN."""
     return tl.where(amax_bits < _INFINITY_BITS, amax_bits, 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _rint127(x: tl.tensor, amax: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Codes, still float32, scales, and whether they are usable; amax: [], or [rows, 1]."""
-    # div_rn: `/` would be approximate.
+    """Return codes in float32, scales, and whether both are usable; amax: [], or [rows, 1]."""
+    # div_rn rounds correctly; `/` would be approximate.
     factor = tl.math.div_rn(_INT8_MAX, amax)
     is_usable = factor.to(tl.int32, bitcast=True) < _INFINITY_BITS
     return _round_half_even(x * factor), tl.math.div_rn(1.0, factor), is_usable
@@ -73,16 +74,16 @@ def _rint127(x: tl.tensor, amax: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.te
 
 @triton.jit
 def _quotient(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """x / scale, correctly rounded where it exceeds 2**-20; scale: [], or [rows, 1].
+    """Divide x by scale, correctly rounded above 2**-20; scale: [], or [rows, 1].
 
-    One division a row instead of one an element, which would take longer than the memory: with the
-    rounded reciprocal a quotient is off by a unit at most, and its remainder, exact in one fused
-    multiplication and addition, corrects it (Markstein, 1990).
+    There is one division a row, because a division for each element would take longer than the
+    memory: a product with the rounded reciprocal is off by a unit at most, and its remainder, exact
+    in one fused multiplication and addition, corrects it (Markstein, 1990).
     """
     if _IS_INTERPRETED:
-        # It rounds the product of a fused multiplication and addition too.
+        # The interpreter rounds the product of a fused multiplication and addition too.
         return tl.math.div_rn(x, tl.zeros_like(x) + scale)
-    # A remainder of small numbers would lose bits; powers of two cost none.
+    # The remainder of small numbers would lose bits; scaling by a power of two loses none.
     grown = tl.where(scale < _SMALL_SCALE, _GROWTH, 1.0)
     scale *= grown
     x *= grown
@@ -96,13 +97,13 @@ def _quotient(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
 def _codes_by(
     x: tl.tensor, amax: tl.tensor, PROFILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """As _rint127(), by any profile."""
+    """Return codes, scales and usability as _rint127() does, by any profile."""
     if PROFILE == "rint127" or PROFILE == "rint127eps":
         if PROFILE == "rint127eps":
             amax += _AMAX_EPSILON
         codes, scale, is_usable = _rint127(x, amax)  # pyright: ignore[reportGeneralTypeIssues]
     else:
-        # div_rn: `/` would be approximate.
+        # div_rn rounds correctly; `/` would be approximate.
         scale = tl.math.div_rn(amax, tl.zeros_like(amax) + _INT8_MAX)
         is_usable = scale > 0
         codes = _round_quotient(_quotient(x, tl.where(is_usable, scale, 1.0)), PROFILE)
@@ -113,7 +114,7 @@ def _codes_by(
 def _storable(
     codes: tl.tensor, scale: tl.tensor, amax_bits: tl.tensor, is_usable: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Codes as int8 and the scale: 0 and 0 where not usable, 0 and NaN where not finite."""
+    """Return int8 codes and the scale: 0 and 0 where not usable, 0 and NaN where not finite."""
     is_finite = amax_bits < _INFINITY_BITS
     scale_bits = tl.where(is_usable, scale, 0.0).to(tl.int32, bitcast=True)
     scale_bits = tl.where(is_finite, scale_bits, _NAN_BITS)
@@ -124,9 +125,9 @@ def _storable(
 
 @triton.jit
 def quantize_row(x: tl.tensor, PROFILE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Codes [columns], int8, and the scale of one row of float32 values.
+    """Return codes [columns], int8, and the scale of one row of float32 values.
 
-    rint127 of the row 254 1 -3 9: the codes 127 0 -2 4 and the scale 2.
+    With rint127 the row 254 1 -3 9 has the codes 127 0 -2 4 and the scale 2.
     """
     # As integers, magnitudes are ordered as the numbers are, with NaN above infinity.
     amax_bits = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=0)
@@ -147,11 +148,11 @@ def _quantize_int8_kernel(
     PROFILE: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ) -> None:
-    """One row a program.
+    """Quantise one row a program.
 
-    rint127 of the row 254 1 -3 9: the factor is 127 / 254, the scale 2, the codes 127 0 -2 4.
+    With rint127 the row 254 1 -3 9 has the factor 127 / 254, the scale 2 and codes 127 0 -2 4.
     """
-    # Before a stride is multiplied: rows may lie beyond 2**31 elements.
+    # Rows become int64 before a stride multiplies them: they may lie beyond 2**31 elements.
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE_COLUMNS)
     is_element = column < HIDDEN
@@ -164,12 +165,13 @@ def _quantize_int8_kernel(
 def quantize_int8_triton(
     hidden_states: Tensor, codes: Tensor, scales: Tensor, *, profile: str
 ) -> None:
-    """Write codes and scales of rows; the formulas are those of quantization/int8.py.
+    """Write codes and scales of rows, by the formulas of quantization/int8.py.
 
     Args:
-        hidden_states: [T, H], bfloat16, float16 or float32; rows may lie apart.
-        codes: [T, H], int8; rows may lie apart, 16-byte stores need 16-byte rows.
-        scales: [T, 1], float32; rows may lie apart.
+        hidden_states: [T, H], bfloat16, float16 or float32, of any row stride.
+        codes: [T, H], int8, of any row stride; stores have 16 bytes if the row stride is a multiple
+            of 16 bytes.
+        scales: [T, 1], float32, of any row stride.
         profile: a value of Int8Profile.
 
     Allocates nothing. Compiled anew for each dtype, H, strides and profile.

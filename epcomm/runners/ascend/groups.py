@@ -1,7 +1,7 @@
-"""Ascend's grouped operators, and the rows of each expert as each of them wants to be told.
+"""Call Ascend's grouped operators, with the group_list that each of them expects.
 
-Operators disagree on what a group_list is: sums so far, or counts; the device does not notice the
-wrong one. Here they take an ExpertGroups and ask it for their own.
+Operators disagree on group_list: cumulative sums, or counts; the device does not notice the wrong
+kind. Each function here takes an ExpertGroups and derives the kind that its operator expects.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-# Of npu_grouped_matmul: rows are cut by M, and one tensor comes out.
+# Arguments of npu_grouped_matmul: groups are ranges of rows, and the result is one tensor.
 _CUT_ROWS, _ONE_TENSOR = 0, 2
-# Of npu_dequant_swiglu_quant: codes and a scale for each row.
+# quant_mode of npu_dequant_swiglu_quant: it returns codes and a scale for each row.
 _DYNAMIC = 1
-# 2I of npu_dequant_swiglu_quant with groups: a multiple of the first, at most the second.
-# The third: 2I of npu_grouped_matmul_swiglu_quant, at most.
+# 2I for npu_dequant_swiglu_quant with groups: a multiple of _SUMS_UNIT, at most _MAX_SUMS.
+# 2I for npu_grouped_matmul_swiglu_quant: at most _MAX_FUSED.
 _SUMS_UNIT, _MAX_SUMS, _MAX_FUSED = 64, 10496, 10240
 
 
 class GroupListKind(IntEnum):
-    """As npu_grouped_matmul numbers them. Counts 3 0 4 are CUMULATIVE 3 3 7, COUNTS 3 0 4."""
+    """The group_list_type of npu_grouped_matmul: counts 3 0 4 are CUMULATIVE 3 3 7."""
 
     CUMULATIVE = 0
     COUNTS = 1
@@ -31,21 +31,27 @@ class GroupListKind(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Int8Rows:
-    """codes: [C, N], int8.   scales: [C], float32. Rows of no group are undefined."""
+    """Quantised rows of slots, undefined outside the groups.
+
+    codes: [C, N], int8.   scales: [C], float32.
+    """
 
     codes: Tensor
     scales: Tensor
 
 
 class ExpertGroups:
-    """The rows of each expert, one expert's right behind another's. No host sync."""
+    """The number of rows of each expert, in a matrix where experts follow without gaps.
+
+    Host sync: none.
+    """
 
     def __init__(self, counts: Tensor) -> None:
-        """counts: [E], integers, on the device; at least one expert."""
+        """Keep counts, [E], integers on the device, of at least one expert."""
         self._counts = counts.to(torch.int64)
 
     def as_kind(self, kind: GroupListKind) -> Tensor:
-        """[E], int64, on the device of the counts."""
+        """Return the group_list of a kind, [E], int64, on the device of the counts."""
         return self._cumulative if kind is GroupListKind.CUMULATIVE else self._counts
 
     @cached_property
@@ -62,14 +68,19 @@ def multiply(
     per_token_scale: Tensor | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Each expert's rows times its matrix: [C, K] by [E, K, N] to [C, N].
+    """Multiply each expert's rows by its matrix: [C, K] by [E, K, N] gives [C, N].
 
     Args:
-        scale: [E, N], of the columns of INT8 products; multiplies in bfloat16, because A2 and A3
-            take no other for a bfloat16 result.   per_token_scale: [C], float32, of their rows.
-        output_dtype: None: that of the rows. INT8 needs one: int32, or with scales bfloat16.
+        rows: [C, K], bfloat16 or int8.
+        matrices: [E, K, N].
+        groups: the rows of each expert.
+        scale: [E, N], scales of the columns of INT8 products; cast to bfloat16, because A2 and A3
+            take no other dtype for a bfloat16 result.
+        per_token_scale: [C], float32, scales of the rows of INT8 products.
+        output_dtype: dtype of the result; None: the dtype of the rows. INT8 rows need int32, or
+            bfloat16 with scales.
     """
-    # Documentation allows no counts of one group alone; they are its sum as well.
+    # The documentation allows counts from two groups on; for one group the count is also the sum.
     is_one = len(matrices) == 1
     return torch.ops.npu.npu_grouped_matmul(
         [rows],
@@ -87,7 +98,7 @@ def multiply(
 def activate_sums(
     sums: Tensor, groups: ExpertGroups, *, weight_scale: Tensor, row_scales: Tensor
 ) -> Int8Rows:
-    """int32 sums [C, 2I] to the INT8 rows of silu(left half) * right half.
+    """Turn int32 sums [C, 2I] into INT8 rows of silu(left half) * right half, [C, I].
 
     weight_scale: [E, 2I], float32.   row_scales: [C], float32.   2I: see sums_reasons().
     """
@@ -103,7 +114,7 @@ def activate_sums(
 
 
 def sums_reasons(intermediate_size: int) -> list[str]:
-    """Why activate_sums() refuses experts of this I."""
+    """Return why activate_sums() refuses this intermediate size; empty if it accepts."""
     width = 2 * intermediate_size
     if width % _SUMS_UNIT == 0 and width <= _MAX_SUMS:
         return []
@@ -116,9 +127,9 @@ def sums_reasons(intermediate_size: int) -> list[str]:
 def multiply_and_activate(
     rows: Int8Rows, matrices: Tensor, groups: ExpertGroups, *, weight_scale: Tensor
 ) -> Int8Rows:
-    """multiply() and activate_sums() in one operator, which rounds as Int8Profile.DIV.
+    """Multiply, activate and quantise in one operator, which rounds as Int8Profile.DIV does.
 
-    2I: see fused_reasons().
+    rows: [C, K].   matrices: [E, K, 2I].   weight_scale: [E, 2I].   2I: see fused_reasons().
     """
     codes, scales, _ = torch.ops.npu.npu_grouped_matmul_swiglu_quant(
         rows.codes,
@@ -131,7 +142,7 @@ def multiply_and_activate(
 
 
 def fused_reasons(intermediate_size: int) -> list[str]:
-    """Why multiply_and_activate() refuses experts of this I."""
+    """Return why multiply_and_activate() refuses this intermediate size; empty if it accepts."""
     width = 2 * intermediate_size
     if width <= _MAX_FUSED:
         return []

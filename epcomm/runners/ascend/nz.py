@@ -1,7 +1,7 @@
-"""The Ascend experts on matrices in FRACTAL_NZ, which a runner copies once and keeps.
+"""Compute Ascend experts on matrices in FRACTAL_NZ, which the runner copies once and keeps.
 
-Asked for by name, because the copies are a second set of experts in memory: parameters stay
-row-major and [E, out, in], as checkpoints are loaded into and saved from them.
+Users choose this runner by name, because the copies are a second set of experts in memory:
+parameters stay row-major and [E, out, in], since checkpoints are loaded into and saved from them.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ _NAMES = ("gate_up_proj", "down_proj")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Prepared:
-    """A copy in NZ, and what it was made of."""
+    """A copy of matrices in NZ, and the state of the parameter that was copied."""
 
     source: WriteState
     matrices: Tensor
 
 
 class AscendNZRunner(AscendRunner):
-    """As `ascend`, on copies of the matrices in NZ: twice the memory of a layer's experts.
+    """Runs AscendRunner on copies of the matrices in NZ: twice the memory of a layer's experts.
 
     Copies are made in the first run, one after another, and again in the first run after a
-    parameter was replaced, moved or written to. torch counts writes to a tensor, but neither those
-    through its `.data` nor those of other processes: call forget() after such. A device graph goes
-    on reading the copies of its capture: run once before it, and capture anew after loading.
+    parameter was replaced, moved or written to. torch counts writes to a tensor, but neither writes
+    through its `.data` nor writes of other processes: call forget() after such a write. A device
+    graph goes on reading the copies of its capture: run once before capture, and capture anew
+    after loading.
     """
 
     name: ClassVar[str] = "ascend_nz"
@@ -59,7 +60,7 @@ class AscendNZRunner(AscendRunner):
 
     @classmethod
     def is_candidate(cls, weights: ExpertTensors) -> bool:
-        # Nobody's memory is doubled unasked.
+        # A plan must not double the memory of experts unless the user named this runner.
         return False
 
     def forget(self) -> None:
@@ -79,7 +80,7 @@ class AscendNZRunner(AscendRunner):
         return gate_up, down
 
     def _in_nz(self, name: str, tensor: Tensor, matrices: Tensor) -> Tensor:
-        """The matrices of a parameter, a view of it, in NZ."""
+        """Return `matrices`, a view of parameter `tensor`, as a kept or new copy in NZ."""
         source = WriteState.of(name, tensor, self.name)
         found = self._prepared.get(name)
         if found is not None and found.source.is_of(tensor):

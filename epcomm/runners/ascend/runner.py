@@ -1,6 +1,6 @@
-"""Experts on an Ascend NPU: the vendor's grouped matmul, in BF16 and W8A8.
+"""Compute experts on an Ascend NPU by the vendor's grouped matmul, in BF16 and W8A8.
 
-Rows behind the last group stay undefined, as records have it.
+Rows behind the last group stay undefined, as the records allow.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ from epcomm.weights.quantized import Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertFormat, ExpertTensors, ExpertWeights
 
 _PLAIN = ExpertFormat()
-# Codes are at least -128, and a sum of more such products may leave int32.
+# Codes are at least -128, and a sum of more than this many products of two codes may overflow
+# int32.
 _MAX_INT8_INNER = (2**31 - 1) // 128**2
 
 
 class AscendRunner(ExpertRunner):
-    """No gradients. Slots that no expert computes are undefined.
+    """Runs experts through grouped operators, without gradients; unused slots are undefined.
 
-    Matrices are read where they lie, as transposed views. See nz.py for copies in tiles,
+    The operators read matrices where they lie, as transposed views. See nz.py for copies in tiles,
     and swiglu.py for W8A8 experts of an I that the operators here refuse.
 
-    int8_profiles: codes between the products are those of RINT127, rint(x * 127 / a); their scale
-    is a / 127, at most one unit in the last place from RINT127's.
+    int8_profiles: codes between the products are the codes of RINT127, rint(x * 127 / a); their
+    scale is a / 127, at most one unit in the last place from the scale of RINT127.
     """
 
     name: ClassVar[str] = "ascend"
@@ -84,7 +85,7 @@ class AscendRunner(ExpertRunner):
 
     @classmethod
     def is_candidate(cls, weights: ExpertTensors) -> bool:
-        # Elsewhere nobody would want to read why it does not serve.
+        # explain() should not list this runner for experts that are not on an NPU.
         return super().is_candidate(weights) and _device_of(weights).type == "npu"
 
     @classmethod
@@ -109,12 +110,12 @@ class AscendRunner(ExpertRunner):
         alignment = dispatched.index.expert_alignment
         if alignment > 1:
             raise ShapeError(
-                f"{self.name}: slots begin at multiples of {alignment}, expected one "
-                "expert's right behind another's; dispatch with a plan made for runner {self.name}"
+                f"{self.name}: slots begin at multiples of {alignment}, expected experts without "
+                f"gaps between them; dispatch with a plan made for runner {self.name}"
             )
         rows, row_of_slot = dispatched.hidden_states.data, dispatched.index.row_of_slot
         if len(rows if row_of_slot is None else row_of_slot) == 0:
-            # What the operators make of no row is not documented, and on a rank it is common.
+            # The documentation does not say that operators take zero rows, which ranks often have.
             return dispatched.combine_input(rows.new_empty(0, rows.shape[1], dtype=weights.dtype))
         groups = ExpertGroups(dispatched.num_tokens_per_expert)
         if isinstance(weights, Int8ChannelWeights):
@@ -130,17 +131,17 @@ class AscendRunner(ExpertRunner):
 
     @classmethod
     def _operators(cls, weights: ExpertTensors) -> tuple[str, ...]:
-        """What it calls for these experts."""
+        """Name the operators that these experts need."""
         is_int8 = isinstance(weights, Int8ChannelWeights)
         return ("npu_grouped_matmul", "npu_dequant_swiglu_quant" if is_int8 else "npu_swiglu")
 
     @classmethod
     def _size_reasons(cls, intermediate_size: int) -> list[str]:
-        """Why _between() refuses INT8 experts of this I."""
+        """Return why _between() refuses INT8 experts of this intermediate size."""
         return sums_reasons(intermediate_size)
 
     def _matrices(self, weights: ExpertTensors) -> tuple[Tensor, Tensor]:
-        """[E, H, 2I] and [E, I, H], as the products read them."""
+        """Return the matrices [E, H, 2I] and [E, I, H] in the format that the products read."""
         return matrices_of(weights)
 
     def _check_gradients(self, rows: Tensor, weights: ExpertTensors) -> None:
@@ -168,14 +169,14 @@ class AscendRunner(ExpertRunner):
     def _between(
         self, rows: Int8Rows, matrices: Tensor, weights: Int8ChannelWeights, groups: ExpertGroups
     ) -> Int8Rows:
-        """The first product, activated and quantised: [C, I]."""
+        """Compute the first product, activate and quantise it, [C, I]."""
         sums = multiply(rows.codes, matrices, groups, output_dtype=torch.int32)
         return activate_sums(
             sums, groups, weight_scale=weights.gate_up_scale, row_scales=rows.scales
         )
 
     def _packed(self, dispatched: RowsDispatchOutput, weights: Int8ChannelWeights) -> Int8Rows:
-        """One row a slot; rows that came unquantised are quantised here."""
+        """Copy the row of each slot; rows that came unquantised are quantised here."""
         rows = dispatched.hidden_states
         if not rows.format.dtype.is_quantized:
             rows = quantize(rows.data, weights.wire_format, profile=self.int8_profile)
@@ -185,7 +186,7 @@ class AscendRunner(ExpertRunner):
 
 
 def matrices_of(weights: ExpertTensors) -> tuple[Tensor, Tensor]:
-    """[E, H, 2I] and [E, I, H], views."""
+    """Return the matrices [E, H, 2I] and [E, I, H] as views of the parameters."""
     if isinstance(weights, ExpertWeights):
         return weights.gate_up_matrices(), weights.down_matrices()
     assert isinstance(weights, Int8ChannelWeights), "supports() said so"

@@ -1,7 +1,7 @@
-"""W8A8 experts on Ascend of any intermediate size: bfloat16 between the products.
+"""Compute W8A8 experts of any intermediate size on Ascend, with bfloat16 between the products.
 
-Plans take it where npu_dequant_swiglu_quant refuses I, as Mixtral's; elsewhere the runner `ascend`,
-which rounds less and quantises within that operator.
+Plans take this runner where npu_dequant_swiglu_quant refuses I, for example Mixtral's; elsewhere
+they take `ascend`, which rounds less and quantises within that operator.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from epcomm.weights.unquantized import ExpertTensors
 
 
 class AscendSwigluRunner(AscendRunner):
-    """As `ascend`, but the first product and the activation are rounded to bfloat16.
+    """Runs AscendRunner with the first product and the activation rounded to bfloat16.
 
-    Codes between the products are those of RINT127, its scales too.
+    Codes and scales between the products are those of RINT127.
     """
 
     name: ClassVar[str] = "ascend_swiglu"

@@ -1,8 +1,8 @@
-"""W8A8 experts on Ascend in two operators: the first is product, activation and quantisation.
+"""Compute W8A8 experts on Ascend in two operators: the first multiplies, activates and quantises.
 
-That saves writing and reading [C, 2I] of int32. The operator wants its matrices in NZ, and rounds
-as npu_dynamic_quant does (Int8Profile.DIV), so EPConfig.int8_profile must be that, and rows must
-not have been quantised otherwise by a package that dispatches them.
+That saves writing and reading [C, 2I] of int32. The operator takes its matrices in NZ, and rounds
+as npu_dynamic_quant does (Int8Profile.DIV). So EPConfig.int8_profile must be DIV, and a package
+that quantises rows for dispatch must use DIV too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from epcomm.weights.unquantized import ExpertTensors
 
 
 class AscendSwigluQuantRunner(AscendNZRunner):
-    """No gradients, and a second copy of the experts: see AscendNZRunner. Asked for by name."""
+    """Runs experts without gradients on a second copy of them; users choose it by name.
+
+    See AscendNZRunner for the copies.
+    """
 
     name: ClassVar[str] = "ascend_swiglu_quant"
     kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (Int8ChannelWeights,)

@@ -1,4 +1,4 @@
-"""A stand-in for the deep_ep of Ascend: its Buffer over ranks that are processes on CPUs.
+"""Imitate the deep_ep of Ascend: its Buffer over ranks that are processes on CPUs.
 
 Read buffer.py for the calls, normal.py, low_latency.py and fused.py for what they do; `soc()` of
 fakes.ascend.limits says which chip it is. What fails silently on the device is refused

@@ -1,4 +1,4 @@
-"""Buffer: the calls of the deep_ep of Ascend, with its signatures."""
+"""Imitate Buffer, the calls of the deep_ep of Ascend, with its signatures."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Buffer:
         self.low_latency_mode = low_latency_mode
         chosen = strategies(normal_strategy, low_latency_strategy)
         self.normal_strategy, self.low_latency_strategy = chosen
-        # What get_dispatch_layout() leaves for the next dispatch() on the real buffer too.
+        # State that get_dispatch_layout() leaves for the next dispatch(), on the real buffer too.
         self._layout: normal.Layout | None = None
         dist.barrier(group=group)
 
@@ -87,14 +87,14 @@ class Buffer:
 
     @staticmethod
     def capture() -> EventOverlap:
-        """An event that does nothing."""
+        """Return an event that does nothing."""
         return EventOverlap()
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """A number of no meaning: memory is the HCCL window."""
+        """Return a number without meaning: memory is the HCCL window."""
         return 0
 
     def get_dispatch_layout(
@@ -120,7 +120,7 @@ class Buffer:
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def dispatch(
         self,
@@ -189,7 +189,7 @@ class Buffer:
         allocate_on_comm_stream: bool = False,
         dispatch_wait_recv_cost_stats: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Not in the stand-in: for the tests of the real package."""
+        """Fail: only the tests of the real package call this, and the imitation lacks it."""
         raise NotImplementedError("deep_ep.Buffer.notify_verify is not modelled")
 
     def combine(
@@ -224,7 +224,7 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> DispatchResult:
-        """Not reachable on one host."""
+        """Fail: the imitation has only one host."""
         raise RuntimeError(f"internode_dispatch: {_ONE_HOST}")
 
     def internode_combine(
@@ -238,7 +238,7 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Not reachable on one host."""
+        """Fail: the imitation has only one host."""
         raise RuntimeError(f"internode_combine: {_ONE_HOST}")
 
     def low_latency_dispatch(
@@ -273,7 +273,7 @@ class Buffer:
         is_pair = mode == INT8
         if self.low_latency_strategy is LowLatencyStrategy.OPS:
             require(name, topk_weights is not None, "the ops strategy needs topk_weights")
-            # It looks at the flag alone, whatever was sent.
+            # The package reads the flag alone, whatever was sent.
             is_pair = use_fp8
         sizes = low_latency.Sizes(
             max_tokens=num_max_dispatch_tokens_per_rank, num_experts=num_experts, mode=mode
@@ -307,7 +307,7 @@ class Buffer:
         """Nothing: there is no profile of a CPU."""
 
     def end_profile(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def fused_deep_moe(
         self,

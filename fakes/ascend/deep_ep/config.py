@@ -1,4 +1,4 @@
-"""What callers choose that has no effect, and what has: strategies and the environment."""
+"""Read the settings of callers: strategies, which have no effect, and the environment."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class FuseMode(IntEnum):
 
 
 class NormalStrategy(Enum):
-    """How normal mode communicates."""
+    """The way in which normal mode communicates."""
 
     DEFAULT = "default"
     ALLTOALL = "alltoall"
 
 
 class LowLatencyStrategy(Enum):
-    """How low latency communicates."""
+    """The way in which low latency communicates."""
 
     DEFAULT = "default"
     OPS = "ops"
@@ -56,7 +56,7 @@ _MODES: Mapping[str, tuple[NormalStrategy, LowLatencyStrategy]] = {
 def strategies(
     normal: str | NormalStrategy, low_latency: str | LowLatencyStrategy
 ) -> tuple[NormalStrategy, LowLatencyStrategy]:
-    """What the arguments choose, or DEEP_USE_MODE where they are default.
+    """Return the strategies of the arguments, or of DEEP_USE_MODE for default arguments.
 
     Raises:
         ValueError: an unknown name.
@@ -74,13 +74,13 @@ def strategies(
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the environment says at the time of a call.
+    """The settings in the environment at the time of a call.
 
     normal_int8: normal mode quantises where its caller names no quant_mode.
     counts_are_sums: rows per expert are inclusive sums instead of counts.
-    allows_none: low latency takes -1 for no expert.
-    num_rounds, tokens_per_round: how normal mode cuts long batches.
-    combine_tokens: tokens that its combine takes, which has one round unless it is told otherwise.
+    allows_none: low latency takes -1 as an id without an expert.
+    num_rounds, tokens_per_round: limits of the rounds that normal mode cuts long batches into.
+    combine_tokens: most tokens of a combine in normal mode, which has one round by default.
     """
 
     normal_int8: bool

@@ -1,4 +1,4 @@
-"""fuse_mode 2, aclnnDispatchFFNCombine: W8A8 on A3, with float16 between the integers.
+"""Imitate fuse_mode 2, aclnnDispatchFFNCombine: W8A8 on A3, with float16 between integers.
 
 Both GEMMs give float16, of which overflow makes infinities, as on the device. Whether float16 is
 rounded from the exact product or from that in float32 is open; here it is the latter.
@@ -32,8 +32,11 @@ from fakes.ascend.windows import dispatch_ffn_combine_bytes, require_window
 
 @dataclass(frozen=True, kw_only=True)
 class PlainExperts:
-    """w13 int8 [L, H, 2I], gate first; w2 int8 [L, I, H]; s13 float32 [L, 2I], s2 float32 [L, H],
-    as the device reads them."""
+    """The experts of a rank as the device reads them.
+
+    w13: int8 [L, H, 2I], gate first.   w2: int8 [L, I, H].   s13: float32 [L, 2I].
+    s2: float32 [L, H].
+    """
 
     w13: Tensor
     s13: Tensor
@@ -42,7 +45,7 @@ class PlainExperts:
 
     @classmethod
     def of(cls, call: FusedCall) -> Self:
-        """Those of the rank."""
+        """Read the experts of the rank from a call."""
         return cls(
             w13=as_nd(NAME, call.w13),
             s13=scale_values(call.s13).view(call.num_local, -1),
@@ -57,13 +60,13 @@ class PlainExperts:
         return gated_int8(gate, up)
 
     def output(self, expert: int, hidden: Int8Rows) -> Tensor:
-        """See Experts."""
+        """Compute the second product, bfloat16 [N, H]; see Experts."""
         rows = _half_product(hidden.codes, self.w2[expert], self.s2[expert])
         return (rows * hidden.scales[:, None]).bfloat16()
 
 
 def _half_product(codes: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """codes [N, K] times weight [K, C] and scales [C], rounded to float16: float32 [N, C]."""
+    """Multiply codes [N, K] by weight [K, C] and scales [C], round to float16: float32 [N, C]."""
     return (integer_product(codes, weight).float() * scales).half().float()
 
 
@@ -82,7 +85,7 @@ def _check(call: FusedCall) -> None:
 
 
 def _counts(received: Tensor) -> Tensor:
-    """int32 [L]."""
+    """Return the rows of each expert, int32 [L]."""
     return received.sum(1).to(torch.int32)
 
 

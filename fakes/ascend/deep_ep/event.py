@@ -1,4 +1,4 @@
-"""Events, which do nothing: on Ascend everything is in the order of one stream."""
+"""Imitate events, which do nothing: on Ascend all work is in the order of one stream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class EventOverlap:
-    """What the real package returns for the sake of callers written for GPUs."""
+    """The event that the real package returns for callers written for GPUs."""
 
     def __init__(
         self, event: object | None = None, extra_tensors: tuple[Tensor, ...] | None = None
@@ -27,4 +27,4 @@ class EventOverlap:
 
 
 def no_hook() -> None:
-    """The hook of low latency: nothing is left to receive."""
+    """Do what the hook of low latency does: nothing is left to receive."""

@@ -1,4 +1,4 @@
-"""Rows from tokens to experts and back, over ranks that are processes on CPUs.
+"""Move rows from tokens to experts and back, over ranks that are processes on CPUs.
 
 One row travels for each (token, k) whose id is no -1. Those that a rank receives lie by (local
 expert, source rank, token), which is part of the contract: GEMMs read them as they lie.
@@ -27,7 +27,10 @@ _MAX_SHARED = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """What a rank sends, by expert and then token: tokens, choices int64 [P]; per_expert [E]."""
+    """The slots that a rank sends, by expert, then token.
+
+    tokens, choices: int64 [number of slots].   per_expert: [E], number of slots of each expert.
+    """
 
     tokens: Tensor
     choices: Tensor
@@ -44,7 +47,7 @@ class Received:
     counts: Tensor
 
     def per_expert(self) -> Tensor:
-        """int64 [L]."""
+        """Return the received rows of each expert, int64 [L]."""
         return self.counts.sum(1)
 
     def prefix(self) -> Tensor:
@@ -53,7 +56,7 @@ class Received:
 
 
 def pairs_of(ids: Tensor, num_experts: int) -> Pairs:
-    """The pairs of ids [T, K], int64, -1 for none.
+    """Return the pairs of ids [T, K], int64, -1 for none.
 
     Worked example: ids [[2, 0], [0, -1]] give the pairs (0, 1) and (1, 0) for expert 0, and (0, 0)
     for expert 2.
@@ -168,7 +171,7 @@ def combine(
 
 
 def counts_of(prefix: Tensor, num_ranks: int) -> Tensor:
-    """[L, W]: the inverse of Received.prefix()."""
+    """Return the counts [L, W] whose inclusive sums Received.prefix() gives."""
     return prefix.to(torch.int64).diff(prepend=torch.zeros(1).long()).view(-1, num_ranks)
 
 
@@ -180,7 +183,7 @@ def sources_of(counts: Tensor) -> Tensor:
 
 
 def require_written(operator: str, prefix: Tensor, triples: Tensor, num_ranks: int) -> None:
-    """The prefix and the triples [N, 3] of a handle belong to each other, and were written."""
+    """Check that prefix and triples [N, 3] of a handle belong together, and were written."""
     grows = bool((prefix >= 0).all()) and bool((prefix[1:] >= prefix[:-1]).all())
     require(operator, grows, "the handle was written by a dispatch")
     sources = sources_of(counts_of(prefix, num_ranks))
@@ -190,7 +193,7 @@ def require_written(operator: str, prefix: Tensor, triples: Tensor, num_ranks: i
 
 
 def rows_then_undefined(rows: Tensor, num_rows: int) -> Tensor:
-    """[N, ...] to [num_rows, ...]: `rows` first, nothing written behind them."""
+    """Pad rows [N, ...] to [num_rows, ...] with undefined memory."""
     padded = undefined([num_rows, *rows.shape[1:]], rows.dtype)
     padded[: rows.shape[0]] = rows
     return padded

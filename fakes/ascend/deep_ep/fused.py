@@ -1,4 +1,4 @@
-"""fused_deep_moe(): dispatch, experts and combine in one call, by one of two operators."""
+"""Imitate fused_deep_moe(): dispatch, experts and combine in one call, by two operators."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OPERATORS: Mapping[int, FusedOperator] = MappingProxyType(
 def fused_moe(
     group: dist.ProcessGroup, call: FusedCall, fuse_mode: int, quant_mode: int
 ) -> tuple[Tensor, Tensor]:
-    """y bfloat16 [T, H] and the counts of the operator; collective.
+    """Compute y, bfloat16 [T, H], and the counts of the operator; collective.
 
     A row of zeros has codes that nobody knows and the scale 0, so it gives zeros (in mode 2 unless
     these codes overflow float16); no other token sees it.
@@ -41,7 +41,7 @@ def fused_moe(
         settings()
         modes = {int(mode) for mode in FuseMode}
         require(NAME, fuse_mode in modes, f"fuse_mode is one of {modes}, got {fuse_mode}")
-        # It has no effect; 0 does not mean that nothing is quantised.
+        # quant_mode has no effect; 0 does not mean that nothing is quantised.
         require(NAME, quant_mode in (0, 1), f"quant_mode is 0 or 1, got {quant_mode}")
         operator = _OPERATORS[fuse_mode]
         operator.check(call)
@@ -76,7 +76,7 @@ def _agree_on_capacity(group: dist.ProcessGroup, num_rows: int, max_rows: int) -
 
 
 def _through_experts(experts: Experts, received: exchange.Received) -> Tensor:
-    """bfloat16 [N, H]."""
+    """Compute the experts of the received rows, bfloat16 [N, H]."""
     assert received.scales is not None, "INT8 rows have scales"
     sizes = received.per_expert().tolist()
     parts = zip(received.rows.split(sizes), received.scales.split(sizes), strict=True)

@@ -1,4 +1,4 @@
-"""What fused_deep_moe() is given, and what both of its operators ask of it."""
+"""Hold the arguments of fused_deep_moe(), and check what both of its operators require."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class FusedCall:
 
 
 class Experts(Protocol):
-    """What happens to the rows of one expert."""
+    """The two products of one expert."""
 
     def hidden(self, expert: int, codes: Tensor, scales: Tensor) -> Int8Rows:
         """First GEMM and SwiGLU, of codes [N, H] and float32 scales [N]: [N, I]."""
         ...
 
     def output(self, expert: int, hidden: Int8Rows) -> Tensor:
-        """Second GEMM: bfloat16 [N, H]."""
+        """Compute the second product, bfloat16 [N, H]."""
         ...
 
 

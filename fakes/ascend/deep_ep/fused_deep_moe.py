@@ -1,4 +1,4 @@
-"""fuse_mode 1, aclnnFusedDeepMoe: W8A8 on A3, with gate and up side by side in tiles.
+"""Imitate fuse_mode 1, aclnnFusedDeepMoe: W8A8 on A3, with gate and up side by side in tiles.
 
 Each 128 columns of the first weight are 64 of the gate and then 64 of up. Everything between the
 integers is float32. Legal orders of its products and quotients differ in the last place; here they
@@ -42,7 +42,7 @@ from fakes.ascend.windows import fused_deep_moe_bytes, require_window
 HALF_TILE = 64
 # Half of the vector cores of A3.
 MAX_LOCAL_EXPERTS = 24
-# What the operator of A5 takes.
+# Dtypes of weights that the operator takes on A5.
 _MX_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2)
 
 
@@ -57,7 +57,7 @@ class TiledExperts:
 
     @classmethod
     def of(cls, call: FusedCall) -> Self:
-        """Those of the rank."""
+        """Read the experts of the rank from a call."""
         w13, w2 = as_nd(NAME, call.w13), as_nd(NAME, call.w2)
         return cls(w13=w13, s13=call.s13, w2=w2, s2=call.s2)
 
@@ -73,7 +73,7 @@ class TiledExperts:
         return Int8Rows(codes=int8_codes(quotients), scales=amax.squeeze(1) * (1.0 / INT8_MAX))
 
     def output(self, expert: int, hidden: Int8Rows) -> Tensor:
-        """See Experts."""
+        """Compute the second product, bfloat16 [N, H]; see Experts."""
         sums = integer_product(hidden.codes, self.w2[expert].T).float()
         return (sums * self.s2[expert] * hidden.scales[:, None]).bfloat16()
 

@@ -1,4 +1,4 @@
-"""Low latency: rows packed at the front of memory for the most that can arrive."""
+"""Imitate low latency: rows packed at the front of memory for the most that can arrive."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Handle = tuple[Tensor, Tensor, int, int, int, Tensor, None]
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What all ranks agree on: M tokens of a rank at most, E experts; mode: bf16 or int8."""
+    """The sizes that all ranks share: at most M tokens of a rank, E experts; mode: bf16 or int8."""
 
     max_tokens: int
     num_experts: int

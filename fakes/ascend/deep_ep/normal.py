@@ -1,4 +1,4 @@
-"""Normal mode: exact rows, one for each (token, expert), and a combine that weighs."""
+"""Imitate normal mode: one row for each (token, expert), and a combine that weighs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Sent:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrived:
-    """What dispatch hands out; counts are a list of L, or their sums."""
+    """The results of dispatch(); counts are a list of L numbers, or their inclusive sums."""
 
     x: Tensor
     scales: Tensor | None
@@ -66,7 +66,7 @@ class Arrived:
 def layout_of(
     group: dist.ProcessGroup, ids: Tensor, num_experts: int, strategy: NormalStrategy
 ) -> Layout:
-    """Who gets what.
+    """Return the layout of a dispatch: which rank gets which token, with counts.
 
     With alltoall, which is collective here, per_expert is [L] and holds what this rank will
     receive, and is_in_rank is zeros: documented, and not what callers expect.
@@ -100,7 +100,7 @@ def layout_of(
 
 
 def quant_mode_of(argument: str | None, strategy: NormalStrategy) -> str:
-    """The argument, else the environment, which alltoall forgets to ask."""
+    """Return the argument, else the environment, which alltoall ignores."""
     if argument is not None:
         return checked(DISPATCH, argument)
     is_asked = strategy is NormalStrategy.DEFAULT
@@ -168,11 +168,14 @@ def _firsts(known: Settings) -> list[int]:
 def _handle(
     num_ranks: int, received: exchange.Received, num_rows: int, sent: Sent, layout: Layout
 ) -> tuple[Tensor, ...]:
-    """rank, channel and received channel prefixes, expand_idx int32 [3N], is_in_rank,
-    inclusive counts int32 [L * W], ids, weights. The first three are not written here."""
+    """Return the handle of a dispatch, in the order of the real package.
+
+    It is rank, channel and received channel prefixes, which stay undefined here, expand_idx int32
+    [3N], is_in_rank, inclusive counts int32 [L * W], ids and weights.
+    """
     prefixes = [undefined([num_ranks, num_ranks], torch.int32) for _ in range(3)]
     triples = exchange.rows_then_undefined(received.triples, num_rows).flatten()
-    # The real one keeps the caller's tensors too; who overwrites them changes the combine.
+    # The real package keeps the caller's tensors too: overwriting them changes the combine.
     return (*prefixes, triples, layout.is_in_rank, received.prefix(), sent.ids, sent.weights)
 
 

@@ -1,4 +1,4 @@
-"""Names of what travels, and what a chip has of them."""
+"""Name the formats of rows, and check which of them a chip has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ A5_MODES = ("mx_fp8_e4m3", "mx_fp8_e5m2", "pertoken_fp8_e4m3", "mx_fp4_e2m1")
 
 
 def checked(operator: str, mode: str) -> str:
-    """The mode, if the chip and the stand-in have it.
+    """Return the mode, if the chip and the imitation have it.
 
     Raises:
         RuntimeError: no such mode, or not on this chip.
@@ -28,7 +28,7 @@ def checked(operator: str, mode: str) -> str:
 def low_latency_mode(
     quant_mode: str | None, *, use_fp8: bool, use_ue8m0: bool, use_mxfp4: bool
 ) -> str:
-    """What the flags of low_latency_dispatch() mean; use_fp8, on by default, means INT8."""
+    """Return the mode that the flags of low_latency_dispatch() mean; use_fp8 means INT8."""
     if quant_mode is not None:
         return quant_mode
     if use_mxfp4:

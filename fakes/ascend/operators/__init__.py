@@ -1,1 +1,1 @@
-"""The operators of torch_npu that epcomm calls, in plain torch."""
+"""Imitate the operators of torch_npu that epcomm calls, in plain torch."""

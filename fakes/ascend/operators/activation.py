@@ -1,4 +1,4 @@
-"""SwiGLU between the two GEMMs of an expert, alone and with quantisation around it.
+"""Imitate SwiGLU between the two GEMMs of an expert, alone and with quantisation around it.
 
 All in float32; a row that no group holds is undefined.
 """
@@ -24,7 +24,8 @@ _DEQUANT = "npu_dequant_swiglu_quant"
 _FUSED = "npu_grouped_matmul_swiglu_quant"
 # quant_mode of npu_dequant_swiglu_quant.
 DYNAMIC = 1
-# Its 2I with group_index, and what it is a multiple of; 2I of the fused operator.
+# npu_dequant_swiglu_quant takes 2I with group_index up to _WIDTH, a multiple of _WIDTH_UNIT; the
+# fused operator takes 2I up to _FUSED_WIDTH.
 _WIDTH, _WIDTH_UNIT, _FUSED_WIDTH = 10496, 64, 10240
 
 
@@ -37,9 +38,9 @@ class Int8Rows:
 
 
 def gated_int8(gate: Tensor, up: Tensor) -> Int8Rows:
-    """silu(gate) * up, of [N, I] float32, as INT8: scale a / 127, codes rint(row * 127 / a).
+    """Quantise silu(gate) * up, [N, I] float32: scale a / 127, codes rint(row * 127 / a).
 
-    A row of zeros has the scale 0 and the codes of 0 / 0, which nobody knows.
+    A row of zeros has the scale 0 and the codes of 0 / 0, which are unknown.
     """
     rows = F.silu(gate) * up
     amax = rows.abs().amax(dim=-1, keepdim=True)
@@ -47,7 +48,7 @@ def gated_int8(gate: Tensor, up: Tensor) -> Int8Rows:
 
 
 def divided_int8(gate: Tensor, up: Tensor) -> Int8Rows:
-    """As gated_int8(), but codes rint(row / scale), which differ where that is nearly a half."""
+    """Compute gated_int8() with codes rint(row / scale), which differ for quotients near a half."""
     rows = F.silu(gate) * up
     scales = _scales(rows.abs().amax(dim=-1, keepdim=True))
     return Int8Rows(codes=int8_codes(rows / scales), scales=scales.squeeze(-1))
@@ -58,7 +59,7 @@ def _scales(amax: Tensor) -> Tensor:
 
 
 def int8_codes(quotients: Tensor) -> Tensor:
-    """Rounded to nearest even, at most 127; what is no number has a code that nobody knows."""
+    """Round to nearest even, at most 127; NaN gets an undefined code."""
     codes = torch.round(quotients).clamp(-128, INT8_MAX)
     # Before the cast: NaN has no integer.
     return codes.nan_to_num(UNDEFINED_INT8).to(torch.int8)
@@ -66,7 +67,7 @@ def int8_codes(quotients: Tensor) -> Tensor:
 
 @implements("npu_swiglu")
 def swiglu(input: Tensor, dim: int = -1) -> Tensor:
-    """silu of the first half of `dim` times the second half, rounded once to the dtype."""
+    """Compute silu of the first half of `dim` times the second half, rounded once to the dtype."""
     require("npu_swiglu", input.shape[dim] % 2 == 0, "the size of dim is even")
     gate, up = input.float().chunk(2, dim=dim)
     return (F.silu(gate) * up).to(input.dtype)
@@ -196,7 +197,7 @@ def grouped_matmul_swiglu_quant(
 
 
 def _require_scale(operator: str, name: str, scale: Tensor | None, *taken: torch.dtype) -> None:
-    """A scale of one of the dtypes, by default float32; None passes."""
+    """Check a scale of one of the dtypes, by default float32; None passes."""
     expected = taken or (torch.float32,)
     if scale is not None:
         rule = f"{name} is {' or '.join(map(str, expected))}, got {scale.dtype}"

@@ -1,4 +1,4 @@
-"""Rows to INT8 with a scale each, found in the row.
+"""Imitate dynamic quantisation: rows to INT8 with a scale from each row.
 
 Source: the operator's documentation; of its arithmetics the one that divides (Int8Profile.DIV).
 """
@@ -63,7 +63,7 @@ def dynamic_quant(
 
 
 def _smooth_rows(input: Tensor, smooth_scales: Tensor, group_index: Tensor | None) -> Tensor:
-    """The factors of each row, [R, H] or [H], float32."""
+    """Return the factors of each row, [R, H] or [H], float32."""
     num_groups = [] if group_index is None else list(group_index.shape)
     expected = [*num_groups, input.shape[-1]]
     require(

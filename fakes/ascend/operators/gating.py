@@ -1,4 +1,4 @@
-"""Router logits to experts and weights.
+"""Imitate gating: router logits to experts and weights.
 
 Source: the documentation of the two operators. Undocumented, and so poisoned: the result of a row
 in which a score is NaN.
@@ -24,7 +24,7 @@ MAX_EXPERTS = 2048
 GROUP_BLOCK = 32
 # The smallest group that the documentation allows.
 MIN_GROUP_SIZE = 3
-# What the softmax operator selects at most.
+# Most experts that the softmax operator selects.
 MAX_SOFTMAX_K = 1024
 
 
@@ -142,7 +142,7 @@ def _without_other_groups(scores: Tensor, k_group: int, group_count: int, mode: 
 
 
 def _ranking(scores: Tensor) -> Tensor:
-    """Indices by falling score, equal ones by rising index."""
+    """Return indices by falling score, equal ones by rising index."""
     return scores.sort(dim=-1, descending=True, stable=True).indices
 
 

@@ -1,4 +1,4 @@
-"""npu_grouped_matmul: one GEMM for each expert's rows.
+"""Imitate npu_grouped_matmul: one GEMM for each expert's rows.
 
 INT8 sums are exact integers, floating sums are in float32, and every result is rounded once.
 Rows that no group holds are undefined.
@@ -24,7 +24,7 @@ _SCALE_MASK = -(1 << 13)
 
 # split_item: one tensor comes out.   group_type: rows are cut by M.
 _ONE_TENSOR, _CUT_ROWS = (2, 3), 0
-# Of INT8 with a scale: dtypes of the scale and of the result. A5 takes the second set as well.
+# Dtypes of scale and result of INT8 products. A5 takes the second set as well.
 _SCALED = {(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)}
 _SCALED_BY_A5 = {(torch.float32, torch.bfloat16), (torch.int64, torch.bfloat16)}
 
@@ -35,7 +35,7 @@ def integer_product(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def scale_values(scale: Tensor) -> Tensor:
-    """A weight scale as the device multiplies by it, float32; int64 holds bits (see above)."""
+    """Return the float32 weight scale that the device multiplies by; int64 holds bits."""
     if scale.dtype != torch.int64:
         return scale.float()
     # The lower halves: the upper ones of a negative scale may repeat its sign.

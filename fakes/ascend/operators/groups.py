@@ -1,4 +1,4 @@
-"""group_list: which rows belong to which expert, in the three ways that operators read it."""
+"""Read group_list, the rows of each expert, in the three ways that operators read it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Group:
 
     @property
     def rows(self) -> slice:
-        """As an index."""
+        """Return the rows of the group as a slice."""
         return slice(self.first, self.last)
 
 
 def groups_of(
     operator: str, group_list: Tensor, list_type: int, num_experts: int, num_rows: int
 ) -> tuple[Group, ...]:
-    """The groups in the order of their rows.
+    """Return the groups in the order of their rows.
 
     Worked example, 3 experts: (CUMSUM, [3, 3, 7]), (COUNTS, [3, 0, 4]) and (PAIRS, [[0, 3],
     [2, 4], [1, 0]]) all give rows 0 to 2 to expert 0, 3 to 6 to expert 2; further rows to nobody.

@@ -1,4 +1,4 @@
-"""Copies of the tokens, sorted by expert, with counts and positions.
+"""Imitate the initial routing: copies of tokens sorted by expert, with counts and positions.
 
 Source: the operator's documentation and shape kernel. Only what they define without doubt: every
 row (no capacity), no quantisation or INT8 by token.

@@ -1,4 +1,4 @@
-"""Tokens to rows sorted by expert, and back.
+"""Imitate permutation: tokens to rows sorted by expert, and back.
 
 Source: the documentation of the three operators. Sums are float32, in the order of a token's
 experts, rounded once.
@@ -29,7 +29,7 @@ WITH_CAPACITY = (1, 3)
 def moe_token_permute(
     tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Copies of the tokens, sorted by expert, then token.
+    """Copy the tokens, sorted by expert, then token.
 
     Args:
         tokens: [n, H].
@@ -194,7 +194,7 @@ def moe_finalize_routing(
 
 
 def _check_range(operator: str, name: str, indices: Tensor, lowest: int, end: int) -> None:
-    """Indices outside would read somebody else's memory on the device."""
+    """Refuse indices outside a range, which would read other memory on the device."""
     if not has_values(indices):
         return
     is_outside = (indices < lowest) | (indices >= end)

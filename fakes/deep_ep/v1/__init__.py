@@ -1,4 +1,4 @@
-"""A fake of deep_ep V1: its Buffer over ranks that are processes on CPUs, through gloo.
+"""Imitate deep_ep V1: its Buffer over ranks that are processes on CPUs, through gloo.
 
 Read buffer.py for the calls, normal.py and low_latency.py for what they do.
 Source: deepseek-ai/DeepEP, deep_ep/buffers/legacy.py, signatures and documented behaviour, and a

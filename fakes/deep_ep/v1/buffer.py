@@ -1,4 +1,4 @@
-"""Buffer: the calls of deep_ep V1, with its signatures."""
+"""Imitate Buffer, the calls of deep_ep V1, with its signatures."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Buffer:
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """Whether FP8 and low latency are there."""
+        """Return whether FP8 and low latency are compiled in."""
         return True
 
     @staticmethod
@@ -97,7 +97,7 @@ class Buffer:
 
     @staticmethod
     def capture() -> EventOverlap:
-        """An event after everything on the current stream."""
+        """Record an event after all work on the current stream."""
         return EventOverlap(EventHandle())
 
     @staticmethod
@@ -112,12 +112,12 @@ class Buffer:
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """The recommended one for so many ranks."""
+        """Return the recommended Config for a number of ranks."""
         return configs.dispatch_config(Buffer.num_sms, num_ranks)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        """The recommended one for so many ranks."""
+        """Return the recommended Config for a number of ranks."""
         return configs.combine_config(Buffer.num_sms, num_ranks)
 
     def get_dispatch_layout(
@@ -128,7 +128,7 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
-        """Tokens per rank, per RDMA rank (None), per expert, is_token_in_rank, event."""
+        """Return tokens per rank, RDMA rank (None) and expert, is_token_in_rank and an event."""
         stream = self._stream
         stream.begin(previous_event, async_finish, allocate_on_comm_stream)
         layout = layout_of(topk_idx, num_experts, self.group_size)
@@ -233,7 +233,7 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> DispatchResult:
-        """Not reachable on one host."""
+        """Fail: the imitation has only one host."""
         raise RuntimeError(f"internode_dispatch: {_ONE_HOST}")
 
     def internode_combine(
@@ -247,7 +247,7 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Not reachable on one host."""
+        """Fail: the imitation has only one host."""
         raise RuntimeError(f"internode_combine: {_ONE_HOST}")
 
     def clean_low_latency_buffer(
@@ -353,7 +353,7 @@ class Buffer:
     def get_next_low_latency_combine_buffer(
         self, handle: tuple[Tensor, Tensor, int, int, int]
     ) -> Tensor:
-        """[L, W*M, H] with strides of messages, for zero_copy; the next call's, whatever it is."""
+        """Return the next call's buffer, [L, W*M, H] with strides of messages, for zero_copy."""
         return self._for_low_latency().next_combine_buffer(*handle[2:])
 
     @property

@@ -1,4 +1,4 @@
-"""Config of the normal kernels, the tables of them, and the sizes of buffers."""
+"""Imitate Config of the normal kernels, its tables, and the sizes of buffers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fakes.deep_ep.limits import is_enforced, require, require_size
 MAX_NVL_PEERS = 8
 # Bytes: sizes of buffers are multiples of it.
 BUFFER_ALIGNMENT_BYTES = 128
-# What the size hint assumes of a token, and what it takes for its source.
+# Most ids and scales of a token that the size hint assumes, and bytes of the token's source.
 _MAX_TOPK = _MAX_SCALES = 128
 _SOURCE_META_BYTES = 8
 
@@ -50,7 +50,7 @@ _COMBINE = MappingProxyType(
 
 
 class Config:
-    """How many SMs the normal kernels take and how far a sender may run ahead."""
+    """The number of SMs of the normal kernels, and how far a sender may run ahead."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Config:
         return -(-num_bytes // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """0: the ranks of a fake are on one host.
+        """Return 0, because all ranks of the imitation are on one host.
 
         Raises:
             RuntimeError: more ranks than NVLink joins.
@@ -97,25 +97,25 @@ class Config:
 
 
 def num_channels(config: Config) -> int:
-    """Pairs of a sending and a receiving block."""
+    """Return the number of pairs of a sending and a receiving block."""
     require(config._num_sms % 2 == 0, "config.num_sms % 2 == 0")
     return config._num_sms // 2
 
 
 def require_nvl_bytes(config: Config, num_ranks: int, token_bytes: int, num_nvl_bytes: int) -> None:
-    """The limit that both normal kernels have: the queues of all channels fit the buffer."""
+    """Check the limit that both normal kernels have: the queues of all channels fit the buffer."""
     num_queues = num_channels(config) * num_ranks
     needed = 4 * num_ranks**2 + num_queues * (4 * 4 + config._nvl_recv_tokens * token_bytes)
     require_size(needed <= num_nvl_bytes, f"{needed} bytes of queues <= num_nvl_bytes")
 
 
 def dispatch_config(num_sms: int, num_ranks: int) -> Config:
-    """The recommended one; any number of ranks with the limits off."""
+    """Return the recommended Config; any number of ranks with the limits off."""
     return _from_table(_DISPATCH, num_sms, num_ranks)
 
 
 def combine_config(num_sms: int, num_ranks: int) -> Config:
-    """The recommended one; any number of ranks with the limits off."""
+    """Return the recommended Config; any number of ranks with the limits off."""
     return _from_table(_COMBINE, num_sms, num_ranks)
 
 
@@ -143,5 +143,5 @@ def low_latency_bytes(max_tokens: int, hidden_size: int, num_experts: int) -> in
 
 
 def combine_message_bytes(hidden_size: int) -> int:
-    """A row of bfloat16 and capacity for the smallest and largest of each 128."""
+    """Return the bytes of a bfloat16 row and of the extremes of each 128 elements."""
     return 2 * hidden_size + 4 * (hidden_size // 128)

@@ -1,4 +1,4 @@
-"""Events and the communication stream: with async_finish, results are undefined until a wait.
+"""Imitate events and streams: with async_finish, results are undefined until a wait.
 
 A CPU has no streams. What a call with async_finish computes is kept aside, and its tensors are
 poisoned, until somebody waits for its event or the next call on the same buffer, which the real
@@ -59,7 +59,7 @@ class CommStream:
     def begin(
         self, previous_event: EventOverlap | None, is_async: bool, allocates_here: bool = False
     ) -> None:
-        """What every call does first: all that was launched before is done.
+        """Begin a call by finishing all work that was launched before.
 
         Raises:
             RuntimeError: tensors on this stream without an event before and one after.
@@ -87,7 +87,7 @@ class CommStream:
             self._pending.pop(0)()
 
     def hand_out(self, values: Sequence[Tensor], is_async: bool) -> EventOverlap:
-        """The event for `values`, which are undefined until it if the call is asynchronous."""
+        """Return the event for `values`, which an asynchronous call leaves undefined until then."""
         if not is_async:
             return EventOverlap()
         kept = [value.clone(memory_format=torch.preserve_format) for value in values]

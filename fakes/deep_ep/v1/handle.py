@@ -1,4 +1,4 @@
-"""The tuples that dispatch returns for combine, with names; callers treat them as opaque."""
+"""Name the tuples that dispatch returns for combine, which are opaque for callers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COUNT_BITS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class NormalHandle:
-    """What a normal dispatch leaves on a rank, int32 unless said otherwise.
+    """The handle that a normal dispatch leaves on a rank; tensors are int32 unless noted.
 
     rank_prefix [W, W]: column `rank` counts received rows up to and with each source; the other
         columns are 0 in the recording.
@@ -35,7 +35,7 @@ class NormalHandle:
     send_head: Tensor
 
     def as_tuple(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """As the real package hands it out."""
+        """Return the handle in the form of the real package."""
         return (
             self.rank_prefix,
             self.channel_prefix,
@@ -71,11 +71,11 @@ class NormalHandle:
         )
 
     def recv_splits(self, rank: int) -> list[int]:
-        """Rows from each source."""
+        """Return the number of rows from each source."""
         return self.rank_prefix[:, rank].diff(prepend=torch.zeros(1, dtype=torch.int32)).tolist()
 
     def send_splits(self) -> list[int]:
-        """Rows for each rank."""
+        """Return the number of rows for each rank."""
         return self.is_in_rank.sum(0).tolist()
 
 
@@ -90,7 +90,7 @@ class LowLatencyHandle:
     num_experts: int
 
     def as_tuple(self) -> tuple[Tensor, Tensor, int, int, int]:
-        """As the real package hands it out."""
+        """Return the handle in the form of the real package."""
         return (
             self.src_info,
             self.layout_range,
@@ -130,5 +130,5 @@ class LowLatencyHandle:
 
 
 def layout_range(first: int, count: int) -> int:
-    """Both in one number."""
+    """Pack first row and row count into one number."""
     return first << _COUNT_BITS | count

@@ -1,4 +1,4 @@
-"""get_dispatch_layout(): which rank gets which token, from the expert ids alone."""
+"""Imitate get_dispatch_layout(): which rank gets which token, from the expert ids alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fakes.deep_ep.limits import require
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """tokens_per_rank int32 [W], tokens_per_expert int32 [E], is_in_rank bool [T, W]."""
+    """A layout: tokens_per_rank int32 [W], tokens_per_expert int32 [E], is_in_rank bool [T, W]."""
 
     tokens_per_rank: Tensor
     tokens_per_expert: Tensor
@@ -21,7 +21,7 @@ class Layout:
 
 
 def layout_of(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
-    """The layout of topk_idx [T, K], int64, -1 for no expert.
+    """Compute the layout of topk_idx [T, K], int64, -1 without an expert.
 
     Worked example, 4 experts on 2 ranks: token 0 chooses 0 and 1, token 1 chooses 1 and 2. Rank 0
     gets both tokens, once each: tokens_per_rank [2, 1], tokens_per_expert [1, 2, 1, 0].
@@ -47,5 +47,5 @@ def require_ids(topk_idx: Tensor, num_experts: int) -> None:
 
 
 def _one_hot(places: Tensor, num_places: int) -> Tensor:
-    """[T, K] to bool [T, K, num_places]; a place of -1 is nowhere."""
+    """Turn places [T, K] into bool [T, K, num_places]; a place of -1 gives False everywhere."""
     return F.one_hot(places.clamp(min=-1) + 1, num_places + 1)[..., 1:].bool()

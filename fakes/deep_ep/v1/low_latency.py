@@ -1,4 +1,4 @@
-"""Low latency: a slab of rows for each expert, quantised on the way; combine weighs and sums.
+"""Imitate low latency: a slab of rows for each expert, and a combine that weighs and sums.
 
 The message to a rank has a place for each of M tokens; places that are not used have no copies. So
 its size is known without asking, and a send never waits for the rank it goes to. What comes back
@@ -36,7 +36,7 @@ _BF16_BYTES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """How rows travel: use_fp8, round_scale and use_ue8m0 of the call."""
+    """The wire format of rows: use_fp8, round_scale and use_ue8m0 of the call."""
 
     fp8: bool
     power_of_two: bool
@@ -45,7 +45,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What places everything in the buffer: M, H, E, equal on all ranks."""
+    """The sizes that decide the layout of the buffer: M, H, E, equal on all ranks."""
 
     max_tokens: int
     hidden_size: int
@@ -54,7 +54,7 @@ class Sizes:
 
 @dataclass(kw_only=True)
 class Result:
-    """What a dispatch returns; `is_pending` until it is received."""
+    """The results of a dispatch; `is_pending` until it is received."""
 
     x: Tensor
     scales: Tensor | None
@@ -88,7 +88,7 @@ class LowLatency:
         self._combine_buffers: list[Tensor | None] = [None, None]
 
     def soil(self) -> None:
-        """Normal kernels have used the buffer."""
+        """Note that normal kernels have used the buffer."""
         self._is_dirty = True
 
     def clean(self, max_tokens: int, hidden_size: int, num_experts: int) -> None:
@@ -100,7 +100,7 @@ class LowLatency:
 
     @staticmethod
     def wire_format(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Wire:
-        """The three flags of a call; without FP8 the others mean nothing."""
+        """Return the three flags of a call; without FP8 the others mean nothing."""
         require(not use_fp8 or not use_ue8m0 or round_scale, "UE8M0 SF requires round_scale=True")
         return Wire(fp8=use_fp8, power_of_two=round_scale, packed=use_ue8m0)
 
@@ -178,7 +178,7 @@ class LowLatency:
         return combined, receive
 
     def next_combine_buffer(self, max_tokens: int, hidden_size: int, num_experts: int) -> Tensor:
-        """[L, W*M, H] bfloat16 with strides of messages, of the buffer that the next call takes."""
+        """Return the buffer of the next call, bfloat16 [L, W*M, H] with strides of messages."""
         num_ranks = self._group.size()
         place = self._num_calls % 2
         width = combine_message_bytes(hidden_size) // _BF16_BYTES
@@ -189,7 +189,7 @@ class LowLatency:
         return buffer[..., :hidden_size]
 
     def _begin(self, sizes: Sizes) -> None:
-        """What dispatch and combine have in common, after their checks and before they send."""
+        """Begin a dispatch or combine, after its checks and before it sends."""
         # A send clears the counts of the other of two buffers, for the call after it: those of the
         # call before it, which then waits for ever. Source: csrc/kernels, internode_ll, next_clean.
         require(not self._is_unreceived, "the fake: the call before is not received")
@@ -203,7 +203,7 @@ class LowLatency:
             f"the fake: {sizes} on a buffer that holds {self._sizes}; call "
             "clean_low_latency_buffer before other sizes",
         )
-        # What a caller wrote for zero_copy is lost to the next call, whichever that is.
+        # Rows that a caller wrote for zero_copy are lost at the next call of either kind.
         used = self._combine_buffers[self._num_calls % 2]
         if used is not None:
             poison(used)
@@ -301,7 +301,7 @@ def _write_slabs(
 
 
 def _rows_by_source(x: Tensor, handle: LowLatencyHandle, num_ranks: int) -> Tensor:
-    """[W, L, M, H]: for each source its tokens' rows, in the places of the tokens."""
+    """Return the rows of each source's tokens, in the places of the tokens, [W, L, M, H]."""
     num_local, _, hidden_size = x.shape
     blocks = undefined((num_ranks, num_local, handle.max_tokens, hidden_size), x.dtype)
     for expert, ranges in enumerate(handle.ranges()):
@@ -312,7 +312,7 @@ def _rows_by_source(x: Tensor, handle: LowLatencyHandle, num_ranks: int) -> Tens
 
 
 def _weighted_sum(by_expert: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-    """by_expert [E, M, H] to [T, H]: float32, expert by expert in the order of topk_idx."""
+    """Sum by_expert [E, M, H] to [T, H] in float32, by expert in the order of topk_idx."""
     num_tokens, num_topk = topk_idx.shape
     tokens = torch.arange(num_tokens)
     total = torch.zeros(num_tokens, by_expert.shape[2])

@@ -1,4 +1,4 @@
-"""What the real package asserts of low-latency calls."""
+"""Check what the real package asserts about low-latency calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fakes.deep_ep.v1.config import low_latency_bytes
 from fakes.deep_ep.v1.handle import LowLatencyHandle
 from fakes.deep_ep.v1.layout import require_ids
 
-# For which the kernels are compiled.
+# Values for which the kernels are compiled.
 HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 MAX_TOPK = 11
 # Elements that share a scale, and those that share a word of four one-byte scales.
@@ -99,7 +99,7 @@ def check_stats(
 
 
 def check_bytes(max_tokens: int, hidden_size: int, num_experts: int, num_rdma_bytes: int) -> None:
-    """The limit of memory.
+    """Check the limit of memory.
 
     Raises:
         RuntimeError: the buffer is too small.

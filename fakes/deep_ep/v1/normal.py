@@ -1,4 +1,4 @@
-"""Normal mode: rows rank-major, once for each (token, rank); combine sums without weights."""
+"""Imitate normal mode: a row for each (token, rank), and a combine that sums without weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_LOCAL_EXPERTS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """What a dispatch takes: x [T, H], and with FP8 scales; ids and weights or neither."""
+    """The tensors of a dispatch: x [T, H], scales with FP8, and ids and weights or neither."""
 
     x: Tensor
     scales: Tensor | None = None
@@ -34,7 +34,7 @@ class Sent:
     topk_weights: Tensor | None = None
 
     def columns(self) -> list[Tensor]:
-        """What travels, in this order."""
+        """Return the tensors that travel, in this order."""
         tensors = (self.x, self.scales, self.topk_idx, self.topk_weights)
         return [tensor for tensor in tensors if tensor is not None]
 
@@ -49,7 +49,7 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Received:
-    """What a dispatch returns; scales, ids and weights as they were sent."""
+    """The results of a dispatch; scales, ids and weights are those that were sent."""
 
     x: Tensor
     scales: Tensor | None
@@ -57,14 +57,14 @@ class Received:
     topk_weights: Tensor | None
 
     def tensors(self) -> list[Tensor]:
-        """Those that there are."""
+        """Return the tensors that are not None."""
         all_of_them = (self.x, self.scales, self.topk_idx, self.topk_weights)
         return [tensor for tensor in all_of_them if tensor is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Who takes part, with which buffer and Config."""
+    """The ranks that take part, with their buffer and Config."""
 
     group: dist.ProcessGroup
     num_nvl_bytes: int
@@ -72,20 +72,20 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """This one."""
+        """Return this rank."""
         return self.group.rank()
 
     @property
     def size(self) -> int:
-        """How many."""
+        """Return the number of ranks."""
         return self.group.size()
 
 
 def check_sent(sent: Sent, is_in_rank: Tensor, ranks: Ranks) -> None:
-    """What the real package asserts of the tensors of a dispatch.
+    """Check what the real package asserts about the tensors of a dispatch.
 
     Raises:
-        RuntimeError: in its words.
+        RuntimeError: an assertion fails; with the words of the package.
     """
     x = sent.x
     require_size(ranks.size in _RANKS, f"num_ranks in {_RANKS}, the kernels' cases")
@@ -270,7 +270,7 @@ def combine(
 
 
 def _add_rows(total: Tensor, rows: Tensor, handle: NormalHandle) -> None:
-    # By rank: no index occurs twice in one addition, and the order of the sum is defined.
+    # Adding rank by rank uses no index twice in one addition and defines the order of the sum.
     splits = handle.send_splits()
     for is_sent, part in zip(handle.is_in_rank.T, rows.split(splits), strict=True):
         total[is_sent] += part.float()

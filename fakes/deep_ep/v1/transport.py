@@ -1,4 +1,4 @@
-"""Rows of several tensors as bytes, and their way to other ranks through gloo."""
+"""Send rows of several tensors to other ranks as bytes, through gloo."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def pack(columns: Sequence[Tensor]) -> Tensor:
-    """[N, ...] tensors side by side, as [N, bytes] uint8."""
+    """Pack tensors [N, ...] side by side into [N, bytes], uint8."""
     return torch.cat([column.contiguous().view(torch.uint8) for column in columns], dim=1)
 
 
 def unpack(rows: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:
-    """The inverse of pack(): tensors [N, width] with the dtypes and widths of `columns`."""
+    """Undo pack(): return tensors [N, width] with the dtypes and widths of `columns`."""
     parts, first = [], 0
     for column in columns:
         last = first + column.shape[1] * column.element_size()
@@ -51,7 +51,7 @@ def begin_exchange(group: dist.ProcessGroup, blocks: Tensor) -> Callable[[], Ten
 
 
 def gather(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
-    """[W, ...]: the tensor of every rank."""
+    """Gather the tensors of all ranks, [W, ...]."""
     parts = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(parts, tensor.contiguous(), group=group)
     return torch.stack(parts)

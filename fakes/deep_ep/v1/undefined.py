@@ -1,4 +1,4 @@
-"""Memory that the real package leaves unwritten: NaN, or a number that no index can be."""
+"""Fill memory that the real package leaves unwritten: NaN, or a number that no index can be."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def poison(tensor: Tensor) -> Tensor:
 
 
 def undefined_integer(dtype: torch.dtype) -> int:
-    """What poison() fills integers with."""
+    """Return the value that poison() fills integers with."""
     return int.from_bytes(bytes([UNDEFINED_BYTE]) * dtype.itemsize, "little")
 
 
 def undefined(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A new tensor that nobody has written."""
+    """Return a new tensor of undefined values."""
     return poison(torch.empty(shape, dtype=dtype))

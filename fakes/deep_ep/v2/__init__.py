@@ -1,4 +1,4 @@
-"""A stand-in for deep_ep V2: ElasticBuffer's dispatch and combine between processes on CPUs.
+"""Imitate deep_ep V2: ElasticBuffer's dispatch and combine between processes on CPUs.
 
 It follows values recorded from the package on GPUs. What the package leaves undefined is poison
 here, and what it leaves unordered is shuffled, so that code which relies on either fails.

@@ -1,4 +1,4 @@
-"""ElasticBuffer: the calls of the package, with its parameters in its order."""
+"""Imitate ElasticBuffer: the calls of the package, with its parameters in its order."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class ElasticBuffer:
         dist.barrier(group)
 
     def destroy(self) -> None:
-        """Collective. The constructor must have been told explicitly_destroy=True."""
+        """Destroy the buffer, which was made with explicitly_destroy=True. Collective."""
         assert self.explicitly_destroy
         if self._domain is not None:
             dist.barrier(self.group)
@@ -140,11 +140,11 @@ class ElasticBuffer:
 
     @staticmethod
     def capture() -> EventHandle:
-        """An event of the current stream."""
+        """Record an event of the current stream."""
         return EventHandle()
 
     def get_comm_stream(self) -> torch.Stream:
-        """The one stream that CPUs have; nothing is ordered by it."""
+        """Return the one stream of a CPU, which orders nothing."""
         return cast(torch.Stream, torch.cpu.current_stream())
 
     def get_physical_domain_size(self) -> tuple[int, int]:
@@ -338,7 +338,7 @@ class ElasticBuffer:
             if event is not None and not isinstance(event, EventHandle):
                 raise TypeError(f"incompatible function arguments: {type(event).__name__}")
         previous_event = events[0]
-        # What the computation overlaps must not take its memory.
+        # With an event, computation overlaps the call and must not get the memory of its tensors.
         require(previous_event is None or allocate_on_comm_stream, "allocate_on_comm_stream")
         # Calls of one buffer follow one another on its stream, waited for or not.
         for event in self._in_flight:

@@ -1,4 +1,4 @@
-"""combine(): the unweighted sum over ranks of what became of a token's rows.
+"""Imitate combine(): the unweighted sum over ranks of the results for a token's rows.
 
 Sums are float32. Expanded rows of one token are summed and rounded to bfloat16 at their rank first,
 unless the buffer forbids multiple reductions; then each travels, and there is one rounding.
@@ -56,7 +56,7 @@ def run_combine(request: CombineRequest, domain: Domain) -> Combined:
 
 
 def _parts_of(request: CombineRequest, domain: Domain, metadata: Tensor) -> tuple[_Parts, Tensor]:
-    """What travels, and the message that each part belongs to, in order of messages."""
+    """Return the parts that travel, and the message of each part, in order of messages."""
     handle, x = request.handle, request.x
     num_topk = handle.topk_idx.shape[1]
     tokens = metadata[:, 0] % handle.num_max_tokens_per_rank
@@ -74,7 +74,7 @@ def _parts_of(request: CombineRequest, domain: Domain, metadata: Tensor) -> tupl
 
 
 def _local_sums(x: Tensor, row_of: Tensor) -> Tensor:
-    """The rows of each message summed in order of k, rounded once: [N, H]."""
+    """Return the rows of each message summed in order of k, rounded once: [N, H]."""
     sums = torch.zeros(len(row_of), x.shape[1])
     for rows in row_of.unbind(1):
         is_here = rows >= 0
@@ -97,7 +97,7 @@ def _sum(parts: _Parts, request: CombineRequest) -> Tensor:
 def _weights_of_owners(
     parts: _Parts, handle: EPHandle, recv_counts: Tensor, domain: Domain
 ) -> Tensor | None:
-    """For each expert of a token the weight that its rank sent, 0 where there was none: [T, K]."""
+    """Return the weight that each expert's rank sent, [T, K], 0 where it sent none."""
     if parts.weights is None:
         return None
     owners = destinations(handle.topk_idx, handle.num_experts // domain.num_ranks)

@@ -1,4 +1,4 @@
-"""dispatch(): slots at the destination, the exchange, and the handle.
+"""Imitate dispatch(): slots at the destination, the exchange, and the handle.
 
 A message is a token for one rank, however many experts of it were chosen. Its slot orders the rows
 of one source rank at the destination; the package draws it with an atomic counter.
@@ -31,13 +31,13 @@ def run_dispatch(request: DispatchRequest, domain: Domain) -> Dispatched:
 
 
 def destinations(topk_idx: Tensor, num_local_experts: int) -> Tensor:
-    """The rank of each chosen expert, [T, K]; -1 where none was chosen."""
+    """Return the rank of each chosen expert, [T, K]; -1 where none was chosen."""
     ranks = topk_idx.div(num_local_experts, rounding_mode="floor")
     return torch.where(topk_idx >= 0, ranks, -1)
 
 
 def _draw_slots(request: DispatchRequest, domain: Domain) -> Tensor:
-    """dst_buffer_slot_idx of a new handle: [T, K], int32."""
+    """Draw dst_buffer_slot_idx of a new handle, [T, K], int32."""
     topk_idx, K = request.topk_idx, request.num_topk
     ranks = destinations(topk_idx, request.num_experts // domain.num_ranks)
     slots = torch.full(topk_idx.shape, -1, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Events: when the results of an asynchronous call may be read."""
+"""Imitate events: they tell when the results of an asynchronous call may be read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class EventHandle:
         self._late: list[tuple[Tensor, Tensor]] = []
 
     def current_stream_wait(self) -> None:
-        """Until this was called, the results are poison."""
+        """Write the results, which are poison before this call."""
         for result, value in self._late:
             result.copy_(value)
         self._late.clear()
@@ -37,7 +37,7 @@ class EventHandle:
 
 
 class EventOverlap:
-    """What dispatch() and combine() return last: an event, or None where nothing is to wait for."""
+    """The last result of dispatch() and combine(): an event, or None if nothing must be awaited."""
 
     def __init__(
         self, event: EventHandle | None = None, extra_tensors: tuple[Tensor, ...] | None = None
@@ -61,7 +61,7 @@ class EventOverlap:
         return None if hook is None else hook()
 
     def wait(self) -> object:
-        """The same under another name."""
+        """Wait as current_stream_wait() does."""
         return self.current_stream_wait()
 
     def register_hook_after_wait(self, hook_after_wait: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""Rows of several tensors from rank to rank, as one message of bytes a row."""
+"""Send rows of several tensors from rank to rank, as one message of bytes a row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def agree(group: dist.ProcessGroup, values: Sequence[int], names: str) -> None:
 
 
 def exchange_counts(group: dist.ProcessGroup, counts: Tensor) -> Tensor:
-    """counts [R], int64, of rows for each rank; returns those of rows from each rank."""
+    """Exchange counts [R], int64, of rows for each rank; return those of rows from each rank."""
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts, group=group)
     return received

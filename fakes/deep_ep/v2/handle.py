@@ -1,4 +1,4 @@
-"""What dispatch() returns for combine() and for a next dispatch() over the same routes."""
+"""Imitate the handle of dispatch(), for combine() and for a cached dispatch()."""
 
 from __future__ import annotations
 

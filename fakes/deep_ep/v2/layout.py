@@ -1,4 +1,4 @@
-"""The handle of a dispatch: counts, their sums, and the row of each received token."""
+"""Compute the handle of a dispatch: counts, their sums, and the row of each received token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_SOURCE_COLUMNS = 2
 def make_handle(
     request: DispatchRequest, domain: Domain, arrived: Arrived, slots: Tensor
 ) -> EPHandle:
-    """The routes that were not cached; slots: dst_buffer_slot_idx."""
+    """Return the routes that were not cached; slots: dst_buffer_slot_idx."""
     num_local_experts = request.num_experts // domain.num_ranks
     alignment = request.expert_alignment
     local_idx = arrived.local_idx
@@ -73,7 +73,7 @@ def _source_metadata(
 
 
 def _expanded_rows(arrived: Arrived, starts: Tensor, domain: Domain) -> Tensor:
-    """The row of each (message, k) in the expert-major output, [N, K]; -1 where there is none."""
+    """Return the row of each (message, k) in the expert-major output, [N, K], or -1."""
     rows = torch.full_like(arrived.local_idx, -1)
     for expert, start in enumerate(starts.tolist()):
         messages, ks = (arrived.local_idx == expert).nonzero(as_tuple=True)

@@ -1,4 +1,4 @@
-"""The package's assertions: those about what a call means, and those about devices.
+"""Check the package's assertions, about the meaning of a call and about devices.
 
 The package throws `Assertion exception (<file>:<line>): <condition>` as a RuntimeError. The texts
 here are such conditions; like the package's, they say neither value nor rank.
@@ -40,7 +40,7 @@ def require(condition: bool, text: str) -> None:
 
 
 def limit(condition: bool, text: str) -> None:
-    """The same for what only devices ask for; see limits_off()."""
+    """Check an assertion that only devices have; see limits_off()."""
     require(condition or not is_enforced(), text)
 
 

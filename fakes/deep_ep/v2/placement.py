@@ -1,4 +1,4 @@
-"""Where received messages lie in the tensors that dispatch() returns."""
+"""Place received messages in the tensors that dispatch() returns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def place(request: DispatchRequest, arrived: Arrived, handle: EPHandle) -> Dispa
     """Copy messages to their rows; everything else stays poison, or zero where asked."""
     moves = _expanded(arrived, handle) if handle.do_expand else _as_they_came(arrived, handle)
     recv_x = poisoned((moves.num_rows, arrived.x.shape[1]), arrived.x.dtype)
-    # As bytes, since eight-bit floating numbers have no indexing.
+    # torch cannot index eight-bit floating numbers, so they are viewed as bytes.
     x_bytes = recv_x.view(torch.uint8)
     x_bytes[moves.rows] = arrived.x.view(torch.uint8)[moves.messages]
     recv_sf = None
@@ -41,7 +41,7 @@ def place(request: DispatchRequest, arrived: Arrived, handle: EPHandle) -> Dispa
     recv_topk_idx = None
     if not handle.do_expand:
         recv_topk_idx = poisoned((moves.num_rows, request.num_topk), topk_idx_t)
-        # As in recorded garbage, some of it looks valid.
+        # Some of the garbage looks valid, as in the recording.
         recv_topk_idx[1::2] = 0
         recv_topk_idx[moves.rows] = arrived.local_idx[moves.messages]
     recv_weights = _place_weights(arrived, handle, moves)
@@ -80,7 +80,7 @@ def _place_weights(arrived: Arrived, handle: EPHandle, moves: _Moves) -> Tensor 
         placed = poisoned((moves.num_rows,), weights.dtype)
         placed[moves.rows] = weights[moves.messages, moves.ks]
     else:
-        # Those of experts on other ranks too.
+        # Weights of experts on other ranks are kept too.
         placed = poisoned((moves.num_rows, weights.shape[1]), weights.dtype)
         placed[moves.rows] = weights[moves.messages]
     return placed

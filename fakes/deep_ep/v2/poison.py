@@ -1,4 +1,4 @@
-"""Memory that the package leaves as it found it, filled so that reading it is noticed."""
+"""Fill memory that the package leaves unwritten, so that reading it is noticed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fill_with_poison(tensor: Tensor) -> None:
 def poisoned(
     shape: Sequence[int], dtype: torch.dtype, *, stride: Sequence[int] | None = None
 ) -> Tensor:
-    """A new tensor of poison, row-major unless strides are given."""
+    """Return a new tensor of poison, row-major unless strides are given."""
     if stride is None:
         tensor = torch.empty(*shape, dtype=dtype)
     else:

@@ -1,4 +1,4 @@
-"""What passes between the steps of dispatch() and combine()."""
+"""Hold the records that pass between the steps of dispatch() and combine()."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fakes.deep_ep.v2.handle import EPHandle
 
 @dataclass(frozen=True, kw_only=True)
 class Domain:
-    """What the ranks of a buffer share.
+    """The properties that the ranks of a buffer share.
 
     generator: draws the orders that the package leaves open, and garbage.
     """
@@ -83,7 +83,7 @@ class Arrived:
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatched:
-    """What dispatch() returns; see ElasticBuffer.dispatch."""
+    """The results of dispatch(); see ElasticBuffer.dispatch."""
 
     recv_x: Tensor
     recv_sf: Tensor | None
@@ -94,7 +94,7 @@ class Dispatched:
 
 @dataclass(frozen=True, kw_only=True)
 class Combined:
-    """What combine() returns: [T, H] and [T, K]."""
+    """The results of combine(): [T, H] and [T, K]."""
 
     x: Tensor
     topk_weights: Tensor | None

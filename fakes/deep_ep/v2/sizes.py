@@ -1,4 +1,4 @@
-"""How large a buffer must be, and how many rows a dispatch without CPU sync returns."""
+"""Compute the bytes of a buffer, and the rows of a dispatch without CPU sync."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from epcomm.types import align_up
 BUFFER_ALIGNMENT_BYTES = 1 << 21
 # 32 B: one token's message starts at a vector load.
 _TOKEN_ALIGNMENT_BYTES = 32
-# What the package assumes where num_topk is not given: its limit.
+# num_topk that the package assumes where it is not given: the limit.
 _DEFAULT_NUM_TOPK = 32
 # Elements of a row for which it assumes one scale word.
 _HIDDEN_PER_SCALE_WORD = 32
@@ -41,7 +41,7 @@ def buffer_bytes(
     use_fp8_dispatch: bool,
     allow_multiple_reduction: bool,
 ) -> int:
-    """The larger of both, aligned to 2 MB."""
+    """Return the larger of both sizes, aligned to 2 MB."""
     num_topk = num_topk or _DEFAULT_NUM_TOPK
     for_dispatch = dispatch_bytes(
         num_ranks=num_ranks,

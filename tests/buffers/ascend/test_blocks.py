@@ -49,7 +49,7 @@ def tokens_of(rank: int, hidden_size: int) -> Tensor:
 def through_all_buffers(
     name: str, group: EPGroup, hidden_size: int, *, is_int8: bool
 ) -> dict[str, Tensor]:
-    """y by buffer; with is_int8 the experts are W8A8, and so are the rows."""
+    """Compute y by buffer; with is_int8 the experts are W8A8, and so are the rows."""
     found = {}
     for backend, case in CASES.items():
         config = replace(case.config, backend="ascend", runner="ascend")

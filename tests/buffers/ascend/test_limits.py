@@ -63,7 +63,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def config_of(backend: str, **changes: object) -> EPConfig:
-    """How a backend is asked for."""
+    """Return the configuration that chooses a backend."""
     config = (
         EPConfig(mode="normal", backend="ascend")
         if backend == NORMAL
@@ -615,7 +615,7 @@ def test_a_rank_without_tokens_sends_one_to_itself() -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("chip", ["A2", "A5"])
 def test_both_modes_run_on_the_other_chips(chip: str) -> None:
-    """With the limits of their stand-in, which has its own list of them."""
+    """Check the modes with the imitation's limits, which has its own list of them."""
     with limits.soc(chip), EPGroup() as group, torch.no_grad():
         layers: list[RowsDispatcher[Any, Any]] = [
             DeepEPNormalDispatcher(group, A2_LAYER, config_of(NORMAL)),
@@ -653,7 +653,7 @@ def test_zero_rows_stay_zero_in_int8() -> None:
 def test_rows_of_another_format_than_asked_for_are_an_error(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As from a package that drops quant_mode on its way to the operator."""
+    """Imitate a package that drops quant_mode before it calls the operator."""
     package: Any = sys.modules["deep_ep"]
     method = "dispatch" if backend == NORMAL else "low_latency_dispatch"
     original = getattr(package.Buffer, method)

@@ -25,7 +25,7 @@ from tests.runners.test_ascend_layers import RUNNERS, check_w8a8_layer
 
 
 def why_not() -> str:
-    """What keeps the tests from running here; empty if nothing does."""
+    """Return what keeps the tests from running here; empty if nothing does."""
     if os.environ.get(BACKEND_ENV) != "hccl":
         return f"{BACKEND_ENV} is not hccl"
     if find_spec("torch_npu") is None:

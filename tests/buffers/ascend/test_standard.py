@@ -105,7 +105,7 @@ def test_operators_for_cpu_tensors_count_beside_the_stand_in_of_ascend_alone() -
 
 @pytest.mark.ranks(1, 2)
 def test_a_group_of_processors_is_not_served_by_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where torch_npu is imported, and the group is made over gloo."""
+    """Imitate a process that has imported torch_npu and made its group over gloo."""
     monkeypatch.setattr(
         buffer_class(NAME), "probe", classmethod(lambda cls, environment: Availability(ok=True))
     )
@@ -119,7 +119,7 @@ def test_a_group_of_processors_is_not_served_by_a_device(monkeypatch: pytest.Mon
 
 
 def half_of(rows: Tensor) -> Tensor:
-    """Columns of a larger matrix."""
+    """Return rows as columns of a larger matrix."""
     return torch.cat([rows, rows], 1)[:, : rows.shape[1]]
 
 

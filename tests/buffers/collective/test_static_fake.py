@@ -46,7 +46,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def lines() -> list[str]:
-    """What the program says, a line a config."""
+    """Return the output of the program, a line for each config."""
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         capture_output=True,

@@ -45,7 +45,7 @@ def poison_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def receipts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the stand-in has received, in order: `dispatch` or `combine` and its number."""
+    """Log what the imitation receives, in order: `dispatch` or `combine` and its number."""
     log: list[str] = []
     numbers = {"dispatch": 0, "combine": 0}
     for name in numbers:
@@ -190,7 +190,7 @@ def test_topk_of_any_strides_is_served(backend: str, monkeypatch: pytest.MonkeyP
 
 
 def recorded_signature(package: str, method: str) -> inspect.Signature:
-    """Of the real package."""
+    """Return the recorded signature of a method of the real package."""
     contract = json.loads((CONTRACTS / f"deep_ep_{package}_signatures.json").read_text("utf-8"))
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [

@@ -66,7 +66,7 @@ ALIGNED = ("aligned", "aligned_holes")
 
 @pytest.fixture(autouse=True)
 def poison_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real package refuses torch's poison, for it fills beside its stream; a CPU has none."""
+    """Allow torch's poison, which the real package refuses because it fills beside its stream."""
     monkeypatch.setattr(v1_buffer, "_check_torch_deterministic", lambda: None)
 
 

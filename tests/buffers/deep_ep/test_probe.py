@@ -48,7 +48,7 @@ SERVED = {"V1": (True, False), "V2": (True, True), "Hybrid": (True, False)}
 
 @pytest.fixture
 def no_deep_ep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine that never saw one, and has a CUDA device."""
+    """Imitate a machine with a CUDA device and without any deep_ep."""
     monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
@@ -128,7 +128,7 @@ WHOLE = BufferSpec(
 
 @dataclass(frozen=True, kw_only=True)
 class Lack:
-    """What is asked of which backends, and the reason; None: they serve it."""
+    """A specification that backends refuse with a reason; None: they serve it."""
 
     backends: tuple[str, ...]
     changes: Mapping[str, object] = field(default_factory=dict)
@@ -369,7 +369,7 @@ def test_group_on_another_device_is_refused(backend: str, monkeypatch: pytest.Mo
 
 @dataclass(frozen=True, kw_only=True)
 class Auto:
-    """What a package makes of a configuration of mode and backend auto."""
+    """The plan of a configuration with mode and backend auto, by the installed package."""
 
     package: str | None
     config: EPConfig

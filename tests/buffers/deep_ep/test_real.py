@@ -30,7 +30,7 @@ from tests.multi_rank import BACKEND_ENV
 
 
 def why_not() -> str:
-    """What keeps the tests from running here; empty if nothing does."""
+    """Return what keeps the tests from running here; empty if nothing does."""
     if os.environ.get(BACKEND_ENV) != "nccl":
         return f"{BACKEND_ENV} is not nccl"
     if not torch.cuda.is_available():

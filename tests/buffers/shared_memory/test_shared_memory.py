@@ -98,7 +98,7 @@ def test_a_rank_without_room_is_named_on_all(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_the_memory_of_another_process_is_not_attached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where ranks number processes in different ways."""
+    """Imitate ranks that number processes in different ways."""
     with EPGroup() as group:
         pids = [each["pid"] for each in group.collectives.gather_records({"pid": os.getpid()})]
         if group.rank == 1:

@@ -20,7 +20,7 @@ def nz(weight: Tensor) -> Tensor:
 
 
 def interleaved(columns: Tensor) -> Tensor:
-    """[..., 2I]: 64 of the gate, 64 of up, and so on."""
+    """Interleave columns [..., 2I]: 64 of the gate, 64 of up, and so on."""
     half = columns.shape[-1] // 2
     order = [
         side * half + 64 * tile + column
@@ -32,12 +32,12 @@ def interleaved(columns: Tensor) -> Tensor:
 
 
 def bits(scales: Tensor) -> Tensor:
-    """int64, flat."""
+    """Return the bits of scales as flat int64."""
     return scales.contiguous().view(torch.int32).to(torch.int64).flatten()
 
 
 def packed(mode: FuseMode, checkpoint: tuple[Tensor, Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
-    """The four arguments, in NZ, for w13 [L, 2I, H], w2 [L, H, I], s13 [L, 2I] and s2 [L, H]."""
+    """Pack w13 [L, 2I, H], w2 [L, H, I], s13 [L, 2I] and s2 [L, H] into the arguments, in NZ."""
     w13, w2, s13, s2 = checkpoint
     if mode == MODE1:
         columns = interleaved(w13.transpose(1, 2))
@@ -50,7 +50,7 @@ def packed(mode: FuseMode, checkpoint: tuple[Tensor, Tensor, Tensor, Tensor]) ->
 
 
 def recorded_call(mode: FuseMode, rank: int) -> dict[str, Any]:
-    """Arguments of one rank of the recording."""
+    """Return the arguments of one rank of the recording."""
     first, last = rank * fuseep.L, (rank + 1) * fuseep.L
     ids, topk_weights = fuseep.topk(rank)
     w13, w2, s13, s2 = (tensor[first:last] for tensor in fuseep.weights())
@@ -66,7 +66,7 @@ def recorded_call(mode: FuseMode, rank: int) -> dict[str, Any]:
 
 
 def sized_call(mode: FuseMode, **sizes: int) -> dict[str, Any]:
-    """A call of two ranks with these T, K, E, H, I, at the least that the device takes otherwise.
+    """Make a call of two ranks with these T, K, E, H, I; others are the least that A3 takes.
 
     Weights are 1, scales 2**-10, x is 1, and all tokens go to the first experts.
     """
@@ -86,7 +86,7 @@ def sized_call(mode: FuseMode, **sizes: int) -> dict[str, Any]:
 
 
 def all_experts(mode: FuseMode) -> FusedCall:
-    """What one rank with all experts of the recording would be given; its tokens are rank 0's."""
+    """Make the call of a single rank that has all experts of the recording and rank 0's tokens."""
     weights = packed(mode, fuseep.weights())
     ids, topk_weights = fuseep.topk(0)
     return FusedCall(

@@ -29,7 +29,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def hidden_states(rank: int) -> Tensor:
-    """bfloat16 [T, H]."""
+    """Make the hidden states of a rank, bfloat16 [T, H]."""
     t, h = grid(NUM_TOKENS[rank], H)
     m = 40 + 4 * ((2 * t + 3 * rank) % 8)
     numerator = 2 * ((53 * t + 7 * h * h + 14 * h + 101 * rank + 3 * t * h) % m) - (m - 1)
@@ -37,7 +37,7 @@ def hidden_states(rank: int) -> Tensor:
 
 
 def topk(rank: int) -> tuple[Tensor, Tensor]:
-    """ids int64 [T, K], weights float32 [T, K]."""
+    """Make ids int64 [T, K], weights float32 [T, K]."""
     inputs = RECORDED["inputs"]
     return torch.tensor(inputs["topk_idx"][rank]), torch.tensor(inputs["topk_weights"][rank])
 

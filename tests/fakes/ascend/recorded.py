@@ -16,12 +16,12 @@ CONTRACTS = Path(__file__).parents[2] / "contracts"
 
 
 def golden(name: str) -> dict[str, Any]:
-    """The file `name`.json."""
+    """Read the file `name`.json."""
     return json.loads((CONTRACTS / f"{name}.json").read_text("utf-8"))
 
 
 def tensor_of(recorded: dict[str, Any]) -> Tensor:
-    """The tensor; 0 where its values are not defined, and without the rows that are not listed."""
+    """Return the tensor, with 0 for undefined values, and without rows that are not listed."""
     dtype = getattr(torch, recorded["dtype"])
     values = _map(recorded["values"], lambda value: 0 if value is None else value)
     # Exact in every dtype: decimals are exact or restore a float32.
@@ -30,7 +30,7 @@ def tensor_of(recorded: dict[str, Any]) -> Tensor:
 
 
 def optional_tensor(recorded: dict[str, Any] | None) -> Tensor | None:
-    """The tensor of an argument that may be absent."""
+    """Return the tensor of an argument that may be absent."""
     return None if recorded is None else tensor_of(recorded)
 
 
@@ -44,7 +44,7 @@ def defined(recorded: dict[str, Any]) -> Tensor:
 
 
 def is_poison(tensor: Tensor) -> bool:
-    """Whether no operator has written any element."""
+    """Return whether no operator has written any element."""
     if tensor.is_floating_point():
         return bool(tensor.isnan().all())
     return bool((tensor == undefined_value(tensor.dtype)).all())
@@ -64,7 +64,7 @@ def assert_equals(
 
 
 def group_for(num_ranks: int) -> dist.ProcessGroup | None:
-    """The first ranks, or None beyond them; all ranks call this alike."""
+    """Return the first ranks, or None beyond them; all ranks call this alike."""
     if num_ranks == dist.get_world_size():
         assert dist.group.WORLD is not None
         return dist.group.WORLD

@@ -30,7 +30,7 @@ ROUNDS = ("DEEPEP_NORMAL_LONG_SEQ_ROUND", "DEEPEP_NORMAL_LONG_SEQ_PER_ROUND_TOKE
 
 
 def default_of(parameter: inspect.Parameter) -> str | None:
-    """As the recording writes it."""
+    """Return a parameter's default in the form of the recording."""
     if parameter.default is parameter.empty:
         return None
     if isinstance(parameter.default, Enum):

@@ -40,7 +40,7 @@ def ids(cases: list[dict[str, Any]]) -> list[str]:
 
 
 def grouped_call(case: dict[str, Any]) -> dict[str, Any]:
-    """Keywords of a golden grouped_matmul, without group_list."""
+    """Return the keywords of a golden grouped_matmul, without group_list."""
     call = {key: value for key, value in case["call"].items() if key != "group_list_type"}
     if "output_dtype" in call:
         call["output_dtype"] = getattr(torch, call["output_dtype"])
@@ -55,7 +55,7 @@ def grouped_call(case: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", [ACL_FORMAT_ND, ACL_FORMAT_NZ])
 @pytest.mark.parametrize("case", GOLDEN["grouped_matmul"], ids=ids(GOLDEN["grouped_matmul"]))
 def test_grouped_matmul_equals_the_golden_values(case: dict[str, Any], layout: int) -> None:
-    """On chips that take the case; others refuse the dtype of its scale."""
+    """Check chips that take the case; others refuse the dtype of its scale."""
     types = case["call"]["group_list_type"]
     call = grouped_call(case)
     call["weight"] = [npu.npu_format_cast(call["weight"][0], layout)]

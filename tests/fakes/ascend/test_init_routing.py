@@ -87,7 +87,7 @@ def test_rows_against_loops(
 
 
 def test_rows_come_back_through_finalize() -> None:
-    """What row_idx_type 0 returns is what drop_pad_mode 2 reads."""
+    """Check that drop_pad_mode 2 reads the positions that row_idx_type 0 returns."""
     rows, positions, _, _ = init_routing()
     weights = torch.full((4, 2), 0.5)
     back = torch.ops.npu.npu_moe_finalize_routing(

@@ -52,13 +52,13 @@ def inputs_of(recorded: dict[str, Any]) -> Inputs:
 
 
 def my_inputs(case: str = "W4_bf16_uneven") -> Inputs:
-    """Those of this rank of a case with 4 ranks."""
+    """Return this rank's inputs of a case with 4 ranks."""
     (found,) = (entry for entry in CASES if entry["id"] == case)
     return inputs_of(found["ranks"][dist.get_rank()])
 
 
 def combine_x(case: dict[str, Any], rows: list[list[int]], shape: torch.Size) -> Tensor:
-    """What the formula of the case gives for the rows; NaN beyond them."""
+    """Compute the rows by the formula of the case, with NaN beyond them."""
     y = torch.full(shape, float("nan"))
     column = torch.arange(shape[1])
     special = {0: 2.0**25, 1: 1.0, 2: -(2.0**25)}
@@ -74,7 +74,7 @@ def combine_x(case: dict[str, Any], rows: list[list[int]], shape: torch.Size) ->
 def dispatch_normal(
     buffer: Buffer, inputs: Inputs, num_experts: int = E, *, quant_mode: str | None = None
 ) -> Any:  # noqa: ANN401 (what the real one returns)
-    """Layout, then dispatch."""
+    """Compute the layout, then dispatch."""
     per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(inputs.ids, num_experts)
     return buffer.dispatch(
         inputs.x,
@@ -89,7 +89,7 @@ def dispatch_normal(
 
 @contextmanager
 def refused(match: str) -> Iterator[None]:
-    """A call that every rank refuses."""
+    """Make a call that every rank refuses."""
     with pytest.raises(RuntimeError, match=match):
         yield
 

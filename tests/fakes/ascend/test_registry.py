@@ -116,7 +116,7 @@ def test_tensors_without_memory_are_refused_as_others(
 
 @pytest.mark.parametrize(("operator", "options"), VARIANTS, ids=str)
 def test_results_are_new_and_arguments_unchanged(operator: str, options: dict[str, Any]) -> None:
-    """What the schema says of memory, by torch's own check."""
+    """Check the schema's promises about memory, by torch's own check."""
     torch.library.opcheck(
         getattr(torch.ops.npu, operator).default,
         arguments(operator),

@@ -39,7 +39,7 @@ def test_inputs_are_those_of_the_recording() -> None:
 
 
 def test_codes_equal_the_recorded_digests() -> None:
-    """Of the tokens as they travel, and between the two products; all experts on one rank."""
+    """Compare codes of tokens in dispatch and codes between the products, on one rank."""
     w13, _, s13, _ = weights()
     for rank in range(W):
         x, (ids, _) = hidden_states(rank), topk(rank)

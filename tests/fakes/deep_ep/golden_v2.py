@@ -43,7 +43,7 @@ EXACT_TENSORS = (
 
 
 def recorded(entry: dict[str, Any]) -> Tensor:
-    """The tensor of an entry; its first columns, where only those are listed."""
+    """Return the tensor of an entry; its first columns, where only those are listed."""
     values = torch.tensor(entry["values"], dtype=getattr(torch, entry["dtype"]))
     # A rank with nothing to list has no columns either.
     return values if values.numel() else values.reshape(0, *entry["shape"][1:2])
@@ -72,7 +72,7 @@ def rows_by_source(
 def rows_by_choice(
     x: Tensor, weights: Tensor, metadata: Tensor, ends: Tensor, num_messages: int
 ) -> list[tuple[float, ...]]:
-    """Expanded rows by source token and k, with the local expert in whose segment they lie."""
+    """Return expanded rows by source token and k, with the local expert of their segment."""
     rows = []
     for source, master, *slots in metadata[:num_messages].tolist():
         for k, slot in enumerate(slots):
@@ -84,7 +84,7 @@ def rows_by_choice(
 
 
 def recorded_handle(entry: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a recorded handle."""
+    """Return the tensors of a recorded handle."""
     return {key: recorded(value) for key, value in entry.items() if isinstance(value, dict)}
 
 

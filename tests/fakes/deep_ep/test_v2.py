@@ -176,7 +176,7 @@ def check_rows(
     handle: EPHandle,
     case: dict[str, Any],
 ) -> None:
-    """The same rows as recorded, in any order that the package may give."""
+    """Compare with the recorded rows, in any order that the package may give."""
     expected = recorded_handle(case["handle"])
     count, metadata = num_messages(handle), expected["recv_src_metadata"]
     recorded_x, recorded_weights = recorded(case["recv_x"]), recorded(case["recv_topk_weights"])

@@ -30,7 +30,7 @@ UNDEFINED_INT32 = undefined_integer(torch.int32)
 
 @pytest.fixture(autouse=True)
 def recorded_sms() -> Iterator[None]:
-    """The recording has 4 channels."""
+    """Set the number of SMs of the recording, which has 4 channels."""
     before = Buffer.num_sms
     Buffer.set_num_sms(NUM_SMS)
     yield
@@ -63,12 +63,12 @@ class Inputs:
 
 
 def recorded_case(case: str) -> dict[str, Any]:
-    """What this rank recorded."""
+    """Return the recording of this rank."""
     return CASES[case][dist.get_rank()]
 
 
 def inputs_of(case: str, hidden_size: int) -> Inputs:
-    """As the recording describes its inputs."""
+    """Make the inputs that the recording describes."""
     recorded = recorded_case(case)["inputs"]
     rank, num_tokens = dist.get_rank(), recorded["T"]
     tokens = torch.arange(num_tokens)
@@ -95,7 +95,7 @@ def agrees(tensor: Tensor | None, recorded: dict[str, Any]) -> None:
 
 @contextmanager
 def refused(match: str) -> Iterator[None]:
-    """A call that every rank refuses."""
+    """Make a call that every rank refuses."""
     with pytest.raises(RuntimeError, match=match):
         yield
 
@@ -109,7 +109,7 @@ class NormalOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class NormalResult:
-    """What a normal dispatch with ids returns."""
+    """The results of a normal dispatch with ids."""
 
     x: Tensor
     scales: Tensor | None
@@ -165,7 +165,7 @@ class LowLatencyOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class LowLatencyResult:
-    """What a low-latency dispatch returns."""
+    """The results of a low-latency dispatch."""
 
     x: Tensor
     scales: Tensor | None
@@ -183,7 +183,7 @@ class LowLatencyResult:
 def dispatch_low_latency(
     buffer: Buffer, inputs: Inputs, **options: Unpack[LowLatencyOptions]
 ) -> LowLatencyResult:
-    """With the sizes of the recording."""
+    """Dispatch with the sizes of the recording."""
     recv_x, count, handle, event, hook = buffer.low_latency_dispatch(
         inputs.x, inputs.ids, M, E, **options
     )

@@ -18,7 +18,7 @@ SENTINEL = -7.0
 def check_slots_of_nobody_are_left(
     products: tuple[GateUp, Down], weights: Fp8BlockWeights, device: torch.device
 ) -> None:
-    """Padding between experts and slots behind the last one keep what they held."""
+    """Check that padding between experts and behind the last one is not written."""
     case = Case(
         layout=Layout.ROWS,
         who=WeightsAppliedBy.RUNNER,

@@ -70,7 +70,7 @@ def compiled(
 
 
 def assembled(ptx: str) -> str:
-    """What ptxas says of registers and spills."""
+    """Return ptxas's report of registers and spills."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx, encoding="utf-8")

@@ -74,14 +74,14 @@ def make_weights(
 
 
 def make_index(device: torch.device, expert_alignment: int = 1) -> SlotIndex:
-    """Rows in random order."""
+    """Make an index of rows in random order."""
     order = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(2))
     ids = torch.tensor(IDS)[order].unsqueeze(1).to(device)
     return build_static_slot_index(ids, NUM_EXPERTS, NUM_SLOTS, expert_alignment=expert_alignment)
 
 
 def apart(tensor: Tensor) -> Tensor:
-    """The same rows with gaps of 16 bytes between them, full of NaN."""
+    """Return the same rows with gaps of 16 bytes between them, full of NaN."""
     gap = 16 // tensor.itemsize
     wide = torch.full(
         (tensor.shape[0], (tensor.shape[1] + gap) * tensor.itemsize),
@@ -157,7 +157,7 @@ def record(
 def empty_record(
     layout: Layout, wire: WireTensor, device: torch.device
 ) -> RowsDispatchOutput | MaskedDispatchOutput:
-    """What a rank gets to which no token goes; wire: no rows, [0, H]."""
+    """Make the record of a rank that receives no token; wire: no rows, [0, H]."""
     counts = torch.zeros(NUM_EXPERTS, dtype=torch.int32, device=device)
     handle = Handle(
         owner=None, exchange_plan=ExchangePlan(), call=1, num_tokens=0, needs_backward=False
@@ -201,7 +201,7 @@ def check_no_slots(runner: ExpertRunner, weights: ExpertTensors, device: torch.d
 
 
 def record_devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """A list of the devices that launchers make the current one from now on."""
+    """Record in a list the devices that launchers make the current one from now on."""
     entered = []
     real = torch.cuda.device_of
 
@@ -253,7 +253,7 @@ def check_poison_stays_in_its_rows(
 def results_of_experts(
     dispatched: RowsDispatchOutput | MaskedDispatchOutput, results: Tensor
 ) -> list[Tensor]:
-    """Those of each expert that has slots, and of nobody else."""
+    """Return the results of each expert's slots, without padding."""
     counts = dispatched.num_tokens_per_expert.tolist()
     if isinstance(dispatched, MaskedDispatchOutput):
         return [results[expert, :count] for expert, count in enumerate(counts)]

@@ -72,7 +72,7 @@ def test_poison_stays_in_its_rows(device: torch.device) -> None:
 def test_kernels_are_launched_on_the_device_of_their_rows(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where another device is the current one, Triton would launch there."""
+    """Check the device of launches: Triton launches on the current device, which may be another."""
     dispatched = record(CASES[0], HIDDEN, FP8_FLOAT32_SCALES, device)
     entered = record_devices(monkeypatch)
     Fp8TritonRunner().run(dispatched, make_weights(CASES[0].dtype, device))

@@ -61,7 +61,7 @@ def cubin() -> bytes:
 
 @pytest.fixture(scope="module")
 def machine_code(cubin: bytes, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The instructions of each kernel."""
+    """Return the instructions of each kernel."""
     path = tmp_path_factory.mktemp("cubin") / "products.cubin"
     path.write_bytes(cubin)
     command = [str(CUOBJDUMP), "-sass", str(path)]

@@ -103,14 +103,14 @@ class StepCase:
         return self.first_slot[-1] + 3
 
     def is_used(self, device: torch.device) -> Tensor:
-        """[C]: an expert has the slot."""
+        """Return which slots belong to an expert, [C]."""
         used = torch.zeros(self.num_slots, dtype=torch.bool)
         for start, count in zip(self.first_slot, self.counts, strict=False):
             used[start : start + count] = True
         return used.to(device)
 
     def on(self, device: torch.device) -> dict[str, Tensor]:
-        """The counts and starts as kernels take them."""
+        """Return the counts and starts as kernels take them."""
         numbers = {"counts": self.counts, "first_slot": self.first_slot}
         return {
             name: torch.tensor(values, dtype=torch.int32, device=device)
@@ -195,7 +195,7 @@ class Operands:
         )
 
     def products(self, case: StepCase) -> Tensor:
-        """[C, *], float32: exact, scaled by row, then by channel; 0 where nobody has the slot."""
+        """Compute exact products [C, *], float32, scaled by row, then channel; 0 for padding."""
         shape = (case.num_slots, self.matrices.shape[1])
         products = torch.zeros(shape, device=self.codes.device)
         for expert, (start, count) in enumerate(zip(case.first_slot, case.counts, strict=False)):
@@ -322,7 +322,7 @@ ONE_SLOT = StepCase(id="one", counts=(1,), first_slot=(0, 1), has_index=False, t
 
 
 def padded(values: list[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[1, 16]: zeros behind the values."""
+    """Pad the values with zeros to [1, 16]."""
     return F.pad(torch.tensor([values]), (0, 16 - len(values))).to(device, dtype)
 
 
@@ -375,7 +375,7 @@ def test_worked_example_of_the_second_product(device: torch.device) -> None:
 
 
 def test_sums_beyond_what_float32_can_count_are_exact(device: torch.device) -> None:
-    """4096 products of -128 and 127, and one that is not: float32 would lose the difference."""
+    """Sum 4096 products of -128 and 127 with one other: float32 would lose the difference."""
     codes = torch.full((1, 4096), -128, dtype=torch.int8, device=device)
     codes[0, 100] = -127
     out = torch.full((1, 16), float("nan"), device=device)

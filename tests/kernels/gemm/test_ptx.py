@@ -49,7 +49,7 @@ class Compiled(TypedDict):
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Compiled]:
-    """What came of each variant."""
+    """Compile each variant, and return the results."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
         "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
         "PYTHONPATH": str(REPOSITORY),

@@ -1,4 +1,4 @@
-"""Both kernels write the bits of plain torch, inside strided rows too, and nothing beside them."""
+"""Check that both kernels write the bits of plain torch, into strided rows too, and no others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def varied_rows(hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Without what the interpreter misreads: it widens subnormal bfloat16 numbers wrongly."""
+    """Make varied rows without subnormal bfloat16 numbers, which the interpreter misreads."""
     x = all_varied_rows(hidden_size, dtype)
     if IS_INTERPRETED and dtype == torch.bfloat16:
         x[SUBNORMAL_ROW] = 0.0

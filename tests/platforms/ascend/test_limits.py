@@ -65,7 +65,7 @@ def test_chips_by_the_names_of_their_devices(name: str, chip: Soc | None) -> Non
 
 
 def torch_npu_with(name: str | None) -> SimpleNamespace:
-    """What a process that has imported torch_npu finds; None: it has no device."""
+    """Imitate torch_npu with a device of this name; None: without a device."""
 
     def get_device_name() -> str:
         assert name is not None, "without a device the real one raises"

@@ -18,10 +18,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 from epcomm import EPGroup, Mode
 from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
-from epcomm.buffers.nvlink.normal import NVLinkNormal
-from epcomm.buffers.nvlink.normal_exact import NVLinkBuffer
+from epcomm.buffers.nvlink.normal import NVLinkBuffer, NVLinkStaticBuffer
 from epcomm.buffers.nvlink.normal_plans import NVLinkNormalExchangePlan
-from epcomm.buffers.nvlink.normal_static import NVLinkStaticBuffer
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
 from epcomm.errors import CapacityError, EPTimeout
 from epcomm.ops.slots import gather_rows
@@ -266,7 +264,9 @@ def check_new_exchange_plans(buffer: Buffer, rounds: range, group: EPGroup) -> N
     buffer.check()
 
 
-def check_cached_exchange_plan(buffer: NVLinkNormal, early: Dispatched, call: DispatchCall) -> None:
+def check_cached_exchange_plan(
+    buffer: NVLinkBuffer | NVLinkStaticBuffer, early: Dispatched, call: DispatchCall
+) -> None:
     """Rows go out and sums and scalars come back as if the dead rank had never owned a thing."""
     exchange_plan = early.exchange_plan
     assert isinstance(exchange_plan, NVLinkNormalExchangePlan)
@@ -292,7 +292,7 @@ def check_cached_exchange_plan(buffer: NVLinkNormal, early: Dispatched, call: Di
 
 
 def go_on_without_the_dead(
-    kind: type[NVLinkNormal], num_ranks: int, *, missed: str, flags: BatchFlags
+    kind: type[NVLinkBuffer | NVLinkStaticBuffer], num_ranks: int, *, missed: str, flags: BatchFlags
 ) -> None:
     with EPGroup() as group:
         buffer = kind(group.collectives, spec_of())

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from types import MappingProxyType
 from typing import ClassVar, Generic
 
@@ -24,6 +23,7 @@ from epcomm.buffers.nvlink.waits import WaitReport
 from epcomm.collectives.base import Collectives
 from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError, describe_ranks
 from epcomm.kernels.nvlink.common.exchange import LayoutT, PeerBlocks
+from epcomm.platforms.cuda import nvlink_reasons
 from epcomm.protocol import NUM_BUFFERS, BatchFlags
 from epcomm.spec import Availability, BufferSpec
 from epcomm.types import WireTensor, align_up
@@ -65,15 +65,8 @@ class NVLinkHost(ABC, Generic[LayoutT]):
 
     @classmethod
     def probe(cls, environment: Mapping[str, str]) -> Availability:
-        reasons = []
-        if find_spec("triton") is None:
-            reasons.append("triton is not installed; install it")
-        if not (torch.backends.cuda.is_built() and torch.cuda.is_available()):
-            reasons.append("there is no CUDA device")
-            return Availability(ok=False, reasons=tuple(reasons))
-        if find_spec("torch.distributed._symmetric_memory") is None:
-            reasons.append("this torch has no symmetric memory; install 2.11 or newer")
         # What its device reaches depends on the ranks, and planning asks it (needs_nvlink).
+        reasons = nvlink_reasons()
         return Availability(ok=not reasons, reasons=tuple(reasons))
 
     @classmethod

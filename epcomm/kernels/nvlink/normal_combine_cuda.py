@@ -21,6 +21,7 @@ from epcomm.kernels.nvlink.common.epochs import COMBINE_EPOCH, COMBINE_LEFT, COM
 from epcomm.kernels.nvlink.common.layout import MemoryLayout, NormalLayout
 from epcomm.kernels.nvlink.common.signals import LOOKS_PER_TICK, POLL_NS
 from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange, Sends
+from epcomm.platforms.cuda import compute_capability, num_sms_of
 
 SOURCE = Path(__file__).with_name("normal_combine.cu")
 # Warps of a block, and vectors that each of their threads loads at once from a row.
@@ -174,10 +175,11 @@ def _address(tensor: Tensor | None) -> int | None:
 @cache
 def _kernel(layout: NormalLayout, hidden_size: int, device: torch.device) -> tuple[CudaKernel, int]:
     """The kernel for one layout, and the SMs of the GPU."""
-    found = torch.cuda.get_device_properties(device)
+    capability = compute_capability(device)
+    assert capability is not None, "serves() has asked for a GPU"
     source = source_for(definitions(layout, hidden_size))
-    cubin = compile_to_cubin(source, arch=f"sm_{found.major}{found.minor}", name=SOURCE.name)
+    cubin = compile_to_cubin(source, arch="sm_{}{}".format(*capability), name=SOURCE.name)
     with torch.cuda.device(device):
         threads = 32 * (SENDERS + REDUCERS)
         kernel = CudaModule(cubin).kernel("combine_rows", threads=threads, shared_bytes=0)
-    return kernel, found.multi_processor_count
+    return kernel, num_sms_of(device)

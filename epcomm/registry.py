@@ -35,10 +35,10 @@ BUFFERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "epcomm.buffers.ascend.standard:AscendStandardBuffer",
         ),
         "nvlink": (
-            "epcomm.buffers.nvlink.normal_exact:NVLinkBuffer",
-            "epcomm.buffers.nvlink.normal_static:NVLinkStaticBuffer",
+            "epcomm.buffers.nvlink.normal:NVLinkBuffer",
+            "epcomm.buffers.nvlink.normal:NVLinkStaticBuffer",
             "epcomm.buffers.nvlink.low_latency:NVLinkLowLatencyBuffer",
-            "epcomm.buffers.nvlink.low_latency_masked:NVLinkMaskedBuffer",
+            "epcomm.buffers.nvlink.low_latency:NVLinkMaskedBuffer",
         ),
         "shared_memory": ("epcomm.buffers.shared_memory.buffer:SharedMemoryBuffer",),
         "collective": (

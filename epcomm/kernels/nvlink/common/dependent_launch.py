@@ -7,7 +7,8 @@ both have written.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from functools import cache
 
 import torch
 import triton
@@ -19,14 +20,11 @@ from epcomm.kernels.launch import IS_INTERPRETED, device_limits
 _FIRST_MAJOR = 9
 
 
-def overlaps_on(device: torch.device) -> bool:
-    """Whether kernels there can start before the last one has ended."""
-    return not IS_INTERPRETED and device_limits(device).major >= _FIRST_MAJOR
-
-
-def overlapping(device: torch.device) -> dict[str, Any]:
-    """Launch options of a kernel that starts beside the one before it."""
-    return {"launch_pdl": True} if overlaps_on(device) else {}
+@cache
+def overlapping(device: torch.device) -> Mapping[str, bool]:
+    """Constants and options of a kernel that starts beside the one before it, where that can be."""
+    overlaps = not IS_INTERPRETED and device_limits(device).major >= _FIRST_MAJOR
+    return {"OVERLAPS": True, "launch_pdl": True} if overlaps else {"OVERLAPS": False}
 
 
 @triton.jit

@@ -7,14 +7,14 @@ all-gather a call, and all of them know.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm.buffers.base import Backend, Buffer, DispatchCall
+from epcomm.buffers.base import Buffer, DispatchCall
 from epcomm.buffers.faults import (
     DeviceFaults,
     any_flags,
@@ -36,10 +36,11 @@ from epcomm.spec import BufferSpec
 DISPATCH, COMBINE = 0, 1
 
 
-class VendorBackend(Backend):
-    """A backend on top of a package that owns the exchange."""
+class VendorBackend(ABC):
+    """What backends share that are built on a package which owns the exchange."""
 
     name: ClassVar[str]
+    needs_process_group: ClassVar[bool] = True
     # Whether its kernels fail where a row of ids names an expert twice.
     needs_distinct_ids: ClassVar[bool] = False
 

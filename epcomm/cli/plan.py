@@ -222,7 +222,7 @@ def _choice(phase: PhasePlan) -> dict[str, str]:
         "wire format of combine": str(spec.combine_format),
         "router weights by": phase.weights_applied_by.value,
         "gradients": "yes" if caps.trainable else "no",
-        "graph capture": "yes" if caps.graph_safe else "no",
+        "graph capture": "yes" if phase.is_capturable else "no",
         "host syncs a dispatch": str(caps.host_syncs),
         "bytes a token, dispatch": bytes_text(per_token["dispatch"]),
         "bytes a token, combine": bytes_text(per_token["combine"]),

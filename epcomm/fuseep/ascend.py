@@ -42,7 +42,7 @@ from epcomm.platforms.ascend.chip import current_soc
 from epcomm.platforms.ascend.formats import nz_reasons
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.spec import BufferCaps, BufferSpec
-from epcomm.types import Int8Profile, Layout, WeightsAppliedBy, WireDtype
+from epcomm.types import Int8Profile, Layout, WireDtype
 from epcomm.weights.quantized import Int8ChannelWeights
 
 AscendPackedT = TypeVar("AscendPackedT", bound=PackedWeights)
@@ -96,17 +96,11 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
         return BufferCaps(
             layout=Layout.ROWS,
             trainable=False,
-            graph_safe=False,
             ordered=True,
             wire_dtypes=frozenset({WireDtype.INT8}),
-            weights_applied_by=frozenset({WeightsAppliedBy.COMBINE}),
-            reuses_exchange_plan=False,
             is_static=True,
-            host_syncs=0,
             has_slot_budget=cls.has_slot_budget,
             reports_faults=False,
-            fills_masked_entries=True,
-            needs_process_group=True,
         )
 
     @classmethod

@@ -23,7 +23,7 @@ from epcomm.protocol import BatchFlags
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
-from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireDtype, WireFormat, WireTensor
+from epcomm.types import Layout, RowsPer, WireDtype, WireFormat, WireTensor
 
 WIRE_DTYPES = frozenset({WireDtype.BF16, WireDtype.INT8})
 
@@ -148,7 +148,7 @@ class AscendBuffer(AscendCalls, VendorBuffer):
         )
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
-        raise NotImplementedError("there is no cached dispatch (caps.reuses_exchange_plan)")
+        raise NotImplementedError("there is no cached dispatch (caps.trainable)")
 
     def combine(
         self,
@@ -181,17 +181,11 @@ def packed_caps(max_tokens: int | None) -> BufferCaps:
     return BufferCaps(
         layout=Layout.ROWS,
         trainable=False,
-        graph_safe=False,
         ordered=True,
         wire_dtypes=WIRE_DTYPES,
-        weights_applied_by=frozenset({WeightsAppliedBy.COMBINE}),
         max_tokens_per_rank=max_tokens,
         max_top_k=MAX_TOP_K,
-        reuses_exchange_plan=False,
         reports_faults=False,
-        fills_masked_entries=True,
-        sends_dummy_token=True,
-        needs_process_group=True,
         device_types=device_types(),
     )
 

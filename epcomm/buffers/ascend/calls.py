@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from epcomm.buffers.base import Backend
 from epcomm.buffers.requirements import carrying_reasons, limit_reasons
 from epcomm.buffers.sizes import CallShape
 from epcomm.buffers.traffic import BufferTraffic
@@ -27,7 +28,7 @@ from epcomm.types import WireDtype
 ENTRY_BYTES, SCALE_BYTES = 12, 4
 
 
-class AscendCalls(VendorBackend):
+class AscendCalls(VendorBackend, Backend):
     """A backend over one Buffer of the package.
 
     calls: what is passed to the package's Buffer, by method; everything is passed by name.

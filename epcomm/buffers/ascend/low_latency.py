@@ -77,9 +77,7 @@ class AscendLowLatencyBuffer(AscendBuffer):
     def caps(cls, mode: Mode) -> BufferCaps:
         return replace(
             packed_caps(low_latency_limits(current_soc()).max_tokens),
-            graph_safe=True,
             is_static=True,
-            host_syncs=0,
             has_slot_budget=False,
             int8_profiles=frozenset({Int8Profile.RINT127}),
         )

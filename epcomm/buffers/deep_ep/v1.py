@@ -49,7 +49,7 @@ from epcomm.platforms.deep_ep_package import (
 from epcomm.protocol import BatchFlags
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec
-from epcomm.types import Layout, RowsPer, WeightsAppliedBy
+from epcomm.types import Layout, RowsPer
 
 # Ranks for which it has a table of chunk sizes.
 _WORLD_SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
@@ -101,15 +101,12 @@ class DeepEPV1Buffer(VendorBuffer):
         return BufferCaps(
             layout=Layout.ROWS,
             trainable=True,
-            graph_safe=False,
             ordered=True,
             wire_dtypes=WIRE_DTYPES,
-            weights_applied_by=frozenset(WeightsAppliedBy),
             max_top_k=_MAX_TOP_K,
             hidden_multiple=_HIDDEN_MULTIPLE,
             reports_faults=False,
             device_types=device_types(),
-            needs_process_group=True,
         )
 
     @classmethod
@@ -278,7 +275,7 @@ class DeepEPV1StaticBuffer(DeepEPV1Buffer):
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
-        return replace(super().caps(mode), is_static=True, host_syncs=0, graph_safe=True)
+        return replace(super().caps(mode), is_static=True)
 
     @classmethod
     def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:

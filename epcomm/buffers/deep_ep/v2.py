@@ -50,7 +50,7 @@ from epcomm.platforms.deep_ep_package import (
 from epcomm.protocol import BatchFlags
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec
-from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireDtype
+from epcomm.types import Layout, RowsPer, WireDtype
 
 # Source of the limits: deep_ep, csrc/elastic/buffer.hpp and impls.
 _MAX_TOP_K = 32
@@ -265,15 +265,12 @@ class DeepEPV2Buffer(ElasticBase):
         return BufferCaps(
             layout=Layout.ROWS,
             trainable=True,
-            graph_safe=False,
             ordered=True,
             wire_dtypes=WIRE_DTYPES,
-            weights_applied_by=frozenset(WeightsAppliedBy),
             max_top_k=_MAX_TOP_K,
             hidden_multiple=_HIDDEN_MULTIPLE,
             reports_faults=False,
             device_types=device_types(),
-            needs_process_group=True,
         )
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
@@ -326,7 +323,7 @@ class DeepEPV2StaticBuffer(DeepEPV2Buffer):
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
-        return replace(super().caps(mode), is_static=True, host_syncs=0, graph_safe=True)
+        return replace(super().caps(mode), is_static=True)
 
     def prepare(self) -> None:
         super().prepare()

@@ -36,9 +36,7 @@ class DeepEPV2ExpandBuffer(ElasticBase):
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
-        return replace(
-            DeepEPV2Buffer.caps(mode), trainable=False, ordered=False, reuses_exchange_plan=False
-        )
+        return replace(DeepEPV2Buffer.caps(mode), trainable=False, ordered=False)
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
@@ -129,9 +127,7 @@ class DeepEPV2LowLatencyBuffer(DeepEPV2ExpandBuffer):
     def caps(cls, mode: Mode) -> BufferCaps:
         return replace(
             super().caps(mode),
-            graph_safe=True,
             is_static=True,
-            host_syncs=0,
             has_slot_budget=False,
         )
 

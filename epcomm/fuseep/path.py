@@ -45,7 +45,7 @@ class FuseEPPath:
         self.plan = chosen
         self._group, self._dtype = group, spec.dtype
         self._spec = chosen.buffer_spec
-        self._operator = group.open_fused(chosen.backend, self._spec)
+        self._operator = group.open_fused(chosen.buffer, self._spec)
         self._packed = PackedExperts(self._operator)
         self._checks_calls = config.check_calls
 

@@ -182,7 +182,7 @@ def _print_plan(
         f"size {spec.hidden_size}, top {spec.top_k}, {WireDtype.from_torch(spec.dtype).value}"
     ]
     if shape is not None:
-        lines += [f"model: {shape.model_type}", f"router: {shape.router}"]
+        lines.append(f"model: {shape.model_type}")
     console.print("\n".join(lines), markup=False, highlight=False)
     console.print(_choice_table(chosen))
     lines = [] if chosen.decode_lacks is None else [f"no decode: {chosen.decode_lacks}"]

@@ -33,9 +33,9 @@ from epcomm.fuseep.limits import (
     dispatch_ffn_combine_window_bytes,
     fused_deep_moe_reasons,
     fused_deep_moe_window_bytes,
+    max_call_tokens,
     max_received_rows,
 )
-from epcomm.fuseep.spec import FuseEPSpec
 from epcomm.fuseep.weights import DispatchFFNCombineWeights, FusedDeepMoEWeights, PackedWeights
 from epcomm.ops.masked_entries import fill_masked_entries, has_no_expert
 from epcomm.platforms.ascend.chip import current_soc
@@ -115,26 +115,28 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
         if spec.intermediate_size is None:
             reasons.append("has limits for the experts' sizes; plan with their weights")
         if spec.intermediate_size is not None and spec.max_tokens_per_rank is not None:
-            reasons += cls._reasons(_sizes_of(spec), world_size)
+            reasons += cls._reasons(spec, world_size)
         return tuple(reasons)
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
-        sizes = _sizes_of(spec)
-        packed = cls._packed_bytes(sizes)
+        assert spec.intermediate_size is not None, "a plan with weights knows it"
+        packed = cls._packed_bytes_of(
+            spec.num_local_experts, spec.hidden_size, spec.intermediate_size
+        )
         return (
-            Region(name="window of the process group", max_bytes=cls._window(sizes, world_size)),
+            Region(name="window of the process group", max_bytes=cls._window(spec, world_size)),
             Region(name="packed experts", max_bytes=packed),
         )
 
     @classmethod
     @abstractmethod
-    def _reasons(cls, sizes: FuseEPSpec, world_size: int) -> list[str]:
+    def _reasons(cls, spec: BufferSpec, world_size: int) -> list[str]:
         """Why the operator does not serve these sizes here."""
 
     @classmethod
     @abstractmethod
-    def _window(cls, sizes: FuseEPSpec, world_size: int) -> int:
+    def _window(cls, spec: BufferSpec, world_size: int) -> int:
         """HCCL window, in bytes."""
 
     @abstractmethod
@@ -149,7 +151,6 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
 
     def prepare(self) -> None:
         self._open(low_latency_mode=True)
-        self._sizes = _sizes_of(self._spec)
         # The package exports its modes nowhere else.
         self._fuse_modes: Any = sys.modules[type(self._buffer).__module__].FuseMode
 
@@ -174,7 +175,7 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
         parts = [y for (y, _), chunk in zip(outputs, chunks, strict=True) if not chunk.is_dummy]
         y = torch.cat(parts) if parts else call.hidden_states
         y = y.masked_fill(is_empty, 0.0)
-        most = len(chunks) * max_received_rows(self._sizes, self._world_size)
+        most = len(chunks) * max_received_rows(self._spec, self._world_size)
         return FuseEPResult(
             y=y.masked_fill(has_failed, float("nan")),
             num_tokens_per_expert=counts,
@@ -201,7 +202,7 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
 
     def _chunks(self, x: Tensor, ids: Tensor, weights: Tensor) -> Iterator[_Chunk]:
         """As many on every rank: the operator waits for all of them."""
-        for start in range(0, self._sizes.max_tokens_per_rank, MAX_CALL_TOKENS):
+        for start in range(0, self._spec.max_tokens_per_rank or 0, MAX_CALL_TOKENS):
             own = slice(start, start + MAX_CALL_TOKENS)
             if start >= x.shape[0]:
                 yield self._dummy(x, ids)
@@ -215,12 +216,12 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
 
     def _dummy(self, x: Tensor, ids: Tensor) -> _Chunk:
         """One token of weight 0; of ones, for a row of zeros has no scale."""
-        top_k = self._sizes.top_k
+        top_k = self._spec.top_k
         # Each rank at other experts, so that no expert gets them all.
         first = self._rank * top_k
         experts = torch.arange(first, first + top_k, device=ids.device) % self._num_experts
         return _Chunk(
-            x=x.new_ones(1, self._sizes.hidden_size),
+            x=x.new_ones(1, self._spec.hidden_size),
             topk_ids=experts.unsqueeze(0),
             topk_weights=torch.zeros(1, top_k, device=x.device),
             is_dummy=True,
@@ -235,12 +236,6 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
         # The operators do not tell from whom rows came, but what is one's own is known.
         from_others = counts.sum() - to_rank[self._rank]
         self._sent_bytes[COMBINE] += from_others * combine_bytes
-
-    @classmethod
-    def _packed_bytes(cls, sizes: FuseEPSpec) -> int:
-        return cls._packed_bytes_of(
-            sizes.num_local_experts, sizes.hidden_size, sizes.intermediate_size
-        )
 
     @staticmethod
     @abstractmethod
@@ -261,14 +256,14 @@ class FusedDeepMoE(AscendFused[FusedDeepMoEWeights]):
         return FusedDeepMoEWeights.pack(weights)
 
     @classmethod
-    def _reasons(cls, sizes: FuseEPSpec, world_size: int) -> list[str]:
+    def _reasons(cls, spec: BufferSpec, world_size: int) -> list[str]:
         return fused_deep_moe_reasons(
-            sizes, world_size, soc=current_soc(), environment=environment()
+            spec, world_size, soc=current_soc(), environment=environment()
         )
 
     @classmethod
-    def _window(cls, sizes: FuseEPSpec, world_size: int) -> int:
-        return fused_deep_moe_window_bytes(sizes, world_size)
+    def _window(cls, spec: BufferSpec, world_size: int) -> int:
+        return fused_deep_moe_window_bytes(spec, world_size)
 
     @staticmethod
     def _packed_bytes_of(num_experts: int, hidden_size: int, intermediate_size: int) -> int:
@@ -280,7 +275,7 @@ class FusedDeepMoE(AscendFused[FusedDeepMoEWeights]):
         y, counts = self._fused(
             chunk,
             experts,
-            min(self._sizes.max_tokens_per_rank, MAX_CALL_TOKENS),
+            max_call_tokens(self._spec, self.limits),
             self._fuse_modes.FUSED_DEEP_MOE,
         )
         # By expert, then source rank.
@@ -305,14 +300,14 @@ class DispatchFFNCombine(AscendFused[DispatchFFNCombineWeights]):
         return DispatchFFNCombineWeights.pack(weights)
 
     @classmethod
-    def _reasons(cls, sizes: FuseEPSpec, world_size: int) -> list[str]:
+    def _reasons(cls, spec: BufferSpec, world_size: int) -> list[str]:
         return dispatch_ffn_combine_reasons(
-            sizes, world_size, soc=current_soc(), environment=environment()
+            spec, world_size, soc=current_soc(), environment=environment()
         )
 
     @classmethod
-    def _window(cls, sizes: FuseEPSpec, world_size: int) -> int:
-        return dispatch_ffn_combine_window_bytes(sizes)
+    def _window(cls, spec: BufferSpec, world_size: int) -> int:
+        return dispatch_ffn_combine_window_bytes(spec)
 
     @staticmethod
     def _packed_bytes_of(num_experts: int, hidden_size: int, intermediate_size: int) -> int:
@@ -329,18 +324,5 @@ class DispatchFFNCombine(AscendFused[DispatchFFNCombineWeights]):
 
     @property
     def _max_rows(self) -> int:
-        safe = max_received_rows(self._sizes, self._world_size)
-        return max(safe, self._sizes.max_recv_slots or 0)
-
-
-def _sizes_of(spec: BufferSpec) -> FuseEPSpec:
-    assert spec.intermediate_size is not None, "a plan with weights knows it"
-    assert spec.max_tokens_per_rank is not None, "static sizes have a limit"
-    return FuseEPSpec(
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        num_local_experts=spec.num_local_experts,
-        top_k=spec.top_k,
-        max_tokens_per_rank=spec.max_tokens_per_rank,
-        max_recv_slots=spec.max_recv_slots,
-    )
+        safe = max_received_rows(self._spec, self._world_size)
+        return max(safe, self._spec.max_recv_slots or 0)

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from epcomm.fuseep.interleave import TILE
-from epcomm.fuseep.spec import FuseEPSpec
 from epcomm.platforms.ascend.chip import Soc
 from epcomm.platforms.ascend.environment import variable_reasons
 from epcomm.platforms.ascend.formats import TILE_ROWS
 from epcomm.platforms.ascend.limits import MAX_EXPERTS, window_reasons
+from epcomm.spec import BufferSpec
 
 # Rows of a rank in one call of the operator. Documented of mode 1; mode 2 gets no more, which
 # bounds its window and its rows.
@@ -61,13 +61,14 @@ FUSED_DEEP_MOE_LIMITS = FuseEPLimits(
 DISPATCH_FFN_COMBINE_LIMITS = FuseEPLimits()
 
 
-def max_call_tokens(spec: FuseEPSpec, limits: FuseEPLimits) -> int:
+def max_call_tokens(spec: BufferSpec, limits: FuseEPLimits) -> int:
     """Most rows of this rank in one call; a longer batch takes several."""
+    assert spec.max_tokens_per_rank is not None, "static sizes have a limit"
     return min(spec.max_tokens_per_rank, limits.call_tokens)
 
 
 def fused_deep_moe_window_bytes(
-    spec: FuseEPSpec, world_size: int, limits: FuseEPLimits = FUSED_DEEP_MOE_LIMITS
+    spec: BufferSpec, world_size: int, limits: FuseEPLimits = FUSED_DEEP_MOE_LIMITS
 ) -> int:
     """HCCL window of mode 1: capacity for every rank's rows at every local expert."""
     slots = world_size * max_call_tokens(spec, limits) * spec.num_local_experts
@@ -75,7 +76,7 @@ def fused_deep_moe_window_bytes(
 
 
 def dispatch_ffn_combine_window_bytes(
-    spec: FuseEPSpec, limits: FuseEPLimits = DISPATCH_FFN_COMBINE_LIMITS
+    spec: BufferSpec, limits: FuseEPLimits = DISPATCH_FFN_COMBINE_LIMITS
 ) -> int:
     """HCCL window of mode 2. Refused by the operator where it is smaller; its text says 3 MB."""
     rows = max_call_tokens(spec, limits) * spec.top_k
@@ -83,7 +84,7 @@ def dispatch_ffn_combine_window_bytes(
 
 
 def max_received_rows(
-    spec: FuseEPSpec, world_size: int, limits: FuseEPLimits = DISPATCH_FFN_COMBINE_LIMITS
+    spec: BufferSpec, world_size: int, limits: FuseEPLimits = DISPATCH_FFN_COMBINE_LIMITS
 ) -> int:
     """Most rows that a rank can receive in one call: max_output_size of mode 2, to be safe.
 
@@ -95,7 +96,7 @@ def max_received_rows(
 
 
 def fused_deep_moe_reasons(
-    spec: FuseEPSpec,
+    spec: BufferSpec,
     world_size: int,
     *,
     soc: Soc | None,
@@ -118,7 +119,7 @@ def fused_deep_moe_reasons(
 
 
 def dispatch_ffn_combine_reasons(
-    spec: FuseEPSpec,
+    spec: BufferSpec,
     world_size: int,
     *,
     soc: Soc | None,
@@ -147,7 +148,8 @@ def _soc_reasons(on_a5: str, soc: Soc | None) -> list[str]:
     return [f"the processor is {soc.value}, expected {Soc.A3.value}: {why[soc]}"]
 
 
-def _size_reasons(spec: FuseEPSpec, world_size: int, limits: FuseEPLimits) -> list[str]:
+def _size_reasons(spec: BufferSpec, world_size: int, limits: FuseEPLimits) -> list[str]:
+    assert spec.intermediate_size is not None, "a plan with weights knows it"
     columns = 2 * spec.intermediate_size
     reasons = _range_reasons("hidden_size", spec.hidden_size, limits.hidden, limits.hidden_unit)
     reasons += _range_reasons(

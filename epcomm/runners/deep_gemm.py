@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -30,11 +30,7 @@ from epcomm.ops.slots import expert_of_slot
 from epcomm.quantization import arrange_scales, quantizer_for
 from epcomm.quantization.scale_layout import to_column_major
 from epcomm.records import (
-    CombineInput,
-    DispatchOutput,
-    MaskedCombineInput,
     MaskedDispatchOutput,
-    RowsCombineInput,
     RowsDispatchOutput,
     SlotIndex,
 )
@@ -128,26 +124,13 @@ class DeepGemmRunner(ExpertRunner):
         wanted = RowReading(format=weights.wire_format, scale_layout=_scale_layout(weights))
         return (*plain, wanted)
 
-    @overload
-    def run(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> RowsCombineInput: ...
-
-    @overload
-    def run(
-        self, dispatched: MaskedDispatchOutput, weights: ExpertTensors
-    ) -> MaskedCombineInput: ...
-
-    def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
+    def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         assert isinstance(weights, Fp8BlockWeights), "supports() said so"
-        self.check_record(dispatched, weights)
-        if torch.is_grad_enabled() and dispatched.hidden_states.data.requires_grad:
-            raise ConfigError(
-                "deep_gemm: rows need gradients, which its kernels do not have; use "
-                "torch.no_grad(), or unquantised experts"
-            )
-        package = _load()
-        if isinstance(dispatched, MaskedDispatchOutput):
-            return dispatched.combine_input(_compute_masked(package, dispatched, weights))
-        return dispatched.combine_input(_compute_rows(package, dispatched, weights))
+        return _compute_rows(_load(), dispatched, weights)
+
+    def _compute_masked(self, dispatched: MaskedDispatchOutput, weights: ExpertTensors) -> Tensor:
+        assert isinstance(weights, Fp8BlockWeights), "supports() said so"
+        return _compute_masked(_load(), dispatched, weights)
 
 
 def _device_reasons(weights: Fp8BlockWeights) -> list[str]:

@@ -28,7 +28,6 @@ from epcomm.fuseep.limits import (
     DISPATCH_FFN_COMBINE_LIMITS,
     FUSED_DEEP_MOE_LIMITS,
     MAX_CALL_TOKENS,
-    FuseEPLimits,
     dispatch_ffn_combine_reasons,
     dispatch_ffn_combine_window_bytes,
     fused_deep_moe_reasons,
@@ -40,6 +39,7 @@ from epcomm.fuseep.weights import DispatchFFNCombineWeights, FusedDeepMoEWeights
 from epcomm.ops.masked_entries import fill_masked_entries, has_no_expert
 from epcomm.platforms.ascend.chip import current_soc
 from epcomm.platforms.ascend.formats import nz_reasons
+from epcomm.platforms.ascend.limits import Limits
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import Int8Profile, Layout, WireDtype
@@ -88,7 +88,7 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
     mode: ClassVar[Mode] = Mode.FUSEEP
     calls: ClassVar[Mapping[str, Sequence[str]]] = _CALLS
     kind: ClassVar[type[PackedWeights]]
-    limits: ClassVar[FuseEPLimits]
+    limits: ClassVar[Limits]
     has_slot_budget: ClassVar[bool]
 
     @classmethod
@@ -248,7 +248,7 @@ class FusedDeepMoE(AscendFused[FusedDeepMoEWeights]):
 
     name: ClassVar[str] = "fused_deep_moe"
     kind: ClassVar[type[PackedWeights]] = FusedDeepMoEWeights
-    limits: ClassVar[FuseEPLimits] = FUSED_DEEP_MOE_LIMITS
+    limits: ClassVar[Limits] = FUSED_DEEP_MOE_LIMITS
     has_slot_budget: ClassVar[bool] = False
 
     @classmethod
@@ -292,7 +292,7 @@ class DispatchFFNCombine(AscendFused[DispatchFFNCombineWeights]):
     name: ClassVar[str] = "dispatch_ffn_combine"
     int8_profile: ClassVar[Int8Profile] = Int8Profile.DIVTRUNC16
     kind: ClassVar[type[PackedWeights]] = DispatchFFNCombineWeights
-    limits: ClassVar[FuseEPLimits] = DISPATCH_FFN_COMBINE_LIMITS
+    limits: ClassVar[Limits] = DISPATCH_FFN_COMBINE_LIMITS
     has_slot_budget: ClassVar[bool] = True
 
     @classmethod

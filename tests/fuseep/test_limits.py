@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from epcomm.fuseep.limits import (
     FUSED_DEEP_MOE_LIMITS,
-    FuseEPLimits,
     dispatch_ffn_combine_reasons,
     dispatch_ffn_combine_window_bytes,
     fused_deep_moe_reasons,
@@ -21,6 +20,7 @@ from epcomm.fuseep.limits import (
     max_received_rows,
 )
 from epcomm.platforms.ascend.chip import Soc
+from epcomm.platforms.ascend.limits import Limits
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.spec import BufferSpec
 from epcomm.types import WireDtype, WireFormat
@@ -179,7 +179,7 @@ def test_limits_of_sizes_are_an_argument() -> None:
     odd = replace(small, intermediate_size=100)
     found = fused_deep_moe_reasons(odd, WORLD_SIZE, soc=None, environment={}, limits=limits)
     assert found == ["2 * intermediate_size is 200, expected a multiple of 128"]
-    few = FuseEPLimits(top_k=4)
+    few = Limits(top_k=4)
     found = dispatch_ffn_combine_reasons(SPEC, WORLD_SIZE, soc=None, environment={}, limits=few)
     assert found == ["top_k is 8, at most 4"]
 

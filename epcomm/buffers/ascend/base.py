@@ -18,7 +18,7 @@ from epcomm.errors import BackendUnavailable
 from epcomm.ops.masked_entries import fill_masked_entries
 from epcomm.platforms.ascend.chip import Soc, current_soc
 from epcomm.platforms.ascend.environment import variable_reasons
-from epcomm.platforms.ascend.limits import MAX_TOP_K, SizeLimits, size_reasons, window_reasons
+from epcomm.platforms.ascend.limits import MAX_TOP_K, Limits, window_reasons
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.records import ExchangePlan, SlotIndex
@@ -58,7 +58,8 @@ class AscendBuffer(AscendCalls, VendorBuffer):
             reasons.append(f"combine carries bf16, not {spec.combine_format}")
         if spec.expert_alignment > 1:
             reasons.append("packs its rows, so expert_alignment must be 1")
-        reasons += size_reasons(spec, world_size, cls._limits(soc), soc)
+        where = "" if soc is None else f" on {soc}"
+        reasons += cls._limits(soc).reasons(spec, world_size, where)
         window = cls._window_bytes(spec, world_size, variables)
         if window is not None:
             reasons += window_reasons(window, variables)
@@ -67,7 +68,7 @@ class AscendBuffer(AscendCalls, VendorBuffer):
 
     @classmethod
     @abstractmethod
-    def _limits(cls, soc: Soc | None) -> SizeLimits:
+    def _limits(cls, soc: Soc | None) -> Limits:
         """Sizes that the kernels of this mode take."""
 
     @classmethod

@@ -30,7 +30,7 @@ from epcomm.ops.masked_entries import has_no_expert
 from epcomm.platforms.ascend.chip import Soc, current_soc
 from epcomm.platforms.ascend.limits import (
     MAX_LOCAL_EXPERTS_TIMES_RANKS,
-    SizeLimits,
+    Limits,
     low_latency_limits,
     low_latency_window_bytes,
 )
@@ -83,7 +83,7 @@ class AscendLowLatencyBuffer(AscendBuffer):
         )
 
     @classmethod
-    def _limits(cls, soc: Soc | None) -> SizeLimits:
+    def _limits(cls, soc: Soc | None) -> Limits:
         return low_latency_limits(soc)
 
     @classmethod

@@ -281,7 +281,7 @@ def test_plan_serves_up_to_the_limit_and_names_it_beyond(
         served, refused = [config_of(backend, **changes) for changes in limit.changes]
         with limits.soc(limit.chip):
             chosen = plan(served, layers[0], world_size=limit.world_size[0])
-            assert chosen.prefill.backend == backend
+            assert chosen.prefill.buffer == backend
             with pytest.raises(BackendUnavailable) as caught:
                 plan(refused, layers[1], world_size=limit.world_size[1])
         assert limit.reason in str(caught.value)
@@ -295,9 +295,9 @@ def test_without_a_chip_the_widest_limits_hold_and_ascend_is_a_family(
     config = EPConfig(backend="ascend", max_tokens_per_rank=512)
     monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", "AIV")
     chosen = plan(config, LAYER, world_size=16 // 2)
-    assert chosen.prefill.backend == NORMAL
+    assert chosen.prefill.buffer == NORMAL
     assert chosen.decode is not None
-    assert chosen.decode.backend == LOW_LATENCY
+    assert chosen.decode.buffer == LOW_LATENCY
     # Prefill has no limit of the configuration, and still one.
     assert chosen.prefill.limits()["tokens a rank"] == "at most 8192"
     assert chosen.decode.limits()["tokens a rank"] == "at most 512"

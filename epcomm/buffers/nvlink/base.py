@@ -35,6 +35,7 @@ class NVLinkHost(Buffer):
 
     needs_one_host: ClassVar[bool] = True
     needs_nvlink: ClassVar[bool] = True
+    needs_process_group: ClassVar[bool] = True
     # Receive buffers, used in turn, unless the specification asks for another number.
     num_buffers: ClassVar[int]
     # Polls of a kernel in a second: those of a GPU are timed, see peer_signals.POLL_NS; an

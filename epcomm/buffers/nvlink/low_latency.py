@@ -42,7 +42,6 @@ from epcomm.types import (
     FLOAT32_SUM_DTYPES,
     Layout,
     RowsPer,
-    WeightsAppliedBy,
     WireDtype,
     WireTensor,
 )
@@ -78,21 +77,14 @@ class NVLinkLowLatencyBuffer(ExcludingHost):
         return BufferCaps(
             layout=Layout.ROWS,
             trainable=False,
-            graph_safe=True,
             ordered=True,
             wire_dtypes=FLOAT32_SUM_DTYPES,
-            weights_applied_by=frozenset(WeightsAppliedBy),
             batches_in_flight=cls.num_buffers,
             batches_on_request=True,
             has_receive_hook=True,
-            reuses_exchange_plan=False,
             is_static=True,
-            host_syncs=0,
-            combines_once=True,
-            owns_rows=False,
             has_slot_budget=False,
             device_types=frozenset({"cuda"}),
-            needs_process_group=True,
         )
 
     @classmethod
@@ -303,7 +295,7 @@ class NVLinkLowLatencyBuffer(ExcludingHost):
         ).wait()
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
-        raise NotImplementedError("low latency has no backward (caps.reuses_exchange_plan)")
+        raise NotImplementedError("low latency has no backward (caps.trainable)")
 
     def received_rows(self) -> tuple[WireTensor, ...]:
         """Return [W * M, H] of each receive buffer, views of memory that peers write. Local."""

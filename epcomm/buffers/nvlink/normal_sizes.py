@@ -11,7 +11,7 @@ from epcomm.buffers.sizes import CallShape, Region, index_bytes, max_slots_of, s
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import Mode
 from epcomm.spec import BufferCaps, BufferSpec
-from epcomm.types import FLOAT32_SUM_DTYPES, Layout, WeightsAppliedBy
+from epcomm.types import FLOAT32_SUM_DTYPES, Layout
 
 # Sums of one source that share a signal: fences cost less than a tenth of their time.
 ITEM_ROWS = 16
@@ -47,18 +47,13 @@ class NVLinkNormalFacts(ExcludingHost):
         return BufferCaps(
             layout=Layout.ROWS,
             trainable=True,
-            graph_safe=is_static,
             ordered=True,
             wire_dtypes=FLOAT32_SUM_DTYPES,
-            weights_applied_by=frozenset(WeightsAppliedBy),
             is_static=is_static,
-            host_syncs=0 if is_static else 1,
-            owns_rows=False,
             batches_in_flight=cls.num_buffers,
             batches_on_request=True,
             reports_faults=True,
             device_types=frozenset({"cuda"}),
-            needs_process_group=True,
         )
 
     @classmethod

@@ -12,7 +12,7 @@ from epcomm.records import TopKOutput
 
 
 class RouterInput(StrEnum):
-    """What a router is called with, besides itself.
+    """A router's call has these inputs besides the router itself.
 
     TOKENS: the tokens, [T, H].   BATCH: the same as a batch of one, [1, T, H].
     CORRECTION_BIAS: what BlockLayout.correction_bias names, [E]; None where it names nothing.
@@ -87,7 +87,7 @@ def chosen_by_router(
 
 
 def find_part(block: nn.Module, field: str, name: str) -> nn.Module | Tensor:
-    """The part of a block that its layout calls `field`, by its dotted name.
+    """Return the part of a block that its layout calls `field`, by its dotted name.
 
     Raises:
         ConfigError: there is no such module, or for a correction bias no such tensor.

@@ -53,7 +53,7 @@ ENVIRONMENT_PREFIX = "EPCOMM_"
 
 
 def environment() -> Mapping[str, str]:
-    """A frozen snapshot of the environment, for backends on vendor packages."""
+    """Return a frozen snapshot of the environment, for backends on vendor packages."""
     return MappingProxyType(dict(os.environ))
 
 

@@ -115,7 +115,7 @@ class ExpertParallelExperts(nn.Module):
 
     @property
     def runner(self) -> ExpertRunner:
-        """What computes the experts between dispatch and combine.
+        """Return the runner that computes the experts between dispatch and combine.
 
         Raises:
             ConfigError: mode fuseep has none.
@@ -140,7 +140,7 @@ class ExpertParallelExperts(nn.Module):
         return self._local.of(held, computed)
 
     def expert_parameters(self) -> Mapping[str, Tensor]:
-        """The parameters that hold experts, by name below this layer. Local."""
+        """Return the parameters that hold experts, by name below this layer. Local."""
         own = dict(self.named_parameters())
         names = ((name, f"parametrizations.{name}.original") for name in self._names.values())
         return {name: own[name] for pair in names for name in pair if name in own}
@@ -165,7 +165,7 @@ class ExpertParallelExperts(nn.Module):
         super().register_parameter(name, param)
 
     def as_expert_tensor(self, tensor: Tensor) -> Tensor:
-        """This rank's experts [L, ...], if they are an ordinary tensor, as an ExpertTensor. Local.
+        """Return this rank's experts [L, ...] as an ExpertTensor if they are ordinary. Local.
 
         Shares memory. Any other tensor as it is, and any in a group without a DeviceMesh.
         """
@@ -261,12 +261,12 @@ class ExpertParallelExperts(nn.Module):
         self.path.check()
 
     def explain(self) -> str:
-        """What was chosen and rejected and why, as text."""
+        """Describe what was chosen and rejected and why."""
         chosen = self.path.chosen if isinstance(self.path, PipelinePath) else self.plan
         return chosen.explain()
 
     def stats(self) -> EPStats:
-        """Counts since construction. Local; no host sync until counts by expert are read."""
+        """Return counts since construction. Local; no host sync until counts by expert are read."""
         return self._counter.snapshot(self.path.traffic())
 
     def extra_repr(self) -> str:
@@ -295,5 +295,5 @@ class ExpertParallelExperts(nn.Module):
 
 
 def _copy_of(tensor: Tensor) -> Tensor:
-    """A copy that is contiguous, as kernels and gather_state_dict() want it."""
+    """Return a copy that is contiguous, as kernels and gather_state_dict() want it."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -84,7 +84,7 @@ class EPGroup:
         return self._mesh
 
     def __deepcopy__(self, memo: dict[int, object]) -> EPGroup:
-        """Copies of layers, such as averages of weights, share the group."""
+        """Return copies of layers, such as averages of weights, share the group."""
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -107,7 +107,7 @@ class EPGroup:
             self.collectives.bounded.timeout_s = self._timeout_s
 
     def is_news(self, text: str) -> bool:
-        """Whether this group has not been asked about `text` before; layers log it then. Local."""
+        """Tell whether this group meets `text` for the first time; layers log it then. Local."""
         is_new = text not in self._logged
         self._logged.add(text)
         return is_new
@@ -124,7 +124,7 @@ class EPGroup:
         return self._open(name, spec, buffer_class, "open_buffer")
 
     def open_fused(self, name: str, spec: BufferSpec) -> FusedBackend:
-        """The fused operator `name` for `spec`; the rest as open_buffer()."""
+        """Return the fused operator `name` for `spec`; the rest as open_buffer()."""
         return self._open(name, spec, fused_class, "open_fused")
 
     def exclude_ranks(self, ranks: Sequence[int]) -> None:

@@ -20,7 +20,7 @@ _ATTRIBUTE = "epcomm_layer"
 
 @runtime_checkable
 class ExpertParallelLayer(Protocol):
-    """What functions over a whole model need of a layer.
+    """The part of a layer that functions over a whole model need.
 
     is_decoding: calls that say nothing of the phase decode.
     """
@@ -33,7 +33,7 @@ class ExpertParallelLayer(Protocol):
         ...
 
     def stats(self) -> EPStats:
-        """Counts since construction. Local; no host sync until counts by expert are read."""
+        """Return counts since construction. Local; no host sync until counts by expert are read."""
         ...
 
     def idle(self, carry: Tensor) -> Tensor:
@@ -61,12 +61,12 @@ def put_in_front(module: nn.Module, layer: ExpertParallelLayer) -> None:
 
 
 def expert_parallel_layers(model: nn.Module) -> list[ExpertParallelLayer]:
-    """The layers of a model, in the order in which they are registered."""
+    """Return the layers of a model, in the order in which they are registered."""
     return list(named_expert_parallel_layers(model).values())
 
 
 def named_expert_parallel_layers(model: nn.Module) -> dict[str, ExpertParallelLayer]:
-    """The layers of a model by the names of their modules, in the order of registration."""
+    """Return the layers of a model by the names of their modules, in the order of registration."""
     found = {
         name: module
         if isinstance(module, ExpertParallelLayer)

@@ -34,7 +34,7 @@ class ExpertParallelMoE(nn.Module):
         parts: Mapping[str, nn.Module | Tensor],
         layout: BlockLayout = BlockLayout(),
     ) -> None:
-        """Assemble a block.
+        """Construct a block from its parts.
 
         Args:
             routing: logits to experts and weights.
@@ -167,14 +167,14 @@ class ExpertParallelMoE(nn.Module):
         self.experts.check()
 
     def explain(self) -> str:
-        """What was chosen and rejected and why, as text."""
+        """Describe what was chosen and rejected and why."""
         routing = self._router.explain()
         if self._is_chosen_by_router:
             routing = ("routing by the block's own router",)
         return "\n".join((self.experts.explain(), *routing))
 
     def stats(self) -> EPStats:
-        """Counts since construction. Local; no host sync until counts by expert are read."""
+        """Return counts since construction. Local; no host sync until counts by expert are read."""
         return self.experts.stats()
 
     def _register(self, name: str, part: nn.Module | Tensor) -> None:

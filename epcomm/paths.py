@@ -169,7 +169,7 @@ class PhaseDispatchers:
             self.decode = None if chosen.decode is None else open_phase(chosen.decode)
 
     def of_phase(self, *, decode: bool) -> AnyDispatcher:
-        """The dispatcher of a phase.
+        """Return the dispatcher of a phase.
 
         Raises:
             ConfigError: nothing serves decode; the message says what to set.

@@ -275,7 +275,7 @@ class Pending(Generic[T_co]):
 
 
 def empty_topk(top_k: int, device: torch.device) -> TopKOutput:
-    """The routing of a rank without tokens: topk_ids [0, K], topk_weights [0, K]."""
+    """Return the routing of a rank without tokens: topk_ids [0, K], topk_weights [0, K]."""
     return TopKOutput(
         topk_ids=torch.empty(0, top_k, dtype=torch.int64, device=device),
         topk_weights=torch.empty(0, top_k, dtype=torch.float32, device=device),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EPStats:
-    """What one layer on one rank has done since construction; forward passes only.
+    """Counts of what one layer on one rank has done since construction; forward passes only.
 
     num_tokens: dispatched here.   num_rows: received.   num_slots: (token, expert) pairs computed.
     max_slots: most slots of one call.
@@ -88,7 +88,7 @@ class LayerCounter:
         self._expert_slots.add_(out.num_tokens_per_expert)
 
     def snapshot(self, traffic: BufferTraffic) -> EPStats:
-        """The counts so far; later calls do not change them. Local; no host sync."""
+        """Return the counts so far; later calls do not change them. Local; no host sync."""
         return replace(self._totals, traffic=traffic, expert_slots=self._expert_slots.clone())
 
 

@@ -46,7 +46,7 @@ class WireDtype(StrEnum):
 
     @classmethod
     def from_torch(cls, dtype: torch.dtype) -> WireDtype:
-        """The wire dtype of an unquantised tensor.
+        """Return the wire dtype of an unquantised tensor.
 
         Raises:
             ConfigError: the dtype is none of bfloat16, float16, float32, float64.
@@ -71,7 +71,7 @@ _TORCH_DTYPES = {
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which elements of `dtype` are added up: float64 for float64, else float32."""
+    """Return the dtype in which elements of `dtype` are summed: float64 or float32."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
@@ -147,7 +147,7 @@ class WireFormat:
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> WireFormat:
-        """The format that sends rows of `dtype` as they are."""
+        """Return the format that sends rows of `dtype` as they are."""
         return cls(dtype=WireDtype.from_torch(dtype))
 
     def num_scales(self, hidden_size: int) -> int:

@@ -30,7 +30,7 @@ from epcomm.protocol import BatchFlags, FaultCode
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Counts:
-    """What this rank will receive.
+    """The counts of what this rank will receive.
 
     rows_from_rank: [W].   tokens_per_expert: [L], and the same as an int64 tensor on the device.
     any_flags: the flags of all ranks, or-ed.
@@ -91,7 +91,7 @@ class CountsMessage:
 
 
 def counts_bytes(num_local_experts: int) -> int:
-    """Bytes of the message for one rank, in one exchange or two."""
+    """Return the bytes of the message for one rank, in one exchange or two."""
     return MESSAGE_BYTES + 8 * max(num_local_experts - COUNTS_IN_HEADER, 0)
 
 

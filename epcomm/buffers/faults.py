@@ -47,7 +47,7 @@ _ERRORS = (
 
 
 def any_flags(flags: Sequence[int]) -> BatchFlags:
-    """The flags of all ranks, or-ed."""
+    """Return the flags of all ranks, or-ed."""
     return BatchFlags(reduce(or_, flags))
 
 
@@ -72,12 +72,12 @@ def guard_ids(
 
 
 def _is_repeated(ordered_ids: Tensor) -> Tensor:
-    """[T, K - 1]: the expert of the next entry is the same; rows are ordered."""
+    """Mark entries whose next entry names the same expert, [T, K - 1]; rows of ids are ordered."""
     return (ordered_ids[:, 1:] == ordered_ids[:, :-1]) & (ordered_ids[:, 1:] >= 0)
 
 
 def ids_error(topk_ids: Tensor, num_experts: int, rank: int, world_size: int) -> ShapeError:
-    """The detailed error of the rank whose ids are out of range. Reads the ids on the host."""
+    """Return the detailed error of a rank whose ids are out of range. Host sync: reads the ids."""
     worst = int(topk_ids.max()) if int(topk_ids.max()) >= num_experts else int(topk_ids.min())
     return ShapeError(
         f"dispatch: topk_ids holds {worst}, expected -1 or 0 to {num_experts - 1} "
@@ -86,7 +86,7 @@ def ids_error(topk_ids: Tensor, num_experts: int, rank: int, world_size: int) ->
 
 
 def repeated_ids_error(topk_ids: Tensor, rank: int, world_size: int) -> ShapeError:
-    """The detailed error of a rank that names an expert twice. Reads the ids on the host."""
+    """Return the detailed error of a rank that names an expert twice. Reads the ids on the host."""
     ordered = topk_ids.sort(dim=1).values.cpu()
     token, place = _is_repeated(ordered).nonzero()[0].tolist()
     return ShapeError(
@@ -97,7 +97,7 @@ def repeated_ids_error(topk_ids: Tensor, rank: int, world_size: int) -> ShapeErr
 
 
 def overwritten_error(backend: str, batch: int, num_batches: int, where: str) -> HandleError:
-    """The error of a combine whose rows a later batch took the memory of."""
+    """Return the error of a combine whose rows a later batch took the memory of."""
     return HandleError(
         f"combine: the rows of batch {batch} of {backend} were overwritten by batch "
         f"{batch + num_batches}, for {num_batches} may be in flight ({where}); combine a batch "
@@ -171,7 +171,7 @@ def check_gradients(flags: Sequence[int], rank: int, expert_names: Sequence[str]
 
 
 def assume_all_need_grad(flags: BatchFlags) -> BatchFlags:
-    """What a rank assumes of the others when it may not read their flags.
+    """Return the flags that a rank assumes of the others when it may not read theirs.
 
     In grad mode some rank may need any gradient, so all take part in every backward.
     """
@@ -197,7 +197,7 @@ class DeviceFaults:
 
     @property
     def entries(self) -> Tensor:
-        """[W, 2], int64, by rank: a FaultCode, and the slots that an overflow would have needed."""
+        """Return [W, 2], int64: each rank's FaultCode and the slots that an overflow needed."""
         return self._entries
 
     def note_own(self, error: EPError | None) -> None:

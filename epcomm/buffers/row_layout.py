@@ -1,4 +1,4 @@
-"""Where the parts of one travelling row lie: elements, scales, expert ids, router weights."""
+"""Lay out one travelling row: its elements, scales, expert ids and router weights."""
 
 from __future__ import annotations
 
@@ -68,29 +68,29 @@ class RowLayout:
         return align_up(self.scalars_end, ROW_ALIGNMENT_BYTES)
 
     def data(self, rows: Tensor) -> Tensor:
-        """[N, H] view of the elements."""
+        """Return the elements as a view [N, H]."""
         return rows[:, : self.data_end].view(self.format.dtype.torch_dtype)
 
     def scales(self, rows: Tensor) -> Tensor | None:
-        """[N, num_scales] view of the scales, or None."""
+        """Return the scales as a view [N, num_scales], or None."""
         if self.format.scale_dtype is None:
             return None
         return rows[:, self.scales_at : self.scales_end].view(self.format.scale_dtype)
 
     def ids(self, rows: Tensor) -> Tensor:
-        """[N, K] int32 view of the ids."""
+        """Return the ids as a view [N, K], int32."""
         return rows[:, self.ids_at : self.ids_at + 4 * self.top_k].view(torch.int32)
 
     def scalars(self, rows: Tensor) -> Tensor:
-        """[N, K] view of the scalars, scalar_dtype."""
+        """Return the scalars as a view [N, K], scalar_dtype."""
         return rows[:, self.scalars_at : self.scalars_end].view(self.scalar_dtype)
 
     def first_words(self, rows: Tensor) -> Tensor:
-        """[N] int32 view of the first four bytes of the scalars, for rows that are headers."""
+        """Return the scalars' first four bytes, a view [N], int32, for rows that are headers."""
         return rows[:, self.scalars_at : self.scalars_at + 4].view(torch.int32)[:, 0]
 
     def wire_tensor(self, rows: Tensor) -> WireTensor:
-        """The elements and scales of received rows, in place."""
+        """Return the elements and scales of received rows, in place."""
         return WireTensor(data=self.data(rows), format=self.format, scales=self.scales(rows))
 
     def pack_tokens(
@@ -148,7 +148,7 @@ class RowLayout:
 
 
 def _movable(tensor: Tensor) -> Tensor:
-    """A view of what torch cannot index: 8-bit floats as bytes."""
+    """Return a view of what torch cannot index: 8-bit floats as bytes."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 

@@ -121,12 +121,12 @@ def rows_region(name: str, row_bytes: int, *, per_token: int, max_rows: int | No
 
 
 def slot_weight_bytes(spec: BufferSpec) -> int:
-    """Bytes of the router weight of a slot."""
+    """Return the bytes of the router weight of a slot."""
     return spec.combine_format.dtype.scalar_dtype.itemsize
 
 
 def index_region(spec: BufferSpec, *, rows_per_token: int, max_rows: int | None) -> Region:
-    """The expert-major index over R received rows, see index_bytes."""
+    """Return the expert-major index over R received rows, see index_bytes."""
     row_bytes = ROW_SLOT_BYTES * spec.top_k + ROW_OFFSET_BYTES
     slot_bytes = SLOT_INDEX_BYTES + slot_weight_bytes(spec) + SLOT_MEMBER_BYTES
     max_bytes = None
@@ -145,7 +145,7 @@ def index_region(spec: BufferSpec, *, rows_per_token: int, max_rows: int | None)
 
 
 def slot_regions(spec: BufferSpec, *, row_bytes: int, max_rows: int | None) -> tuple[Region, ...]:
-    """What the runner makes of R rows: packed slots and a result for each.
+    """Return the bytes that the runner makes of R rows: packed slots and a result for each.
 
     Args:
         spec: of the buffer.

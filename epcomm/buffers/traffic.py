@@ -20,7 +20,7 @@ class BufferTraffic:
     control_bytes: int = 0
 
     def __add__(self, other: BufferTraffic) -> BufferTraffic:
-        """Sums by kind."""
+        """Return the sums by kind."""
         return BufferTraffic(
             dispatch_bytes=self.dispatch_bytes + other.dispatch_bytes,
             combine_bytes=self.combine_bytes + other.combine_bytes,
@@ -49,7 +49,7 @@ class TrafficMeter:
         self._add("control_bytes", rows_to_rank, row_bytes)
 
     def snapshot(self) -> BufferTraffic:
-        """The sums so far."""
+        """Return the sums so far."""
         return BufferTraffic(**self._bytes)
 
     def _add(self, kind: str, rows_to_rank: Sequence[int], row_bytes: int) -> None:

@@ -145,7 +145,7 @@ class Collectives(ABC):
     def _gather_json(
         self, records: Sequence[Mapping[str, Scalar]], phase: str
     ) -> list[list[dict[str, Scalar]]]:
-        """What all ranks pass here, by rank; most often in one exchange behind the header."""
+        """Gather what all ranks pass, by rank; most often in one exchange behind the header."""
         if self.bounded is not None:
             self.calls.exchange_headers(CallSign(kind=CallKind.RECORDS), phase=phase)
             phase = f"{phase}, records"
@@ -160,7 +160,7 @@ class Collectives(ABC):
         return [json.loads(text[_LENGTH_BYTES:]) for text in texts]
 
     def _gather_bytes(self, message: bytes, phase: str) -> list[bytes]:
-        """The messages of all ranks, by rank, of one length."""
+        """Return the messages of all ranks, by rank, of one length."""
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self.device)
         gathered = self.all_gather(mine, phase=phase).cpu().numpy()
         return [gathered[rank].tobytes() for rank in range(self.world_size)]
@@ -188,7 +188,7 @@ def check_sendable(tensor: Tensor, device: torch.device) -> None:
 
 
 def receiving(out: Tensor | None, send: Tensor, num_rows: int) -> Tensor:
-    """Where `num_rows` rows like those of `send` go: `out` if it fits, else new memory.
+    """Return the memory of `num_rows` rows like those of `send`: `out` if it fits, else new memory.
 
     Raises:
         ShapeError: `out` is given and has another shape or dtype, or is not contiguous.

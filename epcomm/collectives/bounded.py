@@ -51,7 +51,7 @@ class FailureBoard(ABC):
 
     @abstractmethod
     def read(self) -> Mapping[int, str] | None:
-        """The reports so far, by rank; None if the board does not answer. Local.
+        """Return the reports so far, by rank; None if the board does not answer. Local.
 
         Called every SLICE_S of a wait, nearly always when there are none: make that cheap. Called
         once after the first exchange, when every rank has constructed its board.
@@ -60,7 +60,7 @@ class FailureBoard(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class _Report:
-    """What a rank says when it cannot go on.
+    """The message that a rank leaves for the others when it cannot go on.
 
     exchange: number of collectives run so far.   call: number of those with the same phase.
     waited_s: how long it had waited.
@@ -179,7 +179,7 @@ class BoundedWait:
         )
 
     def _collect(self, deadline_s: float) -> dict[int, _Report] | None:
-        """The other ranks' reports, waiting for them as long as it makes sense; None: no board.
+        """Return the other ranks' reports, awaited as long as it makes sense; None: no board.
 
         After an early break of the transport that is until the deadline, since a rank that is busy
         computing can report only when it arrives. It is only GRACE_S once the deadline has passed,
@@ -218,7 +218,7 @@ class BoundedWait:
     def _explain(
         self, own: _Report, others: Mapping[int, _Report], *, is_known: bool
     ) -> tuple[str, str]:
-        """What happened, and what to do about it."""
+        """Say in one sentence what happened and what to do about it."""
         blamed = own.gave_up_on or ()
         if self._rank in blamed:
             impatient = [r for r, other in others.items() if self._rank in (other.gave_up_on or ())]
@@ -247,7 +247,7 @@ class BoundedWait:
 
 
 def _first_sentence(error: RuntimeError) -> str:
-    """`Connection closed by peer [10.0.0.1]:2000`, without source file and further advice."""
+    """Return `Connection closed by peer [10.0.0.1]:2000`, without source file and advice."""
     line = str(error).partition("\n")[0]
     if line.startswith("[/"):
         line = line.partition("] ")[2]

@@ -41,7 +41,7 @@ _MODES = tuple(Mode)
 
 
 class CallKind(IntEnum):
-    """What a rank is about to do with all others."""
+    """The call that a rank is about to make with all others."""
 
     RECORDS = 1
     DISPATCH = 2
@@ -56,7 +56,7 @@ class CallKind(IntEnum):
 
     @property
     def phase(self) -> str:
-        """What the exchange of headers is called where a rank waits in it in vain."""
+        """Name the exchange of headers for messages about a rank that waits in it in vain."""
         return "dispatch counts" if self is CallKind.DISPATCH else f"{self.text} calls"
 
 
@@ -84,7 +84,7 @@ class CallSign:
 
 
 class HeaderBoard(Protocol):
-    """What carries headers in place of the transport, where there is something faster."""
+    """A HeaderBoard carries headers in place of the transport, where there is something faster."""
 
     def exchange(self, message: Tensor, *, phase: str) -> Tensor:
         """Move row r of [W, words], int64, to rank r; return the rows for this one, by source."""
@@ -96,7 +96,7 @@ class HeaderBoard(Protocol):
 
 
 class Transport(Protocol):
-    """What CallOrder needs of Collectives."""
+    """The part of Collectives that CallOrder needs."""
 
     rank: int
     world_size: int
@@ -131,7 +131,7 @@ class CallOrder:
 
     @property
     def has_board(self) -> bool:
-        """Whether headers travel over a board and not as rows of the transport."""
+        """Tell whether headers travel over a board and not as rows of the transport."""
         return self._board is not None
 
     def use(self, board: HeaderBoard) -> None:
@@ -148,12 +148,12 @@ class CallOrder:
             self._board = None
 
     def add_buffer(self, name: str) -> int:
-        """The number of a new buffer. All ranks open the same ones in the same order."""
+        """Return the number of a new buffer. All ranks open the same ones in the same order."""
         self._buffers.append(name)
         return len(self._buffers)
 
     def add_dispatcher(self, mode: Mode) -> int:
-        """The number of a new dispatcher, as add_buffer()."""
+        """Return the number of a new dispatcher, as add_buffer()."""
         self._dispatchers.append(_MODES.index(mode))
         return len(self._dispatchers)
 
@@ -169,7 +169,7 @@ class CallOrder:
         return [*who, 0, flags, num_rows]
 
     def message(self, words: Sequence[int], num_words: int = MESSAGE_WORDS) -> Tensor:
-        """[W, num_words], int64, on the device: `words`, then zeros. Host sync: none."""
+        """Return `words`, then zeros, as [W, num_words], int64, on the device. Host sync: none."""
         collectives = self._collectives
         message = torch.zeros(
             collectives.world_size, num_words, dtype=torch.int64, device=collectives.device
@@ -260,7 +260,7 @@ class CallOrder:
         )
 
     def _name(self, call: tuple[int, ...]) -> str:
-        """`combine of dispatcher 2 (low_latency, buffer 2: collective_static, batch 5)`."""
+        """Return `combine of dispatcher 2 (low_latency, buffer 2: collective, batch 5)`."""
         kind, _, buffer, dispatcher, batch, _ = call
         details = []
         if _mode_of(call) is not None:

@@ -72,7 +72,7 @@ class StoreFailureBoard(FailureBoard):
             self._reports = {rank: store.get(str(rank)).decode() for rank in posted}
 
     def _within_limit(self, call: Callable[[], None]) -> bool:
-        """Whether the store answered; not, while an earlier call still waits for an answer."""
+        """Tell whether the store answered; it does not while an earlier call still waits for it."""
         is_waiting = self._thread is not None and self._thread.is_alive()
         if self._is_lost or is_waiting:
             return False
@@ -106,7 +106,7 @@ class StoreFailureBoard(FailureBoard):
 
 
 def _port_of(store: Store) -> int | None:
-    """Where a TCPStore is served; None of another store."""
+    """Return the address at which a TCPStore is served, or None for another store."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store.port if isinstance(store, TCPStore) else None

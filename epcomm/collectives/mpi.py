@@ -167,7 +167,7 @@ class MpiCollectives(Collectives):
             row.Free()  # an exchange that still needs it keeps it
 
     def _open(self, phase: str) -> MPI.Intracomm:
-        """The duplicate, made by the first collective."""
+        """Return the duplicate, which the first collective makes."""
         if self._is_closed:
             raise HandleError(f"{phase}: the EPGroup is closed ({self._where}); make a new one")
         if self._duplicate is None:
@@ -261,7 +261,7 @@ def _tag_key() -> int:
 
 
 def _next_tag(communicator: MPI.Comm) -> int:
-    """A tag for reports: equal on all ranks, since they make duplicates in one order."""
+    """Return a tag for reports: equal on all ranks, since they make duplicates in one order."""
     number = communicator.Get_attr(_tag_key()) or 0
     communicator.Set_attr(_tag_key(), number + 1)
     return _HIGHEST_TAG - number % _NUM_TAGS

@@ -187,7 +187,7 @@ def _step_of(work: dist.Work) -> Step:
 
 
 def _backend_of(process_group: dist.ProcessGroup) -> str:
-    """Its backend; of several, as init_process_group makes by default, that of the accelerator."""
+    """Return the group's backend; of several, as init_process_group makes, the accelerator's."""
     backend = str(dist.get_backend(process_group))
     if backend in _DEVICE_OF_BACKEND:
         return backend

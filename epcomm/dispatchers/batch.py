@@ -35,7 +35,7 @@ class Batch:
 
 
 def flags_of(inputs_need_grad: bool, experts_need_grad: NeedGrad) -> BatchFlags:
-    """The flags of a batch in grad mode."""
+    """Return the flags of a batch in grad mode."""
     flags = BatchFlags.GRAD_ENABLED
     if inputs_need_grad:
         flags |= BatchFlags.INPUTS_NEED_GRAD

@@ -32,7 +32,7 @@ def find_call_error(
     *,
     backend_limit: int | None = None,
 ) -> EPError | None:
-    """The first fault of a dispatch call, from shapes and dtypes alone: no host sync.
+    """Return the first fault of a dispatch call, from shapes and dtypes alone: no host sync.
 
     A floating dtype serves where another is expected: the caller casts.
 
@@ -79,7 +79,7 @@ def find_combine_error(
     *,
     layout: Layout = Layout.ROWS,
 ) -> EPError | None:
-    """The first fault of a combine call: its kind, its handle, its rows. No host sync.
+    """Return the first fault of a combine call: its kind, its handle, its rows. No host sync.
 
     owner: the dispatcher that was called.
     """
@@ -121,7 +121,7 @@ def find_combine_error(
 
 
 def needs_gradients(hidden_states: Tensor, topk: TopKOutput, experts_need_grad: NeedGrad) -> bool:
-    """Whether a call asks for gradients in grad mode; what is wrong with it is found elsewhere."""
+    """Tell whether a call asks for gradients in grad mode; its faults are found elsewhere."""
     if isinstance(experts_need_grad, Mapping):
         experts_need_grad = any(experts_need_grad.values())
     inputs = (hidden_states, getattr(topk, "topk_weights", None))
@@ -129,7 +129,7 @@ def needs_gradients(hidden_states: Tensor, topk: TopKOutput, experts_need_grad: 
 
 
 def open_exchange_plan_of(combine_input: object, owner: object) -> ExchangePlan | None:
-    """The exchange plan of a refused combine input of `owner`, or None if that is unknown."""
+    """Return the exchange plan of a refused combine input of `owner`, or None if unknown."""
     handle = getattr(combine_input, "handle", None)
     if not isinstance(handle, Handle):
         return None
@@ -141,7 +141,7 @@ def open_exchange_plan_of(combine_input: object, owner: object) -> ExchangePlan 
 
 
 def unready_error(problem: Exception, where: str, *, function: str = "dispatch") -> EPError:
-    """What stands for an error of a rank's own, before it could send rows, on that rank."""
+    """Return the code of an error that a rank met before it could send rows."""
     return EPError(
         f"{function}: {type(problem).__name__} before any rows were sent ({where}): {problem}"
     )
@@ -170,7 +170,7 @@ def _kind_of(value: object) -> str:
 
 
 def _unusual(tensor: Tensor) -> tuple[str, str] | None:
-    """What makes a tensor no plain strided one, and the remedy; its shape may not be asked then."""
+    """Say what makes a tensor no plain strided one, and the remedy; its shape may not be asked."""
     if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested:
         return None
     if tensor.is_nested:
@@ -185,7 +185,7 @@ def _unusual(tensor: Tensor) -> tuple[str, str] | None:
 def _mismatch(
     name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device
 ) -> tuple[str, str] | None:
-    """What is wrong with a tensor, and the remedy; None if nothing is."""
+    """Say what is wrong with a tensor, and the remedy; None if nothing is."""
     if not isinstance(tensor, Tensor):
         return f"{name} is {_kind_of(tensor)}, expected a tensor {shape}", "pass one"
     unusual = _unusual(tensor)

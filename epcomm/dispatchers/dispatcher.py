@@ -149,7 +149,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         return self._record(pending.wait(), batch, number)
 
     def _is_untold(self, number: int) -> bool:
-        """Whether no rank has heard of call `number`, in which this rank has failed, nor waits."""
+        """Tell whether no rank heard of, or waits for, call `number`, in which this rank failed."""
         return self._buffer.counts_calls and self._calls.next_batch == number
 
     def _prepare(

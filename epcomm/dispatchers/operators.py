@@ -53,7 +53,7 @@ class _DispatchOn:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Arrival:
-    """What a dispatch returns beside its plan and its tensors; `rows` is without elements."""
+    """The fields that a dispatch returns beside its plan and tensors; `rows` has no elements."""
 
     rows: WireTensor
     index: SlotIndex
@@ -108,7 +108,7 @@ def combine(rows: Tensor, slot_weights: Tensor | None, call: CombineCall) -> Ten
 
 
 def _is_watched() -> bool:
-    """Whether a mode sees operators that is more than one for tensors without data.
+    """Tell whether a mode sees operators that is more than one for tensors without data.
 
     A tensor without data has nothing that a policy could save, and the operators no kernel for it.
     """

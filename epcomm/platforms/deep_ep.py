@@ -127,7 +127,7 @@ def _advice_for(name: str) -> str:
 
 
 def _defined_names(folder: Path) -> set[str]:
-    """The classes and functions, methods included, that the sources of a package define."""
+    """Return the classes and functions, methods included, that the sources of a package define."""
     return {name for path in folder.rglob("*.py") for name in _names_in(path.read_bytes())}
 
 

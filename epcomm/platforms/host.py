@@ -32,7 +32,7 @@ def memory_left(processes: Path = Path("/proc"), groups: Path = _GROUPS) -> int 
 
 
 def _own_groups(processes: Path, groups: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """The control groups that this process is in, and all that those are in."""
+    """Return the control groups that this process is in, and all that those are in."""
     try:
         lines = (processes / "self/cgroup").read_text().splitlines()
     except OSError:

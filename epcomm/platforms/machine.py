@@ -43,7 +43,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The machine that runs this process."""
+    """Return the machine that runs this process."""
     return Machine(
         find_version=_find_version,
         find_folder=_find_folder,

@@ -229,7 +229,7 @@ def check_weight_gradients(env: LayerEnv, layer: Layer, *expected: OracleResult)
 
 
 def check_activation(env: LayerEnv, name: str, *, has_bias: bool) -> None:
-    """Other experts than SwiGLU, with biases, transposed and interleaved where the kind is so."""
+    """Test experts other than SwiGLU, with biases, transposed and interleaved if the kind is so."""
     spec = env.adapted(PLAIN)
     weights = make_weights(
         spec,
@@ -318,7 +318,7 @@ def check_checkpointing(env: LayerEnv) -> None:
 
 
 def check_rank_without_gradients(env: LayerEnv) -> None:
-    """Inputs of the last rank need no gradient; its experts and all others still get theirs."""
+    """Check that experts get gradients where the last rank's inputs need none."""
     spec, world_size = env.adapted(PLAIN), env.group.world_size
     weights = env.weights(spec)
     layer = env.make_layer(weights, spec.num_topk(world_size))
@@ -373,7 +373,7 @@ def check_frozen_experts(env: LayerEnv) -> None:
 
 
 def check_inference(env: LayerEnv) -> None:
-    """Under no_grad the same output, and no graph."""
+    """Check that no_grad gives the same output and no graph."""
     spec, world_size = env.adapted(PLAIN), env.group.world_size
     weights = env.weights(spec)
     layer = env.make_layer(weights, spec.num_topk(world_size))

@@ -31,7 +31,7 @@ class LocalExperts:
         self.gradient_factor = 1.0
 
     def of(self, held: Sequence[Tensor], computed: Collection[int] = ()) -> ExpertTensors:
-        """The experts, live. Local.
+        """Return the experts, live. Local.
 
         Args:
             held: tensors in the order of the roles.
@@ -103,6 +103,6 @@ def _piece(tensor: Tensor) -> Tensor:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The piece of a DTensor, differentiable; any other tensor as it is."""
+    """Return the piece of a DTensor, differentiable; any other tensor as it is."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()

@@ -150,7 +150,7 @@ class _EightBitWeights(ExpertTensors):
         )
 
     def dequantized(self) -> dict[str, Tensor]:
-        """gate_up_proj and down_proj in float32."""
+        """Return gate_up_proj and down_proj in float32."""
         return {
             "gate_up_proj": self._dequantize(self.gate_up_proj, self.gate_up_scale),
             "down_proj": self._dequantize(self.down_proj, self.down_scale),
@@ -159,19 +159,19 @@ class _EightBitWeights(ExpertTensors):
     @staticmethod
     @abstractmethod
     def _scale_shape(num_experts: int, num_rows: int, num_columns: int) -> list[int]:
-        """Of the scales of [E, N, K]."""
+        """Return the shape of the scales of [E, N, K]."""
 
     @staticmethod
     @abstractmethod
     def _quantize(
         matrices: Tensor, scales: ScaleDtype = ScaleDtype.FLOAT32
     ) -> tuple[Tensor, Tensor]:
-        """[E, N, K] to codes and scales."""
+        """Quantise [E, N, K] to codes and scales."""
 
     @staticmethod
     @abstractmethod
     def _dequantize(codes: Tensor, scales: Tensor) -> Tensor:
-        """The inverse, in float32."""
+        """Return the dequantised matrices, in float32."""
 
 
 class Fp8BlockWeights(_EightBitWeights):
@@ -266,7 +266,7 @@ def _scale_dtype(caller: str, scales: ScaleDtype | ScaleDtypeName) -> ScaleDtype
 
 
 def _scale_of(amax: Tensor, largest_code: float) -> Tensor:
-    """What brings the largest magnitude to the largest code; of zeros, anything but 0.
+    """Return what brings the largest magnitude to the largest code; for zeros, anything but 0.
 
     NaN where that magnitude is infinite or NaN: a scale of infinity would make NaN of zeros alone.
     """
@@ -275,7 +275,7 @@ def _scale_of(amax: Tensor, largest_code: float) -> Tensor:
 
 
 def _power_of_two_of(amax: Tensor) -> Tensor:
-    """The smallest power of two, float32, by which the largest magnitude fits into 448.
+    """Return the smallest power of two, float32, by which the largest magnitude fits into 448.
 
     NaN where that magnitude is infinite or NaN, which have no exponent.
     """

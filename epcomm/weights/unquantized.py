@@ -17,7 +17,7 @@ from epcomm.types import WireFormat
 
 
 class Activation(StrEnum):
-    """What happens between the two matrices of an expert.
+    """The function between the two matrices of an expert.
 
     SWIGLU: silu(gate) * up.
     CLAMPED_SWIGLU: g * sigmoid(alpha * g) * (u + 1) with g = min(gate, limit) and
@@ -33,13 +33,13 @@ class Activation(StrEnum):
 
     @property
     def is_gated(self) -> bool:
-        """Whether the first matrix yields gate and up."""
+        """Tell whether the first matrix yields gate and up."""
         return self is not Activation.RELU2
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertFormat:
-    """How expert matrices are stored and what lies between them.
+    """The layout of expert matrices and the activation between them.
 
     is_transposed: matrices are [E, in, out] instead of [E, out, in].
     is_interleaved: gate and up columns alternate instead of gate first, then up.
@@ -73,21 +73,21 @@ class ExpertTensors(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are there, by field name; the first dimension of each is E."""
+        """Return the tensors that are there, by field name; the first dimension of each is E."""
 
     @abstractmethod
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
-        """The same kind of experts, of which these are the tensors."""
+        """Return the same kind of experts, of which these are the tensors."""
 
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """Of the hidden states that these experts take and return."""
+        """Return the dtype of the hidden states that these experts take and return."""
 
     @property
     @abstractmethod
     def wire_format(self) -> WireFormat:
-        """How hidden states best come to them."""
+        """Return the wire format in which hidden states best come to these experts."""
 
     @property
     @abstractmethod
@@ -106,11 +106,11 @@ class ExpertTensors(ABC):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether any tensor needs gradients."""
+        """Tell whether any tensor needs gradients."""
         return any(tensor.requires_grad for tensor in self.tensors().values())
 
     def shard(self, rank: int, world_size: int) -> Self:
-        """The experts of one rank, as views; which these are, epcomm/sharding/shards.py says.
+        """Return the experts of one rank as views; epcomm/sharding/shards.py says which these are.
 
         Raises:
             ConfigError: E is no multiple of W.
@@ -128,7 +128,7 @@ class ExpertTensors(ABC):
         )
 
     def exchanged(self, tensors: Mapping[str, Tensor]) -> Self:
-        """The same experts, of other tensors that are known to be as these are; checks nothing."""
+        """Return the same experts of other tensors, known to be as these are; checks nothing."""
         other = copy(self)
         vars(other).update(tensors)
         return other
@@ -159,7 +159,7 @@ class ExpertWeights(ExpertTensors):
                 )
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are there, by field name."""
+        """Return the tensors that are there, by field name."""
         named = {
             "gate_up_proj": self.gate_up_proj,
             "down_proj": self.down_proj,
@@ -188,11 +188,11 @@ class ExpertWeights(ExpertTensors):
         return self.down_proj.shape[1 if self.format.is_transposed else 2]
 
     def gate_up_matrices(self) -> Tensor:
-        """[E, H, 2I] view, ready to be multiplied from the right."""
+        """Return the first matrices as a view [E, H, 2I], ready to be multiplied from the right."""
         return self.gate_up_proj if self.format.is_transposed else self.gate_up_proj.transpose(1, 2)
 
     def down_matrices(self) -> Tensor:
-        """[E, I, H] view, ready to be multiplied from the right."""
+        """Return the second matrices as a view [E, I, H], ready to be multiplied from the right."""
         return self.down_proj if self.format.is_transposed else self.down_proj.transpose(1, 2)
 
     def _check_shapes(self) -> None:

@@ -412,7 +412,6 @@ def disagreeing(name: str, **changes: object) -> Bad:
 
 CONFIG_FAULTS = [
     disagreeing("another M", max_tokens_per_rank=6),
-    disagreeing("another expert_alignment", expert_alignment=4),
     disagreeing("another check_calls", check_calls=True),
     disagreeing("another deterministic", deterministic=True),
     disagreeing("another dispatch_dtype", dispatch_dtype="fp8_e4m3"),

@@ -1,9 +1,12 @@
 """Low latency: faults wait on the device, every rank hears of them, and the group stays usable."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from epcomm import (
+    BackendUnavailable,
     CapacityError,
     ConfigError,
     DeepEPLowLatencyDispatcher,
@@ -21,7 +24,7 @@ from epcomm.testing.oracle import relative_error, run_oracle
 
 MAX_TOKENS = 6
 SPEC = BatchSpec(tokens_of_rank=lambda rank, size: MAX_TOKENS, choose_ids=random_ids)
-CONFIG = EPConfig(max_tokens_per_rank=MAX_TOKENS)
+CONFIG = EPConfig(backend="collective", max_tokens_per_rank=MAX_TOKENS)
 
 
 def open_dispatcher(group: EPGroup, config: EPConfig = CONFIG) -> DeepEPLowLatencyDispatcher:
@@ -105,7 +108,7 @@ def test_a_fault_of_one_rank_reaches_all(name: str) -> None:
 @pytest.mark.ranks(4)
 def test_check_calls_raises_in_the_call_itself() -> None:
     with EPGroup() as group, torch.no_grad():
-        config = EPConfig(max_tokens_per_rank=MAX_TOKENS, check_calls=True)
+        config = replace(CONFIG, check_calls=True)
         dispatcher = open_dispatcher(group, config)
         x, topk = good_inputs(group)
         if group.rank == 2:
@@ -160,8 +163,8 @@ def test_grad_mode_may_differ_where_there_are_no_gradients() -> None:
 
 @pytest.mark.ranks(4)
 def test_low_latency_without_a_limit_names_it() -> None:
-    with EPGroup() as group, pytest.raises(ConfigError, match="set max_tokens_per_rank"):
-        open_dispatcher(group, EPConfig())
+    with EPGroup() as group, pytest.raises(BackendUnavailable, match="set max_tokens_per_rank"):
+        open_dispatcher(group, replace(CONFIG, max_tokens_per_rank=None))
 
 
 @pytest.mark.ranks(4)

@@ -48,5 +48,5 @@ def test_device_is_asked_for_its_shared_memory(monkeypatch: pytest.MonkeyPatch) 
 def test_matrices_are_never_copied() -> None:
     matrices = torch.zeros(2, 3, 4)
     assert rows_of(matrices).data_ptr() == matrices.data_ptr()
-    with pytest.raises(AssertionError, match="records of weights refuse others"):
+    with pytest.raises(AssertionError, match="records of weights refuse other strides"):
         rows_of(matrices.transpose(1, 2))

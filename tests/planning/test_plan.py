@@ -121,6 +121,7 @@ def test_a_backend_named_in_mode_auto_is_asked_for_both_phases(
         monkeypatch.setattr(kind, "probe", lambda environment: Availability(ok=True))
         monkeypatch.setattr(kind, "lacks", lambda mode, spec, world_size: ())
         monkeypatch.setattr(kind, "needs_one_host", False)
+    monkeypatch.setenv("HCCL_BUFFSIZE", "1024")
     spec = replace(SPEC, hidden_size=2048)
     chosen = plan(EPConfig(backend=backend, max_tokens_per_rank=16), spec, world_size=4)
     assert chosen.decode is not None

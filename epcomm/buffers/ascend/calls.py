@@ -165,7 +165,7 @@ def slots_to_ranks(topk_ids: Tensor, num_experts: int, world_size: int) -> Tenso
 
 
 def _settings(variables: Mapping[str, str]) -> dict[str, str | int]:
-    """What the variables and the chip decide, and must be equal on all ranks."""
+    """Return what the variables and the chip decide, and must be equal on all ranks."""
     rounds = rounds_of(variables)
     return {
         "chip": str(current_soc()),

@@ -56,7 +56,7 @@ def weights_argument(weights: Tensor) -> Tensor:
 
 
 def as_wire(received: Rows, wire_format: WireFormat) -> WireTensor:
-    """The inverse, of what dispatch() returned."""
+    """Return the inverse, of what dispatch() returned."""
     if isinstance(received, Tensor):
         return WireTensor(data=received, format=wire_format)
     data, scales = received

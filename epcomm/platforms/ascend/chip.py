@@ -23,7 +23,7 @@ DEVICE_NAMES = MappingProxyType({Soc.A2: "Ascend910B", Soc.A3: "Ascend910_93", S
 
 
 def soc_of(device_name: str) -> Soc | None:
-    """The chip of a device such as `Ascend910_9392`, or None of another kind."""
+    """Return the chip of a device such as `Ascend910_9392`, or None of another kind."""
     lowered = device_name.lower()
     return next(
         (soc for soc, name in DEVICE_NAMES.items() if lowered.startswith(name.lower())), None
@@ -31,7 +31,7 @@ def soc_of(device_name: str) -> Soc | None:
 
 
 def device_name() -> str | None:
-    """The device of this process, as torch_npu names it; None where there is none.
+    """Return the device of this process, as torch_npu names it; None where there is none.
 
     Local; torch_npu is asked only if somebody has imported it, and then starts its device.
     """
@@ -48,6 +48,6 @@ def is_torch_npu_imported() -> bool:
 
 
 def current_soc() -> Soc | None:
-    """The chip of this process; None where it is unknown, as when a plan is made elsewhere."""
+    """Return the chip of this process; None where it is unknown, as in a plan made elsewhere."""
     name = device_name()
     return None if name is None else soc_of(name)

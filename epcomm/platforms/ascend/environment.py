@@ -73,7 +73,7 @@ class Rounds:
 
 
 def window_mib(variables: Mapping[str, str]) -> Setting:
-    """The size of the HCCL window in MiB, and the variable that counts."""
+    """Return the size of the HCCL window in MiB, and the variable that counts."""
     name = next((name for name in _WINDOW if name in variables), _WINDOW[1])
     # HCCL's own limit is not known; no window has 2**31 MiB.
     return _integer(variables, name, range(1, 2**31), _DEFAULT_WINDOW_MIB)
@@ -95,7 +95,7 @@ def current_rounds() -> Rounds:
 
 
 def rounds_reasons(variables: Mapping[str, str]) -> list[str]:
-    """Rounds that the package would not take."""
+    """Return rounds that the package would not take."""
     rounds, tokens, in_combine = _round_settings(variables)
     reasons = [each.reason for each in (rounds, tokens, in_combine) if each.reason is not None]
     for name, other in ((_NUM_ROUNDS, _ROUND_TOKENS), (_ROUND_TOKENS, _NUM_ROUNDS)):
@@ -111,7 +111,7 @@ def rounds_reasons(variables: Mapping[str, str]) -> list[str]:
 
 
 def _round_settings(variables: Mapping[str, str]) -> list[Setting]:
-    """Rounds, tokens of each, and whether combine has them too."""
+    """Return the rounds, the tokens of each, and whether combine has them too."""
     return [
         _integer(variables, _NUM_ROUNDS, range(1, 257), 1),
         _integer(variables, _ROUND_TOKENS, range(32, _MAX_ROUND_TOKENS + 1), _MAX_ROUND_TOKENS),

@@ -78,7 +78,7 @@ def nz_reasons(device: torch.device) -> list[str]:
 
 
 def to_nd(matrices: Tensor) -> Tensor:
-    """The same values, row-major: the inverse of to_nz()."""
+    """Return the same values, row-major: the inverse of to_nz()."""
     if not has_kernel(_CAST, matrices.device):
         return matrices
     return torch.ops.npu.npu_format_cast(matrices, ACL_FORMAT_ND)

@@ -1,10 +1,12 @@
-"""Measure FP8 experts on a Hopper GPU: two grouped products, SwiGLU, the second quantisation.
+"""Measure eight-bit experts on a GPU: two grouped products, SwiGLU, the second quantisation.
 
     python -m benchmarks.bench_gemm --output gemm.json
+    python -m benchmarks.bench_gemm --format int8 --output gemm_int8.json
 
 The alternative in the same run is BF16: grouped_mm, silu(gate) * up, grouped_mm. Results of the
-kernels are compared with float32 products of the same codes first, or the program ends without a
-number. Rows come quantised, through an index, as a buffer hands them out.
+kernels are compared with products of the same codes first, in float32 or exact ones of INT8, or the
+program ends without a number. FP8 is measured on a Hopper GPU. Rows come quantised, through an
+index, as a buffer hands them out.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -28,21 +32,36 @@ from benchmarks.measuring.machine_facts import describe_hardware, describe_versi
 from benchmarks.measuring.timing import EventClock, Percentiles, captured
 from epcomm import (
     Fp8BlockWeights,
+    Int8ChannelWeights,
     MaskedDispatchOutput,
     RowsDispatchOutput,
     WireTensor,
 )
 from epcomm.ops.slots import build_slot_index
-from epcomm.quantization import FP8_FLOAT32_SCALES, dequantize, quantize
+from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN, dequantize, quantize
 from epcomm.records import ExchangePlan, Handle
 from epcomm.runners.fp8_triton import Fp8TritonRunner
 from epcomm.runners.fp8_wgmma import Fp8WgmmaRunner
-from epcomm.types import WeightsAppliedBy
+from epcomm.runners.int8_triton import Int8TritonRunner
+from epcomm.types import WeightsAppliedBy, WireFormat
+from epcomm.weights.unquantized import ExpertWeights
 
 # Two FP8 products of the same codes, in float32 by cuBLAS and on tensor cores with some 14 bits.
 TOLERANCE = 0.01
+# Relative, of bfloat16 results: half a unit in the last place, 2**-8, and where an activation lies
+# within float32 rounding of the middle between two codes, one step of some hundred in one of I.
+INT8_TOLERANCE = 0.005
+# Bytes a slot and column of I between the INT8 products: float32 written and read, codes written.
+HIDDEN_BYTES = 9
 # MASKED rows have capacity for so many times what comes.
 MASKED_CAPACITY = 33
+
+
+class Format(StrEnum):
+    """What the experts are held in."""
+
+    FP8 = "fp8"
+    INT8 = "int8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +74,7 @@ class Size:
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of all matrices in FP8."""
+        """Return the bytes of all matrices in eight bits."""
         return 3 * self.experts * self.hidden * self.inner
 
     def operations(self, rows: int) -> int:
@@ -65,11 +84,12 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Experts:
-    """The same experts in both precisions."""
+    """The same experts in all precisions."""
 
     gate_up: Tensor
     down: Tensor
     fp8: Fp8BlockWeights
+    int8: Int8ChannelWeights
 
     @classmethod
     def make(cls, size: Size, device: torch.device) -> Experts:
@@ -83,9 +103,11 @@ class Experts:
 
         gate_up, down = matrices(2 * size.inner, size.hidden), matrices(size.hidden, size.inner)
         codes, scales = zip(*map(Fp8BlockWeights._quantize, (gate_up, down)), strict=True)
+        plain = ExpertWeights(gate_up_proj=gate_up, down_proj=down)
         return cls(
             gate_up=gate_up,
             down=down,
+            int8=Int8ChannelWeights.from_unquantized(plain),
             fp8=Fp8BlockWeights(
                 gate_up_proj=codes[0],
                 gate_up_scale=scales[0],
@@ -103,13 +125,15 @@ def counts_of(rows: int, experts: int, skew: int) -> list[int]:
     return counts
 
 
-def rows_record(counts: list[int], x: Tensor) -> RowsDispatchOutput:
+def rows_record(
+    counts: list[int], x: Tensor, wire: WireFormat = FP8_FLOAT32_SCALES
+) -> RowsDispatchOutput:
     """Make a record of rows in random order, with one slot each."""
     ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))].to(x.device)
     device_counts = torch.tensor(counts, device=x.device)
     return RowsDispatchOutput(
-        hidden_states=quantize(x, FP8_FLOAT32_SCALES),
+        hidden_states=quantize(x, wire),
         index=build_slot_index(ids.unsqueeze(1), device_counts, counts),
         slot_weights=None,
         weights_applied_by=WeightsAppliedBy.COMBINE,
@@ -172,6 +196,32 @@ def check(results: Tensor, dispatched: RowsDispatchOutput, experts: Experts) -> 
             raise CheckError(f"expert {expert} is off by {error:.1e}; nothing was measured")
 
 
+def check_int8(results: Tensor, dispatched: RowsDispatchOutput, experts: Experts) -> None:
+    """Compare the first and the last expert with exact sums of the same codes, in float64.
+
+    Raises:
+        CheckError: they differ by more than rounding explains.
+    """
+    weights = experts.int8
+    index, rows = dispatched.index, dispatched.hidden_states
+    assert index.row_of_slot is not None
+    assert rows.scales is not None
+    starts = index.first_slot.tolist()
+    for expert in (0, len(starts) - 2):
+        mine = slice(starts[expert], starts[expert + 1])
+        slots = index.row_of_slot[mine].long()
+        sums = rows.data[slots].double() @ weights.gate_up_proj[expert].double().T
+        scaled = sums * rows.scales[slots].double() * weights.gate_up_scale[expert].double()
+        gate, up = scaled.chunk(2, dim=1)
+        hidden = quantize((F.silu(gate) * up).float(), INT8_PER_TOKEN)
+        assert hidden.scales is not None
+        sums = hidden.data.double() @ weights.down_proj[expert].double().T
+        expected = sums * hidden.scales.double() * weights.down_scale[expert].double()
+        error = float((results[mine].double() - expected).norm() / expected.norm())
+        if not error <= INT8_TOLERANCE:
+            raise CheckError(f"expert {expert} is off by {error:.1e}; nothing was measured")
+
+
 def run_bf16(slots: Tensor, ends: Tensor, experts: Experts) -> Tensor:
     """Compute experts in the usual way, over slots that are packed already."""
     hidden = F.grouped_mm(slots, experts.gate_up.transpose(1, 2), offs=ends)
@@ -198,35 +248,50 @@ def time_in_turn(calls: dict[str, Callable[[], object]], num_calls: int) -> dict
 
 
 def measure(
-    rows: int, skew: int, size: Size, experts: Experts, copy_gb_per_s: float, num_calls: int
+    precision: Format,
+    distribution: tuple[int, int],
+    size: Size,
+    experts: Experts,
+    copy_gb_per_s: float,
+    num_calls: int,
 ) -> dict[str, object]:
-    """Check one distribution of rows, then time it in FP8, in BF16 and MASKED."""
-    device = experts.gate_up.device
-    x = torch.randn(rows, size.hidden, device=device, dtype=torch.bfloat16)
-    counts = counts_of(rows, size.experts, skew)
-    dispatched, runner, in_triton = rows_record(counts, x), Fp8WgmmaRunner(), Fp8TritonRunner()
-    for each in (runner, in_triton):
-        check(each.run(dispatched, experts.fp8).hidden_states, dispatched, experts)
-    calls: dict[str, Callable[[], object]] = {
-        "fp8": lambda: runner.run(dispatched, experts.fp8),
-        "fp8 in triton": lambda: in_triton.run(dispatched, experts.fp8),
-        "bf16": lambda: run_bf16(x, dispatched.index.first_slot[1:], experts),
-    }
+    """Check one distribution of rows, then time it in eight bits, in BF16 and MASKED."""
+    rows, skew = distribution
+    x = torch.randn(rows, size.hidden, device=experts.gate_up.device, dtype=torch.bfloat16)
+    counts, is_int8 = counts_of(rows, size.experts, skew), precision is Format.INT8
+    dispatched = rows_record(counts, x, INT8_PER_TOKEN if is_int8 else FP8_FLOAT32_SCALES)
+    weights = experts.int8 if is_int8 else experts.fp8
+    runners = (
+        {"": Int8TritonRunner()}
+        if is_int8
+        else {"": Fp8WgmmaRunner(), " in triton": Fp8TritonRunner()}
+    )
+    calls: dict[str, Callable[[], object]] = {}
+    for name, runner in runners.items():
+        results = runner.run(dispatched, weights).hidden_states
+        (check_int8 if is_int8 else check)(results, dispatched, experts)
+        calls[f"{precision}{name}"] = partial(runner.run, dispatched, weights)
+    calls["bf16"] = lambda: run_bf16(x, dispatched.index.first_slot[1:], experts)
     if rows <= 1024:
         masked = masked_record(dispatched)
-        calls["fp8 masked"] = lambda: runner.run(masked, experts.fp8)
-        calls["fp8 masked in triton"] = lambda: in_triton.run(masked, experts.fp8)
+        for name, runner in runners.items():
+            calls[f"{precision} masked{name}"] = partial(runner.run, masked, weights)
     times = time_in_turn(calls, num_calls)
-    fp8_ms = times["fp8"].p50
-    return {
+    own_ms, of_masked = times[precision].p50, times.get(f"{precision} masked")
+    found = {
         "rows": rows,
         "skew": skew,
         "ms": {name: {"p50": t.p50, "p95": t.p95, "p99": t.p99} for name, t in times.items()},
-        "times_as_fast_as_bf16": times["bf16"].p50 / fp8_ms,
-        "tflops": size.operations(rows) / fp8_ms / 1e9,
-        "weights_over_copy_rate": size.weight_bytes / fp8_ms / 1e6 / copy_gb_per_s,
-        "masked_over_rows": times["fp8 masked"].p50 / fp8_ms if "fp8 masked" in times else None,
+        "times_as_fast_as_bf16": times["bf16"].p50 / own_ms,
+        "tops" if is_int8 else "tflops": size.operations(rows) / own_ms / 1e9,
+        "weights_over_copy_rate": size.weight_bytes / own_ms / 1e6 / copy_gb_per_s,
+        "masked_over_rows": None if of_masked is None else of_masked.p50 / own_ms,
     }
+    if is_int8:
+        # What hidden rows would take at the rate of a copy, as a part of the whole.
+        hidden_bytes = HIDDEN_BYTES * rows * size.inner
+        found["hidden_rows_part"] = hidden_bytes / copy_gb_per_s / 1e6 / own_ms
+    return found
 
 
 def main(
@@ -234,6 +299,9 @@ def main(
     hidden: Annotated[int, typer.Option(min=128, help="H.")] = 7168,
     inner: Annotated[int, typer.Option(min=128, help="I.")] = 2048,
     calls: Annotated[int, typer.Option(min=1, help="Measured calls of each.")] = 30,
+    precision: Annotated[
+        Format, typer.Option("--format", help="What the experts are held in.")
+    ] = Format.FP8,
     output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
 ) -> None:
     """Check, measure, and print what came of it."""
@@ -247,8 +315,8 @@ def main(
         with torch.no_grad():
             made = Experts.make(size, device)
             findings = [
-                measure(rows, skew, size, made, copy_gb_per_s, calls)
-                for rows, skew in ((32768, 1), (32768, 8), (1024, 1))
+                measure(precision, distribution, size, made, copy_gb_per_s, calls)
+                for distribution in ((32768, 1), (32768, 8), (1024, 1))
             ]
     except CheckError as error:
         sys.exit(str(error))
@@ -257,7 +325,7 @@ def main(
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         report = {
-            "benchmark": "gemm",
+            "benchmark": "gemm_int8" if precision is Format.INT8 else "gemm",
             "configuration": {"experts": experts, "hidden": hidden, "inner": inner, "calls": calls},
             "hardware": describe_hardware(device),
             "versions": describe_versions(device),

@@ -41,7 +41,7 @@ class ContenderResult(TypedDict):
 
 
 class GemmFinding(TypedDict):
-    """One distribution of rows, as bench_gemm.py and bench_gemm_int8.py write it."""
+    """One distribution of rows, as bench_gemm.py writes it."""
 
     rows: int
     skew: int

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from epcomm.errors import ConfigError
-from epcomm.types import Int8Profile, Layout, WeightsAppliedBy, WireDtype, WireFormat
+from epcomm.types import Int8Profile, Layout, WireDtype, WireFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,62 +104,44 @@ class BufferCaps:
     """The capabilities of a buffer; every claim is proved by testing/buffer_suite.
 
     layout: what it hands to the experts.
-    trainable: operations stand alone, weights travel and slots come in order, so autograd may use
-        it; activation checkpointing joins the rows of one dispatch with the gradients of another.
-    graph_safe: may be captured in a device graph.
+    trainable: operations stand alone, cached_dispatch works, weights travel and slots come in
+        order, so autograd may use it and the runner applies router weights; else combine does.
+        Activation checkpointing joins the rows of one dispatch with the gradients of another.
     ordered: slots come in (expert, source rank, token) order.
     wire_dtypes: what dispatch carries.
-    weights_applied_by: who may apply topk_weights.
     max_tokens_per_rank, max_top_k: limits of the mechanism, None for none.
     hidden_multiple: H must be a multiple of this.
-    batches_in_flight: dispatches that may wait for their combine, unless their rows are copied
-        (owns_rows); None for any number. One more, and the oldest is refused by HandleError.
+    batches_in_flight: dispatches that may wait for their combine, unless gradients are on, where
+        their rows are copied; one more, and the oldest is refused by HandleError. None: any
+        number, and rows are ordinary tensors.
     batches_on_request: BufferSpec.batches_in_flight may ask for another number, for more memory.
     has_receive_hook: dispatch_async leaves the receive step to wait().
-    reuses_exchange_plan: cached_dispatch works.
     is_static: sizes are agreed beforehand (max_tokens_per_rank, max_recv_slots) and faults wait
-        on the device for check().
-    serves_replicated: for tokens that all ranks share, and for no others.
-    host_syncs: times a dispatch makes the host wait for the device.
-    combine_codecs: private compressions of combine, by name.
-    combines_once: a dispatch may be combined once; a second combine raises HandleError.
-    owns_rows: rows are ordinary tensors; else they live until the dispatch that is so many later
-        as there may be batches in flight, but where gradients are on they are copied.
+        on the device for check(), so that the host never does.
     has_slot_budget: BufferSpec.max_recv_slots bounds its static sizes; else they suffice for all.
     reports_faults: every rank hears of a bad call, at once or in check(); else only with
         BufferSpec.compares_calls, and otherwise its own rank alone knows.
-    fills_masked_entries: entries of -1 travel to an expert that the row does not use, with weight
-        0, and are computed and counted.
-    sends_dummy_token: the kernel cannot run on zero tokens, so a rank without tokens sends one
-        with weight 0; it is computed and counted, and y stays empty.
     int8_profiles: arithmetics in which its INT8 rows may be made: any, unless a package makes them.
     device_types: of groups that it serves, None for all.
-    needs_process_group: it serves groups of torch.distributed alone.
     """
 
     layout: Layout
     trainable: bool
-    graph_safe: bool
     ordered: bool
     wire_dtypes: frozenset[WireDtype]
-    weights_applied_by: frozenset[WeightsAppliedBy]
     max_tokens_per_rank: int | None = None
     max_top_k: int | None = None
     hidden_multiple: int = 1
     batches_in_flight: int | None = None
     batches_on_request: bool = False
     has_receive_hook: bool = False
-    reuses_exchange_plan: bool = True
     is_static: bool = False
-    serves_replicated: bool = False
-    host_syncs: int = 1
-    combine_codecs: frozenset[str] = frozenset()
-    combines_once: bool = False
-    owns_rows: bool = True
     has_slot_budget: bool = True
     reports_faults: bool = True
-    fills_masked_entries: bool = False
-    sends_dummy_token: bool = False
     int8_profiles: frozenset[Int8Profile] = frozenset(Int8Profile)
     device_types: frozenset[str] | None = None
-    needs_process_group: bool = False
+
+    @property
+    def host_syncs(self) -> int:
+        """Times that a dispatch makes the host wait for the device."""
+        return 0 if self.is_static else 1

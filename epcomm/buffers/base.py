@@ -100,11 +100,15 @@ class Backend(ABC):
     needs_one_host: it serves ranks that can share memory, and no others.
     needs_host_waits: its host waits for the others, and must do so in the collectives too.
     needs_nvlink: GPUs of its ranks write one another's memory, with atomics.
+    needs_process_group: it serves groups of torch.distributed alone.
+    serves_replicated: for tokens that all ranks share, and for no others.
     """
 
     needs_one_host: ClassVar[bool] = False
     needs_host_waits: ClassVar[bool] = False
     needs_nvlink: ClassVar[bool] = False
+    needs_process_group: ClassVar[bool] = False
+    serves_replicated: ClassVar[bool] = False
 
     name: ClassVar[str]
     modes: ClassVar[frozenset[Mode]]
@@ -212,7 +216,7 @@ class Buffer(Backend):
         """Send one copy of each token to every rank that owns one of its experts.
 
         Collective: yes; T may differ and be 0.   Host sync: caps.host_syncs times.
-        Lifetime: caps.owns_rows says.
+        Lifetime: caps.batches_in_flight says.
         Raises:
             ShapeError, CapacityError, HandleError: some rank reported a fault; on every rank.
         """
@@ -239,8 +243,8 @@ class Buffer(Backend):
         """Send [T, H] along an existing exchange plan and return [R, H]: the dual of combine.
 
         Collective: yes.   Host sync: none.
-        Lifetime: the caller owns the rows, unless caps.owns_rows is False and the dispatch was made
-            without gradients: then the rows live as long as those of a dispatch.
+        Lifetime: the caller owns the rows, unless there are caps.batches_in_flight and the dispatch
+            was made without gradients: then the rows live as long as those of a dispatch.
         """
 
     @abstractmethod

@@ -43,6 +43,7 @@ class VendorCalls:
     """
 
     name: ClassVar[str]
+    needs_process_group: ClassVar[bool] = True
     # Whether its kernels fail where a row of ids names an expert twice.
     needs_distinct_ids: ClassVar[bool] = False
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 from epcomm.errors import ConfigError
-from epcomm.routing.presets import from_transformers_config
 
 # Our name -> the names of the families, in order of preference: a model with dense layers says
 # intermediate_size of those.
@@ -48,11 +46,10 @@ _NAMES = {
 class ModelShape:
     """The sizes that a file names; None for what it does not name.
 
-    model_type: the family.   router: whether presets.py knows its routing, as text.
+    model_type: the family.
     """
 
     model_type: str
-    router: str
     hidden_size: int | None
     num_experts: int | None
     top_k: int | None
@@ -83,7 +80,6 @@ def read_model_file(path: Path) -> ModelShape:
     dtype = _read(values, "dtype")
     return ModelShape(
         model_type=str(values.get("model_type", "unknown")),
-        router=_router(values),
         dtype=None if dtype is None else str(dtype),
         **numbers,
     )
@@ -102,13 +98,3 @@ def _read_number(path: Path, name: str, values: dict[str, object]) -> int | None
         f"epcomm plan: {path} gives {name} as {value!r}, expected one number for all layers; pass "
         f"--{name.replace('_', '-')}"
     )
-
-
-def _router(values: dict[str, object]) -> str:
-    """Tell whether ExpertParallelMoE would know how this model routes."""
-    top_k = _read(values, "top_k")
-    try:
-        from_transformers_config(SimpleNamespace(**{**values, "num_experts_per_tok": top_k}))
-    except ConfigError as error:
-        return f"no preset: {error}"
-    return f"preset {str(values['model_type']).removesuffix('_text')}"

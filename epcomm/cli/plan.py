@@ -182,7 +182,7 @@ def _print_plan(
         f"size {spec.hidden_size}, top {spec.top_k}, {WireDtype.from_torch(spec.dtype).value}"
     ]
     if shape is not None:
-        lines += [f"model: {shape.model_type}", f"router: {shape.router}"]
+        lines.append(f"model: {shape.model_type}")
     console.print("\n".join(lines), markup=False, highlight=False)
     console.print(_choice_table(chosen))
     lines = [] if chosen.decode_lacks is None else [f"no decode: {chosen.decode_lacks}"]
@@ -222,7 +222,7 @@ def _choice(phase: PhasePlan) -> dict[str, str]:
         "wire format of combine": str(spec.combine_format),
         "router weights by": phase.weights_applied_by.value,
         "gradients": "yes" if caps.trainable else "no",
-        "graph capture": "yes" if caps.graph_safe else "no",
+        "graph capture": "yes" if phase.is_capturable else "no",
         "host syncs a dispatch": str(caps.host_syncs),
         "bytes a token, dispatch": bytes_text(per_token["dispatch"]),
         "bytes a token, combine": bytes_text(per_token["combine"]),

@@ -6,8 +6,8 @@ from rich.table import Table
 
 from epcomm.cli.numbers import bytes_text
 from epcomm.fuseep.ascend import AscendFused
-from epcomm.fuseep.limits import FuseEPLimits
 from epcomm.planning.plans import PhasePlan
+from epcomm.platforms.ascend.limits import Limits
 from epcomm.registry import FUSED, class_names, fused_class
 
 _NO_LIMIT = "no limit"
@@ -30,7 +30,7 @@ def fused_table(phase: PhasePlan) -> Table:
 def _properties(name: str, phase: PhasePlan) -> dict[str, str]:
     operator = fused_class(class_names(name)[0])
     if not issubclass(operator, AscendFused):
-        return {"chip": "any", **_limits(FuseEPLimits()), "rows a call": _NO_LIMIT}
+        return {"chip": "any", **_limits(Limits())}
     spec, window, packed = phase.buffer_spec, "pass --max-tokens", "pass --max-tokens"
     if spec.max_tokens_per_rank is not None:
         regions = operator.region_bytes(spec, phase.world_size)
@@ -43,11 +43,11 @@ def _properties(name: str, phase: PhasePlan) -> dict[str, str]:
     }
 
 
-def _limits(limits: FuseEPLimits) -> dict[str, str]:
+def _limits(limits: Limits) -> dict[str, str]:
     return {
-        "rows a call": _most(limits.call_tokens),
-        "hidden size": _range(limits.hidden, limits.hidden_unit),
-        "2 * intermediate size": _range(limits.gate_up_columns, limits.gate_up_unit),
+        "rows a call": _most(limits.max_tokens),
+        "hidden size": _range(limits.hidden, limits.hidden_multiple),
+        "2 * intermediate size": _range(limits.gate_up_columns, limits.gate_up_multiple),
         "top k": _most(limits.top_k),
         "experts": _most(limits.experts),
         "experts of a rank": _most(limits.local_experts),

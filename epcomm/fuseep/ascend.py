@@ -28,21 +28,21 @@ from epcomm.fuseep.limits import (
     DISPATCH_FFN_COMBINE_LIMITS,
     FUSED_DEEP_MOE_LIMITS,
     MAX_CALL_TOKENS,
-    FuseEPLimits,
     dispatch_ffn_combine_reasons,
     dispatch_ffn_combine_window_bytes,
     fused_deep_moe_reasons,
     fused_deep_moe_window_bytes,
+    max_call_tokens,
     max_received_rows,
 )
-from epcomm.fuseep.spec import FuseEPSpec
 from epcomm.fuseep.weights import DispatchFFNCombineWeights, FusedDeepMoEWeights, PackedWeights
 from epcomm.ops.masked_entries import fill_masked_entries, has_no_expert
 from epcomm.platforms.ascend.chip import current_soc
 from epcomm.platforms.ascend.formats import nz_reasons
+from epcomm.platforms.ascend.limits import Limits
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.spec import BufferCaps, BufferSpec
-from epcomm.types import Int8Profile, Layout, WeightsAppliedBy, WireDtype
+from epcomm.types import Int8Profile, Layout, WireDtype
 from epcomm.weights.quantized import Int8ChannelWeights
 
 AscendPackedT = TypeVar("AscendPackedT", bound=PackedWeights)
@@ -90,7 +90,7 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
     mode: ClassVar[Mode] = Mode.FUSEEP
     calls: ClassVar[Mapping[str, Sequence[str]]] = _CALLS
     kind: ClassVar[type[PackedWeights]]
-    limits: ClassVar[FuseEPLimits]
+    limits: ClassVar[Limits]
     has_slot_budget: ClassVar[bool]
 
     @classmethod
@@ -98,17 +98,11 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
         return BufferCaps(
             layout=Layout.ROWS,
             trainable=False,
-            graph_safe=False,
             ordered=True,
             wire_dtypes=frozenset({WireDtype.INT8}),
-            weights_applied_by=frozenset({WeightsAppliedBy.COMBINE}),
-            reuses_exchange_plan=False,
             is_static=True,
-            host_syncs=0,
             has_slot_budget=cls.has_slot_budget,
             reports_faults=False,
-            fills_masked_entries=True,
-            needs_process_group=True,
         )
 
     @classmethod
@@ -130,27 +124,29 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
     ) -> tuple[str, ...]:
         if spec.intermediate_size is None or spec.max_tokens_per_rank is None:
             return ()
-        return tuple(cls._reasons(_sizes_of(spec), world_size, environment))
+        return tuple(cls._reasons(spec, world_size, environment))
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
-        sizes = _sizes_of(spec)
-        packed = cls._packed_bytes(sizes)
+        assert spec.intermediate_size is not None, "a plan with weights knows it"
+        packed = cls._packed_bytes_of(
+            spec.num_local_experts, spec.hidden_size, spec.intermediate_size
+        )
         return (
-            Region(name="window of the process group", max_bytes=cls._window(sizes, world_size)),
+            Region(name="window of the process group", max_bytes=cls._window(spec, world_size)),
             Region(name="packed experts", max_bytes=packed),
         )
 
     @classmethod
     @abstractmethod
     def _reasons(
-        cls, sizes: FuseEPSpec, world_size: int, environment: Mapping[str, str]
+        cls, spec: BufferSpec, world_size: int, environment: Mapping[str, str]
     ) -> list[str]:
         """Why the operator does not serve these sizes here."""
 
     @classmethod
     @abstractmethod
-    def _window(cls, sizes: FuseEPSpec, world_size: int) -> int:
+    def _window(cls, spec: BufferSpec, world_size: int) -> int:
         """Return the bytes of the HCCL window."""
 
     @abstractmethod
@@ -165,7 +161,6 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
 
     def prepare(self) -> None:
         self._open(self._process_group, low_latency_mode=True)
-        self._sizes = _sizes_of(self._spec)
         # The package exports its modes nowhere else.
         self._fuse_modes: Any = sys.modules[type(self._buffer).__module__].FuseMode
 
@@ -190,7 +185,7 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
         parts = [y for (y, _), chunk in zip(outputs, chunks, strict=True) if not chunk.is_dummy]
         y = torch.cat(parts) if parts else call.hidden_states
         y = y.masked_fill(is_empty, 0.0)
-        most = len(chunks) * max_received_rows(self._sizes, self._world_size)
+        most = len(chunks) * max_received_rows(self._spec, self._world_size)
         return FuseEPResult(
             y=y.masked_fill(has_failed, float("nan")),
             num_tokens_per_expert=counts,
@@ -217,7 +212,7 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
 
     def _chunks(self, x: Tensor, ids: Tensor, weights: Tensor) -> Iterator[_Chunk]:
         """Cut a batch into the same number of chunks on every rank: each call waits for all."""
-        for start in range(0, self._sizes.max_tokens_per_rank, MAX_CALL_TOKENS):
+        for start in range(0, self._spec.max_tokens_per_rank or 0, MAX_CALL_TOKENS):
             own = slice(start, start + MAX_CALL_TOKENS)
             if start >= x.shape[0]:
                 yield self._dummy(x, ids)
@@ -231,12 +226,12 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
 
     def _dummy(self, x: Tensor, ids: Tensor) -> _Chunk:
         """Make a chunk of one token with weights of 0; it holds ones, as zeros have no scale."""
-        top_k = self._sizes.top_k
+        top_k = self._spec.top_k
         # Each rank sends its dummy token to other experts, so that no expert gets all of them.
         first = self._rank * top_k
         experts = torch.arange(first, first + top_k, device=ids.device) % self._num_experts
         return _Chunk(
-            x=x.new_ones(1, self._sizes.hidden_size),
+            x=x.new_ones(1, self._spec.hidden_size),
             topk_ids=experts.unsqueeze(0),
             topk_weights=torch.zeros(1, top_k, device=x.device),
             is_dummy=True,
@@ -252,12 +247,6 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
         from_others = counts.sum() - to_rank[self._rank]
         self._sent_bytes[COMBINE] += from_others * combine_bytes
 
-    @classmethod
-    def _packed_bytes(cls, sizes: FuseEPSpec) -> int:
-        return cls._packed_bytes_of(
-            sizes.num_local_experts, sizes.hidden_size, sizes.intermediate_size
-        )
-
     @staticmethod
     @abstractmethod
     def _packed_bytes_of(num_experts: int, hidden_size: int, intermediate_size: int) -> int:
@@ -269,7 +258,7 @@ class FusedDeepMoE(AscendFused[FusedDeepMoEWeights], FusedBackend[FusedDeepMoEWe
 
     name: ClassVar[str] = "fused_deep_moe"
     kind: ClassVar[type[PackedWeights]] = FusedDeepMoEWeights
-    limits: ClassVar[FuseEPLimits] = FUSED_DEEP_MOE_LIMITS
+    limits: ClassVar[Limits] = FUSED_DEEP_MOE_LIMITS
     has_slot_budget: ClassVar[bool] = False
 
     @classmethod
@@ -278,13 +267,13 @@ class FusedDeepMoE(AscendFused[FusedDeepMoEWeights], FusedBackend[FusedDeepMoEWe
 
     @classmethod
     def _reasons(
-        cls, sizes: FuseEPSpec, world_size: int, environment: Mapping[str, str]
+        cls, spec: BufferSpec, world_size: int, environment: Mapping[str, str]
     ) -> list[str]:
-        return fused_deep_moe_reasons(sizes, world_size, soc=current_soc(), environment=environment)
+        return fused_deep_moe_reasons(spec, world_size, soc=current_soc(), environment=environment)
 
     @classmethod
-    def _window(cls, sizes: FuseEPSpec, world_size: int) -> int:
-        return fused_deep_moe_window_bytes(sizes, world_size)
+    def _window(cls, spec: BufferSpec, world_size: int) -> int:
+        return fused_deep_moe_window_bytes(spec, world_size)
 
     @staticmethod
     def _packed_bytes_of(num_experts: int, hidden_size: int, intermediate_size: int) -> int:
@@ -296,7 +285,7 @@ class FusedDeepMoE(AscendFused[FusedDeepMoEWeights], FusedBackend[FusedDeepMoEWe
         y, counts = self._fused(
             chunk,
             experts,
-            min(self._sizes.max_tokens_per_rank, MAX_CALL_TOKENS),
+            max_call_tokens(self._spec, self.limits),
             self._fuse_modes.FUSED_DEEP_MOE,
         )
         # The counts come by expert, then source rank.
@@ -315,7 +304,7 @@ class DispatchFFNCombine(
     name: ClassVar[str] = "dispatch_ffn_combine"
     int8_profile: ClassVar[Int8Profile] = Int8Profile.DIVTRUNC16
     kind: ClassVar[type[PackedWeights]] = DispatchFFNCombineWeights
-    limits: ClassVar[FuseEPLimits] = DISPATCH_FFN_COMBINE_LIMITS
+    limits: ClassVar[Limits] = DISPATCH_FFN_COMBINE_LIMITS
     has_slot_budget: ClassVar[bool] = True
 
     @classmethod
@@ -324,15 +313,15 @@ class DispatchFFNCombine(
 
     @classmethod
     def _reasons(
-        cls, sizes: FuseEPSpec, world_size: int, environment: Mapping[str, str]
+        cls, spec: BufferSpec, world_size: int, environment: Mapping[str, str]
     ) -> list[str]:
         return dispatch_ffn_combine_reasons(
-            sizes, world_size, soc=current_soc(), environment=environment
+            spec, world_size, soc=current_soc(), environment=environment
         )
 
     @classmethod
-    def _window(cls, sizes: FuseEPSpec, world_size: int) -> int:
-        return dispatch_ffn_combine_window_bytes(sizes)
+    def _window(cls, spec: BufferSpec, world_size: int) -> int:
+        return dispatch_ffn_combine_window_bytes(spec)
 
     @staticmethod
     def _packed_bytes_of(num_experts: int, hidden_size: int, intermediate_size: int) -> int:
@@ -349,18 +338,5 @@ class DispatchFFNCombine(
 
     @property
     def _max_rows(self) -> int:
-        safe = max_received_rows(self._sizes, self._world_size)
-        return max(safe, self._sizes.max_recv_slots or 0)
-
-
-def _sizes_of(spec: BufferSpec) -> FuseEPSpec:
-    assert spec.intermediate_size is not None, "a plan with weights knows it"
-    assert spec.max_tokens_per_rank is not None, "static sizes have a limit"
-    return FuseEPSpec(
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        num_local_experts=spec.num_local_experts,
-        top_k=spec.top_k,
-        max_tokens_per_rank=spec.max_tokens_per_rank,
-        max_recv_slots=spec.max_recv_slots,
-    )
+        safe = max_received_rows(self._spec, self._world_size)
+        return max(safe, self._spec.max_recv_slots or 0)

@@ -6,14 +6,13 @@ Source: sgl-kernel-npu, the tiling of fused_deep_moe and dispatch_ffn_combine; n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from epcomm.fuseep.interleave import TILE
-from epcomm.fuseep.spec import FuseEPSpec
 from epcomm.platforms.ascend.chip import Soc
 from epcomm.platforms.ascend.environment import variable_reasons
 from epcomm.platforms.ascend.formats import TILE_ROWS
-from epcomm.platforms.ascend.limits import MAX_EXPERTS, window_reasons
+from epcomm.platforms.ascend.limits import MAX_EXPERTS, Limits, window_reasons
+from epcomm.spec import BufferSpec
 
 # Most tokens of a rank in one call of an operator. The documentation says so for mode 1; mode 2
 # gets no more, which bounds its window and its rows.
@@ -26,48 +25,30 @@ _MODE_1_COPIES, _MODE_1_ELEMENT_BYTES = 2, 2
 _MODE_2_ELEMENT_BYTES = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class FuseEPLimits:
-    """The sizes that an operator takes; ranges are inclusive, None where none is documented.
-
-    call_tokens: most tokens of a rank in one call.
-    hidden: range of H.   hidden_unit: H is a multiple of this.
-    gate_up_columns: range of 2I.   gate_up_unit: 2I is a multiple of this.
-    top_k: largest K.   experts: largest E.   local_experts: largest L.
-    """
-
-    call_tokens: int = MAX_CALL_TOKENS
-    hidden: tuple[int, int] | None = None
-    hidden_unit: int = 1
-    gate_up_columns: tuple[int, int] | None = None
-    gate_up_unit: int = 2
-    top_k: int | None = None
-    experts: int | None = None
-    local_experts: int | None = None
-
-
-FUSED_DEEP_MOE_LIMITS = FuseEPLimits(
+FUSED_DEEP_MOE_LIMITS = Limits(
+    max_tokens=MAX_CALL_TOKENS,
     hidden=(512, 7168),
     # The weights of mode 1 are in NZ, whose rows are counted in whole tiles.
-    hidden_unit=TILE_ROWS,
+    hidden_multiple=TILE_ROWS,
     gate_up_columns=(1024, 6144),
-    gate_up_unit=TILE,
+    gate_up_multiple=TILE,
     top_k=12,
     experts=MAX_EXPERTS,
     # 24 is half of the 48 vector cores of A3.
     local_experts=24,
 )
 # The weights of mode 2 may be row-major, and only the window bounds its sizes.
-DISPATCH_FFN_COMBINE_LIMITS = FuseEPLimits()
+DISPATCH_FFN_COMBINE_LIMITS = Limits(max_tokens=MAX_CALL_TOKENS)
 
 
-def max_call_tokens(spec: FuseEPSpec, limits: FuseEPLimits) -> int:
+def max_call_tokens(spec: BufferSpec, limits: Limits) -> int:
     """Return the most tokens of this rank in one call; a longer batch takes several calls."""
-    return min(spec.max_tokens_per_rank, limits.call_tokens)
+    assert spec.max_tokens_per_rank is not None, "static sizes have a limit"
+    return min(spec.max_tokens_per_rank, limits.max_tokens or MAX_CALL_TOKENS)
 
 
 def fused_deep_moe_window_bytes(
-    spec: FuseEPSpec, world_size: int, limits: FuseEPLimits = FUSED_DEEP_MOE_LIMITS
+    spec: BufferSpec, world_size: int, limits: Limits = FUSED_DEEP_MOE_LIMITS
 ) -> int:
     """Return the bytes of mode 1's HCCL window: all ranks' rows at every local expert."""
     slots = world_size * max_call_tokens(spec, limits) * spec.num_local_experts
@@ -75,7 +56,7 @@ def fused_deep_moe_window_bytes(
 
 
 def dispatch_ffn_combine_window_bytes(
-    spec: FuseEPSpec, limits: FuseEPLimits = DISPATCH_FFN_COMBINE_LIMITS
+    spec: BufferSpec, limits: Limits = DISPATCH_FFN_COMBINE_LIMITS
 ) -> int:
     """Return the bytes of mode 2's HCCL window; the operator refuses a smaller window.
 
@@ -86,7 +67,7 @@ def dispatch_ffn_combine_window_bytes(
 
 
 def max_received_rows(
-    spec: FuseEPSpec, world_size: int, limits: FuseEPLimits = DISPATCH_FFN_COMBINE_LIMITS
+    spec: BufferSpec, world_size: int, limits: Limits = DISPATCH_FFN_COMBINE_LIMITS
 ) -> int:
     """Return the most rows that a rank can receive in one call: max_output_size of mode 2.
 
@@ -98,12 +79,12 @@ def max_received_rows(
 
 
 def fused_deep_moe_reasons(
-    spec: FuseEPSpec,
+    spec: BufferSpec,
     world_size: int,
     *,
     soc: Soc | None,
     environment: Mapping[str, str],
-    limits: FuseEPLimits = FUSED_DEEP_MOE_LIMITS,
+    limits: Limits = FUSED_DEEP_MOE_LIMITS,
 ) -> list[str]:
     """Return why mode 1 does not serve W8A8 experts of these sizes; empty if it does.
 
@@ -115,7 +96,7 @@ def fused_deep_moe_reasons(
         limits: the sizes that the operator takes; a test on small sizes passes other limits.
     """
     reasons = _soc_reasons("fused_deep_moe takes MX weights there, not INT8", soc)
-    reasons += _size_reasons(spec, world_size, limits)
+    reasons += limits.reasons(spec, world_size)
     if spec.max_recv_slots is not None:
         reasons.append("has capacity for any routing and no slot budget; leave max_recv_slots None")
     reasons += window_reasons(fused_deep_moe_window_bytes(spec, world_size, limits), environment)
@@ -123,19 +104,19 @@ def fused_deep_moe_reasons(
 
 
 def dispatch_ffn_combine_reasons(
-    spec: FuseEPSpec,
+    spec: BufferSpec,
     world_size: int,
     *,
     soc: Soc | None,
     environment: Mapping[str, str],
-    limits: FuseEPLimits = DISPATCH_FFN_COMBINE_LIMITS,
+    limits: Limits = DISPATCH_FFN_COMBINE_LIMITS,
 ) -> list[str]:
     """Return why mode 2 does not serve W8A8 experts of these sizes; empty if it does.
 
     Args: see fused_deep_moe_reasons().
     """
     reasons = _soc_reasons("dispatch_ffn_combine does not exist there", soc)
-    reasons += _size_reasons(spec, world_size, limits)
+    reasons += limits.reasons(spec, world_size)
     rows = max_received_rows(spec, world_size, limits)
     if spec.max_recv_slots is not None and spec.max_recv_slots < rows:
         reasons.append(
@@ -153,30 +134,3 @@ def _soc_reasons(on_a5: str, soc: Soc | None) -> list[str]:
     if soc is None or soc not in why:
         return []
     return [f"the processor is {soc.value}, expected {Soc.A3.value}: {why[soc]}"]
-
-
-def _size_reasons(spec: FuseEPSpec, world_size: int, limits: FuseEPLimits) -> list[str]:
-    columns = 2 * spec.intermediate_size
-    reasons = _range_reasons("hidden_size", spec.hidden_size, limits.hidden, limits.hidden_unit)
-    reasons += _range_reasons(
-        "2 * intermediate_size", columns, limits.gate_up_columns, limits.gate_up_unit
-    )
-    counts = {
-        "top_k": (spec.top_k, limits.top_k),
-        "num_experts": (spec.num_local_experts * world_size, limits.experts),
-        "num_local_experts": (spec.num_local_experts, limits.local_experts),
-    }
-    return reasons + [
-        f"{name} is {found}, at most {most}"
-        for name, (found, most) in counts.items()
-        if most is not None and found > most
-    ]
-
-
-def _range_reasons(name: str, found: int, bounds: tuple[int, int] | None, unit: int) -> list[str]:
-    reasons = []
-    if bounds is not None and not bounds[0] <= found <= bounds[1]:
-        reasons.append(f"{name} is {found}, expected {bounds[0]} to {bounds[1]}")
-    if found % unit:
-        reasons.append(f"{name} is {found}, expected a multiple of {unit}")
-    return reasons

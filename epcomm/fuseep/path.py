@@ -14,7 +14,6 @@ from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.checks import find_call_error, num_tokens_of
 from epcomm.errors import ConfigError, EPError, HandleError
 from epcomm.fuseep.base import FuseEPResult
-from epcomm.fuseep.packing import PackedExperts
 from epcomm.group import EPGroup
 from epcomm.ops.precision import cast_topk
 from epcomm.planning.plans import PhasePlan
@@ -24,6 +23,7 @@ from epcomm.records import TopKOutput, empty_topk
 from epcomm.spec import MoESpec
 from epcomm.weights.quantized import Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors
+from epcomm.weights.written import Derived
 
 
 class FuseEPPath:
@@ -46,7 +46,7 @@ class FuseEPPath:
         self._group, self._dtype = group, spec.dtype
         self._spec = chosen.buffer_spec
         self._operator = group.open_fused(chosen.buffer, self._spec)
-        self._packed = PackedExperts(self._operator)
+        self._packed: Derived[object] = Derived("fuseep")
         self._checks_calls = config.check_calls
 
     @ranged("fuseep")
@@ -85,7 +85,7 @@ class FuseEPPath:
             hidden_states, topk, self._spec, self._dtype, self._group.device, self._group.where
         )
         assert isinstance(weights, Int8ChannelWeights), "the plan was made for such"
-        experts = self._packed.of(weights)
+        experts = self._packed.of(weights.tensors(), lambda: self._operator.pack(weights))
         result = self._operator.run(self._call(hidden_states, topk, error), experts)
         if self._checks_calls:
             # The check comes before the refusal is raised; otherwise faults of this call would wait

@@ -26,7 +26,7 @@ from epcomm.errors import HandleError
 from epcomm.fuseep.base import FusedBackend, FuseEPResult, check_packed
 from epcomm.ops.slots import gather_rows
 from epcomm.spec import Availability, BufferCaps, BufferSpec
-from epcomm.types import RowsPer, WeightsAppliedBy, WireDtype, WireFormat, WireTensor
+from epcomm.types import RowsPer, WireDtype, WireFormat, WireTensor
 from epcomm.weights.quantized import INT8_MAX, Int8ChannelWeights
 
 _FLOAT32 = WireFormat(dtype=WireDtype.FP32)
@@ -47,8 +47,6 @@ class FuseEPReference(FusedBackend[Int8ChannelWeights]):
             COLLECTIVE_CAPS,
             trainable=False,
             wire_dtypes=frozenset({WireDtype.INT8}),
-            weights_applied_by=frozenset({WeightsAppliedBy.COMBINE}),
-            reuses_exchange_plan=False,
         )
 
     @classmethod

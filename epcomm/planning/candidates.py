@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, NoReturn
 
-from epcomm.buffers.base import Buffer
+from epcomm.buffers.base import Backend, Buffer
 from epcomm.buffers.requirements import carrying_reasons, limit_reasons
 from epcomm.config import EPConfig, Mode, environment
 from epcomm.errors import ConfigError, EPError
@@ -91,10 +91,12 @@ def find_candidates(config: EPConfig) -> tuple[str, ...]:
 def _is_meant(name: str, config: EPConfig) -> bool:
     """Whether mode, budget and `replicated` lead to this class of its backend."""
     mode = Mode(config.mode)
-    caps = backend_class(name).caps(mode)
+    kind = backend_class(name)
     # The other modes have one kind of sizes each.
-    is_sized = mode is not Mode.NORMAL or caps.is_static == (config.max_recv_slots is not None)
-    return is_sized and caps.serves_replicated == config.replicated
+    is_sized = mode is not Mode.NORMAL or kind.caps(mode).is_static == (
+        config.max_recv_slots is not None
+    )
+    return is_sized and kind.serves_replicated == config.replicated
 
 
 def survey_rank(
@@ -388,8 +390,8 @@ def _probe(
     reasons += carrying_reasons(spec, caps)
     if config.deterministic and not caps.ordered:
         reasons.append("slots arrive in any order, and EPConfig.deterministic is set")
-    if caps.serves_replicated != config.replicated:
-        reasons.append(f"needs EPConfig.replicated = {caps.serves_replicated}")
+    if buffer.serves_replicated != config.replicated:
+        reasons.append(f"needs EPConfig.replicated = {buffer.serves_replicated}")
     if mode is Mode.FUSEEP:
         reasons += _fused_reasons(name, config, weights)
     else:
@@ -400,7 +402,7 @@ def _probe(
     reasons += buffer.lacks(mode, spec, world_size)
     reasons += buffer.lacks_with(environment, spec, world_size)
     if group is not None:
-        reasons += _group_reasons(group, caps)
+        reasons += _group_reasons(group, buffer, caps)
     if buffer.needs_one_host and group is None:
         reasons.append("serves one host, which only a process group shows; run under torchrun")
     if buffer.needs_host_waits and group is not None and group.collectives.bounded is None:
@@ -435,12 +437,12 @@ def _int8_reasons(config: EPConfig, caps: BufferCaps) -> list[str]:
     return [f"makes INT8 rows by {made}, but EPConfig.int8_profile is {profile.value}"]
 
 
-def _group_reasons(group: EPGroup, caps: BufferCaps) -> list[str]:
+def _group_reasons(group: EPGroup, buffer: type[Backend], caps: BufferCaps) -> list[str]:
     """The device and the transport of the ranks."""
     reasons, device_type = [], group.device.type
     if caps.device_types is not None and device_type not in caps.device_types:
         served = ", ".join(sorted(caps.device_types))
         reasons.append(f"serves groups on {served}, and this one is on {device_type}")
-    if caps.needs_process_group and group.collectives.process_group is None:
+    if buffer.needs_process_group and group.collectives.process_group is None:
         reasons.append("needs a group made of a torch.distributed process group")
     return reasons

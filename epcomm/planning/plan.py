@@ -148,11 +148,8 @@ def _choose_buffer(config: EPConfig, verdicts: Mapping[str, Availability]) -> st
 
 
 def _who_applies_weights(caps: BufferCaps) -> WeightsAppliedBy:
-    """With gradients the runner, so that combine saves no rows; without, combine, if it may."""
-    preferred = WeightsAppliedBy.RUNNER if caps.trainable else WeightsAppliedBy.COMBINE
-    if preferred in caps.weights_applied_by:
-        return preferred
-    return next(iter(caps.weights_applied_by))
+    """With gradients the runner, so that combine saves no rows; without, combine."""
+    return WeightsAppliedBy.RUNNER if caps.trainable else WeightsAppliedBy.COMBINE
 
 
 def _with_runner(

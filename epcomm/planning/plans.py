@@ -75,6 +75,11 @@ class PhasePlan:
             "combine": -(-most.combine_bytes // num_tokens),
         }
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether calls may be captured in a device graph: not those of fused operators."""
+        return self.caps.is_static and self.mode is not Mode.FUSEEP
+
     def limits(self) -> Mapping[str, str]:
         """What a call may not exceed, as text."""
         spec, caps = self.buffer_spec, self.caps

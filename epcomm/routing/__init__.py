@@ -1,6 +1,5 @@
 """Turn router logits into top-k entries: one spec, one reference function, presets per model."""
 
-from epcomm.routing.presets import from_transformers_config
 from epcomm.routing.reference import route
 from epcomm.routing.spec import (
     CorrectionBias,
@@ -20,6 +19,5 @@ __all__ = [
     "RoutingSpec",
     "ScoreFunction",
     "SoftmaxOrder",
-    "from_transformers_config",
     "route",
 ]

@@ -16,10 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from epcomm.errors import BackendUnavailable
 from epcomm.platforms.ascend.operators import has_kernel
 from epcomm.records import TopKOutput, empty_topk
-from epcomm.routing.reference import check_arguments
 from epcomm.routing.spec import (
     CorrectionBias,
     DroppedGroups,
@@ -141,15 +139,13 @@ def gating_reasons(spec: RoutingSpec, num_experts: int) -> tuple[str, ...]:
     return tuple(f"{OPERATOR} {reason}" for is_fault, reason in faults if is_fault)
 
 
-def route_on_npu(
-    logits: Tensor, spec: RoutingSpec, *, correction_bias: Tensor | None = None
-) -> TopKOutput:
-    """Route as route() does, by the operator and without gradients.
+def call_gating(logits: Tensor, flags: GatingFlags, bias: Tensor | None) -> TopKOutput:
+    """Route by the operator with flags that gating_reasons() accepts, and without gradients.
 
     Args:
         logits: [T, E], floating point; T = 0 is legal.
-        spec: the routing of the model.
-        correction_bias: [E], where the spec has a bias.
+        flags: of a routing that gating_reasons() does not object to.
+        bias: [E], where that has a bias.
 
     Returns:
         topk_ids [T, K], int64, distinct; topk_weights [T, K], float32. They equal those of route()
@@ -157,19 +153,7 @@ def route_on_npu(
         softmax comes after top-k, logits that softmax rounds to 0 are a tie here.
 
     Collective: none.   Host sync: none.   Lifetime: ordinary tensors, owned by the caller.
-    Raises:
-        BackendUnavailable: the operator cannot express this routing.
-        ShapeError, ConfigError: as route().
     """
-    check_arguments(logits, spec, correction_bias)
-    reasons = gating_reasons(spec, logits.shape[1])
-    if reasons:
-        raise BackendUnavailable(f"route_on_npu: {'; '.join(reasons)}; use route()")
-    return call_gating(logits, gating_flags(spec), correction_bias)
-
-
-def call_gating(logits: Tensor, flags: GatingFlags, bias: Tensor | None) -> TopKOutput:
-    """Call the operator with flags that gating_reasons() accepts; see route_on_npu()."""
     if not logits.shape[0]:
         # The documentation does not say that there may be no token.
         return empty_topk(flags.k, logits.device)

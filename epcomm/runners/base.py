@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import lru_cache
-from typing import ClassVar, overload
+from typing import ClassVar, final, overload
 
 import torch
 
-from epcomm.errors import ShapeError
+from epcomm.errors import ConfigError, ShapeError
 from epcomm.quantization import KNOWN_FORMATS, check_scales
 from epcomm.records import (
     CombineInput,
@@ -37,6 +37,8 @@ class ExpertRunner(ABC):
     kinds: kinds of experts that the runner computes.   layouts: layouts of rows that it reads.
     expert_alignment: in ROWS, the slots of an expert must start at a multiple of this.
     int8_profiles: arithmetics that the runner has between the products of INT8 experts.
+    has_gradients: results are differentiable; else run() refuses rows and experts that need it,
+        and records that its kernels would misread.
     """
 
     name: ClassVar[str]
@@ -44,6 +46,7 @@ class ExpertRunner(ABC):
     layouts: ClassVar[frozenset[Layout]]
     expert_alignment: ClassVar[int] = 1
     int8_profiles: ClassVar[frozenset[Int8Profile]] = frozenset({Int8Profile.RINT127})
+    has_gradients: ClassVar[bool] = False
 
     def __init__(self, *, int8_profile: Int8Profile = Int8Profile.RINT127) -> None:
         """Keep the arithmetic that the plan chose; int8_profile is one of int8_profiles."""
@@ -151,13 +154,47 @@ class ExpertRunner(ABC):
         self, dispatched: MaskedDispatchOutput, weights: ExpertTensors
     ) -> MaskedCombineInput: ...
 
-    @abstractmethod
+    @final
     def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
         """Compute each slot with its expert, and weight the result where the record says `runner`.
 
         Rows and slots past the counts are not read into any result. Differentiable in rows,
-        slot_weights and weights. Local; no rank is waited for.
+        slot_weights and weights, where has_gradients. Local; no rank is waited for.
+
+        Raises:
+            ShapeError: a layout that it does not read; or, without gradients, as check_record().
+            ConfigError: gradients are needed, which it does not have.
         """
+        if dispatched.layout not in self.layouts:
+            expected = ", ".join(sorted(layout.name for layout in self.layouts))
+            raise ShapeError(
+                f"{self.name}: the record has the {dispatched.layout.name} layout, expected "
+                f"{expected}; use runner='auto'"
+            )
+        if not self.has_gradients:
+            self.check_record(dispatched, weights)
+            self._refuse_gradients(dispatched.hidden_states.data, weights)
+        if isinstance(dispatched, MaskedDispatchOutput):
+            return dispatched.combine_input(self._compute_masked(dispatched, weights))
+        return dispatched.combine_input(self._compute_rows(dispatched, weights))
+
+    @abstractmethod
+    def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> torch.Tensor:
+        """Return the result of each slot, [C, H]."""
+
+    def _compute_masked(
+        self, dispatched: MaskedDispatchOutput, weights: ExpertTensors
+    ) -> torch.Tensor:
+        """Return the result of each row, [L, C, H]; for runners that read the layout MASKED."""
+        raise NotImplementedError(f"{self.name} does not read the MASKED layout")
+
+    def _refuse_gradients(self, rows: torch.Tensor, weights: ExpertTensors) -> None:
+        if torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad):
+            what = "rows" if rows.requires_grad else "experts"
+            raise ConfigError(
+                f"{self.name}: {what} need gradients, which its kernels do not have; use "
+                "torch.no_grad()"
+            )
 
 
 @lru_cache

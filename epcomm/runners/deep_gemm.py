@@ -14,7 +14,7 @@ imitation of the package; untested on a GPU.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, overload
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -28,11 +28,7 @@ from epcomm.platforms.deep_gemm import DeepGemm, deep_gemm_reasons, load_deep_ge
 from epcomm.quantization import arrange_scales, quantizer_for
 from epcomm.quantization.scale_layout import to_column_major
 from epcomm.records import (
-    CombineInput,
-    DispatchOutput,
-    MaskedCombineInput,
     MaskedDispatchOutput,
-    RowsCombineInput,
     RowsDispatchOutput,
     SlotIndex,
 )
@@ -107,26 +103,13 @@ class DeepGemmRunner(ExpertRunner):
         wanted = RowReading(format=weights.wire_format, scale_layout=_scale_layout(weights))
         return (*plain, wanted)
 
-    @overload
-    def run(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> RowsCombineInput: ...
-
-    @overload
-    def run(
-        self, dispatched: MaskedDispatchOutput, weights: ExpertTensors
-    ) -> MaskedCombineInput: ...
-
-    def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
+    def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         assert isinstance(weights, Fp8BlockWeights), "supports() said so"
-        self.check_record(dispatched, weights)
-        if torch.is_grad_enabled() and dispatched.hidden_states.data.requires_grad:
-            raise ConfigError(
-                "deep_gemm: rows need gradients, which its kernels do not have; use "
-                "torch.no_grad(), or unquantised experts"
-            )
-        package = load_deep_gemm()
-        if isinstance(dispatched, MaskedDispatchOutput):
-            return dispatched.combine_input(_compute_masked(package, dispatched, weights))
-        return dispatched.combine_input(_compute_rows(package, dispatched, weights))
+        return _compute_rows(load_deep_gemm(), dispatched, weights)
+
+    def _compute_masked(self, dispatched: MaskedDispatchOutput, weights: ExpertTensors) -> Tensor:
+        assert isinstance(weights, Fp8BlockWeights), "supports() said so"
+        return _compute_masked(load_deep_gemm(), dispatched, weights)
 
 
 def _device_reasons(weights: Fp8BlockWeights) -> list[str]:

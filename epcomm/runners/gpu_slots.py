@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, overload
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from epcomm.errors import ConfigError
 from epcomm.platforms.cuda import Capabilities, cuda_reasons, triton_reasons
 from epcomm.quantization import quantizer_for
 from epcomm.records import (
-    CombineInput,
-    DispatchOutput,
-    MaskedCombineInput,
     MaskedDispatchOutput,
-    RowsCombineInput,
     RowsDispatchOutput,
 )
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply
@@ -92,28 +87,12 @@ class GpuSlotsRunner(ExpertRunner):
         reasons += triton_reasons()
         return Availability(ok=not reasons, reasons=tuple(reasons))
 
-    @overload
-    def run(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> RowsCombineInput: ...
+    def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
+        return self.compute(_slots_of_rows(dispatched, self.name), weights)
 
-    @overload
-    def run(
-        self, dispatched: MaskedDispatchOutput, weights: ExpertTensors
-    ) -> MaskedCombineInput: ...
-
-    def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
-        self.check_record(dispatched, weights)
-        if torch.is_grad_enabled() and dispatched.hidden_states.data.requires_grad:
-            raise ConfigError(
-                f"{self.name}: rows need gradients, which these kernels do not have; use "
-                "torch.no_grad(), or unquantised experts"
-            )
-        if isinstance(dispatched, MaskedDispatchOutput):
-            shape = dispatched.hidden_states.data.shape
-            results = self.compute(_slots_of_masked(dispatched, self.name), weights)
-            return dispatched.combine_input(results.view(shape))
-        return dispatched.combine_input(
-            self.compute(_slots_of_rows(dispatched, self.name), weights)
-        )
+    def _compute_masked(self, dispatched: MaskedDispatchOutput, weights: ExpertTensors) -> Tensor:
+        results = self.compute(_slots_of_masked(dispatched, self.name), weights)
+        return results.view(dispatched.hidden_states.data.shape)
 
     @abstractmethod
     def compute(self, slots: Slots, weights: ExpertTensors) -> Tensor:

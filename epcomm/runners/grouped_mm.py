@@ -6,23 +6,17 @@ instead of H, and backward needs no copy of the unweighted result.
 
 from __future__ import annotations
 
-from typing import ClassVar, overload
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from epcomm.errors import ShapeError
 from epcomm.ops.activation import activate
 from epcomm.ops.pack import pack
 from epcomm.ops.precision import cast_experts, compute_dtype
 from epcomm.ops.slots import expert_of_slot
 from epcomm.quantization import dequantize
 from epcomm.records import (
-    CombineInput,
-    DispatchOutput,
-    MaskedCombineInput,
-    MaskedDispatchOutput,
-    RowsCombineInput,
     RowsDispatchOutput,
     SlotIndex,
 )
@@ -38,6 +32,7 @@ class GroupedMMRunner(ExpertRunner):
     name: ClassVar[str] = "grouped_mm"
     kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (ExpertWeights,)
     layouts: ClassVar[frozenset[Layout]] = frozenset({Layout.ROWS})
+    has_gradients: ClassVar[bool] = True
 
     @classmethod
     def supports(cls, weights: ExpertTensors) -> Availability:
@@ -61,21 +56,8 @@ class GroupedMMRunner(ExpertRunner):
     def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
         return frozenset(WireDtype)
 
-    @overload
-    def run(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> RowsCombineInput: ...
-
-    @overload
-    def run(
-        self, dispatched: MaskedDispatchOutput, weights: ExpertTensors
-    ) -> MaskedCombineInput: ...
-
-    def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
+    def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         assert isinstance(weights, ExpertWeights), "supports() said so"
-        if not isinstance(dispatched, RowsDispatchOutput):
-            raise ShapeError(
-                "GroupedMMRunner.run: the record has the MASKED layout, expected ROWS; "
-                "use runner='reference' for it"
-            )
         dtype, index = _dtype_of(dispatched, weights), dispatched.index
         weights = cast_experts(weights, dtype)
         slots = pack(dequantize(dispatched.hidden_states, dtype), index)
@@ -95,7 +77,7 @@ class GroupedMMRunner(ExpertRunner):
         if weights.down_bias is not None:
             bias = _bias_of_slots(weights.down_bias, index, slots.shape[0])
             results = results + (bias if scale is None else weight_slots(bias, scale))
-        return dispatched.combine_input(results)
+        return results
 
 
 def _dtype_of(dispatched: RowsDispatchOutput, weights: ExpertWeights) -> torch.dtype:

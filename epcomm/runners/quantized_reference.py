@@ -7,7 +7,7 @@ quantised again, to the format of the rows; router weights multiply the results 
 
 from __future__ import annotations
 
-from typing import ClassVar, overload
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,11 +16,7 @@ from epcomm.ops.activation import activate
 from epcomm.ops.slots import gather_rows
 from epcomm.quantization import KNOWN_FORMATS, dequantize, quantize
 from epcomm.records import (
-    CombineInput,
-    DispatchOutput,
-    MaskedCombineInput,
     MaskedDispatchOutput,
-    RowsCombineInput,
     RowsDispatchOutput,
     SlotIndex,
 )
@@ -55,20 +51,37 @@ class QuantizedReferenceRunner(ExpertRunner):
     def readings(cls, weights: ExpertTensors, layout: Layout) -> tuple[RowReading, ...]:
         return _READINGS[weights.wire_format.dtype]
 
-    @overload
-    def run(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> RowsCombineInput: ...
-
-    @overload
-    def run(
-        self, dispatched: MaskedDispatchOutput, weights: ExpertTensors
-    ) -> MaskedCombineInput: ...
-
-    def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
+    def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         assert isinstance(weights, Fp8BlockWeights | Int8ChannelWeights), "supports() said so"
-        self.check_record(dispatched, weights)
-        if isinstance(dispatched, MaskedDispatchOutput):
-            return _run_masked(dispatched, weights, self.int8_profile)
-        return _run_rows(dispatched, weights, self.int8_profile)
+        index = dispatched.index
+        slots = gather_wire(dispatched.hidden_states, index)
+        starts = index.first_slot.tolist()
+        counts = index.host_num_tokens_per_expert or index.num_tokens_per_expert.tolist()
+        results = slots.data.new_zeros(
+            dispatched.num_slots, weights.hidden_size, dtype=weights.hidden_dtype
+        )
+        slot_weights = slot_weights_to_apply(dispatched, self.name)
+        for expert, count in enumerate(counts):
+            mine = slice(starts[expert], starts[expert] + count)
+            result = _run_expert(_part(slots, mine), weights, expert, self.int8_profile)
+            if slot_weights is not None:
+                result = result * slot_weights[mine].unsqueeze(1)
+            results[mine] = result.to(weights.hidden_dtype)
+        return results
+
+    def _compute_masked(self, dispatched: MaskedDispatchOutput, weights: ExpertTensors) -> Tensor:
+        assert isinstance(weights, Fp8BlockWeights | Int8ChannelWeights), "supports() said so"
+        rows = dispatched.hidden_states
+        results = torch.zeros(rows.data.shape, dtype=weights.hidden_dtype, device=rows.data.device)
+        slot_weights = slot_weights_to_apply(dispatched, self.name)
+        for expert, count in enumerate(dispatched.num_tokens_per_expert.tolist()):
+            scales = None if rows.scales is None else rows.scales[expert, :count]
+            mine = WireTensor(data=rows.data[expert, :count], format=rows.format, scales=scales)
+            result = _run_expert(mine, weights, expert, self.int8_profile)
+            if slot_weights is not None:
+                result = result * slot_weights[expert, :count].unsqueeze(1)
+            results[expert, :count] = result.to(weights.hidden_dtype)
+        return results
 
 
 # Dequantising reads FP8 rows with any known scales, whatever scales the matrices have.
@@ -82,46 +95,6 @@ _READINGS = {
     )
     for dtype in (WireDtype.FP8_E4M3, WireDtype.INT8)
 }
-
-
-def _run_rows(
-    dispatched: RowsDispatchOutput,
-    weights: Fp8BlockWeights | Int8ChannelWeights,
-    profile: Int8Profile,
-) -> RowsCombineInput:
-    index = dispatched.index
-    slots = gather_wire(dispatched.hidden_states, index)
-    starts = index.first_slot.tolist()
-    counts = index.host_num_tokens_per_expert or index.num_tokens_per_expert.tolist()
-    results = slots.data.new_zeros(
-        dispatched.num_slots, weights.hidden_size, dtype=weights.hidden_dtype
-    )
-    slot_weights = slot_weights_to_apply(dispatched, QuantizedReferenceRunner.name)
-    for expert, count in enumerate(counts):
-        mine = slice(starts[expert], starts[expert] + count)
-        result = _run_expert(_part(slots, mine), weights, expert, profile)
-        if slot_weights is not None:
-            result = result * slot_weights[mine].unsqueeze(1)
-        results[mine] = result.to(weights.hidden_dtype)
-    return dispatched.combine_input(results)
-
-
-def _run_masked(
-    dispatched: MaskedDispatchOutput,
-    weights: Fp8BlockWeights | Int8ChannelWeights,
-    profile: Int8Profile,
-) -> MaskedCombineInput:
-    rows = dispatched.hidden_states
-    results = torch.zeros(rows.data.shape, dtype=weights.hidden_dtype, device=rows.data.device)
-    slot_weights = slot_weights_to_apply(dispatched, QuantizedReferenceRunner.name)
-    for expert, count in enumerate(dispatched.num_tokens_per_expert.tolist()):
-        scales = None if rows.scales is None else rows.scales[expert, :count]
-        mine = WireTensor(data=rows.data[expert, :count], format=rows.format, scales=scales)
-        result = _run_expert(mine, weights, expert, profile)
-        if slot_weights is not None:
-            result = result * slot_weights[expert, :count].unsqueeze(1)
-        results[expert, :count] = result.to(weights.hidden_dtype)
-    return dispatched.combine_input(results)
 
 
 def gather_wire(rows: WireTensor, index: SlotIndex) -> WireTensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, overload
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,11 +12,8 @@ from epcomm.ops.pack import pack
 from epcomm.ops.precision import cast_experts, compute_dtype
 from epcomm.quantization import dequantize
 from epcomm.records import (
-    CombineInput,
     DispatchOutput,
-    MaskedCombineInput,
     MaskedDispatchOutput,
-    RowsCombineInput,
     RowsDispatchOutput,
 )
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
@@ -30,52 +27,43 @@ class ReferenceRunner(ExpertRunner):
     name: ClassVar[str] = "reference"
     kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (ExpertWeights,)
     layouts: ClassVar[frozenset[Layout]] = frozenset(Layout)
+    has_gradients: ClassVar[bool] = True
 
     @classmethod
     def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
         return frozenset(WireDtype)
 
-    @overload
-    def run(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> RowsCombineInput: ...
+    def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
+        weights, index = _compute_weights(dispatched, weights), dispatched.index
+        slots = pack(dequantize(dispatched.hidden_states, weights.dtype), index)
+        starts = index.first_slot.tolist()
+        counts = index.host_num_tokens_per_expert or index.num_tokens_per_expert.tolist()
+        slot_weights = slot_weights_to_apply(dispatched, self.name)
+        pieces = []
+        for expert, count in enumerate(counts):
+            mine = slice(starts[expert], starts[expert] + count)
+            scale = None if slot_weights is None else slot_weights[mine]
+            pieces.append(_run_expert(slots[mine], scale, weights, expert))
+            # Padding behind the slots of an expert; zeros, so that gradients stay finite.
+            pieces.append(slots.new_zeros(starts[expert + 1] - mine.stop, slots.shape[1]))
+        pieces.append(slots.new_zeros(dispatched.num_slots - starts[-1], slots.shape[1]))
+        return torch.cat(pieces)
 
-    @overload
-    def run(
-        self, dispatched: MaskedDispatchOutput, weights: ExpertTensors
-    ) -> MaskedCombineInput: ...
-
-    def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
-        assert isinstance(weights, ExpertWeights), "supports() said so"
-        weights = cast_experts(weights, compute_dtype(dispatched, weights))
-        if isinstance(dispatched, MaskedDispatchOutput):
-            return _run_masked(dispatched, weights)
-        return _run_rows(dispatched, weights)
-
-
-def _run_rows(dispatched: RowsDispatchOutput, weights: ExpertWeights) -> RowsCombineInput:
-    index = dispatched.index
-    slots = pack(dequantize(dispatched.hidden_states, weights.dtype), index)
-    starts = index.first_slot.tolist()
-    counts = index.host_num_tokens_per_expert or index.num_tokens_per_expert.tolist()
-    slot_weights = slot_weights_to_apply(dispatched, ReferenceRunner.name)
-    pieces = []
-    for expert, count in enumerate(counts):
-        mine = slice(starts[expert], starts[expert] + count)
-        scale = None if slot_weights is None else slot_weights[mine]
-        pieces.append(_run_expert(slots[mine], scale, weights, expert))
-        # Padding behind the slots of an expert is zero, so that gradients stay finite.
-        pieces.append(slots.new_zeros(starts[expert + 1] - mine.stop, slots.shape[1]))
-    pieces.append(slots.new_zeros(dispatched.num_slots - starts[-1], slots.shape[1]))
-    return dispatched.combine_input(torch.cat(pieces))
+    def _compute_masked(self, dispatched: MaskedDispatchOutput, weights: ExpertTensors) -> Tensor:
+        weights = _compute_weights(dispatched, weights)
+        rows = dequantize(dispatched.hidden_states, weights.dtype)
+        results = torch.zeros_like(rows)
+        slot_weights = slot_weights_to_apply(dispatched, self.name)
+        for expert, count in enumerate(dispatched.num_tokens_per_expert.tolist()):
+            scale = None if slot_weights is None else slot_weights[expert, :count]
+            results[expert, :count] = _run_expert(rows[expert, :count], scale, weights, expert)
+        return results
 
 
-def _run_masked(dispatched: MaskedDispatchOutput, weights: ExpertWeights) -> MaskedCombineInput:
-    rows = dequantize(dispatched.hidden_states, weights.dtype)
-    results = torch.zeros_like(rows)
-    slot_weights = slot_weights_to_apply(dispatched, ReferenceRunner.name)
-    for expert, count in enumerate(dispatched.num_tokens_per_expert.tolist()):
-        scale = None if slot_weights is None else slot_weights[expert, :count]
-        results[expert, :count] = _run_expert(rows[expert, :count], scale, weights, expert)
-    return dispatched.combine_input(results)
+def _compute_weights(dispatched: DispatchOutput, weights: ExpertTensors) -> ExpertWeights:
+    """Return the experts in the dtype that the batch is computed in."""
+    assert isinstance(weights, ExpertWeights), "supports() said so"
+    return cast_experts(weights, compute_dtype(dispatched, weights))
 
 
 def _run_expert(

@@ -48,7 +48,6 @@ from epcomm.testing.slot_oracle import (
 from epcomm.types import (
     Layout,
     RowsPer,
-    WeightsAppliedBy,
     WireFormat,
     WireTensor,
     align_up,
@@ -68,6 +67,9 @@ class BufferEnv:
     hidden_size, dtype: of all batches, for a backend that does not take any H and dtype.
     token_multiple: max_tokens_per_rank is a multiple of this; None: set for static sizes alone.
     poisons: memory that nobody has written is NaN; False where a package refuses torch's switch.
+    combines_once: a second combine of a dispatch raises HandleError.
+    fills_batches: the kernel knows neither entries of -1, which travel to an expert that the row
+        does not use, with weight 0, nor ranks without tokens, which send one with weight 0.
     """
 
     group: EPGroup
@@ -78,6 +80,8 @@ class BufferEnv:
     dtype: torch.dtype | None = None
     token_multiple: int | None = None
     poisons: bool = True
+    combines_once: bool = False
+    fills_batches: bool = False
 
     @property
     def caps(self) -> BufferCaps:
@@ -141,7 +145,7 @@ class BufferEnv:
             make_batch(spec, rank, world_size, number=number).to(self.group.device)
             for rank in range(world_size)
         ]
-        if not self.caps.fills_masked_entries:
+        if not self.fills_batches:
             return batches
         # The expected batches have substitutes for masked entries, as the backend makes them.
         return [_filled(batch, spec.num_experts(world_size)) for batch in batches]
@@ -153,7 +157,7 @@ def _filled(batch: RankBatch, num_experts: int) -> RankBatch:
 
 
 def _never_empty(batch: RankBatch, rank: int, env: BufferEnv, spec: BatchSpec) -> RankBatch:
-    """Return a rank's batch; for an empty one, the token of BufferCaps.sends_dummy_token."""
+    """Return a rank's batch; for an empty one, the token of BufferEnv.fills_batches."""
     if len(batch.x):
         return batch
     top_k = batch.topk_ids.shape[1]
@@ -226,7 +230,7 @@ def check_batch(env: BufferEnv, spec: BatchSpec, expert_alignment: int = 1) -> N
         out = dispatch(env, buffer, batches[env.group.rank], spec)
         slots = check_slots(env, out, batches, spec, expert_alignment)
         check_combine(env, buffer, out, batches, spec)
-        if env.caps.reuses_exchange_plan:
+        if env.caps.trainable:
             check_cached_dispatch(env, buffer, out, batches, slots)
 
 
@@ -271,7 +275,7 @@ def check_slots(
 ) -> list[PlacedSlot]:
     """Check order, counts, payload bits and weights of the received slots, and return the slots."""
     num_local, index = spec.num_local_experts, out.index
-    if env.caps.sends_dummy_token:
+    if env.fills_batches:
         batches = [_never_empty(batch, rank, env, spec) for rank, batch in enumerate(batches)]
     slots = expected_slots(batches, env.group.rank, num_local)
     is_masked = env.caps.layout is Layout.MASKED
@@ -318,17 +322,15 @@ def check_combine(
         dispatched again for each way.
     """
     caps = env.caps
-    ways: list[Callable[[_Computed], None]] = []
-    if WeightsAppliedBy.COMBINE in caps.weights_applied_by:
-        ways.append(_combine_with_weights)
-    if WeightsAppliedBy.RUNNER in caps.weights_applied_by:
+    ways: list[Callable[[_Computed], None]] = [_combine_with_weights]
+    if caps.trainable:
         ways.append(_combine_weighted_slots)
     if caps.trainable or out.index.slots_of_row is not None:
         ways.append(_combine_rows)
     for number, way in enumerate(ways):
         if number and once:
             return
-        if number and caps.combines_once:
+        if number and env.combines_once:
             out = dispatch(env, buffer, batches[env.group.rank], spec)
         way(_compute(env, buffer, out, batches, spec))
 
@@ -408,15 +410,14 @@ def _combine_weighted_slots(done: _Computed) -> None:
 def _combine_rows(done: _Computed) -> None:
     per_row, scalars = _reduce_to_rows(done.out, done.results, done.scale)
     plain = done.arriving * done.factor.sum(1, keepdim=True)
-    has_scalars = done.env.caps.trainable or done.env.caps.reuses_exchange_plan
     returned = done.buffer.combine(
         per_row,
         done.out.exchange_plan,
         rows_per=RowsPer.ROW,
-        row_scalars=scalars if has_scalars else None,
+        row_scalars=scalars if done.env.caps.trainable else None,
     )
     done.expect("combine of rows", returned.y, plain)
-    if has_scalars:
+    if done.env.caps.trainable:
         assert returned.scalars is not None, "row scalars come back"
         # The scalar of a slot is its expert's number, so (t, k) must receive topk_ids + 1.
         _expect_equal(done.env, "scalars", returned.scalars.tolist(), done.factor.float().tolist())
@@ -450,7 +451,7 @@ def check_operations_stand_alone(env: BufferEnv) -> None:
         return
     buffer = env.open(spec)
     # Without gradients rows may be views that a later dispatch overwrites.
-    flags = BatchFlags.NONE if env.caps.owns_rows else BatchFlags.GRAD_ENABLED
+    flags = BatchFlags.GRAD_ENABLED if env.caps.trainable else BatchFlags.NONE
     outs, all_batches = [], []
     for number in range(4):
         all_batches.append(env.batches(spec, number))
@@ -502,7 +503,7 @@ def _check_batches_in_flight(env: BufferEnv, buffer: Buffer, spec: BatchSpec, mo
         check_slots(env, out, batches, spec, 1)
         # Dispatching again would end another batch.
         check_combine(env, buffer, out, batches, spec, once=True)
-    if env.caps.combines_once:
+    if env.combines_once:
         again = _raised(lambda: _finish(env, buffer, outs[-1], spec))
         if not isinstance(again, HandleError):
             _fail(env, f"a second combine raised {again!r}, expected HandleError")

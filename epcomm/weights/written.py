@@ -1,14 +1,18 @@
-"""Whether a tensor still holds what was copied from it."""
+"""What is made of parameters, and made anew whenever these have changed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Generic, Self, TypeVar
 from weakref import ReferenceType, ref
 
+import torch
 from torch import Tensor
 
 from epcomm.errors import ConfigError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,3 +52,40 @@ class WriteState:
         """Whether `tensor` is that one, lies where it lay, and was not written since."""
         is_same = self.source() is tensor and self.address == tensor.data_ptr()
         return is_same and self.num_writes == tensor._version
+
+
+class Derived(Generic[T]):
+    """A value made of tensors as they are now, such as experts packed for an operator.
+
+    The tensors stay, for state_dict and for reloading; both take memory.
+    """
+
+    def __init__(self, caller: str) -> None:
+        """Make nothing yet; `caller` is for messages."""
+        self._caller = caller
+        self._states: dict[str, WriteState] = {}
+        self._value: T | None = None
+
+    def of(self, tensors: Mapping[str, Tensor], make: Callable[[], T]) -> T:
+        """Return what make() returned since the tensors changed last.
+
+        A write through `.data` leaves the version of its tensor as it was; then comes forget().
+
+        Local.   Host sync: none.
+        Raises:
+            ConfigError: tensors that were made in inference mode, which do not tell when they are
+                written.
+        """
+        states = {n: WriteState.of(n, each, self._caller) for n, each in tensors.items()}
+        is_of = all(n in self._states and self._states[n].is_of(t) for n, t in tensors.items())
+        if self._value is None or not is_of:
+            # The old one is freed first: two copies beside the originals might not fit.
+            self.forget()
+            with torch.no_grad():
+                self._value = make()
+            self._states = states
+        return self._value
+
+    def forget(self) -> None:
+        """Make it anew at the next call, whatever the tensors tell."""
+        self._states, self._value = {}, None

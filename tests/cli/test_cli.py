@@ -260,7 +260,6 @@ class Model:
     id: str
     values: dict[str, object]
     shape: str
-    router: str
     runner: str = "grouped_mm"
 
 
@@ -276,7 +275,6 @@ MODELS = [
             "torch_dtype": "bfloat16",
         },
         shape="8 experts on 8 ranks, 1 each; hidden size 4096, top 2, bf16",
-        router="router: preset mixtral",
     ),
     Model(
         id="deepseek_v3: the dense layers have another intermediate size",
@@ -293,7 +291,6 @@ MODELS = [
             "routed_scaling_factor": 2.5,
         },
         shape="256 experts on 8 ranks, 32 each; hidden size 7168, top 8, bf16",
-        router="router: preset deepseek_v3",
     ),
     Model(
         id="ernie4_5_moe: other names",
@@ -307,7 +304,6 @@ MODELS = [
             "dtype": "float32",
         },
         shape="64 experts on 8 ranks, 8 each; hidden size 2560, top 6, fp32",
-        router="router: preset ernie4_5_moe",
     ),
     Model(
         id="multimodal",
@@ -323,7 +319,6 @@ MODELS = [
             },
         },
         shape="256 experts on 8 ranks, 32 each; hidden size 2048, top 8, bf16",
-        router="router: preset qwen3_5_moe",
         runner="reference",
     ),
     Model(
@@ -336,7 +331,6 @@ MODELS = [
             "moe_topk": 8,
         },
         shape="64 experts on 8 ranks, 8 each; hidden size 4096, top 8, bf16",
-        router="router: no preset: from_transformers_config: model_type is 'hunyuan_v1_moe'",
     ),
 ]
 
@@ -348,7 +342,6 @@ def test_model_file_gives_the_layer(model: Model, tmp_path: Path) -> None:
     result = run("plan", "--model", str(path))
     assert result.exit_code == 0, result.output
     assert model.shape in result.stdout
-    assert model.router in result.stdout
     assert f"runner: {model.runner}" in result.stdout
 
 

@@ -19,7 +19,7 @@ NUM_ROWS, HIDDEN = 3, 4
 
 
 class OneMemoryBuffer:
-    """Hands out rows where the next call overwrites them, as caps.owns_rows = False allows."""
+    """Hands out rows where the next call overwrites them, as caps.batches_in_flight allows."""
 
     def __init__(self) -> None:
         self.received = torch.full((NUM_ROWS, HIDDEN), 2.0)

@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from operator import attrgetter
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from epcomm.errors import ConfigError
-from epcomm.routing import RoutingSpec, from_transformers_config, presets, route
+from epcomm.routing import RoutingSpec, presets, route
 from tests.routing.oracle import route_rows
 
 # transformers is imported by the first test, and must not look for a network.
@@ -291,39 +289,3 @@ def test_preset_equals_the_router_of_the_bfloat16_block(family: Family) -> None:
     dense = scatter(topk.topk_ids, topk.topk_weights)
     rtol = FLOAT32_RTOL + family.bf16_roundings * BF16_ROUNDING
     torch.testing.assert_close(dense[decided], routed.dense[decided], rtol=rtol, atol=0.0)
-
-
-@every_family
-def test_configuration_gives_the_preset(family: Family) -> None:
-    assert from_transformers_config(make_config(family)) == family.spec
-
-
-def test_multimodal_configuration_is_read_through_its_text_part() -> None:
-    text = {"hidden_size": HIDDEN, "num_experts_per_tok": 4}
-    module = import_module("transformers.models.qwen3_5_moe.configuration_qwen3_5_moe")
-
-    spec = from_transformers_config(module.Qwen3_5MoeConfig(text_config=text))
-
-    assert spec == presets.qwen3_5_moe(top_k=4)
-
-
-def test_unknown_model_type_may_name_a_family() -> None:
-    config = SimpleNamespace(model_type="my_mixtral", num_experts_per_tok=2)
-
-    with pytest.raises(ConfigError, match=r"model_type is 'my_mixtral', expected one of \['afmoe'"):
-        from_transformers_config(config)
-    assert from_transformers_config(config, model_type="mixtral") == presets.mixtral(top_k=2)
-
-
-def test_incomplete_configuration_is_named() -> None:
-    with pytest.raises(ConfigError, match="SimpleNamespace has no num_experts_per_tok"):
-        from_transformers_config(SimpleNamespace(model_type="mixtral"))
-
-
-def test_unknown_deepseek_v2_method_is_refused() -> None:
-    config = SimpleNamespace(
-        model_type="deepseek_v2", num_experts_per_tok=2, topk_method="noaux_tc"
-    )
-
-    with pytest.raises(ConfigError, match="topk_method is 'noaux_tc', expected 'greedy' or"):
-        from_transformers_config(config)

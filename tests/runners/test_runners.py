@@ -281,5 +281,5 @@ def test_grouped_mm_refuses_the_masked_layout() -> None:
     index = index_of(batch.topk_ids.tolist(), NUM_EXPERTS)
     slot_weights = spread_to_slots(batch.topk_weights, index)
     record = masked_record(batch.x, index, slot_weights, WeightsAppliedBy.RUNNER)
-    with pytest.raises(ShapeError, match="MASKED layout, expected ROWS; use runner='reference'"):
+    with pytest.raises(ShapeError, match="MASKED layout, expected ROWS; use runner='auto'"):
         GroupedMMRunner().run(record, make_weights(SPEC, 1))

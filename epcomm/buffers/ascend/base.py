@@ -18,12 +18,12 @@ from epcomm.errors import BackendUnavailable
 from epcomm.ops.masked_entries import fill_masked_entries
 from epcomm.platforms.ascend.chip import Soc, current_soc
 from epcomm.platforms.ascend.environment import Rounds, rounds_of, variable_reasons
-from epcomm.platforms.ascend.limits import MAX_TOP_K, SizeLimits, size_reasons, window_reasons
+from epcomm.platforms.ascend.limits import MAX_TOP_K, Limits, window_reasons
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
-from epcomm.types import Layout, RowsPer, WeightsAppliedBy, WireDtype, WireFormat, WireTensor
+from epcomm.types import Layout, RowsPer, WireDtype, WireFormat, WireTensor
 
 WIRE_DTYPES = frozenset({WireDtype.BF16, WireDtype.INT8})
 
@@ -61,8 +61,8 @@ class AscendBuffer(AscendCalls, VendorCalls):
         if spec.expert_alignment > 1:
             reasons.append("packs its rows, so expert_alignment must be 1")
         soc = current_soc()
-        reasons += size_reasons(spec, world_size, cls._limits(soc), soc)
-        return tuple(reasons)
+        where = "" if soc is None else f" on {soc}"
+        return tuple(reasons + cls._limits(soc).reasons(spec, world_size, where))
 
     @classmethod
     def lacks_with(
@@ -75,7 +75,7 @@ class AscendBuffer(AscendCalls, VendorCalls):
 
     @classmethod
     @abstractmethod
-    def _limits(cls, soc: Soc | None) -> SizeLimits:
+    def _limits(cls, soc: Soc | None) -> Limits:
         """Return the sizes that the kernels of this mode take."""
 
     @classmethod
@@ -150,7 +150,7 @@ class AscendBuffer(AscendCalls, VendorCalls):
         )
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
-        raise NotImplementedError("there is no cached dispatch (caps.reuses_exchange_plan)")
+        raise NotImplementedError("there is no cached dispatch (caps.trainable)")
 
     def combine(
         self,
@@ -183,17 +183,11 @@ def packed_caps(max_tokens: int | None) -> BufferCaps:
     return BufferCaps(
         layout=Layout.ROWS,
         trainable=False,
-        graph_safe=False,
         ordered=True,
         wire_dtypes=WIRE_DTYPES,
-        weights_applied_by=frozenset({WeightsAppliedBy.COMBINE}),
         max_tokens_per_rank=max_tokens,
         max_top_k=MAX_TOP_K,
-        reuses_exchange_plan=False,
         reports_faults=False,
-        fills_masked_entries=True,
-        sends_dummy_token=True,
-        needs_process_group=True,
         device_types=device_types(),
     )
 

@@ -32,7 +32,7 @@ from epcomm.platforms.ascend.chip import Soc, current_soc
 from epcomm.platforms.ascend.environment import Rounds
 from epcomm.platforms.ascend.limits import (
     MAX_LOCAL_EXPERTS_TIMES_RANKS,
-    SizeLimits,
+    Limits,
     low_latency_limits,
     low_latency_window_bytes,
 )
@@ -80,15 +80,13 @@ class AscendLowLatencyBuffer(AscendBuffer, Buffer):
     def caps(cls, mode: Mode) -> BufferCaps:
         return replace(
             packed_caps(low_latency_limits(current_soc()).max_tokens),
-            graph_safe=True,
             is_static=True,
-            host_syncs=0,
             has_slot_budget=False,
             int8_profiles=frozenset({Int8Profile.RINT127}),
         )
 
     @classmethod
-    def _limits(cls, soc: Soc | None) -> SizeLimits:
+    def _limits(cls, soc: Soc | None) -> Limits:
         return low_latency_limits(soc)
 
     @classmethod

@@ -29,7 +29,7 @@ from epcomm.config import Mode
 from epcomm.ops.masked_entries import has_no_expert
 from epcomm.platforms.ascend.chip import Soc
 from epcomm.platforms.ascend.environment import Rounds, current_rounds, normal_reasons
-from epcomm.platforms.ascend.limits import SizeLimits, normal_limits, normal_window_bytes
+from epcomm.platforms.ascend.limits import Limits, normal_limits, normal_window_bytes
 from epcomm.records import SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import Int8Profile, WireTensor
@@ -67,7 +67,7 @@ class AscendNormalBuffer(AscendBuffer, Buffer):
         )
 
     @classmethod
-    def _limits(cls, soc: Soc | None) -> SizeLimits:
+    def _limits(cls, soc: Soc | None) -> Limits:
         return normal_limits(soc)
 
     @classmethod

@@ -29,7 +29,7 @@ from epcomm.platforms.ascend.operators import has_kernel
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec
-from epcomm.types import RowsPer, WeightsAppliedBy, WireDtype, WireTensor, align_up
+from epcomm.types import RowsPer, WireDtype, WireTensor, align_up
 
 _OPERATORS = ("npu_moe_init_routing_v2", "npu_moe_finalize_routing")
 # Most experts of npu_moe_init_routing_v2, less the one that stands for "no expert".
@@ -82,8 +82,6 @@ class AscendStandardBuffer(AllGatherBuffer):
             COLLECTIVE_CAPS,
             trainable=False,
             wire_dtypes=WIRE_DTYPES,
-            weights_applied_by=frozenset({WeightsAppliedBy.COMBINE}),
-            reuses_exchange_plan=False,
             device_types=device_types(),
         )
 
@@ -199,7 +197,7 @@ class AscendStandardBuffer(AllGatherBuffer):
         return sorted_rows, positions, counts
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
-        raise NotImplementedError("the operators have no backward (caps.reuses_exchange_plan)")
+        raise NotImplementedError("the operators have no backward (caps.trainable)")
 
     def combine(
         self,

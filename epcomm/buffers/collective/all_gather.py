@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.counts import Counts, counts_bytes
 from epcomm.buffers.faults import guard_ids
@@ -93,7 +93,7 @@ class Gathered:
     row_of_token: Tensor
 
 
-class AllGatherBuffer(OverCollectives):
+class AllGatherBuffer(OverCollectives, Buffer):
     """Serves standard mode over `Collectives`: gather all, compute locally, reduce-scatter."""
 
     name: ClassVar[str] = "collective"

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.counts import counts_bytes
 from epcomm.buffers.faults import guard_ids
@@ -89,7 +89,7 @@ class CollectiveExchangePlan(ExchangePlan):
     views_epoch: int | None = None
 
 
-class CollectiveBuffer(OverCollectives):
+class CollectiveBuffer(OverCollectives, Buffer):
     """Serves normal mode over `Collectives`, with exact sizes and one host sync a dispatch."""
 
     name: ClassVar[str] = "collective"

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.faults import DeviceFaults, assume_all_need_grad, guard_ids, pack_header
 from epcomm.buffers.row_layout import RowLayout, localize
@@ -60,7 +60,7 @@ class StaticExchangePlan(ExchangePlan):
     call: CallSign
 
 
-class StaticCollectiveBuffer(OverCollectives):
+class StaticCollectiveBuffer(OverCollectives, Buffer):
     """Sends M rows to every rank, whatever the routing, without host sync."""
 
     name: ClassVar[str] = "collective"
@@ -68,13 +68,7 @@ class StaticCollectiveBuffer(OverCollectives):
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
-        return replace(
-            COLLECTIVE_CAPS,
-            trainable=mode is Mode.NORMAL,
-            graph_safe=True,
-            is_static=True,
-            host_syncs=0,
-        )
+        return replace(COLLECTIVE_CAPS, trainable=mode is Mode.NORMAL, is_static=True)
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, DispatchCall
+from epcomm.buffers.base import DispatchCall
 from epcomm.buffers.collective.scratch import Scratch
 from epcomm.buffers.counts import Counts, CountsMessage, read_counts
 from epcomm.buffers.faults import raise_faults
@@ -27,23 +27,23 @@ from epcomm.collectives.call_order import (
 from epcomm.errors import EPError
 from epcomm.protocol import FaultCode
 from epcomm.spec import Availability, BufferCaps, BufferSpec
-from epcomm.types import Layout, WeightsAppliedBy, WireDtype, WireFormat
+from epcomm.types import Layout, WireDtype, WireFormat
 
 # The capabilities that every buffer over collectives has.
 COLLECTIVE_CAPS = BufferCaps(
     layout=Layout.ROWS,
     trainable=True,
-    graph_safe=False,
     ordered=True,
     wire_dtypes=frozenset(WireDtype),
-    weights_applied_by=frozenset(WeightsAppliedBy),
 )
 
 
-class OverCollectives(Buffer):
-    """A buffer that needs nothing but `Collectives`, so it serves wherever a group does."""
+class OverCollectives:
+    """What buffers share that need nothing but `Collectives`, and serve wherever a group does."""
 
     name: ClassVar[str]
+    # See Buffer.
+    counts_calls: bool
 
     @classmethod
     def probe(cls, environment: Mapping[str, str]) -> Availability:

@@ -9,13 +9,13 @@ all ranks too, so backward of combine is the identity, and backward of dispatch 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.faults import any_flags, check_gradients, guard_ids, ids_error, raise_faults
 from epcomm.buffers.row_layout import localize
@@ -63,15 +63,16 @@ class ReplicatedExchangePlan(ExchangePlan):
     call: CallSign
 
 
-class ReplicatedBuffer(OverCollectives):
+class ReplicatedBuffer(OverCollectives, Buffer):
     """Serves standard mode for tokens that all ranks share; a dispatch sends no rows."""
 
     name: ClassVar[str] = "collective"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.STANDARD})
+    serves_replicated: ClassVar[bool] = True
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
-        return replace(COLLECTIVE_CAPS, serves_replicated=True)
+        return COLLECTIVE_CAPS
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:

@@ -56,7 +56,7 @@ from epcomm.platforms.deep_ep_package import (
 from epcomm.protocol import BatchFlags
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec
-from epcomm.types import Layout, RowsPer, WeightsAppliedBy
+from epcomm.types import Layout, RowsPer
 
 HandleT = TypeVar("HandleT")
 # Source: deep_ep, csrc: a lane of a warp for each of the K.
@@ -168,17 +168,13 @@ class DeepEPCalls(VendorCalls):
         return BufferCaps(
             layout=Layout.ROWS,
             trainable=True,
-            graph_safe=cls.is_static,
             ordered=True,
             wire_dtypes=WIRE_DTYPES,
-            weights_applied_by=frozenset(WeightsAppliedBy),
             max_top_k=_MAX_TOP_K,
             hidden_multiple=cls.package.hidden_multiple,
             is_static=cls.is_static,
-            host_syncs=0 if cls.is_static else 1,
             reports_faults=False,
             device_types=device_types(),
-            needs_process_group=True,
         )
 
     @classmethod

@@ -36,7 +36,7 @@ from epcomm.platforms.deep_ep_package import (
 from epcomm.protocol import BatchFlags
 from epcomm.records import ExchangePlan, Pending, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec
-from epcomm.types import Layout, RowsPer, ScaleLayout, WeightsAppliedBy, WireDtype, WireTensor
+from epcomm.types import Layout, RowsPer, ScaleLayout, WireDtype, WireTensor
 
 # Source of the limits: deep_ep, csrc/kernels/legacy: SWITCH_HIDDEN, kNumMaxTopK.
 _HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
@@ -106,21 +106,15 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
         return BufferCaps(
             layout=Layout.MASKED,
             trainable=False,
-            graph_safe=True,
             ordered=False,
             wire_dtypes=WIRE_DTYPES,
-            weights_applied_by=frozenset({WeightsAppliedBy.COMBINE}),
             max_top_k=_MAX_TOP_K,
             batches_in_flight=_BATCHES_IN_FLIGHT,
             has_receive_hook=True,
-            reuses_exchange_plan=False,
             is_static=True,
-            host_syncs=0,
-            owns_rows=False,
             has_slot_budget=False,
             reports_faults=False,
             device_types=device_types(),
-            needs_process_group=True,
         )
 
     @classmethod
@@ -223,7 +217,7 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
         return Pending(wait)
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
-        raise NotImplementedError("low latency has no backward (caps.reuses_exchange_plan)")
+        raise NotImplementedError("low latency has no backward (caps.trainable)")
 
     def combine(
         self,

@@ -47,7 +47,6 @@ class DeepEPV2LowLatencyBuffer(DeepEPCalls, Buffer):
             super().caps(mode),
             trainable=False,
             ordered=False,
-            reuses_exchange_plan=False,
             has_slot_budget=False,
         )
 

@@ -40,6 +40,7 @@ class NVLinkHost(ABC, Generic[LayoutT]):
     name: ClassVar[str]
     needs_one_host: ClassVar[bool] = True
     needs_nvlink: ClassVar[bool] = True
+    needs_process_group: ClassVar[bool] = True
     # Receive buffers, unless the specification asks for another number. Tests also use 1, where a
     # missing wait fails at once.
     num_buffers: ClassVar[int] = NUM_BUFFERS

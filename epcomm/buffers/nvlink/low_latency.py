@@ -47,7 +47,6 @@ from epcomm.types import (
     Int8Profile,
     Layout,
     RowsPer,
-    WeightsAppliedBy,
     WireDtype,
 )
 
@@ -68,21 +67,14 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         return BufferCaps(
             layout=cls.handed_layout,
             trainable=False,
-            graph_safe=True,
             ordered=True,
             wire_dtypes=FLOAT32_SUM_DTYPES,
-            weights_applied_by=frozenset(WeightsAppliedBy),
             batches_in_flight=cls.num_buffers,
             batches_on_request=True,
             has_receive_hook=True,
-            reuses_exchange_plan=False,
             is_static=True,
-            host_syncs=0,
-            combines_once=True,
-            owns_rows=False,
             has_slot_budget=False,
             device_types=frozenset({"cuda"}),
-            needs_process_group=True,
         )
 
     @classmethod
@@ -361,7 +353,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         self._take_sums(receive_buffer, y)
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
-        raise NotImplementedError("low latency has no backward (caps.reuses_exchange_plan)")
+        raise NotImplementedError("low latency has no backward (caps.trainable)")
 
     def traffic(self) -> BufferTraffic:
         """Bytes sent to other ranks so far.   Host sync: yes."""

@@ -44,7 +44,6 @@ from epcomm.types import (
     FLOAT32_SUM_DTYPES,
     Layout,
     RowsPer,
-    WeightsAppliedBy,
     WireTensor,
     align_up,
 )
@@ -73,18 +72,13 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
         return BufferCaps(
             layout=Layout.ROWS,
             trainable=True,
-            graph_safe=cls.is_static,
             ordered=True,
             wire_dtypes=FLOAT32_SUM_DTYPES,
-            weights_applied_by=frozenset(WeightsAppliedBy),
             is_static=cls.is_static,
-            host_syncs=0 if cls.is_static else 1,
-            owns_rows=False,
             batches_in_flight=cls.num_buffers,
             batches_on_request=True,
             reports_faults=True,
             device_types=frozenset({"cuda"}),
-            needs_process_group=True,
         )
 
     @classmethod

@@ -76,7 +76,6 @@ class SharedMemoryBuffer(CollectiveBuffer):
     def caps(cls, mode: Mode) -> BufferCaps:
         return replace(
             COLLECTIVE_CAPS,
-            owns_rows=False,
             batches_in_flight=_NUM_BATCHES,
             batches_on_request=True,
             device_types=frozenset({"cpu"}),

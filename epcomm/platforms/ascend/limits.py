@@ -28,55 +28,76 @@ _A2_RANKS = (2, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SizeLimits:
-    """The limits of one mode on one chip: hidden sizes, their unit, and ranks, all inclusive.
+class Limits:
+    """The sizes that kernels of one mode take on one chip: inclusive ranges, None for no limit.
 
-    max_tokens: of a rank, in low latency; those of normal mode are Rounds.max_tokens.
+    hidden: H.   hidden_multiple: H is a multiple of it.
+    gate_up_columns: 2I.   gate_up_multiple: 2I is a multiple of it.
+    ranks: W.   top_k: K.   experts: E.   local_experts: L.
+    max_tokens: of a rank in one call; those of normal mode are Rounds.max_tokens.
     """
 
-    hidden: tuple[int, int]
+    hidden: tuple[int, int] | None = None
     hidden_multiple: int = 1
-    ranks: tuple[int, int]
+    gate_up_columns: tuple[int, int] | None = None
+    gate_up_multiple: int = 2
+    ranks: tuple[int, int] | None = None
+    top_k: int | None = None
+    experts: int | None = None
+    local_experts: int | None = None
     max_tokens: int | None = None
 
+    def reasons(self, spec: BufferSpec, world_size: int, where: str = "") -> list[str]:
+        """List what the kernels were not written for; `where` is behind a refused size."""
+        reasons = _range_reasons(
+            "hidden_size", spec.hidden_size, self.hidden, self.hidden_multiple, where
+        )
+        if spec.intermediate_size is not None:
+            columns, bounds = 2 * spec.intermediate_size, self.gate_up_columns
+            reasons += _range_reasons(
+                "2 * intermediate_size", columns, bounds, self.gate_up_multiple, where
+            )
+        if self.ranks is not None and not self.ranks[0] <= world_size <= self.ranks[1]:
+            fewest, most = self.ranks
+            reasons.append(f"serves {fewest} to {most} ranks{where}, not {world_size}")
+        counts = {
+            "top_k": (spec.top_k, self.top_k),
+            "num_experts": (spec.num_local_experts * world_size, self.experts),
+            "num_local_experts": (spec.num_local_experts, self.local_experts),
+        }
+        return reasons + [
+            f"{name} is {found}, at most {most}"
+            for name, (found, most) in counts.items()
+            if most is not None and found > most
+        ]
 
-_NORMAL = SizeLimits(hidden=(1024, 7168), ranks=(2, 384))
-_LOW_LATENCY = SizeLimits(hidden=(1024, 8192), ranks=(2, 768), max_tokens=512)
+
+def _range_reasons(
+    name: str, found: int, bounds: tuple[int, int] | None, multiple: int, where: str
+) -> list[str]:
+    reasons = []
+    if bounds is not None and not bounds[0] <= found <= bounds[1]:
+        wanted = bounds[0] if bounds[0] == bounds[1] else f"{bounds[0]} to {bounds[1]}"
+        reasons.append(f"{name} is {found}, expected {wanted}{where}")
+    if found % multiple:
+        reasons.append(f"{name} is {found}, expected a multiple of {multiple}{where}")
+    return reasons
 
 
-def normal_limits(soc: Soc | None) -> SizeLimits:
+_NORMAL = Limits(hidden=(1024, 7168), ranks=(2, 384), experts=MAX_EXPERTS)
+_LOW_LATENCY = replace(_NORMAL, hidden=(1024, 8192), ranks=(2, 768), max_tokens=512)
+
+
+def normal_limits(soc: Soc | None) -> Limits:
     """Return the limits of normal mode; those of an unknown chip are the widest."""
     return replace(_NORMAL, hidden=(7168, 7168), ranks=_A2_RANKS) if soc is Soc.A2 else _NORMAL
 
 
-def low_latency_limits(soc: Soc | None) -> SizeLimits:
+def low_latency_limits(soc: Soc | None) -> Limits:
     """Return the limits of low latency; those of an unknown chip are the widest."""
     if soc is not Soc.A2:
         return _LOW_LATENCY
-    return SizeLimits(hidden=(1024, 7168), hidden_multiple=32, ranks=_A2_RANKS, max_tokens=256)
-
-
-def size_reasons(
-    spec: BufferSpec, world_size: int, limits: SizeLimits, soc: Soc | None
-) -> list[str]:
-    """List the sizes that the kernels were not written for."""
-    reasons, where = [], "" if soc is None else f" on {soc}"
-    lowest, highest = limits.hidden
-    if not lowest <= spec.hidden_size <= highest:
-        wanted = lowest if lowest == highest else f"{lowest} to {highest}"
-        reasons.append(f"hidden_size is {spec.hidden_size}, expected {wanted}{where}")
-    if spec.hidden_size % limits.hidden_multiple:
-        reasons.append(
-            f"hidden_size is {spec.hidden_size}, expected a multiple of {limits.hidden_multiple}"
-            f"{where}"
-        )
-    fewest, most = limits.ranks
-    if not fewest <= world_size <= most:
-        reasons.append(f"serves {fewest} to {most} ranks{where}, not {world_size}")
-    num_experts = spec.num_local_experts * world_size
-    if num_experts > MAX_EXPERTS:
-        reasons.append(f"{num_experts} experts, at most {MAX_EXPERTS}")
-    return reasons
+    return replace(_NORMAL, hidden_multiple=32, ranks=_A2_RANKS, max_tokens=256)
 
 
 def normal_window_bytes(spec: BufferSpec, num_tokens: int) -> int:

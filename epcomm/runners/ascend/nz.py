@@ -6,7 +6,7 @@ parameters stay row-major and [E, out, in], since checkpoints are loaded into an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
@@ -16,18 +16,10 @@ from epcomm.runners.ascend.runner import AscendRunner, matrices_of
 from epcomm.spec import Availability
 from epcomm.types import Int8Profile
 from epcomm.weights.unquantized import ExpertTensors
-from epcomm.weights.written import WriteState
+from epcomm.weights.written import Derived
 
 # The parameters that are copied, in the order of matrices_of().
 _NAMES = ("gate_up_proj", "down_proj")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Prepared:
-    """A copy of matrices in NZ, and the state of the parameter that was copied."""
-
-    source: WriteState
-    matrices: Tensor
 
 
 class AscendNZRunner(AscendRunner):
@@ -44,7 +36,7 @@ class AscendNZRunner(AscendRunner):
 
     def __init__(self, *, int8_profile: Int8Profile = Int8Profile.RINT127) -> None:
         super().__init__(int8_profile=int8_profile)
-        self._prepared: dict[str, _Prepared] = {}
+        self._prepared: dict[str, Derived[Tensor]] = {n: Derived(self.name) for n in _NAMES}
 
     @classmethod
     def supports(cls, weights: ExpertTensors) -> Availability:
@@ -65,7 +57,8 @@ class AscendNZRunner(AscendRunner):
 
     def forget(self) -> None:
         """Drop the copies; the next run makes them again. Local; no host sync."""
-        self._prepared = {}
+        for copy in self._prepared.values():
+            copy.forget()
 
     @classmethod
     def _operators(cls, weights: ExpertTensors) -> tuple[str, ...]:
@@ -74,20 +67,7 @@ class AscendNZRunner(AscendRunner):
     def _matrices(self, weights: ExpertTensors) -> tuple[Tensor, Tensor]:
         tensors = weights.tensors()
         gate_up, down = (
-            self._in_nz(name, tensors[name], matrices)
+            self._prepared[name].of({name: tensors[name]}, partial(to_nz, matrices))
             for name, matrices in zip(_NAMES, matrices_of(weights), strict=True)
         )
         return gate_up, down
-
-    def _in_nz(self, name: str, tensor: Tensor, matrices: Tensor) -> Tensor:
-        """Return `matrices`, a view of parameter `tensor`, as a kept or new copy in NZ."""
-        source = WriteState.of(name, tensor, self.name)
-        found = self._prepared.get(name)
-        if found is not None and found.source.is_of(tensor):
-            return found.matrices
-        # The old copy goes before the new one comes.
-        del found
-        self._prepared.pop(name, None)
-        prepared = _Prepared(source=source, matrices=to_nz(matrices))
-        self._prepared[name] = prepared
-        return prepared.matrices

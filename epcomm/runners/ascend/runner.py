@@ -5,21 +5,16 @@ Rows behind the last group stay undefined, as the records allow.
 
 from __future__ import annotations
 
-from typing import ClassVar, overload
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from epcomm.errors import ConfigError, ShapeError
+from epcomm.errors import ShapeError
 from epcomm.ops.slots import gather_rows
 from epcomm.platforms.ascend.operators import has_kernel
 from epcomm.quantization import quantize
 from epcomm.records import (
-    CombineInput,
-    DispatchOutput,
-    MaskedCombineInput,
-    MaskedDispatchOutput,
-    RowsCombineInput,
     RowsDispatchOutput,
 )
 from epcomm.runners.ascend.groups import (
@@ -94,19 +89,7 @@ class AscendRunner(ExpertRunner):
             return QUANTIZABLE_DTYPES | {WireDtype.INT8}
         return QUANTIZABLE_DTYPES
 
-    @overload
-    def run(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> RowsCombineInput: ...
-
-    @overload
-    def run(
-        self, dispatched: MaskedDispatchOutput, weights: ExpertTensors
-    ) -> MaskedCombineInput: ...
-
-    def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
-        if not isinstance(dispatched, RowsDispatchOutput):
-            raise ShapeError(f"{self.name}: the record has the MASKED layout, expected ROWS")
-        self.check_record(dispatched, weights)
-        self._check_gradients(dispatched.hidden_states.data, weights)
+    def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         alignment = dispatched.index.expert_alignment
         if alignment > 1:
             raise ShapeError(
@@ -116,7 +99,7 @@ class AscendRunner(ExpertRunner):
         rows, row_of_slot = dispatched.hidden_states.data, dispatched.index.row_of_slot
         if len(rows if row_of_slot is None else row_of_slot) == 0:
             # The documentation does not say that operators take zero rows, which ranks often have.
-            return dispatched.combine_input(rows.new_empty(0, rows.shape[1], dtype=weights.dtype))
+            return rows.new_empty(0, rows.shape[1], dtype=weights.dtype)
         groups = ExpertGroups(dispatched.num_tokens_per_expert)
         if isinstance(weights, Int8ChannelWeights):
             results = self._run_int8(self._packed(dispatched, weights), weights, groups)
@@ -127,7 +110,7 @@ class AscendRunner(ExpertRunner):
             hidden = multiply(packed.to(weights.dtype), gate_up, groups)
             results = multiply(torch.ops.npu.npu_swiglu(hidden), down, groups)
         scale = slot_weights_to_apply(dispatched, self.name)
-        return dispatched.combine_input(results if scale is None else weight_slots(results, scale))
+        return results if scale is None else weight_slots(results, scale)
 
     @classmethod
     def _operators(cls, weights: ExpertTensors) -> tuple[str, ...]:
@@ -143,14 +126,6 @@ class AscendRunner(ExpertRunner):
     def _matrices(self, weights: ExpertTensors) -> tuple[Tensor, Tensor]:
         """Return the matrices [E, H, 2I] and [E, I, H] in the format that the products read."""
         return matrices_of(weights)
-
-    def _check_gradients(self, rows: Tensor, weights: ExpertTensors) -> None:
-        if torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad):
-            what = "rows" if rows.requires_grad else "experts"
-            raise ConfigError(
-                f"{self.name}: {what} need gradients, which these operators do not have; use "
-                "torch.no_grad()"
-            )
 
     def _run_int8(
         self, rows: Int8Rows, weights: Int8ChannelWeights, groups: ExpertGroups

@@ -128,6 +128,7 @@ def run_buffer(scenario: str, backend: str, wire: str) -> None:
             wire=WIRES[wire],
             hidden_size=hidden_size,
             dtype=torch.bfloat16,
+            fills_batches=backend != "AscendStandardBuffer",
         )
         buffer_suite.run_scenario(scenario, env)
 

@@ -109,7 +109,7 @@ LIMITS = [
     Limit(
         id="experts",
         layers=(replace(LAYER, num_experts=512), replace(LAYER, num_experts=514)),
-        reason="514 experts, at most 512",
+        reason="num_experts is 514, at most 512",
     ),
     Limit(id="smallest H", layers=hidden(1024, 1023), reason="is 1023, expected 1024 to"),
     Limit(

@@ -77,6 +77,7 @@ def env_of(
         wire=wire,
         hidden_size=hidden_size,
         dtype=torch.bfloat16,
+        combines_once=True,
     )
 
 

@@ -31,7 +31,7 @@ class FaultCode(IntEnum):
 
     @classmethod
     def of(cls, error: EPError | None, *, in_combine: bool = False) -> FaultCode:
-        """The code that reports `error`, found in dispatch or in combine."""
+        """Return the code that reports `error`, found in dispatch or in combine."""
         if error is None:
             return cls.NONE
         if isinstance(error, HandleError):
@@ -62,7 +62,7 @@ class BatchFlags(IntFlag):
 
     @classmethod
     def of_experts(cls, trains: Iterable[bool]) -> BatchFlags:
-        """The flags of experts of which these tensors train, with their bits."""
+        """Return the flags of experts of which these tensors train, with their bits."""
         bits = sum(1 << place for place, trained in enumerate(trains) if trained)
         told = bits & ((1 << MAX_TRAINED) - 1)
         return cls((told << TRAINED_SHIFT) | (cls.EXPERTS_NEED_GRAD if bits else cls.NONE))

@@ -132,7 +132,7 @@ def class_names(backend: str) -> tuple[str, ...]:
 
 
 def runner_class(name: str) -> type[ExpertRunner]:
-    """The ExpertRunner class registered as `name`.
+    """Return the ExpertRunner class registered as `name`.
 
     Raises:
         ConfigError: no such name; the message lists those that exist.
@@ -163,6 +163,6 @@ def _load(kind: str, table: Mapping[str, str], name: str) -> type:
 
 
 def block_reader() -> Callable[..., Any]:
-    """The function that spreads a MoE block of transformers over a group; imports transformers."""
+    """Return the function that spreads a transformers block over a group; imports transformers."""
     module, _, attribute = BLOCK_READER.partition(":")
     return getattr(import_module(module), attribute)

@@ -109,7 +109,7 @@ def definitions(layout: NormalLayout, hidden_size: int) -> Mapping[str, int]:
 
 
 def source_for(constants: Mapping[str, int]) -> str:
-    """The program, with its constants."""
+    """Return the program, with its constants."""
     lines = [
         f"#define {name} {value}LL" if value >= 2**31 else f"#define {name} {value}"
         for name, value in constants.items()
@@ -174,7 +174,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 @cache
 def _kernel(layout: NormalLayout, hidden_size: int, device: torch.device) -> tuple[CudaKernel, int]:
-    """The kernel for one layout, and the SMs of the GPU."""
+    """Return the kernel for one layout, and the SMs of the GPU."""
     capability = compute_capability(device)
     assert capability is not None, "serves() has asked for a GPU"
     source = source_for(definitions(layout, hidden_size))

@@ -29,11 +29,11 @@ def overlapping(device: torch.device) -> Mapping[str, bool]:
 
 @triton.jit
 def let_next_start() -> None:
-    """The next kernel may start once all programs of this one have come here or ended."""
+    """Let the next kernel start once all programs of this one have come here or ended."""
     gdc_launch_dependents()
 
 
 @triton.jit
 def await_previous() -> None:
-    """The kernel before this one has ended, and what it stored can be loaded."""
+    """Wait until the kernel before this one has ended, and what it stored can be loaded."""
     gdc_wait()

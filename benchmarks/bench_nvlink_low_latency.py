@@ -100,8 +100,7 @@ class Options:
             top_k=self.top_k,
             num_local_experts=self.experts // world_size,
             dispatch_format=WIRES[self.wire],
-            combine_format=BF16,
-            backward_format=BF16,
+            hidden_format=BF16,
             max_tokens_per_rank=self.tokens,
         )
 

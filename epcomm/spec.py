@@ -55,7 +55,8 @@ class BufferSpec:
     """The rows and sizes that a buffer must carry; equal on all ranks, compared once in prepare().
 
     hidden_size: H.   top_k: K.   num_local_experts: L.
-    dispatch_format, combine_format, backward_format: rows on the wire, in either direction.
+    dispatch_format: rows of dispatch on the wire.
+    hidden_format: unquantised rows on the wire: of combine, and of gradients in both directions.
     max_tokens_per_rank: M, or None for no limit.
     max_recv_slots: static budget of slots a rank receives, or None for exact sizes.
     expert_alignment: each expert's slots start at a multiple of this.
@@ -70,8 +71,7 @@ class BufferSpec:
     top_k: int
     num_local_experts: int
     dispatch_format: WireFormat
-    combine_format: WireFormat
-    backward_format: WireFormat
+    hidden_format: WireFormat
     max_tokens_per_rank: int | None = None
     max_recv_slots: int | None = None
     expert_alignment: int = 1
@@ -87,8 +87,7 @@ class BufferSpec:
             "top_k": self.top_k,
             "num_local_experts": self.num_local_experts,
             "dispatch_format": f"{self.dispatch_format} {self.dispatch_format.scale_dtype}",
-            "combine_format": f"{self.combine_format} {self.combine_format.scale_dtype}",
-            "backward_format": f"{self.backward_format} {self.backward_format.scale_dtype}",
+            "hidden_format": f"{self.hidden_format} {self.hidden_format.scale_dtype}",
             "max_tokens_per_rank": self.max_tokens_per_rank,
             "max_recv_slots": self.max_recv_slots,
             "expert_alignment": self.expert_alignment,

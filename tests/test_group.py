@@ -30,8 +30,7 @@ SPEC = BufferSpec(
     top_k=2,
     num_local_experts=2,
     dispatch_format=WIRE,
-    combine_format=WIRE,
-    backward_format=WIRE,
+    hidden_format=WIRE,
 )
 
 

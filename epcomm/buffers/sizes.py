@@ -100,14 +100,14 @@ class RowBytes:
         layout = RowLayout(
             hidden_size=spec.hidden_size,
             top_k=spec.top_k,
-            format=spec.backward_format if backward else spec.dispatch_format,
+            format=spec.hidden_format if backward else spec.dispatch_format,
             has_ids=not backward,
         )
         if backward:
-            bare = spec.backward_format.data_bytes(spec.hidden_size)
+            bare = spec.hidden_format.data_bytes(spec.hidden_size)
             return cls(dispatch=bare, combine=layout.row_bytes)
         return cls(
-            dispatch=layout.row_bytes, combine=spec.combine_format.data_bytes(spec.hidden_size)
+            dispatch=layout.row_bytes, combine=spec.hidden_format.data_bytes(spec.hidden_size)
         )
 
 
@@ -122,7 +122,7 @@ def rows_region(name: str, row_bytes: int, *, per_token: int, max_rows: int | No
 
 def slot_weight_bytes(spec: BufferSpec) -> int:
     """Return the bytes of the router weight of a slot."""
-    return spec.combine_format.dtype.scalar_dtype.itemsize
+    return spec.hidden_format.dtype.scalar_dtype.itemsize
 
 
 def index_region(spec: BufferSpec, *, rows_per_token: int, max_rows: int | None) -> Region:
@@ -153,7 +153,7 @@ def slot_regions(spec: BufferSpec, *, row_bytes: int, max_rows: int | None) -> t
         max_rows: R, or None for no limit.
     """
     max_slots = None if max_rows is None else max_slots_of(spec, max_rows)
-    result_bytes = spec.combine_format.data_bytes(spec.hidden_size)
+    result_bytes = spec.hidden_format.data_bytes(spec.hidden_size)
     return (
         rows_region("packed slots", row_bytes, per_token=spec.top_k, max_rows=max_slots),
         rows_region("expert results", result_bytes, per_token=spec.top_k, max_rows=max_slots),

@@ -219,7 +219,7 @@ def _choice(phase: PhasePlan) -> dict[str, str]:
         "buffer": phase.buffer,
         "wire format of dispatch": str(spec.dispatch_format),
         **phase.unusual(),
-        "wire format of combine": str(spec.combine_format),
+        "wire format of combine and backward": str(spec.hidden_format),
         "router weights by": phase.weights_applied_by.value,
         "gradients": "yes" if caps.trainable else "no",
         "graph capture": "yes" if phase.is_capturable else "no",
@@ -230,7 +230,6 @@ def _choice(phase: PhasePlan) -> dict[str, str]:
     }
     if caps.trainable:
         backward = phase.max_bytes_per_token(backward=True)
-        row["backward format"] = str(spec.backward_format)
         row["backward a token, dispatch"] = bytes_text(backward["dispatch"])
         row["backward a token, combine"] = bytes_text(backward["combine"])
     return {**row, **{f"limit: {name}": limit for name, limit in phase.limits().items()}}

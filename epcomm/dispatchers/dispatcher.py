@@ -79,8 +79,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self.plan: PhasePlan = chosen or plan(config, spec, group).prefill
         self._group, self._where = group, group.where
         self._spec = self.plan.buffer_spec
-        self._dtype = self._spec.combine_format.dtype.torch_dtype
-        self._gradient_dtype = self._spec.backward_format.dtype.torch_dtype
+        self._dtype = self._spec.hidden_format.dtype.torch_dtype
         self._buffer = group.open_buffer(self.plan.buffer, self._spec)
         self._calls = group.collectives.calls
         self._number = self._calls.add_dispatcher(self.mode)
@@ -226,7 +225,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         number = self._check_combine(combine_input)
         try:
             rows = cast_results(as_rows(combine_input), self._dtype)
-            y = combine_rows(self._buffer, rows, self._gradient_dtype)
+            y = combine_rows(self._buffer, rows, self._dtype)
         except Exception as problem:
             if self._is_untold(number):
                 self.refuse_results(combine_input.handle, problem)

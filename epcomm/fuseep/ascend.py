@@ -108,8 +108,8 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
     @classmethod
     def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
         reasons = []
-        if spec.combine_format.dtype is not WireDtype.BF16:
-            reasons.append(f"returns bf16, not {spec.combine_format}")
+        if spec.hidden_format.dtype is not WireDtype.BF16:
+            reasons.append(f"returns bf16, not {spec.hidden_format}")
         if spec.dispatch_format.dtype is WireDtype.INT8 and spec.dispatch_format != INT8_PER_TOKEN:
             reasons.append(f"quantises to {INT8_PER_TOKEN}, not {spec.dispatch_format}")
         if spec.expert_alignment > 1:

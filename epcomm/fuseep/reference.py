@@ -163,4 +163,4 @@ def _to_codes(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _exchange_spec(spec: BufferSpec) -> BufferSpec:
-    return replace(spec, combine_format=_FLOAT32, intermediate_size=None)
+    return replace(spec, hidden_format=_FLOAT32, intermediate_size=None)

@@ -30,8 +30,7 @@ def _line(phase: PhasePlan, purpose: str, runner: str | None) -> str:
         *([] if runner is None else [f"runner {runner}"]),
         f"hidden size {spec.hidden_size}, top {spec.top_k}, experts a rank "
         f"{spec.num_local_experts}",
-        f"wire {spec.dispatch_format} in dispatch, {spec.combine_format} in combine, "
-        f"{spec.backward_format} in backward",
+        f"wire {spec.dispatch_format} in dispatch, {spec.hidden_format} in combine and backward",
         f"at most {per_token['dispatch']} B a token in dispatch and {per_token['combine']} B in "
         "combine",
         *(f"{name}: {limit}" for name, limit in phase.limits().items()),

@@ -110,8 +110,7 @@ class PhasePlan:
         lines = [
             f"mode {self.mode.value} on backend {self.backend} ({self.buffer}), {self.world_size} "
             f"ranks with {spec.num_local_experts} experts each{phase and f', for {phase}'}",
-            f"wire: dispatch {spec.dispatch_format}, combine {spec.combine_format}, "
-            f"backward {spec.backward_format}",
+            f"wire: dispatch {spec.dispatch_format}, combine {spec.hidden_format} (backward, too)",
             *(f"{name}: {text}" for name, text in self.unusual().items()),
             f"router weights applied by {self.weights_applied_by.value}; "
             f"trainable: {self.caps.trainable}; host syncs a dispatch: {self.caps.host_syncs}",

@@ -81,8 +81,8 @@ def import_deep_ep() -> ModuleType:
 def format_reasons(spec: BufferSpec) -> list[str]:
     """List the rows of a specification that no buffer of deep_ep carries."""
     reasons = []
-    if spec.combine_format.dtype is not WireDtype.BF16:
-        reasons.append(f"combine carries bf16, not {spec.combine_format}")
+    if spec.hidden_format.dtype is not WireDtype.BF16:
+        reasons.append(f"combine carries bf16, not {spec.hidden_format}")
     if spec.dispatch_format.dtype is WireDtype.FP8_E4M3 and spec.hidden_size % SCALE_BLOCK:
         reasons.append(f"FP8 rows need a multiple of {SCALE_BLOCK}, not {spec.hidden_size}")
     return reasons

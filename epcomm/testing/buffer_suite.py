@@ -130,8 +130,7 @@ class BufferEnv:
             top_k=spec.num_topk(self.group.world_size),
             num_local_experts=spec.num_local_experts,
             dispatch_format=self.dispatch_format(spec),
-            combine_format=wire,
-            backward_format=wire,
+            hidden_format=wire,
             # One token more than the batches have, so that padding rows could pass for tokens.
             max_tokens_per_rank=align_up(most_tokens + 1, self.token_multiple or 1)
             if self.is_static or self.token_multiple

@@ -16,8 +16,7 @@ SPEC = BufferSpec(
     top_k=2,
     num_local_experts=4,
     dispatch_format=FP8,
-    combine_format=WireFormat.of(torch.bfloat16),
-    backward_format=WireFormat.of(torch.bfloat16),
+    hidden_format=WireFormat.of(torch.bfloat16),
 )
 FORMAT_CHANGES = {
     "dtype": WireFormat.of(torch.float16),
@@ -29,7 +28,7 @@ FORMAT_CHANGES = {
 @pytest.mark.parametrize("change", FORMAT_CHANGES)
 @pytest.mark.parametrize("name", [f.name for f in fields(BufferSpec) if f.name.endswith("_format")])
 def test_record_shows_a_changed_format(name: str, change: str) -> None:
-    whole = replace(SPEC, dispatch_format=FP8, combine_format=FP8, backward_format=FP8)
+    whole = replace(SPEC, dispatch_format=FP8, hidden_format=FP8)
     other = replace(whole, **{name: FORMAT_CHANGES[change]})
     assert other.as_record() != whole.as_record()
 

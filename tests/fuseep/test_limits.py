@@ -30,8 +30,7 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 WORLD_SIZE = 8
 SPEC = BufferSpec(
     dispatch_format=INT8_PER_TOKEN,
-    combine_format=WireFormat(dtype=WireDtype.BF16),
-    backward_format=WireFormat(dtype=WireDtype.BF16),
+    hidden_format=WireFormat(dtype=WireDtype.BF16),
     hidden_size=2048,
     intermediate_size=768,
     num_local_experts=16,

@@ -135,7 +135,7 @@ def test_explain_says_what_was_chosen_and_rejected_and_why() -> None:
     # Headers of 137 words, 8 B each, to 3 other ranks.
     assert lines[:5] == [
         "mode normal on backend collective (CollectiveBuffer), 4 ranks with 2 experts each",
-        "wire: dispatch bf16, combine bf16, backward bf16",
+        "wire: dispatch bf16, combine bf16 (backward, too)",
         "router weights applied by runner; trainable: True; host syncs a dispatch: 1",
         "at most 288 B a token in dispatch, 256 B in combine, and 3288 B of headers a dispatch",
         "tokens a rank: at most 128",
@@ -219,10 +219,10 @@ def int8_weights() -> Int8ChannelWeights:
 )
 def test_wire_format_follows_from_the_experts(experts: ExpertTensors, wire: str) -> None:
     text = plan(EPConfig(), SPEC, world_size=4, weights=experts).explain()
-    assert f"wire: dispatch {wire}, combine bf16, backward bf16" in text
+    assert f"wire: dispatch {wire}, combine bf16 (backward, too)" in text
     overridden = EPConfig(dispatch_dtype="bf16")  # type: ignore[arg-type]
     text = plan(overridden, SPEC, world_size=4, weights=experts).explain()
-    assert "wire: dispatch bf16, combine bf16, backward bf16" in text
+    assert "wire: dispatch bf16, combine bf16 (backward, too)" in text
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,8 @@ class AscendBuffer(AscendCalls, VendorCalls):
     @classmethod
     def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
         reasons = []
-        if spec.combine_format.dtype is not WireDtype.BF16:
-            reasons.append(f"combine carries bf16, not {spec.combine_format}")
+        if spec.hidden_format.dtype is not WireDtype.BF16:
+            reasons.append(f"combine carries bf16, not {spec.hidden_format}")
         if spec.expert_alignment > 1:
             reasons.append("packs its rows, so expert_alignment must be 1")
         soc = current_soc()

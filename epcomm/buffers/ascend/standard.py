@@ -88,8 +88,8 @@ class AscendStandardBuffer(AllGatherBuffer):
     @classmethod
     def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
         reasons = []
-        if spec.combine_format.dtype not in _COMBINE_DTYPES:
-            reasons.append(f"multiplies bf16 and fp32 rows by weights, not {spec.combine_format}")
+        if spec.hidden_format.dtype not in _COMBINE_DTYPES:
+            reasons.append(f"multiplies bf16 and fp32 rows by weights, not {spec.hidden_format}")
         num_experts = spec.num_local_experts * world_size
         if num_experts > MAX_EXPERTS:
             reasons.append(f"{num_experts} experts, at most {MAX_EXPERTS}")
@@ -107,7 +107,7 @@ class AscendStandardBuffer(AllGatherBuffer):
         # The packed rows are rounded up to a multiple of K.
         max_slots = None if max_rows is None else align_up(max_slots_of(spec, max_rows), top_k)
         data_bytes = spec.dispatch_format.data_bytes(spec.hidden_size)
-        result_bytes = spec.combine_format.data_bytes(spec.hidden_size)
+        result_bytes = spec.hidden_format.data_bytes(spec.hidden_size)
         entries = world_size * top_k
         # The operator allocates a row for each entry, whichever rank computes it.
         max_entries = None if max_rows is None else max_rows * top_k

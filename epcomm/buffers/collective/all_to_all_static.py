@@ -162,7 +162,7 @@ class StaticCollectiveBuffer(OverCollectives, Buffer):
         rows = torch.zeros(
             self._num_rows,
             self._spec.hidden_size,
-            dtype=self._spec.combine_format.dtype.torch_dtype,
+            dtype=self._spec.hidden_format.dtype.torch_dtype,
             device=self._collectives.device,
         )
         # Each rank's header row gets the fault code: small whole numbers survive every dtype.

@@ -68,7 +68,7 @@ def as_wire(received: Rows, wire_format: WireFormat) -> WireTensor:
 def row_bytes_of(spec: BufferSpec, *, backward: bool = False) -> RowBytes:
     """Return bytes of a row in dispatch and combine; backward also sends gradients of weights."""
     hidden_size, entries = spec.hidden_size, _ENTRY_BYTES * spec.top_k
-    combine_bytes = spec.combine_format.data_bytes(hidden_size)
+    combine_bytes = spec.hidden_format.data_bytes(hidden_size)
     if backward:
         return RowBytes(dispatch=combine_bytes, combine=combine_bytes + 4 * spec.top_k)
     wire = spec.dispatch_format

@@ -149,7 +149,7 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
             "deep_ep's messages": message_bytes(spec, world_size),
             "received rows": num_slots
             * (wire.data_bytes(hidden_size) + wire.scale_bytes(hidden_size)),
-            "expert results": num_slots * spec.combine_format.data_bytes(hidden_size),
+            "expert results": num_slots * spec.hidden_format.data_bytes(hidden_size),
         }
         return tuple(Region(name=name, max_bytes=size) for name, size in sizes.items())
 

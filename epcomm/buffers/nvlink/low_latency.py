@@ -82,8 +82,6 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         reasons = []
         if world_size == 1:
             reasons.append("writes to peers, and a single rank has none")
-        if spec.combine_format.dtype.is_quantized:
-            reasons.append(f"combine carries unquantised rows, not {spec.combine_format}")
         if spec.dispatch_format.dtype is WireDtype.INT8 and spec.dispatch_format.scale_block:
             reasons.append(f"INT8 rows have one scale, not {spec.dispatch_format}")
         if cls.handed_layout is Layout.MASKED and spec.expert_alignment > 1:
@@ -122,7 +120,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         self._first_batch = 0
         wire = spec.dispatch_format
         self._plain_dtype = None if wire.dtype.is_quantized else wire.dtype.torch_dtype
-        self._sum_dtype = spec.combine_format.dtype.torch_dtype
+        self._sum_dtype = spec.hidden_format.dtype.torch_dtype
         self._scale_block = wire.scale_block or spec.hidden_size
         # Rows that are not INT8 have a constant one, so that they share one kernel.
         self._profile = "" if wire.dtype is WireDtype.INT8 else Int8Profile.RINT127.value

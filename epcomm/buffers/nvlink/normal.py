@@ -82,12 +82,6 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
         )
 
     @classmethod
-    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        if spec.combine_format.dtype.is_quantized:
-            return (f"combine carries unquantised rows, not {spec.combine_format}",)
-        return ()
-
-    @classmethod
     def layout_for(
         cls, spec: BufferSpec, world_size: int, max_tokens: int | None = None
     ) -> NormalLayout:
@@ -189,8 +183,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
             self._check_rows(exchange_plan)
             self._compare_combine()
         self._begin_call()
-        wire = self._spec.combine_format if row_scalars is None else self._spec.backward_format
-        rows = rows.to(wire.dtype.torch_dtype)
+        rows = rows.to(self._spec.hidden_format.dtype.torch_dtype)
         return self._combine(
             rows if rows.stride(-1) == 1 else rows.contiguous(),
             exchange_plan,
@@ -204,7 +197,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
         self._compare_combine(error)
         self._begin_call()
         self._faults.note_own(error)
-        dtype = self._spec.combine_format.dtype.torch_dtype
+        dtype = self._spec.hidden_format.dtype.torch_dtype
         rows = torch.empty(0, self._spec.hidden_size, dtype=dtype, device=self._device)
         code = FaultCode.of(error, in_combine=True)
         self._combine(
@@ -444,7 +437,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
         A barrier follows each launch, for compiling may take one rank longer than a wait.
         """
         spec = self._spec
-        call = self._empty_call(spec.backward_format.dtype.torch_dtype)
+        call = self._empty_call(spec.hidden_format.dtype.torch_dtype)
         for flags in (BatchFlags.NONE, BatchFlags.GRAD_ENABLED):
             out = self.dispatch(replace(call, flags=flags))
             self._host_barrier()

@@ -22,12 +22,12 @@ def row_bytes(spec: BufferSpec) -> tuple[int, int]:
     """Return the bytes of a row in dispatch and in combine, without gaps between rows."""
     wire = spec.dispatch_format
     out = wire.data_bytes(spec.hidden_size) + wire.scale_bytes(spec.hidden_size)
-    return out, spec.combine_format.data_bytes(spec.hidden_size)
+    return out, spec.hidden_format.data_bytes(spec.hidden_size)
 
 
 def backward_row_bytes(spec: BufferSpec) -> tuple[int, int]:
     """Return the bytes of a gradient in dispatch, and in combine with K scalars."""
-    bare = spec.backward_format.data_bytes(spec.hidden_size)
+    bare = spec.hidden_format.data_bytes(spec.hidden_size)
     return bare, bare + 4 * spec.top_k
 
 
@@ -35,7 +35,7 @@ def normal_layout(
     spec: BufferSpec, world_size: int, max_tokens: int | None, num_buffers: int
 ) -> NormalLayout:
     """Return the layout of blocks for M tokens of each rank, and gradients as rows."""
-    gradient_bytes = spec.backward_format.data_bytes(spec.hidden_size)
+    gradient_bytes = spec.hidden_format.data_bytes(spec.hidden_size)
     sizes = _block_sizes(spec, world_size, max_tokens or _FIRST_TOKENS, num_buffers, gradient_bytes)
     return NormalLayout(**sizes, item_rows=_ITEM_ROWS)
 
@@ -52,7 +52,7 @@ def _block_sizes(
 ) -> dict[str, int]:
     """Return the fields of a MemoryLayout whose rows have capacity for gradients, too."""
     out_bytes = spec.dispatch_format.data_bytes(spec.hidden_size)
-    home_bytes = spec.combine_format.data_bytes(spec.hidden_size)
+    home_bytes = spec.hidden_format.data_bytes(spec.hidden_size)
     return {
         "world_size": world_size,
         "max_tokens": max_tokens,

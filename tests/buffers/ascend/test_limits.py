@@ -309,8 +309,7 @@ SPECS = {
         top_k=2,
         num_local_experts=4,
         dispatch_format=BF16,
-        combine_format=BF16,
-        backward_format=BF16,
+        hidden_format=BF16,
     )
 }
 SPECS[LOW_LATENCY] = replace(SPECS[NORMAL], max_tokens_per_rank=16)

@@ -193,8 +193,7 @@ def test_gradients_of_fp8_rows_fit_into_a_large_v2_buffer() -> None:
         top_k=1,
         num_local_experts=2,
         dispatch_format=FP8_FLOAT32_SCALES,
-        combine_format=wire,
-        backward_format=wire,
+        hidden_format=wire,
         max_tokens_per_rank=4096,
     )
     with install("v2"), EPGroup() as group:

@@ -120,8 +120,7 @@ WHOLE = BufferSpec(
     top_k=8,
     num_local_experts=4,
     dispatch_format=BF16,
-    combine_format=BF16,
-    backward_format=BF16,
+    hidden_format=BF16,
     max_tokens_per_rank=16,
 )
 
@@ -207,7 +206,7 @@ LACKS = [
     ),
     Lack(
         backends=(*V1, *V1_LL, *V2),
-        changes={"combine_format": WireFormat.of(torch.float16)},
+        changes={"hidden_format": WireFormat.of(torch.float16)},
         reason="combine carries bf16, not fp16",
     ),
     Lack(

@@ -180,8 +180,7 @@ def spec_of() -> BufferSpec:
         top_k=TOP_K,
         num_local_experts=NUM_LOCAL,
         dispatch_format=BF16,
-        combine_format=BF16,
-        backward_format=BF16,
+        hidden_format=BF16,
         max_tokens_per_rank=MAX_TOKENS,
     )
 

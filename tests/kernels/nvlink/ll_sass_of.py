@@ -120,8 +120,7 @@ def exchange_of(wire: WireFormat, hidden_size: int, world_size: int) -> LowLaten
         top_k=8,
         num_local_experts=256 // world_size,
         dispatch_format=wire,
-        combine_format=PLAIN,
-        backward_format=PLAIN,
+        hidden_format=PLAIN,
         max_tokens_per_rank=128,
     )
     layout = NVLinkLowLatencyBuffer.layout_for(spec, world_size)

@@ -29,8 +29,7 @@ def exchange_for(wire: WireFormat, hidden_size: int, world_size: int) -> NormalE
         top_k=8,
         num_local_experts=256 // world_size,
         dispatch_format=wire,
-        combine_format=PLAIN,
-        backward_format=PLAIN,
+        hidden_format=PLAIN,
     )
     layout = replace(NVLinkBuffer.layout_for(spec, world_size, 4096), item_rows=32)
     return NormalExchange.of(blocks_of(layout, num_programs=32, num_counters=5))

@@ -55,8 +55,7 @@ def spec_of(top_k: int, max_tokens: int) -> BufferSpec:
         top_k=top_k,
         num_local_experts=2,
         dispatch_format=BF16,
-        combine_format=BF16,
-        backward_format=BF16,
+        hidden_format=BF16,
         max_tokens_per_rank=max_tokens,
         batches_in_flight=1,
     )

@@ -24,8 +24,7 @@ SPEC = BufferSpec(
     top_k=1,
     num_local_experts=1,
     dispatch_format=BF16,
-    combine_format=BF16,
-    backward_format=BF16,
+    hidden_format=BF16,
     max_tokens_per_rank=MAX_TOKENS,
 )
 

@@ -35,8 +35,7 @@ SPEC = BufferSpec(
     top_k=8,
     num_local_experts=4,
     dispatch_format=BF16,
-    combine_format=BF16,
-    backward_format=BF16,
+    hidden_format=BF16,
     max_tokens_per_rank=2,
 )
 ROUND = "DEEPEP_NORMAL_LONG_SEQ_ROUND"

@@ -17,9 +17,6 @@ LARGE = {"NormalExchange", "PeerExchange"}
 DEEP = {
     *("NVLinkBuffer", "NVLinkStaticBuffer", "NVLinkMaskedBuffer", "NVLinkNormal"),
     *("NVLinkLowLatencyBuffer", "NVLinkNormalFacts"),
-    *("DeepEPV1StaticBuffer", "DeepEPV2Buffer", "DeepEPV2StaticBuffer"),
-    *("DeepEPV2ExpandBuffer", "DeepEPV2LowLatencyBuffer"),
-    *("AscendNormalBuffer", "AscendLowLatencyBuffer", "AscendStandardBuffer"),
 }
 
 

@@ -45,7 +45,7 @@ from benchmarks.measuring.machine_facts import describe_hardware, describe_versi
 from benchmarks.measuring.timing import Percentiles, clock_for
 from epcomm import EPGroup
 from epcomm.buffers.base import DispatchCall, Dispatched
-from epcomm.buffers.nvlink.normal_static import NVLinkStaticBuffer
+from epcomm.buffers.nvlink.normal import NVLinkStaticBuffer
 from epcomm.ops.pack import pack
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import quantizer_for

@@ -36,8 +36,8 @@ from benchmarks.measuring.machine_facts import describe_hardware, describe_versi
 from benchmarks.measuring.timing import Percentiles, captured, clock_for
 from epcomm import EPGroup
 from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
-from epcomm.buffers.nvlink.base import NVLinkHost
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
+from epcomm.buffers.nvlink.normal import NVLinkStaticBuffer
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import (
     FP8_FLOAT32_SCALES,
@@ -57,6 +57,7 @@ BF16 = WireFormat.of(torch.bfloat16)
 SUM_TOLERANCE = 2 * torch.finfo(torch.bfloat16).eps
 
 T = TypeVar("T")
+NVLinkBuffers = NVLinkLowLatencyBuffer | NVLinkStaticBuffer
 
 
 class WireName(StrEnum):
@@ -135,7 +136,7 @@ def open_buffer(options: Options, group: EPGroup) -> NVLinkLowLatencyBuffer:
     return buffer
 
 
-def check(options: Options, group: EPGroup, buffer: NVLinkHost) -> dict[str, float]:
+def check(options: Options, group: EPGroup, buffer: NVLinkBuffers) -> dict[str, float]:
     """Compare with the collective buffer, batch by batch; the largest errors.
 
     Collective: yes.
@@ -157,7 +158,7 @@ def check(options: Options, group: EPGroup, buffer: NVLinkHost) -> dict[str, flo
     return {"batches": options.checked, "largest_error_of_sums": worst, "allowed": SUM_TOLERANCE}
 
 
-def poison(buffer: NVLinkHost, group: EPGroup) -> None:
+def poison(buffer: NVLinkBuffers, group: EPGroup) -> None:
     """Fill what was received before, and what is received next, with NaN. Collective: yes."""
     wait_for_all(group.device)
     for rows in buffer.received_rows():

@@ -35,10 +35,10 @@ BUFFERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "epcomm.buffers.ascend.standard:AscendStandardBuffer",
         ),
         "nvlink": (
-            "epcomm.buffers.nvlink.normal_exact:NVLinkBuffer",
-            "epcomm.buffers.nvlink.normal_static:NVLinkStaticBuffer",
+            "epcomm.buffers.nvlink.normal:NVLinkBuffer",
+            "epcomm.buffers.nvlink.normal:NVLinkStaticBuffer",
             "epcomm.buffers.nvlink.low_latency:NVLinkLowLatencyBuffer",
-            "epcomm.buffers.nvlink.low_latency_masked:NVLinkMaskedBuffer",
+            "epcomm.buffers.nvlink.low_latency:NVLinkMaskedBuffer",
         ),
         "shared_memory": ("epcomm.buffers.shared_memory.buffer:SharedMemoryBuffer",),
         "collective": (
@@ -132,7 +132,7 @@ def class_names(backend: str) -> tuple[str, ...]:
 
 
 def runner_class(name: str) -> type[ExpertRunner]:
-    """The ExpertRunner class registered as `name`.
+    """Return the ExpertRunner class registered as `name`.
 
     Raises:
         ConfigError: no such name; the message lists those that exist.
@@ -163,6 +163,6 @@ def _load(kind: str, table: Mapping[str, str], name: str) -> type:
 
 
 def block_reader() -> Callable[..., Any]:
-    """The function that spreads a MoE block of transformers over a group; imports transformers."""
+    """Return the function that spreads a transformers block over a group; imports transformers."""
     module, _, attribute = BLOCK_READER.partition(":")
     return getattr(import_module(module), attribute)

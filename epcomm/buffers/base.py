@@ -58,11 +58,11 @@ class DispatchCall:
     dispatcher: int = 0
 
     def wire_tensor(self, wire_format: WireFormat) -> WireTensor:
-        """The hidden states as they travel. Lifetime: may share memory with hidden_states."""
+        """Return the hidden states as they travel. Lifetime: may share memory with them."""
         return self.quantize(self.hidden_states, wire_format)
 
     def write(self, out: WireTensor) -> None:
-        """The hidden states as they travel, into `out`, whose rows may have any stride."""
+        """Return the hidden states as they travel, into `out`, whose rows may have any stride."""
         self.quantize(self.hidden_states, out.format, out=out)
 
 

@@ -251,7 +251,7 @@ def _describe_experts(weights: ExpertTensors | None) -> dict[str, Scalar]:
 
 
 def _as_record(values: EPConfig | MoESpec) -> dict[str, Scalar]:
-    """The fields of a flat record as plain values."""
+    """Return the fields of a flat record as plain values."""
     plain = (str, int, float, type(None))
     found = {field.name: getattr(values, field.name) for field in fields(values)}
     # StrEnum members are strings, and JSON writes them as such.
@@ -259,7 +259,7 @@ def _as_record(values: EPConfig | MoESpec) -> dict[str, Scalar]:
 
 
 def _combine(records: Sequence[Mapping[str, Scalar]], key: str) -> Availability:
-    """The verdict of all ranks; a reason names its rank, unless all ranks have the same."""
+    """Return the verdict of all ranks; a reason names its rank, unless all ranks have the same."""
     texts = [str(record.get(key, "unknown to this version")) for record in records]
     if len(set(texts)) == 1:
         reasons = [line for line in texts[0].split("\n") if line]
@@ -288,7 +288,7 @@ def _check_fit(spec: MoESpec, weights: ExpertTensors) -> None:
 
 
 def _check_int8_profile(config: EPConfig, dispatched: WireFormat, wanted: WireFormat) -> None:
-    """An arithmetic that nothing uses would be ignored. All phases dispatch in one format."""
+    """Refuse an arithmetic that nothing uses; all phases dispatch in one format."""
     if config.int8_profile is None or WireDtype.INT8 in (dispatched.dtype, wanted.dtype):
         return
     raise ConfigError(
@@ -361,7 +361,7 @@ def _dispatch_format(config: EPConfig, hidden_format: WireFormat, wanted: WireFo
 
 
 def _wire_format(dtype: WireDtype, hidden_format: WireFormat, wanted: WireFormat) -> WireFormat:
-    """The format that a configured dispatch_dtype means."""
+    """Return the format that a configured dispatch_dtype means."""
     if dtype is wanted.dtype:
         return wanted
     if dtype in QUANTIZED_FORMATS:
@@ -429,7 +429,7 @@ def _runner_reasons(config: EPConfig, caps: BufferCaps) -> list[str]:
 
 
 def _int8_reasons(config: EPConfig, caps: BufferCaps) -> list[str]:
-    """A package that makes the INT8 rows itself does it in its own way."""
+    """Say why the INT8 rows that a package makes itself are not those asked for."""
     profile = Int8Profile(config.int8_profile or Int8Profile.RINT127)
     if profile in caps.int8_profiles:
         return []
@@ -438,7 +438,7 @@ def _int8_reasons(config: EPConfig, caps: BufferCaps) -> list[str]:
 
 
 def _group_reasons(group: EPGroup, buffer: type[Backend], caps: BufferCaps) -> list[str]:
-    """The device and the transport of the ranks."""
+    """Say why the device or the transport of the ranks does not serve."""
     reasons, device_type = [], group.device.type
     if caps.device_types is not None and device_type not in caps.device_types:
         served = ", ".join(sorted(caps.device_types))

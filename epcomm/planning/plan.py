@@ -184,7 +184,7 @@ def _with_runner(
 def _read_by(
     name: str, chosen: EPPlan, weights: ExpertTensors, rejected: tuple[Rejection, ...]
 ) -> EPPlan:
-    """The plan with its runner, and scales laid out as that one reads them."""
+    """Return the plan with its runner, and with scales laid out as that runner reads them."""
 
     def for_runner(phase: PhasePlan) -> PhasePlan:
         readings = runner_class(name).readings(weights, phase.caps.layout)

@@ -156,7 +156,7 @@ class EPPlan:
     rejected_runners: tuple[Rejection, ...] = ()
 
     def phases(self) -> Mapping[str, PhasePlan]:
-        """The distinct mechanisms, by what they are for."""
+        """Return the distinct mechanisms, by what they are for."""
         if self.decode is self.prefill:
             return {"": self.prefill}
         both = {"prefill and training": self.prefill, "decode": self.decode}

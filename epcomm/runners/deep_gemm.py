@@ -127,7 +127,7 @@ def _device_reasons(weights: Fp8BlockWeights) -> list[str]:
 
 
 def _architecture(weights: Fp8BlockWeights) -> int | None:
-    """The major number of the compute capability; None where there is none."""
+    """Return the major number of the compute capability; None where there is none."""
     capability = compute_capability(weights.gate_up_proj.device)
     return None if capability is None else capability[0]
 

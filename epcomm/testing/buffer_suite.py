@@ -465,7 +465,7 @@ def check_operations_stand_alone(env: BufferEnv) -> None:
 
 
 def _check_sums_repeat(done: _Computed) -> None:
-    """The same rows give the same sums to the bit; of three ranks and more their order shows."""
+    """Check that the same rows give equal bits in sums; on three ranks their order shows."""
     sums = [
         done.buffer.combine(done.results, done.out.exchange_plan, rows_per=RowsPer.SLOT).y.clone()
         for _ in range(2)
@@ -510,7 +510,7 @@ def _check_batches_in_flight(env: BufferEnv, buffer: Buffer, spec: BatchSpec, mo
 
 
 def check_faults(env: BufferEnv) -> None:
-    """A bad call of one rank is told to every rank, by name, and the next call works."""
+    """Check that a bad call of one rank names it on every rank, and that the next call works."""
     spec, faulty = env.adapted(PLAIN), env.group.world_size - 1
     is_faulty = env.group.rank == faulty
     buffer = env.open_comparing(spec)
@@ -523,7 +523,7 @@ def check_faults(env: BufferEnv) -> None:
 
 
 def check_ids_out_of_range(env: BufferEnv) -> None:
-    """An id of P, or of -2, on one rank: ShapeError on every rank, then a correct call."""
+    """Check that an id of P, or of -2, on one rank is a ShapeError on every rank."""
     spec = env.adapted(PLAIN)
     buffer = env.open_comparing(spec)
     for bad_id in (spec.num_experts(env.group.world_size), -2):
@@ -537,7 +537,7 @@ def check_ids_out_of_range(env: BufferEnv) -> None:
 
 
 def check_combine_faults(env: BufferEnv) -> None:
-    """A combine that one rank refuses is told to every rank, by name, and the next call works."""
+    """Check that a refused combine names its rank on every rank, and that the next call works."""
     spec, faulty = env.adapted(PLAIN), env.group.world_size - 1
     is_faulty = env.group.rank == faulty
     buffer, mine = env.open(spec, compares_calls=True), env.batches(spec)[env.group.rank]

@@ -30,7 +30,7 @@ class WriteState:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, caller: str) -> Self:
-        """The state of the tensor now.
+        """Return the state of the tensor now.
 
         Raises:
             ConfigError: it was made in inference mode, where torch counts no writes, so that

@@ -12,7 +12,7 @@ from torch import Tensor
 from epcomm.buffers.base import Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer, CollectiveExchangePlan
 from epcomm.buffers.collective.all_to_all_static import StaticCollectiveBuffer
-from epcomm.buffers.nvlink.normal_exact import NVLinkBuffer
+from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.collectives.base import Collectives
 from epcomm.errors import EPError, HandleError
 from epcomm.ops.slots import Members, slots_by_row

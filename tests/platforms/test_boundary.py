@@ -45,13 +45,6 @@ EXEMPT = {
     "sharding/shards.py": {"sys.modules"},
     # Names the module that holds the enum of an open Buffer.
     "fuseep/ascend.py": {"sys.modules"},
-    # Asks before it touches symmetric memory or compiles for the device at hand.
-    "buffers/nvlink/base.py": {"find_spec", "torch.cuda.is_available"},
-    "kernels/nvlink/normal_combine_cuda.py": {
-        "get_device_capability",
-        "get_device_properties",
-        "multi_processor_count",
-    },
 }
 
 

@@ -12,12 +12,6 @@ FOLDERS = ("benchmarks", "epcomm", "examples", "fakes", "scripts", "tests")
 MOST_FILES, MOST_AT_THE_TOP = 15, 16
 # Ancestors: of our own classes, in the longest chain above a class.
 MOST_FIELDS, MOST_ANCESTORS = 15, 3
-# What is still larger or deeper. A family that is put in order leaves the list.
-LARGE = {"NormalExchange", "PeerExchange"}
-DEEP = {
-    *("NVLinkBuffer", "NVLinkStaticBuffer", "NVLinkMaskedBuffer", "NVLinkNormal"),
-    *("NVLinkLowLatencyBuffer", "NVLinkNormalFacts"),
-}
 
 
 def test_no_folder_has_too_many_files() -> None:
@@ -44,7 +38,7 @@ def test_no_record_has_too_many_fields() -> None:
     found = {name: _num_fields(node) for name, node in _classes().items()}
     large = {name: number for name, number in found.items() if number > MOST_FIELDS}
     assert "BufferCaps" in found
-    assert set(large) <= LARGE, large
+    assert not large
 
 
 def test_no_class_inherits_too_deeply() -> None:
@@ -52,7 +46,7 @@ def test_no_class_inherits_too_deeply() -> None:
     found = {name: _num_ancestors(name, classes) for name in classes}
     deep = {name: number for name, number in found.items() if number > MOST_ANCESTORS}
     assert found["CollectiveBuffer"] >= 2, "bases of other modules are counted"
-    assert set(deep) <= DEEP, deep
+    assert not deep
 
 
 def test_a_chain_of_classes_and_the_fields_of_a_record_are_counted() -> None:

@@ -81,7 +81,7 @@ class AscendBuffer(AscendCalls, VendorCalls):
     @classmethod
     @abstractmethod
     def _window_bytes(cls, spec: BufferSpec, world_size: int, rounds: Rounds) -> int | None:
-        """The HCCL window that it needs; None where the specification lacks what decides it."""
+        """Return the HCCL window that it needs, or None if the specification does not decide it."""
 
     @property
     def _quant_mode(self) -> str:

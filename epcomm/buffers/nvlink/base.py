@@ -1,26 +1,30 @@
 """The host's side of every buffer whose kernels write the memory of the GPUs of one host.
 
-What differs between modes is the layout of a block and the kernels; here are the block, the one
-order of calls, what a kernel reports, and the end.
+The modes differ in the layout of a block and in the kernels; here are the block, the one order of
+calls, reports of kernels, ranks that are excluded, and the end.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, Generic
 
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer
+from epcomm.buffers.base import DispatchCall
 from epcomm.buffers.faults import DeviceFaults
-from epcomm.buffers.nvlink.memory import SymmetricMemory, open_symmetric_memory
+from epcomm.buffers.nvlink.excluded_ranks import LivingRanks
+from epcomm.buffers.nvlink.memory import SymmetricMemory, open_symmetric_memory, received_rows
+from epcomm.buffers.nvlink.waits import WaitReport
 from epcomm.collectives.base import Collectives
-from epcomm.errors import BackendUnavailable, EPTimeout, HandleError, describe_ranks
+from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError, describe_ranks
+from epcomm.kernels.nvlink.common.exchange import LayoutT, PeerBlocks
+from epcomm.platforms.cuda import nvlink_reasons
+from epcomm.protocol import NUM_BUFFERS, BatchFlags
 from epcomm.spec import Availability, BufferSpec
 from epcomm.types import WireTensor, align_up
 
@@ -30,42 +34,41 @@ _LINE_BYTES = 128
 _WORD_BYTES = 4
 
 
-class NVLinkHost(Buffer):
-    """A buffer between the GPUs of one host; under Triton's interpreter between CPU ranks."""
+class NVLinkHost(ABC, Generic[LayoutT]):
+    """The base of the buffers of both modes; under Triton's interpreter they serve CPU ranks."""
 
+    name: ClassVar[str]
     needs_one_host: ClassVar[bool] = True
     needs_nvlink: ClassVar[bool] = True
     needs_process_group: ClassVar[bool] = True
-    # Receive buffers, used in turn, unless the specification asks for another number.
-    num_buffers: ClassVar[int]
-    # Polls of a kernel in a second: those of a GPU are timed, see peer_signals.POLL_NS; an
+    # Receive buffers, unless the specification asks for another number. Tests also use 1, where a
+    # missing wait fails at once.
+    num_buffers: ClassVar[int] = NUM_BUFFERS
+    # Polls of a kernel in a second: those of a GPU are timed, see POLL_NS in common/signals.py; an
     # interpreter takes 1.1 ms for one on a busy machine.
     polls_per_s: ClassVar[Mapping[str, int]] = MappingProxyType({"cuda": 1_000, "cpu": 1_000})
 
-    @classmethod
-    def probe(cls, environment: Mapping[str, str]) -> Availability:
-        reasons = []
-        if find_spec("triton") is None:
-            reasons.append("triton is not installed; install it")
-        if not (torch.backends.cuda.is_built() and torch.cuda.is_available()):
-            reasons.append("there is no CUDA device")
-            return Availability(ok=False, reasons=tuple(reasons))
-        if find_spec("torch.distributed._symmetric_memory") is None:
-            reasons.append("this torch has no symmetric memory; install 2.11 or newer")
-        # What its device reaches depends on the ranks: the survey asks (needs_nvlink).
-        return Availability(ok=not reasons, reasons=tuple(reasons))
+    # Made when memory is opened.
+    _layout: LayoutT
+    _blocks: PeerBlocks[LayoutT]
+    _living: LivingRanks
+    _report: WaitReport
 
-    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
+    def __init__(self, collectives: Collectives, spec: BufferSpec, num_counters: int) -> None:
         self._collectives, self._spec = collectives, spec
         self._rank, self._world_size = collectives.rank, collectives.world_size
         self._device = collectives.device
         self._faults = DeviceFaults(self._rank, self._world_size, self._device)
+        # Of what was sent to others; kept when blocks grow.
+        self._counters = torch.zeros(num_counters, dtype=torch.int64, device=self._device)
         self._memory: SymmetricMemory | None = None
         self._stream: torch.cuda.Stream | None = None
 
-    @abstractmethod
-    def received_rows(self) -> tuple[WireTensor, ...]:
-        """Return [W * M, H] of each receive buffer, views of memory that peers write. Local."""
+    @classmethod
+    def probe(cls, environment: Mapping[str, str]) -> Availability:
+        # What its device reaches depends on the ranks, and planning asks it (needs_nvlink).
+        reasons = nvlink_reasons()
+        return Availability(ok=not reasons, reasons=tuple(reasons))
 
     @classmethod
     def num_buffers_of(cls, spec: BufferSpec) -> int:
@@ -74,8 +77,81 @@ class NVLinkHost(Buffer):
 
     @classmethod
     @abstractmethod
-    def _waits(cls) -> Mapping[int, str]:
-        """Return what each phase of a report waits for; `{epoch}` stands for the report's epoch."""
+    def _max_slots_of(cls, spec: BufferSpec, num_rows: int) -> int:
+        """Return C of an index over R rows."""
+
+    @property
+    @abstractmethod
+    def _num_programs(self) -> int:
+        """Return P, of every kernel that sends; equal on all ranks."""
+
+    @abstractmethod
+    def _start_anew(self) -> None:
+        """Reset signals and states to their first values; no kernel is under way. Local."""
+
+    def received_rows(self) -> tuple[WireTensor, ...]:
+        """Return [W * M, H] of each receive buffer, views of memory that peers write. Local."""
+        return tuple(
+            self._received(buffer_index) for buffer_index in range(self._layout.num_buffers)
+        )
+
+    def _received(self, buffer_index: int) -> WireTensor:
+        return received_rows(self._block, self._layout, buffer_index, self._spec)
+
+    def exclude_ranks(self, ranks: Sequence[int]) -> None:
+        """Go on without ranks that are dead: they are not waited for, and nothing is sent to them.
+
+        Entries of topk_ids whose expert is theirs are as entries of -1, and sums leave them out.
+        Nothing is decided here: an EPTimeout has named the missing ranks, and every other rank must
+        pass the same ones. What was under way is lost; faults are forgotten, the EPTimeout too.
+        Captured graphs may be replayed afterwards. An excluded rank stays excluded until the buffer
+        is opened anew.
+
+        Args:
+            ranks: the ranks to exclude; ranks excluded before stay excluded.
+
+        Collective: yes, among the ranks that are left, at one place in the order of their calls.
+        Host sync: yes.
+        Raises:
+            ConfigError: ranks that are none of the group, or this one; before anything is done.
+            EPTimeout: some other rank did not come; it may be excluded as well.
+            HandleError: the buffer is closed.
+        """
+        self._check_open()
+        wrong = [rank for rank in ranks if rank == self._rank or not 0 <= rank < self._world_size]
+        if wrong:
+            raise ConfigError(
+                f"exclude_ranks: ranks holds {wrong}, expected other ranks of 0 to "
+                f"{self._world_size - 1} (rank {self._rank} of {self._world_size}); pass those "
+                "that are missing"
+            )
+        self._synchronize()
+        for rank in ranks:
+            self._living.excluded[rank] = 1
+        # After a wait in vain the signals of those left have come to different counts. So all of
+        # them wait for one another when nobody has a kernel under way that writes here, ...
+        self._await_remaining()
+        self._start_anew()
+        self._report.entries.zero_()
+        self._synchronize()
+        # ... and again before anybody writes.
+        self._await_remaining()
+
+    def _await_remaining(self) -> None:
+        missing = self._living.device_barrier(self._max_polls)
+        if missing:
+            raise EPTimeout(
+                f"exclude_ranks: {describe_ranks(missing)} did not come within "
+                f"{self._collectives.kernel_timeout_s:g} s (this is rank {self._rank} of "
+                f"{self._world_size}); exclude them as well, or make a new EPGroup"
+            )
+
+    def check(self) -> None:
+        """As Buffer.check()."""
+        self._check_open()
+        self._synchronize()
+        self._report.check()
+        self._faults.check(self._max_slots_of(self._spec, self._layout.num_rows))
 
     def close(self) -> None:
         """Let go of the memory once no rank writes it: ranks close together. Idempotent.
@@ -87,8 +163,8 @@ class NVLinkHost(Buffer):
         if self._memory is None:
             return
         self._synchronize()
-        if not self._report.any():
-            self._missing_ranks()
+        if not self._report.entries.any():
+            self._living.device_barrier(self._max_polls)
         self._release()
 
     def abandon(self) -> None:
@@ -104,35 +180,17 @@ class NVLinkHost(Buffer):
         """Forget every view of the memory."""
         self._memory = None
 
+    @property
+    def _block(self) -> Tensor:
+        assert self._memory is not None, "the call has been checked"
+        return self._memory.block
+
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _missing_ranks(self) -> list[int]:
-        """Wait for all ranks on the device; return those that did not come.
-
-        Collective: yes, and ends if some do not come.   Host sync: yes.
-        """
-        from epcomm.kernels.nvlink.common.barrier import device_barrier
-
-        self._num_barriers += 1
-        device_barrier(
-            self._barrier_table,
-            self._excluded,
-            self._never,
-            self._missing,
-            flags_address=self._barrier_address,
-            rank=self._rank,
-            number=self._num_barriers,
-            max_polls=self._max_polls,
-        )
-        return [rank for rank, is_missing in enumerate(self._missing.tolist()) if is_missing]
-
-    def _open_memory(self, num_bytes: int) -> SymmetricMemory:
-        """Map the blocks of all ranks, zero at first, and make the report.
-
-        num_bytes: of a rank's memory as the kernels of a mode know it; the signals of the barrier
-            follow it.
+    def _open_memory(self, layout: LayoutT) -> None:
+        """Map the blocks of all ranks, zero at first; signals of the barrier follow the layout's.
 
         Collective: yes.   Host sync: yes.
         Raises:
@@ -140,49 +198,59 @@ class NVLinkHost(Buffer):
                 rank whose kernels are not interpreted.
         """
         from epcomm.kernels.launch import IS_INTERPRETED
-        from epcomm.kernels.nvlink.common.signals import REPORT_MISSING
 
         if self._device.type != "cuda" and not IS_INTERPRETED:
             raise BackendUnavailable(
                 f"{self.name}: the group is on {self._device} (rank {self._rank} of "
                 f"{self._world_size}), expected cuda; use backend='shared_memory'"
             )
-        flags_at, size = align_up(num_bytes, _LINE_BYTES), self._world_size
-        memory = open_symmetric_memory(
+        flags_at, size = align_up(layout.num_bytes, _LINE_BYTES), self._world_size
+        self._memory = memory = open_symmetric_memory(
             self._collectives, flags_at + _WORD_BYTES * size, phase=f"open {self.name}"
         )
-        device = memory.block.device
-        addresses = [base + flags_at for base in memory.addresses]
-        self._barrier_table = torch.tensor(addresses, dtype=torch.int64, device=device)
-        self._barrier_address, self._num_barriers = addresses[self._rank], 0
-        # Not 0: a rank that is dead.
-        self._excluded = torch.zeros(size, dtype=torch.int32, device=device)
-        self._never = torch.zeros(1, dtype=torch.int32, device=device)
-        self._missing = torch.zeros(size, dtype=torch.int32, device=device)
-        # The host reads it while kernels run.
-        self._report: Tensor = torch.zeros(
-            REPORT_MISSING + size, dtype=torch.int32, pin_memory=device.type == "cuda"
+        # Not before: where memory cannot grow, that of the old layout stays in use.
+        self._layout, addresses, device = layout, memory.addresses, memory.block.device
+        self._living = LivingRanks([base + flags_at for base in addresses], self._rank, device)
+        self._report = WaitReport(self._collectives, self.name)
+        self._blocks = PeerBlocks(
+            rank=self._rank,
+            num_programs=self._num_programs,
+            max_polls=self._max_polls,
+            own_address=addresses[self._rank],
+            table=torch.tensor(addresses, dtype=torch.int64, device=device),
+            layout=layout,
+            excluded=self._living.excluded,
+            counters=self._counters,
+            faults=self._faults.entries,
+            report=self._report.entries,
         )
-        self._memory = memory
-        return memory
 
     def _host_barrier(self) -> None:
         """Wait until the devices of all ranks have done what was launched.   Collective: yes."""
         self._synchronize()
         self._collectives.gather_records({}, phase=f"open {self.name}")
 
+    def _empty_call(self, dtype: torch.dtype) -> DispatchCall:
+        """Return a batch without tokens, by which kernels are compiled and loaded."""
+        hidden_size, top_k, device = self._spec.hidden_size, self._spec.top_k, self._device
+        return DispatchCall(
+            hidden_states=torch.empty(0, hidden_size, dtype=dtype, device=device),
+            topk_ids=torch.empty(0, top_k, dtype=torch.int64, device=device),
+            topk_weights=torch.empty(0, top_k, device=device),
+            flags=BatchFlags.NONE,
+        )
+
     def _begin_call(self) -> None:
         """Refuse a call that cannot succeed; order it after the previous call on the device."""
         self._check_open()
-        self._check_report()
+        self._report.check()
         self._follow()
 
     def _follow(self) -> None:
-        """Make the current stream wait for the stream of the group's previous call."""
+        """Make the current stream wait for that of the last call: calls have one order."""
         if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             # Calls of a group run in one order on the device: kernels that wait, on streams without
-            # an
-            # order, could fill two GPUs in different orders and wait for ever.
+            # an order, could fill two GPUs in different orders and wait for ever.
             stream = torch.cuda.current_stream(self._device)
             if self._stream is not None and self._stream != stream:
                 stream.wait_stream(self._stream)
@@ -195,47 +263,7 @@ class NVLinkHost(Buffer):
                 "make a new EPGroup"
             )
 
-    def _check_report(self) -> None:
-        """Raise what a kernel has reported. Local; no device is waited for."""
-        from epcomm.kernels.nvlink.common.signals import (
-            REPORT_ABORTED,
-            REPORT_EPOCH,
-            REPORT_MISSING,
-            REPORT_PHASE,
-            decode_abort,
-        )
-
-        report = self._report.tolist()
-        where = f"rank {self._rank} of {self._world_size}"
-        if report[REPORT_PHASE]:
-            missing = [
-                rank for rank, is_missing in enumerate(report[REPORT_MISSING:]) if is_missing
-            ]
-            wait = self._waits()[report[REPORT_PHASE]].format(epoch=report[REPORT_EPOCH])
-            raise EPTimeout(
-                f"{self.name}: {describe_ranks(missing)} did not arrive in {wait}, within "
-                f"{self._timeout_s:g} s (this is {where}); close the group and make a new one"
-            )
-        if report[REPORT_ABORTED]:
-            impatient, missing = decode_abort(report[REPORT_ABORTED])
-            what = (
-                f"rank {impatient} gave up waiting for {describe_ranks(missing)} and told all ranks"
-            )
-            if self._rank in missing:
-                reason = f"this rank came too late: {what}"
-            elif missing:
-                reason = f"{describe_ranks(missing)} did not arrive: {what}"
-            else:
-                reason = f"rank {impatient} gave up waiting and told all ranks; see its message"
-            raise EPTimeout(
-                f"{self.name}: {reason} (this is {where}); close the group and make a new one"
-            )
-
-    @property
-    def _timeout_s(self) -> float:
-        return self._collectives.kernel_timeout_s
-
     @property
     def _max_polls(self) -> int:
-        polls = self._timeout_s * self.polls_per_s[self._device.type]
+        polls = self._collectives.kernel_timeout_s * self.polls_per_s[self._device.type]
         return min(_MAX_POLLS, max(1, int(polls)))

@@ -10,72 +10,62 @@ rank alike, for calls have one order; a combine of that batch is then refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import cache
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
 from epcomm.buffers.faults import assume_all_need_grad
-from epcomm.buffers.nvlink.excluded_ranks import ExcludingHost
-from epcomm.buffers.nvlink.low_latency_layout import HEADER_BYTES, NUM_BUFFERS, BlockLayout
+from epcomm.buffers.nvlink.base import NVLinkHost
+from epcomm.buffers.nvlink.low_latency_masked import copy_to_experts, hand_out_masked
 from epcomm.buffers.nvlink.low_latency_state import (
-    DeferredStep,
     NVLinkLowLatencyExchangePlan,
     ReceiveBuffer,
-    first_state,
     kind_of,
-    profile_of,
-    received_rows,
 )
-from epcomm.buffers.nvlink.memory import SymmetricMemory
-from epcomm.buffers.sizes import CallShape, Region, index_bytes, max_slots_of, slot_regions
+from epcomm.buffers.nvlink.sizes import (
+    low_latency_layout,
+    low_latency_regions,
+    low_latency_traffic,
+    row_bytes,
+)
+from epcomm.buffers.sizes import CallShape, Region, max_slots_of
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
-from epcomm.protocol import BatchFlags, FaultCode, pack_status
-from epcomm.records import ExchangePlan, Pending, SlotIndex
+from epcomm.kernels.nvlink.common.exchange import first_state
+from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
+from epcomm.protocol import FaultCode, pack_status
+from epcomm.records import ExchangePlan, Pending
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import (
     FLOAT32_SUM_DTYPES,
+    Int8Profile,
     Layout,
     RowsPer,
     WireDtype,
-    WireTensor,
 )
 
 # An interpreter runs the programs of a grid one after another: more of them only cost time.
 _INTERPRETED_PROGRAMS = 2
 
 
-class NVLinkLowLatencyBuffer(ExcludingHost):
-    """Low latency between the GPUs of one host; under Triton's interpreter between CPU ranks."""
+class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
+    """Low latency, in the layout that its buffer hands out."""
 
-    name: ClassVar[str] = "nvlink"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
-    # Number of receive buffers. Tests also use 1, where a missing wait fails at once.
-    num_buffers: ClassVar[int] = NUM_BUFFERS
+    handed_layout: ClassVar[Layout] = Layout.ROWS
     # Largest grid of a sending kernel: one program a token at 128 tokens, all resident on an H200.
     max_programs: ClassVar[int] = 128
 
     @classmethod
-    def _waits(cls) -> Mapping[int, str]:
-        from epcomm.kernels.nvlink.ll_combine import PHASE_COMBINE
-        from epcomm.kernels.nvlink.ll_dispatch_recv import PHASE_DISPATCH
-        from epcomm.kernels.nvlink.ll_dispatch_send import PHASE_CREDIT
-
-        return {
-            PHASE_CREDIT: "the previous combine, use {epoch} of its receive buffer",
-            PHASE_DISPATCH: "dispatch, use {epoch} of its receive buffer",
-            PHASE_COMBINE: "combine, use {epoch} of its receive buffer",
-        }
-
-    @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
         return BufferCaps(
-            layout=Layout.ROWS,
+            layout=cls.handed_layout,
             trainable=False,
             ordered=True,
             wire_dtypes=FLOAT32_SUM_DTYPES,
@@ -96,60 +86,46 @@ class NVLinkLowLatencyBuffer(ExcludingHost):
             reasons.append(f"combine carries unquantised rows, not {spec.combine_format}")
         if spec.dispatch_format.dtype is WireDtype.INT8 and spec.dispatch_format.scale_block:
             reasons.append(f"INT8 rows have one scale, not {spec.dispatch_format}")
+        if cls.handed_layout is Layout.MASKED and spec.expert_alignment > 1:
+            reasons.append("gives every expert the same capacity, so expert_alignment must be 1")
         return tuple(reasons)
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
-        layout = BlockLayout(spec, world_size, cls.num_buffers_of(spec))
-        num_slots = cls._num_slots_of(spec, layout.num_rows)
-        index = index_bytes(spec, num_rows=layout.num_rows, num_slots=num_slots, num_members=0)
-        words = sum(layout.regions[name] for name in layout.regions if name not in _ROW_REGIONS)
-        sizes = {
-            "signals and metadata": layout.num_buffers * words,
-            **{name: layout.num_buffers * layout.regions[name] for name in _ROW_REGIONS},
-            "slot index": layout.num_buffers * (index + layout.num_rows),
-        }
-        return (
-            *(Region(name=name, max_bytes=size) for name, size in sizes.items()),
-            *cls._handed_regions(spec, layout),
-        )
+        layout = cls.layout_for(spec, world_size)
+        num_slots = cls._max_slots_of(spec, layout.num_rows)
+        return low_latency_regions(spec, layout, num_slots, cls.handed_layout)
 
     @classmethod
-    def _num_slots_of(cls, spec: BufferSpec, num_rows: int) -> int:
-        """C: any routing fits."""
+    def _max_slots_of(cls, spec: BufferSpec, num_rows: int) -> int:
+        """Return C: any routing fits."""
+        if cls.handed_layout is Layout.MASKED:
+            return spec.num_local_experts * num_rows
         return max_slots_of(spec, num_rows)
 
     @classmethod
-    def _handed_regions(cls, spec: BufferSpec, layout: BlockLayout) -> tuple[Region, ...]:
-        """What is made of the received rows."""
-        packed = slot_regions(
-            spec, row_bytes=layout.data_bytes + layout.scale_bytes, max_rows=layout.num_rows
-        )
-        return tuple(Region(name=each.name, max_bytes=each.max_bytes) for each in packed)
+    def layout_for(cls, spec: BufferSpec, world_size: int) -> LowLatencyLayout:
+        """Return the layout of the blocks that such buffers open. Local."""
+        return low_latency_layout(spec, world_size, cls.num_buffers_of(spec))
 
     @classmethod
     def wire_bytes(
         cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
     ) -> BufferTraffic:
-        """As Buffer.wire_bytes(); signals are not counted."""
-        layout, num_others = (
-            BlockLayout(spec, call.world_size, cls.num_buffers_of(spec)),
-            call.world_size - 1,
-        )
-        num_tokens = call.tokens_of_rank[call.rank]
-        return BufferTraffic(
-            dispatch_bytes=call.rows_sent * _row_bytes(spec),
-            combine_bytes=call.rows_received * spec.combine_format.data_bytes(spec.hidden_size),
-            control_bytes=num_others * (num_tokens * layout.metadata_bytes + _call_bytes(spec)),
-        )
+        return low_latency_traffic(spec, cls.layout_for(spec, call.world_size), call)
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
-        super().__init__(collectives, spec)
-        self._layout = BlockLayout(spec, self._world_size, self.num_buffers_of(spec))
+        super().__init__(collectives, spec, num_counters=4)
         self._receive_buffers: list[ReceiveBuffer] = []
         self._num_batches = 0
         # The batch in the first receive buffer: a later one after exclude_ranks().
         self._first_batch = 0
+        wire = spec.dispatch_format
+        self._plain_dtype = None if wire.dtype.is_quantized else wire.dtype.torch_dtype
+        self._sum_dtype = spec.combine_format.dtype.torch_dtype
+        self._scale_block = wire.scale_block or spec.hidden_size
+        # Rows that are not INT8 have a constant one, so that they share one kernel.
+        self._profile = "" if wire.dtype is WireDtype.INT8 else Int8Profile.RINT127.value
 
     def prepare(self) -> None:
         """Map the blocks of all ranks, and launch each kernel once where launching is slow.
@@ -159,60 +135,102 @@ class NVLinkLowLatencyBuffer(ExcludingHost):
             BackendUnavailable: some rank has not enough memory or cannot map it, or this is a CPU
                 rank whose kernels are not interpreted.
         """
-        memory = self._open_memory(self._layout.num_bytes)
-        device = memory.block.device
-        self._counters = torch.zeros(4, dtype=torch.int64, device=device)
-        table = [
-            [base + self._layout.buffer_offset(buffer_index) for base in memory.addresses]
-            for buffer_index in range(self._layout.num_buffers)
-        ]
-        aborts = list(memory.addresses)
-        self._table = torch.tensor([*table, aborts], dtype=torch.int64, device=device)
+        spec = self._spec
+        self._open_memory(self.layout_for(spec, self._world_size))
+        num_slots = self._max_slots_of(spec, self._layout.num_rows)
+        self._kind = kind_of(spec.dispatch_format)
         self._receive_buffers = [
-            self._make_receive_buffer(buffer_index, memory)
-            for buffer_index in range(self._layout.num_buffers)
+            ReceiveBuffer.of(self._blocks, number, rows, num_slots, spec.expert_alignment)
+            for number, rows in enumerate(self.received_rows())
         ]
+        if self.handed_layout is Layout.MASKED:
+            for receive_buffer in self._receive_buffers:
+                hand_out_masked(receive_buffer, spec.num_local_experts)
         self._no_rows = torch.zeros(
-            1, self._spec.hidden_size, dtype=self._combine_dtype, device=device
+            1, spec.hidden_size, dtype=self._sum_dtype, device=self._block.device
         )
-        if device.type == "cuda":
+        if self._device.type == "cuda":
             self._warm_up()
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
-        return self.dispatch_async(call).wait()
+        receive_buffer = self._send(call)
+        return self._take(receive_buffer, receive_buffer.batch, call)
 
     def dispatch_async(self, call: DispatchCall) -> Pending[Dispatched]:
+        receive_buffer = self._send(call)
+        batch = receive_buffer.batch
+
+        def receive() -> Dispatched:
+            self._check_open()
+            self._check_batch(receive_buffer, batch)
+            self._follow()
+            return self._take(receive_buffer, batch, call)
+
+        return Pending(receive)
+
+    def _send(self, call: DispatchCall) -> ReceiveBuffer:
+        """Begin a batch, and return the receive buffer that it takes."""
         from epcomm.kernels.nvlink.ll_dispatch_recv import release_buffer
         from epcomm.kernels.nvlink.ll_dispatch_send import send_dispatch
 
-        assert len(call.hidden_states) <= self._layout.max_tokens, "the dispatcher has checked T"
+        hidden_states = call.hidden_states
+        assert len(hidden_states) <= self._layout.max_tokens, "the dispatcher has checked T"
         self._begin_call()
-        batch = self._num_batches
-        receive_buffer = self._receive_buffer_of(batch)
+        receive_buffer = self._receive_buffer_of(self._num_batches)
         if receive_buffer.unfinished is not None:
-            receive_buffer.unfinished.run()
+            receive_buffer.unfinished()
         if receive_buffer.is_open:
             release_buffer(receive_buffer.exchange)
+        receive_buffer.batch = self._num_batches
+        receive_buffer.is_open, receive_buffer.unfinished = True, None
         self._num_batches += 1
-        receive_buffer.batch, receive_buffer.is_open, receive_buffer.unfinished = batch, True, None
         self._faults.note_own(call.error)
-        wire, hidden_states = self._spec.dispatch_format, call.hidden_states
-        if not wire.dtype.is_quantized:
-            hidden_states = hidden_states.to(wire.dtype.torch_dtype)
-        if hidden_states.stride(-1) != 1:
-            hidden_states = hidden_states.contiguous()
+        if self._plain_dtype is not None:
+            hidden_states = hidden_states.to(self._plain_dtype)
         send_dispatch(
             receive_buffer.exchange,
-            hidden_states,
+            hidden_states if hidden_states.stride(-1) == 1 else hidden_states.contiguous(),
             call.topk_ids.contiguous(),
             call.topk_weights.contiguous(),
             receive_buffer.is_sent,
             status=pack_status(FaultCode.of(call.error), call.flags),
-            kind=kind_of(wire),
-            scale_block=wire.scale_block or self._spec.hidden_size,
-            profile=profile_of(wire, call).value,
+            kind=self._kind,
+            scale_block=self._scale_block,
+            profile=self._profile or call.int8_profile.value,
         )
-        return Pending(lambda: self._receive(receive_buffer, batch, call))
+        return receive_buffer
+
+    def _take(self, receive_buffer: ReceiveBuffer, batch: int, call: DispatchCall) -> Dispatched:
+        """Receive a batch."""
+        from epcomm.kernels.nvlink.ll_dispatch_recv import receive_dispatch
+
+        is_masked, num_rows = self.handed_layout is Layout.MASKED, self._layout.num_rows
+        receive_dispatch(
+            receive_buffer.exchange,
+            receive_buffer.row_of_slot,
+            receive_buffer.slots_of_row,
+            receive_buffer.slot_weights,
+            receive_buffer.index.num_tokens_per_expert,
+            receive_buffer.index.first_slot,
+            expert_alignment=self._spec.expert_alignment,
+            expert_capacity=num_rows if is_masked else 0,
+        )
+        if is_masked:
+            copy_to_experts(receive_buffer)
+            num_rows *= self._spec.num_local_experts
+        exchange_plan = NVLinkLowLatencyExchangePlan(
+            num_tokens=len(call.hidden_states),
+            num_rows=num_rows,
+            index=receive_buffer.index,
+            batch=batch,
+        )
+        return Dispatched(
+            rows=receive_buffer.rows,
+            index=receive_buffer.index,
+            slot_weights=receive_buffer.slot_weights,
+            exchange_plan=exchange_plan,
+            any_flags=assume_all_need_grad(call.flags),
+        )
 
     def combine(
         self,
@@ -224,9 +242,9 @@ class NVLinkLowLatencyBuffer(ExcludingHost):
         row_scalars: Tensor | None = None,
     ) -> Combined:
         assert row_scalars is None, "without gradients there are none"
-        return self.combine_async(
-            rows, exchange_plan, rows_per=rows_per, slot_weights=slot_weights
-        ).wait()
+        receive_buffer = self._begin_combine(exchange_plan, rows_per)
+        y = self._send_sums(receive_buffer, rows, slot_weights, rows_per, exchange_plan.num_tokens)
+        return self._take_sums(receive_buffer, y)
 
     def combine_async(
         self,
@@ -236,20 +254,72 @@ class NVLinkLowLatencyBuffer(ExcludingHost):
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
     ) -> Pending[Combined]:
-        assert isinstance(exchange_plan, NVLinkLowLatencyExchangePlan), (
-            "an exchange plan of this buffer"
+        receive_buffer = self._begin_combine(exchange_plan, rows_per)
+        y = self._send_sums(receive_buffer, rows, slot_weights, rows_per, exchange_plan.num_tokens)
+        sent_on = torch.cuda.current_stream(y.device) if y.is_cuda else None
+
+        # Done once: when it is waited for, or earlier if its receive buffer is needed.
+        @cache
+        def receive() -> Combined:
+            if sent_on is not None and sent_on != (stream := torch.cuda.current_stream(y.device)):
+                y.record_stream(stream)
+            self._follow()
+            return self._take_sums(receive_buffer, y)
+
+        receive_buffer.unfinished = receive
+
+        def wait() -> Combined:
+            combined = receive()
+            if receive_buffer.unfinished is receive:
+                # The caller owns y: a receive buffer that waits for its turn must not keep it.
+                receive_buffer.unfinished = None
+            return combined
+
+        return Pending(wait)
+
+    def _begin_combine(self, exchange_plan: ExchangePlan, rows_per: RowsPer) -> ReceiveBuffer:
+        """Return the receive buffer of a batch that awaits its combine."""
+        assert isinstance(exchange_plan, NVLinkLowLatencyExchangePlan), "it is of this buffer"
+        assert self.handed_layout is Layout.ROWS or rows_per is RowsPer.SLOT, (
+            "a MASKED row is a slot"
         )
         self._begin_call()
         receive_buffer = self._receive_buffer_of(exchange_plan.batch)
         self._check_batch(receive_buffer, exchange_plan.batch)
-        rows = rows.to(self._combine_dtype)
-        return self._send_sums(
-            receive_buffer,
+        return receive_buffer
+
+    def _send_sums(
+        self,
+        receive_buffer: ReceiveBuffer,
+        rows: Tensor,
+        slot_weights: Tensor | None,
+        rows_per: RowsPer,
+        num_tokens: int,
+        code: FaultCode = FaultCode.NONE,
+    ) -> Tensor:
+        """Send the sums, and return memory for the returned ones: [T, H], not written yet."""
+        from epcomm.kernels.nvlink.ll_combine import send_combine
+
+        rows = rows.to(self._sum_dtype)
+        # Not when it is received: its kernel does not wait for those behind this sender, whose
+        # inputs, freed by then, could be the same memory.
+        y = rows.new_empty(num_tokens, self._spec.hidden_size)
+        send_combine(
+            receive_buffer.exchange,
             rows if rows.stride(-1) == 1 else rows.contiguous(),
-            slot_weights,
+            None if slot_weights is None else slot_weights.contiguous(),
+            receive_buffer.slots_of_row,
             per_row=rows_per is RowsPer.ROW,
-            num_tokens=exchange_plan.num_tokens,
+            status=int(code),
         )
+        receive_buffer.is_open = False
+        return y
+
+    def _take_sums(self, receive_buffer: ReceiveBuffer, y: Tensor) -> Combined:
+        from epcomm.kernels.nvlink.ll_combine import receive_combine
+
+        receive_combine(receive_buffer.exchange, y, receive_buffer.is_sent)
+        return Combined(y=y, scalars=None)
 
     def refuse_combine(self, error: EPError) -> None:
         """As Buffer.refuse_combine(), of the oldest batch that awaits its combine.
@@ -258,7 +328,7 @@ class NVLinkLowLatencyBuffer(ExcludingHost):
         Raises:
             error: no batch awaits its combine.
         """
-        self._refuse(error, lambda receive_buffer: receive_buffer.is_open)
+        self._refuse(error, lambda each: each.is_open)
 
     def refuse_combine_of(self, exchange_plan: ExchangePlan, error: EPError) -> None:
         """As Buffer.refuse_combine_of().
@@ -266,64 +336,43 @@ class NVLinkLowLatencyBuffer(ExcludingHost):
         Raises:
             error: the batch was combined or ended.
         """
-        assert isinstance(exchange_plan, NVLinkLowLatencyExchangePlan), (
-            "an exchange plan of this buffer"
-        )
-        self._refuse(
-            error,
-            lambda receive_buffer: (
-                receive_buffer.is_open and receive_buffer.batch == exchange_plan.batch
-            ),
-        )
+        assert isinstance(exchange_plan, NVLinkLowLatencyExchangePlan), "it is of this buffer"
+        batch = exchange_plan.batch
+        self._refuse(error, lambda each: each.is_open and each.batch == batch)
 
     def _refuse(self, error: EPError, is_meant: Callable[[ReceiveBuffer], bool]) -> None:
         """Send only the fault, in the combine of the oldest batch that may be meant."""
         self._begin_call()
-        meant = [
-            receive_buffer for receive_buffer in self._receive_buffers if is_meant(receive_buffer)
-        ]
+        meant = [each for each in self._receive_buffers if is_meant(each)]
         if not meant:
             raise error
         self._faults.note_own(error)
-        self._send_sums(
-            min(meant, key=lambda receive_buffer: receive_buffer.batch),
-            self._no_rows,
-            None,
-            per_row=True,
-            num_tokens=0,
-            code=FaultCode.of(error, in_combine=True),
-        ).wait()
+        receive_buffer = min(meant, key=lambda each: each.batch)
+        code = FaultCode.of(error, in_combine=True)
+        y = self._send_sums(receive_buffer, self._no_rows, None, RowsPer.ROW, 0, code)
+        self._take_sums(receive_buffer, y)
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         raise NotImplementedError("low latency has no backward (caps.trainable)")
 
-    def received_rows(self) -> tuple[WireTensor, ...]:
-        """Return [W * M, H] of each receive buffer, views of memory that peers write. Local."""
-        return tuple(receive_buffer.arrived for receive_buffer in self._receive_buffers)
-
-    def check(self) -> None:
-        self._check_open()
-        self._synchronize()
-        self._check_report()
-        self._faults.check(self._num_index_slots)
-
     def traffic(self) -> BufferTraffic:
         """Bytes sent to other ranks so far.   Host sync: yes."""
-        rows, records, headers, sums = self._counters.tolist()
+        rows, metadata, headers, sums = self._counters.tolist()
+        out, combine_bytes = row_bytes(self._spec)
         return BufferTraffic(
-            dispatch_bytes=rows * _row_bytes(self._spec),
-            combine_bytes=sums * self._spec.combine_format.data_bytes(self._spec.hidden_size),
-            control_bytes=records * self._layout.metadata_bytes + headers * _call_bytes(self._spec),
+            dispatch_bytes=rows * out,
+            combine_bytes=sums * combine_bytes,
+            control_bytes=metadata * self._layout.metadata_bytes
+            + headers * self._layout.control_bytes,
         )
 
     def _receive_buffer_of(self, batch: int) -> ReceiveBuffer:
         return self._receive_buffers[(batch - self._first_batch) % self._layout.num_buffers]
 
     def _start_anew(self) -> None:
-        assert self._memory is not None, "exclude_ranks() has looked"
-        block, layout = self._memory.block, self._layout
-        # the abort flag.
-        block[: layout.buffer_offset(0)].zero_()
+        block, layout = self._block, self._layout
+        # The abort flag.
+        block[: layout.buffers_at].zero_()
         for number, receive_buffer in enumerate(self._receive_buffers):
             begin = layout.buffer_offset(number)
             for name in ("arrived_dispatch", "arrived_combine"):
@@ -338,174 +387,12 @@ class NVLinkLowLatencyBuffer(ExcludingHost):
         super()._release()
         self._receive_buffers = []
 
-    def _receive(self, receive_buffer: ReceiveBuffer, batch: int, call: DispatchCall) -> Dispatched:
-        from epcomm.kernels.nvlink.ll_dispatch_recv import receive_dispatch
-
-        self._check_open()
-        self._check_batch(receive_buffer, batch)
-        self._follow()
-        receive_dispatch(
-            receive_buffer.exchange,
-            receive_buffer.row_of_slot,
-            receive_buffer.slots_of_row,
-            receive_buffer.slot_weights,
-            receive_buffer.index.num_tokens_per_expert,
-            receive_buffer.index.first_slot,
-            expert_alignment=self._spec.expert_alignment,
-            expert_capacity=self._expert_capacity,
-        )
-        self._hand_out(receive_buffer)
-        exchange_plan = NVLinkLowLatencyExchangePlan(
-            num_tokens=call.hidden_states.shape[0],
-            num_rows=self._num_handed_rows,
-            index=receive_buffer.index,
-            batch=batch,
-        )
-        return Dispatched(
-            rows=receive_buffer.rows,
-            index=receive_buffer.index,
-            slot_weights=receive_buffer.slot_weights,
-            exchange_plan=exchange_plan,
-            any_flags=assume_all_need_grad(call.flags),
-        )
-
-    def _send_sums(
-        self,
-        receive_buffer: ReceiveBuffer,
-        rows: Tensor,
-        slot_weights: Tensor | None,
-        *,
-        per_row: bool,
-        num_tokens: int,
-        code: FaultCode = FaultCode.NONE,
-    ) -> Pending[Combined]:
-        from epcomm.kernels.nvlink import ll_combine
-
-        # Not when it is received: its kernel does not wait for those behind this sender, whose
-        # inputs, freed by then, could be the same memory.
-        y = rows.new_empty(num_tokens, self._spec.hidden_size)
-        ll_combine.send_combine(
-            receive_buffer.exchange,
-            rows,
-            None if slot_weights is None else slot_weights.contiguous(),
-            receive_buffer.slots_of_row,
-            per_row=per_row,
-            status=int(code),
-        )
-        receive_buffer.is_open = False
-        sent_on = torch.cuda.current_stream(y.device) if y.is_cuda else None
-
-        def receive() -> Combined:
-            if sent_on is not None and sent_on != (stream := torch.cuda.current_stream(y.device)):
-                y.record_stream(stream)
-            self._follow()
-            ll_combine.receive_combine(receive_buffer.exchange, y, receive_buffer.is_sent)
-            return Combined(y=y, scalars=None)
-
-        unfinished = DeferredStep(receive)
-        receive_buffer.unfinished = unfinished
-
-        def wait() -> Combined:
-            combined = unfinished.run()
-            if receive_buffer.unfinished is unfinished:
-                # The caller owns y: a receive buffer that waits for its turn must not keep it.
-                receive_buffer.unfinished = None
-            return combined
-
-        return Pending(wait)
-
-    def _make_receive_buffer(self, number: int, memory: SymmetricMemory) -> ReceiveBuffer:
-        from epcomm.kernels.nvlink.common.exchange import ExchangeDims, PeerExchange
-
-        layout, spec, device = self._layout, self._spec, memory.block.device
-        num_rows, num_local = layout.num_rows, spec.num_local_experts
-
-        def integers(*shape: int) -> Tensor:
-            return torch.full(shape, -1, dtype=torch.int32, device=device)
-
-        exchange = PeerExchange(
-            buffer_index=number,
-            num_buffers=layout.num_buffers,
-            rank=self._rank,
-            num_programs=self._num_programs,
-            max_polls=self._max_polls,
-            buffer_address=memory.addresses[self._rank] + layout.buffer_offset(number),
-            abort_address=memory.addresses[self._rank],
-            dims=ExchangeDims(
-                world_size=self._world_size,
-                max_tokens=layout.max_tokens,
-                top_k=spec.top_k,
-                num_local_experts=num_local,
-            ),
-            offsets=layout.offsets,
-            metadata_words=layout.metadata_words,
-            data_bytes=layout.data_bytes,
-            scale_bytes=layout.scale_bytes,
-            return_bytes=layout.return_bytes,
-            table=self._table,
-            state=first_state(device),
-            counters=self._counters,
-            excluded=self._excluded,
-            faults=self._faults.entries,
-            report=self._report,
-        )
-        index = SlotIndex(
-            row_of_slot=integers(self._num_index_slots),
-            slots_of_row=integers(num_rows, spec.top_k),
-            num_tokens_per_expert=integers(num_local),
-            first_slot=integers(num_local + 1),
-            host_num_tokens_per_expert=None,
-            expert_alignment=spec.expert_alignment,
-        )
-        handed = self._handed_index(index)
-        arrived = received_rows(layout, memory.block, number)
-        assert index.slots_of_row is not None, "made above"
-        return ReceiveBuffer(
-            exchange=exchange,
-            arrived=arrived,
-            rows=self._handed_rows(arrived),
-            row_of_slot=handed.row_of_slot,
-            slots_of_row=index.slots_of_row,
-            index=handed,
-            slot_weights=torch.zeros(self._num_index_slots, device=device),
-            is_sent=torch.zeros(
-                layout.max_tokens, self._world_size, dtype=torch.uint8, device=device
-            ),
-        )
-
-    @property
-    def _expert_capacity(self) -> int:
-        """Slots of each expert, used or not; 0: as many as it has."""
-        return 0
-
-    @property
-    def _num_handed_rows(self) -> int:
-        """Rows that are handed out, whatever comes."""
-        return self._layout.num_rows
-
-    def _handed_index(self, index: SlotIndex) -> SlotIndex:
-        """The index as it is handed out."""
-        return index
-
-    def _handed_rows(self, arrived: WireTensor) -> WireTensor:
-        """The rows as they are handed out: those that peers write."""
-        return arrived
-
-    def _hand_out(self, receive_buffer: ReceiveBuffer) -> None:
-        """Bring what has arrived to where it is handed out.   Local.   Host sync: none."""
-
     def _warm_up(self) -> None:
         """Run a batch without tokens through each receive buffer: kernels are compiled and loaded.
 
         A barrier follows each step, for compiling may take one rank longer than a wait.
         """
-        spec, device = self._spec, self._no_rows.device
-        call = DispatchCall(
-            hidden_states=self._no_rows[:0],
-            topk_ids=torch.empty(0, spec.top_k, dtype=torch.int64, device=device),
-            topk_weights=torch.empty(0, spec.top_k, device=device),
-            flags=BatchFlags.NONE,
-        )
+        call = self._empty_call(self._sum_dtype)
         for _ in range(self._layout.num_buffers):
             sent = self.dispatch_async(call)
             self._host_barrier()
@@ -538,24 +425,15 @@ class NVLinkLowLatencyBuffer(ExcludingHost):
             return max(self._world_size, _INTERPRETED_PROGRAMS)
         return max(self._world_size, min(self.max_programs, self._layout.num_rows))
 
-    @property
-    def _num_index_slots(self) -> int:
-        return self._num_slots_of(self._spec, self._layout.num_rows)
 
-    @property
-    def _combine_dtype(self) -> torch.dtype:
-        return self._spec.combine_format.dtype.torch_dtype
+class NVLinkLowLatencyBuffer(NVLinkLowLatency, Buffer):
+    """Low latency, whose rows are used where peers have stored them, through an index."""
+
+    name: ClassVar[str] = "nvlink"
 
 
-_ROW_REGIONS = ("data", "scales", "returned")
+class NVLinkMaskedBuffer(NVLinkLowLatency, Buffer):
+    """Low latency, whose rows are copied to their experts on arrival, see low_latency_masked.py."""
 
-
-def _row_bytes(spec: BufferSpec) -> int:
-    """Return the bytes of one row in dispatch, without the gaps between rows."""
-    wire = spec.dispatch_format
-    return wire.data_bytes(spec.hidden_size) + wire.scale_bytes(spec.hidden_size)
-
-
-def _call_bytes(spec: BufferSpec) -> int:
-    """What a dispatch tells each rank besides its tokens: a header and counts."""
-    return HEADER_BYTES + 4 * spec.num_local_experts
+    name: ClassVar[str] = "nvlink"
+    handed_layout: ClassVar[Layout] = Layout.MASKED

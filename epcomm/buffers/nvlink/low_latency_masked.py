@@ -1,4 +1,4 @@
-"""The low-latency NVLink buffer for experts that read MASKED rows alone.
+"""The layout MASKED of low latency over NVLink, for experts that read such rows alone.
 
 Every expert has capacity for the rows of all ranks: [L, W * M, H], its first ones in the order of
 (source rank, token). Rows travel once a rank, as ever, and are copied to their experts on arrival.
@@ -7,107 +7,37 @@ Every expert has capacity for the rows of all ranks: [L, W * M, H], its first on
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Combined
-from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
-from epcomm.buffers.nvlink.low_latency_layout import BlockLayout
 from epcomm.buffers.nvlink.low_latency_state import ReceiveBuffer
-from epcomm.buffers.sizes import Region
-from epcomm.config import Mode
-from epcomm.records import ExchangePlan, Pending, SlotIndex
-from epcomm.spec import BufferCaps, BufferSpec
-from epcomm.types import Layout, RowsPer, WireTensor
 
 
-class NVLinkMaskedBuffer(NVLinkLowLatencyBuffer):
-    """Low latency in the layout MASKED: one capacity for all experts, and a copy of the rows."""
+def hand_out_masked(receive_buffer: ReceiveBuffer, num_local: int) -> None:
+    """Give a receive buffer memory for copies, with the strides that rows have; slot s is row s."""
 
-    name: ClassVar[str] = "nvlink"
-
-    @classmethod
-    def caps(cls, mode: Mode) -> BufferCaps:
-        return replace(super().caps(mode), layout=Layout.MASKED)
-
-    @classmethod
-    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        reasons = super().lacks(mode, spec, world_size)
-        if spec.expert_alignment > 1:
-            reasons += ("gives every expert the same capacity, so expert_alignment must be 1",)
-        return reasons
-
-    @classmethod
-    def _num_slots_of(cls, spec: BufferSpec, num_rows: int) -> int:
-        return spec.num_local_experts * num_rows
-
-    @classmethod
-    def _handed_regions(cls, spec: BufferSpec, layout: BlockLayout) -> tuple[Region, ...]:
-        num_slots = cls._num_slots_of(spec, layout.num_rows)
-        row_bytes = layout.data_bytes + layout.scale_bytes
-        result_bytes = spec.combine_format.data_bytes(spec.hidden_size)
-        return (
-            Region(name="packed rows", max_bytes=layout.num_buffers * num_slots * row_bytes),
-            Region(name="expert results", max_bytes=num_slots * result_bytes),
+    def packed(views: Tensor) -> Tensor:
+        stride, num_rows = views.stride(0), num_local * views.shape[0]
+        memory = torch.zeros(
+            num_rows, stride * views.element_size(), dtype=torch.uint8, device=views.device
         )
+        return memory.view(views.dtype).view(num_local, -1, stride)[..., : views.shape[1]]
 
-    def combine_async(
-        self,
-        rows: Tensor,
-        exchange_plan: ExchangePlan,
-        *,
-        rows_per: RowsPer,
-        slot_weights: Tensor | None = None,
-    ) -> Pending[Combined]:
-        assert rows_per is RowsPer.SLOT, "a row is a slot here"
-        return super().combine_async(
-            rows, exchange_plan, rows_per=rows_per, slot_weights=slot_weights
-        )
+    rows = receive_buffer.rows
+    scales = None if rows.scales is None else packed(rows.scales)
+    receive_buffer.rows = replace(rows, data=packed(rows.data), scales=scales)
+    receive_buffer.index = replace(receive_buffer.index, row_of_slot=None, slots_of_row=None)
+    receive_buffer.row_of_slot = None
 
-    @property
-    def _expert_capacity(self) -> int:
-        return self._layout.num_rows
 
-    @property
-    def _num_handed_rows(self) -> int:
-        return self._num_index_slots
+def copy_to_experts(receive_buffer: ReceiveBuffer) -> None:
+    """Copy the rows that have arrived.   Local.   Host sync: none."""
+    from epcomm.kernels.nvlink.ll_dispatch_pack import pack_rows
 
-    def _handed_index(self, index: SlotIndex) -> SlotIndex:
-        """Slot s is row s."""
-        return replace(index, row_of_slot=None, slots_of_row=None)
-
-    def _handed_rows(self, arrived: WireTensor) -> WireTensor:
-        """Memory for the copies, rows as far apart as they come."""
-
-        def packed(views: Tensor) -> Tensor:
-            stride = views.stride(0)
-            shape = (self._spec.num_local_experts, self._expert_capacity, stride)
-            return (
-                torch.zeros(
-                    shape[0] * shape[1],
-                    stride * views.element_size(),
-                    dtype=torch.uint8,
-                    device=views.device,
-                )
-                .view(views.dtype)
-                .view(shape)[..., : views.shape[1]]
-            )
-
-        scales = None if arrived.scales is None else packed(arrived.scales)
-        return replace(arrived, data=packed(arrived.data), scales=scales)
-
-    def _hand_out(self, receive_buffer: ReceiveBuffer) -> None:
-        from epcomm.kernels.nvlink.ll_dispatch_pack import pack_rows
-
-        scales = receive_buffer.rows.scales
-        pack_rows(
-            receive_buffer.exchange,
-            receive_buffer.slots_of_row,
-            _words_of(receive_buffer.rows.data),
-            None if scales is None else _words_of(scales),
-        )
+    rows = receive_buffer.rows
+    scales = None if rows.scales is None else _words_of(rows.scales)
+    pack_rows(receive_buffer.exchange, receive_buffer.slots_of_row, _words_of(rows.data), scales)
 
 
 def _words_of(rows: Tensor) -> Tensor:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Combined, DispatchCall
-from epcomm.buffers.nvlink.low_latency_layout import BlockLayout
+from epcomm.buffers.base import Combined
+from epcomm.kernels.nvlink.common.exchange import LowLatencyExchange, PeerBlocks
+from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
 from epcomm.records import ExchangePlan, SlotIndex
-from epcomm.types import Int8Profile, WireDtype, WireFormat, WireTensor
-
-if TYPE_CHECKING:
-    from epcomm.kernels.nvlink.common.exchange import PeerExchange
-
-T = TypeVar("T")
+from epcomm.types import WireDtype, WireFormat, WireTensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,33 +28,17 @@ class NVLinkLowLatencyExchangePlan(ExchangePlan):
     batch: int
 
 
-class DeferredStep(Generic[T]):
-    """A step that runs once: when it is waited for, or earlier if its receive buffer is needed."""
-
-    def __init__(self, step: Callable[[], T]) -> None:
-        self._step: Callable[[], T] | None = step
-        self._result: T | None = None
-
-    def run(self) -> T:
-        if self._step is not None:
-            step, self._step = self._step, None
-            self._result = step()
-        assert self._result is not None, "steps return records"
-        return self._result
-
-
 @dataclass(kw_only=True, eq=False)
 class ReceiveBuffer:
     """One receive buffer of this rank: the arguments of its kernels, and the batch that it holds.
 
-    arrived: views of the memory that peers write.   rows, index: what is handed out.
-    row_of_slot: None where nobody asks.
+    rows, index: what is handed out.   row_of_slot: [C], None where nobody asks.
+    slots_of_row: [W * M, K].   is_sent: [M, W], uint8, whether a rank got a token.
     batch: the last one dispatched.   is_open: it awaits its combine.
-    unfinished: a combine whose sums have not been received.
+    unfinished: receives the sums of a combine, once, however often it is called.
     """
 
-    exchange: PeerExchange
-    arrived: WireTensor
+    exchange: LowLatencyExchange
     rows: WireTensor
     row_of_slot: Tensor | None
     slots_of_row: Tensor
@@ -68,38 +47,47 @@ class ReceiveBuffer:
     is_sent: Tensor
     batch: int = -1
     is_open: bool = False
-    unfinished: DeferredStep[Combined] | None = None
+    unfinished: Callable[[], Combined] | None = None
 
+    @classmethod
+    def of(
+        cls,
+        peers: PeerBlocks[LowLatencyLayout],
+        buffer_index: int,
+        rows: WireTensor,
+        num_slots: int,
+        expert_alignment: int,
+    ) -> ReceiveBuffer:
+        """Return a receive buffer whose index has capacity for C slots; nothing is written yet."""
+        layout, device = peers.layout, peers.table.device
 
-def received_rows(layout: BlockLayout, block: Tensor, buffer_index: int) -> WireTensor:
-    """Return views of the rows and scales of a receive buffer in this rank's memory."""
-    spec, wire = layout.spec, layout.spec.dispatch_format
+        def integers(*shape: int) -> Tensor:
+            return torch.full(shape, -1, dtype=torch.int32, device=device)
 
-    def view(region: str, row_bytes: int, dtype: torch.dtype, width: int) -> Tensor:
-        begin = layout.buffer_offset(buffer_index) + layout.offsets[region]
-        part = block[begin : begin + layout.num_rows * row_bytes]
-        return part.view(dtype).view(layout.num_rows, -1)[:, :width]
-
-    scales = None
-    if wire.scale_dtype is not None:
-        num_scales = wire.num_scales(spec.hidden_size)
-        scales = view("scales", layout.scale_bytes, wire.scale_dtype, num_scales)
-    data = view("data", layout.data_bytes, wire.dtype.torch_dtype, spec.hidden_size)
-    return WireTensor(data=data, format=wire, scales=scales)
-
-
-def profile_of(wire: WireFormat, call: DispatchCall) -> Int8Profile:
-    """Return the INT8 profile of a call; other formats share one, so that they share a kernel."""
-    return call.int8_profile if wire.dtype is WireDtype.INT8 else Int8Profile.RINT127
-
-
-def first_state(device: torch.device) -> Tensor:
-    """Epochs of dispatch and combine, and no failure; see PeerExchange.state."""
-    return torch.tensor([1, 0, 0, 0], dtype=torch.int32, device=device)
+        slots_of_row, row_of_slot = integers(layout.num_rows, layout.top_k), integers(num_slots)
+        index = SlotIndex(
+            row_of_slot=row_of_slot,
+            slots_of_row=slots_of_row,
+            num_tokens_per_expert=integers(layout.num_local_experts),
+            first_slot=integers(layout.num_local_experts + 1),
+            host_num_tokens_per_expert=None,
+            expert_alignment=expert_alignment,
+        )
+        return cls(
+            exchange=LowLatencyExchange.of(peers, buffer_index),
+            rows=rows,
+            row_of_slot=row_of_slot,
+            slots_of_row=slots_of_row,
+            index=index,
+            slot_weights=torch.zeros(num_slots, device=device),
+            is_sent=torch.zeros(
+                layout.max_tokens, layout.world_size, dtype=torch.uint8, device=device
+            ),
+        )
 
 
 def kind_of(wire: WireFormat) -> int:
-    """What the sending kernel calls a format."""
+    """Return the kind of a wire format, as the sending kernel takes it."""
     from epcomm.kernels.nvlink import ll_dispatch_send
 
     if wire.dtype is WireDtype.INT8:

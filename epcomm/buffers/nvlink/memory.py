@@ -1,6 +1,6 @@
 """A block of memory in each rank that the kernels of all ranks of one host write.
 
-CPU ranks map files of shared memory, so that kernels under an interpreter meet in them. CUDA ranks
+CPU ranks map files of shared memory, so that kernels under an interpreter write them. CUDA ranks
 map the memory of their peers over NVLink; multicast is not asked for.
 """
 
@@ -14,6 +14,9 @@ from torch import Tensor
 from epcomm.buffers.shared_memory.memory import HostMemory
 from epcomm.collectives.base import Collectives
 from epcomm.errors import BackendUnavailable
+from epcomm.kernels.nvlink.common.layout import MemoryLayout
+from epcomm.spec import BufferSpec
+from epcomm.types import WireTensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,7 +67,7 @@ def _open_cuda(collectives: Collectives, num_bytes: int, *, phase: str) -> Symme
     try:
         device = torch.device("cuda", torch.cuda.current_device())
         block = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
-        # Nobody else writes before the ranks have met below.
+        # No other rank writes before the barrier below.
         block.zero_()
         torch.cuda.synchronize(device)
     except RuntimeError as own_error:
@@ -94,3 +97,33 @@ def agree_on_memory(collectives: Collectives, error: str, num_bytes: int, *, pha
             f"{collectives.rank} of {collectives.world_size}); lower max_tokens_per_rank or free "
             "memory of the GPU"
         )
+
+
+def region_rows(block: Tensor, layout: MemoryLayout, buffer_index: int, region: str) -> Tensor:
+    """[W * M, bytes from row to row]: a view of the `data` or the `scales` of a receive buffer."""
+    row_bytes = layout.data_bytes if region == "data" else layout.scale_bytes
+    begin = layout.buffer_offset(buffer_index) + layout.offsets[region]
+    return block[begin : begin + layout.num_rows * row_bytes].view(layout.num_rows, row_bytes)
+
+
+def received_rows(
+    block: Tensor, layout: MemoryLayout, buffer_index: int, spec: BufferSpec
+) -> WireTensor:
+    """Return [W * M, H]: the rows of a receive buffer and their scales, where they lie."""
+    wire, scales = spec.dispatch_format, None
+    data = region_rows(block, layout, buffer_index, "data").view(wire.dtype.torch_dtype)
+    if wire.scale_dtype is not None:
+        scales = region_rows(block, layout, buffer_index, "scales").view(wire.scale_dtype)
+        scales = scales[:, : wire.num_scales(spec.hidden_size)]
+    return WireTensor(data=data[:, : spec.hidden_size], format=wire, scales=scales)
+
+
+def as_words(rows: Tensor) -> Tensor:
+    """[n, words]: rows as the widest integers that fit, for kernels that only move them."""
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    # Where a row begins and ends; the first one may begin anywhere in a larger tensor.
+    places = (rows.storage_offset(), rows.stride(0), rows.shape[1])
+    for dtype in (torch.int32, torch.int16):
+        if all(place * rows.itemsize % dtype.itemsize == 0 for place in places):
+            return rows.view(dtype)
+    return rows.view(torch.uint8)

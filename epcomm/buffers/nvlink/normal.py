@@ -3,52 +3,118 @@
 Rows are used where peers have stored them, through an expert-major index; with gradients they are
 copied once into memory of their own. Signals, memory order and reuse:
 epcomm/kernels/nvlink/normal_dispatch_send.py, normal_dispatch_recv.py and normal_combine.py. Every
-operation stands alone: a dispatch needs no combine, a combine no dispatch. Here is what
-normal_exact.py and normal_static.py share.
+operation stands alone: a dispatch needs no combine, a combine no dispatch.
+
+Sizes are exact, and the host reads counts while rows are on their way; or there is a budget of
+slots, and the host reads nothing: for graphs, and where it must not wait.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Combined, DispatchCall
-from epcomm.buffers.faults import overwritten_error
-from epcomm.buffers.nvlink.normal_memory import (
-    as_words,
-    exchange_of,
-    forget_rows,
-    received_data,
-    received_rows,
-)
+from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
+from epcomm.buffers.faults import assume_all_need_grad, overwritten_error, raise_faults
+from epcomm.buffers.nvlink.base import NVLinkHost
+from epcomm.buffers.nvlink.memory import as_words, region_rows
+from epcomm.buffers.nvlink.normal_counts import Counts, Totals
 from epcomm.buffers.nvlink.normal_plans import ExchangePlanMemory, NVLinkNormalExchangePlan
-from epcomm.buffers.nvlink.normal_sizes import FIRST_TOKENS, NVLinkNormalFacts, row_bytes
+from epcomm.buffers.nvlink.sizes import (
+    backward_row_bytes,
+    normal_layout,
+    normal_regions,
+    normal_traffic,
+    row_bytes,
+)
+from epcomm.buffers.sizes import CallShape, Region, max_slots_of
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
-from epcomm.errors import EPError
+from epcomm.config import Mode
+from epcomm.errors import CapacityError, EPError, EPTimeout, describe_ranks
+from epcomm.kernels.nvlink.common.layout import NormalLayout
 from epcomm.protocol import BatchFlags, FaultCode, pack_status
 from epcomm.records import ExchangePlan
-from epcomm.spec import BufferSpec
-from epcomm.types import RowsPer, WireFormat, WireTensor
+from epcomm.spec import BufferCaps, BufferSpec
+from epcomm.types import (
+    FLOAT32_SUM_DTYPES,
+    Layout,
+    RowsPer,
+    WireTensor,
+    align_up,
+)
 
 if TYPE_CHECKING:
     from epcomm.kernels.nvlink.normal_exchange import Sends
 
+_logger = logging.getLogger(__name__)
+
 # Enough for programs to wait for one another; an interpreter gains nothing by more.
 _INTERPRETED_PROGRAMS = 3
+# By which a buffer without a limit grows.
+_TOKEN_MULTIPLE = 128
 
 
-class NVLinkNormal(NVLinkNormalFacts):
-    """What exact and static sizes share: all but dispatch."""
+class NVLinkNormal(NVLinkHost[NormalLayout]):
+    """Normal mode, of exact sizes or of a budget, as its buffer says."""
+
+    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
+    is_static: ClassVar[bool] = False
+    # Of each kernel, a block on each: enough for nine tenths of what the wire takes.
+    default_num_sms: ClassVar[int] = 32
+
+    @classmethod
+    def caps(cls, mode: Mode) -> BufferCaps:
+        return BufferCaps(
+            layout=Layout.ROWS,
+            trainable=True,
+            ordered=True,
+            wire_dtypes=FLOAT32_SUM_DTYPES,
+            is_static=cls.is_static,
+            batches_in_flight=cls.num_buffers,
+            batches_on_request=True,
+            reports_faults=True,
+            device_types=frozenset({"cuda"}),
+        )
+
+    @classmethod
+    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
+        if spec.combine_format.dtype.is_quantized:
+            return (f"combine carries unquantised rows, not {spec.combine_format}",)
+        return ()
+
+    @classmethod
+    def layout_for(
+        cls, spec: BufferSpec, world_size: int, max_tokens: int | None = None
+    ) -> NormalLayout:
+        """Return the layout of blocks for M tokens, or for those of the specification. Local."""
+        max_tokens = max_tokens or spec.max_tokens_per_rank
+        return normal_layout(spec, world_size, max_tokens, cls.num_buffers_of(spec))
+
+    @classmethod
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+        layout = cls.layout_for(spec, world_size)
+        return normal_regions(spec, layout, cls._max_slots_of(spec, layout.num_rows))
+
+    @classmethod
+    def wire_bytes(
+        cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
+    ) -> BufferTraffic:
+        layout = cls.layout_for(spec, call.world_size)
+        return normal_traffic(spec, layout, call, backward=backward)
+
+    @classmethod
+    def _max_slots_of(cls, spec: BufferSpec, num_rows: int) -> int:
+        return spec.max_recv_slots or max_slots_of(spec, num_rows)
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
-        super().__init__(collectives, spec)
+        super().__init__(collectives, spec, num_counters=5)
         self._num_dispatches = 0
-        # Those that came before exclude_ranks().
+        # Dispatches before exclude_ranks().
         self._num_earlier = 0
         # Ranks that exclude_ranks() has excluded.
         self._excluded_ranks: tuple[int, ...] = ()
@@ -64,31 +130,49 @@ class NVLinkNormal(NVLinkNormalFacts):
             BackendUnavailable: some rank has not enough memory or cannot map it, or this is a CPU
                 rank whose kernels are not interpreted.
         """
-        # Kept when the blocks grow.
-        self._counters = torch.zeros(5, dtype=torch.int64, device=self._device)
-        self._open(self._spec.max_tokens_per_rank or FIRST_TOKENS)
+        self._open()
         if self._device.type == "cuda":
             self._warm_up()
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        num_tokens = call.hidden_states.shape[0]
+        self._begin_call()
+        if self.is_static:
+            assert num_tokens <= self._layout.max_tokens, "the dispatcher has checked T"
+            self._faults.note_own(call.error)
+            buffer_index, sends = self._next_buffer_index(), self._plan_memory.sends(num_tokens)
+            self._push(call, sends, buffer_index, None)
+            return self._receive(call, buffer_index, sends, None)
+        while True:
+            buffer_index, sends = self._next_buffer_index(), self._plan_memory.sends(num_tokens)
+            # Kept: when this call has raised, a kernel may still write it.
+            self._totals = Totals(self._layout, self._device)
+            self._push(call, sends, buffer_index, self._totals.entries)
+            counts = self._read_counts(call)
+            if counts.most_tokens <= self._layout.max_tokens:
+                return self._receive(call, buffer_index, sends, counts)
+            self._grow(counts.most_tokens)
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         """As in Buffer; under no_grad rows live as long as those of a dispatch."""
         from epcomm.kernels.nvlink.normal_dispatch_copy_out import collect_rows
         from epcomm.kernels.nvlink.normal_dispatch_send import push_rows
 
-        assert isinstance(exchange_plan, NVLinkNormalExchangePlan), (
-            "an exchange plan of this buffer"
-        )
+        assert isinstance(exchange_plan, NVLinkNormalExchangePlan), "it is of this buffer"
         self._begin_call()
         buffer_index = self._next_buffer_index()
-        words = as_words(hidden_states)
         push_rows(
-            self._exchange, words, None, exchange_plan.sends, buffer_index=buffer_index, topk=None
+            self._exchange,
+            as_words(hidden_states),
+            None,
+            exchange_plan.sends,
+            buffer_index=buffer_index,
+            topk=None,
         )
         if not exchange_plan.owns_rows and exchange_plan.capacity_tokens == self._layout.max_tokens:
             collect_rows(self._exchange, exchange_plan.arrivals, buffer_index=buffer_index)
-            assert self._memory is not None, "the call has been checked"
-            block = self._memory.block
-            return received_data(self._layout, block, buffer_index, hidden_states.dtype)
+            rows = region_rows(self._block, self._layout, buffer_index, "data")
+            return rows.view(hidden_states.dtype)[:, : self._spec.hidden_size]
         return self._collected(exchange_plan, buffer_index, "data", hidden_states)
 
     def combine(
@@ -100,9 +184,7 @@ class NVLinkNormal(NVLinkNormalFacts):
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
     ) -> Combined:
-        assert isinstance(exchange_plan, NVLinkNormalExchangePlan), (
-            "an exchange plan of this buffer"
-        )
+        assert isinstance(exchange_plan, NVLinkNormalExchangePlan), "it is of this buffer"
         if row_scalars is None:
             self._check_rows(exchange_plan)
             self._compare_combine()
@@ -122,61 +204,49 @@ class NVLinkNormal(NVLinkNormalFacts):
         self._compare_combine(error)
         self._begin_call()
         self._faults.note_own(error)
-        exchange_plan = self._plan_memory.empty_exchange_plan()
-        rows = torch.empty(
-            0,
-            self._spec.hidden_size,
-            dtype=self._spec.combine_format.dtype.torch_dtype,
-            device=self._device,
-        )
+        dtype = self._spec.combine_format.dtype.torch_dtype
+        rows = torch.empty(0, self._spec.hidden_size, dtype=dtype, device=self._device)
         code = FaultCode.of(error, in_combine=True)
-        self._combine(rows, exchange_plan, None, None, per_row=True, code=code)
-
-    def check(self) -> None:
-        self._check_open()
-        self._synchronize()
-        self._check_report()
-        self._faults.check(self._max_slots_of(self._spec, self._layout.num_rows))
+        self._combine(
+            rows, self._plan_memory.empty_exchange_plan(), None, None, per_row=True, code=code
+        )
 
     def traffic(self) -> BufferTraffic:
         """Bytes sent to other ranks so far.   Host sync: yes."""
-        headers, rows, old_rows, sums, scaled_sums = self._counters.tolist()
-        out, combine_bytes = row_bytes(self._spec, backward=False)
-        backward_dispatch_bytes, backward_combine_bytes = row_bytes(self._spec, backward=True)
+        headers, rows, cached_rows, sums, scaled_sums = self._counters.tolist()
+        out, combine_bytes = row_bytes(self._spec)
+        backward_dispatch_bytes, backward_combine_bytes = backward_row_bytes(self._spec)
         return BufferTraffic(
-            dispatch_bytes=rows * out + old_rows * backward_dispatch_bytes,
+            dispatch_bytes=rows * out + cached_rows * backward_dispatch_bytes,
             combine_bytes=sums * combine_bytes + scaled_sums * backward_combine_bytes,
             control_bytes=rows * self._layout.metadata_bytes + headers * self._layout.header_bytes,
         )
 
-    def received_rows(self) -> tuple[WireTensor, ...]:
-        """Return [W * M, H] of each receive buffer, views of memory that peers write. Local."""
-        wire = self._spec.dispatch_format
-        return tuple(
-            self._received(buffer_index, wire) for buffer_index in range(self._layout.num_buffers)
-        )
-
     def _start_anew(self) -> None:
-        assert self._memory is not None, "exclude_ranks() has looked"
-        block, layout, exchange = self._memory.block, self._layout, self._exchange
+        block, layout, exchange = self._block, self._layout, self._exchange
         # All signals: they lie before the returned sums.
         block[: layout.offsets["returned"]].zero_()
-        for words in (exchange.state, exchange.counted, exchange.faults):
-            words.zero_()
+        for tensor in (exchange.state, exchange.plan.counted, exchange.peers.faults):
+            tensor.zero_()
         # Ranks may have come to different numbers.
         self._num_earlier += self._num_dispatches
         self._num_dispatches = 0
-        self._excluded_ranks = tuple(
-            rank for rank, word in enumerate(self._excluded.tolist()) if word
-        )
+        self._excluded_ranks = self._living.dead()
         for buffer_index in range(layout.num_buffers):
+            rows = region_rows(block, layout, buffer_index, "data")
             for rank in self._excluded_ranks:
                 # Rows along old exchange plans are used where they lie.
-                forget_rows(layout, block, buffer_index, rank)
+                rows[rank * layout.max_tokens : (rank + 1) * layout.max_tokens].zero_()
 
-    @abstractmethod
     def _compare_combine(self, error: EPError | None = None) -> None:
         """Where the specification asks for it, raise on every rank if any refuses a combine."""
+        if self.is_static or self._excluded_ranks or not self._spec.compares_calls:
+            # Hosts must not wait, or would wait for the dead: y is NaN, and check() tells.
+            return
+        code = int(FaultCode.of(error, in_combine=True))
+        mine = torch.full((1,), code, device=self._device)
+        codes = self._collectives.all_gather(mine, phase="combine calls").flatten().tolist()
+        raise_faults(codes, self._rank, error, function="combine")
 
     def _push(
         self, call: DispatchCall, sends: Sends, buffer_index: int, totals: Tensor | None
@@ -203,34 +273,73 @@ class NVLinkNormal(NVLinkNormalFacts):
             totals=totals,
         )
 
-    def _index(
-        self,
-        exchange_plan: NVLinkNormalExchangePlan,
-        slot_weights: Tensor,
-        buffer_index: int,
-        *,
-        is_compact: bool,
-        has_budget: bool,
-    ) -> WireTensor:
-        """Wait for the rows, index them, and return them, copied if the exchange plan owns them."""
+    def _read_counts(self, call: DispatchCall) -> Counts:
+        """Wait for the counts of all ranks.
+
+        Raises:
+            EPTimeout: some rank did not come.
+            ShapeError, CapacityError, ConfigError: as check_headers().
+        """
+        timeout_s = 2 * self._collectives.kernel_timeout_s
+        totals = self._totals.wait(self._report.check, timeout_s)
+        if totals is None:
+            raise EPTimeout(
+                f"{self.name}: no counts within {timeout_s:g} s (rank {self._rank} of "
+                f"{self._world_size}): work before this dispatch did not end; close the group and "
+                "make a new one"
+            )
+        return Counts.of(totals, call, self._layout, self._rank, self._excluded_ranks)
+
+    def _receive(
+        self, call: DispatchCall, buffer_index: int, sends: Sends, counts: Counts | None
+    ) -> Dispatched:
+        """Wait for the rows and index them; counts is None where there is a budget."""
         from epcomm.kernels.nvlink.normal_dispatch_recv import index_rows
 
+        owns_rows, is_exact = bool(call.flags & BatchFlags.GRAD_ENABLED), counts is not None
+        num_rows, per_expert = self._layout.num_rows, None
+        if counts is None:
+            num_slots, is_dense = self._max_slots_of(self._spec, num_rows), False
+            any_flags = assume_all_need_grad(call.flags)
+        else:
+            per_expert, any_flags = counts.tokens_per_expert, counts.any_flags
+            num_slots = sum(align_up(each, self._spec.expert_alignment) for each in per_expert)
+            is_dense = num_slots == sum(per_expert)
+            num_rows = counts.num_rows if owns_rows else num_rows
+        exchange_plan = NVLinkNormalExchangePlan(
+            num_tokens=call.hidden_states.shape[0],
+            num_rows=num_rows,
+            index=self._plan_memory.index(num_rows, num_slots, per_expert, is_dense=is_dense),
+            sends=sends,
+            arrivals=self._plan_memory.arrivals(),
+            owns_rows=owns_rows,
+            capacity_tokens=self._layout.max_tokens,
+            batch=self._last_batch,
+        )
+        weights = torch.empty if is_exact else torch.zeros
+        slot_weights = weights(num_slots, device=self._device)
         index_rows(
             self._exchange,
             exchange_plan.index,
             slot_weights,
             exchange_plan.arrivals,
             buffer_index=buffer_index,
-            is_compact=is_compact,
-            has_budget=has_budget,
+            is_compact=is_exact and owns_rows,
+            has_budget=not is_exact,
         )
-        rows = self._received(buffer_index, self._spec.dispatch_format)
-        if not exchange_plan.owns_rows:
-            return rows
-        data, scales = self._collected(exchange_plan, buffer_index, "data", rows.data), rows.scales
-        if scales is not None:
-            scales = self._collected(exchange_plan, buffer_index, "scales", scales)
-        return WireTensor(data=data, format=rows.format, scales=scales)
+        rows = self._rows[buffer_index]
+        if owns_rows:
+            data = self._collected(exchange_plan, buffer_index, "data", rows.data)
+            if (scales := rows.scales) is not None:
+                scales = self._collected(exchange_plan, buffer_index, "scales", scales)
+            rows = WireTensor(data=data, format=rows.format, scales=scales)
+        return Dispatched(
+            rows=rows,
+            index=exchange_plan.index,
+            slot_weights=slot_weights,
+            exchange_plan=exchange_plan,
+            any_flags=any_flags,
+        )
 
     def _collected(
         self, exchange_plan: NVLinkNormalExchangePlan, buffer_index: int, region: str, like: Tensor
@@ -238,13 +347,12 @@ class NVLinkNormal(NVLinkNormalFacts):
         """[R, columns] of memory of their own: a region of the rows, once all are there."""
         from epcomm.kernels.nvlink.normal_dispatch_copy_out import collect_rows
 
-        out, layout = like.new_empty(exchange_plan.num_rows, like.shape[1]), self._layout
+        out = like.new_empty(exchange_plan.num_rows, like.shape[1])
         collect_rows(
             self._exchange,
             exchange_plan.arrivals,
             buffer_index=buffer_index,
             region=region,
-            row_bytes=layout.data_bytes if region == "data" else layout.scale_bytes,
             out=as_words(out),
         )
         return out
@@ -280,10 +388,6 @@ class NVLinkNormal(NVLinkNormalFacts):
         )
         return Combined(y=y, scalars=scalars)
 
-    def _received(self, buffer_index: int, wire: WireFormat) -> WireTensor:
-        assert self._memory is not None, "the call has been checked"
-        return received_rows(self._layout, self._memory.block, buffer_index, wire)
-
     def _next_buffer_index(self) -> int:
         buffer_index = self._num_dispatches % self._layout.num_buffers
         self._num_dispatches += 1
@@ -291,7 +395,7 @@ class NVLinkNormal(NVLinkNormalFacts):
 
     @property
     def _last_batch(self) -> int:
-        """Return the number of the dispatch that took a receive buffer last."""
+        """The number of the dispatch that took a receive buffer last."""
         return self._num_earlier + self._num_dispatches
 
     def _check_rows(self, exchange_plan: NVLinkNormalExchangePlan) -> None:
@@ -305,41 +409,42 @@ class NVLinkNormal(NVLinkNormalFacts):
         self.refuse_combine(error)
         raise error
 
-    def _open(self, max_tokens: int) -> None:
+    def _open(self, max_tokens: int | None = None) -> None:
         """Open memory for M tokens of each rank, with signals of 0."""
-        layout = self._layout_for(self._spec, self._world_size, max_tokens)
-        memory = self._open_memory(layout.num_bytes)
-        # Not before: where memory cannot grow, that of the old layout stays in use.
-        self._layout = layout
-        self._exchange = exchange_of(
-            self._layout,
-            memory.addresses,
-            self._rank,
-            num_programs=self._num_programs,
-            max_polls=self._max_polls,
-            excluded=self._excluded,
-            counters=self._counters,
-            faults=self._faults.entries,
-            report=self._report,
-        )
+        from epcomm.kernels.nvlink.normal_exchange import NormalExchange
+
+        self._open_memory(self.layout_for(self._spec, self._world_size, max_tokens))
+        self._exchange = NormalExchange.of(self._blocks)
+        self._rows = self.received_rows()
+
+    def _grow(self, num_tokens: int) -> None:
+        """Grow the memory of every rank to so many tokens a rank: all have read the same counts.
+
+        Raises:
+            CapacityError: some rank is excluded; on all remaining ranks.
+        """
+        if self._excluded_ranks:
+            raise CapacityError(
+                f"dispatch: a rank has T = {num_tokens} tokens, expected at most "
+                f"{self._layout.max_tokens}, for memory cannot grow without "
+                f"{describe_ranks(self._excluded_ranks)} (this is rank {self._rank} of "
+                f"{self._world_size}); pass max_tokens_per_rank to EPConfig, or make a new EPGroup"
+            )
+        # Nobody stores to the old blocks any more; views of this rank keep them.
+        self._host_barrier()
+        wanted = max(num_tokens, 2 * self._layout.max_tokens)
+        self._open(align_up(wanted, _TOKEN_MULTIPLE))
+        # The dispatch that did not fit overwrote no rows, and begins again.
+        self._num_dispatches -= 1
+        _logger.debug("rank %d: nvlink has capacity for %d tokens now", self._rank, wanted)
 
     def _warm_up(self) -> None:
-        """Batches without tokens: kernels are compiled and loaded before any rank waits for them.
+        """Run batches without tokens, so that kernels are loaded before any rank waits for them.
 
         A barrier follows each launch, for compiling may take one rank longer than a wait.
         """
         spec = self._spec
-        call = DispatchCall(
-            hidden_states=torch.empty(
-                0,
-                spec.hidden_size,
-                dtype=spec.backward_format.dtype.torch_dtype,
-                device=self._device,
-            ),
-            topk_ids=torch.empty(0, spec.top_k, dtype=torch.int64, device=self._device),
-            topk_weights=torch.empty(0, spec.top_k, device=self._device),
-            flags=BatchFlags.NONE,
-        )
+        call = self._empty_call(spec.backward_format.dtype.torch_dtype)
         for flags in (BatchFlags.NONE, BatchFlags.GRAD_ENABLED):
             out = self.dispatch(replace(call, flags=flags))
             self._host_barrier()
@@ -357,8 +462,25 @@ class NVLinkNormal(NVLinkNormalFacts):
         self.combine(backward, out.exchange_plan, rows_per=RowsPer.ROW, row_scalars=scalars)
         self._host_barrier()
 
+    def _release(self) -> None:
+        super()._release()
+        self._rows = ()
+
     @property
     def _num_programs(self) -> int:
         if self._device.type != "cuda":
             return _INTERPRETED_PROGRAMS
         return self._spec.num_sms or self.default_num_sms
+
+
+class NVLinkBuffer(NVLinkNormal, Buffer):
+    """Normal mode of exact sizes."""
+
+    name: ClassVar[str] = "nvlink"
+
+
+class NVLinkStaticBuffer(NVLinkNormal, Buffer):
+    """Normal mode with a budget of slots."""
+
+    name: ClassVar[str] = "nvlink"
+    is_static: ClassVar[bool] = True

@@ -80,8 +80,8 @@ class ExchangePlanMemory:
     def empty_exchange_plan(self) -> NVLinkNormalExchangePlan:
         """Nothing went anywhere, and nothing came."""
         arrivals = self.arrivals()
-        for words in (arrivals.rows_from, arrivals.row_base, arrivals.has_failed):
-            words.zero_()
+        for tensor in (arrivals.rows_from, arrivals.row_base, arrivals.has_failed):
+            tensor.zero_()
         return NVLinkNormalExchangePlan(
             num_tokens=0,
             num_rows=0,

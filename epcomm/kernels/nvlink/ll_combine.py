@@ -22,44 +22,30 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
     await_previous,
     let_next_start,
     overlapping,
-    overlaps_on,
 )
-from epcomm.kernels.nvlink.common.exchange import PeerExchange, on_device
-from epcomm.kernels.nvlink.common.signals import (
-    REPORT_ABORTED,
-    abort_ranks,
-    await_signals,
-    int32_at,
-    publish,
-    taking_part,
-)
+from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange, on_device
+from epcomm.kernels.nvlink.common.signals import await_or_abort, int32_at, publish, taking_part
+from epcomm.kernels.nvlink.common.status import REPORT_ABORTED, WAIT_COMBINE, note_faults
 from epcomm.kernels.rounding import cast
-
-# What a report says that a rank waited for.
-PHASE_COMBINE = 3
 
 # A row of 7168 elements is then 14 of them a thread.
 _WARPS = 16
 # Of a receiver half as many, and half a row at once: it is to fit on an SM beside a sender.
 _RECEIVE_WARPS, _RECEIVED_COLUMNS = 8, 4096
 
-_PHASE_COMBINE = tl.constexpr(PHASE_COMBINE)
-_REPORT_ABORTED = tl.constexpr(REPORT_ABORTED)
 
-
-@triton.jit(do_not_specialize=["buffer_address", "abort_address", "buffer_index", "rank", "status"])
+@triton.jit(do_not_specialize=VARYING)
 def _send_combine_kernel(
     rows_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     slots_of_row_ptr: tl.tensor,
-    table_ptr: tl.tensor,
+    bases_ptr: tl.tensor,
     state_ptr: tl.tensor,
     counters_ptr: tl.tensor,
     excluded_ptr: tl.tensor,
     report_ptr: tl.tensor,
+    own_address: tl.tensor,
     buffer_address: tl.tensor,
-    abort_address: tl.tensor,
-    buffer_index: tl.tensor,
     rank: tl.tensor,
     status: tl.tensor,
     ROWS_STRIDE: tl.constexpr,
@@ -92,12 +78,11 @@ def _send_combine_kernel(
     epoch = tl.load(state_ptr + 1)
     if program == 0:
         tl.store(state_ptr, epoch + 1)
-    aborted = tl.load(int32_at(abort_address), volatile=True)
+    aborted = tl.load(int32_at(own_address), volatile=True)
     if aborted != 0:
-        tl.store(report_ptr + _REPORT_ABORTED, aborted)
+        tl.store(report_ptr + REPORT_ABORTED, aborted)
         return
 
-    bases_ptr = table_ptr + buffer_index * W
     if (program < W) & (tl.load(excluded_ptr + program, mask=program < W, other=1) == 0):
         combine_status_ptr = int32_at(tl.load(bases_ptr + program) + COMBINE_STATUS_AT)
         tl.store(combine_status_ptr + rank, status)
@@ -145,16 +130,7 @@ def _send_combine_kernel(
     publish(bases_ptr, ARRIVED_COMBINE_AT + rank * 4, 1, W, W_LANES, excluded_ptr)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "buffer_address",
-        "abort_address",
-        "rank",
-        "num_tokens",
-        "num_senders",
-        "max_polls",
-    ]
-)
+@triton.jit(do_not_specialize=VARYING)
 def _receive_combine_kernel(
     out_ptr: tl.tensor,
     table_ptr: tl.tensor,
@@ -163,8 +139,8 @@ def _receive_combine_kernel(
     faults_ptr: tl.tensor,
     excluded_ptr: tl.tensor,
     report_ptr: tl.tensor,
+    own_address: tl.tensor,
     buffer_address: tl.tensor,
-    abort_address: tl.tensor,
     rank: tl.tensor,
     num_tokens: tl.tensor,
     num_senders: tl.tensor,
@@ -174,7 +150,6 @@ def _receive_combine_kernel(
     M: tl.constexpr,
     HIDDEN: tl.constexpr,
     COLUMNS: tl.constexpr,
-    NUM_BUFFERS: tl.constexpr,
     ARRIVED_COMBINE_AT: tl.constexpr,
     COMBINE_STATUS_AT: tl.constexpr,
     RETURN_AT: tl.constexpr,
@@ -189,40 +164,16 @@ def _receive_combine_kernel(
     # Not from the L1 cache: only the end of the kernel before would empty it for sure.
     epoch = tl.load(state_ptr + 1, volatile=True)
     # Added by every sending program of every rank: their sums are here.
-    missing, aborted = await_signals(  # pyright: ignore[reportGeneralTypeIssues]
-        int32_at(buffer_address + ARRIVED_COMBINE_AT),
-        int32_at(abort_address),
-        epoch * num_senders,
-        max_polls,
-        W,
-        W_LANES,
-        excluded_ptr,
-    )
-    is_lost = (tl.sum(missing) > 0) | (aborted != 0)
-    if is_lost:
-        aborts_ptr = table_ptr + NUM_BUFFERS * W
-        abort_ranks(
-            missing,
-            aborted,
-            report_ptr,
-            aborts_ptr,
-            _PHASE_COMBINE,
-            epoch,
-            rank,
-            W,
-            W_LANES,
-            excluded_ptr,
-        )
+    peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
+    arrived_at, wanted = buffer_address + ARRIVED_COMBINE_AT, epoch * num_senders
+    is_lost = await_or_abort(peers, arrived_at, wanted, max_polls, WAIT_COMBINE, epoch, W, W_LANES)
 
     source_lane = tl.arange(0, W_LANES)
     is_source = taking_part(excluded_ptr, W, W_LANES)
     combine_status_ptr = int32_at(buffer_address + COMBINE_STATUS_AT) + source_lane
     codes = tl.load(combine_status_ptr, mask=is_source & (is_lost == 0), other=0)
     if program == 0:
-        earlier = tl.load(faults_ptr + 2 * source_lane, mask=is_source, other=0)
-        # A fault code of 0 is not stored: the receiver of another buffer may store one meanwhile.
-        is_news = is_source & (earlier == 0) & (codes != 0)
-        tl.store(faults_ptr + 2 * source_lane, codes.to(tl.int64), mask=is_news)
+        note_faults(faults_ptr, codes, is_source, W_LANES)
     has_failed = is_lost | (tl.max(codes) != 0) | (tl.load(state_ptr + 2) != 0)
 
     dtype = out_ptr.dtype.element_ty
@@ -248,7 +199,7 @@ def _receive_combine_kernel(
 
 
 def send_combine(
-    exchange: PeerExchange,
+    exchange: LowLatencyExchange,
     rows: Tensor,
     slot_weights: Tensor | None,
     slots_of_row: Tensor,
@@ -268,28 +219,24 @@ def send_combine(
 
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
     """
-    dims, offsets, hidden_size = exchange.dims, exchange.offsets, rows.shape[1]
+    peers, layout, offsets = exchange.peers, exchange.peers.layout, exchange.peers.layout.offsets
+    hidden_size = rows.shape[1]
     with on_device(rows):
-        _send_combine_kernel[(exchange.num_programs,)](
+        _send_combine_kernel[(peers.num_programs,)](
             rows,
             slot_weights,
             slots_of_row,
-            exchange.table,
+            exchange.bases,
             exchange.state,
-            exchange.counters,
-            exchange.excluded,
-            exchange.report,
+            peers.counters,
+            peers.excluded,
+            peers.report,
+            peers.own_address,
             exchange.buffer_address,
-            exchange.abort_address,
-            exchange.buffer_index,
-            exchange.rank,
+            peers.rank,
             status,
             ROWS_STRIDE=rows.stride(0),
-            W=dims.world_size,
-            W_LANES=next_power_of_two(dims.world_size),
-            M=dims.max_tokens,
-            K=dims.top_k,
-            K_LANES=exchange.metadata_words,
+            **layout.entry_constants,
             HIDDEN=hidden_size,
             COLUMNS=next_power_of_two(hidden_size),
             HAS_WEIGHTS=slot_weights is not None,
@@ -298,15 +245,14 @@ def send_combine(
             HEADER_AT=offsets["header"],
             COMBINE_STATUS_AT=offsets["combine_status"],
             RETURN_AT=offsets["returned"],
-            RETURN_BYTES=exchange.return_bytes,
-            OVERLAPS=overlaps_on(rows.device),
+            RETURN_BYTES=layout.return_bytes,
             num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
             **EXACT,
             **overlapping(rows.device),
         )
 
 
-def receive_combine(exchange: PeerExchange, out: Tensor, is_sent: Tensor) -> None:
+def receive_combine(exchange: LowLatencyExchange, out: Tensor, is_sent: Tensor) -> None:
     """Wait for the sums of all ranks and add them up.
 
     Args:
@@ -318,35 +264,31 @@ def receive_combine(exchange: PeerExchange, out: Tensor, is_sent: Tensor) -> Non
 
     Collective: yes, after send_combine().   Allocates nothing.   Host sync: none.
     """
-    dims, offsets = exchange.dims, exchange.offsets
+    peers, layout, offsets = exchange.peers, exchange.peers.layout, exchange.peers.layout.offsets
     num_tokens, hidden_size = out.shape
     with on_device(out):
         # One program without tokens still hears of faults.
-        _receive_combine_kernel[(max(1, min(num_tokens, exchange.num_programs)),)](
+        _receive_combine_kernel[(max(1, min(num_tokens, peers.num_programs)),)](
             out,
-            exchange.table,
+            peers.table,
             exchange.state,
             is_sent,
-            exchange.faults,
-            exchange.excluded,
-            exchange.report,
+            peers.faults,
+            peers.excluded,
+            peers.report,
+            peers.own_address,
             exchange.buffer_address,
-            exchange.abort_address,
-            exchange.rank,
+            peers.rank,
             num_tokens,
-            exchange.num_programs,
-            exchange.max_polls,
-            W=dims.world_size,
-            W_LANES=next_power_of_two(dims.world_size),
-            M=dims.max_tokens,
+            peers.num_programs,
+            peers.max_polls,
+            **layout.rank_constants,
             HIDDEN=hidden_size,
             COLUMNS=min(_RECEIVED_COLUMNS, next_power_of_two(hidden_size)),
-            NUM_BUFFERS=exchange.num_buffers,
             ARRIVED_COMBINE_AT=offsets["arrived_combine"],
             COMBINE_STATUS_AT=offsets["combine_status"],
             RETURN_AT=offsets["returned"],
-            RETURN_BYTES=exchange.return_bytes,
-            OVERLAPS=overlaps_on(out.device),
+            RETURN_BYTES=layout.return_bytes,
             num_warps=_RECEIVE_WARPS,  # pyright: ignore[reportCallIssue]
             **EXACT,
             **overlapping(out.device),

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
-from epcomm.kernels.nvlink.common.exchange import PeerExchange, on_device
+from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange, on_device
 from epcomm.kernels.nvlink.common.signals import int32_at
 
 # A row of 7168 bytes is then 7 words a thread.
@@ -22,7 +22,7 @@ _WARPS = 8
 _WORD_BYTES = 4
 
 
-@triton.jit(do_not_specialize=["buffer_address"])
+@triton.jit(do_not_specialize=VARYING)
 def _pack_rows_kernel(
     packed_ptr: tl.tensor,
     scales_ptr: tl.tensor | None,
@@ -61,7 +61,7 @@ def _pack_rows_kernel(
 
 
 def pack_rows(
-    exchange: PeerExchange, slots_of_row: Tensor, packed: Tensor, scales: Tensor | None
+    exchange: LowLatencyExchange, slots_of_row: Tensor, packed: Tensor, scales: Tensor | None
 ) -> None:
     """Copy each received row to its slots.
 
@@ -75,7 +75,8 @@ def pack_rows(
     Local.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
     """
     num_rows, top_k = slots_of_row.shape
-    words, scale_words = exchange.data_bytes // _WORD_BYTES, exchange.scale_bytes // _WORD_BYTES
+    layout = exchange.peers.layout
+    words, scale_words = layout.data_bytes // _WORD_BYTES, layout.scale_bytes // _WORD_BYTES
     with on_device(packed):
         _pack_rows_kernel[(num_rows,)](
             packed,
@@ -87,7 +88,7 @@ def pack_rows(
             WORD_LANES=next_power_of_two(words),
             SCALE_WORDS=scale_words,
             SCALE_LANES=next_power_of_two(max(1, scale_words)),
-            DATA_AT=exchange.offsets["data"],
-            SCALES_AT=exchange.offsets["scales"],
+            DATA_AT=layout.offsets["data"],
+            SCALES_AT=layout.offsets["scales"],
             num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
         )

@@ -12,25 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.nvlink.common.dependent_launch import (
     await_previous,
     let_next_start,
     overlapping,
-    overlaps_on,
 )
-from epcomm.kernels.nvlink.common.exchange import PeerExchange, on_device
-from epcomm.kernels.nvlink.common.signals import (
-    abort_ranks,
-    await_signals,
-    int32_at,
-    publish,
-    taking_part,
-)
-from epcomm.kernels.nvlink.common.status import codes_of_one_mode
-
-# What a report says that a rank waited for.
-PHASE_DISPATCH = 2
+from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange, on_device
+from epcomm.kernels.nvlink.common.signals import await_or_abort, int32_at, publish, taking_part
+from epcomm.kernels.nvlink.common.status import WAIT_DISPATCH, codes_of_one_mode, note_faults
 
 # Pairs of a slot and an expert that a program compares at once: thirty-two a thread.
 _COMPARISONS = 4096
@@ -38,12 +27,8 @@ _COMPARISONS = 4096
 _PAIRS = 128
 _WARPS = 4
 
-_PHASE_DISPATCH = tl.constexpr(PHASE_DISPATCH)
 
-
-@triton.jit(
-    do_not_specialize=["buffer_address", "abort_address", "rank", "num_senders", "max_polls"]
-)
+@triton.jit(do_not_specialize=VARYING)
 def _receive_dispatch_kernel(
     table_ptr: tl.tensor,
     state_ptr: tl.tensor,
@@ -55,8 +40,8 @@ def _receive_dispatch_kernel(
     faults_ptr: tl.tensor,
     excluded_ptr: tl.tensor,
     report_ptr: tl.tensor,
+    own_address: tl.tensor,
     buffer_address: tl.tensor,
-    abort_address: tl.tensor,
     rank: tl.tensor,
     num_senders: tl.tensor,
     max_polls: tl.tensor,
@@ -71,7 +56,6 @@ def _receive_dispatch_kernel(
     ALIGNMENT: tl.constexpr,
     EXPERT_CAPACITY: tl.constexpr,
     ROWS: tl.constexpr,
-    NUM_BUFFERS: tl.constexpr,
     ARRIVED_DISPATCH_AT: tl.constexpr,
     HEADER_AT: tl.constexpr,
     COUNTS_AT: tl.constexpr,
@@ -90,31 +74,9 @@ def _receive_dispatch_kernel(
     # Not from the L1 cache: only the end of the kernel before would empty it for sure.
     epoch = tl.load(state_ptr, volatile=True)
     # Added by every sending program of every rank: their rows, metadata and headers are here.
-    abort_ptr = int32_at(abort_address)
-    missing, aborted = await_signals(  # pyright: ignore[reportGeneralTypeIssues]
-        int32_at(buffer_address + ARRIVED_DISPATCH_AT),
-        abort_ptr,
-        epoch * num_senders,
-        max_polls,
-        W,
-        W_LANES,
-        excluded_ptr,
-    )
-    is_lost = (tl.sum(missing) > 0) | (aborted != 0)
-    if is_lost:
-        aborts_ptr = table_ptr + NUM_BUFFERS * W
-        abort_ranks(
-            missing,
-            aborted,
-            report_ptr,
-            aborts_ptr,
-            _PHASE_DISPATCH,
-            epoch,
-            rank,
-            W,
-            W_LANES,
-            excluded_ptr,
-        )
+    peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
+    arrived_at, wanted = buffer_address + ARRIVED_DISPATCH_AT, epoch * num_senders
+    is_lost = await_or_abort(peers, arrived_at, wanted, max_polls, WAIT_DISPATCH, epoch, W, W_LANES)
 
     source_lane = tl.arange(0, W_LANES)
     # What an excluded rank once sent is still there, and counts no more.
@@ -142,11 +104,7 @@ def _receive_dispatch_kernel(
         tl.store(first_slot_ptr + L, tl.sum(aligned))
         tl.store(state_ptr + 2, has_failed.to(tl.int32))
         if is_lost == 0:
-            earlier = tl.load(faults_ptr + 2 * source_lane, mask=is_source, other=0)
-            # A fault code of 0 is not stored: the receiver of another buffer may store one
-            # meanwhile.
-            is_news = is_source & (earlier == 0) & (codes != 0)
-            tl.store(faults_ptr + 2 * source_lane, codes.to(tl.int64), mask=is_news)
+            note_faults(faults_ptr, codes, is_source, W_LANES)
 
     # The rows of this program.
     PER_SOURCE: tl.constexpr = (M + ROWS - 1) // ROWS
@@ -194,12 +152,11 @@ def _receive_dispatch_kernel(
         await_previous()
 
 
-@triton.jit(do_not_specialize=["buffer_index", "rank", "num_programs"])
+@triton.jit(do_not_specialize=VARYING)
 def _release_buffer_kernel(
-    table_ptr: tl.tensor,
+    bases_ptr: tl.tensor,
     state_ptr: tl.tensor,
     excluded_ptr: tl.tensor,
-    buffer_index: tl.tensor,
     rank: tl.tensor,
     num_programs: tl.tensor,
     W: tl.constexpr,
@@ -208,12 +165,11 @@ def _release_buffer_kernel(
 ) -> None:
     """Stand in for a combine that never came: epoch 5 ends, and P programs are signalled to all."""
     tl.store(state_ptr, tl.load(state_ptr + 1) + 1)
-    bases_ptr = table_ptr + buffer_index * W
     publish(bases_ptr, ARRIVED_COMBINE_AT + rank * 4, num_programs, W, W_LANES, excluded_ptr)
 
 
 def receive_dispatch(
-    exchange: PeerExchange,
+    exchange: LowLatencyExchange,
     row_of_slot: Tensor | None,
     slots_of_row: Tensor,
     slot_weights: Tensor,
@@ -235,65 +191,55 @@ def receive_dispatch(
 
     Collective: yes, after send_dispatch().   Allocates nothing.   Host sync: none.
     """
-    dims, offsets = exchange.dims, exchange.offsets
-    k_lanes, l_lanes = exchange.metadata_words, next_power_of_two(dims.num_local_experts)
-    rows = max(1, min(_PAIRS, _COMPARISONS // l_lanes) // k_lanes)
+    peers, layout, offsets = exchange.peers, exchange.peers.layout, exchange.peers.layout.offsets
+    rows = max(1, min(_PAIRS, _COMPARISONS // layout.local_lanes) // layout.metadata_words)
     with on_device(slots_of_row):
-        _receive_dispatch_kernel[(dims.world_size * -(-dims.max_tokens // rows),)](
-            exchange.table,
+        _receive_dispatch_kernel[(layout.world_size * -(-layout.max_tokens // rows),)](
+            peers.table,
             exchange.state,
             row_of_slot,
             slots_of_row,
             slot_weights,
             num_tokens_per_expert,
             first_slot,
-            exchange.faults,
-            exchange.excluded,
-            exchange.report,
+            peers.faults,
+            peers.excluded,
+            peers.report,
+            peers.own_address,
             exchange.buffer_address,
-            exchange.abort_address,
-            exchange.rank,
-            exchange.num_programs,
-            exchange.max_polls,
+            peers.rank,
+            peers.num_programs,
+            peers.max_polls,
             C=0 if row_of_slot is None else row_of_slot.shape[0],
-            W=dims.world_size,
-            W_LANES=next_power_of_two(dims.world_size),
-            M=dims.max_tokens,
-            K=dims.top_k,
-            K_LANES=k_lanes,
-            L=dims.num_local_experts,
-            L_LANES=l_lanes,
+            **layout.expert_constants,
             ALIGNMENT=expert_alignment,
             EXPERT_CAPACITY=expert_capacity,
             ROWS=rows,
-            NUM_BUFFERS=exchange.num_buffers,
             ARRIVED_DISPATCH_AT=offsets["arrived_dispatch"],
             HEADER_AT=offsets["header"],
             COUNTS_AT=offsets["counts"],
             METADATA_AT=offsets["metadata"],
-            METADATA_BYTES=12 * k_lanes,
-            OVERLAPS=overlaps_on(slots_of_row.device),
+            METADATA_BYTES=layout.metadata_bytes,
             num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
             **overlapping(slots_of_row.device),
         )
 
 
-def release_buffer(exchange: PeerExchange) -> None:
+def release_buffer(exchange: LowLatencyExchange) -> None:
     """End the last batch of the receive buffer, which was never combined.
 
     Collective: yes.   Allocates nothing.   Host sync: none.
     """
-    dims = exchange.dims
-    with on_device(exchange.table):
+    peers, layout = exchange.peers, exchange.peers.layout
+    with on_device(peers.table):
         _release_buffer_kernel[(1,)](
-            exchange.table,
+            exchange.bases,
             exchange.state,
-            exchange.excluded,
-            exchange.buffer_index,
-            exchange.rank,
-            exchange.num_programs,
-            W=dims.world_size,
-            W_LANES=next_power_of_two(dims.world_size),
-            ARRIVED_COMBINE_AT=exchange.offsets["arrived_combine"],
+            peers.excluded,
+            peers.rank,
+            peers.num_programs,
+            W=layout.world_size,
+            W_LANES=layout.world_lanes,
+            ARRIVED_COMBINE_AT=layout.offsets["arrived_combine"],
             num_warps=1,  # pyright: ignore[reportCallIssue]
         )

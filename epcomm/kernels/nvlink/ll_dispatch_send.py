@@ -23,22 +23,12 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
     await_previous,
     let_next_start,
     overlapping,
-    overlaps_on,
 )
-from epcomm.kernels.nvlink.common.exchange import PeerExchange, on_device
-from epcomm.kernels.nvlink.common.signals import (
-    abort_ranks,
-    await_signals,
-    int32_at,
-    publish,
-    taking_part,
-)
-from epcomm.kernels.nvlink.common.status import FAULT_IDS, FAULT_MASK
+from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange, on_device
+from epcomm.kernels.nvlink.common.signals import await_or_abort, int32_at, publish, taking_part
+from epcomm.kernels.nvlink.common.status import FAULT_IDS, FAULT_MASK, WAIT_CREDIT
 from epcomm.kernels.quantize.fp8 import has_e4m3, quantize_blocks
 from epcomm.kernels.quantize.int8 import quantize_row
-
-# What a report says that a rank waited for.
-PHASE_CREDIT = 1
 
 # Kinds of rows on the wire.
 PLAIN, FP8, FP8_POWER_OF_TWO, INT8 = 0, 1, 2, 3
@@ -50,7 +40,6 @@ _COUNTED = 1024
 # A row of 7168 elements is then 14 of them a thread.
 _WARPS = 16
 
-_PHASE_CREDIT = tl.constexpr(PHASE_CREDIT)
 _PLAIN = tl.constexpr(PLAIN)
 _FP8_POWER_OF_TWO = tl.constexpr(FP8_POWER_OF_TWO)
 _INT8 = tl.constexpr(INT8)
@@ -137,30 +126,20 @@ def _positions(
     return positions
 
 
-@triton.jit(
-    do_not_specialize=[
-        "buffer_address",
-        "abort_address",
-        "buffer_index",
-        "rank",
-        "num_tokens",
-        "status",
-        "max_polls",
-    ]
-)
+@triton.jit(do_not_specialize=VARYING)
 def _send_dispatch_kernel(
     x_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     table_ptr: tl.tensor,
+    bases_ptr: tl.tensor,
     state_ptr: tl.tensor,
     is_sent_ptr: tl.tensor,
     counters_ptr: tl.tensor,
     excluded_ptr: tl.tensor,
     report_ptr: tl.tensor,
+    own_address: tl.tensor,
     buffer_address: tl.tensor,
-    abort_address: tl.tensor,
-    buffer_index: tl.tensor,
     rank: tl.tensor,
     num_tokens: tl.tensor,
     status: tl.tensor,
@@ -183,7 +162,6 @@ def _send_dispatch_kernel(
     HAS_E4M3: tl.constexpr,
     CHUNK: tl.constexpr,
     COUNT_CHUNK: tl.constexpr,
-    NUM_BUFFERS: tl.constexpr,
     ARRIVED_DISPATCH_AT: tl.constexpr,
     ARRIVED_COMBINE_AT: tl.constexpr,
     HEADER_AT: tl.constexpr,
@@ -224,33 +202,12 @@ def _send_dispatch_kernel(
         tl.store(state_ptr + 1, epoch)
 
     # Written by the combine of the last batch of this slot, on every rank: they have read it.
-    abort_ptr = int32_at(abort_address)
-    missing, aborted = await_signals(  # pyright: ignore[reportGeneralTypeIssues]
-        int32_at(buffer_address + ARRIVED_COMBINE_AT),
-        abort_ptr,
-        (epoch - 1) * num_programs,
-        max_polls,
-        W,
-        W_LANES,
-        excluded_ptr,
-    )
-    if (tl.sum(missing) > 0) | (aborted != 0):
-        aborts_ptr = table_ptr + NUM_BUFFERS * W
-        abort_ranks(
-            missing,
-            aborted,
-            report_ptr,
-            aborts_ptr,
-            _PHASE_CREDIT,
-            epoch,
-            rank,
-            W,
-            W_LANES,
-            excluded_ptr,
-        )
+    peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
+    arrived_at, wanted = buffer_address + ARRIVED_COMBINE_AT, (epoch - 1) * num_programs
+    is_lost = await_or_abort(peers, arrived_at, wanted, max_polls, WAIT_CREDIT, epoch, W, W_LANES)
+    if is_lost:
         return
 
-    bases_ptr = table_ptr + buffer_index * W
     # A program beyond the last rank has no header to send.
     is_header = (program < W) & (tl.load(excluded_ptr + program, mask=program < W, other=1) == 0)
     if is_header:
@@ -294,7 +251,7 @@ def _send_dispatch_kernel(
                 elements.to(tl.float32), KIND == _FP8_POWER_OF_TWO, HAS_E4M3
             )
 
-        # Where rows of this rank begin, in the memory of any.
+        # The row of this token, in the memory of any rank.
         place = tl.cast(rank, tl.int64) * M + token
         for peer in tl.static_range(W):
             is_living = tl.load(excluded_ptr + peer) == 0
@@ -302,8 +259,7 @@ def _send_dispatch_kernel(
             is_owner = (owners == peer) & is_living
             is_needed = tl.max(is_owner.to(tl.int32))
             base = tl.load(bases_ptr + peer)
-            metadata_address = base + METADATA_AT + place * METADATA_BYTES
-            metadata_ptr = tl.multiple_of(metadata_address.to(tl.pointer_type(tl.int32)), 16)
+            metadata_ptr = int32_at(base + METADATA_AT + place * METADATA_BYTES)
             is_entry = is_living & (k >= 0)
             tl.store(metadata_ptr + k, tl.where(is_owner, ids - peer * L, -1), mask=is_entry)
             tl.store(metadata_ptr + K_LANES + k, positions, mask=is_entry)
@@ -311,8 +267,7 @@ def _send_dispatch_kernel(
             # For the receiver of combine on this rank.
             tl.store(is_sent_ptr + token * W + peer, is_needed.to(tl.uint8))
             if is_needed > 0:
-                data_address = base + DATA_AT + place * DATA_BYTES
-                data_ptr = data_address.to(tl.pointer_type(row.dtype))
+                data_ptr = (base + DATA_AT + place * DATA_BYTES).to(tl.pointer_type(row.dtype))
                 tl.store(tl.multiple_of(data_ptr, 16) + at, row, mask=is_element)
                 scale_address = base + SCALES_AT + place * SCALE_BYTES
                 if KIND == _INT8:
@@ -333,7 +288,7 @@ def _send_dispatch_kernel(
 
 
 def send_dispatch(
-    exchange: PeerExchange,
+    exchange: LowLatencyExchange,
     hidden_states: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
@@ -360,34 +315,27 @@ def send_dispatch(
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
     """
     num_tokens, hidden_size = hidden_states.shape
-    dims, offsets = exchange.dims, exchange.offsets
-    k_lanes, l_lanes = exchange.metadata_words, next_power_of_two(dims.num_local_experts)
+    peers, layout, offsets = exchange.peers, exchange.peers.layout, exchange.peers.layout.offsets
     with on_device(hidden_states):
-        _send_dispatch_kernel[(exchange.num_programs,)](
+        _send_dispatch_kernel[(peers.num_programs,)](
             hidden_states,
             topk_ids,
             topk_weights,
-            exchange.table,
+            peers.table,
+            exchange.bases,
             exchange.state,
             is_sent,
-            exchange.counters,
-            exchange.excluded,
-            exchange.report,
+            peers.counters,
+            peers.excluded,
+            peers.report,
+            peers.own_address,
             exchange.buffer_address,
-            exchange.abort_address,
-            exchange.buffer_index,
-            exchange.rank,
+            peers.rank,
             num_tokens,
             status,
-            exchange.max_polls,
+            peers.max_polls,
             X_STRIDE=hidden_states.stride(0) if num_tokens > 1 else hidden_size,
-            W=dims.world_size,
-            W_LANES=next_power_of_two(dims.world_size),
-            M=dims.max_tokens,
-            K=dims.top_k,
-            K_LANES=k_lanes,
-            L=dims.num_local_experts,
-            L_LANES=l_lanes,
+            **layout.expert_constants,
             HIDDEN=hidden_size,
             COLUMNS=next_power_of_two(hidden_size),
             BLOCK=scale_block,
@@ -396,9 +344,8 @@ def send_dispatch(
             KIND=kind,
             PROFILE=profile,
             HAS_E4M3=kind in (FP8, FP8_POWER_OF_TWO) and has_e4m3(hidden_states.device),
-            CHUNK=max(32, _COMPARISONS // k_lanes),
+            CHUNK=max(32, _COMPARISONS // layout.metadata_words),
             COUNT_CHUNK=_COUNTED,
-            NUM_BUFFERS=exchange.num_buffers,
             ARRIVED_DISPATCH_AT=offsets["arrived_dispatch"],
             ARRIVED_COMBINE_AT=offsets["arrived_combine"],
             HEADER_AT=offsets["header"],
@@ -406,10 +353,9 @@ def send_dispatch(
             METADATA_AT=offsets["metadata"],
             DATA_AT=offsets["data"],
             SCALES_AT=offsets["scales"],
-            METADATA_BYTES=12 * k_lanes,
-            DATA_BYTES=exchange.data_bytes,
-            SCALE_BYTES=exchange.scale_bytes,
-            OVERLAPS=overlaps_on(hidden_states.device),
+            METADATA_BYTES=layout.metadata_bytes,
+            DATA_BYTES=layout.data_bytes,
+            SCALE_BYTES=layout.scale_bytes,
             num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
             **EXACT,
             **overlapping(hidden_states.device),

@@ -8,21 +8,15 @@
 // that is not there yet would be waited for by all that are, on every rank.
 //
 // Defined before: HIDDEN (a multiple of 8), TOP_K and WORLD (at most 32), K_LANES, MAX_TOKENS,
-// ITEM_ROWS, ITEMS, RETURN_BYTES, SENDERS, REDUCERS, UNROLL, and the offsets COMBINE_BEGIN_AT,
-// COMBINE_STATUS_AT, SUMS_READY_AT, RETURN_AT, SCALARS_AT.
+// ITEM_ROWS, ITEMS, RETURN_BYTES, SENDERS, REDUCERS, UNROLL, the offsets COMBINE_BEGIN_AT,
+// COMBINE_STATUS_AT, SUMS_READY_AT, RETURNED_AT, RETURNED_SCALARS_AT, the places in the state that
+// common/epochs.py has, waits and the places in a report that epcomm/protocol.py has, and
+// LOOKS_PER_TICK and POLL_NS of common/signals.py.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-// Places in the state and in a report, as common/epochs.py and signals.py have them.
-constexpr int COMBINE_EPOCH = 1, COMBINE_LEFT = 3, COMBINE_TOKENS = 4;
-constexpr int REPORT_PHASE = 0, REPORT_EPOCH = 1, REPORT_ABORTED = 2, REPORT_MISSING = 4;
-// Of the abort flag, as in common/signals.py.
-constexpr int MISSING_SHIFT = 8, MAX_MISSING = 23;
-// Of waits, likewise.
-constexpr u32 LOOKS_PER_TICK = 1024, POLL_NS = 1000000;
-constexpr int PHASE_COMBINE_BEGIN = 14, PHASE_SUMS = 15;
 constexpr u32 ALL_LANES = 0xffffffffu;
 // Vectors of 16 bytes in a row; UNROLL of them are under way at once in a lane.
 constexpr int VECTORS = HIDDEN / 8;
@@ -190,10 +184,10 @@ __device__ void abort_ranks(const Arguments& a, u32 missing, u32 aborted, int ph
     if (lane < WORLD) a.report[REPORT_MISSING + lane] = (missing >> lane) & 1;
     if (lane == 0) {
         a.report[REPORT_EPOCH] = epoch;
-        a.report[REPORT_PHASE] = phase;
+        a.report[REPORT_WAIT] = phase;
     }
     __syncwarp();
-    // Watched by wait(), on every rank. Its bits are those of peer_signals.abort_ranks().
+    // Watched by wait(), on every rank. Its bits are those of abort_if_missing() in common/signals.py.
     const u32 told = (missing & ((1u << MAX_MISSING) - 1)) << MISSING_SHIFT;
     if (takes_part(a, lane)) release(a.table[lane], told + a.rank + 1);
 }
@@ -251,9 +245,9 @@ __device__ void send(const Arguments& a, int epoch, bool has_failed) {
             const i64 target = (i64)a.rank * MAX_TOKENS + place;
             add_rows<false>((u64)a.rows + slot * a.rows_stride, weight,
                             __ballot_sync(ALL_LANES, slot >= 0),
-                            (char*)(home + RETURN_AT + target * RETURN_BYTES), false);
+                            (char*)(home + RETURNED_AT + target * RETURN_BYTES), false);
             if (a.scalars != nullptr && lane < TOP_K) {
-                ((float*)(home + SCALARS_AT))[target * K_LANES + lane] =
+                ((float*)(home + RETURNED_SCALARS_AT))[target * K_LANES + lane] =
                     a.scalars[row * TOP_K + lane];
             }
             num_sent += source != a.rank;
@@ -286,11 +280,11 @@ __device__ void reduce(const Arguments& a, int epoch, bool has_failed) {
         if (!has_failed && takes_part(a, lane)) place = a.places[(i64)token * WORLD + lane];
         const u64 item = (u64)lane * ITEMS + place / ITEM_ROWS;
         const bool is_there = wait(a, place >= 0 ? a.own + SUMS_READY_AT + 4 * item : 0, epoch,
-            PHASE_SUMS);
+            WAIT_SUMS);
         const bool is_void = has_failed || !is_there;
         const u32 mask = __ballot_sync(ALL_LANES, place >= 0 && !is_void);
         const i64 target = (i64)lane * MAX_TOKENS + place;
-        add_rows<true>(a.own + RETURN_AT + target * RETURN_BYTES, 1.0f, mask,
+        add_rows<true>(a.own + RETURNED_AT + target * RETURN_BYTES, 1.0f, mask,
                        a.out + (i64)token * (2 * HIDDEN), is_void);
         if (a.scalars != nullptr) {
             const int owner = lane < TOP_K ? a.owners[(i64)token * TOP_K + lane] : -1;
@@ -298,7 +292,7 @@ __device__ void reduce(const Arguments& a, int epoch, bool has_failed) {
             float scalar = is_void ? NOT_A_NUMBER : 0.0f;
             if (!is_void && owner >= 0 && owned >= 0) {
                 const i64 at = ((i64)owner * MAX_TOKENS + owned) * K_LANES + lane;
-                scalar = __int_as_float(watched(a.own + SCALARS_AT + 4 * at));
+                scalar = __int_as_float(watched(a.own + RETURNED_SCALARS_AT + 4 * at));
             }
             if (lane < TOP_K) a.out_scalars[(i64)token * TOP_K + lane] = scalar;
         }
@@ -323,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(32 * (SENDERS + REDUCERS), 1)
             add_released(a.table[lane] + COMBINE_BEGIN_AT + 4 * a.rank, 1);
         }
         const u64 word = takes_part(a, lane) ? a.own + COMBINE_BEGIN_AT + 4 * lane : 0;
-        const bool is_there = wait(a, word, epoch, PHASE_COMBINE_BEGIN);
+        const bool is_there = wait(a, word, epoch, WAIT_COMBINE_BEGIN);
         const int code = is_there && takes_part(a, lane)
             ? watched(a.own + combine_status_at + 4 * lane) : 0;
         if (blockIdx.x == 0 && code && a.faults[2 * lane] == 0) a.faults[2 * lane] = code;

@@ -20,23 +20,28 @@ from torch import Tensor
 from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.nvlink import normal_combine_cuda
 from epcomm.kernels.nvlink.common.epochs import COMBINE_EPOCH, COMBINE_LEFT, end_epoch
-from epcomm.kernels.nvlink.common.exchange import on_device
+from epcomm.kernels.nvlink.common.exchange import VARYING, on_device
 from epcomm.kernels.nvlink.common.signals import (
-    abort_ranks,
-    await_signals,
+    abort_if_missing,
+    await_at,
+    await_or_abort,
     int32_at,
-    polls_spent,
     publish,
     taking_part,
 )
+from epcomm.kernels.nvlink.common.status import WAIT_COMBINE_BEGIN, WAIT_SUMS, note_faults
 from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange, Sends
 from epcomm.kernels.rounding import cast
 
-# What a report says that a rank waited for.
-PHASE_COMBINE_BEGIN, PHASE_SUMS = 14, 15
+# Rows and columns that a program sums at once.
+_ROWS, _COLUMNS, _WARPS = 16, 512, 16
+# Rows whose loads are under way at once, of senders and of reducers.
+_STAGES, _REDUCE_STAGES = 3, 1
+# Tokens of a reducer, whose sums it waits for together; at most the item_rows of a layout.
+_WAITED = 16
+# Share of the programs that add up returned sums.
+_REDUCER_SHARE = 0.29
 
-_PHASE_COMBINE_BEGIN = tl.constexpr(PHASE_COMBINE_BEGIN)
-_PHASE_SUMS = tl.constexpr(PHASE_SUMS)
 _COMBINE_EPOCH = tl.constexpr(COMBINE_EPOCH)
 _COMBINE_LEFT = tl.constexpr(COMBINE_LEFT)
 
@@ -140,56 +145,7 @@ def _slots_of(
         return tl.load(slots_of_row_ptr + row[:, None] * K + k, mask=is_entry, other=-1)
 
 
-@triton.jit
-def _await_items(
-    sums_ready_ptr: tl.tensor,
-    abort_ptr: tl.tensor,
-    lowest: tl.tensor,
-    highest: tl.tensor,
-    epoch: tl.tensor,
-    max_polls: tl.tensor,
-    ITEM_ROWS: tl.constexpr,
-    ITEMS: tl.constexpr,
-    W_LANES: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Wait for places lowest to highest of each rank, within two items; -1: for none.
-
-    Returns as peer_signals.await_signals().
-    """
-    lane = tl.arange(0, W_LANES)
-    is_needed = highest >= 0
-    from_ptr = sums_ready_ptr + lane * ITEMS + tl.maximum(lowest, 0) // ITEM_ROWS
-    to_ptr = sums_ready_ptr + lane * ITEMS + tl.maximum(highest, 0) // ITEM_ROWS
-    num_missing = 1
-    polls_left = max_polls
-    num_looks = max_polls * 0
-    end_ns = num_looks.to(tl.int64)
-    while (num_missing > 0) & (polls_left > 0):
-        begun = tl.load(from_ptr, mask=is_needed, other=0, volatile=True) - epoch
-        ended = tl.load(to_ptr, mask=is_needed, other=0, volatile=True) - epoch
-        num_missing = tl.sum((is_needed & (tl.minimum(begun, ended) < 0)).to(tl.int32))
-        num_looks += 1
-        spent, end_ns = polls_spent(num_looks, end_ns)  # pyright: ignore[reportGeneralTypeIssues]
-        polls_left = tl.where(tl.load(abort_ptr, volatile=True) != 0, 0, polls_left - spent)
-    nothing = tl.zeros_like(lane)
-    begun = tl.atomic_add(from_ptr, nothing, mask=is_needed, sem="acquire", scope="sys") - epoch
-    ended = tl.atomic_add(to_ptr, nothing, mask=is_needed, sem="acquire", scope="sys") - epoch
-    missing = (is_needed & (tl.minimum(begun, ended) < 0)).to(tl.int32)
-    # The other threads may load only after those that acquired.
-    tl.debug_barrier()
-    return missing, tl.load(abort_ptr, volatile=True)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "own_address",
-        "rank",
-        "status",
-        "num_tokens",
-        "num_senders",
-        "max_polls",
-    ]
-)
+@triton.jit(do_not_specialize=VARYING)
 def _combine_kernel(
     rows_ptr: tl.tensor,
     weights_ptr: tl.tensor,
@@ -245,6 +201,7 @@ def _combine_kernel(
     """
     program = tl.program_id(0)
     epoch = tl.load(state_ptr + _COMBINE_EPOCH) + 1
+    peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
     source_lane = tl.arange(0, W_LANES)
     # A plan may be older than the exclusion.
     is_source = taking_part(excluded_ptr, W, W_LANES)
@@ -256,36 +213,14 @@ def _combine_kernel(
         tl.store(combine_status_ptr, tl.zeros_like(source_lane) + status, mask=is_source)
         # Awaited below, on every rank: this one has done with the sums of its last combine.
         publish(table_ptr, COMBINE_BEGIN_AT + rank * 4, 1, W, W_LANES, excluded_ptr)
-    abort_ptr = int32_at(own_address)
-    missing, aborted = await_signals(  # pyright: ignore[reportGeneralTypeIssues]
-        int32_at(own_address + COMBINE_BEGIN_AT),
-        abort_ptr,
-        epoch,
-        max_polls,
-        W,
-        W_LANES,
-        excluded_ptr,
+    begin_at = own_address + COMBINE_BEGIN_AT
+    is_lost = await_or_abort(
+        peers, begin_at, epoch, max_polls, WAIT_COMBINE_BEGIN, epoch, W, W_LANES
     )
-    is_lost = (tl.sum(missing) > 0) | (aborted != 0)
-    if is_lost:
-        abort_ranks(
-            missing,
-            aborted,
-            report_ptr,
-            table_ptr,
-            _PHASE_COMBINE_BEGIN,
-            epoch,
-            rank,
-            W,
-            W_LANES,
-            excluded_ptr,
-        )
     combine_status_ptr = int32_at(own_address + COMBINE_STATUS_AT) + (epoch % 2) * W + source_lane
     codes = tl.load(combine_status_ptr, mask=is_source & (is_lost == 0), other=0)
     if program == 0:
-        earlier = tl.load(faults_ptr + 2 * source_lane, mask=is_source, other=0)
-        is_news = is_source & (earlier == 0) & (codes != 0)
-        tl.store(faults_ptr + 2 * source_lane, codes.to(tl.int64), mask=is_news)
+        note_faults(faults_ptr, codes, is_source, W_LANES)
     has_failed = is_lost | (tl.max(codes) != 0) | (tl.load(has_failed_ptr) != 0)
 
     dtype = rows_ptr.dtype.element_ty
@@ -349,7 +284,7 @@ def _combine_kernel(
                 # The release is made by one thread: it covers the stores of the others only so.
                 tl.debug_barrier()
                 sums_ready_ptr = int32_at(base + SUMS_READY_AT) + rank * ITEMS + item
-                # Acquired in _await_items().
+                # Acquired by await_at() below, on the rank of the tokens.
                 tl.atomic_xchg(sums_ready_ptr, epoch, sem="release", scope="sys")
         # Of this rank alone, and read by its host.
         counter_ptr = counters_ptr + (4 if HAS_SCALARS else 3)
@@ -366,31 +301,18 @@ def _combine_kernel(
             highest = tl.max(places, 0)
             lowest = tl.min(tl.where(places >= 0, places, 0x7FFFFFFF), 0)
             lowest = tl.where(highest >= 0, lowest, 0)
-            missing, aborted = _await_items(  # pyright: ignore[reportGeneralTypeIssues]
-                int32_at(own_address + SUMS_READY_AT),
-                abort_ptr,
-                lowest,
-                highest,
+            # Within two items of each rank.
+            items_ptr = int32_at(own_address + SUMS_READY_AT) + source_lane * ITEMS
+            missing, aborted = await_at(  # pyright: ignore[reportGeneralTypeIssues]
+                items_ptr + tl.maximum(lowest, 0) // ITEM_ROWS,
+                items_ptr + tl.maximum(highest, 0) // ITEM_ROWS,
+                highest >= 0,
+                int32_at(own_address),
                 epoch,
                 tl.where(has_failed, 1, max_polls),
-                ITEM_ROWS,
-                ITEMS,
-                W_LANES,
+                "sys",
             )
-            is_missing = (tl.sum(missing) > 0) | (aborted != 0)
-            if is_missing:
-                abort_ranks(
-                    missing,
-                    aborted,
-                    report_ptr,
-                    table_ptr,
-                    _PHASE_SUMS,
-                    epoch,
-                    rank,
-                    W,
-                    W_LANES,
-                    excluded_ptr,
-                )
+            is_missing = abort_if_missing(missing, aborted, peers, WAIT_SUMS, epoch, W, W_LANES)
             is_void = has_failed | is_missing
             for first in tl.range(start, start + WAITED, ROWS, num_stages=1):
                 each = first + lane
@@ -472,9 +394,9 @@ def combine_rows(
             status=status,
         )
         return
-    dims, regions, tuning = exchange.dims, exchange.regions, exchange.tuning
-    (num_tokens, hidden_size), programs = out.shape, exchange.num_programs
-    num_senders = max(1, programs - max(1, round(programs * tuning.reducer_share)))
+    peers, layout, offsets = exchange.peers, exchange.peers.layout, exchange.peers.layout.offsets
+    (num_tokens, hidden_size), programs = out.shape, peers.num_programs
+    num_senders = max(1, programs - max(1, round(programs * _REDUCER_SHARE)))
     with on_device(out):
         _combine_kernel[(max(programs, num_senders + 1),)](
             rows,
@@ -488,41 +410,37 @@ def combine_rows(
             sends.owners,
             out,
             out_scalars,
-            exchange.table,
-            exchange.excluded,
+            peers.table,
+            peers.excluded,
             exchange.state,
-            exchange.counters,
-            exchange.faults,
-            exchange.report,
-            exchange.own_address,
-            exchange.rank,
+            peers.counters,
+            peers.faults,
+            peers.report,
+            peers.own_address,
+            peers.rank,
             status,
             num_tokens,
             num_senders,
-            exchange.max_polls,
+            peers.max_polls,
             PER_ROW=slots_of_row is None,
             HAS_WEIGHTS=slot_weights is not None,
             HAS_SCALARS=row_scalars is not None,
             ROWS_STRIDE=rows.stride(0) if rows.shape[0] > 1 else hidden_size,
             HIDDEN=hidden_size,
-            COLUMNS=min(tuning.combined_columns, next_power_of_two(hidden_size)),
-            ROWS=tuning.combined_rows,
-            STAGES=tuning.combine_stages,
-            REDUCE_STAGES=tuning.reduce_stages,
-            ITEM_ROWS=tuning.item_rows,
-            ITEMS=exchange.num_items,
-            WAITED=tuning.waited_tokens,
-            W=dims.world_size,
-            W_LANES=next_power_of_two(dims.world_size),
-            M=dims.max_tokens,
-            K=dims.top_k,
-            K_LANES=exchange.metadata_words,
-            COMBINE_BEGIN_AT=regions["combine_begin"],
-            COMBINE_STATUS_AT=regions["combine_status"],
-            SUMS_READY_AT=regions["sums_ready"],
-            RETURN_AT=regions["returned"],
-            RETURN_BYTES=exchange.return_bytes,
-            SCALARS_AT=regions["returned_scalars"],
-            num_warps=tuning.combine_warps,  # pyright: ignore[reportCallIssue]
+            COLUMNS=min(_COLUMNS, next_power_of_two(hidden_size)),
+            ROWS=_ROWS,
+            STAGES=_STAGES,
+            REDUCE_STAGES=_REDUCE_STAGES,
+            ITEM_ROWS=layout.item_rows,
+            ITEMS=layout.num_items,
+            WAITED=_WAITED,
+            **layout.entry_constants,
+            COMBINE_BEGIN_AT=offsets["combine_begin"],
+            COMBINE_STATUS_AT=offsets["combine_status"],
+            SUMS_READY_AT=offsets["sums_ready"],
+            RETURN_AT=offsets["returned"],
+            RETURN_BYTES=layout.return_bytes,
+            SCALARS_AT=offsets["returned_scalars"],
+            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
             **EXACT,
         )

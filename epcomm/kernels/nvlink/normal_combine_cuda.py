@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from epcomm.kernels.cuda_jit import (
-    CudaKernel,
-    CudaModule,
-    compile_to_cubin,
-    nvrtc_is_installed,
-)
+from epcomm import protocol
+from epcomm.kernels.cuda_jit import CudaKernel, CudaModule, compile_to_cubin, nvrtc_is_installed
+from epcomm.kernels.nvlink.common.epochs import COMBINE_EPOCH, COMBINE_LEFT, COMBINE_TOKENS
+from epcomm.kernels.nvlink.common.layout import MemoryLayout, NormalLayout
+from epcomm.kernels.nvlink.common.signals import LOOKS_PER_TICK, POLL_NS
 from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange, Sends
+from epcomm.platforms.cuda import compute_capability, num_sms_of
 
 SOURCE = Path(__file__).with_name("normal_combine.cu")
 # Warps of a block, and vectors that each of their threads loads at once from a row.
@@ -30,39 +30,45 @@ SENDERS, REDUCERS, UNROLL = 16, 4, 4
 _COPY_BYTES = 16
 # Each lane of a warp holds one entry of a row, or one rank.
 _LANES = 32
+# Regions of a block whose offsets the program knows, by their names and _AT.
+_REGIONS = ("combine_begin", "combine_status", "sums_ready", "returned", "returned_scalars")
+_SHARED_NUMBERS = {
+    "COMBINE_EPOCH": COMBINE_EPOCH,
+    "COMBINE_LEFT": COMBINE_LEFT,
+    "COMBINE_TOKENS": COMBINE_TOKENS,
+    "REPORT_WAIT": protocol.REPORT_WAIT,
+    "REPORT_EPOCH": protocol.REPORT_EPOCH,
+    "REPORT_ABORTED": protocol.REPORT_ABORTED,
+    "REPORT_MISSING": protocol.REPORT_MISSING,
+    "MISSING_SHIFT": protocol.MISSING_SHIFT,
+    "MAX_MISSING": protocol.MAX_MISSING,
+    "WAIT_COMBINE_BEGIN": int(protocol.Wait.COMBINE_BEGIN),
+    "WAIT_SUMS": int(protocol.Wait.SUMS),
+    "LOOKS_PER_TICK": LOOKS_PER_TICK,
+    "POLL_NS": POLL_NS,
+}
+
+
+# In the order of struct Arguments.
+_POINTERS = (
+    *("rows", "weights", "slots_of_row", "scalars", "rows_from", "row_base", "has_failed"),
+    *("places", "owners", "out", "out_scalars", "table", "excluded", "state", "counters", "faults"),
+    "report",
+)
 
 
 class _Arguments(ctypes.Structure):
     _fields_ = [
-        ("rows", c_void_p),
-        ("weights", c_void_p),
-        ("slots_of_row", c_void_p),
-        ("scalars", c_void_p),
-        ("rows_from", c_void_p),
-        ("row_base", c_void_p),
-        ("has_failed", c_void_p),
-        ("places", c_void_p),
-        ("owners", c_void_p),
-        ("out", c_void_p),
-        ("out_scalars", c_void_p),
-        ("table", c_void_p),
-        ("excluded", c_void_p),
-        ("state", c_void_p),
-        ("counters", c_void_p),
-        ("faults", c_void_p),
-        ("report", c_void_p),
+        *((name, c_void_p) for name in _POINTERS),
         ("own", c_uint64),
         ("rows_stride", c_int64),
-        ("rank", c_int),
-        ("status", c_int),
-        ("num_tokens", c_int),
-        ("max_polls", c_int),
+        *((name, c_int) for name in ("rank", "status", "num_tokens", "max_polls")),
     ]
 
 
 def serves(exchange: NormalExchange, rows: Tensor, out: Tensor) -> bool:
     """Whether these rows are combined here: bfloat16 on a GPU, in vectors, where NVRTC is."""
-    if not rows.is_cuda or rows.dtype != torch.bfloat16 or not fits(exchange):
+    if not rows.is_cuda or rows.dtype != torch.bfloat16 or not fits(exchange.peers.layout):
         return False
     steps = (
         rows.data_ptr(),
@@ -73,9 +79,9 @@ def serves(exchange: NormalExchange, rows: Tensor, out: Tensor) -> bool:
     return all(step % _COPY_BYTES == 0 for step in steps) and nvrtc_is_installed()
 
 
-def fits(exchange: NormalExchange) -> bool:
+def fits(layout: MemoryLayout) -> bool:
     """Whether a warp has lanes for all entries of a token, and for all ranks."""
-    return max(exchange.dims.top_k, exchange.dims.world_size) <= _LANES
+    return max(layout.top_k, layout.world_size) <= _LANES
 
 
 def num_blocks(num_programs: int, num_sms: int) -> int:
@@ -83,31 +89,27 @@ def num_blocks(num_programs: int, num_sms: int) -> int:
     return min(num_programs, num_sms)
 
 
-def definitions(exchange: NormalExchange, hidden_size: int) -> Mapping[str, int]:
+def definitions(layout: NormalLayout, hidden_size: int) -> Mapping[str, int]:
     """What normal_combine.cu takes as constants."""
-    dims, regions = exchange.dims, exchange.regions
     return {
         "HIDDEN": hidden_size,
-        "TOP_K": dims.top_k,
-        "K_LANES": exchange.metadata_words,
-        "WORLD": dims.world_size,
-        "MAX_TOKENS": dims.max_tokens,
-        "ITEM_ROWS": exchange.tuning.item_rows,
-        "ITEMS": exchange.num_items,
-        "RETURN_BYTES": exchange.return_bytes,
+        "TOP_K": layout.top_k,
+        "K_LANES": layout.metadata_words,
+        "WORLD": layout.world_size,
+        "MAX_TOKENS": layout.max_tokens,
+        "ITEM_ROWS": layout.item_rows,
+        "ITEMS": layout.num_items,
+        "RETURN_BYTES": layout.return_bytes,
         "SENDERS": SENDERS,
         "REDUCERS": REDUCERS,
         "UNROLL": UNROLL,
-        "COMBINE_BEGIN_AT": regions["combine_begin"],
-        "COMBINE_STATUS_AT": regions["combine_status"],
-        "SUMS_READY_AT": regions["sums_ready"],
-        "RETURN_AT": regions["returned"],
-        "SCALARS_AT": regions["returned_scalars"],
+        **{f"{name.upper()}_AT": layout.offsets[name] for name in _REGIONS},
+        **_SHARED_NUMBERS,
     }
 
 
 def source_for(constants: Mapping[str, int]) -> str:
-    """The program, with its constants."""
+    """Return the program, with its constants."""
     lines = [
         f"#define {name} {value}LL" if value >= 2**31 else f"#define {name} {value}"
         for name, value in constants.items()
@@ -128,17 +130,16 @@ def combine_rows_cpp(
     out_scalars: Tensor | None,
     status: int,
 ) -> None:
-    """As nvlink_reduce.combine_rows(), of rows that serves() accepts.
+    """Combine as combine_rows() of normal_combine.py, rows that serves() accepts.
 
     Raises:
         CudaError: the compiler or the driver refuses.
     """
-    constants = definitions(exchange, rows.shape[1])
-    kernel = _kernel(tuple(constants.items()), rows.device)
-    num_sms = torch.cuda.get_device_properties(rows.device).multi_processor_count
+    peers = exchange.peers
+    kernel, num_sms = _kernel(peers.layout, rows.shape[1], rows.device)
     with torch.cuda.device(rows.device):
         kernel.launch(
-            num_blocks(exchange.num_programs, num_sms),
+            num_blocks(peers.num_programs, num_sms),
             _Arguments(
                 rows=rows.data_ptr(),
                 weights=_address(slot_weights),
@@ -151,18 +152,18 @@ def combine_rows_cpp(
                 owners=sends.owners.data_ptr(),
                 out=out.data_ptr(),
                 out_scalars=_address(out_scalars),
-                table=exchange.table.data_ptr(),
-                excluded=exchange.excluded.data_ptr(),
+                table=peers.table.data_ptr(),
+                excluded=peers.excluded.data_ptr(),
                 state=exchange.state.data_ptr(),
-                counters=exchange.counters.data_ptr(),
-                faults=exchange.faults.data_ptr(),
-                report=exchange.report.data_ptr(),
-                own=exchange.own_address,
+                counters=peers.counters.data_ptr(),
+                faults=peers.faults.data_ptr(),
+                report=peers.report.data_ptr(),
+                own=peers.own_address,
                 rows_stride=rows.stride(0) * rows.itemsize,
-                rank=exchange.rank,
+                rank=peers.rank,
                 status=status,
                 num_tokens=out.shape[0],
-                max_polls=exchange.max_polls,
+                max_polls=peers.max_polls,
             ),
         )
 
@@ -172,11 +173,13 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 @cache
-def _kernel(constants: tuple[tuple[str, int], ...], device: torch.device) -> CudaKernel:
-    major, minor = torch.cuda.get_device_capability(device)
-    cubin = compile_to_cubin(
-        source_for(dict(constants)), arch=f"sm_{major}{minor}", name=SOURCE.name
-    )
+def _kernel(layout: NormalLayout, hidden_size: int, device: torch.device) -> tuple[CudaKernel, int]:
+    """Return the kernel for one layout, and the SMs of the GPU."""
+    capability = compute_capability(device)
+    assert capability is not None, "serves() has asked for a GPU"
+    source = source_for(definitions(layout, hidden_size))
+    cubin = compile_to_cubin(source, arch="sm_{}{}".format(*capability), name=SOURCE.name)
     with torch.cuda.device(device):
         threads = 32 * (SENDERS + REDUCERS)
-        return CudaModule(cubin).kernel("combine_rows", threads=threads, shared_bytes=0)
+        kernel = CudaModule(cubin).kernel("combine_rows", threads=threads, shared_bytes=0)
+    return kernel, num_sms_of(device)

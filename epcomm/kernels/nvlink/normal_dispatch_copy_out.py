@@ -12,20 +12,19 @@ from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH
-from epcomm.kernels.nvlink.common.exchange import on_device
-from epcomm.kernels.nvlink.common.signals import abort_ranks, await_signals, int32_at
-from epcomm.kernels.nvlink.normal_dispatch_recv import PHASE_ROWS
+from epcomm.kernels.nvlink.common.exchange import VARYING, on_device
+from epcomm.kernels.nvlink.common.signals import await_or_abort
+from epcomm.kernels.nvlink.common.status import WAIT_ROWS
 from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange
 
 # Rows that a program copies at once, for enough loads under way.
 _ROWS = 4
 _WARPS = 16
 
-_PHASE_ROWS = tl.constexpr(PHASE_ROWS)
 _DISPATCH_EPOCH = tl.constexpr(DISPATCH_EPOCH)
 
 
-@triton.jit(do_not_specialize=["own_address", "rank", "region_address", "num_senders", "max_polls"])
+@triton.jit(do_not_specialize=VARYING)
 def _collect_kernel(
     out_ptr: tl.tensor,
     rows_from_ptr: tl.tensor,
@@ -53,28 +52,18 @@ def _collect_kernel(
     """ROWS rows of one source at once. Of source 1 with row_base 5, place 2 becomes row 7."""
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(state_ptr + _DISPATCH_EPOCH)
-    missing, aborted = await_signals(  # pyright: ignore[reportGeneralTypeIssues]
-        int32_at(own_address + ROWS_READY_AT),
-        int32_at(own_address),
+    peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
+    is_lost = await_or_abort(
+        peers,
+        own_address + ROWS_READY_AT,
         epoch * num_senders,
         max_polls,
+        WAIT_ROWS,
+        epoch,
         W,
         W_LANES,
-        excluded_ptr,
     )
-    if (tl.sum(missing) > 0) | (aborted != 0):
-        abort_ranks(
-            missing,
-            aborted,
-            report_ptr,
-            table_ptr,
-            _PHASE_ROWS,
-            epoch,
-            rank,
-            W,
-            W_LANES,
-            excluded_ptr,
-        )
+    if is_lost:
         return
     if COPIES:
         PER_SOURCE: tl.constexpr = (M + ROWS - 1) // ROWS
@@ -104,7 +93,6 @@ def collect_rows(
     *,
     buffer_index: int,
     region: str = "data",
-    row_bytes: int = 0,
     out: Tensor | None = None,
 ) -> None:
     """Wait for the rows of all ranks, and copy a region of them; rows of excluded ranks are 0.
@@ -113,37 +101,35 @@ def collect_rows(
         exchange: the memory of all ranks.
         arrivals: of the exchange plan.
         buffer_index: where the rows lie.
-        region: `data` or `scales`.   row_bytes: from one row to the next, there.
+        region: `data` or `scales`.
         out: [R, words] of any dtype, with adjacent columns, or None: only wait.
 
     Collective: yes, after push_rows().   Allocates nothing.   Host sync: none.
     """
-    dims = exchange.dims
+    peers, layout = exchange.peers, exchange.peers.layout
     words = 1 if out is None else out.shape[1]
-    begin = exchange.own_address + exchange.buffers_at + buffer_index * exchange.buffer_bytes
-    with on_device(exchange.table):
-        _collect_kernel[(1 if out is None else exchange.num_programs,)](
+    begin = peers.own_address + layout.buffer_offset(buffer_index)
+    with on_device(peers.table):
+        _collect_kernel[(1 if out is None else peers.num_programs,)](
             out,
             arrivals.rows_from,
             arrivals.row_base,
-            exchange.table,
-            exchange.excluded,
+            peers.table,
+            peers.excluded,
             exchange.state,
-            exchange.report,
-            exchange.own_address,
-            exchange.rank,
-            begin + exchange.regions[region],
-            exchange.num_programs,
-            exchange.max_polls,
+            peers.report,
+            peers.own_address,
+            peers.rank,
+            begin + layout.offsets[region],
+            peers.num_programs,
+            peers.max_polls,
             COPIES=out is not None,
-            ROW_BYTES=row_bytes,
+            ROW_BYTES=layout.data_bytes if region == "data" else layout.scale_bytes,
             WORDS=words,
             WORD_LANES=next_power_of_two(words),
             OUT_STRIDE=1 if out is None else out.stride(0),
             ROWS=_ROWS,
-            W=dims.world_size,
-            W_LANES=next_power_of_two(dims.world_size),
-            M=dims.max_tokens,
-            ROWS_READY_AT=exchange.regions["rows_ready"],
+            **layout.rank_constants,
+            ROWS_READY_AT=layout.offsets["rows_ready"],
             num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
         )

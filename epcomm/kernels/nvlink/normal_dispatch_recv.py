@@ -13,22 +13,23 @@ from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH
-from epcomm.kernels.nvlink.common.exchange import on_device
-from epcomm.kernels.nvlink.common.signals import abort_ranks, await_signals, int32_at, taking_part
-from epcomm.kernels.nvlink.common.status import FAULT_MASK, FAULT_OVERFLOW, codes_of_one_mode
+from epcomm.kernels.nvlink.common.exchange import VARYING, on_device
+from epcomm.kernels.nvlink.common.signals import await_or_abort, int32_at, taking_part
+from epcomm.kernels.nvlink.common.status import (
+    FAULT_MASK,
+    FAULT_OVERFLOW,
+    HEADER_WORDS,
+    WAIT_ROWS,
+    codes_of_one_mode,
+    note_faults,
+)
 from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange
-from epcomm.protocol import NORMAL_HEADER_WORDS
 from epcomm.records import SlotIndex
-
-# What a report says that a rank waited for.
-PHASE_ROWS = 13
 
 # Entries of received metadata that a program reads at once.
 _PAIRS = 1024
 _WARPS = 16
 
-_PHASE_ROWS = tl.constexpr(PHASE_ROWS)
-_HEADER_WORDS = tl.constexpr(NORMAL_HEADER_WORDS)
 _DISPATCH_EPOCH = tl.constexpr(DISPATCH_EPOCH)
 
 
@@ -63,15 +64,13 @@ def _needed_slots(
     needed = tl.zeros([W_LANES], tl.int32)
     is_count = is_source[:, None] & (expert < L)[None, :]
     for owner in tl.static_range(W):
-        slots_ptr = headers_ptr[:, None] + _HEADER_WORDS + W + owner * L + expert[None, :]
+        slots_ptr = headers_ptr[:, None] + HEADER_WORDS + W + owner * L + expert[None, :]
         counts = tl.sum(tl.load(slots_ptr, mask=is_count, other=0), 0)
         needed += tl.where(rank == owner, tl.sum(_aligned(counts, ALIGNMENT)), 0)
     return needed
 
 
-@triton.jit(
-    do_not_specialize=["own_address", "rank", "buffer_index", "num_senders", "max_polls", "C"]
-)
+@triton.jit(do_not_specialize=(*VARYING, "C"))
 def _index_kernel(
     row_of_slot_ptr: tl.tensor,
     slots_of_row_ptr: tl.tensor,
@@ -120,30 +119,18 @@ def _index_kernel(
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(state_ptr + _DISPATCH_EPOCH)
+    peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
     # Added by every program of every rank that pushed: rows, metadata and headers are here.
-    missing, aborted = await_signals(  # pyright: ignore[reportGeneralTypeIssues]
-        int32_at(own_address + ROWS_READY_AT),
-        int32_at(own_address),
+    is_lost = await_or_abort(
+        peers,
+        own_address + ROWS_READY_AT,
         epoch * num_senders,
         max_polls,
+        WAIT_ROWS,
+        epoch,
         W,
         W_LANES,
-        excluded_ptr,
     )
-    is_lost = (tl.sum(missing) > 0) | (aborted != 0)
-    if is_lost:
-        abort_ranks(
-            missing,
-            aborted,
-            report_ptr,
-            table_ptr,
-            _PHASE_ROWS,
-            epoch,
-            rank,
-            W,
-            W_LANES,
-            excluded_ptr,
-        )
 
     source_lane, expert = tl.arange(0, W_LANES), tl.arange(0, L_LANES)
     is_rank, is_source = source_lane < W, taking_part(excluded_ptr, W, W_LANES)
@@ -157,9 +144,9 @@ def _index_kernel(
     has_failed = is_lost | (tl.max(codes) != 0)
 
     is_count = is_source[:, None] & (expert < L)[None, :] & (has_failed == 0)
-    slots_ptr = headers_ptr[:, None] + _HEADER_WORDS + W + rank * L + expert[None, :]
+    slots_ptr = headers_ptr[:, None] + HEADER_WORDS + W + rank * L + expert[None, :]
     counts_of_source = tl.load(slots_ptr, mask=is_count, other=0)
-    rows_ptr = headers_ptr + _HEADER_WORDS + rank
+    rows_ptr = headers_ptr + HEADER_WORDS + rank
     rows_from = tl.load(rows_ptr, mask=is_source & (has_failed == 0), other=0)
     counts = tl.sum(counts_of_source, 0)
     aligned = _aligned(counts, ALIGNMENT)
@@ -180,10 +167,7 @@ def _index_kernel(
         tl.store(row_base_ptr + source_lane, row_bases, mask=is_rank)
         tl.store(has_failed_ptr, has_failed.to(tl.int32))
         if is_lost == 0:
-            earlier = tl.load(faults_ptr + 2 * source_lane, mask=is_source, other=0)
-            is_news = is_source & (earlier == 0) & (codes != 0)
-            tl.store(faults_ptr + 2 * source_lane, codes.to(tl.int64), mask=is_news)
-            tl.store(faults_ptr + 2 * source_lane + 1, needed.to(tl.int64), mask=is_news)
+            note_faults(faults_ptr, codes, is_source, W_LANES, needed)
     tl.debug_barrier()
 
     PER_SOURCE: tl.constexpr = (M + ROWS - 1) // ROWS
@@ -251,10 +235,10 @@ def index_rows(
         none.
     """
     assert index.row_of_slot is not None, "rows are read by index"
-    dims, regions, k_lanes = exchange.dims, exchange.regions, exchange.metadata_words
-    rows = min(max(1, _PAIRS // k_lanes), next_power_of_two(dims.max_tokens))
+    peers, layout, offsets = exchange.peers, exchange.peers.layout, exchange.peers.layout.offsets
+    rows = min(max(1, _PAIRS // layout.metadata_words), next_power_of_two(layout.max_tokens))
     with on_device(slot_weights):
-        _index_kernel[(exchange.num_programs,)](
+        _index_kernel[(peers.num_programs,)](
             index.row_of_slot,
             index.slots_of_row,
             slot_weights,
@@ -263,17 +247,17 @@ def index_rows(
             arrivals.rows_from,
             arrivals.row_base,
             arrivals.has_failed,
-            exchange.bases,
-            exchange.table,
-            exchange.excluded,
+            exchange.plan.bases,
+            peers.table,
+            peers.excluded,
             exchange.state,
-            exchange.faults,
-            exchange.report,
-            exchange.own_address,
-            exchange.rank,
+            peers.faults,
+            peers.report,
+            peers.own_address,
+            peers.rank,
             buffer_index,
-            exchange.num_programs,
-            exchange.max_polls,
+            peers.num_programs,
+            peers.max_polls,
             index.row_of_slot.shape[0],
             HAS_BUDGET=has_budget,
             # One variant for all batches of a buffer, so that prepare() compiles it.
@@ -281,19 +265,13 @@ def index_rows(
             IS_COMPACT=is_compact,
             ALIGNMENT=index.expert_alignment,
             ROWS=rows,
-            W=dims.world_size,
-            W_LANES=next_power_of_two(dims.world_size),
-            M=dims.max_tokens,
-            K=dims.top_k,
-            K_LANES=k_lanes,
-            L=dims.num_local_experts,
-            L_LANES=next_power_of_two(dims.num_local_experts),
-            BUFFERS_AT=exchange.buffers_at,
-            BUFFER_BYTES=exchange.buffer_bytes,
-            ROWS_READY_AT=regions["rows_ready"],
-            HEADER_AT=regions["header"],
-            HEADER_BYTES=exchange.header_bytes,
-            METADATA_AT=regions["metadata"],
-            METADATA_BYTES=12 * k_lanes,
+            **layout.expert_constants,
+            BUFFERS_AT=layout.buffers_at,
+            BUFFER_BYTES=layout.buffer_bytes,
+            ROWS_READY_AT=offsets["rows_ready"],
+            HEADER_AT=offsets["header"],
+            HEADER_BYTES=layout.header_bytes,
+            METADATA_AT=offsets["metadata"],
+            METADATA_BYTES=layout.metadata_bytes,
             num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
         )

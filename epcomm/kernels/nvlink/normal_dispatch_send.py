@@ -21,25 +21,21 @@ from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH, DISPATCH_LEFT, end_epoch
-from epcomm.kernels.nvlink.common.exchange import on_device
-from epcomm.kernels.nvlink.common.signals import (
-    abort_ranks,
-    await_signals,
-    int32_at,
-    publish,
-    taking_part,
+from epcomm.kernels.nvlink.common.exchange import VARYING, on_device
+from epcomm.kernels.nvlink.common.signals import await_or_abort, int32_at, publish, taking_part
+from epcomm.kernels.nvlink.common.status import (
+    FAULT_IDS,
+    FAULT_MASK,
+    HEADER_WORDS,
+    WAIT_DISPATCH_BEGIN,
+    WAIT_HEADERS,
 )
-from epcomm.kernels.nvlink.common.status import FAULT_IDS, FAULT_MASK
 from epcomm.kernels.nvlink.normal_exchange import NormalExchange, Sends
 from epcomm.kernels.nvlink.normal_plan import plan_tokens
-from epcomm.protocol import NORMAL_HEADER_WORDS
 
-# What a report says that a rank waited for.
-PHASE_DISPATCH_BEGIN, PHASE_HEADERS = 11, 12
+# Tokens that a program holds at once.
+_TOKENS, _WARPS = 2, 16
 
-_PHASE_DISPATCH_BEGIN = tl.constexpr(PHASE_DISPATCH_BEGIN)
-_PHASE_HEADERS = tl.constexpr(PHASE_HEADERS)
-_HEADER_WORDS = tl.constexpr(NORMAL_HEADER_WORDS)
 _DISPATCH_EPOCH = tl.constexpr(DISPATCH_EPOCH)
 _DISPATCH_LEFT = tl.constexpr(DISPATCH_LEFT)
 
@@ -70,8 +66,8 @@ def _send_headers(
         tl.store(header_ptr, status, mask=is_notified)
         tl.store(header_ptr + 1, num_tokens, mask=is_notified)
         is_row = (lane < W) & is_notified
-        tl.store(header_ptr + _HEADER_WORDS + lane, tl.where(is_sent, rows, 0), mask=is_row)
-        slots_ptr = header_ptr + _HEADER_WORDS + W + expert
+        tl.store(header_ptr + HEADER_WORDS + lane, tl.where(is_sent, rows, 0), mask=is_row)
+        slots_ptr = header_ptr + HEADER_WORDS + W + expert
         tl.store(slots_ptr, tl.where(is_sent, counts, 0), mask=(expert < E) & is_notified)
 
 
@@ -93,8 +89,8 @@ def _report_totals(
     header_ptr = int32_at(headers_address) + source * (HEADER_BYTES // 4)
     words = tl.load(header_ptr, mask=is_source, other=0)
     tokens = tl.load(header_ptr + 1, mask=is_source, other=0)
-    rows = tl.load(header_ptr + _HEADER_WORDS + rank, mask=is_source, other=0)
-    slots_ptr = header_ptr[:, None] + _HEADER_WORDS + W + rank * L + expert[None, :]
+    rows = tl.load(header_ptr + HEADER_WORDS + rank, mask=is_source, other=0)
+    slots_ptr = header_ptr[:, None] + HEADER_WORDS + W + rank * L + expert[None, :]
     is_slot = is_source[:, None] & (expert < L)[None, :]
     slots = tl.sum(tl.load(slots_ptr, mask=is_slot, other=0), 0)
     tl.store(totals_ptr + source, words, mask=is_rank)
@@ -103,17 +99,7 @@ def _report_totals(
     tl.store(totals_ptr + 3 * W + expert, slots, mask=expert < L)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "own_address",
-        "rank",
-        "buffer_index",
-        "num_tokens",
-        "wanted_tokens",
-        "status",
-        "max_polls",
-    ]
-)
+@triton.jit(do_not_specialize=VARYING)
 def _push_kernel(
     x_ptr: tl.tensor,
     scales_ptr: tl.tensor,
@@ -178,6 +164,7 @@ def _push_kernel(
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     epoch = tl.load(state_ptr + _DISPATCH_EPOCH) + 1
+    peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
     if program == 0:
         # All earlier work of this stream is done, so rows may come to this receive buffer.
         publish(table_ptr, DISPATCH_BEGIN_AT + rank * 4, 1, W, W_LANES, excluded_ptr)
@@ -209,29 +196,11 @@ def _push_kernel(
             GROUPS,
         )
 
-    abort_ptr = int32_at(own_address)
-    missing, aborted = await_signals(  # pyright: ignore[reportGeneralTypeIssues]
-        int32_at(own_address + DISPATCH_BEGIN_AT),
-        abort_ptr,
-        epoch,
-        max_polls,
-        W,
-        W_LANES,
-        excluded_ptr,
+    begin_at = own_address + DISPATCH_BEGIN_AT
+    is_lost = await_or_abort(
+        peers, begin_at, epoch, max_polls, WAIT_DISPATCH_BEGIN, epoch, W, W_LANES
     )
-    if (tl.sum(missing) > 0) | (aborted != 0):
-        abort_ranks(
-            missing,
-            aborted,
-            report_ptr,
-            table_ptr,
-            _PHASE_DISPATCH_BEGIN,
-            epoch,
-            rank,
-            W,
-            W_LANES,
-            excluded_ptr,
-        )
+    if is_lost:
         return
 
     buffer_at = BUFFERS_AT + tl.cast(buffer_index, tl.int64) * BUFFER_BYTES
@@ -261,29 +230,17 @@ def _push_kernel(
             tl.atomic_add(counters_ptr, tl.cast(num_notified, tl.int64), sem="relaxed")
         publish(table_ptr, COUNTS_READY_AT + rank * 4, 1, W, W_LANES, excluded_ptr)
         if totals_ptr is not None:
-            missing, aborted = await_signals(  # pyright: ignore[reportGeneralTypeIssues]
-                int32_at(own_address + COUNTS_READY_AT),
-                abort_ptr,
+            is_lost = await_or_abort(
+                peers,
+                own_address + COUNTS_READY_AT,
                 epoch,
                 max_polls,
+                WAIT_HEADERS,
+                epoch,
                 W,
                 W_LANES,
-                excluded_ptr,
             )
-            if (tl.sum(missing) > 0) | (aborted != 0):
-                abort_ranks(
-                    missing,
-                    aborted,
-                    report_ptr,
-                    table_ptr,
-                    _PHASE_HEADERS,
-                    epoch,
-                    rank,
-                    W,
-                    W_LANES,
-                    excluded_ptr,
-                )
-            else:
+            if is_lost == 0:
                 _report_totals(
                     totals_ptr,
                     excluded_ptr,
@@ -397,12 +354,12 @@ def push_rows(
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call, unless
     there are totals.
     """
-    dims, regions = exchange.dims, exchange.regions
+    peers, plan = exchange.peers, exchange.plan
+    layout, offsets = peers.layout, peers.layout.offsets
     num_tokens, num_words = data.shape
-    k_lanes = exchange.metadata_words
     ids, weights = (None, None) if topk is None else topk
     with on_device(data):
-        _push_kernel[(exchange.num_programs,)](
+        _push_kernel[(peers.num_programs,)](
             data,
             scales,
             ids,
@@ -410,22 +367,22 @@ def push_rows(
             sends.places,
             sends.positions,
             sends.owners,
-            exchange.scratch,
-            exchange.bits,
-            exchange.counted,
+            plan.scratch,
+            plan.bits,
+            plan.counted,
             totals,
-            exchange.table,
-            exchange.excluded,
+            peers.table,
+            peers.excluded,
             exchange.state,
-            exchange.counters,
-            exchange.report,
-            exchange.own_address,
-            exchange.rank,
+            peers.counters,
+            peers.report,
+            peers.own_address,
+            peers.rank,
             buffer_index,
             num_tokens,
             wanted_tokens,
             status,
-            exchange.max_polls,
+            peers.max_polls,
             IS_PLANNED=topk is not None,
             X_STRIDE=data.stride(0) if num_tokens > 1 else num_words,
             SCALES_STRIDE=1 if scales is None else scales.stride(0),
@@ -433,29 +390,23 @@ def push_rows(
             WORD_LANES=next_power_of_two(num_words),
             SCALES=0 if scales is None else scales.shape[1],
             SCALE_LANES=1 if scales is None else next_power_of_two(scales.shape[1]),
-            TOKENS=exchange.tuning.pushed_tokens,
-            GROUPS=exchange.num_groups,
-            P_LANES=1 if topk is None else next_power_of_two(exchange.num_programs),
-            W=dims.world_size,
-            W_LANES=next_power_of_two(dims.world_size),
-            M=dims.max_tokens,
-            K=dims.top_k,
-            K_LANES=k_lanes,
-            L=dims.num_local_experts,
-            L_LANES=next_power_of_two(dims.num_local_experts),
-            E_LANES=next_power_of_two(dims.world_size * dims.num_local_experts),
-            BUFFERS_AT=exchange.buffers_at,
-            BUFFER_BYTES=exchange.buffer_bytes,
-            DISPATCH_BEGIN_AT=regions["dispatch_begin"],
-            COUNTS_READY_AT=regions["counts_ready"],
-            ROWS_READY_AT=regions["rows_ready"],
-            HEADER_AT=regions["header"],
-            HEADER_BYTES=exchange.header_bytes,
-            METADATA_AT=regions["metadata"],
-            METADATA_BYTES=12 * k_lanes,
-            DATA_AT=regions["data"],
-            DATA_BYTES=exchange.data_bytes,
-            SCALES_AT=regions["scales"],
-            SCALE_BYTES=exchange.scale_bytes,
-            num_warps=exchange.tuning.push_warps,  # pyright: ignore[reportCallIssue]
+            TOKENS=_TOKENS,
+            GROUPS=plan.num_groups,
+            P_LANES=1 if topk is None else next_power_of_two(peers.num_programs),
+            **layout.expert_constants,
+            E_LANES=layout.expert_lanes,
+            BUFFERS_AT=layout.buffers_at,
+            BUFFER_BYTES=layout.buffer_bytes,
+            DISPATCH_BEGIN_AT=offsets["dispatch_begin"],
+            COUNTS_READY_AT=offsets["counts_ready"],
+            ROWS_READY_AT=offsets["rows_ready"],
+            HEADER_AT=offsets["header"],
+            HEADER_BYTES=layout.header_bytes,
+            METADATA_AT=offsets["metadata"],
+            METADATA_BYTES=layout.metadata_bytes,
+            DATA_AT=offsets["data"],
+            DATA_BYTES=layout.data_bytes,
+            SCALES_AT=offsets["scales"],
+            SCALE_BYTES=layout.scale_bytes,
+            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
         )

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from epcomm.kernels.nvlink.common.signals import polls_spent
+from epcomm.kernels.nvlink.common.signals import await_at
 
 # Tokens of a group, and words of their bits: two entries a thread at K = 8.
 GROUP_TOKENS, GROUP_WORDS = 128, 4
@@ -104,33 +104,6 @@ def _mark(
 
 
 @triton.jit
-def _await_earlier(
-    counted_ptr: tl.tensor, epoch: tl.tensor, max_polls: tl.tensor, P_LANES: tl.constexpr
-) -> tl.tensor:
-    """Earlier programs that have counted: all, unless the wait was in vain."""
-    program = tl.program_id(0)
-    lane = tl.arange(0, P_LANES)
-    is_earlier = lane < program
-    num_missing = program
-    polls_left = max_polls
-    num_looks = max_polls * 0
-    end_ns = num_looks.to(tl.int64)
-    while (num_missing > 0) & (polls_left > 0):
-        signals = tl.load(counted_ptr + lane, mask=is_earlier, other=0, volatile=True)
-        num_missing = tl.sum((is_earlier & (signals - epoch < 0)).to(tl.int32))
-        num_looks += 1
-        spent, end_ns = polls_spent(num_looks, end_ns)  # pyright: ignore[reportGeneralTypeIssues]
-        polls_left -= spent
-    # Acquires what they released; see peer_signals.await_signals().
-    signals = tl.atomic_add(
-        counted_ptr + lane, tl.zeros_like(lane), mask=is_earlier, sem="acquire", scope="gpu"
-    )
-    num_counted = tl.sum((is_earlier & (signals - epoch >= 0)).to(tl.int32))
-    tl.debug_barrier()
-    return num_counted
-
-
-@triton.jit
 def plan_tokens(
     ids_ptr: tl.tensor,
     excluded_ptr: tl.tensor,
@@ -191,7 +164,12 @@ def plan_tokens(
     tl.debug_barrier()
     tl.atomic_xchg(counted_ptr + program, epoch, sem="release", scope="gpu")
 
-    num_earlier = _await_earlier(counted_ptr, epoch, max_polls, P_LANES)
+    # All earlier programs, unless the wait is in vain.
+    before = tl.arange(0, P_LANES)
+    missing, _ = await_at(  # pyright: ignore[reportGeneralTypeIssues]
+        counted_ptr + before, None, before < program, None, epoch, max_polls, "gpu"
+    )
+    num_earlier = program - tl.sum(missing)
     counts = tl.zeros([E_LANES], tl.int32)
     rows = tl.zeros([W_LANES], tl.int32)
     for start in tl.range(0, num_earlier, _EARLIER_PROGRAMS, num_stages=1):

@@ -9,11 +9,13 @@ from typing import cast
 import pytest
 import torch
 
+pytest.importorskip("triton")
+from epcomm.buffers.nvlink import base as nvlink_host
 from epcomm.buffers.nvlink.memory import SymmetricMemory, agree_on_memory
-from epcomm.buffers.nvlink.normal_exact import NVLinkBuffer
-from epcomm.buffers.nvlink.normal_layout import NormalLayout
+from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.collectives.base import Collectives, Scalar
 from epcomm.errors import BackendUnavailable
+from epcomm.kernels import launch
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat
 
@@ -46,13 +48,15 @@ def test_all_ranks_hear_of_one_without_memory() -> None:
 
 
 def test_memory_that_cannot_grow_keeps_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(buffer: NVLinkBuffer, num_bytes: int) -> SymmetricMemory:
+    def refuse(*_: object, **__: object) -> SymmetricMemory:
         raise BackendUnavailable("none left")
 
-    monkeypatch.setattr(NVLinkBuffer, "_open_memory", refuse)
+    monkeypatch.setattr(nvlink_host, "open_symmetric_memory", refuse)
+    monkeypatch.setattr(launch, "IS_INTERPRETED", True)
     buffer = object.__new__(NVLinkBuffer)
     buffer._spec, buffer._world_size = SPEC, 2
-    buffer._layout = old = NormalLayout(SPEC, 2, 128, 16)
+    buffer._device, buffer._collectives = torch.device("cpu"), collectives_beside("")
+    buffer._layout = old = NVLinkBuffer.layout_for(SPEC, 2)
     with pytest.raises(BackendUnavailable):
-        buffer._open(256)
+        buffer._open(512)
     assert buffer._layout is old

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from epcomm.buffers.nvlink.normal_memory import as_words
+from epcomm.buffers.nvlink.memory import as_words
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from epcomm.buffers.nvlink.low_latency_layout import BlockLayout
+from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
 from epcomm.kernels.nvlink import ll_combine, ll_dispatch_pack, ll_dispatch_recv, ll_dispatch_send
 from epcomm.kernels.nvlink.common import barrier
-from epcomm.kernels.nvlink.common.exchange import ExchangeDims, PeerExchange
+from epcomm.kernels.nvlink.common.exchange import LayoutT, LowLatencyExchange, PeerBlocks
 from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat
@@ -96,8 +96,25 @@ def _disassembled(cubin: bytes) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def exchange_of(wire: WireFormat, hidden_size: int, world_size: int) -> PeerExchange:
-    """A slot as a rank of an H200 has it; its addresses are never used."""
+def blocks_of(layout: LayoutT, num_programs: int, num_counters: int) -> PeerBlocks[LayoutT]:
+    """Return blocks as a rank of an H200 has them; their addresses are never used."""
+    size = layout.world_size
+    return PeerBlocks(
+        rank=0,
+        num_programs=num_programs,
+        max_polls=2**20,
+        own_address=2**40,
+        table=torch.zeros(size, dtype=torch.int64),
+        layout=layout,
+        excluded=torch.zeros(size, dtype=torch.int32),
+        counters=torch.zeros(num_counters, dtype=torch.int64),
+        faults=torch.zeros(size, 2, dtype=torch.int64),
+        report=torch.zeros(4 + size, dtype=torch.int32),
+    )
+
+
+def exchange_of(wire: WireFormat, hidden_size: int, world_size: int) -> LowLatencyExchange:
+    """Return a receive buffer as a rank of an H200 has it."""
     spec = BufferSpec(
         hidden_size=hidden_size,
         top_k=8,
@@ -107,31 +124,8 @@ def exchange_of(wire: WireFormat, hidden_size: int, world_size: int) -> PeerExch
         backward_format=PLAIN,
         max_tokens_per_rank=128,
     )
-    layout = BlockLayout(spec, world_size)
-    dims = ExchangeDims(
-        world_size=world_size, max_tokens=128, top_k=8, num_local_experts=256 // world_size
-    )
-    return PeerExchange(
-        buffer_index=0,
-        num_buffers=2,
-        rank=0,
-        num_programs=128,
-        max_polls=2**20,
-        buffer_address=2**40,
-        abort_address=2**40,
-        dims=dims,
-        offsets=layout.offsets,
-        metadata_words=layout.metadata_words,
-        data_bytes=layout.data_bytes,
-        scale_bytes=layout.scale_bytes,
-        return_bytes=layout.return_bytes,
-        table=torch.zeros(3, world_size, dtype=torch.int64),
-        state=torch.zeros(4, dtype=torch.int32),
-        counters=torch.zeros(4, dtype=torch.int64),
-        excluded=torch.zeros(world_size, dtype=torch.int32),
-        faults=torch.zeros(world_size, 2, dtype=torch.int64),
-        report=torch.zeros(4 + world_size, dtype=torch.int32),
-    )
+    layout = NVLinkLowLatencyBuffer.layout_for(spec, world_size)
+    return LowLatencyExchange.of(blocks_of(layout, num_programs=128, num_counters=4), 0)
 
 
 def recorded(module: object, name: str) -> _Recorder:
@@ -196,7 +190,6 @@ def met() -> dict[str, str]:
     words = torch.zeros(8, dtype=torch.int32)
     barrier.device_barrier(
         torch.zeros(8, dtype=torch.int64),
-        words,
         words,
         words,
         flags_address=2**40,

@@ -7,8 +7,7 @@ from functools import partial
 
 import torch
 
-from epcomm.buffers.nvlink.normal_layout import NormalLayout
-from epcomm.buffers.nvlink.normal_memory import exchange_of
+from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.kernels.nvlink import (
     normal_combine,
     normal_dispatch_copy_out,
@@ -20,7 +19,7 @@ from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.records import SlotIndex
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat
-from tests.kernels.nvlink.ll_sass_of import PLAIN, print_compiled, recorded
+from tests.kernels.nvlink.ll_sass_of import PLAIN, blocks_of, print_compiled, recorded
 
 
 def exchange_for(wire: WireFormat, hidden_size: int, world_size: int) -> NormalExchange:
@@ -33,17 +32,8 @@ def exchange_for(wire: WireFormat, hidden_size: int, world_size: int) -> NormalE
         combine_format=PLAIN,
         backward_format=PLAIN,
     )
-    return exchange_of(
-        NormalLayout(spec, world_size, 4096, 32),
-        [2**40] * world_size,
-        0,
-        num_programs=32,
-        max_polls=2**20,
-        excluded=torch.zeros(world_size, dtype=torch.int32),
-        counters=torch.zeros(5, dtype=torch.int64),
-        faults=torch.zeros(world_size, 2, dtype=torch.int64),
-        report=torch.zeros(4 + world_size, dtype=torch.int32),
-    )
+    layout = replace(NVLinkBuffer.layout_for(spec, world_size, 4096), item_rows=32)
+    return NormalExchange.of(blocks_of(layout, num_programs=32, num_counters=5))
 
 
 def integers(*shape: int) -> torch.Tensor:
@@ -106,7 +96,6 @@ def collected() -> dict[str, str]:
         exchange_for(PLAIN, 7168, 8),
         arrivals_of(8),
         buffer_index=0,
-        row_bytes=14336,
         out=integers(2, 3584),
     )
     return recorder.compiled()
@@ -116,9 +105,8 @@ def combined(
     hidden_size: int = 7168, world_size: int = 8, *, is_backward: bool = False
 ) -> dict[str, str]:
     recorder = recorded(normal_combine, "_combine_kernel")
-    exchange = exchange_for(PLAIN, hidden_size, world_size)
     normal_combine.combine_rows(
-        replace(exchange, num_programs=32),
+        exchange_for(PLAIN, hidden_size, world_size),
         torch.zeros(2, hidden_size, dtype=torch.bfloat16),
         sends_of(world_size),
         arrivals_of(world_size),

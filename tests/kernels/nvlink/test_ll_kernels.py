@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
-from epcomm.buffers.nvlink.low_latency_layout import BlockLayout
 from epcomm.buffers.nvlink.low_latency_state import ReceiveBuffer
 from epcomm.kernels.nvlink import ll_combine, ll_dispatch_pack, ll_dispatch_recv, ll_dispatch_send
-from epcomm.kernels.nvlink.common.exchange import ExchangeDims, PeerExchange
-from epcomm.kernels.nvlink.common.signals import decode_abort
+from epcomm.kernels.nvlink.common.exchange import LowLatencyExchange, PeerBlocks
+from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
+from epcomm.protocol import Wait, decode_abort
 from epcomm.records import SlotIndex
 from epcomm.spec import BufferSpec
-from epcomm.types import WireFormat, WireTensor
+from epcomm.types import RowsPer, WireFormat, WireTensor
 
 BF16 = WireFormat.of(torch.bfloat16)
 MAX_TOKENS, HIDDEN = 2, 8
@@ -32,9 +32,9 @@ MAX_TOKENS, HIDDEN = 2, 8
 class Rank:
     """One rank of several in this process; words are read from its block."""
 
-    exchange: PeerExchange
+    exchange: LowLatencyExchange
     block: Tensor
-    layout: BlockLayout
+    layout: LowLatencyLayout
     is_sent: Tensor
 
     def region(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -43,16 +43,14 @@ class Rank:
 
     def record(self, row: int) -> list[list[float]]:
         """Experts, positions and weights of the K entries of a row."""
-        top_k, words = self.layout.spec.top_k, self.layout.metadata_words
+        top_k, words = self.layout.top_k, self.layout.metadata_words
         begin = row * 3 * words
         parts = self.region("metadata", torch.int32)[begin : begin + 3 * words].view(3, words)
         return [*parts[:2, :top_k].tolist(), parts[2, :top_k].view(torch.float32).tolist()]
 
 
-def make_ranks(
-    world_size: int, device: torch.device, *, top_k: int = 2, max_tokens: int = MAX_TOKENS
-) -> list[Rank]:
-    spec = BufferSpec(
+def spec_of(top_k: int, max_tokens: int) -> BufferSpec:
+    return BufferSpec(
         hidden_size=HIDDEN,
         top_k=top_k,
         num_local_experts=2,
@@ -60,38 +58,35 @@ def make_ranks(
         combine_format=BF16,
         backward_format=BF16,
         max_tokens_per_rank=max_tokens,
+        batches_in_flight=1,
     )
-    layout = BlockLayout(spec, world_size, 1)
+
+
+def make_ranks(
+    world_size: int, device: torch.device, *, top_k: int = 2, max_tokens: int = MAX_TOKENS
+) -> list[Rank]:
+    spec = spec_of(top_k, max_tokens)
+    layout = NVLinkLowLatencyBuffer.layout_for(spec, world_size)
     blocks = [
         torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device) for _ in range(world_size)
     ]
     addresses = [block.data_ptr() for block in blocks]
-    table = [[base + layout.buffer_offset(0) for base in addresses], addresses]
-    dims = ExchangeDims(
-        world_size=world_size, max_tokens=max_tokens, top_k=top_k, num_local_experts=2
-    )
     return [
         Rank(
-            exchange=PeerExchange(
-                buffer_index=0,
-                num_buffers=1,
-                rank=rank,
-                num_programs=world_size,
-                max_polls=3,
-                buffer_address=table[0][rank],
-                abort_address=addresses[rank],
-                dims=dims,
-                offsets=layout.offsets,
-                metadata_words=layout.metadata_words,
-                data_bytes=layout.data_bytes,
-                scale_bytes=layout.scale_bytes,
-                return_bytes=layout.return_bytes,
-                table=torch.tensor(table, dtype=torch.int64, device=device),
-                state=torch.tensor([1, 0, 0, 0], dtype=torch.int32, device=device),
-                counters=torch.zeros(4, dtype=torch.int64, device=device),
-                excluded=torch.zeros(world_size, dtype=torch.int32, device=device),
-                faults=torch.zeros(world_size, 2, dtype=torch.int64, device=device),
-                report=torch.zeros(4 + world_size, dtype=torch.int32, device=device),
+            exchange=LowLatencyExchange.of(
+                PeerBlocks(
+                    rank=rank,
+                    num_programs=world_size,
+                    max_polls=3,
+                    own_address=addresses[rank],
+                    table=torch.tensor(addresses, dtype=torch.int64, device=device),
+                    layout=layout,
+                    excluded=torch.zeros(world_size, dtype=torch.int32, device=device),
+                    counters=torch.zeros(4, dtype=torch.int64, device=device),
+                    faults=torch.zeros(world_size, 2, dtype=torch.int64, device=device),
+                    report=torch.zeros(4 + world_size, dtype=torch.int32, device=device),
+                ),
+                0,
             ),
             block=blocks[rank],
             layout=layout,
@@ -104,7 +99,7 @@ def make_ranks(
 def send(rank: Rank, ids: list[list[int]], weights: list[list[float]]) -> Tensor:
     """Tokens of 1, 2, ... (rank + 1) times 10 each; returns them."""
     device = rank.block.device
-    values = torch.arange(1, len(ids) + 1, device=device) * 10 * (rank.exchange.rank + 1)
+    values = torch.arange(1, len(ids) + 1, device=device) * 10 * (rank.exchange.peers.rank + 1)
     x = values.unsqueeze(1).expand(-1, HIDDEN).to(torch.bfloat16).contiguous()
     ll_dispatch_send.send_dispatch(
         rank.exchange,
@@ -138,7 +133,7 @@ def test_sender_stores_a_row_and_a_record_where_the_experts_are(device: torch.de
     words = [rank.region("arrived_dispatch", torch.int32)[:2].tolist() for rank in ranks]
     assert words == [[0, 2]] * 2
     # One row, two records and a header to the other rank.
-    assert ranks[1].exchange.counters[:3].tolist() == [1, 2, 1]
+    assert ranks[1].exchange.peers.counters[:3].tolist() == [1, 2, 1]
 
 
 def test_receiver_orders_slots_by_expert_and_source(device: torch.device) -> None:
@@ -271,7 +266,8 @@ def test_sums_are_given_memory_before_they_are_sent(
         monkeypatch.setattr(ll_combine, "receive_combine", lambda *_: allocated.append(seen.count))
         rank = make_ranks(2, device)[0]
         buffer = object.__new__(NVLinkLowLatencyBuffer)
-        buffer._spec, buffer._device = rank.layout.spec, device
+        buffer._sum_dtype, buffer._device = torch.bfloat16, device
+        buffer._spec = spec_of(2, MAX_TOKENS)
         rows = torch.zeros(4, HIDDEN, dtype=torch.bfloat16, device=device)
         integers = torch.zeros(8, dtype=torch.int32, device=device)
         index = SlotIndex(
@@ -284,7 +280,6 @@ def test_sums_are_given_memory_before_they_are_sent(
         )
         receive_buffer = ReceiveBuffer(
             exchange=rank.exchange,
-            arrived=WireTensor(data=rows, format=BF16),
             rows=WireTensor(data=rows, format=BF16),
             row_of_slot=integers,
             slots_of_row=integers.view(4, 2),
@@ -295,7 +290,8 @@ def test_sums_are_given_memory_before_they_are_sent(
         # As a caller may give them: a column of something.
         weights = torch.zeros(8, 2, device=device)[:, 0]
         before = seen.count
-        y = buffer._send_sums(receive_buffer, rows, weights, per_row=False, num_tokens=3).wait().y
+        y = buffer._send_sums(receive_buffer, rows, weights, RowsPer.SLOT, 3)
+        assert buffer._take_sums(receive_buffer, y).y is y
     assert y.shape == (3, HIDDEN)
     assert allocated[0] > before
     assert allocated[1] == allocated[0]
@@ -314,12 +310,12 @@ def test_wait_in_vain_is_reported_and_told_to_all(device: torch.device) -> None:
         index[3],
         expert_alignment=1,
     )
-    phase, epoch, _, _, *missing = ranks[0].exchange.report.tolist()
-    assert (phase, epoch, missing) == (ll_dispatch_recv.PHASE_DISPATCH, 1, [0, 1])
+    phase, epoch, _, _, *missing = ranks[0].exchange.peers.report.tolist()
+    assert (phase, epoch, missing) == (Wait.DISPATCH, 1, [0, 1])
     assert index[2][:2].tolist() == [0, 0]
     assert [int(rank.block[:4].view(torch.int32)) for rank in ranks] == [513, 513]
     assert decode_abort(513) == (0, [1])
     # Rank 1 only notes who gave up on whom, and sends nothing.
     send(ranks[1], [[0, 1]], [[1, 1]])
-    assert ranks[1].exchange.report.tolist() == [0, 0, 513, 0, 0, 0]
+    assert ranks[1].exchange.peers.report.tolist() == [0, 0, 513, 0, 0, 0]
     assert ranks[0].region("arrived_dispatch", torch.int32)[:2].tolist() == [2, 0]

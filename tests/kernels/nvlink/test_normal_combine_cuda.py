@@ -36,8 +36,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[s
     assert nvrtc_is_installed(), "the dev extra brings it"
     found = {}
     for name, (hidden_size, world_size) in SHAPES.items():
-        exchange = exchange_for(PLAIN, hidden_size, world_size)
-        constants = normal_combine_cuda.definitions(exchange, hidden_size)
+        layout = exchange_for(PLAIN, hidden_size, world_size).peers.layout
+        constants = normal_combine_cuda.definitions(layout, hidden_size)
         path = tmp_path_factory.mktemp("cubin") / f"{name}.cubin"
         source = normal_combine_cuda.source_for(constants)
         path.write_bytes(compile_to_cubin(source, arch="sm_90", name="normal_combine.cu"))
@@ -83,13 +83,10 @@ def test_rows_on_a_cpu_are_left_to_triton() -> None:
 
 
 def test_more_entries_or_ranks_than_lanes_are_left_to_triton() -> None:
-    exchange = exchange_for(PLAIN, 64, 2)
+    layout = exchange_for(PLAIN, 64, 2).peers.layout
     for change, expected in (({"top_k": 32}, True), ({"top_k": 33}, False)):
-        changed = replace(exchange, dims=replace(exchange.dims, **change))
-        assert normal_combine_cuda.fits(changed) == expected
-    assert not normal_combine_cuda.fits(
-        replace(exchange, dims=replace(exchange.dims, world_size=64))
-    )
+        assert normal_combine_cuda.fits(replace(layout, **change)) == expected
+    assert not normal_combine_cuda.fits(replace(layout, world_size=64))
 
 
 def test_blocks_are_all_there_at_once() -> None:

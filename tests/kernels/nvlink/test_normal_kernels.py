@@ -6,12 +6,13 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from epcomm.buffers.nvlink.normal_layout import NormalLayout
-from epcomm.buffers.nvlink.normal_memory import exchange_of
+from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.buffers.nvlink.normal_plans import ExchangePlanMemory
 from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH
+from epcomm.kernels.nvlink.common.exchange import PeerBlocks
 from epcomm.kernels.nvlink.normal_dispatch_recv import index_rows
-from epcomm.protocol import NORMAL_HEADER_WORDS, BatchFlags, FaultCode, pack_status
+from epcomm.kernels.nvlink.normal_exchange import NormalExchange
+from epcomm.protocol import HEADER_WORDS, BatchFlags, FaultCode, pack_status
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat
 
@@ -40,32 +41,35 @@ SPEC = BufferSpec(
 def test_gradients_may_differ_where_the_host_reads_headers(
     has_budget: bool, flags_of_rank_1: BatchFlags, code: FaultCode, device: torch.device
 ) -> None:
-    layout = NormalLayout(SPEC, WORLD_SIZE, MAX_TOKENS, 16)
+    layout = NVLinkBuffer.layout_for(SPEC, WORLD_SIZE)
     blocks = [
         torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device) for _ in range(WORLD_SIZE)
     ]
     faults = torch.zeros(WORLD_SIZE, 2, dtype=torch.int64, device=device)
-    exchange = exchange_of(
-        layout,
-        [block.data_ptr() for block in blocks],
-        0,
+    addresses = [block.data_ptr() for block in blocks]
+    peers = PeerBlocks(
+        rank=0,
         num_programs=2,
         max_polls=3,
+        own_address=addresses[0],
+        table=torch.tensor(addresses, dtype=torch.int64, device=device),
+        layout=layout,
         excluded=torch.zeros(WORLD_SIZE, dtype=torch.int32, device=device),
         counters=torch.zeros(5, dtype=torch.int64, device=device),
         faults=faults,
         report=torch.zeros(4 + WORLD_SIZE, dtype=torch.int32),
     )
+    exchange = NormalExchange.of(peers)
     exchange.state[DISPATCH_EPOCH] = 1
     words = blocks[0].view(torch.int32)
     got = layout.offsets["rows_ready"] // 4
-    words[got : got + WORLD_SIZE] = exchange.num_programs
+    words[got : got + WORLD_SIZE] = peers.num_programs
     trains = BatchFlags.GRAD_ENABLED | BatchFlags.of_experts([True, True])
     for rank, flags in enumerate((trains, flags_of_rank_1)):
         begin = (layout.buffers_at + layout.offsets["header"] + rank * layout.header_bytes) // 4
         # Fault and flags, T, rows for each rank, slots of each expert.
         header = [pack_status(FaultCode.NONE, flags), 1, 1, 0, 1, 0]
-        assert len(header) == NORMAL_HEADER_WORDS + 2 * WORLD_SIZE
+        assert len(header) == HEADER_WORDS + 2 * WORLD_SIZE
         words[begin : begin + len(header)] = torch.tensor(header, device=device)
         # Its only row is of expert 0, at position 0, with a weight of 1: all zeros but that.
         row = (

@@ -1,6 +1,6 @@
 """A barrier of the ranks on their devices: none goes on before all have come, or polls are spent.
 
-Memory order: what a rank's stream did before its launch is visible to all who have met, by the
+Memory order: what a rank's stream did before its launch is visible to all ranks behind it, by the
 release of publish() and the acquire of await_signals(). Unlike a barrier of the host's transport it
 ends when a rank is dead, and it needs nothing but the memory that the ranks share.
 """
@@ -12,15 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
-from epcomm.kernels.nvlink.common.exchange import on_device
+from epcomm.kernels.nvlink.common.exchange import VARYING, on_device
 from epcomm.kernels.nvlink.common.signals import await_signals, int32_at, publish
 
 
-@triton.jit(do_not_specialize=["flags_address", "rank", "number", "max_polls"])
+@triton.jit(do_not_specialize=VARYING)
 def _barrier_kernel(
     flags_table_ptr: tl.tensor,
     excluded_ptr: tl.tensor,
-    never_ptr: tl.tensor,
     missing_ptr: tl.tensor,
     flags_address: tl.tensor,
     rank: tl.tensor,
@@ -29,10 +28,10 @@ def _barrier_kernel(
     W: tl.constexpr,
     W_LANES: tl.constexpr,
 ) -> None:
-    """Wait: in the third barrier rank 1 finds 3 2 or 3 3, and 3 3 once rank 0 has come."""
+    """Wait: in the third barrier rank 0 finds the signals 3 2, and 3 3 once rank 1 has come."""
     publish(flags_table_ptr, rank * 4, 1, W, W_LANES, excluded_ptr)
     missing, _ = await_signals(  # pyright: ignore[reportGeneralTypeIssues]
-        int32_at(flags_address), never_ptr, number, max_polls, W, W_LANES, excluded_ptr
+        int32_at(flags_address), None, number, max_polls, W, W_LANES, excluded_ptr
     )
     lane = tl.arange(0, W_LANES)
     tl.store(missing_ptr + lane, missing, mask=lane < W)
@@ -41,7 +40,6 @@ def _barrier_kernel(
 def device_barrier(
     flags_table: Tensor,
     excluded: Tensor,
-    never: Tensor,
     missing: Tensor,
     *,
     flags_address: int,
@@ -53,9 +51,8 @@ def device_barrier(
 
     Args:
         flags_table: [W], int64: addresses of the W signals of each rank, zero at first, used for
-        nothing else.
+            nothing else.
         excluded: [W], int32: not 0: a rank that does not take part.
-        never: [1], int32, zero: an abort flag that nobody sets.
         missing: [W], int32, written: 1 for each rank that did not come.
         flags_address: of the signals of this rank.
         rank: this one.
@@ -69,7 +66,6 @@ def device_barrier(
         _barrier_kernel[(1,)](
             flags_table,
             excluded,
-            never,
             missing,
             flags_address,
             rank,

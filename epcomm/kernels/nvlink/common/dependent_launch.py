@@ -7,7 +7,8 @@ both have written.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from functools import cache
 
 import torch
 import triton
@@ -19,23 +20,20 @@ from epcomm.kernels.launch import IS_INTERPRETED, device_limits
 _FIRST_MAJOR = 9
 
 
-def overlaps_on(device: torch.device) -> bool:
-    """Whether kernels there can start before the last one has ended."""
-    return not IS_INTERPRETED and device_limits(device).major >= _FIRST_MAJOR
-
-
-def overlapping(device: torch.device) -> dict[str, Any]:
-    """Launch options of a kernel that starts beside the one before it."""
-    return {"launch_pdl": True} if overlaps_on(device) else {}
+@cache
+def overlapping(device: torch.device) -> Mapping[str, bool]:
+    """Constants and options of a kernel that starts beside the one before it, where that can be."""
+    overlaps = not IS_INTERPRETED and device_limits(device).major >= _FIRST_MAJOR
+    return {"OVERLAPS": True, "launch_pdl": True} if overlaps else {"OVERLAPS": False}
 
 
 @triton.jit
 def let_next_start() -> None:
-    """The next kernel may start once all programs of this one have come here or ended."""
+    """Let the next kernel start once all programs of this one have come here or ended."""
     gdc_launch_dependents()
 
 
 @triton.jit
 def await_previous() -> None:
-    """The kernel before this one has ended, and what it stored can be loaded."""
+    """Wait until the kernel before this one has ended, and what it stored can be loaded."""
     gdc_wait()

@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Places in the state of a rank (int32): the last dispatch and combine, programs that have left; the
-# fifth, tokens that are taken, is that of kernels/nvlink/normal_combine.cu.
-DISPATCH_EPOCH, COMBINE_EPOCH, DISPATCH_LEFT, COMBINE_LEFT = 0, 1, 2, 3
+# Places in the state of a rank (int32): the last dispatch and combine, programs that have left, and
+# tokens that are taken, which kernels/nvlink/normal_combine.cu counts.
+DISPATCH_EPOCH, COMBINE_EPOCH, DISPATCH_LEFT, COMBINE_LEFT, COMBINE_TOKENS = 0, 1, 2, 3, 4
 STATE_WORDS = 5
 
 

@@ -1,65 +1,94 @@
-"""Arguments of the launchers of the NVLink kernels: a receive buffer that all ranks write."""
+"""Arguments of the launchers of the NVLink kernels: the memory that all ranks write."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from epcomm.kernels.nvlink.common.layout import LowLatencyLayout, MemoryLayout
 
-@dataclass(frozen=True, kw_only=True)
-class ExchangeDims:
-    """W, M, K and L; equal on all ranks."""
+LayoutT = TypeVar("LayoutT", bound=MemoryLayout)
 
-    world_size: int
-    max_tokens: int
-    top_k: int
-    num_local_experts: int
+# Integers that change from call to call, by their names in kernels: one compiled variant serves
+# all.
+VARYING = (
+    "own_address",
+    "buffer_address",
+    "region_address",
+    "flags_address",
+    "rank",
+    "buffer_index",
+    "number",
+    "num_tokens",
+    "wanted_tokens",
+    "num_senders",
+    "num_programs",
+    "status",
+    "max_polls",
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PeerExchange:
-    """One receive buffer, as one rank sees it.
+class PeerBlocks(Generic[LayoutT]):
+    """The blocks of all ranks, as one rank sees them; arguments of both modes.
 
-    buffer_index: its index.   num_buffers: N.   rank: this one.
-    num_programs: P, programs of a kernel that sends; at least W, and equal on all ranks.
+    rank: this one.   num_programs: P, of every kernel that sends; equal on all ranks.
     max_polls: of a wait before it gives up, see signals.py.
-    buffer_address, abort_address: of the receive buffer and of the abort flag of this rank.
-    offsets: in bytes, of the regions of a receive buffer.
-    metadata_words: 32-bit words of each of the three parts of a token's metadata.
-    data_bytes, scale_bytes, return_bytes: stride in bytes between rows, scales and returned sums.
-    table: [N + 1, W], int64: addresses of all ranks' receive buffers, then of their abort flags.
-    state: [4], int32: epoch of dispatch (1 at first) and of combine (0), whether the call failed.
-    counters: [4], int64: rows, metadata, headers and sums sent to others.
-    excluded: [W], int32: not 0: a rank that is not waited for, and to which nothing is sent.
-    faults: [W, 2], int64: the first fault code of each rank since the last check, and 0.
+    own_address: of this rank's block.   table: [W], int64: addresses of all.
+    excluded: [W], int32: not 0: a rank that is not waited for, to which nothing is sent, and of
+        which nothing is read.
+    counters: int64: how much was sent to others, see NormalExchange and LowLatencyExchange.
+    faults: [W, 2], int64: the first fault of each rank since the last check, and slots needed.
     report: [REPORT_MISSING + W], int32, in memory that the host reads while kernels run.
 
-    No tensor here lies in the receive buffer: an interpreter copies its arguments back.
+    No tensor here lies in a block: an interpreter copies its arguments back.
     """
 
-    buffer_index: int
-    num_buffers: int
     rank: int
     num_programs: int
     max_polls: int
-    buffer_address: int
-    abort_address: int
-    dims: ExchangeDims
-    offsets: Mapping[str, int]
-    metadata_words: int
-    data_bytes: int
-    scale_bytes: int
-    return_bytes: int
+    own_address: int
     table: Tensor
-    state: Tensor
-    counters: Tensor
+    layout: LayoutT
     excluded: Tensor
+    counters: Tensor
     faults: Tensor
     report: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LowLatencyExchange:
+    """One receive buffer of low latency.
+
+    peers: of at least W programs; counters: [4]: rows, metadata, headers and sums.
+    buffer_address: of the receive buffer of this rank.   bases: [W], int64: of those of all ranks.
+    state: [4], int32: epoch of dispatch (1 at first) and of combine (0), whether the call failed.
+    """
+
+    peers: PeerBlocks[LowLatencyLayout]
+    buffer_address: int
+    bases: Tensor
+    state: Tensor
+
+    @classmethod
+    def of(cls, peers: PeerBlocks[LowLatencyLayout], buffer_index: int) -> LowLatencyExchange:
+        """Return a receive buffer by its index, in its first state."""
+        buffer_at = peers.layout.buffer_offset(buffer_index)
+        return cls(
+            peers=peers,
+            buffer_address=peers.own_address + buffer_at,
+            bases=peers.table + buffer_at,
+            state=first_state(peers.table.device),
+        )
+
+
+def first_state(device: torch.device) -> Tensor:
+    """Return epochs of dispatch and combine, and no failure; see LowLatencyExchange.state."""
+    return torch.tensor([1, 0, 0, 0], dtype=torch.int32, device=device)
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:

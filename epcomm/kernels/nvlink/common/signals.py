@@ -20,13 +20,14 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from epcomm.kernels.launch import IS_INTERPRETED
-
-# Entries of a report (int32): what it waited for, in which epoch, the abort flag of the rank that
-# timed out first, and then one entry for each missing rank.
-REPORT_PHASE, REPORT_EPOCH, REPORT_ABORTED, REPORT_MISSING = 0, 1, 2, 4
-
-# The abort flag: 1 + the rank that timed out, then a bit for each missing rank, as many as fit.
-MISSING_SHIFT, MAX_MISSING = 8, 23
+from epcomm.kernels.nvlink.common.status import (
+    MAX_MISSING,
+    MISSING_SHIFT,
+    REPORT_ABORTED,
+    REPORT_EPOCH,
+    REPORT_MISSING,
+    REPORT_WAIT,
+)
 
 # Looks of a GPU between two looks at its clock: a fifth of a millisecond, so that most waits, of
 # microseconds, never read it.
@@ -36,17 +37,6 @@ POLL_NS = 1_000_000
 
 _IS_TIMED, _POLL_NS = tl.constexpr(not IS_INTERPRETED), tl.constexpr(POLL_NS)
 _LOOKS_PER_TICK = tl.constexpr(LOOKS_PER_TICK)
-_MISSING_SHIFT, _MAX_MISSING = tl.constexpr(MISSING_SHIFT), tl.constexpr(MAX_MISSING)
-_REPORT_PHASE = tl.constexpr(REPORT_PHASE)
-_REPORT_EPOCH = tl.constexpr(REPORT_EPOCH)
-_REPORT_ABORTED = tl.constexpr(REPORT_ABORTED)
-_REPORT_MISSING = tl.constexpr(REPORT_MISSING)
-
-
-def decode_abort(value: int) -> tuple[int, list[int]]:
-    """Return the rank that timed out, and the missing ranks: of 2 + 2**8 + 2**10, 1 and [0, 2]."""
-    missing = [rank for rank in range(MAX_MISSING) if value >> (MISSING_SHIFT + rank) & 1]
-    return (value & (2**MISSING_SHIFT - 1)) - 1, missing
 
 
 @triton.jit
@@ -56,17 +46,14 @@ def int32_at(address: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def taking_part(excluded_ptr: tl.tensor | None, W: tl.constexpr, LANES: tl.constexpr) -> tl.tensor:
+def taking_part(excluded_ptr: tl.tensor, W: tl.constexpr, LANES: tl.constexpr) -> tl.tensor:
     """[LANES]: ranks that take part. With the flags 0 1 0 of excluded ranks: yes, no, yes.
 
-    excluded_ptr: [W], int32, of this rank, written by its host between kernels; None: all take
-        part.
+    excluded_ptr: [W], int32, of this rank, written by its host between kernels.
     """
     lane = tl.arange(0, LANES)
     is_rank = lane < W
-    if excluded_ptr is not None:
-        is_rank = is_rank & (tl.load(excluded_ptr + lane, mask=is_rank, other=0) == 0)
-    return is_rank
+    return is_rank & (tl.load(excluded_ptr + lane, mask=is_rank, other=0) == 0)
 
 
 @triton.jit
@@ -76,7 +63,7 @@ def publish(
     amount: tl.tensor,
     W: tl.constexpr,
     LANES: tl.constexpr,
-    excluded_ptr: tl.tensor | None = None,
+    excluded_ptr: tl.tensor,
 ) -> None:
     """Add `amount` to a signal of every rank, after all that this program stored.
 
@@ -113,79 +100,132 @@ def polls_spent(num_looks: tl.tensor, end_ns: tl.tensor) -> tuple[tl.tensor | in
 
 
 @triton.jit
-def await_signals(
-    signals_ptr: tl.tensor,
-    abort_ptr: tl.tensor,
+def await_at(
+    first_ptr: tl.tensor,
+    last_ptr: tl.tensor | None,
+    is_needed: tl.tensor,
+    abort_ptr: tl.tensor | None,
     wanted: tl.tensor,
     max_polls: tl.tensor,
-    W: tl.constexpr,
-    LANES: tl.constexpr,
-    excluded_ptr: tl.tensor | None = None,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Wait until W signals are at least `wanted`; what their sources stored before is visible then.
+    SCOPE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor | int]:
+    """Wait until signals are at least `wanted`; what their sources stored before is visible then.
 
-    signals_ptr: [W], of this rank.   abort_ptr: not 0 once any rank has timed out.
-    excluded_ptr: as of taking_part(); an excluded rank is never missing.
-    Returns: [LANES], int32, 1 for each rank that is still missing, and the abort flag.
-    With signals 4 and 2 and a `wanted` of 3: missing is 0 1 until the second signal is 3.
+    first_ptr, last_ptr: [n], one or two signals of each source, of this rank.
+    is_needed: [n]: sources that are waited for.   SCOPE: sys, or gpu where all are of this one.
+    abort_ptr: not 0 once any rank has timed out; None: none does.
+    Returns: [n], int32, 1 for each source that is still missing, and the abort flag or 0.
     """
-    lane = tl.arange(0, LANES)
-    is_rank = taking_part(excluded_ptr, W, LANES)
     num_missing = 1
     polls_left = max_polls
     num_looks = max_polls * 0
     end_ns = num_looks.to(tl.int64)
     # Only scalars go around: a tensor would have to keep its layout.
     while (num_missing > 0) & (polls_left > 0):
-        signals = tl.load(signals_ptr + lane, mask=is_rank, other=0, volatile=True)
-        num_missing = tl.sum((is_rank & (signals - wanted < 0)).to(tl.int32))
+        ahead = tl.load(first_ptr, mask=is_needed, other=0, volatile=True) - wanted
+        if last_ptr is not None:
+            last = tl.load(last_ptr, mask=is_needed, other=0, volatile=True) - wanted
+            ahead = tl.minimum(ahead, last)
+        num_missing = tl.sum((is_needed & (ahead < 0)).to(tl.int32))
         num_looks += 1
         spent, end_ns = polls_spent(num_looks, end_ns)  # pyright: ignore[reportGeneralTypeIssues]
-        polls_left = tl.where(tl.load(abort_ptr, volatile=True) != 0, 0, polls_left - spent)
+        polls_left -= spent
+        if abort_ptr is not None:
+            polls_left = tl.where(tl.load(abort_ptr, volatile=True) != 0, 0, polls_left)
     # Volatile loads leave stale lines in the L1 cache. This acquires what publish() released, and
     # would be deleted if its value were not used.
-    signals = tl.atomic_add(
-        signals_ptr + lane, tl.zeros_like(lane), mask=is_rank, sem="acquire", scope="sys"
-    )
-    missing = (is_rank & (signals - wanted < 0)).to(tl.int32)
+    nothing = is_needed.to(tl.int32) * 0
+    ahead = tl.atomic_add(first_ptr, nothing, mask=is_needed, sem="acquire", scope=SCOPE) - wanted
+    if last_ptr is not None:
+        last = tl.atomic_add(last_ptr, nothing, mask=is_needed, sem="acquire", scope=SCOPE)
+        ahead = tl.minimum(ahead, last - wanted)
+    missing = (is_needed & (ahead < 0)).to(tl.int32)
     # The other threads may load only after those that acquired.
     tl.debug_barrier()
-    return missing, tl.load(abort_ptr, volatile=True)
+    aborted = 0
+    if abort_ptr is not None:
+        aborted = tl.load(abort_ptr, volatile=True)
+    return missing, aborted
 
 
 @triton.jit
-def abort_ranks(
-    missing: tl.tensor,
-    aborted: tl.tensor,
-    report_ptr: tl.tensor,
-    aborts_ptr: tl.tensor,
-    phase: tl.constexpr,
-    epoch: tl.tensor,
-    rank: tl.tensor,
+def await_signals(
+    signals_ptr: tl.tensor,
+    abort_ptr: tl.tensor | None,
+    wanted: tl.tensor,
+    max_polls: tl.tensor,
     W: tl.constexpr,
     LANES: tl.constexpr,
-    excluded_ptr: tl.tensor | None = None,
-) -> None:
-    """Report why this rank cannot go on, and set the abort flags, unless some rank did before.
+    excluded_ptr: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor | int]:
+    """Wait as await_at() for W signals at signals_ptr; an excluded rank is never missing.
+
+    With signals 4 and 2 and a `wanted` of 3: missing is 0 1 until the second signal is 3.
+    """
+    is_rank = taking_part(excluded_ptr, W, LANES)
+    first_ptr = signals_ptr + tl.arange(0, LANES)
+    return await_at(first_ptr, None, is_rank, abort_ptr, wanted, max_polls, "sys")
+
+
+@triton.jit
+def abort_if_missing(
+    missing: tl.tensor,
+    aborted: tl.tensor,
+    peers: tl.tuple,
+    wait: tl.constexpr,
+    epoch: tl.tensor,
+    W: tl.constexpr,
+    LANES: tl.constexpr,
+) -> tl.tensor:
+    """If this rank cannot go on, report why and set the abort flags, unless some rank did before.
 
     Rank 1, which misses ranks 0 and 2, sets 2 + 2**8 + 2**10.
 
-    report_ptr: [REPORT_MISSING + W], read by the host.   aborts_ptr: [W] addresses of abort flags.
-    excluded_ptr: as of taking_part().
+    missing, aborted: as await_signals() returned them.   wait: a Wait.
+    peers: own_address, of this rank's block; table_ptr, [W] addresses of all blocks, each of which
+        begins with its abort flag; excluded_ptr, as of taking_part(); report_ptr,
+        [REPORT_MISSING + W], which the host reads; and the rank.
+    Returns: whether this rank cannot go on.
     """
-    lane = tl.arange(0, LANES)
-    is_rank = taking_part(excluded_ptr, W, LANES)
-    if aborted != 0:
-        tl.store(report_ptr + _REPORT_ABORTED, aborted)
-    else:
-        tl.store(report_ptr + _REPORT_MISSING + lane, missing, mask=lane < W)
-        tl.store(report_ptr + _REPORT_EPOCH, epoch)
-        tl.store(report_ptr + _REPORT_PHASE, phase)
-        tl.debug_barrier()
-        addresses = tl.load(aborts_ptr + lane, mask=is_rank, other=0)
-        # Read by await_signals() of later kernels, which only return, and report it to their hosts.
-        flags = addresses.to(tl.pointer_type(tl.int32))
-        is_notified = (lane < _MAX_MISSING) & (missing != 0)
-        bits = tl.where(is_notified, 1, 0) << tl.where(is_notified, lane + _MISSING_SHIFT, 0)
-        mine = tl.zeros_like(lane) + tl.sum(bits) + rank + 1
-        tl.atomic_xchg(flags, mine, mask=is_rank, sem="release", scope="sys")
+    _, table_ptr, excluded_ptr, report_ptr, rank = peers
+    is_lost = (tl.sum(missing) > 0) | (aborted != 0)
+    if is_lost:
+        lane = tl.arange(0, LANES)
+        is_rank = taking_part(excluded_ptr, W, LANES)
+        if aborted != 0:
+            tl.store(report_ptr + REPORT_ABORTED, aborted)
+        else:
+            tl.store(report_ptr + REPORT_MISSING + lane, missing, mask=lane < W)
+            tl.store(report_ptr + REPORT_EPOCH, epoch)
+            tl.store(report_ptr + REPORT_WAIT, wait)
+            tl.debug_barrier()
+            addresses = tl.load(table_ptr + lane, mask=is_rank, other=0)
+            # Read by await_at() of later kernels, which only return, and report it to their hosts.
+            flags = addresses.to(tl.pointer_type(tl.int32))
+            is_notified = (lane < MAX_MISSING) & (missing != 0)
+            bits = tl.where(is_notified, 1, 0) << tl.where(is_notified, lane + MISSING_SHIFT, 0)
+            mine = tl.zeros_like(lane) + tl.sum(bits) + rank + 1
+            tl.atomic_xchg(flags, mine, mask=is_rank, sem="release", scope="sys")
+    return is_lost
+
+
+@triton.jit
+def await_or_abort(
+    peers: tl.tuple,
+    address: tl.tensor,
+    wanted: tl.tensor,
+    max_polls: tl.tensor,
+    wait: tl.constexpr,
+    epoch: tl.tensor,
+    W: tl.constexpr,
+    LANES: tl.constexpr,
+) -> tl.tensor:
+    """Wait as await_signals() for the signals at `address`; abort as abort_if_missing().
+
+    Returns: whether this rank cannot go on.
+    """
+    own_address, _, excluded_ptr, _, _ = peers
+    missing, aborted = await_signals(  # pyright: ignore[reportGeneralTypeIssues]
+        int32_at(address), int32_at(own_address), wanted, max_polls, W, LANES, excluded_ptr
+    )
+    return abort_if_missing(missing, aborted, peers, wait, epoch, W, LANES)

@@ -1,0 +1,84 @@
+"""Counts of a dispatch of normal mode over NVLink, which a kernel writes where its host reads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from epcomm.buffers.base import DispatchCall
+from epcomm.buffers.counts import check_headers
+from epcomm.buffers.faults import any_flags
+from epcomm.kernels.nvlink.common.layout import NormalLayout
+from epcomm.protocol import BatchFlags, FaultCode, unpack_status
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """The counts of a dispatch that the host reads.
+
+    most_tokens: T of the rank that has most.   num_rows: that arrive.
+    tokens_per_expert: [L].   any_flags: the flags of all ranks, or-ed.
+    """
+
+    most_tokens: int
+    num_rows: int
+    tokens_per_expert: tuple[int, ...]
+    any_flags: BatchFlags
+
+    @classmethod
+    def of(
+        cls,
+        totals: list[int],
+        call: DispatchCall,
+        layout: NormalLayout,
+        rank: int,
+        dead: Sequence[int],
+    ) -> Counts:
+        """Read the totals that Totals.wait() returned.
+
+        Raises:
+            ShapeError, CapacityError, ConfigError: as check_headers().
+        """
+        size = layout.world_size
+        headers = [unpack_status(status) for status in totals[:size]]
+        for other in dead:
+            # They agree with everybody.
+            headers[other] = FaultCode.NONE, call.flags
+        codes, flags = zip(*headers, strict=True)
+        check_headers(codes, flags, call, layout.num_local_experts * size, rank)
+        return cls(
+            most_tokens=max(totals[size : 2 * size]),
+            num_rows=sum(totals[2 * size : 3 * size]),
+            tokens_per_expert=tuple(totals[3 * size :]),
+            any_flags=any_flags(flags),
+        )
+
+
+class Totals:
+    """entries: [3 * W + L], int32, negative until a kernel has written them, see push_rows().
+
+    Of one call alone, for an earlier one may have ended in a timeout, and its kernel still write.
+    """
+
+    def __init__(self, layout: NormalLayout, device: torch.device) -> None:
+        """Allocate memory that the host and the device see."""
+        num_entries = 3 * layout.world_size + layout.num_local_experts
+        is_pinned = device.type == "cuda"
+        self.entries = torch.empty(num_entries, dtype=torch.int32, pin_memory=is_pinned).fill_(-1)
+
+    def wait(self, check: Callable[[], None], timeout_s: float) -> list[int] | None:
+        """Return the totals once a kernel has written them: the host sync; None: it never ran.
+
+        check: raises what a kernel that waits in vain reports.
+        """
+        # For a kernel that never runs, and so reports nothing.
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() <= deadline:
+            totals = self.entries.tolist()
+            if min(totals) >= 0:
+                return totals
+            check()
+        return None

@@ -1,0 +1,140 @@
+"""Bytes of the NVLink buffers, as `plan` predicts them; numbers alone, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from epcomm.buffers.sizes import CallShape, Region, index_bytes, slot_regions
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.kernels.nvlink.common.layout import VECTOR_BYTES, LowLatencyLayout, NormalLayout
+from epcomm.spec import BufferSpec
+from epcomm.types import Layout, align_up
+
+# Sums of one source that share a signal: fences cost less than a tenth of their time.
+_ITEM_ROWS = 16
+# Tokens of a rank that a buffer of normal mode without a limit has capacity for at first.
+_FIRST_TOKENS = 256
+# Regions of low latency that hold rows.
+_ROW_REGIONS = ("data", "scales", "returned")
+
+
+def row_bytes(spec: BufferSpec) -> tuple[int, int]:
+    """Return the bytes of a row in dispatch and in combine, without gaps between rows."""
+    wire = spec.dispatch_format
+    out = wire.data_bytes(spec.hidden_size) + wire.scale_bytes(spec.hidden_size)
+    return out, spec.combine_format.data_bytes(spec.hidden_size)
+
+
+def backward_row_bytes(spec: BufferSpec) -> tuple[int, int]:
+    """Return the bytes of a gradient in dispatch, and in combine with K scalars."""
+    bare = spec.backward_format.data_bytes(spec.hidden_size)
+    return bare, bare + 4 * spec.top_k
+
+
+def normal_layout(
+    spec: BufferSpec, world_size: int, max_tokens: int | None, num_buffers: int
+) -> NormalLayout:
+    """Return the layout of blocks for M tokens of each rank, and gradients as rows."""
+    gradient_bytes = spec.backward_format.data_bytes(spec.hidden_size)
+    sizes = _block_sizes(spec, world_size, max_tokens or _FIRST_TOKENS, num_buffers, gradient_bytes)
+    return NormalLayout(**sizes, item_rows=_ITEM_ROWS)
+
+
+def low_latency_layout(spec: BufferSpec, world_size: int, num_buffers: int) -> LowLatencyLayout:
+    """Return the layout of blocks with capacity for the tokens that the specification limits."""
+    assert spec.max_tokens_per_rank is not None, "plan() has checked the limit"
+    sizes = _block_sizes(spec, world_size, spec.max_tokens_per_rank, num_buffers)
+    return LowLatencyLayout(**sizes)
+
+
+def _block_sizes(
+    spec: BufferSpec, world_size: int, max_tokens: int, num_buffers: int, gradient_bytes: int = 0
+) -> dict[str, int]:
+    """Return the fields of a MemoryLayout whose rows have capacity for gradients, too."""
+    out_bytes = spec.dispatch_format.data_bytes(spec.hidden_size)
+    home_bytes = spec.combine_format.data_bytes(spec.hidden_size)
+    return {
+        "world_size": world_size,
+        "max_tokens": max_tokens,
+        "top_k": spec.top_k,
+        "num_local_experts": spec.num_local_experts,
+        "num_buffers": num_buffers,
+        "data_bytes": align_up(max(out_bytes, gradient_bytes), VECTOR_BYTES),
+        "scale_bytes": align_up(spec.dispatch_format.scale_bytes(spec.hidden_size), VECTOR_BYTES),
+        "return_bytes": align_up(max(home_bytes, gradient_bytes), VECTOR_BYTES),
+    }
+
+
+def normal_regions(spec: BufferSpec, layout: NormalLayout, num_slots: int) -> tuple[Region, ...]:
+    """As Buffer.region_bytes(), with an index of C slots; per token where the spec has no limit."""
+    row = layout.metadata_bytes + layout.data_bytes + layout.scale_bytes
+    combine_bytes = layout.num_rows * layout.return_bytes
+    index = index_bytes(spec, num_rows=layout.num_rows, num_slots=num_slots, num_members=0)
+    sizes = {
+        "signals and headers": layout.buffers_at
+        - combine_bytes
+        + layout.num_buffers * layout.regions["header"],
+        "received rows": layout.num_buffers * layout.num_rows * row,
+        "returned rows": combine_bytes,
+        "slot index": index,
+    }
+    packed = slot_regions(
+        spec, row_bytes=layout.data_bytes + layout.scale_bytes, max_rows=layout.num_rows
+    )
+    if spec.max_tokens_per_rank is not None:
+        return _regions(sizes | {each.name: each.max_bytes or 0 for each in packed})
+    sizes = {name: size // layout.max_tokens for name, size in sizes.items()}
+    sizes |= {each.name: each.bytes_per_token or 0 for each in packed}
+    return tuple(Region(name=name, bytes_per_token=size) for name, size in sizes.items())
+
+
+def low_latency_regions(
+    spec: BufferSpec, layout: LowLatencyLayout, num_slots: int, handed: Layout
+) -> tuple[Region, ...]:
+    """As Buffer.region_bytes(), with an index of C slots, and what is handed out."""
+    index = index_bytes(spec, num_rows=layout.num_rows, num_slots=num_slots, num_members=0)
+    other_bytes = layout.buffer_bytes - sum(layout.regions[name] for name in _ROW_REGIONS)
+    sizes = {
+        "signals and metadata": layout.num_buffers * other_bytes,
+        **{name: layout.num_buffers * layout.regions[name] for name in _ROW_REGIONS},
+        "slot index": layout.num_buffers * (index + layout.num_rows),
+    }
+    num_bytes = layout.data_bytes + layout.scale_bytes
+    if handed is Layout.MASKED:
+        sizes["packed rows"] = layout.num_buffers * num_slots * num_bytes
+        sizes["expert results"] = num_slots * row_bytes(spec)[1]
+    else:
+        packed = slot_regions(spec, row_bytes=num_bytes, max_rows=layout.num_rows)
+        sizes |= {each.name: each.max_bytes or 0 for each in packed}
+    return _regions(sizes)
+
+
+def _regions(sizes: Mapping[str, int]) -> tuple[Region, ...]:
+    return tuple(Region(name=name, max_bytes=size) for name, size in sizes.items())
+
+
+def normal_traffic(
+    spec: BufferSpec, layout: NormalLayout, call: CallShape, *, backward: bool
+) -> BufferTraffic:
+    """As Buffer.wire_bytes(); signals are not counted."""
+    out, combine_bytes = backward_row_bytes(spec) if backward else row_bytes(spec)
+    control = call.rows_sent * layout.metadata_bytes
+    control += (call.world_size - 1) * layout.header_bytes
+    return BufferTraffic(
+        dispatch_bytes=call.rows_sent * out,
+        combine_bytes=call.rows_received * combine_bytes,
+        control_bytes=0 if backward else control,
+    )
+
+
+def low_latency_traffic(
+    spec: BufferSpec, layout: LowLatencyLayout, call: CallShape
+) -> BufferTraffic:
+    """As Buffer.wire_bytes(); signals are not counted."""
+    out, combine_bytes = row_bytes(spec)
+    control = call.tokens_of_rank[call.rank] * layout.metadata_bytes + layout.control_bytes
+    return BufferTraffic(
+        dispatch_bytes=call.rows_sent * out,
+        combine_bytes=call.rows_received * combine_bytes,
+        control_bytes=(call.world_size - 1) * control,
+    )

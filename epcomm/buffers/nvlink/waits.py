@@ -1,0 +1,73 @@
+"""Reports of kernels that waited in vain, and the error that the host of their rank raises."""
+
+from __future__ import annotations
+
+import torch
+
+from epcomm.collectives.base import Collectives
+from epcomm.errors import EPTimeout, describe_ranks
+from epcomm.protocol import (
+    REPORT_ABORTED,
+    REPORT_EPOCH,
+    REPORT_MISSING,
+    REPORT_WAIT,
+    Wait,
+    decode_abort,
+)
+
+_TEXTS = {
+    Wait.CREDIT: "the previous combine, use {epoch} of its receive buffer",
+    Wait.DISPATCH: "dispatch, use {epoch} of its receive buffer",
+    Wait.COMBINE: "combine, use {epoch} of its receive buffer",
+    Wait.DISPATCH_BEGIN: "the beginning of dispatch {epoch}",
+    Wait.HEADERS: "the counts of dispatch {epoch}",
+    Wait.ROWS: "dispatch {epoch}",
+    Wait.COMBINE_BEGIN: "the beginning of combine {epoch}",
+    Wait.SUMS: "combine {epoch}",
+}
+
+
+class WaitReport:
+    """entries: [REPORT_MISSING + W], int32, zero at first, which the host reads any time."""
+
+    def __init__(self, collectives: Collectives, backend: str) -> None:
+        """Report nothing yet; `backend` begins every message."""
+        self._collectives, self._backend = collectives, backend
+        self.entries = torch.zeros(
+            REPORT_MISSING + collectives.world_size,
+            dtype=torch.int32,
+            pin_memory=collectives.device.type == "cuda",
+        )
+
+    def check(self) -> None:
+        """Raise what a kernel has reported. Local; no device is waited for.
+
+        Raises:
+            EPTimeout: a kernel of this rank, or of one that set the abort flags, waited in vain.
+        """
+        entries = self.entries.tolist()
+        if entries[REPORT_WAIT] or entries[REPORT_ABORTED]:
+            rank = self._collectives.rank
+            story = _own_story(entries) if entries[REPORT_WAIT] else _abort_story(entries, rank)
+            if entries[REPORT_WAIT]:
+                story += f", within {self._collectives.kernel_timeout_s:g} s"
+            raise EPTimeout(
+                f"{self._backend}: {story} (this is rank {rank} of "
+                f"{self._collectives.world_size}); close the group and make a new one"
+            )
+
+
+def _own_story(entries: list[int]) -> str:
+    missing = [rank for rank, is_missing in enumerate(entries[REPORT_MISSING:]) if is_missing]
+    text = _TEXTS[Wait(entries[REPORT_WAIT])].format(epoch=entries[REPORT_EPOCH])
+    return f"{describe_ranks(missing)} did not arrive in {text}"
+
+
+def _abort_story(entries: list[int], own_rank: int) -> str:
+    timed_out, missing = decode_abort(entries[REPORT_ABORTED])
+    what = f"rank {timed_out} gave up waiting for {describe_ranks(missing)} and told all ranks"
+    if own_rank in missing:
+        return f"this rank came too late: {what}"
+    if missing:
+        return f"{describe_ranks(missing)} did not arrive: {what}"
+    return f"rank {timed_out} gave up waiting and told all ranks; see its message"

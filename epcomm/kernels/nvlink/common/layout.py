@@ -1,0 +1,232 @@
+"""Where signals and rows of the NVLink buffers lie in the symmetric memory of a rank, its block.
+
+Layouts are equal on all ranks. A block is what all dispatches share, then N receive buffers of what
+comes to the experts, used in turn. In each of them the entry of source rank s is entry s, and its
+rows are rows s * M to s * M + n of W * M.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from epcomm.protocol import HEADER_WORDS
+from epcomm.types import align_up
+
+# Regions begin at lines of the L2 cache.
+_LINE_BYTES = 128
+# Rows, and the parts of the metadata, begin at the widest vector.
+VECTOR_BYTES = 16
+_WORD_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryLayout(ABC):
+    """Strides of rows, multiples of VECTOR_BYTES, and offsets of regions, in bytes.
+
+    world_size, max_tokens, top_k, num_local_experts: W, M, K and L.   num_buffers: N.
+    data_bytes: from one row to the next, in the dispatch direction.
+    scale_bytes: from the scales of one row to those of the next.
+    return_bytes: from one sum to the next, in combine.
+    """
+
+    world_size: int
+    max_tokens: int
+    top_k: int
+    num_local_experts: int
+    num_buffers: int
+    data_bytes: int
+    scale_bytes: int
+    return_bytes: int
+
+    @property
+    @abstractmethod
+    def header_bytes(self) -> int:
+        """Bytes from one header to the next."""
+
+    @abstractmethod
+    def shared_sizes(self) -> dict[str, int]:
+        """Bytes of what all receive buffers share, by region, in order; first the abort flag."""
+
+    @abstractmethod
+    def buffer_sizes(self) -> dict[str, int]:
+        """Bytes of the regions of a receive buffer, in order."""
+
+    @property
+    def num_rows(self) -> int:
+        """W * M."""
+        return self.world_size * self.max_tokens
+
+    @cached_property
+    def metadata_words(self) -> int:
+        """Words of 32 bits in each of the three parts of the metadata: a power of two, from 4."""
+        return max(4, _lanes(self.top_k))
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Bytes of the metadata of a row."""
+        return 3 * _WORD_BYTES * self.metadata_words
+
+    @cached_property
+    def world_lanes(self) -> int:
+        """W, up to a power of two."""
+        return _lanes(self.world_size)
+
+    @cached_property
+    def local_lanes(self) -> int:
+        """L, up to a power of two."""
+        return _lanes(self.num_local_experts)
+
+    @cached_property
+    def expert_lanes(self) -> int:
+        """W * L, up to a power of two."""
+        return _lanes(self.world_size * self.num_local_experts)
+
+    @cached_property
+    def rank_constants(self) -> Mapping[str, int]:
+        """Constants of kernels about ranks; the next two are about entries and experts as well."""
+        return {"W": self.world_size, "W_LANES": self.world_lanes, "M": self.max_tokens}
+
+    @cached_property
+    def entry_constants(self) -> Mapping[str, int]:
+        return {**self.rank_constants, "K": self.top_k, "K_LANES": self.metadata_words}
+
+    @cached_property
+    def expert_constants(self) -> Mapping[str, int]:
+        local = {"L": self.num_local_experts, "L_LANES": self.local_lanes}
+        return {**self.entry_constants, **local}
+
+    @cached_property
+    def regions(self) -> Mapping[str, int]:
+        """Bytes of each region, those of a receive buffer last, in order."""
+        sizes = self.shared_sizes() | self.buffer_sizes()
+        return {name: align_up(size, _LINE_BYTES) for name, size in sizes.items()}
+
+    @cached_property
+    def offsets(self) -> Mapping[str, int]:
+        """Offset in bytes of each region, in the block or in its receive buffer."""
+        found: dict[str, int] = {}
+        for names in (self.shared_sizes(), self.buffer_sizes()):
+            begin = 0
+            for name in names:
+                found[name] = begin
+                begin += self.regions[name]
+        return found
+
+    @cached_property
+    def buffers_at(self) -> int:
+        """Offset in bytes of the first receive buffer."""
+        return sum(self.regions[name] for name in self.shared_sizes())
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """Bytes from one receive buffer to the next."""
+        return sum(self.regions[name] for name in self.buffer_sizes())
+
+    def buffer_offset(self, buffer_index: int) -> int:
+        """Return the offset in bytes of a receive buffer."""
+        return self.buffers_at + buffer_index * self.buffer_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a block."""
+        return self.buffer_offset(self.num_buffers)
+
+
+class LowLatencyLayout(MemoryLayout):
+    """The block of low latency.
+
+    abort                                       int32 flag: some rank has timed out
+    arrived_dispatch [W], arrived_combine [W]   int32 signals: programs that have sent
+    header [W, 4]                               int32: epoch, T, status, unused
+    combine_status [W]                          int32: fault code of the combine call
+    counts [W, L]                               int32: (token, expert) pairs for each expert
+    metadata [W * M, 3, K]                      expert of this rank or -1, position, weight
+    data [W * M, H], scales [W * M, num_scales] as they travel
+    returned [W * M, H]                         sums of rank d for token t, at d * M + t
+    """
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of a header: four words, one store."""
+        return 4 * _WORD_BYTES
+
+    @property
+    def control_bytes(self) -> int:
+        """Bytes of a dispatch to each rank besides its tokens: a header and counts."""
+        return self.header_bytes + _WORD_BYTES * self.num_local_experts
+
+    def shared_sizes(self) -> dict[str, int]:
+        return {"abort": _WORD_BYTES}
+
+    def buffer_sizes(self) -> dict[str, int]:
+        words = _WORD_BYTES * self.world_size
+        return {
+            "arrived_dispatch": words,
+            "arrived_combine": words,
+            "header": self.world_size * self.header_bytes,
+            "combine_status": words,
+            "counts": words * self.num_local_experts,
+            "metadata": self.num_rows * self.metadata_bytes,
+            "data": self.num_rows * self.data_bytes,
+            "scales": self.num_rows * self.scale_bytes,
+            "returned": self.num_rows * self.return_bytes,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormalLayout(MemoryLayout):
+    """The block of normal mode; item_rows: sums of one source that share a signal.
+
+    abort            int32 flag: some rank has timed out
+    dispatch_begin, counts_ready, rows_ready, combine_begin [W]   int32 signals that only grow:
+                     dispatches begun, headers sent, programs that have sent, combines begun
+    combine_status [2, W]   int32: fault code of the combine call, alternating
+    sums_ready [W, items]   int32: the number of the combine whose sums are there
+    returned [W * M, H], returned_scalars [W * M, K]   sums and scalars, at the token's rank
+    header [W]       int32: status, T, rows for each rank [W], pairs of each expert [E]
+    metadata [W * M, 3, K]   expert of this rank or -1, position, weight
+    data [W * M, H], scales [W * M, num_scales]    as they travel
+    """
+
+    item_rows: int = 16
+
+    @property
+    def num_items(self) -> int:
+        """Most items of sums that one rank sends to one rank."""
+        return -(-self.max_tokens // self.item_rows)
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes from one header to the next."""
+        words = HEADER_WORDS + self.world_size * (1 + self.num_local_experts)
+        return align_up(_WORD_BYTES * words, VECTOR_BYTES)
+
+    def shared_sizes(self) -> dict[str, int]:
+        words = _WORD_BYTES * self.world_size
+        return {
+            "abort": _WORD_BYTES,
+            "dispatch_begin": words,
+            "counts_ready": words,
+            "rows_ready": words,
+            "combine_begin": words,
+            "combine_status": 2 * words,
+            "sums_ready": words * self.num_items,
+            "returned": self.num_rows * self.return_bytes,
+            "returned_scalars": self.num_rows * _WORD_BYTES * self.metadata_words,
+        }
+
+    def buffer_sizes(self) -> dict[str, int]:
+        return {
+            "header": self.world_size * self.header_bytes,
+            "metadata": self.num_rows * self.metadata_bytes,
+            "data": self.num_rows * self.data_bytes,
+            "scales": self.num_rows * self.scale_bytes,
+        }
+
+
+def _lanes(count: int) -> int:
+    """Return the smallest power of two that is at least `count`."""
+    return 1 << (count - 1).bit_length()

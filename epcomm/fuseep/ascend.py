@@ -112,8 +112,6 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
             reasons.append(f"returns bf16, not {spec.hidden_format}")
         if spec.dispatch_format.dtype is WireDtype.INT8 and spec.dispatch_format != INT8_PER_TOKEN:
             reasons.append(f"quantises to {INT8_PER_TOKEN}, not {spec.dispatch_format}")
-        if spec.expert_alignment > 1:
-            reasons.append("computes experts itself; leave expert_alignment at 1")
         if spec.intermediate_size is None:
             reasons.append("has limits for the experts' sizes; plan with their weights")
         return tuple(reasons)

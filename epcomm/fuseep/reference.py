@@ -50,12 +50,6 @@ class FuseEPReference(FusedBackend[Int8ChannelWeights]):
         )
 
     @classmethod
-    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        if spec.expert_alignment > 1:
-            return ("computes experts itself; leave expert_alignment at 1",)
-        return ()
-
-    @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
         return CollectiveBuffer.region_bytes(_exchange_spec(spec), world_size)
 

@@ -201,7 +201,8 @@ def _send_dispatch_kernel(
     if program == 0:
         tl.store(state_ptr + 1, epoch)
 
-    # Written by the combine of the last batch of this slot, on every rank: they have read it.
+    # Written by the combine of the last batch of this receive buffer, on every rank, which has
+    # read it.
     peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
     arrived_at, wanted = buffer_address + ARRIVED_COMBINE_AT, (epoch - 1) * num_programs
     is_lost = await_or_abort(peers, arrived_at, wanted, max_polls, WAIT_CREDIT, epoch, W, W_LANES)

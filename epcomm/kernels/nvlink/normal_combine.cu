@@ -202,7 +202,7 @@ __device__ bool wait(const Arguments& a, u64 word, int epoch, int phase) {
         missing = __ballot_sync(ALL_LANES, word && (int)(watched(word) - (u32)epoch) < 0);
         if (missing) aborted = watched(a.own);
         aborted = __shfl_sync(ALL_LANES, aborted, 0);
-        // As peer_signals.polls_spent(). The lanes of a warp may read the clock at other times.
+        // As polls_spent() of common/signals.py. The lanes of a warp may read the clock at other times.
         if (looks % LOOKS_PER_TICK == 0) {
             const u64 now_ns = __shfl_sync(ALL_LANES, clock_ns(), 0);
             if (now_ns >= end_ns) {

@@ -27,7 +27,7 @@ class RouterInput(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockLayout:
-    """Which part of a block does what, by its dotted name below the block; None: there is none.
+    """The parts of a block by what they do: dotted names below the block; None: there is none.
 
     router: what router_inputs say to logits [T, E], or to a tuple whose first entry they are; where
         the routing is chosen_by_router, to (logits, topk_weights [T, K], topk_ids [T, K], ...).
@@ -56,7 +56,7 @@ class BlockLayout:
     returns_scores: bool = False
 
     def names(self) -> dict[str, str]:
-        """Field to name, of the parts that are there."""
+        """Map the field of each part that is there to the name of the part."""
         named = {
             "router": self.router,
             "correction_bias": self.correction_bias,

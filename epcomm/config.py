@@ -192,7 +192,7 @@ def _expect(name: str, value: object, is_valid: bool, expected: str) -> None:
 
 
 def _check_scales(dtype: WireDtype | None, scales: ScaleDtype | None) -> None:
-    """Scales belong to rows that have them; what the experts want is not known here."""
+    """Check that rows have the scales asked for; what the experts want is not known here."""
     if dtype is None or scales is None:
         return
     asked = f"dispatch_scales is {scales.value!r} with dispatch_dtype {dtype.value!r}"

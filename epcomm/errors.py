@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 class EPError(Exception):
-    """Base of all errors that epcomm raises on purpose."""
+    """The base of all errors that epcomm raises on purpose."""
 
 
 class ConfigError(EPError, ValueError):
@@ -46,5 +46,5 @@ class PickleRefused(EPError, TypeError):
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """`rank 2` or `ranks 0, 1, 3`."""
+    """Name ranks: `rank 2` or `ranks 0, 1, 3`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

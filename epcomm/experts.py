@@ -101,7 +101,7 @@ class ExpertParallelExperts(nn.Module):
 
     @property
     def num_experts(self) -> int:
-        """P, of all ranks."""
+        """The number of physical experts of all ranks, P."""
         return self._spec.num_experts
 
     @property
@@ -124,7 +124,7 @@ class ExpertParallelExperts(nn.Module):
 
     @property
     def weights(self) -> ExpertTensors:
-        """This rank's experts, [L, ...]: live, of whatever stands where the parameters were.
+        """The experts of this rank, [L, ...]: live, of whatever stands where the parameters were.
 
         Where gradients are recorded the tensors are views, so gradients are to be found at the
         parameters. Local.
@@ -180,7 +180,7 @@ class ExpertParallelExperts(nn.Module):
         return ExpertTensor.of_share(tensor, mesh)
 
     def scale_gradients(self, factor: float) -> None:
-        """See scale_expert_gradients() of epcomm/training/gradients.py."""
+        """Scale the gradients; see scale_expert_gradients() of epcomm/training/gradients.py."""
         self._local.gradient_factor *= factor
         for name, parameter in self.expert_parameters().items():
             # Of what is computed, only the experts are scaled, not what they are combined with.
@@ -248,12 +248,12 @@ class ExpertParallelExperts(nn.Module):
             self.path.refuse(unready_error(problem, self.group.where), decode=decode)
 
     def idle(self, carry: Tensor) -> Tensor:
-        """See ExpertParallelLayer."""
+        """Take part in a call without a token; see ExpertParallelLayer.idle."""
         x = carry.to(self.weights.dtype).expand(0, self._spec.hidden_size)
         return self(x, empty_topk(self._spec.top_k, self.group.device)).sum().float()
 
     def idle_model(self, model: nn.Module) -> Tensor | None:
-        """See ExpertParallelLayer."""
+        """Return None: the model's layers alone will do; see ExpertParallelLayer.idle_model."""
         return None
 
     def check(self) -> None:

@@ -62,7 +62,7 @@ class EPGroup:
 
     @property
     def where(self) -> str:
-        """`rank 3 of 8`, for messages."""
+        """The place of this rank for messages, such as `rank 3 of 8`."""
         return f"rank {self.rank} of {self.world_size}"
 
     @property
@@ -84,7 +84,7 @@ class EPGroup:
         return self._mesh
 
     def __deepcopy__(self, memo: dict[int, object]) -> EPGroup:
-        """Return copies of layers, such as averages of weights, share the group."""
+        """Return this group, which copies of layers share, such as averages of weights."""
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -124,7 +124,7 @@ class EPGroup:
         return self._open(name, spec, buffer_class, "open_buffer")
 
     def open_fused(self, name: str, spec: BufferSpec) -> FusedBackend:
-        """Return the fused operator `name` for `spec`; the rest as open_buffer()."""
+        """Return the fused operator `name` for `spec`, shared as open_buffer() shares buffers."""
         return self._open(name, spec, fused_class, "open_fused")
 
     def exclude_ranks(self, ranks: Sequence[int]) -> None:
@@ -163,7 +163,7 @@ class EPGroup:
                 backend.exclude_ranks(ranks)
 
     def traffic(self) -> dict[str, BufferTraffic]:
-        """Bytes that this rank has sent to the others, by backend; none of a closed group."""
+        """Return the bytes that this rank has sent to others, by backend; none if closed."""
         sent: dict[str, BufferTraffic] = {}
         for backend in self._backends.values():
             name = backend.name

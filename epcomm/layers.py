@@ -78,7 +78,7 @@ def named_expert_parallel_layers(model: nn.Module) -> dict[str, ExpertParallelLa
 
 @contextmanager
 def decode_phase(model: nn.Module) -> Iterator[None]:
-    """Within it, every expert-parallel layer of `model` decodes unless its caller says otherwise.
+    """Let every expert-parallel layer of `model` decode, unless its caller says otherwise.
 
     For models whose code calls its blocks without a phase. Local; all ranks enter alike.
     """

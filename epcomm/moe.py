@@ -88,7 +88,7 @@ class ExpertParallelMoE(nn.Module):
 
     @property
     def routing(self) -> RoutingSpec:
-        """Logits to experts and weights, as given at construction."""
+        """The routing of logits to experts and weights, as given at construction."""
         return self._router.spec
 
     @ranged("route")

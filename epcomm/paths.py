@@ -49,7 +49,7 @@ class PipelinePath:
     def run(
         self, x: Tensor, topk: TopKOutput, weights: ExpertTensors, *, decode: bool
     ) -> PathOutput:
-        """See ExpertParallelExperts.forward."""
+        """Dispatch, compute and combine one batch; see ExpertParallelExperts.forward."""
         if self._may_widen and is_widened(weights, self._spec.dtype):
             self._widen(weights)
         try:
@@ -99,7 +99,7 @@ class PipelinePath:
         self.phases.of_phase(decode=decode and is_served).refuse(error)
 
     def _find_misplaced(self, weights: ExpertTensors) -> ShapeError | None:
-        """Experts that are not on the device of the group, as after construction on meta."""
+        """Find experts that are not on the device of the group, as after construction on meta."""
         for name, tensor in weights.tensors().items():
             if tensor.device != self._group.device:
                 return ShapeError(
@@ -114,12 +114,12 @@ class PipelinePath:
         self.phases.check()
 
     def traffic(self) -> BufferTraffic:
-        """Bytes sent by the buffers of both phases."""
+        """Return the bytes sent by the buffers of both phases."""
         return self.phases.traffic()
 
 
 def path_output(y: Tensor, out: DispatchOutput) -> PathOutput:
-    """y with what the batch took on this rank. Local; no host sync."""
+    """Return y with what the batch took on this rank. Local; no host sync."""
     return PathOutput(
         y=y,
         num_rows=out.exchange_plan.num_rows,
@@ -189,7 +189,7 @@ class PhaseDispatchers:
             dispatcher.check()
 
     def traffic(self) -> BufferTraffic:
-        """Bytes sent by the buffers of both phases."""
+        """Return the bytes sent by the buffers of both phases."""
         return sum((dispatcher.traffic() for dispatcher in self._all()), BufferTraffic())
 
     def _all(self) -> list[AnyDispatcher]:

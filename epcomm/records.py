@@ -34,7 +34,7 @@ class TopKOutput:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SlotIndex:
-    """Expert-major index over received rows; slots of one expert are neighbours.
+    """The expert-major index over received rows; slots of one expert are neighbours.
 
     row_of_slot: [C], int32, the row that slot s reads, -1 for padding; None: slot s is row s.
     slots_of_row: [R, K], int32, the inverse in k order, -1 for none; None as row_of_slot.
@@ -122,7 +122,7 @@ class Handle:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowsCombineInput:
-    """Expert results for the ROWS layout.
+    """The expert results for the ROWS layout.
 
     hidden_states: [C, H], one row a slot, or [R, H], one row a received row, as `rows_per` says.
     slot_weights: [C], dtype of the router weights, when combine must apply them, else None.
@@ -136,7 +136,7 @@ class RowsCombineInput:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowsDispatchOutput:
-    """Received tokens in the ROWS layout: one row per (token, rank) and an index over the rows.
+    """The received tokens in the ROWS layout: one row per (token, rank), an index over the rows.
 
     hidden_states: [R, H]; the row stride may exceed H. Rows without a slot are undefined.
     index: the expert-major slots over the rows.
@@ -162,7 +162,7 @@ class RowsDispatchOutput:
 
     @property
     def num_slots(self) -> int:
-        """C, the slots allocated."""
+        """The number of slots allocated, C."""
         if self.index.row_of_slot is None:
             return self.hidden_states.data.shape[0]
         return self.index.row_of_slot.shape[0]
@@ -195,7 +195,7 @@ class RowsDispatchOutput:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MaskedCombineInput:
-    """Expert results for the MASKED layout: [L, C, H], the first n of each expert."""
+    """The expert results for the MASKED layout: [L, C, H], the first n of each expert."""
 
     hidden_states: Tensor
     slot_weights: Tensor | None
@@ -204,7 +204,7 @@ class MaskedCombineInput:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MaskedDispatchOutput:
-    """Received tokens in the MASKED layout.
+    """The received tokens in the MASKED layout.
 
     hidden_states: [L, C, H]; of expert l the first num_tokens_per_expert[l] rows are defined.
     num_tokens_per_expert: [L], int32, on the device.
@@ -240,7 +240,7 @@ CombineInput = RowsCombineInput | MaskedCombineInput
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PathOutput:
-    """y of one call, [T, H], and what it took on this rank.
+    """The y of one call, [T, H], and what it took on this rank.
 
     num_rows: received.   num_slots: computed, where the host knows, else those allocated.
     num_tokens_per_expert: [L], int32, on the device: (token, expert) pairs that this rank computed.

@@ -81,7 +81,7 @@ class BufferSpec:
     intermediate_size: int | None = None
 
     def as_record(self) -> dict[str, str | int | None]:
-        """Plain values for Collectives.agree."""
+        """Return plain values for Collectives.agree()."""
         return {
             "hidden_size": self.hidden_size,
             "top_k": self.top_k,
@@ -142,5 +142,5 @@ class BufferCaps:
 
     @property
     def host_syncs(self) -> int:
-        """Times that a dispatch makes the host wait for the device."""
+        """The times that a dispatch makes the host wait for the device."""
         return 0 if self.is_static else 1

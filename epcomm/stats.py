@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EPStats:
-    """Counts of what one layer on one rank has done since construction; forward passes only.
+    """The counts of what one layer on one rank has done since construction; forward passes only.
 
     num_tokens: dispatched here.   num_rows: received.   num_slots: (token, expert) pairs computed.
     max_slots: most slots of one call.
@@ -41,7 +41,7 @@ class EPStats:
 
     @cached_property
     def num_tokens_per_expert(self) -> tuple[int, ...]:
-        """L counts: tokens that each expert of this rank has computed.
+        """The tokens that each expert of this rank has computed: L counts.
 
         Local.   Host sync: yes, when first read.
         """

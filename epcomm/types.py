@@ -15,12 +15,12 @@ ROW_ALIGNMENT_BYTES = 16
 
 
 def align_up(value: int, multiple: int) -> int:
-    """Smallest multiple of `multiple` that is at least `value`."""
+    """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
 class WireDtype(StrEnum):
-    """Element type of hidden states while they travel."""
+    """The element type of hidden states while they travel."""
 
     BF16 = "bf16"
     FP16 = "fp16"
@@ -76,7 +76,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class ScaleDtype(StrEnum):
-    """Element type of the scales of FP8 rows and matrices.
+    """The element type of the scales of FP8 rows and matrices.
 
     FLOAT32: as DeepSeek-V3.   POWER_OF_TWO: one byte, an exponent (UE8M0), as DeepSeek-V3.1.
     """
@@ -151,17 +151,17 @@ class WireFormat:
         return cls(dtype=WireDtype.from_torch(dtype))
 
     def num_scales(self, hidden_size: int) -> int:
-        """Scales of one row."""
+        """Return the number of scales of one row."""
         if self.scale_block is None:
             return 0
         return -(-hidden_size // self.scale_block) if self.scale_block else 1
 
     def data_bytes(self, hidden_size: int) -> int:
-        """Bytes of the elements of one row."""
+        """Return the bytes of the elements of one row."""
         return hidden_size * self.dtype.torch_dtype.itemsize
 
     def scale_bytes(self, hidden_size: int) -> int:
-        """Bytes of the scales of one row."""
+        """Return the bytes of the scales of one row."""
         return self.num_scales(hidden_size) * (self.scale_dtype.itemsize if self.scale_dtype else 0)
 
     def __str__(self) -> str:
@@ -204,7 +204,7 @@ ROW_MAJOR = ScaleLayout()
 
 @dataclass(frozen=True, kw_only=True)
 class RowReading:
-    """Rows as a runner reads them: what travelled, and how their scales lie on arrival.
+    """The rows as a runner reads them: what travelled, and how their scales lie on arrival.
 
     scale_layout: ROW_MAJOR for unquantised rows, which have no scales.
     """
@@ -237,7 +237,7 @@ def check_packing(caller: str, wire_format: WireFormat, layout: ScaleLayout) -> 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WireTensor:
-    """Rows as they travelled: elements, and scales where the format has them.
+    """The rows as they travelled: elements, and scales where the format has them.
 
     data: [R, H] (or [L, C, H]), format.dtype; the row stride may exceed H.
     scales: [R, num_scales] or None.

@@ -62,7 +62,7 @@ class DispatchCall:
         return self.quantize(self.hidden_states, wire_format)
 
     def write(self, out: WireTensor) -> None:
-        """Return the hidden states as they travel, into `out`, whose rows may have any stride."""
+        """Write the hidden states as they travel into `out`, whose rows may have any stride."""
         self.quantize(self.hidden_states, out.format, out=out)
 
 
@@ -85,14 +85,17 @@ class Dispatched:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Combined:
-    """y: [T, H].   scalars: [T, K], float32, where row scalars were given."""
+    """The result of Buffer.combine().
+
+    y: [T, H].   scalars: [T, K], float32, where row scalars were given.
+    """
 
     y: Tensor
     scalars: Tensor | None
 
 
 class Backend(ABC):
-    """What a plan asks before it chooses: of a Buffer, or of a fused operator.
+    """The base of buffers and fused operators: what a plan asks of them before it chooses.
 
     name: of the registry; a backend has a class for each mode, and for exact and static sizes.
     modes: those that this class serves.
@@ -117,29 +120,29 @@ class Backend(ABC):
     @classmethod
     @abstractmethod
     def probe(cls, environment: Mapping[str, str]) -> Availability:
-        """Whether this backend can run on this rank. Local; allocates nothing."""
+        """Tell whether this backend can run on this rank. Local; allocates nothing."""
 
     @classmethod
     @abstractmethod
     def caps(cls, mode: Mode) -> BufferCaps:
-        """What the backend can do in `mode`. Local; allocates nothing."""
+        """Return what the backend can do in `mode`. Local; allocates nothing."""
 
     @classmethod
     def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        """Why it cannot serve this layer, beyond what caps() says. Local; allocates nothing."""
+        """Say why it cannot serve a layer, beyond what caps() says. Local; allocates nothing."""
         return ()
 
     @classmethod
     def lacks_with(
         cls, environment: Mapping[str, str], spec: BufferSpec, world_size: int
     ) -> tuple[str, ...]:
-        """Why it cannot serve this layer with these variables. Local; allocates nothing."""
+        """Say why it cannot serve this layer in this `environment`. Local; allocates nothing."""
         return ()
 
     @classmethod
     @abstractmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
-        """Memory of the forward pass of one call, in order of use. Local; allocates nothing.
+        """Return the memory of a call's forward pass, in order of use. Local; allocates nothing.
 
         Regions live for different times, so their sum is an upper bound. The runner's packed slots
         and results are among them, y is not.
@@ -150,7 +153,7 @@ class Backend(ABC):
     def wire_bytes(
         cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
     ) -> BufferTraffic:
-        """Bytes that one rank sends to others in one call: what traffic() will count.
+        """Return the bytes that one rank sends to others in one call: what traffic() will count.
 
         Args:
             spec: as for the constructor.
@@ -182,7 +185,7 @@ class Backend(ABC):
 
     @abstractmethod
     def traffic(self) -> BufferTraffic:
-        """Bytes sent to other ranks so far."""
+        """Return the bytes sent to other ranks so far."""
 
     @abstractmethod
     def close(self) -> None:
@@ -203,7 +206,7 @@ class ExcludesRanks(Protocol):
 
 
 class Buffer(Backend):
-    """Mechanism of one backend. Calls are collective and come in one order on all ranks.
+    """The mechanism of one backend. Calls are collective and come in one order on all ranks.
 
     counts_calls: CallOrder counts a call when its ranks begin to compare it, and not before: what
         fails on one rank until then may still be told to all.
@@ -284,7 +287,7 @@ class Buffer(Backend):
         """
 
     def refuse_combine_of(self, exchange_plan: ExchangePlan, error: EPError) -> None:
-        """As refuse_combine(), where it is known which batch the other ranks combine.
+        """Refuse as refuse_combine() does, where it is known which batch the other ranks combine.
 
         Buffers whose batches have memory of their own need it, if several are in flight.
         """

@@ -86,7 +86,7 @@ class CountsMessage:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes for one rank."""
+        """The bytes of the header for one rank."""
         return 8 * (self.header.shape[1] + self.rest.shape[1])
 
 

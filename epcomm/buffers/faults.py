@@ -97,7 +97,7 @@ def repeated_ids_error(topk_ids: Tensor, rank: int, world_size: int) -> ShapeErr
 
 
 def overwritten_error(backend: str, batch: int, num_batches: int, where: str) -> HandleError:
-    """Return the error of a combine whose rows a later batch took the memory of."""
+    """Return the error of a combine whose rows lay in memory that a later batch has taken."""
     return HandleError(
         f"combine: the rows of batch {batch} of {backend} were overwritten by batch "
         f"{batch + num_batches}, for {num_batches} may be in flight ({where}); combine a batch "
@@ -186,10 +186,10 @@ def pack_header(fault: Tensor, flags: BatchFlags) -> Tensor:
 
 
 class DeviceFaults:
-    """Faults that wait on the device: the first one of each rank since the last check."""
+    """The faults that wait on the device: the first one of each rank since the last check."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
-        """No fault yet, for `world_size` ranks."""
+        """Begin without a fault, for `world_size` ranks."""
         self._rank = rank
         self._own_error: EPError | None = None
         # [W, 2]: FaultCode, and the slots that an overflow would have needed.

@@ -47,13 +47,13 @@ def batch_reasons(spec: BufferSpec, caps: BufferCaps) -> list[str]:
 
 
 def batches_in_flight_of(spec: BufferSpec, caps: BufferCaps) -> int | None:
-    """Batches that may be in flight in the end; None for any number."""
+    """Return how many batches may be in flight in the end; None for any number."""
     if spec.batches_in_flight is None or not caps.batches_on_request:
         return caps.batches_in_flight
     return spec.batches_in_flight
 
 
 def max_tokens_of(spec: BufferSpec, caps: BufferCaps) -> int | None:
-    """Tokens that a rank may dispatch: the lesser of what was asked for and what there is."""
+    """Return the tokens that a rank may dispatch: the lesser of what is asked and what there is."""
     limits = [spec.max_tokens_per_rank, caps.max_tokens_per_rank]
     return min((limit for limit in limits if limit is not None), default=None)

@@ -14,7 +14,7 @@ from epcomm.types import ROW_ALIGNMENT_BYTES, WireFormat, WireTensor, align_up
 
 @dataclass(frozen=True, kw_only=True)
 class RowLayout:
-    """Byte offsets inside one row [elements | scales | K ids int32 | K scalars | gap].
+    """The byte offsets inside one row [elements | scales | K ids int32 | K scalars | gap].
 
     The scalars are router weights towards the experts, their gradients in combine: float64
     beside such elements, else float32. Rows in combine have no ids. A buffer keeps its layouts, for
@@ -28,27 +28,27 @@ class RowLayout:
 
     @cached_property
     def data_end(self) -> int:
-        """First byte behind the elements."""
+        """The first byte behind the elements."""
         return self.format.data_bytes(self.hidden_size)
 
     @cached_property
     def scales_at(self) -> int:
-        """First byte of the scales."""
+        """The first byte of the scales."""
         return align_up(self.data_end, 4)
 
     @cached_property
     def scales_end(self) -> int:
-        """First byte behind the scales."""
+        """The first byte behind the scales."""
         return self.scales_at + self.format.scale_bytes(self.hidden_size)
 
     @cached_property
     def ids_at(self) -> int:
-        """First byte of the ids."""
+        """The first byte of the ids."""
         return align_up(self.scales_end, 4)
 
     @cached_property
     def scalars_at(self) -> int:
-        """First byte of the scalars."""
+        """The first byte of the scalars."""
         end = self.ids_at + (4 * self.top_k if self.has_ids else 0)
         return align_up(end, self.scalar_dtype.itemsize)
 
@@ -59,12 +59,12 @@ class RowLayout:
 
     @cached_property
     def scalars_end(self) -> int:
-        """First byte behind the scalars."""
+        """The first byte behind the scalars."""
         return self.scalars_at + self.scalar_dtype.itemsize * self.top_k
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes from one row to the next."""
+        """The bytes from one row to the next."""
         return align_up(self.scalars_end, ROW_ALIGNMENT_BYTES)
 
     def data(self, rows: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def _movable(tensor: Tensor) -> Tensor:
 
 
 def localize(expert_ids: Tensor, rank: int, num_local_experts: int) -> Tensor:
-    """Physical ids to ids of this rank's experts, -1 for those of other ranks."""
+    """Convert physical ids to ids of this rank's experts, -1 for those of other ranks."""
     # Ids lie far apart, each behind its row: read them once.
     local_ids = expert_ids.contiguous() - rank * num_local_experts
     is_local = (local_ids >= 0) & (local_ids < num_local_experts)

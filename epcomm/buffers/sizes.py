@@ -28,7 +28,7 @@ ROW_SLOT_BYTES, ROW_OFFSET_BYTES = 4, 8
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """Memory of one kind that a rank holds for one call.
+    """The memory of one kind that a rank holds for one call.
 
     name: what lies there.
     bytes_per_token: most bytes that one token adds, on all ranks together; None where the size
@@ -67,12 +67,12 @@ class CallShape:
 
     @property
     def world_size(self) -> int:
-        """W."""
+        """The number of ranks, W."""
         return len(self.tokens_of_rank)
 
     @classmethod
     def most(cls, num_tokens: int, top_k: int, world_size: int) -> CallShape:
-        """T tokens on each rank, each of which goes to min(K, W - 1) other ranks."""
+        """Return a call of T tokens on each rank, each sent to min(K, W - 1) other ranks."""
         num_rows = num_tokens * min(top_k, world_size - 1)
         return cls(
             rank=0,
@@ -86,16 +86,17 @@ class CallShape:
 
 @dataclass(frozen=True, kw_only=True)
 class RowBytes:
-    """Bytes of one row in dispatch and in combine."""
+    """The bytes of one row in dispatch and in combine."""
 
     dispatch: int
     combine: int
 
     @classmethod
     def of(cls, spec: BufferSpec, *, backward: bool = False) -> RowBytes:
-        """Forward, ids and weights travel with the elements, and sums travel alone.
+        """Return the bytes of rows in the forward pass, or in the backward pass.
 
-        Backward, gradients travel alone, and with those of the weights in combine.
+        Forward, ids and weights travel with the elements, and sums travel alone. Backward,
+        gradients travel alone, and with those of the weights in combine.
         """
         layout = RowLayout(
             hidden_size=spec.hidden_size,
@@ -112,7 +113,7 @@ class RowBytes:
 
 
 def rows_region(name: str, row_bytes: int, *, per_token: int, max_rows: int | None) -> Region:
-    """Rows of one size: a token adds `per_token` of them, a rank holds at most `max_rows`."""
+    """Return a region of rows: a token adds `per_token` rows, a rank holds at most `max_rows`."""
     return Region(
         name=name,
         bytes_per_token=per_token * row_bytes,
@@ -126,7 +127,7 @@ def slot_weight_bytes(spec: BufferSpec) -> int:
 
 
 def index_region(spec: BufferSpec, *, rows_per_token: int, max_rows: int | None) -> Region:
-    """Return the expert-major index over R received rows, see index_bytes."""
+    """Return the region of the expert-major index over R received rows; see index_bytes()."""
     row_bytes = ROW_SLOT_BYTES * spec.top_k + ROW_OFFSET_BYTES
     slot_bytes = SLOT_INDEX_BYTES + slot_weight_bytes(spec) + SLOT_MEMBER_BYTES
     max_bytes = None
@@ -145,7 +146,7 @@ def index_region(spec: BufferSpec, *, rows_per_token: int, max_rows: int | None)
 
 
 def slot_regions(spec: BufferSpec, *, row_bytes: int, max_rows: int | None) -> tuple[Region, ...]:
-    """Return the bytes that the runner makes of R rows: packed slots and a result for each.
+    """Return the regions that the runner makes of R rows: packed slots and a result for each.
 
     Args:
         spec: of the buffer.
@@ -161,12 +162,12 @@ def slot_regions(spec: BufferSpec, *, row_bytes: int, max_rows: int | None) -> t
 
 
 def max_slots_of(spec: BufferSpec, num_rows: int) -> int:
-    """C that suffices for any routing of R rows."""
+    """Return C, the slots that suffice for any routing of R rows."""
     return max_slots(num_rows, spec.top_k, spec.num_local_experts, spec.expert_alignment)
 
 
 def index_bytes(spec: BufferSpec, *, num_rows: int, num_slots: int, num_members: int) -> int:
-    """SlotIndex, slot weights and the slots of each row, as ops/slots.py makes them.
+    """Return the bytes of SlotIndex, slot weights and each row's slots, as ops/slots.py makes them.
 
     Args:
         spec: of the buffer.

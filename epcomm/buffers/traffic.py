@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class BufferTraffic:
-    """Bytes sent to other ranks since the buffer was prepared; local copies do not count.
+    """The bytes sent to other ranks since the buffer was prepared; local copies do not count.
 
     dispatch_bytes: towards the experts, forward or backward.
     combine_bytes: of combine, forward or backward.

@@ -37,7 +37,7 @@ DISPATCH, COMBINE = 0, 1
 
 
 class VendorCalls:
-    """What a backend over a package that owns the exchange does itself.
+    """The base of backends over a package that owns the exchange: what they do themselves.
 
     It comes before Buffer or FusedBackend among the bases of a backend.
     """
@@ -63,7 +63,7 @@ class VendorCalls:
         self._sent_bytes = torch.zeros(3, dtype=torch.int64, device=self._device)
 
     def traffic(self) -> BufferTraffic:
-        """Bytes sent to other ranks so far.   Host sync: yes."""
+        """Return the bytes sent to other ranks so far.   Host sync: yes."""
         dispatch, combine, control = self._sent_bytes.tolist()
         return BufferTraffic(dispatch_bytes=dispatch, combine_bytes=combine, control_bytes=control)
 
@@ -71,7 +71,7 @@ class VendorCalls:
         self._faults.check(self._max_slots)
 
     def close(self) -> None:
-        """As Buffer.close(), but the packages wait for all ranks in theirs."""
+        """Free what was allocated, once; to do so the packages wait for all ranks."""
         if not self._is_closed:
             self._is_closed = True
             self._destroy()
@@ -125,7 +125,7 @@ class VendorCalls:
         return ids, any_flags(all_flags)
 
     def _guard_on_device(self, call: DispatchCall) -> tuple[Tensor, Tensor, BatchFlags]:
-        """As _guard(), where faults stay on the device, for _record(). Host sync: none."""
+        """Guard ids as _guard() does; faults stay on the device, for _record(). Host sync: none."""
         ids, fault = self._guard_ids(call)
         return ids, fault, assume_all_need_grad(call.flags)
 
@@ -171,13 +171,16 @@ class VendorCalls:
         )
 
     def _gather_values(self, *values: Tensor) -> Tensor:
-        """[W, n], int64: words of all ranks, on the device."""
+        """Gather `values` of all ranks, [W, number of values], int64, on the device."""
         mine = torch.stack([value.to(torch.int64) for value in values])
         self._sent_bytes[2] += mine.numel() * mine.itemsize * (self._world_size - 1)
         return self._collectives.all_gather(mine, phase="dispatch calls")
 
     def _count_bytes(self, kind: int, rows_to_rank: Tensor, row_bytes: int) -> None:
-        """kind: DISPATCH or COMBINE.   rows_to_rank: [W], on the device."""
+        """Count the bytes of the rows that this rank sends to other ranks.
+
+        kind: DISPATCH or COMBINE.   rows_to_rank: [W], on the device.
+        """
         num_rows = rows_to_rank.sum() - rows_to_rank[self._rank]
         self._sent_bytes[kind] += num_rows * row_bytes
 
@@ -185,7 +188,7 @@ class VendorCalls:
         self._compare_combine(error)
 
     def _compare_combine(self, error: EPError | None = None) -> None:
-        """With compares_calls, ask who refuses a combine; raise on every rank if any does.
+        """Ask, with compares_calls, who refuses a combine; raise on every rank if any does.
 
         Host sync: with compares_calls, one.
         """

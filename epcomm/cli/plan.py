@@ -147,7 +147,7 @@ def _read_config(path: Path | None) -> EPConfig:
 def _weights_of(
     spec: MoESpec, intermediate_size: int | None, kind: str | None
 ) -> ExpertTensors | None:
-    """One gated expert without memory, to choose a runner by; None if its size is unknown."""
+    """Make one gated expert without memory, to choose a runner by; None if its size is unknown."""
     _check_kind(spec, kind)
     if intermediate_size is None:
         if kind is not None:

@@ -14,7 +14,7 @@ _NO_LIMIT = "no limit"
 
 
 def fused_table(phase: PhasePlan) -> Table:
-    """Return a column for each operator, also where it was rejected: many plan on another machine.
+    """Tabulate every operator, also where it was rejected: many plan on another machine.
 
     The HCCL window and the packed experts, beside those of the checkpoint, are those of a rank.
     """

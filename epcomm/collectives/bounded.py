@@ -143,7 +143,7 @@ class BoundedWait:
         raise EPTimeout(self._failure)
 
     def _wait(self, step: Step, deadline_s: float) -> str | None:
-        """None when the exchange is complete; else what the transport says, which may be ''."""
+        """Return None when the exchange is complete, else what the transport says, maybe ''."""
         try:
             while (left_s := deadline_s - time.monotonic()) > 0:
                 if step(min(SLICE_S, left_s)):
@@ -209,7 +209,7 @@ class BoundedWait:
             time.sleep(POLL_S)
 
     def _missing(self, reports: Mapping[int, _Report] | None) -> list[int] | None:
-        """Ranks without a report; None: it cannot be known."""
+        """Return the ranks without a report; None: it cannot be known."""
         if reports is not None:
             return [r for r in range(self._world_size) if r != self._rank and r not in reports]
         host_rank = self._failure_board.host_rank
@@ -247,7 +247,7 @@ class BoundedWait:
 
 
 def _first_sentence(error: RuntimeError) -> str:
-    """Return `Connection closed by peer [10.0.0.1]:2000`, without source file and advice."""
+    """Cut an error to `Connection closed by peer [10.0.0.1]:2000`, omit source file and advice."""
     line = str(error).partition("\n")[0]
     if line.startswith("[/"):
         line = line.partition("] ")[2]

@@ -51,7 +51,7 @@ class CallKind(IntEnum):
 
     @property
     def text(self) -> str:
-        """`backward of combine`, for messages."""
+        """The kind in words, such as `backward of combine`, for messages."""
         return _TEXTS[self]
 
     @property
@@ -111,7 +111,7 @@ class CallOrder:
     """The calls of one rank in a group, numbered alike on all ranks."""
 
     def __init__(self, collectives: Transport) -> None:
-        """No call yet, over `collectives`."""
+        """Begin without a call, over `collectives`."""
         self._collectives = collectives
         self._board: HeaderBoard | None = None
         self._number = 0
@@ -121,7 +121,7 @@ class CallOrder:
 
     @property
     def world_size(self) -> int:
-        """W."""
+        """The number of ranks, W."""
         return self._collectives.world_size
 
     @property
@@ -153,7 +153,7 @@ class CallOrder:
         return len(self._buffers)
 
     def add_dispatcher(self, mode: Mode) -> int:
-        """Return the number of a new dispatcher, as add_buffer()."""
+        """Return the number of a new dispatcher, counted as add_buffer() counts buffers."""
         self._dispatchers.append(_MODES.index(mode))
         return len(self._dispatchers)
 
@@ -260,7 +260,7 @@ class CallOrder:
         )
 
     def _name(self, call: tuple[int, ...]) -> str:
-        """Return `combine of dispatcher 2 (low_latency, buffer 2: collective, batch 5)`."""
+        """Name a call: `combine of dispatcher 2 (low_latency, buffer 2: collective, batch 5)`."""
         kind, _, buffer, dispatcher, batch, _ = call
         details = []
         if _mode_of(call) is not None:

@@ -25,7 +25,7 @@ _HOST_RANK = "host_rank"
 
 
 class StoreFailureBoard(FailureBoard):
-    """Reports of the ranks of one process group.
+    """The reports of the ranks of one process group.
 
     They stay there: a process group that lost a rank is broken for all that come to it later, and
     gloo cannot make another of the same name over the same store.
@@ -106,7 +106,7 @@ class StoreFailureBoard(FailureBoard):
 
 
 def _port_of(store: Store) -> int | None:
-    """Return the address at which a TCPStore is served, or None for another store."""
+    """Return the port at which a TCPStore is served, or None for another store."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store.port if isinstance(store, TCPStore) else None
@@ -117,7 +117,7 @@ def _port_of(store: Store) -> int | None:
 
 
 def _open_sockets() -> Iterator[socket.socket]:
-    """Each TCP socket of this process, as a duplicate closed after use; none without /proc."""
+    """Yield each TCP socket of this process as a duplicate closed after use; none without /proc."""
     with suppress(FileNotFoundError):
         for descriptor in os.listdir("/proc/self/fd"):
             with suppress(OSError), _duplicate(int(descriptor)) as own:

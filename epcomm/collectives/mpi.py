@@ -148,7 +148,7 @@ class MpiCollectives(Collectives):
         return list(splits)
 
     def _row_type(self, tensor: Tensor, num_rows: int) -> MPI.Datatype:
-        """One row as MPI counts it: counted in bytes, 2 GiB would be the end."""
+        """Make the type of one row for MPI: counted in bytes, 2 GiB would be the end."""
         row_bytes = math.prod(tensor.shape[1:]) * tensor.itemsize
         if max(num_rows, row_bytes) > _MAX_COUNT:
             raise ShapeError(
@@ -167,7 +167,7 @@ class MpiCollectives(Collectives):
             row.Free()  # an exchange that still needs it keeps it
 
     def _open(self, phase: str) -> MPI.Intracomm:
-        """Return the duplicate, which the first collective makes."""
+        """Return the duplicate of the communicator, which the first collective makes."""
         if self._is_closed:
             raise HandleError(f"{phase}: the EPGroup is closed ({self._where}); make a new one")
         if self._duplicate is None:
@@ -222,7 +222,7 @@ class MpiCollectives(Collectives):
 
 
 class MpiFailureBoard(FailureBoard):
-    """Reports as small messages to every rank, on the caller's communicator.
+    """The reports as small messages to every rank, on the caller's communicator.
 
     Not on the duplicate: a rank that never came is the reason why there is none. Messages so small
     leave at once, without help from a receiver.
@@ -256,7 +256,7 @@ class MpiFailureBoard(FailureBoard):
 
 @cache
 def _tag_key() -> int:
-    """Under which a communicator remembers how many duplicates we made of it."""
+    """Make the key under which a communicator remembers how many duplicates we made of it."""
     return MPI.Comm.Create_keyval()
 
 
@@ -268,7 +268,7 @@ def _next_tag(communicator: MPI.Comm) -> int:
 
 
 def _message(tensor: Tensor, counts: list[int], row: MPI.Datatype) -> list[object]:
-    """Consecutive rows of `tensor`, so many for each rank."""
+    """Describe consecutive rows of `tensor` to MPI, `counts` of them for each rank."""
     return [_bytes_of(tensor), counts, [0, *accumulate(counts[:-1])], row]
 
 

@@ -137,7 +137,7 @@ class TorchDistCollectives(Collectives):
 
 
 class _SentTensors:
-    """Tensors that threads of gloo still hold.
+    """The tensors that threads of gloo still hold.
 
     Such a thread lets go of the tensors of an exchange some time after the exchange has ended, and
     needs the interpreter for that. A thread that asks for it while it is taken down is ended by

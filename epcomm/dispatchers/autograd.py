@@ -144,5 +144,5 @@ def combine_rows(buffer: Buffer, rows: RowsCombineInput, gradient_dtype: torch.d
 
 
 def _anchored(tensor: Tensor) -> Tensor:
-    """`tensor`, or an alias that requires grad, so that its Function takes part in backward."""
+    """Return `tensor` or an alias that requires grad, so that its Function is part of backward."""
     return tensor if tensor.requires_grad else tensor.detach().requires_grad_()

@@ -47,7 +47,7 @@ def flags_of(inputs_need_grad: bool, experts_need_grad: NeedGrad) -> BatchFlags:
 
 
 def arranged(rows: WireTensor, layout: ScaleLayout, hidden_size: int) -> WireTensor:
-    """Received rows with their scales as the runner reads them; others as they are."""
+    """Arrange the scales of received rows as the runner reads them; leave rows without scales."""
     if rows.scales is None:
         return rows
     came, scales = rows.scale_layout or ROW_MAJOR, rows.scales
@@ -58,7 +58,7 @@ def arranged(rows: WireTensor, layout: ScaleLayout, hidden_size: int) -> WireTen
 
 
 def as_rows(combine_input: RowsCombineInput | MaskedCombineInput) -> RowsCombineInput:
-    """Results of either layout as a buffer takes them: one row a slot."""
+    """Return the results of either layout as a buffer takes them: MASKED as one row a slot."""
     if isinstance(combine_input, RowsCombineInput):
         return combine_input
     weights = combine_input.slot_weights

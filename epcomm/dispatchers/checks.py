@@ -141,14 +141,14 @@ def open_exchange_plan_of(combine_input: object, owner: object) -> ExchangePlan 
 
 
 def unready_error(problem: Exception, where: str, *, function: str = "dispatch") -> EPError:
-    """Return the code of an error that a rank met before it could send rows."""
+    """Return the error that reports `problem`, which a rank met before it could send rows."""
     return EPError(
         f"{function}: {type(problem).__name__} before any rows were sent ({where}): {problem}"
     )
 
 
 def _rows_expected(combine_input: CombineInput, spec: BufferSpec) -> list[int]:
-    """Dimensions before H of the results."""
+    """Return the dimensions before H that the results must have."""
     exchange_plan = combine_input.handle.exchange_plan
     if isinstance(combine_input, MaskedCombineInput):
         return [spec.num_local_experts, exchange_plan.num_rows // spec.num_local_experts]
@@ -160,7 +160,7 @@ def _rows_expected(combine_input: CombineInput, spec: BufferSpec) -> list[int]:
 
 
 def num_tokens_of(hidden_states: Tensor) -> int:
-    """T, or 0 of what has no rows."""
+    """Return T, or 0 for what has no rows."""
     is_plain = isinstance(hidden_states, Tensor) and _unusual(hidden_states) is None
     return hidden_states.shape[0] if is_plain and hidden_states.dim() > 0 else 0
 

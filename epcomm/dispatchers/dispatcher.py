@@ -185,7 +185,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         )
 
     def _nothing(self) -> tuple[Tensor, TopKOutput]:
-        """Hidden states and routing of a rank without tokens."""
+        """Return the hidden states and routing of a rank without tokens."""
         device = self._group.device
         hidden_states = torch.empty(0, self._spec.hidden_size, dtype=self._dtype, device=device)
         return hidden_states, empty_topk(self._spec.top_k, device)
@@ -301,7 +301,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         return self._calls.next_batch
 
     def _finished(self, y: Tensor, handle: Handle) -> Tensor:
-        """y of the batch as the caller gave it."""
+        """Return y with as many rows as the batch, and in the dtype in which the caller gave it."""
         num_tokens = handle.num_tokens
         if y.shape[0] != num_tokens:
             # This rank's call was refused on a static buffer: it took part with no tokens.
@@ -314,7 +314,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self._buffer.check()
 
     def traffic(self) -> BufferTraffic:
-        """Bytes that the buffer has sent to other ranks, for all layers that share it."""
+        """Return the bytes that the buffer has sent to other ranks, for all layers on it."""
         return self._buffer.traffic()
 
     def close(self) -> None:

@@ -79,7 +79,7 @@ class _Chunk:
 
 
 class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
-    """What both operators share. Static sizes: faults wait for check().
+    """The base of both operators, which have static sizes: faults wait for check().
 
     It comes before FusedBackend among the bases.
 
@@ -140,7 +140,7 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
     def _reasons(
         cls, spec: BufferSpec, world_size: int, environment: Mapping[str, str]
     ) -> list[str]:
-        """Why the operator does not serve these sizes here."""
+        """Return why the operator does not serve these sizes here; empty if it does."""
 
     @classmethod
     @abstractmethod
@@ -252,7 +252,7 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
 
 
 class FusedDeepMoE(AscendFused[FusedDeepMoEWeights], FusedBackend[FusedDeepMoEWeights]):
-    """Mode 1: float32 between the products, so that nothing overflows."""
+    """The operator of mode 1: float32 between the products, so that nothing overflows."""
 
     name: ClassVar[str] = "fused_deep_moe"
     kind: ClassVar[type[PackedWeights]] = FusedDeepMoEWeights
@@ -293,7 +293,7 @@ class FusedDeepMoE(AscendFused[FusedDeepMoEWeights], FusedBackend[FusedDeepMoEWe
 class DispatchFFNCombine(
     AscendFused[DispatchFFNCombineWeights], FusedBackend[DispatchFFNCombineWeights]
 ):
-    """Mode 2: float16 between the products, which overflows beyond 65504.
+    """The operator of mode 2: float16 between the products, which overflows beyond 65504.
 
     A token whose row overflows at one of its experts, or at the substitute for a masked entry (see
     ops/masked_entries.py), is not finite in y.

@@ -58,7 +58,7 @@ def interleave(tensor: Tensor, dim: int) -> Tensor:
 
 
 def deinterleave(tensor: Tensor, dim: int) -> Tensor:
-    """Undo interleave(), in new memory.
+    """Restore the order of columns before interleave(), in new memory.
 
     Raises:
         ConfigError: as permutation().

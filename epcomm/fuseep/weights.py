@@ -78,12 +78,12 @@ class PackedWeights(ABC):
 
     @property
     def hidden_size(self) -> int:
-        """Return H."""
+        """The hidden size, H."""
         return self.gate_up_proj.shape[1]
 
     @property
     def intermediate_size(self) -> int:
-        """Return I."""
+        """The intermediate size of an expert, I."""
         return self.gate_up_proj.shape[2] // 2
 
     @abstractmethod

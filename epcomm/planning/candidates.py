@@ -49,7 +49,7 @@ PREFILL, DECODE, RUNNER = "prefill", "decode", "runner"
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """What was found.
+    """The findings of a survey of backends and runners.
 
     specs: by phase.   verdicts: by question, then by the candidate's name: of a class for the
         phases, of the registry for runners.
@@ -60,7 +60,7 @@ class Survey:
 
 
 def phase_configs(config: EPConfig) -> dict[str, EPConfig]:
-    """What is asked for in each phase; without DECODE, decode is as prefill or unavailable."""
+    """Return each phase's configuration; without DECODE, decode is as prefill or unavailable."""
     mode = Mode(config.mode)
     if mode is not Mode.AUTO:
         return {PREFILL: config}
@@ -89,7 +89,7 @@ def find_candidates(config: EPConfig) -> tuple[str, ...]:
 
 
 def _is_meant(name: str, config: EPConfig) -> bool:
-    """Whether mode, budget and `replicated` lead to this class of its backend."""
+    """Tell whether mode, budget and `replicated` lead to this class of its backend."""
     mode = Mode(config.mode)
     kind = backend_class(name)
     # The other modes have one kind of sizes each.
@@ -149,7 +149,7 @@ def survey_rank(
 def survey_group(
     config: EPConfig, spec: MoESpec, group: EPGroup, weights: ExpertTensors | None
 ) -> Survey:
-    """As survey_rank for all ranks: a candidate serves where it serves on every rank.
+    """Look as survey_rank() does on all ranks: a candidate serves where it serves on every rank.
 
     Collective: yes.   Host sync: yes.
     Raises:
@@ -202,7 +202,7 @@ def refuse_plan(group: EPGroup, error: ConfigError) -> NoReturn:
 def _on_hosts(
     verdicts: Mapping[str, Mapping[str, Availability]], hosts: Sequence[str]
 ) -> Mapping[str, Mapping[str, Availability]]:
-    """What needs one host lacks it where ranks have several, or share no memory."""
+    """Reject what needs one host, where ranks are on several or share no memory."""
     if len(set(hosts)) == 1 and hosts[0]:
         return verdicts
     reason = f"ranks are on {len(set(hosts))} hosts, expected one whose memory they share"
@@ -212,7 +212,7 @@ def _on_hosts(
 def _with_nvlink(
     verdicts: Mapping[str, Mapping[str, Availability]], reaches: Sequence[PeerReach]
 ) -> Mapping[str, Mapping[str, Availability]]:
-    """What needs NVLink lacks it where it does not join the GPUs of all ranks."""
+    """Reject what needs NVLink, where NVLink does not join the GPUs of all ranks."""
     return _with_reasons(verdicts, lambda backend: backend.needs_nvlink, reach_reasons(reaches))
 
 
@@ -237,7 +237,7 @@ def _with_reasons(
 
 
 def _describe_experts(weights: ExpertTensors | None) -> dict[str, Scalar]:
-    """What ranks compute; equal on all of them, or a token's result depends on where it goes."""
+    """Describe what a rank computes; if it differs, a token's result depends on where it goes."""
     if weights is None:
         return {}
     return {
@@ -274,7 +274,7 @@ def _combine(records: Sequence[Mapping[str, Scalar]], key: str) -> Availability:
 
 
 def _check_fit(spec: MoESpec, weights: ExpertTensors) -> None:
-    """Experts of other hidden states would compute rows that never come."""
+    """Check that the experts take the layer's hidden states, so that what they compute comes."""
     sides = {
         "hidden_size": (weights.hidden_size, spec.hidden_size),
         "dtype": (weights.dtype, spec.dtype),
@@ -301,7 +301,10 @@ def _check_int8_profile(config: EPConfig, dispatched: WireFormat, wanted: WireFo
 def _buffer_spec(
     config: EPConfig, spec: MoESpec, world_size: int, wanted: WireFormat
 ) -> BufferSpec:
-    """wanted: how hidden states best come to the experts, unless the configuration says."""
+    """Make the specification of a buffer from those of the configuration and the layer.
+
+    wanted: how hidden states best come to the experts, unless the configuration says.
+    """
     if world_size < 1:
         raise ConfigError(f"plan: world_size is {world_size}, expected at least 1")
     if spec.num_experts % world_size:
@@ -331,7 +334,7 @@ def _buffer_spec(
 
 
 def _hidden_format(config: EPConfig, spec: MoESpec, wanted: WireFormat) -> WireFormat:
-    """How rows travel that are not quantised: as the hidden states are, unless configured.
+    """Return the format of rows that are not quantised: the hidden states' unless configured.
 
     Experts that are not quantised compute in any floating dtype, whatever they are held in.
     """
@@ -342,7 +345,7 @@ def _hidden_format(config: EPConfig, spec: MoESpec, wanted: WireFormat) -> WireF
 
 
 def _dispatch_format(config: EPConfig, hidden_format: WireFormat, wanted: WireFormat) -> WireFormat:
-    """What the configuration says of dispatch, and for the rest what the experts want."""
+    """Return the format of dispatch: what the configuration says, else what the experts want."""
     dtype = config.dispatch_dtype
     chosen = wanted if dtype is None else _wire_format(dtype, hidden_format, wanted)
     if config.dispatch_scales is None:
@@ -383,7 +386,7 @@ def _probe(
     weights: ExpertTensors | None,
     environment: Mapping[str, str],
 ) -> Availability:
-    """Everything that keeps one backend from serving a phase on this rank."""
+    """Find everything that keeps one backend from serving a phase on this rank."""
     buffer, mode = backend_class(name), Mode(config.mode)
     caps, reasons = buffer.caps(mode), list(buffer.probe(environment).reasons)
     reasons += carrying_reasons(spec, caps)
@@ -410,7 +413,7 @@ def _probe(
 
 
 def _fused_reasons(name: str, config: EPConfig, weights: ExpertTensors | None) -> list[str]:
-    """What a pipeline leaves to its runner."""
+    """Return what keeps a fused operator from computing the experts as configured."""
     operator, reasons = fused_class(name), []
     if weights is not None:
         reasons += operator.supports(weights).reasons

@@ -40,7 +40,7 @@ def _line(phase: PhasePlan, purpose: str, runner: str | None) -> str:
 
 
 def _memory(phase: PhasePlan) -> str:
-    """Bytes of a call that are bounded, and those that every token adds beside them."""
+    """Tell the bytes of a call that are bounded, and those that every token adds beside them."""
     regions = phase.regions()
     bounded = sum(region.max_bytes for region in regions if region.max_bytes is not None)
     open_ended = sum(region.bytes_per_token or 0 for region in regions if region.max_bytes is None)

@@ -148,7 +148,7 @@ def _choose_buffer(config: EPConfig, verdicts: Mapping[str, Availability]) -> st
 
 
 def _who_applies_weights(caps: BufferCaps) -> WeightsAppliedBy:
-    """With gradients the runner, so that combine saves no rows; without, combine."""
+    """Choose the runner if there can be gradients, so that combine saves no rows; else combine."""
     return WeightsAppliedBy.RUNNER if caps.trainable else WeightsAppliedBy.COMBINE
 
 
@@ -253,7 +253,7 @@ def _names(members: Iterable[StrEnum]) -> str:
 
 
 def _rejected_backends(verdicts: Mapping[str, Availability]) -> tuple[Rejection, ...]:
-    """Backends of which no class serves; each class is named where several were asked."""
+    """Return the backends of which no class serves; a reason of some classes alone names them."""
     found: list[Rejection] = []
     for backend in dict.fromkeys(backend_class(name).name for name in verdicts):
         of_backend = {n: v for n, v in verdicts.items() if backend_class(n).name == backend}

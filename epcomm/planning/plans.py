@@ -30,7 +30,7 @@ class Rejection:
 
 @dataclass(frozen=True, kw_only=True)
 class PhasePlan:
-    """What was chosen for one phase of a layer.
+    """The choice of mode, backend and formats for one phase of a layer.
 
     backend: registry name.   buffer: name of its class that mode, budget and `replicated` chose.
     weights_applied_by: who multiplies by topk_weights.
@@ -53,19 +53,19 @@ class PhasePlan:
     rounds_int8: bool = False
 
     def regions(self) -> tuple[Region, ...]:
-        """Memory of one call, in order of use."""
+        """Return the memory of one call, in order of use."""
         return backend_class(self.buffer).region_bytes(self.buffer_spec, self.world_size)
 
     def wire_bytes(self, call: CallShape, *, backward: bool = False) -> BufferTraffic:
-        """Bytes that one rank sends to other ranks in `call`, or in its backward."""
+        """Return the bytes that one rank sends to other ranks in `call`, or in its backward."""
         return backend_class(self.buffer).wire_bytes(self.buffer_spec, call, backward=backward)
 
     def header_bytes(self) -> int:
-        """Bytes of counts, faults and flags that a rank sends in each dispatch."""
+        """Return the bytes of counts, faults and flags that a rank sends in each dispatch."""
         return self._full_call(backward=False).control_bytes
 
     def max_bytes_per_token(self, *, backward: bool = False) -> Mapping[str, int]:
-        """Most bytes that a token costs on the wire: its rows to other ranks, and their sums back.
+        """Return the most bytes that a token costs: its rows to other ranks, and their sums back.
 
         Without headers; rounded up. A static buffer sends that for each of M tokens, used or not.
         """
@@ -77,11 +77,11 @@ class PhasePlan:
 
     @property
     def is_capturable(self) -> bool:
-        """Whether calls may be captured in a device graph: not those of fused operators."""
+        """Return whether calls may be captured in a device graph: not those of fused operators."""
         return self.caps.is_static and self.mode is not Mode.FUSEEP
 
     def limits(self) -> Mapping[str, str]:
-        """What a call may not exceed, as text."""
+        """Return the limits that a call may not exceed, as text by name."""
         spec, caps = self.buffer_spec, self.caps
         limits = {"tokens a rank": _limit(max_tokens_of(spec, caps))}
         if spec.max_recv_slots is not None:
@@ -96,7 +96,7 @@ class PhasePlan:
         return limits
 
     def unusual(self) -> Mapping[str, str]:
-        """What is not as usual with eight-bit rows or experts, as text."""
+        """Return what is unusual about eight-bit rows or experts, as text by name."""
         found = {}
         if self.scale_layout != ROW_MAJOR:
             found["scales on arrival"] = str(self.scale_layout)
@@ -105,7 +105,7 @@ class PhasePlan:
         return found
 
     def explain(self, *, phase: str = "") -> str:
-        """What was chosen, what was rejected and why, bytes and limits, as text."""
+        """Say what was chosen, what was rejected and why, and bytes and limits, as text."""
         spec, per_token = self.buffer_spec, self.max_bytes_per_token()
         lines = [
             f"mode {self.mode.value} on backend {self.backend} ({self.buffer}), {self.world_size} "
@@ -125,7 +125,7 @@ class PhasePlan:
 
     @property
     def _full_tokens(self) -> int:
-        """T of a call that shows what a token costs; a multiple of W, which replicated tokens need.
+        """The T of a call that shows a token's cost; a multiple of W, which replicated tokens need.
 
         A static buffer sends M rows whatever T is.
         """
@@ -139,7 +139,7 @@ class PhasePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class EPPlan:
-    """What was chosen for one layer.
+    """The choice for one layer: a plan of each phase, and the runner.
 
     prefill: for prefill and training.   decode: the same object, except in mode auto; None where
         something is missing for it, which decode_lacks says.
@@ -162,7 +162,7 @@ class EPPlan:
         return {name: phase for name, phase in both.items() if phase is not None}
 
     def explain(self) -> str:
-        """What was chosen, what was rejected and why, bytes and limits, as text."""
+        """Say what was chosen, what was rejected and why, and bytes and limits, as text."""
         lines = [phase.explain(phase=name) for name, phase in self.phases().items()]
         if self.decode is None:
             lines.append(f"no decode: {self.decode_lacks}")
@@ -175,7 +175,7 @@ class EPPlan:
 
 
 def _grouped(rejections: Iterable[Rejection]) -> list[str]:
-    """One text for all that have the same reasons, in the order of the first of each."""
+    """Return one text for all that have the same reasons, in the order of the first of each."""
     names: dict[tuple[str, ...], list[str]] = {}
     for rejection in rejections:
         names.setdefault(rejection.reasons, []).append(rejection.name)

@@ -56,7 +56,7 @@ def nvlink_reasons() -> list[str]:
 
 
 def compute_capability(device: torch.device | None = None) -> tuple[int, int] | None:
-    """Major and minor number of a CUDA device, by default the current one; None of others."""
+    """Return major and minor number of a CUDA device, by default the current; None of others."""
     if device is not None and device.type != "cuda":
         return None
     return torch.cuda.get_device_capability(device)
@@ -73,7 +73,7 @@ def shared_bytes_of(device: torch.device) -> int | None:
 
 
 def nvidia_libraries(file_name: str) -> list[str]:
-    """Paths of a library in the installed wheels of NVIDIA, sorted within each folder."""
+    """List the paths of a library in the installed wheels of NVIDIA, sorted within each folder."""
     spec = find_spec("nvidia")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     return [

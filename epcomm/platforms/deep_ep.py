@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 
 class DeepEPKind(StrEnum):
-    """Which of the packages that install as `deep_ep` this is."""
+    """The kind of a package that installs as `deep_ep`."""
 
     V1 = "V1"
     V2 = "V2"

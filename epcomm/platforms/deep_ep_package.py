@@ -89,7 +89,7 @@ def format_reasons(spec: BufferSpec) -> list[str]:
 
 
 def find_deep_ep() -> tuple[DeepEPKind | None, bool]:
-    """Which one is installed, None for none, and whether it is a stand-in. Imports nothing."""
+    """Return which deep_ep is installed, or None, and whether it is imitated. Imports nothing."""
     folder = _find_folder()
     return (None if folder is None else deep_ep_kind(folder)), _runs_on_cpu_ranks()
 
@@ -110,5 +110,5 @@ def _find_folder() -> Path | None:
 
 
 def _runs_on_cpu_ranks() -> bool:
-    """fakes.deep_ep stands in for it."""
+    """Tell whether fakes.deep_ep stands in for the package."""
     return bool(getattr(sys.modules.get("deep_ep"), "CPU_RANKS", False))

@@ -171,7 +171,7 @@ def _version(machine: Machine, package: str) -> str:
 
 
 def _plain_package(machine: Machine, name: str) -> Finding:
-    """Return a package that is only looked for."""
+    """Return the finding on a package that is only looked for."""
     if machine.find_folder(name) is None:
         return _missing(name)
     return _here(name, _version(machine, name))

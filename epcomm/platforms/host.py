@@ -19,7 +19,7 @@ _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_
 
 
 def memory_left(processes: Path = Path("/proc"), groups: Path = _GROUPS) -> int | None:
-    """Bytes that this process can still take; None where the system does not tell. Local."""
+    """Return the bytes that this process can still take; None if that is not known. Local."""
     found = [
         left for folder, names in _own_groups(processes, groups) for left in _left(folder, names)
     ]
@@ -32,7 +32,7 @@ def memory_left(processes: Path = Path("/proc"), groups: Path = _GROUPS) -> int 
 
 
 def _own_groups(processes: Path, groups: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Return the control groups that this process is in, and all that those are in."""
+    """Yield the control groups that this process is in, and all that those are in."""
     try:
         lines = (processes / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -66,10 +66,11 @@ def _left(folder: Path, names: tuple[str, str, str]) -> Iterator[int]:
 
 
 def host_of_this_process() -> str:
-    """Equal for processes that can share memory: one kernel, one user, one numbering of processes.
+    """Return a text that is equal for processes that can share memory.
 
-    And one network, for processes in several are taken for several hosts. Empty where that cannot
-    be known, or others may not look at the files of this process. Local.
+    They have one kernel, one user, one numbering of processes, and one network, for processes in
+    several are taken for several hosts. Empty where that cannot be known, or others may not look at
+    the files of this process. Local.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()

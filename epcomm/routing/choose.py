@@ -46,7 +46,7 @@ class RouterChoice:
         return Router.REFERENCE if self.flags is None else Router.ASCEND
 
     def explain(self) -> tuple[str, ...]:
-        """Return lines for explain(); none where users expect the reference."""
+        """Return lines for the text of a plan; none where users expect the reference."""
         if self.flags is not None:
             return (f"routing by {OPERATOR}, with gradients by the reference",)
         return (f"routing by the reference: {'; '.join(self.reasons)}",) if self.reasons else ()
@@ -54,7 +54,7 @@ class RouterChoice:
     def route(
         self, logits: Tensor, *, correction_bias: Tensor | None, hidden_states: Tensor
     ) -> TopKOutput:
-        """Route as route() does, by the operator if it was chosen and no gradients are needed."""
+        """Route by the operator, if chosen and no gradients are needed, else by the reference."""
         if self.flags is None or _needs_grad(logits, correction_bias):
             return route(
                 logits, self.spec, correction_bias=correction_bias, hidden_states=hidden_states

@@ -35,7 +35,7 @@ from epcomm.weights.unquantized import ExpertTensors
 
 
 class QuantizedReferenceRunner(ExpertRunner):
-    """FP8 and INT8 experts in plain torch, one expert after another. No gradients."""
+    """Runs FP8 and INT8 experts in plain torch, one expert after another. No gradients."""
 
     name: ClassVar[str] = "quantized_reference"
     kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (Fp8BlockWeights, Int8ChannelWeights)

@@ -24,7 +24,7 @@ class Ranks(Protocol):
 
     @property
     def where(self) -> str:
-        """Return `rank 3 of 8`, for messages."""
+        """The place of this rank for messages, such as `rank 3 of 8`."""
         ...
 
 

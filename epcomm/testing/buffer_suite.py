@@ -181,7 +181,7 @@ def none_on_rank_1(rank: int, world_size: int) -> int:
 
 
 def none_on_rank_0(rank: int, world_size: int) -> int:
-    """No token on rank 0 of several."""
+    """Return the tokens of a rank: none on rank 0 of several, else 6."""
     return 0 if rank == 0 and world_size > 1 else 6
 
 
@@ -694,7 +694,7 @@ SCENARIOS: Mapping[str, Callable[[BufferEnv], None]] = MappingProxyType(
 
 
 def tests_anything(name: str, caps: BufferCaps) -> bool:
-    """Whether a scenario has anything to test of a backend that can do `caps`."""
+    """Tell whether a scenario has anything to test of a backend that can do `caps`."""
     if name == "more_in_flight":
         return caps.batches_in_flight is not None and caps.batches_on_request
     if name == "budget":

@@ -242,7 +242,7 @@ def check_activation(env: LayerEnv, name: str, *, has_bias: bool) -> None:
 
 
 def check_two_layers(env: LayerEnv) -> None:
-    """Two layers on one buffer: both forwards, then both backwards."""
+    """Check two layers on one buffer: both forwards, then both backwards."""
     spec, world_size = env.adapted(PLAIN), env.group.world_size
     all_weights = [env.weights(spec, number) for number in range(2)]
     layers = [env.make_layer(weights, spec.num_topk(world_size)) for weights in all_weights]
@@ -259,7 +259,7 @@ def check_two_layers(env: LayerEnv) -> None:
 
 
 def check_two_batches(env: LayerEnv) -> None:
-    """Two micro-batches through one layer, one backward for both."""
+    """Check two micro-batches through one layer, with one backward for both."""
     spec, world_size = env.adapted(PLAIN), env.group.world_size
     weights = env.weights(spec)
     layer = env.make_layer(weights, spec.num_topk(world_size))
@@ -275,7 +275,7 @@ def check_two_batches(env: LayerEnv) -> None:
 
 
 def check_interleaved(env: LayerEnv) -> None:
-    """Two batches in flight: begin both, dispatch both, compute, combine in order."""
+    """Check two batches in flight: begin both, dispatch both, compute, combine in order."""
     spec, world_size = env.adapted(PLAIN), env.group.world_size
     weights = env.weights(spec)
     layer = env.make_layer(weights, spec.num_topk(world_size))

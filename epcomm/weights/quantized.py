@@ -27,7 +27,9 @@ _PLAIN = ExpertFormat()
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _EightBitWeights(ExpertTensors):
-    """gate_up_proj: [E, 2I, H].   down_proj: [E, H, I].   Scales: see the subclasses.
+    """The matrices of E experts in eight bits.
+
+    gate_up_proj: [E, 2I, H].   down_proj: [E, H, I].   Scales: see the subclasses.
 
     All contiguous, on one device: kernels take them as pointers. H and I are at least 1.
     hidden_dtype: of the hidden states that the experts take and return.
@@ -66,7 +68,7 @@ class _EightBitWeights(ExpertTensors):
             self._check_memory(name, tensor)
 
     def _check_memory(self, name: str, tensor: Tensor) -> None:
-        """Kernels are given where a tensor begins, and compute the rest from its shape."""
+        """Check a tensor's memory: kernels get its beginning, and infer the rest from its shape."""
         if tensor.device != self.gate_up_proj.device:
             raise ShapeError(
                 f"{type(self).__name__}: {name} is on {tensor.device}, expected "
@@ -175,7 +177,7 @@ class _EightBitWeights(ExpertTensors):
 
 
 class Fp8BlockWeights(_EightBitWeights):
-    """float8_e4m3fn codes; a scale for each 128 x 128 block multiplies its codes.
+    """The experts as float8_e4m3fn codes; a scale for each 128 x 128 block multiplies its codes.
 
     gate_up_scale: [E, ceil(2I / 128), ceil(H / 128)].   down_scale: [E, ceil(H / 128),
     ceil(I / 128)]. Checkpoints call them weight_scale_inv.
@@ -213,7 +215,7 @@ class Fp8BlockWeights(_EightBitWeights):
 
 
 class Int8ChannelWeights(_EightBitWeights):
-    """int8 codes, symmetric; a scale for each output channel multiplies its codes.
+    """The experts as int8 codes, symmetric; a scale for each output channel multiplies its codes.
 
     gate_up_scale: [E, 2I].   down_scale: [E, H].   Both float32.
     """
@@ -266,7 +268,7 @@ def _scale_dtype(caller: str, scales: ScaleDtype | ScaleDtypeName) -> ScaleDtype
 
 
 def _scale_of(amax: Tensor, largest_code: float) -> Tensor:
-    """Return what brings the largest magnitude to the largest code; for zeros, anything but 0.
+    """Return the scale that takes the largest magnitude to the largest code; for zeros, any but 0.
 
     NaN where that magnitude is infinite or NaN: a scale of infinity would make NaN of zeros alone.
     """
@@ -288,7 +290,7 @@ def _power_of_two_of(amax: Tensor) -> Tensor:
 
 
 def _spread(scales: Tensor, matrices: Tensor) -> Tensor:
-    """Block scales [E, n, k], float32, one for each element of `matrices` [E, N, K]."""
+    """Spread block scales [E, n, k] to one for each element of `matrices` [E, N, K], float32."""
     # Not every dtype of scales can be multiplied.
     rows = scales.float().repeat_interleave(BLOCK, dim=1)[:, : matrices.shape[1]]
     return rows.repeat_interleave(BLOCK, dim=2)[:, :, : matrices.shape[2]]

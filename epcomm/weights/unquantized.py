@@ -92,16 +92,16 @@ class ExpertTensors(ABC):
     @property
     @abstractmethod
     def hidden_size(self) -> int:
-        """H."""
+        """The hidden size, H."""
 
     @property
     @abstractmethod
     def intermediate_size(self) -> int:
-        """I."""
+        """The intermediate size of an expert, I."""
 
     @property
     def num_experts(self) -> int:
-        """E."""
+        """The number of experts, E."""
         return next(iter(self.tensors().values())).shape[0]
 
     @property
@@ -128,7 +128,7 @@ class ExpertTensors(ABC):
         )
 
     def exchanged(self, tensors: Mapping[str, Tensor]) -> Self:
-        """Return the same experts of other tensors, known to be as these are; checks nothing."""
+        """Return these experts with other tensors, known to be as theirs are; check nothing."""
         other = copy(self)
         vars(other).update(tensors)
         return other

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WriteState:
-    """Which tensor it was, where it lay, and after how many writes.
+    """The state of a tensor: which one it was, where it lay, and after how many writes.
 
     torch counts writes to a tensor, but neither those through its `.data` nor those of other
     processes. memory: what lay there, kept so that nothing else comes to lie there.
@@ -49,7 +49,7 @@ class WriteState:
         )
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is that one, lies where it lay, and was not written since."""
+        """Tell whether `tensor` is that one, lies where it lay, and was not written since."""
         is_same = self.source() is tensor and self.address == tensor.data_ptr()
         return is_same and self.num_writes == tensor._version
 
@@ -67,7 +67,7 @@ class Derived(Generic[T]):
         self._value: T | None = None
 
     def of(self, tensors: Mapping[str, Tensor], make: Callable[[], T]) -> T:
-        """Return what make() returned since the tensors changed last.
+        """Return what make() makes of the tensors, anew only if they changed since the last call.
 
         A write through `.data` leaves the version of its tensor as it was; then comes forget().
 

@@ -55,12 +55,12 @@ class AscendCalls:
     @classmethod
     @abstractmethod
     def caps(cls, mode: Mode) -> BufferCaps:
-        """As of every Backend."""
+        """Return what this backend can do in `mode`; see Backend.caps."""
 
     @classmethod
     @abstractmethod
     def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        """As of every Backend."""
+        """Say why this backend cannot serve a layer; see Backend.lacks."""
 
     @classmethod
     def lacks_with(

@@ -55,7 +55,7 @@ class AscendLowLatencyExchangePlan(AscendExchangePlan):
 
 
 class AscendLowLatencyBuffer(AscendBuffer, Buffer):
-    """Static sizes, no host sync."""
+    """Serves low latency with static sizes, without host sync."""
 
     name: ClassVar[str] = "ascend"
     mode: ClassVar[Mode] = Mode.LOW_LATENCY

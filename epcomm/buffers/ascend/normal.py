@@ -36,7 +36,7 @@ from epcomm.types import Int8Profile, WireTensor
 
 
 class AscendNormalBuffer(AscendBuffer, Buffer):
-    """Exact sizes; the host waits for the counts, once a dispatch. For inference."""
+    """Serves inference with exact sizes; the host waits for the counts, once a dispatch."""
 
     name: ClassVar[str] = "ascend"
     mode: ClassVar[Mode] = Mode.NORMAL

@@ -314,7 +314,7 @@ def _ranks_needed(destination: Tensor, world_size: int) -> Tensor:
 
 
 def _order_sends(needed: Tensor, destination: Tensor, num_sends: int) -> SendOrder:
-    """Number the rows to send by destination rank, then by token."""
+    """Order the rows to send by destination rank, then by token."""
     by_rank = needed.T.flatten().cumsum(0).view(needed.shape[1], needed.shape[0]).T - 1
     row_of_rank = torch.where(needed, by_rank, -1)
     rows_of_token = members_of(row_of_rank, num_sends)

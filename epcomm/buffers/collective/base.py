@@ -39,7 +39,7 @@ COLLECTIVE_CAPS = BufferCaps(
 
 
 class OverCollectives:
-    """What buffers share that need nothing but `Collectives`, and serve wherever a group does."""
+    """The base of buffers that need nothing but `Collectives`, and serve wherever a group does."""
 
     name: ClassVar[str]
     # See Buffer.
@@ -156,7 +156,7 @@ class OverCollectives:
         return self._spec.num_local_experts * self._collectives.world_size
 
     def _scalar_layout(self, dtype: torch.dtype) -> RowLayout:
-        """Rows of a combine that bring scalars along."""
+        """Return the layout of the rows of a combine that bring scalars of `dtype` along."""
         layout = self._scalar_layouts.get(dtype)
         if layout is None:
             layout = self._row_layout(WireFormat.of(dtype), has_ids=False)

@@ -84,7 +84,7 @@ class DeepEPExchangePlan(ExchangePlan):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Received:
-    """What dispatch() of a package returned.
+    """The result of dispatch() of a package.
 
     local_ids: [R, K], int64, experts of this rank or -1; undefined where a row is a slot.
     weights: [R, K], float32; [R] where a row is a slot.
@@ -113,12 +113,12 @@ class DeepEPPackage(ABC, Generic[HandleT]):
     @staticmethod
     @abstractmethod
     def reasons(spec: BufferSpec, world_size: int, *, is_static: bool) -> list[str]:
-        """Why it cannot serve this layer, beyond the formats of rows. Local."""
+        """Return why the package cannot serve this layer, beyond the formats of rows. Local."""
 
     @staticmethod
     @abstractmethod
     def own_region(spec: BufferSpec, world_size: int) -> Region:
-        """Memory that the package allocates once. Local."""
+        """Return the memory that the package allocates once. Local."""
 
     @abstractmethod
     def __init__(self, group: dist.ProcessGroup, spec: BufferSpec) -> None:
@@ -255,7 +255,7 @@ class DeepEPCalls(VendorCalls):
         flags: BatchFlags,
         has_failed: Tensor | None,
     ) -> Dispatched:
-        """What arrived, after the bytes that this rank sent were counted."""
+        """Count the bytes that this rank sent, and return what arrived."""
         wire = as_wire(received.rows, self._spec.dispatch_format)
         is_packed = index.row_of_slot is None
         self._count_bytes(DISPATCH, received.rows_to_rank, row_bytes_of(self._spec).dispatch)
@@ -316,7 +316,7 @@ class DeepEPCalls(VendorCalls):
     def _rows_of_slots(
         rows: Tensor, exchange_plan: DeepEPExchangePlan, slot_weights: Tensor | None
     ) -> Tensor:
-        """One row for each that the package expects back."""
+        """Return one row for each row that the package expects back."""
         if exchange_plan.slots_by_row is not None:
             return reduce_rows(rows, exchange_plan.slots_by_row, slot_weights)
         # Each slot is a row, and the package adds those of a token up itself.

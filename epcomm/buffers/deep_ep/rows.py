@@ -21,7 +21,7 @@ LegacyHandle = tuple[Tensor, ...]
 
 
 class ElasticHandle(Protocol):
-    """What is read of the handle of an elastic buffer; counts are int32, on the device.
+    """The fields that are read of an elastic buffer's handle; counts are int32, on the device.
 
     psum_num_recv_tokens_per_scaleup_rank: where the rows of each rank of an NVLink domain end.
     psum_num_recv_tokens_per_expert: [L]; expanded: aligned rows of the experts before, own ones.
@@ -37,7 +37,7 @@ class ElasticHandle(Protocol):
 
 
 def as_argument(wire: WireTensor) -> Rows:
-    """What dispatch() of deep_ep takes; power-of-two scales go four to an int32."""
+    """Return rows as dispatch() of deep_ep takes them; power-of-two scales go four to an int32."""
     if wire.scales is None:
         return wire.data.contiguous()
     scales = wire.scales
@@ -56,7 +56,7 @@ def weights_argument(weights: Tensor) -> Tensor:
 
 
 def as_wire(received: Rows, wire_format: WireFormat) -> WireTensor:
-    """Return the inverse, of what dispatch() returned."""
+    """Return what dispatch() of deep_ep received as a WireTensor: the inverse of as_argument()."""
     if isinstance(received, Tensor):
         return WireTensor(data=received, format=wire_format)
     data, scales = received

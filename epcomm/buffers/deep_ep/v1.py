@@ -116,7 +116,7 @@ class LegacyPackage(DeepEPPackage[LegacyHandle]):
 
 
 class DeepEPV1Buffer(DeepEPCalls, Buffer):
-    """Exact sizes; the host waits for the counts, once a dispatch."""
+    """Serves normal mode with exact sizes; the host waits for the counts, once a dispatch."""
 
     name: ClassVar[str] = "deep_ep_v1"
     package = LegacyPackage
@@ -124,7 +124,7 @@ class DeepEPV1Buffer(DeepEPCalls, Buffer):
 
 
 class DeepEPV1StaticBuffer(DeepEPCalls, Buffer):
-    """W * M rows and a budget of slots; the host reads nothing."""
+    """Serves normal mode with W * M rows and a budget of slots; the host reads nothing."""
 
     name: ClassVar[str] = "deep_ep_v1"
     package = LegacyPackage
@@ -132,7 +132,7 @@ class DeepEPV1StaticBuffer(DeepEPCalls, Buffer):
 
 
 def _row_ends(handle: LegacyHandle, rank: int) -> Tensor:
-    """[W], int64: where the rows of each source rank end, as the handle says."""
+    """Return where the rows of each source rank end, [W], int64, as the handle says."""
     # Over NVLink its first entry is [W, W], from rank to rank; with RDMA its seventh is [W].
     ends = handle[0][:, rank] if len(handle) == _NVLINK_HANDLE else handle[6]
     return ends.to(torch.int64)

@@ -75,7 +75,7 @@ class _Receipt:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LowLatencyExchangePlan(ExchangePlan):
-    """What combine needs of its dispatch.
+    """The plan of a low-latency dispatch, with what its combine needs.
 
     topk_ids: [T, K], as they were sent.   topk_weights: [T, K], float32, a copy.
     """
@@ -92,7 +92,7 @@ class LowLatencyExchangePlan(ExchangePlan):
 
 
 class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
-    """Static sizes, no host sync, graph-capturable, two batches in flight."""
+    """Serves low latency with static sizes, without host sync, in graphs, two batches in flight."""
 
     name: ClassVar[str] = "deep_ep_v1"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
@@ -342,7 +342,7 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
 
 
 def _token_reasons(spec: BufferSpec, max_tokens: int, world_size: int) -> list[str]:
-    """What keeps it from serving so many tokens a rank."""
+    """Return what keeps the package from serving so many tokens a rank; empty if nothing does."""
     reasons = []
     if spec.dispatch_format.dtype is WireDtype.FP8_E4M3 and max_tokens * world_size % 4:
         reasons.append("FP8 rows need max_tokens_per_rank * ranks to be a multiple of 4")
@@ -355,7 +355,7 @@ def _token_reasons(spec: BufferSpec, max_tokens: int, world_size: int) -> list[s
 
 
 def message_bytes(spec: BufferSpec, world_size: int) -> int:
-    """Memory for messages in both directions, twice, and their signals; independent of the routing.
+    """Return the bytes of messages in both directions, twice, and their signals, for any routing.
 
     Source: deep_ep, csrc/config.hpp, LowLatencyLayout and get_low_latency_rdma_size_hint.
     """

@@ -119,12 +119,15 @@ class ElasticPackage(DeepEPPackage[ElasticHandle]):
 
     @staticmethod
     def _ids_received(local_ids: Tensor, handle: ElasticHandle) -> Tensor:
-        """-1 behind the last row that came, where ids are whatever was in memory."""
+        """Return the ids with -1 behind the last row that came, where memory holds anything."""
         is_received = _is_received(handle, local_ids.shape[0])
         return torch.where(is_received.unsqueeze(1), local_ids, -1)
 
     def _rows_from_ranks(self, handle: ElasticHandle) -> Tensor:
-        """[W], int64, on the device; prefix sums go by NVLink domains, so tokens are counted."""
+        """Return the number of rows from each rank, [W], int64, on the device.
+
+        Prefix sums of the handle go by NVLink domains, so tokens are counted.
+        """
         tokens, max_tokens = handle.recv_src_metadata[:, 0].long(), self._spec.max_tokens_per_rank
         assert max_tokens is not None, "checked when it was opened"
         # Tokens are numbered rank * M + t. Behind the last row that came they are garbage.
@@ -135,7 +138,7 @@ class ElasticPackage(DeepEPPackage[ElasticHandle]):
 
 
 class DeepEPV2Buffer(DeepEPCalls, Buffer):
-    """Exact sizes; the host waits for the counts, once a dispatch."""
+    """Serves normal mode with exact sizes; the host waits for the counts, once a dispatch."""
 
     name: ClassVar[str] = "deep_ep_v2"
     package = ElasticPackage
@@ -143,7 +146,7 @@ class DeepEPV2Buffer(DeepEPCalls, Buffer):
 
 
 class DeepEPV2StaticBuffer(DeepEPCalls, Buffer):
-    """W * M rows and a budget of slots; the host reads nothing."""
+    """Serves normal mode with W * M rows and a budget of slots; the host reads nothing."""
 
     name: ClassVar[str] = "deep_ep_v2"
     package = ElasticPackage
@@ -151,13 +154,13 @@ class DeepEPV2StaticBuffer(DeepEPCalls, Buffer):
 
 
 def _is_received(handle: ElasticHandle, num_rows: int) -> Tensor:
-    """[R], bool: the rows that came."""
+    """Tell which of R rows came, [R], bool."""
     num_received = handle.psum_num_recv_tokens_per_scaleup_rank[-1]
     return torch.arange(num_rows, device=num_received.device) < num_received
 
 
 def _ranks_needed(topk_ids: Tensor, num_local: int, world_size: int) -> Tensor:
-    """[W], int64: tokens that need each rank, on the device. Host sync: none."""
+    """Count the tokens that need each rank, [W], int64, on the device. Host sync: none."""
     ranks = torch.where(topk_ids < 0, world_size, topk_ids // num_local)
     needs = ranks.new_zeros(topk_ids.shape[0], world_size + 1)
     return needs.scatter_(1, ranks, 1).sum(0)[:world_size]

@@ -34,7 +34,7 @@ class ExpandingPackage(ElasticPackage):
 
 
 class DeepEPV2LowLatencyBuffer(DeepEPCalls, Buffer):
-    """Static sizes: capacity for any routing of M tokens a rank; the host reads nothing."""
+    """Serves low latency, any routing of M tokens a rank; the host reads nothing."""
 
     name: ClassVar[str] = "deep_ep_v2"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})

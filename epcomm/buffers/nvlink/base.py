@@ -83,7 +83,7 @@ class NVLinkHost(ABC, Generic[LayoutT]):
     @property
     @abstractmethod
     def _num_programs(self) -> int:
-        """Return P, of every kernel that sends; equal on all ranks."""
+        """Return P, the programs of every kernel that sends; equal on all ranks."""
 
     @abstractmethod
     def _start_anew(self) -> None:
@@ -147,7 +147,7 @@ class NVLinkHost(ABC, Generic[LayoutT]):
             )
 
     def check(self) -> None:
-        """As Buffer.check()."""
+        """Raise a wait that timed out, or a fault since the last check; see Buffer.check."""
         self._check_open()
         self._synchronize()
         self._report.check()

@@ -12,7 +12,10 @@ import torch
 
 
 class LivingRanks:
-    """excluded: [W], int32, on the device: not 0: a rank that is dead."""
+    """The ranks that take part, all but those that were excluded.
+
+    excluded: [W], int32, on the device: not 0: a rank that is dead.
+    """
 
     def __init__(self, addresses: Sequence[int], rank: int, device: torch.device) -> None:
         """Begin with all ranks.

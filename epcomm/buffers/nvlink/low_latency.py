@@ -55,7 +55,7 @@ _INTERPRETED_PROGRAMS = 2
 
 
 class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
-    """Low latency, in the layout that its buffer hands out."""
+    """The base of low latency, in the layout that its buffer hands out."""
 
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
     handed_layout: ClassVar[Layout] = Layout.ROWS
@@ -96,7 +96,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
 
     @classmethod
     def _max_slots_of(cls, spec: BufferSpec, num_rows: int) -> int:
-        """Return C: any routing fits."""
+        """Return C, into which any routing of R rows fits."""
         if cls.handed_layout is Layout.MASKED:
             return spec.num_local_experts * num_rows
         return max_slots_of(spec, num_rows)
@@ -320,7 +320,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         return Combined(y=y, scalars=None)
 
     def refuse_combine(self, error: EPError) -> None:
-        """As Buffer.refuse_combine(), of the oldest batch that awaits its combine.
+        """Refuse the combine of the oldest batch that awaits it; see Buffer.refuse_combine.
 
         Which batch the other ranks combine is not known here; if it is another, they wait in vain.
         Raises:
@@ -329,7 +329,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         self._refuse(error, lambda each: each.is_open)
 
     def refuse_combine_of(self, exchange_plan: ExchangePlan, error: EPError) -> None:
-        """As Buffer.refuse_combine_of().
+        """Refuse the combine of one batch; see Buffer.refuse_combine_of.
 
         Raises:
             error: the batch was combined or ended.
@@ -354,7 +354,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         raise NotImplementedError("low latency has no backward (caps.trainable)")
 
     def traffic(self) -> BufferTraffic:
-        """Bytes sent to other ranks so far.   Host sync: yes."""
+        """Return the bytes sent to other ranks so far.   Host sync: yes."""
         rows, metadata, headers, sums = self._counters.tolist()
         out, combine_bytes = row_bytes(self._spec)
         return BufferTraffic(
@@ -418,20 +418,20 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
 
     @property
     def _num_programs(self) -> int:
-        """P: at least one for each rank's header, and no more than rows that a rank may reduce."""
+        """Return P: at least one per header of a rank, at most the rows that a rank may reduce."""
         if self._device.type != "cuda":
             return max(self._world_size, _INTERPRETED_PROGRAMS)
         return max(self._world_size, min(self.max_programs, self._layout.num_rows))
 
 
 class NVLinkLowLatencyBuffer(NVLinkLowLatency, Buffer):
-    """Low latency, whose rows are used where peers have stored them, through an index."""
+    """Serves low latency; rows are used where peers have stored them, through an index."""
 
     name: ClassVar[str] = "nvlink"
 
 
 class NVLinkMaskedBuffer(NVLinkLowLatency, Buffer):
-    """Low latency, whose rows are copied to their experts on arrival, see low_latency_masked.py."""
+    """Serves low latency; rows are copied to experts on arrival, see low_latency_masked.py."""
 
     name: ClassVar[str] = "nvlink"
     handed_layout: ClassVar[Layout] = Layout.MASKED

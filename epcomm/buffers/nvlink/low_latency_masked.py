@@ -41,7 +41,7 @@ def copy_to_experts(receive_buffer: ReceiveBuffer) -> None:
 
 
 def _words_of(rows: Tensor) -> Tensor:
-    """[L * W * M, words]: all bytes of packed rows, the gaps between them too."""
+    """View packed rows as [L * W * M, words], with all their bytes, the gaps between them too."""
     num_local, capacity, _ = rows.shape
     stride = rows.stride(1)
     whole = rows.as_strided((num_local * capacity, stride), (stride, 1))

@@ -100,7 +100,7 @@ def agree_on_memory(collectives: Collectives, error: str, num_bytes: int, *, pha
 
 
 def region_rows(block: Tensor, layout: MemoryLayout, buffer_index: int, region: str) -> Tensor:
-    """[W * M, bytes from row to row]: a view of the `data` or the `scales` of a receive buffer."""
+    """View the `data` or the `scales` of a receive buffer as [W * M, bytes from row to row]."""
     row_bytes = layout.data_bytes if region == "data" else layout.scale_bytes
     begin = layout.buffer_offset(buffer_index) + layout.offsets[region]
     return block[begin : begin + layout.num_rows * row_bytes].view(layout.num_rows, row_bytes)
@@ -119,7 +119,7 @@ def received_rows(
 
 
 def as_words(rows: Tensor) -> Tensor:
-    """[n, words]: rows as the widest integers that fit, for kernels that only move them."""
+    """View rows as [rows, words], the widest integers that fit, for kernels that only move them."""
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     # Where a row begins and ends; the first one may begin anywhere in a larger tensor.
     places = (rows.storage_offset(), rows.stride(0), rows.shape[1])

@@ -60,7 +60,7 @@ _TOKEN_MULTIPLE = 128
 
 
 class NVLinkNormal(NVLinkHost[NormalLayout]):
-    """Normal mode, of exact sizes or of a budget, as its buffer says."""
+    """The base of normal mode, of exact sizes or of a budget, as its buffer says."""
 
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
     is_static: ClassVar[bool] = False
@@ -148,7 +148,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
             self._grow(counts.most_tokens)
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
-        """As in Buffer; under no_grad rows live as long as those of a dispatch."""
+        """Send rows along a plan; under no_grad rows live as long as those of a dispatch."""
         from epcomm.kernels.nvlink.normal_dispatch_copy_out import collect_rows
         from epcomm.kernels.nvlink.normal_dispatch_send import push_rows
 
@@ -193,7 +193,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
         )
 
     def refuse_combine(self, error: EPError) -> None:
-        """As Buffer.refuse_combine(); unless ranks compare their calls, y is NaN on the others."""
+        """Refuse a combine; unless ranks compare their calls, y is NaN on the others."""
         self._compare_combine(error)
         self._begin_call()
         self._faults.note_own(error)
@@ -205,7 +205,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
         )
 
     def traffic(self) -> BufferTraffic:
-        """Bytes sent to other ranks so far.   Host sync: yes."""
+        """Return the bytes sent to other ranks so far.   Host sync: yes."""
         headers, rows, cached_rows, sums, scaled_sums = self._counters.tolist()
         out, combine_bytes = row_bytes(self._spec)
         backward_dispatch_bytes, backward_combine_bytes = backward_row_bytes(self._spec)
@@ -232,7 +232,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
                 rows[rank * layout.max_tokens : (rank + 1) * layout.max_tokens].zero_()
 
     def _compare_combine(self, error: EPError | None = None) -> None:
-        """Where the specification asks for it, raise on every rank if any refuses a combine."""
+        """Raise on every rank if any refuses a combine, where the specification asks for it."""
         if self.is_static or self._excluded_ranks or not self._spec.compares_calls:
             # Hosts must not wait, or would wait for the dead: y is NaN, and check() tells.
             return
@@ -337,7 +337,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
     def _collected(
         self, exchange_plan: NVLinkNormalExchangePlan, buffer_index: int, region: str, like: Tensor
     ) -> Tensor:
-        """[R, columns] of memory of their own: a region of the rows, once all are there."""
+        """Copy a region of the rows to new memory, [R, columns], once all are there."""
         from epcomm.kernels.nvlink.normal_dispatch_copy_out import collect_rows
 
         out = like.new_empty(exchange_plan.num_rows, like.shape[1])
@@ -467,13 +467,13 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
 
 
 class NVLinkBuffer(NVLinkNormal, Buffer):
-    """Normal mode of exact sizes."""
+    """Serves normal mode with exact sizes."""
 
     name: ClassVar[str] = "nvlink"
 
 
 class NVLinkStaticBuffer(NVLinkNormal, Buffer):
-    """Normal mode with a budget of slots."""
+    """Serves normal mode with a budget of slots."""
 
     name: ClassVar[str] = "nvlink"
     is_static: ClassVar[bool] = True

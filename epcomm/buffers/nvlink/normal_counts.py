@@ -58,7 +58,9 @@ class Counts:
 
 
 class Totals:
-    """entries: [3 * W + L], int32, negative until a kernel has written them, see push_rows().
+    """The totals of one dispatch, which a kernel writes and the host reads.
+
+    entries: [3 * W + L], int32, negative until a kernel has written them, see push_rows().
 
     Of one call alone, for an earlier one may have ended in a timeout, and its kernel still write.
     """

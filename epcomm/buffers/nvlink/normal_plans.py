@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NVLinkNormalExchangePlan(ExchangePlan):
-    """Where this rank's tokens went, and what came.
+    """The plan of a dispatch: where this rank's tokens went, and what came.
 
     owns_rows: rows are numbered without gaps, and copied; else place q of source s is row
         s * M + q, of capacity_tokens = M, of memory that peers write.
@@ -65,7 +65,10 @@ class ExchangePlanMemory:
     def index(
         self, num_rows: int, num_slots: int, counts: Sequence[int] | None, *, is_dense: bool
     ) -> SlotIndex:
-        """counts: slots of each expert, where the host has read them."""
+        """Allocate an index over received rows, which a kernel then writes.
+
+        counts: slots of each expert, where the host has read them.
+        """
         num_local = self.spec.num_local_experts
         return SlotIndex(
             row_of_slot=self._integers(num_slots),
@@ -78,7 +81,7 @@ class ExchangePlanMemory:
         )
 
     def empty_exchange_plan(self) -> NVLinkNormalExchangePlan:
-        """Nothing went anywhere, and nothing came."""
+        """Return the plan of a dispatch in which nothing went anywhere, and nothing came."""
         arrivals = self.arrivals()
         for tensor in (arrivals.rows_from, arrivals.row_base, arrivals.has_failed):
             tensor.zero_()

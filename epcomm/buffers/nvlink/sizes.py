@@ -66,7 +66,7 @@ def _block_sizes(
 
 
 def normal_regions(spec: BufferSpec, layout: NormalLayout, num_slots: int) -> tuple[Region, ...]:
-    """As Buffer.region_bytes(), with an index of C slots; per token where the spec has no limit."""
+    """Return Buffer.region_bytes() for an index of C slots, by token if the spec has no limit."""
     row = layout.metadata_bytes + layout.data_bytes + layout.scale_bytes
     combine_bytes = layout.num_rows * layout.return_bytes
     index = index_bytes(spec, num_rows=layout.num_rows, num_slots=num_slots, num_members=0)
@@ -91,7 +91,7 @@ def normal_regions(spec: BufferSpec, layout: NormalLayout, num_slots: int) -> tu
 def low_latency_regions(
     spec: BufferSpec, layout: LowLatencyLayout, num_slots: int, handed: Layout
 ) -> tuple[Region, ...]:
-    """As Buffer.region_bytes(), with an index of C slots, and what is handed out."""
+    """Return Buffer.region_bytes() for an index of C slots, in the layout that is handed out."""
     index = index_bytes(spec, num_rows=layout.num_rows, num_slots=num_slots, num_members=0)
     other_bytes = layout.buffer_bytes - sum(layout.regions[name] for name in _ROW_REGIONS)
     sizes = {
@@ -116,7 +116,7 @@ def _regions(sizes: Mapping[str, int]) -> tuple[Region, ...]:
 def normal_traffic(
     spec: BufferSpec, layout: NormalLayout, call: CallShape, *, backward: bool
 ) -> BufferTraffic:
-    """As Buffer.wire_bytes(); signals are not counted."""
+    """Return Buffer.wire_bytes() of normal mode; signals are not counted."""
     out, combine_bytes = backward_row_bytes(spec) if backward else row_bytes(spec)
     control = call.rows_sent * layout.metadata_bytes
     control += (call.world_size - 1) * layout.header_bytes
@@ -130,7 +130,7 @@ def normal_traffic(
 def low_latency_traffic(
     spec: BufferSpec, layout: LowLatencyLayout, call: CallShape
 ) -> BufferTraffic:
-    """As Buffer.wire_bytes(); signals are not counted."""
+    """Return Buffer.wire_bytes() of low latency; signals are not counted."""
     out, combine_bytes = row_bytes(spec)
     control = call.tokens_of_rank[call.rank] * layout.metadata_bytes + layout.control_bytes
     return BufferTraffic(

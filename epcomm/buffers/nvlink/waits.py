@@ -28,7 +28,10 @@ _TEXTS = {
 
 
 class WaitReport:
-    """entries: [REPORT_MISSING + W], int32, zero at first, which the host reads any time."""
+    """The report of the wait that this rank could not end.
+
+    entries: [REPORT_MISSING + W], int32, zero at first, which the host reads any time.
+    """
 
     def __init__(self, collectives: Collectives, backend: str) -> None:
         """Report nothing yet; `backend` begins every message."""

@@ -66,7 +66,7 @@ def is_table(tensor: Tensor) -> bool:
 
 
 def row_error(found: Tensor | None, wanted: Tensor | None) -> float:
-    """Return the largest difference relative to the largest value of its row; inf for one None."""
+    """Return the largest difference relative to its row's largest value; inf if one is None."""
     if found is None or wanted is None:
         return 0.0 if found is wanted else float("inf")
     if found.shape != wanted.shape:

@@ -162,7 +162,7 @@ def gate_up_fp8(
     out_codes: Tensor,
     out_scales: Tensor,
 ) -> None:
-    """Compute what gate_up_fp8() of fp8.py does, for at most MAX_EXPERTS experts.
+    """Compute what its namesake in fp8.py does, for at most MAX_EXPERTS experts.
 
     Raises:
         ShapeError: rows that do not begin at multiples of 16 bytes, or a tensor of another shape,
@@ -216,7 +216,7 @@ def down_fp8(
     slot_weights: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Compute what down_fp8() of fp8.py does, for bfloat16 or float16 and at most MAX_EXPERTS.
+    """Compute what its namesake in fp8.py does, for bfloat16 or float16 and at most MAX_EXPERTS.
 
     Raises:
         ShapeError: a tensor of another shape, dtype, device or order.

@@ -65,7 +65,7 @@ def _send_combine_kernel(
     RETURN_BYTES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Rows p, p + P, ... of program p of P, counted over tokens and then over sources.
+    """Send the sums of rows p, p + P, ... in program p of P, counted over tokens, then sources.
 
     Row 3 has the slots 5 -1 2, which hold 10 and 1 (slot 5) and 2 and 3 (slot 2), with weights .5
     and 2: its sum is 5 + 4 and .5 + 6, at rank * M + 3 - M of rank 1 if M is 2 or 3.
@@ -156,7 +156,7 @@ def _receive_combine_kernel(
     RETURN_BYTES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Tokens p, p + P, ... of program p of P.
+    """Add up the sums of tokens p, p + P, ... in program p of P.
 
     Token 1 was sent to ranks 0 and 2: the sum of rows 1 and 2 * M + 1 of `back`.
     """

@@ -36,7 +36,7 @@ def _pack_rows_kernel(
     DATA_AT: tl.constexpr,
     SCALES_AT: tl.constexpr,
 ) -> None:
-    """Received row p of program p, as words of 32 bits, to each of its slots.
+    """Copy received row p to each of its slots in program p, as words of 32 bits.
 
     Row 3 with the slots 5 -1 2 is copied to rows 5 and 2 of `packed`, its scales likewise.
     """

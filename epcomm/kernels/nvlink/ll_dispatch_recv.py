@@ -63,7 +63,7 @@ def _receive_dispatch_kernel(
     METADATA_BYTES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """ROWS rows of one source a program, and every so many slots of padding.
+    """Index ROWS rows of one source in each program, and every so many slots of padding.
 
     W = 2, L = 2, counts 1 0 | 1 2 from ranks 0 and 1: expert 0 has the slots 0 and 1, expert 1 has
     2 and 3; the row of rank 1 at position 1 of expert 1 is slot 3.

@@ -98,7 +98,7 @@ def _load_token(
     at: tl.tensor,
     is_element: tl.tensor,
 ) -> tl.tensor:
-    """Elements `at` of a token, zeros behind the last one."""
+    """Load the elements `at` of a token, zeros behind the last token."""
     row_ptr = x_ptr + tl.cast(token, tl.int64) * X_STRIDE
     return tl.load(row_ptr + at, mask=is_element & (token < num_tokens), other=0.0)
 
@@ -112,7 +112,7 @@ def _positions(
     K_LANES: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> tl.tensor:
-    """[K_LANES]: entries before (token, k) with the same expert.
+    """Count the entries before (token, k) with the same expert, [K_LANES].
 
     ids 0 2 | 2 0: the positions of the second token are 1 1.
     """
@@ -174,7 +174,7 @@ def _send_dispatch_kernel(
     SCALE_BYTES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Tokens p, p + P, ... of program p of P; the first W programs also send the headers.
+    """Send tokens p, p + P, ... in program p of P; the first W programs also send the headers.
 
     W = 2, L = 2, ids 0 3 | 3 -1, weights .6 .4 | 1 0, rank 1: row M of rank 0 gets the first token
     with the metadata 0 -1, 0 0, .6 .4; row M of rank 1 the same token with -1 1, 0 0, .6 .4, and

@@ -50,7 +50,7 @@ _COMBINE_LEFT = tl.constexpr(COMBINE_LEFT)
 def _next_slot(
     slots: tl.tensor, last: tl.tensor, K_LANES: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """[rows], twice: the first slot behind entry `last` of a row, -1 for none, and its entry.
+    """Find each row's first slot behind entry `last`, -1 for none, and its entry: [rows], twice.
 
     Of -1 5 -1 2 behind -1 it is 5, entry 1; behind that 2, entry 3. No scan: Triton 3.6 cannot make
     one of four columns in the layout that rows are read in.
@@ -70,7 +70,7 @@ def _part(
     ROWS_STRIDE: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
 ) -> tl.tensor:
-    """[rows, columns], float32: result times weight, 0 where there is none (-1)."""
+    """Load results times weights, [rows, columns], float32, 0 where there is none (-1)."""
     is_there = (places >= 0)[:, None] & is_element
     row_ptr = rows_ptr + tl.cast(places, tl.int64)[:, None] * ROWS_STRIDE + column
     part = tl.load(row_ptr, mask=is_there, other=0.0).to(tl.float32)
@@ -81,7 +81,7 @@ def _part(
 
 @triton.jit
 def _weights_of(weights_ptr: tl.tensor, slots: tl.tensor, HAS_WEIGHTS: tl.constexpr) -> tl.tensor:
-    """[rows], float32; whatever, where none are given."""
+    """Load the weights of slots, [rows], float32; of no use where none are given."""
     if HAS_WEIGHTS:
         return tl.load(weights_ptr + slots, mask=slots >= 0, other=0.0)
     return slots.to(tl.float32)
@@ -136,7 +136,7 @@ def _slots_of(
     K_LANES: tl.constexpr,
     PER_ROW: tl.constexpr,
 ) -> tl.tensor:
-    """[rows, K_LANES]: the slots of rows in k order, -1 for none; PER_ROW: the row itself."""
+    """Load the slots of rows in k order, [rows, K_LANES], -1 for none; PER_ROW: the row itself."""
     k = tl.arange(0, K_LANES)[None, :]
     if PER_ROW:
         return tl.where(is_row[:, None] & (k == 0), row[:, None], -1)
@@ -194,7 +194,7 @@ def _combine_kernel(
     RETURN_BYTES: tl.constexpr,
     SCALARS_AT: tl.constexpr,
 ) -> None:
-    """Items p, p + S, ... of sender p of S; the other programs reduce.
+    """Send items p, p + S, ... in sender p of S; the other programs reduce.
 
     W = 2: of the example of normal_plan.py, the sum of place 1 of rank 1 on rank 0 goes to row
     0 * M + 1 of rank 1, whose token 1 is there alone.

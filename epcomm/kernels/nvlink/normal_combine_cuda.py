@@ -67,7 +67,7 @@ class _Arguments(ctypes.Structure):
 
 
 def serves(exchange: NormalExchange, rows: Tensor, out: Tensor) -> bool:
-    """Whether these rows are combined here: bfloat16 on a GPU, in vectors, where NVRTC is."""
+    """Tell whether these rows are combined here: bfloat16 on a GPU, in vectors, where NVRTC is."""
     if not rows.is_cuda or rows.dtype != torch.bfloat16 or not fits(exchange.peers.layout):
         return False
     steps = (
@@ -80,17 +80,17 @@ def serves(exchange: NormalExchange, rows: Tensor, out: Tensor) -> bool:
 
 
 def fits(layout: MemoryLayout) -> bool:
-    """Whether a warp has lanes for all entries of a token, and for all ranks."""
+    """Tell whether a warp has lanes for all entries of a token, and for all ranks."""
     return max(layout.top_k, layout.world_size) <= _LANES
 
 
 def num_blocks(num_programs: int, num_sms: int) -> int:
-    """As many as run at once: their warps wait for what the others send, here and on peers."""
+    """Return as many as run at once: their warps wait for what others send, here and on peers."""
     return min(num_programs, num_sms)
 
 
 def definitions(layout: NormalLayout, hidden_size: int) -> Mapping[str, int]:
-    """What normal_combine.cu takes as constants."""
+    """Return what normal_combine.cu takes as constants."""
     return {
         "HIDDEN": hidden_size,
         "TOP_K": layout.top_k,
@@ -109,7 +109,7 @@ def definitions(layout: NormalLayout, hidden_size: int) -> Mapping[str, int]:
 
 
 def source_for(constants: Mapping[str, int]) -> str:
-    """Return the program, with its constants."""
+    """Return the source of the program, with its constants."""
     lines = [
         f"#define {name} {value}LL" if value >= 2**31 else f"#define {name} {value}"
         for name, value in constants.items()

@@ -49,7 +49,7 @@ def _collect_kernel(
     M: tl.constexpr,
     ROWS_READY_AT: tl.constexpr,
 ) -> None:
-    """ROWS rows of one source at once. Of source 1 with row_base 5, place 2 becomes row 7."""
+    """Copy ROWS rows of one source at once. Place 2 of source 1 with row_base 5 becomes row 7."""
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(state_ptr + _DISPATCH_EPOCH)
     peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)

@@ -35,7 +35,7 @@ _DISPATCH_EPOCH = tl.constexpr(DISPATCH_EPOCH)
 
 @triton.jit
 def _codes(headers_ptr: tl.tensor, is_source: tl.tensor, HAS_BUDGET: tl.constexpr) -> tl.tensor:
-    """[W_LANES]: the fault code of each source rank.
+    """Return the fault code of each source rank, [W_LANES].
 
     With static sizes a rank under no_grad beside ranks in grad mode gets GRAD_MODE. With exact
     sizes the host has read the headers and compared the modes before.
@@ -59,7 +59,7 @@ def _needed_slots(
     L: tl.constexpr,
     L_LANES: tl.constexpr,
 ) -> tl.tensor:
-    """[W_LANES]: slots that each rank needs for this dispatch; every rank computes all."""
+    """Count the slots that each rank needs for this dispatch, [W_LANES]; all ranks count alike."""
     expert, rank = tl.arange(0, L_LANES), tl.arange(0, W_LANES)
     needed = tl.zeros([W_LANES], tl.int32)
     is_count = is_source[:, None] & (expert < L)[None, :]
@@ -112,7 +112,7 @@ def _index_kernel(
     METADATA_AT: tl.constexpr,
     METADATA_BYTES: tl.constexpr,
 ) -> None:
-    """ROWS rows of one source at once, and every so many slots of padding.
+    """Index ROWS rows of one source at once, and every so many slots of padding.
 
     W = 2, L = 2, slots 1 0 | 1 2 from ranks 0 and 1: expert 0 has the slots 0 and 1, expert 1 has
     2 and 3; the row of rank 1 at position 1 of expert 1 is slot 3.

@@ -156,7 +156,7 @@ def _push_kernel(
     SCALES_AT: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
 ) -> None:
-    """Tokens in P runs, one a program.
+    """Push tokens in P runs, one in each program.
 
     The example of normal_plan.py on rank 1: token 1 goes to place 1 of rank 0, row M + 1, with the
     metadata 1 -1, 0 0 and the weights of its two entries.

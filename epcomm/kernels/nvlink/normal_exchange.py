@@ -73,7 +73,7 @@ class NormalExchange:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sends:
-    """Where the tokens of this rank go.
+    """The places to which the tokens of this rank go.
 
     places: [T, W], int32: token t is row places[t, d] of this rank on rank d, or -1.
     positions: [T, K], int32: earlier entries of this rank with the same expert.
@@ -87,7 +87,7 @@ class Sends:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Arrivals:
-    """What came from each rank, on the device.
+    """The rows that came from each rank, on the device.
 
     rows_from: [W], int32.
     row_base: [W], int32: where the rows of a rank begin in the index.

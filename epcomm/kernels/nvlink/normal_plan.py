@@ -1,4 +1,4 @@
-"""Where the tokens of a rank go: places on every rank, and positions among the slots of experts.
+"""Plan where the tokens of a rank go: places on every rank, positions among the slots of experts.
 
 Part of the kernel that pushes rows. Each program counts a run of tokens, tells the later programs,
 and waits for the earlier ones alone, so that any number of programs may be resident. Then it writes
@@ -35,7 +35,7 @@ _EARLIER_PROGRAMS = tl.constexpr(_EARLIER)
 
 @triton.jit
 def _num_bits(words: tl.tensor) -> tl.tensor:
-    """Bits that are set: of 5, two."""
+    """Count the bits that are set: of 5, two."""
     bits = words.to(tl.uint32, bitcast=True)
     bits = bits - ((bits >> 1) & 0x55555555)
     bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
@@ -45,14 +45,14 @@ def _num_bits(words: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _below(place: tl.tensor, word: tl.constexpr) -> tl.tensor:
-    """Bits of a word that are earlier than a place: word 0 of place 2 is 3, word 0 of 40 all."""
+    """Return the bits of a word below a place: word 0 of place 2 is 3, word 0 of 40 all bits."""
     own = place // 32
     return tl.where(own > word, -1, tl.where(own == word, (1 << (place % 32)) - 1, 0))
 
 
 @triton.jit
 def _totals(bits_ptr: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
-    """[LANES]: bits of each row of words [LANES, GROUP_WORDS], set by atomics of this program."""
+    """Count the bits of each row of words [LANES, GROUP_WORDS], set by this program's atomics."""
     at = tl.arange(0, LANES)[:, None] * _GROUP_WORDS + tl.arange(0, _GROUP_WORDS)[None, :]
     return tl.sum(_num_bits(tl.load(bits_ptr + at, volatile=True)), 1)
 
@@ -68,7 +68,7 @@ def _loaded_ids(
     L: tl.constexpr,
     E: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """[tokens, K_LANES]: ids, -1 for what is none or excluded; whether any is out of range."""
+    """Load ids [tokens, K_LANES], -1 if none or excluded; also tell whether any is out of range."""
     k = tl.arange(0, K_LANES)
     is_entry = (token < end)[:, None] & (k < K)[None, :]
     ids = tl.load(ids_ptr + token[:, None] * K + k[None, :], mask=is_entry, other=-1)

@@ -62,12 +62,12 @@ class Rounds:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that a rank may dispatch and combine."""
+        """The tokens that a rank may dispatch and combine."""
         most = self.num_rounds * self.tokens_per_round
         return most if self.in_combine else min(most, _MAX_ROUND_TOKENS)
 
     def window_tokens(self, max_tokens: int | None) -> int:
-        """Tokens that the window must hold, of calls of at most `max_tokens`."""
+        """Return the tokens that the window must hold, of calls of at most `max_tokens`."""
         most = self.max_tokens if max_tokens is None else min(max_tokens, self.max_tokens)
         return min(most, self.tokens_per_round) if self.in_combine else most
 
@@ -80,7 +80,7 @@ def window_mib(variables: Mapping[str, str]) -> Setting:
 
 
 def rounds_of(variables: Mapping[str, str]) -> Rounds:
-    """Return what the variables say; the default where they are refused (rounds_reasons)."""
+    """Return the rounds that the variables say; the default where rounds_reasons() refuses them."""
     if rounds_reasons(variables):
         return Rounds()
     rounds, tokens, in_combine = _round_settings(variables)
@@ -95,7 +95,7 @@ def current_rounds() -> Rounds:
 
 
 def rounds_reasons(variables: Mapping[str, str]) -> list[str]:
-    """Return rounds that the package would not take."""
+    """Return why the package would not take the rounds; empty if it would."""
     rounds, tokens, in_combine = _round_settings(variables)
     reasons = [each.reason for each in (rounds, tokens, in_combine) if each.reason is not None]
     for name, other in ((_NUM_ROUNDS, _ROUND_TOKENS), (_ROUND_TOKENS, _NUM_ROUNDS)):
@@ -120,7 +120,7 @@ def _round_settings(variables: Mapping[str, str]) -> list[Setting]:
 
 
 def normal_reasons(wire: WireFormat, variables: Mapping[str, str]) -> list[str]:
-    """Variables of normal mode alone that are refused, or contradict the rows on the wire."""
+    """Return why variables of normal mode alone are refused, or contradict the rows on the wire."""
     reasons = rounds_reasons(variables)
     if variables.get(_INT8, "0") == "1" and wire.dtype is not WireDtype.INT8:
         reasons.append(f"{_INT8} is 1, but rows were to travel as {wire}; unset it")
@@ -128,7 +128,7 @@ def normal_reasons(wire: WireFormat, variables: Mapping[str, str]) -> list[str]:
 
 
 def variable_reasons(variables: Mapping[str, str], soc: Soc | None) -> list[str]:
-    """Variables of both modes that are refused; of an unknown chip, those that all chips refuse."""
+    """Return why variables of both modes are refused; of an unknown chip, if all chips refuse."""
     reasons = [
         f"{name} is {variables[name]}, expected {wanted}; unset it"
         for name, wanted in _REQUIRED.items()

@@ -101,13 +101,13 @@ def low_latency_limits(soc: Soc | None) -> Limits:
 
 
 def normal_window_bytes(spec: BufferSpec, num_tokens: int) -> int:
-    """HCCL window that normal mode needs for `num_tokens` tokens of a rank in one round."""
+    """Return the bytes of HCCL window that normal mode needs for a rank's tokens in one round."""
     row = align_up(2 * spec.hidden_size, _ROW_UNIT)
     return 2 * (num_tokens * spec.top_k * (row + _sent_bytes(spec)) + _NORMAL_EXTRA_MIB * MIB)
 
 
 def low_latency_window_bytes(spec: BufferSpec, world_size: int) -> int:
-    """HCCL window that low latency needs for M tokens of a rank."""
+    """Return the bytes of HCCL window that low latency needs for M tokens of a rank."""
     assert spec.max_tokens_per_rank is not None, "low latency has a limit"
     out = world_size * spec.num_local_experts * _sent_bytes(spec)
     combine_bytes = align_up(2 * spec.hidden_size, _ROW_UNIT) * spec.top_k

@@ -22,7 +22,7 @@ _FIRST_MAJOR = 9
 
 @cache
 def overlapping(device: torch.device) -> Mapping[str, bool]:
-    """Constants and options of a kernel that starts beside the one before it, where that can be."""
+    """Return constants and options of a kernel that starts beside the one before it, if it can."""
     overlaps = not IS_INTERPRETED and device_limits(device).major >= _FIRST_MAJOR
     return {"OVERLAPS": True, "launch_pdl": True} if overlaps else {"OVERLAPS": False}
 

@@ -1,4 +1,4 @@
-"""Where signals and rows of the NVLink buffers lie in the symmetric memory of a rank, its block.
+"""The places of signals and rows of NVLink buffers in the symmetric memory of a rank, its block.
 
 Layouts are equal on all ranks. A block is what all dispatches share, then N receive buffers of what
 comes to the experts, used in turn. In each of them the entry of source rank s is entry s, and its
@@ -24,7 +24,7 @@ _WORD_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLayout(ABC):
-    """Strides of rows, multiples of VECTOR_BYTES, and offsets of regions, in bytes.
+    """The strides of rows, multiples of VECTOR_BYTES, and the offsets of regions, in bytes.
 
     world_size, max_tokens, top_k, num_local_experts: W, M, K and L.   num_buffers: N.
     data_bytes: from one row to the next, in the dispatch direction.
@@ -44,49 +44,49 @@ class MemoryLayout(ABC):
     @property
     @abstractmethod
     def header_bytes(self) -> int:
-        """Bytes from one header to the next."""
+        """The bytes from one header to the next."""
 
     @abstractmethod
     def shared_sizes(self) -> dict[str, int]:
-        """Bytes of what all receive buffers share, by region, in order; first the abort flag."""
+        """Return the bytes of regions that buffers share, in order, the abort flag first."""
 
     @abstractmethod
     def buffer_sizes(self) -> dict[str, int]:
-        """Bytes of the regions of a receive buffer, in order."""
+        """Return the bytes of each region of a receive buffer, in order."""
 
     @property
     def num_rows(self) -> int:
-        """W * M."""
+        """The rows of a receive buffer, W * M."""
         return self.world_size * self.max_tokens
 
     @cached_property
     def metadata_words(self) -> int:
-        """Words of 32 bits in each of the three parts of the metadata: a power of two, from 4."""
+        """The words of 32 bits in each of the metadata's three parts: a power of two, from 4."""
         return max(4, _lanes(self.top_k))
 
     @property
     def metadata_bytes(self) -> int:
-        """Bytes of the metadata of a row."""
+        """The bytes of the metadata of a row."""
         return 3 * _WORD_BYTES * self.metadata_words
 
     @cached_property
     def world_lanes(self) -> int:
-        """W, up to a power of two."""
+        """The ranks W, rounded up to a power of two."""
         return _lanes(self.world_size)
 
     @cached_property
     def local_lanes(self) -> int:
-        """L, up to a power of two."""
+        """The local experts L, rounded up to a power of two."""
         return _lanes(self.num_local_experts)
 
     @cached_property
     def expert_lanes(self) -> int:
-        """W * L, up to a power of two."""
+        """The experts W * L, rounded up to a power of two."""
         return _lanes(self.world_size * self.num_local_experts)
 
     @cached_property
     def rank_constants(self) -> Mapping[str, int]:
-        """Constants of kernels about ranks; the next two are about entries and experts as well."""
+        """The constants of kernels about ranks; the next two add entries and experts."""
         return {"W": self.world_size, "W_LANES": self.world_lanes, "M": self.max_tokens}
 
     @cached_property
@@ -100,13 +100,13 @@ class MemoryLayout(ABC):
 
     @cached_property
     def regions(self) -> Mapping[str, int]:
-        """Bytes of each region, those of a receive buffer last, in order."""
+        """The bytes of each region, those of a receive buffer last, in order."""
         sizes = self.shared_sizes() | self.buffer_sizes()
         return {name: align_up(size, _LINE_BYTES) for name, size in sizes.items()}
 
     @cached_property
     def offsets(self) -> Mapping[str, int]:
-        """Offset in bytes of each region, in the block or in its receive buffer."""
+        """The offset in bytes of each region, in the block or in its receive buffer."""
         found: dict[str, int] = {}
         for names in (self.shared_sizes(), self.buffer_sizes()):
             begin = 0
@@ -117,12 +117,12 @@ class MemoryLayout(ABC):
 
     @cached_property
     def buffers_at(self) -> int:
-        """Offset in bytes of the first receive buffer."""
+        """The offset in bytes of the first receive buffer."""
         return sum(self.regions[name] for name in self.shared_sizes())
 
     @cached_property
     def buffer_bytes(self) -> int:
-        """Bytes from one receive buffer to the next."""
+        """The bytes from one receive buffer to the next."""
         return sum(self.regions[name] for name in self.buffer_sizes())
 
     def buffer_offset(self, buffer_index: int) -> int:
@@ -131,7 +131,7 @@ class MemoryLayout(ABC):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a block."""
+        """The bytes of a block."""
         return self.buffer_offset(self.num_buffers)
 
 
@@ -150,12 +150,12 @@ class LowLatencyLayout(MemoryLayout):
 
     @property
     def header_bytes(self) -> int:
-        """Bytes of a header: four words, one store."""
+        """The bytes of a header: four words, one store."""
         return 4 * _WORD_BYTES
 
     @property
     def control_bytes(self) -> int:
-        """Bytes of a dispatch to each rank besides its tokens: a header and counts."""
+        """The bytes of a dispatch to each rank besides its tokens: a header and counts."""
         return self.header_bytes + _WORD_BYTES * self.num_local_experts
 
     def shared_sizes(self) -> dict[str, int]:
@@ -195,12 +195,12 @@ class NormalLayout(MemoryLayout):
 
     @property
     def num_items(self) -> int:
-        """Most items of sums that one rank sends to one rank."""
+        """The most items of sums that one rank sends to one rank."""
         return -(-self.max_tokens // self.item_rows)
 
     @property
     def header_bytes(self) -> int:
-        """Bytes from one header to the next."""
+        """The bytes from one header to the next."""
         words = HEADER_WORDS + self.world_size * (1 + self.num_local_experts)
         return align_up(_WORD_BYTES * words, VECTOR_BYTES)
 

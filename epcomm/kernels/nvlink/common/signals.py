@@ -47,7 +47,7 @@ def int32_at(address: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def taking_part(excluded_ptr: tl.tensor, W: tl.constexpr, LANES: tl.constexpr) -> tl.tensor:
-    """[LANES]: ranks that take part. With the flags 0 1 0 of excluded ranks: yes, no, yes.
+    """Return which ranks take part, [LANES]: yes, no, yes with the flags 0 1 0 of excluded ranks.
 
     excluded_ptr: [W], int32, of this rank, written by its host between kernels.
     """
@@ -82,7 +82,7 @@ def publish(
 
 @triton.jit
 def polls_spent(num_looks: tl.tensor, end_ns: tl.tensor) -> tuple[tl.tensor | int, tl.tensor]:
-    """Polls that a look uses up, and when the next poll ends: one each, unless a clock tells.
+    """Count the polls that a look uses up, one without a clock, and tell when the next poll ends.
 
     num_looks: those of the wait so far, this one among them.
     end_ns: int64: what the look before returned; 0 at first.
@@ -177,7 +177,7 @@ def abort_if_missing(
     W: tl.constexpr,
     LANES: tl.constexpr,
 ) -> tl.tensor:
-    """If this rank cannot go on, report why and set the abort flags, unless some rank did before.
+    """Report why this rank cannot go on, if so, and set the abort flags unless some rank has.
 
     Rank 1, which misses ranks 0 and 2, sets 2 + 2**8 + 2**10.
 

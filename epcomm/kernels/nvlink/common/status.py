@@ -36,7 +36,7 @@ HEADER_WORDS = tl.constexpr(protocol.HEADER_WORDS)
 
 @triton.jit
 def codes_of_one_mode(statuses: tl.tensor, is_source: tl.tensor) -> tl.tensor:
-    """[ranks]: the fault of each rank; if some train, it is one not to train the same."""
+    """Return the fault of each rank, [ranks]; if some train, it is one not to train the same."""
     codes = statuses & FAULT_MASK
     compared = tl.where(is_source, (statuses >> FLAGS_SHIFT) & _COMPARED_FLAGS, 0)
     is_mixed = is_source & (compared != tl.max(compared)) & (codes == 0)

@@ -56,7 +56,7 @@ def test_gradients_may_differ_where_the_host_reads_headers(
         excluded=torch.zeros(WORLD_SIZE, dtype=torch.int32, device=device),
         counters=torch.zeros(5, dtype=torch.int64, device=device),
         faults=faults,
-        report=torch.zeros(4 + WORLD_SIZE, dtype=torch.int32),
+        report=torch.zeros(4 + WORLD_SIZE, dtype=torch.int32, device=device),
     )
     exchange = NormalExchange.of(peers)
     exchange.state[DISPATCH_EPOCH] = 1

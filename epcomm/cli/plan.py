@@ -59,7 +59,12 @@ def plan_command(
     ] = None,
     runner: Annotated[str | None, typer.Option(help="auto or a registered name.")] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens a rank dispatches in one call.")
+        int | None,
+        typer.Option(
+            "--max-tokens",
+            "--max-tokens-per-rank",
+            help="Most tokens a rank dispatches in one call.",
+        ),
     ] = None,
     max_recv_slots: Annotated[
         int | None, typer.Option(help="Most slots a rank receives in one call.")

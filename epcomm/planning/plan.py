@@ -6,7 +6,7 @@ own; every other mode serves both with one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
@@ -135,16 +135,24 @@ def _choose_buffer(config: EPConfig, verdicts: Mapping[str, Availability]) -> st
             return name
     rejected = _rejected_backends(found)
     if config.backend == "auto":
-        raise ConfigError(
-            f"plan: no backend serves mode {mode.value}: {'; '.join(map(str, rejected))}"
-        )
+        raise ConfigError(f"plan: no backend serves mode {mode.value}: {_by_reason(rejected)}")
     absent = [name for name in backends if name not in {each.name for each in rejected}]
     rejected += tuple(Rejection(name=n, reasons=(f"has no mode {mode.value}",)) for n in absent)
-    texts = map(str, rejected) if len(backends) > 1 else rejected[0].reasons
+    why = _by_reason(rejected) if len(backends) > 1 else "; ".join(rejected[0].reasons)
     raise BackendUnavailable(
-        f"plan: backend {config.backend} cannot serve this layer: {'; '.join(texts)}; change the "
-        "configuration or use backend='auto'"
+        f"plan: backend {config.backend} cannot serve this layer: {why}; change the configuration "
+        "or use backend='auto'"
     )
+
+
+def _by_reason(rejected: Sequence[Rejection]) -> str:
+    """Say each reason once, with the backends that have it; those of most backends come first."""
+    names: dict[str, list[str]] = {}
+    for each in rejected:
+        for reason in each.reasons:
+            names.setdefault(reason, []).append(each.name)
+    ordered = sorted(names.items(), key=lambda item: -len(item[1]))
+    return "; ".join(f"{', '.join(of_reason)}: {reason}" for reason, of_reason in ordered)
 
 
 def _who_applies_weights(caps: BufferCaps) -> WeightsAppliedBy:

@@ -283,8 +283,7 @@ def test_the_first_that_can_is_chosen_and_the_others_are_explained() -> None:
     assert chosen.prefill.backend == REFERENCE
     with pytest.raises(ConfigError, match="no backend serves mode fuseep: ") as caught:
         planned("auto", weights=BF16)
-    assert all(f"{name}: carries" in str(caught.value) for name in ALL)
-    assert str(caught.value).count("computes W8A8 experts") == len(ALL)
+    assert f"{', '.join(ALL)}: computes W8A8 experts" in str(caught.value)
 
 
 def test_explain_names_operator_bytes_and_limits() -> None:

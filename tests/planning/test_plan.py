@@ -640,11 +640,10 @@ REFUSALS = [
     Refusal(
         id="fuseep without experts: nothing is INT8",
         config=EPConfig(mode="fuseep", max_tokens_per_rank=16),
-        message="plan: no backend serves mode fuseep: fused_deep_moe: deep_ep for Ascend is not "
-        "installed; carries ['int8'], not bf16; has limits for the experts' sizes; plan with their "
-        "weights; dispatch_ffn_combine: deep_ep for Ascend is not installed; carries ['int8'], not "
-        "bf16; has limits for the experts' sizes; plan with their weights; fuseep_reference: "
-        "carries ['int8'], not bf16",
+        message="plan: no backend serves mode fuseep: fused_deep_moe, dispatch_ffn_combine, "
+        "fuseep_reference: carries ['int8'], not bf16; fused_deep_moe, dispatch_ffn_combine: "
+        "deep_ep for Ascend is not installed; fused_deep_moe, dispatch_ffn_combine: has limits for "
+        "the experts' sizes; plan with their weights",
     ),
     Refusal(
         id="a fused operator in another mode",
@@ -663,9 +662,8 @@ REFUSALS = [
     Refusal(
         id="every reason at once",
         config=EPConfig(mode="normal", replicated=True),
-        message="collective: needs EPConfig.replicated = False; StaticCollectiveBuffer has static "
-        "sizes; set max_tokens_per_rank; StaticCollectiveBuffer has static sizes; set "
-        "max_recv_slots",
+        message="collective: StaticCollectiveBuffer has static sizes; set max_tokens_per_rank; "
+        "collective: StaticCollectiveBuffer has static sizes; set max_recv_slots",
     ),
     Refusal(
         id="slot budget on a buffer of exact size",

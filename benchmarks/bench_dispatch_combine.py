@@ -32,17 +32,7 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 
-from benchmarks.alternatives import Experts
-from benchmarks.contenders import ALTERNATIVES, Contender, Epcomm, dtype_of
-from benchmarks.measuring.checks import CheckError, check_contender
 from benchmarks.measuring.copy_rate import Copies, CopyFinding, MovedBytes, moved_bytes
-from benchmarks.measuring.machine_facts import (
-    describe_hardware,
-    describe_versions,
-    keep_freed_memory,
-    load_average,
-)
-from benchmarks.measuring.measure import run_in_turn
 from benchmarks.measuring.profiles import profile_contender
 from benchmarks.report import (
     Finding,
@@ -53,6 +43,18 @@ from benchmarks.report import (
     table_of,
 )
 from epcomm import ConfigError, EPConfig, EPGroup, Mode, MoESpec
+from epcomm.bench.check import CheckError, check_contender
+from epcomm.bench.contenders.backends import Epcomm
+from epcomm.bench.contenders.base import Contender, Experts
+from epcomm.bench.contenders.torch_alone import ALTERNATIVES
+from epcomm.bench.machine import (
+    describe_hardware,
+    describe_versions,
+    keep_freed_memory,
+    load_average,
+)
+from epcomm.bench.options import dtype_of
+from epcomm.bench.turns import run_in_turn
 from epcomm.testing.data import BatchSpec, RankBatch, make_batch, random_ids
 
 # 120 s: a rank that fails must not leave the others waiting for long.
@@ -186,7 +188,7 @@ def run(
         load_average=(load_before, load_after),
         findings=findings,
         profile=profile,
-        copies=_finding_of_copies(copies, moved, findings[Epcomm.name]) if copies else None,
+        copies=_finding_of_copies(copies, moved, findings[contenders[0].name]) if copies else None,
     )
 
 

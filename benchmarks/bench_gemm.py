@@ -28,8 +28,6 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks.bench_quantize import CheckError, copy_rate
-from benchmarks.measuring.machine_facts import describe_hardware, describe_versions
-from benchmarks.measuring.timing import EventClock, Percentiles, captured
 from epcomm import (
     Fp8BlockWeights,
     Int8ChannelWeights,
@@ -37,6 +35,8 @@ from epcomm import (
     RowsDispatchOutput,
     WireTensor,
 )
+from epcomm.bench.machine import describe_hardware, describe_versions
+from epcomm.bench.timing import EventClock, Percentiles, captured
 from epcomm.ops.slots import build_slot_index
 from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN, dequantize, quantize
 from epcomm.records import ExchangePlan, Handle

@@ -34,16 +34,13 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks import bench_nvlink_low_latency as low_latency
-from benchmarks.alternatives import (
-    Experts,
-    combine_expert_rows,
-    dispatch_expert_rows,
-)
 from benchmarks.bench_nvlink_low_latency import WireName, init_process_group, of_all_ranks
-from benchmarks.measuring.checks import CheckError
-from benchmarks.measuring.machine_facts import describe_hardware, describe_versions
-from benchmarks.measuring.timing import Percentiles, clock_for
 from epcomm import EPGroup
+from epcomm.bench.check import CheckError
+from epcomm.bench.contenders.base import Experts
+from epcomm.bench.contenders.expert_rows import combine_expert_rows, dispatch_expert_rows
+from epcomm.bench.machine import describe_hardware, describe_versions
+from epcomm.bench.timing import Percentiles, clock_for
 from epcomm.buffers.base import DispatchCall, Dispatched
 from epcomm.buffers.nvlink.normal import NVLinkStaticBuffer
 from epcomm.ops.pack import pack

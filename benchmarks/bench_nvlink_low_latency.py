@@ -31,10 +31,10 @@ import typer
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.measuring.checks import CheckError
-from benchmarks.measuring.machine_facts import describe_hardware, describe_versions
-from benchmarks.measuring.timing import Percentiles, captured, clock_for
 from epcomm import EPGroup
+from epcomm.bench.check import CheckError
+from epcomm.bench.machine import describe_hardware, describe_versions
+from epcomm.bench.timing import Percentiles, captured, clock_for
 from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
 from epcomm.buffers.nvlink.normal import NVLinkStaticBuffer

@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.measuring.machine_facts import describe_hardware, describe_versions
-from benchmarks.measuring.timing import EventClock, Percentiles, captured
+from epcomm.bench.machine import describe_hardware, describe_versions
+from epcomm.bench.timing import EventClock, Percentiles, captured
 from epcomm.quantization import (
     FP8_FLOAT32_SCALES,
     FP8_POWER_OF_TWO_SCALES,

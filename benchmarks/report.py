@@ -12,8 +12,8 @@ from rich.table import Table
 
 from benchmarks.measuring.copy_rate import CopyFinding
 from benchmarks.measuring.host_profile import Section
-from benchmarks.measuring.sent_bytes import SentBytes
-from benchmarks.measuring.timing import Laps, Percentiles, slowest_rank
+from epcomm.bench.contenders.sent_bytes import SentBytes
+from epcomm.bench.timing import Laps, Percentiles, slowest_rank
 
 SPANS = (
     "dispatch",
@@ -40,8 +40,9 @@ class Finding:
         cls, laps_by_rank: Sequence[Sequence[Laps]], bytes_by_rank: Sequence[SentBytes]
     ) -> Finding:
         """Make the finding from the numbers of all ranks."""
+        spans = slowest_rank([[laps.spans() for laps in rank] for rank in laps_by_rank])
         return cls(
-            ms={name: Percentiles.of(ms) for name, ms in slowest_rank(laps_by_rank).items()},
+            ms={name: Percentiles.of(ms) for name, ms in spans.items()},
             sent_bytes=max(bytes_by_rank, key=lambda sent: sent.total),
         )
 

@@ -58,7 +58,24 @@ def environment() -> Mapping[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EPConfig:
+class WireChoices:
+    """The fields of EPConfig that say how rows travel to the experts; EPConfig tells of them."""
+
+    dispatch_dtype: WireDtype | None = None
+    dispatch_scales: ScaleDtype | ScaleDtypeName | None = None
+    int8_profile: Int8Profile | Int8ProfileName | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in _OPTIONAL_ENUMS.items():
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, _enum_member(name, kind, value))
+        scales = None if self.dispatch_scales is None else ScaleDtype(self.dispatch_scales)
+        _check_scales(self.dispatch_dtype, scales)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EPConfig(WireChoices):
     """Every choice of one expert-parallel layer; equal on all ranks.
 
     mode: how tokens travel; `auto` takes normal, or low latency where the caller says so; in
@@ -66,6 +83,10 @@ class EPConfig:
     backend: `collective`, `shared_memory`, `nvlink`, `deep_ep_v1`, `deep_ep_v2`, `deep_ep` for
         whichever of the two is installed, `ascend`, or `auto`; it serves every phase of the mode.
         In mode fuseep a name of the fused operators, or `auto`.
+    measurements: a file that `epcomm bench --output FILE` wrote: `auto` takes the backend that was
+        fastest there in the phase's mode, at the T nearest to max_tokens_per_rank, or at the
+        largest without such a limit. Ranks may keep it in different places; its contents are
+        compared. None: `auto` takes the first backend that serves, in the order of the registry.
     runner: a name of the runner registry, or `auto`.
     router: `reference` is epcomm.routing.route; `ascend` the gating operator of torch_npu, and the
         reference where it cannot say the routing or gradients are needed; `auto` is ascend on NPUs
@@ -96,9 +117,7 @@ class EPConfig:
     backend: str = "auto"
     runner: str = "auto"
     router: Router | RouterName = Router.AUTO
-    dispatch_dtype: WireDtype | None = None
-    dispatch_scales: ScaleDtype | ScaleDtypeName | None = None
-    int8_profile: Int8Profile | Int8ProfileName | None = None
+    measurements: str | Path | None = None
     max_tokens_per_rank: int | None = None
     max_recv_slots: int | None = None
     replicated: bool = False
@@ -110,15 +129,10 @@ class EPConfig:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         # Plain strings are welcome (files, command lines); the fields hold the enums.
         object.__setattr__(self, "mode", _enum_member("mode", Mode, self.mode))
         object.__setattr__(self, "router", _enum_member("router", Router, self.router))
-        for name, kind in _OPTIONAL_ENUMS.items():
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, _enum_member(name, kind, value))
-        scales = None if self.dispatch_scales is None else ScaleDtype(self.dispatch_scales)
-        _check_scales(self.dispatch_dtype, scales)
         for name in ("max_tokens_per_rank", "max_recv_slots", "num_sms", "batches_in_flight"):
             value = getattr(self, name)
             is_valid = value is None or (_is_integer(value) and value >= 1)
@@ -130,6 +144,8 @@ class EPConfig:
         for name in ("backend", "runner"):
             value = getattr(self, name)
             _expect(name, value, isinstance(value, str), "auto or a registered name")
+        is_path = self.measurements is None or isinstance(self.measurements, str | Path)
+        _expect("measurements", self.measurements, is_path, "the path of a file, or None")
         for name in _SWITCHES:
             value = getattr(self, name)
             _expect(name, value, isinstance(value, bool), "true or false")

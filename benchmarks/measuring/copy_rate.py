@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.measuring.measure import wait_for_all
-from benchmarks.measuring.timing import clock_for
+from epcomm.bench.timing import clock_for
+from epcomm.bench.turns import wait_for_all
 from epcomm.testing.data import RankBatch
 
 # 128 MiB to read and as much to write on each rank: four times a last-level cache of 32 MiB each.

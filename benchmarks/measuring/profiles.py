@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
-from benchmarks.contenders import Contender, Grouped
 from benchmarks.measuring.host_profile import Section, sections_of
-from benchmarks.measuring.measure import run_call
-from benchmarks.measuring.sent_bytes import SentBytes
-from benchmarks.measuring.timing import clock_for
+from epcomm.bench.contenders.base import Contender, Grouped
+from epcomm.bench.contenders.sent_bytes import SentBytes
+from epcomm.bench.timing import clock_for
+from epcomm.bench.turns import run_call
 from epcomm.testing.data import RankBatch
 
 DispatchedT = TypeVar("DispatchedT")

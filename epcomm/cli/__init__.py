@@ -2,6 +2,7 @@
 
 import typer
 
+from epcomm.cli.bench import bench_command
 from epcomm.cli.doctor import doctor_command
 from epcomm.cli.plan import plan_command
 
@@ -13,3 +14,4 @@ app = typer.Typer(
 )
 app.command("plan")(plan_command)
 app.command("doctor")(doctor_command)
+app.command("bench")(bench_command)

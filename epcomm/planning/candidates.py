@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from epcomm.buffers.base import Backend, Buffer
 from epcomm.buffers.requirements import carrying_reasons, limit_reasons
 from epcomm.config import EPConfig, Mode, environment
 from epcomm.errors import ConfigError, EPError
+from epcomm.planning.measurements import Measurements, read_measurements
 from epcomm.platforms.host import host_of_this_process
 from epcomm.platforms.nvlink import PeerReach, reach_of, reach_reasons
 from epcomm.quantization import QUANTIZED_FORMATS
@@ -53,10 +55,12 @@ class Survey:
 
     specs: by phase.   verdicts: by question, then by the candidate's name: of a class for the
         phases, of the registry for runners.
+    measurements: by which to choose among backends; None: by rules.
     """
 
     specs: Mapping[str, BufferSpec]
     verdicts: Mapping[str, Mapping[str, Availability]]
+    measurements: Measurements | None = None
 
 
 def phase_configs(config: EPConfig) -> dict[str, EPConfig]:
@@ -115,6 +119,7 @@ def survey_rank(
     """
     spec.check()
     backend_names(config.backend, Mode(config.mode))
+    measurements = None if config.measurements is None else read_measurements(config.measurements)
     if config.runner != "auto":
         runner_class(config.runner)
     if weights is not None:
@@ -143,7 +148,7 @@ def survey_rank(
             if name == config.runner or runner_class(name).is_candidate(weights)
         ]
         verdicts[RUNNER] = {name: runner_class(name).supports(weights) for name in candidates}
-    return Survey(specs=specs, verdicts=verdicts)
+    return Survey(specs=specs, verdicts=verdicts, measurements=measurements)
 
 
 def survey_group(
@@ -251,11 +256,21 @@ def _describe_experts(weights: ExpertTensors | None) -> dict[str, Scalar]:
 
 
 def _as_record(values: EPConfig | MoESpec) -> dict[str, Scalar]:
-    """Return the fields of a flat record as plain values."""
+    """Return the fields of a flat record as plain values; of a file its digest, not its path."""
     plain = (str, int, float, type(None))
     found = {field.name: getattr(values, field.name) for field in fields(values)}
+    if found.get("measurements") is not None:
+        found["measurements"] = _digest_of(found["measurements"])
     # StrEnum members are strings, and JSON writes them as such.
     return {name: v if isinstance(v, plain) else str(v) for name, v in found.items()}
+
+
+def _digest_of(path: str | Path) -> str:
+    """Return the digest of a file, or why it has none, which the other ranks are to hear."""
+    try:
+        return f"sha256 {read_measurements(path).digest}"
+    except ConfigError as error:
+        return str(error)
 
 
 def _combine(records: Sequence[Mapping[str, Scalar]], key: str) -> Availability:

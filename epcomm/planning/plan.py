@@ -23,8 +23,10 @@ from epcomm.planning.candidates import (
     survey_rank,
 )
 from epcomm.planning.log import log_plan
+from epcomm.planning.measurements import Measurements
+from epcomm.planning.order import preferred_order
 from epcomm.planning.plans import EPPlan, PhasePlan, Rejection
-from epcomm.registry import backend_class, backend_names, class_names, runner_class
+from epcomm.registry import backend_class, class_names, runner_class
 from epcomm.spec import Availability, BufferCaps, BufferSpec, MoESpec
 from epcomm.types import (
     Int8Profile,
@@ -71,7 +73,12 @@ def plan(
         survey = survey_group(config, spec, group, weights)
     phases = {
         phase: _plan_phase(
-            phase_config, survey.specs[phase], survey.verdicts[phase], num_ranks, weights
+            phase_config,
+            survey.specs[phase],
+            survey.verdicts[phase],
+            num_ranks,
+            weights,
+            survey.measurements,
         )
         for phase, phase_config in phase_configs(config).items()
     }
@@ -95,10 +102,12 @@ def _plan_phase(
     verdicts: Mapping[str, Availability],
     world_size: int,
     weights: ExpertTensors | None,
+    measurements: Measurements | None,
 ) -> PhasePlan:
     mode = Mode(config.mode)
     experts = None if weights is None else weights.wire_format.dtype
-    buffer = _choose_buffer(config, verdicts)
+    order = preferred_order(config, measurements)
+    buffer = _choose_buffer(config, order.backends, verdicts)
     kind = backend_class(buffer)
     caps = kind.caps(mode)
     return PhasePlan(
@@ -110,20 +119,22 @@ def _plan_phase(
         weights_applied_by=_who_applies_weights(caps),
         world_size=world_size,
         rejected=_rejected_backends(verdicts),
+        chosen_by=order.reason_for(kind.name),
         int8_profile=Int8Profile(config.int8_profile or kind.int8_profile),
         rounds_int8=WireDtype.INT8 in (spec.dispatch_format.dtype, experts),
     )
 
 
-def _choose_buffer(config: EPConfig, verdicts: Mapping[str, Availability]) -> str:
-    """Return the name of the first class that serves.
+def _choose_buffer(
+    config: EPConfig, backends: Sequence[str], verdicts: Mapping[str, Availability]
+) -> str:
+    """Return the name of the first class that serves, of the backends in order of preference.
 
     Raises:
         ConfigError: none of any backend.
         BackendUnavailable: none of the backend that the configuration names.
     """
     mode = Mode(config.mode)
-    backends = backend_names(config.backend, mode)
     found = {
         name: verdicts[name]
         for backend in backends

@@ -35,6 +35,7 @@ class PhasePlan:
     backend: registry name.   buffer: name of its class that mode, budget and `replicated` chose.
     weights_applied_by: who multiplies by topk_weights.
     rejected: the other backends and why.
+    chosen_by: the configuration, measurements or rules, as text.
     scale_layout: how scales of received rows lie, as the runner reads them.
     int8_profile: arithmetic of INT8 rows and between the products of INT8 experts.
     rounds_int8: there are such rows or experts, so that int8_profile matters.
@@ -48,6 +49,7 @@ class PhasePlan:
     weights_applied_by: WeightsAppliedBy
     world_size: int
     rejected: tuple[Rejection, ...]
+    chosen_by: str
     scale_layout: ScaleLayout = ROW_MAJOR
     int8_profile: Int8Profile = Int8Profile.RINT127
     rounds_int8: bool = False
@@ -120,6 +122,7 @@ class PhasePlan:
         ]
         lines += [f"{name}: {limit}" for name, limit in self.limits().items()]
         lines += [f"memory of {region.name}: {region}" for region in self.regions()]
+        lines.append(f"backend chosen by {self.chosen_by}")
         lines += [f"rejected {text}" for text in _grouped(self.rejected)]
         return "\n".join(lines)
 

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import bench_dispatch_combine, contenders
+from benchmarks import bench_dispatch_combine
 from benchmarks.bench_dispatch_combine import AlternativeName, DtypeName, ModeName, Options
-from benchmarks.measuring.checks import CheckError
 from epcomm import EPGroup
+from epcomm.bench.check import CheckError
+from epcomm.bench.contenders.backends import Epcomm
+from epcomm.bench.contenders.base import Contender
+from epcomm.bench.contenders.expert_rows import ExpertRows
 
 REPOSITORY = Path(__file__).parents[2]
 LAUNCHER = REPOSITORY / "scripts" / "launch_multi_rank.sh"
@@ -43,9 +46,10 @@ OPTIONS = Options(
 BROKEN = """
 import torch.distributed as dist
 import typer
-from benchmarks import bench_dispatch_combine, contenders
+from benchmarks import bench_dispatch_combine
+from epcomm.bench.contenders.backends import Epcomm
 
-right = contenders.Epcomm.combine
+right = Epcomm.combine
 
 def wrong(self, *arguments):
     y = right(self, *arguments)
@@ -53,7 +57,7 @@ def wrong(self, *arguments):
         y[0, 0] += 1
     return y
 
-contenders.Epcomm.combine = wrong
+Epcomm.combine = wrong
 typer.run(bench_dispatch_combine.main)
 """
 
@@ -99,7 +103,7 @@ def test_a_run_prints_a_table_and_writes_its_result(tmp_path: Path) -> None:
     assert {"processor", "num_cores", "threads_per_rank"} <= set(result["hardware"])
     check_findings(result, "all_gather")
     names = [section["name"] for section in result["profile"] if section["depth"] == 0]
-    assert names == ["contenders.dispatch", "contenders.group", "contenders.combine"]
+    assert names == ["backends.dispatch", "backends.group", "backends.combine"]
     ours = result["contenders"]["epcomm"]["ms"]["total_without_grouping"]["p50"]
     assert result["copies"]["ms"] == ours
     assert result["copies"]["copy_gb_per_s"] > 0
@@ -151,19 +155,19 @@ def test_a_wrong_contender_ends_the_program_without_a_number(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("kind", "step", "message"),
     [
-        pytest.param("ExpertRows", "combine", r"expert_rows: rank 1: y is beyond", id="its sums"),
-        pytest.param("Epcomm", "group", r"epcomm: .*rank 1: expert 2", id="our rows"),
-        pytest.param("ExpertRows", "group", r"expert_rows: .*rank 1: expert 2", id="its rows"),
+        pytest.param(ExpertRows, "combine", r"expert_rows: rank 1: y is beyond", id="its sums"),
+        pytest.param(Epcomm, "group", r"epcomm: .*rank 1: expert 2", id="our rows"),
+        pytest.param(ExpertRows, "group", r"expert_rows: .*rank 1: expert 2", id="its rows"),
     ],
 )
 def test_a_wrong_contender_is_found_before_any_time(
-    kind: str, step: str, message: str, monkeypatch: pytest.MonkeyPatch
+    kind: type[Contender], step: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check every contender and step on every rank; tests above check the program's next step."""
     with EPGroup() as group, torch.no_grad():
-        right = getattr(getattr(contenders, kind), step)
+        right = getattr(kind, step)
 
-        def wrong(self: contenders.Contender, *arguments: object) -> object:
+        def wrong(self: Contender, *arguments: object) -> object:
             result = right(self, *arguments)
             if group.rank == 1:
                 (result.rows if step == "group" else result)[0, 0] += 1
@@ -172,7 +176,7 @@ def test_a_wrong_contender_is_found_before_any_time(
         def measured(*arguments: object, **options: object) -> None:
             raise AssertionError("a wrong contender is measured")
 
-        monkeypatch.setattr(getattr(contenders, kind), step, wrong)
+        monkeypatch.setattr(kind, step, wrong)
         monkeypatch.setattr(bench_dispatch_combine, "run_in_turn", measured)
         with pytest.raises(CheckError, match=message):
             bench_dispatch_combine.run(OPTIONS, group, OPTIONS.make_contenders(group))

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from benchmarks import bench_quantize
 from benchmarks.bench_quantize import CASES, Case, CheckError, Finding, check, report_of, table_of
-from benchmarks.measuring.timing import Percentiles
 from epcomm import WireFormat, WireTensor
+from epcomm.bench.timing import Percentiles
 from epcomm.quantization import INT8_PER_TOKEN, Int8Profile, quantize
 
 X = torch.randn(6, 300).bfloat16()

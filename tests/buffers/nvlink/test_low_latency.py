@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from benchmarks import bench_nvlink_low_latency as bench
 from benchmarks.measuring.checks import CheckError
+
+from benchmarks import bench_nvlink_low_latency as bench
 from epcomm import (
     DeepEPLowLatencyDispatcher,
     EPConfig,

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.alternatives import Experts
-from benchmarks.contenders import ALTERNATIVES, Contender, Grouped
-from benchmarks.measuring.checks import CheckError, check_contender, tolerance
+from epcomm.bench.check import CheckError, check_contender, tolerance
+from epcomm.bench.contenders.base import Contender, Experts, Grouped
+from epcomm.bench.contenders.torch_alone import ALTERNATIVES
 from epcomm.testing.data import BatchSpec, RankBatch, make_batch, make_weights, random_ids
 from epcomm.testing.oracle import relative_error, run_oracle
 from epcomm.weights.unquantized import ExpertWeights

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from benchmarks.measuring.local_ops import inverse_of, sum_weighted
+from epcomm.bench.contenders.local_ops import inverse_of, sum_weighted
 
 TERMS = torch.tensor([2, 0, 1, 2])
 OFFSETS = torch.tensor([0, 2, 2, 4])

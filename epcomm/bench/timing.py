@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
@@ -49,11 +49,15 @@ class Percentiles:
         return cls(**{field.name: _quantile(ordered, field.name) for field in fields(cls)})
 
 
-def slowest_rank(laps_by_rank: Sequence[Sequence[Laps]]) -> dict[str, list[float]]:
-    """Return each span's times on the slowest rank by iteration; laps_by_rank is [W][N]."""
-    iterations = zip(*laps_by_rank, strict=True)
-    spans = [[laps.spans() for laps in ranks] for ranks in iterations]
-    return {name: [max(rank[name] for rank in ranks) for ranks in spans] for name in spans[0][0]}
+def slowest_rank(
+    spans_by_rank: Sequence[Sequence[Mapping[str, float]]],
+) -> dict[str, list[float]]:
+    """Return each span's times on the slowest rank by iteration; spans_by_rank is [W][N]."""
+    iterations = [list(ranks) for ranks in zip(*spans_by_rank, strict=True)]
+    return {
+        name: [max(rank[name] for rank in ranks) for ranks in iterations]
+        for name in iterations[0][0]
+    }
 
 
 class Clock(ABC):
@@ -114,9 +118,13 @@ def _quantile(ordered: Sequence[float], name: str) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
-def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Capture the call as a graph, which reads nothing on the host, and launches do not count."""
-    call()
+def captured(call: Callable[[], object], *, warm_up: bool = True) -> torch.cuda.CUDAGraph:
+    """Capture the call as a graph, which reads nothing on the host, and launches do not count.
+
+    warm_up: make the call once before, to compile kernels and to allocate.
+    """
+    if warm_up:
+        call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from benchmarks.measuring.timing import HostClock, Laps, Percentiles, clock_for, slowest_rank
+from epcomm.bench.timing import HostClock, Laps, Percentiles, clock_for, slowest_rank
 
 
 def test_percentiles_of_known_numbers() -> None:
@@ -26,7 +26,8 @@ def test_an_iteration_takes_as_long_as_its_slowest_rank() -> None:
         Laps(dispatch=4.0, group=2.0, combine=3.0),
         Laps(dispatch=1.0, group=1.0, combine=1.0),
     ]
-    assert slowest_rank([fast_then_slow, slow_then_fast]) == {
+    ranks = [[laps.spans() for laps in rank] for rank in (fast_then_slow, slow_then_fast)]
+    assert slowest_rank(ranks) == {
         "dispatch": [6.0, 10.0],
         "dispatch_without_grouping": [4.0, 9.0],
         "combine": [5.0, 1.0],
@@ -37,7 +38,7 @@ def test_an_iteration_takes_as_long_as_its_slowest_rank() -> None:
 
 
 def test_ranks_with_unequal_iterations_are_refused() -> None:
-    laps = Laps(dispatch=1.0, group=1.0, combine=1.0)
+    laps = Laps(dispatch=1.0, group=1.0, combine=1.0).spans()
     with pytest.raises(ValueError, match="shorter"):
         slowest_rank([[laps, laps], [laps]])
 

@@ -35,7 +35,7 @@ def keep_freed_memory() -> bool:
 
 
 def describe_hardware(device: torch.device) -> dict[str, str | int]:
-    """Processor, and accelerator if there is one."""
+    """Return the processor, and the accelerator if there is one."""
     facts: dict[str, str | int] = {
         "processor": _processor_name(),
         "num_cores": os.cpu_count() or 0,
@@ -81,7 +81,9 @@ def _version_of(distribution: str) -> str:
 
 
 def _commit() -> str:
-    """Return the commit, with a + if tracked files differ from it."""
+    """Return the commit, with a + if tracked files differ; unknown outside our own repository."""
+    if not (REPOSITORY / ".git").exists():
+        return "unknown"
     describe = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(

@@ -1,7 +1,8 @@
-"""Check the results of a contender before it is measured.
+"""Check the results of a contender before it is measured, by a formula in float64.
 
-Experts return their row, so y = x * (sum of the token's router weights), and every rank can compute
-the rows that its experts must receive, since it can make the batch of every rank.
+Expert e multiplies its row by 1, 2 or 4, so y = x * sum of w_k * factor(e_k), and every rank can
+compute the rows that its experts must receive, since it can make the batch of every rank. Nothing
+here is code that a contender runs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.contenders import Contender, Grouped
+from epcomm.bench.contenders.base import Contender, Grouped
+from epcomm.errors import EPError
 from epcomm.testing.data import RankBatch
 
 DispatchedT = TypeVar("DispatchedT")
@@ -38,11 +40,10 @@ def check_contender(
     Raises:
         CheckError: on all ranks, with the fault of each.
     """
-    dispatched = contender.dispatch(batches[rank])
-    grouped = contender.group(dispatched)
-    fault = find_row_fault(grouped, batches, rank * num_local)
-    y = contender.combine(grouped.rows.contiguous(), dispatched)
-    fault = fault or find_sum_fault(y, batches[rank], contender.num_roundings)
+    try:
+        fault = _find_fault(contender, batches, rank, num_local)
+    except EPError as error:
+        fault = str(error)
     faults: list[str | None] = [None] * len(batches)
     dist.all_gather_object(faults, fault)
     found = [f"rank {where}: {what}" for where, what in enumerate(faults) if what]
@@ -50,16 +51,44 @@ def check_contender(
         raise CheckError(f"{contender.name}: {'; '.join(found)}; nothing was measured")
 
 
-def find_row_fault(grouped: Grouped, batches: Sequence[RankBatch], first_expert: int) -> str | None:
+def _find_fault(
+    contender: Contender[DispatchedT], batches: Sequence[RankBatch], rank: int, num_local: int
+) -> str | None:
+    dispatched = contender.dispatch(batches[rank])
+    grouped = contender.group(dispatched)
+    first_expert = rank * num_local
+    fault = find_row_fault(grouped, batches, first_expert, is_ordered=contender.is_ordered)
+    y = contender.combine(run_experts(grouped, first_expert), dispatched)
+    return fault or find_sum_fault(y, batches[rank], contender.num_roundings)
+
+
+def expert_factor(expert: Tensor | int) -> Tensor:
+    """Return what an expert multiplies by: a power of two, so that products are exact."""
+    return 2.0 ** (torch.as_tensor(expert) % 3)
+
+
+def run_experts(grouped: Grouped, first_expert: int) -> Tensor:
+    """Return the results [C, H] of this rank's experts; undefined where rows are. Host sync."""
+    results = grouped.rows.clone(memory_format=torch.contiguous_format)
+    for local, run in enumerate(grouped.runs()):
+        results[run.start : run.stop] *= float(expert_factor(first_expert + local))
+    return results
+
+
+def find_row_fault(
+    grouped: Grouped, batches: Sequence[RankBatch], first_expert: int, *, is_ordered: bool = True
+) -> str | None:
     """Return the fault of the rows of this rank's experts, which must be their tokens, or None."""
-    counts = grouped.num_rows_per_expert.tolist()
-    start = 0
-    for local, count in enumerate(counts):
-        rows = grouped.rows[start : start + count]
+    for local, run in enumerate(grouped.runs()):
+        rows = grouped.rows[run.start : run.stop]
         expected = _rows_of_expert(first_expert + local, batches)
+        if not is_ordered:
+            rows, expected = _sorted(rows), _sorted(expected)
         if not torch.equal(_bits(rows), _bits(expected)):
-            return f"expert {first_expert + local} got {count} rows, not its {len(expected)} tokens"
-        start += count
+            return (
+                f"expert {first_expert + local} got {len(rows)} rows, not its {len(expected)} "
+                "tokens"
+            )
     return None
 
 
@@ -67,7 +96,8 @@ def find_sum_fault(y: Tensor, batch: RankBatch, num_roundings: int) -> str | Non
     """Return how far y is from the dense result, or None if within the tolerance."""
     if y.shape != batch.x.shape or y.dtype != batch.x.dtype:
         return f"y is {list(y.shape)} {y.dtype}, expected {list(batch.x.shape)} {batch.x.dtype}"
-    expected = batch.x.double() * batch.topk_weights.double().sum(dim=1, keepdim=True)
+    factors = batch.topk_weights.double() * expert_factor(batch.topk_ids)
+    expected = batch.x.double() * factors.sum(dim=1, keepdim=True)
     limit = tolerance(y.dtype, top_k=batch.topk_ids.shape[1], num_roundings=num_roundings)
     # Below the smallest normal number a rounding is absolute.
     allowed = limit * expected.abs() + num_roundings * torch.finfo(y.dtype).tiny
@@ -96,3 +126,9 @@ def _rows_of_expert(expert: int, batches: Sequence[RankBatch]) -> Tensor:
 def _bits(rows: Tensor) -> Tensor:
     """View rows as bytes, in which -0.0 differs from 0.0."""
     return rows.contiguous().view(torch.uint8)
+
+
+def _sorted(rows: Tensor) -> Tensor:
+    """Put rows in an order that only their values decide."""
+    marks = torch.linspace(1, 2, rows.shape[1], dtype=torch.float64, device=rows.device)
+    return rows[(rows.double() * marks).sum(dim=1).argsort()]

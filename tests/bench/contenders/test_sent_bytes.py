@@ -1,10 +1,11 @@
 import pytest
 import torch
 
-from benchmarks.alternatives import Experts
-from benchmarks.contenders import ALTERNATIVES, Epcomm
-from benchmarks.measuring.sent_bytes import SentBytes, all_gather_bytes, expert_rows_bytes
 from epcomm import EPConfig, EPGroup, Mode, MoESpec
+from epcomm.bench.contenders.backends import Epcomm
+from epcomm.bench.contenders.base import Experts
+from epcomm.bench.contenders.sent_bytes import SentBytes, all_gather_bytes, expert_rows_bytes
+from epcomm.bench.contenders.torch_alone import ALTERNATIVES
 from epcomm.buffers.sizes import CallShape
 from epcomm.testing.data import RankBatch
 

@@ -1,0 +1,1 @@
+"""The command `epcomm bench`: check and time what serves a layer here, beside torch alone."""

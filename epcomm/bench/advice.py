@@ -1,0 +1,72 @@
+"""Say in one sentence which mode and backend to take at which T, by medians of a pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from epcomm.bench.contenders.all_gather import AllGather
+from epcomm.bench.contenders.expert_rows import ExpertRows
+from epcomm.bench.records import Timing
+
+# What people call the ways of torch alone.
+TITLES = {
+    ExpertRows.name: "rows over all-to-all",
+    AllGather.name: "all-gather and reduce-scatter",
+}
+
+
+def advise(timings: Sequence[Timing]) -> str:
+    """Return the sentence; it owns up where torch alone is faster.
+
+    Worked example, medians of 10 and 20 us at T = 1, of 90 and 40 us at T = 128:
+
+        Take mode low_latency on backend nvlink at T = 1, and mode normal on backend nvlink at
+        T = 128.
+    """
+    best = _best_by_tokens(each for each in timings if not each.is_of_torch)
+    if not best:
+        return "Nothing of epcomm was measured here, so there is nothing to take."
+    parts = []
+    for (mode, backend), group in groupby(best, key=lambda each: (each.mode, each.backend)):
+        tokens = [each.tokens for each in group]
+        parts.append(f"mode {mode} on backend {backend} {_range(tokens)}")
+    sentence = f"Take {_listed(parts)}"
+    torch_best = {
+        each.tokens: each for each in _best_by_tokens(each for each in timings if each.is_of_torch)
+    }
+    faster = [
+        f"{TITLES[other.backend]} at T = {ours.tokens} ({_median(other):.0f} us, not "
+        f"{_median(ours):.0f})"
+        for ours in best
+        if (other := torch_best.get(ours.tokens)) is not None and _median(other) < _median(ours)
+    ]
+    if faster:
+        sentence += f"; torch alone is faster with {_listed(faster)}"
+    return f"{sentence}."
+
+
+def _best_by_tokens(timings: Iterable[Timing]) -> list[Timing]:
+    """Return the fastest at each T, by T."""
+    best: dict[int, Timing] = {}
+    for each in timings:
+        held = best.get(each.tokens)
+        if held is None or _median(each) < _median(held):
+            best[each.tokens] = each
+    return [best[tokens] for tokens in sorted(best)]
+
+
+def _median(timing: Timing) -> float:
+    return timing.us["pair"].p50
+
+
+def _range(tokens: Sequence[int]) -> str:
+    if len(tokens) == 1:
+        return f"at T = {tokens[0]}"
+    return f"from T = {tokens[0]} to {tokens[-1]}"
+
+
+def _listed(parts: Sequence[str]) -> str:
+    if len(parts) < 3:
+        return ", and ".join(parts)
+    return f"{', '.join(parts[:-1])}, and {parts[-1]}"

@@ -1,0 +1,1 @@
+"""Ways to move tokens to their experts and results back: backends of epcomm, and torch alone."""

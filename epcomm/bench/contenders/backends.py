@@ -1,0 +1,123 @@
+"""The backends of epcomm as contenders, found and planned as a layer would find them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from epcomm.bench.contenders.base import Contender, Grouped
+from epcomm.bench.contenders.sent_bytes import SentBytes
+from epcomm.config import EPConfig, Mode
+from epcomm.group import EPGroup
+from epcomm.ops.pack import pack
+from epcomm.paths import PhaseDispatchers
+from epcomm.planning.plan import plan
+from epcomm.planning.plans import PhasePlan
+from epcomm.records import DispatchOutput, MaskedDispatchOutput, TopKOutput
+from epcomm.registry import backend_class, class_names
+from epcomm.spec import MoESpec
+from epcomm.testing.data import RankBatch
+from epcomm.types import RowsPer, WeightsAppliedBy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Absent:
+    """A backend that does not serve a mode here, and every reason."""
+
+    backend: str
+    mode: Mode
+    reasons: tuple[str, ...]
+
+
+class Epcomm(Contender[DispatchOutput]):
+    """A dispatcher of epcomm.
+
+    combine applies the router weights, as it does for the alternatives. For training epcomm leaves
+    them to the runner, which scales I columns instead of H, and its combine has less to do.
+    """
+
+    def __init__(
+        self, group: EPGroup, spec: MoESpec, config: EPConfig, *, name: str = "epcomm"
+    ) -> None:
+        """Plan and open the buffer. Collective: yes."""
+        self.name = name
+        found = plan(config, spec, group)
+        phase = replace(found.prefill, weights_applied_by=WeightsAppliedBy.COMBINE)
+        chosen = replace(found, prefill=phase, decode=phase)
+        self.plan: PhasePlan = phase
+        self._dispatcher = PhaseDispatchers(group, spec, config, chosen).prefill
+
+    @property
+    def num_roundings(self) -> int:
+        # The sum of a (token, rank) before it travels, and y.
+        return 2
+
+    @property
+    def is_ordered(self) -> bool:
+        return self.plan.caps.ordered
+
+    @property
+    def is_capturable(self) -> bool:
+        return self.plan.is_capturable
+
+    def dispatch(self, batch: RankBatch) -> DispatchOutput:
+        topk = TopKOutput(topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
+        return self._dispatcher.dispatch(batch.x, topk)
+
+    def group(self, dispatched: DispatchOutput) -> Grouped:
+        counts = dispatched.num_tokens_per_expert
+        rows = dispatched.hidden_states.data
+        if isinstance(dispatched, MaskedDispatchOutput):
+            capacity = rows.shape[1]
+            first_row = counts.new_ones(counts.shape).cumsum(0).sub(1).mul(capacity)
+            return Grouped(rows=rows.flatten(0, 1), num_rows_per_expert=counts, first_row=first_row)
+        return Grouped(
+            rows=pack(rows, dispatched.index),
+            num_rows_per_expert=counts,
+            first_row=dispatched.index.first_slot[:-1],
+        )
+
+    def combine(self, results: Tensor, dispatched: DispatchOutput) -> Tensor:
+        if isinstance(dispatched, MaskedDispatchOutput):
+            results = results.view(dispatched.hidden_states.data.shape)
+            return self._dispatcher.combine(dispatched.combine_input(results))
+        return self._dispatcher.combine(dispatched.combine_input(results, rows_per=RowsPer.SLOT))
+
+    def check(self) -> None:
+        """Raise the faults that wait on the device; see Dispatcher.check. Host sync: yes."""
+        self._dispatcher.check()
+
+    def sent_bytes(self, batch: RankBatch) -> SentBytes:
+        before = self._dispatcher.traffic()
+        dispatched = self.dispatch(batch)
+        self.combine(self.group(dispatched).rows.contiguous(), dispatched)
+        after = self._dispatcher.traffic()
+        return SentBytes(
+            dispatch=after.dispatch_bytes - before.dispatch_bytes,
+            combine=after.combine_bytes - before.combine_bytes,
+            control=after.control_bytes - before.control_bytes,
+        )
+
+
+def find_backends(
+    group: EPGroup, spec: MoESpec, config: EPConfig, names: Sequence[str]
+) -> tuple[list[str], list[Absent]]:
+    """Return which of the backends called `names` serve the mode of `config` on all ranks.
+
+    Collective: yes; every rank finds the same.
+    Raises:
+        ConfigError: no backend at all serves the layer in this mode.
+    """
+    mode = Mode(config.mode)
+    rejected = {each.name: each.reasons for each in plan(config, spec, group).prefill.rejected}
+    for name in names:
+        if not any(mode in backend_class(kind).modes for kind in class_names(name)):
+            rejected[name] = (f"has no mode {mode.value}",)
+    absent = [
+        Absent(backend=name, mode=mode, reasons=rejected[name])
+        for name in names
+        if name in rejected
+    ]
+    return [name for name in names if name not in rejected], absent

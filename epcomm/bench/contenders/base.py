@@ -1,0 +1,95 @@
+"""Give everything that can dispatch, group and combine one interface.
+
+The boundaries are the same for all: dispatch starts from (x, topk_ids, topk_weights) and ends when
+the rows have arrived; after group() the rows of an expert are neighbours, as a grouped GEMM reads
+them. combine starts from unweighted results, a row for each (token, expert), and ends with y.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from epcomm.bench.contenders.sent_bytes import SentBytes
+from epcomm.testing.data import RankBatch
+
+DispatchedT = TypeVar("DispatchedT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The owners of the experts.
+
+    num_local: L, the experts of each rank; ranks own experts in rank order.
+    """
+
+    rank: int
+    world_size: int
+    num_local: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Grouped:
+    """The rows that a grouped GEMM reads.
+
+    rows: [C, H]; rows of one expert are neighbours, and rows past the counts are undefined.
+    num_rows_per_expert: [L], number of rows of each expert.
+    first_row: [L], where the rows of each expert begin; None: the runs follow one another.
+    """
+
+    rows: Tensor
+    num_rows_per_expert: Tensor
+    first_row: Tensor | None = None
+
+    def runs(self) -> list[range]:
+        """Return the rows of each local expert, as places in `rows`. Host sync: yes."""
+        counts = self.num_rows_per_expert.tolist()
+        if self.first_row is None:
+            ends = self.num_rows_per_expert.cumsum(0).tolist()
+            starts = [end - count for end, count in zip(ends, counts, strict=True)]
+        else:
+            starts = self.first_row.tolist()
+        return [range(start, start + n) for start, n in zip(starts, counts, strict=True)]
+
+
+class Contender(ABC, Generic[DispatchedT]):
+    """One way to move tokens to their experts and results back. Every call is collective.
+
+    name: by which results name it.
+    """
+
+    name: str
+
+    @property
+    @abstractmethod
+    def num_roundings(self) -> int:
+        """Return how often a sum is cast to the dtype of the hidden states before it is y."""
+
+    @property
+    def is_ordered(self) -> bool:
+        """Return whether the rows of an expert come by source rank, then token."""
+        return True
+
+    @property
+    def is_capturable(self) -> bool:
+        """Return whether calls may be captured in a device graph."""
+        return False
+
+    @abstractmethod
+    def dispatch(self, batch: RankBatch) -> DispatchedT:
+        """Send the rows of `batch` to the ranks that own their experts."""
+
+    @abstractmethod
+    def group(self, dispatched: DispatchedT) -> Grouped:
+        """Put the received rows in expert order. Local."""
+
+    @abstractmethod
+    def combine(self, results: Tensor, dispatched: DispatchedT) -> Tensor:
+        """Weight and sum the results of all experts: y [T, H]; results are [C, H]."""
+
+    @abstractmethod
+    def sent_bytes(self, batch: RankBatch) -> SentBytes:
+        """Return the bytes that this rank sends to others in one call. Makes the call."""

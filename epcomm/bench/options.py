@@ -1,0 +1,156 @@
+"""What a run of `epcomm bench` measures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from epcomm.config import EPConfig, Mode
+from epcomm.errors import ConfigError
+from epcomm.registry import BUFFERS, backend_names
+from epcomm.spec import MoESpec
+from epcomm.testing.data import BatchSpec, RankBatch, make_batch, random_ids
+
+_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+)
+# Those whose dispatch and combine can be timed one by one.
+MODES = (Mode.NORMAL, Mode.LOW_LATENCY, Mode.STANDARD)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """The sizes and contenders of a run, equal on all ranks.
+
+    tokens: T, on each rank, one after another.   hidden: H.   experts: of all ranks.   top_k: K.
+    modes, backends: of epcomm; what torch alone offers is measured in any case.
+    dtype: of the hidden states.   intermediate: I of a whole layer, None to time none.
+    iterations, warm_up: calls of each contender at each T, on the clock and before.
+    seed: of tokens, routing and experts.   command: by which the run was started.
+    """
+
+    tokens: tuple[int, ...]
+    hidden: int
+    experts: int
+    top_k: int
+    modes: tuple[Mode, ...] = (Mode.NORMAL, Mode.LOW_LATENCY)
+    backends: tuple[str, ...] = tuple(BUFFERS)
+    dtype: str = "bf16"
+    intermediate: int | None = None
+    iterations: int = 30
+    warm_up: int = 5
+    seed: int = 0
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise ConfigError("epcomm bench: --tokens names no number, expected such as 1,128,1024")
+        for name in ("tokens", "hidden", "experts", "top_k", "intermediate", "iterations"):
+            value = getattr(self, name)
+            numbers = value if isinstance(value, tuple) else (value,)
+            if any(number is not None and number < 1 for number in numbers):
+                shown = ",".join(map(str, numbers))
+                option = name.replace("_", "-")
+                raise ConfigError(f"epcomm bench: --{option} is {shown}, expected at least 1")
+        if self.warm_up < 0:
+            raise ConfigError(f"epcomm bench: --warm-up is {self.warm_up}, expected at least 0")
+        if self.top_k > self.experts:
+            raise ConfigError(
+                f"epcomm bench: --top-k is {self.top_k}, expected at most the {self.experts} "
+                "experts; give fewer, or more --experts"
+            )
+        dtype_of(self.dtype)
+
+    def check_ranks(self, world_size: int) -> None:
+        """Refuse a number of ranks that cannot share the experts. Local.
+
+        Raises:
+            ConfigError: the experts are no multiple of the ranks.
+        """
+        if self.experts % world_size:
+            raise ConfigError(
+                f"epcomm bench: --experts is {self.experts}, expected a multiple of the "
+                f"{world_size} ranks"
+            )
+
+    def moe_spec(self) -> MoESpec:
+        """Return the layer."""
+        return MoESpec(
+            hidden_size=self.hidden,
+            num_experts=self.experts,
+            top_k=self.top_k,
+            dtype=dtype_of(self.dtype),
+        )
+
+    def config(self, mode: Mode, tokens: int, backend: str = "auto") -> EPConfig:
+        """Return the configuration of one contender at T = `tokens`."""
+        return EPConfig(mode=mode, backend=backend, max_tokens_per_rank=tokens)
+
+    def make_batches(self, tokens: int, world_size: int, device: torch.device) -> list[RankBatch]:
+        """Make the batches of all ranks, on this rank's device."""
+        spec = BatchSpec(
+            hidden_size=self.hidden,
+            num_local_experts=self.experts // world_size,
+            top_k=self.top_k,
+            dtype=dtype_of(self.dtype),
+            seed=self.seed,
+            tokens_of_rank=lambda rank, world_size: tokens,
+            choose_ids=random_ids,
+        )
+        return [make_batch(spec, rank, world_size).to(device) for rank in range(world_size)]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of a name.
+
+    Raises:
+        ConfigError: it is not bf16, fp16 or fp32.
+    """
+    if name not in _DTYPES:
+        raise ConfigError(f"epcomm bench: --dtype is {name!r}, expected one of {sorted(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def read_tokens(text: str) -> tuple[int, ...]:
+    """Read `1,128,1024`.
+
+    Raises:
+        ConfigError: it is no such list.
+    """
+    try:
+        numbers = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ConfigError(
+            f"epcomm bench: --tokens is {text!r}, expected numbers such as 1,128,1024"
+        ) from None
+    return tuple(dict.fromkeys(numbers))
+
+
+def read_modes(text: str) -> tuple[Mode, ...]:
+    """Read `normal,low_latency`.
+
+    Raises:
+        ConfigError: a name is no mode that can be measured here.
+    """
+    names = [mode.value for mode in MODES]
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    unknown = [name for name in found if name not in names]
+    if unknown or not found:
+        raise ConfigError(f"epcomm bench: --modes is {text!r}, expected some of {names}")
+    return tuple(Mode(name) for name in dict.fromkeys(found))
+
+
+def read_backends(text: str) -> tuple[str, ...]:
+    """Read `auto`, which is every backend, or names such as `collective,nvlink`.
+
+    Raises:
+        ConfigError: no such backend; the message lists those that exist.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise ConfigError("epcomm bench: --backend is empty, expected auto or names of backends")
+    found = [name for part in parts for name in backend_names(part, Mode.AUTO)]
+    return tuple(dict.fromkeys(found))

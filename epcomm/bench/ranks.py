@@ -1,0 +1,124 @@
+"""Start ranks on this machine's CPU, or join those that torchrun has started."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from epcomm.config import environment
+from epcomm.errors import ConfigError, EPError
+
+T = TypeVar("T")
+
+# 120 s: a rank that fails must not leave the others waiting for long.
+COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+# Seconds that other ranks than 0 wait before they tell an error: most errors are those of all
+# ranks, and rank 0 has told it and ended the run by then.
+_PATIENCE_S = 2.0
+
+
+def ranks_of_environment(variables: Mapping[str, str] | None = None) -> int | None:
+    """Return the number of ranks that torchrun has started; None where it has not. Local.
+
+    Raises:
+        ConfigError: its variables are no numbers.
+    """
+    variables = environment() if variables is None else variables
+    if "RANK" not in variables or "WORLD_SIZE" not in variables:
+        return None
+    try:
+        return int(variables["WORLD_SIZE"])
+    except ValueError:
+        raise ConfigError(
+            f"epcomm bench: WORLD_SIZE is {variables['WORLD_SIZE']!r}, expected a number; start it "
+            "under torchrun"
+        ) from None
+
+
+def start_ranks(num_ranks: int, work: Callable[[T], int], argument: T) -> int:
+    """Run `work(argument)` on ranks of its own making on the CPU, over gloo; return its exit code.
+
+    Args:
+        num_ranks: processes to start.
+        work: a function of a module; all ranks return alike.
+        argument: of work; it is pickled.
+    """
+    # Imports much, which ranks under torchrun do not need.
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+
+    with tempfile.TemporaryDirectory(prefix="epcomm-bench-") as folder:
+        meeting = str(Path(folder, "store"))
+        try:
+            spawn(_run_rank, (num_ranks, meeting, work, argument), nprocs=num_ranks)
+        except ProcessExitedException as ended:
+            return max(ended.exit_code, 1)
+        except ProcessRaisedException as raised:
+            sys.stderr.write(f"{raised}\n")
+            return 1
+    return 0
+
+
+def _run_rank(
+    rank: int, num_ranks: int, meeting: str, work: Callable[[T], int], argument: T
+) -> None:
+    # Ranks with a thread for each core each would only wait for one another.
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
+    dist.init_process_group(
+        "gloo",
+        init_method=Path(meeting).as_uri(),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+    code = run_work(work, argument)
+    if code:
+        sys.exit(code)
+
+
+def join_ranks() -> None:
+    """Join the ranks of torchrun: over nccl where this host has a GPU for each, else gloo."""
+    variables = environment()
+    num_local_ranks = int(variables.get("LOCAL_WORLD_SIZE", variables["WORLD_SIZE"]))
+    if torch.cuda.device_count() >= num_local_ranks:
+        device = torch.device("cuda", int(variables["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=COLLECTIVE_TIMEOUT, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+
+
+def run_work(work: Callable[[T], int], argument: T) -> int:
+    """Run `work` on this rank of the default process group, and leave it; return the exit code.
+
+    An error of ours is told in one line, by rank 0 where all ranks have it.
+    """
+    rank = dist.get_rank()
+    try:
+        code = work(argument)
+        # Rank 0 has printed then; the first rank that leaves with an error ends the others.
+        dist.barrier()
+    except EPError as error:
+        if rank:
+            time.sleep(_PATIENCE_S)
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+        # Not by way of destroy_process_group(), which may wait for ranks that never come.
+        os._exit(1)
+    dist.destroy_process_group()
+    return code
+
+
+def of_all_ranks(value: T) -> list[T]:
+    """Gather the values of all ranks, by rank. Collective: yes."""
+    values: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return [value for value in values if value is not None]

@@ -1,0 +1,65 @@
+"""What a run of `epcomm bench` finds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from epcomm.bench.contenders.backends import Absent
+from epcomm.bench.contenders.sent_bytes import SentBytes
+from epcomm.bench.timing import Percentiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """The times of one contender at one T.
+
+    mode: of epcomm; empty for what torch alone offers, whose name is then in `backend`.
+    in_graph: replayed from a device graph, else launched from Python.
+    us: percentiles over iterations in microseconds, each as long as its slowest rank, by span:
+        dispatch, combine and pair, which is both; or layer.
+    sent_bytes: of one call on the rank that sends most; None of a whole layer.
+    """
+
+    mode: str
+    backend: str
+    tokens: int
+    in_graph: bool
+    us: Mapping[str, Percentiles]
+    sent_bytes: SentBytes | None = None
+
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether it is of what torch alone offers."""
+        return not self.mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrong:
+    """A contender that moved or summed something wrong, and was not timed.
+
+    fault: what differs from the formula, on which rank.
+    """
+
+    name: str
+    tokens: int
+    fault: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """One run, with all that its numbers depend on.
+
+    absent: what does not serve here, and why.   advice: what to take at which T here.
+    layers: times of whole layers; empty unless they were asked for.
+    """
+
+    configuration: Mapping[str, str | int]
+    hardware: Mapping[str, str | int]
+    versions: Mapping[str, str]
+    command: str
+    timings: Sequence[Timing]
+    layers: Sequence[Timing]
+    wrong: Sequence[Wrong]
+    absent: Sequence[Absent]
+    advice: str

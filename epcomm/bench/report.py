@@ -1,0 +1,98 @@
+"""Write a report of `epcomm bench` as JSON, and as a table for the terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from epcomm.bench.advice import TITLES
+from epcomm.bench.records import Report, Timing
+from epcomm.planning.measurements import BENCHMARK
+
+
+def as_json(report: Report) -> str:
+    """Return the report as one JSON object, indented; EPConfig.measurements reads it."""
+    values = {
+        "benchmark": BENCHMARK,
+        "configuration": dict(report.configuration),
+        "hardware": dict(report.hardware),
+        "versions": dict(report.versions),
+        "command": report.command,
+        "results": [_as_record(each) for each in report.timings],
+        "layers": [_as_record(each) for each in report.layers],
+        "wrong": [asdict(each) for each in report.wrong],
+        "absent": [asdict(each) for each in report.absent],
+        "advice": report.advice,
+    }
+    return json.dumps(values, indent=2) + "\n"
+
+
+def _as_record(timing: Timing) -> Mapping[str, Any]:
+    values = asdict(timing)
+    # A hundredth of a microsecond is below what any clock here can tell.
+    values["us"] = {
+        span: {name: round(us, 2) for name, us in times.items()}
+        for span, times in values["us"].items()
+    }
+    if timing.sent_bytes is None:
+        del values["sent_bytes"]
+    else:
+        values["sent_bytes"]["total"] = timing.sent_bytes.total
+    return values
+
+
+def timings_table(timings: Sequence[Timing]) -> Table:
+    """Return the times of dispatch, combine and both, by T, the fastest pair first."""
+    table = _table("dispatch\np50", "combine\np50", "pair\np50", "pair\np95", "pair\np99", "sent")
+    ordered = sorted(timings, key=lambda each: (each.tokens, each.us["pair"].p50))
+    for place, timing in enumerate(ordered):
+        is_last = place + 1 == len(ordered) or ordered[place + 1].tokens != timing.tokens
+        us, sent = timing.us, timing.sent_bytes
+        cells = [us["dispatch"].p50, us["combine"].p50]
+        cells += [us["pair"].p50, us["pair"].p95, us["pair"].p99]
+        table.add_row(
+            str(timing.tokens),
+            timing.mode or "torch",
+            _name(timing),
+            *(f"{cell:.0f}" for cell in cells),
+            "" if sent is None else f"{sent.total / 1e6:.2f} MB",
+            end_section=is_last,
+        )
+    return table
+
+
+def layers_table(timings: Sequence[Timing]) -> Table:
+    """Return the times of whole layers, by T."""
+    table = _table("layer\np50", "layer\np95", "layer\np99")
+    for timing in sorted(timings, key=lambda each: (each.tokens, each.us["layer"].p50)):
+        times = timing.us["layer"]
+        cells = [f"{us:.0f}" for us in (times.p50, times.p95, times.p99)]
+        table.add_row(str(timing.tokens), timing.mode, _name(timing), *cells)
+    return table
+
+
+def _table(*numbers: str) -> Table:
+    """Return an empty table whose rows begin with T, mode and backend."""
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
+        title="us on the slowest rank",
+        title_justify="left",
+    )
+    table.add_column("T", justify="right")
+    table.add_column("mode", no_wrap=True)
+    table.add_column("backend", min_width=16)
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _name(timing: Timing) -> str:
+    return TITLES.get(timing.backend, timing.backend) + (", graph" if timing.in_graph else "")

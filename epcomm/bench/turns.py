@@ -1,0 +1,124 @@
+"""Run contenders in turn and time each half; every rank does the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from epcomm.bench.check import run_experts
+from epcomm.bench.contenders.base import Contender
+from epcomm.bench.timing import Clock, Laps, captured, clock_for
+from epcomm.testing.data import RankBatch
+
+DispatchedT = TypeVar("DispatchedT")
+SpansT = TypeVar("SpansT")
+
+# Pairs in a graph: receive buffers that are used in turn must end as they began.
+_PAIRS = 2
+
+
+def wait_for_all(device: torch.device) -> None:
+    """Return when every rank has come here and finished its work. Collective: yes."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        dist.barrier(device_ids=[device.index])
+        torch.cuda.synchronize(device)
+    else:
+        dist.barrier()
+
+
+def take_turns(
+    calls: Mapping[str, Callable[[Clock], SpansT]],
+    device: torch.device,
+    *,
+    num_rounds: int,
+    on_round: Callable[[], None] = lambda: None,
+) -> dict[str, list[SpansT]]:
+    """Make each call in turn, repeatedly, so that a slow machine slows all of them.
+
+    Returns: by call, what it measured on this rank in each round.
+    """
+    clock = clock_for(device)
+    spans: dict[str, list[SpansT]] = {name: [] for name in calls}
+    for _ in range(num_rounds):
+        for name, call in calls.items():
+            spans[name].append(call(clock))
+        on_round()
+    return spans
+
+
+def run_in_turn(
+    contenders: Sequence[Contender],
+    batch: RankBatch,
+    *,
+    num_rounds: int,
+    on_round: Callable[[], None] = lambda: None,
+) -> dict[str, list[Laps]]:
+    """Call each contender in turn, launched from Python, and return its laps on this rank."""
+    calls = {each.name: partial(run_call, each, batch) for each in contenders}
+    return take_turns(calls, batch.x.device, num_rounds=num_rounds, on_round=on_round)
+
+
+def run_call(contender: Contender[DispatchedT], batch: RankBatch, clock: Clock) -> Laps:
+    """Time one dispatch and combine, with experts between them that nobody waits for.
+
+    Both halves start on all ranks together, so neither pays for what the other rank did before.
+    """
+    device = batch.x.device
+    wait_for_all(device)
+    clock.mark()
+    dispatched = contender.dispatch(batch)
+    clock.mark()
+    grouped = contender.group(dispatched)
+    clock.mark()
+    results = grouped.rows.clone(memory_format=torch.contiguous_format)
+    del grouped
+    wait_for_all(device)
+    clock.mark()
+    contender.combine(results, dispatched)
+    clock.mark()
+    dispatch, group, _, combine = clock.take()
+    return Laps(dispatch=dispatch, group=group, combine=combine)
+
+
+def graph_call(
+    contender: Contender[DispatchedT], batch: RankBatch, first_expert: int
+) -> Callable[[Clock], Mapping[str, float]]:
+    """Capture a dispatch, its combine and pairs of both as graphs; return the call that times them.
+
+    No launch from Python counts. Results of experts are there already. The routing of `batch` is
+    replayed, and its sizes are the contender's, not the batch's.
+
+    Collective: yes.
+    """
+    device = batch.x.device
+    dispatched = contender.dispatch(batch)
+    results = run_experts(contender.group(dispatched), first_expert)
+    contender.combine(results, dispatched)
+    waiting: list[DispatchedT] = []
+    # A half must not run but in its place, so nothing warms it up.
+    dispatching = captured(lambda: waiting.append(contender.dispatch(batch)), warm_up=False)
+    combining = captured(lambda: contender.combine(results, waiting[-1]), warm_up=False)
+
+    def pairs() -> None:
+        for _ in range(_PAIRS):
+            contender.combine(results, contender.dispatch(batch))
+
+    pairing = captured(pairs)
+
+    def call(clock: Clock) -> Mapping[str, float]:
+        spans = []
+        for graph in (pairing, dispatching, combining):
+            wait_for_all(device)
+            clock.mark()
+            graph.replay()
+            clock.mark()
+            spans += clock.take()
+        both, dispatch, combine = spans
+        return {"dispatch": dispatch, "combine": combine, "pair": both / _PAIRS}
+
+    return call

@@ -1,0 +1,185 @@
+"""`epcomm bench`: check and time what serves a layer here, beside torch alone."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from epcomm.bench.contenders.backends import Absent
+from epcomm.bench.options import BenchOptions, read_backends, read_modes, read_tokens
+from epcomm.bench.ranks import join_ranks, ranks_of_environment, run_work, start_ranks
+from epcomm.bench.records import Report
+from epcomm.bench.report import as_json, layers_table, timings_table
+from epcomm.bench.run import run_bench
+from epcomm.errors import ConfigError
+
+# What scripts may rely on: bad input, and a contender that is wrong.
+BAD_INPUT, FOUND_WRONG = 2, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The arguments of a run, and where its report goes.
+
+    output, plot: files to write, or None.   prints_json: to the terminal, in place of tables.
+    """
+
+    options: BenchOptions
+    output: Path | None
+    plot: Path | None
+    prints_json: bool
+
+
+def bench_command(
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="CPU ranks to start here; leave it out under torchrun."),
+    ] = None,
+    tokens: Annotated[str, typer.Option(help="T of each rank, one after another.")] = "1,128,1024",
+    hidden: Annotated[int, typer.Option(help="H.")] = 1024,
+    experts: Annotated[int, typer.Option(help="Of all ranks together.")] = 32,
+    top_k: Annotated[int, typer.Option(help="Experts of a token, uniformly random.")] = 8,
+    modes: Annotated[
+        str, typer.Option(help="Of normal, low_latency and standard.")
+    ] = "normal,low_latency",
+    backend: Annotated[
+        str, typer.Option(help="auto for all, or names that `epcomm doctor` lists.")
+    ] = "auto",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    iterations: Annotated[int, typer.Option(help="Calls of each on the clock.")] = 30,
+    warm_up: Annotated[int, typer.Option(help="Calls of each before that.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of tokens, routing and experts.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw it there; needs matplotlib.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Check every backend that serves here against a formula, then time it beside torch alone.
+
+    Starts its own CPU ranks with --ranks, or runs on those of torchrun:
+    torchrun --nproc-per-node 8 -m epcomm bench
+    """
+    try:
+        options = BenchOptions(
+            tokens=read_tokens(tokens),
+            hidden=hidden,
+            experts=experts,
+            top_k=top_k,
+            modes=read_modes(modes),
+            backends=read_backends(backend),
+            dtype=dtype,
+            iterations=iterations,
+            warm_up=warm_up,
+            seed=seed,
+            command=shlex.join(["epcomm", *sys.argv[1:]]),
+        )
+        num_started = _ranks_to_start(ranks)
+        options.check_ranks(num_started or dist_size())
+        for path in (output, plot):
+            _check_writable(path)
+    except ConfigError as error:
+        Console(stderr=True).print(str(error), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(BAD_INPUT) from None
+    work = Work(options=options, output=output, plot=plot, prints_json=json)
+    if num_started is not None:
+        raise typer.Exit(start_ranks(num_started, bench_on_rank, work))
+    join_ranks()
+    raise typer.Exit(run_work(bench_on_rank, work))
+
+
+def dist_size() -> int:
+    """Return the number of ranks that torchrun has started."""
+    return ranks_of_environment() or 1
+
+
+def _ranks_to_start(ranks: int | None) -> int | None:
+    """Return how many ranks to start; None where torchrun has started them."""
+    started = ranks_of_environment()
+    if started is None and ranks is None:
+        raise ConfigError(
+            "epcomm bench: there are no ranks; pass --ranks 4 to start some on the CPU, or start "
+            "it by torchrun --nproc-per-node 4 -m epcomm bench"
+        )
+    if started is not None and ranks not in (None, started):
+        raise ConfigError(
+            f"epcomm bench: --ranks is {ranks}, but torchrun has started {started}; leave it out"
+        )
+    if ranks is not None and ranks < 1:
+        raise ConfigError(f"epcomm bench: --ranks is {ranks}, expected at least 1")
+    return ranks if started is None else None
+
+
+def _check_writable(path: Path | None) -> None:
+    """Find out before the run that its result cannot be written; makes the folder."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"epcomm bench: {path} cannot be written ({error.strerror}); name another file"
+        ) from None
+
+
+def bench_on_rank(work: Work) -> int:
+    """Run on one rank of the default process group; rank 0 prints and writes. Collective: yes."""
+    is_first = dist.get_rank() == 0
+    to_people = Console(stderr=True, quiet=not is_first)
+    with Progress(console=to_people, transient=True) as progress:
+        task = progress.add_task("checking", total=None)
+
+        def show(text: str, done: int, total: int) -> None:
+            progress.update(task, description=text, completed=done, total=total)
+
+        report = run_bench(work.options, show)
+    if is_first:
+        _show(report, work)
+    return FOUND_WRONG if report.wrong else 0
+
+
+def _show(report: Report, work: Work) -> None:
+    text = as_json(report)
+    if work.output is not None:
+        work.output.write_text(text, encoding="utf-8")
+    if work.prints_json:
+        sys.stdout.write(text)
+        return
+    console = Console(highlight=False)
+    say = partial(console.print, markup=False, soft_wrap=True)
+    sizes = report.configuration
+    say(
+        f"{sizes['ranks']} ranks on {sizes['device']} over {sizes['transport']}, "
+        f"H = {sizes['hidden']}, top-{sizes['top_k']} of {sizes['experts']}, {sizes['dtype']}"
+    )
+    console.print(timings_table(report.timings))
+    if report.layers:
+        console.print(layers_table(report.layers))
+    for line in _absent_lines(report.absent):
+        say(line)
+    for each in report.wrong:
+        say(f"wrong, and not timed, at T = {each.tokens}: {each.fault}")
+    if work.output is not None:
+        say(
+            f"written to {work.output}; EPConfig(measurements={str(work.output)!r}) lets auto "
+            "choose by it"
+        )
+    say(report.advice)
+
+
+def _absent_lines(absent: Sequence[Absent]) -> list[str]:
+    """Say of each backend that does not serve some mode why not, once for all modes."""
+    reasons: dict[str, dict[str, None]] = {}
+    for each in absent:
+        reasons.setdefault(each.backend, {}).update(dict.fromkeys(each.reasons))
+    return [f"not here: {backend}: {'; '.join(found)}" for backend, found in reasons.items()]

@@ -1,0 +1,115 @@
+"""What `epcomm bench` has measured, and the order in which it puts backends.
+
+The choice depends on the file, the mode and max_tokens_per_rank alone, which ranks agree on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from epcomm.config import Mode
+from epcomm.errors import ConfigError
+
+# The value of "benchmark" in the files that `epcomm bench` writes.
+BENCHMARK = "epcomm bench"
+# Digits of a digest that people are shown.
+_SHOWN_DIGITS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """The time of one dispatch and combine of one backend.
+
+    tokens: T of each rank.   pair_us: median over iterations, each as long as its slowest rank.
+    """
+
+    mode: Mode
+    backend: str
+    tokens: int
+    pair_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurements:
+    """The contents of one file.
+
+    source: the file's name.   digest: sha256 of its bytes.
+    where: ranks and device that it was made on, for people.
+    """
+
+    source: str
+    digest: str
+    where: str
+    values: tuple[Measurement, ...]
+
+    def fastest(self, mode: Mode, max_tokens: int | None) -> tuple[Measurement, ...]:
+        """Return the measurements of a mode at one T, the fastest first; none if it has none.
+
+        T is the one measured nearest to max_tokens, by ratio and the larger of two; without a
+        limit the largest.
+        """
+        of_mode = [each for each in self.values if each.mode is mode]
+        if not of_mode:
+            return ()
+        measured = sorted({each.tokens for each in of_mode}, reverse=True)
+        tokens = measured[0]
+        if max_tokens is not None:
+            tokens = min(measured, key=lambda each: abs(math.log(each / max_tokens)))
+        at_tokens = [each for each in of_mode if each.tokens == tokens]
+        return tuple(sorted(at_tokens, key=lambda each: (each.pair_us, each.backend)))
+
+    def __str__(self) -> str:
+        return f"{self.source} (sha256 {self.digest[:_SHOWN_DIGITS]}, {self.where})"
+
+
+def read_measurements(path: str | Path) -> Measurements:
+    """Read a file that `epcomm bench --output FILE` has written. Local.
+
+    Raises:
+        ConfigError: it cannot be read, or is none.
+    """
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise _error(path, f"cannot be read ({error.strerror})") from None
+    try:
+        report = json.loads(content)
+        values = _values_of(report)
+        where = f"{report['configuration']['ranks']} ranks on {report['configuration']['device']}"
+    except (ValueError, KeyError, TypeError) as error:
+        raise _error(path, f"is no such report ({type(error).__name__}: {error})") from None
+    digest = hashlib.sha256(content).hexdigest()
+    return Measurements(source=path.name, digest=digest, where=where, values=values)
+
+
+def _values_of(report: Mapping[str, Any]) -> tuple[Measurement, ...]:
+    """Return what was measured of epcomm; results of torch alone have no mode."""
+    if report["benchmark"] != BENCHMARK:
+        raise ValueError(f"it is of {report['benchmark']!r}")
+    return tuple(_measurement(each) for each in report["results"] if each["mode"])
+
+
+def _measurement(result: Mapping[str, Any]) -> Measurement:
+    found = Measurement(
+        mode=Mode(result["mode"]),
+        backend=str(result["backend"]),
+        tokens=int(result["tokens"]),
+        pair_us=float(result["us"]["pair"]["p50"]),
+    )
+    if found.tokens < 1 or not 0 < found.pair_us < math.inf:
+        raise ValueError(f"tokens {found.tokens} in {found.pair_us} us")
+    return found
+
+
+def _error(path: Path, problem: str) -> ConfigError:
+    return ConfigError(
+        f"EPConfig: measurements is {str(path)!r}, which {problem}, expected a file written by "
+        "`epcomm bench --output FILE`; write one, or leave measurements None"
+    )

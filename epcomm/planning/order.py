@@ -1,0 +1,66 @@
+"""The order in which the backends of a phase are preferred, and what it comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from epcomm.config import EPConfig, Mode
+from epcomm.planning.measurements import Measurement, Measurements
+from epcomm.registry import backend_names
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferredOrder:
+    """Backends in order of preference; the first that serves is taken.
+
+    measured: those that were measured, the fastest first, which come before the others.
+    source: the measurements, where there are some.
+    """
+
+    config: EPConfig
+    backends: tuple[str, ...]
+    measured: tuple[Measurement, ...] = ()
+    source: Measurements | None = None
+
+    def reason_for(self, chosen: str) -> str:
+        """Say what chose the backend `chosen`."""
+        mode = Mode(self.config.mode).value
+        if self.config.backend != "auto":
+            return f"configuration: EPConfig.backend is {self.config.backend}"
+        rules = f"the first of {', '.join(self.backends)} that serves"
+        if self.source is None:
+            return f"rules, without measurements: {rules}"
+        if not self.measured:
+            return f"rules, for {self.source} has nothing of mode {mode}: {rules}"
+        tokens = self.measured[0].tokens
+        times = ", ".join(f"{each.backend} {each.pair_us:.0f} us" for each in self.measured)
+        if chosen not in {each.backend for each in self.measured}:
+            return f"rules, for nothing that {self.source} measured in mode {mode} serves: {rules}"
+        return (
+            f"measurements {self.source}: the fastest that serves of {times}, at T = {tokens} in "
+            f"mode {mode}"
+        )
+
+
+def preferred_order(config: EPConfig, measurements: Measurements | None) -> PreferredOrder:
+    """Return the order for the configuration of one phase.
+
+    Measured backends come first, the fastest of them foremost; the others follow in the order of
+    the registry. A backend named by the configuration is not questioned. Local.
+
+    Raises:
+        ConfigError: the configuration names no backend that exists.
+    """
+    mode = Mode(config.mode)
+    names = backend_names(config.backend, mode)
+    if measurements is None or config.backend != "auto":
+        return PreferredOrder(config=config, backends=names)
+    fastest = measurements.fastest(mode, config.max_tokens_per_rank)
+    measured = tuple(each for each in fastest if each.backend in names)
+    first = tuple(each.backend for each in measured)
+    return PreferredOrder(
+        config=config,
+        backends=(*dict.fromkeys(first), *(name for name in names if name not in first)),
+        measured=measured,
+        source=measurements,
+    )

@@ -18,14 +18,12 @@ where the first is one line.
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -54,13 +52,9 @@ from epcomm.bench.machine import (
     load_average,
 )
 from epcomm.bench.options import dtype_of
+from epcomm.bench.ranks import join_ranks, of_all_ranks
 from epcomm.bench.turns import run_in_turn
 from epcomm.testing.data import BatchSpec, RankBatch, make_batch, random_ids
-
-# 120 s: a rank that fails must not leave the others waiting for long.
-COLLECTIVE_TIMEOUT = timedelta(seconds=120)
-
-T = TypeVar("T")
 
 
 class ModeName(StrEnum):
@@ -170,7 +164,7 @@ def run(
     laps = run_in_turn(contenders, batch, num_rounds=options.pairs, on_round=on_round)
     load_after = load_average()
     findings = {
-        name: Finding.of(_of_all_ranks(laps[name]), _of_all_ranks(sent[name])) for name in laps
+        name: Finding.of(of_all_ranks(laps[name]), of_all_ranks(sent[name])) for name in laps
     }
     profile = (
         profile_contender(contenders[0], batch, num_calls=profile_calls) if profile_calls else ()
@@ -200,14 +194,8 @@ def _finding_of_copies(copies: Copies, moved: MovedBytes, ours: Finding) -> Copy
     return CopyFinding(
         moved=moved,
         ms=ours.ms["total_without_grouping"].p50,
-        copy_gb_per_s=copies.gb_per_s(_of_all_ranks(copies.ms)),
+        copy_gb_per_s=copies.gb_per_s(of_all_ranks(copies.ms)),
     )
-
-
-def _of_all_ranks(value: T) -> list[T]:
-    values: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return [value for value in values if value is not None]
 
 
 def _transport() -> str:
@@ -218,17 +206,6 @@ def _command(world_size: int) -> str:
     program = Path(__file__).relative_to(Path(__file__).parents[1])
     words = ["scripts/launch_multi_rank.sh", str(world_size), str(program), *sys.argv[1:]]
     return shlex.join(words)
-
-
-def init_process_group() -> None:
-    """Return nccl where there are GPUs for all ranks of this host, else gloo."""
-    num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    if torch.cuda.device_count() >= num_local_ranks:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=COLLECTIVE_TIMEOUT, device_id=device)
-    else:
-        dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
 
 
 def show(report: Report, console: Console) -> None:
@@ -284,7 +261,7 @@ def main(
         seed=seed,
         keep_freed_memory=keeps,
     )
-    init_process_group()
+    join_ranks()
     console = Console(quiet=dist.get_rank() != 0, highlight=False, markup=False)
     try:
         with EPGroup(dist.group.WORLD) as group, torch.no_grad():

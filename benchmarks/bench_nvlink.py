@@ -34,13 +34,14 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks import bench_nvlink_low_latency as low_latency
-from benchmarks.bench_nvlink_low_latency import WireName, init_process_group, of_all_ranks
+from benchmarks.bench_nvlink_low_latency import WireName, init_process_group
 from epcomm import EPGroup
 from epcomm.bench.check import CheckError
 from epcomm.bench.contenders.base import Experts
 from epcomm.bench.contenders.expert_rows import combine_expert_rows, dispatch_expert_rows
 from epcomm.bench.machine import describe_hardware, describe_versions
-from epcomm.bench.timing import Percentiles, clock_for
+from epcomm.bench.ranks import of_all_ranks
+from epcomm.bench.timing import Percentiles, captured, clock_for
 from epcomm.buffers.base import DispatchCall, Dispatched
 from epcomm.buffers.nvlink.normal import NVLinkStaticBuffer
 from epcomm.ops.pack import pack
@@ -221,20 +222,7 @@ def replays_of(calls: Mapping[str, Call], device: torch.device) -> Mapping[str, 
     """Return the timed calls: graphs, or on a CPU the calls themselves.   Collective: yes."""
     if device.type != "cuda":
         return calls
-    return {name: graph.replay for name, graph in graphs_of(calls).items()}
-
-
-def graphs_of(calls: Mapping[str, Call]) -> dict[str, torch.cuda.CUDAGraph]:
-    """Each call as a graph, after one call that compiles and allocates.   Collective: yes."""
-    found = {}
-    for name, call in calls.items():
-        call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        found[name] = graph
-    return found
+    return {name: captured(call).replay for name, call in calls.items()}
 
 
 def timed(

@@ -18,12 +18,10 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -34,7 +32,9 @@ from torch import Tensor
 from epcomm import EPGroup
 from epcomm.bench.check import CheckError
 from epcomm.bench.machine import describe_hardware, describe_versions
+from epcomm.bench.ranks import COLLECTIVE_TIMEOUT, of_all_ranks
 from epcomm.bench.timing import Percentiles, captured, clock_for
+from epcomm.bench.turns import wait_for_all
 from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
 from epcomm.buffers.nvlink.normal import NVLinkStaticBuffer
@@ -49,14 +49,11 @@ from epcomm.spec import BufferSpec
 from epcomm.testing.oracle import relative_error
 from epcomm.types import RowsPer, WireFormat
 
-# 120 s: a rank that fails must not leave the others waiting for long.
-COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 BF16 = WireFormat.of(torch.bfloat16)
 # A sum and each rank's part of it are cast once, in an order that may differ: half a unit each,
 # and as much again where a half goes the other way.
 SUM_TOLERANCE = 2 * torch.finfo(torch.bfloat16).eps
 
-T = TypeVar("T")
 NVLinkBuffers = NVLinkLowLatencyBuffer | NVLinkStaticBuffer
 
 
@@ -284,10 +281,11 @@ def measure(options: Options, work: Work, device: torch.device) -> dict[str, lis
     """Microseconds of each iteration on this rank, by what is timed. Collective: yes."""
     if device.type != "cuda":
         return measure_eagerly(options, work, device)
-    # Slot 0 is captured by the first graphs alone, and the pairs end as they began.
+    # A half must not run but in its place, so nothing warms it up. Slot 0 is captured by the first
+    # graphs alone, and the pairs end as they began.
     halves: list[Dispatched] = []
-    dispatching = capture_half(lambda: halves.append(work.dispatch()))
-    combining = capture_half(lambda: work.combine(halves[-1]))
+    dispatching = captured(lambda: halves.append(work.dispatch()), warm_up=False)
+    combining = captured(lambda: work.combine(halves[-1]), warm_up=False)
     aligning = captured(lambda: work.pairs(2))
     chain = captured(lambda: work.pairs(options.pairs))
     clock = clock_for(device)
@@ -311,15 +309,6 @@ def measure(options: Options, work: Work, device: torch.device) -> dict[str, lis
             spans["pair"].append(1e3 * (dispatch + combine))
             spans["pair_in_chain"].append(1e3 * all_pairs / options.pairs)
     return spans | measure_eagerly(options, work, device)
-
-
-def capture_half(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Half a pair: it must not run but in its place, so nothing warms it up."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
 
 
 def measure_eagerly(options: Options, work: Work, device: torch.device) -> dict[str, list[float]]:
@@ -356,23 +345,6 @@ def sent_bytes(work: Work) -> dict[str, int]:
     after = work.buffer.traffic()
     sent = {name: value - asdict(before)[name] for name, value in asdict(after).items()}
     return {name: max(rank[name] for rank in of_all_ranks(sent)) for name in sent}
-
-
-def of_all_ranks(value: T) -> list[T]:
-    """Gather the values of all ranks, by rank. Collective: yes."""
-    values: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return [value for value in values if value is not None]
-
-
-def wait_for_all(device: torch.device) -> None:
-    """Return when every rank has come here and finished its work. Collective: yes."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        dist.barrier(device_ids=[torch.cuda.current_device()])
-        torch.cuda.synchronize(device)
-    else:
-        dist.barrier()
 
 
 def init_process_group() -> None:

@@ -15,6 +15,7 @@ class Timing:
     """The times of one contender at one T.
 
     mode: of epcomm; empty for what torch alone offers, whose name is then in `backend`.
+    runner: that computes the experts of a whole layer, else empty.
     in_graph: replayed from a device graph, else launched from Python.
     us: percentiles over iterations in microseconds, each as long as its slowest rank, by span:
         dispatch, combine and pair, which is both; or layer.
@@ -26,6 +27,7 @@ class Timing:
     tokens: int
     in_graph: bool
     us: Mapping[str, Percentiles]
+    runner: str = ""
     sent_bytes: SentBytes | None = None
 
     @property

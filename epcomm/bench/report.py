@@ -95,4 +95,5 @@ def _table(*numbers: str) -> Table:
 
 
 def _name(timing: Timing) -> str:
-    return TITLES.get(timing.backend, timing.backend) + (", graph" if timing.in_graph else "")
+    parts = [TITLES.get(timing.backend, timing.backend), timing.runner]
+    return ", ".join(filter(None, [*parts, "graph" if timing.in_graph else ""]))

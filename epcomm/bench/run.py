@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
@@ -15,12 +15,13 @@ from epcomm.bench.contenders.backends import Absent, Epcomm, find_backends
 from epcomm.bench.contenders.base import Contender, Experts
 from epcomm.bench.contenders.sent_bytes import SentBytes
 from epcomm.bench.contenders.torch_alone import ALTERNATIVES
+from epcomm.bench.layer import measure_layers
 from epcomm.bench.machine import describe_hardware, describe_versions
 from epcomm.bench.options import BenchOptions
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.records import Report, Timing, Wrong
-from epcomm.bench.timing import Clock, Percentiles, slowest_rank
-from epcomm.bench.turns import graph_call, run_call, take_turns
+from epcomm.bench.timing import Clock
+from epcomm.bench.turns import graph_call, percentiles_of, run_call, take_turns
 from epcomm.group import EPGroup
 from epcomm.testing.data import RankBatch
 
@@ -59,6 +60,10 @@ def run_bench(options: BenchOptions, on_progress: OnProgress) -> Report:
             device = group.device
             progress = partial(_progress, on_progress, options, place)
             _measure(options, tokens, group, found, progress)
+            if options.intermediate is not None:
+                timings, wrong = measure_layers(options, group, _batch(options, tokens, group))
+                found.layers.extend(timings)
+                found.wrong.extend(wrong)
     return Report(
         configuration={
             **_described(options),
@@ -139,6 +144,10 @@ def _measure(
         )
 
 
+def _batch(options: BenchOptions, tokens: int, group: EPGroup) -> RankBatch:
+    return options.make_batches(tokens, group.world_size, group.device)[group.rank]
+
+
 def _contenders(
     options: BenchOptions, tokens: int, group: EPGroup, found: _Found
 ) -> list[tuple[str, Contender]]:
@@ -179,12 +188,6 @@ def _call_of(
         }
 
     return call
-
-
-def percentiles_of(spans: Sequence[Mapping[str, float]]) -> dict[str, Percentiles]:
-    """Return percentiles in microseconds of this and all other ranks' spans. Collective: yes."""
-    slowest = slowest_rank(of_all_ranks(spans))
-    return {name: Percentiles.of(1e3 * ms for ms in times) for name, times in slowest.items()}
 
 
 def _most(sent: SentBytes) -> SentBytes:

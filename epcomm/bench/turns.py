@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from epcomm.bench.check import run_experts
 from epcomm.bench.contenders.base import Contender
-from epcomm.bench.timing import Clock, Laps, captured, clock_for
+from epcomm.bench.ranks import of_all_ranks
+from epcomm.bench.timing import Clock, Laps, Percentiles, captured, clock_for, slowest_rank
 from epcomm.testing.data import RankBatch
 
 DispatchedT = TypeVar("DispatchedT")
@@ -49,6 +50,12 @@ def take_turns(
             spans[name].append(call(clock))
         on_round()
     return spans
+
+
+def percentiles_of(spans: Sequence[Mapping[str, float]]) -> dict[str, Percentiles]:
+    """Return percentiles in microseconds of this and all other ranks' spans. Collective: yes."""
+    slowest = slowest_rank(of_all_ranks(spans))
+    return {name: Percentiles.of(1e3 * ms for ms in times) for name, times in slowest.items()}
 
 
 def run_in_turn(

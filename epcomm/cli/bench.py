@@ -17,6 +17,7 @@ from rich.progress import Progress
 
 from epcomm.bench.contenders.backends import Absent
 from epcomm.bench.options import BenchOptions, read_backends, read_modes, read_tokens
+from epcomm.bench.plot import check_plot, draw
 from epcomm.bench.ranks import join_ranks, ranks_of_environment, run_work, start_ranks
 from epcomm.bench.records import Report
 from epcomm.bench.report import as_json, layers_table, timings_table
@@ -55,6 +56,10 @@ def bench_command(
     backend: Annotated[
         str, typer.Option(help="auto for all, or names that `epcomm doctor` lists.")
     ] = "auto",
+    layer: Annotated[bool, typer.Option("--layer", help="Time whole layers too.")] = False,
+    intermediate: Annotated[
+        int | None, typer.Option(help="I of an expert of --layer; H if it is left out.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     iterations: Annotated[int, typer.Option(help="Calls of each on the clock.")] = 30,
     warm_up: Annotated[int, typer.Option(help="Calls of each before that.")] = 5,
@@ -77,6 +82,7 @@ def bench_command(
             modes=read_modes(modes),
             backends=read_backends(backend),
             dtype=dtype,
+            intermediate=(hidden if intermediate is None else intermediate) if layer else None,
             iterations=iterations,
             warm_up=warm_up,
             seed=seed,
@@ -84,6 +90,8 @@ def bench_command(
         )
         num_started = _ranks_to_start(ranks)
         options.check_ranks(num_started or dist_size())
+        if plot is not None:
+            check_plot(plot)
         for path in (output, plot):
             _check_writable(path)
     except ConfigError as error:
@@ -124,8 +132,11 @@ def _check_writable(path: Path | None) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
         with path.open("ab"):
             pass
+        if is_new:
+            path.unlink()
     except OSError as error:
         raise ConfigError(
             f"epcomm bench: {path} cannot be written ({error.strerror}); name another file"
@@ -152,6 +163,8 @@ def _show(report: Report, work: Work) -> None:
     text = as_json(report)
     if work.output is not None:
         work.output.write_text(text, encoding="utf-8")
+    if work.plot is not None:
+        draw(report).savefig(work.plot, dpi=110)
     if work.prints_json:
         sys.stdout.write(text)
         return
@@ -178,8 +191,13 @@ def _show(report: Report, work: Work) -> None:
 
 
 def _absent_lines(absent: Sequence[Absent]) -> list[str]:
-    """Say of each backend that does not serve some mode why not, once for all modes."""
+    """Say of each backend in which modes it does not serve, and why, each reason once."""
+    modes: dict[str, list[str]] = {}
     reasons: dict[str, dict[str, None]] = {}
     for each in absent:
+        modes.setdefault(each.backend, []).append(each.mode.value)
         reasons.setdefault(each.backend, {}).update(dict.fromkeys(each.reasons))
-    return [f"not here: {backend}: {'; '.join(found)}" for backend, found in reasons.items()]
+    return [
+        f"not here: {backend} in {', '.join(modes[backend])}: {'; '.join(found)}"
+        for backend, found in reasons.items()
+    ]

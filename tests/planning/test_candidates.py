@@ -97,13 +97,14 @@ def test_runner_that_one_rank_lacks_is_rejected_on_all(monkeypatch: pytest.Monke
 
 # One other value for every field, so that a new field cannot be forgotten.
 OTHER_CONFIG = {
+    "dispatch_dtype": "bf16",
+    "dispatch_scales": "float32",
+    "int8_profile": "div",
     "mode": "standard",
     "backend": "collective",
     "runner": "reference",
     "router": "reference",
-    "dispatch_dtype": "bf16",
-    "dispatch_scales": "float32",
-    "int8_profile": "div",
+    "measurements": "nowhere.json",
     "max_tokens_per_rank": 8,
     "max_recv_slots": 40,
     "replicated": True,

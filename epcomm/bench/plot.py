@@ -1,0 +1,73 @@
+"""Draw the medians of a pair by tokens; needs matplotlib, which the wheel does not bring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from epcomm.bench.advice import TITLES
+from epcomm.bench.records import Report, Timing
+from epcomm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def check_plot(path: Path) -> None:
+    """Refuse a picture that cannot be drawn here. Local.
+
+    Raises:
+        ConfigError: matplotlib is missing, or the name has no ending of a picture.
+    """
+    if find_spec("matplotlib") is None:
+        raise ConfigError(
+            "epcomm bench: --plot needs matplotlib, which is not installed; run pip install "
+            "matplotlib, or leave --plot out"
+        )
+    from matplotlib.figure import Figure
+
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in known:
+        raise ConfigError(
+            f"epcomm bench: --plot is {str(path)!r}, expected a name that ends in one of "
+            f"{sorted(known)}"
+        )
+
+
+def draw(report: Report) -> Figure:
+    """Return a figure with a line for each contender."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, ScalarFormatter
+
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.subplots()
+    for name, points in _lines(report.timings).items():
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    sizes = report.configuration
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="tokens a rank",
+        ylabel="dispatch + combine, us (p50 of the slowest rank)",
+        title=f"{sizes['ranks']} ranks on {_place(report)}, H = {sizes['hidden']}, "
+        f"top-{sizes['top_k']} of {sizes['experts']}",
+    )
+    axes.xaxis.set_major_locator(LogLocator(base=2))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.grid(visible=True, which="major", alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def _place(report: Report) -> str:
+    return str(report.hardware.get("accelerator", report.configuration["device"]))
+
+
+def _lines(timings: Sequence[Timing]) -> dict[str, list[tuple[int, float]]]:
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for each in sorted(timings, key=lambda timing: timing.tokens):
+        name = f"{each.mode or 'torch'}: {TITLES.get(each.backend, each.backend)}"
+        lines.setdefault(name, []).append((each.tokens, each.us["pair"].p50))
+    return lines

@@ -42,6 +42,7 @@ from epcomm.bench.contenders.expert_rows import combine_expert_rows, dispatch_ex
 from epcomm.bench.machine import describe_hardware, describe_versions
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.timing import Percentiles, captured, clock_for
+from epcomm.bench.turns import time_launch
 from epcomm.buffers.base import DispatchCall, Dispatched
 from epcomm.buffers.nvlink.normal import NVLinkStaticBuffer
 from epcomm.ops.pack import pack
@@ -51,8 +52,6 @@ from epcomm.types import RowsPer, WireFormat, WireTensor
 
 # Most tokens of a rank in low latency: beyond them rows fill the wire for longer than waits last.
 LOW_LATENCY_TOKENS = 512
-# Cycles that all GPUs sleep after they have met, so that the host is ahead of them: 60 us.
-_HEAD_START = 100_000
 # Iterations that are not counted.
 _WARM_UP = 3
 
@@ -229,18 +228,12 @@ def timed(
     calls: Mapping[str, Call], iterations: int, device: torch.device
 ) -> dict[str, list[float]]:
     """Microseconds of each iteration on this rank.   Collective: yes."""
-    replays, meeting = replays_of(calls, device), torch.zeros(1, device=device)
+    replays = replays_of(calls, device)
     clock = clock_for(device)
     spans: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(-_WARM_UP, iterations):
         for name, replay in replays.items():
-            dist.all_reduce(meeting)
-            if device.type == "cuda":
-                torch.cuda._sleep(_HEAD_START)
-            clock.mark()
-            replay()
-            clock.mark()
-            (ms,) = clock.take()
+            ms = time_launch(replay, device, clock)
             if number >= 0:
                 spans[name].append(1e3 * ms)
     return spans

@@ -1,0 +1,148 @@
+"""A run on two ranks, in this process and as the command; what is wrong is found, and not timed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from epcomm.bench.contenders.backends import Epcomm
+from epcomm.bench.contenders.expert_rows import ExpertRows
+from epcomm.bench.options import BenchOptions
+from epcomm.bench.report import as_json
+from epcomm.bench.run import run_bench
+from epcomm.config import Mode
+from epcomm.experts import ExpertParallelExperts
+from epcomm.planning.measurements import read_measurements
+
+OPTIONS = BenchOptions(
+    tokens=(3, 8),
+    hidden=32,
+    experts=4,
+    top_k=2,
+    modes=(Mode.NORMAL, Mode.LOW_LATENCY, Mode.STANDARD),
+    backends=("collective", "shared_memory", "nvlink"),
+    intermediate=16,
+    iterations=2,
+    warm_up=1,
+)
+SIZE = {"tokens": "2,8", "hidden": 32, "experts": 4, "top-k": 2, "iterations": 2, "warm-up": 1}
+TINY = [word for name, value in SIZE.items() for word in (f"--{name}", str(value))]
+# Seconds: three processes import torch on a loaded machine.
+LIMIT_S = 180
+
+
+def silent(text: str, done: int, total: int) -> None:
+    """Show no progress."""
+
+
+@pytest.mark.ranks(2)
+def test_every_backend_that_serves_is_timed_beside_torch(tmp_path: Path) -> None:
+    progress = []
+    report = run_bench(OPTIONS, lambda *step: progress.append(step))
+    assert report.wrong == []
+    served = {
+        ("normal", "shared_memory"),
+        ("normal", "collective"),
+        ("low_latency", "shared_memory"),
+        ("low_latency", "collective"),
+        ("standard", "collective"),
+    }
+    alone = {("", "expert_rows"), ("", "all_gather")}
+    for tokens in OPTIONS.tokens:
+        timed = {(each.mode, each.backend) for each in report.timings if each.tokens == tokens}
+        assert timed == served | alone
+        layers = {(each.mode, each.backend) for each in report.layers if each.tokens == tokens}
+        assert layers == served
+    for each in report.timings:
+        assert set(each.us) == {"dispatch", "combine", "pair"}
+        assert all(0 < span.p50 <= span.p95 <= span.p99 for span in each.us.values())
+        assert each.sent_bytes is not None
+    absent = {(each.mode.value, each.backend): each.reasons for each in report.absent}
+    assert "there is no CUDA device" in absent["normal", "nvlink"]
+    assert absent["standard", "shared_memory"] == ("has no mode standard",)
+    assert progress[-1] == ("T = 8", 6, 6)
+
+    path = tmp_path / "measured.json"
+    path.write_text(as_json(report), encoding="utf-8")
+    measured = read_measurements(path)
+    assert {(each.mode, each.backend, each.tokens) for each in measured.values} == {
+        (mode, backend, tokens) for mode, backend in served for tokens in OPTIONS.tokens
+    }
+    assert measured.where == "2 ranks on cpu"
+
+
+@pytest.mark.ranks(2)
+def test_what_is_wrong_is_told_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One element, on one rank alone, of one backend, of torch alone, and of the layers."""
+    is_wrong = dist.get_rank() == 1
+
+    def spoil(kind: type, name: str, when: Callable[[Any], bool]) -> None:
+        right: Callable[..., Tensor] = getattr(kind, name)
+
+        def wrong(self: object, *arguments: object) -> Tensor:
+            y = right(self, *arguments)
+            if is_wrong and when(self):
+                y[0, 0] += 1
+            return y
+
+        monkeypatch.setattr(kind, name, wrong)
+
+    spoil(Epcomm, "combine", lambda each: each.name == "normal collective")
+    spoil(ExpertRows, "combine", lambda each: True)
+    spoil(
+        ExpertParallelExperts,
+        "forward",
+        lambda layer: layer.plan.prefill.backend == "shared_memory",
+    )
+    report = run_bench(replace(OPTIONS, tokens=(4,), modes=(Mode.NORMAL,)), silent)
+    assert [each.name for each in report.wrong] == [
+        "normal collective",
+        "expert_rows",
+        "layer in normal on shared_memory",
+    ]
+    assert all("rank 1: y is" in each.fault for each in report.wrong)
+    timed = {(each.mode, each.backend) for each in report.timings}
+    assert timed == {("normal", "shared_memory"), ("", "all_gather")}
+    assert {each.backend for each in report.layers} == {"collective"}
+
+
+def test_the_command_starts_ranks_prints_and_writes(tmp_path: Path) -> None:
+    """All that a user sees, from one launch."""
+    output, plot = tmp_path / "new folder" / "bench.json", tmp_path / "bench.png"
+    command = [sys.executable, "-m", "epcomm", "bench", "--ranks", "2", *TINY]
+    command += ["--backend", "collective", "--output", str(output), "--plot", str(plot)]
+    # Under a launcher these would name another run's ranks.
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
+    }
+    done = subprocess.run(
+        command,
+        env={**variables, "COLUMNS": "140"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "2 ranks on cpu over gloo, H = 32, top-2 of 4, bf16"
+    assert lines[-1].startswith("Take mode ")
+    rows = [line for line in lines if " collective " in line and line.split()[0] in ("2", "8")]
+    assert len(rows) == 4, "two modes at two T"
+    report = json.loads(output.read_text("utf-8"))
+    assert report["advice"] == lines[-1]
+    assert report["command"].startswith("epcomm bench --ranks 2 --tokens 2,8 ")
+    assert {"torch", "epcomm", "commit"} <= set(report["versions"])
+    assert plot.read_bytes().startswith(b"\x89PNG")

@@ -57,9 +57,17 @@ def _find_fault(
     dispatched = contender.dispatch(batches[rank])
     grouped = contender.group(dispatched)
     first_expert = rank * num_local
-    fault = find_row_fault(grouped, batches, first_expert, is_ordered=contender.is_ordered)
+    fault = find_row_fault(
+        grouped,
+        batches,
+        first_expert,
+        is_ordered=contender.is_ordered,
+        row_error=contender.row_error,
+    )
     y = contender.combine(run_experts(grouped, first_expert), dispatched)
-    return fault or find_sum_fault(y, batches[rank], contender.num_roundings)
+    return fault or find_sum_fault(
+        y, batches[rank], contender.num_roundings, row_error=contender.row_error
+    )
 
 
 def expert_factor(expert: Tensor | int) -> Tensor:
@@ -76,15 +84,28 @@ def run_experts(grouped: Grouped, first_expert: int) -> Tensor:
 
 
 def find_row_fault(
-    grouped: Grouped, batches: Sequence[RankBatch], first_expert: int, *, is_ordered: bool = True
+    grouped: Grouped,
+    batches: Sequence[RankBatch],
+    first_expert: int,
+    *,
+    is_ordered: bool = True,
+    row_error: float = 0.0,
 ) -> str | None:
-    """Return the fault of the rows of this rank's experts, which must be their tokens, or None."""
+    """Return the fault of the rows of this rank's experts, which must be their tokens, or None.
+
+    Args:
+        grouped: the rows, by expert.
+        batches: of all ranks.
+        first_expert: of this rank.
+        is_ordered: the rows of an expert come by source rank, then token.
+        row_error: see Contender.row_error; without any, rows must be the same bits.
+    """
     for local, run in enumerate(grouped.runs()):
         rows = grouped.rows[run.start : run.stop]
         expected = _rows_of_expert(first_expert + local, batches)
         if not is_ordered:
             rows, expected = _sorted(rows), _sorted(expected)
-        if not torch.equal(_bits(rows), _bits(expected)):
+        if not _are_equal(rows, expected, row_error):
             return (
                 f"expert {first_expert + local} got {len(rows)} rows, not its {len(expected)} "
                 "tokens"
@@ -92,7 +113,9 @@ def find_row_fault(
     return None
 
 
-def find_sum_fault(y: Tensor, batch: RankBatch, num_roundings: int) -> str | None:
+def find_sum_fault(
+    y: Tensor, batch: RankBatch, num_roundings: int, *, row_error: float = 0.0
+) -> str | None:
     """Return how far y is from the dense result, or None if within the tolerance."""
     if y.shape != batch.x.shape or y.dtype != batch.x.dtype:
         return f"y is {list(y.shape)} {y.dtype}, expected {list(batch.x.shape)} {batch.x.dtype}"
@@ -101,6 +124,8 @@ def find_sum_fault(y: Tensor, batch: RankBatch, num_roundings: int) -> str | Non
     limit = tolerance(y.dtype, top_k=batch.topk_ids.shape[1], num_roundings=num_roundings)
     # Below the smallest normal number a rounding is absolute.
     allowed = limit * expected.abs() + num_roundings * torch.finfo(y.dtype).tiny
+    # The same error of a token's row in all its terms.
+    allowed += (1 + limit) * row_error * _largest(batch.x) * factors.sum(dim=1, keepdim=True)
     excess = (y.double() - expected).abs() - allowed
     # Not `> 0`: NaN must fail too.
     if not bool((excess <= 0).all()):
@@ -121,6 +146,20 @@ def tolerance(dtype: torch.dtype, *, top_k: int, num_roundings: int) -> float:
 def _rows_of_expert(expert: int, batches: Sequence[RankBatch]) -> Tensor:
     """Return the tokens of `expert`, [N, H], by rank, then token."""
     return torch.cat([batch.x[(batch.topk_ids == expert).any(dim=1)] for batch in batches])
+
+
+def _are_equal(rows: Tensor, expected: Tensor, row_error: float) -> bool:
+    if not row_error:
+        return torch.equal(_bits(rows), _bits(expected))
+    if rows.shape != expected.shape:
+        return False
+    error = (rows.double() - expected.double()).abs()
+    return bool((error <= row_error * _largest(expected)).all())
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """Return the largest absolute value of each row, [N, 1], float64."""
+    return rows.double().abs().amax(dim=1, keepdim=True)
 
 
 def _bits(rows: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from epcomm.errors import ConfigError
 from epcomm.registry import BUFFERS, backend_names
 from epcomm.spec import MoESpec
 from epcomm.testing.data import BatchSpec, RankBatch, make_batch, random_ids
+from epcomm.types import WireDtype
 
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -27,7 +28,8 @@ class BenchOptions:
 
     tokens: T, on each rank, one after another.   hidden: H.   experts: of all ranks.   top_k: K.
     modes, backends: of epcomm; what torch alone offers is measured in any case.
-    dtype: of the hidden states.   intermediate: I of a whole layer, None to time none.
+    dtype: of the hidden states.   wire: of rows towards the experts of epcomm, None for dtype.
+    intermediate: I of a whole layer, None to time none.
     iterations, warm_up: calls of each contender at each T, on the clock and before.
     seed: of tokens, routing and experts.   command: by which the run was started.
     """
@@ -39,6 +41,7 @@ class BenchOptions:
     modes: tuple[Mode, ...] = (Mode.NORMAL, Mode.LOW_LATENCY)
     backends: tuple[str, ...] = tuple(BUFFERS)
     dtype: str = "bf16"
+    wire: WireDtype | None = None
     intermediate: int | None = None
     iterations: int = 30
     warm_up: int = 5
@@ -63,6 +66,11 @@ class BenchOptions:
                 "experts; give fewer, or more --experts"
             )
         dtype_of(self.dtype)
+        if self.wire is not None and self.intermediate is not None:
+            raise ConfigError(
+                f"epcomm bench: --wire is {self.wire} with --layer, whose experts decide what "
+                "travels; leave one of them out"
+            )
 
     def check_ranks(self, world_size: int) -> None:
         """Refuse a number of ranks that cannot share the experts. Local.
@@ -87,7 +95,9 @@ class BenchOptions:
 
     def config(self, mode: Mode, tokens: int, backend: str = "auto") -> EPConfig:
         """Return the configuration of one contender at T = `tokens`."""
-        return EPConfig(mode=mode, backend=backend, max_tokens_per_rank=tokens)
+        return EPConfig(
+            mode=mode, backend=backend, max_tokens_per_rank=tokens, dispatch_dtype=self.wire
+        )
 
     def make_batches(self, tokens: int, world_size: int, device: torch.device) -> list[RankBatch]:
         """Make the batches of all ranks, on this rank's device."""
@@ -141,6 +151,19 @@ def read_modes(text: str) -> tuple[Mode, ...]:
     if unknown or not found:
         raise ConfigError(f"epcomm bench: --modes is {text!r}, expected some of {names}")
     return tuple(Mode(name) for name in dict.fromkeys(found))
+
+
+def read_wire(text: str | None) -> WireDtype | None:
+    """Read `fp8_e4m3`.
+
+    Raises:
+        ConfigError: rows cannot travel so.
+    """
+    try:
+        return None if text is None else WireDtype(text)
+    except ValueError:
+        names = [each.value for each in WireDtype]
+        raise ConfigError(f"epcomm bench: --wire is {text!r}, expected one of {names}") from None
 
 
 def read_backends(text: str) -> tuple[str, ...]:

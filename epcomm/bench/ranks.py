@@ -19,6 +19,9 @@ from epcomm.errors import ConfigError, EPError
 
 T = TypeVar("T")
 
+# The exit code of a command that was given what it cannot take.
+BAD_INPUT = 2
+
 # 120 s: a rank that fails must not leave the others waiting for long.
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 # Seconds that other ranks than 0 wait before they tell an error: most errors are those of all
@@ -42,6 +45,24 @@ def ranks_of_environment(variables: Mapping[str, str] | None = None) -> int | No
             f"epcomm bench: WORLD_SIZE is {variables['WORLD_SIZE']!r}, expected a number; start it "
             "under torchrun"
         ) from None
+
+
+def rank_of_environment() -> int:
+    """Return the number of this rank of torchrun's; 0 where there are none. Local."""
+    text = environment().get("RANK", "0")
+    return int(text) if text.isdecimal() else 0
+
+
+def tell(error: EPError, rank: int) -> int:
+    """Write an error in one line and return the exit code: 2 for bad input, else 1. Local.
+
+    Of all ranks that have it rank 0 comes first, and ends the run.
+    """
+    if rank:
+        time.sleep(_PATIENCE_S)
+    sys.stderr.write(f"{error}\n")
+    sys.stderr.flush()
+    return BAD_INPUT if isinstance(error, ConfigError) else 1
 
 
 def start_ranks(num_ranks: int, work: Callable[[T], int], argument: T) -> int:
@@ -107,12 +128,8 @@ def run_work(work: Callable[[T], int], argument: T) -> int:
         # Rank 0 has printed then; the first rank that leaves with an error ends the others.
         dist.barrier()
     except EPError as error:
-        if rank:
-            time.sleep(_PATIENCE_S)
-        sys.stderr.write(f"{error}\n")
-        sys.stderr.flush()
         # Not by way of destroy_process_group(), which may wait for ranks that never come.
-        os._exit(1)
+        os._exit(tell(error, rank))
     dist.destroy_process_group()
     return code
 

@@ -16,16 +16,23 @@ from rich.console import Console
 from rich.progress import Progress
 
 from epcomm.bench.contenders.backends import Absent
-from epcomm.bench.options import BenchOptions, read_backends, read_modes, read_tokens
+from epcomm.bench.options import BenchOptions, read_backends, read_modes, read_tokens, read_wire
 from epcomm.bench.plot import check_plot, draw
-from epcomm.bench.ranks import join_ranks, ranks_of_environment, run_work, start_ranks
+from epcomm.bench.ranks import (
+    join_ranks,
+    rank_of_environment,
+    ranks_of_environment,
+    run_work,
+    start_ranks,
+    tell,
+)
 from epcomm.bench.records import Report
 from epcomm.bench.report import as_json, layers_table, timings_table
 from epcomm.bench.run import run_bench
 from epcomm.errors import ConfigError
 
-# What scripts may rely on: bad input, and a contender that is wrong.
-BAD_INPUT, FOUND_WRONG = 2, 1
+# The exit code where a contender is wrong, and was not timed.
+FOUND_WRONG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +68,10 @@ def bench_command(
         int | None, typer.Option(help="I of an expert of --layer; H if it is left out.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    wire: Annotated[
+        str | None,
+        typer.Option(help="Rows towards the experts of epcomm: fp8_e4m3, int8; --dtype if not."),
+    ] = None,
     iterations: Annotated[int, typer.Option(help="Calls of each on the clock.")] = 30,
     warm_up: Annotated[int, typer.Option(help="Calls of each before that.")] = 5,
     seed: Annotated[int, typer.Option(help="Of tokens, routing and experts.")] = 0,
@@ -83,20 +94,20 @@ def bench_command(
             backends=read_backends(backend),
             dtype=dtype,
             intermediate=(hidden if intermediate is None else intermediate) if layer else None,
+            wire=read_wire(wire),
             iterations=iterations,
             warm_up=warm_up,
             seed=seed,
-            command=shlex.join(["epcomm", *sys.argv[1:]]),
+            command=_command(),
         )
         num_started = _ranks_to_start(ranks)
-        options.check_ranks(num_started or dist_size())
+        options.check_ranks(num_started or ranks_of_environment() or 1)
         if plot is not None:
             check_plot(plot)
         for path in (output, plot):
             _check_writable(path)
     except ConfigError as error:
-        Console(stderr=True).print(str(error), markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(BAD_INPUT) from None
+        raise typer.Exit(tell(error, rank_of_environment())) from None
     work = Work(options=options, output=output, plot=plot, prints_json=json)
     if num_started is not None:
         raise typer.Exit(start_ranks(num_started, bench_on_rank, work))
@@ -104,9 +115,13 @@ def bench_command(
     raise typer.Exit(run_work(bench_on_rank, work))
 
 
-def dist_size() -> int:
-    """Return the number of ranks that torchrun has started."""
-    return ranks_of_environment() or 1
+def _command() -> str:
+    """Return the command as a user types it."""
+    started = ranks_of_environment()
+    words = ["epcomm"]
+    if started is not None:
+        words = ["torchrun", "--nproc-per-node", str(started), "-m", "epcomm"]
+    return shlex.join([*words, *sys.argv[1:]])
 
 
 def _ranks_to_start(ranks: int | None) -> int | None:

@@ -23,6 +23,7 @@ from epcomm.bench.run import run_bench
 from epcomm.config import Mode
 from epcomm.experts import ExpertParallelExperts
 from epcomm.planning.measurements import read_measurements
+from epcomm.types import WireDtype
 
 OPTIONS = BenchOptions(
     tokens=(3, 8),
@@ -79,6 +80,22 @@ def test_every_backend_that_serves_is_timed_beside_torch(tmp_path: Path) -> None
         (mode, backend, tokens) for mode, backend in served for tokens in OPTIONS.tokens
     }
     assert measured.where == "2 ranks on cpu"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wire", [WireDtype.FP8_E4M3, WireDtype.INT8])
+def test_rows_in_eight_bits_are_held_to_their_roundings(
+    wire: WireDtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = replace(
+        OPTIONS, tokens=(4,), hidden=128, backends=("collective",), wire=wire, intermediate=None
+    )
+    report = run_bench(replace(options, modes=(Mode.NORMAL, Mode.LOW_LATENCY)), silent)
+    assert report.wrong == []
+    assert [each.mode for each in report.timings] == ["normal", "low_latency", "", ""]
+    monkeypatch.setattr(Epcomm, "row_error", 1e-4)
+    report = run_bench(replace(options, modes=(Mode.NORMAL,)), silent)
+    assert [each.name for each in report.wrong] == ["normal collective"]
 
 
 @pytest.mark.ranks(2)

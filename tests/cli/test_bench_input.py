@@ -77,6 +77,16 @@ BAD_CALLS = [
         message="epcomm bench: --dtype is 'fp4', expected one of ['bf16', 'fp16', 'fp32']",
     ),
     BadCall(
+        id="wire",
+        arguments=["--ranks", "2", "--wire", "fp8"],
+        message="epcomm bench: --wire is 'fp8', expected one of ['bf16', 'fp16', 'fp32', 'fp64', ",
+    ),
+    BadCall(
+        id="wire of a layer",
+        arguments=["--ranks", "2", "--wire", "int8", "--layer"],
+        message="epcomm bench: --wire is int8 with --layer, whose experts decide what travels",
+    ),
+    BadCall(
         id="warm-up",
         arguments=["--ranks", "2", "--warm-up", "-1"],
         message="epcomm bench: --warm-up is -1, expected at least 0",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from epcomm.bench.contenders.base import Contender, Grouped
@@ -15,11 +16,16 @@ from epcomm.ops.pack import pack
 from epcomm.paths import PhaseDispatchers
 from epcomm.planning.plan import plan
 from epcomm.planning.plans import PhasePlan
+from epcomm.quantization import dequantize
 from epcomm.records import DispatchOutput, MaskedDispatchOutput, TopKOutput
 from epcomm.registry import backend_class, class_names
 from epcomm.spec import MoESpec
 from epcomm.testing.data import RankBatch
-from epcomm.types import RowsPer, WeightsAppliedBy
+from epcomm.types import RowsPer, WeightsAppliedBy, WireDtype
+
+# The largest error of an element as a share of the largest of its row: half a step of E4M3 at 448,
+# where steps are 32, and half a step of INT8 at 127.
+_ROW_ERRORS = {WireDtype.FP8_E4M3: 16 / 448, WireDtype.INT8: 0.5 / 127}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +49,7 @@ class Epcomm(Contender[DispatchOutput]):
     ) -> None:
         """Plan and open the buffer. Collective: yes."""
         self.name = name
+        self._dtype = spec.dtype
         found = plan(config, spec, group)
         phase = replace(found.prefill, weights_applied_by=WeightsAppliedBy.COMBINE)
         chosen = replace(found, prefill=phase, decode=phase)
@@ -59,6 +66,11 @@ class Epcomm(Contender[DispatchOutput]):
         return self.plan.caps.ordered
 
     @property
+    def row_error(self) -> float:
+        error = _ROW_ERRORS.get(self.plan.buffer_spec.dispatch_format.dtype, 0.0)
+        return error and error + torch.finfo(self._dtype).eps / 2
+
+    @property
     def is_capturable(self) -> bool:
         return self.plan.is_capturable
 
@@ -68,7 +80,8 @@ class Epcomm(Contender[DispatchOutput]):
 
     def group(self, dispatched: DispatchOutput) -> Grouped:
         counts = dispatched.num_tokens_per_expert
-        rows = dispatched.hidden_states.data
+        wire = dispatched.hidden_states
+        rows = dequantize(wire, self._dtype) if wire.format.dtype.is_quantized else wire.data
         if isinstance(dispatched, MaskedDispatchOutput):
             capacity = rows.shape[1]
             first_row = counts.new_ones(counts.shape).cumsum(0).sub(1).mul(capacity)

@@ -74,6 +74,11 @@ class Contender(ABC, Generic[DispatchedT]):
         return True
 
     @property
+    def row_error(self) -> float:
+        """Return how far an element may be off on arrival, as a share of its row's largest."""
+        return 0.0
+
+    @property
     def is_capturable(self) -> bool:
         """Return whether calls may be captured in a device graph."""
         return False
@@ -84,7 +89,7 @@ class Contender(ABC, Generic[DispatchedT]):
 
     @abstractmethod
     def group(self, dispatched: DispatchedT) -> Grouped:
-        """Put the received rows in expert order. Local."""
+        """Put the received rows in expert order, as hidden states. Local."""
 
     @abstractmethod
     def combine(self, results: Tensor, dispatched: DispatchedT) -> Tensor:

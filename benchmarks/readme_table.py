@@ -15,6 +15,9 @@ from typing import Annotated, NotRequired, TypedDict
 
 import typer
 
+from benchmarks.bench_table import render_bench
+from epcomm.planning.measurements import BENCHMARK
+
 RESULTS = Path(__file__).parent / "results"
 
 _MARKED = re.compile(
@@ -126,6 +129,8 @@ def _render_kind(text: str) -> str:
     kind = result["benchmark"]
     if kind == "nvlink":
         return render_nvlink(result)
+    if kind == BENCHMARK:
+        return render_bench(result)
     return render_gemm(result) if kind.startswith("gemm") else render(result)
 
 

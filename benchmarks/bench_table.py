@@ -25,8 +25,8 @@ def render_bench(report: Mapping[str, Any]) -> str:
     caption = (
         f"{sizes['ranks']} ranks over {sizes['transport']} on {where}, H = {sizes['hidden']}, top-"
         f"{sizes['top_k']} of {sizes['experts']}, {sizes['dtype']}, torch "
-        f"{report['versions']['torch']}; medians in us of dispatch and combine on the slowest rank, "
-        f"{sizes['iterations']} calls of each in turn: `{report['command']}`"
+        f"{report['versions']['torch']}; medians in us of dispatch and combine on the slowest "
+        f"rank, {sizes['iterations']} calls of each in turn: `{report['command']}`"
     )
     return "\n".join([*lines, "", caption, ""])
 

@@ -18,7 +18,7 @@ from epcomm.bench.options import BenchOptions, dtype_of
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.records import Timing, Wrong
 from epcomm.bench.timing import Clock, captured
-from epcomm.bench.turns import percentiles_of, take_turns, time_launch, wait_for_all
+from epcomm.bench.turns import is_in_graph, percentiles_of, take_turns, time_launch, wait_for_all
 from epcomm.config import Mode
 from epcomm.errors import EPError
 from epcomm.experts import ExpertParallelExperts
@@ -72,7 +72,7 @@ def measure_layers(
             wrong.append(Wrong(name=each.name, tokens=tokens, fault="; ".join(found)))
             continue
         right.append(each)
-        if layer.plan.prefill.is_capturable and group.device.type == "cuda":
+        if is_in_graph(layer.plan.prefill, group.device):
             right.append(_Layer(mode=mode, layer=layer, in_graph=True))
     calls = {each.name: _call_of(each, batch.x, topk) for each in right}
     take_turns(calls, group.device, num_rounds=options.warm_up)

@@ -21,7 +21,7 @@ from epcomm.bench.options import BenchOptions
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.records import Report, Timing, Wrong
 from epcomm.bench.timing import Clock
-from epcomm.bench.turns import graph_call, percentiles_of, run_call, take_turns
+from epcomm.bench.turns import graph_call, is_in_graph, percentiles_of, run_call, take_turns
 from epcomm.group import EPGroup
 from epcomm.testing.data import RankBatch
 
@@ -137,7 +137,7 @@ def _measure(
                 mode=mode,
                 backend=contender.plan.backend if isinstance(contender, Epcomm) else contender.name,
                 tokens=tokens,
-                in_graph=_is_in_graph(contender, group.device),
+                in_graph=is_in_graph(contender, group.device),
                 us=percentiles_of(spans[contender.name]),
                 sent_bytes=sent[contender.name],
             )
@@ -169,14 +169,10 @@ def _contenders(
     return [*opened, *(("", make(experts)) for make in ALTERNATIVES.values())]
 
 
-def _is_in_graph(contender: Contender, device: torch.device) -> bool:
-    return contender.is_capturable and device.type == "cuda"
-
-
 def _call_of(
     contender: Contender, batch: RankBatch, first_expert: int
 ) -> Callable[[Clock], Mapping[str, float]]:
-    if _is_in_graph(contender, batch.x.device):
+    if is_in_graph(contender, batch.x.device):
         return graph_call(contender, batch, first_expert)
 
     def call(clock: Clock) -> Mapping[str, float]:

@@ -13,6 +13,7 @@ from epcomm.bench.check import run_experts
 from epcomm.bench.contenders.base import Contender
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.timing import Clock, Laps, Percentiles, captured, clock_for, slowest_rank
+from epcomm.planning.plans import PhasePlan
 from epcomm.testing.data import RankBatch
 
 DispatchedT = TypeVar("DispatchedT")
@@ -112,6 +113,11 @@ def run_call(contender: Contender[DispatchedT], batch: RankBatch, clock: Clock) 
     clock.mark()
     dispatch, group, _, combine = clock.take()
     return Laps(dispatch=dispatch, group=group, combine=combine)
+
+
+def is_in_graph(what: Contender | PhasePlan, device: torch.device) -> bool:
+    """Return whether calls are replayed from a graph here: where they can, on a GPU. Local."""
+    return what.is_capturable and device.type == "cuda"
 
 
 def graph_call(

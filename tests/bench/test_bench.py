@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from epcomm.bench import layer, run, turns
 from epcomm.bench.contenders.backends import Epcomm
 from epcomm.bench.contenders.expert_rows import ExpertRows
 from epcomm.bench.options import BenchOptions
@@ -98,6 +99,37 @@ def test_rows_in_eight_bits_are_held_to_their_roundings(
     assert [each.name for each in report.wrong] == ["normal collective"]
 
 
+class Recorded:
+    """Stands for a device graph: made by one call, and every replay makes it again."""
+
+    def __init__(self, call: Callable[[], object], *, warm_up: bool = True) -> None:
+        for _ in range(1 + warm_up):
+            call()
+        self.replay = call
+
+
+@pytest.mark.ranks(2)
+def test_what_can_be_captured_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, but for the graphs themselves."""
+    for module in (turns, layer):
+        monkeypatch.setattr(module, "captured", Recorded)
+    for module in (run, layer):
+        monkeypatch.setattr(module, "is_in_graph", lambda phase, device: phase.is_capturable)
+    report = run_bench(replace(OPTIONS, tokens=(4,), backends=("collective",)), silent)
+    assert report.wrong == []
+    replayed = {(each.mode, each.in_graph) for each in report.timings}
+    assert replayed == {("normal", False), ("low_latency", True), ("standard", False), ("", False)}
+    layers = [(each.mode, each.in_graph) for each in report.layers]
+    assert layers == [
+        ("normal", False),
+        ("low_latency", False),
+        ("low_latency", True),
+        ("standard", False),
+    ]
+    for each in report.timings:
+        assert set(each.us) == {"dispatch", "combine", "pair"}
+
+
 @pytest.mark.ranks(2)
 def test_what_is_wrong_is_told_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One element, on one rank alone, of one backend, of torch alone, and of the layers."""
@@ -119,7 +151,7 @@ def test_what_is_wrong_is_told_and_not_timed(monkeypatch: pytest.MonkeyPatch) ->
     spoil(
         ExpertParallelExperts,
         "forward",
-        lambda layer: layer.plan.prefill.backend == "shared_memory",
+        lambda each: each.plan.prefill.backend == "shared_memory",
     )
     report = run_bench(replace(OPTIONS, tokens=(4,), modes=(Mode.NORMAL,)), silent)
     assert [each.name for each in report.wrong] == [

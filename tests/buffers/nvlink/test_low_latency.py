@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from benchmarks.measuring.checks import CheckError
-
 from benchmarks import bench_nvlink_low_latency as bench
 from epcomm import (
     DeepEPLowLatencyDispatcher,
@@ -27,6 +25,7 @@ from epcomm import (
     RowsDispatchOutput,
     TopKOutput,
 )
+from epcomm.bench.check import CheckError
 from epcomm.buffers.base import DispatchCall, Dispatched
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
 from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError, ShapeError

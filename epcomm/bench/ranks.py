@@ -81,6 +81,9 @@ def start_ranks(num_ranks: int, work: Callable[[T], int], argument: T) -> int:
         try:
             spawn(_run_rank, (num_ranks, meeting, work, argument), nprocs=num_ranks)
         except ProcessExitedException as ended:
+            if ended.exit_code < 0:
+                # By a signal: the rank has not told why.
+                sys.stderr.write(f"epcomm bench: rank {ended.error_index}: {ended}\n")
             return max(ended.exit_code, 1)
         except ProcessRaisedException as raised:
             sys.stderr.write(f"{raised}\n")

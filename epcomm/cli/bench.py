@@ -104,7 +104,7 @@ def bench_command(
         options.check_ranks(num_started or ranks_of_environment() or 1)
         if plot is not None:
             check_plot(plot)
-        for path in (output, plot):
+        for path in (output, plot) if rank_of_environment() == 0 else ():
             _check_writable(path)
     except ConfigError as error:
         raise typer.Exit(tell(error, rank_of_environment())) from None
@@ -151,7 +151,7 @@ def _check_writable(path: Path | None) -> None:
         with path.open("ab"):
             pass
         if is_new:
-            path.unlink()
+            path.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
             f"epcomm bench: {path} cannot be written ({error.strerror}); name another file"

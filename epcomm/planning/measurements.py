@@ -40,7 +40,7 @@ class Measurements:
     """The contents of one file.
 
     source: the file's name.   digest: sha256 of its bytes.
-    where: ranks and device that it was made on, for people.
+    where: ranks, device and sizes that it was made with, for people.
     """
 
     source: str
@@ -82,11 +82,18 @@ def read_measurements(path: str | Path) -> Measurements:
     try:
         report = json.loads(content)
         values = _values_of(report)
-        where = f"{report['configuration']['ranks']} ranks on {report['configuration']['device']}"
+        where = _where(report["configuration"])
     except (ValueError, KeyError, TypeError) as error:
         raise _error(path, f"is no such report ({type(error).__name__}: {error})") from None
     digest = hashlib.sha256(content).hexdigest()
     return Measurements(source=path.name, digest=digest, where=where, values=values)
+
+
+def _where(sizes: Mapping[str, Any]) -> str:
+    return (
+        f"{sizes['ranks']} ranks on {sizes['device']}, H = {sizes['hidden']}, "
+        f"top-{sizes['top_k']} of {sizes['experts']}"
+    )
 
 
 def _values_of(report: Mapping[str, Any]) -> tuple[Measurement, ...]:

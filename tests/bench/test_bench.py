@@ -80,7 +80,7 @@ def test_every_backend_that_serves_is_timed_beside_torch(tmp_path: Path) -> None
     assert {(each.mode, each.backend, each.tokens) for each in measured.values} == {
         (mode, backend, tokens) for mode, backend in served for tokens in OPTIONS.tokens
     }
-    assert measured.where == "2 ranks on cpu"
+    assert measured.where == "2 ranks on cpu, H = 32, top-2 of 4"
 
 
 @pytest.mark.ranks(2)

@@ -38,7 +38,7 @@ def write(path: Path, **changes: object) -> Path:
     ]
     report = {
         "benchmark": "epcomm bench",
-        "configuration": {"ranks": 2, "device": "cpu"},
+        "configuration": {"ranks": 2, "device": "cpu", "hidden": 64, "top_k": 2, "experts": 8},
         "results": [*results, result("", "all_gather", 8, 0.5)],
     }
     path.write_text(json.dumps(report | changes))
@@ -83,7 +83,7 @@ def test_each_phase_takes_the_fastest_that_serves(tmp_path: Path) -> None:
     assert (chosen.prefill.backend, chosen.decode.backend) == ("collective", "collective")
     assert (many.prefill.backend, many.decode.backend) == ("collective", "shared_memory")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    source = f"bench.json (sha256 {digest}, 2 ranks on cpu)"
+    source = f"bench.json (sha256 {digest}, 2 ranks on cpu, H = 64, top-2 of 8)"
     assert (
         f"backend chosen by measurements {source}: the fastest that serves of nvlink 1 us, "
         "collective 9 us, shared_memory 20 us, at T = 8 in mode low_latency"

@@ -25,6 +25,7 @@ from epcomm.errors import ShapeError
 from epcomm.sharding.expert_tensor_fsdp import LOOKS_AT_DEVICES, check_fully_shard
 from epcomm.sharding.expert_tensor_lists import run_on_lists
 from epcomm.sharding.expert_tensor_parts import run_on_parts, takes_parts
+from epcomm.sharding.expert_tensor_random import draws_numbers, run_expert_by_expert
 from epcomm.sharding.pieces import own_part, piece_of
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ class ExpertTensor(DTensor):
       Norms and maxima of such lists are taken over the pieces of all ranks: collective.
     - Operators that work element by element take ordinary tensors beside an ExpertTensor. Of an
       ordinary tensor that spans all experts, each rank takes its own piece.
+    - Random numbers are drawn for all experts, of which each rank keeps its own: ranks with one
+      seed get the values of one process that draws expert by expert.
     - A result that is no longer a piece of each rank, such as a sum, is an ordinary tensor:
       collective.
     - torch.distributed's functions move the local piece, if no two of their ranks hold different
@@ -197,6 +200,10 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         # Optimizers that factor their state make a new tensor with one entry for each expert.
         size = [args[0]._local_tensor.shape[0], *args[1][1:]]
         return args[0].like_self(func(args[0]._local_tensor, size, *args[2:], **kwargs))
+    if draws_numbers(name, kwargs) and _is_elementwise(tensors, func, args):
+        some = _first_expert_tensor(tensors)
+        drawn = run_expert_by_expert(func, args, kwargs, some)
+        return _written(func, args, kwargs) if drawn is None else some.like_self(drawn)
     is_by_expert = torch.Tag.pointwise in func.tags or name in _BATCHED or _is_masking(name, args)
     if is_by_expert and _is_elementwise(tensors, func, args):
         return _run_on_pieces(func, args, kwargs, tensors)

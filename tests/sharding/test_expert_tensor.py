@@ -358,8 +358,20 @@ def test_ranks_with_other_seeds_draw_their_own_experts() -> None:
             assert torch.equal(piece, alone.chunk(NUM_RANKS)[rank])
 
 
+GIVEN_TO_DDP = "DistributedDataParallel was given expert parameters, such as "
+
+
 def wrap_in_ddp(model: nn.Module) -> None:
     DistributedDataParallel(model)
+
+
+def wrap_experts_in_ddp(model: nn.Module) -> None:
+    """Wrap what holds no other parameters, which C++ code took for ordinary ones."""
+    DistributedDataParallel(model.get_submodule("experts"))
+
+
+def wrap_in_ddp_without_sync(model: nn.Module) -> None:
+    DistributedDataParallel(model, init_sync=False)
 
 
 def reduce_over_experts(model: nn.Module) -> None:
@@ -372,7 +384,9 @@ def reduce_over_experts(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [
-        (wrap_in_ddp, "out of DDP by epcomm.training.gradients.ignore_experts_in_ddp"),
+        (wrap_in_ddp, rf"^{GIVEN_TO_DDP}experts.gate_up_proj .* 1 / 2\), .*prepare_trainer"),
+        (wrap_experts_in_ddp, rf"^{GIVEN_TO_DDP}gate_up_proj .* call .*ignore_experts_in_ddp"),
+        (wrap_in_ddp_without_sync, rf"^{GIVEN_TO_DDP}"),
         (reduce_over_experts, r"of which ranks \[0, 1\] hold different experts"),
     ],
 )

@@ -252,9 +252,8 @@ class ExpertParallelExperts(nn.Module):
         x = carry.to(self.weights.dtype).expand(0, self._spec.hidden_size)
         return self(x, empty_topk(self._spec.top_k, self.group.device)).sum().float()
 
-    def idle_model(self, model: nn.Module) -> Tensor | None:
+    def idle_model(self, model: nn.Module) -> None:
         """Return None: the model's layers alone will do; see ExpertParallelLayer.idle_model."""
-        return None
 
     def check(self) -> None:
         """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""

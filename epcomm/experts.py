@@ -105,6 +105,16 @@ class ExpertParallelExperts(nn.Module):
         return self._spec.num_experts
 
     @property
+    def top_k(self) -> int:
+        """The experts of a token, K."""
+        return self._spec.top_k
+
+    @property
+    def hidden_size(self) -> int:
+        """The elements of a token, H."""
+        return self._spec.hidden_size
+
+    @property
     def phases(self) -> PhaseDispatchers:
         """The dispatchers of both phases, for those who drive a batch themselves.
 
@@ -230,7 +240,8 @@ class ExpertParallelExperts(nn.Module):
             self.refuse(problem, decode=decode)
             raise
         out = self.path.run(x, topk, weights, decode=decode)
-        self._counter.count(x.shape[0], out)
+        # Of y: of a call that a static buffer refuses, x may be anything.
+        self._counter.count(out.y.shape[0], out)
         return out.y
 
     @untraced

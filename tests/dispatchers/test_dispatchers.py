@@ -107,7 +107,7 @@ SPOILT = [
     Spoilt(
         id="three dimensions",
         spoil=lambda call: replace(call, x=call.x.unsqueeze(0)),
-        own="hidden_states is [1, 3, 16], expected [1, 16] (rank 1 of 4)",
+        own="hidden_states is [1, 3, 16], expected [T, 16] (rank 1 of 4)",
     ),
     Spoilt(
         id="dtype",

@@ -105,6 +105,16 @@ class ExpertParallelExperts(nn.Module):
         return self._spec.num_experts
 
     @property
+    def top_k(self) -> int:
+        """The experts of a token, K."""
+        return self._spec.top_k
+
+    @property
+    def hidden_size(self) -> int:
+        """The elements of a token, H."""
+        return self._spec.hidden_size
+
+    @property
     def phases(self) -> PhaseDispatchers:
         """The dispatchers of both phases, for those who drive a batch themselves.
 
@@ -230,7 +240,8 @@ class ExpertParallelExperts(nn.Module):
             self.refuse(problem, decode=decode)
             raise
         out = self.path.run(x, topk, weights, decode=decode)
-        self._counter.count(x.shape[0], out)
+        # Of y: of a call that a static buffer refuses, x may be anything.
+        self._counter.count(out.y.shape[0], out)
         return out.y
 
     @untraced
@@ -252,9 +263,8 @@ class ExpertParallelExperts(nn.Module):
         x = carry.to(self.weights.dtype).expand(0, self._spec.hidden_size)
         return self(x, empty_topk(self._spec.top_k, self.group.device)).sum().float()
 
-    def idle_model(self, model: nn.Module) -> Tensor | None:
+    def idle_model(self, model: nn.Module) -> None:
         """Return None: the model's layers alone will do; see ExpertParallelLayer.idle_model."""
-        return None
 
     def check(self) -> None:
         """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""

@@ -46,11 +46,11 @@ class ExpertParallelLayer(Protocol):
         """
         ...
 
-    def idle_model(self, model: nn.Module) -> Tensor | None:
+    def idle_model(self, model: nn.Module) -> object:
         """Run the whole model without data; None if its layers alone will do.
 
         Returns:
-            A tensor that depends on every output of the model.
+            The whole output of the model: which of its tensors depend on all layers is not known.
         """
         ...
 

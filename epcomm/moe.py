@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from epcomm.blocks import BlockLayout, RouterInput, chosen_by_router, find_part
 from epcomm.config import EPConfig, Router
-from epcomm.errors import ConfigError
+from epcomm.errors import ConfigError, ShapeError
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
 from epcomm.platforms.profiler import ranged
@@ -45,10 +45,15 @@ class ExpertParallelMoE(nn.Module):
         Local.
         Raises:
             ConfigError: the layout names a part that is missing, or the routing is impossible
-                among these experts.
+                among these experts or chooses more or fewer a token than they were made for.
             BackendUnavailable: the router asked for is not on the device of the group.
         """
         super().__init__()
+        if routing.top_k != experts.top_k:
+            raise ConfigError(
+                f"ExpertParallelMoE: top_k of routing is {routing.top_k}, expected {experts.top_k} "
+                f"as top_k of experts ({experts.group.where}); make them equal"
+            )
         self._layout = layout
         # Experts are not replicated: the logical ones, E, are the physical ones.
         self._router = choose_router(
@@ -96,7 +101,7 @@ class ExpertParallelMoE(nn.Module):
         """Route without computing experts, for auxiliary losses.
 
         Args:
-            x: [..., H].
+            x: [..., H], as the block takes it.
             input_ids: [...], for routers that look experts up by token; others do not read them.
 
         Returns:
@@ -104,8 +109,10 @@ class ExpertParallelMoE(nn.Module):
 
         Local.   Host sync: none.
         Raises:
+            ShapeError: x is no tensor, or has another H.
             ConfigError: the router wants input_ids and there are none.
         """
+        self._check_hidden_size(x)
         tokens = x.reshape(-1, x.shape[-1])
         bias = self._correction_bias()
         inputs = [
@@ -137,8 +144,9 @@ class ExpertParallelMoE(nn.Module):
         Collective: yes, forward and backward, on every rank also when it has no token.
         Host sync: as explain() says.
         Raises:
+            ShapeError: x is no tensor, or has another H.
             ConfigError: the router wants input_ids and there are none.
-            Exception: whatever the router raises. Either on this rank; the others raise an EPError
+            Exception: whatever the router raises. Each on this rank; the others raise an EPError
                 that names it, where docs/failures.md says so.
             Further what ExpertParallelExperts.forward raises.
         """
@@ -176,6 +184,22 @@ class ExpertParallelMoE(nn.Module):
     def stats(self) -> EPStats:
         """Return counts since construction. Local; no host sync until counts by expert are read."""
         return self.experts.stats()
+
+    def _check_hidden_size(self, x: object) -> None:
+        """Refuse what the parts would fail on with words of torch alone."""
+        latent_in = self._layout.latent_in
+        expected: object = self.experts.hidden_size
+        if latent_in is not None:
+            # The experts are narrower than the block; a part of the user's own may tell no size.
+            expected = getattr(self.get_submodule(latent_in), "in_features", None)
+        if isinstance(x, Tensor) and x.dim() and expected in (None, x.shape[-1]):
+            return
+        came = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ShapeError(
+            f"ExpertParallelMoE: x is {came}, expected a tensor "
+            f"[..., {'H' if expected is None else expected}] ({self.experts.group.where}); pass "
+            "hidden states of the block's size"
+        )
 
     def _register(self, name: str, part: nn.Module | Tensor) -> None:
         if isinstance(part, nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -303,7 +304,7 @@ def test_router_that_is_not_there_says_what_to_import(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_missing_part_is_named() -> None:
+def test_missing_part_and_another_top_k_are_named() -> None:
     with EPGroup() as group:
         whole = ExpertParallelMoE.from_transformers(qwen3_moe().to(group.device), group)
         routing, experts = whole.routing, whole.experts
@@ -315,6 +316,10 @@ def test_missing_part_is_named() -> None:
         parts = {"gate": whole.get_submodule("gate")}
         with pytest.raises(ConfigError, match=message):
             ExpertParallelMoE(routing=routing, experts=experts, parts=parts, layout=layout)
+        routing = replace(routing, top_k=experts.top_k + 1)
+        message = f"top_k of routing is {routing.top_k}, expected {experts.top_k} as top_k of exp"
+        with pytest.raises(ConfigError, match=message):
+            ExpertParallelMoE(routing=routing, experts=experts, parts=parts)
 
 
 @pytest.mark.ranks(NUM_RANKS)

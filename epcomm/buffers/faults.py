@@ -150,21 +150,26 @@ def check_gradients(flags: Sequence[int], rank: int, expert_names: Sequence[str]
     needing = BatchFlags.INPUTS_NEED_GRAD | BatchFlags.EXPERTS_NEED_GRAD
     without_grad = [r for r, flag in enumerate(flags) if not flag & BatchFlags.GRAD_ENABLED]
     if without_grad and any(flag & needing for flag in flags):
+        runs = "runs" if len(without_grad) == 1 else "run"
         raise ConfigError(
-            f"dispatch: {describe_ranks(without_grad)} run under torch.no_grad() while others need "
-            f"gradients (this is rank {rank} of {len(flags)}), so backward would wait for ever; "
-            "use one grad mode on all ranks"
+            f"dispatch: {describe_ranks(without_grad)} {runs} under torch.no_grad() while others "
+            f"need gradients (this is rank {rank} of {len(flags)}), so backward would wait for "
+            "ever; use one grad mode on all ranks"
         )
-    frozen = {}
+    frozen: dict[str, list[str]] = {}
     for place, name in enumerate(expert_names):
         bit = 1 << (TRAINED_SHIFT + place)
         ranks = [r for r, flag in enumerate(flags) if not flag & bit]
         if 0 < len(ranks) < len(flags):
-            frozen[name] = describe_ranks(ranks)
+            frozen.setdefault(describe_ranks(ranks), []).append(name)
     if frozen:
-        told = " and ".join(f"{name} is frozen on {ranks}" for name, ranks in frozen.items())
+        told = " and ".join(
+            f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} frozen on {ranks}"
+            for ranks, names in frozen.items()
+        )
+        them = "it" if sum(map(len, frozen.values())) == 1 else "them"
         raise ConfigError(
-            f"dispatch: {told}, while the other ranks train it (this is rank {rank} of "
+            f"dispatch: {told}, while the other ranks train {them} (this is rank {rank} of "
             f"{len(flags)}), so optimizers and norms over all experts would wait for ever; call "
             "requires_grad_() alike on all ranks"
         )

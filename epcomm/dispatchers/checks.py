@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -45,9 +45,11 @@ def find_call_error(
             "TopKOutput(topk_ids=..., topk_weights=...)"
         )
     num_tokens = num_tokens_of(hidden_states)
-    pair = [num_tokens, spec.top_k]
+    # Of a tensor of other dimensions, the first is no T to expect.
+    is_flat = isinstance(hidden_states, Tensor) and hidden_states.dim() == 2
+    tokens, pair = [num_tokens if is_flat else "T", spec.hidden_size], [num_tokens, spec.top_k]
     expected = (
-        ("hidden_states", hidden_states, [num_tokens, spec.hidden_size], dtype),
+        ("hidden_states", hidden_states, tokens, dtype),
         ("topk_ids", topk.topk_ids, pair, torch.int64),
         ("topk_weights", topk.topk_weights, pair, torch.float32),
     )
@@ -183,17 +185,27 @@ def _unusual(tensor: Tensor) -> tuple[str, str] | None:
 
 
 def _mismatch(
-    name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device
+    name: str,
+    tensor: Tensor,
+    shape: Sequence[int | str],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[str, str] | None:
-    """Say what is wrong with a tensor, and the remedy; None if nothing is."""
+    """Say what is wrong with a tensor, and the remedy; None if nothing is.
+
+    shape: what is expected, with "T" for a length that is not known, which no tensor has.
+    """
     if not isinstance(tensor, Tensor):
-        return f"{name} is {_kind_of(tensor)}, expected a tensor {shape}", "pass one"
+        return f"{name} is {_kind_of(tensor)}, expected a tensor {_shape_text(shape)}", "pass one"
     unusual = _unusual(tensor)
     if unusual is not None:
         kind, remedy = unusual
         return f"{name} is {kind}, expected a plain strided tensor", f"call {name}.{remedy}"
     if list(tensor.shape) != shape:
-        return f"{name} is {list(tensor.shape)}, expected {shape}", "pass tensors of one batch"
+        remedy = "pass tensors of one batch"
+        if shape[0] == "T":
+            remedy = f"flatten it by reshape(-1, {shape[-1]})"
+        return f"{name} is {list(tensor.shape)}, expected {_shape_text(shape)}", remedy
     if tensor.dtype != dtype and not {tensor.dtype, dtype} <= FLOAT_DTYPES:
         return f"{name} is {tensor.dtype}, expected {dtype}", f"call {name}.to({dtype})"
     if tensor.device != device:
@@ -202,3 +214,7 @@ def _mismatch(
             f"call {name}.to({str(device)!r})",
         )
     return None
+
+
+def _shape_text(shape: Sequence[int | str]) -> str:
+    return f"[{', '.join(map(str, shape))}]"

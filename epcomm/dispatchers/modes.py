@@ -23,6 +23,7 @@ class DeepEPLowLatencyDispatcher(RowsDispatcher[DispatchOutput, CombineInput]):
 
     Router weights travel with the tokens and combine applies them, so that a rank reduces before
     it sends. A refused call gives NaN on every rank; check() tells why. No gradients.
+    Over shared_memory it is as normal mode: exact sizes, one read of the counts, trainable.
     """
 
     mode: ClassVar[Mode] = Mode.LOW_LATENCY

@@ -151,12 +151,6 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
     def _call_operator(self, chunk: _Chunk, experts: AscendPackedT) -> tuple[Tensor, Tensor]:
         """Run one call and return y [N, H] and the computed slots of each expert, int32 [L]."""
 
-    @classmethod
-    def packed_bytes(cls, weights: Int8ChannelWeights) -> int:
-        return cls._packed_bytes_of(
-            weights.num_experts, weights.hidden_size, weights.intermediate_size
-        )
-
     def prepare(self) -> None:
         self._open(self._process_group, low_latency_mode=True)
         # The package exports its modes nowhere else.

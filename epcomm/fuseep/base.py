@@ -50,11 +50,6 @@ class FusedBackend(Backend, Generic[PackedT]):
     def pack(cls, weights: Int8ChannelWeights) -> PackedT:
         """Convert this rank's experts to the form that run() takes. Local; pure."""
 
-    @classmethod
-    @abstractmethod
-    def packed_bytes(cls, weights: Int8ChannelWeights) -> int:
-        """Return the bytes that pack() takes beside the weights of the checkpoint."""
-
     @abstractmethod
     def run(self, call: DispatchCall, experts: PackedT) -> FuseEPResult:
         """Compute the routed experts of this rank's tokens.

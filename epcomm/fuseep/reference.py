@@ -63,10 +63,6 @@ class FuseEPReference(FusedBackend[Int8ChannelWeights]):
     def pack(cls, weights: Int8ChannelWeights) -> Int8ChannelWeights:
         return weights
 
-    @classmethod
-    def packed_bytes(cls, weights: Int8ChannelWeights) -> int:
-        return 0
-
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
         self._buffer = CollectiveBuffer(collectives, _exchange_spec(spec))
         self._is_closed = False

@@ -16,10 +16,11 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch._C._autograd import _profiler_enabled
-from torch._compile import _disable_dynamo
 from torch.autograd.profiler import record_function
 from torch.compiler import is_compiling
 from torch.cuda import nvtx
+
+from epcomm.platforms.compiler import untraced
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,7 +33,7 @@ def ranged(phase: str, *, is_traced: bool = True) -> Callable[[Callable[P, R]], 
     """Let a profiler show the calls of a function as `epcomm::<phase>`, on whatever thread.
 
     Compiled callers see the function without its range, and no graph break; without `is_traced`
-    they leave it alone, as untraced() says.
+    they leave it alone, and it cannot be exported, as untraced() says.
     """
     label = f"epcomm::{phase}"
 
@@ -52,7 +53,7 @@ def ranged(phase: str, *, is_traced: bool = True) -> Callable[[Callable[P, R]], 
             finally:
                 nvtx.range_pop()
 
-        compiled = function if is_traced else _disable_dynamo(run)
+        compiled = function if is_traced else untraced(run)
         return run
 
     return decorate

@@ -252,7 +252,12 @@ def _check_bias(spec: RoutingSpec, bias: Tensor | None) -> None:
         )
 
 
-def _check_custom_output(topk: TopKOutput, shape: tuple[int, int]) -> None:
+def _check_custom_output(topk: object, shape: tuple[int, int]) -> None:
+    if not isinstance(topk, TopKOutput):
+        raise ShapeError(
+            f"route: custom_function returned {type(topk).__name__}, expected a TopKOutput; return "
+            "TopKOutput(topk_ids=..., topk_weights=...)"
+        )
     for name, tensor, dtypes in (
         ("topk_ids", topk.topk_ids, (torch.int64,)),
         ("topk_weights", topk.topk_weights, (torch.float32, torch.float64)),

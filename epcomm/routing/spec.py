@@ -102,7 +102,8 @@ class RoutingSpec:
     epsilon_mode: how epsilon changes the sum that renormalisation divides by.
     epsilon: above 0 unless epsilon_mode is NONE; dimensionless, as the weights are.
     routed_scaling_factor: multiplies the weights at the end.
-    custom_function: replaces every step above; only top_k may be set beside it.
+    custom_function: replaces every step above and returns a TopKOutput; only top_k may be set
+        beside it. See CustomRoutingFunction.
     """
 
     top_k: int

@@ -22,9 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from epcomm.errors import ShapeError
+from epcomm.sharding.expert_tensor_ddp import ASKS_FOR_DEVICES, check_ddp
 from epcomm.sharding.expert_tensor_fsdp import LOOKS_AT_DEVICES, check_fully_shard
 from epcomm.sharding.expert_tensor_lists import run_on_lists
 from epcomm.sharding.expert_tensor_parts import run_on_parts, takes_parts
+from epcomm.sharding.expert_tensor_random import draws_numbers, run_expert_by_expert
 from epcomm.sharding.pieces import own_part, piece_of
 
 if TYPE_CHECKING:
@@ -65,6 +67,8 @@ class ExpertTensor(DTensor):
       Norms and maxima of such lists are taken over the pieces of all ranks: collective.
     - Operators that work element by element take ordinary tensors beside an ExpertTensor. Of an
       ordinary tensor that spans all experts, each rank takes its own piece.
+    - Random numbers are drawn for all experts, of which each rank keeps its own: ranks with one
+      seed get the values of one process that draws expert by expert.
     - A result that is no longer a piece of each rank, such as a sum, is an ordinary tensor:
       collective.
     - torch.distributed's functions move the local piece, if no two of their ranks hold different
@@ -116,6 +120,8 @@ class ExpertTensor(DTensor):
             caller = sys._getframe(1)
             if caller.f_code.co_name == LOOKS_AT_DEVICES:
                 check_fully_shard(args[0], caller)
+            elif caller.f_code.co_name in ASKS_FOR_DEVICES:
+                check_ddp(args[0], caller)
         some = next((arg for arg in args if isinstance(arg, ExpertTensor)), None)
         if func is Tensor.storage and some is not None:
             _refuse_storage(some)
@@ -197,6 +203,10 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         # Optimizers that factor their state make a new tensor with one entry for each expert.
         size = [args[0]._local_tensor.shape[0], *args[1][1:]]
         return args[0].like_self(func(args[0]._local_tensor, size, *args[2:], **kwargs))
+    if draws_numbers(name, kwargs) and _is_elementwise(tensors, func, args):
+        some = _first_expert_tensor(tensors)
+        drawn = run_expert_by_expert(func, args, kwargs, some)
+        return _written(func, args, kwargs) if drawn is None else some.like_self(drawn)
     is_by_expert = torch.Tag.pointwise in func.tags or name in _BATCHED or _is_masking(name, args)
     if is_by_expert and _is_elementwise(tensors, func, args):
         return _run_on_pieces(func, args, kwargs, tensors)
@@ -392,12 +402,11 @@ def _run_as_dtensor(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str
         if _MIXED not in str(error):
             raise
         # C++ code of torch.distributed comes here without a call of __torch_function__().
-        advice = ", and out of DDP by epcomm.training.gradients.ignore_experts_in_ddp(model)"
-        raise _refusal(str(func), kept, _NOT_COMPUTED[_MIXED], advice) from error
+        raise _refusal(str(func), kept, _NOT_COMPUTED[_MIXED]) from error
     return tree_map(back, result)
 
 
-def _refusal(name: str, tensors: Sequence[object], problem: str, advice: str = "") -> ShapeError:
+def _refusal(name: str, tensors: Sequence[object], problem: str) -> ShapeError:
     """Make the error of an operator that torch does not compute for a DTensor in `tensors`."""
     some = next(tensor for tensor in tensors if isinstance(tensor, DTensor))
     mesh = some._spec.mesh
@@ -405,7 +414,7 @@ def _refusal(name: str, tensors: Sequence[object], problem: str, advice: str = "
         f"{name}: an expert parameter of {list(some.shape)}, of which this rank holds "
         f"{list(some._local_tensor.shape)}, {problem} (rank "
         f"{mesh.get_local_rank()} of {mesh.size()}); call to_local() on it for this rank's "
-        f"experts or full_tensor() for all, or leave it out{advice}"
+        f"experts or full_tensor() for all, or leave it out"
     )
 
 

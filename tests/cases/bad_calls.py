@@ -110,13 +110,18 @@ def quantised(x: Tensor) -> Tensor:
 
 X_FAULTS = [
     Bad(id="x is a list", call=with_x(Tensor.tolist), own="hidden_states is list, expected a"),
-    Bad(id="x is None", call=with_x(lambda x: None), own="hidden_states is NoneType, expected"),
+    Bad(id="x is None", call=with_x(lambda x: None), own="NoneType, expected a tensor [T, 16]"),
     Bad(id="x is an array", call=with_x(Tensor.numpy), own="hidden_states is ndarray, expected"),
-    Bad(id="x of one dimension", call=with_x(lambda x: x[0]), own="hidden_states is [16], expe"),
+    Bad(
+        id="x of one dimension",
+        call=with_x(lambda x: x[0]),
+        own="hidden_states is [16], expected [T, 16] (rank 1 of 2); flatten",
+    ),
     Bad(
         id="x of three dimensions",
         call=with_x(lambda x: x.unsqueeze(0)),
-        own="hidden_states is [1, 3, 16], expected [1, 16] (rank 1 of 2)",
+        own="hidden_states is [1, 3, 16], expected [T, 16] (rank 1 of 2); "
+        "flatten it by reshape(-1, 16)",
     ),
     Bad(
         id="x of another H",
@@ -551,6 +556,30 @@ OWN_ERRORS = [
     )
 ]
 
+LAYER_FAULTS = [
+    Bad(
+        id="experts called with None",
+        call=lambda play: play.block.experts(None, play.topk),  # type: ignore[arg-type]
+        others=lambda play: play.block.experts(play.x.detach(), play.topk),
+        own="dispatch: hidden_states is NoneType, expected a tensor [T, 16] (rank 1 of 2)",
+    ),
+    *(
+        Bad(
+            id=f"block called with {name}",
+            call=lambda play, spoil=spoil: play.block(spoil(play.x.detach())),
+            others=of_block,
+            own=f"ExpertParallelMoE: x is {came}, expected a tensor [..., 16] (rank 1 of 2); pass",
+            told=UNREADY,
+            error=EPError,
+            raised=ShapeError,
+        )
+        for name, came, spoil in (
+            ("None", "NoneType", lambda x: None),
+            ("x of another H", "[3, 8]", lambda x: x[:, :8]),
+        )
+    ),
+]
+
 BAD_CALLS = [
     *X_FAULTS,
     *TOPK_FAULTS,
@@ -567,12 +596,22 @@ BAD_CALLS = [
         id="an expert parameter frozen on rank 1",
         call=training("gate_up_proj"),
         others=training("gate_up_proj", "down_proj"),
-        own="is frozen on rank 1",
-        told="is frozen on rank 1",
+        own="dispatch: down_proj is frozen on rank 1, while the other ranks train it (",
+        told="dispatch: down_proj is frozen on rank 1, while the other ranks train it (",
+        error=ConfigError,
+        trains=True,
+    ),
+    Bad(
+        id="all expert parameters frozen on rank 1",
+        call=training(),
+        others=training("gate_up_proj", "down_proj"),
+        own="gate_up_proj, down_proj are frozen on rank 1, while the other ranks train them (",
+        told="gate_up_proj, down_proj are frozen on rank 1, while the other ranks train them (",
         error=ConfigError,
         trains=True,
     ),
     *OWN_ERRORS,
+    *LAYER_FAULTS,
     *CONFIG_FAULTS,
     *(replace(bad, error=HandleError) for bad in ORDER_FAULTS),
 ]

@@ -107,7 +107,7 @@ SPOILT = [
     Spoilt(
         id="three dimensions",
         spoil=lambda call: replace(call, x=call.x.unsqueeze(0)),
-        own="hidden_states is [1, 3, 16], expected [1, 16] (rank 1 of 4)",
+        own="hidden_states is [1, 3, 16], expected [T, 16] (rank 1 of 4)",
     ),
     Spoilt(
         id="dtype",
@@ -218,7 +218,7 @@ def test_one_rank_under_no_grad_while_others_train_is_refused(kind: str, needs: 
         x = call.x if needs == "inputs" else call.x.detach()
         with (
             torch.set_grad_enabled(group.rank != FAULTY),
-            pytest.raises(ConfigError, match=r"rank 1 run under torch.no_grad\(\) while others"),
+            pytest.raises(ConfigError, match=r"rank 1 runs under torch.no_grad\(\) while others"),
         ):
             dispatcher.dispatch(x, call.topk, experts_need_grad=needs == "experts")
         check_works(dispatcher, group)

@@ -120,7 +120,7 @@ def test_one_rank_under_no_grad_is_refused() -> None:
         call = Call.good(group.device)
         with (
             torch.set_grad_enabled(group.rank != FAULTY),
-            pytest.raises(ConfigError, match=r"rank 1 run under torch.no_grad\(\) while others"),
+            pytest.raises(ConfigError, match=r"rank 1 runs under torch.no_grad\(\) while others"),
         ):
             run(dispatcher, call)
         expect_works(dispatcher, call)

@@ -81,9 +81,9 @@ def test_bytes_and_host_reads_are_those_of_the_paths(rows: Rows) -> None:
 
 def test_choice_of_every_path_is_explained(output: str) -> None:
     for name, what in {
-        "fused_deep_moe": "mode fuseep on backend fused_deep_moe, 2 ranks with 2 experts each; "
-        "experts computed by fused_deep_moe itself; y comes reduced",
-        "normal": "mode normal on backend collective, 2 ranks with 2 experts each; "
-        "runner quantized_reference",
+        "fused_deep_moe": "mode fuseep on backend fused_deep_moe (FusedDeepMoE), 2 ranks with 2 "
+        "experts each; experts computed by fused_deep_moe itself; y comes reduced",
+        "normal": "mode normal on backend collective (CollectiveBuffer), 2 ranks with 2 experts "
+        "each; runner quantized_reference",
     }.items():
-        assert re.search(rf"^{name} +{what}$", output, re.MULTILINE), output
+        assert re.search(rf"^{name} +{re.escape(what)}$", output, re.MULTILINE), output

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from epcomm import ConfigError, EPGroup, ExpertParallelMoE
 from epcomm.blocks import chosen_by_router
+from epcomm.integrations.transformers.structure import REMEDY
 from epcomm.sharding.shards import local_share, shard_of
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
@@ -281,10 +282,7 @@ def render(rows: list[Row]) -> str:
     for row in refused:
         why = row.refusal or f"off by {row.error:.1g}: a fault of epcomm"
         why = re.sub(r"\s+", " ", why).replace("|", "\\|").removeprefix("from_transformers: ")
-        why = why.removesuffix(
-            "; assemble ExpertParallelMoE from its parts, or try "
-            "register_expert_parallel on the whole model"
-        )
+        why = why.removesuffix(f"; {REMEDY}")
         lines.append(f"| {row.variant.model} | {row.variant.name} | {why} |")
     return "\n".join(lines) + "\n"
 

@@ -309,6 +309,10 @@ def add_child(block: nn.Module) -> None:
     block.add_module("norm", nn.LayerNorm(HIDDEN))
 
 
+def add_identity_expert(block: nn.Module) -> None:
+    block.get_submodule("experts").add_module("identity_expert", nn.Identity())
+
+
 def add_expert_norm(block: nn.Module) -> None:
     block.get_submodule("experts").add_module("norm", nn.LayerNorm(HIDDEN))
 
@@ -383,6 +387,11 @@ REFUSALS = {
         kind="mixtral",
         change=add_expert_norm,
         message="MixtralExperts has norm, an unknown part",
+    ),
+    "identity_expert": Refusal(
+        kind="mixtral",
+        change=add_identity_expert,
+        message="MixtralExperts has identity_expert, .* known parts; keep the model's own block",
     ),
     "attribute": Refusal(
         kind="qwen3_moe",

@@ -240,6 +240,13 @@ def test_custom_function_is_held_to_the_record(hidden_states: Tensor, message: s
         route(torch.zeros(3, 5), spec, hidden_states=hidden_states)
 
 
+def test_custom_function_that_returns_a_tuple_is_told_what_to_return() -> None:
+    spec = RoutingSpec(top_k=2, custom_function=lambda logits, **_: (logits, logits))  # type: ignore[arg-type,return-value]
+
+    with pytest.raises(ShapeError, match="custom_function returned tuple, expected a TopKOutput"):
+        route(torch.zeros(3, 5), spec)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BadCall:
     id: str

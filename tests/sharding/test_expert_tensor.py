@@ -312,8 +312,66 @@ def test_expert_parameter_frozen_on_one_rank_is_told_to_all() -> None:
         model(tokens(group.rank)).backward()
 
 
+DRAWS: dict[str, Callable[[Tensor], object]] = {
+    "normal": nn.init.normal_,
+    "trunc_normal": lambda tensor: nn.init.trunc_normal_(tensor, std=0.02),
+    "kaiming_uniform": nn.init.kaiming_uniform_,
+    "uniform of data": lambda tensor: tensor.data.uniform_(-1, 1),
+    "exponential": lambda tensor: tensor.data.exponential_(2.0),
+    "bernoulli": lambda tensor: tensor.data.bernoulli_(0.5),
+    "bernoulli of tensor": lambda tensor: tensor.data.bernoulli_(torch.rand(tensor.shape)),
+    "normal by generator": lambda tensor: nn.init.normal_(
+        tensor, generator=torch.Generator().manual_seed(3)
+    ),
+    "randn_like": lambda tensor: tensor.data.copy_(torch.randn_like(tensor)),
+    "randint_like": lambda tensor: tensor.data.copy_(torch.randint_like(tensor, 3, 999)),
+}
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.filterwarnings("error")
+def test_random_numbers_are_those_of_one_process_that_draws_expert_by_expert() -> None:
+    with EPGroup() as group:
+        parameter = OverRanks(group).experts.get_parameter("gate_up_proj")
+        assert isinstance(parameter, ExpertTensor)
+        # On a CPU torch draws experts of this size one after the other from a whole tensor, too.
+        whole = torch.empty(parameter.shape)
+        for name, draw in DRAWS.items():
+            torch.manual_seed(1)
+            draw(whole)
+            wanted = torch.get_rng_state()
+            torch.manual_seed(1)
+            draw(parameter)
+            assert torch.equal(torch.get_rng_state(), wanted), name
+            assert torch.equal(parameter.full_tensor(), whole), name
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_ranks_with_other_seeds_draw_their_own_experts() -> None:
+    with EPGroup() as group, torch.no_grad():
+        parameter = OverRanks(group).experts.get_parameter("gate_up_proj")
+        assert isinstance(parameter, ExpertTensor)
+        torch.manual_seed(group.rank)
+        parameter.normal_()
+        for rank, piece in enumerate(parameter.full_tensor().chunk(NUM_RANKS)):
+            alone = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(rank))
+            assert torch.equal(piece, alone.chunk(NUM_RANKS)[rank])
+
+
+GIVEN_TO_DDP = "DistributedDataParallel was given expert parameters, such as "
+
+
 def wrap_in_ddp(model: nn.Module) -> None:
     DistributedDataParallel(model)
+
+
+def wrap_experts_in_ddp(model: nn.Module) -> None:
+    """Wrap what holds no other parameters, which C++ code took for ordinary ones."""
+    DistributedDataParallel(model.get_submodule("experts"))
+
+
+def wrap_in_ddp_without_sync(model: nn.Module) -> None:
+    DistributedDataParallel(model, init_sync=False)
 
 
 def reduce_over_experts(model: nn.Module) -> None:
@@ -326,7 +384,9 @@ def reduce_over_experts(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [
-        (wrap_in_ddp, "out of DDP by epcomm.training.gradients.ignore_experts_in_ddp"),
+        (wrap_in_ddp, rf"^{GIVEN_TO_DDP}experts.gate_up_proj .* 1 / 2\), .*prepare_trainer"),
+        (wrap_experts_in_ddp, rf"^{GIVEN_TO_DDP}gate_up_proj .* call .*ignore_experts_in_ddp"),
+        (wrap_in_ddp_without_sync, rf"^{GIVEN_TO_DDP}"),
         (reduce_over_experts, r"of which ranks \[0, 1\] hold different experts"),
     ],
 )

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from epcomm import ConfigError, EPConfig, EPGroup, ExpertParallelMoE, idle_step
+from epcomm import ConfigError, EPConfig, EPGroup, ExpertParallelMoE, TopKOutput, idle_step
 from epcomm.sharding.shards import expert_shards, shard_of, sharded_parameters
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
@@ -32,7 +32,7 @@ from epcomm.training.gradients import (
     sum_replicated_gradients,
 )
 from tests.cases.blocks import HIDDEN, qwen3_moe
-from tests.cases.expert_models import InOneProcess, OverRanks
+from tests.cases.expert_models import TOP_K, InOneProcess, OverRanks
 from tests.cases.expert_models import tokens as expert_tokens
 
 NUM_RANKS = 4
@@ -313,6 +313,34 @@ def test_compiled_model_breaks_its_graph_once_at_the_experts() -> None:
         compiled_grad, gate.grad = gate.grad, None
         moe(x).sum().backward()
         torch.testing.assert_close(compiled_grad, gate.grad)
+
+
+class DispatchesOnce(nn.Module):
+    """A layer of one's own, made of a dispatcher."""
+
+    def __init__(self, model: OverRanks) -> None:
+        super().__init__()
+        self.dispatcher = model.experts.phases.prefill
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Dispatch x [T, H] to expert 0."""
+        ids = torch.zeros(x.shape[0], TOP_K, dtype=torch.int64)
+        weights = torch.ones(ids.shape)
+        self.dispatcher.dispatch(x, TopKOutput(topk_ids=ids, topk_weights=weights))
+        return x
+
+
+@pytest.mark.ranks(2)
+def test_export_is_refused_before_anything_is_sent() -> None:
+    with EPGroup() as group:
+        model, x = OverRanks(group), expert_tokens(group.rank)
+        for exported, name in (
+            (model, "ExpertParallelExperts.forward"),
+            (DispatchesOnce(model), "RowsDispatcher.dispatch"),
+        ):
+            with pytest.raises(ConfigError, match=f"^torch.export: {name} cannot be exported"):
+                torch.export.export(exported, (x,))
+        model(x).backward()
 
 
 def sums(model: OverRanks, mesh: DeviceMesh, groups: Groups) -> nn.Module:

@@ -207,10 +207,10 @@ class ExpertsBridge:
         """Fail, because idle_model() runs all layers; see ExpertParallelLayer."""
         raise AssertionError("idle_model() runs all layers")
 
-    def idle_model(self, model: nn.Module) -> Tensor:
+    def idle_model(self, model: nn.Module) -> object:
         """Run a model that takes input_ids on one token; see ExpertParallelLayer."""
         device = next(model.parameters()).device
-        return model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device))[0]
+        return model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device))
 
     @property
     def group(self) -> EPGroup:

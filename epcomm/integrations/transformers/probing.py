@@ -110,7 +110,7 @@ class BlockProbe:
         parts |= dict(self._block.named_parameters(recurse=False))
         parts |= dict(self._block.named_buffers(recurse=False))
         del parts["experts"]
-        experts = cast(ExpertParallelExperts, _StubOfLayer(self._slopes))
+        experts = cast(ExpertParallelExperts, _StubOfLayer(self._slopes, routing.top_k))
         with on_cpu():
             try:
                 layer = ExpertParallelMoE(
@@ -242,10 +242,11 @@ class _StubOfBlock(nn.Module):
 class _StubOfLayer(nn.Module):
     """Stands for the experts of an ExpertParallelMoE, and multiplies as _StubOfBlock does."""
 
-    def __init__(self, slopes: Tensor) -> None:
+    def __init__(self, slopes: Tensor, top_k: int) -> None:
         super().__init__()
         self.slopes = slopes
-        self.num_experts = len(slopes)
+        self.num_experts, self.top_k = len(slopes), top_k
+        self.hidden_size = None  # any
         self.config = EPConfig(router=Router.REFERENCE)
         self.group = SimpleNamespace(device=torch.device("cpu"), where="in a probe")
 

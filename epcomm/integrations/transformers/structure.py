@@ -33,10 +33,16 @@ _PARTS: Mapping[str, str] = MappingProxyType(
         "post_mlp_layernorm": "output_norm",
     }
 )
+# What to do about a block that is not read, and about one that no part of epcomm serves.
+REMEDY = (
+    "assemble ExpertParallelMoE from its parts, or try register_expert_parallel on the whole model"
+)
+_IDENTITY = "identity_expert"
+_KEEP_BLOCK = "keep the model's own block, for epcomm serves no identity experts"
 # Known part or attribute that ExpertParallelMoE does not have -> the reason in the message.
 _NOT_BUILT: Mapping[str, str] = MappingProxyType(
     {
-        "identity_expert": "experts that return their input are not built",
+        _IDENTITY: "experts that return their input are not built",
         "post_expert_norm": "a norm after each expert is not built",
         "self_attn": "a whole decoder layer is no block of experts",
     }
@@ -216,17 +222,15 @@ def router_settings(router: nn.Module) -> dict[str, object]:
     return found | {n: one for n, one in router.named_children() if n not in has_tensors}
 
 
-def refusal(came: str, expected: str) -> ConfigError:
+def refusal(came: str, expected: str, remedy: str = REMEDY) -> ConfigError:
     """Return the error about a block that from_transformers does not take."""
-    return ConfigError(
-        f"from_transformers: {came}, expected {expected}; assemble ExpertParallelMoE from its "
-        "parts, or try register_expert_parallel on the whole model"
-    )
+    return ConfigError(f"from_transformers: {came}, expected {expected}; {remedy}")
 
 
 def _unknown(module: nn.Module, name: str) -> ConfigError:
     why = _NOT_BUILT.get(name, "an unknown part")
-    return refusal(f"{_kind(module)} has {name}, {why}", "a block of known parts")
+    remedy = _KEEP_BLOCK if name == _IDENTITY else REMEDY
+    return refusal(f"{_kind(module)} has {name}, {why}", "a block of known parts", remedy)
 
 
 def _kind(module: nn.Module) -> str:

@@ -40,7 +40,7 @@ from benchmarks.report import (
     profile_summary,
     table_of,
 )
-from epcomm import ConfigError, EPConfig, EPGroup, Mode, MoESpec
+from epcomm import ConfigError, EPConfig, EPGroup, Mode
 from epcomm.bench.check import CheckError, check_contender
 from epcomm.bench.contenders.backends import Epcomm
 from epcomm.bench.contenders.base import Contender, Experts
@@ -51,10 +51,9 @@ from epcomm.bench.machine import (
     keep_freed_memory,
     load_average,
 )
-from epcomm.bench.options import dtype_of
+from epcomm.bench.options import BenchOptions, dtype_of
 from epcomm.bench.ranks import join_ranks, of_all_ranks
 from epcomm.bench.turns import run_in_turn
-from epcomm.testing.data import BatchSpec, RankBatch, make_batch, random_ids
 
 
 class ModeName(StrEnum):
@@ -97,28 +96,19 @@ class Options:
     seed: int
     keep_freed_memory: bool
 
-    def make_batches(self, group: EPGroup) -> list[RankBatch]:
-        """Return the batches of all ranks, on this rank's device."""
-        spec = BatchSpec(
-            hidden_size=self.hidden,
-            num_local_experts=self.experts // group.world_size,
+    def sizes(self) -> BenchOptions:
+        """Return what `epcomm bench` calls these sizes."""
+        return BenchOptions(
+            tokens=(self.tokens,),
+            hidden=self.hidden,
+            experts=self.experts,
             top_k=self.top_k,
-            dtype=dtype_of(self.dtype),
+            dtype=self.dtype,
             seed=self.seed,
-            tokens_of_rank=lambda rank, world_size: self.tokens,
-            choose_ids=random_ids,
         )
-        ranks = range(group.world_size)
-        return [make_batch(spec, rank, group.world_size).to(group.device) for rank in ranks]
 
     def make_contenders(self, group: EPGroup) -> tuple[Epcomm, Contender]:
         """epcomm, then the alternative. Collective: yes."""
-        spec = MoESpec(
-            hidden_size=self.hidden,
-            num_experts=self.experts,
-            top_k=self.top_k,
-            dtype=dtype_of(self.dtype),
-        )
         config = EPConfig(
             mode=Mode(self.mode.value), backend=self.backend, max_tokens_per_rank=self.tokens
         )
@@ -127,7 +117,9 @@ class Options:
             world_size=group.world_size,
             num_local=self.experts // group.world_size,
         )
-        return Epcomm(group, spec, config), ALTERNATIVES[self.alternative](experts)
+        return Epcomm(group, self.sizes().moe_spec(), config), ALTERNATIVES[self.alternative](
+            experts
+        )
 
 
 def run(
@@ -151,7 +143,8 @@ def run(
     Raises:
         CheckError: on all ranks, before anything was measured.
     """
-    batches, rank = options.make_batches(group), group.rank
+    rank = group.rank
+    batches = options.sizes().make_batches(options.tokens, group.world_size, group.device)
     num_local = options.experts // group.world_size
     for contender in contenders:
         check_contender(contender, batches, rank, num_local)

@@ -150,7 +150,7 @@ class ExpertParallelMoE(nn.Module):
             ConfigError: the router wants input_ids and there are none.
             Exception: whatever the router raises. Each on this rank; the others raise an EPError
                 that names it, where docs/failures.md says so.
-            Further what ExpertParallelExperts.forward raises.
+        Further it raises what ExpertParallelExperts.forward raises.
         """
         layout = self._layout
         logits, tokens, topk = self._prepare(x, input_ids, decode)

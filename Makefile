@@ -10,7 +10,7 @@ PY := $(CURDIR)/.venv/bin/python
 ENVIRONMENT := .venv/.installed
 endif
 
-.PHONY: demo test test-slow test-all soak lint clean
+.PHONY: demo test test-slow test-all soak lint docs clean
 
 # Trains on 4 ranks, then goes on from step 20 on 2.
 demo: $(ENVIRONMENT)
@@ -33,11 +33,15 @@ soak: $(ENVIRONMENT)
 	$(PY) scripts/soak.py exits --number 200
 	$(PY) scripts/soak.py kills --number 200
 
-lint: $(ENVIRONMENT)
+lint: $(ENVIRONMENT) docs
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m pyright --pythonpath "$$(command -v $(PY))"
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-logo --no-cache
+
+# A link that leads nowhere or a docstring that does not parse is an error. Pages come in site/.
+docs: $(ENVIRONMENT)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 # constraints.txt names one torch release: `torch>=...` alone may fetch gigabytes more.
 .venv/.installed: pyproject.toml constraints.txt
@@ -46,5 +50,5 @@ lint: $(ENVIRONMENT)
 	touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv build dist site *.egg-info .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,12 +6,12 @@ Both are checked first: rows must arrive bit-equal and y must be the dense resul
 ends without a number. Then they run in turn, and an iteration takes as long as its slowest rank.
 
 `--backend` chooses the buffer of epcomm. `--copy-rate` lets all ranks copy memory in each round and
-relates dispatch and combine to that; measuring/copy_rate.py says what is counted. The README's
-result cpu_shared_memory is made on an idle machine by
+relates dispatch and combine to that; measuring/copy_rate.py says what is counted. The
+result cpu_shared_memory of docs/performance.md is made on an idle machine by
 
     scripts/launch_multi_rank.sh 4 benchmarks/bench_dispatch_combine.py --tokens 1024 --hidden 2048
         --backend shared_memory --copy-rate --output benchmarks/results/cpu_shared_memory.json
-    python -m benchmarks.readme_table README.md
+    python -m benchmarks.readme_table README.md docs/performance.md
 
 where the first is one line.
 """

@@ -1,8 +1,8 @@
 """Draw what bench_nvlink.py has measured: latency by tokens, and rates by SMs.
 
-    python -m benchmarks.plot_nvlink benchmarks/results/h200_dispatch_combine_x4.json
+    python -m benchmarks.plot_nvlink benchmarks/results/h200_dispatch_combine_x4.json --folder docs
 
-writes h200_dispatch_combine_x4.png beside it.
+writes docs/h200_dispatch_combine_x4.png; without a folder the picture comes beside the report.
 """
 
 from __future__ import annotations
@@ -81,10 +81,13 @@ def draw_rates(axes: Axes, result: NVLinkResult) -> None:
     axes.legend()
 
 
-def main(path: Annotated[Path, typer.Argument(help="A report of bench_nvlink.py.")]) -> None:
-    """Write a picture beside the report."""
+def main(
+    path: Annotated[Path, typer.Argument(help="A report of bench_nvlink.py.")],
+    folder: Annotated[Path | None, typer.Option(help="Of the picture; that of the report.")] = None,
+) -> None:
+    """Write a picture of the report."""
     result: NVLinkResult = json.loads(path.read_text("utf-8"))
-    draw(result).savefig(path.with_suffix(".png"), dpi=110)
+    draw(result).savefig((folder or path.parent) / f"{path.stem}.png", dpi=110)
 
 
 if __name__ == "__main__":

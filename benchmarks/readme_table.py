@@ -1,9 +1,9 @@
 """Write the results of benchmarks into a Markdown file, between markers; nobody types a number.
 
-    python -m benchmarks.readme_table README.md
+    python -m benchmarks.readme_table README.md docs/performance.md
 
 replaces what stands between `<!-- benchmark:NAME -->` and `<!-- /benchmark -->` by a table made
-from benchmarks/results/NAME.json.
+from benchmarks/results/NAME.json; `NAME/tokens` takes only the table by tokens of NVLink buffers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from epcomm.planning.measurements import BENCHMARK
 RESULTS = Path(__file__).parent / "results"
 
 _MARKED = re.compile(
-    r"(?P<start><!-- benchmark:(?P<name>[\w-]+) -->\n).*?(?P<end><!-- /benchmark -->)", re.DOTALL
+    r"(?P<start><!-- benchmark:(?P<name>[\w-]+)(?P<part>/tokens)? -->\n).*?"
+    r"(?P<end><!-- /benchmark -->)",
+    re.DOTALL,
 )
 _QUANTILES = ("p50", "p95", "p99")
 # Columns of a result of NVLink buffers: the spans that a way takes, which are added up.
@@ -118,17 +120,18 @@ def fill(text: str, results: Path = RESULTS) -> str:
 
     def table(match: re.Match[str]) -> str:
         text = (results / f"{match['name']}.json").read_text("utf-8")
-        return f"{match['start']}{_render_kind(text)}{match['end']}"
+        rendered = _render_kind(text, is_by_tokens=match["part"] is not None)
+        return f"{match['start']}{rendered}{match['end']}"
 
     return _MARKED.sub(table, text)
 
 
-def _render_kind(text: str) -> str:
+def _render_kind(text: str, *, is_by_tokens: bool) -> str:
     """Render a result by the name of its benchmark; each kind has another record."""
     result = json.loads(text)
     kind = result["benchmark"]
     if kind == "nvlink":
-        return render_nvlink(result)
+        return render_nvlink(result, is_by_tokens=is_by_tokens)
     if kind == BENCHMARK:
         return render_bench(result)
     return render_gemm(result) if kind.startswith("gemm") else render(result)
@@ -182,8 +185,11 @@ def render_gemm(result: GemmResult) -> str:
     return "\n".join([*lines, "", caption, ""])
 
 
-def render_nvlink(result: NVLinkResult) -> str:
-    """Two tables: by tokens, a column for each way; by SMs, what crosses NVLink."""
+def render_nvlink(result: NVLinkResult, *, is_by_tokens: bool = False) -> str:
+    """Two tables: by tokens, a column for each way; by SMs, what crosses NVLink.
+
+    is_by_tokens: the first alone.
+    """
     lines = [
         _row("tokens a rank", *_WAYS),
         _row(*["---:"] * (1 + len(_WAYS))),
@@ -193,20 +199,26 @@ def render_nvlink(result: NVLinkResult) -> str:
         sums = [[us[part] for part in parts if part in us] for parts in _WAYS.values()]
         cells = [f"{sum(found):.0f}" if found else "" for found in sums]
         lines.append(_row(str(finding["tokens"]), *cells))
-    names = list(result["by_sms"][0]["remote_gb_per_s"])
-    lines += ["", _row("SMs", *(f"{name.replace('_', ' ')}, GB/s" for name in names))]
-    lines.append(_row(*["---:"] * (1 + len(names))))
-    for rates in result["by_sms"]:
-        cells = [f"{rates['remote_gb_per_s'][name]:.0f}" for name in names]
-        lines.append(_row(str(rates["num_sms"]), *cells))
+    if not is_by_tokens:
+        lines += ["", *_by_sms(result["by_sms"])]
     sizes, hardware = result["configuration"], result["hardware"]
+    rates = "" if is_by_tokens else f"; remote bytes alone, at {sizes['sms_tokens']} tokens"
     caption = (
         f"{sizes['ranks']} ranks on {hardware['accelerator']}, H = {sizes['hidden']}, top-"
         f"{sizes['top_k']} of {sizes['experts']}, torch {result['versions']['torch']}; medians in "
-        f"us of captured graphs on the slowest rank; remote bytes alone, at {sizes['sms_tokens']} "
-        f"tokens: `{result['command']}`"
+        f"us of captured graphs on the slowest rank{rates}: `{result['command']}`"
     )
     return "\n".join([*lines, "", caption, ""])
+
+
+def _by_sms(by_sms: list[NVLinkRates]) -> list[str]:
+    names = list(by_sms[0]["remote_gb_per_s"])
+    lines = [_row("SMs", *(f"{name.replace('_', ' ')}, GB/s" for name in names))]
+    lines.append(_row(*["---:"] * (1 + len(names))))
+    for rates in by_sms:
+        cells = [f"{rates['remote_gb_per_s'][name]:.0f}" for name in names]
+        lines.append(_row(str(rates["num_sms"]), *cells))
+    return lines
 
 
 def _row(*cells: str) -> str:
@@ -236,10 +248,11 @@ def _copies_caption(copies: CopiesResult) -> str:
 
 
 def main(
-    path: Annotated[Path, typer.Argument(help="The Markdown file with markers.")],
+    paths: Annotated[list[Path], typer.Argument(help="Markdown files with markers.")],
 ) -> None:
-    """Bring the tables of a file up to date."""
-    path.write_text(fill(path.read_text("utf-8")), encoding="utf-8")
+    """Bring the tables of files up to date."""
+    for path in paths:
+        path.write_text(fill(path.read_text("utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

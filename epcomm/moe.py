@@ -64,6 +64,8 @@ class ExpertParallelMoE(nn.Module):
             where=experts.group.where,
         )
         self.experts = experts
+        # Adapters stand in place of the experts, and tell no size.
+        self._hidden_size = experts.hidden_size
         for name, part in parts.items():
             self._register(name, part)
         for field, name in layout.names().items():
@@ -148,7 +150,7 @@ class ExpertParallelMoE(nn.Module):
             ConfigError: the router wants input_ids and there are none.
             Exception: whatever the router raises. Each on this rank; the others raise an EPError
                 that names it, where docs/failures.md says so.
-            Further what ExpertParallelExperts.forward raises.
+        Further it raises what ExpertParallelExperts.forward raises.
         """
         layout = self._layout
         logits, tokens, topk = self._prepare(x, input_ids, decode)
@@ -188,7 +190,7 @@ class ExpertParallelMoE(nn.Module):
     def _check_hidden_size(self, x: object) -> None:
         """Refuse what the parts would fail on with words of torch alone."""
         latent_in = self._layout.latent_in
-        expected: object = self.experts.hidden_size
+        expected: object = self._hidden_size
         if latent_in is not None:
             # The experts are narrower than the block; a part of the user's own may tell no size.
             expected = getattr(self.get_submodule(latent_in), "in_features", None)

@@ -11,9 +11,10 @@ from benchmarks.readme_table import (
     fill,
     render,
     render_gemm,
+    render_nvlink,
 )
 
-README = Path(__file__).parents[2] / "README.md"
+REPO = Path(__file__).parents[2]
 
 
 def result() -> Result:
@@ -80,9 +81,11 @@ def test_a_marker_without_a_result_is_an_error(tmp_path: Path) -> None:
         fill("<!-- benchmark:missing -->\n<!-- /benchmark -->", tmp_path)
 
 
-def test_the_readme_shows_the_results_that_lie_here() -> None:
-    text = README.read_text("utf-8")
-    assert fill(text) == text, "run: python -m benchmarks.readme_table README.md"
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_a_page_shows_the_results_that_lie_here(page: str) -> None:
+    text = (REPO / page).read_text("utf-8")
+    assert "<!-- benchmark:" in text
+    assert fill(text) == text, f"run: python -m benchmarks.readme_table {page}"
 
 
 def gemm_result() -> GemmResult:
@@ -112,6 +115,15 @@ def test_experts_become_a_table() -> None:
     assert rows[2] == ["32768, skewed 8:1", "2.00", "2.50", "3.00", "1.50"]
     assert rows[3] == ["1024", "2.00", "2.50", "3.00", "1.50"]
     assert "on A GPU, torch 2.13; 1024 rows read the matrices at 88%" in caption
+
+
+def test_the_table_by_tokens_stands_alone() -> None:
+    result = json.loads((RESULTS / "h200_dispatch_combine_x4.json").read_text("utf-8"))
+    short, whole = render_nvlink(result, is_by_tokens=True), render_nvlink(result)
+    assert whole.startswith(short.partition("\n\n")[0])
+    assert "| SMs |" in whole
+    assert "SMs" not in short
+    assert "medians in us of captured graphs on the slowest rank: `" in short
 
 
 def test_every_result_can_be_shown() -> None:

@@ -2,8 +2,8 @@
 
     python -m tests.integrations.block_table
 
-writes docs/transformers_blocks.md: blocks that are served, with forward and all gradients equal to
-those of the block itself, and blocks that are refused, with the sentence of the refusal.
+writes docs/reference/transformers_blocks.md: blocks that are served, with forward and all gradients
+equal to those of the block itself, and blocks that are refused, with the sentence of the refusal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.cases.blocks import GROUPED, HIDDEN, NUM_EXPERTS, SIZES, seeded
 # transformers must not look for a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "transformers_blocks.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "transformers_blocks.md"
 NUM_TOKENS, VOCABULARY = 6, 32
 # Every name under which a configuration holds a size of a block; those it lacks are left out.
 TINY: Mapping[str, object] = {

@@ -1,4 +1,4 @@
-"""docs/transformers_blocks.md is true: each block is served like one process, or refused so."""
+"""The page transformers_blocks.md is true: each block is served like one process, or refused so."""
 
 from __future__ import annotations
 

@@ -1,0 +1,30 @@
+"""One MoE layer whose 8 experts live on 4 processes: torchrun --nproc-per-node 4 hello_ep.py"""
+
+import torch
+import torch.distributed as dist
+
+from epcomm import EPConfig, EPGroup, ExpertParallelExperts, ExpertWeights, RoutingSpec, route
+
+E, K, H, M = 8, 2, 64, 32  # experts, experts of a token, hidden size, most tokens of a rank
+dist.init_process_group("gloo")
+torch.manual_seed(0)  # every rank makes the same experts, and keeps its share
+gate_up, down = torch.randn(E, 2 * 96, H) / H**0.5, torch.randn(E, H, 96) / 10
+router = torch.randn(H, E)
+with EPGroup(dist.group.WORLD) as group, torch.no_grad():
+    weights = ExpertWeights(gate_up_proj=gate_up, down_proj=down)
+    layer = ExpertParallelExperts(weights, group, EPConfig(max_tokens_per_rank=M), top_k=K)
+    x = torch.randn(M, H)[: 10 * group.rank]  # ranks have 0, 10, 20 and 30 tokens
+    topk = route(x @ router, RoutingSpec(top_k=K))
+    y = layer(x, topk)  # prefill, and training
+    y_decode = layer(x, topk, decode=True)  # the same experts, low latency
+    gate, up = torch.einsum("th,eih->tei", x, gate_up).chunk(2, dim=-1)  # all in one process
+    results = torch.einsum("tei,ehi->teh", torch.nn.functional.silu(gate) * up, down)
+    scores = torch.zeros(len(x), E).scatter(1, topk.topk_ids, topk.topk_weights)
+    expected = torch.einsum("teh,te->th", results, scores)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(y_decode, expected)
+    done = layer.stats().num_tokens_per_expert
+    print(f"rank {group.rank}: {len(x)} tokens as in one process, experts did {done}\n", end="")
+    if group.rank == 0:
+        print(*[line for line in layer.explain().splitlines() if "mode" in line], sep="\n")
+dist.destroy_process_group()

@@ -1,0 +1,67 @@
+"""Write the fields of EPConfig into docs/reference/configuration.md, between two markers.
+
+    python -m scripts.config_table
+
+Type and default are those of the class, and the meaning is that of its docstring.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from enum import StrEnum
+from pathlib import Path
+from types import MappingProxyType
+
+from epcomm.config import EPConfig, Mode, Router
+from epcomm.types import Int8Profile, ScaleDtype, WireDtype
+from scripts.docstring_fields import split_fields
+
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "configuration.md"
+_MARKED = re.compile(r"(?<=<!-- fields -->\n).*?(?=<!-- /fields -->)", re.DOTALL)
+_VALUES: Mapping[str, type[StrEnum]] = MappingProxyType(
+    {
+        "mode": Mode,
+        "router": Router,
+        "dispatch_dtype": WireDtype,
+        "dispatch_scales": ScaleDtype,
+        "int8_profile": Int8Profile,
+    }
+)
+
+
+def table() -> str:
+    """Return a row of Markdown for each field."""
+    meanings = split_fields(inspect.getdoc(EPConfig) or "").fields
+    lines = ["| field | type | default | meaning |", "|---|---|---|---|"]
+    for field in fields(EPConfig):
+        cells = (
+            f"`{field.name}`",
+            _type(field.name, str(field.type)),
+            f"`{_plain(field.default)}`",
+        )
+        lines.append(f"| {' | '.join(cells)} | {meanings[field.name]} |")
+    return "\n".join([*lines, ""])
+
+
+def fill(text: str) -> str:
+    """Return the text of the page with a fresh table."""
+    return _MARKED.sub(lambda _: table(), text)
+
+
+def _type(name: str, annotation: str) -> str:
+    """Return what a file may say: the values of an enum, or the name of a type."""
+    if name not in _VALUES:
+        return f"`{annotation}`".replace(" | ", "` or `")
+    values = [f"`{member.value}`" for member in _VALUES[name]]
+    return ", ".join([*values, *(["`None`"] if annotation.endswith("None") else [])])
+
+
+def _plain(value: object) -> object:
+    return value.value if isinstance(value, StrEnum) else value
+
+
+if __name__ == "__main__":
+    PAGE.write_text(fill(PAGE.read_text("utf-8")), encoding="utf-8")

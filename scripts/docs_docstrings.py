@@ -1,0 +1,48 @@
+"""Prepare docstrings for the reference of the documentation: fields and guarantees become lists.
+
+The docstring of a record says `name: meaning` in lines of its own, and that of a function says
+`Collective: yes.   Host sync: none.` in one line; Markdown would make one paragraph of either.
+mkdocs.yml names this file as an extension of griffe, which reads the docstrings.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from griffe import Extension, Object
+
+from scripts.docstring_fields import BETWEEN, split_fields
+
+_GUARANTEE = re.compile(r"(?:Collective|Host sync|Lifetime|Local|Deterministic)\b.*")
+_SECTIONS = ("Args:", "Returns:", "Yields:", "Raises:")
+
+
+def as_markdown(docstring: str, *, has_fields: bool) -> str:
+    """Return a docstring with its fields as items of a list, and a line for each guarantee.
+
+    Sections stand alone between empty lines, without which griffe takes them for text.
+    """
+    if has_fields:
+        parts = split_fields(docstring)
+        items = [f"- `{name}`: {meaning}" for name, meaning in parts.fields.items()]
+        docstring = "\n".join([parts.text.rstrip(), "", *items]) if items else docstring
+    lines: list[str] = []
+    for line in docstring.splitlines():
+        was_section = bool(lines) and lines[-1].startswith("    ")
+        if line in _SECTIONS or (was_section and not line.startswith(" ")):
+            lines.append("")
+        if _GUARANTEE.fullmatch(line):
+            # Two spaces at the end of a line break it.
+            lines += ["", *(f"{part.rstrip()}  " for part in BETWEEN.split(line))]
+        else:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+class Lists(Extension):
+    """Changes the docstrings that griffe has read."""
+
+    def on_object(self, *, obj: Object, **_: Any) -> None:  # noqa: ANN401  (griffe's signature)
+        if obj.docstring is not None and not obj.is_alias:
+            obj.docstring.value = as_markdown(obj.docstring.value, has_fields=obj.is_class)

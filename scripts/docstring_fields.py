@@ -1,0 +1,39 @@
+"""Read what the docstring of a record says of each field, for tables and the reference."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_FIELDS = re.compile(r"([a-z]\w*(?:, [a-z]\w*)*): (.*)")
+# Several fields on one line.
+BETWEEN = re.compile(r" {3,}(?=\w[\w ,]*[:.])")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documented:
+    """A docstring in parts. fields: the meaning by name; `text` is all the rest."""
+
+    text: str
+    fields: dict[str, str]
+
+
+def split_fields(docstring: str) -> Documented:
+    """Return the fields that the docstring of a record explains, and the other text."""
+    text: list[str] = []
+    fields: dict[str, str] = {}
+    names: list[str] = []
+    for line in docstring.splitlines():
+        if line.startswith("    ") and names:
+            for name in names:
+                fields[name] += " " + line.strip()
+            continue
+        names = []
+        for part in BETWEEN.split(line):
+            found = _FIELDS.fullmatch(part.strip())
+            if found is None:
+                text.append(part)
+                continue
+            names = found[1].split(", ")
+            fields |= dict.fromkeys(names, found[2])
+    return Documented(text="\n".join(text), fields=fields)

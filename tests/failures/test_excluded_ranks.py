@@ -26,6 +26,8 @@ from epcomm.config import Mode
 from epcomm.ops.pack import pack
 from epcomm.spec import Availability
 
+pytestmark = pytest.mark.slow
+
 DEAD = 1
 
 

@@ -89,6 +89,7 @@ class Recorder:
         self.limits.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.usefixtures("small_a3")
 def test_every_rank_makes_as_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,7 @@ def test_layer_equals_the_oracle(scenario: str, operator: str) -> None:
     check_layer(scenario, operator, SMALL_SIZES)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.usefixtures("small_a3")
 @pytest.mark.parametrize("operator", OPERATORS)

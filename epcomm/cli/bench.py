@@ -102,10 +102,7 @@ def bench_command(
         )
         num_started = _ranks_to_start(ranks)
         options.check_ranks(num_started or ranks_of_environment() or 1)
-        if plot is not None:
-            check_plot(plot)
-        for path in (output, plot) if rank_of_environment() == 0 else ():
-            _check_writable(path)
+        _check_files(output, plot)
     except ConfigError as error:
         raise typer.Exit(tell(error, rank_of_environment())) from None
     work = Work(options=options, output=output, plot=plot, prints_json=json)
@@ -141,10 +138,16 @@ def _ranks_to_start(ranks: int | None) -> int | None:
     return ranks if started is None else None
 
 
-def _check_writable(path: Path | None) -> None:
-    """Find out before the run that its result cannot be written; makes the folder."""
-    if path is None:
-        return
+def _check_files(output: Path | None, plot: Path | None) -> None:
+    """Find out before the run that its results cannot be written; rank 0 makes the folders."""
+    if plot is not None:
+        check_plot(plot)
+    for path in (output, plot):
+        if path is not None and rank_of_environment() == 0:
+            _check_writable(path)
+
+
+def _check_writable(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tempfile
@@ -24,6 +25,8 @@ BAD_INPUT = 2
 
 # 120 s: a rank that fails must not leave the others waiting for long.
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+# The file in which rank 0 leaves the exit code.
+_EXIT_CODE = "exit_code"
 # Seconds that other ranks than 0 wait before they tell an error: most errors are those of all
 # ranks, and rank 0 has told it and ended the run by then.
 _PATIENCE_S = 2.0
@@ -76,10 +79,14 @@ def start_ranks(num_ranks: int, work: Callable[[T], int], argument: T) -> int:
     # Imports much, which ranks under torchrun do not need.
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
+    log = logging.getLogger("torch.multiprocessing.spawn")
+    level = log.level
+    # A rank that fails has told why; that the others are ended then is no news.
+    log.setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="epcomm-bench-") as folder:
-        meeting = str(Path(folder, "store"))
         try:
-            spawn(_run_rank, (num_ranks, meeting, work, argument), nprocs=num_ranks)
+            spawn(_run_rank, (num_ranks, folder, work, argument), nprocs=num_ranks)
+            return int(Path(folder, _EXIT_CODE).read_text("utf-8"))
         except ProcessExitedException as ended:
             if ended.exit_code < 0:
                 # By a signal: the rank has not told why.
@@ -88,24 +95,26 @@ def start_ranks(num_ranks: int, work: Callable[[T], int], argument: T) -> int:
         except ProcessRaisedException as raised:
             sys.stderr.write(f"{raised}\n")
             return 1
-    return 0
+        finally:
+            log.setLevel(level)
 
 
 def _run_rank(
-    rank: int, num_ranks: int, meeting: str, work: Callable[[T], int], argument: T
+    rank: int, num_ranks: int, folder: str, work: Callable[[T], int], argument: T
 ) -> None:
     # Ranks with a thread for each core each would only wait for one another.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
     dist.init_process_group(
         "gloo",
-        init_method=Path(meeting).as_uri(),
+        init_method=Path(folder, "store").as_uri(),
         rank=rank,
         world_size=num_ranks,
         timeout=COLLECTIVE_TIMEOUT,
     )
     code = run_work(work, argument)
-    if code:
-        sys.exit(code)
+    if rank == 0:
+        # Not by leaving with it, which would end the others while they leave.
+        Path(folder, _EXIT_CODE).write_text(str(code), encoding="utf-8")
 
 
 def join_ranks() -> None:

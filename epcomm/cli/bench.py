@@ -31,8 +31,8 @@ from epcomm.bench.report import as_json, layers_table, timings_table
 from epcomm.bench.run import run_bench
 from epcomm.errors import ConfigError
 
-# The exit code where a contender is wrong, and was not timed.
-FOUND_WRONG = 1
+# The exit code where a contender is wrong, or nothing of epcomm serves: something was not timed.
+NOT_TIMED = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +102,7 @@ def bench_command(
         )
         num_started = _ranks_to_start(ranks)
         options.check_ranks(num_started or ranks_of_environment() or 1)
-        if plot is not None:
-            check_plot(plot)
-        for path in (output, plot) if rank_of_environment() == 0 else ():
-            _check_writable(path)
+        _check_files(output, plot)
     except ConfigError as error:
         raise typer.Exit(tell(error, rank_of_environment())) from None
     work = Work(options=options, output=output, plot=plot, prints_json=json)
@@ -141,10 +138,16 @@ def _ranks_to_start(ranks: int | None) -> int | None:
     return ranks if started is None else None
 
 
-def _check_writable(path: Path | None) -> None:
-    """Find out before the run that its result cannot be written; makes the folder."""
-    if path is None:
-        return
+def _check_files(output: Path | None, plot: Path | None) -> None:
+    """Find out before the run that its results cannot be written; rank 0 makes the folders."""
+    if plot is not None:
+        check_plot(plot)
+    for path in (output, plot):
+        if path is not None and rank_of_environment() == 0:
+            _check_writable(path)
+
+
+def _check_writable(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
@@ -171,7 +174,8 @@ def bench_on_rank(work: Work) -> int:
         report = run_bench(work.options, show)
     if is_first:
         _show(report, work)
-    return FOUND_WRONG if report.wrong else 0
+    is_timed = any(not each.is_of_torch for each in report.timings)
+    return 0 if is_timed and not report.wrong else NOT_TIMED
 
 
 def _show(report: Report, work: Work) -> None:

@@ -21,9 +21,12 @@ from epcomm.bench.options import BenchOptions
 from epcomm.bench.report import as_json
 from epcomm.bench.run import run_bench
 from epcomm.cli import app
-from epcomm.config import Mode
+from epcomm.cli.bench import NOT_TIMED, Work, bench_on_rank
+from epcomm.config import EPConfig, Mode
 from epcomm.experts import ExpertParallelExperts
+from epcomm.group import EPGroup
 from epcomm.planning.measurements import read_measurements
+from epcomm.planning.plan import plan
 from epcomm.types import WireDtype
 
 OPTIONS = BenchOptions(
@@ -79,6 +82,35 @@ def test_every_backend_that_serves_is_timed_beside_torch(tmp_path: Path) -> None
         (mode, backend, tokens) for mode, backend in served for tokens in OPTIONS.tokens
     }
     assert measured.where == "2 ranks on cpu, H = 32, top-2 of 4"
+    with EPGroup() as group:
+        config = EPConfig(max_tokens_per_rank=3, measurements=path)
+        chosen = plan(config, OPTIONS.moe_spec(), group)
+    assert chosen.decode is not None
+    for phase, tokens in ((chosen.prefill, 8), (chosen.decode, 3)):
+        medians = {
+            each.backend: each.us["pair"].p50
+            for each in report.timings
+            if (each.mode, each.tokens) == (phase.mode.value, tokens)
+        }
+        assert phase.backend == min(medians, key=lambda name: medians[name])
+
+
+@pytest.mark.ranks(2)
+def test_where_nothing_of_epcomm_serves_scripts_are_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = replace(OPTIONS, tokens=(2,), modes=(Mode.NORMAL,), backends=("nvlink",))
+    work = Work(
+        options=replace(options, intermediate=None), output=None, plot=None, prints_json=True
+    )
+    assert bench_on_rank(work) == NOT_TIMED
+    printed = capsys.readouterr().out
+    if dist.get_rank() == 0:
+        report = json.loads(printed)
+        assert report["advice"].startswith("Nothing of epcomm was measured here")
+        assert [each["backend"] for each in report["absent"]] == ["nvlink"]
+    else:
+        assert printed == ""
 
 
 @pytest.mark.ranks(2)

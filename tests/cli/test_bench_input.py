@@ -79,7 +79,7 @@ BAD_CALLS = [
     BadCall(
         id="wire",
         arguments=["--ranks", "2", "--wire", "fp8"],
-        message="epcomm bench: --wire is 'fp8', expected one of ['bf16', 'fp16', 'fp32', 'fp64', ",
+        message="epcomm bench: --wire is 'fp8', expected one of ['fp8_e4m3', 'int8']",
     ),
     BadCall(
         id="wire of a layer",

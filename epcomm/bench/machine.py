@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from torch.cuda import nccl
 
+from epcomm.platforms.cuda import name_of
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 # Parameters of glibc's mallopt(), from malloc.h.
@@ -43,7 +45,7 @@ def describe_hardware(device: torch.device) -> dict[str, str | int]:
         "threads_per_rank": torch.get_num_threads(),
     }
     if device.type == "cuda":
-        facts["accelerator"] = torch.cuda.get_device_name(device)
+        facts["accelerator"] = name_of(device)
         facts["num_accelerators"] = torch.cuda.device_count()
     return facts
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,12 +20,13 @@ def check_plot(path: Path) -> None:
     Raises:
         ConfigError: matplotlib is missing, or the name has no ending of a picture.
     """
-    if find_spec("matplotlib") is None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
         raise ConfigError(
             "epcomm bench: --plot needs matplotlib, which is not installed; run pip install "
             "matplotlib, or leave --plot out"
-        )
-    from matplotlib.figure import Figure
+        ) from error
 
     known = Figure().canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in known:

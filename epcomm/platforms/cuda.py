@@ -62,6 +62,11 @@ def compute_capability(device: torch.device | None = None) -> tuple[int, int] | 
     return torch.cuda.get_device_capability(device)
 
 
+def name_of(device: torch.device) -> str:
+    """Return what a CUDA device calls itself, such as NVIDIA H200."""
+    return torch.cuda.get_device_name(device)
+
+
 def num_sms_of(device: torch.device | int) -> int:
     """Return how many SMs a CUDA device has."""
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
-import epcomm.bench.plot
 import epcomm.cli.bench
 from epcomm.cli import app
 
@@ -131,7 +131,7 @@ def test_ranks_of_torchrun_are_not_started_again() -> None:
 
 
 def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(epcomm.bench.plot, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = run("--ranks", "2", "--plot", "plot.png")
     assert result.exit_code == 2
     assert "--plot needs matplotlib, which is not installed; run pip install" in result.stderr

@@ -7,9 +7,9 @@ EPGroup takes: None for the default process group, or the MPI world.
 Outer run (plain pytest): all selected tests of one transport and size run in one launch of
 scripts/launch_multi_rank.sh, and each is reported as its own result: passed if it passed on every
 rank. A failure ends its launch, because the ranks no longer agree on where they are; the tests that
-it left undone run in the next launch. Launches run one after another in the background, beside the
-tests of one process, which come first: ranks often wait for one another, and one process has work
-for one core.
+it left undone run in the next launch. Launches run in the background, two at a time, beside the
+tests of one process, which come first: ranks often wait for one another. With tests marked slow,
+which hold ranks to limits in seconds, and on devices, they run one after another.
 
 Inner run (under the launcher, one process per rank): a process group (gloo) or MPI stands during
 the session, skips and empty selections are failures, and each rank appends its results to a file of
@@ -345,7 +345,8 @@ class OuterRun:
         self.stall_limit_s = float(config.getini("multi_rank_stall_limit_s"))
         self.items: dict[World, list[pytest.Item]] = defaultdict(list)
         self.nodeids: dict[World, list[str]] = {}  # those to launch
-        # Written by the thread of the launches alone, under `changed`.
+        # Written by the threads of launches, under `changed`; the worlds that none has taken yet.
+        self.worlds: list[World] = []
         self.verdicts: dict[str, Verdict] = {}
         self.launches: list[Launch] = []
         self.error: BaseException | None = None
@@ -374,18 +375,33 @@ class OuterRun:
     def pytest_runtestloop(self) -> Generator[None, object, object]:
         if not self.nodeids or self.config.option.collectonly:
             return (yield)
-        thread = threading.Thread(target=self.launch_all, name="launches")
-        thread.start()
+        # The longest first.
+        self.worlds = sorted(self.nodeids, key=lambda world: len(self.nodeids[world]))
+        threads = [threading.Thread(target=self.launch_all) for _ in range(self.num_at_a_time())]
+        for thread in threads:
+            thread.start()
         try:
             return (yield)
         finally:
             self.must_end.set()
-            thread.join()
+            for thread in threads:
+                thread.join()
+
+    def num_at_a_time(self) -> int:
+        """Return how many launches run at once."""
+        items = (item for of_world in self.items.values() for item in of_world)
+        is_timed = any(item.get_closest_marker("slow") for item in items)
+        return 1 if is_timed or BACKEND_ENV in os.environ else 2
+
+    def next_world(self) -> World | None:
+        """Take a world that no thread has taken; None when there is none."""
+        with self.changed:
+            return self.worlds.pop() if self.worlds else None
 
     def launch_all(self) -> None:
         """Launch until every test has a verdict, or the run ends."""
         try:
-            for world in sorted(self.nodeids):
+            while (world := self.next_world()) is not None:
                 while undone := [n for n in self.nodeids[world] if n not in self.verdicts]:
                     launch = self.launch(world, undone)
                     if self.must_end.is_set():

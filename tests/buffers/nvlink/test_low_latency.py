@@ -272,6 +272,7 @@ def run_rounds(buffer: NVLinkLowLatencyBuffer, rounds: range, group: EPGroup) ->
     buffer.check()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", [SingleReceiveBuffer, NVLinkLowLatencyBuffer])
 def test_slots_are_used_again_and_again(kind: type[NVLinkLowLatencyBuffer]) -> None:

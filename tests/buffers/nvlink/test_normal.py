@@ -56,7 +56,9 @@ def scenarios_of(backend: str, group: EPGroup) -> tuple[str, ...]:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("backend", INTERPRETED)
+@pytest.mark.parametrize(
+    "backend", ["NVLinkBuffer", pytest.param("NVLinkStaticBuffer", marks=pytest.mark.slow)]
+)
 def test_buffer_keeps_its_contract(backend: str) -> None:
     with EPGroup() as group:
         env = buffer_suite.BufferEnv(
@@ -132,6 +134,7 @@ def run_rounds(buffer: Buffer, rounds: range, group: EPGroup) -> None:
     buffer.check()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", [SingleReceiveBuffer, SingleReceiveBufferStatic])
 def test_slots_are_used_again_and_again(kind: type[Buffer]) -> None:

@@ -95,6 +95,14 @@ def _receive_dispatch_kernel(
     ends = tl.cumsum(aligned, axis=0)
     starts = ends - aligned
 
+    if program == 0:
+        tl.store(counts_ptr + expert, counts, mask=expert < L)
+        tl.store(first_slot_ptr + expert, starts, mask=expert < L)
+        tl.store(first_slot_ptr + L, tl.sum(aligned))
+        tl.store(state_ptr + 2, has_failed.to(tl.int32))
+        if is_lost == 0:
+            note_faults(faults_ptr, codes, is_source, W_LANES)
+
     # The rows of this program.
     PER_SOURCE: tl.constexpr = (M + ROWS - 1) // ROWS
     source = program // PER_SOURCE
@@ -138,17 +146,13 @@ def _receive_dispatch_kernel(
                 row_of_slot_ptr + slot, tl.zeros_like(slot) - 1, mask=(is_used == 0) & (slot < C)
             )
     if program == 0:
-        if is_lost == 0:
-            note_faults(faults_ptr, codes, is_source, W_LANES)
-            # Rows whose rank is lost are not handed out, although they are indexed.
-            rows_at = buffer_address + ARRIVED_ROWS_AT
-            is_lost = await_or_abort(
-                peers, rows_at, epoch, max_polls, WAIT_DISPATCH, epoch, W, W_LANES
-            )
-        tl.store(counts_ptr + expert, tl.where(is_lost, 0, counts), mask=expert < L)
-        tl.store(first_slot_ptr + expert, tl.where(is_lost, 0, starts), mask=expert < L)
-        tl.store(first_slot_ptr + L, tl.where(is_lost, 0, tl.sum(aligned)))
-        tl.store(state_ptr + 2, (has_failed | is_lost).to(tl.int32))
+        rows_at = buffer_address + ARRIVED_ROWS_AT
+        if await_or_abort(peers, rows_at, epoch, max_polls, WAIT_DISPATCH, epoch, W, W_LANES):
+            # Rows that some rank did not send are indexed, and not handed out.
+            tl.store(counts_ptr + expert, tl.zeros_like(expert), mask=expert < L)
+            tl.store(first_slot_ptr + expert, tl.zeros_like(expert), mask=expert < L)
+            tl.store(first_slot_ptr + L, 0)
+            tl.store(state_ptr + 2, 1)
     if OVERLAPS:
         await_previous()
 

@@ -117,6 +117,19 @@ def _load_token(
 
 
 @triton.jit
+def _load_ids(
+    ids_ptr: tl.tensor,
+    token: tl.tensor,
+    num_tokens: tl.tensor,
+    k: tl.tensor,
+    K: tl.constexpr,
+) -> tl.tensor:
+    """Load the experts of a token as int32, [K_LANES], -1 behind the last token."""
+    is_entry = (k < K) & (token < num_tokens)
+    return tl.load(ids_ptr + token * K + k, mask=is_entry, other=-1).to(tl.int32)
+
+
+@triton.jit
 def _positions(
     ids_ptr: tl.tensor,
     ids: tl.tensor,
@@ -158,7 +171,7 @@ def _send_metadata(
 ) -> None:
     """Tell every rank which of its experts a token chose, at which positions and weights."""
     k = tl.arange(0, K_LANES)
-    ids = tl.load(ids_ptr + token * K + k, mask=k < K, other=-1).to(tl.int32)
+    ids = _load_ids(ids_ptr, token, token + 1, k, K)
     weights = tl.load(weights_ptr + token * K + k, mask=k < K, other=0.0)
     weight_bits = weights.to(tl.int32, bitcast=True)
     positions = _positions(ids_ptr, ids, token, K, K_LANES, CHUNK)
@@ -254,6 +267,8 @@ def _send_dispatch_kernel(
     # On its way while the credit is awaited, and each later one while the one before is stored.
     is_loaded = is_element & (first >= 0)
     following = _load_token(x_ptr, first, num_tokens, X_STRIDE, at, is_loaded)
+    k = tl.arange(0, K_LANES)
+    next_ids = _load_ids(ids_ptr, tl.maximum(first, 0), num_tokens, k, K)
     is_lost = await_or_abort(peers, arrived_at, wanted, max_polls, WAIT_CREDIT, epoch, W, W_LANES)
     if is_lost:
         return
@@ -303,21 +318,23 @@ def _send_dispatch_kernel(
         tl.atomic_add(counters_ptr + 1, tl.cast(num_metadata, tl.int64), sem="relaxed")
         num_headers = tl.where(is_header & (program != rank), 1, 0)
         tl.atomic_add(counters_ptr + 2, tl.cast(num_headers, tl.int64), sem="relaxed")
-        publish_as_last(
-            state_ptr + _METADATA_ARRIVALS,
-            METADATA_PROGRAMS,
-            bases_ptr,
-            ARRIVED_METADATA_AT + rank * 4,
-            W,
-            W_LANES,
-            excluded_ptr,
-        )
+        # All others have sent neither a header nor metadata.
+        num_arriving = tl.maximum(W, tl.minimum(METADATA_PROGRAMS, num_tokens))
+        if program < num_arriving:
+            publish_as_last(
+                state_ptr + _METADATA_ARRIVALS,
+                num_arriving,
+                bases_ptr,
+                ARRIVED_METADATA_AT + rank * 4,
+                W,
+                W_LANES,
+                excluded_ptr,
+            )
     else:
         num_sent = 0
-        k = tl.arange(0, K_LANES)
         for token in tl.range(first, num_tokens, num_programs, num_stages=1):
-            ids = tl.load(ids_ptr + token * K + k, mask=k < K, other=-1).to(tl.int32)
-            owners = tl.where(ids >= 0, ids // L, -1)
+            owners = tl.where(next_ids >= 0, next_ids // L, -1)
+            next_ids = _load_ids(ids_ptr, token + num_programs, num_tokens, k, K)
             elements = following
             following = _load_token(
                 x_ptr, token + num_programs, num_tokens, X_STRIDE, at, is_element
@@ -338,32 +355,37 @@ def _send_dispatch_kernel(
             for peer in tl.static_range(W):
                 # Entries of an excluded rank are as masked entries.
                 is_owner = (owners == peer) & (tl.load(excluded_ptr + peer) == 0)
-                is_needed = tl.max(is_owner.to(tl.int32))
+                is_needed = tl.max(is_owner.to(tl.int32)) > 0
                 # For the receiver of combine on this rank.
                 tl.store(is_sent_ptr + token * W + peer, is_needed.to(tl.uint8))
-                if is_needed > 0:
-                    base = tl.load(bases_ptr + peer)
+                base = tl.load(bases_ptr + peer)
+                scale_address = base + SCALES_AT + place * SCALE_BYTES
+                # By masks: in a branch for each peer, scales would change threads anew.
+                if KIND == _INT8:
+                    scale_ptr = scale_address.to(tl.pointer_type(tl.float32))
+                    tl.store(scale_ptr, scale, mask=is_needed)
+                elif KIND != _PLAIN:
+                    scales_ptr = scale_address.to(tl.pointer_type(scale.dtype))
+                    block = tl.arange(0, BLOCKS)
+                    is_block = (block * BLOCK < HIDDEN) & is_needed
+                    tl.store(tl.multiple_of(scales_ptr, 16) + block, scale, mask=is_block)
+                if is_needed:
                     data_ptr = (base + DATA_AT + place * DATA_BYTES).to(tl.pointer_type(row.dtype))
                     tl.store(tl.multiple_of(data_ptr, 16) + at, row, mask=is_element)
-                    scale_address = base + SCALES_AT + place * SCALE_BYTES
-                    if KIND == _INT8:
-                        tl.store(scale_address.to(tl.pointer_type(tl.float32)), scale)
-                    elif KIND != _PLAIN:
-                        scales_ptr = scale_address.to(tl.pointer_type(scale.dtype))
-                        block = tl.arange(0, BLOCKS)
-                        is_block = block * BLOCK < HIDDEN
-                        tl.store(tl.multiple_of(scales_ptr, 16) + block, scale, mask=is_block)
-                num_sent += tl.where(peer == rank, 0, is_needed)
+                num_sent += tl.where(peer == rank, 0, is_needed.to(tl.int32))
         tl.atomic_add(counters_ptr, tl.cast(num_sent, tl.int64), sem="relaxed")
-        publish_as_last(
-            state_ptr + _ROW_ARRIVALS,
-            num_programs,
-            bases_ptr,
-            ARRIVED_ROWS_AT + rank * 4,
-            W,
-            W_LANES,
-            excluded_ptr,
-        )
+        # Of programs without a row the first alone speaks, if there are no others.
+        num_arriving = tl.maximum(1, tl.minimum(num_programs, num_tokens))
+        if first < num_arriving:
+            publish_as_last(
+                state_ptr + _ROW_ARRIVALS,
+                num_arriving,
+                bases_ptr,
+                ARRIVED_ROWS_AT + rank * 4,
+                W,
+                W_LANES,
+                excluded_ptr,
+            )
 
 
 def send_dispatch(

@@ -24,9 +24,10 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
     let_next_start,
     overlapping,
 )
-from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange, on_device
+from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange
 from epcomm.kernels.nvlink.common.signals import await_or_abort, int32_at, publish, taking_part
 from epcomm.kernels.nvlink.common.status import FAULT_IDS, FAULT_MASK, WAIT_CREDIT
+from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.quantize.fp8 import has_e4m3, quantize_blocks
 from epcomm.kernels.quantize.int8 import quantize_row
 
@@ -316,48 +317,66 @@ def send_dispatch(
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
     """
     num_tokens, hidden_size = hidden_states.shape
-    peers, layout, offsets = exchange.peers, exchange.peers.layout, exchange.peers.layout.offsets
-    with on_device(hidden_states):
-        _send_dispatch_kernel[(peers.num_programs,)](
-            hidden_states,
-            topk_ids,
-            topk_weights,
-            peers.table,
-            exchange.bases,
-            exchange.state,
-            is_sent,
-            peers.counters,
-            peers.excluded,
-            peers.report,
-            peers.own_address,
-            exchange.buffer_address,
-            peers.rank,
-            num_tokens,
-            status,
-            peers.max_polls,
-            X_STRIDE=hidden_states.stride(0) if num_tokens > 1 else hidden_size,
-            **layout.expert_constants,
-            HIDDEN=hidden_size,
-            COLUMNS=next_power_of_two(hidden_size),
-            BLOCK=scale_block,
-            BLOCK_LANES=next_power_of_two(scale_block),
-            BLOCKS=next_power_of_two(-(-hidden_size // scale_block)),
-            KIND=kind,
-            PROFILE=profile,
-            HAS_E4M3=kind in (FP8, FP8_POWER_OF_TWO) and has_e4m3(hidden_states.device),
-            CHUNK=max(32, _COMPARISONS // layout.metadata_words),
-            COUNT_CHUNK=_COUNTED,
-            ARRIVED_DISPATCH_AT=offsets["arrived_dispatch"],
-            ARRIVED_COMBINE_AT=offsets["arrived_combine"],
-            HEADER_AT=offsets["header"],
-            COUNTS_AT=offsets["counts"],
-            METADATA_AT=offsets["metadata"],
-            DATA_AT=offsets["data"],
-            SCALES_AT=offsets["scales"],
-            METADATA_BYTES=layout.metadata_bytes,
-            DATA_BYTES=layout.data_bytes,
-            SCALE_BYTES=layout.scale_bytes,
-            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
-            **EXACT,
-            **overlapping(hidden_states.device),
+    row_stride = hidden_states.stride(0) if num_tokens > 1 else hidden_size
+    key = ("send", hidden_states.dtype, hidden_size, row_stride, kind, scale_block, profile)
+    launch = exchange.launches.get(key)
+    if launch is None:
+        peers, layout = exchange.peers, exchange.peers.layout
+        offsets, device = layout.offsets, hidden_states.device
+        launch = exchange.launches[key] = PreparedLaunch(
+            _send_dispatch_kernel,
+            (
+                CHANGES,
+                CHANGES,
+                CHANGES,
+                peers.table,
+                exchange.bases,
+                exchange.state,
+                CHANGES,
+                peers.counters,
+                peers.excluded,
+                peers.report,
+                peers.own_address,
+                exchange.buffer_address,
+                peers.rank,
+                CHANGES,
+                CHANGES,
+                peers.max_polls,
+            ),
+            dict(
+                X_STRIDE=row_stride,
+                **layout.expert_constants,
+                HIDDEN=hidden_size,
+                COLUMNS=next_power_of_two(hidden_size),
+                BLOCK=scale_block,
+                BLOCK_LANES=next_power_of_two(scale_block),
+                BLOCKS=next_power_of_two(-(-hidden_size // scale_block)),
+                KIND=kind,
+                PROFILE=profile,
+                HAS_E4M3=kind in (FP8, FP8_POWER_OF_TWO) and has_e4m3(device),
+                CHUNK=max(32, _COMPARISONS // layout.metadata_words),
+                COUNT_CHUNK=_COUNTED,
+                ARRIVED_DISPATCH_AT=offsets["arrived_dispatch"],
+                ARRIVED_COMBINE_AT=offsets["arrived_combine"],
+                HEADER_AT=offsets["header"],
+                COUNTS_AT=offsets["counts"],
+                METADATA_AT=offsets["metadata"],
+                DATA_AT=offsets["data"],
+                SCALES_AT=offsets["scales"],
+                METADATA_BYTES=layout.metadata_bytes,
+                DATA_BYTES=layout.data_bytes,
+                SCALE_BYTES=layout.scale_bytes,
+                num_warps=_WARPS,
+                **EXACT,
+                **overlapping(device),
+            ),
         )
+    launch(
+        exchange.peers.num_programs,
+        hidden_states,
+        topk_ids,
+        topk_weights,
+        is_sent,
+        num_tokens,
+        status,
+    )

@@ -24,7 +24,6 @@ from epcomm.kernels.nvlink.common.exchange import (
     SUM_ARRIVALS,
     VARYING,
     LowLatencyExchange,
-    on_device,
 )
 from epcomm.kernels.nvlink.common.signals import (
     await_or_abort,
@@ -33,6 +32,7 @@ from epcomm.kernels.nvlink.common.signals import (
     taking_part,
 )
 from epcomm.kernels.nvlink.common.status import REPORT_ABORTED, WAIT_COMBINE, note_faults
+from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.rounding import cast
 
 # A row of 7168 elements is then 28 of them a thread.
@@ -278,37 +278,46 @@ def send_combine(
 
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
     """
-    peers, layout, offsets = exchange.peers, exchange.peers.layout, exchange.peers.layout.offsets
-    hidden_size = rows.shape[1]
-    with on_device(rows):
-        _send_combine_kernel[(peers.num_programs,)](
-            rows,
-            slot_weights,
-            slots_of_row,
-            exchange.bases,
-            exchange.state,
-            peers.counters,
-            peers.excluded,
-            peers.report,
-            peers.own_address,
-            exchange.buffer_address,
-            peers.rank,
-            status,
-            ROWS_STRIDE=rows.stride(0),
-            **layout.entry_constants,
-            HIDDEN=hidden_size,
-            COLUMNS=next_power_of_two(hidden_size),
-            HAS_WEIGHTS=slot_weights is not None,
-            PER_ROW=per_row,
-            ARRIVED_SUMS_AT=offsets["arrived_sums"],
-            HEADER_AT=offsets["header"],
-            COMBINE_STATUS_AT=offsets["combine_status"],
-            RETURN_AT=offsets["returned"],
-            RETURN_BYTES=layout.return_bytes,
-            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
-            **EXACT,
-            **overlapping(rows.device),
+    hidden_size, row_stride = rows.shape[1], rows.stride(0)
+    key = ("send", rows.dtype, hidden_size, row_stride, slot_weights is None, per_row)
+    launch = exchange.launches.get(key)
+    if launch is None:
+        peers, layout = exchange.peers, exchange.peers.layout
+        offsets = layout.offsets
+        launch = exchange.launches[key] = PreparedLaunch(
+            _send_combine_kernel,
+            (
+                CHANGES,
+                CHANGES,
+                CHANGES,
+                exchange.bases,
+                exchange.state,
+                peers.counters,
+                peers.excluded,
+                peers.report,
+                peers.own_address,
+                exchange.buffer_address,
+                peers.rank,
+                CHANGES,
+            ),
+            dict(
+                ROWS_STRIDE=row_stride,
+                **layout.entry_constants,
+                HIDDEN=hidden_size,
+                COLUMNS=next_power_of_two(hidden_size),
+                HAS_WEIGHTS=slot_weights is not None,
+                PER_ROW=per_row,
+                ARRIVED_SUMS_AT=offsets["arrived_sums"],
+                HEADER_AT=offsets["header"],
+                COMBINE_STATUS_AT=offsets["combine_status"],
+                RETURN_AT=offsets["returned"],
+                RETURN_BYTES=layout.return_bytes,
+                num_warps=_WARPS,
+                **EXACT,
+                **overlapping(rows.device),
+            ),
         )
+    launch(exchange.peers.num_programs, rows, slot_weights, slots_of_row, status)
 
 
 def receive_combine(exchange: LowLatencyExchange, out: Tensor, is_sent: Tensor) -> None:
@@ -323,31 +332,41 @@ def receive_combine(exchange: LowLatencyExchange, out: Tensor, is_sent: Tensor) 
 
     Collective: yes, after send_combine().   Allocates nothing.   Host sync: none.
     """
-    peers, layout, offsets = exchange.peers, exchange.peers.layout, exchange.peers.layout.offsets
     num_tokens, hidden_size = out.shape
-    with on_device(out):
-        # One program without tokens still hears of faults.
-        _receive_combine_kernel[(max(1, min(num_tokens, peers.num_programs)),)](
-            out,
-            peers.table,
-            exchange.state,
-            is_sent,
-            peers.faults,
-            peers.excluded,
-            peers.report,
-            peers.own_address,
-            exchange.buffer_address,
-            peers.rank,
-            num_tokens,
-            peers.max_polls,
-            **layout.rank_constants,
-            HIDDEN=hidden_size,
-            COLUMNS=min(_RECEIVED_COLUMNS, next_power_of_two(hidden_size)),
-            ARRIVED_SUMS_AT=offsets["arrived_sums"],
-            COMBINE_STATUS_AT=offsets["combine_status"],
-            RETURN_AT=offsets["returned"],
-            RETURN_BYTES=layout.return_bytes,
-            num_warps=_RECEIVE_WARPS,  # pyright: ignore[reportCallIssue]
-            **EXACT,
-            **overlapping(out.device),
+    num_programs = exchange.peers.num_programs
+    key = ("receive", out.dtype, hidden_size)
+    launch = exchange.launches.get(key)
+    if launch is None:
+        peers, layout = exchange.peers, exchange.peers.layout
+        offsets = layout.offsets
+        launch = exchange.launches[key] = PreparedLaunch(
+            _receive_combine_kernel,
+            (
+                CHANGES,
+                peers.table,
+                exchange.state,
+                CHANGES,
+                peers.faults,
+                peers.excluded,
+                peers.report,
+                peers.own_address,
+                exchange.buffer_address,
+                peers.rank,
+                CHANGES,
+                peers.max_polls,
+            ),
+            dict(
+                **layout.rank_constants,
+                HIDDEN=hidden_size,
+                COLUMNS=min(_RECEIVED_COLUMNS, next_power_of_two(hidden_size)),
+                ARRIVED_SUMS_AT=offsets["arrived_sums"],
+                COMBINE_STATUS_AT=offsets["combine_status"],
+                RETURN_AT=offsets["returned"],
+                RETURN_BYTES=layout.return_bytes,
+                num_warps=_RECEIVE_WARPS,
+                **EXACT,
+                **overlapping(out.device),
+            ),
         )
+    # One program without tokens still hears of faults.
+    launch(max(1, min(num_tokens, num_programs)), out, is_sent, num_tokens)

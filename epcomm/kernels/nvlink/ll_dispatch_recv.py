@@ -18,6 +18,7 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
 from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange, on_device
 from epcomm.kernels.nvlink.common.signals import await_or_abort, int32_at, publish, taking_part
 from epcomm.kernels.nvlink.common.status import WAIT_DISPATCH, codes_of_one_mode, note_faults
+from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 
 # Pairs of a slot and an expert that a program compares at once: thirty-two a thread.
 _COMPARISONS = 4096
@@ -198,38 +199,55 @@ def receive_dispatch(
 
     Collective: yes, after send_dispatch().   Allocates nothing.   Host sync: none.
     """
-    peers, layout, offsets = exchange.peers, exchange.peers.layout, exchange.peers.layout.offsets
+    capacity = 0 if row_of_slot is None else row_of_slot.shape[0]
+    key = ("receive", capacity, expert_alignment, expert_capacity)
+    layout = exchange.peers.layout
     rows = max(1, min(_PAIRS, _COMPARISONS // layout.local_lanes) // layout.metadata_words)
-    with on_device(slots_of_row):
-        _receive_dispatch_kernel[(layout.world_size * -(-layout.max_tokens // rows),)](
-            peers.table,
-            exchange.state,
-            row_of_slot,
-            slots_of_row,
-            slot_weights,
-            num_tokens_per_expert,
-            first_slot,
-            peers.faults,
-            peers.excluded,
-            peers.report,
-            peers.own_address,
-            exchange.buffer_address,
-            peers.rank,
-            peers.max_polls,
-            C=0 if row_of_slot is None else row_of_slot.shape[0],
-            **layout.expert_constants,
-            ALIGNMENT=expert_alignment,
-            EXPERT_CAPACITY=expert_capacity,
-            ROWS=rows,
-            ARRIVED_METADATA_AT=offsets["arrived_metadata"],
-            ARRIVED_ROWS_AT=offsets["arrived_rows"],
-            HEADER_AT=offsets["header"],
-            COUNTS_AT=offsets["counts"],
-            METADATA_AT=offsets["metadata"],
-            METADATA_BYTES=layout.metadata_bytes,
-            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
-            **overlapping(slots_of_row.device),
+    launch = exchange.launches.get(key)
+    if launch is None:
+        peers, offsets = exchange.peers, layout.offsets
+        launch = exchange.launches[key] = PreparedLaunch(
+            _receive_dispatch_kernel,
+            (
+                peers.table,
+                exchange.state,
+                CHANGES,
+                CHANGES,
+                CHANGES,
+                CHANGES,
+                CHANGES,
+                peers.faults,
+                peers.excluded,
+                peers.report,
+                peers.own_address,
+                exchange.buffer_address,
+                peers.rank,
+                peers.max_polls,
+            ),
+            dict(
+                C=capacity,
+                **layout.expert_constants,
+                ALIGNMENT=expert_alignment,
+                EXPERT_CAPACITY=expert_capacity,
+                ROWS=rows,
+                ARRIVED_METADATA_AT=offsets["arrived_metadata"],
+                ARRIVED_ROWS_AT=offsets["arrived_rows"],
+                HEADER_AT=offsets["header"],
+                COUNTS_AT=offsets["counts"],
+                METADATA_AT=offsets["metadata"],
+                METADATA_BYTES=layout.metadata_bytes,
+                num_warps=_WARPS,
+                **overlapping(slots_of_row.device),
+            ),
         )
+    launch(
+        layout.world_size * -(-layout.max_tokens // rows),
+        row_of_slot,
+        slots_of_row,
+        slot_weights,
+        num_tokens_per_expert,
+        first_slot,
+    )
 
 
 def release_buffer(exchange: LowLatencyExchange) -> None:

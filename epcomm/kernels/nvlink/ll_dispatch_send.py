@@ -26,7 +26,6 @@ from epcomm.kernels.nvlink.common.exchange import (
     ROW_ARRIVALS,
     VARYING,
     LowLatencyExchange,
-    on_device,
 )
 from epcomm.kernels.nvlink.common.signals import (
     await_or_abort,
@@ -35,6 +34,7 @@ from epcomm.kernels.nvlink.common.signals import (
     taking_part,
 )
 from epcomm.kernels.nvlink.common.status import FAULT_IDS, FAULT_MASK, WAIT_CREDIT
+from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.quantize.fp8 import has_e4m3, quantize_blocks
 from epcomm.kernels.quantize.int8 import quantize_row
 
@@ -416,53 +416,70 @@ def send_dispatch(
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
     """
     num_tokens, hidden_size = hidden_states.shape
-    peers, layout, offsets = exchange.peers, exchange.peers.layout, exchange.peers.layout.offsets
-    row_programs = min(peers.num_programs, _MOST_ROW_PROGRAMS)
+    row_stride = hidden_states.stride(0) if num_tokens > 1 else hidden_size
+    key = ("send", hidden_states.dtype, hidden_size, row_stride, kind, scale_block, profile)
+    peers, layout = exchange.peers, exchange.peers.layout
     # Headers are sent by the first W of these.
     metadata_programs = max(layout.world_size, min(peers.num_programs, _MOST_METADATA_PROGRAMS))
-    with on_device(hidden_states):
-        _send_dispatch_kernel[(metadata_programs + row_programs,)](
-            hidden_states,
-            topk_ids,
-            topk_weights,
-            peers.table,
-            exchange.bases,
-            exchange.state,
-            is_sent,
-            peers.counters,
-            peers.excluded,
-            peers.report,
-            peers.own_address,
-            exchange.buffer_address,
-            peers.rank,
-            num_tokens,
-            status,
-            peers.max_polls,
-            X_STRIDE=hidden_states.stride(0) if num_tokens > 1 else hidden_size,
-            **layout.expert_constants,
-            HIDDEN=hidden_size,
-            COLUMNS=next_power_of_two(hidden_size),
-            BLOCK=scale_block,
-            BLOCK_LANES=next_power_of_two(scale_block),
-            BLOCKS=next_power_of_two(-(-hidden_size // scale_block)),
-            KIND=kind,
-            PROFILE=profile,
-            HAS_E4M3=kind in (FP8, FP8_POWER_OF_TWO) and has_e4m3(hidden_states.device),
-            CHUNK=max(32, _COMPARISONS // layout.metadata_words),
-            COUNT_CHUNK=_COUNTED,
-            METADATA_PROGRAMS=metadata_programs,
-            ARRIVED_METADATA_AT=offsets["arrived_metadata"],
-            ARRIVED_ROWS_AT=offsets["arrived_rows"],
-            ARRIVED_SUMS_AT=offsets["arrived_sums"],
-            HEADER_AT=offsets["header"],
-            COUNTS_AT=offsets["counts"],
-            METADATA_AT=offsets["metadata"],
-            DATA_AT=offsets["data"],
-            SCALES_AT=offsets["scales"],
-            METADATA_BYTES=layout.metadata_bytes,
-            DATA_BYTES=layout.data_bytes,
-            SCALE_BYTES=layout.scale_bytes,
-            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
-            **EXACT,
-            **overlapping(hidden_states.device),
+    launch = exchange.launches.get(key)
+    if launch is None:
+        offsets, device = layout.offsets, hidden_states.device
+        launch = exchange.launches[key] = PreparedLaunch(
+            _send_dispatch_kernel,
+            (
+                CHANGES,
+                CHANGES,
+                CHANGES,
+                peers.table,
+                exchange.bases,
+                exchange.state,
+                CHANGES,
+                peers.counters,
+                peers.excluded,
+                peers.report,
+                peers.own_address,
+                exchange.buffer_address,
+                peers.rank,
+                CHANGES,
+                CHANGES,
+                peers.max_polls,
+            ),
+            dict(
+                X_STRIDE=row_stride,
+                **layout.expert_constants,
+                HIDDEN=hidden_size,
+                COLUMNS=next_power_of_two(hidden_size),
+                BLOCK=scale_block,
+                BLOCK_LANES=next_power_of_two(scale_block),
+                BLOCKS=next_power_of_two(-(-hidden_size // scale_block)),
+                KIND=kind,
+                PROFILE=profile,
+                HAS_E4M3=kind in (FP8, FP8_POWER_OF_TWO) and has_e4m3(device),
+                CHUNK=max(32, _COMPARISONS // layout.metadata_words),
+                COUNT_CHUNK=_COUNTED,
+                METADATA_PROGRAMS=metadata_programs,
+                ARRIVED_METADATA_AT=offsets["arrived_metadata"],
+                ARRIVED_ROWS_AT=offsets["arrived_rows"],
+                ARRIVED_SUMS_AT=offsets["arrived_sums"],
+                HEADER_AT=offsets["header"],
+                COUNTS_AT=offsets["counts"],
+                METADATA_AT=offsets["metadata"],
+                DATA_AT=offsets["data"],
+                SCALES_AT=offsets["scales"],
+                METADATA_BYTES=layout.metadata_bytes,
+                DATA_BYTES=layout.data_bytes,
+                SCALE_BYTES=layout.scale_bytes,
+                num_warps=_WARPS,
+                **EXACT,
+                **overlapping(device),
+            ),
         )
+    launch(
+        metadata_programs + min(peers.num_programs, _MOST_ROW_PROGRAMS),
+        hidden_states,
+        topk_ids,
+        topk_weights,
+        is_sent,
+        num_tokens,
+        status,
+    )

@@ -16,7 +16,7 @@ from epcomm.collectives.base import Collectives
 from epcomm.errors import BackendUnavailable
 from epcomm.kernels.nvlink.common.layout import MemoryLayout
 from epcomm.spec import BufferSpec
-from epcomm.types import WireTensor
+from epcomm.types import ROW_MAJOR, WireTensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,7 +115,9 @@ def received_rows(
     if wire.scale_dtype is not None:
         scales = region_rows(block, layout, buffer_index, "scales").view(wire.scale_dtype)
         scales = scales[:, : wire.num_scales(spec.hidden_size)]
-    return WireTensor(data=data[:, : spec.hidden_size], format=wire, scales=scales)
+    data = data[:, : spec.hidden_size]
+    scale_layout = None if scales is None else ROW_MAJOR
+    return WireTensor(data=data, format=wire, scales=scales, scale_layout=scale_layout)
 
 
 def as_words(rows: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from epcomm.kernels.nvlink.common.epochs import STATE_WORDS
 from epcomm.kernels.nvlink.common.exchange import PeerBlocks
 from epcomm.kernels.nvlink.common.layout import MemoryLayout, NormalLayout
 from epcomm.kernels.nvlink.normal_plan import GROUP_TOKENS, GROUP_WORDS
+from epcomm.kernels.prepared import PreparedLaunch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,11 +56,13 @@ class NormalExchange:
     peers: with the counters [5]: headers, rows of dispatches and of cached dispatches, sums, sums
         with scalars.
     state: [STATE_WORDS], int32, see common/epochs.py.
+    launches: prepared, by kernel and by all that its constants depend on.
     """
 
     peers: PeerBlocks[NormalLayout]
     state: Tensor
     plan: PlanMemory
+    launches: dict[Hashable, PreparedLaunch] = field(default_factory=dict)
 
     @classmethod
     def of(cls, peers: PeerBlocks[NormalLayout]) -> NormalExchange:

@@ -7,6 +7,7 @@ map the memory of their peers over NVLink; multicast is not asked for.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -125,7 +126,13 @@ def as_words(rows: Tensor) -> Tensor:
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     # Where a row begins and ends; the first one may begin anywhere in a larger tensor.
     places = (rows.storage_offset(), rows.stride(0), rows.shape[1])
+    return rows.view(_word_dtype(places, rows.itemsize))
+
+
+@lru_cache(maxsize=256)
+def _word_dtype(places: tuple[int, ...], itemsize: int) -> torch.dtype:
+    """Return the widest integers at whose boundaries all places lie, counted in elements."""
     for dtype in (torch.int32, torch.int16):
-        if all(place * rows.itemsize % dtype.itemsize == 0 for place in places):
-            return rows.view(dtype)
-    return rows.view(torch.uint8)
+        if all(place * itemsize % dtype.itemsize == 0 for place in places):
+            return dtype
+    return torch.uint8

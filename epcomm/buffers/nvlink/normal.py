@@ -310,12 +310,15 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
             if not is_dense:
                 num_slots = sum(align_up(each, alignment) for each in per_expert)
             num_rows = counts.num_rows if owns_rows else num_rows
+        index, arrivals = self._plan_memory.received(
+            num_rows, num_slots, per_expert, is_dense=is_dense
+        )
         exchange_plan = NVLinkNormalExchangePlan(
             num_tokens=call.hidden_states.shape[0],
             num_rows=num_rows,
-            index=self._plan_memory.index(num_rows, num_slots, per_expert, is_dense=is_dense),
+            index=index,
             sends=sends,
-            arrivals=self._plan_memory.arrivals(),
+            arrivals=arrivals,
             owns_rows=owns_rows,
             capacity_tokens=self._layout.max_tokens,
             batch=self._last_batch,

@@ -77,11 +77,11 @@ class NormalExchange:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sends:
-    """The places to which the tokens of this rank go.
+    """The places to which the tokens of this rank go, [T, W] and [T, K] in one dimension or two.
 
-    places: [T, W], int32: token t is row places[t, d] of this rank on rank d, or -1.
-    positions: [T, K], int32: earlier entries of this rank with the same expert.
-    owners: [T, K], int32: the rank of the expert, or -1.
+    places: [T * W], int32: token t is row places[t * W + d] of this rank on rank d, or -1.
+    positions: [T * K], int32: earlier entries of this rank with the same expert.
+    owners: [T * K], int32: the rank of the expert, or -1.
     """
 
     places: Tensor

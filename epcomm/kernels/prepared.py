@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Final, Protocol, cast
 
 import torch
@@ -34,6 +35,8 @@ _FORMATS = {"i32": (4, "i4x"), "u32": (4, "I4x"), "i64": (8, "q"), "u64": (8, "Q
 _SLOT_BYTES = 8
 # Pointers to memory for scratch, which Triton puts behind the arguments.
 _MAX_SCRATCH = 2
+# CU_POINTER_ATTRIBUTE_DEVICE_POINTER of cuda.h.
+_DEVICE_POINTER = 3
 # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION of cuda.h.
 _MAY_START_EARLY = 6
 
@@ -78,10 +81,7 @@ class Driver:
 
 
 class DirectLaunch:
-    """A compiled kernel with memory for its arguments, which the driver reads at each launch.
-
-    One thread launches at a time: calls of a buffer have one order.
-    """
+    """A compiled kernel with memory for its arguments, which the driver reads at each launch."""
 
     def __init__(
         self,
@@ -106,6 +106,8 @@ class DirectLaunch:
             calls: what to call.
         """
         self._calls, self._device_index = calls, device_index
+        # Of the memory: threads of one process may share a kernel.
+        self._lock = Lock()
         self._keeps = (compiled, [each for each in arguments if isinstance(each, Tensor)])
         given = [place for place, each in enumerate(changing) if each is not None]
         kept = [place for place in range(len(arguments)) if place not in given]
@@ -170,14 +172,15 @@ class DirectLaunch:
                 return False
         if pointers & _ALIGNMENT_MASK:
             return False
-        try:
-            self._write(self._memory, 0, *values)
-        except struct.error:
-            # An integer that wants more bytes.
-            return False
         config = self._config
-        config.grid_x, config.stream = grid, calls.stream(index)
-        return calls.launch(*self._fixed) == 0
+        with self._lock:
+            try:
+                self._write(self._memory, 0, *values)
+            except struct.error:
+                # An integer that wants more bytes.
+                return False
+            config.grid_x, config.stream = grid, calls.stream(index)
+            return calls.launch(*self._fixed) == 0
 
 
 class PreparedLaunch:
@@ -209,7 +212,9 @@ class PreparedLaunch:
             return
         rest = iter(changing)
         arguments = [next(rest) if each is CHANGES else each for each in self._arguments]
-        tensor = next(each for each in arguments if isinstance(each, Tensor))
+        # Some are memory of the host that the device reads.
+        tensors = [each for each in arguments if isinstance(each, Tensor)]
+        tensor = next((each for each in tensors if each.is_cuda), tensors[0])
         # Does nothing on a CPU.
         with torch.cuda.device_of(tensor):
             compiled = self._kernel[(grid,)](*arguments, **self._constants)
@@ -225,6 +230,7 @@ class PreparedLaunch:
         try:
             types = types_of(compiled, kernel.arg_names, len(arguments))
             _check_integers(arguments, kernel.params)
+            _check_host_memory(arguments)
             num_scratch = _num_scratch(compiled, [_bytes_of(each) for each in types])
         except (AttributeError, KeyError, CudaError, UnpreparedError) as problem:
             _logger.info("%s is launched by Triton: %s", kernel, problem)
@@ -275,6 +281,16 @@ def _check_integers(arguments: Sequence[object], params: Sequence[Any]) -> None:
     for value, param in zip(arguments, params, strict=False):
         if isinstance(value, int) and not param.do_not_specialize:
             raise UnpreparedError(f"it is specialised for {param.name}")
+
+
+def _check_host_memory(arguments: Sequence[object]) -> None:
+    """Refuse memory of the host that the device knows by another address."""
+    for tensor in arguments:
+        if isinstance(tensor, Tensor) and not tensor.is_cuda:
+            found, address = c_void_p(), c_void_p(tensor.data_ptr())
+            status = driver().cuPointerGetAttribute(byref(found), _DEVICE_POINTER, address)
+            if status or found.value != address.value:
+                raise UnpreparedError("the device has another address for memory of the host")
 
 
 def _num_scratch(compiled: CompiledKernel, sizes: Sequence[int]) -> int:

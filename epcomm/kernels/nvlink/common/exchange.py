@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout, MemoryLayout
+from epcomm.platforms.cuda import on_device as current_device
 
 if TYPE_CHECKING:
     # It imports Triton, and this file serves plans too.
@@ -104,4 +105,4 @@ def first_state(device: torch.device) -> Tensor:
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Launch where a tensor is; nothing on a CPU."""
-    return torch.cuda.device_of(tensor)
+    return current_device(tensor.device)

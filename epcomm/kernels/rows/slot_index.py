@@ -40,7 +40,7 @@ def _experts_of(
 @triton.jit(do_not_specialize=["num_pairs", "num_slots", "first_expert"])
 def _number_slots_kernel(
     ids_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
+    weights_ptr: tl.tensor | None,
     counts_ptr: tl.tensor,
     row_of_slot_ptr: tl.tensor,
     slots_of_row_ptr: tl.tensor,
@@ -91,8 +91,9 @@ def _number_slots_kernel(
         row = pair // K
         tl.store(row_of_slot_ptr + slot, row, mask=is_mine)
         tl.store(slots_of_row_ptr + pair, slot, mask=is_mine)
-        weight_ptr = weights_ptr + row.to(tl.int64) * WEIGHTS_STRIDE + pair % K
-        tl.store(slot_weights_ptr + slot, tl.load(weight_ptr, mask=is_mine), mask=is_mine)
+        if weights_ptr is not None:
+            weight_ptr = weights_ptr + row.to(tl.int64) * WEIGHTS_STRIDE + pair % K
+            tl.store(slot_weights_ptr + slot, tl.load(weight_ptr, mask=is_mine), mask=is_mine)
         if expert == 0:
             nowhere = (experts < 0) & (pair < end)
             tl.store(slots_of_row_ptr + pair, tl.zeros_like(slot) - 1, mask=nowhere)
@@ -101,7 +102,7 @@ def _number_slots_kernel(
 
 def number_slots(
     ids: Tensor,
-    weights: Tensor,
+    weights: Tensor | None,
     counts: Tensor,
     tables: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     *,
@@ -112,7 +113,7 @@ def number_slots(
 
     Args:
         ids: [R, K], int32 or int64, physical experts, -1 for none, of any row stride.
-        weights: [R, K], of any row stride.
+        weights: [R, K], of any row stride, or None.
         counts: [L], the pairs of each expert of this rank, which is first_expert and those behind.
         tables: written; row_of_slot [C] and slots_of_row [R, K], slot weights [C], in the dtype of
             weights, num_tokens_per_expert [L] and first_slot [L + 1]; the others are int32. Slots
@@ -141,7 +142,7 @@ def number_slots(
             row_of_slot.shape[0],
             first_expert,
             IDS_STRIDE=ids.stride(0) if num_rows > 1 else top_k,
-            WEIGHTS_STRIDE=weights.stride(0) if num_rows > 1 else top_k,
+            WEIGHTS_STRIDE=top_k if weights is None or num_rows < 2 else weights.stride(0),
             ALIGNMENT=expert_alignment,
             K=top_k,
             L=num_local,

@@ -7,6 +7,7 @@ same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -79,6 +80,7 @@ class RowOps(Protocol):
         ...
 
 
+@cache
 def _load_triton() -> RowOps:
     try:
         from epcomm.ops.with_triton import TritonRowOps

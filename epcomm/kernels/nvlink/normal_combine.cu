@@ -1,12 +1,11 @@
 // Combine of normal mode over NVLink, bfloat16: what normal_combine.py does, with the same signals,
 // places and the same roundings, but a warp for each row, so that a few SMs keep the wire busy.
 //
-// The warps of a block have three roles. Senders take the rows of an item in turn, sum the slots of
-// each and store the sum at the token's rank. When all of them are done with an item, one warp
-// releases the item's signal: its fence waits for the wire, and the senders need not. Reducers take a token each, acquire the
-// signals of the items that hold its sums, and add them up. Senders wait for no reducer, and all
-// warps reduce when all is sent. No more blocks than SMs: one that is not there yet would be waited
-// for by all that are, on every rank.
+// The warps of a block have two roles. Senders take the rows of an item in turn, sum the slots of
+// each and store the sum at the token's rank; when all of them are done, one releases the item's
+// signal. Reducers take a token each, acquire the signals of the items that hold its sums, and add
+// them up. Senders wait for no reducer, and reduce when all is sent. No more blocks than SMs: one
+// that is not there yet would be waited for by all that are, on every rank.
 //
 // Defined before: HIDDEN (a multiple of 8), TOP_K and WORLD (at most 32), K_LANES, MAX_TOKENS,
 // ITEM_ROWS, ITEMS, RETURN_BYTES, SENDERS, REDUCERS, UNROLL, the offsets COMBINE_BEGIN_AT,
@@ -200,7 +199,7 @@ __device__ bool wait(const Arguments& a, u64 word, int epoch, int phase) {
     int polls = a.max_polls;
     u64 end_ns = 0;
     for (u32 looks = 1; missing && polls > 0 && !aborted; ++looks) {
-        missing = __ballot_sync(ALL_LANES, word && (int)(acquired(word) - (u32)epoch) < 0);
+        missing = __ballot_sync(ALL_LANES, word && (int)(watched(word) - (u32)epoch) < 0);
         if (missing) aborted = watched(a.own);
         aborted = __shfl_sync(ALL_LANES, aborted, 0);
         // As polls_spent() of common/signals.py. The lanes of a warp may read the clock at other times.
@@ -212,132 +211,55 @@ __device__ bool wait(const Arguments& a, u64 word, int epoch, int phase) {
             }
         }
     }
+    missing = __ballot_sync(ALL_LANES, word && (int)(acquired(word) - (u32)epoch) < 0);
     __syncwarp();
     if (!missing) return true;
     abort_ranks(a, missing, aborted, phase, epoch);
     return false;
 }
 
-// Items that senders may be ahead of the warp that releases them; one a lane, which clears it.
-constexpr u32 WINDOW = 32;
-
-// Of a block, in memory that takes no way to the L2 cache, which is long while the wire is busy.
-// num_rows, row_base, home: of each source, none of one that takes no part.
-// stored: the senders that have stored their rows of an item, added up over the items of one place
-// in the window.   num_released: items.
-struct Block {
-    int num_rows[WORLD];
-    int row_base[WORLD];
-    u64 home[WORLD];
-    int num_items;
-    int failed;
-    u32 stored[WINDOW];
-    u32 num_released;
-};
-
-__device__ void count_stored(u32* counter) {
-    asm volatile("red.release.cta.shared.add.u32 [%0], 1;"
-                 ::"r"((u32)__cvta_generic_to_shared(counter)) : "memory");
-}
-
-__device__ u32 acquired_here(const u32* counter) {
-    u32 value;
-    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];"
-                 : "=r"(value) : "r"((u32)__cvta_generic_to_shared(counter)) : "memory");
-    return value;
-}
-
-__device__ void release_here(u32* counter, u32 value) {
-    asm volatile("st.release.cta.shared.u32 [%0], %1;"
-                 ::"r"((u32)__cvta_generic_to_shared(counter)), "r"(value) : "memory");
-}
-
-// Rows of one item: at most ITEM_ROWS of one source, from `begin` on.
-struct Item {
-    int source, begin, end;
-};
-
-// Item `number` of a rank; empty if it has no rows.
-__device__ Item item_of(const Arguments& a, const Block& block, int number) {
-    // Each rank begins elsewhere, so that they do not all store to the same one.
-    const int source = (number + a.rank) % WORLD, begin = number / WORLD * ITEM_ROWS;
-    const bool is_there = number < block.num_items;
-    return {source, begin, is_there ? min(begin + ITEM_ROWS, block.num_rows[source]) : begin};
-}
-
-// Of the row that a sender takes in its turn, counted over the items of its block: the slot of each
-// lane, or -1.
-__device__ int slot_in_turn(const Arguments& a, const Block& block, int turn) {
+// Items p, p + P, ... of block p: the sums of ITEM_ROWS rows of one source each.
+__device__ void send(const Arguments& a, int epoch, bool has_failed) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    constexpr int TURNS = (ITEM_ROWS + SENDERS - 1) / SENDERS;
-    const Item item = item_of(a, block, blockIdx.x + turn / TURNS * gridDim.x);
-    const int place = item.begin + turn % TURNS * SENDERS + warp;
-    if (place >= item.end) return -1;
-    const i64 row = block.row_base[item.source] + place;
-    if (a.slots_of_row == nullptr) return lane == 0 ? row : -1;
-    return lane < TOP_K ? a.slots_of_row[row * TOP_K + lane] : -1;
-}
-
-__device__ float weight_of(const Arguments& a, int slot) {
-    return slot >= 0 && a.weights != nullptr ? a.weights[slot] : 1.0f;
-}
-
-// Items p, p + P, ... of block p: the sums of ITEM_ROWS rows of one source each. Slots and weights
-// are loaded while earlier rows are summed.
-__device__ void send(const Arguments& a, Block& block) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int most = lane < WORLD ? a.rows_from[lane] : 0;
+    most = __reduce_max_sync(ALL_LANES, most);
+    const int num_items = has_failed ? 0 : (most + ITEM_ROWS - 1) / ITEM_ROWS * WORLD;
     u64 num_sent = 0;
-    int turn = 0;
-    int slot = slot_in_turn(a, block, 0), following = slot_in_turn(a, block, 1);
-    float weight = weight_of(a, slot);
-    u32 done = 0;
-    for (int number = blockIdx.x; number < block.num_items; number += gridDim.x, ++done) {
-        while (done >= WINDOW && acquired_here(&block.num_released) <= done - WINDOW) {
-        }
-        const Item item = item_of(a, block, number);
-        for (int first = item.begin; first < item.begin + ITEM_ROWS; first += SENDERS) {
-            const float next_weight = weight_of(a, following);
-            const int after = slot_in_turn(a, block, ++turn + 1);
-            const int place = first + warp;
-            if (place < item.end) {
-                const u64 home = block.home[item.source];
-                const i64 target = (i64)a.rank * MAX_TOKENS + place;
-                add_rows<false>((u64)a.rows + slot * a.rows_stride, weight,
-                                __ballot_sync(ALL_LANES, slot >= 0),
-                                (char*)(home + RETURNED_AT + target * RETURN_BYTES), false);
-                if (a.scalars != nullptr && lane < TOP_K) {
-                    const i64 row = block.row_base[item.source] + place;
-                    ((float*)(home + RETURNED_SCALARS_AT))[target * K_LANES + lane] =
-                        a.scalars[row * TOP_K + lane];
-                }
-                num_sent += item.source != a.rank;
+    for (int number = blockIdx.x; number < num_items; number += gridDim.x) {
+        // Each rank begins elsewhere, so that they do not all store to the same one.
+        const int source = (number + a.rank) % WORLD, item = number / WORLD;
+        const int num_rows = a.rows_from[source], row_base = a.row_base[source];
+        const int end = min((item + 1) * ITEM_ROWS, num_rows);
+        if (item * ITEM_ROWS >= end || !takes_part(a, source)) continue;
+        const u64 home = a.table[source];
+        for (int place = item * ITEM_ROWS + warp; place < end; place += SENDERS) {
+            const i64 row = row_base + place;
+            i64 slot = -1;
+            float weight = 1.0f;
+            if (a.slots_of_row == nullptr) {
+                slot = lane == 0 ? row : -1;
+            } else if (lane < TOP_K) {
+                slot = a.slots_of_row[row * TOP_K + lane];
+                if (slot >= 0 && a.weights != nullptr) weight = a.weights[slot];
             }
-            slot = following;
-            weight = next_weight;
-            following = after;
+            const i64 target = (i64)a.rank * MAX_TOKENS + place;
+            add_rows<false>((u64)a.rows + slot * a.rows_stride, weight,
+                            __ballot_sync(ALL_LANES, slot >= 0),
+                            (char*)(home + RETURNED_AT + target * RETURN_BYTES), false);
+            if (a.scalars != nullptr && lane < TOP_K) {
+                ((float*)(home + RETURNED_SCALARS_AT))[target * K_LANES + lane] =
+                    a.scalars[row * TOP_K + lane];
+            }
+            num_sent += source != a.rank;
         }
-        __syncwarp();
-        if (lane == 0) count_stored(&block.stored[done % WINDOW]);
+        // The release below covers what all senders of this block have stored.
+        asm volatile("bar.sync 1, %0;" ::"n"(32 * SENDERS) : "memory");
+        if (threadIdx.x == 0) {
+            // Acquired by the reducers of that rank.
+            release(home + SUMS_READY_AT + 4 * ((u64)a.rank * ITEMS + item), epoch);
+        }
     }
     if (lane == 0) atomicAdd(a.counters + (a.scalars != nullptr ? 4 : 3), num_sent);
-}
-
-// Release the signal of each item once all senders of this block have stored their rows of it.
-__device__ void release_items(const Arguments& a, Block& block, int epoch) {
-    u32 done = 0;
-    for (int number = blockIdx.x; number < block.num_items; number += gridDim.x, ++done) {
-        const u32 wanted = SENDERS * (done / WINDOW + 1);
-        while (acquired_here(&block.stored[done % WINDOW]) < wanted) __nanosleep(100);
-        const Item item = item_of(a, block, number);
-        if (threadIdx.x % 32 == 0) {
-            // Acquired by the reducers of that rank.
-            const u64 place = (u64)a.rank * ITEMS + number / WORLD;
-            const u64 signal = block.home[item.source] + SUMS_READY_AT + 4 * place;
-            if (item.begin < item.end) release(signal, epoch);
-            release_here(&block.num_released, done + 1);
-        }
-        __syncwarp();
-    }
 }
 
 // The next token that no warp of this rank has taken; in order, as their sums come.
@@ -347,23 +269,15 @@ __device__ int take_token(const Arguments& a) {
     return token;
 }
 
-// Of a token: the place of its sum from the rank of each lane, or -1.
-__device__ int place_of(const Arguments& a, int token, bool is_part) {
-    const bool has_place = is_part && token < a.num_tokens;
-    return has_place ? a.places[(i64)token * WORLD + threadIdx.x % 32] : -1;
-}
-
-// One token a warp: the sums of all ranks, in their order. The next one and its places are on their
-// way meanwhile.
+// One token a warp: the sums of all ranks, in their order.
 __device__ void reduce(const Arguments& a, int epoch, bool has_failed) {
     const int lane = threadIdx.x % 32;
-    const bool is_part = !has_failed && takes_part(a, lane);
     int token = __shfl_sync(ALL_LANES, take_token(a), 0);
-    int next = __shfl_sync(ALL_LANES, take_token(a), 0);
-    int place = place_of(a, token, is_part);
     while (token < a.num_tokens) {
-        const int after = take_token(a);
-        const int next_place = place_of(a, next, is_part);
+        // Known by the time that this one is done.
+        const int next = take_token(a);
+        int place = -1;
+        if (!has_failed && takes_part(a, lane)) place = a.places[(i64)token * WORLD + lane];
         const u64 item = (u64)lane * ITEMS + place / ITEM_ROWS;
         const bool is_there = wait(a, place >= 0 ? a.own + SUMS_READY_AT + 4 * item : 0, epoch,
             WAIT_SUMS);
@@ -382,34 +296,13 @@ __device__ void reduce(const Arguments& a, int epoch, bool has_failed) {
             }
             if (lane < TOP_K) a.out_scalars[(i64)token * TOP_K + lane] = scalar;
         }
-        token = next;
-        place = next_place;
-        next = __shfl_sync(ALL_LANES, after, 0);
-    }
-}
-
-// By one warp, before all others begin: what does not change during a call.
-__device__ void begin_block(const Arguments& a, Block& block, bool has_failed) {
-    const int lane = threadIdx.x % 32;
-    const bool is_part = takes_part(a, lane);
-    const int num_rows = is_part ? a.rows_from[lane] : 0;
-    if (lane < WORLD) {
-        block.num_rows[lane] = num_rows;
-        block.row_base[lane] = a.row_base[lane];
-        block.home[lane] = a.table[lane];
-    }
-    block.stored[lane] = 0;
-    const int most = __reduce_max_sync(ALL_LANES, num_rows);
-    if (lane == 0) {
-        block.num_items = has_failed ? 0 : (most + ITEM_ROWS - 1) / ITEM_ROWS * WORLD;
-        block.failed = has_failed;
-        block.num_released = 0;
+        token = __shfl_sync(ALL_LANES, next, 0);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(32 * (SENDERS + REDUCERS), 1)
     combine_rows(const Arguments a) {
-    __shared__ Block block;
+    __shared__ int failed;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int epoch = a.state[COMBINE_EPOCH] + 1;
     // Ranks may be one combine apart.
@@ -429,13 +322,12 @@ extern "C" __global__ void __launch_bounds__(32 * (SENDERS + REDUCERS), 1)
             ? watched(a.own + combine_status_at + 4 * lane) : 0;
         if (blockIdx.x == 0 && code && a.faults[2 * lane] == 0) a.faults[2 * lane] = code;
         const bool has_code = __any_sync(ALL_LANES, code != 0);
-        begin_block(a, block, !is_there || has_code || a.has_failed[0] != 0);
+        if (lane == 0) failed = !is_there || has_code || a.has_failed[0] != 0;
     }
     __syncthreads();
-    if (warp < SENDERS) send(a, block);
-    if (warp == SENDERS) release_items(a, block, epoch);
+    if (warp < SENDERS) send(a, epoch, failed != 0);
     // Whoever has nothing more to send helps.
-    reduce(a, epoch, block.failed != 0);
+    reduce(a, epoch, failed != 0);
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();

@@ -7,6 +7,7 @@ same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -37,14 +38,18 @@ class RowOps(Protocol):
     def index_slots(
         self,
         ids: Tensor,
-        weights: Tensor,
+        weights: Tensor | None,
         counts: Tensor,
-        host_counts: Sequence[int],
+        size: Sequence[int] | int,
         *,
         first_expert: int,
         expert_alignment: int,
     ) -> tuple[SlotIndex, Tensor]:
-        """Return the expert-major index over received rows, and the weight of each slot."""
+        """Return the expert-major index over received rows, and the weight of each slot.
+
+        Without weights, those of the slots have no elements. `size`: the counts on the host, or
+        the number of slots where these are not known.
+        """
         ...
 
     def count_sends(
@@ -75,6 +80,7 @@ class RowOps(Protocol):
         ...
 
 
+@cache
 def _load_triton() -> RowOps:
     try:
         from epcomm.ops.with_triton import TritonRowOps

@@ -79,6 +79,11 @@ def build_slot_index(
 
     Host sync: none.   Deterministic: yes.
     """
+    ops = row_ops_for(local_ids)
+    if ops is not None:
+        return ops.index_slots(
+            local_ids, None, counts, host_counts, first_expert=0, expert_alignment=expert_alignment
+        )[0]
     num_rows, top_k = local_ids.shape
     num_used = sum(host_counts)
     device = local_ids.device

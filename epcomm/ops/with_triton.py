@@ -44,29 +44,38 @@ class TritonRowOps:
     def index_slots(
         self,
         ids: Tensor,
-        weights: Tensor,
+        weights: Tensor | None,
         counts: Tensor,
-        host_counts: Sequence[int],
+        size: Sequence[int] | int,
         *,
         first_expert: int,
         expert_alignment: int,
     ) -> tuple[SlotIndex, Tensor]:
         """Return the expert-major index over received rows, and the weight of each slot."""
-        num_used, num_local, device = sum(host_counts), len(host_counts), ids.device
-        num_slots = sum(align_up(count, expert_alignment) for count in host_counts)
-        is_dense = num_slots == num_used
+        num_local, device = counts.shape[0], ids.device
+        host_counts = None if isinstance(size, int) else tuple(size)
+        if isinstance(size, int):
+            num_slots, is_dense = size, False
+        else:
+            num_slots = sum(align_up(count, expert_alignment) for count in size)
+            is_dense = num_slots == sum(size)
 
         def integers(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.int32, device=device)
 
         row_of_slot, slots_of_row = integers(num_slots), integers(*ids.shape)
         num_tokens, first_slot = integers(num_local), integers(num_local + 1)
-        slot_weights = weights.new_empty(num_slots)
+        has_weights = weights is not None
+        slot_weights = torch.empty(
+            num_slots if has_weights else 0,
+            dtype=weights.dtype if has_weights else torch.float32,
+            device=device,
+        )
         if not is_dense:
             row_of_slot.fill_(-1)
             slot_weights.zero_()
         number_slots(
-            ids,
+            _with_adjacent_columns(ids),
             weights,
             counts,
             (row_of_slot, slots_of_row, slot_weights, num_tokens, first_slot),
@@ -78,7 +87,7 @@ class TritonRowOps:
             slots_of_row=slots_of_row,
             num_tokens_per_expert=num_tokens,
             first_slot=first_slot,
-            host_num_tokens_per_expert=tuple(host_counts),
+            host_num_tokens_per_expert=host_counts,
             expert_alignment=expert_alignment,
             is_dense=is_dense,
         )

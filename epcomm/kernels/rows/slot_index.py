@@ -1,6 +1,6 @@
 """Number the slots of received rows: a stable counting sort of (row, k) pairs by expert.
 
-A program numbers the pairs of one expert in one segment of the rows. It counts those of earlier
+A program numbers the pairs of a few experts in one segment of the rows. It counts those of earlier
 segments first, so that programs wait for nothing and one launch does it all: every id is read a few
 times from the cache, which costs less than the launches of a sort.
 """
@@ -14,33 +14,55 @@ from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
 
-# Pairs that a program looks at together, 16 of each thread, and those that it numbers at most: a
-# count of 4096 pairs costs a fraction of their scan.
-_PAIRS, _WARPS = 4096, 8
-_SEGMENT_PAIRS = 16384
+# Pairs that a program numbers together, and those of its segment, which others count at once: a
+# scan takes more registers than a count.
+_PAIRS, _WARPS = 2048, 8
+_SEGMENT_PAIRS = 8192
+# Experts of a program: 16 bits of a word of 64 count the pairs of each, and a segment has fewer
+# than 2**16.
+_GROUP = 4
+_BITS = 16
+
+_GROUP_OF = tl.constexpr(_GROUP)
+_BITS_OF = tl.constexpr(_BITS)
+_COUNT_MASK = tl.constexpr((1 << _BITS) - 1)
 
 
 @triton.jit
-def _experts_of(
+def _members_of(
     ids_ptr: tl.tensor,
     pair: tl.tensor,
     end: tl.tensor,
     first_expert: tl.tensor,
+    group: tl.tensor,
     IDS_STRIDE: tl.constexpr,
     K: tl.constexpr,
     L: tl.constexpr,
-) -> tl.tensor:
-    """Load the local experts of pairs before `end`, -1 where a pair has none here."""
+) -> tuple[tl.tensor, tl.tensor]:
+    """Load the local experts of pairs before `end`, -1 for none here, and a 1 in its expert's bits.
+
+    The second is 0 where the expert is of another group.
+    """
     row = (pair // K).to(tl.int64)
     ids = tl.load(ids_ptr + row * IDS_STRIDE + pair % K, mask=pair < end, other=-1)
     local = (ids - first_expert).to(tl.int32)
-    return tl.where((ids >= 0) & (local >= 0) & (local < L), local, -1)
+    local = tl.where((ids >= 0) & (local >= 0) & (local < L), local, -1)
+    place = local - group * _GROUP_OF
+    is_mine = (local >= 0) & (place >= 0) & (place < _GROUP_OF)
+    shift = tl.where(is_mine, place, 0) * _BITS_OF
+    return local, is_mine.to(tl.int64) << shift
+
+
+@triton.jit
+def _counts_in(packed: tl.tensor, lane: tl.tensor) -> tl.tensor:
+    """Unpack the count of each expert of a group, int32."""
+    return ((packed >> (lane * _BITS_OF).to(tl.int64)) & _COUNT_MASK).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_slots", "first_expert"])
 def _number_slots_kernel(
     ids_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
+    weights_ptr: tl.tensor | None,
     counts_ptr: tl.tensor,
     row_of_slot_ptr: tl.tensor,
     slots_of_row_ptr: tl.tensor,
@@ -59,49 +81,56 @@ def _number_slots_kernel(
     PAIRS: tl.constexpr,
     SEGMENT: tl.constexpr,
 ) -> None:
-    """Give slots to the pairs of expert program_id(0) in segment program_id(1).
+    """Give slots to the pairs of expert group program_id(0) in segment program_id(1).
 
     L = 2, K = 2, ids 1 -1 | -1 0 | 0 1: expert 0 has the pairs 3 and 4 (rows 1, 2), expert 1 the
     pairs 0 and 5 (rows 0, 2), so row_of_slot is 1 2 0 2 and slots_of_row 2 -1 | -1 0 | 1 3.
     """
-    expert, segment = tl.program_id(0), tl.program_id(1)
-    lane = tl.arange(0, L_LANES)
+    group, segment = tl.program_id(0), tl.program_id(1)
+    lane, member = tl.arange(0, L_LANES), tl.arange(0, _GROUP_OF)
     counts = tl.load(counts_ptr + lane, mask=lane < L, other=0).to(tl.int32)
     aligned = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    start = tl.sum(tl.where(lane < expert, aligned, 0))
+    expert = group * _GROUP_OF + member
+    is_before = lane[None, :] < expert[:, None]
+    # Where the next pair of each expert of the group goes.
+    following = tl.sum(tl.where(is_before, aligned[None, :], 0), 1)
     if segment == 0:
-        tl.store(first_slot_ptr + expert, start)
-        tl.store(num_tokens_ptr + expert, tl.sum(tl.where(lane == expert, counts, 0)))
-        if expert == L - 1:
+        tl.store(first_slot_ptr + expert, following, mask=expert <= L)
+        mine = tl.load(counts_ptr + expert, mask=expert < L, other=0).to(tl.int32)
+        tl.store(num_tokens_ptr + expert, mine, mask=expert < L)
+        if group == 0:
             tl.store(first_slot_ptr + L, tl.sum(aligned))
 
-    place, offset = start, tl.arange(0, PAIRS)
     begin = segment * SEGMENT
-    for at in range(0, begin, PAIRS):
-        experts = _experts_of(ids_ptr, at + offset, begin, first_expert, IDS_STRIDE, K, L)
-        place += tl.sum((experts == expert).to(tl.int32))
+    for at in range(0, begin, SEGMENT):
+        pair = at + tl.arange(0, SEGMENT)
+        _, ones = _members_of(ids_ptr, pair, begin, first_expert, group, IDS_STRIDE, K, L)  # pyright: ignore[reportGeneralTypeIssues]
+        following += _counts_in(tl.sum(ones), member)
     end = tl.minimum(begin + SEGMENT, num_pairs)
     for at in range(begin, end, PAIRS):
-        pair = at + offset
-        experts = _experts_of(ids_ptr, pair, end, first_expert, IDS_STRIDE, K, L)
-        is_mine = experts == expert
-        slot = place + tl.cumsum(is_mine.to(tl.int32), 0) - 1
+        pair = at + tl.arange(0, PAIRS)
+        local, ones = _members_of(ids_ptr, pair, end, first_expert, group, IDS_STRIDE, K, L)  # pyright: ignore[reportGeneralTypeIssues]
+        is_mine, place = ones > 0, local - group * _GROUP_OF
+        slot = _counts_in(tl.cumsum(ones, 0), tl.where(is_mine, place, 0)) - 1
+        for each in tl.static_range(_GROUP_OF):
+            slot += tl.where(place == each, tl.sum(tl.where(member == each, following, 0)), 0)
         # Counts and ids come of one call, so this holds; memory of others must not depend on it.
         is_mine &= slot < num_slots
         row = pair // K
         tl.store(row_of_slot_ptr + slot, row, mask=is_mine)
         tl.store(slots_of_row_ptr + pair, slot, mask=is_mine)
-        weight_ptr = weights_ptr + row.to(tl.int64) * WEIGHTS_STRIDE + pair % K
-        tl.store(slot_weights_ptr + slot, tl.load(weight_ptr, mask=is_mine), mask=is_mine)
-        if expert == 0:
-            nowhere = (experts < 0) & (pair < end)
+        if weights_ptr is not None:
+            weight_ptr = weights_ptr + row.to(tl.int64) * WEIGHTS_STRIDE + pair % K
+            tl.store(slot_weights_ptr + slot, tl.load(weight_ptr, mask=is_mine), mask=is_mine)
+        if group == 0:
+            nowhere = (local < 0) & (pair < end)
             tl.store(slots_of_row_ptr + pair, tl.zeros_like(slot) - 1, mask=nowhere)
-        place += tl.sum(is_mine.to(tl.int32))
+        following += _counts_in(tl.sum(ones), member)
 
 
 def number_slots(
     ids: Tensor,
-    weights: Tensor,
+    weights: Tensor | None,
     counts: Tensor,
     tables: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     *,
@@ -112,7 +141,7 @@ def number_slots(
 
     Args:
         ids: [R, K], int32 or int64, physical experts, -1 for none, of any row stride.
-        weights: [R, K], of any row stride.
+        weights: [R, K], of any row stride, or None.
         counts: [L], the pairs of each expert of this rank, which is first_expert and those behind.
         tables: written; row_of_slot [C] and slots_of_row [R, K], slot weights [C], in the dtype of
             weights, num_tokens_per_expert [L] and first_slot [L + 1]; the others are int32. Slots
@@ -128,7 +157,7 @@ def number_slots(
     num_local, num_pairs = num_tokens.shape[0], num_rows * top_k
     num_segments = max(1, -(-num_pairs // _SEGMENT_PAIRS))
     with torch.cuda.device_of(ids):
-        _number_slots_kernel[(num_local, num_segments)](
+        _number_slots_kernel[(-(-num_local // _GROUP), num_segments)](
             ids,
             weights,
             counts,
@@ -141,7 +170,7 @@ def number_slots(
             row_of_slot.shape[0],
             first_expert,
             IDS_STRIDE=ids.stride(0) if num_rows > 1 else top_k,
-            WEIGHTS_STRIDE=weights.stride(0) if num_rows > 1 else top_k,
+            WEIGHTS_STRIDE=top_k if weights is None or num_rows < 2 else weights.stride(0),
             ALIGNMENT=expert_alignment,
             K=top_k,
             L=num_local,

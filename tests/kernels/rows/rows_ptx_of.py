@@ -135,8 +135,8 @@ def index() -> str:
         K=8,
         L=128,
         L_LANES=128,
-        PAIRS=4096,
-        SEGMENT=16384,
+        PAIRS=2048,
+        SEGMENT=8192,
         num_warps=8,
     )
 

@@ -147,8 +147,8 @@ def _look(signals_ptr: tl.tensor, is_read: tl.tensor, SCOPE: tl.constexpr) -> tl
     """Load signals, acquiring what their sources released; 0 where is_read is not set."""
     if _IS_TIMED:
         # An atomic operation that adds nothing would take as long again.
-        return tl.inline_asm_elementwise(
-            _ACQUIRE_SYS if SCOPE == "sys" else _ACQUIRE_GPU,
+        return tl.inline_asm_elementwise(  # pyright: ignore[reportReturnType]
+            _ACQUIRE_SYS if SCOPE == "sys" else _ACQUIRE_GPU,  # pyright: ignore[reportArgumentType]
             "=&r,l,r",
             [signals_ptr, is_read.to(tl.int32)],
             dtype=tl.int32,

@@ -232,6 +232,8 @@ class PreparedLaunch:
             _check_integers(arguments, kernel.params)
             _check_host_memory(arguments)
             num_scratch = _num_scratch(compiled, [_bytes_of(each) for each in types])
+            # An old driver has none.
+            launch = driver().cuLaunchKernelEx
         except (AttributeError, KeyError, CudaError, UnpreparedError) as problem:
             _logger.info("%s is launched by Triton: %s", kernel, problem)
             return None
@@ -243,7 +245,7 @@ class PreparedLaunch:
             num_scratch=num_scratch,
             device_index=device.index,
             calls=Driver(
-                launch=driver().cuLaunchKernelEx,
+                launch=launch,
                 device=torch._C._cuda_getDevice,
                 stream=torch._C._cuda_getCurrentRawStream,
             ),

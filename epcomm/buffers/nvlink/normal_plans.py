@@ -98,6 +98,12 @@ class ExchangePlanMemory:
 
         Each begins at a multiple of 16 bytes, as kernels are compiled for.
         """
-        parts = [part for length in lengths for part in (length, -length % _WORDS_OF_16_BYTES)]
+        parts, places = [], []
+        for length in lengths:
+            places.append(len(parts))
+            parts.append(length)
+            if gap := -length % _WORDS_OF_16_BYTES:
+                parts.append(gap)
         memory = torch.empty(sum(parts), dtype=torch.int32, device=self.device)
-        return memory.split_with_sizes(parts)[::2]
+        pieces = memory.split_with_sizes(parts)
+        return tuple([pieces[place] for place in places])

@@ -279,7 +279,7 @@ def send_combine(
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
     """
     hidden_size, row_stride = rows.shape[1], rows.stride(0)
-    key = ("send", rows.dtype, hidden_size, row_stride, slot_weights is None, per_row)
+    key = ("send sums", rows.dtype, hidden_size, row_stride, slot_weights is None, per_row)
     launch = exchange.launches.get(key)
     if launch is None:
         peers, layout = exchange.peers, exchange.peers.layout
@@ -334,7 +334,7 @@ def receive_combine(exchange: LowLatencyExchange, out: Tensor, is_sent: Tensor) 
     """
     num_tokens, hidden_size = out.shape
     num_programs = exchange.peers.num_programs
-    key = ("receive", out.dtype, hidden_size)
+    key = ("receive sums", out.dtype, hidden_size)
     launch = exchange.launches.get(key)
     if launch is None:
         peers, layout = exchange.peers, exchange.peers.layout

@@ -200,7 +200,7 @@ def receive_dispatch(
     Collective: yes, after send_dispatch().   Allocates nothing.   Host sync: none.
     """
     capacity = 0 if row_of_slot is None else row_of_slot.shape[0]
-    key = ("receive", capacity, expert_alignment, expert_capacity)
+    key = ("receive rows", capacity, expert_alignment, expert_capacity)
     layout = exchange.peers.layout
     rows = max(1, min(_PAIRS, _COMPARISONS // layout.local_lanes) // layout.metadata_words)
     launch = exchange.launches.get(key)

@@ -417,7 +417,7 @@ def send_dispatch(
     """
     num_tokens, hidden_size = hidden_states.shape
     row_stride = hidden_states.stride(0) if num_tokens > 1 else hidden_size
-    key = ("send", hidden_states.dtype, hidden_size, row_stride, kind, scale_block, profile)
+    key = ("send rows", hidden_states.dtype, hidden_size, row_stride, kind, scale_block, profile)
     peers, layout = exchange.peers, exchange.peers.layout
     # Headers are sent by the first W of these.
     metadata_programs = max(layout.world_size, min(peers.num_programs, _MOST_METADATA_PROGRAMS))

@@ -21,10 +21,11 @@ from epcomm.kernels.nvlink.common.epochs import COMBINE_EPOCH, COMBINE_LEFT, COM
 from epcomm.kernels.nvlink.common.layout import MemoryLayout, NormalLayout
 from epcomm.kernels.nvlink.common.signals import LOOKS_PER_TICK, POLL_NS
 from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange, Sends
-from epcomm.platforms.cuda import compute_capability, num_sms_of
+from epcomm.platforms.cuda import compute_capability, num_sms_of, on_device
 
 SOURCE = Path(__file__).with_name("normal_combine.cu")
-# Warps of a block, and vectors that each of their threads loads at once from a row.
+# Warps of a block, the first reducer of which releases signals before it reduces, and vectors that
+# each of their threads loads at once from a row.
 SENDERS, REDUCERS, UNROLL = 16, 4, 4
 # What one thread copies at a time.
 _COPY_BYTES = 16
@@ -137,7 +138,7 @@ def combine_rows_cpp(
     """
     peers = exchange.peers
     kernel, num_sms = _kernel(peers.layout, rows.shape[1], rows.device)
-    with torch.cuda.device(rows.device):
+    with on_device(rows.device):
         kernel.launch(
             num_blocks(peers.num_programs, num_sms),
             _Arguments(

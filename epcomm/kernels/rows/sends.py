@@ -13,9 +13,10 @@ from torch import Tensor
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.rows.launch import launch
 
-# Tokens that a program looks at together, and those that it numbers; as in slot_index.py.
+# Tokens that a program looks at together, and those of its segment: longer segments would leave
+# most SMs without a program where ranks are few.
 _TOKENS, _WARPS = 512, 8
-_SEGMENT_TOKENS = 2048
+_SEGMENT_TOKENS = 1024
 # A count needs no scan, and many small programs hide the latency of their atomics.
 _COUNTED_TOKENS, _COUNT_WARPS = 32, 4
 

@@ -108,9 +108,10 @@ class DirectLaunch:
         self._calls, self._device_index = calls, device_index
         # Of the memory: threads of one process may share a kernel.
         self._lock = Lock()
-        self._keeps = (compiled, [each for each in arguments if isinstance(each, Tensor)])
         given = [place for place, each in enumerate(changing) if each is not None]
         kept = [place for place in range(len(arguments)) if place not in given]
+        # What changes belongs to the caller: a batch must not outlive its call here.
+        self._keeps = (compiled, [arguments[place] for place in kept])
         # What changes lies in front, so that one call writes all of it.
         order = [place for place in (*given, *kept) if types[place] != "constexpr"]
         formats = {place: _format_of(types[place]) for place in order}

@@ -21,7 +21,8 @@ SIZES = Sizes(tokens=12, hidden=72, top_k=3, experts=8, ranks=2)
 def test_every_case_passes_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(select._LOADERS, "cpu", select._LOADERS["cuda"])
     names = []
-    for make in cases_of(SIZES, torch.device("cpu")):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for make in cases_of(SIZES, device):
         case = make()
         case.check()
         case.call()

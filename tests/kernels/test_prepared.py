@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import cast
@@ -87,6 +88,23 @@ def test_driver_finds_what_changed_beside_what_stays() -> None:
         assert launch.launch(grid, (x, None, num_tokens))
         wanted = [x.data_ptr(), table.data_ptr(), 3, num_tokens, ADDRESS, 0]
         assert driver.seen.pop() == (77, (grid, 128, 512, 1234), 6, wanted)
+
+
+def test_tensors_that_change_are_not_kept_alive() -> None:
+    x = rows()
+    is_alive = weakref.ref(x)
+    launch = DirectLaunch(
+        compiled(),
+        [x, torch.zeros(4, dtype=torch.int64), None, 3, 5, ADDRESS],
+        [CHANGES, None, CHANGES, None, CHANGES, None],
+        TYPES,
+        num_scratch=1,
+        device_index=0,
+        calls=FakeDriver().calls(),
+    )
+    del x
+    assert is_alive() is None
+    assert launch.launch(1, (rows(), None, 1))
 
 
 @pytest.mark.parametrize(

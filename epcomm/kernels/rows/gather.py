@@ -6,12 +6,12 @@ are multiples of 16 bytes; other rows are moved element by element.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import check_rows
+from epcomm.kernels.rows.launch import launch
 from epcomm.kernels.rows.tiles import WARPS, movable, row_stride, tile_of
 
 
@@ -63,16 +63,14 @@ def gather_rows(rows: Tensor, row_of_slot: Tensor, out: Tensor) -> None:
     if out.numel() == 0:
         return
     tile = tile_of(hidden_size, rows.itemsize)
-    with torch.cuda.device_of(out):
-        _gather_rows_kernel[(tile.programs(num_slots),)](
-            movable(rows),
-            row_of_slot,
-            movable(out),
-            num_slots,
-            ROWS_STRIDE=row_stride(rows),
-            OUT_STRIDE=row_stride(out),
-            HIDDEN=hidden_size,
-            ROWS=tile.rows,
-            COLUMNS=tile.columns,
-            num_warps=WARPS,  # pyright: ignore[reportCallIssue]
-        )
+    launch(
+        _gather_rows_kernel,
+        tile.programs(num_slots),
+        (movable(rows), row_of_slot, movable(out), num_slots),
+        ROWS_STRIDE=row_stride(rows),
+        OUT_STRIDE=row_stride(out),
+        HIDDEN=hidden_size,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=WARPS,
+    )

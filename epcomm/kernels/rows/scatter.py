@@ -6,12 +6,12 @@ them, 16 bytes at a time: a token that goes to five ranks is read once, not five
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import check_rows, next_power_of_two
+from epcomm.kernels.rows.launch import launch
 from epcomm.kernels.rows.tiles import WARPS, movable, row_stride, tile_of
 
 
@@ -134,8 +134,10 @@ def scatter_tokens(tokens: Parts, row_of_rank: Tensor, rows: Parts) -> None:
     top_k = 1 if ids is None else ids.shape[1]
     num_scales = 1 if scales is None else scales.shape[1]
     tile = tile_of(hidden_size, x.itemsize)
-    with torch.cuda.device_of(data):
-        _scatter_tokens_kernel[(tile.programs(num_tokens),)](
+    launch(
+        _scatter_tokens_kernel,
+        tile.programs(num_tokens),
+        (
             movable(x),
             None if scales is None else movable(scales),
             ids,
@@ -146,22 +148,23 @@ def scatter_tokens(tokens: Parts, row_of_rank: Tensor, rows: Parts) -> None:
             row_ids,
             row_weights,
             num_tokens,
-            X_STRIDE=row_stride(x),
-            ROWS_STRIDE=_stride_of(data),
-            HIDDEN=hidden_size,
-            SCALES_STRIDE=0 if scales is None else row_stride(scales),
-            ROW_SCALES_STRIDE=_stride_of(row_scales),
-            SCALES=num_scales,
-            SCALE_LANES=next_power_of_two(num_scales),
-            ROW_IDS_STRIDE=_stride_of(row_ids),
-            ROW_WEIGHTS_STRIDE=_stride_of(row_weights),
-            K=top_k,
-            K_LANES=next_power_of_two(top_k),
-            W=row_of_rank.shape[1],
-            TOKENS=tile.rows,
-            COLUMNS=tile.columns,
-            num_warps=WARPS,  # pyright: ignore[reportCallIssue]
-        )
+        ),
+        X_STRIDE=row_stride(x),
+        ROWS_STRIDE=_stride_of(data),
+        HIDDEN=hidden_size,
+        SCALES_STRIDE=0 if scales is None else row_stride(scales),
+        ROW_SCALES_STRIDE=_stride_of(row_scales),
+        SCALES=num_scales,
+        SCALE_LANES=next_power_of_two(num_scales),
+        ROW_IDS_STRIDE=_stride_of(row_ids),
+        ROW_WEIGHTS_STRIDE=_stride_of(row_weights),
+        K=top_k,
+        K_LANES=next_power_of_two(top_k),
+        W=row_of_rank.shape[1],
+        TOKENS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=WARPS,
+    )
 
 
 def _stride_of(rows: Tensor | None) -> int:

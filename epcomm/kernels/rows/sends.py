@@ -6,16 +6,17 @@ need the counts of all tokens, so they are a second launch, which runs while hea
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
+from epcomm.kernels.rows.launch import launch
 
-# Tokens that a program looks at together, and those that it numbers; as in slot_index.py.
+# Tokens that a program looks at together, and those of its segment: longer segments would leave
+# most SMs without a program where ranks are few.
 _TOKENS, _WARPS = 512, 8
-_SEGMENT_TOKENS = 2048
+_SEGMENT_TOKENS = 1024
 # A count needs no scan, and many small programs hide the latency of their atomics.
 _COUNTED_TOKENS, _COUNT_WARPS = 32, 4
 
@@ -136,12 +137,12 @@ def _order_sends_kernel(
     TOKENS: tl.constexpr,
     SEGMENT: tl.constexpr,
 ) -> None:
-    """Give numbers to the rows to rank program_id(0) of the tokens of segment program_id(1).
+    """Give numbers to the rows of one segment of tokens to one rank.
 
     W = 2, L = 1, ids 0 1 | 1 -1: row 0 goes to rank 0, rows 1 and 2 to rank 1, so row_of_rank is
     0 1 | -1 2 and row_of_topk 0 1 | 2 -1.
     """
-    destination, segment = tl.program_id(0), tl.program_id(1)
+    destination, segment = tl.program_id(0) % W, tl.program_id(0) // W
     lane, offset = tl.arange(0, W_LANES), tl.arange(0, TOKENS)
     before = tl.load(header_ptr + lane * WORDS + ROWS_AT, mask=lane < destination, other=0)
     row = tl.sum(before).to(tl.int32)
@@ -197,24 +198,21 @@ def count_sends(
     num_tokens, top_k = topk_ids.shape
     world_size, num_words = header.shape
     place = len(words)
-    with torch.cuda.device_of(header):
-        _count_sends_kernel[(max(1, -(-num_tokens // _COUNTED_TOKENS)),)](
-            topk_ids,
-            header,
-            rest,
-            num_tokens,
-            *words,
-            WRONG_IDS=wrong_ids,
-            FAULT_AT=place - 2,
-            FLAGS_AT=place - 1,
-            ROWS_AT=place,
-            SLOTS_AT=place + 1,
-            WORDS=num_words,
-            NUM_HERE=num_local - rest.shape[1],
-            TOKENS=_COUNTED_TOKENS,
-            **_constants(world_size, num_local, top_k),
-            num_warps=_COUNT_WARPS,  # pyright: ignore[reportCallIssue]
-        )
+    launch(
+        _count_sends_kernel,
+        max(1, -(-num_tokens // _COUNTED_TOKENS)),
+        (topk_ids, header, rest, num_tokens, *words),
+        WRONG_IDS=wrong_ids,
+        FAULT_AT=place - 2,
+        FLAGS_AT=place - 1,
+        ROWS_AT=place,
+        SLOTS_AT=place + 1,
+        WORDS=num_words,
+        NUM_HERE=num_local - rest.shape[1],
+        TOKENS=_COUNTED_TOKENS,
+        **_constants(world_size, num_local, top_k),
+        num_warps=_COUNT_WARPS,
+    )
 
 
 def order_sends(
@@ -242,20 +240,17 @@ def order_sends(
     world_size, num_words = header.shape
     if num_tokens == 0:
         return
-    with torch.cuda.device_of(header):
-        _order_sends_kernel[(world_size, -(-num_tokens // _SEGMENT_TOKENS))](
-            topk_ids,
-            header,
-            row_of_rank,
-            row_of_topk,
-            num_tokens,
-            ROWS_AT=rows_at,
-            WORDS=num_words,
-            TOKENS=_TOKENS,
-            SEGMENT=_SEGMENT_TOKENS,
-            **_constants(world_size, num_local, top_k),
-            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
-        )
+    launch(
+        _order_sends_kernel,
+        world_size * -(-num_tokens // _SEGMENT_TOKENS),
+        (topk_ids, header, row_of_rank, row_of_topk, num_tokens),
+        ROWS_AT=rows_at,
+        WORDS=num_words,
+        TOKENS=_TOKENS,
+        SEGMENT=_SEGMENT_TOKENS,
+        **_constants(world_size, num_local, top_k),
+        num_warps=_WARPS,
+    )
 
 
 def _constants(world_size: int, num_local: int, top_k: int) -> dict[str, int]:

@@ -7,12 +7,12 @@ times from the cache, which costs less than the launches of a sort.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
+from epcomm.kernels.rows.launch import launch
 
 # Pairs that a program numbers together, and those of its segment, which others count at once: a
 # scan takes more registers than a count.
@@ -78,15 +78,16 @@ def _number_slots_kernel(
     K: tl.constexpr,
     L: tl.constexpr,
     L_LANES: tl.constexpr,
+    GROUPS: tl.constexpr,
     PAIRS: tl.constexpr,
     SEGMENT: tl.constexpr,
 ) -> None:
-    """Give slots to the pairs of expert group program_id(0) in segment program_id(1).
+    """Give slots to the pairs of one group of experts in one segment.
 
     L = 2, K = 2, ids 1 -1 | -1 0 | 0 1: expert 0 has the pairs 3 and 4 (rows 1, 2), expert 1 the
     pairs 0 and 5 (rows 0, 2), so row_of_slot is 1 2 0 2 and slots_of_row 2 -1 | -1 0 | 1 3.
     """
-    group, segment = tl.program_id(0), tl.program_id(1)
+    group, segment = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
     lane, member = tl.arange(0, L_LANES), tl.arange(0, _GROUP_OF)
     counts = tl.load(counts_ptr + lane, mask=lane < L, other=0).to(tl.int32)
     aligned = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
@@ -155,9 +156,12 @@ def number_slots(
     num_rows, top_k = ids.shape
     row_of_slot, slots_of_row, slot_weights, num_tokens, first_slot = tables
     num_local, num_pairs = num_tokens.shape[0], num_rows * top_k
+    num_groups = -(-num_local // _GROUP)
     num_segments = max(1, -(-num_pairs // _SEGMENT_PAIRS))
-    with torch.cuda.device_of(ids):
-        _number_slots_kernel[(-(-num_local // _GROUP), num_segments)](
+    launch(
+        _number_slots_kernel,
+        num_groups * num_segments,
+        (
             ids,
             weights,
             counts,
@@ -169,13 +173,15 @@ def number_slots(
             num_pairs,
             row_of_slot.shape[0],
             first_expert,
-            IDS_STRIDE=ids.stride(0) if num_rows > 1 else top_k,
-            WEIGHTS_STRIDE=top_k if weights is None or num_rows < 2 else weights.stride(0),
-            ALIGNMENT=expert_alignment,
-            K=top_k,
-            L=num_local,
-            L_LANES=next_power_of_two(num_local),
-            PAIRS=_PAIRS,
-            SEGMENT=_SEGMENT_PAIRS,
-            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
-        )
+        ),
+        IDS_STRIDE=ids.stride(0) if num_rows > 1 else top_k,
+        WEIGHTS_STRIDE=top_k if weights is None or num_rows < 2 else weights.stride(0),
+        ALIGNMENT=expert_alignment,
+        K=top_k,
+        L=num_local,
+        L_LANES=next_power_of_two(num_local),
+        GROUPS=num_groups,
+        PAIRS=_PAIRS,
+        SEGMENT=_SEGMENT_PAIRS,
+        num_warps=_WARPS,
+    )

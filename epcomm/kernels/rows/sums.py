@@ -13,6 +13,7 @@ from torch import Tensor
 
 from epcomm.kernels.launch import EXACT, check_rows
 from epcomm.kernels.rounding import cast
+from epcomm.kernels.rows.launch import launch
 from epcomm.kernels.rows.tiles import WARPS, row_stride, tile_of
 
 # Of a table with more columns, loads of one target are no longer all under way at once.
@@ -164,22 +165,18 @@ def _launch(
     if out.numel() == 0:
         return
     tile = tile_of(hidden_size, _TILE_SHARE * rows.itemsize)
-    with torch.cuda.device_of(out):
-        _sum_rows_kernel[(tile.programs(num_targets),)](
-            rows,
-            sources,
-            weights,
-            out,
-            num_targets,
-            rows_per_part,
-            STRIDE=row_stride(rows),
-            OUT_STRIDE=row_stride(out),
-            HIDDEN=hidden_size,
-            K=num_terms,
-            IS_UNROLLED=num_terms <= _MOST_UNROLLED,
-            DTYPE=tl.float64 if rows.dtype is torch.float64 else tl.float32,
-            ROWS=tile.rows,
-            COLUMNS=tile.columns,
-            num_warps=WARPS,  # pyright: ignore[reportCallIssue]
-            **EXACT,
-        )
+    launch(
+        _sum_rows_kernel,
+        tile.programs(num_targets),
+        (rows, sources, weights, out, num_targets, rows_per_part),
+        STRIDE=row_stride(rows),
+        OUT_STRIDE=row_stride(out),
+        HIDDEN=hidden_size,
+        K=num_terms,
+        IS_UNROLLED=num_terms <= _MOST_UNROLLED,
+        DTYPE=tl.float64 if rows.dtype is torch.float64 else tl.float32,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=WARPS,
+        **EXACT,
+    )

@@ -135,6 +135,7 @@ def index() -> str:
         K=8,
         L=128,
         L_LANES=128,
+        GROUPS=32,
         PAIRS=2048,
         SEGMENT=8192,
         num_warps=8,

@@ -1,9 +1,10 @@
 """Signals by which the kernels of the ranks of one host wait for one another.
 
 A signal is a counter of one source rank in the memory of the rank that waits. It grows by one for
-each program of the source that has sent. Each add releases, so a full count means that all that the
-programs stored is visible to the rank that acquires it. Signals never shrink, and are compared by
-the sign of a difference, for a fast rank may be one epoch ahead.
+each program of the source that has sent, or, in low latency, once for all of them, by the last to
+arrive. Each add releases, so a full count means that all that the programs stored is visible to the
+rank that acquires it. Signals never shrink, and are compared by the sign of a difference, for a
+fast rank may be one epoch ahead.
 
 Waits end after a number of polls. One of a GPU lasts a millisecond, by its clock, and is as many
 looks as fit, for how fast it looks depends on all else that it does. A rank that times out writes a
@@ -78,6 +79,31 @@ def publish(
     signals = (bases + offset).to(tl.pointer_type(tl.int32))
     # Read by await_signals() on every rank. One vector, hence one fence for all ranks.
     tl.atomic_add(signals, tl.zeros_like(lane) + amount, mask=is_rank, sem="release", scope="sys")
+
+
+@triton.jit
+def publish_as_last(
+    arrivals_ptr: tl.tensor,
+    num_arriving: tl.tensor,
+    bases_ptr: tl.tensor,
+    offset: tl.tensor,
+    W: tl.constexpr,
+    LANES: tl.constexpr,
+    excluded_ptr: tl.tensor,
+) -> None:
+    """Publish 1 once all `num_arriving` programs have come here, after all that they stored.
+
+    A fence of the whole system and W remote adds for a rank, not for each program: what another
+    program stored is released by its arrival, acquired by the last, and released by that again.
+
+    arrivals_ptr: of this rank, 0 before the first arrival and after the last.
+    """
+    # The arrival is made by one thread: it covers the stores of the others only after this.
+    tl.debug_barrier()
+    num_before = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
+    if num_before == num_arriving - 1:
+        tl.store(arrivals_ptr, 0)
+        publish(bases_ptr, offset, 1, W, LANES, excluded_ptr)
 
 
 @triton.jit

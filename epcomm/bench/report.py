@@ -48,7 +48,9 @@ def _as_record(timing: Timing) -> Mapping[str, Any]:
 
 def timings_table(timings: Sequence[Timing]) -> Table:
     """Return the times of dispatch, combine and both, by T, the fastest pair first."""
-    table = _table("dispatch\np50", "combine\np50", "pair\np50", "pair\np95", "pair\np99", "MB\nsent")
+    table = _table(
+        "dispatch\np50", "combine\np50", "pair\np50", "pair\np95", "pair\np99", "MB\nsent"
+    )
     ordered = sorted(timings, key=lambda each: (each.tokens, each.us["pair"].p50))
     for place, timing in enumerate(ordered):
         is_last = place + 1 == len(ordered) or ordered[place + 1].tokens != timing.tokens

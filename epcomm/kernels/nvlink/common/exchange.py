@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout, MemoryLayout
+
+if TYPE_CHECKING:
+    # It imports Triton, and this file serves plans too.
+    from epcomm.kernels.prepared import PreparedLaunch
 
 LayoutT = TypeVar("LayoutT", bound=MemoryLayout)
 
@@ -71,12 +76,14 @@ class LowLatencyExchange:
     buffer_address: of the receive buffer of this rank.   bases: [W], int64: of those of all ranks.
     state: [8], int32: epoch of dispatch (1 at first) and of combine (0), whether the call failed,
         and, from METADATA_ARRIVALS on, programs that have sent metadata, rows and sums.
+    launches: prepared for this receive buffer, by kernel and by all that its constants depend on.
     """
 
     peers: PeerBlocks[LowLatencyLayout]
     buffer_address: int
     bases: Tensor
     state: Tensor
+    launches: dict[Hashable, PreparedLaunch] = field(default_factory=dict)
 
     @classmethod
     def of(cls, peers: PeerBlocks[LowLatencyLayout], buffer_index: int) -> LowLatencyExchange:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from epcomm import EPConfig
 from epcomm.cli import app
 
-REPO = Path(__file__).parents[1]
+REPO = Path(__file__).parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md")
 PAGES += tuple(sorted(str(path.relative_to(REPO)) for path in (REPO / "docs").rglob("*.md")))
 BLOCK = re.compile(r"^```(?P<kind>.*)\n(?P<text>(?s:.*?))^```$", re.MULTILINE)

@@ -29,7 +29,7 @@ BLOCK = re.compile(r"^```(?P<kind>.*)\n(?P<text>(?s:.*?))^```$", re.MULTILINE)
 CONFIGURATIONS = ("toml", "yaml", "json")
 KINDS = {"python", " { .python }", "sh", "text", "", *CONFIGURATIONS}
 # A file that the reader has and the repository has not.
-OF_THE_READER = re.compile(r" \w+\.(?:json|yaml|toml)\b")
+OF_THE_READER = re.compile(r" (\w+\.(?:json|yaml|toml))\b")
 # Commands within a sentence; what is in capitals, as FILE, stands for a word of the reader's.
 IN_WORDS = re.compile(
     r"`((?:epcomm (?:plan|doctor|bench)|python -m|make|pip|torchrun|scripts/|MULTI_RANK)\b[^`]*)`"
@@ -46,7 +46,8 @@ def blocks(page: str) -> Sequence[tuple[str, str]]:
 
 def in_blocks(page: str) -> list[str]:
     """Return each command of the blocks of a page."""
-    lines = [line for kind, text in blocks(page) if kind == "sh" for line in text.splitlines()]
+    texts = [text.replace("\\\n", " ") for kind, text in blocks(page) if kind == "sh"]
+    lines = [line for text in texts for line in text.splitlines()]
     return [bare(part) for line in lines for part in re.split(r"&&|\|\|", line)]
 
 
@@ -87,9 +88,14 @@ def test_configurations_are_read(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("command", "page"), SHOWN.items(), ids=[*SHOWN])
-def test_commands_exist(command: str, page: str) -> None:
+def test_commands_exist(
+    command: str, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program, *words = shlex.split(command)
     assert program in CHECKS, page
+    monkeypatch.chdir(tmp_path)
+    for name in OF_THE_READER.findall(command):
+        (tmp_path / name).touch()
     CHECKS[program](words)
 
 

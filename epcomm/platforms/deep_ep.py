@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,6 +21,18 @@ class DeepEPKind(StrEnum):
     HYBRID = "Hybrid"
     ASCEND = "Ascend"
     UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstalledDeepEP:
+    """The package that `import deep_ep` would take.
+
+    has_legacy_buffer: it defines the Buffer of V1.   is_stand_in: an imitation on the CPU.
+    """
+
+    kind: DeepEPKind
+    has_legacy_buffer: bool
+    is_stand_in: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +78,29 @@ _READERS = MappingProxyType(
         "ranks",
     }
 )
+
+
+def find_deep_ep() -> InstalledDeepEP | None:
+    """Return which deep_ep is installed, None where there is none. Local; imports nothing."""
+    try:
+        found = find_spec("deep_ep")
+    except ValueError:
+        # A module that something put there by hand, without saying where it comes from.
+        return None
+    locations = found.submodule_search_locations if found is not None else None
+    if not locations:
+        return None
+    folder = Path(next(iter(locations)))
+    return InstalledDeepEP(
+        kind=deep_ep_kind(folder),
+        has_legacy_buffer=defines(folder, "Buffer"),
+        is_stand_in=runs_on_cpu_ranks(),
+    )
+
+
+def runs_on_cpu_ranks() -> bool:
+    """Tell whether fakes.deep_ep stands in for the package."""
+    return bool(getattr(sys.modules.get("deep_ep"), "CPU_RANKS", False))
 
 
 def deep_ep_kind(folder: Path) -> DeepEPKind:

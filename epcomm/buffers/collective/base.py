@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -25,6 +24,7 @@ from epcomm.collectives.call_order import (
     CallSign,
 )
 from epcomm.errors import EPError
+from epcomm.platforms.machine import Machine
 from epcomm.protocol import FaultCode
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Layout, WireDtype, WireFormat
@@ -46,7 +46,7 @@ class OverCollectives:
     counts_calls: bool
 
     @classmethod
-    def probe(cls, environment: Mapping[str, str]) -> Availability:
+    def probe(cls, machine: Machine) -> Availability:
         return Availability(ok=True)
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:

@@ -30,6 +30,7 @@ from epcomm.platforms.deep_ep_package import (
     load_deep_ep,
     probe_deep_ep,
 )
+from epcomm.platforms.machine import this_machine
 from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.registry import buffer_class
 from epcomm.spec import BufferSpec
@@ -236,10 +237,11 @@ LACKS = [
 def test_what_a_backend_lacks(lack: Lack) -> None:
     variables = {} if lack.queue_depth is None else {"NVSHMEM_QP_DEPTH": lack.queue_depth}
     spec = replace(WHOLE, **lack.changes)  # type: ignore[arg-type]
+    here = replace(this_machine(), environment=variables)
     for backend in lack.backends:
         buffer = buffer_class(backend)
         reasons = buffer.lacks(CASES[backend].mode, spec, lack.world_size)
-        reasons += buffer.lacks_with(variables, spec, lack.world_size)
+        reasons += buffer.lacks_with(here, spec, lack.world_size)
         if lack.reason is None:
             assert reasons == (), backend
         else:

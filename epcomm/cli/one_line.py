@@ -41,22 +41,23 @@ class OneLineGroup(TyperGroup):
         try:
             code = run()
         except _UsageError as error:
-            refuse(_line(error))
+            refuse(self._line(error, sys.argv[1:] if args is None else args))
         except typer.Abort:
             refuse("epcomm: it was interrupted")
         sys.exit(code if isinstance(code, int) else 0)
+
+    def _line(self, error: Any, args: Sequence[str]) -> str:  # noqa: ANN401
+        """Return the message of an error of typer, with the command that has it."""
+        if isinstance(error, BadInput):
+            return error.message
+        # An option without its value does not say whose it is.
+        own = " ".join(["epcomm", *(each for each in args[:1] if each in self.commands)])
+        command = own if error.ctx is None else error.ctx.command_path
+        text = " ".join(error.format_message().split())
+        return f"{command}: {text} (see {command} --help)"
 
 
 def refuse(line: str) -> NoReturn:
     """Write one line and leave."""
     sys.stderr.write(f"{line}\n")
     sys.exit(BAD_INPUT)
-
-
-def _line(error: Any) -> str:  # noqa: ANN401
-    """Return the message of an error of typer, with the command that has it."""
-    if isinstance(error, BadInput):
-        return error.message
-    command = error.ctx.command_path if error.ctx is not None else "epcomm"
-    text = " ".join(error.format_message().split())
-    return f"{command}: {text.rstrip('.')}; see {command} --help"

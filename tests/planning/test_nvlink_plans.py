@@ -110,7 +110,7 @@ CASES = [
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_decode_takes_it_where_it_can(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NVLinkHost, "probe", lambda environment: Availability(ok=True))
+    monkeypatch.setattr(NVLinkHost, "probe", lambda machine: Availability(ok=True))
     with EPGroup() as group:
         # As over nccl: tensors on a GPU, and collectives in which no host waits.
         monkeypatch.setattr(group, "device", torch.device("cuda"))
@@ -131,7 +131,7 @@ def test_decode_takes_it_where_it_can(case: Case, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_plan_without_ranks_or_with_one_does_not_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NVLinkHost, "probe", lambda environment: Availability(ok=True))
+    monkeypatch.setattr(NVLinkHost, "probe", lambda machine: Availability(ok=True))
     text = plan(CONFIG, SPEC, world_size=2).explain()
     reason = "serves one host, which only a process group shows; run under torchrun"
     assert f"rejected nvlink, shared_memory: {reason}" in text

@@ -108,7 +108,7 @@ def test_operators_for_cpu_tensors_count_beside_the_stand_in_of_ascend_alone() -
 def test_a_group_of_processors_is_not_served_by_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Imitate a process that has imported torch_npu and made its group over gloo."""
     monkeypatch.setattr(
-        buffer_class(NAME), "probe", classmethod(lambda cls, environment: Availability(ok=True))
+        buffer_class(NAME), "probe", classmethod(lambda cls, machine: Availability(ok=True))
     )
     with EPGroup() as group:
         with pytest.raises(

@@ -114,7 +114,7 @@ def test_kernels_quantize_as_torch_does(backend: str, wire: str) -> None:
 def serve_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans take the buffer for CPU ranks too."""
     caps = NVLinkLowLatencyBuffer.caps(Mode.LOW_LATENCY)
-    monkeypatch.setattr(NVLinkLowLatencyBuffer, "probe", lambda environment: Availability(ok=True))
+    monkeypatch.setattr(NVLinkLowLatencyBuffer, "probe", lambda machine: Availability(ok=True))
     monkeypatch.setattr(
         NVLinkLowLatencyBuffer, "caps", lambda mode: replace(caps, device_types=None)
     )

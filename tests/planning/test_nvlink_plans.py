@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from epcomm import EPConfig, EPGroup, MoESpec, plan
 from epcomm.buffers.nvlink.base import NVLinkHost
 from epcomm.planning import candidates
 from epcomm.platforms import nvlink
+from epcomm.platforms.assumed import DEVICES
 from epcomm.platforms.nvlink import PeerReach, reach_in, reach_reasons
 from epcomm.spec import Availability
 
@@ -123,6 +124,12 @@ def test_decode_takes_it_where_it_can(case: Case, monkeypatch: pytest.MonkeyPatc
     assert chosen.decode is not None
     assert chosen.decode.buffer == case.decode
     assert chosen.prefill.buffer == case.prefill
+    if case.devices == ("a", "b"):
+        # What is assumed of such machines is decided as if it were found.
+        there = replace(DEVICES["h200"], ranks_per_host=1 if len(set(case.hosts)) == 2 else 8)
+        assumed = plan(CONFIG, SPEC, world_size=2, machine=there)
+        for phase, like in zip(chosen.phases().values(), assumed.phases().values(), strict=True):
+            assert replace(phase, rejected=()) == replace(like, rejected=())
     text = chosen.explain()
     assert case.reason in text
     waits = "needs a transport in whose collectives the host waits, gloo or MPI"

@@ -115,6 +115,7 @@ def plan_command(
         "replicated": replicated,
         "measurements": measurements,
     }
+    assumed: AssumedMachine | None = None
     try:
         shape = None if model is None else read_model_file(model)
         spec = MoESpec(
@@ -128,15 +129,17 @@ def plan_command(
         settings = replace(settings, **_given(fields))
         if intermediate_size is None and shape is not None:
             intermediate_size = shape.intermediate_size
+        assumed = None if device is None else _assumed(device, settings)
         chosen = plan(
             settings,
             spec,
             world_size=ranks,
             weights=_weights_of(spec, intermediate_size, experts),
-            machine=None if device is None else _assumed(device, settings),
+            machine=assumed,
         )
     except (PlanRefused, BackendUnavailable) as error:
-        sys.stderr.write(f"{error}\n")
+        where = "" if assumed is None else f" (assumed: {assumed.describe(ranks)[0]})"
+        sys.stderr.write(f"{error}{where}\n")
         raise typer.Exit(REFUSED) from None
     except EPError as error:
         raise BadInput(str(error)) from None

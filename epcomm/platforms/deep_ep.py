@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -90,10 +90,10 @@ def find_deep_ep() -> InstalledDeepEP | None:
     locations = found.submodule_search_locations if found is not None else None
     if not locations:
         return None
-    folder = Path(next(iter(locations)))
+    names = _defined_names(Path(next(iter(locations))))
     return InstalledDeepEP(
-        kind=deep_ep_kind(folder),
-        has_legacy_buffer=defines(folder, "Buffer"),
+        kind=_kind_of(names),
+        has_legacy_buffer="Buffer" in names,
         is_stand_in=runs_on_cpu_ranks(),
     )
 
@@ -111,7 +111,10 @@ def deep_ep_kind(folder: Path) -> DeepEPKind:
 
     V2 holds the Buffer of V1 too, and so do the Hybrid branch and the package for Ascend.
     """
-    names = _defined_names(folder)
+    return _kind_of(_defined_names(folder))
+
+
+def _kind_of(names: Set[str]) -> DeepEPKind:
     if "fused_deep_moe" in names:
         return DeepEPKind.ASCEND
     if "HybridEPBuffer" in names:
@@ -119,11 +122,6 @@ def deep_ep_kind(folder: Path) -> DeepEPKind:
     if "ElasticBuffer" in names:
         return DeepEPKind.V2
     return DeepEPKind.V1 if "Buffer" in names else DeepEPKind.UNKNOWN
-
-
-def defines(folder: Path, name: str) -> bool:
-    """Tell whether the sources of a package define this class or function; imports nothing."""
-    return name in _defined_names(folder)
 
 
 def communication_variables(variables: Mapping[str, str]) -> tuple[Variable, ...]:

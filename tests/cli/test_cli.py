@@ -101,6 +101,16 @@ REFUSED = [
         message="computes experts itself, without runner quantized_reference; leave it auto",
     ),
     Refused(
+        id="backend that does not serve there",
+        arguments=[
+            *(*LAYER[:-1], "16", "--num-experts", "16", "--hidden-size", "2048"),
+            *("--device", "b200", "--mode", "normal", "--backend", "nvlink"),
+        ],
+        message="plan: backend nvlink cannot serve this layer: ranks are on 2 hosts, expected one "
+        "whose memory they share; change the configuration or use backend='auto' (assumed: 16 "
+        "ranks on 2 hosts of b200, at most 8 ranks a host)",
+    ),
+    Refused(
         id="backend that does not serve",
         arguments=[*LAYER, "--mode", "standard", "--backend", "shared_memory"],
         message="plan: backend shared_memory cannot serve this layer",

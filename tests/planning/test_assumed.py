@@ -25,10 +25,10 @@ CONFIG = EPConfig(max_tokens_per_rank=64)
 HOSTS = "ranks are on 2 hosts, expected one whose memory they share"
 
 
-def fp8_experts() -> Fp8BlockWeights:
+def experts() -> ExpertWeights:
     gate_up = torch.empty(1, 512, 2048, dtype=torch.bfloat16, device="meta")
     down = torch.empty(1, 2048, 256, dtype=torch.bfloat16, device="meta")
-    return Fp8BlockWeights.from_unquantized(ExpertWeights(gate_up_proj=gate_up, down_proj=down))
+    return ExpertWeights(gate_up_proj=gate_up, down_proj=down)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +90,8 @@ def test_it_chooses_as_there(case: Case, monkeypatch: pytest.MonkeyPatch) -> Non
     # Neither devices nor variables of this machine count.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: case.device == "cpu")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
-    chosen = plan(
-        CONFIG, SPEC, world_size=case.ranks, weights=fp8_experts(), machine=DEVICES[case.device]
-    )
+    fp8 = Fp8BlockWeights.from_unquantized(experts())
+    chosen = plan(CONFIG, SPEC, world_size=case.ranks, weights=fp8, machine=DEVICES[case.device])
     assert chosen.decode is not None
     found = (chosen.prefill.buffer, chosen.decode.buffer, chosen.runner)
     assert found == (case.prefill, case.decode, case.runner)
@@ -124,10 +123,10 @@ def test_variables_of_this_machine_do_not_count(
 @pytest.mark.ranks(2)
 def test_a_plan_for_cpus_is_that_of_a_group_on_cpus() -> None:
     with EPGroup() as group:
-        found = plan(CONFIG, SPEC, group, weights=fp8_experts())
+        found = plan(CONFIG, SPEC, group, weights=experts())
         with pytest.raises(ConfigError, match=r"machine is cpu with a group .*; leave"):
             plan(CONFIG, SPEC, group, machine=DEVICES["cpu"])
-    assumed = plan(CONFIG, SPEC, world_size=2, weights=fp8_experts(), machine=DEVICES["cpu"])
+    assumed = plan(CONFIG, SPEC, world_size=2, weights=experts(), machine=DEVICES["cpu"])
     for here, there in zip(found.phases().values(), assumed.phases().values(), strict=True):
         assert replace(here, rejected=()) == replace(there, rejected=())
         assert [each.name for each in here.rejected] == [each.name for each in there.rejected]

@@ -99,6 +99,23 @@ class NVLinkResult(TypedDict):
     by_sms: list[NVLinkRates]
 
 
+class BesideTimes(TypedDict):
+    """One piece of work; us: medians by contender."""
+
+    work: str
+    us: dict[str, float]
+
+
+class BesideResult(TypedDict):
+    """Contenders beside one another; boundaries: what the work of one holds and of another not."""
+
+    configuration: dict[str, int]
+    hardware: dict[str, str]
+    versions: dict[str, str]
+    boundaries: list[str]
+    rows: list[BesideTimes]
+
+
 class Result(TypedDict):
     """The parts of a result that a table shows."""
 
@@ -132,6 +149,8 @@ def _render_kind(text: str, *, is_by_tokens: bool) -> str:
     kind = result["benchmark"]
     if kind == "nvlink":
         return render_nvlink(result, is_by_tokens=is_by_tokens)
+    if kind == "beside":
+        return render_beside(result)
     if kind == BENCHMARK:
         return render_bench(result)
     return render_gemm(result) if kind.startswith("gemm") else render(result)
@@ -207,6 +226,22 @@ def render_nvlink(result: NVLinkResult, *, is_by_tokens: bool = False) -> str:
         f"{sizes['ranks']} ranks on {hardware['accelerator']}, H = {sizes['hidden']}, top-"
         f"{sizes['top_k']} of {sizes['experts']}, torch {result['versions']['torch']}; medians in "
         f"us of captured graphs on the slowest rank{rates}: `{result['command']}`"
+    )
+    return "\n".join([*lines, "", caption, ""])
+
+
+def render_beside(result: BesideResult) -> str:
+    """Return the table of contenders beside one another, and what each includes."""
+    names = list(result["rows"][0]["us"])
+    lines = [_row("us", *names), _row("---", *["---:"] * len(names))]
+    for each in result["rows"]:
+        lines.append(_row(each["work"], *(f"{each['us'][name]:g}" for name in names)))
+    sizes, versions = result["configuration"], result["versions"]
+    which = ", ".join(f"{name} {versions[name]}" for name in names)
+    caption = (
+        f"{sizes['ranks']} ranks on {result['hardware']['accelerator']}, H = {sizes['hidden']}, "
+        f"top-{sizes['top_k']} of {sizes['experts']}, torch {versions['torch']}, {which}; medians "
+        f"of captured graphs on the slowest rank. {'; '.join(result['boundaries'])}."
     )
     return "\n".join([*lines, "", caption, ""])
 

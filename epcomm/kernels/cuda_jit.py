@@ -77,7 +77,7 @@ class CudaKernel:
         self._threads = threads
         self._shared_bytes = shared_bytes
         _check_driver(
-            _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes),
+            driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes),
             "cuFuncSetAttribute",
         )
 
@@ -89,7 +89,7 @@ class CudaKernel:
         """
         pointers = (c_void_p * len(arguments))(*(ctypes.addressof(each) for each in arguments))
         stream = c_void_p(torch.cuda.current_stream().cuda_stream)
-        status = _driver().cuLaunchKernel(
+        status = driver().cuLaunchKernel(
             self._function, blocks, 1, 1, self._threads, 1, 1, self._shared_bytes, stream, pointers,
             None,
         )  # fmt: skip
@@ -103,12 +103,12 @@ class CudaModule:
         # The driver needs the context that torch makes.
         torch.cuda.current_stream().synchronize()
         self._module = c_void_p()
-        _check_driver(_driver().cuModuleLoadData(byref(self._module), cubin), "cuModuleLoadData")
+        _check_driver(driver().cuModuleLoadData(byref(self._module), cubin), "cuModuleLoadData")
 
     def kernel(self, name: str, *, threads: int, shared_bytes: int) -> CudaKernel:
         """Return a kernel of the module; see CudaKernel for the arguments."""
         function = c_void_p()
-        status = _driver().cuModuleGetFunction(byref(function), self._module, name.encode())
+        status = driver().cuModuleGetFunction(byref(function), self._module, name.encode())
         _check_driver(status, f"cuModuleGetFunction({name})")
         return CudaKernel(function, threads=threads, shared_bytes=shared_bytes)
 
@@ -124,7 +124,7 @@ def byte_matrix_map(matrix: Tensor, box_rows: int, box_columns: int) -> TensorMa
     storage = (ctypes.c_uint8 * (_TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT))()
     offset = -ctypes.addressof(storage) % _TENSOR_MAP_ALIGNMENT
     found = TensorMap.from_buffer(storage, offset)
-    status = _driver().cuTensorMapEncodeTiled(
+    status = driver().cuTensorMapEncodeTiled(
         byref(found),
         _TENSOR_MAP_UINT8,
         c_uint32(2),
@@ -181,7 +181,7 @@ def _nvrtc_candidates() -> list[str]:
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -196,6 +196,6 @@ def _check_nvrtc(status: int, what: str) -> None:
 def _check_driver(status: int, what: str) -> None:
     if status:
         text = c_char_p()
-        _driver().cuGetErrorString(status, byref(text))
+        driver().cuGetErrorString(status, byref(text))
         message = (text.value or b"unknown").decode()
         raise CudaError(f"{what}: {message} (CUDA error {status})")

@@ -6,11 +6,13 @@ one. Nothing here imports a package.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from epcomm.platforms.machine import Machine
 
@@ -78,6 +80,26 @@ def num_sms_of(device: torch.device | int) -> int:
 def shared_bytes_of(device: torch.device) -> int | None:
     """Return the most bytes of shared memory that a block may have; None if torch does not tell."""
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", None)
+
+
+def start_read(tensor: Tensor) -> Callable[[], list]:
+    """Begin to copy a tensor to the host, and return what waits for it and gives its values.
+
+    The wait is for what was launched before this call, and not for what comes later. A tensor on a
+    CPU, where kernels are interpreted, is read when it is asked for.
+    """
+    if not tensor.is_cuda:
+        return tensor.tolist
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(tensor.device))
+
+    def read() -> list:
+        copied.synchronize()
+        return host.tolist()
+
+    return read
 
 
 def nvidia_libraries(file_name: str) -> list[str]:

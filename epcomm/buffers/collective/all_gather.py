@@ -16,9 +16,8 @@ from torch import Tensor
 
 from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
-from epcomm.buffers.counts import Counts, counts_bytes
+from epcomm.buffers.counts import Counts, CountsMessage, counts_bytes
 from epcomm.buffers.faults import guard_ids
-from epcomm.buffers.row_layout import localize
 from epcomm.buffers.sizes import (
     CallShape,
     Region,
@@ -30,10 +29,11 @@ from epcomm.buffers.sizes import (
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.call_order import CallKind, CallSign
 from epcomm.config import Mode
+from epcomm.ops.members import AnyMembers
 from epcomm.ops.slots import (
-    Members,
     build_slot_index,
     count_experts,
+    localize,
     reduce_rows,
     slots_by_row,
     spread_to_slots,
@@ -71,7 +71,7 @@ class AllGatherExchangePlan(GatheredExchangePlan):
     has_no_slot: [R], bool, rows that no expert of this rank computes.
     """
 
-    slots_by_row: Members
+    slots_by_row: AnyMembers
     has_no_slot: Tensor
 
 
@@ -140,7 +140,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
         ids = gathered.topk_ids
         local_ids = torch.full_like(ids, -1, memory_format=torch.contiguous_format)
         local_ids[row_of_token] = localize(
-            ids[row_of_token], self._collectives.rank, self._spec.num_local_experts
+            ids[row_of_token], self._first_expert, self._spec.num_local_experts
         )
         index = build_slot_index(
             local_ids,
@@ -177,7 +177,10 @@ class AllGatherBuffer(OverCollectives, Buffer):
         )
         # Packing comes before the header, which can tell other ranks of a failure.
         layout.write_tokens(message, call.write, topk_ids, call.topk_weights)
-        counts, _ = self._tell_counts(call, batch, (fault, num_tokens, slots))
+        header = CountsMessage.make(
+            self._calls, batch, call.flags, (fault, num_tokens, slots), has_rest=self._has_rest
+        )
+        counts, _ = self._tell_counts(call, header)
         max_tokens = max(counts.rows_from_rank)
         received = self._gather(message, max_tokens, phase="dispatch rows")
         return Gathered(

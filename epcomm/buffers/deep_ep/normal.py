@@ -37,8 +37,8 @@ from epcomm.buffers.sizes import (
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorCalls
 from epcomm.config import Mode
+from epcomm.ops.members import AnyMembers
 from epcomm.ops.slots import (
-    Members,
     build_slot_index,
     count_experts,
     reduce_rows,
@@ -77,7 +77,7 @@ class DeepEPExchangePlan(ExchangePlan):
     num_rows: int
     index: SlotIndex
     handle: Any
-    slots_by_row: Members | None
+    slots_by_row: AnyMembers | None
     rows_to_rank: Tensor
     rows_from_rank: Tensor
     has_failed: Tensor | None

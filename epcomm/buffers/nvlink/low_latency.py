@@ -373,7 +373,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         block[: layout.buffers_at].zero_()
         for number, receive_buffer in enumerate(self._receive_buffers):
             begin = layout.buffer_offset(number)
-            for name in ("arrived_dispatch", "arrived_combine"):
+            for name in ("arrived_metadata", "arrived_rows", "arrived_sums"):
                 at = begin + layout.offsets[name]
                 block[at : at + layout.regions[name]].zero_()
             receive_buffer.exchange.state.copy_(first_state(block.device))

@@ -212,7 +212,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
 
     def _send_rows(
         self,
-        write: Callable[[slice, Tensor], None],
+        rows: Tensor | Callable[[slice, Tensor], None],
         table: RowTable | None,
         send_splits: Sequence[int],
         recv_splits: Sequence[int],
@@ -221,13 +221,14 @@ class SharedMemoryBuffer(CollectiveBuffer):
         phase: str,
     ) -> Tensor:
         assert table is not None, "headers brought it"
+        assert not isinstance(rows, Tensor), "on a CPU, rows are written where they are read"
         epoch, sent = self._signals.next_epoch(Signal.ROWS_READY), 0
         for destination, num_rows in enumerate(send_splits):
-            first = sum(rows[destination] for rows in table[: self._rank])
+            first = sum(sends[destination] for sends in table[: self._rank])
             place = slice(first, first + num_rows)
             if num_rows:
                 out = self._rows.rows(destination, epoch, place, *shape)
-                write(slice(sent, sent + num_rows), out)
+                rows(slice(sent, sent + num_rows), out)
             sent += num_rows
         self._signals.publish(Signal.ROWS_READY)
         self._signals.wait(Signal.ROWS_READY, phase)

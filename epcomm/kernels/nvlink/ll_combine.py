@@ -6,9 +6,6 @@ read what they got there before, for they sent the rows to which these sums belo
 Two launches: senders reduce the slots of a row, in k order, in float32, cast once, and store the
 sum in the memory of the token's rank; receivers add the sums of the ranks, in rank order, in
 float32, and cast once. Sums do not depend on arrival order.
-
-29 us and 6 us between two H200 that send each other what eight ranks with 128 tokens each would;
-the rows alone are on the wire for 25.
 """
 
 from __future__ import annotations
@@ -23,15 +20,44 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
     let_next_start,
     overlapping,
 )
-from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange, on_device
-from epcomm.kernels.nvlink.common.signals import await_or_abort, int32_at, publish, taking_part
+from epcomm.kernels.nvlink.common.exchange import (
+    SUM_ARRIVALS,
+    VARYING,
+    LowLatencyExchange,
+)
+from epcomm.kernels.nvlink.common.signals import (
+    await_or_abort,
+    int32_at,
+    publish_as_last,
+    taking_part,
+)
 from epcomm.kernels.nvlink.common.status import REPORT_ABORTED, WAIT_COMBINE, note_faults
+from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.rounding import cast
 
-# A row of 7168 elements is then 14 of them a thread.
-_WARPS = 16
-# Of a receiver half as many, and half a row at once: it is to fit on an SM beside a sender.
+# A row of 7168 elements is then 28 of them a thread.
+_WARPS = 8
+# A receiver takes half a row at once: it is to fit on an SM beside a sender.
 _RECEIVE_WARPS, _RECEIVED_COLUMNS = 8, 4096
+
+_SUM_ARRIVALS = tl.constexpr(SUM_ARRIVALS)
+
+
+@triton.jit
+def _slots_of(
+    slots_of_row_ptr: tl.tensor,
+    item: tl.tensor,
+    num_items: tl.tensor,
+    W: tl.constexpr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    K_LANES: tl.constexpr,
+) -> tl.tensor:
+    """Load the slots of row item // W of source item % W, -1 for none; none behind the last."""
+    k = tl.arange(0, K_LANES)
+    row = item % W * M + item // W
+    is_slot = (k < K) & (item < num_items)
+    return tl.load(slots_of_row_ptr + row * K + k, mask=is_slot, other=-1)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -58,7 +84,7 @@ def _send_combine_kernel(
     COLUMNS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     PER_ROW: tl.constexpr,
-    ARRIVED_COMBINE_AT: tl.constexpr,
+    ARRIVED_SUMS_AT: tl.constexpr,
     HEADER_AT: tl.constexpr,
     COMBINE_STATUS_AT: tl.constexpr,
     RETURN_AT: tl.constexpr,
@@ -75,10 +101,17 @@ def _send_combine_kernel(
     if OVERLAPS:
         await_previous()
         let_next_start()
+    # All these are on their way together, those of the first row too.
     epoch = tl.load(state_ptr + 1)
+    aborted = tl.load(int32_at(own_address), volatile=True)
+    source_lane = tl.arange(0, W_LANES)
+    tokens_ptr = int32_at(buffer_address + HEADER_AT) + source_lane * 4 + 1
+    is_source = taking_part(excluded_ptr, W, W_LANES)
+    num_tokens = tl.load(tokens_ptr, mask=source_lane < W, other=0)
+    has_no_rows = tl.load(state_ptr + 2)
+    following = _slots_of(slots_of_row_ptr, program, M * W, W, M, K, K_LANES)
     if program == 0:
         tl.store(state_ptr, epoch + 1)
-    aborted = tl.load(int32_at(own_address), volatile=True)
     if aborted != 0:
         tl.store(report_ptr + REPORT_ABORTED, aborted)
         return
@@ -87,23 +120,19 @@ def _send_combine_kernel(
         combine_status_ptr = int32_at(tl.load(bases_ptr + program) + COMBINE_STATUS_AT)
         tl.store(combine_status_ptr + rank, status)
 
-    source_lane = tl.arange(0, W_LANES)
-    tokens_ptr = int32_at(buffer_address + HEADER_AT) + source_lane * 4 + 1
-    is_source = taking_part(excluded_ptr, W, W_LANES)
-    most = tl.max(tl.load(tokens_ptr, mask=is_source, other=0))
     # A call that was refused has no rows; neither has this rank if it refuses now.
-    is_empty = (tl.load(state_ptr + 2) != 0) | (status != 0)
-    most = tl.where(is_empty, 0, most)
+    is_empty = (has_no_rows != 0) | (status != 0)
+    most = tl.where(is_empty, 0, tl.max(tl.where(is_source, num_tokens, 0)))
 
     num_sent = 0
-    k_lane = tl.arange(0, K_LANES)
     column = tl.arange(0, COLUMNS)
     is_element = column < HIDDEN
     for item in tl.range(program, most * W, num_programs, num_stages=1):
         source = item % W
         token = item // W
         row = source * M + token
-        slots = tl.load(slots_of_row_ptr + row * K + k_lane, mask=k_lane < K, other=-1)
+        slots = following
+        following = _slots_of(slots_of_row_ptr, item + num_programs, most * W, W, M, K, K_LANES)
         if tl.max(slots) >= 0:
             total = tl.zeros([COLUMNS], tl.float32)
             if PER_ROW:
@@ -127,7 +156,34 @@ def _send_combine_kernel(
             num_sent += tl.where(source == rank, 0, 1)
     # Of this rank alone, and read by its host.
     tl.atomic_add(counters_ptr + 3, tl.cast(num_sent, tl.int64), sem="relaxed")
-    publish(bases_ptr, ARRIVED_COMBINE_AT + rank * 4, 1, W, W_LANES, excluded_ptr)
+    # The first W programs have sent the status, all others without a row nothing.
+    num_arriving = tl.maximum(W, tl.minimum(num_programs, most * W))
+    if program < num_arriving:
+        publish_as_last(
+            state_ptr + _SUM_ARRIVALS,
+            num_arriving,
+            bases_ptr,
+            ARRIVED_SUMS_AT + rank * 4,
+            W,
+            W_LANES,
+            excluded_ptr,
+        )
+
+
+@triton.jit
+def _sources_of(
+    is_sent_ptr: tl.tensor,
+    token: tl.tensor,
+    num_tokens: tl.tensor,
+    W: tl.constexpr,
+    W_LANES: tl.constexpr,
+) -> tl.tensor:
+    """Return the ranks that a token was sent to: 5 is ranks 0 and 2; 0 behind the last token."""
+    source = tl.arange(0, W_LANES)
+    is_rank = (source < W) & (token < num_tokens)
+    # Not from the L1 cache: a wait that empties it comes only later.
+    is_sent = tl.load(is_sent_ptr + token * W + source, mask=is_rank, other=0, volatile=True)
+    return tl.sum(is_sent.to(tl.int32) << source)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -143,14 +199,13 @@ def _receive_combine_kernel(
     buffer_address: tl.tensor,
     rank: tl.tensor,
     num_tokens: tl.tensor,
-    num_senders: tl.tensor,
     max_polls: tl.tensor,
     W: tl.constexpr,
     W_LANES: tl.constexpr,
     M: tl.constexpr,
     HIDDEN: tl.constexpr,
     COLUMNS: tl.constexpr,
-    ARRIVED_COMBINE_AT: tl.constexpr,
+    ARRIVED_SUMS_AT: tl.constexpr,
     COMBINE_STATUS_AT: tl.constexpr,
     RETURN_AT: tl.constexpr,
     RETURN_BYTES: tl.constexpr,
@@ -163,10 +218,11 @@ def _receive_combine_kernel(
     program = tl.program_id(0)
     # Not from the L1 cache: only the end of the kernel before would empty it for sure.
     epoch = tl.load(state_ptr + 1, volatile=True)
-    # Added by every sending program of every rank: their sums are here.
+    has_no_rows = tl.load(state_ptr + 2, volatile=True)
+    following = _sources_of(is_sent_ptr, program, num_tokens, W, W_LANES)
     peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
-    arrived_at, wanted = buffer_address + ARRIVED_COMBINE_AT, epoch * num_senders
-    is_lost = await_or_abort(peers, arrived_at, wanted, max_polls, WAIT_COMBINE, epoch, W, W_LANES)
+    arrived_at = buffer_address + ARRIVED_SUMS_AT
+    is_lost = await_or_abort(peers, arrived_at, epoch, max_polls, WAIT_COMBINE, epoch, W, W_LANES)
 
     source_lane = tl.arange(0, W_LANES)
     is_source = taking_part(excluded_ptr, W, W_LANES)
@@ -174,24 +230,27 @@ def _receive_combine_kernel(
     codes = tl.load(combine_status_ptr, mask=is_source & (is_lost == 0), other=0)
     if program == 0:
         note_faults(faults_ptr, codes, is_source, W_LANES)
-    has_failed = is_lost | (tl.max(codes) != 0) | (tl.load(state_ptr + 2) != 0)
+    has_failed = is_lost | (tl.max(codes) != 0) | (has_no_rows != 0)
 
     dtype = out_ptr.dtype.element_ty
     for token in tl.range(program, num_tokens, tl.num_programs(0), num_stages=1):
+        sources = following
+        following = _sources_of(is_sent_ptr, token + tl.num_programs(0), num_tokens, W, W_LANES)
         out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
         for begin in tl.range(0, HIDDEN, COLUMNS, num_stages=1):
             column = begin + tl.arange(0, COLUMNS)
             is_element = column < HIDDEN
             total = tl.zeros([COLUMNS], tl.float32)
             for source in tl.static_range(W):
-                is_there = tl.load(is_sent_ptr + token * W + source) != 0
+                is_there = (sources >> source) & 1 != 0
                 place = source * M + tl.cast(token, tl.int64)
                 part_ptr = (buffer_address + RETURN_AT + place * RETURN_BYTES).to(
                     tl.pointer_type(dtype)
                 )
                 part_ptr = tl.multiple_of(part_ptr, 16) + column
-                is_part = is_element & is_there & (has_failed == 0)
-                total += tl.load(part_ptr, mask=is_part, other=0.0).to(tl.float32)
+                # On its way before it is known whether the call has failed.
+                part = tl.load(part_ptr, mask=is_element & is_there, other=0.0)
+                total += part.to(tl.float32)
             total = tl.where(has_failed, float("nan"), total)
             tl.store(out_row_ptr + column, cast(total, dtype), mask=is_element)
     if OVERLAPS:
@@ -219,37 +278,46 @@ def send_combine(
 
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
     """
-    peers, layout, offsets = exchange.peers, exchange.peers.layout, exchange.peers.layout.offsets
-    hidden_size = rows.shape[1]
-    with on_device(rows):
-        _send_combine_kernel[(peers.num_programs,)](
-            rows,
-            slot_weights,
-            slots_of_row,
-            exchange.bases,
-            exchange.state,
-            peers.counters,
-            peers.excluded,
-            peers.report,
-            peers.own_address,
-            exchange.buffer_address,
-            peers.rank,
-            status,
-            ROWS_STRIDE=rows.stride(0),
-            **layout.entry_constants,
-            HIDDEN=hidden_size,
-            COLUMNS=next_power_of_two(hidden_size),
-            HAS_WEIGHTS=slot_weights is not None,
-            PER_ROW=per_row,
-            ARRIVED_COMBINE_AT=offsets["arrived_combine"],
-            HEADER_AT=offsets["header"],
-            COMBINE_STATUS_AT=offsets["combine_status"],
-            RETURN_AT=offsets["returned"],
-            RETURN_BYTES=layout.return_bytes,
-            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
-            **EXACT,
-            **overlapping(rows.device),
+    hidden_size, row_stride = rows.shape[1], rows.stride(0)
+    key = ("send", rows.dtype, hidden_size, row_stride, slot_weights is None, per_row)
+    launch = exchange.launches.get(key)
+    if launch is None:
+        peers, layout = exchange.peers, exchange.peers.layout
+        offsets = layout.offsets
+        launch = exchange.launches[key] = PreparedLaunch(
+            _send_combine_kernel,
+            (
+                CHANGES,
+                CHANGES,
+                CHANGES,
+                exchange.bases,
+                exchange.state,
+                peers.counters,
+                peers.excluded,
+                peers.report,
+                peers.own_address,
+                exchange.buffer_address,
+                peers.rank,
+                CHANGES,
+            ),
+            dict(
+                ROWS_STRIDE=row_stride,
+                **layout.entry_constants,
+                HIDDEN=hidden_size,
+                COLUMNS=next_power_of_two(hidden_size),
+                HAS_WEIGHTS=slot_weights is not None,
+                PER_ROW=per_row,
+                ARRIVED_SUMS_AT=offsets["arrived_sums"],
+                HEADER_AT=offsets["header"],
+                COMBINE_STATUS_AT=offsets["combine_status"],
+                RETURN_AT=offsets["returned"],
+                RETURN_BYTES=layout.return_bytes,
+                num_warps=_WARPS,
+                **EXACT,
+                **overlapping(rows.device),
+            ),
         )
+    launch(exchange.peers.num_programs, rows, slot_weights, slots_of_row, status)
 
 
 def receive_combine(exchange: LowLatencyExchange, out: Tensor, is_sent: Tensor) -> None:
@@ -264,32 +332,41 @@ def receive_combine(exchange: LowLatencyExchange, out: Tensor, is_sent: Tensor) 
 
     Collective: yes, after send_combine().   Allocates nothing.   Host sync: none.
     """
-    peers, layout, offsets = exchange.peers, exchange.peers.layout, exchange.peers.layout.offsets
     num_tokens, hidden_size = out.shape
-    with on_device(out):
-        # One program without tokens still hears of faults.
-        _receive_combine_kernel[(max(1, min(num_tokens, peers.num_programs)),)](
-            out,
-            peers.table,
-            exchange.state,
-            is_sent,
-            peers.faults,
-            peers.excluded,
-            peers.report,
-            peers.own_address,
-            exchange.buffer_address,
-            peers.rank,
-            num_tokens,
-            peers.num_programs,
-            peers.max_polls,
-            **layout.rank_constants,
-            HIDDEN=hidden_size,
-            COLUMNS=min(_RECEIVED_COLUMNS, next_power_of_two(hidden_size)),
-            ARRIVED_COMBINE_AT=offsets["arrived_combine"],
-            COMBINE_STATUS_AT=offsets["combine_status"],
-            RETURN_AT=offsets["returned"],
-            RETURN_BYTES=layout.return_bytes,
-            num_warps=_RECEIVE_WARPS,  # pyright: ignore[reportCallIssue]
-            **EXACT,
-            **overlapping(out.device),
+    num_programs = exchange.peers.num_programs
+    key = ("receive", out.dtype, hidden_size)
+    launch = exchange.launches.get(key)
+    if launch is None:
+        peers, layout = exchange.peers, exchange.peers.layout
+        offsets = layout.offsets
+        launch = exchange.launches[key] = PreparedLaunch(
+            _receive_combine_kernel,
+            (
+                CHANGES,
+                peers.table,
+                exchange.state,
+                CHANGES,
+                peers.faults,
+                peers.excluded,
+                peers.report,
+                peers.own_address,
+                exchange.buffer_address,
+                peers.rank,
+                CHANGES,
+                peers.max_polls,
+            ),
+            dict(
+                **layout.rank_constants,
+                HIDDEN=hidden_size,
+                COLUMNS=min(_RECEIVED_COLUMNS, next_power_of_two(hidden_size)),
+                ARRIVED_SUMS_AT=offsets["arrived_sums"],
+                COMBINE_STATUS_AT=offsets["combine_status"],
+                RETURN_AT=offsets["returned"],
+                RETURN_BYTES=layout.return_bytes,
+                num_warps=_RECEIVE_WARPS,
+                **EXACT,
+                **overlapping(out.device),
+            ),
         )
+    # One program without tokens still hears of faults.
+    launch(max(1, min(num_tokens, num_programs)), out, is_sent, num_tokens)

@@ -1,15 +1,12 @@
 """Low-latency dispatch over NVLink, its sender: quantise, store where the experts' rank reads.
 
-Memory order: a program stores its rows into the peers' memory and then adds 1, releasing, to a
-signal of each peer; a receiver acquires the signal once all programs of all sources have added. A
-receive buffer is written again only after the combine signals say that every rank has read its last
-batch.
+Some programs send metadata: of each token its experts, positions and weights, and the counts for
+the receiver's experts. Others send rows: they quantise each token once and store one row a rank.
+The last program of either kind to arrive adds 1, releasing, to a signal of each peer, so a receiver
+makes its index of the metadata while rows are still on the wire. A receive buffer is written again
+only after the combine signals say that every rank has read its last batch. Nothing is cleared.
 
-The sender quantises each token once and stores one row a rank, with metadata: its experts,
-positions and weights, which the receiver reads. Nothing is cleared.
-
-18 us between two H200 that send each other what eight ranks with 128 tokens each in FP8 would; the
-rows alone are on the wire for 13.
+Memory order: signals.py.
 """
 
 from __future__ import annotations
@@ -24,9 +21,20 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
     let_next_start,
     overlapping,
 )
-from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange, on_device
-from epcomm.kernels.nvlink.common.signals import await_or_abort, int32_at, publish, taking_part
+from epcomm.kernels.nvlink.common.exchange import (
+    METADATA_ARRIVALS,
+    ROW_ARRIVALS,
+    VARYING,
+    LowLatencyExchange,
+)
+from epcomm.kernels.nvlink.common.signals import (
+    await_or_abort,
+    int32_at,
+    publish_as_last,
+    taking_part,
+)
 from epcomm.kernels.nvlink.common.status import FAULT_IDS, FAULT_MASK, WAIT_CREDIT
+from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.quantize.fp8 import has_e4m3, quantize_blocks
 from epcomm.kernels.quantize.int8 import quantize_row
 
@@ -37,12 +45,17 @@ PLAIN, FP8, FP8_POWER_OF_TWO, INT8 = 0, 1, 2, 3
 _COMPARISONS = 8192
 # Ids that a program counts at once: those of 128 tokens at K = 8.
 _COUNTED = 1024
-# A row of 7168 elements is then 14 of them a thread.
-_WARPS = 16
+# A row of 7168 elements is then 28 of them a thread.
+_WARPS = 8
+# Most programs that send rows, and metadata: together one on each of the SMs of an H200, where more
+# of the former slow one another.
+_MOST_ROW_PROGRAMS, _MOST_METADATA_PROGRAMS = 64, 64
 
 _PLAIN = tl.constexpr(PLAIN)
 _FP8_POWER_OF_TWO = tl.constexpr(FP8_POWER_OF_TWO)
 _INT8 = tl.constexpr(INT8)
+_METADATA_ARRIVALS = tl.constexpr(METADATA_ARRIVALS)
+_ROW_ARRIVALS = tl.constexpr(ROW_ARRIVALS)
 
 
 @triton.jit
@@ -104,6 +117,19 @@ def _load_token(
 
 
 @triton.jit
+def _load_ids(
+    ids_ptr: tl.tensor,
+    token: tl.tensor,
+    num_tokens: tl.tensor,
+    k: tl.tensor,
+    K: tl.constexpr,
+) -> tl.tensor:
+    """Load the experts of a token as int32, [K_LANES], -1 behind the last token."""
+    is_entry = (k < K) & (token < num_tokens)
+    return tl.load(ids_ptr + token * K + k, mask=is_entry, other=-1).to(tl.int32)
+
+
+@triton.jit
 def _positions(
     ids_ptr: tl.tensor,
     ids: tl.tensor,
@@ -124,6 +150,40 @@ def _positions(
         is_same = (earlier[:, None] == ids[None, :]) & (at[:, None] < limit[None, :])
         positions += tl.sum(is_same.to(tl.int32), axis=0)
     return positions
+
+
+@triton.jit
+def _send_metadata(
+    ids_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    bases_ptr: tl.tensor,
+    excluded_ptr: tl.tensor,
+    rank: tl.tensor,
+    token: tl.tensor,
+    W: tl.constexpr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    K_LANES: tl.constexpr,
+    L: tl.constexpr,
+    CHUNK: tl.constexpr,
+    METADATA_AT: tl.constexpr,
+    METADATA_BYTES: tl.constexpr,
+) -> None:
+    """Tell every rank which of its experts a token chose, at which positions and weights."""
+    k = tl.arange(0, K_LANES)
+    ids = _load_ids(ids_ptr, token, token + 1, k, K)
+    weights = tl.load(weights_ptr + token * K + k, mask=k < K, other=0.0)
+    weight_bits = weights.to(tl.int32, bitcast=True)
+    positions = _positions(ids_ptr, ids, token, K, K_LANES, CHUNK)
+    owners = tl.where(ids >= 0, ids // L, -1)
+    place = tl.cast(rank, tl.int64) * M + token
+    for peer in tl.static_range(W):
+        is_entry = (tl.load(excluded_ptr + peer) == 0) & (k >= 0)
+        base = tl.load(bases_ptr + peer)
+        metadata_ptr = int32_at(base + METADATA_AT + place * METADATA_BYTES) + k
+        tl.store(metadata_ptr, tl.where(owners == peer, ids - peer * L, -1), mask=is_entry)
+        tl.store(metadata_ptr + K_LANES, positions, mask=is_entry)
+        tl.store(metadata_ptr + 2 * K_LANES, weight_bits, mask=is_entry)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -162,8 +222,10 @@ def _send_dispatch_kernel(
     HAS_E4M3: tl.constexpr,
     CHUNK: tl.constexpr,
     COUNT_CHUNK: tl.constexpr,
-    ARRIVED_DISPATCH_AT: tl.constexpr,
-    ARRIVED_COMBINE_AT: tl.constexpr,
+    METADATA_PROGRAMS: tl.constexpr,
+    ARRIVED_METADATA_AT: tl.constexpr,
+    ARRIVED_ROWS_AT: tl.constexpr,
+    ARRIVED_SUMS_AT: tl.constexpr,
     HEADER_AT: tl.constexpr,
     COUNTS_AT: tl.constexpr,
     METADATA_AT: tl.constexpr,
@@ -174,18 +236,27 @@ def _send_dispatch_kernel(
     SCALE_BYTES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Send tokens p, p + P, ... in program p of P; the first W programs also send the headers.
+    """Send metadata of tokens p, p + P, ... in the first P programs, and rows alike in the rest.
 
-    W = 2, L = 2, ids 0 3 | 3 -1, weights .6 .4 | 1 0, rank 1: row M of rank 0 gets the first token
-    with the metadata 0 -1, 0 0, .6 .4; row M of rank 1 the same token with -1 1, 0 0, .6 .4, and
-    row M + 1 of rank 1 the second token with 1 -1, 1 0, 1 0.
+    The first W programs send the headers. W = 2, L = 2, ids 0 3 | 3 -1, weights .6 .4 | 1 0, rank
+    1: row M of rank 0 gets the first token with the metadata 0 -1, 0 0, .6 .4; row M of rank 1 the
+    same token with -1 1, 0 0, .6 .4, and row M + 1 of rank 1 the second token with 1 -1, 1 0, 1 0.
     """
     program = tl.program_id(0)
-    num_programs = tl.num_programs(0)
     if OVERLAPS:
         await_previous()
         let_next_start()
     num_tokens = tl.where((status & FAULT_MASK) != 0, 0, num_tokens)
+    # This kernel reads the first word and writes the second, those of combine the other way round:
+    # no program meets the update of its own kernel.
+    epoch = tl.load(state_ptr)
+    if program == 0:
+        tl.store(state_ptr + 1, epoch)
+    # Written by the combine of the last batch of this receive buffer, on every rank, which has
+    # read it.
+    peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
+    arrived_at, wanted = buffer_address + ARRIVED_SUMS_AT, epoch - 1
+    first, num_programs = program - METADATA_PROGRAMS, tl.num_programs(0) - METADATA_PROGRAMS
     if (KIND == _PLAIN) | (KIND == _INT8):
         at = tl.arange(0, COLUMNS)
         is_element = at < HIDDEN
@@ -194,98 +265,127 @@ def _send_dispatch_kernel(
         at = tl.arange(0, BLOCKS)[:, None] * BLOCK + lane
         is_element = (lane < BLOCK) & (at < HIDDEN)
     # On its way while the credit is awaited, and each later one while the one before is stored.
-    following = _load_token(x_ptr, program, num_tokens, X_STRIDE, at, is_element)
-    # This kernel reads the first word and writes the second, those of combine the other way round:
-    # no program meets the update of its own kernel.
-    epoch = tl.load(state_ptr)
-    if program == 0:
-        tl.store(state_ptr + 1, epoch)
-
-    # Written by the combine of the last batch of this receive buffer, on every rank, which has
-    # read it.
-    peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
-    arrived_at, wanted = buffer_address + ARRIVED_COMBINE_AT, (epoch - 1) * num_programs
+    is_loaded = is_element & (first >= 0)
+    following = _load_token(x_ptr, first, num_tokens, X_STRIDE, at, is_loaded)
+    k = tl.arange(0, K_LANES)
+    next_ids = _load_ids(ids_ptr, tl.maximum(first, 0), num_tokens, k, K)
     is_lost = await_or_abort(peers, arrived_at, wanted, max_polls, WAIT_CREDIT, epoch, W, W_LANES)
     if is_lost:
         return
 
-    # A program beyond the last rank has no header to send.
-    is_header = (program < W) & (tl.load(excluded_ptr + program, mask=program < W, other=1) == 0)
-    if is_header:
-        _send_header(
-            ids_ptr,
-            tl.load(bases_ptr + program),
-            program,
-            rank,
-            epoch,
-            num_tokens,
-            status,
-            W,
-            K,
-            L,
-            L_LANES,
-            COUNT_CHUNK,
-            COUNTS_AT,
-            HEADER_AT,
-        )
-
-    num_sent = 0
-    num_metadata = 0
-    num_others = tl.sum(taking_part(excluded_ptr, W, W_LANES).to(tl.int32)) - 1
-    k = tl.arange(0, K_LANES)
-    for token in tl.range(program, num_tokens, num_programs, num_stages=1):
-        ids = tl.load(ids_ptr + token * K + k, mask=k < K, other=-1).to(tl.int32)
-        weights = tl.load(weights_ptr + token * K + k, mask=k < K, other=0.0)
-        weight_bits = weights.to(tl.int32, bitcast=True)
-        positions = _positions(ids_ptr, ids, token, K, K_LANES, CHUNK)
-        owners = tl.where(ids >= 0, ids // L, -1)
-        elements = following
-        following = _load_token(x_ptr, token + num_programs, num_tokens, X_STRIDE, at, is_element)
-        if KIND == _PLAIN:
-            # Bits, whatever they mean: an interpreter need not know the dtype.
-            row = elements
-            scale = 0
-        elif KIND == _INT8:
-            row, scale = quantize_row(elements.to(tl.float32), PROFILE)  # pyright: ignore[reportGeneralTypeIssues]
-        else:
-            row, scale = quantize_blocks(  # pyright: ignore[reportGeneralTypeIssues]
-                elements.to(tl.float32), KIND == _FP8_POWER_OF_TWO, HAS_E4M3
+    if program < METADATA_PROGRAMS:
+        # A program beyond the last rank has no header to send.
+        is_excluded = tl.load(excluded_ptr + program, mask=program < W, other=1)
+        is_header = (program < W) & (is_excluded == 0)
+        if is_header:
+            _send_header(
+                ids_ptr,
+                tl.load(bases_ptr + program),
+                program,
+                rank,
+                epoch,
+                num_tokens,
+                status,
+                W,
+                K,
+                L,
+                L_LANES,
+                COUNT_CHUNK,
+                COUNTS_AT,
+                HEADER_AT,
             )
+        num_metadata = 0
+        num_others = tl.sum(taking_part(excluded_ptr, W, W_LANES).to(tl.int32)) - 1
+        for token in tl.range(program, num_tokens, METADATA_PROGRAMS, num_stages=1):
+            _send_metadata(
+                ids_ptr,
+                weights_ptr,
+                bases_ptr,
+                excluded_ptr,
+                rank,
+                token,
+                W,
+                M,
+                K,
+                K_LANES,
+                L,
+                CHUNK,
+                METADATA_AT,
+                METADATA_BYTES,
+            )
+            num_metadata += num_others
+        # Of this rank alone, and read by its host.
+        tl.atomic_add(counters_ptr + 1, tl.cast(num_metadata, tl.int64), sem="relaxed")
+        num_headers = tl.where(is_header & (program != rank), 1, 0)
+        tl.atomic_add(counters_ptr + 2, tl.cast(num_headers, tl.int64), sem="relaxed")
+        # All others have sent neither a header nor metadata.
+        num_arriving = tl.maximum(W, tl.minimum(METADATA_PROGRAMS, num_tokens))
+        if program < num_arriving:
+            publish_as_last(
+                state_ptr + _METADATA_ARRIVALS,
+                num_arriving,
+                bases_ptr,
+                ARRIVED_METADATA_AT + rank * 4,
+                W,
+                W_LANES,
+                excluded_ptr,
+            )
+    else:
+        num_sent = 0
+        for token in tl.range(first, num_tokens, num_programs, num_stages=1):
+            owners = tl.where(next_ids >= 0, next_ids // L, -1)
+            next_ids = _load_ids(ids_ptr, token + num_programs, num_tokens, k, K)
+            elements = following
+            following = _load_token(
+                x_ptr, token + num_programs, num_tokens, X_STRIDE, at, is_element
+            )
+            if KIND == _PLAIN:
+                # Bits, whatever they mean: an interpreter need not know the dtype.
+                row = elements
+                scale = 0
+            elif KIND == _INT8:
+                row, scale = quantize_row(elements.to(tl.float32), PROFILE)  # pyright: ignore[reportGeneralTypeIssues]
+            else:
+                row, scale = quantize_blocks(  # pyright: ignore[reportGeneralTypeIssues]
+                    elements.to(tl.float32), KIND == _FP8_POWER_OF_TWO, HAS_E4M3
+                )
 
-        # The row of this token, in the memory of any rank.
-        place = tl.cast(rank, tl.int64) * M + token
-        for peer in tl.static_range(W):
-            is_living = tl.load(excluded_ptr + peer) == 0
-            # Entries of an excluded rank are as masked entries.
-            is_owner = (owners == peer) & is_living
-            is_needed = tl.max(is_owner.to(tl.int32))
-            base = tl.load(bases_ptr + peer)
-            metadata_ptr = int32_at(base + METADATA_AT + place * METADATA_BYTES)
-            is_entry = is_living & (k >= 0)
-            tl.store(metadata_ptr + k, tl.where(is_owner, ids - peer * L, -1), mask=is_entry)
-            tl.store(metadata_ptr + K_LANES + k, positions, mask=is_entry)
-            tl.store(metadata_ptr + 2 * K_LANES + k, weight_bits, mask=is_entry)
-            # For the receiver of combine on this rank.
-            tl.store(is_sent_ptr + token * W + peer, is_needed.to(tl.uint8))
-            if is_needed > 0:
-                data_ptr = (base + DATA_AT + place * DATA_BYTES).to(tl.pointer_type(row.dtype))
-                tl.store(tl.multiple_of(data_ptr, 16) + at, row, mask=is_element)
+            # The row of this token, in the memory of any rank.
+            place = tl.cast(rank, tl.int64) * M + token
+            for peer in tl.static_range(W):
+                # Entries of an excluded rank are as masked entries.
+                is_owner = (owners == peer) & (tl.load(excluded_ptr + peer) == 0)
+                is_needed = tl.max(is_owner.to(tl.int32)) > 0
+                # For the receiver of combine on this rank.
+                tl.store(is_sent_ptr + token * W + peer, is_needed.to(tl.uint8))
+                base = tl.load(bases_ptr + peer)
                 scale_address = base + SCALES_AT + place * SCALE_BYTES
+                # By masks: in a branch for each peer, scales would change threads anew.
                 if KIND == _INT8:
-                    tl.store(scale_address.to(tl.pointer_type(tl.float32)), scale)
+                    scale_ptr = scale_address.to(tl.pointer_type(tl.float32))
+                    tl.store(scale_ptr, scale, mask=is_needed)
                 elif KIND != _PLAIN:
                     scales_ptr = scale_address.to(tl.pointer_type(scale.dtype))
                     block = tl.arange(0, BLOCKS)
-                    is_block = block * BLOCK < HIDDEN
+                    is_block = (block * BLOCK < HIDDEN) & is_needed
                     tl.store(tl.multiple_of(scales_ptr, 16) + block, scale, mask=is_block)
-            num_sent += tl.where(peer == rank, 0, is_needed)
-        num_metadata += num_others
-    # Of this rank alone, and read by its host.
-    tl.atomic_add(counters_ptr, tl.cast(num_sent, tl.int64), sem="relaxed")
-    tl.atomic_add(counters_ptr + 1, tl.cast(num_metadata, tl.int64), sem="relaxed")
-    num_headers = tl.where(is_header & (program != rank), 1, 0)
-    tl.atomic_add(counters_ptr + 2, tl.cast(num_headers, tl.int64), sem="relaxed")
-    publish(bases_ptr, ARRIVED_DISPATCH_AT + rank * 4, 1, W, W_LANES, excluded_ptr)
+                if is_needed:
+                    data_ptr = (base + DATA_AT + place * DATA_BYTES).to(tl.pointer_type(row.dtype))
+                    tl.store(tl.multiple_of(data_ptr, 16) + at, row, mask=is_element)
+                num_sent += tl.where(peer == rank, 0, is_needed.to(tl.int32))
+        tl.atomic_add(counters_ptr, tl.cast(num_sent, tl.int64), sem="relaxed")
+        # Of programs without a row the first alone speaks, if there are no others.
+        num_arriving = tl.maximum(1, tl.minimum(num_programs, num_tokens))
+        if first < num_arriving:
+            publish_as_last(
+                state_ptr + _ROW_ARRIVALS,
+                num_arriving,
+                bases_ptr,
+                ARRIVED_ROWS_AT + rank * 4,
+                W,
+                W_LANES,
+                excluded_ptr,
+            )
 
 
 def send_dispatch(
@@ -316,48 +416,70 @@ def send_dispatch(
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
     """
     num_tokens, hidden_size = hidden_states.shape
-    peers, layout, offsets = exchange.peers, exchange.peers.layout, exchange.peers.layout.offsets
-    with on_device(hidden_states):
-        _send_dispatch_kernel[(peers.num_programs,)](
-            hidden_states,
-            topk_ids,
-            topk_weights,
-            peers.table,
-            exchange.bases,
-            exchange.state,
-            is_sent,
-            peers.counters,
-            peers.excluded,
-            peers.report,
-            peers.own_address,
-            exchange.buffer_address,
-            peers.rank,
-            num_tokens,
-            status,
-            peers.max_polls,
-            X_STRIDE=hidden_states.stride(0) if num_tokens > 1 else hidden_size,
-            **layout.expert_constants,
-            HIDDEN=hidden_size,
-            COLUMNS=next_power_of_two(hidden_size),
-            BLOCK=scale_block,
-            BLOCK_LANES=next_power_of_two(scale_block),
-            BLOCKS=next_power_of_two(-(-hidden_size // scale_block)),
-            KIND=kind,
-            PROFILE=profile,
-            HAS_E4M3=kind in (FP8, FP8_POWER_OF_TWO) and has_e4m3(hidden_states.device),
-            CHUNK=max(32, _COMPARISONS // layout.metadata_words),
-            COUNT_CHUNK=_COUNTED,
-            ARRIVED_DISPATCH_AT=offsets["arrived_dispatch"],
-            ARRIVED_COMBINE_AT=offsets["arrived_combine"],
-            HEADER_AT=offsets["header"],
-            COUNTS_AT=offsets["counts"],
-            METADATA_AT=offsets["metadata"],
-            DATA_AT=offsets["data"],
-            SCALES_AT=offsets["scales"],
-            METADATA_BYTES=layout.metadata_bytes,
-            DATA_BYTES=layout.data_bytes,
-            SCALE_BYTES=layout.scale_bytes,
-            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
-            **EXACT,
-            **overlapping(hidden_states.device),
+    row_stride = hidden_states.stride(0) if num_tokens > 1 else hidden_size
+    key = ("send", hidden_states.dtype, hidden_size, row_stride, kind, scale_block, profile)
+    peers, layout = exchange.peers, exchange.peers.layout
+    # Headers are sent by the first W of these.
+    metadata_programs = max(layout.world_size, min(peers.num_programs, _MOST_METADATA_PROGRAMS))
+    launch = exchange.launches.get(key)
+    if launch is None:
+        offsets, device = layout.offsets, hidden_states.device
+        launch = exchange.launches[key] = PreparedLaunch(
+            _send_dispatch_kernel,
+            (
+                CHANGES,
+                CHANGES,
+                CHANGES,
+                peers.table,
+                exchange.bases,
+                exchange.state,
+                CHANGES,
+                peers.counters,
+                peers.excluded,
+                peers.report,
+                peers.own_address,
+                exchange.buffer_address,
+                peers.rank,
+                CHANGES,
+                CHANGES,
+                peers.max_polls,
+            ),
+            dict(
+                X_STRIDE=row_stride,
+                **layout.expert_constants,
+                HIDDEN=hidden_size,
+                COLUMNS=next_power_of_two(hidden_size),
+                BLOCK=scale_block,
+                BLOCK_LANES=next_power_of_two(scale_block),
+                BLOCKS=next_power_of_two(-(-hidden_size // scale_block)),
+                KIND=kind,
+                PROFILE=profile,
+                HAS_E4M3=kind in (FP8, FP8_POWER_OF_TWO) and has_e4m3(device),
+                CHUNK=max(32, _COMPARISONS // layout.metadata_words),
+                COUNT_CHUNK=_COUNTED,
+                METADATA_PROGRAMS=metadata_programs,
+                ARRIVED_METADATA_AT=offsets["arrived_metadata"],
+                ARRIVED_ROWS_AT=offsets["arrived_rows"],
+                ARRIVED_SUMS_AT=offsets["arrived_sums"],
+                HEADER_AT=offsets["header"],
+                COUNTS_AT=offsets["counts"],
+                METADATA_AT=offsets["metadata"],
+                DATA_AT=offsets["data"],
+                SCALES_AT=offsets["scales"],
+                METADATA_BYTES=layout.metadata_bytes,
+                DATA_BYTES=layout.data_bytes,
+                SCALE_BYTES=layout.scale_bytes,
+                num_warps=_WARPS,
+                **EXACT,
+                **overlapping(device),
+            ),
         )
+    launch(
+        metadata_programs + min(peers.num_programs, _MOST_ROW_PROGRAMS),
+        hidden_states,
+        topk_ids,
+        topk_weights,
+        is_sent,
+        num_tokens,
+        status,
+    )

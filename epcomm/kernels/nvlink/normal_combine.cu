@@ -1,11 +1,13 @@
 // Combine of normal mode over NVLink, bfloat16: what normal_combine.py does, with the same signals,
 // places and the same roundings, but a warp for each row, so that a few SMs keep the wire busy.
 //
-// The warps of a block have two roles. Senders take the rows of an item in turn, sum the slots of
-// each and store the sum at the token's rank; when all of them are done, one releases the item's
-// signal. Reducers take a token each, acquire the signals of the items that hold its sums, and add
-// them up. Senders wait for no reducer, and reduce when all is sent. No more blocks than SMs: one
-// that is not there yet would be waited for by all that are, on every rank.
+// The warps of a block have three roles. Senders take the rows of an item in turn, sum the slots of
+// each and store the sum at the token's rank; the slots of the row after are on their way to the L2
+// cache meanwhile. When all of them are done with an item, one warp releases the item's signal: its
+// fence waits for the wire, and the senders need not. Reducers take a token each, acquire the
+// signals of the items that hold its sums, and add them up. Senders wait for no reducer, and all
+// warps reduce when all is sent. No more blocks than SMs: one that is not there yet would be waited
+// for by all that are, on every rank.
 //
 // Defined before: HIDDEN (a multiple of 8), TOP_K and WORLD (at most 32), K_LANES, MAX_TOKENS,
 // ITEM_ROWS, ITEMS, RETURN_BYTES, SENDERS, REDUCERS, UNROLL, the offsets COMBINE_BEGIN_AT,
@@ -218,48 +220,133 @@ __device__ bool wait(const Arguments& a, u64 word, int epoch, int phase) {
     return false;
 }
 
-// Items p, p + P, ... of block p: the sums of ITEM_ROWS rows of one source each.
-__device__ void send(const Arguments& a, int epoch, bool has_failed) {
+// Items that senders may be ahead of the warp that releases them.
+constexpr u32 WINDOW = 32;  // one a lane, which clears it
+
+// Of a block: how many senders have stored their rows of an item, all items of one place in the
+// window added up; and how many items are released.
+struct Progress {
+    u32 stored[WINDOW];
+    u32 num_released;
+};
+
+__device__ void count_stored(u32* counter) {
+    asm volatile("red.release.cta.shared.add.u32 [%0], 1;"
+                 ::"r"((u32)__cvta_generic_to_shared(counter)) : "memory");
+}
+
+__device__ u32 acquired_here(const u32* counter) {
+    u32 value;
+    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];"
+                 : "=r"(value) : "r"((u32)__cvta_generic_to_shared(counter)) : "memory");
+    return value;
+}
+
+__device__ void release_here(u32* counter, u32 value) {
+    asm volatile("st.release.cta.shared.u32 [%0], %1;"
+                 ::"r"((u32)__cvta_generic_to_shared(counter)), "r"(value) : "memory");
+}
+
+// The rows of one item: at most ITEM_ROWS of one source, from row_base + begin on.
+struct Item {
+    int source, begin, end;
+};
+
+__device__ int num_items_of(const Arguments& a, bool has_failed) {
+    const int lane = threadIdx.x % 32;
+    const int most = __reduce_max_sync(ALL_LANES, lane < WORLD ? a.rows_from[lane] : 0);
+    return has_failed ? 0 : (most + ITEM_ROWS - 1) / ITEM_ROWS * WORLD;
+}
+
+// Item `number` of a rank; one without rows is empty.
+__device__ Item item_of(const Arguments& a, int number, int num_items) {
+    // Each rank begins elsewhere, so that they do not all store to the same one.
+    const int source = (number + a.rank) % WORLD, begin = number / WORLD * ITEM_ROWS;
+    const bool is_there = number < num_items && takes_part(a, source);
+    return {source, begin, is_there ? min(begin + ITEM_ROWS, a.rows_from[source]) : begin};
+}
+
+// Of the row that a sender takes in its turn, counted over the items of its block: the slot of each
+// lane, or -1.
+__device__ int slot_in_turn(const Arguments& a, int turn, int num_items) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int most = lane < WORLD ? a.rows_from[lane] : 0;
-    most = __reduce_max_sync(ALL_LANES, most);
-    const int num_items = has_failed ? 0 : (most + ITEM_ROWS - 1) / ITEM_ROWS * WORLD;
+    constexpr int TURNS = (ITEM_ROWS + SENDERS - 1) / SENDERS;
+    const Item item = item_of(a, blockIdx.x + turn / TURNS * gridDim.x, num_items);
+    const int place = item.begin + turn % TURNS * SENDERS + warp;
+    if (place >= item.end) return -1;
+    const i64 row = a.row_base[item.source] + place;
+    if (a.slots_of_row == nullptr) return lane == 0 ? row : -1;
+    return lane < TOP_K ? a.slots_of_row[row * TOP_K + lane] : -1;
+}
+
+// Have the row of each lane's slot in the L2 cache when it is loaded.
+__device__ void fetch(const Arguments& a, int slot) {
+    if (slot < 0) return;
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
+                 ::"l"(a.rows + slot * a.rows_stride), "r"(2 * HIDDEN) : "memory");
+}
+
+__device__ float weight_of(const Arguments& a, int slot) {
+    return slot >= 0 && a.weights != nullptr ? a.weights[slot] : 1.0f;
+}
+
+// Items p, p + P, ... of block p: the sums of ITEM_ROWS rows of one source each.
+__device__ void send(const Arguments& a, Progress& progress, bool has_failed) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int num_items = num_items_of(a, has_failed);
     u64 num_sent = 0;
-    for (int number = blockIdx.x; number < num_items; number += gridDim.x) {
-        // Each rank begins elsewhere, so that they do not all store to the same one.
-        const int source = (number + a.rank) % WORLD, item = number / WORLD;
-        const int num_rows = a.rows_from[source], row_base = a.row_base[source];
-        const int end = min((item + 1) * ITEM_ROWS, num_rows);
-        if (item * ITEM_ROWS >= end || !takes_part(a, source)) continue;
-        const u64 home = a.table[source];
-        for (int place = item * ITEM_ROWS + warp; place < end; place += SENDERS) {
-            const i64 row = row_base + place;
-            i64 slot = -1;
-            float weight = 1.0f;
-            if (a.slots_of_row == nullptr) {
-                slot = lane == 0 ? row : -1;
-            } else if (lane < TOP_K) {
-                slot = a.slots_of_row[row * TOP_K + lane];
-                if (slot >= 0 && a.weights != nullptr) weight = a.weights[slot];
-            }
-            const i64 target = (i64)a.rank * MAX_TOKENS + place;
-            add_rows<false>((u64)a.rows + slot * a.rows_stride, weight,
-                            __ballot_sync(ALL_LANES, slot >= 0),
-                            (char*)(home + RETURNED_AT + target * RETURN_BYTES), false);
-            if (a.scalars != nullptr && lane < TOP_K) {
-                ((float*)(home + RETURNED_SCALARS_AT))[target * K_LANES + lane] =
-                    a.scalars[row * TOP_K + lane];
-            }
-            num_sent += source != a.rank;
+    int turn = 0;
+    int slot = slot_in_turn(a, 0, num_items), following = slot_in_turn(a, 1, num_items);
+    float weight = weight_of(a, slot);
+    u32 done = 0;
+    for (int number = blockIdx.x; number < num_items; number += gridDim.x, ++done) {
+        while (done >= WINDOW && acquired_here(&progress.num_released) <= done - WINDOW) {
         }
-        // The release below covers what all senders of this block have stored.
-        asm volatile("bar.sync 1, %0;" ::"n"(32 * SENDERS) : "memory");
-        if (threadIdx.x == 0) {
-            // Acquired by the reducers of that rank.
-            release(home + SUMS_READY_AT + 4 * ((u64)a.rank * ITEMS + item), epoch);
+        const Item item = item_of(a, number, num_items);
+        const u64 home = a.table[item.source];
+        for (int first = item.begin; first < item.begin + ITEM_ROWS; first += SENDERS) {
+            fetch(a, following);
+            const float next_weight = weight_of(a, following);
+            const int after = slot_in_turn(a, ++turn + 1, num_items);
+            const int place = first + warp;
+            if (place < item.end) {
+                const i64 target = (i64)a.rank * MAX_TOKENS + place;
+                add_rows<false>((u64)a.rows + slot * a.rows_stride, weight,
+                                __ballot_sync(ALL_LANES, slot >= 0),
+                                (char*)(home + RETURNED_AT + target * RETURN_BYTES), false);
+                if (a.scalars != nullptr && lane < TOP_K) {
+                    const i64 row = a.row_base[item.source] + place;
+                    ((float*)(home + RETURNED_SCALARS_AT))[target * K_LANES + lane] =
+                        a.scalars[row * TOP_K + lane];
+                }
+                num_sent += item.source != a.rank;
+            }
+            slot = following;
+            weight = next_weight;
+            following = after;
         }
+        __syncwarp();
+        if (lane == 0) count_stored(&progress.stored[done % WINDOW]);
     }
     if (lane == 0) atomicAdd(a.counters + (a.scalars != nullptr ? 4 : 3), num_sent);
+}
+
+// Release the signal of each item once all senders of this block have stored their rows of it.
+__device__ void release_items(const Arguments& a, Progress& progress, int epoch, bool has_failed) {
+    const int num_items = num_items_of(a, has_failed);
+    u32 done = 0;
+    for (int number = blockIdx.x; number < num_items; number += gridDim.x, ++done) {
+        const u32 wanted = SENDERS * (done / WINDOW + 1);
+        while (acquired_here(&progress.stored[done % WINDOW]) < wanted) __nanosleep(100);
+        const Item item = item_of(a, number, num_items);
+        if (item.begin < item.end && threadIdx.x % 32 == 0) {
+            // Acquired by the reducers of that rank.
+            const u64 place = (u64)a.rank * ITEMS + number / WORLD;
+            release(a.table[item.source] + SUMS_READY_AT + 4 * place, epoch);
+        }
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) release_here(&progress.num_released, done + 1);
+    }
 }
 
 // The next token that no warp of this rank has taken; in order, as their sums come.
@@ -303,6 +390,7 @@ __device__ void reduce(const Arguments& a, int epoch, bool has_failed) {
 extern "C" __global__ void __launch_bounds__(32 * (SENDERS + REDUCERS), 1)
     combine_rows(const Arguments a) {
     __shared__ int failed;
+    __shared__ Progress progress;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int epoch = a.state[COMBINE_EPOCH] + 1;
     // Ranks may be one combine apart.
@@ -324,8 +412,13 @@ extern "C" __global__ void __launch_bounds__(32 * (SENDERS + REDUCERS), 1)
         const bool has_code = __any_sync(ALL_LANES, code != 0);
         if (lane == 0) failed = !is_there || has_code || a.has_failed[0] != 0;
     }
+    if (warp == SENDERS) {
+        progress.stored[lane] = 0;
+        if (lane == 0) progress.num_released = 0;
+    }
     __syncthreads();
-    if (warp < SENDERS) send(a, epoch, failed != 0);
+    if (warp < SENDERS) send(a, progress, failed != 0);
+    if (warp == SENDERS) release_items(a, progress, epoch, failed != 0);
     // Whoever has nothing more to send helps.
     reduce(a, epoch, failed != 0);
     __syncthreads();

@@ -24,7 +24,8 @@ from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange, Send
 from epcomm.platforms.cuda import compute_capability, num_sms_of
 
 SOURCE = Path(__file__).with_name("normal_combine.cu")
-# Warps of a block, and vectors that each of their threads loads at once from a row.
+# Warps of a block, the first reducer of which releases signals before it reduces, and vectors that
+# each of their threads loads at once from a row.
 SENDERS, REDUCERS, UNROLL = 16, 4, 4
 # What one thread copies at a time.
 _COPY_BYTES = 16

@@ -129,8 +129,8 @@ def test_sender_stores_a_row_and_a_record_where_the_experts_are(device: torch.de
     assert ranks[1].is_sent.tolist() == [[1, 1], [0, 1]]
     assert [rank.region("counts", torch.int32)[2:4].tolist() for rank in ranks] == [[1, 0], [0, 2]]
     assert [rank.region("header", torch.int32)[4:7].tolist() for rank in ranks] == [[1, 2, 0]] * 2
-    words = [rank.region("arrived_dispatch", torch.int32)[:2].tolist() for rank in ranks]
-    assert words == [[0, 2]] * 2
+    for name in ("arrived_metadata", "arrived_rows"):
+        assert [rank.region(name, torch.int32)[:2].tolist() for rank in ranks] == [[0, 1]] * 2
     # One row, two records and a header to the other rank.
     assert ranks[1].exchange.peers.counters[:3].tolist() == [1, 2, 1]
 
@@ -217,7 +217,7 @@ def test_slots_of_a_row_go_home_as_one_sum(device: torch.device) -> None:
     home = ranks[1].region("returned", torch.bfloat16)[: 4 * HIDDEN].view(4, HIDDEN)
     assert home[1, :2].tolist() == [9, 6.5]
     assert not home[[0, 2, 3]].any()
-    assert ranks[1].region("arrived_combine", torch.int32)[:2].tolist() == [2, 0]
+    assert ranks[1].region("arrived_sums", torch.int32)[:2].tolist() == [1, 0]
 
 
 def test_sums_of_the_ranks_of_a_token_are_added_up(device: torch.device) -> None:
@@ -227,7 +227,7 @@ def test_sums_of_the_ranks_of_a_token_are_added_up(device: torch.device) -> None
     back = receiver.region("returned", torch.bfloat16)[: 6 * HIDDEN].view(6, HIDDEN)
     back.fill_(float("nan"))
     back[1], back[2 * MAX_TOKENS + 1] = 3, 4
-    receiver.region("arrived_combine", torch.int32)[:3] = 3
+    receiver.region("arrived_sums", torch.int32)[:3] = 1
     receiver.exchange.state[1] = 1
     y = torch.full((2, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
     ll_combine.receive_combine(receiver.exchange, y, receiver.is_sent)
@@ -317,4 +317,4 @@ def test_wait_in_vain_is_reported_and_told_to_all(device: torch.device) -> None:
     # Rank 1 only notes who gave up on whom, and sends nothing.
     send(ranks[1], [[0, 1]], [[1, 1]])
     assert ranks[1].exchange.peers.report.tolist() == [0, 0, 513, 0, 0, 0]
-    assert ranks[0].region("arrived_dispatch", torch.int32)[:2].tolist() == [2, 0]
+    assert ranks[0].region("arrived_rows", torch.int32)[:2].tolist() == [1, 0]

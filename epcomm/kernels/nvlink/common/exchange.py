@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout, MemoryLayout
+
+if TYPE_CHECKING:
+    # It imports Triton, and this file serves plans too.
+    from epcomm.kernels.prepared import PreparedLaunch
 
 LayoutT = TypeVar("LayoutT", bound=MemoryLayout)
 
@@ -26,10 +31,13 @@ VARYING = (
     "num_tokens",
     "wanted_tokens",
     "num_senders",
-    "num_programs",
     "status",
     "max_polls",
 )
+
+
+# Places in LowLatencyExchange.state: the programs that have come to the end of their sending.
+METADATA_ARRIVALS, ROW_ARRIVALS, SUM_ARRIVALS = 4, 5, 6
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,13 +74,16 @@ class LowLatencyExchange:
 
     peers: of at least W programs; counters: [4]: rows, metadata, headers and sums.
     buffer_address: of the receive buffer of this rank.   bases: [W], int64: of those of all ranks.
-    state: [4], int32: epoch of dispatch (1 at first) and of combine (0), whether the call failed.
+    state: [8], int32: epoch of dispatch (1 at first) and of combine (0), whether the call failed,
+        and, from METADATA_ARRIVALS on, programs that have sent metadata, rows and sums.
+    launches: prepared for this receive buffer, by kernel and by all that its constants depend on.
     """
 
     peers: PeerBlocks[LowLatencyLayout]
     buffer_address: int
     bases: Tensor
     state: Tensor
+    launches: dict[Hashable, PreparedLaunch] = field(default_factory=dict)
 
     @classmethod
     def of(cls, peers: PeerBlocks[LowLatencyLayout], buffer_index: int) -> LowLatencyExchange:
@@ -87,8 +98,8 @@ class LowLatencyExchange:
 
 
 def first_state(device: torch.device) -> Tensor:
-    """Return epochs of dispatch and combine, and no failure; see LowLatencyExchange.state."""
-    return torch.tensor([1, 0, 0, 0], dtype=torch.int32, device=device)
+    """Return epochs of dispatch and combine, no failure, no arrivals; see LowLatencyExchange."""
+    return torch.tensor([1, 0, 0, 0, 0, 0, 0, 0], dtype=torch.int32, device=device)
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:

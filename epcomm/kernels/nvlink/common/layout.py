@@ -138,8 +138,9 @@ class MemoryLayout(ABC):
 class LowLatencyLayout(MemoryLayout):
     """The block of low latency.
 
-    abort                                       int32 flag: some rank has timed out
-    arrived_dispatch [W], arrived_combine [W]   int32 signals: programs that have sent
+    abort              int32 flag: some rank has timed out
+    arrived_metadata, arrived_rows, arrived_sums [W]    int32 signals: the dispatches and combines
+                       of which a rank has sent all
     header [W, 4]                               int32: epoch, T, status, unused
     combine_status [W]                          int32: fault code of the combine call
     counts [W, L]                               int32: (token, expert) pairs for each expert
@@ -164,8 +165,9 @@ class LowLatencyLayout(MemoryLayout):
     def buffer_sizes(self) -> dict[str, int]:
         words = _WORD_BYTES * self.world_size
         return {
-            "arrived_dispatch": words,
-            "arrived_combine": words,
+            "arrived_metadata": words,
+            "arrived_rows": words,
+            "arrived_sums": words,
             "header": self.world_size * self.header_bytes,
             "combine_status": words,
             "counts": words * self.num_local_experts,

@@ -1,9 +1,10 @@
 """Signals by which the kernels of the ranks of one host wait for one another.
 
 A signal is a counter of one source rank in the memory of the rank that waits. It grows by one for
-each program of the source that has sent. Each add releases, so a full count means that all that the
-programs stored is visible to the rank that acquires it. Signals never shrink, and are compared by
-the sign of a difference, for a fast rank may be one epoch ahead.
+each program of the source that has sent, or, in low latency, once for all of them, by the last to
+arrive. Each add releases, so a full count means that all that the programs stored is visible to the
+rank that acquires it. Signals never shrink, and are compared by the sign of a difference, for a
+fast rank may be one epoch ahead.
 
 Waits end after a number of polls. One of a GPU lasts a millisecond, by its clock, and is as many
 looks as fit, for how fast it looks depends on all else that it does. A rank that times out writes a
@@ -37,6 +38,12 @@ POLL_NS = 1_000_000
 
 _IS_TIMED, _POLL_NS = tl.constexpr(not IS_INTERPRETED), tl.constexpr(POLL_NS)
 _LOOKS_PER_TICK = tl.constexpr(LOOKS_PER_TICK)
+_ACQUIRE = (
+    "{{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; "
+    "@p ld.acquire.{scope}.global.b32 $0, [$1]; }}"
+)
+_ACQUIRE_SYS = tl.constexpr(_ACQUIRE.format(scope="sys"))
+_ACQUIRE_GPU = tl.constexpr(_ACQUIRE.format(scope="gpu"))
 
 
 @triton.jit
@@ -70,14 +77,50 @@ def publish(
     bases_ptr: [W] addresses of the ranks.   offset: of the signal, in bytes, the same on all ranks.
     excluded_ptr: as of taking_part().
     """
-    lane = tl.arange(0, LANES)
     is_rank = taking_part(excluded_ptr, W, LANES)
+    bases = tl.load(bases_ptr + tl.arange(0, LANES), mask=is_rank, other=0)
+    _add_released(bases + offset, is_rank, amount)
+
+
+@triton.jit
+def _add_released(addresses: tl.tensor, is_rank: tl.tensor, amount: tl.tensor) -> None:
+    """Add `amount` to the signals at [LANES] addresses, after all that this program stored."""
     # The release is made by a few threads: it covers the stores of the others only after this.
     tl.debug_barrier()
-    bases = tl.load(bases_ptr + lane, mask=is_rank, other=0)
-    signals = (bases + offset).to(tl.pointer_type(tl.int32))
+    signals = addresses.to(tl.pointer_type(tl.int32))
+    amounts = is_rank.to(tl.int32) * amount
     # Read by await_signals() on every rank. One vector, hence one fence for all ranks.
-    tl.atomic_add(signals, tl.zeros_like(lane) + amount, mask=is_rank, sem="release", scope="sys")
+    tl.atomic_add(signals, amounts, mask=is_rank, sem="release", scope="sys")
+
+
+@triton.jit
+def publish_as_last(
+    arrivals_ptr: tl.tensor,
+    num_arriving: tl.tensor,
+    bases_ptr: tl.tensor,
+    offset: tl.tensor,
+    W: tl.constexpr,
+    LANES: tl.constexpr,
+    excluded_ptr: tl.tensor,
+) -> None:
+    """Publish 1 once all `num_arriving` programs have come here, after all that they stored.
+
+    A fence of the whole system and W remote adds for a rank, not for each program: what another
+    program stored is released by its arrival, acquired by the last, and released by that again.
+
+    arrivals_ptr: of this rank, 0 before the first arrival and after the last.
+    """
+    # Loaded while the arrival is under way.
+    is_rank = taking_part(excluded_ptr, W, LANES)
+    bases = tl.load(bases_ptr + tl.arange(0, LANES), mask=is_rank, other=0)
+    num_before = 0
+    if num_arriving > 1:
+        # The arrival is made by one thread: it covers the stores of the others only after this.
+        tl.debug_barrier()
+        num_before = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
+    if num_before == num_arriving - 1:
+        tl.store(arrivals_ptr, 0)
+        _add_released(bases + offset, is_rank, 1)
 
 
 @triton.jit
@@ -100,10 +143,44 @@ def polls_spent(num_looks: tl.tensor, end_ns: tl.tensor) -> tuple[tl.tensor | in
 
 
 @triton.jit
+def _look(signals_ptr: tl.tensor, is_read: tl.tensor, SCOPE: tl.constexpr) -> tl.tensor:
+    """Load signals, acquiring what their sources released; 0 where is_read is not set."""
+    if _IS_TIMED:
+        # An atomic operation that adds nothing would take as long again.
+        return tl.inline_asm_elementwise(  # pyright: ignore[reportReturnType]
+            _ACQUIRE_SYS if SCOPE == "sys" else _ACQUIRE_GPU,  # pyright: ignore[reportArgumentType]
+            "=&r,l,r",
+            [signals_ptr, is_read.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:  # noqa: RET505 - what is not compiled must be the other branch
+        return tl.load(signals_ptr, mask=is_read, other=0, volatile=True)
+
+
+@triton.jit
+def _behind(
+    first_ptr: tl.tensor,
+    last_ptr: tl.tensor | None,
+    is_needed: tl.tensor,
+    is_read: tl.tensor,
+    wanted: tl.tensor,
+    SCOPE: tl.constexpr,
+) -> tl.tensor:
+    """Look once; return 1 for each needed source whose signals are less than `wanted`, int32."""
+    ahead = _look(first_ptr, is_read, SCOPE) - wanted
+    if last_ptr is not None:
+        ahead = tl.minimum(ahead, _look(last_ptr, is_read, SCOPE) - wanted)
+    return (is_needed & (ahead < 0)).to(tl.int32)
+
+
+@triton.jit
 def await_at(
     first_ptr: tl.tensor,
     last_ptr: tl.tensor | None,
     is_needed: tl.tensor,
+    is_read: tl.tensor,
     abort_ptr: tl.tensor | None,
     wanted: tl.tensor,
     max_polls: tl.tensor,
@@ -112,39 +189,29 @@ def await_at(
     """Wait until signals are at least `wanted`; what their sources stored before is visible then.
 
     first_ptr, last_ptr: [n], one or two signals of each source, of this rank.
-    is_needed: [n]: sources that are waited for.   SCOPE: sys, or gpu where all are of this one.
+    is_needed: [n]: sources that are waited for.   is_read: [n]: signals that may be loaded.
     abort_ptr: not 0 once any rank has timed out; None: none does.
     Returns: [n], int32, 1 for each source that is still missing, and the abort flag or 0.
     """
     num_missing = 1
     polls_left = max_polls
     num_looks = max_polls * 0
+    aborted = max_polls * 0
     end_ns = num_looks.to(tl.int64)
     # Only scalars go around: a tensor would have to keep its layout.
     while (num_missing > 0) & (polls_left > 0):
-        ahead = tl.load(first_ptr, mask=is_needed, other=0, volatile=True) - wanted
-        if last_ptr is not None:
-            last = tl.load(last_ptr, mask=is_needed, other=0, volatile=True) - wanted
-            ahead = tl.minimum(ahead, last)
-        num_missing = tl.sum((is_needed & (ahead < 0)).to(tl.int32))
+        num_missing = tl.sum(_behind(first_ptr, last_ptr, is_needed, is_read, wanted, SCOPE))
         num_looks += 1
         spent, end_ns = polls_spent(num_looks, end_ns)  # pyright: ignore[reportGeneralTypeIssues]
         polls_left -= spent
         if abort_ptr is not None:
-            polls_left = tl.where(tl.load(abort_ptr, volatile=True) != 0, 0, polls_left)
-    # Volatile loads leave stale lines in the L1 cache. This acquires what publish() released, and
-    # would be deleted if its value were not used.
-    nothing = is_needed.to(tl.int32) * 0
-    ahead = tl.atomic_add(first_ptr, nothing, mask=is_needed, sem="acquire", scope=SCOPE) - wanted
-    if last_ptr is not None:
-        last = tl.atomic_add(last_ptr, nothing, mask=is_needed, sem="acquire", scope=SCOPE)
-        ahead = tl.minimum(ahead, last - wanted)
-    missing = (is_needed & (ahead < 0)).to(tl.int32)
+            aborted = tl.load(abort_ptr, volatile=True)
+            polls_left = tl.where(aborted != 0, 0, polls_left)
+    missing = is_needed.to(tl.int32) * 0
+    if num_missing > 0:
+        missing = _behind(first_ptr, last_ptr, is_needed, is_read, wanted, SCOPE)
     # The other threads may load only after those that acquired.
     tl.debug_barrier()
-    aborted = 0
-    if abort_ptr is not None:
-        aborted = tl.load(abort_ptr, volatile=True)
     return missing, aborted
 
 
@@ -162,9 +229,18 @@ def await_signals(
 
     With signals 4 and 2 and a `wanted` of 3: missing is 0 1 until the second signal is 3.
     """
-    is_rank = taking_part(excluded_ptr, W, LANES)
-    first_ptr = signals_ptr + tl.arange(0, LANES)
-    return await_at(first_ptr, None, is_rank, abort_ptr, wanted, max_polls, "sys")
+    lane = tl.arange(0, LANES)
+    # Looked at before it is known which ranks take part.
+    return await_at(
+        signals_ptr + lane,
+        None,
+        taking_part(excluded_ptr, W, LANES),
+        lane < W,
+        abort_ptr,
+        wanted,
+        max_polls,
+        "sys",
+    )
 
 
 @triton.jit

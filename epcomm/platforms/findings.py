@@ -26,15 +26,19 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that epcomm uses or may use.
+    """One thing that epcomm uses or may use, or a part of it.
 
     detail: what was found.   advice: what to do; empty where nothing is to be done.
+    reasons: why a backend or runner is not here.
+    command: the one that would bring such a part; empty where none can, and advice says why.
     """
 
     name: str
     status: Status
     detail: str
     advice: str = ""
+    reasons: tuple[str, ...] = ()
+    command: str = ""
 
 
 _TORCH_PROGRAM = """

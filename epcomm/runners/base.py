@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 
 from epcomm.errors import ConfigError, ShapeError
+from epcomm.platforms.machine import Machine
 from epcomm.quantization import KNOWN_FORMATS, check_scales
 from epcomm.records import (
     CombineInput,
@@ -60,13 +61,15 @@ class ExpertRunner(ABC):
         self._passed: dict[int, tuple[ref[WireTensor], ref[ExpertTensors]]] = {}
 
     @classmethod
-    def probe(cls) -> Availability:
-        """Return whether this machine has the runner's packages and device. Local; for doctor()."""
+    def probe(cls, machine: Machine) -> Availability:
+        """Return whether a machine has the runner's packages and device. Local; for doctor()."""
         return Availability(ok=True)
 
     @classmethod
-    def supports(cls, weights: ExpertTensors) -> Availability:
-        """Return whether the runner can compute these experts here, by default by their kind.
+    def supports(cls, weights: ExpertTensors, machine: Machine | None = None) -> Availability:
+        """Return whether the runner can compute these experts, by default by their kind.
+
+        machine: the one that would hold them; None: this one.
 
         Local; pure.
         """

@@ -104,7 +104,7 @@ def test_where_nothing_measured_serves_rules_choose(
     path = write(tmp_path / "bench.json", results=only)
     lacking = Availability(ok=False, reasons=("no memory",))
     with EPGroup() as group:
-        monkeypatch.setattr(SharedMemoryBuffer, "probe", lambda environment: lacking)
+        monkeypatch.setattr(SharedMemoryBuffer, "probe", lambda machine: lacking)
         phase = plan(EPConfig(mode="normal", measurements=path), SPEC, group).prefill
     assert phase.backend == CollectiveBuffer.name
     assert "rules, for nothing that bench.json (" in phase.chosen_by

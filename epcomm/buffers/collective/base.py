@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar
 
@@ -26,6 +26,7 @@ from epcomm.collectives.call_order import (
 )
 from epcomm.errors import EPError
 from epcomm.ops.select import row_ops_of
+from epcomm.platforms.machine import Machine
 from epcomm.protocol import FaultCode
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Layout, WireDtype, WireFormat
@@ -47,7 +48,7 @@ class OverCollectives:
     counts_calls: bool
 
     @classmethod
-    def probe(cls, environment: Mapping[str, str]) -> Availability:
+    def probe(cls, machine: Machine) -> Availability:
         return Availability(ok=True)
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:

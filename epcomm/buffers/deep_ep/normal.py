@@ -53,6 +53,7 @@ from epcomm.platforms.deep_ep_package import (
     format_reasons,
     probe_deep_ep,
 )
+from epcomm.platforms.machine import Machine
 from epcomm.protocol import BatchFlags
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec
@@ -160,8 +161,8 @@ class DeepEPCalls(VendorCalls):
     is_static: ClassVar[bool]
 
     @classmethod
-    def probe(cls, environment: object) -> Availability:
-        return probe_deep_ep(cls.package.kinds)
+    def probe(cls, machine: Machine) -> Availability:
+        return probe_deep_ep(cls.package.kinds, machine)
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:

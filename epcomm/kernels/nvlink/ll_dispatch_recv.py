@@ -118,6 +118,8 @@ def _receive_dispatch_kernel(
         tl.store(first_slot_ptr + expert, starts, mask=expert < L)
         tl.store(first_slot_ptr + L, tl.sum(aligned))
         tl.store(state_ptr + 2, has_failed.to(tl.int32))
+        tokens = tl.load(headers_ptr + 1, mask=is_source, other=0)
+        tl.store(state_ptr + 3, tl.max(tokens))
         if is_lost == 0:
             note_faults(faults_ptr, codes, is_source, W_LANES)
 

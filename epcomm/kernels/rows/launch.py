@@ -10,8 +10,8 @@ from torch import Tensor
 
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 
-# Dtypes of the arguments in order, None for what is no tensor; constants with their names.
-Form = tuple[tuple[torch.dtype | None, ...], tuple[tuple[str, Any], ...]]
+# Dtypes of the arguments in order, or types of what is no tensor; constants with their names.
+Form = tuple[tuple[torch.dtype | type, ...], tuple[tuple[str, Any], ...]]
 
 
 def launch(
@@ -28,7 +28,7 @@ def launch(
     Host sync: none.
     """
     device = next(each.device for each in arguments if isinstance(each, Tensor))
-    dtypes = tuple(each.dtype if isinstance(each, Tensor) else None for each in arguments)
+    dtypes = tuple(each.dtype if isinstance(each, Tensor) else type(each) for each in arguments)
     _prepared(kernel, device, (dtypes, tuple(constants.items())))(grid, *arguments)
 
 

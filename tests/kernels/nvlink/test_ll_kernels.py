@@ -203,8 +203,9 @@ def test_rows_are_copied_to_their_slots(device: torch.device) -> None:
 def test_slots_of_a_row_go_home_as_one_sum(device: torch.device) -> None:
     ranks = make_ranks(2, device, top_k=3)
     sender = ranks[0]
-    # As if both sources had sent two tokens, of which one had slots here.
-    sender.region("header", torch.int32)[:8] = torch.tensor([1, 2, 0, 0] * 2, device=device)
+    # As if both sources had sent two tokens, of which one had slots here; their headers are those
+    # of the next batch already.
+    sender.exchange.state[3] = 2
     slots_of_row = torch.full((4, 3), -1, dtype=torch.int32, device=device)
     slots_of_row[3] = torch.tensor([5, -1, 2], device=device)
     rows = torch.full((6, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)

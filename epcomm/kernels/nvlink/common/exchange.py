@@ -76,7 +76,8 @@ class LowLatencyExchange:
     peers: of at least W programs; counters: [4]: rows, metadata, headers and sums.
     buffer_address: of the receive buffer of this rank.   bases: [W], int64: of those of all ranks.
     state: [8], int32: epoch of dispatch (1 at first) and of combine (0), whether the call failed,
-        and, from METADATA_ARRIVALS on, programs that have sent metadata, rows and sums.
+        the most tokens of a source, and, from METADATA_ARRIVALS on, programs that have sent
+        metadata, rows and sums.
     launches: prepared for this receive buffer, by kernel and by all that its constants depend on.
     """
 

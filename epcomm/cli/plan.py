@@ -221,8 +221,8 @@ def _check_kind(spec: MoESpec, kind: str | None) -> None:
         return
     own = WireDtype.from_torch(spec.dtype).value
     raise ConfigError(
-        f"epcomm plan: experts is {shown(kind)}, expected {own}, as the hidden states are, or one of "
-        f"{sorted(_QUANTIZED)}"
+        f"epcomm plan: experts is {shown(kind)}, expected {own}, as the hidden states are, or one "
+        f"of {sorted(_QUANTIZED)}"
     )
 
 
@@ -230,7 +230,7 @@ def _print_plan(
     console: Console, chosen: EPPlan, spec: MoESpec, ranks: int, shape: ModelShape | None
 ) -> None:
     lines = [
-        f"{spec.num_experts} experts on {ranks} ranks, {spec.num_experts // ranks} each; hidden "
+        f"{spec.num_experts} experts on {ranks} {'rank' if ranks == 1 else 'ranks'}, {spec.num_experts // ranks} each; hidden "
         f"size {spec.hidden_size}, top {spec.top_k}, {WireDtype.from_torch(spec.dtype).value}"
     ]
     if shape is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ MAX_SIZE = 2**31 - 1
 MAX_RANKS = 4096
 
 
-def is_size(value: object, most: int = MAX_SIZE) -> bool:
+def is_size(value: object, most: int = MAX_SIZE) -> TypeGuard[int]:
     """Tell whether a value is an integer from 1 to `most`; True is none, though Python says so."""
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
 

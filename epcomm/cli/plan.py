@@ -230,8 +230,9 @@ def _print_plan(
     console: Console, chosen: EPPlan, spec: MoESpec, ranks: int, shape: ModelShape | None
 ) -> None:
     lines = [
-        f"{spec.num_experts} experts on {ranks} {'rank' if ranks == 1 else 'ranks'}, {spec.num_experts // ranks} each; hidden "
-        f"size {spec.hidden_size}, top {spec.top_k}, {WireDtype.from_torch(spec.dtype).value}"
+        f"{spec.num_experts} experts on {ranks} {'rank' if ranks == 1 else 'ranks'}, "
+        f"{spec.num_experts // ranks} each; hidden size {spec.hidden_size}, top {spec.top_k}, "
+        f"{WireDtype.from_torch(spec.dtype).value}"
     ]
     if shape is not None:
         lines.append(f"model: {shape.model_type}")

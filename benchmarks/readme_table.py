@@ -268,8 +268,9 @@ def render_nvlink(result: NVLinkResult, *, is_by_tokens: bool = False) -> str:
     rates = "" if is_by_tokens else f"; remote bytes alone, at {sizes['sms_tokens']} tokens"
     caption = (
         f"{sizes['ranks']} ranks on {hardware['accelerator']}, H = {sizes['hidden']}, top-"
-        f"{sizes['top_k']} of {sizes['experts']}, torch {result['versions']['torch']}; medians in "
-        f"us of captured graphs on the slowest rank{rates}: `{result['command']}`"
+        f"{sizes['top_k']} of {sizes['experts']}, torch {result['versions']['torch']}, "
+        f"{_commit(result['versions'])}; medians in us of captured graphs on the slowest "
+        f"rank{rates}: `{result['command']}`"
     )
     return "\n".join([*lines, "", caption, ""])
 
@@ -344,6 +345,12 @@ def _by_sms(by_sms: list[NVLinkRates]) -> list[str]:
         cells = [f"{rates['remote_gb_per_s'][name]:.0f}" for name in names]
         lines.append(_row(str(rates["num_sms"]), *cells))
     return lines
+
+
+def _commit(versions: dict[str, str]) -> str:
+    """Name the commit that was measured, of which a + says that files differed from it."""
+    commit = versions["commit"]
+    return f"epcomm {commit.removesuffix('+')}{' with changes' if commit.endswith('+') else ''}"
 
 
 def _row(*cells: str) -> str:

@@ -20,7 +20,7 @@ def result() -> NVLinkResult:
     return {
         "configuration": {"ranks": 8, "hidden": 7168, "top_k": 8, "experts": 256, "sms_tokens": 4},
         "hardware": {"accelerator": "A GPU"},
-        "versions": {"torch": "2.11"},
+        "versions": {"torch": "2.11", "commit": "0123"},
         "command": "torchrun",
         "by_tokens": [
             {"tokens": 1, "us": {**normal, **nccl, "pair_in_chain_fp8": span(3)}},

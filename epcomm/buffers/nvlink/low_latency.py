@@ -38,7 +38,7 @@ from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.kernels.nvlink.common.exchange import first_state
-from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
+from epcomm.kernels.nvlink.common.layout import ANEW, LowLatencyLayout
 from epcomm.protocol import FaultCode, pack_status
 from epcomm.records import ExchangePlan, Pending
 from epcomm.spec import BufferCaps, BufferSpec
@@ -61,6 +61,9 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
     handed_layout: ClassVar[Layout] = Layout.ROWS
     # Largest grid of a sending kernel: one program a token at 128 tokens, all resident on an H200.
     max_programs: ClassVar[int] = 128
+    # A rank with at most so many tokens sends them in lines, see kernels/nvlink/common/lines.py:
+    # twice the bytes, and no fence.
+    line_tokens: ClassVar[int] = 8
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
@@ -104,7 +107,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
     @classmethod
     def layout_for(cls, spec: BufferSpec, world_size: int) -> LowLatencyLayout:
         """Return the layout of the blocks that such buffers open. Local."""
-        return low_latency_layout(spec, world_size, cls.num_buffers_of(spec))
+        return low_latency_layout(spec, world_size, cls.num_buffers_of(spec), cls.line_tokens)
 
     @classmethod
     def wire_bytes(
@@ -170,6 +173,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         """Begin a batch, and return the receive buffer that it takes."""
         from epcomm.kernels.nvlink.ll_dispatch_recv import release_buffer
         from epcomm.kernels.nvlink.ll_dispatch_send import send_dispatch
+        from epcomm.kernels.nvlink.ll_dispatch_send_lines import send_dispatch_lines
 
         hidden_states = call.hidden_states
         assert len(hidden_states) <= self._layout.max_tokens, "the dispatcher has checked T"
@@ -185,7 +189,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         self._faults.note_own(call.error)
         if self._plain_dtype is not None:
             hidden_states = hidden_states.to(self._plain_dtype)
-        send_dispatch(
+        receive_buffer.num_tokens = len(hidden_states)
+        (send_dispatch_lines if receive_buffer.is_in_lines else send_dispatch)(
             receive_buffer.exchange,
             hidden_states if hidden_states.stride(-1) == 1 else hidden_states.contiguous(),
             call.topk_ids.contiguous(),
@@ -315,8 +320,14 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
 
     def _take_sums(self, receive_buffer: ReceiveBuffer, y: Tensor) -> Combined:
         from epcomm.kernels.nvlink.ll_combine import receive_combine
+        from epcomm.kernels.nvlink.ll_combine_lines import receive_combine_lines
 
-        receive_combine(receive_buffer.exchange, y, receive_buffer.is_sent)
+        exchange, is_sent = receive_buffer.exchange, receive_buffer.is_sent
+        # As this rank sent, which its header told all ranks.
+        if receive_buffer.is_in_lines:
+            receive_combine_lines(exchange, y, is_sent, receive_buffer.num_tokens)
+        else:
+            receive_combine(exchange, y, is_sent)
         return Combined(y=y, scalars=None)
 
     def refuse_combine(self, error: EPError) -> None:
@@ -373,10 +384,11 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         block[: layout.buffers_at].zero_()
         for number, receive_buffer in enumerate(self._receive_buffers):
             begin = layout.buffer_offset(number)
-            for name in ("arrived_metadata", "arrived_rows", "arrived_sums"):
+            for name in ANEW:
                 at = begin + layout.offsets[name]
                 block[at : at + layout.regions[name]].zero_()
-            receive_buffer.exchange.state.copy_(first_state(block.device))
+            state = first_state(self._world_size, block.device)
+            receive_buffer.exchange.state.copy_(state)
             receive_buffer.is_open, receive_buffer.unfinished = False, None
         # Ranks may have come to different numbers, and exchange plans of old batches stay refused.
         self._first_batch = self._num_batches

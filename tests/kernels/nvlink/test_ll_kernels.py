@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
 from epcomm.buffers.nvlink.low_latency_state import ReceiveBuffer
+from epcomm.buffers.nvlink.sizes import low_latency_layout
 from epcomm.kernels.nvlink import ll_combine, ll_dispatch_pack, ll_dispatch_recv, ll_dispatch_send
-from epcomm.kernels.nvlink.common.exchange import LowLatencyExchange, PeerBlocks
+from epcomm.kernels.nvlink.common.exchange import SOURCES_AT, LowLatencyExchange, PeerBlocks
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
 from epcomm.protocol import Wait, decode_abort
 from epcomm.records import SlotIndex
@@ -41,6 +42,11 @@ class Rank:
         begin = self.layout.buffer_offset(0) + self.layout.offsets[name]
         return self.block[begin : begin + self.layout.regions[name]].view(dtype)
 
+    def lines(self, name: str) -> list[tuple[int, int]]:
+        """Words and epochs."""
+        words = self.region(name, torch.int32).view(-1, 2).tolist()
+        return [(word, epoch) for word, epoch in words]
+
     def record(self, row: int) -> list[list[float]]:
         """Experts, positions and weights of the K entries of a row."""
         top_k, words = self.layout.top_k, self.layout.metadata_words
@@ -62,10 +68,14 @@ def spec_of(top_k: int, max_tokens: int) -> BufferSpec:
 
 
 def make_ranks(
-    world_size: int, device: torch.device, *, top_k: int = 2, max_tokens: int = MAX_TOKENS
+    world_size: int,
+    device: torch.device,
+    *,
+    top_k: int = 2,
+    max_tokens: int = MAX_TOKENS,
+    line_tokens: int = MAX_TOKENS,
 ) -> list[Rank]:
-    spec = spec_of(top_k, max_tokens)
-    layout = NVLinkLowLatencyBuffer.layout_for(spec, world_size)
+    layout = low_latency_layout(spec_of(top_k, max_tokens), world_size, 1, line_tokens)
     blocks = [
         torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device) for _ in range(world_size)
     ]
@@ -127,8 +137,12 @@ def test_sender_stores_a_row_and_a_record_where_the_experts_are(device: torch.de
     # Not sent, and so not written: rank 0 has no expert of the second token.
     assert not received[0][3].any()
     assert ranks[1].is_sent.tolist() == [[1, 1], [0, 1]]
-    assert [rank.region("counts", torch.int32)[2:4].tolist() for rank in ranks] == [[1, 0], [0, 2]]
-    assert [rank.region("header", torch.int32)[4:7].tolist() for rank in ranks] == [[1, 2, 0]] * 2
+    assert [rank.lines("count_lines")[2:4] for rank in ranks] == [
+        [(1, 1), (0, 1)],
+        [(0, 1), (2, 1)],
+    ]
+    # Two tokens, in bulk, and no fault, in epoch 1.
+    assert [rank.lines("header_lines")[2:4] for rank in ranks] == [[(4, 1), (0, 1)]] * 2
     for name in ("arrived_metadata", "arrived_rows"):
         assert [rank.region(name, torch.int32)[:2].tolist() for rank in ranks] == [[0, 1]] * 2
     # One row, two records and a header to the other rank.
@@ -203,8 +217,9 @@ def test_rows_are_copied_to_their_slots(device: torch.device) -> None:
 def test_slots_of_a_row_go_home_as_one_sum(device: torch.device) -> None:
     ranks = make_ranks(2, device, top_k=3)
     sender = ranks[0]
-    # As if both sources had sent two tokens, of which one had slots here.
-    sender.region("header", torch.int32)[:8] = torch.tensor([1, 2, 0, 0] * 2, device=device)
+    # As if both sources had sent two tokens in bulk, of which one had slots here.
+    sender.exchange.state[SOURCES_AT:] = torch.tensor([4, 4], device=device)
+    sender.exchange.state[1] = 1
     slots_of_row = torch.full((4, 3), -1, dtype=torch.int32, device=device)
     slots_of_row[3] = torch.tensor([5, -1, 2], device=device)
     rows = torch.full((6, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
@@ -263,7 +278,7 @@ def test_sums_are_given_memory_before_they_are_sent(
 
         monkeypatch.setattr(ll_combine, "send_combine", send)
         monkeypatch.setattr(ll_combine, "receive_combine", lambda *_: allocated.append(seen.count))
-        rank = make_ranks(2, device)[0]
+        rank = make_ranks(2, device, line_tokens=0)[0]
         buffer = object.__new__(NVLinkLowLatencyBuffer)
         buffer._sum_dtype, buffer._device = torch.bfloat16, device
         buffer._spec = spec_of(2, MAX_TOKENS)

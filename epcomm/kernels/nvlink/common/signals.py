@@ -1,9 +1,9 @@
 """Signals by which the kernels of the ranks of one host wait for one another.
 
 A signal is a counter of one source rank in the memory of the rank that waits. It grows by one for
-each program of the source that has sent, or, in low latency, once for all of them, by the last to
-arrive. Each add releases, so a full count means that all that the programs stored is visible to the
-rank that acquires it. Signals never shrink, and are compared by the sign of a difference, for a
+each program of the source that has sent; in low latency the last of them to arrive sets it to the
+epoch. Each of these releases, so a full count means that all that the programs stored is visible to
+the rank that acquires it. Signals never shrink, and are compared by the sign of a difference, for a
 fast rank may be one epoch ahead.
 
 Waits end after a number of polls. One of a GPU lasts a millisecond, by its clock, and is as many
@@ -87,36 +87,52 @@ def publish_as_last(
     num_arriving: tl.tensor,
     bases_ptr: tl.tensor,
     offset: tl.tensor,
-    W: tl.constexpr,
+    number: tl.tensor,
+    is_told: tl.tensor,
     LANES: tl.constexpr,
-    excluded_ptr: tl.tensor,
 ) -> None:
-    """Publish 1 once all `num_arriving` programs have come here, after all that they stored.
+    """Set a signal to `number` once all `num_arriving` programs have come, after all they stored.
 
-    A fence of the whole system and W remote adds for a rank, not for each program: what another
+    A fence of the whole system and a remote store a rank, not for each program: what another
     program stored is released by its arrival, acquired by the last, and released by that again.
+    The signal is set, not added to: batches that travel in lines leave it behind.
 
     arrivals_ptr: of this rank, 0 before the first arrival and after the last.
+    is_told: [LANES]: the ranks whose signal, at bases_ptr and `offset`, is set.
     """
     # The arrival is made by one thread: it covers the stores of the others only after this.
     tl.debug_barrier()
     num_before = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
     if num_before == num_arriving - 1:
         tl.store(arrivals_ptr, 0)
-        publish(bases_ptr, offset, 1, W, LANES, excluded_ptr)
+        # The release is made by a few threads: it covers what the last one acquired after this.
+        tl.debug_barrier()
+        lane = tl.arange(0, LANES)
+        signals = tl.load(bases_ptr + lane, mask=is_told, other=0) + offset
+        words = signals.to(tl.pointer_type(tl.int32))
+        # Read by await_signals() on every rank. One vector, hence one fence for all ranks.
+        numbers = tl.zeros_like(lane) + number
+        tl.atomic_xchg(words, numbers, mask=is_told, sem="release", scope="sys")
 
 
 @triton.jit
-def polls_spent(num_looks: tl.tensor, end_ns: tl.tensor) -> tuple[tl.tensor | int, tl.tensor]:
+def polls_spent(
+    num_looks: tl.tensor,
+    end_ns: tl.tensor,
+    THREADS: tl.constexpr = 0,  # pyright: ignore[reportArgumentType]
+) -> tuple[tl.tensor | int, tl.tensor]:
     """Count the polls that a look uses up, one without a clock, and tell when the next poll ends.
 
     num_looks: those of the wait so far, this one among them.
     end_ns: int64: what the look before returned; 0 at first.
+    THREADS: of the program, which must then all go by one clock; 0: each may go by its own.
     """
     if _IS_TIMED:
         spent = num_looks * 0
         if num_looks % _LOOKS_PER_TICK == 0:
             now_ns = globaltimer()
+            if THREADS:
+                now_ns = tl.max(tl.zeros([THREADS], tl.int64) + now_ns)
             is_over = now_ns >= end_ns
             spent = is_over.to(tl.int32)
             end_ns = tl.where(is_over, now_ns + _POLL_NS, end_ns)
@@ -221,7 +237,8 @@ def abort_if_missing(
         if aborted != 0:
             tl.store(report_ptr + REPORT_ABORTED, aborted)
         else:
-            tl.store(report_ptr + REPORT_MISSING + lane, missing, mask=lane < W)
+            # Programs that wait for different ranks each name theirs.
+            tl.store(report_ptr + REPORT_MISSING + lane, missing, mask=is_rank & (missing != 0))
             tl.store(report_ptr + REPORT_EPOCH, epoch)
             tl.store(report_ptr + REPORT_WAIT, wait)
             tl.debug_barrier()

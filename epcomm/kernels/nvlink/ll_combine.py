@@ -152,7 +152,8 @@ def _send_combine_kernel(
     # What headers said, kept by the receiver of dispatch: they may not be read any more.
     sources_ptr = state_ptr + _SOURCES_AT
     is_source = taking_part(excluded_ptr, W, W_LANES)
-    told = tl.load(sources_ptr + tl.arange(0, W_LANES), mask=is_source, other=0)
+    source_lane = tl.arange(0, W_LANES)
+    told = tl.load(sources_ptr + source_lane, mask=source_lane < W, other=0)
     in_bulk = is_source & ((told & 1) == 0)
     # A call that was refused has no rows; neither has this rank if it refuses now.
     is_empty = (tl.load(state_ptr + 2) != 0) | (status != 0)

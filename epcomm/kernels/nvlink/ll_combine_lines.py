@@ -17,7 +17,6 @@ from epcomm.kernels.nvlink.common.layout import LINE_BYTES
 from epcomm.kernels.nvlink.common.lines import (
     abort_if_late,
     begin_wait,
-    bits_of_ranks,
     elements_of,
     end_look,
     flag_of,
@@ -74,12 +73,10 @@ def _receive_combine_lines_kernel(
     # Not from the L1 cache: only the end of the kernel before would empty it for sure.
     epoch = tl.load(state_ptr + 1, volatile=True)
     peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
-    lane = tl.arange(0, W_LANES)
-    is_source = taking_part(excluded_ptr, W, W_LANES)
     # The dispatch itself was refused, by whichever rank: no rank sends sums.
     has_failed = tl.load(state_ptr + 2) != 0
     is_awaited = (token < wanted_tokens) & (has_failed == 0)
-    combined_ptr = int64_at(buffer_address + COMBINED_LINES_AT) + lane
+    combined_ptr = int64_at(buffer_address + COMBINED_LINES_AT)
     word = part * WORDS + tl.arange(0, WORDS)
     is_word = (word < RETURN_WORDS) & is_awaited
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -87,27 +84,32 @@ def _receive_combine_lines_kernel(
     column = part * ELEMENTS + tl.arange(0, ELEMENTS)
     is_element = (column < HIDDEN) & (token < num_tokens)
     out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
+    living, sent = (), ()
+    for source in tl.static_range(W):
+        living += (tl.load(excluded_ptr + source) == 0,)
+        sent += (tl.load(is_sent_ptr + token * W + source, mask=is_awaited, other=0) != 0,)
 
     late, polls_left, num_looks, end_ns = begin_wait(max_polls)  # pyright: ignore[reportGeneralTypeIssues]
     while is_waiting(late, polls_left):
         aborted = tl.load(int32_at(own_address), volatile=True)
-        combined = tl.load(combined_ptr, mask=is_source, other=0, volatile=True)
-        is_late = is_source & (flag_of(combined) != epoch)
-        codes = tl.where(is_source, word_of(combined), 0)
+        late, any_code = epoch * 0, epoch * 0
         total = tl.zeros([ELEMENTS], tl.float32)
         absent = tl.zeros([WORDS], tl.int32)
         for source in tl.static_range(W):
-            # A rank that refuses sends no sums.
-            is_there = tl.load(is_sent_ptr + token * W + source, mask=is_awaited, other=0) != 0
-            is_there &= tl.sum(tl.where(lane == source, codes, 0)) == 0
+            combined = tl.load(combined_ptr + source, mask=living[source], other=0, volatile=True)
             lines_ptr = int64_at(buffer_address + SUM_LINES_AT) + word
             lines_ptr += (source * LINE_TOKENS + token) * SUM_LINES
-            is_part = is_word & is_there
+            is_part = is_word & sent[source]
             lines = tl.load(lines_ptr, mask=is_part, other=0, volatile=True)
-            absent |= tl.where(is_part & (flag_of(lines) != epoch), 1 << source, 0)
+            is_late = living[source] & (flag_of(combined) != epoch)
+            late |= tl.where(is_late, 1 << source, 0)
+            any_code |= word_of(combined)
+            # A rank that refuses sends no sums.
+            is_absent = is_part & (word_of(combined) == 0) & (flag_of(lines) != epoch)
+            absent |= tl.where(is_absent, 1 << source, 0)
             total += elements_of(word_of(lines), dtype).to(tl.float32)
         late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
-            bits_of_ranks(is_late, W_LANES) | tl.max(absent),
+            late | tl.max(absent),
             aborted,
             polls_left,
             num_looks,
@@ -116,9 +118,12 @@ def _receive_combine_lines_kernel(
         )
         if late == 0:
             # Of the look that found them: to load them again would take as long as to look.
-            if tl.program_id(0) == 0:
+            if (tl.program_id(0) == 0) & (any_code != 0):
+                is_source = taking_part(excluded_ptr, W, W_LANES)
+                codes_ptr = combined_ptr + tl.arange(0, W_LANES)
+                codes = word_of(tl.load(codes_ptr, mask=is_source, other=0, volatile=True))
                 note_faults(faults_ptr, codes, is_source, W_LANES)
-            total = tl.where(has_failed | (tl.max(codes) != 0), float("nan"), total)
+            total = tl.where(has_failed | (any_code != 0), float("nan"), total)
             tl.store(out_row_ptr + column, cast(total, dtype), mask=is_element)
     if abort_if_late(peers, late, WAIT_COMBINE, epoch, W, W_LANES):
         nothing = tl.full([ELEMENTS], float("nan"), tl.float32)

@@ -81,9 +81,26 @@ def env_of(
     )
 
 
+# The most tokens that a rank sends in lines: with 2, ranks of one batch differ, by their T.
+IN_LINES, MIXED, IN_BULK = 8, 2, 0
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("case", SCENARIOS)
-def test_buffer_keeps_its_contract(case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "line_tokens"),
+    [
+        ("shapes", MIXED),
+        ("batches", IN_LINES),
+        ("faults", IN_LINES),
+        ("refusals", MIXED),
+        pytest.param("batches", MIXED, marks=pytest.mark.slow),
+        *(pytest.param(case, IN_BULK, marks=pytest.mark.slow) for case in SCENARIOS),
+    ],
+)
+def test_buffer_keeps_its_contract(
+    case: str, line_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NVLinkLowLatencyBuffer, "line_tokens", line_tokens)
     with EPGroup() as group:
         for scenario in SCENARIOS[case]:
             buffer_suite.run_scenario(scenario, env_of(group))
@@ -161,6 +178,18 @@ class SingleReceiveBuffer(NVLinkLowLatencyBuffer):
     """Every dispatch takes the memory of the last: faults of reuse show."""
 
     num_buffers: ClassVar[int] = 1
+
+
+class MixedSingleBuffer(SingleReceiveBuffer):
+    """Likewise, and one rank sends in lines while the other sends in bulk."""
+
+    line_tokens: ClassVar[int] = 1
+
+
+class BulkSingleBuffer(SingleReceiveBuffer):
+    """Likewise, and no rank sends in lines."""
+
+    line_tokens: ClassVar[int] = 0
 
 
 class ImpatientBuffer(NVLinkLowLatencyBuffer):
@@ -274,7 +303,9 @@ def run_rounds(buffer: NVLinkLowLatencyBuffer, rounds: range, group: EPGroup) ->
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", [SingleReceiveBuffer, NVLinkLowLatencyBuffer])
+@pytest.mark.parametrize(
+    "kind", [SingleReceiveBuffer, MixedSingleBuffer, BulkSingleBuffer, NVLinkLowLatencyBuffer]
+)
 def test_slots_are_used_again_and_again(kind: type[NVLinkLowLatencyBuffer]) -> None:
     with EPGroup() as group:
         buffer = kind(group.collectives, spec_of())
@@ -509,6 +540,7 @@ def test_benchmark_checks_before_it_measures() -> None:
         experts=4,
         wire=bench.WireName.FP8,
         programs=0,
+        line_tokens=2,
         iterations=1,
         warm_up=1,
         pairs=2,

@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from epcomm.kernels.launch import IS_INTERPRETED
 from epcomm.kernels.nvlink.common.signals import (
     abort_if_missing,
     int32_at,
@@ -33,6 +34,11 @@ from epcomm.kernels.nvlink.common.status import WAIT_CREDIT
 # Most ranks: a wait keeps those that it still misses as bits of an int32, below that of an abort.
 MAX_RANKS = 30
 
+# Polls that a look takes up in an interpreter, where it does more than one at a signal.
+INTERPRETED_POLLS = 4
+
+_IS_INTERPRETED = tl.constexpr(IS_INTERPRETED)
+_INTERPRETED_POLLS = tl.constexpr(INTERPRETED_POLLS)
 _ABORTED = tl.constexpr(1 << MAX_RANKS)
 
 
@@ -133,6 +139,8 @@ def end_look(
     late = tl.max(tl.zeros([THREADS], tl.int32) + seen)
     num_looks += 1
     spent, end_ns = polls_spent(num_looks, end_ns, THREADS)  # pyright: ignore[reportGeneralTypeIssues]
+    if _IS_INTERPRETED:
+        spent *= _INTERPRETED_POLLS
     return late, polls_left - spent, num_looks, end_ns
 
 

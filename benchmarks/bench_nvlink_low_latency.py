@@ -84,7 +84,7 @@ class Options:
     experts: int
     wire: WireName
     programs: int
-    line_tokens: int
+    line_tokens: int = NVLinkLowLatencyBuffer.line_tokens
     iterations: int
     warm_up: int
     pairs: int

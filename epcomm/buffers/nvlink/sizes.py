@@ -111,7 +111,10 @@ def low_latency_regions(
     other_bytes = layout.buffer_bytes - sum(layout.regions[name] for name in _ROW_REGIONS)
     sizes = {
         "signals and metadata": layout.num_buffers * other_bytes,
-        **{name: layout.num_buffers * layout.regions[name] for name in _ROW_REGIONS},
+        **{
+            name.replace("_", " "): layout.num_buffers * layout.regions[name]
+            for name in _ROW_REGIONS
+        },
         "slot index": layout.num_buffers * (index + layout.num_rows),
     }
     num_bytes = layout.data_bytes + layout.scale_bytes

@@ -45,7 +45,6 @@ def _send_metadata_lines(
     ids_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     bases: tl.tuple,
-    excluded: tl.tuple,
     line: tl.tensor,
     epoch: tl.tensor,
     token: tl.tensor,
@@ -58,7 +57,7 @@ def _send_metadata_lines(
 ) -> None:
     """Tell every rank which of its experts a token chose, at which positions and weights.
 
-    bases, excluded: [W], of all ranks.   line: the first of the token.
+    bases: of the receive buffers of all ranks, 0 of an excluded one.   line: the token's first.
     """
     k = tl.arange(0, K_LANES)
     ids = tl.load(ids_ptr + token * K + k, mask=k < K, other=-1).to(tl.int32)
@@ -67,7 +66,7 @@ def _send_metadata_lines(
     position_lines = line_of(count_positions(ids_ptr, ids, token, K, K_LANES, CHUNK), epoch)
     owners = tl.where(ids >= 0, ids // L, -1)
     for peer in tl.static_range(W):
-        is_entry = (excluded[peer] == 0) & (k >= 0)
+        is_entry = (bases[peer] != 0) & (k >= 0)
         lines_ptr = int64_at(bases[peer] + ROW_LINES_AT) + line + k
         experts = tl.where(owners == peer, ids - peer * L, -1)
         tl.store(lines_ptr, line_of(experts, epoch), mask=is_entry)
@@ -159,10 +158,10 @@ def _send_dispatch_lines_kernel(
         amax_bits = largest_bits(row.to(tl.float32))
     k = tl.arange(0, K_LANES)
     ids = tl.load(ids_ptr + token * K + k, mask=(k < K) & is_row, other=-1).to(tl.int32)
-    bases, excluded = (), ()
-    for peer in tl.static_range(W):
-        bases += (tl.load(bases_ptr + peer),)
-        excluded += (tl.load(excluded_ptr + peer),)
+    bases = ()
+    for peer in tl.static_range(W):  # pyright: ignore[reportGeneralTypeIssues]
+        base = tl.load(bases_ptr + peer)
+        bases += (tl.where(tl.load(excluded_ptr + peer) != 0, 0, base),)
 
     # Written by the combine of the last batch of this receive buffer, on every rank, which has
     # read it.
@@ -201,7 +200,6 @@ def _send_dispatch_lines_kernel(
             ids_ptr,
             weights_ptr,
             bases,
-            excluded,
             (rank * LINE_TOKENS + metadata_token) * ROW_LINES,
             epoch,
             metadata_token,
@@ -243,7 +241,7 @@ def _send_dispatch_lines_kernel(
         num_sent = 0
         for peer in tl.static_range(W):
             # Entries of an excluded rank are as masked entries.
-            is_owner = (owners == peer) & (excluded[peer] == 0)
+            is_owner = (owners == peer) & (bases[peer] != 0)
             is_needed = tl.max(is_owner.to(tl.int32))
             if part == 0:
                 # For the receiver of combine on this rank.

@@ -140,6 +140,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         self._open_memory(self.layout_for(spec, self._world_size))
         num_slots = self._max_slots_of(spec, self._layout.num_rows)
         self._kind = kind_of(spec.dispatch_format)
+        self._line_tokens = self._layout.line_tokens
         self._receive_buffers = [
             ReceiveBuffer.of(self._blocks, number, rows, num_slots, spec.expert_alignment)
             for number, rows in enumerate(self.received_rows())
@@ -189,7 +190,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         self._faults.note_own(call.error)
         if self._plain_dtype is not None:
             hidden_states = hidden_states.to(self._plain_dtype)
-        receive_buffer.num_tokens = len(hidden_states)
+        receive_buffer.num_tokens = num_tokens = len(hidden_states)
+        receive_buffer.is_in_lines = 0 < self._line_tokens >= num_tokens
         (send_dispatch_lines if receive_buffer.is_in_lines else send_dispatch)(
             receive_buffer.exchange,
             hidden_states if hidden_states.stride(-1) == 1 else hidden_states.contiguous(),
@@ -398,10 +400,16 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         self._receive_buffers = []
 
     def _warm_up(self) -> None:
-        """Run a batch without tokens through each receive buffer: kernels are compiled and loaded.
+        """Run batches without tokens through each receive buffer: kernels are compiled and loaded.
 
-        A barrier follows each step, for compiling may take one rank longer than a wait.
+        They travel in bulk, then in lines, whose kernels differ. A barrier follows each step, for
+        compiling may take one rank longer than a wait.
         """
+        for line_tokens in (0, self._layout.line_tokens):
+            self._line_tokens = line_tokens
+            self._warm_up_once()
+
+    def _warm_up_once(self) -> None:
         call = self._empty_call(self._sum_dtype)
         for _ in range(self._layout.num_buffers):
             sent = self.dispatch_async(call)

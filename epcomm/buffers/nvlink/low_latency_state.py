@@ -34,7 +34,8 @@ class ReceiveBuffer:
 
     rows, index: what is handed out.   row_of_slot: [C], None where nobody asks.
     slots_of_row: [W * M, K].   is_sent: [M, W], uint8, whether a rank got a token.
-    batch: the last one dispatched, of T = num_tokens.   is_open: it awaits its combine.
+    batch: the last one dispatched, of T = num_tokens, in lines or in bulk, of which its header
+        tells all ranks.   is_open: it awaits its combine.
     unfinished: receives the sums of a combine, once, however often it is called.
     """
 
@@ -47,13 +48,9 @@ class ReceiveBuffer:
     is_sent: Tensor
     batch: int = -1
     num_tokens: int = 0
+    is_in_lines: bool = False
     is_open: bool = False
     unfinished: Callable[[], Combined] | None = None
-
-    @property
-    def is_in_lines(self) -> bool:
-        """Whether the batch of this rank travels in lines; its header tells all ranks."""
-        return 0 < self.exchange.peers.layout.line_tokens >= self.num_tokens
 
     @classmethod
     def of(

@@ -74,7 +74,7 @@ def _receive_combine_lines_kernel(
     epoch = tl.load(state_ptr + 1, volatile=True)
     peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
     # The dispatch itself was refused, by whichever rank: no rank sends sums.
-    has_failed = tl.load(state_ptr + 2) != 0
+    has_failed = tl.load(state_ptr + 2, volatile=True) != 0
     is_awaited = (token < wanted_tokens) & (has_failed == 0)
     combined_ptr = int64_at(buffer_address + COMBINED_LINES_AT)
     word = part * WORDS + tl.arange(0, WORDS)
@@ -87,7 +87,9 @@ def _receive_combine_lines_kernel(
     living, sent = (), ()
     for source in tl.static_range(W):
         living += (tl.load(excluded_ptr + source) == 0,)
-        sent += (tl.load(is_sent_ptr + token * W + source, mask=is_awaited, other=0) != 0,)
+        # Nothing is acquired here, which would empty the L1 cache.
+        sent_ptr = is_sent_ptr + token * W + source
+        sent += (tl.load(sent_ptr, mask=is_awaited, other=0, volatile=True) != 0,)
 
     late, polls_left, num_looks, end_ns = begin_wait(max_polls)  # pyright: ignore[reportGeneralTypeIssues]
     while is_waiting(late, polls_left):

@@ -1,4 +1,7 @@
-"""Measure dispatch and combine of epcomm against what torch alone offers, in one run.
+"""Measure one backend against rows over all-to-all, down to what a copy of the memory would take.
+
+`epcomm bench` times every backend at every T. This program adds what it does not: rows grouped by
+expert, for a grouped GEMM that reads no index; a profile; and copies in the same run.
 
     scripts/launch_multi_rank.sh 4 benchmarks/bench_dispatch_combine.py --tokens 1024 --hidden 2048
 
@@ -44,7 +47,7 @@ from epcomm import ConfigError, EPConfig, EPGroup, Mode
 from epcomm.bench.check import CheckError, check_contender
 from epcomm.bench.contenders.backends import Epcomm
 from epcomm.bench.contenders.base import Contender, Experts
-from epcomm.bench.contenders.torch_alone import ALTERNATIVES
+from epcomm.bench.contenders.expert_rows import ExpertRows
 from epcomm.bench.machine import (
     describe_hardware,
     describe_versions,
@@ -62,13 +65,6 @@ class ModeName(StrEnum):
     NORMAL = "normal"
     LOW_LATENCY = "low_latency"
     STANDARD = "standard"
-
-
-class AlternativeName(StrEnum):
-    """The contender that epcomm is measured against."""
-
-    EXPERT_ROWS = "expert_rows"
-    ALL_GATHER = "all_gather"
 
 
 class DtypeName(StrEnum):
@@ -90,7 +86,6 @@ class Options:
     dtype: DtypeName
     mode: ModeName
     backend: str
-    alternative: AlternativeName
     pairs: int
     warm_up: int
     seed: int
@@ -117,9 +112,7 @@ class Options:
             world_size=group.world_size,
             num_local=self.experts // group.world_size,
         )
-        return Epcomm(group, self.sizes().moe_spec(), config), ALTERNATIVES[self.alternative](
-            experts
-        )
+        return Epcomm(group, self.sizes().moe_spec(), config), ExpertRows(experts)
 
 
 def run(
@@ -223,9 +216,6 @@ def main(
     dtype: Annotated[DtypeName, typer.Option(help="Of the hidden states.")] = DtypeName.BF16,
     mode: Annotated[ModeName, typer.Option(help="Of epcomm.")] = ModeName.NORMAL,
     backend: Annotated[str, typer.Option(help="The buffer of epcomm.")] = "auto",
-    alternative: Annotated[
-        AlternativeName, typer.Option(help="What epcomm is measured against.")
-    ] = AlternativeName.EXPERT_ROWS,
     pairs: Annotated[int, typer.Option(min=1, help="Measured calls of each.")] = 30,
     warm_up: Annotated[int, typer.Option(min=1, help="Calls of each before that.")] = 5,
     seed: Annotated[int, typer.Option(help="Of tokens and routing.")] = 0,
@@ -248,7 +238,6 @@ def main(
         dtype=dtype,
         mode=mode,
         backend=backend,
-        alternative=alternative,
         pairs=pairs,
         warm_up=warm_up,
         seed=seed,

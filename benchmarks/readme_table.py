@@ -99,6 +99,43 @@ class NVLinkResult(TypedDict):
     by_sms: list[NVLinkRates]
 
 
+class EagerTimes(TypedDict):
+    """What one call costs the host, on the slowest rank; unit_us: of torch's one-element add_."""
+
+    us: float
+    unit_us: float
+    units: float
+    python_calls: float
+    torch_operators: int
+
+
+class EagerResult(TypedDict):
+    """The parts of a result of eager calls that a table shows."""
+
+    configuration: dict[str, int]
+    hardware: dict[str, str]
+    versions: dict[str, str]
+    command: str
+    slowest_rank: dict[str, EagerTimes]
+
+
+class BesideTimes(TypedDict):
+    """One piece of work; us: medians by contender."""
+
+    work: str
+    us: dict[str, float]
+
+
+class BesideResult(TypedDict):
+    """Contenders beside one another; boundaries: what the work of one holds and of another not."""
+
+    configuration: dict[str, int]
+    hardware: dict[str, str]
+    versions: dict[str, str]
+    boundaries: list[str]
+    rows: list[BesideTimes]
+
+
 class Result(TypedDict):
     """The parts of a result that a table shows."""
 
@@ -132,6 +169,10 @@ def _render_kind(text: str, *, is_by_tokens: bool) -> str:
     kind = result["benchmark"]
     if kind == "nvlink":
         return render_nvlink(result, is_by_tokens=is_by_tokens)
+    if kind == "beside":
+        return render_beside(result)
+    if kind == "eager":
+        return render_eager(result)
     if kind == BENCHMARK:
         return render_bench(result)
     return render_gemm(result) if kind.startswith("gemm") else render(result)
@@ -207,6 +248,42 @@ def render_nvlink(result: NVLinkResult, *, is_by_tokens: bool = False) -> str:
         f"{sizes['ranks']} ranks on {hardware['accelerator']}, H = {sizes['hidden']}, top-"
         f"{sizes['top_k']} of {sizes['experts']}, torch {result['versions']['torch']}; medians in "
         f"us of captured graphs on the slowest rank{rates}: `{result['command']}`"
+    )
+    return "\n".join([*lines, "", caption, ""])
+
+
+def render_eager(result: EagerResult) -> str:
+    """Return the table of what calls cost the host that launches them."""
+    lines = [
+        _row(
+            "one token a rank", "add_ of torch", "us", "functions of Python", "operators of torch"
+        ),
+        _row("---", *["---:"] * 4),
+    ]
+    for name, each in result["slowest_rank"].items():
+        cells = (each["units"], each["us"], each["python_calls"], each["torch_operators"])
+        lines.append(_row(name, f"{cells[0]:.1f}", *(f"{cell:.0f}" for cell in cells[1:])))
+    sizes = result["configuration"]
+    caption = (
+        f"{sizes['ranks']} ranks on {result['hardware']['accelerator']}, H = {sizes['hidden']}, I ="
+        f" {sizes['inner']}, top-{sizes['top_k']} of {sizes['experts']}, FP8 experts, torch "
+        f"{result['versions']['torch']}; medians on the slowest rank: `{result['command']}`"
+    )
+    return "\n".join([*lines, "", caption, ""])
+
+
+def render_beside(result: BesideResult) -> str:
+    """Return the table of contenders beside one another, and what each includes."""
+    names = list(result["rows"][0]["us"])
+    lines = [_row("us", *names), _row("---", *["---:"] * len(names))]
+    for each in result["rows"]:
+        lines.append(_row(each["work"], *(f"{each['us'][name]:g}" for name in names)))
+    sizes, versions = result["configuration"], result["versions"]
+    which = ", ".join(f"{name} {versions[name]}" for name in names)
+    caption = (
+        f"{sizes['ranks']} ranks on {result['hardware']['accelerator']}, H = {sizes['hidden']}, "
+        f"top-{sizes['top_k']} of {sizes['experts']}, torch {versions['torch']}, {which}; medians "
+        f"of captured graphs on the slowest rank. {'; '.join(result['boundaries'])}."
     )
     return "\n".join([*lines, "", caption, ""])
 

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum, StrEnum
 from pathlib import Path
@@ -158,7 +158,7 @@ class EPConfig(WireChoices):
             ConfigError: an unknown field (the message lists the known ones) or a bad value.
         """
         known = {field.name for field in fields(cls)}
-        unknown = sorted(set(values) - known)
+        unknown = sorted(set(map(str, values)) - known)
         if unknown:
             raise ConfigError(
                 f"EPConfig: {source} has unknown fields {unknown}; known are {sorted(known)}"
@@ -167,18 +167,22 @@ class EPConfig(WireChoices):
 
     @classmethod
     def from_file(cls, path: str | Path) -> EPConfig:
-        """Read a .toml or .json file whose top level holds the fields.
+        """Read a .toml, .json, .yaml or .yml file whose top level holds the fields.
+
+        YAML needs the package PyYAML, which the extra `yaml` brings.
 
         Raises:
-            ConfigError: another ending, or unknown fields.
+            ConfigError: another ending, a file that cannot be read or does not parse, unknown
+                fields, or a package that is missing.
         """
         path = Path(path)
-        if path.suffix == ".toml":
-            values = tomllib.loads(path.read_text())
-        elif path.suffix == ".json":
-            values = json.loads(path.read_text())
-        else:
-            raise ConfigError(f"EPConfig.from_file: {path.name} is no .toml or .json file")
+        if path.suffix not in _READERS:
+            endings = ", ".join(_READERS)
+            raise ConfigError(
+                f"EPConfig.from_file: {path.name} has another ending than {endings}; rename or "
+                "convert it"
+            )
+        values = _read_values(path)
         return cls.from_mapping(values, source=path.name)
 
     @classmethod
@@ -196,6 +200,45 @@ class EPConfig(WireChoices):
         }
         parsed = {name: _parse(name, text) for name, text in found.items()}
         return cls.from_mapping(parsed, source="the environment")
+
+
+def _read_values(path: Path) -> Mapping[str, object]:
+    try:
+        values = _READERS[path.suffix](path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"EPConfig.from_file: {path} cannot be read ({error.strerror}); name another file"
+        ) from None
+    except ImportError:
+        raise ConfigError(
+            f"EPConfig.from_file: {path.name} needs PyYAML, which is not installed; run "
+            "pip install pyyaml, or write TOML or JSON"
+        ) from None
+    except ValueError as error:
+        # Some parsers tell where in several lines.
+        why = " ".join(str(error).split())
+        raise ConfigError(f"EPConfig.from_file: {path.name} does not parse: {why}") from None
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"EPConfig.from_file: {path.name} holds a {type(values).__name__}, expected fields and "
+            "their values at the top level"
+        )
+    return values
+
+
+def _parse_yaml(text: str) -> object:
+    import yaml
+
+    try:
+        # An empty file says nothing, as an empty one of TOML.
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+_READERS: Mapping[str, Callable[[str], object]] = MappingProxyType(
+    {".toml": tomllib.loads, ".json": json.loads, ".yaml": _parse_yaml, ".yml": _parse_yaml}
+)
 
 
 def _is_integer(value: object) -> bool:

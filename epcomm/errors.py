@@ -15,6 +15,10 @@ class ConfigError(EPError, ValueError):
     """A configuration, a specification or a name cannot be served, or differs between ranks."""
 
 
+class PlanRefused(ConfigError):
+    """Nothing serves a layer that could be; the message has a reason for each candidate."""
+
+
 class ShapeError(EPError, ValueError):
     """A tensor of a call has a wrong shape, dtype, device or value."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,10 +45,40 @@ class MoESpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Availability:
-    """The verdict on whether a backend can run on this rank: what it lacks, and what to do."""
+    """The verdict on whether a backend can run on this rank: what it lacks, and what to do.
+
+    command: the one that would bring all of it; empty where none is known or needed.
+    needs: the hardware or system without which no command can; empty where that is here.
+    """
 
     ok: bool
     reasons: tuple[str, ...] = ()
+    command: str = ""
+    needs: str = ""
+
+    @classmethod
+    def judge(
+        cls,
+        *,
+        missing: Sequence[str] = (),
+        command: str = "",
+        absent: Sequence[str] = (),
+        needs: str = "",
+    ) -> Availability:
+        """Make the verdict on what a machine lacks; ok if it lacks nothing.
+
+        Args:
+            missing: what is not installed.
+            command: installs all of that.
+            absent: hardware that is not there, which no command brings.
+            needs: what to have instead, such as `NVIDIA GPUs`.
+        """
+        return cls(
+            ok=not (missing or absent),
+            reasons=(*missing, *absent),
+            command=command if missing and not absent else "",
+            needs=needs if absent else "",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -67,7 +67,9 @@ class LayerCounter:
 
     def __init__(self, num_local_experts: int, device: torch.device) -> None:
         """Begin at zero, with L counts on `device`."""
-        self._totals = EPStats()
+        # Plain numbers: a record made anew in every call takes host time.
+        self._num_calls = self._num_tokens = self._num_rows = 0
+        self._num_slots = self._max_slots = 0
         # Made here, not at the first call: a capture would set it to zero in every replay.
         self._expert_slots = torch.zeros(num_local_experts, dtype=torch.int64, device=device)
 
@@ -76,20 +78,25 @@ class LayerCounter:
         # Backward is running: this call repeats one that was counted.
         if torch._C._current_graph_task_id() != -1:
             return
-        old, num_slots = self._totals, out.num_slots
-        self._totals = replace(
-            old,
-            num_calls=old.num_calls + 1,
-            num_tokens=old.num_tokens + num_tokens,
-            num_rows=old.num_rows + out.num_rows,
-            num_slots=old.num_slots + num_slots,
-            max_slots=max(old.max_slots, num_slots),
-        )
+        num_slots = out.num_slots
+        self._num_calls += 1
+        self._num_tokens += num_tokens
+        self._num_rows += out.num_rows
+        self._num_slots += num_slots
+        self._max_slots = max(self._max_slots, num_slots)
         self._expert_slots.add_(out.num_tokens_per_expert)
 
     def snapshot(self, traffic: BufferTraffic) -> EPStats:
         """Return the counts so far; later calls do not change them. Local; no host sync."""
-        return replace(self._totals, traffic=traffic, expert_slots=self._expert_slots.clone())
+        return EPStats(
+            num_calls=self._num_calls,
+            num_tokens=self._num_tokens,
+            num_rows=self._num_rows,
+            num_slots=self._num_slots,
+            max_slots=self._max_slots,
+            traffic=traffic,
+            expert_slots=self._expert_slots.clone(),
+        )
 
 
 def gather_expert_slots(stats: EPStats, group: EPGroup) -> Tensor:

@@ -157,6 +157,9 @@ TEXTS = {
     "config.toml": 'mode = "normal"\ndispatch_scales = "power_of_two"\nint8_profile = "div"\n'
     "max_tokens_per_rank = 128\n"
     "timeout_s = 2.5\ndeterministic = true\n",
+    "config.yaml": "mode: normal\ndispatch_scales: power_of_two\nint8_profile: div\n"
+    "max_tokens_per_rank: 128\ntimeout_s: 2.5\ndeterministic: true\n",
+    "config.yml": f"# JSON is YAML\n{json.dumps(VALUES)}",
 }
 
 
@@ -170,7 +173,8 @@ def test_file_holds_the_fields(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("config.yaml", "mode: normal", "config.yaml is no .toml or .json file"),
+        ("config.ini", "mode: normal", "config.ini has another ending than .toml, .json, .yaml"),
+        ("config.yaml", "1: 2", "config.yaml has unknown fields ['1']; known are"),
         ("config.toml", "tokens = 1", "config.toml has unknown fields ['tokens']; known are"),
         ("config.json", '{"mode": "fast"}', "mode is 'fast'"),
     ],

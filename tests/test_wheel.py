@@ -1,85 +1,197 @@
-"""The wheel holds the package alone, and is imported where nothing but torch is."""
+"""Wheel and sdist hold the package alone, and a fresh environment runs it outside the repository.
+
+The environment has the dependencies of the one that runs the tests, so nothing is downloaded.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from epcomm.registry import BUFFERS
+
+pytestmark = pytest.mark.slow
+
 REPO = Path(__file__).parents[1]
-SOURCES = ("epcomm", "fakes", "tests", "pyproject.toml", "README.md", "LICENSE")
+HELLO = REPO / "examples" / "hello_ep.py"
+FOLDERS = ("epcomm", "fakes", "tests", "examples")
+FILES = ("pyproject.toml", "MANIFEST.in", "constraints.txt", "README.md", "LICENSE")
+# What setuptools writes into every sdist.
+OF_SETUPTOOLS = {"PKG-INFO", "setup.cfg"}
+DEPENDENCIES = ("torch", "numpy", "typer", "rich")
+# Nothing else of the terminal reaches a program: PYTHONPATH names the repository, RANK a launcher.
+VARIABLES = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH")
+# Seconds: ranks import torch on a loaded machine.
+LIMIT_S = 300
 
 PROBE = """
 import json, sys
-sys.path.insert(0, sys.argv[1])
 import torch, torch.distributed.device_mesh, torch.utils.checkpoint
 before = set(sys.modules)
 import epcomm
 added = {name.partition(".")[0] for name in set(sys.modules) - before}
-print(json.dumps({"file": epcomm.__file__, "added": sorted(added)}))
+print(json.dumps({"file": epcomm.__file__, "added": sorted(added), "path": sys.path}))
 """
+LAYER = ["--hidden-size", "7168", "--num-experts", "256", "--top-k", "8", "--ranks", "8"]
+TINY = ["--tokens", "2,8", "--hidden", "32", "--experts", "4", "--top-k", "2"]
+QUICK = ["--iterations", "2", "--warm-up", "1"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """What the sources become."""
+
+    wheel: Path
+    sdist: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """A virtual environment with the wheel, and a folder in which its programs run."""
+
+    root: Path
+    folder: Path
+
+    def run(self, program: str, *arguments: str) -> str:
+        """Run a program of the environment, which must end with 0, and return what it printed."""
+        variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+        done = subprocess.run(
+            [str(self.root / "bin" / program), *arguments],
+            cwd=self.folder,
+            env={**variables, "COLUMNS": "200"},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """Built of a copy: setuptools leaves folders beside the sources."""
-    folder = tmp_path_factory.mktemp("wheel")
+    folder = tmp_path_factory.mktemp("built")
     copy = folder / "sources"
-    copy.mkdir()
-    for name in SOURCES:
-        source = REPO / name
-        if source.is_dir():
-            shutil.copytree(
-                source, copy / name, ignore=shutil.ignore_patterns("__pycache__", "results")
-            )
-        else:
-            shutil.copy(source, copy)
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in FOLDERS:
+        shutil.copytree(REPO / name, copy / name, ignore=ignored)
+    for name in FILES:
+        shutil.copy(REPO / name, copy)
+    make_sdist = "import sys, setuptools.build_meta as s; s.build_sdist(sys.argv[1])"
+    _python("-c", make_sdist, str(folder), cwd=copy)
     _pip("wheel", "--no-build-isolation", "--wheel-dir", str(folder), str(copy))
-    (found,) = folder.glob("epcomm-*.whl")
-    return found
+    (wheel,), (sdist,) = folder.glob("epcomm-*.whl"), folder.glob("epcomm-*.tar.gz")
+    return Built(wheel=wheel, sdist=sdist)
 
 
-@pytest.mark.slow
-def test_wheel_holds_the_package_alone(wheel: Path) -> None:
-    names = zipfile.ZipFile(wheel).namelist()
+@pytest.fixture(scope="module")
+def fresh(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    root = tmp_path_factory.mktemp("fresh")
+    _python("-m", "venv", "--without-pip", str(root), cwd=root)
+    (packages,) = root.glob("lib/python*/site-packages")
+    # A folder of a .pth is searched last, and its own .pth files, as of `pip install -e`, are not
+    # read, so epcomm comes from the wheel or not at all.
+    origins = [str(found.origin) for name in DEPENDENCIES if (found := find_spec(name))]
+    borrowed = dict.fromkeys(str(Path(origin).parents[1]) for origin in origins)
+    (packages / "dependencies.pth").write_text("\n".join(borrowed), encoding="utf-8")
+    _pip("--python", str(root / "bin" / "python"), "install", str(built.wheel))
+    return Environment(root=root, folder=tmp_path_factory.mktemp("elsewhere"))
+
+
+def test_wheel_holds_the_package_alone(built: Built) -> None:
+    names = zipfile.ZipFile(built.wheel).namelist()
     in_package = {name for name in names if name.startswith("epcomm/")}
     others = {name.partition("/")[0] for name in set(names) - in_package}
     assert {name.partition("-")[0] for name in others} == {"epcomm"}, "metadata alone"
-    files = {
-        path.relative_to(REPO).as_posix()
-        for path in (REPO / "epcomm").rglob("*")
-        if path.suffix in (".py", ".cu", ".typed")
-    }
-    assert in_package == files
+    assert in_package == files_of_the_package()
     assert not [name for name in names if "fake" in name.lower() or "tests/" in name]
 
 
-@pytest.mark.slow
-def test_installed_wheel_imports_nothing_but_itself(wheel: Path, tmp_path: Path) -> None:
-    target = tmp_path / "installed"
-    _pip("install", "--target", str(target), str(wheel))
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", PROBE, str(target)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert Path(found["file"]).is_relative_to(target)
+def test_sdist_holds_what_the_readme_needs_and_builds_the_same_wheel(
+    built: Built, tmp_path: Path
+) -> None:
+    with tarfile.open(built.sdist) as archive:
+        files = [Path(each.name) for each in archive.getmembers() if each.isfile()]
+    names = {path.relative_to(path.parts[0]).as_posix() for path in files}
+    names = {name for name in names if not name.startswith("epcomm.egg-info/")}
+    assert names - OF_SETUPTOOLS == files_of_the_package() | {*FILES, "examples/hello_ep.py"}
+    _pip("wheel", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(built.sdist))
+    (again,) = tmp_path.glob("epcomm-*.whl")
+    assert contents(again) == contents(built.wheel)
+
+
+def files_of_the_package() -> set[str]:
+    paths = (REPO / "epcomm").rglob("*")
+    kinds = (".py", ".cu", ".typed")
+    files = {path.relative_to(REPO).as_posix() for path in paths if path.suffix in kinds}
+    assert any(name.endswith(".cu") for name in files)
+    return files
+
+
+def contents(wheel: Path) -> Mapping[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_installed_wheel_imports_nothing_but_itself(fresh: Environment) -> None:
+    found = json.loads(fresh.run("python", "-c", PROBE).splitlines()[-1])
+    assert Path(found["file"]).is_relative_to(fresh.root)
+    assert not [path for path in found["path"] if path in (str(REPO), str(HELLO.parent))]
     # tomllib reads configurations; nothing else comes with it.
     assert set(found["added"]) <= {"epcomm", "tomllib"}
 
 
+def test_hello_prints_what_the_readme_shows(fresh: Environment) -> None:
+    shutil.copy(HELLO, fresh.folder)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    printed = fresh.run("python", *launcher, HELLO.name)
+    shown = (REPO / "README.md").read_text("utf-8").split("`torchrun", 1)[1]
+    lines = re.findall(r"^(?:rank|mode) .*", shown, re.MULTILINE)
+    assert sorted(printed.splitlines()) == sorted(lines)
+
+
+def test_doctor_lists_every_backend(fresh: Environment) -> None:
+    printed = fresh.run("epcomm", "doctor")
+    assert all(re.search(rf"^\W*{name}\b", printed, re.MULTILINE) for name in BUFFERS)
+    assert re.search(r"^\W*collective\W+here\b", printed, re.MULTILINE)
+
+
+def test_plan_chooses_without_ranks(fresh: Environment) -> None:
+    printed = fresh.run("epcomm", "plan", *LAYER)
+    assert "256 experts on 8 ranks, 32 each" in printed
+    assert re.search(r"^\W*backend\W+collective\b", printed, re.MULTILINE)
+
+
+def test_bench_starts_ranks_and_writes_its_file(fresh: Environment) -> None:
+    output = fresh.folder / "bench.json"
+    printed = fresh.run("epcomm", "bench", "--ranks", "2", *TINY, *QUICK, "--output", str(output))
+    assert printed.splitlines()[0] == "2 ranks on cpu over gloo, H = 32, top-2 of 4, bf16"
+    report = json.loads(output.read_text("utf-8"))
+    assert report["wrong"] == []
+    timed = {(each["mode"], each["backend"], each["tokens"]) for each in report["results"]}
+    assert {("normal", "collective", 2), ("", "expert_rows", 8)} <= timed
+    assert printed.splitlines()[-1] == report["advice"]
+
+
 def _pip(*arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", arguments[0], "--quiet", "--no-deps", "--no-index"]
+    _python("-m", "pip", *arguments, "--quiet", "--no-deps", "--no-index", cwd=REPO.parent)
+
+
+def _python(*arguments: str, cwd: Path) -> None:
     done = subprocess.run(
-        [*command, *arguments[1:]], capture_output=True, text=True, check=False, cwd=REPO.parent
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=cwd
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr

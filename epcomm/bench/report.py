@@ -48,7 +48,9 @@ def _as_record(timing: Timing) -> Mapping[str, Any]:
 
 def timings_table(timings: Sequence[Timing]) -> Table:
     """Return the times of dispatch, combine and both, by T, the fastest pair first."""
-    table = _table("dispatch\np50", "combine\np50", "pair\np50", "pair\np95", "pair\np99", "sent")
+    table = _table(
+        "dispatch\np50", "combine\np50", "pair\np50", "pair\np95", "pair\np99", "MB\nsent"
+    )
     ordered = sorted(timings, key=lambda each: (each.tokens, each.us["pair"].p50))
     for place, timing in enumerate(ordered):
         is_last = place + 1 == len(ordered) or ordered[place + 1].tokens != timing.tokens
@@ -60,7 +62,7 @@ def timings_table(timings: Sequence[Timing]) -> Table:
             timing.mode or "torch",
             _name(timing),
             *(f"{cell:.0f}" for cell in cells),
-            "" if sent is None else f"{sent.total / 1e6:.2f} MB",
+            "" if sent is None else f"{sent.total / 1e6:.2f}",
             end_section=is_last,
         )
     return table
@@ -77,18 +79,22 @@ def layers_table(timings: Sequence[Timing]) -> Table:
 
 
 def _table(*numbers: str) -> Table:
-    """Return an empty table whose rows begin with T, mode and backend."""
+    """Return an empty table whose rows begin with T, mode and backend.
+
+    Numbers of seven digits fit into 80 columns; the backend alone gives way, for rich would cut
+    digits off.
+    """
     table = Table(
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
-        collapse_padding=True,
+        padding=0,
         title="us on the slowest rank",
         title_justify="left",
     )
     table.add_column("T", justify="right")
     table.add_column("mode", no_wrap=True)
-    table.add_column("backend", min_width=16)
+    table.add_column("backend", overflow="fold")
     for heading in numbers:
         table.add_column(heading, justify="right", no_wrap=True)
     return table

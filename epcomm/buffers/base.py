@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -14,6 +14,7 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
 from epcomm.errors import EPError
+from epcomm.platforms.machine import Machine
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import quantize
 from epcomm.records import ExchangePlan, Pending, SlotIndex
@@ -119,8 +120,8 @@ class Backend(ABC):
 
     @classmethod
     @abstractmethod
-    def probe(cls, environment: Mapping[str, str]) -> Availability:
-        """Tell whether this backend can run on this rank. Local; allocates nothing."""
+    def probe(cls, machine: Machine) -> Availability:
+        """Tell whether this backend can run on a rank of `machine`. Local; allocates nothing."""
 
     @classmethod
     @abstractmethod
@@ -133,10 +134,8 @@ class Backend(ABC):
         return ()
 
     @classmethod
-    def lacks_with(
-        cls, environment: Mapping[str, str], spec: BufferSpec, world_size: int
-    ) -> tuple[str, ...]:
-        """Say why it cannot serve this layer in this `environment`. Local; allocates nothing."""
+    def lacks_with(cls, machine: Machine, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
+        """Say why it cannot serve this layer on this `machine`. Local; allocates nothing."""
         return ()
 
     @classmethod

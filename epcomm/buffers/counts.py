@@ -84,6 +84,20 @@ class CountsMessage:
         header[:, HEADER_WORDS : HEADER_WORDS + num_here] = by_rank[:, :num_here]
         return cls(header=header, rest=by_rank[:, num_here:].contiguous())
 
+    @classmethod
+    def empty(cls, calls: CallOrder, num_experts: int, *, has_rest: bool) -> CountsMessage:
+        """Return a message of zeros that a kernel writes.
+
+        Args:
+            calls: of the group.
+            num_experts: L.
+            has_rest: see make().
+        """
+        num_here = min(num_experts, COUNTS_IN_HEADER) if has_rest else num_experts
+        num_words = max(MESSAGE_WORDS, HEADER_WORDS + num_here)
+        header = calls.message((), num_words)
+        return cls(header=header, rest=header.new_zeros(calls.world_size, num_experts - num_here))
+
     @property
     def row_bytes(self) -> int:
         """The bytes of the header for one rank."""

@@ -180,7 +180,8 @@ def assume_all_need_grad(flags: BatchFlags) -> BatchFlags:
 
     In grad mode some rank may need any gradient, so all take part in every backward.
     """
-    if not flags & BatchFlags.GRAD_ENABLED:
+    # Decoding, whose host time counts, has none.
+    if flags is BatchFlags.NONE or not flags & BatchFlags.GRAD_ENABLED:
         return flags
     return flags | BatchFlags.INPUTS_NEED_GRAD | BatchFlags.EXPERTS_NEED_GRAD
 

@@ -150,11 +150,3 @@ class RowLayout:
 def _movable(tensor: Tensor) -> Tensor:
     """Return a view of what torch cannot index: 8-bit floats as bytes."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
-
-
-def localize(expert_ids: Tensor, rank: int, num_local_experts: int) -> Tensor:
-    """Convert physical ids to ids of this rank's experts, -1 for those of other ranks."""
-    # Ids lie far apart, each behind its row: read them once.
-    local_ids = expert_ids.contiguous() - rank * num_local_experts
-    is_local = (local_ids >= 0) & (local_ids < num_local_experts)
-    return torch.where(is_local, local_ids, -1)

@@ -1,17 +1,45 @@
-"""The command `epcomm`: plan a layer, look at a machine. Neither needs a GPU."""
+"""The command `epcomm`: plan a layer, look at a machine, measure. All but bench need no GPU."""
+
+from typing import Annotated
 
 import typer
 
 from epcomm.cli.bench import bench_command
 from epcomm.cli.doctor import doctor_command
+from epcomm.cli.one_line import OneLineGroup
 from epcomm.cli.plan import plan_command
+from epcomm.cli.version import version
 
 app = typer.Typer(
-    help="Expert-parallel communication: plan a layer, look at a machine.",
-    no_args_is_help=True,
+    cls=OneLineGroup,
     add_completion=False,
     pretty_exceptions_enable=False,
+    invoke_without_command=True,
 )
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(version())
+        raise typer.Exit
+
+
+@app.callback()
+def _epcomm(
+    context: typer.Context,
+    wants_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it."),
+    ] = False,
+) -> None:
+    """Expert-parallel communication: plan a layer, look at a machine, time its backends.
+
+    Exit code 2: bad input, told in one line.
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
 app.command("plan")(plan_command)
 app.command("doctor")(doctor_command)
 app.command("bench")(bench_command)

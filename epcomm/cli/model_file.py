@@ -61,10 +61,15 @@ def read_model_file(path: Path) -> ModelShape:
     """Read a config.json.
 
     Raises:
-        ConfigError: no JSON object, or a number of experts that is no number.
+        ConfigError: it cannot be read, is no JSON object, or its number of experts is no number.
     """
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"epcomm plan: {path} cannot be read ({error.strerror}); pass the config.json of a "
+            "model"
+        ) from None
     except ValueError as error:
         raise ConfigError(
             f"epcomm plan: {path} is no JSON ({error}); pass the config.json of a model"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -14,17 +15,23 @@ from rich.table import Table
 
 from epcomm.cli.model_file import ModelShape, read_model_file
 from epcomm.cli.numbers import bytes_text
+from epcomm.cli.one_line import BadInput
 from epcomm.cli.plan_fused import fused_table
+from epcomm.cli.plan_json import as_json
 from epcomm.config import EPConfig, Mode
-from epcomm.errors import ConfigError, EPError
+from epcomm.errors import BackendUnavailable, ConfigError, EPError, PlanRefused
 from epcomm.planning.plan import plan
 from epcomm.planning.plans import EPPlan, PhasePlan
+from epcomm.platforms.assumed import DEVICES, AssumedMachine, deep_ep_of
 from epcomm.spec import MoESpec
 from epcomm.types import WireDtype
 from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
 T = TypeVar("T")
+
+# The exit code where nothing serves a layer that could be.
+REFUSED = 1
 
 _DTYPES = {
     "bf16": torch.bfloat16,
@@ -72,20 +79,33 @@ def plan_command(
     replicated: Annotated[
         bool | None, typer.Option(help="Every rank passes the same tokens.")
     ] = None,
+    measurements: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="auto chooses by this file of `epcomm bench`."
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help=f"Plan for ranks that are not here: {', '.join(DEVICES)}."),
+    ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, help="EPConfig fields, .toml or .json."),
+        typer.Option(exists=True, dir_okay=False, help="EPConfig fields, .toml, .json or .yaml."),
     ] = None,
     model: Annotated[
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="The config.json of a model."),
     ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one object, which docs/commands.md tells of.")
+    ] = False,
 ) -> None:
     """Print what would serve a layer, what would not and why, bytes and limits.
 
-    An option wins over the file that says the same.
+    An option wins over the file that says the same. Exit code 1: nothing serves the layer, or what
+    was named does not. 2: bad input. Both in one line on stderr.
     """
-    console = Console()
     fields = {
         "mode": mode,
         "backend": backend,
@@ -93,7 +113,9 @@ def plan_command(
         "max_tokens_per_rank": max_tokens,
         "max_recv_slots": max_recv_slots,
         "replicated": replicated,
+        "measurements": measurements,
     }
+    assumed: AssumedMachine | None = None
     try:
         shape = None if model is None else read_model_file(model)
         spec = MoESpec(
@@ -103,18 +125,28 @@ def plan_command(
             dtype=_torch_dtype(dtype or (shape and shape.dtype) or "bf16"),
         )
         spec.check()
+        settings = EPConfig() if config is None else EPConfig.from_file(config)
+        settings = replace(settings, **_given(fields))
+        if intermediate_size is None and shape is not None:
+            intermediate_size = shape.intermediate_size
+        assumed = None if device is None else _assumed(device, settings)
         chosen = plan(
-            replace(_read_config(config), **_given(fields)),
+            settings,
             spec,
             world_size=ranks,
-            weights=_weights_of(
-                spec, intermediate_size or (shape and shape.intermediate_size), experts
-            ),
+            weights=_weights_of(spec, intermediate_size, experts),
+            machine=assumed,
         )
+    except (PlanRefused, BackendUnavailable) as error:
+        where = "" if assumed is None else f" (assumed: {assumed.describe(ranks)[0]})"
+        sys.stderr.write(f"{error}{where}\n")
+        raise typer.Exit(REFUSED) from None
     except EPError as error:
-        Console(stderr=True).print(str(error), markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
-    _print_plan(console, chosen, spec, ranks, shape)
+        raise BadInput(str(error)) from None
+    if json:
+        sys.stdout.write(as_json(chosen, spec, ranks))
+    else:
+        _print_plan(Console(), chosen, spec, ranks, shape)
 
 
 def _given(fields: dict[str, T | None]) -> dict[str, T]:
@@ -138,15 +170,11 @@ def _torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[short]
 
 
-def _read_config(path: Path | None) -> EPConfig:
-    if path is None:
-        return EPConfig()
-    try:
-        return EPConfig.from_file(path)
-    except EPError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"epcomm plan: {path} does not parse: {error}") from None
+def _assumed(device: str, config: EPConfig) -> AssumedMachine:
+    """Return the machines of a device, with the package that a backend needs if it is named."""
+    if device not in DEVICES:
+        raise ConfigError(f"epcomm plan: --device is {device!r}, expected one of {[*DEVICES]}")
+    return replace(DEVICES[device], deep_ep=deep_ep_of(config.backend))
 
 
 def _weights_of(
@@ -161,6 +189,10 @@ def _weights_of(
                 "--model file; pass --intermediate-size"
             )
         return None
+    if intermediate_size < 1:
+        raise ConfigError(
+            f"epcomm plan: intermediate_size is {intermediate_size}, expected at least 1"
+        )
     gate_up = torch.empty(
         1, 2 * intermediate_size, spec.hidden_size, dtype=spec.dtype, device="meta"
     )
@@ -188,7 +220,8 @@ def _print_plan(
     ]
     if shape is not None:
         lines.append(f"model: {shape.model_type}")
-    console.print("\n".join(lines), markup=False, highlight=False)
+    lines += [f"assumed: {fact}" for fact in chosen.assumed]
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     console.print(_choice_table(chosen))
     lines = [] if chosen.decode_lacks is None else [f"no decode: {chosen.decode_lacks}"]
     lines.append(_who_computes(chosen))
@@ -221,6 +254,7 @@ def _choice(phase: PhasePlan) -> dict[str, str]:
     row = {
         "mode": phase.mode.value,
         "backend": phase.backend,
+        "chosen by": phase.chosen_by,
         "buffer": phase.buffer,
         "wire format of dispatch": str(spec.dispatch_format),
         **phase.unusual(),

@@ -174,6 +174,8 @@ class CallOrder:
         message = torch.zeros(
             collectives.world_size, num_words, dtype=torch.int64, device=collectives.device
         )
+        if not words:
+            return message
         # The device is named, for models are built with meta as the default one.
         values = torch.tensor(words, device="cpu").to(collectives.device, non_blocking=True)
         message[:, : len(words)] = values

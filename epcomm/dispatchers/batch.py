@@ -50,6 +50,8 @@ def arranged(rows: WireTensor, layout: ScaleLayout, hidden_size: int) -> WireTen
     """Arrange the scales of received rows as the runner reads them; leave rows without scales."""
     if rows.scales is None:
         return rows
+    if rows.scale_layout is layout or rows.scale_layout == layout:
+        return rows
     came, scales = rows.scale_layout or ROW_MAJOR, rows.scales
     if layout != came:
         num_scales = rows.format.num_scales(hidden_size)

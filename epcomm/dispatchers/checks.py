@@ -22,6 +22,47 @@ from epcomm.spec import BufferSpec
 from epcomm.types import Layout, RowsPer
 
 
+def is_plain(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
+    """Tell whether a tensor is an ordinary strided one, as expected, whose shape may be asked."""
+    return (
+        type(tensor) is Tensor
+        and tensor.dtype is dtype
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and tensor.device == device
+    )
+
+
+def is_plain_call(
+    hidden_states: Tensor,
+    topk: TopKOutput,
+    spec: BufferSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_tokens: int,
+) -> bool:
+    """Tell whether a call has no fault, needs no cast and no gradient; of others nothing is said.
+
+    In few steps, for find_call_error() takes host time that decoding feels.
+    """
+    if type(topk) is not TopKOutput or not is_plain(hidden_states, dtype, device):
+        return False
+    ids, weights = topk.topk_ids, topk.topk_weights
+    if not (is_plain(ids, torch.int64, device) and is_plain(weights, torch.float32, device)):
+        return False
+    shape = hidden_states.shape
+    if len(shape) != 2:
+        return False
+    pair = (shape[0], spec.top_k)
+    return (
+        shape[1] == spec.hidden_size
+        and shape[0] <= max_tokens
+        and ids.shape == pair
+        and weights.shape == pair
+        and not (hidden_states.requires_grad or weights.requires_grad)
+    )
+
+
 def find_call_error(
     hidden_states: Tensor,
     topk: TopKOutput,
@@ -103,6 +144,13 @@ def find_combine_error(
     except HandleError as error:
         return error
     rows, slot_weights = combine_input.hidden_states, combine_input.slot_weights
+    shape = _rows_expected(combine_input, spec)
+    if slot_weights is None or is_plain(slot_weights, torch.float32, device):
+        # Of each slot, as ever: the tests below take longer.
+        is_of_slots = layout is Layout.MASKED or combine_input.rows_per is RowsPer.SLOT  # type: ignore[union-attr]
+        is_fit = is_plain(rows, dtype, device) and rows.shape == (*shape, spec.hidden_size)
+        if is_of_slots and is_fit and (slot_weights is None or slot_weights.shape == (*shape,)):
+            return None
     if isinstance(combine_input, RowsCombineInput):
         rows_per = combine_input.rows_per
         if not isinstance(rows_per, RowsPer):
@@ -115,7 +163,6 @@ def find_combine_error(
                 "combine: rows_per is ROW but combine applies the weights of each slot "
                 f"({where}); return one row a slot"
             )
-    shape = _rows_expected(combine_input, spec)
     fault = _mismatch("hidden_states", rows, [*shape, spec.hidden_size], dtype, device)
     if fault is None and slot_weights is not None:
         fault = _mismatch("slot_weights", slot_weights, shape, torch.float32, device)

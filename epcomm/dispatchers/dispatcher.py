@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -20,6 +21,7 @@ from epcomm.dispatchers.batch import Batch, arranged, as_rows, flags_of
 from epcomm.dispatchers.checks import (
     find_call_error,
     find_combine_error,
+    is_plain_call,
     needs_gradients,
     num_tokens_of,
     open_exchange_plan_of,
@@ -91,6 +93,8 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         )
         self._weights_applied_by = self.plan.weights_applied_by
         self._checks_calls = config.check_calls
+        limits = (self._spec.max_tokens_per_rank, self.plan.caps.max_tokens_per_rank)
+        self._max_tokens = min((each for each in limits if each is not None), default=sys.maxsize)
         self._num_calls = 0
         self._is_closed = False
 
@@ -111,6 +115,11 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self._check_group_open("dispatch")
         number = self._calls.next_batch
         try:
+            if refusal is None and self._is_plain(hidden_states, topk):
+                out = self._buffer.dispatch(self._plain_call(hidden_states, topk))
+                self._num_calls += 1
+                num_tokens = hidden_states.shape[0]
+                return self._record(out, num_tokens, self._dtype, self._num_calls)
             batch = self._prepare(hidden_states, topk, experts_need_grad, refusal)
             out = dispatch_rows(self._buffer, batch.hidden_states, batch.topk_weights, batch.call)
         except Exception as problem:
@@ -121,7 +130,29 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             # A static buffer has not raised. No combine will come of this call, so end it here.
             self._refuse_combine(batch.refusal, out.exchange_plan)
         self._num_calls += 1
-        return self._record(out, batch, self._num_calls)
+        return self._record(out, batch.num_tokens, batch.dtype, self._num_calls)
+
+    def _is_plain(self, hidden_states: Tensor, topk: TopKOutput) -> bool:
+        """Tell whether a call has no fault and needs neither casts nor gradients."""
+        return (
+            not (self._is_closed or torch.is_grad_enabled())
+            and self._dtype is not torch.float64
+            and is_plain_call(
+                hidden_states, topk, self._spec, self._dtype, self._group.device, self._max_tokens
+            )
+        )
+
+    def _plain_call(self, hidden_states: Tensor, topk: TopKOutput) -> DispatchCall:
+        """Return a call for which _is_plain() holds."""
+        return DispatchCall(
+            hidden_states=hidden_states,
+            topk_ids=topk.topk_ids,
+            topk_weights=topk.topk_weights,
+            flags=BatchFlags.NONE,
+            quantize=self._quantize,
+            int8_profile=self.plan.int8_profile,
+            dispatcher=self._number,
+        )
 
     @ranged("dispatch_begin", is_traced=False)
     def dispatch_async(
@@ -145,7 +176,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
 
     @ranged("dispatch_wait")
     def _receive(self, pending: Pending[Dispatched], batch: Batch, number: int) -> DispatchT:
-        return self._record(pending.wait(), batch, number)
+        return self._record(pending.wait(), batch.num_tokens, batch.dtype, number)
 
     def _is_untold(self, number: int) -> bool:
         """Tell whether no rank heard of, or waits for, call `number`, in which this rank failed."""
@@ -190,15 +221,17 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         hidden_states = torch.empty(0, self._spec.hidden_size, dtype=self._dtype, device=device)
         return hidden_states, empty_topk(self._spec.top_k, device)
 
-    def _record(self, out: Dispatched, batch: Batch, number: int) -> DispatchT:
-        """Return the record of dispatch call `number`."""
+    def _record(
+        self, out: Dispatched, num_tokens: int, dtype: torch.dtype, number: int
+    ) -> DispatchT:
+        """Return the record of dispatch call `number`, of T tokens that came in `dtype`."""
         handle = Handle(
             owner=self,
             exchange_plan=out.exchange_plan,
             call=number,
-            num_tokens=batch.num_tokens,
+            num_tokens=num_tokens,
             needs_backward=bool(int(out.any_flags) & _NEEDS_BACKWARD),
-            dtype=batch.dtype,
+            dtype=dtype,
         )
         if self.plan.caps.layout is Layout.MASKED:
             capacity = out.rows.data.shape[:2]

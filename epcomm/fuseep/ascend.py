@@ -40,6 +40,7 @@ from epcomm.ops.masked_entries import fill_masked_entries, has_no_expert
 from epcomm.platforms.ascend.chip import current_soc
 from epcomm.platforms.ascend.formats import nz_reasons
 from epcomm.platforms.ascend.limits import Limits
+from epcomm.platforms.machine import Machine
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import Int8Profile, Layout, WireDtype
@@ -117,12 +118,10 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
         return tuple(reasons)
 
     @classmethod
-    def lacks_with(
-        cls, environment: Mapping[str, str], spec: BufferSpec, world_size: int
-    ) -> tuple[str, ...]:
+    def lacks_with(cls, machine: Machine, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
         if spec.intermediate_size is None or spec.max_tokens_per_rank is None:
             return ()
-        return tuple(cls._reasons(spec, world_size, environment))
+        return tuple(cls._reasons(spec, world_size, machine.environment))
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:

@@ -8,7 +8,6 @@ float32 sums in combine, so that nothing is rounded between the experts' results
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -25,6 +24,7 @@ from epcomm.config import Mode
 from epcomm.errors import HandleError
 from epcomm.fuseep.base import FusedBackend, FuseEPResult, check_packed
 from epcomm.ops.slots import gather_rows
+from epcomm.platforms.machine import Machine
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import RowsPer, WireDtype, WireFormat, WireTensor
 from epcomm.weights.quantized import INT8_MAX, Int8ChannelWeights
@@ -38,7 +38,7 @@ class FuseEPReference(FusedBackend[Int8ChannelWeights]):
     name: ClassVar[str] = "fuseep_reference"
 
     @classmethod
-    def probe(cls, environment: Mapping[str, str]) -> Availability:
+    def probe(cls, machine: Machine) -> Availability:
         return Availability(ok=True)
 
     @classmethod

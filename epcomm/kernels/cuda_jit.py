@@ -9,11 +9,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from epcomm.errors import BackendUnavailable
 from epcomm.platforms.cuda import nvidia_libraries
@@ -77,7 +76,7 @@ class CudaKernel:
         self._threads = threads
         self._shared_bytes = shared_bytes
         _check_driver(
-            _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes),
+            driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes),
             "cuFuncSetAttribute",
         )
 
@@ -87,13 +86,15 @@ class CudaKernel:
         Raises:
             CudaError: the driver refused the launch.
         """
-        pointers = (c_void_p * len(arguments))(*(ctypes.addressof(each) for each in arguments))
-        stream = c_void_p(torch.cuda.current_stream().cuda_stream)
-        status = _driver().cuLaunchKernel(
+        pointers = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        # torch.cuda.current_stream() makes an object, which takes 2 us.
+        stream = c_void_p(torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()))
+        status = driver().cuLaunchKernel(
             self._function, blocks, 1, 1, self._threads, 1, 1, self._shared_bytes, stream, pointers,
             None,
         )  # fmt: skip
-        _check_driver(status, "cuLaunchKernel")
+        if status:
+            _check_driver(status, "cuLaunchKernel")
 
 
 class CudaModule:
@@ -103,32 +104,36 @@ class CudaModule:
         # The driver needs the context that torch makes.
         torch.cuda.current_stream().synchronize()
         self._module = c_void_p()
-        _check_driver(_driver().cuModuleLoadData(byref(self._module), cubin), "cuModuleLoadData")
+        _check_driver(driver().cuModuleLoadData(byref(self._module), cubin), "cuModuleLoadData")
 
     def kernel(self, name: str, *, threads: int, shared_bytes: int) -> CudaKernel:
         """Return a kernel of the module; see CudaKernel for the arguments."""
         function = c_void_p()
-        status = _driver().cuModuleGetFunction(byref(function), self._module, name.encode())
+        status = driver().cuModuleGetFunction(byref(function), self._module, name.encode())
         _check_driver(status, f"cuModuleGetFunction({name})")
         return CudaKernel(function, threads=threads, shared_bytes=shared_bytes)
 
 
-def byte_matrix_map(matrix: Tensor, box_rows: int, box_columns: int) -> TensorMap:
+@lru_cache(maxsize=1024)
+def byte_matrix_map(
+    address: int, num_rows: int, num_columns: int, box_rows: int, box_columns: int
+) -> TensorMap:
     """Describe boxes of a contiguous [N, K] matrix of one-byte elements, with 128-byte swizzle.
+
+    Of numbers alone: a matrix at the same place later has the same map.
 
     Raises:
         CudaError: the driver refuses the shape: K must be a multiple of 16.
     """
-    num_rows, num_columns = matrix.shape
     # The driver writes only to addresses that are multiples of 64 bytes.
     storage = (ctypes.c_uint8 * (_TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT))()
     offset = -ctypes.addressof(storage) % _TENSOR_MAP_ALIGNMENT
     found = TensorMap.from_buffer(storage, offset)
-    status = _driver().cuTensorMapEncodeTiled(
+    status = driver().cuTensorMapEncodeTiled(
         byref(found),
         _TENSOR_MAP_UINT8,
         c_uint32(2),
-        c_void_p(matrix.data_ptr()),
+        c_void_p(address),
         (c_uint64 * 2)(num_columns, num_rows),
         (c_uint64 * 1)(num_columns),
         (c_uint32 * 2)(box_columns, box_rows),
@@ -181,7 +186,7 @@ def _nvrtc_candidates() -> list[str]:
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -196,6 +201,6 @@ def _check_nvrtc(status: int, what: str) -> None:
 def _check_driver(status: int, what: str) -> None:
     if status:
         text = c_char_p()
-        _driver().cuGetErrorString(status, byref(text))
+        driver().cuGetErrorString(status, byref(text))
         message = (text.value or b"unknown").decode()
         raise CudaError(f"{what}: {message} (CUDA error {status})")

@@ -1,1 +1,1 @@
-"""Local operations on rows and slots, in plain torch."""
+"""Local operations on rows and slots: in plain torch, and by kernels on GPUs."""

@@ -14,47 +14,20 @@ Rows arrive by source rank, then token, and the sort is stable, so slots come in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from epcomm.ops.members import AnyMembers, Members, MemberTable
+from epcomm.ops.select import row_ops_for
 from epcomm.records import SlotIndex
 from epcomm.types import align_up, sum_dtype
 
 # Number of bfloat16 numbers whose sum is one float32.
 NUM_PARTS = 3
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Members:
-    """The sources that are summed into each target, in the order of the sum.
-
-    flat: [N], int64, sources of target 0, then of target 1, ...
-    offsets: [targets + 1], int64; target i owns flat[offsets[i]:offsets[i + 1]].
-    has_tail: flat is longer than its members, and one more offset, N, closes it.
-    """
-
-    flat: Tensor
-    offsets: Tensor
-    has_tail: bool = False
-
-    @property
-    def num_targets(self) -> int:
-        """Return the number of targets, without the tail."""
-        return self.offsets.shape[0] - (2 if self.has_tail else 1)
-
-    def part(self, targets: slice) -> Members:
-        """Return the members of a range of neighbouring targets; `targets` has start and stop.
-
-        Host sync: none for all targets, else two reads.
-        """
-        if (targets.start, targets.stop) == (0, self.num_targets):
-            return self
-        offsets = self.offsets[targets.start : targets.stop + 1]
-        first, end = int(offsets[0]), int(offsets[-1])
-        return Members(flat=self.flat[first:end], offsets=offsets - first)
+# Dimensions of parts that are matrices of rows: [W, T, H].
+_ROWS_OF_PARTS = 3
 
 
 def members_of(table: Tensor, num_members: int) -> Members:
@@ -81,9 +54,11 @@ def members_within(table: Tensor, max_members: int) -> Members:
     return Members(flat=table.flatten()[where].long().clamp(min=0), offsets=offsets, has_tail=True)
 
 
-def slots_by_row(index: SlotIndex) -> Members:
+def slots_by_row(index: SlotIndex) -> AnyMembers:
     """Return the slots of each received row, in k order."""
     assert index.slots_of_row is not None, "an index over rows has its inverse"
+    if row_ops_for(index.slots_of_row) is not None:
+        return MemberTable(table=index.slots_of_row)
     if index.host_num_tokens_per_expert is not None:
         return members_of(index.slots_of_row, sum(index.host_num_tokens_per_expert))
     assert index.row_of_slot is not None, "an index over rows has slots"
@@ -104,6 +79,11 @@ def build_slot_index(
 
     Host sync: none.   Deterministic: yes.
     """
+    ops = row_ops_for(local_ids)
+    if ops is not None:
+        return ops.index_slots(
+            local_ids, None, counts, host_counts, first_expert=0, expert_alignment=expert_alignment
+        )[0]
     num_rows, top_k = local_ids.shape
     num_used = sum(host_counts)
     device = local_ids.device
@@ -139,6 +119,50 @@ def build_slot_index(
     )
 
 
+def index_slots(
+    ids: Tensor,
+    weights: Tensor,
+    counts: Tensor,
+    host_counts: Sequence[int],
+    *,
+    first_expert: int,
+    expert_alignment: int = 1,
+) -> tuple[SlotIndex, Tensor]:
+    """Build the index over rows that have arrived, and bring their router weights into its order.
+
+    Args:
+        ids: [R, K], int32, physical experts, -1 for none, of any row stride.
+        weights: [R, K], of any row stride.
+        counts, host_counts, expert_alignment: see build_slot_index().
+        first_expert: the first of the L experts of this rank.
+
+    Returns: the index, and the weight of each slot, [C], 0 for padding.
+
+    Host sync: none.   Deterministic: yes.
+    """
+    ops = row_ops_for(ids)
+    if ops is not None:
+        return ops.index_slots(
+            ids,
+            weights,
+            counts,
+            host_counts,
+            first_expert=first_expert,
+            expert_alignment=expert_alignment,
+        )
+    local_ids = localize(ids, first_expert, len(host_counts))
+    index = build_slot_index(local_ids, counts, host_counts, expert_alignment=expert_alignment)
+    return index, spread_to_slots(weights, index)
+
+
+def localize(expert_ids: Tensor, first_expert: int, num_local_experts: int) -> Tensor:
+    """Convert physical ids to ids of this rank's experts, -1 for those of other ranks."""
+    # Ids lie far apart, each behind its row: read them once.
+    local_ids = expert_ids.contiguous() - first_expert
+    is_local = (local_ids >= 0) & (local_ids < num_local_experts)
+    return torch.where(is_local, local_ids, -1)
+
+
 def expert_of_slot(index: SlotIndex, num_slots: int) -> Tensor:
     """Return the local expert that computes each slot, [C], int64; L behind the last expert.
 
@@ -153,14 +177,18 @@ def expert_of_slot(index: SlotIndex, num_slots: int) -> Tensor:
 def gather_rows(rows: Tensor, index: SlotIndex) -> Tensor:
     """Copy the received row of each slot, [C, H]; padding slots are zero.
 
-    rows: [R, H]. Their row stride may exceed H, and then the row stride of the result does too:
-    copying the gaps keeps torch on its path for contiguous rows, many times faster on a CPU.
+    rows: [R, H]. Their row stride may exceed H, and then, in plain torch, the row stride of the
+    result does too: copying the gaps keeps torch on its path for contiguous rows, many times faster
+    on a CPU.
 
     Host sync: none.   Lifetime: the caller owns the result, which is `rows` without an index.
     """
     row_of_slot = index.row_of_slot
     if row_of_slot is None:
         return rows
+    ops = row_ops_for(rows)
+    if ops is not None:
+        return ops.gather_rows(rows, row_of_slot)
     hidden_size = rows.shape[1]
     if rows.shape[0] == 0:
         return rows.new_zeros(row_of_slot.shape[0], hidden_size)
@@ -172,7 +200,7 @@ def gather_rows(rows: Tensor, index: SlotIndex) -> Tensor:
     return slots
 
 
-def reduce_rows(rows: Tensor, members: Members, weights: Tensor | None = None) -> Tensor:
+def reduce_rows(rows: Tensor, members: AnyMembers, weights: Tensor | None = None) -> Tensor:
     """Sum member rows into each target, in sum_dtype() and member order, cast once to rows.dtype.
 
     Args:
@@ -185,6 +213,10 @@ def reduce_rows(rows: Tensor, members: Members, weights: Tensor | None = None) -
 
     Host sync: none.   Deterministic: yes.
     """
+    if isinstance(members, MemberTable):
+        ops = row_ops_for(rows)
+        assert ops is not None, "tables are made where there are kernels"
+        return ops.sum_members(rows, members.table, weights)
     num_targets, hidden_size = members.num_targets, rows.shape[1]
     if members.flat.shape[0] == 0:
         return rows.new_zeros(num_targets, hidden_size)
@@ -213,6 +245,9 @@ def reduce_rows(rows: Tensor, members: Members, weights: Tensor | None = None) -
 
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """Add [W, T, ...] over W, in ascending order and in sum_dtype(), and cast [T, ...] once."""
+    ops = row_ops_for(parts) if parts.dim() == _ROWS_OF_PARTS else None
+    if ops is not None:
+        return ops.sum_parts(parts, dtype)
     total = parts[0].to(sum_dtype(parts.dtype))
     for part in parts[1:]:
         total = total + part

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from epcomm.ops.select import row_ops_for
 from epcomm.ops.slots import count_experts
 from epcomm.records import SlotIndex
 from epcomm.types import align_up
@@ -39,6 +40,12 @@ def build_static_slot_index(
 
     Host sync: none.   Graph capture: yes.   Deterministic: yes.
     """
+    ops = row_ops_for(local_ids)
+    if ops is not None:
+        counts = count_experts(local_ids, num_experts)
+        return ops.index_slots(
+            local_ids, None, counts, num_slots, first_expert=0, expert_alignment=expert_alignment
+        )[0]
     num_rows, top_k = local_ids.shape
     counts = count_experts(local_ids, num_experts)
     starts = F.pad(aligned_counts(counts, expert_alignment).cumsum(0), (1, 0))

@@ -6,26 +6,26 @@ part in one exchange, after which all of them know the same and choose, or raise
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from epcomm.buffers.base import Backend, Buffer
 from epcomm.buffers.requirements import carrying_reasons, limit_reasons
-from epcomm.config import EPConfig, Mode, environment
+from epcomm.config import EPConfig, Mode
 from epcomm.errors import ConfigError, EPError
 from epcomm.planning.measurements import Measurements, read_measurements
+from epcomm.planning.ranks import Transport, judge_together
+from epcomm.platforms.assumed import AssumedMachine
 from epcomm.platforms.host import host_of_this_process
-from epcomm.platforms.nvlink import PeerReach, reach_of, reach_reasons
+from epcomm.platforms.machine import Machine, this_machine
+from epcomm.platforms.nvlink import PeerReach, reach_of
 from epcomm.quantization import QUANTIZED_FORMATS
 from epcomm.registry import (
-    BUFFERS,
     RUNNERS,
     backend_class,
     backend_names,
-    buffer_class,
     class_names,
     fused_class,
     runner_class,
@@ -108,11 +108,13 @@ def survey_rank(
     spec: MoESpec,
     world_size: int,
     weights: ExpertTensors | None,
-    group: EPGroup | None = None,
+    transport: Transport | None = None,
+    machine: Machine | None = None,
 ) -> Survey:
     """Look at every backend, and with weights at every runner. Local.
 
-    group: the ranks, where there are some; backends may not serve their device or transport.
+    transport: that of the ranks, where there are some; backends may not serve it.
+    machine: the one that runs a rank; None: this one.
 
     Raises:
         ConfigError: the layer or the configuration cannot be served by anything.
@@ -132,10 +134,10 @@ def survey_rank(
         sized = replace(specs[PREFILL], intermediate_size=weights.intermediate_size)
         specs = {PREFILL: sized}
     _check_int8_profile(config, specs[PREFILL].dispatch_format, wanted)
-    snapshot = environment()
+    machine = machine or this_machine()
     verdicts = {
         phase: {
-            name: _probe(name, each, specs[phase], world_size, group, weights, snapshot)
+            name: _probe(name, each, specs[phase], world_size, transport, weights, machine)
             for name in find_candidates(each)
         }
         for phase, each in configs.items()
@@ -147,7 +149,9 @@ def survey_rank(
             for name in RUNNERS
             if name == config.runner or runner_class(name).is_candidate(weights)
         ]
-        verdicts[RUNNER] = {name: runner_class(name).supports(weights) for name in candidates}
+        verdicts[RUNNER] = {
+            name: runner_class(name).supports(weights, machine) for name in candidates
+        }
     return Survey(specs=specs, verdicts=verdicts, measurements=measurements)
 
 
@@ -164,7 +168,7 @@ def survey_group(
     group.limit_waits(config.timeout_s)
     error, survey = None, Survey(specs={}, verdicts={})
     try:
-        survey = survey_rank(config, spec, group.world_size, weights, group)
+        survey = survey_rank(config, spec, group.world_size, weights, Transport.of(group))
     except EPError as own_error:
         error = own_error
     found: dict[str, Scalar] = {
@@ -189,9 +193,32 @@ def survey_group(
         question: {name: _combine(records, f"{question}/{name}") for name in candidates}
         for question, candidates in survey.verdicts.items()
     }
-    verdicts = _on_hosts(verdicts, [str(other[_HOST]) for other in records])
+    hosts = [str(other[_HOST]) for other in records]
     reaches = [PeerReach.parse(str(other[_REACH])) for other in records if _REACH in other]
-    return replace(survey, verdicts=_with_nvlink(verdicts, reaches))
+    return replace(survey, verdicts=judge_together(verdicts, hosts, reaches))
+
+
+def survey_assumed(
+    config: EPConfig,
+    spec: MoESpec,
+    world_size: int,
+    weights: ExpertTensors | None,
+    assumed: AssumedMachine,
+) -> Survey:
+    """Look as survey_group() does, at ranks on machines that are not this one. Local.
+
+    Raises:
+        ConfigError: the layer or the configuration cannot be served by anything.
+    """
+    transport = Transport(
+        device_type=assumed.device_type,
+        host_waits=assumed.host_waits,
+        has_process_group=True,
+        where=f"{assumed.name} (assumed)",
+    )
+    survey = survey_rank(config, spec, world_size, weights, transport, assumed.machine())
+    hosts, reaches = assumed.hosts(world_size), assumed.reaches(world_size)
+    return replace(survey, verdicts=judge_together(survey.verdicts, hosts, reaches))
 
 
 def refuse_plan(group: EPGroup, error: ConfigError) -> NoReturn:
@@ -202,43 +229,6 @@ def refuse_plan(group: EPGroup, error: ConfigError) -> NoReturn:
     with suppress(ConfigError):
         group.collectives.agree({_ERROR: str(error)}, what="plan")
     raise error
-
-
-def _on_hosts(
-    verdicts: Mapping[str, Mapping[str, Availability]], hosts: Sequence[str]
-) -> Mapping[str, Mapping[str, Availability]]:
-    """Reject what needs one host, where ranks are on several or share no memory."""
-    if len(set(hosts)) == 1 and hosts[0]:
-        return verdicts
-    reason = f"ranks are on {len(set(hosts))} hosts, expected one whose memory they share"
-    return _with_reasons(verdicts, lambda backend: backend.needs_one_host, [reason])
-
-
-def _with_nvlink(
-    verdicts: Mapping[str, Mapping[str, Availability]], reaches: Sequence[PeerReach]
-) -> Mapping[str, Mapping[str, Availability]]:
-    """Reject what needs NVLink, where NVLink does not join the GPUs of all ranks."""
-    return _with_reasons(verdicts, lambda backend: backend.needs_nvlink, reach_reasons(reaches))
-
-
-def _with_reasons(
-    verdicts: Mapping[str, Mapping[str, Availability]],
-    needs: Callable[[type[Buffer]], bool],
-    reasons: Sequence[str],
-) -> Mapping[str, Mapping[str, Availability]]:
-    """Reject buffers that need what is not there; other candidates stay as they are."""
-
-    buffers = {name for backend in BUFFERS for name in class_names(backend)}
-
-    def judge(name: str, verdict: Availability) -> Availability:
-        if not reasons or name not in buffers or not needs(buffer_class(name)):
-            return verdict
-        return Availability(ok=False, reasons=(*verdict.reasons, *reasons))
-
-    return {
-        question: {name: judge(name, verdict) for name, verdict in found.items()}
-        for question, found in verdicts.items()
-    }
 
 
 def _describe_experts(weights: ExpertTensors | None) -> dict[str, Scalar]:
@@ -397,13 +387,13 @@ def _probe(
     config: EPConfig,
     spec: BufferSpec,
     world_size: int,
-    group: EPGroup | None,
+    transport: Transport | None,
     weights: ExpertTensors | None,
-    environment: Mapping[str, str],
+    machine: Machine,
 ) -> Availability:
     """Find everything that keeps one backend from serving a phase on this rank."""
     buffer, mode = backend_class(name), Mode(config.mode)
-    caps, reasons = buffer.caps(mode), list(buffer.probe(environment).reasons)
+    caps, reasons = buffer.caps(mode), list(buffer.probe(machine).reasons)
     reasons += carrying_reasons(spec, caps)
     if config.deterministic and not caps.ordered:
         reasons.append("slots arrive in any order, and EPConfig.deterministic is set")
@@ -417,13 +407,11 @@ def _probe(
             reasons += _int8_reasons(config, caps)
     reasons += limit_reasons(spec, caps, mode)
     reasons += buffer.lacks(mode, spec, world_size)
-    reasons += buffer.lacks_with(environment, spec, world_size)
-    if group is not None:
-        reasons += _group_reasons(group, buffer, caps)
-    if buffer.needs_one_host and group is None:
+    reasons += buffer.lacks_with(machine, spec, world_size)
+    if transport is not None:
+        reasons += transport.reasons(buffer, caps)
+    elif buffer.needs_one_host:
         reasons.append("serves one host, which only a process group shows; run under torchrun")
-    if buffer.needs_host_waits and group is not None and group.collectives.bounded is None:
-        reasons.append("needs a transport in whose collectives the host waits, gloo or MPI")
     return Availability(ok=not reasons, reasons=tuple(reasons))
 
 
@@ -452,14 +440,3 @@ def _int8_reasons(config: EPConfig, caps: BufferCaps) -> list[str]:
         return []
     made = ", ".join(sorted(each.value for each in caps.int8_profiles))
     return [f"makes INT8 rows by {made}, but EPConfig.int8_profile is {profile.value}"]
-
-
-def _group_reasons(group: EPGroup, buffer: type[Backend], caps: BufferCaps) -> list[str]:
-    """Say why the device or the transport of the ranks does not serve."""
-    reasons, device_type = [], group.device.type
-    if caps.device_types is not None and device_type not in caps.device_types:
-        served = ", ".join(sorted(caps.device_types))
-        reasons.append(f"serves groups on {served}, and this one is on {device_type}")
-    if buffer.needs_process_group and group.collectives.process_group is None:
-        reasons.append("needs a group made of a torch.distributed process group")
-    return reasons

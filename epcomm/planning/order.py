@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from epcomm.config import EPConfig, Mode
 from epcomm.planning.measurements import Measurement, Measurements
-from epcomm.registry import backend_names
+from epcomm.registry import MEASURED_ORDER, backend_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,8 @@ class PreferredOrder:
             return f"configuration: EPConfig.backend is {self.config.backend}"
         rules = f"the first of {', '.join(self.backends)} that serves"
         if self.source is None:
-            return f"rules, without measurements: {rules}"
+            why = f"; {MEASURED_ORDER}" if chosen == "nvlink" else ""
+            return f"rules, without measurements: {rules}{why}"
         if not self.measured:
             return f"rules, for {self.source} has nothing of mode {mode}: {rules}"
         tokens = self.measured[0].tokens

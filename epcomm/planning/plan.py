@@ -13,12 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from epcomm.config import EPConfig, Mode
-from epcomm.errors import BackendUnavailable, ConfigError
+from epcomm.errors import BackendUnavailable, ConfigError, PlanRefused
 from epcomm.planning.candidates import (
     DECODE,
     PREFILL,
     RUNNER,
     phase_configs,
+    survey_assumed,
     survey_group,
     survey_rank,
 )
@@ -26,6 +27,7 @@ from epcomm.planning.log import log_plan
 from epcomm.planning.measurements import Measurements
 from epcomm.planning.order import preferred_order
 from epcomm.planning.plans import EPPlan, PhasePlan, Rejection
+from epcomm.platforms.assumed import AssumedMachine
 from epcomm.registry import backend_class, class_names, runner_class
 from epcomm.spec import Availability, BufferCaps, BufferSpec, MoESpec
 from epcomm.types import (
@@ -48,6 +50,7 @@ def plan(
     *,
     world_size: int | None = None,
     weights: ExpertTensors | None = None,
+    machine: AssumedMachine | None = None,
 ) -> EPPlan:
     """Choose a backend for each phase of a layer, and a runner for its experts.
 
@@ -56,19 +59,29 @@ def plan(
         spec: the layer.
         group: the ranks; then the probes of all ranks count, and the call is collective.
         world_size: W when there is no group; default 1.
+        machine: plan for ranks on machines such as this, which need not be here, as in
+            platforms.assumed.DEVICES; without a group. The plan says what it assumes.
         weights: the experts, or any share of them, for the choice of a runner; their values do
             not matter, so they may be on the meta device.
 
     Collective: with a group, yes; without, no.   Host sync: with a group, yes.
     Raises:
-        ConfigError: nothing can serve this, with a reason for each backend; or ranks disagree, or
-            another rank cannot plan.
+        PlanRefused: nothing can serve this, with a reason for each backend.
+        ConfigError: what is asked for cannot be; or ranks disagree, or another rank cannot plan.
         BackendUnavailable: what was asked for by name lacks something on some rank.
     """
     if group is None:
         num_ranks = 1 if world_size is None else world_size
-        survey = survey_rank(config, spec, num_ranks, weights)
+        if machine is None:
+            survey = survey_rank(config, spec, num_ranks, weights)
+        else:
+            survey = survey_assumed(config, spec, num_ranks, weights, machine)
     else:
+        if machine is not None:
+            raise ConfigError(
+                f"plan: machine is {machine.name} with a group ({group.where}), whose own machines "
+                "count; leave machine None"
+            )
         num_ranks = group.world_size
         survey = survey_group(config, spec, group, weights)
     phases = {
@@ -83,7 +96,11 @@ def plan(
         for phase, phase_config in phase_configs(config).items()
     }
     prefill, is_auto = phases[PREFILL], Mode(config.mode) is Mode.AUTO
-    chosen = EPPlan(prefill=prefill, decode=phases.get(DECODE) if is_auto else prefill)
+    chosen = EPPlan(
+        prefill=prefill,
+        decode=phases.get(DECODE) if is_auto else prefill,
+        assumed=() if machine is None else machine.describe(num_ranks),
+    )
     if chosen.decode is None:
         lacks = "set EPConfig.max_tokens_per_rank, because low latency has static sizes"
         chosen = replace(chosen, decode_lacks=lacks)
@@ -146,7 +163,7 @@ def _choose_buffer(
             return name
     rejected = _rejected_backends(found)
     if config.backend == "auto":
-        raise ConfigError(f"plan: no backend serves mode {mode.value}: {_by_reason(rejected)}")
+        raise PlanRefused(f"plan: no backend serves mode {mode.value}: {_by_reason(rejected)}")
     absent = [name for name in backends if name not in {each.name for each in rejected}]
     rejected += tuple(Rejection(name=n, reasons=(f"has no mode {mode.value}",)) for n in absent)
     why = _by_reason(rejected) if len(backends) > 1 else "; ".join(rejected[0].reasons)
@@ -194,7 +211,7 @@ def _with_runner(
     for name, verdict in complete.items():
         if verdict.ok:
             return _read_by(name, chosen, weights, rejected)
-    raise ConfigError(
+    raise PlanRefused(
         f"plan: no runner computes these experts: {'; '.join(map(str, rejected))}; change the "
         "experts or the wire formats"
     )

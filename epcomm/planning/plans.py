@@ -149,6 +149,7 @@ class EPPlan:
     runner: runner registry name; None if the plan was made without expert weights, and in mode
         fuseep, whose operators compute them.
     rejected_runners: those that cannot compute these experts.
+    assumed: facts on which the plan rests and which nobody has found; empty for this machine.
     """
 
     prefill: PhasePlan
@@ -156,6 +157,7 @@ class EPPlan:
     decode_lacks: str | None = None
     runner: str | None = None
     rejected_runners: tuple[Rejection, ...] = ()
+    assumed: tuple[str, ...] = ()
 
     def phases(self) -> Mapping[str, PhasePlan]:
         """Return the distinct mechanisms, by what they are for."""
@@ -166,7 +168,8 @@ class EPPlan:
 
     def explain(self) -> str:
         """Say what was chosen, what was rejected and why, and bytes and limits, as text."""
-        lines = [phase.explain(phase=name) for name, phase in self.phases().items()]
+        lines = [f"assumed: {fact}" for fact in self.assumed]
+        lines += [phase.explain(phase=name) for name, phase in self.phases().items()]
         if self.decode is None:
             lines.append(f"no decode: {self.decode_lacks}")
         if self.runner is not None:

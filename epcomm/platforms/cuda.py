@@ -6,11 +6,18 @@ one. Nothing here imports a package.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
+from epcomm.platforms.machine import Machine
+
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,39 +27,40 @@ class Capabilities:
     least: tuple[int, int]
     most: tuple[int, int] | None = None
 
-    def lacking(self, device: torch.device | None) -> list[str]:
-        """Return the reason why `device`, None for the current one, does not serve, if any."""
-        found = torch.cuda.get_device_capability(device)
+    def lacking(self, found: tuple[int, int]) -> list[str]:
+        """Return the reason why a GPU of compute capability `found` does not serve, if any."""
         if self.least <= found and (self.most is None or found <= self.most):
             return []
+        return [f"compute capability is {found}, expected {self._range}"]
+
+    def __str__(self) -> str:
+        return f"compute capability {self._range}"
+
+    @property
+    def _range(self) -> str:
         if self.most is None:
-            expected = f"at least {self.least}"
-        else:
-            expected = (
-                f"{self.least}" if self.least == self.most else f"{self.least} to {self.most}"
-            )
-        return [f"compute capability is {found}, expected {expected}"]
+            return f"at least {self.least}"
+        return f"{self.least}" if self.least == self.most else f"{self.least} to {self.most}"
 
 
-def cuda_reasons() -> list[str]:
-    """List why no kernel of CUDA runs in this process; empty if there is a device. Local."""
-    return [] if torch.cuda.is_available() else ["there is no CUDA device"]
+def cuda_reasons(machine: Machine) -> list[str]:
+    """List why no kernel of CUDA runs on a machine; empty if there is a device. Local."""
+    return [] if machine.has_cuda() else ["there is no CUDA device"]
 
 
-def triton_reasons() -> list[str]:
-    """List why no kernel of Triton is compiled in this process; empty if it can be. Local."""
-    return [] if find_spec("triton") is not None else ["triton is not installed; install it"]
+def triton_reasons(machine: Machine) -> list[str]:
+    """List why no kernel of Triton is compiled on a machine; empty if it can be. Local."""
+    return [] if machine.has_module("triton") else ["triton is not installed; install it"]
 
 
-def nvlink_reasons() -> list[str]:
-    """List why this process cannot write memory of peers over NVLink; empty if it can. Local.
+def symmetric_memory_reasons(machine: Machine) -> list[str]:
+    """List why a process cannot open memory of its peers; empty if it can. Local.
 
     Which peers a device reaches depends on the ranks, see platforms.nvlink.
     """
-    reasons = [*triton_reasons(), *cuda_reasons()]
-    if find_spec("torch.distributed._symmetric_memory") is None:
-        reasons.append("this torch has no symmetric memory; install 2.11 or newer")
-    return reasons
+    if machine.has_module("torch.distributed._symmetric_memory"):
+        return []
+    return ["this torch has no symmetric memory; install 2.11 or newer"]
 
 
 def compute_capability(device: torch.device | None = None) -> tuple[int, int] | None:
@@ -67,6 +75,16 @@ def name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a device the current one; on a CPU, or where it is, nothing is to be done. Local.
+
+    torch.cuda.device() alone takes 3 us of host time.
+    """
+    if device.type != "cuda" or torch._C._cuda_getDevice() == device.index:
+        return _NOTHING
+    return torch.cuda.device(device)
+
+
 def num_sms_of(device: torch.device | int) -> int:
     """Return how many SMs a CUDA device has."""
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -75,6 +93,26 @@ def num_sms_of(device: torch.device | int) -> int:
 def shared_bytes_of(device: torch.device) -> int | None:
     """Return the most bytes of shared memory that a block may have; None if torch does not tell."""
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", None)
+
+
+def start_read(tensor: Tensor) -> Callable[[], list]:
+    """Begin to copy a tensor to the host, and return what waits for it and gives its values.
+
+    The wait is for what was launched before this call, and not for what comes later. A tensor on a
+    CPU, where kernels are interpreted, is read when it is asked for.
+    """
+    if not tensor.is_cuda:
+        return tensor.tolist
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(tensor.device))
+
+    def read() -> list:
+        copied.synchronize()
+        return host.tolist()
+
+    return read
 
 
 def nvidia_libraries(file_name: str) -> list[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,6 +21,18 @@ class DeepEPKind(StrEnum):
     HYBRID = "Hybrid"
     ASCEND = "Ascend"
     UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstalledDeepEP:
+    """The package that `import deep_ep` would take.
+
+    has_legacy_buffer: it defines the Buffer of V1.   is_stand_in: an imitation on the CPU.
+    """
+
+    kind: DeepEPKind
+    has_legacy_buffer: bool
+    is_stand_in: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +80,29 @@ _READERS = MappingProxyType(
 )
 
 
+def find_deep_ep() -> InstalledDeepEP | None:
+    """Return which deep_ep is installed, None where there is none. Local; imports nothing."""
+    try:
+        found = find_spec("deep_ep")
+    except ValueError:
+        # A module that something put there by hand, without saying where it comes from.
+        return None
+    locations = found.submodule_search_locations if found is not None else None
+    if not locations:
+        return None
+    names = _defined_names(Path(next(iter(locations))))
+    return InstalledDeepEP(
+        kind=_kind_of(names),
+        has_legacy_buffer="Buffer" in names,
+        is_stand_in=runs_on_cpu_ranks(),
+    )
+
+
+def runs_on_cpu_ranks() -> bool:
+    """Tell whether fakes.deep_ep stands in for the package."""
+    return bool(getattr(sys.modules.get("deep_ep"), "CPU_RANKS", False))
+
+
 def deep_ep_kind(folder: Path) -> DeepEPKind:
     """Recognise a deep_ep package by the classes and functions that its sources define.
 
@@ -74,7 +111,10 @@ def deep_ep_kind(folder: Path) -> DeepEPKind:
 
     V2 holds the Buffer of V1 too, and so do the Hybrid branch and the package for Ascend.
     """
-    names = _defined_names(folder)
+    return _kind_of(_defined_names(folder))
+
+
+def _kind_of(names: Set[str]) -> DeepEPKind:
     if "fused_deep_moe" in names:
         return DeepEPKind.ASCEND
     if "HybridEPBuffer" in names:
@@ -82,11 +122,6 @@ def deep_ep_kind(folder: Path) -> DeepEPKind:
     if "ElasticBuffer" in names:
         return DeepEPKind.V2
     return DeepEPKind.V1 if "Buffer" in names else DeepEPKind.UNKNOWN
-
-
-def defines(folder: Path, name: str) -> bool:
-    """Tell whether the sources of a package define this class or function; imports nothing."""
-    return name in _defined_names(folder)
 
 
 def communication_variables(variables: Mapping[str, str]) -> tuple[Variable, ...]:

@@ -2,54 +2,70 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Set
+from dataclasses import replace
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from epcomm.errors import BackendUnavailable
-from epcomm.platforms.deep_ep import DeepEPKind, deep_ep_kind, defines
+from epcomm.platforms.cuda import cuda_reasons
+from epcomm.platforms.deep_ep import DeepEPKind, InstalledDeepEP, runs_on_cpu_ranks
+from epcomm.platforms.machine import Machine, this_machine
 from epcomm.spec import Availability, BufferSpec
 from epcomm.types import WireDtype
 
 # The first releases of the elastic buffer kept the older one beside it.
 WITH_LEGACY_BUFFER = frozenset({DeepEPKind.V1, DeepEPKind.V2, DeepEPKind.HYBRID})
 WITH_ELASTIC_BUFFER = frozenset({DeepEPKind.V2})
+# Builds V2, which keeps the Buffer of V1. Source: its README, for wheels are not published.
+_BUILD = (
+    "git clone --recursive https://github.com/deepseek-ai/DeepEP && cd DeepEP && "
+    "python setup.py install"
+)
 # What both carry towards the experts; combine knows bfloat16 alone.
 WIRE_DTYPES = frozenset({WireDtype.BF16, WireDtype.FP8_E4M3})
 # Elements that share a scale in its FP8 rows.
 SCALE_BLOCK = 128
 
 
-def probe_deep_ep(kinds: Set[DeepEPKind]) -> Availability:
-    """Tell whether one of `kinds` is here, with devices for it. Local; imports nothing."""
-    folder = _find_folder()
-    wanted = " or ".join(sorted(kind.value for kind in kinds))
-    if folder is None:
-        return Availability(
-            ok=False, reasons=("deep_ep is not installed (github.com/deepseek-ai/DeepEP)",)
-        )
-    kind = deep_ep_kind(folder)
-    reasons = []
-    if kind not in kinds:
-        reasons.append(f"the deep_ep installed is {kind.value}, expected {wanted}")
-    elif kinds == WITH_LEGACY_BUFFER and not defines(folder, "Buffer"):
-        reasons.append(f"the deep_ep installed is {kind.value} without the Buffer of V1")
-    if not (torch.cuda.is_available() or _runs_on_cpu_ranks()):
-        reasons.append("there is no CUDA device")
+def probe_deep_ep(kinds: Set[DeepEPKind], machine: Machine | None = None) -> Availability:
+    """Tell whether one of `kinds` is on a machine, None for this one, with devices for it.
+
+    Local; imports nothing.
+    """
+    machine = machine or this_machine()
+    found = machine.find_deep_ep()
+    is_stand_in = found is not None and found.is_stand_in
+    verdict = Availability.judge(
+        missing=_missing(kinds, found),
+        command=_BUILD,
+        absent=[] if is_stand_in else cuda_reasons(machine),
+        needs="NVIDIA GPUs",
+    )
     # An attribute that torch makes at run time, which type checkers cannot see.
     switch: Any = torch.utils.deterministic
     if torch.are_deterministic_algorithms_enabled() and switch.fill_uninitialized_memory:
-        reasons.append(
+        reason = (
             "torch fills new memory beside its stream; set "
             "torch.utils.deterministic.fill_uninitialized_memory = False"
         )
-    return Availability(ok=not reasons, reasons=tuple(reasons))
+        return replace(verdict, ok=False, reasons=(*verdict.reasons, reason))
+    return verdict
+
+
+def _missing(kinds: Set[DeepEPKind], found: InstalledDeepEP | None) -> list[str]:
+    """List what keeps the installed package from having what `kinds` have."""
+    if found is None:
+        return ["deep_ep is not installed (github.com/deepseek-ai/DeepEP)"]
+    wanted = " or ".join(sorted(kind.value for kind in kinds))
+    if found.kind not in kinds:
+        return [f"the deep_ep installed is {found.kind.value}, expected {wanted}"]
+    if kinds == WITH_LEGACY_BUFFER and not found.has_legacy_buffer:
+        return [f"the deep_ep installed is {found.kind.value} without the Buffer of V1"]
+    return []
 
 
 def load_deep_ep(kinds: Set[DeepEPKind]) -> ModuleType:
@@ -88,27 +104,6 @@ def format_reasons(spec: BufferSpec) -> list[str]:
     return reasons
 
 
-def find_deep_ep() -> tuple[DeepEPKind | None, bool]:
-    """Return which deep_ep is installed, or None, and whether it is imitated. Imports nothing."""
-    folder = _find_folder()
-    return (None if folder is None else deep_ep_kind(folder)), _runs_on_cpu_ranks()
-
-
 def device_types() -> frozenset[str]:
     """Return the types of the devices of the groups that the deep_ep here serves."""
-    return frozenset({"cpu"} if _runs_on_cpu_ranks() else {"cuda"})
-
-
-def _find_folder() -> Path | None:
-    try:
-        found = find_spec("deep_ep")
-    except ValueError:
-        # A module that something put there by hand, without saying where it comes from.
-        return None
-    locations = found.submodule_search_locations if found is not None else None
-    return Path(next(iter(locations))) if locations else None
-
-
-def _runs_on_cpu_ranks() -> bool:
-    """Tell whether fakes.deep_ep stands in for the package."""
-    return bool(getattr(sys.modules.get("deep_ep"), "CPU_RANKS", False))
+    return frozenset({"cpu"} if runs_on_cpu_ranks() else {"cuda"})

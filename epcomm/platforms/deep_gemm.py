@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 from epcomm.errors import BackendUnavailable
+from epcomm.platforms.machine import Machine
 
 _CONTIGUOUS_NAMES = ("m_grouped_fp8_gemm_nt_contiguous",)
 # The second is what version 2.1 calls it.
@@ -17,6 +17,11 @@ _MASKED_NAMES = ("m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked")
 _ALIGNMENT_NAMES = (
     "get_mk_alignment_for_contiguous_layout",
     "get_m_alignment_for_contiguous_layout",
+)
+
+# Source: its README, for wheels are not published.
+BUILD = (
+    "git clone --recursive https://github.com/deepseek-ai/DeepGEMM && cd DeepGEMM && ./install.sh"
 )
 
 
@@ -32,9 +37,9 @@ class DeepGemm:
     expert_alignment: Callable[[], int]
 
 
-def deep_gemm_reasons() -> list[str]:
+def deep_gemm_reasons(machine: Machine) -> list[str]:
     """List why the package cannot be imported; empty if it is installed. Local; imports nothing."""
-    return [] if find_spec("deep_gemm") is not None else ["deep_gemm is not installed"]
+    return [] if machine.has_module("deep_gemm") else ["deep_gemm is not installed"]
 
 
 def load_deep_gemm() -> DeepGemm:

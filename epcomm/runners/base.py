@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from functools import lru_cache
 from typing import ClassVar, final, overload
+from weakref import ref
 
 import torch
 
 from epcomm.errors import ConfigError, ShapeError
+from epcomm.platforms.machine import Machine
 from epcomm.quantization import KNOWN_FORMATS, check_scales
 from epcomm.records import (
     CombineInput,
@@ -29,6 +31,9 @@ from epcomm.types import (
     WireTensor,
 )
 from epcomm.weights.unquantized import ExpertTensors
+
+# More than the receive buffers of the layers that share a runner.
+_MOST_PASSED = 64
 
 
 class ExpertRunner(ABC):
@@ -51,15 +56,20 @@ class ExpertRunner(ABC):
     def __init__(self, *, int8_profile: Int8Profile = Int8Profile.RINT127) -> None:
         """Keep the arithmetic that the plan chose; int8_profile is one of int8_profiles."""
         self.int8_profile = int8_profile
+        # By id, rows that check_rows() has passed, and the experts for which. Buffers hand out the
+        # same record of rows again and again.
+        self._passed: dict[int, tuple[ref[WireTensor], ref[ExpertTensors]]] = {}
 
     @classmethod
-    def probe(cls) -> Availability:
-        """Return whether this machine has the runner's packages and device. Local; for doctor()."""
+    def probe(cls, machine: Machine) -> Availability:
+        """Return whether a machine has the runner's packages and device. Local; for doctor()."""
         return Availability(ok=True)
 
     @classmethod
-    def supports(cls, weights: ExpertTensors) -> Availability:
-        """Return whether the runner can compute these experts here, by default by their kind.
+    def supports(cls, weights: ExpertTensors, machine: Machine | None = None) -> Availability:
+        """Return whether the runner can compute these experts, by default by their kind.
+
+        machine: the one that would hold them; None: this one.
 
         Local; pure.
         """
@@ -129,16 +139,21 @@ class ExpertRunner(ABC):
             ShapeError: as check_rows(); rows of another H or counts of another L than the experts
                 have; or no router weights where the runner applies them.
         """
+        cls.check_rows(dispatched.hidden_states, weights, dispatched.layout)
+        cls._check_sizes(dispatched, weights)
+
+    @classmethod
+    def _check_sizes(cls, dispatched: DispatchOutput, weights: ExpertTensors) -> None:
         rows, counts = dispatched.hidden_states, dispatched.num_tokens_per_expert
-        cls.check_rows(rows, weights, dispatched.layout)
         hidden_size, wanted = rows.data.shape[-1], weights.hidden_size
         if hidden_size != wanted:
             raise ShapeError(
                 f"{cls.name}: rows are {list(rows.data.shape)}, so H is {hidden_size}, expected "
                 f"{wanted} of the experts; dispatch with a plan made for these experts"
             )
-        held = rows.data.shape[:1] if dispatched.layout is Layout.MASKED else counts.shape
-        if list(counts.shape) != [weights.num_experts] or held != counts.shape:
+        shape = counts.shape
+        held = rows.data.shape[:1] if dispatched.layout is Layout.MASKED else shape
+        if shape != (weights.num_experts,) or held != shape:
             raise ShapeError(
                 f"{cls.name}: num_tokens_per_expert is {list(counts.shape)} for rows "
                 f"{list(rows.data.shape)}, expected [{weights.num_experts}], one for each of the "
@@ -172,11 +187,23 @@ class ExpertRunner(ABC):
                 f"{expected}; use runner='auto'"
             )
         if not self.has_gradients:
-            self.check_record(dispatched, weights)
+            self._check_known(dispatched, weights)
             self._refuse_gradients(dispatched.hidden_states.data, weights)
         if isinstance(dispatched, MaskedDispatchOutput):
             return dispatched.combine_input(self._compute_masked(dispatched, weights))
         return dispatched.combine_input(self._compute_rows(dispatched, weights))
+
+    def _check_known(self, dispatched: DispatchOutput, weights: ExpertTensors) -> None:
+        """Do what check_record() does, and leave out what was checked of the same records."""
+        rows = dispatched.hidden_states
+        passed = self._passed.get(id(rows))
+        if passed is not None and passed[0]() is rows and passed[1]() is weights:
+            self._check_sizes(dispatched, weights)
+            return
+        self.check_record(dispatched, weights)
+        if len(self._passed) >= _MOST_PASSED:
+            self._passed.clear()
+        self._passed[id(rows)] = ref(rows), ref(weights)
 
     @abstractmethod
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> torch.Tensor:

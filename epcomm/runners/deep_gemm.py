@@ -23,8 +23,9 @@ from torch import Tensor
 from epcomm.errors import ConfigError
 from epcomm.ops.activation import activate
 from epcomm.ops.slots import expert_of_slot
-from epcomm.platforms.cuda import compute_capability, cuda_reasons
-from epcomm.platforms.deep_gemm import DeepGemm, deep_gemm_reasons, load_deep_gemm
+from epcomm.platforms.cuda import cuda_reasons
+from epcomm.platforms.deep_gemm import BUILD, DeepGemm, deep_gemm_reasons, load_deep_gemm
+from epcomm.platforms.machine import Machine, this_machine
 from epcomm.quantization import arrange_scales, quantizer_for
 from epcomm.quantization.scale_layout import to_column_major
 from epcomm.records import (
@@ -68,14 +69,18 @@ class DeepGemmRunner(ExpertRunner):
     expert_alignment: ClassVar[int] = EXPERT_ALIGNMENT
 
     @classmethod
-    def probe(cls) -> Availability:
-        reasons = (*cuda_reasons(), *deep_gemm_reasons())
-        return Availability(ok=not reasons, reasons=reasons)
+    def probe(cls, machine: Machine) -> Availability:
+        return Availability.judge(
+            missing=deep_gemm_reasons(machine),
+            command=BUILD,
+            absent=cuda_reasons(machine),
+            needs="an NVIDIA GPU of compute capability (9, 0) or (10, 0)",
+        )
 
     @classmethod
-    def supports(cls, weights: ExpertTensors) -> Availability:
+    def supports(cls, weights: ExpertTensors, machine: Machine | None = None) -> Availability:
         if not isinstance(weights, Fp8BlockWeights):
-            return super().supports(weights)
+            return super().supports(weights, machine)
         sizes = {
             "hidden_size": weights.hidden_size,
             "intermediate_size": weights.intermediate_size,
@@ -87,8 +92,9 @@ class DeepGemmRunner(ExpertRunner):
         ]
         if weights.hidden_dtype is not torch.bfloat16:
             reasons.append(f"hidden states are {weights.hidden_dtype}, expected torch.bfloat16")
-        reasons += _device_reasons(weights)
-        reasons += deep_gemm_reasons()
+        machine = machine or this_machine()
+        reasons += _device_reasons(weights, machine)
+        reasons += deep_gemm_reasons(machine)
         return Availability(ok=not reasons, reasons=tuple(reasons))
 
     @classmethod
@@ -112,8 +118,8 @@ class DeepGemmRunner(ExpertRunner):
         return _compute_masked(load_deep_gemm(), dispatched, weights)
 
 
-def _device_reasons(weights: Fp8BlockWeights) -> list[str]:
-    device, major = weights.gate_up_proj.device, _architecture(weights)
+def _device_reasons(weights: Fp8BlockWeights, machine: Machine) -> list[str]:
+    device, major = machine.device_of(weights.gate_up_proj), _architecture(weights, machine)
     if major is None:
         return [f"the experts are on {device}, expected cuda"]
     if major not in (_HOPPER, _BLACKWELL):
@@ -126,15 +132,19 @@ def _device_reasons(weights: Fp8BlockWeights) -> list[str]:
     return []
 
 
-def _architecture(weights: Fp8BlockWeights) -> int | None:
+def _architecture(weights: Fp8BlockWeights, machine: Machine) -> int | None:
     """Return the major number of the compute capability; None where there is none."""
-    capability = compute_capability(weights.gate_up_proj.device)
-    return None if capability is None else capability[0]
+    device = machine.device_of(weights.gate_up_proj)
+    return machine.capability(device)[0] if device.type == "cuda" else None
 
 
 def _scale_layout(weights: Fp8BlockWeights) -> ScaleLayout:
     is_power_of_two = weights.wire_format.scale_dtype == torch.float8_e8m0fnu
-    return PACKED_COLUMNS if is_power_of_two and _architecture(weights) != _HOPPER else COLUMNS
+    return (
+        PACKED_COLUMNS
+        if is_power_of_two and _architecture(weights, this_machine()) != _HOPPER
+        else COLUMNS
+    )
 
 
 def _compute_rows(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from epcomm.platforms.cuda import Capabilities
+from epcomm.platforms.machine import Machine, this_machine
 from epcomm.runners.fp8_triton import Down, Fp8TritonRunner, GateUp
 from epcomm.spec import Availability
 from epcomm.weights.unquantized import ExpertTensors
@@ -21,18 +22,19 @@ class Fp8WgmmaRunner(Fp8TritonRunner):
     capabilities: ClassVar[Capabilities] = Capabilities(least=(9, 0), most=(9, 0))
 
     @classmethod
-    def supports(cls, weights: ExpertTensors) -> Availability:
-        reasons = list(super().supports(weights).reasons)
+    def supports(cls, weights: ExpertTensors, machine: Machine | None = None) -> Availability:
+        machine = machine or this_machine()
+        reasons = list(super().supports(weights, machine).reasons)
         if isinstance(weights, cls.kinds):
-            reasons += cls._missing(weights)
+            reasons += cls._missing(weights, machine)
         return Availability(ok=not reasons, reasons=tuple(reasons))
 
     @classmethod
-    def _missing(cls, weights: ExpertTensors) -> list[str]:
+    def _missing(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
         from epcomm.kernels.cuda_jit import nvrtc_is_installed
         from epcomm.kernels.gemm.fp8_hopper import HIDDEN_DTYPES, MAX_EXPERTS
 
-        device = next(iter(weights.tensors().values())).device
+        device = machine.device_of(next(iter(weights.tensors().values())))
         reasons = []
         if weights.dtype not in HIDDEN_DTYPES:
             reasons.append(f"hidden states are {weights.dtype}, expected bfloat16 or float16")
@@ -40,7 +42,7 @@ class Fp8WgmmaRunner(Fp8TritonRunner):
             reasons.append(f"{weights.num_experts} experts, at most {MAX_EXPERTS}")
         if device.type != "cuda":
             return reasons
-        if not nvrtc_is_installed():
+        if not machine.has_library(nvrtc_is_installed):
             reasons.append("NVRTC is not installed")
         return reasons
 

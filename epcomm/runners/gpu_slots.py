@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from epcomm.platforms.cuda import Capabilities, cuda_reasons, triton_reasons
+from epcomm.platforms.machine import Machine, this_machine
 from epcomm.quantization import quantizer_for
 from epcomm.records import (
     MaskedDispatchOutput,
@@ -62,13 +63,16 @@ class GpuSlotsRunner(ExpertRunner):
     row_formats: ClassVar[tuple[WireFormat, ...]]
 
     @classmethod
-    def probe(cls) -> Availability:
-        reasons = cuda_reasons() or cls.capabilities.lacking(None)
-        reasons += triton_reasons()
-        return Availability(ok=not reasons, reasons=tuple(reasons))
+    def probe(cls, machine: Machine) -> Availability:
+        return Availability.judge(
+            missing=triton_reasons(machine),
+            command="pip install triton",
+            absent=cuda_reasons(machine) or cls.capabilities.lacking(machine.capability(None)),
+            needs=f"an NVIDIA GPU of {cls.capabilities}",
+        )
 
     @classmethod
-    def supports(cls, weights: ExpertTensors) -> Availability:
+    def supports(cls, weights: ExpertTensors, machine: Machine | None = None) -> Availability:
         if not isinstance(weights, cls.kinds):
             return super().supports(weights)
         reasons = [
@@ -76,15 +80,16 @@ class GpuSlotsRunner(ExpertRunner):
             for name, size in sizes_of(weights).items()
             if size % cls.size_multiple
         ]
-        device = next(iter(weights.tensors().values())).device
+        machine = machine or this_machine()
+        device = machine.device_of(next(iter(weights.tensors().values())))
         if device.type != "cuda":
             reasons.append(f"the experts are on {device}, expected cuda")
         else:
-            reasons += cls.capabilities.lacking(device)
+            reasons += cls.capabilities.lacking(machine.capability(device))
         if weights.wire_format not in cls.row_formats:
             read = ", ".join(map(str, cls.row_formats))
             reasons.append(f"the experts want {weights.wire_format} rows, expected {read}")
-        reasons += triton_reasons()
+        reasons += triton_reasons(machine)
         return Availability(ok=not reasons, reasons=tuple(reasons))
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:

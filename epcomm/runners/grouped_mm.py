@@ -15,6 +15,7 @@ from epcomm.ops.activation import activate
 from epcomm.ops.pack import pack
 from epcomm.ops.precision import cast_experts, compute_dtype
 from epcomm.ops.slots import expert_of_slot
+from epcomm.platforms.machine import Machine
 from epcomm.quantization import dequantize
 from epcomm.records import (
     RowsDispatchOutput,
@@ -35,9 +36,9 @@ class GroupedMMRunner(ExpertRunner):
     has_gradients: ClassVar[bool] = True
 
     @classmethod
-    def supports(cls, weights: ExpertTensors) -> Availability:
+    def supports(cls, weights: ExpertTensors, machine: Machine | None = None) -> Availability:
         if not isinstance(weights, cls.kinds):
-            return super().supports(weights)
+            return super().supports(weights, machine)
         if weights.dtype is torch.float64:
             return Availability(ok=False, reasons=("torch's grouped matmul has no float64",))
         per_row = ROW_ALIGNMENT_BYTES // weights.dtype.itemsize

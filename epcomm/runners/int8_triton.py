@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from epcomm.platforms.cuda import Capabilities
+from epcomm.platforms.machine import Machine
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.runners.gpu_slots import GpuSlotsRunner, Slots, sizes_of
 from epcomm.spec import Availability
@@ -36,8 +37,8 @@ class Int8TritonRunner(GpuSlotsRunner):
     row_formats: ClassVar[tuple[WireFormat, ...]] = (INT8_PER_TOKEN,)
 
     @classmethod
-    def supports(cls, weights: ExpertTensors) -> Availability:
-        verdict = super().supports(weights)
+    def supports(cls, weights: ExpertTensors, machine: Machine | None = None) -> Availability:
+        verdict = super().supports(weights, machine)
         if not isinstance(weights, cls.kinds):
             return verdict
         reasons = [

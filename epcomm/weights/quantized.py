@@ -89,6 +89,10 @@ class _EightBitWeights(ExpertTensors):
         }
 
     @property
+    def num_experts(self) -> int:
+        return self.down_proj.shape[0]
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.hidden_dtype
 

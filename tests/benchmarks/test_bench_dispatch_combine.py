@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import bench_dispatch_combine
-from benchmarks.bench_dispatch_combine import AlternativeName, DtypeName, ModeName, Options
+from benchmarks.bench_dispatch_combine import DtypeName, ModeName, Options
 from epcomm import EPGroup
 from epcomm.bench.check import CheckError
 from epcomm.bench.contenders.backends import Epcomm
@@ -35,7 +35,6 @@ OPTIONS = Options(
     dtype=DtypeName.BF16,
     mode=ModeName.NORMAL,
     backend="auto",
-    alternative=AlternativeName.EXPERT_ROWS,
     pairs=3,
     warm_up=1,
     seed=0,
@@ -83,7 +82,7 @@ def launch(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_run_prints_a_table_and_writes_its_result(tmp_path: Path) -> None:
     """Every argument differs from what is taken without it."""
     output = tmp_path / "new folder" / "result.json"
-    arguments = ["--mode", "standard", "--backend", "collective", "--alternative", "all_gather"]
+    arguments = ["--mode", "standard", "--backend", "collective"]
     arguments += ["--dtype", "fp32", "--seed", "5", "--profile", "--copy-rate", "--keep-memory"]
     done = launch(PROGRAM, *arguments, "--output", str(output))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -94,14 +93,14 @@ def test_a_run_prints_a_table_and_writes_its_result(tmp_path: Path) -> None:
     assert result["command"].startswith(
         "scripts/launch_multi_rank.sh 2 benchmarks/bench_dispatch_combine.py --tokens 8"
     )
-    chosen = {"mode": "standard", "backend": "collective", "alternative": "all_gather"}
+    chosen = {"mode": "standard", "backend": "collective"}
     sizes = {name.replace("-", "_"): value for name, value in SIZE.items()}
     expected = {**chosen, **sizes, "dtype": "fp32", "seed": 5, "ranks": 2}
     found = {name: result["configuration"][name] for name in expected}
     assert found == expected
     assert {"torch", "commit", "python"} <= set(result["versions"])
     assert {"processor", "num_cores", "threads_per_rank"} <= set(result["hardware"])
-    check_findings(result, "all_gather")
+    check_findings(result)
     names = [section["name"] for section in result["profile"] if section["depth"] == 0]
     assert names == ["backends.dispatch", "backends.group", "backends.combine"]
     ours = result["contenders"]["epcomm"]["ms"]["total_without_grouping"]["p50"]
@@ -109,8 +108,8 @@ def test_a_run_prints_a_table_and_writes_its_result(tmp_path: Path) -> None:
     assert result["copies"]["copy_gb_per_s"] > 0
 
 
-def check_findings(result: dict[str, dict], alternative: str) -> None:
-    assert list(result["contenders"]) == ["epcomm", alternative]
+def check_findings(result: dict[str, dict]) -> None:
+    assert list(result["contenders"]) == ["epcomm", "expert_rows"]
     spans = {"dispatch", "dispatch_without_grouping", "combine", "total", "total_without_grouping"}
     for contender in result["contenders"].values():
         assert set(contender["ms"]) == spans
@@ -137,7 +136,7 @@ def test_each_mode_can_be_measured(mode: str, backend: str) -> None:
     assert result["configuration"]["backend"] == backend
     assert result["profile"] == []
     assert "copies" not in result
-    check_findings(result, "expert_rows")
+    check_findings(result)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 
 from epcomm import WireDtype, WireFormat, WireTensor
 from epcomm.buffers.base import DispatchCall
-from epcomm.buffers.row_layout import RowLayout, localize
+from epcomm.buffers.row_layout import RowLayout
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import KNOWN_FORMATS
 
@@ -212,10 +212,3 @@ def test_rows_on_the_way_home_keep_their_scalars() -> None:
     rows = layout.pack_rows(data, scalars)
     assert torch.equal(layout.data(rows), data)
     assert torch.equal(layout.scalars(rows), scalars)
-
-
-@pytest.mark.parametrize(
-    ("rank", "expected"), [(0, [0, 1, 2, -1, -1, -1]), (1, [-1, -1, -1, 0, 2, -1])]
-)
-def test_ids_of_other_ranks_become_holes(rank: int, expected: list[int]) -> None:
-    assert localize(torch.tensor([0, 1, 2, 3, 5, -1]), rank, 3).tolist() == expected

@@ -1,4 +1,4 @@
-"""The command line: `epcomm plan` and `epcomm doctor`, with no group and no GPU."""
+"""The command `epcomm plan`, with no group and no GPU."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
-import epcomm.cli.doctor
+from epcomm import EPConfig, MoESpec, plan
 from epcomm.cli import app
-from epcomm.cli.diagnosis import Report
-from epcomm.platforms.deep_ep import Variable
-from epcomm.platforms.findings import Finding, Status
+from epcomm.platforms.assumed import DEVICES
+from tests.planning.test_measurements import write
 
 # Wide enough that no cell is wrapped.
 WIDE = {"COLUMNS": "240"}
@@ -80,75 +80,42 @@ def test_auto_without_a_limit_says_what_decode_lacks() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BadCall:
+class Refused:
+    """Options of a layer that could be, and which nothing serves, or not what was named."""
+
     id: str
     arguments: list[str]
     message: str
 
 
-BAD_CALLS = [
-    BadCall(
-        id="indivisible",
-        arguments=[*LAYER[:-1], "3"],
-        message="plan: num_experts is 8, expected a multiple of the 3 ranks; use a number of ranks "
-        "that divides it",
-    ),
-    BadCall(
-        id="unknown mode",
-        arguments=[*LAYER, "--mode", "fast"],
-        message="EPConfig: mode is 'fast', expected one of",
-    ),
-    BadCall(
+REFUSED = [
+    Refused(
         id="fuseep of experts that are not W8A8",
         arguments=[*LAYER, "--mode", "fuseep", "--intermediate-size", "32"],
         message="fuseep_reference: computes W8A8 experts, Int8ChannelWeights, not ExpertWeights; "
         "quantise them",
     ),
-    BadCall(
+    Refused(
         id="fuseep with a runner",
         arguments=[*FUSEEP, "--runner", "quantized_reference"],
         message="computes experts itself, without runner quantized_reference; leave it auto",
     ),
-    BadCall(
-        id="fuseep of an unknown operator",
-        arguments=[*FUSEEP, "--backend", "collective"],
-        message="backend is 'collective', expected auto or one of ['dispatch_ffn_combine', "
-        "'fused_deep_moe', 'fuseep_reference']",
+    Refused(
+        id="backend that does not serve there",
+        arguments=[
+            *(*LAYER[:-1], "16", "--num-experts", "16", "--hidden-size", "2048"),
+            *("--device", "b200", "--mode", "normal", "--backend", "nvlink"),
+        ],
+        message="plan: backend nvlink cannot serve this layer: ranks are on 2 hosts, expected one "
+        "whose memory they share; change the configuration or use backend='auto' (assumed: 16 "
+        "ranks on 2 hosts of b200, at most 8 ranks a host)",
     ),
-    BadCall(
-        id="experts of an unknown kind",
-        arguments=[*LAYER, "--experts", "int4"],
-        message="epcomm plan: experts is 'int4', expected bf16, as the hidden states are, or one "
-        "of ['fp8', 'int8']",
-    ),
-    BadCall(
-        id="unquantised experts of another dtype",
-        arguments=[*LAYER, "--experts", "fp16"],
-        message="epcomm plan: experts is 'fp16', expected bf16, as the hidden states are",
-    ),
-    BadCall(
-        id="experts without a size",
-        arguments=[*LAYER, "--experts", "int8"],
-        message="epcomm plan: experts is int8, but their size is in neither an option nor a "
-        "--model file; pass --intermediate-size",
-    ),
-    BadCall(
+    Refused(
         id="backend that does not serve",
         arguments=[*LAYER, "--mode", "standard", "--backend", "shared_memory"],
         message="plan: backend shared_memory cannot serve this layer",
     ),
-    BadCall(
-        id="no size",
-        arguments=LAYER[2:],
-        message="epcomm plan: hidden_size is in neither an option nor a --model file; pass "
-        "--hidden-size",
-    ),
-    BadCall(
-        id="dtype",
-        arguments=[*LAYER, "--dtype", "tf32"],
-        message="epcomm plan: dtype is 'tf32', expected one of ['bf16', 'bfloat16',",
-    ),
-    BadCall(
+    Refused(
         id="runner that cannot compute the experts",
         arguments=[*LAYER, "--runner", "grouped_mm", "--intermediate-size", "12"],
         message="plan: runner grouped_mm cannot compute these experts",
@@ -156,12 +123,12 @@ BAD_CALLS = [
 ]
 
 
-@pytest.mark.parametrize("call", BAD_CALLS, ids=lambda call: call.id)
-def test_bad_call_ends_with_one_sentence(call: BadCall) -> None:
-    result = run("plan", *call.arguments)
+@pytest.mark.parametrize("plan", REFUSED, ids=lambda plan: plan.id)
+def test_refused_plan_ends_with_one_sentence_and_1(plan: Refused) -> None:
+    result = run("plan", *plan.arguments)
     assert result.exit_code == 1
     assert result.stdout == ""
-    assert call.message in result.stderr
+    assert plan.message in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 
@@ -231,26 +198,6 @@ def test_config_file_is_read_and_an_option_wins(tmp_path: Path) -> None:
     assert ["limit: tokens a rank", "at most 128"] in from_file
     by_option = rows(run("plan", *LAYER, "--config", str(path), "--max-tokens", "16").stdout)
     assert ["limit: tokens a rank", "at most 16"] in by_option
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("ep.toml", "mode = \n", "does not parse"),
-        ("ep.json", "{", "does not parse"),
-        ("ep.toml", "tokens = 1\n", "ep.toml has unknown fields ['tokens']"),
-        ("ep.yaml", "mode: normal\n", "ep.yaml is no .toml or .json file"),
-    ],
-    ids=["toml", "json", "field", "ending"],
-)
-def test_bad_config_file_ends_with_one_sentence(
-    name: str, text: str, message: str, tmp_path: Path
-) -> None:
-    path = tmp_path / name
-    path.write_text(text)
-    result = run("plan", *LAYER, "--config", str(path))
-    assert result.exit_code == 1
-    assert message in result.stderr
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,45 +299,69 @@ def test_option_wins_over_the_model_file(tmp_path: Path) -> None:
     assert "16 experts on 8 ranks, 2 each; hidden size 4096, top 2, fp16" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "is no JSON ("),
-        ("[1]", "holds a list, expected an object"),
-        ('{"hidden_size": 64}', "num_experts is in neither an option nor a --model file; pass"),
-        ('{"hidden_size": 64, "num_experts": [8, 16]}', "gives num_experts as [8, 16], expected"),
-    ],
-    ids=["no JSON", "no object", "no experts", "experts by layer"],
-)
-def test_bad_model_file_ends_with_one_sentence(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(text)
-    result = run("plan", "--model", str(path))
-    assert result.exit_code == 1
-    assert message in result.stderr
-
-
-def test_doctor_prints_findings_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    finding = Finding(
-        name="deep_ep", status=Status.ATTENTION, detail="[V1] and\nmore", advice="pip install x[y]"
-    )
-    report = Report(
-        platform=(finding,),
-        packages=(finding,),
-        deep_ep=None,
-        backends=(finding,),
-        runners=(finding,),
-        variables=(Variable(name="EP_X", value="1", written=None, advice="unset it"),),
-    )
-    monkeypatch.setattr(epcomm.cli.doctor, "doctor", lambda: report)
-    result = run("doctor")
+def test_plan_for_ranks_that_are_not_here_marks_what_it_assumes() -> None:
+    result = run("plan", *LAYER, "--device", "h200", "--mode", "normal", "--hidden-size", "2048")
     assert result.exit_code == 0, result.output
-    printed = rows(result.stdout)
-    for kind in ("platform", "package", "backend", "runner"):
-        place = printed.index([kind, "", "found", "what to do"])
-        assert printed[place + 1] == ["deep_ep", "attention", "[V1] and", "pip install x[y]"]
-        assert printed[place + 2] == ["", "", "more", ""]
-    assert ["EP_X", "'1'", "", "unset it"] in printed
+    assert "\nassumed: 4 ranks on 1 host of h200, at most 4 ranks a host\n" in result.stdout
+    assert ["backend", "nvlink"] in rows(result.stdout)
+    # A backend that is built from source is there if it is asked for.
+    named = run("plan", *LAYER, "--device", "h200", "--mode", "normal", "--backend", "deep_ep_v1")
+    assert ["backend", "deep_ep_v1"] in rows(named.stdout)
+
+
+def test_json_holds_what_explain_tells() -> None:
+    words = [*LAYER, "--max-tokens", "16", "--intermediate-size", "32", "--device", "cpu"]
+    result = run("plan", *words, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert list(found) == [
+        *("version", "layer", "assumed", "phases", "decode_lacks", "runner", "rejected_runners")
+    ]
+    assert found["layer"] == {
+        "hidden_size": 64,
+        "num_experts": 8,
+        "top_k": 2,
+        "dtype": "bf16",
+        "ranks": 4,
+    }
+    assert found["runner"] == "grouped_mm"
+    assert found["assumed"][0] == "4 ranks on 1 host of cpu, at most 4 ranks a host"
+    spec = MoESpec(hidden_size=64, num_experts=8, top_k=2)
+    config = EPConfig(max_tokens_per_rank=16)
+    chosen = plan(config, spec, world_size=4, machine=DEVICES["cpu"])
+    assert list(found["phases"]) == ["prefill and training", "decode"]
+    for name, phase in chosen.phases().items():
+        told = found["phases"][name]
+        assert (told["backend"], told["buffer"]) == (phase.backend, phase.buffer)
+        assert told["chosen_by"] == phase.chosen_by
+        assert told["bytes_per_token"] == phase.max_bytes_per_token()
+        assert told["header_bytes"] == phase.header_bytes()
+        assert told["limits"] == phase.limits()
+        assert [each["region"] for each in told["memory"]] == [e.name for e in phase.regions()]
+        assert [each["name"] for each in told["rejected"]] == [e.name for e in phase.rejected]
+
+
+def test_measurements_choose_and_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "bench.json")
+    words = [*LAYER, "--device", "cpu", "--max-tokens", "1000", "--measurements", str(path)]
+    phases = json.loads(run("plan", *words, "--json").stdout)["phases"]
+    chosen = {name: phase["backend"] for name, phase in phases.items()}
+    # At T = 1024, the nearest, collective is the faster one in mode normal.
+    assert chosen == {"prefill and training": "collective", "decode": "shared_memory"}
+    assert phases["decode"]["chosen_by"].startswith("measurements bench.json (sha256 ")
+    cells = [row for row in rows(run("plan", *words).stdout) if row[0] == "chosen by"]
+    assert cells[0][1].startswith("measurements bench.json (sha256 ")
+
+
+def test_version_is_that_of_the_distribution() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"{metadata.version('epcomm')}\n")
+
+
+def test_no_command_prints_help() -> None:
+    result = run()
+    assert result.exit_code == 0
+    assert "doctor" in result.stdout
 
 
 def test_module_is_the_command() -> None:

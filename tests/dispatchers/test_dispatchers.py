@@ -197,6 +197,15 @@ def test_two_faults_are_told_together(kind: str) -> None:
         check_works(dispatcher, group)
 
 
+@pytest.mark.ranks(1)
+def test_scalar_is_refused_where_nothing_needs_gradients() -> None:
+    with EPGroup() as group, torch.no_grad():
+        dispatcher = dispatcher_of("normal", group)
+        call = good_call(group)
+        with pytest.raises(ShapeError, match=r"hidden_states is \[\], expected \[T, 16\]"):
+            dispatcher.dispatch(torch.tensor(1.0), call.topk)
+
+
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("kind", DISPATCHERS)
 def test_exactly_m_tokens_pass(kind: str) -> None:

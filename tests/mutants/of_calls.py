@@ -15,7 +15,8 @@ from epcomm.buffers.collective.all_to_all_static import StaticCollectiveBuffer
 from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.collectives.base import Collectives
 from epcomm.errors import EPError, HandleError
-from epcomm.ops.slots import Members, slots_by_row
+from epcomm.ops.members import Members, MemberTable
+from epcomm.ops.slots import members_of, slots_by_row
 from epcomm.records import ExchangePlan
 from epcomm.spec import BufferSpec
 from tests.mutants.base import Mutant
@@ -48,6 +49,8 @@ class SumsInTurns(CollectiveBuffer):
         if not self._is_turned:
             return super().combine(rows, exchange_plan, **options)
         members = exchange_plan.sends.rows_of_token
+        if isinstance(members, MemberTable):
+            members = members_of(members.table, sum(exchange_plan.send_splits))
         ends = pairwise(members.offsets.tolist())
         parts = [members.flat[begin:end].flip(0) for begin, end in ends]
         flat = torch.cat([*parts, members.flat[:0]])

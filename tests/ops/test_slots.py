@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from epcomm.ops.members import Members
 from epcomm.ops.slots import (
-    Members,
     build_slot_index,
     count_experts,
     gather_rows,
     gather_scalars,
+    localize,
     members_of,
     reduce_rows,
     slots_by_row,
@@ -275,3 +276,10 @@ def test_experts_are_counted_without_holes() -> None:
     ids = torch.tensor([[0, 3], [-1, 3], [3, -1]])
     assert count_experts(ids, 5).tolist() == [1, 0, 0, 3, 0]
     assert count_experts(torch.empty(0, 2, dtype=torch.int64), 2).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("first_expert", "expected"), [(0, [0, 1, 2, -1, -1, -1]), (3, [-1, -1, -1, 0, 2, -1])]
+)
+def test_ids_of_other_ranks_become_holes(first_expert: int, expected: list[int]) -> None:
+    assert localize(torch.tensor([0, 1, 2, 3, 5, -1]), first_expert, 3).tolist() == expected

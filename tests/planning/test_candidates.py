@@ -51,7 +51,7 @@ def test_backend_that_one_rank_lacks_is_rejected_on_all(monkeypatch: pytest.Monk
     with EPGroup() as group:
         reasons = ("no cable", "no driver") if group.rank == 1 else ()
         for kind in (CollectiveBuffer, SharedMemoryBuffer):
-            monkeypatch.setattr(kind, "probe", lambda environment: lacking(*reasons))
+            monkeypatch.setattr(kind, "probe", lambda machine: lacking(*reasons))
         with pytest.raises(ConfigError) as caught:
             plan(EPConfig(mode="normal"), SPEC, group)
         for reason in ("no cable", "no driver"):
@@ -80,7 +80,7 @@ def test_a_plan_and_its_buffer_take_one_exchange_each(monkeypatch: pytest.Monkey
 def test_reason_that_all_ranks_share_names_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     with EPGroup() as group:
         for kind in (CollectiveBuffer, SharedMemoryBuffer):
-            monkeypatch.setattr(kind, "probe", lambda environment: lacking("no cable"))
+            monkeypatch.setattr(kind, "probe", lambda machine: lacking("no cable"))
         with pytest.raises(ConfigError, match="shared_memory, collective: no cable"):
             plan(EPConfig(mode="normal"), SPEC, group)
 
@@ -89,7 +89,7 @@ def test_reason_that_all_ranks_share_names_no_rank(monkeypatch: pytest.MonkeyPat
 def test_runner_that_one_rank_lacks_is_rejected_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     with EPGroup() as group:
         reasons = ("no kernel",) if group.rank == 0 else ()
-        monkeypatch.setattr(GroupedMMRunner, "supports", lambda weights: lacking(*reasons))
+        monkeypatch.setattr(GroupedMMRunner, "supports", lambda *asked: lacking(*reasons))
         chosen = plan(EPConfig(), SPEC, group, weights=weights())
         assert chosen.runner == "reference"
         assert [str(each) for each in chosen.rejected_runners] == ["grouped_mm: rank 0: no kernel"]

@@ -88,7 +88,7 @@ def test_each_phase_takes_the_fastest_that_serves(tmp_path: Path) -> None:
         f"backend chosen by measurements {source}: the fastest that serves of nvlink 1 us, "
         "collective 9 us, shared_memory 20 us, at T = 8 in mode low_latency"
     ) in chosen.explain().splitlines()
-    rules = "the first of deep_ep_v2, deep_ep_v1, ascend, nvlink, shared_memory, collective that"
+    rules = "the first of nvlink, deep_ep_v2, deep_ep_v1, ascend, shared_memory, collective that"
     assert f"backend chosen by rules, without measurements: {rules} serves" in by_rules.explain()
     assert (
         f"backend chosen by rules, for {source} has nothing of mode standard: {rules} serves"
@@ -104,7 +104,7 @@ def test_where_nothing_measured_serves_rules_choose(
     path = write(tmp_path / "bench.json", results=only)
     lacking = Availability(ok=False, reasons=("no memory",))
     with EPGroup() as group:
-        monkeypatch.setattr(SharedMemoryBuffer, "probe", lambda environment: lacking)
+        monkeypatch.setattr(SharedMemoryBuffer, "probe", lambda machine: lacking)
         phase = plan(EPConfig(mode="normal", measurements=path), SPEC, group).prefill
     assert phase.backend == CollectiveBuffer.name
     assert "rules, for nothing that bench.json (" in phase.chosen_by

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from epcomm import EPConfig, EPGroup, MoESpec, plan
 from epcomm.buffers.nvlink.base import NVLinkHost
 from epcomm.planning import candidates
 from epcomm.platforms import nvlink
+from epcomm.platforms.assumed import DEVICES
 from epcomm.platforms.nvlink import PeerReach, reach_in, reach_reasons
 from epcomm.spec import Availability
 
@@ -110,7 +111,7 @@ CASES = [
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_decode_takes_it_where_it_can(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NVLinkHost, "probe", lambda environment: Availability(ok=True))
+    monkeypatch.setattr(NVLinkHost, "probe", lambda machine: Availability(ok=True))
     with EPGroup() as group:
         # As over nccl: tensors on a GPU, and collectives in which no host waits.
         monkeypatch.setattr(group, "device", torch.device("cuda"))
@@ -123,6 +124,12 @@ def test_decode_takes_it_where_it_can(case: Case, monkeypatch: pytest.MonkeyPatc
     assert chosen.decode is not None
     assert chosen.decode.buffer == case.decode
     assert chosen.prefill.buffer == case.prefill
+    if case.devices == ("a", "b"):
+        # What is assumed of such machines is decided as if it were found.
+        there = replace(DEVICES["h200"], ranks_per_host=1 if len(set(case.hosts)) == 2 else 8)
+        assumed = plan(CONFIG, SPEC, world_size=2, machine=there)
+        for phase, like in zip(chosen.phases().values(), assumed.phases().values(), strict=True):
+            assert replace(phase, rejected=()) == replace(like, rejected=())
     text = chosen.explain()
     assert case.reason in text
     waits = "needs a transport in whose collectives the host waits, gloo or MPI"
@@ -131,7 +138,7 @@ def test_decode_takes_it_where_it_can(case: Case, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_plan_without_ranks_or_with_one_does_not_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NVLinkHost, "probe", lambda environment: Availability(ok=True))
+    monkeypatch.setattr(NVLinkHost, "probe", lambda machine: Availability(ok=True))
     text = plan(CONFIG, SPEC, world_size=2).explain()
     reason = "serves one host, which only a process group shows; run under torchrun"
     assert f"rejected nvlink, shared_memory: {reason}" in text

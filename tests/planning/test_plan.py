@@ -118,7 +118,7 @@ def test_a_backend_named_in_mode_auto_is_asked_for_both_phases(
 ) -> None:
     for name in (name for each in backend_names(backend, Mode.AUTO) for name in class_names(each)):
         kind = backend_class(name)
-        monkeypatch.setattr(kind, "probe", lambda environment: Availability(ok=True))
+        monkeypatch.setattr(kind, "probe", lambda machine: Availability(ok=True))
         monkeypatch.setattr(kind, "lacks", lambda mode, spec, world_size: ())
         monkeypatch.setattr(kind, "needs_one_host", False)
     monkeypatch.setenv("HCCL_BUFFSIZE", "1024")

@@ -33,9 +33,6 @@ VENDORS = {"deep_ep", "deep_ep_cpp", "deep_gemm", "nvshmem", "nvidia", "pynvml",
 EXEMPT = {
     # Reads the environment for all others.
     "config.py": {"environ", "environment()"},
-    # One snapshot a plan, and one when a buffer is opened; what they say is asked of platforms.
-    "planning/candidates.py": {"environment()"},
-    "buffers/ascend/calls.py": {"environment()"},
     # The rank that torchrun says this process is.
     "bench/ranks.py": {"environment()"},
     # Imports modules of this package by the names of what was chosen.

@@ -43,7 +43,7 @@ def install(
     for name, function in functions.items():
         setattr(module, name, function)
     monkeypatch.setitem(sys.modules, "deep_gemm", module)
-    monkeypatch.setattr(deep_gemm, "_architecture", lambda weights: architecture)
+    monkeypatch.setattr(deep_gemm, "_architecture", lambda weights, machine: architecture)
     return module
 
 

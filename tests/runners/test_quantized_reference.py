@@ -39,6 +39,7 @@ from epcomm.testing.data import BatchSpec, RankBatch, holed_ids, make_batch, mak
 from epcomm.testing.oracle import relative_error
 from epcomm.types import Layout, ScaleLayout, WeightsAppliedBy, WireDtype, WireFormat
 from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
+from epcomm.weights.unquantized import ExpertTensors
 from tests.cases.quantized_model import KINDS, Bounded, assert_within, model, rounded
 from tests.ops.indices import index_of
 
@@ -491,6 +492,36 @@ def test_records_that_do_not_fit_the_experts_are_refused(
         runner().run(record, kind_weights(kind))  # type: ignore[arg-type]
     for part in f"{runner.name}: |{case.message}".replace("{}", "|").split("|"):
         assert part in str(caught.value)
+
+
+def test_rows_are_checked_once_for_each_record_of_experts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checked: list[object] = []
+    check = QuantizedReferenceRunner.check_rows
+
+    def count(rows: WireTensor, weights: ExpertTensors, layout: Layout) -> None:
+        checked.append(rows)
+        check(rows, weights, layout)
+
+    monkeypatch.setattr(QuantizedReferenceRunner, "check_rows", count)
+    runner, weights = QuantizedReferenceRunner(), kind_weights("fp8")
+    index = index_of(holed_topk(), NUM_EXPERTS)
+    slot_weights = torch.ones(index.row_of_slot.shape[0])  # type: ignore[union-attr]
+    batches = [quantize(make_batch(SPEC, 0, 1).x, FP8_FLOAT32_SCALES) for _ in range(2)]
+    records = [rows_record(each, index, slot_weights, WeightsAppliedBy.RUNNER) for each in batches]
+    for record, experts in (
+        (records[0], weights),
+        (records[0], weights),
+        (records[1], weights),
+        (records[0], kind_weights("fp8")),
+    ):
+        runner.run(record, experts)
+    assert [batches.index(each) for each in checked] == [0, 1, 0]  # type: ignore[arg-type]
+    # Sizes are checked in every call, for an index is of one batch.
+    short = replace(index, num_tokens_per_expert=index.num_tokens_per_expert[:-1])
+    with pytest.raises(ShapeError, match="num_tokens_per_expert"):
+        runner.run(replace(records[1], index=short), weights)
 
 
 @pytest.mark.parametrize("runner", [ReferenceRunner, GroupedMMRunner])

@@ -16,7 +16,8 @@ from epcomm.buffers.collective import all_to_all
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer, CollectiveExchangePlan
 from epcomm.buffers.traffic import TrafficMeter
 from epcomm.collectives.base import Collectives
-from epcomm.ops.slots import Members, slots_by_row
+from epcomm.ops.members import Members, MemberTable
+from epcomm.ops.slots import members_of, slots_by_row
 from epcomm.records import ExchangePlan
 from epcomm.spec import BufferSpec
 from epcomm.testing import buffer_suite, layer_suite
@@ -92,6 +93,8 @@ class CombineAddsTwice(CollectiveBuffer):
     ) -> Combined:
         assert isinstance(exchange_plan, CollectiveExchangePlan)
         once = exchange_plan.sends.rows_of_token
+        if isinstance(once, MemberTable):
+            once = members_of(once.table, sum(exchange_plan.send_splits))
         offsets = once.offsets + 1
         offsets[0] = 0
         twice = Members(flat=torch.cat([once.flat[:1], once.flat]), offsets=offsets)

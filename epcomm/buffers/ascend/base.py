@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -19,6 +18,7 @@ from epcomm.ops.masked_entries import fill_masked_entries
 from epcomm.platforms.ascend.chip import Soc, current_soc
 from epcomm.platforms.ascend.environment import Rounds, rounds_of, variable_reasons
 from epcomm.platforms.ascend.limits import MAX_TOP_K, Limits, window_reasons
+from epcomm.platforms.machine import Machine
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.records import ExchangePlan, SlotIndex
@@ -65,12 +65,10 @@ class AscendBuffer(AscendCalls, VendorCalls):
         return tuple(reasons + cls._limits(soc).reasons(spec, world_size, where))
 
     @classmethod
-    def lacks_with(
-        cls, environment: Mapping[str, str], spec: BufferSpec, world_size: int
-    ) -> tuple[str, ...]:
-        window = cls._window_bytes(spec, world_size, rounds_of(environment))
-        reasons = [] if window is None else window_reasons(window, environment)
-        reasons += variable_reasons(environment, current_soc())
+    def lacks_with(cls, machine: Machine, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
+        window = cls._window_bytes(spec, world_size, rounds_of(machine.environment))
+        reasons = [] if window is None else window_reasons(window, machine.environment)
+        reasons += variable_reasons(machine.environment, current_soc())
         return tuple(reasons)
 
     @classmethod

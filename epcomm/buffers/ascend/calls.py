@@ -14,7 +14,7 @@ from epcomm.buffers.requirements import carrying_reasons, limit_reasons
 from epcomm.buffers.sizes import CallShape
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
-from epcomm.config import Mode, environment
+from epcomm.config import Mode
 from epcomm.errors import BackendUnavailable, describe_ranks
 from epcomm.platforms.ascend.chip import (
     DEVICE_NAMES,
@@ -23,14 +23,17 @@ from epcomm.platforms.ascend.chip import (
     is_torch_npu_imported,
 )
 from epcomm.platforms.ascend.environment import rounds_of
-from epcomm.platforms.deep_ep import DeepEPKind
-from epcomm.platforms.deep_ep_package import find_deep_ep, import_deep_ep
+from epcomm.platforms.deep_ep import DeepEPKind, find_deep_ep
+from epcomm.platforms.deep_ep_package import import_deep_ep
+from epcomm.platforms.machine import Machine, this_machine
 from epcomm.platforms.signatures import signature_reasons
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import WireDtype
 
 # Bytes of the ids and weights of one (token, expert) pair, and bytes of the scale of its row.
 ENTRY_BYTES, SCALE_BYTES = 12, 4
+# What no command brings: the rest is installed with the toolkit of the devices.
+NEEDS = "Ascend NPUs with their toolkit, torch_npu imported, and deep_ep of sgl-kernel-npu"
 
 
 class AscendCalls:
@@ -63,26 +66,24 @@ class AscendCalls:
         """Say why this backend cannot serve a layer; see Backend.lacks."""
 
     @classmethod
-    def lacks_with(
-        cls, environment: Mapping[str, str], spec: BufferSpec, world_size: int
-    ) -> tuple[str, ...]:
+    def lacks_with(cls, machine: Machine, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
         """Give no reason of its own; see Backend."""
         return ()
 
     @classmethod
-    def probe(cls, environment: object) -> Availability:
-        kind, is_stand_in = find_deep_ep()
+    def probe(cls, machine: Machine) -> Availability:
+        found = machine.find_deep_ep()
         reasons = []
-        if kind is None:
+        if found is None:
             reasons.append("deep_ep for Ascend is not installed")
-        elif kind is not DeepEPKind.ASCEND:
-            reasons.append(f"the deep_ep installed is {kind.value}, expected Ascend")
-        elif not is_stand_in and not is_torch_npu_imported():
+        elif found.kind is not DeepEPKind.ASCEND:
+            reasons.append(f"the deep_ep installed is {found.kind.value}, expected Ascend")
+        elif not found.is_stand_in and not is_torch_npu_imported():
             reasons.append("torch_npu is not imported; import it before epcomm plans")
         elif (device := device_name()) is not None and current_soc() is None:
             known = ", ".join(DEVICE_NAMES.values())
             reasons.append(f"the device is {device}, expected one of {known}")
-        return Availability(ok=not reasons, reasons=tuple(reasons))
+        return Availability.judge(absent=reasons, needs=NEEDS)
 
     @classmethod
     def wire_bytes(
@@ -102,13 +103,13 @@ class AscendCalls:
             BackendUnavailable: some rank cannot serve the specification; on every rank.
             ConfigError: ranks cut batches into different rounds.
         """
-        caps, variables = self.caps(self.mode), environment()
+        caps, machine = self.caps(self.mode), this_machine()
         reasons = [
-            *self.probe(variables).reasons,
+            *self.probe(machine).reasons,
             *carrying_reasons(self._spec, caps),
             *limit_reasons(self._spec, caps, self.mode),
             *self.lacks(self.mode, self._spec, self._world_size),
-            *self.lacks_with(variables, self._spec, self._world_size),
+            *self.lacks_with(machine, self._spec, self._world_size),
         ]
         package: Any = None
         if not reasons:
@@ -118,7 +119,7 @@ class AscendCalls:
             except BackendUnavailable as error:
                 reasons.append(str(error))
         self._raise_reasons(reasons)
-        self._collectives.agree(_settings(variables), what=self.name)
+        self._collectives.agree(_settings(machine.environment), what=self.name)
         self._buffer = package.Buffer(group=process_group, **arguments)
 
     def _raise_reasons(self, reasons: Sequence[str]) -> None:
@@ -146,8 +147,9 @@ class AscendCalls:
 
 def device_types() -> frozenset[str]:
     """Return the device types of groups that the package, or its imitation, serves."""
-    kind, is_stand_in = find_deep_ep()
-    return frozenset({"cpu"} if is_stand_in and kind is DeepEPKind.ASCEND else {"npu"})
+    found = find_deep_ep()
+    is_imitated = found is not None and found.is_stand_in and found.kind is DeepEPKind.ASCEND
+    return frozenset({"cpu"} if is_imitated else {"npu"})
 
 
 def slot_bytes(spec: BufferSpec) -> tuple[int, int]:

@@ -30,6 +30,7 @@ from epcomm.ops.masked_entries import has_no_expert
 from epcomm.platforms.ascend.chip import Soc
 from epcomm.platforms.ascend.environment import Rounds, current_rounds, normal_reasons
 from epcomm.platforms.ascend.limits import Limits, normal_limits, normal_window_bytes
+from epcomm.platforms.machine import Machine
 from epcomm.records import SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import Int8Profile, WireTensor
@@ -71,11 +72,9 @@ class AscendNormalBuffer(AscendBuffer, Buffer):
         return normal_limits(soc)
 
     @classmethod
-    def lacks_with(
-        cls, environment: Mapping[str, str], spec: BufferSpec, world_size: int
-    ) -> tuple[str, ...]:
-        reasons = super().lacks_with(environment, spec, world_size)
-        return (*reasons, *normal_reasons(spec.dispatch_format, environment))
+    def lacks_with(cls, machine: Machine, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
+        reasons = super().lacks_with(machine, spec, world_size)
+        return (*reasons, *normal_reasons(spec.dispatch_format, machine.environment))
 
     @classmethod
     def _window_bytes(cls, spec: BufferSpec, world_size: int, rounds: Rounds) -> int:

@@ -11,7 +11,6 @@ Source: the operators' documentation; this code has not run on an NPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -19,13 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epcomm.buffers.ascend.calls import device_types
+from epcomm.buffers.ascend.calls import NEEDS, device_types
 from epcomm.buffers.base import Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective.all_gather import AllGatherBuffer, Gathered, GatheredExchangePlan
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS
 from epcomm.buffers.sizes import Region, max_slots_of, rows_region
 from epcomm.config import Mode
 from epcomm.platforms.ascend.operators import has_kernel
+from epcomm.platforms.machine import Machine
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec
@@ -67,14 +67,12 @@ class AscendStandardBuffer(AllGatherBuffer):
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.STANDARD})
 
     @classmethod
-    def probe(cls, environment: Mapping[str, str]) -> Availability:
+    def probe(cls, machine: Machine) -> Availability:
         (device_type,) = device_types()
         missing = [name for name in _OPERATORS if not has_kernel(name, device_type)]
-        if not missing:
-            return Availability(ok=True)
         names = ", ".join(missing)
         reason = f"{names} not on {device_type}; import torch_npu before epcomm plans"
-        return Availability(ok=False, reasons=(reason,))
+        return Availability.judge(absent=[reason] if missing else [], needs=NEEDS)
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
-from epcomm.buffers.counts import Counts, counts_bytes
+from epcomm.buffers.counts import Counts, CountsMessage, counts_bytes
 from epcomm.buffers.faults import guard_ids
-from epcomm.buffers.row_layout import localize
 from epcomm.buffers.sizes import (
     CallShape,
     Region,
@@ -30,13 +29,12 @@ from epcomm.buffers.sizes import (
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.call_order import CallKind, CallSign
 from epcomm.config import Mode
+from epcomm.ops.members import AnyMembers
 from epcomm.ops.slots import (
-    Members,
-    build_slot_index,
     count_experts,
+    index_slots,
     reduce_rows,
     slots_by_row,
-    spread_to_slots,
     sum_parts,
 )
 from epcomm.records import ExchangePlan, SlotIndex
@@ -71,13 +69,13 @@ class AllGatherExchangePlan(GatheredExchangePlan):
     has_no_slot: [R], bool, rows that no expert of this rank computes.
     """
 
-    slots_by_row: Members
+    slots_by_row: AnyMembers
     has_no_slot: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gathered:
-    """The tokens of all ranks; rows of W * max T without a token are undefined.
+    """The tokens of all ranks; rows of W * max T without a token have ids of -1 alone.
 
     rows: [W * max T, H].   topk_ids: [W * max T, K], int32.   topk_weights: [W * max T, K],
         float32. All three are views of one message.
@@ -137,32 +135,30 @@ class AllGatherBuffer(OverCollectives, Buffer):
     def dispatch(self, call: DispatchCall) -> Dispatched:
         gathered = self._gather_call(call)
         counts, row_of_token = gathered.counts, gathered.row_of_token
-        ids = gathered.topk_ids
-        local_ids = torch.full_like(ids, -1, memory_format=torch.contiguous_format)
-        local_ids[row_of_token] = localize(
-            ids[row_of_token], self._collectives.rank, self._spec.num_local_experts
-        )
-        index = build_slot_index(
-            local_ids,
+        index, slot_weights = index_slots(
+            gathered.topk_ids,
+            gathered.topk_weights,
             counts.device_tokens_per_expert,
             counts.tokens_per_expert,
+            first_expert=self._first_expert,
             expert_alignment=self._spec.expert_alignment,
         )
+        assert index.slots_of_row is not None, "an index over rows"
         exchange_plan = AllGatherExchangePlan(
             num_tokens=call.topk_ids.shape[0],
-            num_rows=ids.shape[0],
+            num_rows=gathered.topk_ids.shape[0],
             index=index,
             tokens_of_rank=counts.rows_from_rank,
             max_tokens=max(counts.rows_from_rank),
             row_of_token=row_of_token,
             call=gathered.batch,
             slots_by_row=slots_by_row(index),
-            has_no_slot=(local_ids < 0).all(dim=1),
+            has_no_slot=(index.slots_of_row < 0).all(dim=1),
         )
         return Dispatched(
             rows=gathered.rows,
             index=index,
-            slot_weights=spread_to_slots(gathered.topk_weights, index),
+            slot_weights=slot_weights,
             exchange_plan=exchange_plan,
             any_flags=counts.any_flags,
         )
@@ -177,7 +173,10 @@ class AllGatherBuffer(OverCollectives, Buffer):
         )
         # Packing comes before the header, which can tell other ranks of a failure.
         layout.write_tokens(message, call.write, topk_ids, call.topk_weights)
-        counts, _ = self._tell_counts(call, batch, (fault, num_tokens, slots))
+        header = CountsMessage.make(
+            self._calls, batch, call.flags, (fault, num_tokens, slots), has_rest=self._has_rest
+        )
+        counts, _ = self._tell_counts(call, header)
         max_tokens = max(counts.rows_from_rank)
         received = self._gather(message, max_tokens, phase="dispatch rows")
         return Gathered(
@@ -225,10 +224,12 @@ class AllGatherBuffer(OverCollectives, Buffer):
         )
 
     def _gather(self, rows: Tensor, max_tokens: int, *, phase: str) -> Tensor:
-        """Gather [T, ...] of each rank into [W * max_tokens, ...]; padding rows are undefined."""
+        """Gather [T, ...] of each rank into [W * max_tokens, ...]; bytes of padding are 255."""
         world_size = self._collectives.world_size
         if rows.shape[0] < max_tokens:
             padding = rows.new_empty(max_tokens - rows.shape[0], rows.shape[1])
+            # In a message, these are ids of -1.
+            padding.view(torch.uint8).fill_(255)
             rows = torch.cat([rows, padding])
         self._traffic.dispatch([max_tokens] * world_size, row_bytes_of(rows))
         return self._collectives.all_gather(rows.contiguous(), phase=phase).flatten(0, 1)

@@ -2,16 +2,14 @@
 
 A call has two messages: the header (in a dispatch with the counts), then the rows (in a dispatch
 with their ids and weights). Both run on any transport with an all-to-all, so this buffer is also
-the reference for other buffers. Worked example, 2 ranks, 1 expert each, on rank 0:
-
-    topk_ids [[0, 1], [1, -1]]      token 0 goes to ranks 0 and 1, token 1 to rank 1
-    row_of_topk [[0, 1], [2, -1]]   rows leave by rank, then token: 1 row to rank 0, 2 to rank 1
+the reference for other buffers. What leaves a rank is planned in sends.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -19,9 +17,8 @@ from torch import Tensor
 
 from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
+from epcomm.buffers.collective.sends import KernelSendPlan, PlainSendPlan, SendOrder, SendPlan
 from epcomm.buffers.counts import counts_bytes
-from epcomm.buffers.faults import guard_ids
-from epcomm.buffers.row_layout import localize
 from epcomm.buffers.sizes import (
     CallShape,
     Region,
@@ -33,36 +30,14 @@ from epcomm.buffers.sizes import (
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.call_order import CallKind, CallSign
 from epcomm.config import Mode
-from epcomm.ops.slots import (
-    Members,
-    build_slot_index,
-    count_experts,
-    gather_scalars,
-    members_of,
-    reduce_rows,
-    slots_by_row,
-    spread_to_slots,
-)
+from epcomm.ops.members import AnyMembers
+from epcomm.ops.slots import gather_scalars, index_slots, reduce_rows, slots_by_row
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer
 
 # The number of rows from each rank to each rank, [W][W].
 RowTable = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SendOrder:
-    """The N rows that leave this rank, by destination rank, then token.
-
-    token_of_row: [N], int64.
-    rows_of_token: the rows that carry each token, by rank.
-    row_of_topk: [T, K], int64, the row that carries (t, k), or -1.
-    """
-
-    token_of_row: Tensor
-    rows_of_token: Members
-    row_of_topk: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,7 +58,7 @@ class CollectiveExchangePlan(ExchangePlan):
     send_splits: tuple[int, ...]
     recv_splits: tuple[int, ...]
     sends: SendOrder
-    slots_by_row: Members
+    slots_by_row: AnyMembers
     call: CallSign
     table: RowTable | None = None
     views_epoch: int | None = None
@@ -142,25 +117,13 @@ class CollectiveBuffer(OverCollectives, Buffer):
         )
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
-        num_local, rank = self._spec.num_local_experts, self._collectives.rank
-        topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
-        destination = torch.div(topk_ids, num_local, rounding_mode="floor")
-        needed = _ranks_needed(destination, self._collectives.world_size)
-        # Each token is converted once, not once a copy: rows are gathered from the result.
-        hidden_states = call.wire_tensor(self._spec.dispatch_format)
-        batch, slots = self._new_batch(call), count_experts(topk_ids, self._num_experts)
-        counts, send_splits = self._tell_counts(call, batch, (fault, needed.sum(0), slots))
-        sends = _order_sends(needed, destination, sum(send_splits))
-
-        layout = self._dispatch_layout
-
-        def write(rows: slice, out: Tensor) -> None:
-            tokens = sends.token_of_row[rows]
-            layout.pack_tokens(hidden_states, tokens, topk_ids, call.topk_weights, out=out)
-
+        layout, sending, batch = self._dispatch_layout, self._send_plan(call), self._new_batch(call)
+        message = sending.message(self._calls, batch, has_rest=self._has_rest)
+        counts, send_splits = self._tell_counts(call, message, meanwhile=sending.run_ahead)
+        sends = sending.order(sum(send_splits))
         self._traffic.dispatch(send_splits, layout.row_bytes)
         received = self._send_rows(
-            write,
+            sending.packed(sends),
             self._table,
             send_splits,
             counts.rows_from_rank,
@@ -168,14 +131,16 @@ class CollectiveBuffer(OverCollectives, Buffer):
             phase="dispatch rows",
         )
 
-        index = build_slot_index(
-            localize(layout.ids(received), rank, num_local),
+        index, slot_weights = index_slots(
+            layout.ids(received),
+            layout.scalars(received),
             counts.device_tokens_per_expert,
             counts.tokens_per_expert,
+            first_expert=self._first_expert,
             expert_alignment=self._spec.expert_alignment,
         )
         exchange_plan = CollectiveExchangePlan(
-            num_tokens=topk_ids.shape[0],
+            num_tokens=call.topk_ids.shape[0],
             num_rows=received.shape[0],
             index=index,
             send_splits=send_splits,
@@ -189,22 +154,23 @@ class CollectiveBuffer(OverCollectives, Buffer):
         return Dispatched(
             rows=layout.wire_tensor(received),
             index=index,
-            slot_weights=spread_to_slots(layout.scalars(received), index),
+            slot_weights=slot_weights,
             exchange_plan=exchange_plan,
             any_flags=counts.any_flags,
         )
 
+    def _send_plan(self, call: DispatchCall) -> SendPlan:
+        layout, num_local = self._dispatch_layout, self._spec.num_local_experts
+        if self._row_ops is None:
+            return PlainSendPlan(call, layout, num_local)
+        return KernelSendPlan(call, layout, num_local, ops=self._row_ops, memory=self._sent)
+
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         assert isinstance(exchange_plan, CollectiveExchangePlan), "an exchange plan of this buffer"
-        tokens = exchange_plan.sends.token_of_row
-
-        def write(rows: slice, out: Tensor) -> None:
-            torch.index_select(hidden_states, 0, tokens[rows], out=out)
-
         self._compare_call(CallKind.COMBINE_BACKWARD, exchange_plan.call)
         self._traffic.dispatch(exchange_plan.send_splits, row_bytes_of(hidden_states))
         return self._send_rows(
-            write,
+            partial(exchange_plan.sends.copy_tokens, hidden_states),
             exchange_plan.table,
             exchange_plan.send_splits,
             exchange_plan.recv_splits,
@@ -246,7 +212,7 @@ class CollectiveBuffer(OverCollectives, Buffer):
 
     def _send_rows(
         self,
-        write: Callable[[slice, Tensor], None],
+        rows: Tensor | Callable[[slice, Tensor], None],
         table: RowTable | None,
         send_splits: Sequence[int],
         recv_splits: Sequence[int],
@@ -257,7 +223,7 @@ class CollectiveBuffer(OverCollectives, Buffer):
         """Send rows to the ranks of experts.
 
         Args:
-            write: writes a range of the rows, numbered by rank, then token, into the memory that
+            rows: all rows, by rank, then token, or what writes a range of them into the memory that
                 they are sent from.
             table: see CollectiveExchangePlan.
             send_splits, recv_splits: number of rows to and from each rank.
@@ -266,9 +232,10 @@ class CollectiveBuffer(OverCollectives, Buffer):
 
         Returns: the rows from all ranks, by source.
         """
-        num_rows = sum(send_splits)
-        rows = self._sent.rows(num_rows, *shape)
-        write(slice(0, num_rows), rows)
+        if not isinstance(rows, Tensor):
+            write, num_rows = rows, sum(send_splits)
+            rows = self._sent.rows(num_rows, *shape)
+            write(slice(0, num_rows), rows)
         return self._collectives.all_to_all(
             rows, send_splits=send_splits, recv_splits=recv_splits, phase=phase
         )
@@ -301,34 +268,6 @@ class CollectiveBuffer(OverCollectives, Buffer):
             out=self._returned.rows(sum(exchange_plan.send_splits), width, dtype),
             phase=kind.text,
         )
-
-
-def _ranks_needed(destination: Tensor, world_size: int) -> Tensor:
-    """Return whether token t goes to rank d, [T, W], bool; destination [T, K] has ranks or -1."""
-    # One more column takes the -1 entries and is cut off.
-    needed = torch.zeros(
-        destination.shape[0], world_size + 1, dtype=torch.bool, device=destination.device
-    )
-    needed.scatter_(1, torch.where(destination < 0, world_size, destination), True)
-    return needed[:, :world_size]
-
-
-def _order_sends(needed: Tensor, destination: Tensor, num_sends: int) -> SendOrder:
-    """Order the rows to send by destination rank, then by token."""
-    by_rank = needed.T.flatten().cumsum(0).view(needed.shape[1], needed.shape[0]).T - 1
-    row_of_rank = torch.where(needed, by_rank, -1)
-    rows_of_token = members_of(row_of_rank, num_sends)
-    tokens = torch.arange(needed.shape[0], device=needed.device)
-    token_of_row = torch.empty(num_sends, dtype=torch.int64, device=needed.device)
-    token_of_row[rows_of_token.flat] = torch.repeat_interleave(
-        tokens, needed.sum(1), output_size=num_sends
-    )
-    picked = row_of_rank.gather(1, destination.clamp(min=0))
-    return SendOrder(
-        token_of_row=token_of_row,
-        rows_of_token=rows_of_token,
-        row_of_topk=torch.where(destination >= 0, picked, -1),
-    )
 
 
 def _scalars_of_topk(scalars: Tensor, row_of_topk: Tensor) -> Tensor:

@@ -19,16 +19,17 @@ from torch import Tensor
 from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.faults import DeviceFaults, assume_all_need_grad, guard_ids, pack_header
-from epcomm.buffers.row_layout import RowLayout, localize
+from epcomm.buffers.row_layout import RowLayout
 from epcomm.buffers.sizes import CallShape, Region, RowBytes, index_bytes, max_slots_of
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
 from epcomm.collectives.call_order import ANY, CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import EPError
+from epcomm.ops.members import AnyMembers
 from epcomm.ops.slots import (
-    Members,
     count_experts,
+    localize,
     reduce_rows,
     slots_by_row,
     spread_to_slots,
@@ -54,7 +55,7 @@ class StaticExchangePlan(ExchangePlan):
     num_tokens: int
     num_rows: int
     index: SlotIndex
-    slots_by_row: Members
+    slots_by_row: AnyMembers
     has_no_slot: Tensor
     has_failed: Tensor
     call: CallSign
@@ -117,7 +118,7 @@ class StaticCollectiveBuffer(OverCollectives, Buffer):
         self._faults.check(self._num_slots)
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
-        rank, num_local = self._collectives.rank, self._spec.num_local_experts
+        num_local = self._spec.num_local_experts
         layout = self._dispatch_layout
         topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
         # Packing comes before the header, which can tell other ranks of a failure.
@@ -130,7 +131,7 @@ class StaticCollectiveBuffer(OverCollectives, Buffer):
         all_ids = layout.ids(rows)
         required = self._slots_required(all_ids)
         has_failed = self._faults.record(headers, required > self._num_slots, required, call.error)
-        local_ids = localize(torch.where(has_failed, -1, all_ids), rank, num_local)
+        local_ids = localize(torch.where(has_failed, -1, all_ids), self._first_expert, num_local)
         index = build_static_slot_index(
             local_ids, num_local, self._num_slots, expert_alignment=self._spec.expert_alignment
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar
 
@@ -25,6 +25,8 @@ from epcomm.collectives.call_order import (
     CallSign,
 )
 from epcomm.errors import EPError
+from epcomm.ops.select import row_ops_of
+from epcomm.platforms.machine import Machine
 from epcomm.protocol import FaultCode
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Layout, WireDtype, WireFormat
@@ -46,7 +48,7 @@ class OverCollectives:
     counts_calls: bool
 
     @classmethod
-    def probe(cls, environment: Mapping[str, str]) -> Availability:
+    def probe(cls, machine: Machine) -> Availability:
         return Availability(ok=True)
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
@@ -62,6 +64,7 @@ class OverCollectives:
         # Headers have one size in every call, and the rest of the counts a message of its own,
         # where two ranks in different calls would break the transport.
         self._has_rest = self._waits
+        self._row_ops = row_ops_of(collectives.device)
         self._sent = Scratch(collectives.device, keeps=self._waits)
         self._returned = Scratch(collectives.device, keeps=self._waits)
         self._dispatch_layout = self._row_layout(spec.dispatch_format, has_ids=True)
@@ -107,24 +110,29 @@ class OverCollectives:
         raise_faults(codes, self._collectives.rank, error, function="combine")
 
     def _tell_counts(
-        self, call: DispatchCall, batch: CallSign, counts: tuple[Tensor, Tensor, Tensor]
+        self,
+        call: DispatchCall,
+        message: CountsMessage,
+        *,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Counts, tuple[int, ...]]:
         """Tell each rank the rows and slots that it will receive: the host sync of a dispatch.
 
         Args:
             call: this rank's part of the dispatch.
-            batch: sign of this dispatch.
-            counts: see CountsMessage.make().
+            message: for each rank.
+            meanwhile: launches work that needs no answer; the device does it while the host reads.
 
         Returns: the counts that this rank will receive, and the number of rows for each rank.
         """
-        message = CountsMessage.make(
-            self._calls, batch, call.flags, counts, has_rest=self._has_rest
-        )
         self._traffic.control([1] * self._collectives.world_size, message.row_bytes)
         received = self._exchange_headers(message.header, call)
         end = HEADER_WORDS + self._spec.num_local_experts - message.rest.shape[1]
-        sent, received_headers = torch.stack([message.header[:, :end], received[:, :end]]).tolist()
+        both = torch.stack([message.header[:, :end], received[:, :end]])
+        read = both.tolist if self._row_ops is None else self._row_ops.start_read(both)
+        if meanwhile is not None:
+            meanwhile()
+        sent, received_headers = read()
         self._calls.compare(received_headers, call.error)
         slots = received[:, HEADER_WORDS:end]
         if message.rest.numel():
@@ -154,6 +162,10 @@ class OverCollectives:
     @property
     def _num_experts(self) -> int:
         return self._spec.num_local_experts * self._collectives.world_size
+
+    @property
+    def _first_expert(self) -> int:
+        return self._spec.num_local_experts * self._collectives.rank
 
     def _scalar_layout(self, dtype: torch.dtype) -> RowLayout:
         """Return the layout of the rows of a combine that bring scalars of `dtype` along."""

@@ -18,7 +18,6 @@ from torch import Tensor
 from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.faults import any_flags, check_gradients, guard_ids, ids_error, raise_faults
-from epcomm.buffers.row_layout import localize
 from epcomm.buffers.sizes import (
     CallShape,
     Region,
@@ -31,10 +30,11 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.call_order import FAULT, FLAGS, ROWS, CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import ShapeError
+from epcomm.ops.members import AnyMembers
 from epcomm.ops.slots import (
-    Members,
     build_slot_index,
     count_experts,
+    localize,
     reduce_rows,
     slots_by_row,
     spread_to_slots,
@@ -58,7 +58,7 @@ class ReplicatedExchangePlan(ExchangePlan):
     num_tokens: int
     num_rows: int
     index: SlotIndex
-    slots_by_row: Members
+    slots_by_row: AnyMembers
     has_no_slot: Tensor
     call: CallSign
 
@@ -99,9 +99,9 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         return BufferTraffic(combine_bytes=num_rows * RowBytes.of(spec, backward=backward).combine)
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
-        rank, num_local = self._collectives.rank, self._spec.num_local_experts
+        num_local = self._spec.num_local_experts
         topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
-        local_ids = localize(topk_ids, rank, num_local).to(torch.int32)
+        local_ids = localize(topk_ids, self._first_expert, num_local).to(torch.int32)
         counts = count_experts(local_ids, num_local)
         code, *host_counts = torch.cat([fault.view(1), counts]).tolist()
         # Conversion comes before the header, which can tell other ranks of a failure.

@@ -37,8 +37,8 @@ from epcomm.buffers.sizes import (
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorCalls
 from epcomm.config import Mode
+from epcomm.ops.members import AnyMembers
 from epcomm.ops.slots import (
-    Members,
     build_slot_index,
     count_experts,
     reduce_rows,
@@ -53,6 +53,7 @@ from epcomm.platforms.deep_ep_package import (
     format_reasons,
     probe_deep_ep,
 )
+from epcomm.platforms.machine import Machine
 from epcomm.protocol import BatchFlags
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec
@@ -76,7 +77,7 @@ class DeepEPExchangePlan(ExchangePlan):
     num_rows: int
     index: SlotIndex
     handle: Any
-    slots_by_row: Members | None
+    slots_by_row: AnyMembers | None
     rows_to_rank: Tensor
     rows_from_rank: Tensor
     has_failed: Tensor | None
@@ -160,8 +161,8 @@ class DeepEPCalls(VendorCalls):
     is_static: ClassVar[bool]
 
     @classmethod
-    def probe(cls, environment: object) -> Availability:
-        return probe_deep_ep(cls.package.kinds)
+    def probe(cls, machine: Machine) -> Availability:
+        return probe_deep_ep(cls.package.kinds, machine)
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:

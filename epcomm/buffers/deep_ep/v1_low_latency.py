@@ -9,7 +9,7 @@ send clears the counts of the call before it, so that one is received first, who
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,6 +33,7 @@ from epcomm.platforms.deep_ep_package import (
     load_deep_ep,
     probe_deep_ep,
 )
+from epcomm.platforms.machine import Machine
 from epcomm.protocol import BatchFlags
 from epcomm.records import ExchangePlan, Pending, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec
@@ -98,8 +99,8 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
 
     @classmethod
-    def probe(cls, environment: object) -> Availability:
-        return probe_deep_ep(WITH_LEGACY_BUFFER)
+    def probe(cls, machine: Machine) -> Availability:
+        return probe_deep_ep(WITH_LEGACY_BUFFER, machine)
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
@@ -134,11 +135,9 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
         return tuple(reasons)
 
     @classmethod
-    def lacks_with(
-        cls, environment: Mapping[str, str], spec: BufferSpec, world_size: int
-    ) -> tuple[str, ...]:
+    def lacks_with(cls, machine: Machine, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
         max_tokens = spec.max_tokens_per_rank
-        return () if max_tokens is None else queue_reasons(max_tokens, environment)
+        return () if max_tokens is None else queue_reasons(max_tokens, machine.environment)
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:

@@ -23,7 +23,8 @@ from epcomm.buffers.nvlink.waits import WaitReport
 from epcomm.collectives.base import Collectives
 from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError, describe_ranks
 from epcomm.kernels.nvlink.common.exchange import LayoutT, PeerBlocks
-from epcomm.platforms.cuda import nvlink_reasons
+from epcomm.platforms.cuda import cuda_reasons, symmetric_memory_reasons, triton_reasons
+from epcomm.platforms.machine import Machine
 from epcomm.protocol import NUM_BUFFERS, BatchFlags
 from epcomm.spec import Availability, BufferSpec
 from epcomm.types import WireTensor, align_up
@@ -62,13 +63,20 @@ class NVLinkHost(ABC, Generic[LayoutT]):
         # Of what was sent to others; kept when blocks grow.
         self._counters = torch.zeros(num_counters, dtype=torch.int64, device=self._device)
         self._memory: SymmetricMemory | None = None
+        # Of the last call, and the driver's number of it, which takes less time to compare.
         self._stream: torch.cuda.Stream | None = None
+        self._stream_number: int | None = None
+        self._is_cuda = self._device.type == "cuda"
 
     @classmethod
-    def probe(cls, environment: Mapping[str, str]) -> Availability:
+    def probe(cls, machine: Machine) -> Availability:
         # What its device reaches depends on the ranks, and planning asks it (needs_nvlink).
-        reasons = nvlink_reasons()
-        return Availability(ok=not reasons, reasons=tuple(reasons))
+        return Availability.judge(
+            missing=[*triton_reasons(machine), *symmetric_memory_reasons(machine)],
+            command="pip install --upgrade 'torch>=2.11' triton",
+            absent=cuda_reasons(machine),
+            needs="NVIDIA GPUs of one host that NVLink joins",
+        )
 
     @classmethod
     def num_buffers_of(cls, spec: BufferSpec) -> int:
@@ -248,13 +256,16 @@ class NVLinkHost(ABC, Generic[LayoutT]):
 
     def _follow(self) -> None:
         """Make the current stream wait for that of the last call: calls have one order."""
-        if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        if not self._is_cuda:
+            return
+        number = torch._C._cuda_getCurrentRawStream(self._device.index)
+        if number != self._stream_number and not torch.cuda.is_current_stream_capturing():
             # Calls of a group run in one order on the device: kernels that wait, on streams without
             # an order, could fill two GPUs in different orders and wait for ever.
             stream = torch.cuda.current_stream(self._device)
-            if self._stream is not None and self._stream != stream:
+            if self._stream is not None:
                 stream.wait_stream(self._stream)
-            self._stream = stream
+            self._stream, self._stream_number = stream, number
 
     def _check_open(self) -> None:
         if self._memory is None:

@@ -22,6 +22,7 @@ from epcomm.buffers.faults import assume_all_need_grad
 from epcomm.buffers.nvlink.base import NVLinkHost
 from epcomm.buffers.nvlink.low_latency_masked import copy_to_experts, hand_out_masked
 from epcomm.buffers.nvlink.low_latency_state import (
+    LowLatencyKernels,
     NVLinkLowLatencyExchangePlan,
     ReceiveBuffer,
     kind_of,
@@ -39,7 +40,7 @@ from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.kernels.nvlink.common.exchange import first_state
 from epcomm.kernels.nvlink.common.layout import ANEW, LowLatencyLayout
-from epcomm.protocol import FaultCode, pack_status
+from epcomm.protocol import BatchFlags, FaultCode, pack_status
 from epcomm.records import ExchangePlan, Pending
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import (
@@ -137,6 +138,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
                 rank whose kernels are not interpreted.
         """
         spec = self._spec
+        self._kernels = LowLatencyKernels.load()
         self._open_memory(self.layout_for(spec, self._world_size))
         num_slots = self._max_slots_of(spec, self._layout.num_rows)
         self._kind = kind_of(spec.dispatch_format)
@@ -172,33 +174,33 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
 
     def _send(self, call: DispatchCall) -> ReceiveBuffer:
         """Begin a batch, and return the receive buffer that it takes."""
-        from epcomm.kernels.nvlink.ll_dispatch_recv import release_buffer
-        from epcomm.kernels.nvlink.ll_dispatch_send import send_dispatch
-        from epcomm.kernels.nvlink.ll_dispatch_send_lines import send_dispatch_lines
-
-        hidden_states = call.hidden_states
-        assert len(hidden_states) <= self._layout.max_tokens, "the dispatcher has checked T"
+        hidden_states, status = call.hidden_states, 0
+        assert hidden_states.shape[0] <= self._layout.max_tokens, "the dispatcher has checked T"
         self._begin_call()
         receive_buffer = self._receive_buffer_of(self._num_batches)
         if receive_buffer.unfinished is not None:
             receive_buffer.unfinished()
         if receive_buffer.is_open:
-            release_buffer(receive_buffer.exchange)
+            self._kernels.release_buffer(receive_buffer.exchange)
         receive_buffer.batch = self._num_batches
         receive_buffer.is_open, receive_buffer.unfinished = True, None
         self._num_batches += 1
-        self._faults.note_own(call.error)
-        if self._plain_dtype is not None:
+        if call.error is not None or call.flags is not BatchFlags.NONE:
+            self._faults.note_own(call.error)
+            status = pack_status(FaultCode.of(call.error), call.flags)
+        if self._plain_dtype is not None and hidden_states.dtype is not self._plain_dtype:
             hidden_states = hidden_states.to(self._plain_dtype)
-        receive_buffer.num_tokens = num_tokens = len(hidden_states)
+        receive_buffer.num_tokens = num_tokens = hidden_states.shape[0]
         receive_buffer.is_in_lines = 0 < self._line_tokens >= num_tokens
-        (send_dispatch_lines if receive_buffer.is_in_lines else send_dispatch)(
+        kernels = self._kernels
+        send = kernels.send_dispatch_lines if receive_buffer.is_in_lines else kernels.send_dispatch
+        send(
             receive_buffer.exchange,
             hidden_states if hidden_states.stride(-1) == 1 else hidden_states.contiguous(),
             call.topk_ids.contiguous(),
             call.topk_weights.contiguous(),
             receive_buffer.is_sent,
-            status=pack_status(FaultCode.of(call.error), call.flags),
+            status=status,
             kind=self._kind,
             scale_block=self._scale_block,
             profile=self._profile or call.int8_profile.value,
@@ -207,10 +209,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
 
     def _take(self, receive_buffer: ReceiveBuffer, batch: int, call: DispatchCall) -> Dispatched:
         """Receive a batch."""
-        from epcomm.kernels.nvlink.ll_dispatch_recv import receive_dispatch
-
         is_masked, num_rows = self.handed_layout is Layout.MASKED, self._layout.num_rows
-        receive_dispatch(
+        self._kernels.receive_dispatch(
             receive_buffer.exchange,
             receive_buffer.row_of_slot,
             receive_buffer.slots_of_row,
@@ -224,7 +224,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
             copy_to_experts(receive_buffer)
             num_rows *= self._spec.num_local_experts
         exchange_plan = NVLinkLowLatencyExchangePlan(
-            num_tokens=len(call.hidden_states),
+            num_tokens=call.hidden_states.shape[0],
             num_rows=num_rows,
             index=receive_buffer.index,
             batch=batch,
@@ -303,13 +303,12 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         code: FaultCode = FaultCode.NONE,
     ) -> Tensor:
         """Send the sums, and return memory for the returned ones: [T, H], not written yet."""
-        from epcomm.kernels.nvlink.ll_combine import send_combine
-
-        rows = rows.to(self._sum_dtype)
+        # to() takes host time where there is nothing to do.
+        rows = rows if rows.dtype is self._sum_dtype else rows.to(self._sum_dtype)
         # Not when it is received: its kernel does not wait for those behind this sender, whose
         # inputs, freed by then, could be the same memory.
         y = rows.new_empty(num_tokens, self._spec.hidden_size)
-        send_combine(
+        self._kernels.send_combine(
             receive_buffer.exchange,
             rows if rows.stride(-1) == 1 else rows.contiguous(),
             None if slot_weights is None else slot_weights.contiguous(),
@@ -321,15 +320,12 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         return y
 
     def _take_sums(self, receive_buffer: ReceiveBuffer, y: Tensor) -> Combined:
-        from epcomm.kernels.nvlink.ll_combine import receive_combine
-        from epcomm.kernels.nvlink.ll_combine_lines import receive_combine_lines
-
         exchange, is_sent = receive_buffer.exchange, receive_buffer.is_sent
         # As this rank sent, which its header told all ranks.
         if receive_buffer.is_in_lines:
-            receive_combine_lines(exchange, y, is_sent, receive_buffer.num_tokens)
+            self._kernels.receive_combine_lines(exchange, y, is_sent, receive_buffer.num_tokens)
         else:
-            receive_combine(exchange, y, is_sent)
+            self._kernels.receive_combine(exchange, y, is_sent)
         return Combined(y=y, scalars=None)
 
     def refuse_combine(self, error: EPError) -> None:

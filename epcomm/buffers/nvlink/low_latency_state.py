@@ -89,6 +89,37 @@ class ReceiveBuffer:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class LowLatencyKernels:
+    """The launchers of the kernels, imported once: an import in every call takes 1 us.
+
+    Plans read this folder on machines without Triton.
+    """
+
+    send_dispatch: Callable[..., None]
+    send_dispatch_lines: Callable[..., None]
+    receive_dispatch: Callable[..., None]
+    release_buffer: Callable[..., None]
+    send_combine: Callable[..., None]
+    receive_combine: Callable[..., None]
+    receive_combine_lines: Callable[..., None]
+
+    @classmethod
+    def load(cls) -> LowLatencyKernels:
+        from epcomm.kernels.nvlink import ll_combine, ll_dispatch_recv, ll_dispatch_send
+        from epcomm.kernels.nvlink.lines import combine_recv, dispatch_send
+
+        return cls(
+            send_dispatch=ll_dispatch_send.send_dispatch,
+            send_dispatch_lines=dispatch_send.send_dispatch_lines,
+            receive_dispatch=ll_dispatch_recv.receive_dispatch,
+            release_buffer=ll_dispatch_recv.release_buffer,
+            send_combine=ll_combine.send_combine,
+            receive_combine=ll_combine.receive_combine,
+            receive_combine_lines=combine_recv.receive_combine_lines,
+        )
+
+
 def kind_of(wire: WireFormat) -> int:
     """Return the kind of a wire format, as the sending kernel takes it."""
     from epcomm.kernels.nvlink import ll_dispatch_send

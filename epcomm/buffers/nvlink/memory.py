@@ -7,6 +7,7 @@ map the memory of their peers over NVLink; multicast is not asked for.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from epcomm.collectives.base import Collectives
 from epcomm.errors import BackendUnavailable
 from epcomm.kernels.nvlink.common.layout import MemoryLayout
 from epcomm.spec import BufferSpec
-from epcomm.types import WireTensor
+from epcomm.types import ROW_MAJOR, WireTensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,7 +116,9 @@ def received_rows(
     if wire.scale_dtype is not None:
         scales = region_rows(block, layout, buffer_index, "scales").view(wire.scale_dtype)
         scales = scales[:, : wire.num_scales(spec.hidden_size)]
-    return WireTensor(data=data[:, : spec.hidden_size], format=wire, scales=scales)
+    data = data[:, : spec.hidden_size]
+    scale_layout = None if scales is None else ROW_MAJOR
+    return WireTensor(data=data, format=wire, scales=scales, scale_layout=scale_layout)
 
 
 def as_words(rows: Tensor) -> Tensor:
@@ -123,7 +126,13 @@ def as_words(rows: Tensor) -> Tensor:
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     # Where a row begins and ends; the first one may begin anywhere in a larger tensor.
     places = (rows.storage_offset(), rows.stride(0), rows.shape[1])
+    return rows.view(_word_dtype(places, rows.itemsize))
+
+
+@lru_cache(maxsize=256)
+def _word_dtype(places: tuple[int, ...], itemsize: int) -> torch.dtype:
+    """Return the widest integers at whose boundaries all places lie, counted in elements."""
     for dtype in (torch.int32, torch.int16):
-        if all(place * rows.itemsize % dtype.itemsize == 0 for place in places):
-            return rows.view(dtype)
-    return rows.view(torch.uint8)
+        if all(place * itemsize % dtype.itemsize == 0 for place in places):
+            return dtype
+    return torch.uint8

@@ -23,6 +23,7 @@ from epcomm.buffers.faults import assume_all_need_grad, overwritten_error, raise
 from epcomm.buffers.nvlink.base import NVLinkHost
 from epcomm.buffers.nvlink.memory import as_words, region_rows
 from epcomm.buffers.nvlink.normal_counts import Counts, Totals
+from epcomm.buffers.nvlink.normal_kernels import NormalKernels
 from epcomm.buffers.nvlink.normal_plans import ExchangePlanMemory, NVLinkNormalExchangePlan
 from epcomm.buffers.nvlink.sizes import (
     backward_row_bytes,
@@ -108,8 +109,11 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
         super().__init__(collectives, spec, num_counters=5)
         self._num_dispatches = 0
+        # Memory for counts that no kernel will write any more.
+        self._spare_totals: Totals | None = None
         # Dispatches before exclude_ranks().
         self._num_earlier = 0
+        self._sum_dtype = spec.hidden_format.dtype.torch_dtype
         # Ranks that exclude_ranks() has excluded.
         self._excluded_ranks: tuple[int, ...] = ()
         self._plan_memory = ExchangePlanMemory(
@@ -139,9 +143,14 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
             return self._receive(call, buffer_index, sends, None)
         while True:
             buffer_index, sends = self._next_buffer_index(), self._plan_memory.sends(num_tokens)
+            totals, self._spare_totals = self._spare_totals, None
+            if totals is None:
+                totals = Totals(self._layout, self._device)
+            else:
+                totals.begin()
             # Kept: when this call has raised, a kernel may still write it.
-            self._totals = Totals(self._layout, self._device)
-            self._push(call, sends, buffer_index, self._totals.entries)
+            self._totals = totals
+            self._push(call, sends, buffer_index, totals.entries)
             counts = self._read_counts(call)
             if counts.most_tokens <= self._layout.max_tokens:
                 return self._receive(call, buffer_index, sends, counts)
@@ -149,13 +158,10 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         """Send rows along a plan; under no_grad rows live as long as those of a dispatch."""
-        from epcomm.kernels.nvlink.normal_dispatch_copy_out import collect_rows
-        from epcomm.kernels.nvlink.normal_dispatch_send import push_rows
-
         assert isinstance(exchange_plan, NVLinkNormalExchangePlan), "it is of this buffer"
         self._begin_call()
         buffer_index = self._next_buffer_index()
-        push_rows(
+        self._kernels.push_rows(
             self._exchange,
             as_words(hidden_states),
             None,
@@ -164,7 +170,9 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
             topk=None,
         )
         if not exchange_plan.owns_rows and exchange_plan.capacity_tokens == self._layout.max_tokens:
-            collect_rows(self._exchange, exchange_plan.arrivals, buffer_index=buffer_index)
+            self._kernels.collect_rows(
+                self._exchange, exchange_plan.arrivals, buffer_index=buffer_index
+            )
             rows = region_rows(self._block, self._layout, buffer_index, "data")
             return rows.view(hidden_states.dtype)[:, : self._spec.hidden_size]
         return self._collected(exchange_plan, buffer_index, "data", hidden_states)
@@ -183,7 +191,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
             self._check_rows(exchange_plan)
             self._compare_combine()
         self._begin_call()
-        rows = rows.to(self._spec.hidden_format.dtype.torch_dtype)
+        rows = rows if rows.dtype is self._sum_dtype else rows.to(self._sum_dtype)
         return self._combine(
             rows if rows.stride(-1) == 1 else rows.contiguous(),
             exchange_plan,
@@ -245,8 +253,9 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
         self, call: DispatchCall, sends: Sends, buffer_index: int, totals: Tensor | None
     ) -> None:
         """Send the tokens, or none if there is no capacity for them."""
-        from epcomm.kernels.nvlink.normal_dispatch_send import push_rows
-
+        status = 0
+        if call.error is not None or call.flags is not BatchFlags.NONE:
+            status = pack_status(FaultCode.of(call.error), call.flags)
         wire = call.wire_tensor(self._spec.dispatch_format)
         num_tokens = wire.data.shape[0]
         fits = num_tokens <= self._layout.max_tokens
@@ -254,14 +263,14 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
         if scales is not None:
             scales = scales.view(torch.uint8) if scales.itemsize == 1 else scales
             scales = scales if scales.stride(-1) == 1 else scales.contiguous()
-        push_rows(
+        self._kernels.push_rows(
             self._exchange,
             data if fits else data[:0],
             scales if fits or scales is None else scales[:0],
             sends,
             buffer_index=buffer_index,
             topk=(call.topk_ids.contiguous(), call.topk_weights.contiguous()),
-            status=pack_status(FaultCode.of(call.error), call.flags),
+            status=status,
             wanted_tokens=num_tokens,
             totals=totals,
         )
@@ -281,37 +290,42 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
                 f"{self._world_size}): work before this dispatch did not end; close the group and "
                 "make a new one"
             )
+        self._spare_totals = self._totals
         return Counts.of(totals, call, self._layout, self._rank, self._excluded_ranks)
 
     def _receive(
         self, call: DispatchCall, buffer_index: int, sends: Sends, counts: Counts | None
     ) -> Dispatched:
         """Wait for the rows and index them; counts is None where there is a budget."""
-        from epcomm.kernels.nvlink.normal_dispatch_recv import index_rows
-
-        owns_rows, is_exact = bool(call.flags & BatchFlags.GRAD_ENABLED), counts is not None
+        is_exact, flags = counts is not None, call.flags
+        owns_rows = flags is not BatchFlags.NONE and bool(flags & BatchFlags.GRAD_ENABLED)
         num_rows, per_expert = self._layout.num_rows, None
         if counts is None:
             num_slots, is_dense = self._max_slots_of(self._spec, num_rows), False
             any_flags = assume_all_need_grad(call.flags)
         else:
             per_expert, any_flags = counts.tokens_per_expert, counts.any_flags
-            num_slots = sum(align_up(each, self._spec.expert_alignment) for each in per_expert)
-            is_dense = num_slots == sum(per_expert)
+            num_slots, alignment = sum(per_expert), self._spec.expert_alignment
+            is_dense = alignment == 1 or not any(each % alignment for each in per_expert)
+            if not is_dense:
+                num_slots = sum(align_up(each, alignment) for each in per_expert)
             num_rows = counts.num_rows if owns_rows else num_rows
+        index, arrivals = self._plan_memory.received(
+            num_rows, num_slots, per_expert, is_dense=is_dense
+        )
         exchange_plan = NVLinkNormalExchangePlan(
             num_tokens=call.hidden_states.shape[0],
             num_rows=num_rows,
-            index=self._plan_memory.index(num_rows, num_slots, per_expert, is_dense=is_dense),
+            index=index,
             sends=sends,
-            arrivals=self._plan_memory.arrivals(),
+            arrivals=arrivals,
             owns_rows=owns_rows,
             capacity_tokens=self._layout.max_tokens,
             batch=self._last_batch,
         )
         weights = torch.empty if is_exact else torch.zeros
         slot_weights = weights(num_slots, device=self._device)
-        index_rows(
+        self._kernels.index_rows(
             self._exchange,
             exchange_plan.index,
             slot_weights,
@@ -338,10 +352,8 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
         self, exchange_plan: NVLinkNormalExchangePlan, buffer_index: int, region: str, like: Tensor
     ) -> Tensor:
         """Copy a region of the rows to new memory, [R, columns], once all are there."""
-        from epcomm.kernels.nvlink.normal_dispatch_copy_out import collect_rows
-
         out = like.new_empty(exchange_plan.num_rows, like.shape[1])
-        collect_rows(
+        self._kernels.collect_rows(
             self._exchange,
             exchange_plan.arrivals,
             buffer_index=buffer_index,
@@ -360,14 +372,12 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
         per_row: bool,
         code: FaultCode = FaultCode.NONE,
     ) -> Combined:
-        from epcomm.kernels.nvlink.normal_combine import combine_rows
-
         y = rows.new_empty(exchange_plan.num_tokens, self._spec.hidden_size)
         scalars = None
         if row_scalars is not None:
             scalars = row_scalars.new_empty(exchange_plan.num_tokens, self._spec.top_k)
             row_scalars = row_scalars.contiguous()
-        combine_rows(
+        self._kernels.combine_rows(
             self._exchange,
             rows,
             exchange_plan.sends,
@@ -406,6 +416,9 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
         """Open memory for M tokens of each rank, with signals of 0."""
         from epcomm.kernels.nvlink.normal_exchange import NormalExchange
 
+        self._kernels = NormalKernels.load()
+        # It may be of another length.
+        self._spare_totals = None
         self._open_memory(self.layout_for(self._spec, self._world_size, max_tokens))
         self._exchange = NormalExchange.of(self._blocks)
         self._rows = self.received_rows()

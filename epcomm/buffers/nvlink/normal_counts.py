@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,18 +44,35 @@ class Counts:
             ShapeError, CapacityError, ConfigError: as check_headers().
         """
         size = layout.world_size
+        if any(totals[:size]):
+            flags = cls._flags_of(totals, call, layout, rank, dead)
+        else:
+            # No fault, and no gradients: nothing to compare.
+            flags = BatchFlags.NONE
+        return cls(
+            most_tokens=max(totals[size : 2 * size]),
+            num_rows=sum(totals[2 * size : 3 * size]),
+            tokens_per_expert=tuple(totals[3 * size :]),
+            any_flags=flags,
+        )
+
+    @staticmethod
+    def _flags_of(
+        totals: list[int],
+        call: DispatchCall,
+        layout: NormalLayout,
+        rank: int,
+        dead: Sequence[int],
+    ) -> BatchFlags:
+        """Return the flags of all ranks, or-ed, once their faults and flags have been checked."""
+        size = layout.world_size
         headers = [unpack_status(status) for status in totals[:size]]
         for other in dead:
             # They agree with everybody.
             headers[other] = FaultCode.NONE, call.flags
         codes, flags = zip(*headers, strict=True)
         check_headers(codes, flags, call, layout.num_local_experts * size, rank)
-        return cls(
-            most_tokens=max(totals[size : 2 * size]),
-            num_rows=sum(totals[2 * size : 3 * size]),
-            tokens_per_expert=tuple(totals[3 * size :]),
-            any_flags=any_flags(flags),
-        )
+        return any_flags(flags)
 
 
 class Totals:
@@ -62,14 +80,21 @@ class Totals:
 
     entries: [3 * W + L], int32, negative until a kernel has written them, see push_rows().
 
-    Of one call alone, for an earlier one may have ended in a timeout, and its kernel still write.
+    Used again once a kernel has written all of them. After a timeout its kernel may still write.
     """
 
     def __init__(self, layout: NormalLayout, device: torch.device) -> None:
         """Allocate memory that the host and the device see."""
         num_entries = 3 * layout.world_size + layout.num_local_experts
         is_pinned = device.type == "cuda"
-        self.entries = torch.empty(num_entries, dtype=torch.int32, pin_memory=is_pinned).fill_(-1)
+        self.entries = torch.empty(num_entries, dtype=torch.int32, pin_memory=is_pinned)
+        # The same memory, without the host time of a tensor's operators.
+        self._words = (ctypes.c_int32 * num_entries).from_address(self.entries.data_ptr())
+        self.begin()
+
+    def begin(self) -> None:
+        """Make all entries negative, for the next call."""
+        ctypes.memset(self._words, 0xFF, ctypes.sizeof(self._words))
 
     def wait(self, check: Callable[[], None], timeout_s: float) -> list[int] | None:
         """Return the totals once a kernel has written them: the host sync; None: it never ran.
@@ -79,7 +104,7 @@ class Totals:
         # For a kernel that never runs, and so reports nothing.
         deadline = time.monotonic() + timeout_s
         while time.monotonic() <= deadline:
-            totals = self.entries.tolist()
+            totals = self._words[:]
             if min(totals) >= 0:
                 return totals
             check()

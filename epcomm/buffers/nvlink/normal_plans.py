@@ -15,6 +15,8 @@ from epcomm.spec import BufferSpec
 if TYPE_CHECKING:
     from epcomm.kernels.nvlink.normal_exchange import Arrivals, Sends
 
+_WORDS_OF_16_BYTES = 4
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NVLinkNormalExchangePlan(ExchangePlan):
@@ -46,54 +48,62 @@ class ExchangePlanMemory:
     def sends(self, num_tokens: int) -> Sends:
         from epcomm.kernels.nvlink.normal_exchange import Sends
 
-        top_k = self.spec.top_k
-        return Sends(
-            places=self._integers(num_tokens, self.world_size),
-            positions=self._integers(num_tokens, top_k),
-            owners=self._integers(num_tokens, top_k),
+        num_entries = num_tokens * self.spec.top_k
+        places, positions, owners = self._integers(
+            num_tokens * self.world_size, num_entries, num_entries
         )
+        return Sends(places=places, positions=positions, owners=owners)
 
-    def arrivals(self) -> Arrivals:
-        from epcomm.kernels.nvlink.normal_exchange import Arrivals
-
-        return Arrivals(
-            rows_from=self._integers(self.world_size),
-            row_base=self._integers(self.world_size),
-            has_failed=self._integers(1),
-        )
-
-    def index(
+    def received(
         self, num_rows: int, num_slots: int, counts: Sequence[int] | None, *, is_dense: bool
-    ) -> SlotIndex:
-        """Allocate an index over received rows, which a kernel then writes.
+    ) -> tuple[SlotIndex, Arrivals]:
+        """Allocate an index over received rows, and what came from each rank, for a kernel.
 
         counts: slots of each expert, where the host has read them.
         """
-        num_local = self.spec.num_local_experts
-        return SlotIndex(
-            row_of_slot=self._integers(num_slots),
-            slots_of_row=self._integers(num_rows, self.spec.top_k),
-            num_tokens_per_expert=self._integers(num_local),
-            first_slot=self._integers(num_local + 1),
+        from epcomm.kernels.nvlink.normal_exchange import Arrivals
+
+        num_local, top_k, size = self.spec.num_local_experts, self.spec.top_k, self.world_size
+        row_of_slot, slots_of_row, per_expert, first_slot, rows_from, row_base, has_failed = (
+            self._integers(num_slots, num_rows * top_k, num_local, num_local + 1, size, size, 1)
+        )
+        index = SlotIndex(
+            row_of_slot=row_of_slot,
+            slots_of_row=slots_of_row.view(num_rows, top_k),
+            num_tokens_per_expert=per_expert,
+            first_slot=first_slot,
             host_num_tokens_per_expert=None if counts is None else tuple(counts),
             expert_alignment=self.spec.expert_alignment,
             is_dense=is_dense,
         )
+        return index, Arrivals(rows_from=rows_from, row_base=row_base, has_failed=has_failed)
 
     def empty_exchange_plan(self) -> NVLinkNormalExchangePlan:
         """Return the plan of a dispatch in which nothing went anywhere, and nothing came."""
-        arrivals = self.arrivals()
+        index, arrivals = self.received(0, 0, None, is_dense=True)
         for tensor in (arrivals.rows_from, arrivals.row_base, arrivals.has_failed):
             tensor.zero_()
         return NVLinkNormalExchangePlan(
             num_tokens=0,
             num_rows=0,
-            index=self.index(0, 0, None, is_dense=True),
+            index=index,
             sends=self.sends(0),
             arrivals=arrivals,
             owns_rows=True,
             capacity_tokens=0,
         )
 
-    def _integers(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=self.device)
+    def _integers(self, *lengths: int) -> tuple[Tensor, ...]:
+        """Return int32 of these lengths, in one piece of memory: an allocation takes 2 us.
+
+        Each begins at a multiple of 16 bytes, as kernels are compiled for.
+        """
+        parts, places = [], []
+        for length in lengths:
+            places.append(len(parts))
+            parts.append(length)
+            if gap := -length % _WORDS_OF_16_BYTES:
+                parts.append(gap)
+        memory = torch.empty(sum(parts), dtype=torch.int32, device=self.device)
+        pieces = memory.split_with_sizes(parts)
+        return tuple([pieces[place] for place in places])

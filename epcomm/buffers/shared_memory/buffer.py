@@ -17,7 +17,7 @@ receive buffer was used again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -38,7 +38,7 @@ from epcomm.collectives.base import Collectives
 from epcomm.collectives.call_order import HEADER_WORDS, ROWS, CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
-from epcomm.platforms.host import host_of_this_process, memory_left
+from epcomm.platforms.machine import Machine
 from epcomm.protocol import BatchFlags
 from epcomm.records import ExchangePlan
 from epcomm.spec import Availability, BufferCaps, BufferSpec
@@ -66,11 +66,12 @@ class SharedMemoryBuffer(CollectiveBuffer):
     needs_host_waits: ClassVar[bool] = True
 
     @classmethod
-    def probe(cls, environment: Mapping[str, str]) -> Availability:
-        if host_of_this_process():
-            return Availability(ok=True)
+    def probe(cls, machine: Machine) -> Availability:
         reason = "the system does not tell whose memory this process can share, or hides its files"
-        return Availability(ok=False, reasons=(reason,))
+        return Availability.judge(
+            absent=[] if machine.host() else [reason],
+            needs="Linux, with /proc in which a user sees the own processes",
+        )
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
@@ -82,8 +83,8 @@ class SharedMemoryBuffer(CollectiveBuffer):
         )
 
     @classmethod
-    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        left, (rows, sums) = memory_left(), _most_bytes(spec, world_size)
+    def lacks_with(cls, machine: Machine, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
+        left, (rows, sums) = machine.memory_left(), _most_bytes(spec, world_size)
         block = _opening_bytes(spec, world_size)
         block += num_batches(spec) * (rows or MIN_CAPACITY_BYTES) + _NUM_BUFFERS * (
             sums or MIN_CAPACITY_BYTES
@@ -211,7 +212,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
 
     def _send_rows(
         self,
-        write: Callable[[slice, Tensor], None],
+        rows: Tensor | Callable[[slice, Tensor], None],
         table: RowTable | None,
         send_splits: Sequence[int],
         recv_splits: Sequence[int],
@@ -220,13 +221,14 @@ class SharedMemoryBuffer(CollectiveBuffer):
         phase: str,
     ) -> Tensor:
         assert table is not None, "headers brought it"
+        assert not isinstance(rows, Tensor), "on a CPU, rows are written where they are read"
         epoch, sent = self._signals.next_epoch(Signal.ROWS_READY), 0
         for destination, num_rows in enumerate(send_splits):
-            first = sum(rows[destination] for rows in table[: self._rank])
+            first = sum(sends[destination] for sends in table[: self._rank])
             place = slice(first, first + num_rows)
             if num_rows:
                 out = self._rows.rows(destination, epoch, place, *shape)
-                write(slice(sent, sent + num_rows), out)
+                rows(slice(sent, sent + num_rows), out)
             sent += num_rows
         self._signals.publish(Signal.ROWS_READY)
         self._signals.wait(Signal.ROWS_READY, phase)

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Mapping
 from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from epcomm.errors import ShapeError
 from epcomm.kernels.cuda_jit import CudaKernel, CudaModule, byte_matrix_map, compile_to_cubin
-from epcomm.platforms.cuda import num_sms_of
+from epcomm.platforms.cuda import num_sms_of, on_device
 
 BLOCK = 128
 TILE_ROWS = 128
@@ -68,53 +68,72 @@ class _Down(ctypes.Structure):
     ]
 
 
+# Of a tensor all that a kernel assumes, its memory left out; None for one that was not given.
+_Form = tuple[torch.dtype, torch.device, tuple[int, ...], tuple[int, ...]] | None
+
+
+def _form(tensor: Tensor | None) -> _Form:
+    if tensor is None:
+        return None
+    return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+
+
 @dataclass(frozen=True)
 class _Operand:
-    """A tensor that a kernel gets as a pointer, and the dtypes and shape that the kernel assumes.
+    """The form of a tensor that a kernel gets as a pointer, and what the kernel assumes.
 
-    tensor: None for an optional tensor that was not given.   shape: None for any size.
+    shape: None for any size.
     is_spaced: the row stride may exceed the row; other tensors are contiguous.
     """
 
-    tensor: Tensor | None
+    form: _Form
     dtypes: tuple[torch.dtype, ...]
     shape: tuple[int | None, ...]
     is_spaced: bool = False
 
 
-def _check_operands(device: torch.device, operands: Mapping[str, _Operand]) -> None:
+def _check_operands(operands: Mapping[str, _Operand]) -> None:
     """Refuse tensors that a kernel would misread, because a kernel gets addresses alone."""
+    codes = operands["codes"].form
+    assert codes is not None, "rows have codes"
+    device = codes[1]
     if device.type != "cuda":
         raise ShapeError(f"fp8_wgmma: codes are on {device}, expected cuda; move them")
     for name, wanted in operands.items():
-        tensor = wanted.tensor
-        if tensor is None:
+        if wanted.form is None:
             continue
-        if tensor.device != device or tensor.dtype not in wanted.dtypes:
+        dtype, found, shape, strides = wanted.form
+        if found != device or dtype not in wanted.dtypes:
             dtypes = " or ".join(map(str, wanted.dtypes))
             raise ShapeError(
-                f"fp8_wgmma: {name} is {tensor.dtype} on {tensor.device}, expected {dtypes} on "
+                f"fp8_wgmma: {name} is {dtype} on {found}, expected {dtypes} on "
                 f"{device} as codes; convert it with .to()"
             )
-        if not (_has_shape(tensor, wanted.shape) and _is_in_order(tensor, wanted.is_spaced)):
+        is_in_order = _is_in_order(shape, strides, wanted.is_spaced)
+        if not (_has_shape(shape, wanted.shape) and is_in_order):
             order = "adjacent columns" if wanted.is_spaced else "contiguous"
             sizes = ", ".join("any" if size is None else str(size) for size in wanted.shape)
             raise ShapeError(
-                f"fp8_wgmma: {name} is {list(tensor.shape)} with strides {list(tensor.stride())}, "
+                f"fp8_wgmma: {name} is {list(shape)} with strides {list(strides)}, "
                 f"expected [{sizes}], {order}; pass what belongs together, .contiguous()"
             )
 
 
-def _has_shape(tensor: Tensor, shape: tuple[int | None, ...]) -> bool:
-    if tensor.dim() != len(shape):
+def _has_shape(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
+    if len(shape) != len(wanted):
         return False
-    return all(size in (None, found) for found, size in zip(tensor.shape, shape, strict=True))
+    return all(size in (None, found) for found, size in zip(shape, wanted, strict=True))
 
 
-def _is_in_order(tensor: Tensor, is_spaced: bool) -> bool:
-    if not is_spaced:
-        return tensor.is_contiguous()
-    return tensor.shape[1] <= 1 or tensor.stride(1) == 1
+def _is_in_order(shape: tuple[int, ...], strides: tuple[int, ...], is_spaced: bool) -> bool:
+    if is_spaced:
+        return shape[1] <= 1 or strides[1] == 1
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected and 0 not in shape:
+            return False
+        expected *= size
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,12 +188,58 @@ def gate_up_fp8(
             dtype, device or order.
         CudaError: the compiler or the driver refuses.
     """
+    _check_gate_up(
+        _form(codes),
+        _form(scales),
+        _form(row_of_slot),
+        _form(counts),
+        _form(first_slot),
+        _form(matrices),
+        _form(matrix_scales),
+        _form(out_codes),
+        _form(out_scales),
+    )
     num_experts, num_columns, hidden_size = matrices.shape
     num_slots, inner_size = out_codes.shape
+    if num_slots == 0:
+        return
+    rows = _rows(codes, scales, row_of_slot, counts, first_slot, matrices)
+    epilogue = _GateUp(
+        matrix_scales=matrix_scales.data_ptr(),
+        codes=out_codes.data_ptr(),
+        scales=out_scales.data_ptr(),
+        inner_blocks=inner_size // BLOCK,
+    )
+    kernels = _kernels(codes.device.index)
+    matrix_map = byte_matrix_map(
+        matrices.data_ptr(), num_experts * num_columns, hidden_size, BLOCK, BLOCK
+    )
+    with on_device(codes.device):
+        blocks = _num_blocks(num_slots, num_experts, inner_size // BLOCK, kernels)
+        kernels.gate_up.launch(blocks, matrix_map, rows, epilogue)
+
+
+# Once for operands of the same forms: decoding has the same ones in every call, and the checks take
+# 20 us of host time.
+@lru_cache(maxsize=1024)
+def _check_gate_up(
+    codes: _Form,
+    scales: _Form,
+    row_of_slot: _Form,
+    counts: _Form,
+    first_slot: _Form,
+    matrices: _Form,
+    matrix_scales: _Form,
+    out_codes: _Form,
+    out_scales: _Form,
+) -> None:
+    assert matrices is not None, "experts have matrices"
+    assert out_codes is not None, "there is memory for results"
+    num_experts, num_columns, hidden_size = matrices[2]
+    num_slots, inner_size = out_codes[2]
     num_rows = num_slots if row_of_slot is None else None
     k_blocks = hidden_size // BLOCK
     _check_operands(
-        codes.device,
         {
             "codes": _Operand(codes, _CODES, (num_rows, hidden_size), is_spaced=True),
             "scales": _Operand(scales, _FLOAT32, (num_rows, k_blocks), is_spaced=True),
@@ -189,20 +254,6 @@ def gate_up_fp8(
             "out_scales": _Operand(out_scales, _FLOAT32, (num_slots, inner_size // BLOCK)),
         },
     )
-    if num_slots == 0:
-        return
-    rows = _rows(codes, scales, row_of_slot, counts, first_slot, matrices)
-    epilogue = _GateUp(
-        matrix_scales=matrix_scales.data_ptr(),
-        codes=out_codes.data_ptr(),
-        scales=out_scales.data_ptr(),
-        inner_blocks=inner_size // BLOCK,
-    )
-    kernels = _kernels(codes.device.index)
-    matrix_map = byte_matrix_map(matrices.view(-1, hidden_size), BLOCK, BLOCK)
-    with torch.cuda.device(codes.device):
-        blocks = _num_blocks(num_slots, num_experts, inner_size // BLOCK, kernels)
-        kernels.gate_up.launch(blocks, matrix_map, rows, epilogue)
 
 
 def down_fp8(
@@ -222,10 +273,55 @@ def down_fp8(
         ShapeError: a tensor of another shape, dtype, device or order.
         CudaError: the compiler or the driver refuses.
     """
+    _check_down(
+        _form(codes),
+        _form(scales),
+        _form(counts),
+        _form(first_slot),
+        _form(matrices),
+        _form(matrix_scales),
+        _form(slot_weights),
+        _form(out),
+    )
     num_experts, hidden_size, inner_size = matrices.shape
-    num_slots, k_blocks = codes.shape[0], inner_size // BLOCK
+    num_slots = codes.shape[0]
+    # The copy engine refuses a matrix of zero rows.
+    if num_slots == 0:
+        return
+    rows = _rows(codes, scales, None, counts, first_slot, matrices)
+    epilogue = _Down(
+        matrix_scales=matrix_scales.data_ptr(),
+        slot_weights=None if slot_weights is None else slot_weights.data_ptr(),
+        out=out.data_ptr(),
+        hidden_blocks=hidden_size // BLOCK,
+    )
+    kernels = _kernels(codes.device.index)
+    rows_map = byte_matrix_map(codes.data_ptr(), num_slots, inner_size, TILE_ROWS, BLOCK)
+    matrix_map = byte_matrix_map(
+        matrices.data_ptr(), num_experts * hidden_size, inner_size, BLOCK, BLOCK
+    )
+    with on_device(codes.device):
+        column_tiles = -(-hidden_size // (2 * BLOCK))
+        blocks = _num_blocks(num_slots, num_experts, column_tiles, kernels)
+        kernels.down[out.dtype].launch(blocks, rows_map, matrix_map, rows, epilogue)
+
+
+@lru_cache(maxsize=1024)
+def _check_down(
+    codes: _Form,
+    scales: _Form,
+    counts: _Form,
+    first_slot: _Form,
+    matrices: _Form,
+    matrix_scales: _Form,
+    slot_weights: _Form,
+    out: _Form,
+) -> None:
+    assert matrices is not None, "experts have matrices"
+    assert codes is not None, "rows have codes"
+    num_experts, hidden_size, inner_size = matrices[2]
+    num_slots, k_blocks = codes[2][0], inner_size // BLOCK
     _check_operands(
-        codes.device,
         {
             "codes": _Operand(codes, _CODES, (num_slots, inner_size)),
             "scales": _Operand(scales, _FLOAT32, (num_slots, k_blocks)),
@@ -239,23 +335,6 @@ def down_fp8(
             "out": _Operand(out, HIDDEN_DTYPES, (num_slots, hidden_size)),
         },
     )
-    # The copy engine refuses a matrix of zero rows.
-    if num_slots == 0:
-        return
-    rows = _rows(codes, scales, None, counts, first_slot, matrices)
-    epilogue = _Down(
-        matrix_scales=matrix_scales.data_ptr(),
-        slot_weights=None if slot_weights is None else slot_weights.data_ptr(),
-        out=out.data_ptr(),
-        hidden_blocks=hidden_size // BLOCK,
-    )
-    kernels = _kernels(codes.device.index)
-    rows_map = byte_matrix_map(codes, TILE_ROWS, BLOCK)
-    matrix_map = byte_matrix_map(matrices.view(-1, inner_size), BLOCK, BLOCK)
-    with torch.cuda.device(codes.device):
-        column_tiles = -(-hidden_size // (2 * BLOCK))
-        blocks = _num_blocks(num_slots, num_experts, column_tiles, kernels)
-        kernels.down[out.dtype].launch(blocks, rows_map, matrix_map, rows, epilogue)
 
 
 def _rows(

@@ -3,7 +3,7 @@
 Memory order: as in dispatch. The sums lie in the receive buffer of their dispatch: its sources have
 read what they got there before, for they sent the rows to which these sums belong.
 
-Sums of few tokens travel in lines, in parts of a row, and are received by ll_combine_lines.py; the
+Sums of few tokens travel in lines, in parts of a row, and lines/combine_recv.py receives them. The
 line that every rank sends to every rank says whether it refuses, and is the credit of dispatch.
 
 Two launches: senders reduce the slots of a row, in k order, in float32, cast once, and store the
@@ -28,10 +28,15 @@ from epcomm.kernels.nvlink.common.exchange import (
     SUM_ARRIVALS,
     VARYING,
     LowLatencyExchange,
-    on_device,
 )
 from epcomm.kernels.nvlink.common.layout import LINE_BYTES
-from epcomm.kernels.nvlink.common.lines import int64_at, line_of, word_of, words_of
+from epcomm.kernels.nvlink.common.lines import (
+    bits_of_ranks,
+    int64_at,
+    line_of,
+    word_of,
+    words_of,
+)
 from epcomm.kernels.nvlink.common.signals import (
     await_or_abort,
     int32_at,
@@ -39,6 +44,7 @@ from epcomm.kernels.nvlink.common.signals import (
     taking_part,
 )
 from epcomm.kernels.nvlink.common.status import REPORT_ABORTED, WAIT_COMBINE, note_faults
+from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.rounding import cast
 
 # A row of 7168 elements is then 28 of them a thread.
@@ -88,6 +94,23 @@ def _sum_of_slots(
     return cast(total, rows_ptr.dtype.element_ty)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@triton.jit
+def _slots_of(
+    slots_of_row_ptr: tl.tensor,
+    item: tl.tensor,
+    num_items: tl.tensor,
+    W: tl.constexpr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    K_LANES: tl.constexpr,
+) -> tl.tensor:
+    """Load the slots of row item // W of source item % W, -1 for none; none behind the last."""
+    k = tl.arange(0, K_LANES)
+    row = item % W * M + item // W
+    is_slot = (k < K) & (item < num_items)
+    return tl.load(slots_of_row_ptr + row * K + k, mask=is_slot, other=-1)
+
+
 @triton.jit(do_not_specialize=VARYING)
 def _send_combine_kernel(
     rows_ptr: tl.tensor,
@@ -135,10 +158,24 @@ def _send_combine_kernel(
     if OVERLAPS:
         await_previous()
         let_next_start()
+    # All these are on their way together, those of the first row too.
     epoch = tl.load(state_ptr + 1)
+    aborted = tl.load(int32_at(own_address), volatile=True)
+    has_no_rows = tl.load(state_ptr + 2)
+    # Kept by the receiver of dispatch, not from the headers: once some programs have published, a
+    # peer may write those of its next batch, and a program that starts late must count as many
+    # arrivals as the others.
+    source_lane = tl.arange(0, W_LANES)
+    told = tl.load(state_ptr + _SOURCES_AT + source_lane, mask=source_lane < W, other=0)
+    is_source = taking_part(excluded_ptr, W, W_LANES)
+    following = _slots_of(slots_of_row_ptr, program, M * W, W, M, K, K_LANES)
+    PARTS: tl.constexpr = (HIDDEN + PART - 1) // PART
+    if LINE_TOKENS > 0:
+        next_slots = _slots_of(
+            slots_of_row_ptr, program // PARTS, LINE_TOKENS * W, W, M, K, K_LANES
+        )
     if program == 0:
         tl.store(state_ptr, epoch + 1)
-    aborted = tl.load(int32_at(own_address), volatile=True)
     if aborted != 0:
         tl.store(report_ptr + REPORT_ABORTED, aborted)
         return
@@ -149,30 +186,26 @@ def _send_combine_kernel(
         # this rank unpacked itself, or what is awaited by the signal of its sums.
         tl.store(combined_ptr + rank, line_of(status, epoch))
 
-    # What headers said, kept by the receiver of dispatch: they may not be read any more.
-    sources_ptr = state_ptr + _SOURCES_AT
-    is_source = taking_part(excluded_ptr, W, W_LANES)
-    source_lane = tl.arange(0, W_LANES)
-    told = tl.load(sources_ptr + source_lane, mask=source_lane < W, other=0)
     in_bulk = is_source & ((told & 1) == 0)
     # A call that was refused has no rows; neither has this rank if it refuses now.
-    is_empty = (tl.load(state_ptr + 2) != 0) | (status != 0)
+    is_empty = (has_no_rows != 0) | (status != 0)
     most = tl.where(is_empty, 0, tl.max(tl.where(in_bulk, told >> 1, 0)))
+    few = tl.where(is_empty, 0, tl.max(tl.where(in_bulk, 0, told >> 1)))
+    sources_in_lines = bits_of_ranks((told & 1) != 0, W_LANES)
 
     num_sent = 0
-    k_lane = tl.arange(0, K_LANES)
     column = tl.arange(0, COLUMNS)
     is_element = column < HIDDEN
     if LINE_TOKENS > 0:
-        PARTS: tl.constexpr = (HIDDEN + PART - 1) // PART
-        few = tl.where(is_empty, 0, tl.max(tl.where(in_bulk, 0, told >> 1)))
         for item in tl.range(program, few * (W * PARTS), num_programs, num_stages=1):
             source = (item // PARTS) % W
             token = item // (PARTS * W)
             row = source * M + token
-            slots = tl.load(slots_of_row_ptr + row * K + k_lane, mask=k_lane < K, other=-1)
-            in_lines = (tl.load(sources_ptr + source) & 1) != 0
-            if in_lines & (tl.max(slots) >= 0):
+            slots = next_slots
+            next_slots = _slots_of(
+                slots_of_row_ptr, (item + num_programs) // PARTS, few * W, W, M, K, K_LANES
+            )
+            if (tl.max(slots) >= 0) & (((sources_in_lines >> source) & 1) != 0):
                 part_column = (item % PARTS) * PART + tl.arange(0, PART)
                 value = _sum_of_slots(
                     rows_ptr,
@@ -196,8 +229,9 @@ def _send_combine_kernel(
         source = item % W
         token = item // W
         row = source * M + token
-        slots = tl.load(slots_of_row_ptr + row * K + k_lane, mask=k_lane < K, other=-1)
-        if (tl.max(slots) >= 0) & ((tl.load(sources_ptr + source) & 1) == 0):
+        slots = following
+        following = _slots_of(slots_of_row_ptr, item + num_programs, most * W, W, M, K, K_LANES)
+        if (tl.max(slots) >= 0) & (((sources_in_lines >> source) & 1) == 0):
             value = _sum_of_slots(
                 rows_ptr,
                 weights_ptr,
@@ -217,17 +251,35 @@ def _send_combine_kernel(
             num_sent += tl.where(source == rank, 0, 1)
     # Of this rank alone, and read by its host.
     tl.atomic_add(counters_ptr + 3, tl.cast(num_sent, tl.int64), sem="relaxed")
-    # Those that poll the lines themselves await no signal.
-    if tl.max(in_bulk.to(tl.int32)) > 0:
+    # The first W programs have sent the lines of combine, all others without a row in bulk nothing
+    # that a signal tells of. Those that poll the lines themselves await no signal.
+    num_arriving = tl.maximum(W, tl.minimum(num_programs, most * W))
+    if (program < num_arriving) & (tl.max(in_bulk.to(tl.int32)) > 0):
         publish_as_last(
             state_ptr + _SUM_ARRIVALS,
-            num_programs,
+            num_arriving,
             bases_ptr,
             ARRIVED_SUMS_AT + rank * 4,
             epoch,
             in_bulk,
             W_LANES,
         )
+
+
+@triton.jit
+def _sources_of(
+    is_sent_ptr: tl.tensor,
+    token: tl.tensor,
+    num_tokens: tl.tensor,
+    W: tl.constexpr,
+    W_LANES: tl.constexpr,
+) -> tl.tensor:
+    """Return the ranks that a token was sent to: 5 is ranks 0 and 2; 0 behind the last token."""
+    source = tl.arange(0, W_LANES)
+    is_rank = (source < W) & (token < num_tokens)
+    # Not from the L1 cache: a wait that empties it comes only later.
+    is_sent = tl.load(is_sent_ptr + token * W + source, mask=is_rank, other=0, volatile=True)
+    return tl.sum(is_sent.to(tl.int32) << source)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -262,6 +314,8 @@ def _receive_combine_kernel(
     program = tl.program_id(0)
     # Not from the L1 cache: only the end of the kernel before would empty it for sure.
     epoch = tl.load(state_ptr + 1, volatile=True)
+    has_no_rows = tl.load(state_ptr + 2, volatile=True)
+    following = _sources_of(is_sent_ptr, program, num_tokens, W, W_LANES)
     peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
     arrived_at = buffer_address + ARRIVED_SUMS_AT
     is_lost = await_or_abort(peers, arrived_at, epoch, max_polls, WAIT_COMBINE, epoch, W, W_LANES)
@@ -273,24 +327,27 @@ def _receive_combine_kernel(
     codes = word_of(tl.load(combined_ptr, mask=is_source & (is_lost == 0), other=0))
     if program == 0:
         note_faults(faults_ptr, codes, is_source, W_LANES)
-    has_failed = is_lost | (tl.max(codes) != 0) | (tl.load(state_ptr + 2) != 0)
+    has_failed = is_lost | (tl.max(codes) != 0) | (has_no_rows != 0)
 
     dtype = out_ptr.dtype.element_ty
     for token in tl.range(program, num_tokens, tl.num_programs(0), num_stages=1):
+        sources = following
+        following = _sources_of(is_sent_ptr, token + tl.num_programs(0), num_tokens, W, W_LANES)
         out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
         for begin in tl.range(0, HIDDEN, COLUMNS, num_stages=1):
             column = begin + tl.arange(0, COLUMNS)
             is_element = column < HIDDEN
             total = tl.zeros([COLUMNS], tl.float32)
             for source in tl.static_range(W):
-                is_there = tl.load(is_sent_ptr + token * W + source) != 0
+                is_there = (sources >> source) & 1 != 0
                 place = source * M + tl.cast(token, tl.int64)
                 part_ptr = (buffer_address + RETURN_AT + place * RETURN_BYTES).to(
                     tl.pointer_type(dtype)
                 )
                 part_ptr = tl.multiple_of(part_ptr, 16) + column
-                is_part = is_element & is_there & (has_failed == 0)
-                total += tl.load(part_ptr, mask=is_part, other=0.0).to(tl.float32)
+                # On its way before it is known whether the call has failed.
+                part = tl.load(part_ptr, mask=is_element & is_there, other=0.0)
+                total += part.to(tl.float32)
             total = tl.where(has_failed, float("nan"), total)
             tl.store(out_row_ptr + column, cast(total, dtype), mask=is_element)
     if OVERLAPS:
@@ -318,41 +375,50 @@ def send_combine(
 
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
     """
-    peers, layout, offsets = exchange.peers, exchange.peers.layout, exchange.peers.layout.offsets
-    hidden_size = rows.shape[1]
-    with on_device(rows):
-        _send_combine_kernel[(peers.num_programs,)](
-            rows,
-            slot_weights,
-            slots_of_row,
-            exchange.bases,
-            exchange.state,
-            peers.counters,
-            peers.excluded,
-            peers.report,
-            peers.own_address,
-            exchange.buffer_address,
-            peers.rank,
-            status,
-            ROWS_STRIDE=rows.stride(0),
-            **layout.entry_constants,
-            HIDDEN=hidden_size,
-            COLUMNS=next_power_of_two(hidden_size),
-            HAS_WEIGHTS=slot_weights is not None,
-            PER_ROW=per_row,
-            LINE_TOKENS=layout.line_tokens,
-            PART=max(4, min(_LINE_PART, next_power_of_two(hidden_size))),
-            ARRIVED_SUMS_AT=offsets["arrived_sums"],
-            COMBINED_LINES_AT=offsets["combined_lines"],
-            SUM_LINES_AT=offsets["sum_lines"],
-            SUM_LINES=layout.sum_lines,
-            RETURN_WORDS=layout.return_words,
-            RETURN_AT=offsets["returned"],
-            RETURN_BYTES=layout.return_bytes,
-            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
-            **EXACT,
-            **overlapping(rows.device),
+    hidden_size, row_stride = rows.shape[1], rows.stride(0)
+    key = ("send sums", rows.dtype, hidden_size, row_stride, slot_weights is None, per_row)
+    launch = exchange.launches.get(key)
+    if launch is None:
+        peers, layout = exchange.peers, exchange.peers.layout
+        offsets = layout.offsets
+        launch = exchange.launches[key] = PreparedLaunch(
+            _send_combine_kernel,
+            (
+                CHANGES,
+                CHANGES,
+                CHANGES,
+                exchange.bases,
+                exchange.state,
+                peers.counters,
+                peers.excluded,
+                peers.report,
+                peers.own_address,
+                exchange.buffer_address,
+                peers.rank,
+                CHANGES,
+            ),
+            dict(
+                ROWS_STRIDE=row_stride,
+                **layout.entry_constants,
+                HIDDEN=hidden_size,
+                COLUMNS=next_power_of_two(hidden_size),
+                HAS_WEIGHTS=slot_weights is not None,
+                PER_ROW=per_row,
+                LINE_TOKENS=layout.line_tokens,
+                PART=max(4, min(_LINE_PART, next_power_of_two(hidden_size))),
+                ARRIVED_SUMS_AT=offsets["arrived_sums"],
+                COMBINED_LINES_AT=offsets["combined_lines"],
+                SUM_LINES_AT=offsets["sum_lines"],
+                SUM_LINES=layout.sum_lines,
+                RETURN_WORDS=layout.return_words,
+                RETURN_AT=offsets["returned"],
+                RETURN_BYTES=layout.return_bytes,
+                num_warps=_WARPS,
+                **EXACT,
+                **overlapping(rows.device),
+            ),
         )
+    launch(exchange.peers.num_programs, rows, slot_weights, slots_of_row, status)
 
 
 def receive_combine(exchange: LowLatencyExchange, out: Tensor, is_sent: Tensor) -> None:
@@ -367,31 +433,41 @@ def receive_combine(exchange: LowLatencyExchange, out: Tensor, is_sent: Tensor) 
 
     Collective: yes, after send_combine().   Allocates nothing.   Host sync: none.
     """
-    peers, layout, offsets = exchange.peers, exchange.peers.layout, exchange.peers.layout.offsets
     num_tokens, hidden_size = out.shape
-    with on_device(out):
-        # One program without tokens still hears of faults.
-        _receive_combine_kernel[(max(1, min(num_tokens, peers.num_programs)),)](
-            out,
-            peers.table,
-            exchange.state,
-            is_sent,
-            peers.faults,
-            peers.excluded,
-            peers.report,
-            peers.own_address,
-            exchange.buffer_address,
-            peers.rank,
-            num_tokens,
-            peers.max_polls,
-            **layout.rank_constants,
-            HIDDEN=hidden_size,
-            COLUMNS=min(_RECEIVED_COLUMNS, next_power_of_two(hidden_size)),
-            ARRIVED_SUMS_AT=offsets["arrived_sums"],
-            COMBINED_LINES_AT=offsets["combined_lines"],
-            RETURN_AT=offsets["returned"],
-            RETURN_BYTES=layout.return_bytes,
-            num_warps=_RECEIVE_WARPS,  # pyright: ignore[reportCallIssue]
-            **EXACT,
-            **overlapping(out.device),
+    num_programs = exchange.peers.num_programs
+    key = ("receive sums", out.dtype, hidden_size)
+    launch = exchange.launches.get(key)
+    if launch is None:
+        peers, layout = exchange.peers, exchange.peers.layout
+        offsets = layout.offsets
+        launch = exchange.launches[key] = PreparedLaunch(
+            _receive_combine_kernel,
+            (
+                CHANGES,
+                peers.table,
+                exchange.state,
+                CHANGES,
+                peers.faults,
+                peers.excluded,
+                peers.report,
+                peers.own_address,
+                exchange.buffer_address,
+                peers.rank,
+                CHANGES,
+                peers.max_polls,
+            ),
+            dict(
+                **layout.rank_constants,
+                HIDDEN=hidden_size,
+                COLUMNS=min(_RECEIVED_COLUMNS, next_power_of_two(hidden_size)),
+                ARRIVED_SUMS_AT=offsets["arrived_sums"],
+                COMBINED_LINES_AT=offsets["combined_lines"],
+                RETURN_AT=offsets["returned"],
+                RETURN_BYTES=layout.return_bytes,
+                num_warps=_RECEIVE_WARPS,
+                **EXACT,
+                **overlapping(out.device),
+            ),
         )
+    # One program without tokens still hears of faults.
+    launch(max(1, min(num_tokens, num_programs)), out, is_sent, num_tokens)

@@ -2,7 +2,7 @@
 
 It reads metadata and no rows, and indexes them while they are on the wire; it ends once they have
 come. A header, which always travels in lines, tells of each source whether its tokens do: then
-other programs put its rows where they would lie otherwise, see ll_dispatch_unpack.py.
+other programs put its rows where they would lie otherwise, see lines/dispatch_unpack.py.
 
 Memory order: as in the senders, whose signals and lines it awaits. There is no host sync.
 """
@@ -43,7 +43,8 @@ from epcomm.kernels.nvlink.common.signals import (
     taking_part,
 )
 from epcomm.kernels.nvlink.common.status import WAIT_DISPATCH, codes_of_one_mode, note_faults
-from epcomm.kernels.nvlink.ll_dispatch_unpack import UNPACKED_WORDS, unpack_rows
+from epcomm.kernels.nvlink.lines.dispatch_unpack import UNPACKED_WORDS, unpack_rows
+from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 
 # Pairs of a slot and an expert that a program compares at once: thirty-two a thread.
 _COMPARISONS = 4096
@@ -70,7 +71,7 @@ def _await_signals_of(
     signals_ptr = int32_at(address) + tl.arange(0, W_LANES)
     abort_ptr = int32_at(own_address)
     missing, aborted = await_at(  # pyright: ignore[reportGeneralTypeIssues]
-        signals_ptr, None, is_awaited, abort_ptr, epoch, max_polls, "sys"
+        signals_ptr, None, is_awaited, is_awaited, abort_ptr, epoch, max_polls, "sys"
     )
     return abort_if_missing(missing, aborted, peers, WAIT_DISPATCH, epoch, W, W_LANES)
 
@@ -194,12 +195,14 @@ def _receive_dispatch_kernel(
     is_count = is_source[:, None] & (expert < L)[None, :]
     count_lines_ptr = int64_at(buffer_address + COUNT_LINES_AT)
     count_lines_ptr += source_lane[:, None] * L + expert[None, :]
-    # The rows of this program.
+    # The rows of this program. Whether the source has sent them is known once its header is here.
     PER_SOURCE: tl.constexpr = (M + ROWS - 1) // ROWS
     source = program // PER_SOURCE
     pair = tl.arange(0, ROWS * K_LANES)
     token = (program % PER_SOURCE) * ROWS + pair // K_LANES
     k = pair % K_LANES
+    row = source * M + token
+    is_entry = (token < M) & (k < K)
     is_own = source_lane == source
     is_line = (token < LINE_TOKENS) & (k < K)
     row_lines_ptr = int64_at(buffer_address + ROW_LINES_AT) + k
@@ -234,13 +237,18 @@ def _receive_dispatch_kernel(
         )
     is_lost = abort_if_late(peers, late, WAIT_DISPATCH, epoch, W, W_LANES)
 
+    # All that lines hold, loaded together.
     is_heard = is_source & (is_lost == 0)
     headers = word_of(tl.load(headers_ptr, mask=is_heard, other=0, volatile=True))
     status = word_of(tl.load(headers_ptr + 1, mask=is_heard, other=0, volatile=True))
+    counts_of_source = word_of(tl.load(count_lines_ptr, mask=is_count, other=0, volatile=True))
+    if LINE_TOKENS > 0:
+        expert_lines = tl.load(row_lines_ptr, mask=is_line, other=0, volatile=True)
+        position_lines = tl.load(row_lines_ptr + K_LANES, mask=is_line, other=0, volatile=True)
+        weight_lines = tl.load(row_lines_ptr + 2 * K_LANES, mask=is_line, other=0, volatile=True)
     codes = codes_of_one_mode(status, is_source)
     has_failed = is_lost | (tl.max(codes) != 0)
-    is_count &= has_failed == 0
-    counts_of_source = word_of(tl.load(count_lines_ptr, mask=is_count, other=0, volatile=True))
+    counts_of_source = tl.where(has_failed, 0, counts_of_source)
     counts = tl.sum(counts_of_source, axis=0)
     # With one capacity for all experts, lanes without an expert have none.
     aligned = tl.where(expert < L, EXPERT_CAPACITY, 0)
@@ -271,7 +279,6 @@ def _receive_dispatch_kernel(
     is_before = source_lane < source
     before = tl.sum(tl.where(is_before[:, None], counts_of_source, 0), axis=0)
     bases = starts + before
-    row = source * M + token
     is_pair = (token < num_tokens) & (k < K)
     in_bulk = is_pair & (in_lines == 0)
     metadata_ptr = (
@@ -281,20 +288,16 @@ def _receive_dispatch_kernel(
     positions = tl.load(metadata_ptr + K_LANES, mask=in_bulk, other=0)
     weight_bits = tl.load(metadata_ptr + 2 * K_LANES, mask=in_bulk, other=0)
     if LINE_TOKENS > 0:
-        is_line = is_pair & in_lines
-        lines = tl.load(row_lines_ptr, mask=is_line, other=0, volatile=True)
-        experts = tl.where(is_line, word_of(lines), experts)
-        lines = tl.load(row_lines_ptr + K_LANES, mask=is_line, other=0, volatile=True)
-        positions = tl.where(is_line, word_of(lines), positions)
-        lines = tl.load(row_lines_ptr + 2 * K_LANES, mask=is_line, other=0, volatile=True)
-        weight_bits = tl.where(is_line, word_of(lines), weight_bits)
+        is_there = is_pair & in_lines
+        experts = tl.where(is_there, word_of(expert_lines), experts)
+        positions = tl.where(is_there, word_of(position_lines), positions)
+        weight_bits = tl.where(is_there, word_of(weight_lines), weight_bits)
     is_slot = experts >= 0
     is_expert = experts[:, None] == expert[None, :]
     slots = tl.sum(tl.where(is_expert, bases[None, :], 0), axis=1) + positions
     if row_of_slot_ptr is not None:
         tl.store(row_of_slot_ptr + slots, row, mask=is_slot)
     tl.store(slot_weights_ptr + slots, weight_bits.to(tl.float32, bitcast=True), mask=is_slot)
-    is_entry = (token < M) & (k < K)
     tl.store(slots_of_row_ptr + row * K + k, tl.where(is_slot, slots, -1), mask=is_entry)
 
     if row_of_slot_ptr is not None:
@@ -363,55 +366,73 @@ def receive_dispatch(
 
     Collective: yes, after send_dispatch().   Allocates nothing.   Host sync: none.
     """
-    peers, layout, offsets = exchange.peers, exchange.peers.layout, exchange.peers.layout.offsets
+    capacity = 0 if row_of_slot is None else row_of_slot.shape[0]
+    key = ("receive rows", capacity, expert_alignment, expert_capacity)
+    layout = exchange.peers.layout
     rows = max(1, min(_PAIRS, _COMPARISONS // layout.local_lanes) // layout.metadata_words)
     indexers = layout.world_size * -(-layout.max_tokens // rows)
-    unpacked_parts = -(-(layout.row_lines - layout.data_lines_at) // UNPACKED_WORDS)
-    items = layout.world_size * layout.line_tokens * unpacked_parts
-    with on_device(slots_of_row):
-        _receive_dispatch_kernel[(indexers + min(items, peers.num_programs),)](
-            peers.table,
-            exchange.state,
-            row_of_slot,
-            slots_of_row,
-            slot_weights,
-            num_tokens_per_expert,
-            first_slot,
-            peers.faults,
-            peers.excluded,
-            peers.report,
-            peers.own_address,
-            exchange.buffer_address,
-            peers.rank,
-            peers.max_polls,
-            C=0 if row_of_slot is None else row_of_slot.shape[0],
-            **layout.expert_constants,
-            ALIGNMENT=expert_alignment,
-            EXPERT_CAPACITY=expert_capacity,
-            ROWS=rows,
-            INDEXERS=indexers,
-            LINE_TOKENS=layout.line_tokens,
-            UNPACKED=UNPACKED_WORDS,
-            THREADS=32 * _WARPS,
-            ARRIVED_METADATA_AT=offsets["arrived_metadata"],
-            ARRIVED_ROWS_AT=offsets["arrived_rows"],
-            HEADER_LINES_AT=offsets["header_lines"],
-            COUNT_LINES_AT=offsets["count_lines"],
-            ROW_LINES_AT=offsets["row_lines"],
-            ROW_LINES=layout.row_lines,
-            DATA_LINES_AT=layout.data_lines_at,
-            SCALE_LINES_AT=layout.scale_lines_at,
-            DATA_WORDS=layout.data_words,
-            SCALE_WORDS=layout.scale_words,
-            METADATA_AT=offsets["metadata"],
-            DATA_AT=offsets["data"],
-            SCALES_AT=offsets["scales"],
-            METADATA_BYTES=layout.metadata_bytes,
-            DATA_BYTES=layout.data_bytes,
-            SCALE_BYTES=layout.scale_bytes,
-            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
-            **overlapping(slots_of_row.device),
+    launch = exchange.launches.get(key)
+    if launch is None:
+        peers, offsets = exchange.peers, layout.offsets
+        launch = exchange.launches[key] = PreparedLaunch(
+            _receive_dispatch_kernel,
+            (
+                peers.table,
+                exchange.state,
+                CHANGES,
+                CHANGES,
+                CHANGES,
+                CHANGES,
+                CHANGES,
+                peers.faults,
+                peers.excluded,
+                peers.report,
+                peers.own_address,
+                exchange.buffer_address,
+                peers.rank,
+                peers.max_polls,
+            ),
+            dict(
+                C=capacity,
+                **layout.expert_constants,
+                ALIGNMENT=expert_alignment,
+                EXPERT_CAPACITY=expert_capacity,
+                ROWS=rows,
+                INDEXERS=indexers,
+                LINE_TOKENS=layout.line_tokens,
+                UNPACKED=UNPACKED_WORDS,
+                THREADS=32 * _WARPS,
+                ARRIVED_METADATA_AT=offsets["arrived_metadata"],
+                ARRIVED_ROWS_AT=offsets["arrived_rows"],
+                HEADER_LINES_AT=offsets["header_lines"],
+                COUNT_LINES_AT=offsets["count_lines"],
+                ROW_LINES_AT=offsets["row_lines"],
+                ROW_LINES=layout.row_lines,
+                DATA_LINES_AT=layout.data_lines_at,
+                SCALE_LINES_AT=layout.scale_lines_at,
+                DATA_WORDS=layout.data_words,
+                SCALE_WORDS=layout.scale_words,
+                METADATA_AT=offsets["metadata"],
+                DATA_AT=offsets["data"],
+                SCALES_AT=offsets["scales"],
+                METADATA_BYTES=layout.metadata_bytes,
+                DATA_BYTES=layout.data_bytes,
+                SCALE_BYTES=layout.scale_bytes,
+                num_warps=_WARPS,
+                **overlapping(slots_of_row.device),
+            ),
         )
+    # Rows that come in lines are shared by the programs behind.
+    parts = -(-(layout.row_lines - layout.data_lines_at) // UNPACKED_WORDS)
+    items = layout.world_size * layout.line_tokens * parts
+    launch(
+        indexers + min(items, exchange.peers.num_programs),
+        row_of_slot,
+        slots_of_row,
+        slot_weights,
+        num_tokens_per_expert,
+        first_slot,
+    )
 
 
 def release_buffer(exchange: LowLatencyExchange) -> None:

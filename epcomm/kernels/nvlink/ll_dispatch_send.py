@@ -5,7 +5,7 @@ the receiver's experts. Others send rows: they quantise each token once and stor
 The last program of either kind to arrive sets, releasing, a signal of each peer, so a receiver
 makes its index of the metadata while rows are still on the wire. A receive buffer is written again
 only after the lines of combine say that every rank has read its last batch. Nothing is cleared.
-Few tokens are sent by ll_dispatch_send_lines.py instead.
+Few tokens are sent by lines/dispatch_send.py instead.
 
 Memory order: signals.py.
 """
@@ -27,12 +27,12 @@ from epcomm.kernels.nvlink.common.exchange import (
     ROW_ARRIVALS,
     VARYING,
     LowLatencyExchange,
-    on_device,
 )
 from epcomm.kernels.nvlink.common.lines import await_credit
 from epcomm.kernels.nvlink.common.signals import int32_at, publish_as_last, taking_part
 from epcomm.kernels.nvlink.common.status import FAULT_MASK
 from epcomm.kernels.nvlink.ll_dispatch_header import count_positions, send_header
+from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.quantize.fp8 import has_e4m3, quantize_blocks
 from epcomm.kernels.quantize.int8 import quantize_row
 
@@ -71,6 +71,19 @@ def _load_token(
 
 
 @triton.jit
+def _load_ids(
+    ids_ptr: tl.tensor,
+    token: tl.tensor,
+    num_tokens: tl.tensor,
+    k: tl.tensor,
+    K: tl.constexpr,
+) -> tl.tensor:
+    """Load the experts of a token as int32, [K_LANES], -1 behind the last token."""
+    is_entry = (k < K) & (token < num_tokens)
+    return tl.load(ids_ptr + token * K + k, mask=is_entry, other=-1).to(tl.int32)
+
+
+@triton.jit
 def _send_metadata(
     ids_ptr: tl.tensor,
     weights_ptr: tl.tensor,
@@ -89,7 +102,7 @@ def _send_metadata(
 ) -> None:
     """Tell every rank which of its experts a token chose, at which positions and weights."""
     k = tl.arange(0, K_LANES)
-    ids = tl.load(ids_ptr + token * K + k, mask=k < K, other=-1).to(tl.int32)
+    ids = _load_ids(ids_ptr, token, token + 1, k, K)
     weights = tl.load(weights_ptr + token * K + k, mask=k < K, other=0.0)
     weight_bits = weights.to(tl.int32, bitcast=True)
     positions = count_positions(ids_ptr, ids, token, K, K_LANES, CHUNK)
@@ -186,10 +199,12 @@ def _send_dispatch_kernel(
     # On its way while the credit is awaited, and each later one while the one before is stored.
     is_loaded = is_element & (first >= 0)
     following = _load_token(x_ptr, first, num_tokens, X_STRIDE, at, is_loaded)
+    k = tl.arange(0, K_LANES)
+    next_ids = _load_ids(ids_ptr, tl.maximum(first, 0), num_tokens, k, K)
+    is_living = taking_part(excluded_ptr, W, W_LANES)
     if await_credit(peers, combined_at, epoch, max_polls, W, W_LANES, THREADS):
         return
 
-    is_living = taking_part(excluded_ptr, W, W_LANES)
     if program < METADATA_PROGRAMS:
         # A program beyond the last rank has no header to send.
         is_excluded = tl.load(excluded_ptr + program, mask=program < W, other=1)
@@ -236,21 +251,23 @@ def _send_dispatch_kernel(
         tl.atomic_add(counters_ptr + 1, tl.cast(num_metadata, tl.int64), sem="relaxed")
         num_headers = tl.where(is_header & (program != rank), 1, 0)
         tl.atomic_add(counters_ptr + 2, tl.cast(num_headers, tl.int64), sem="relaxed")
-        publish_as_last(
-            state_ptr + _METADATA_ARRIVALS,
-            METADATA_PROGRAMS,
-            bases_ptr,
-            ARRIVED_METADATA_AT + rank * 4,
-            epoch,
-            is_living,
-            W_LANES,
-        )
+        # All others have sent neither a header nor metadata.
+        num_arriving = tl.maximum(W, tl.minimum(METADATA_PROGRAMS, num_tokens))
+        if program < num_arriving:
+            publish_as_last(
+                state_ptr + _METADATA_ARRIVALS,
+                num_arriving,
+                bases_ptr,
+                ARRIVED_METADATA_AT + rank * 4,
+                epoch,
+                is_living,
+                W_LANES,
+            )
     else:
         num_sent = 0
-        k = tl.arange(0, K_LANES)
         for token in tl.range(first, num_tokens, num_programs, num_stages=1):
-            ids = tl.load(ids_ptr + token * K + k, mask=k < K, other=-1).to(tl.int32)
-            owners = tl.where(ids >= 0, ids // L, -1)
+            owners = tl.where(next_ids >= 0, next_ids // L, -1)
+            next_ids = _load_ids(ids_ptr, token + num_programs, num_tokens, k, K)
             elements = following
             following = _load_token(
                 x_ptr, token + num_programs, num_tokens, X_STRIDE, at, is_element
@@ -271,32 +288,37 @@ def _send_dispatch_kernel(
             for peer in tl.static_range(W):
                 # Entries of an excluded rank are as masked entries.
                 is_owner = (owners == peer) & (tl.load(excluded_ptr + peer) == 0)
-                is_needed = tl.max(is_owner.to(tl.int32))
+                is_needed = tl.max(is_owner.to(tl.int32)) > 0
                 # For the receiver of combine on this rank.
                 tl.store(is_sent_ptr + token * W + peer, is_needed.to(tl.uint8))
-                if is_needed > 0:
-                    base = tl.load(bases_ptr + peer)
+                base = tl.load(bases_ptr + peer)
+                scale_address = base + SCALES_AT + place * SCALE_BYTES
+                # By masks: in a branch for each peer, scales would change threads anew.
+                if KIND == _INT8:
+                    scale_ptr = scale_address.to(tl.pointer_type(tl.float32))
+                    tl.store(scale_ptr, scale, mask=is_needed)
+                elif KIND != _PLAIN:
+                    scales_ptr = scale_address.to(tl.pointer_type(scale.dtype))
+                    block = tl.arange(0, BLOCKS)
+                    is_block = (block * BLOCK < HIDDEN) & is_needed
+                    tl.store(tl.multiple_of(scales_ptr, 16) + block, scale, mask=is_block)
+                if is_needed:
                     data_ptr = (base + DATA_AT + place * DATA_BYTES).to(tl.pointer_type(row.dtype))
                     tl.store(tl.multiple_of(data_ptr, 16) + at, row, mask=is_element)
-                    scale_address = base + SCALES_AT + place * SCALE_BYTES
-                    if KIND == _INT8:
-                        tl.store(scale_address.to(tl.pointer_type(tl.float32)), scale)
-                    elif KIND != _PLAIN:
-                        scales_ptr = scale_address.to(tl.pointer_type(scale.dtype))
-                        block = tl.arange(0, BLOCKS)
-                        is_block = block * BLOCK < HIDDEN
-                        tl.store(tl.multiple_of(scales_ptr, 16) + block, scale, mask=is_block)
-                num_sent += tl.where(peer == rank, 0, is_needed)
+                num_sent += tl.where(peer == rank, 0, is_needed.to(tl.int32))
         tl.atomic_add(counters_ptr, tl.cast(num_sent, tl.int64), sem="relaxed")
-        publish_as_last(
-            state_ptr + _ROW_ARRIVALS,
-            num_programs,
-            bases_ptr,
-            ARRIVED_ROWS_AT + rank * 4,
-            epoch,
-            is_living,
-            W_LANES,
-        )
+        # Of programs without a row the first alone speaks, if there are no others.
+        num_arriving = tl.maximum(1, tl.minimum(num_programs, num_tokens))
+        if first < num_arriving:
+            publish_as_last(
+                state_ptr + _ROW_ARRIVALS,
+                num_arriving,
+                bases_ptr,
+                ARRIVED_ROWS_AT + rank * 4,
+                epoch,
+                is_living,
+                W_LANES,
+            )
 
 
 def send_dispatch(
@@ -327,54 +349,71 @@ def send_dispatch(
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
     """
     num_tokens, hidden_size = hidden_states.shape
-    peers, layout, offsets = exchange.peers, exchange.peers.layout, exchange.peers.layout.offsets
-    row_programs = min(peers.num_programs, _MOST_ROW_PROGRAMS)
+    row_stride = hidden_states.stride(0) if num_tokens > 1 else hidden_size
+    key = ("send rows", hidden_states.dtype, hidden_size, row_stride, kind, scale_block, profile)
+    peers, layout = exchange.peers, exchange.peers.layout
     # Headers are sent by the first W of these.
     metadata_programs = max(layout.world_size, min(peers.num_programs, _MOST_METADATA_PROGRAMS))
-    with on_device(hidden_states):
-        _send_dispatch_kernel[(metadata_programs + row_programs,)](
-            hidden_states,
-            topk_ids,
-            topk_weights,
-            peers.table,
-            exchange.bases,
-            exchange.state,
-            is_sent,
-            peers.counters,
-            peers.excluded,
-            peers.report,
-            peers.own_address,
-            exchange.buffer_address,
-            peers.rank,
-            num_tokens,
-            status,
-            peers.max_polls,
-            X_STRIDE=hidden_states.stride(0) if num_tokens > 1 else hidden_size,
-            **layout.expert_constants,
-            HIDDEN=hidden_size,
-            COLUMNS=next_power_of_two(hidden_size),
-            BLOCK=scale_block,
-            BLOCK_LANES=next_power_of_two(scale_block),
-            BLOCKS=next_power_of_two(-(-hidden_size // scale_block)),
-            KIND=kind,
-            PROFILE=profile,
-            HAS_E4M3=kind in (FP8, FP8_POWER_OF_TWO) and has_e4m3(hidden_states.device),
-            CHUNK=max(32, _COMPARISONS // layout.metadata_words),
-            COUNT_CHUNK=_COUNTED,
-            METADATA_PROGRAMS=metadata_programs,
-            THREADS=32 * _WARPS,
-            ARRIVED_METADATA_AT=offsets["arrived_metadata"],
-            ARRIVED_ROWS_AT=offsets["arrived_rows"],
-            COMBINED_LINES_AT=offsets["combined_lines"],
-            HEADER_LINES_AT=offsets["header_lines"],
-            COUNT_LINES_AT=offsets["count_lines"],
-            METADATA_AT=offsets["metadata"],
-            DATA_AT=offsets["data"],
-            SCALES_AT=offsets["scales"],
-            METADATA_BYTES=layout.metadata_bytes,
-            DATA_BYTES=layout.data_bytes,
-            SCALE_BYTES=layout.scale_bytes,
-            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
-            **EXACT,
-            **overlapping(hidden_states.device),
+    launch = exchange.launches.get(key)
+    if launch is None:
+        offsets, device = layout.offsets, hidden_states.device
+        launch = exchange.launches[key] = PreparedLaunch(
+            _send_dispatch_kernel,
+            (
+                CHANGES,
+                CHANGES,
+                CHANGES,
+                peers.table,
+                exchange.bases,
+                exchange.state,
+                CHANGES,
+                peers.counters,
+                peers.excluded,
+                peers.report,
+                peers.own_address,
+                exchange.buffer_address,
+                peers.rank,
+                CHANGES,
+                CHANGES,
+                peers.max_polls,
+            ),
+            dict(
+                X_STRIDE=row_stride,
+                **layout.expert_constants,
+                HIDDEN=hidden_size,
+                COLUMNS=next_power_of_two(hidden_size),
+                BLOCK=scale_block,
+                BLOCK_LANES=next_power_of_two(scale_block),
+                BLOCKS=next_power_of_two(-(-hidden_size // scale_block)),
+                KIND=kind,
+                PROFILE=profile,
+                HAS_E4M3=kind in (FP8, FP8_POWER_OF_TWO) and has_e4m3(device),
+                CHUNK=max(32, _COMPARISONS // layout.metadata_words),
+                COUNT_CHUNK=_COUNTED,
+                METADATA_PROGRAMS=metadata_programs,
+                THREADS=32 * _WARPS,
+                ARRIVED_METADATA_AT=offsets["arrived_metadata"],
+                ARRIVED_ROWS_AT=offsets["arrived_rows"],
+                COMBINED_LINES_AT=offsets["combined_lines"],
+                HEADER_LINES_AT=offsets["header_lines"],
+                COUNT_LINES_AT=offsets["count_lines"],
+                METADATA_AT=offsets["metadata"],
+                DATA_AT=offsets["data"],
+                SCALES_AT=offsets["scales"],
+                METADATA_BYTES=layout.metadata_bytes,
+                DATA_BYTES=layout.data_bytes,
+                SCALE_BYTES=layout.scale_bytes,
+                num_warps=_WARPS,
+                **EXACT,
+                **overlapping(device),
+            ),
         )
+    launch(
+        metadata_programs + min(peers.num_programs, _MOST_ROW_PROGRAMS),
+        hidden_states,
+        topk_ids,
+        topk_weights,
+        is_sent,
+        num_tokens,
+        status,
+    )

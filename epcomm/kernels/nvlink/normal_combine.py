@@ -307,6 +307,7 @@ def _combine_kernel(
                 items_ptr + tl.maximum(lowest, 0) // ITEM_ROWS,
                 items_ptr + tl.maximum(highest, 0) // ITEM_ROWS,
                 highest >= 0,
+                highest >= 0,
                 int32_at(own_address),
                 epoch,
                 tl.where(has_failed, 1, max_polls),

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH
-from epcomm.kernels.nvlink.common.exchange import VARYING, on_device
+from epcomm.kernels.nvlink.common.exchange import VARYING
 from epcomm.kernels.nvlink.common.signals import await_or_abort
 from epcomm.kernels.nvlink.common.status import WAIT_ROWS
 from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange
+from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 
 # Rows that a program copies at once, for enough loads under way.
 _ROWS = 4
@@ -107,29 +108,43 @@ def collect_rows(
     Collective: yes, after push_rows().   Allocates nothing.   Host sync: none.
     """
     peers, layout = exchange.peers, exchange.peers.layout
-    words = 1 if out is None else out.shape[1]
-    begin = peers.own_address + layout.buffer_offset(buffer_index)
-    with on_device(peers.table):
-        _collect_kernel[(1 if out is None else peers.num_programs,)](
-            out,
-            arrivals.rows_from,
-            arrivals.row_base,
-            peers.table,
-            peers.excluded,
-            exchange.state,
-            peers.report,
-            peers.own_address,
-            peers.rank,
-            begin + layout.offsets[region],
-            peers.num_programs,
-            peers.max_polls,
-            COPIES=out is not None,
-            ROW_BYTES=layout.data_bytes if region == "data" else layout.scale_bytes,
-            WORDS=words,
-            WORD_LANES=next_power_of_two(words),
-            OUT_STRIDE=1 if out is None else out.stride(0),
-            ROWS=_ROWS,
-            **layout.rank_constants,
-            ROWS_READY_AT=layout.offsets["rows_ready"],
-            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
+    words, stride = (1, 1) if out is None else (out.shape[1], out.stride(0))
+    key = ("collect", region, words, stride, None if out is None else out.dtype)
+    launch = exchange.launches.get(key)
+    if launch is None:
+        launch = exchange.launches[key] = PreparedLaunch(
+            _collect_kernel,
+            (
+                CHANGES,
+                CHANGES,
+                CHANGES,
+                peers.table,
+                peers.excluded,
+                exchange.state,
+                peers.report,
+                peers.own_address,
+                peers.rank,
+                CHANGES,
+                peers.num_programs,
+                peers.max_polls,
+            ),
+            dict(
+                COPIES=out is not None,
+                ROW_BYTES=layout.data_bytes if region == "data" else layout.scale_bytes,
+                WORDS=words,
+                WORD_LANES=next_power_of_two(words),
+                OUT_STRIDE=stride,
+                ROWS=_ROWS,
+                **layout.rank_constants,
+                ROWS_READY_AT=layout.offsets["rows_ready"],
+                num_warps=_WARPS,
+            ),
         )
+    region_at = layout.buffer_offset(buffer_index) + layout.offsets[region]
+    launch(
+        1 if out is None else peers.num_programs,
+        out,
+        arrivals.rows_from,
+        arrivals.row_base,
+        peers.own_address + region_at,
+    )

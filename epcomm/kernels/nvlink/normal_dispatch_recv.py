@@ -13,7 +13,7 @@ from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH
-from epcomm.kernels.nvlink.common.exchange import VARYING, on_device
+from epcomm.kernels.nvlink.common.exchange import VARYING
 from epcomm.kernels.nvlink.common.signals import await_or_abort, int32_at, taking_part
 from epcomm.kernels.nvlink.common.status import (
     FAULT_MASK,
@@ -24,6 +24,7 @@ from epcomm.kernels.nvlink.common.status import (
     note_faults,
 )
 from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange
+from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.records import SlotIndex
 
 # Entries of received metadata that a program reads at once.
@@ -235,43 +236,65 @@ def index_rows(
         none.
     """
     assert index.row_of_slot is not None, "rows are read by index"
-    peers, layout, offsets = exchange.peers, exchange.peers.layout, exchange.peers.layout.offsets
-    rows = min(max(1, _PAIRS // layout.metadata_words), next_power_of_two(layout.max_tokens))
-    with on_device(slot_weights):
-        _index_kernel[(peers.num_programs,)](
-            index.row_of_slot,
-            index.slots_of_row,
-            slot_weights,
-            index.num_tokens_per_expert,
-            index.first_slot,
-            arrivals.rows_from,
-            arrivals.row_base,
-            arrivals.has_failed,
-            exchange.plan.bases,
-            peers.table,
-            peers.excluded,
-            exchange.state,
-            peers.faults,
-            peers.report,
-            peers.own_address,
-            peers.rank,
-            buffer_index,
-            peers.num_programs,
-            peers.max_polls,
-            index.row_of_slot.shape[0],
-            HAS_BUDGET=has_budget,
-            # One variant for all batches of a buffer, so that prepare() compiles it.
-            HAS_PADDING=index.expert_alignment > 1 or not index.is_dense,
-            IS_COMPACT=is_compact,
-            ALIGNMENT=index.expert_alignment,
-            ROWS=rows,
-            **layout.expert_constants,
-            BUFFERS_AT=layout.buffers_at,
-            BUFFER_BYTES=layout.buffer_bytes,
-            ROWS_READY_AT=offsets["rows_ready"],
-            HEADER_AT=offsets["header"],
-            HEADER_BYTES=layout.header_bytes,
-            METADATA_AT=offsets["metadata"],
-            METADATA_BYTES=layout.metadata_bytes,
-            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
+    # One variant for all batches of a buffer, so that prepare() compiles it.
+    has_padding = index.expert_alignment > 1 or not index.is_dense
+    key = ("index", has_budget, has_padding, is_compact, index.expert_alignment)
+    launch = exchange.launches.get(key)
+    if launch is None:
+        peers, layout = exchange.peers, exchange.peers.layout
+        offsets = layout.offsets
+        rows = min(max(1, _PAIRS // layout.metadata_words), next_power_of_two(layout.max_tokens))
+        launch = exchange.launches[key] = PreparedLaunch(
+            _index_kernel,
+            (
+                CHANGES,
+                CHANGES,
+                CHANGES,
+                CHANGES,
+                CHANGES,
+                CHANGES,
+                CHANGES,
+                CHANGES,
+                exchange.plan.bases,
+                peers.table,
+                peers.excluded,
+                exchange.state,
+                peers.faults,
+                peers.report,
+                peers.own_address,
+                peers.rank,
+                CHANGES,
+                peers.num_programs,
+                peers.max_polls,
+                CHANGES,
+            ),
+            dict(
+                HAS_BUDGET=has_budget,
+                HAS_PADDING=has_padding,
+                IS_COMPACT=is_compact,
+                ALIGNMENT=index.expert_alignment,
+                ROWS=rows,
+                **layout.expert_constants,
+                BUFFERS_AT=layout.buffers_at,
+                BUFFER_BYTES=layout.buffer_bytes,
+                ROWS_READY_AT=offsets["rows_ready"],
+                HEADER_AT=offsets["header"],
+                HEADER_BYTES=layout.header_bytes,
+                METADATA_AT=offsets["metadata"],
+                METADATA_BYTES=layout.metadata_bytes,
+                num_warps=_WARPS,
+            ),
         )
+    launch(
+        exchange.peers.num_programs,
+        index.row_of_slot,
+        index.slots_of_row,
+        slot_weights,
+        index.num_tokens_per_expert,
+        index.first_slot,
+        arrivals.rows_from,
+        arrivals.row_base,
+        arrivals.has_failed,
+        buffer_index,
+        index.row_of_slot.shape[0],
+    )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH, DISPATCH_LEFT, end_epoch
-from epcomm.kernels.nvlink.common.exchange import VARYING, on_device
+from epcomm.kernels.nvlink.common.exchange import VARYING
 from epcomm.kernels.nvlink.common.signals import await_or_abort, int32_at, publish, taking_part
 from epcomm.kernels.nvlink.common.status import (
     FAULT_IDS,
@@ -32,6 +32,7 @@ from epcomm.kernels.nvlink.common.status import (
 )
 from epcomm.kernels.nvlink.normal_exchange import NormalExchange, Sends
 from epcomm.kernels.nvlink.normal_plan import plan_tokens
+from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 
 # Tokens that a program holds at once.
 _TOKENS, _WARPS = 2, 16
@@ -354,23 +355,57 @@ def push_rows(
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call, unless
     there are totals.
     """
-    peers, plan = exchange.peers, exchange.plan
-    layout, offsets = peers.layout, peers.layout.offsets
     num_tokens, num_words = data.shape
+    row_stride = data.stride(0) if num_tokens > 1 else num_words
+    scale_form = None if scales is None else (scales.dtype, scales.shape[1], scales.stride(0))
+    key = ("push", data.dtype, num_words, row_stride, scale_form, topk is None, totals is None)
+    launch = exchange.launches.get(key)
+    if launch is None:
+        launch = exchange.launches[key] = _prepared_push(
+            exchange, data, scales, row_stride=row_stride, is_planned=topk is not None
+        )
     ids, weights = (None, None) if topk is None else topk
-    with on_device(data):
-        _push_kernel[(peers.num_programs,)](
-            data,
-            scales,
-            ids,
-            weights,
-            sends.places,
-            sends.positions,
-            sends.owners,
+    launch(
+        exchange.peers.num_programs,
+        data,
+        scales,
+        ids,
+        weights,
+        sends.places,
+        sends.positions,
+        sends.owners,
+        totals,
+        buffer_index,
+        num_tokens,
+        wanted_tokens,
+        status,
+    )
+
+
+def _prepared_push(
+    exchange: NormalExchange,
+    data: Tensor,
+    scales: Tensor | None,
+    *,
+    row_stride: int,
+    is_planned: bool,
+) -> PreparedLaunch:
+    peers, plan = exchange.peers, exchange.plan
+    layout, offsets, num_words = peers.layout, peers.layout.offsets, data.shape[1]
+    return PreparedLaunch(
+        _push_kernel,
+        (
+            CHANGES,
+            CHANGES,
+            CHANGES,
+            CHANGES,
+            CHANGES,
+            CHANGES,
+            CHANGES,
             plan.scratch,
             plan.bits,
             plan.counted,
-            totals,
+            CHANGES,
             peers.table,
             peers.excluded,
             exchange.state,
@@ -378,13 +413,15 @@ def push_rows(
             peers.report,
             peers.own_address,
             peers.rank,
-            buffer_index,
-            num_tokens,
-            wanted_tokens,
-            status,
+            CHANGES,
+            CHANGES,
+            CHANGES,
+            CHANGES,
             peers.max_polls,
-            IS_PLANNED=topk is not None,
-            X_STRIDE=data.stride(0) if num_tokens > 1 else num_words,
+        ),
+        dict(
+            IS_PLANNED=is_planned,
+            X_STRIDE=row_stride,
             SCALES_STRIDE=1 if scales is None else scales.stride(0),
             WORDS=num_words,
             WORD_LANES=next_power_of_two(num_words),
@@ -392,7 +429,7 @@ def push_rows(
             SCALE_LANES=1 if scales is None else next_power_of_two(scales.shape[1]),
             TOKENS=_TOKENS,
             GROUPS=plan.num_groups,
-            P_LANES=1 if topk is None else next_power_of_two(peers.num_programs),
+            P_LANES=next_power_of_two(peers.num_programs) if is_planned else 1,
             **layout.expert_constants,
             E_LANES=layout.expert_lanes,
             BUFFERS_AT=layout.buffers_at,
@@ -408,5 +445,6 @@ def push_rows(
             DATA_BYTES=layout.data_bytes,
             SCALES_AT=offsets["scales"],
             SCALE_BYTES=layout.scale_bytes,
-            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
-        )
+            num_warps=_WARPS,
+        ),
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from epcomm.kernels.nvlink.common.epochs import STATE_WORDS
 from epcomm.kernels.nvlink.common.exchange import PeerBlocks
 from epcomm.kernels.nvlink.common.layout import MemoryLayout, NormalLayout
 from epcomm.kernels.nvlink.normal_plan import GROUP_TOKENS, GROUP_WORDS
+from epcomm.kernels.prepared import PreparedLaunch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,11 +56,13 @@ class NormalExchange:
     peers: with the counters [5]: headers, rows of dispatches and of cached dispatches, sums, sums
         with scalars.
     state: [STATE_WORDS], int32, see common/epochs.py.
+    launches: prepared, by kernel and by all that its constants depend on.
     """
 
     peers: PeerBlocks[NormalLayout]
     state: Tensor
     plan: PlanMemory
+    launches: dict[Hashable, PreparedLaunch] = field(default_factory=dict)
 
     @classmethod
     def of(cls, peers: PeerBlocks[NormalLayout]) -> NormalExchange:
@@ -73,11 +77,11 @@ class NormalExchange:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sends:
-    """The places to which the tokens of this rank go.
+    """The places to which the tokens of this rank go, [T, W] and [T, K] in one dimension or two.
 
-    places: [T, W], int32: token t is row places[t, d] of this rank on rank d, or -1.
-    positions: [T, K], int32: earlier entries of this rank with the same expert.
-    owners: [T, K], int32: the rank of the expert, or -1.
+    places: [T * W], int32: token t is row places[t * W + d] of this rank on rank d, or -1.
+    positions: [T * K], int32: earlier entries of this rank with the same expert.
+    owners: [T * K], int32: the rank of the expert, or -1.
     """
 
     places: Tensor

@@ -166,8 +166,9 @@ def plan_tokens(
 
     # All earlier programs, unless the wait is in vain.
     before = tl.arange(0, P_LANES)
+    is_earlier = before < program
     missing, _ = await_at(  # pyright: ignore[reportGeneralTypeIssues]
-        counted_ptr + before, None, before < program, None, epoch, max_polls, "gpu"
+        counted_ptr + before, None, is_earlier, is_earlier, None, epoch, max_polls, "gpu"
     )
     num_earlier = program - tl.sum(missing)
     counts = tl.zeros([E_LANES], tl.int32)

@@ -8,6 +8,8 @@ memory is the limit; one token is bound by the launch.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +24,7 @@ from epcomm.kernels.launch import (
     next_power_of_two,
     warps_for,
 )
+from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.platforms.cuda import compute_capability
 
 # Number of elements that a program of four warps holds, unless one block is larger.
@@ -158,25 +161,53 @@ def quantize_fp8_triton(
     if num_rows == 0:
         return
     is_power_of_two = scales.dtype == torch.float8_e8m0fnu
+    launch = _prepared(
+        hidden_states.dtype,
+        hidden_states.device,
+        hidden_size,
+        (hidden_states.stride(0), codes.stride(0), scales.stride(0)),
+        scale_block,
+        is_power_of_two,
+    )
+    tile_blocks, _ = tile_of(scale_block)
+    launch(
+        -(-num_blocks // tile_blocks),
+        hidden_states,
+        codes.view(torch.uint8),
+        scales.view(torch.uint8) if is_power_of_two else scales,
+        num_blocks,
+    )
+
+
+@lru_cache(maxsize=256)
+def _prepared(
+    dtype: torch.dtype,
+    device: torch.device,
+    hidden_size: int,
+    strides: tuple[int, int, int],
+    scale_block: int,
+    is_power_of_two: bool,
+) -> PreparedLaunch:
+    """Return the launch for rows of one form; strides: of hidden states, codes and scales."""
     tile_blocks, tile_columns = tile_of(scale_block)
-    with torch.cuda.device_of(hidden_states):
-        _quantize_fp8_kernel[(-(-num_blocks // tile_blocks),)](
-            hidden_states,
-            codes.view(torch.uint8),
-            scales.view(torch.uint8) if is_power_of_two else scales,
-            num_blocks,
+    x_stride, codes_stride, scales_stride = strides
+    return PreparedLaunch(
+        _quantize_fp8_kernel,
+        (CHANGES, CHANGES, CHANGES, CHANGES),
+        dict(
             HIDDEN=hidden_size,
             BLOCK=scale_block,
-            X_STRIDE=hidden_states.stride(0),
-            CODES_STRIDE=codes.stride(0),
-            SCALES_STRIDE=scales.stride(0),
+            X_STRIDE=x_stride,
+            CODES_STRIDE=codes_stride,
+            SCALES_STRIDE=scales_stride,
             IS_POWER_OF_TWO=is_power_of_two,
-            HAS_E4M3=has_e4m3(hidden_states.device),
+            HAS_E4M3=has_e4m3(device),
             TILE_BLOCKS=tile_blocks,
             TILE_COLUMNS=tile_columns,
-            num_warps=warps_for(tile_blocks * tile_columns),  # pyright: ignore[reportCallIssue]
+            num_warps=warps_for(tile_blocks * tile_columns),
             **EXACT,
-        )
+        ),
+    )
 
 
 def tile_of(scale_block: int) -> tuple[int, int]:

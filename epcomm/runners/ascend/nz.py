@@ -12,6 +12,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from epcomm.platforms.ascend.formats import alignment_reasons, nz_reasons, to_nz
+from epcomm.platforms.machine import Machine
 from epcomm.runners.ascend.runner import AscendRunner, matrices_of
 from epcomm.spec import Availability
 from epcomm.types import Int8Profile
@@ -39,8 +40,8 @@ class AscendNZRunner(AscendRunner):
         self._prepared: dict[str, Derived[Tensor]] = {n: Derived(self.name) for n in _NAMES}
 
     @classmethod
-    def supports(cls, weights: ExpertTensors) -> Availability:
-        verdict = super().supports(weights)
+    def supports(cls, weights: ExpertTensors, machine: Machine | None = None) -> Availability:
+        verdict = super().supports(weights, machine)
         if not isinstance(weights, cls.kinds):
             return verdict
         reasons = list(verdict.reasons)

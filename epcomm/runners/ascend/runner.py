@@ -13,6 +13,7 @@ from torch import Tensor
 from epcomm.errors import ShapeError
 from epcomm.ops.slots import gather_rows
 from epcomm.platforms.ascend.operators import has_kernel
+from epcomm.platforms.machine import Machine
 from epcomm.quantization import quantize
 from epcomm.records import (
     RowsDispatchOutput,
@@ -52,15 +53,17 @@ class AscendRunner(ExpertRunner):
     int8_profiles: ClassVar[frozenset[Int8Profile]] = frozenset({Int8Profile.RINT127})
 
     @classmethod
-    def probe(cls) -> Availability:
-        if has_kernel("npu_grouped_matmul", "npu"):
-            return Availability(ok=True)
-        return Availability(ok=False, reasons=("torch_npu is not imported, or has no devices",))
+    def probe(cls, machine: Machine) -> Availability:
+        is_here = has_kernel("npu_grouped_matmul", "npu")
+        return Availability.judge(
+            absent=[] if is_here else ["torch_npu is not imported, or has no devices"],
+            needs="Ascend NPUs with their toolkit, and torch_npu imported",
+        )
 
     @classmethod
-    def supports(cls, weights: ExpertTensors) -> Availability:
+    def supports(cls, weights: ExpertTensors, machine: Machine | None = None) -> Availability:
         if not isinstance(weights, cls.kinds):
-            return super().supports(weights)
+            return super().supports(weights, machine)
         reasons = []
         has_bias = isinstance(weights, ExpertWeights) and (
             weights.gate_up_bias is not None or weights.down_bias is not None

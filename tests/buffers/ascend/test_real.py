@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from epcomm import EPGroup, WireDtype
+from epcomm.platforms.machine import this_machine
 from epcomm.registry import buffer_class
 from epcomm.testing import buffer_suite, layer_suite
 from tests.buffers.ascend.test_ascend import CASES, HIDDEN, LAYER_SCENARIOS, SCENARIOS, WIRES
@@ -35,7 +36,7 @@ def why_not() -> str:
         return "there is no NPU"
     # For ascend_nz; it holds for the process.
     npu.config.allow_internal_format = True
-    return "; ".join(buffer_class("AscendNormalBuffer").probe({}).reasons)
+    return "; ".join(buffer_class("AscendNormalBuffer").probe(this_machine()).reasons)
 
 
 REASON = why_not()

@@ -21,6 +21,7 @@ from epcomm import (
     WireDtype,
     plan,
 )
+from epcomm.platforms.machine import this_machine
 from epcomm.quantization import dequantize
 from epcomm.registry import buffer_class, runner_class
 from epcomm.spec import Availability
@@ -93,21 +94,21 @@ def test_operators_for_cpu_tensors_count_beside_the_stand_in_of_ascend_alone() -
     missing = "npu_moe_init_routing_v2, npu_moe_finalize_routing not on npu; import torch_npu"
     for kind in (None, "v1", "v2"):
         if kind is None:
-            verdict = adapter.probe({})
+            verdict = adapter.probe(this_machine())
         else:
             with install(kind):
-                verdict = adapter.probe({})
+                verdict = adapter.probe(this_machine())
         assert not verdict.ok
         assert missing in verdict.reasons[0]
     with install("ascend"):
-        assert adapter.probe({}).ok
+        assert adapter.probe(this_machine()).ok
 
 
 @pytest.mark.ranks(1, 2)
 def test_a_group_of_processors_is_not_served_by_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Imitate a process that has imported torch_npu and made its group over gloo."""
     monkeypatch.setattr(
-        buffer_class(NAME), "probe", classmethod(lambda cls, environment: Availability(ok=True))
+        buffer_class(NAME), "probe", classmethod(lambda cls, machine: Availability(ok=True))
     )
     with EPGroup() as group:
         with pytest.raises(

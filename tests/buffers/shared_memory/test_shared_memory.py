@@ -29,6 +29,7 @@ from epcomm.buffers.shared_memory.memory import HostMemory
 from epcomm.collectives.torch_dist import TorchDistCollectives
 from epcomm.config import Mode
 from epcomm.planning import candidates
+from epcomm.platforms import machine
 from epcomm.testing.buffer_suite import (
     BATCH_SPECS,
     BufferEnv,
@@ -244,12 +245,12 @@ def test_auto_asks_for_room_and_falls_back_with_a_reason(monkeypatch: pytest.Mon
         assert regions["received rows"] == 3 * NUM_RANKS * 1024 * 80
         assert regions["returned rows"] == 2 * NUM_RANKS * 1024 * 80
         needed = NUM_RANKS * (regions["received rows"] + regions["returned rows"])
-        monkeypatch.setattr(shared_memory, "memory_left", lambda: needed)
+        monkeypatch.setattr(machine, "memory_left", lambda: needed)
         chosen = plan(config, SPEC, group).prefill
         assert chosen.backend == "collective"
         said = chosen.explain()
         assert f" B of memory that 2 ranks share, and {needed} B are left" in said
-        monkeypatch.setattr(shared_memory, "memory_left", lambda: needed + 2**16)
+        monkeypatch.setattr(machine, "memory_left", lambda: needed + 2**16)
         assert plan(config, SPEC, group).prefill.backend == "shared_memory"
 
 

@@ -22,16 +22,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
-from epcomm.kernels.nvlink import (
-    ll_combine,
-    ll_combine_lines,
-    ll_dispatch_pack,
-    ll_dispatch_recv,
-    ll_dispatch_send,
-    ll_dispatch_send_lines,
-)
+from epcomm.kernels.nvlink import ll_combine, ll_dispatch_pack, ll_dispatch_recv, ll_dispatch_send
 from epcomm.kernels.nvlink.common import barrier
 from epcomm.kernels.nvlink.common.exchange import LayoutT, LowLatencyExchange, PeerBlocks
+from epcomm.kernels.nvlink.lines import combine_recv, dispatch_send
 from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat
@@ -148,7 +142,7 @@ def sent_dispatch(
     wire: WireFormat, hidden_size: int = 7168, world_size: int = 8, *, in_lines: bool = False
 ) -> dict[str, str]:
     if in_lines:
-        module, name = ll_dispatch_send_lines, "send_dispatch_lines"
+        module, name = dispatch_send, "send_dispatch_lines"
     else:
         module, name = ll_dispatch_send, "send_dispatch"
     recorder = recorded(module, f"_{name}_kernel")
@@ -242,8 +236,8 @@ def received_combine(hidden_size: int = 7168, world_size: int = 8) -> dict[str, 
 
 
 def received_combine_lines(hidden_size: int = 7168, world_size: int = 8) -> dict[str, str]:
-    recorder = recorded(ll_combine_lines, "_receive_combine_lines_kernel")
-    ll_combine_lines.receive_combine_lines(
+    recorder = recorded(combine_recv, "_receive_combine_lines_kernel")
+    combine_recv.receive_combine_lines(
         exchange_of(PLAIN, hidden_size, world_size),
         torch.zeros(2, hidden_size, dtype=torch.bfloat16),
         torch.zeros(128, world_size, dtype=torch.uint8),

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 # Of each variant: "ptx", "ptxas" (what it says of registers and spills) and "sass".
@@ -15,7 +16,8 @@ Compiled = Mapping[str, Mapping[str, str]]
 
 ADD_TO_PEERS = "REDG.E.ADD.STRONG.SYS"
 EXCHANGE = "ATOMG.E.EXCH.STRONG.SYS"
-ACQUIRE = "ATOMG.E.ADD.STRONG.SYS"
+# A load that acquires is one of these before this.
+ACQUIRED, DROP_L1 = "LDG.E.STRONG", "CCTL.IVALL"
 BARRIER = "BAR.SYNC.DEFER_BLOCKING"
 
 _REPOSITORY = Path(__file__).parents[3]
@@ -59,11 +61,17 @@ def check_release(found: Sequence[str], word: int, *, scope: str = "SYS") -> Non
     assert all(name.startswith("LDG.") for name in since_barrier[:-1])
 
 
-def check_acquire(found: Sequence[str], word: int) -> None:
-    """The L1 cache is dropped, and all threads wait before any loads."""
-    assert found[word + 1] == "CCTL.IVALL"
-    after = found[word + 2 :]
-    loads = [place for place, name in enumerate(after) if name.startswith("LDG")]
+def acquires_of(found: Sequence[str], *, scope: str = "SYS") -> list[int]:
+    """The loads that acquire, each where the L1 cache is dropped behind it."""
+    wanted = (f"{ACQUIRED}.{scope}", DROP_L1)
+    return [place for place, pair in enumerate(pairwise(found)) if pair == wanted]
+
+
+def check_acquire(found: Sequence[str], place: int) -> None:
+    """The L1 cache is dropped, and all threads wait before any loads but of signals."""
+    assert found[place + 1] == DROP_L1
+    after = found[place + 2 :]
+    loads = [n for n, name in enumerate(after) if name.startswith("LDG") and "STRONG" not in name]
     assert after.index(BARRIER) < min(loads, default=len(after))
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
-from epcomm.buffers.nvlink.low_latency_state import ReceiveBuffer
+from epcomm.buffers.nvlink.low_latency_state import LowLatencyKernels, ReceiveBuffer
 from epcomm.buffers.nvlink.sizes import low_latency_layout
 from epcomm.kernels.nvlink import ll_combine, ll_dispatch_pack, ll_dispatch_recv, ll_dispatch_send
 from epcomm.kernels.nvlink.common.exchange import SOURCES_AT, LowLatencyExchange, PeerBlocks
@@ -217,7 +217,8 @@ def test_rows_are_copied_to_their_slots(device: torch.device) -> None:
 def test_slots_of_a_row_go_home_as_one_sum(device: torch.device) -> None:
     ranks = make_ranks(2, device, top_k=3)
     sender = ranks[0]
-    # As if both sources had sent two tokens in bulk, of which one had slots here.
+    # As if both sources had sent two tokens in bulk, of which one had slots here; their headers are
+    # those of the next batch already.
     sender.exchange.state[SOURCES_AT:] = torch.tensor([4, 4], device=device)
     sender.exchange.state[1] = 1
     slots_of_row = torch.full((4, 3), -1, dtype=torch.int32, device=device)
@@ -281,6 +282,7 @@ def test_sums_are_given_memory_before_they_are_sent(
         rank = make_ranks(2, device, line_tokens=0)[0]
         buffer = object.__new__(NVLinkLowLatencyBuffer)
         buffer._sum_dtype, buffer._device = torch.bfloat16, device
+        buffer._kernels = LowLatencyKernels.load()
         buffer._spec = spec_of(2, MAX_TOKENS)
         rows = torch.zeros(4, HIDDEN, dtype=torch.bfloat16, device=device)
         integers = torch.zeros(8, dtype=torch.int32, device=device)

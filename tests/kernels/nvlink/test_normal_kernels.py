@@ -78,7 +78,7 @@ def test_gradients_may_differ_where_the_host_reads_headers(
         )
         words.view(torch.float32)[row // 4 + 2 * layout.metadata_words] = 1
     memory = ExchangePlanMemory(spec=SPEC, world_size=WORLD_SIZE, device=device)
-    index, arrivals = memory.index(4, 2, None, is_dense=True), memory.arrivals()
+    index, arrivals = memory.received(4, 2, None, is_dense=True)
     slot_weights = torch.zeros(2, device=device)
     index_rows(
         exchange,

@@ -23,6 +23,7 @@ from epcomm.platforms.ascend.limits import (
     normal_window_bytes,
     window_reasons,
 )
+from epcomm.platforms.machine import this_machine
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.spec import BufferSpec
 from fakes.ascend.limits import soc
@@ -243,9 +244,9 @@ def test_the_switch_for_int8_may_not_contradict_the_rows(
 
 def test_a_device_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with install("ascend") as module, soc("A3"):
-        assert AscendBuffer.probe({}).ok
+        assert AscendBuffer.probe(this_machine()).ok
         monkeypatch.setattr(module, "cpu_device_name", lambda: "Ascend310P3")
-        (reason,) = AscendBuffer.probe({}).reasons
+        (reason,) = AscendBuffer.probe(this_machine()).reasons
     assert reason == (
         "the device is Ascend310P3, expected one of Ascend910B, Ascend910_93, Ascend950"
     )

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout, MemoryLayout
+from epcomm.platforms.cuda import on_device as current_device
+
+if TYPE_CHECKING:
+    # It imports Triton, and this file serves plans too.
+    from epcomm.kernels.prepared import PreparedLaunch
 
 LayoutT = TypeVar("LayoutT", bound=MemoryLayout)
 
@@ -74,12 +80,14 @@ class LowLatencyExchange:
     state: [8 + W], int32: epoch of dispatch (1 at first) and of combine (0), whether the call
         failed, from METADATA_ARRIVALS on programs that have sent metadata, rows and sums, and from
         SOURCES_AT on the first word of each rank's header, with T = 0 if the call failed.
+    launches: prepared for this receive buffer, by kernel and by all that its constants depend on.
     """
 
     peers: PeerBlocks[LowLatencyLayout]
     buffer_address: int
     bases: Tensor
     state: Tensor
+    launches: dict[Hashable, PreparedLaunch] = field(default_factory=dict)
 
     @classmethod
     def of(cls, peers: PeerBlocks[LowLatencyLayout], buffer_index: int) -> LowLatencyExchange:
@@ -102,4 +110,4 @@ def first_state(world_size: int, device: torch.device) -> Tensor:
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Launch where a tensor is; nothing on a CPU."""
-    return torch.cuda.device_of(tensor)
+    return current_device(tensor.device)

@@ -38,6 +38,12 @@ POLL_NS = 1_000_000
 
 _IS_TIMED, _POLL_NS = tl.constexpr(not IS_INTERPRETED), tl.constexpr(POLL_NS)
 _LOOKS_PER_TICK = tl.constexpr(LOOKS_PER_TICK)
+_ACQUIRE = (
+    "{{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; "
+    "@p ld.acquire.{scope}.global.b32 $0, [$1]; }}"
+)
+_ACQUIRE_SYS = tl.constexpr(_ACQUIRE.format(scope="sys"))
+_ACQUIRE_GPU = tl.constexpr(_ACQUIRE.format(scope="gpu"))
 
 
 @triton.jit
@@ -71,14 +77,14 @@ def publish(
     bases_ptr: [W] addresses of the ranks.   offset: of the signal, in bytes, the same on all ranks.
     excluded_ptr: as of taking_part().
     """
-    lane = tl.arange(0, LANES)
     is_rank = taking_part(excluded_ptr, W, LANES)
+    bases = tl.load(bases_ptr + tl.arange(0, LANES), mask=is_rank, other=0)
     # The release is made by a few threads: it covers the stores of the others only after this.
     tl.debug_barrier()
-    bases = tl.load(bases_ptr + lane, mask=is_rank, other=0)
     signals = (bases + offset).to(tl.pointer_type(tl.int32))
+    amounts = is_rank.to(tl.int32) * amount
     # Read by await_signals() on every rank. One vector, hence one fence for all ranks.
-    tl.atomic_add(signals, tl.zeros_like(lane) + amount, mask=is_rank, sem="release", scope="sys")
+    tl.atomic_add(signals, amounts, mask=is_rank, sem="release", scope="sys")
 
 
 @triton.jit
@@ -100,18 +106,20 @@ def publish_as_last(
     arrivals_ptr: of this rank, 0 before the first arrival and after the last.
     is_told: [LANES]: the ranks whose signal, at bases_ptr and `offset`, is set.
     """
-    # The arrival is made by one thread: it covers the stores of the others only after this.
-    tl.debug_barrier()
-    num_before = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
+    # Loaded while the arrival is under way.
+    bases = tl.load(bases_ptr + tl.arange(0, LANES), mask=is_told, other=0)
+    num_before = 0
+    if num_arriving > 1:
+        # The arrival is made by one thread: it covers the stores of the others only after this.
+        tl.debug_barrier()
+        num_before = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
     if num_before == num_arriving - 1:
         tl.store(arrivals_ptr, 0)
         # The release is made by a few threads: it covers what the last one acquired after this.
         tl.debug_barrier()
-        lane = tl.arange(0, LANES)
-        signals = tl.load(bases_ptr + lane, mask=is_told, other=0) + offset
-        words = signals.to(tl.pointer_type(tl.int32))
+        words = (bases + offset).to(tl.pointer_type(tl.int32))
+        numbers = is_told.to(tl.int32) * number
         # Read by await_signals() on every rank. One vector, hence one fence for all ranks.
-        numbers = tl.zeros_like(lane) + number
         tl.atomic_xchg(words, numbers, mask=is_told, sem="release", scope="sys")
 
 
@@ -142,10 +150,44 @@ def polls_spent(
 
 
 @triton.jit
+def _look(signals_ptr: tl.tensor, is_read: tl.tensor, SCOPE: tl.constexpr) -> tl.tensor:
+    """Load signals, acquiring what their sources released; 0 where is_read is not set."""
+    if _IS_TIMED:
+        # An atomic operation that adds nothing would take as long again.
+        return tl.inline_asm_elementwise(  # pyright: ignore[reportReturnType]
+            _ACQUIRE_SYS if SCOPE == "sys" else _ACQUIRE_GPU,  # pyright: ignore[reportArgumentType]
+            "=&r,l,r",
+            [signals_ptr, is_read.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:  # noqa: RET505 - what is not compiled must be the other branch
+        return tl.load(signals_ptr, mask=is_read, other=0, volatile=True)
+
+
+@triton.jit
+def _behind(
+    first_ptr: tl.tensor,
+    last_ptr: tl.tensor | None,
+    is_needed: tl.tensor,
+    is_read: tl.tensor,
+    wanted: tl.tensor,
+    SCOPE: tl.constexpr,
+) -> tl.tensor:
+    """Look once; return 1 for each needed source whose signals are less than `wanted`, int32."""
+    ahead = _look(first_ptr, is_read, SCOPE) - wanted
+    if last_ptr is not None:
+        ahead = tl.minimum(ahead, _look(last_ptr, is_read, SCOPE) - wanted)
+    return (is_needed & (ahead < 0)).to(tl.int32)
+
+
+@triton.jit
 def await_at(
     first_ptr: tl.tensor,
     last_ptr: tl.tensor | None,
     is_needed: tl.tensor,
+    is_read: tl.tensor,
     abort_ptr: tl.tensor | None,
     wanted: tl.tensor,
     max_polls: tl.tensor,
@@ -154,39 +196,29 @@ def await_at(
     """Wait until signals are at least `wanted`; what their sources stored before is visible then.
 
     first_ptr, last_ptr: [n], one or two signals of each source, of this rank.
-    is_needed: [n]: sources that are waited for.   SCOPE: sys, or gpu where all are of this one.
+    is_needed: [n]: sources that are waited for.   is_read: [n]: signals that may be loaded.
     abort_ptr: not 0 once any rank has timed out; None: none does.
     Returns: [n], int32, 1 for each source that is still missing, and the abort flag or 0.
     """
     num_missing = 1
     polls_left = max_polls
     num_looks = max_polls * 0
+    aborted = max_polls * 0
     end_ns = num_looks.to(tl.int64)
     # Only scalars go around: a tensor would have to keep its layout.
     while (num_missing > 0) & (polls_left > 0):
-        ahead = tl.load(first_ptr, mask=is_needed, other=0, volatile=True) - wanted
-        if last_ptr is not None:
-            last = tl.load(last_ptr, mask=is_needed, other=0, volatile=True) - wanted
-            ahead = tl.minimum(ahead, last)
-        num_missing = tl.sum((is_needed & (ahead < 0)).to(tl.int32))
+        num_missing = tl.sum(_behind(first_ptr, last_ptr, is_needed, is_read, wanted, SCOPE))
         num_looks += 1
         spent, end_ns = polls_spent(num_looks, end_ns)  # pyright: ignore[reportGeneralTypeIssues]
         polls_left -= spent
         if abort_ptr is not None:
-            polls_left = tl.where(tl.load(abort_ptr, volatile=True) != 0, 0, polls_left)
-    # Volatile loads leave stale lines in the L1 cache. This acquires what publish() released, and
-    # would be deleted if its value were not used.
-    nothing = is_needed.to(tl.int32) * 0
-    ahead = tl.atomic_add(first_ptr, nothing, mask=is_needed, sem="acquire", scope=SCOPE) - wanted
-    if last_ptr is not None:
-        last = tl.atomic_add(last_ptr, nothing, mask=is_needed, sem="acquire", scope=SCOPE)
-        ahead = tl.minimum(ahead, last - wanted)
-    missing = (is_needed & (ahead < 0)).to(tl.int32)
+            aborted = tl.load(abort_ptr, volatile=True)
+            polls_left = tl.where(aborted != 0, 0, polls_left)
+    missing = is_needed.to(tl.int32) * 0
+    if num_missing > 0:
+        missing = _behind(first_ptr, last_ptr, is_needed, is_read, wanted, SCOPE)
     # The other threads may load only after those that acquired.
     tl.debug_barrier()
-    aborted = 0
-    if abort_ptr is not None:
-        aborted = tl.load(abort_ptr, volatile=True)
     return missing, aborted
 
 
@@ -204,9 +236,18 @@ def await_signals(
 
     With signals 4 and 2 and a `wanted` of 3: missing is 0 1 until the second signal is 3.
     """
-    is_rank = taking_part(excluded_ptr, W, LANES)
-    first_ptr = signals_ptr + tl.arange(0, LANES)
-    return await_at(first_ptr, None, is_rank, abort_ptr, wanted, max_polls, "sys")
+    lane = tl.arange(0, LANES)
+    # Looked at before it is known which ranks take part.
+    return await_at(
+        signals_ptr + lane,
+        None,
+        taking_part(excluded_ptr, W, LANES),
+        lane < W,
+        abort_ptr,
+        wanted,
+        max_polls,
+        "sys",
+    )
 
 
 @triton.jit

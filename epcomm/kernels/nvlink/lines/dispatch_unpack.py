@@ -1,6 +1,6 @@
 """Put rows that arrive in lines where rows lie, so that nothing behind dispatch need know of lines.
 
-A part of the receiver of low-latency dispatch over NVLink. Memory order: lines.py.
+A part of the receiver of low-latency dispatch over NVLink. Memory order: common/lines.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Low-latency combine over NVLink, its receiver of few tokens: sums travel in lines, see lines.py.
+"""Low-latency combine over NVLink, its receiver of few tokens: sums travel in lines.
 
 The sender is that of ll_combine.py, which learned from each source's header how its tokens came.
-Memory order: lines.py.
+Memory order: common/lines.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.nvlink.common.dependent_launch import await_previous, overlapping
-from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange, on_device
+from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange
 from epcomm.kernels.nvlink.common.layout import LINE_BYTES
 from epcomm.kernels.nvlink.common.lines import (
     abort_if_late,
@@ -26,6 +26,7 @@ from epcomm.kernels.nvlink.common.lines import (
 )
 from epcomm.kernels.nvlink.common.signals import int32_at, taking_part
 from epcomm.kernels.nvlink.common.status import WAIT_COMBINE, note_faults
+from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.rounding import cast
 
 # Words of a sum that a program adds up: 16 bytes of lines of each rank a thread.
@@ -146,37 +147,46 @@ def receive_combine_lines(
 
     Collective: yes, after send_combine().   Allocates nothing.   Host sync: none.
     """
-    peers, layout, offsets = exchange.peers, exchange.peers.layout, exchange.peers.layout.offsets
     num_tokens, hidden_size = out.shape
+    layout = exchange.peers.layout
     words = min(_WORDS, next_power_of_two(layout.return_words))
     parts = -(-layout.return_words // words)
-    with on_device(out):
-        # Programs without a token still hear of faults.
-        _receive_combine_lines_kernel[(max(1, sent_tokens) * parts,)](
-            out,
-            peers.table,
-            exchange.state,
-            is_sent,
-            peers.faults,
-            peers.excluded,
-            peers.report,
-            peers.own_address,
-            exchange.buffer_address,
-            peers.rank,
-            num_tokens,
-            sent_tokens,
-            peers.max_polls,
-            **layout.rank_constants,
-            LINE_TOKENS=layout.line_tokens,
-            HIDDEN=hidden_size,
-            PARTS=parts,
-            WORDS=words,
-            THREADS=32 * _WARPS,
-            COMBINED_LINES_AT=offsets["combined_lines"],
-            SUM_LINES_AT=offsets["sum_lines"],
-            SUM_LINES=layout.sum_lines,
-            RETURN_WORDS=layout.return_words,
-            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
-            **EXACT,
-            **overlapping(out.device),
+    key = ("receive sums in lines", out.dtype, hidden_size)
+    launch = exchange.launches.get(key)
+    if launch is None:
+        peers, offsets = exchange.peers, layout.offsets
+        launch = exchange.launches[key] = PreparedLaunch(
+            _receive_combine_lines_kernel,
+            (
+                CHANGES,
+                peers.table,
+                exchange.state,
+                CHANGES,
+                peers.faults,
+                peers.excluded,
+                peers.report,
+                peers.own_address,
+                exchange.buffer_address,
+                peers.rank,
+                CHANGES,
+                CHANGES,
+                peers.max_polls,
+            ),
+            dict(
+                **layout.rank_constants,
+                LINE_TOKENS=layout.line_tokens,
+                HIDDEN=hidden_size,
+                PARTS=parts,
+                WORDS=words,
+                THREADS=32 * _WARPS,
+                COMBINED_LINES_AT=offsets["combined_lines"],
+                SUM_LINES_AT=offsets["sum_lines"],
+                SUM_LINES=layout.sum_lines,
+                RETURN_WORDS=layout.return_words,
+                num_warps=_WARPS,
+                **EXACT,
+                **overlapping(out.device),
+            ),
         )
+    # Programs without a token still hear of faults.
+    launch(max(1, sent_tokens) * parts, out, is_sent, num_tokens, sent_tokens)

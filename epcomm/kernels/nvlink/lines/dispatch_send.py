@@ -1,9 +1,9 @@
-"""Low-latency dispatch over NVLink, its sender of few tokens: rows travel in lines, see lines.py.
+"""Low-latency dispatch over NVLink, its sender of few tokens: rows travel in lines.
 
 Receivers poll the lines themselves, so nothing is released: the first line may be read while the
 last one is made. A row is shared by many programs, for one alone would take longer than the wire.
 
-Memory order: lines.py.
+Memory order: common/lines.py.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
     let_next_start,
     overlapping,
 )
-from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange, on_device
+from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange
 from epcomm.kernels.nvlink.common.layout import LINE_BYTES
 from epcomm.kernels.nvlink.common.lines import await_credit, int64_at, line_of, words_of
 from epcomm.kernels.nvlink.common.signals import taking_part
 from epcomm.kernels.nvlink.ll_dispatch_header import count_positions, send_header
 from epcomm.kernels.nvlink.ll_dispatch_send import FP8, FP8_POWER_OF_TWO, INT8, PLAIN
+from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.quantize.fp8 import has_e4m3, quantize_blocks
 from epcomm.kernels.quantize.int8 import largest_bits, quantize_part
 from epcomm.protocol import FAULT_MASK
@@ -278,60 +279,78 @@ def send_dispatch_lines(
 
     Arguments and contract: those of send_dispatch().
     """
-    peers, layout, offsets = exchange.peers, exchange.peers.layout, exchange.peers.layout.offsets
     hidden_size = hidden_states.shape[1]
     num_tokens = 0 if status & FAULT_MASK else hidden_states.shape[0]
+    row_stride = hidden_states.stride(0) if num_tokens > 1 else hidden_size
+    is_blocked = kind in (FP8, FP8_POWER_OF_TWO)
     # Words of a row have up to four elements.
     part = max(4, min(_PART, next_power_of_two(hidden_size)))
     num_blocks = -(-hidden_size // scale_block)
     blocks = max(
         _LEAST_BLOCKS, min(_PART // next_power_of_two(scale_block), next_power_of_two(num_blocks))
     )
-    is_blocked = kind in (FP8, FP8_POWER_OF_TWO)
     parts = -(-num_blocks // blocks) if is_blocked else -(-hidden_size // part)
-    with on_device(hidden_states):
-        _send_dispatch_lines_kernel[(layout.world_size + num_tokens * (1 + parts),)](
-            hidden_states,
-            topk_ids,
-            topk_weights,
-            peers.table,
-            exchange.bases,
-            exchange.state,
-            is_sent,
-            peers.counters,
-            peers.excluded,
-            peers.report,
-            peers.own_address,
-            exchange.buffer_address,
-            peers.rank,
-            num_tokens,
-            status,
-            peers.max_polls,
-            X_STRIDE=hidden_states.stride(0) if num_tokens > 1 else hidden_size,
-            **layout.expert_constants,
-            LINE_TOKENS=layout.line_tokens,
-            HIDDEN=hidden_size,
-            COLUMNS=next_power_of_two(hidden_size),
-            PARTS=parts,
-            PART=part,
-            BLOCK=scale_block,
-            BLOCK_LANES=next_power_of_two(scale_block),
-            BLOCKS=blocks,
-            KIND=kind,
-            PROFILE=profile,
-            HAS_E4M3=is_blocked and has_e4m3(hidden_states.device),
-            CHUNK=max(32, next_power_of_two(layout.line_tokens * layout.top_k)),
-            THREADS=32 * _WARPS,
-            COMBINED_LINES_AT=offsets["combined_lines"],
-            HEADER_LINES_AT=offsets["header_lines"],
-            COUNT_LINES_AT=offsets["count_lines"],
-            ROW_LINES_AT=offsets["row_lines"],
-            ROW_LINES=layout.row_lines,
-            DATA_LINES_AT=layout.data_lines_at,
-            SCALE_LINES_AT=layout.scale_lines_at,
-            DATA_WORDS=layout.data_words,
-            SCALE_WORDS=layout.scale_words,
-            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
-            **EXACT,
-            **overlapping(hidden_states.device),
+    key = ("send lines", hidden_states.dtype, hidden_size, row_stride, kind, scale_block, profile)
+    peers, layout = exchange.peers, exchange.peers.layout
+    launch = exchange.launches.get(key)
+    if launch is None:
+        offsets, device = layout.offsets, hidden_states.device
+        launch = exchange.launches[key] = PreparedLaunch(
+            _send_dispatch_lines_kernel,
+            (
+                CHANGES,
+                CHANGES,
+                CHANGES,
+                peers.table,
+                exchange.bases,
+                exchange.state,
+                CHANGES,
+                peers.counters,
+                peers.excluded,
+                peers.report,
+                peers.own_address,
+                exchange.buffer_address,
+                peers.rank,
+                CHANGES,
+                CHANGES,
+                peers.max_polls,
+            ),
+            dict(
+                X_STRIDE=row_stride,
+                **layout.expert_constants,
+                LINE_TOKENS=layout.line_tokens,
+                HIDDEN=hidden_size,
+                COLUMNS=next_power_of_two(hidden_size),
+                PARTS=parts,
+                PART=part,
+                BLOCK=scale_block,
+                BLOCK_LANES=next_power_of_two(scale_block),
+                BLOCKS=blocks,
+                KIND=kind,
+                PROFILE=profile,
+                HAS_E4M3=is_blocked and has_e4m3(device),
+                CHUNK=max(32, next_power_of_two(layout.line_tokens * layout.top_k)),
+                THREADS=32 * _WARPS,
+                COMBINED_LINES_AT=offsets["combined_lines"],
+                HEADER_LINES_AT=offsets["header_lines"],
+                COUNT_LINES_AT=offsets["count_lines"],
+                ROW_LINES_AT=offsets["row_lines"],
+                ROW_LINES=layout.row_lines,
+                DATA_LINES_AT=layout.data_lines_at,
+                SCALE_LINES_AT=layout.scale_lines_at,
+                DATA_WORDS=layout.data_words,
+                SCALE_WORDS=layout.scale_words,
+                num_warps=_WARPS,
+                **EXACT,
+                **overlapping(device),
+            ),
         )
+    launch(
+        layout.world_size + num_tokens * (1 + parts),
+        hidden_states,
+        topk_ids,
+        topk_weights,
+        is_sent,
+        num_tokens,
+        status,
+    )

@@ -1,0 +1,366 @@
+"""Measure the kernels on rows of one GPU against a copy of as many bytes.
+
+    python -m benchmarks.bench_rows --output rows.json
+
+The rows are those that one of `--ranks` ranks receives when every rank sends `--tokens` tokens with
+random experts. Each kernel is compared with plain torch first, and one that differs gets no number.
+The bytes of a case are those that must be read and written once; `times a copy` is its time over
+that of a copy that reads and writes as many. A pack reads each slot's row, so its bytes are those
+of a copy of the slots.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.bench_quantize import FLUSH_BYTES, time_calls
+from epcomm.bench.machine import describe_hardware, describe_versions
+from epcomm.bench.timing import Percentiles
+from epcomm.buffers.row_layout import RowLayout
+from epcomm.ops.pack import pack
+from epcomm.ops.select import row_ops_of
+from epcomm.ops.slots import index_slots, localize
+from epcomm.quantization import FP8_FLOAT32_SCALES
+from epcomm.records import SlotIndex
+from epcomm.types import WireDtype, WireFormat
+
+
+class CheckError(Exception):
+    """A kernel gave another result than plain torch; it may not be measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of a run: T of each rank, H, K, the experts of all ranks, and W."""
+
+    tokens: int
+    hidden: int
+    top_k: int
+    experts: int
+    ranks: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Arrived:
+    """The rows on one rank: messages [R, row_bytes] with their index, and results for its slots.
+
+    ids: [T * W, K], those of all tokens.   row_of_rank: [T, W], the rows that carry each token of
+        this rank.
+    """
+
+    layout: RowLayout
+    messages: Tensor
+    index: SlotIndex
+    slot_weights: Tensor
+    results: Tensor
+    ids: Tensor
+    counts: Tensor
+    row_of_rank: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Case:
+    """A kernel to measure.
+
+    call: makes the result.   plain: the same in plain torch, which may take much longer.
+    num_bytes: read and written.
+    """
+
+    name: str
+    num_bytes: int
+    call: Callable[[], object]
+    plain: Callable[[], object]
+    check: Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One case, or why there is no number of it."""
+
+    case: str
+    num_bytes: int = 0
+    ms: Percentiles | None = None
+    copy_ms: Percentiles | None = None
+    fault: str = ""
+
+    @property
+    def times_a_copy(self) -> float:
+        """The time of the case over that of a copy of as many bytes."""
+        if self.ms is None or self.copy_ms is None:
+            return float("nan")
+        return self.ms.p50 / self.copy_ms.p50
+
+
+def arrive(sizes: Sizes, wire: WireFormat, device: torch.device) -> Arrived:
+    """Make what rank 0 has after a dispatch."""
+    generator = torch.Generator(device).manual_seed(0)
+    num_tokens, num_local = sizes.tokens * sizes.ranks, sizes.experts // sizes.ranks
+
+    def random(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, device=device)
+
+    ids = random(num_tokens, sizes.experts).topk(sizes.top_k, dim=1).indices
+    mine = localize(ids, 0, num_local)
+    row_ids = ids[(mine >= 0).any(1)].to(torch.int32)
+    layout = RowLayout(hidden_size=sizes.hidden, top_k=sizes.top_k, format=wire, has_ids=True)
+    # Bytes below 64 are no NaN in any format.
+    messages = torch.randint(
+        64,
+        (row_ids.shape[0], layout.row_bytes),
+        generator=generator,
+        device=device,
+        dtype=torch.uint8,
+    )
+    layout.ids(messages).copy_(row_ids)
+    layout.scalars(messages).copy_(random(*row_ids.shape))
+    counts = torch.bincount(mine[mine >= 0], minlength=num_local)
+    index, slot_weights = index_slots(
+        layout.ids(messages),
+        layout.scalars(messages),
+        counts,
+        counts.tolist(),
+        first_expert=0,
+    )
+    needed = torch.zeros(sizes.tokens, sizes.ranks, dtype=torch.bool, device=device)
+    needed.scatter_(1, ids[: sizes.tokens] // num_local, True)
+    by_rank = needed.T.flatten().cumsum(0).view(sizes.ranks, sizes.tokens).T - 1
+    results = random(slot_weights.shape[0], sizes.hidden).bfloat16()
+    return Arrived(
+        layout=layout,
+        messages=messages,
+        index=index,
+        slot_weights=slot_weights,
+        results=results,
+        ids=ids,
+        counts=counts,
+        row_of_rank=torch.where(needed, by_rank, -1).to(torch.int32).contiguous(),
+    )
+
+
+def pack_case(arrived: Arrived) -> Case:
+    """Pack rows, and their scales if they have some, into slots."""
+    layout, index = arrived.layout, arrived.index
+    assert index.row_of_slot is not None, "an index over rows"
+    row_of_slot = index.row_of_slot
+    parts = [_indexable(layout.data(arrived.messages))]
+    scales = layout.scales(arrived.messages)
+    if scales is not None:
+        parts.append(scales)
+    num_bytes = 2 * row_of_slot.shape[0] * sum(p.shape[1] * p.itemsize for p in parts)
+
+    def check() -> None:
+        for part in parts:
+            _same("pack", pack(part, index), part[row_of_slot.long()])
+
+    return Case(
+        name=f"pack {layout.format.dtype}",
+        num_bytes=num_bytes,
+        call=lambda: [pack(part, index) for part in parts],
+        plain=lambda: [torch.index_select(part, 0, row_of_slot) for part in parts],
+        check=check,
+    )
+
+
+def sums_case(name: str, rows: Tensor, table: Tensor, weights: Tensor | None) -> Case:
+    """Sum the rows that a table names: the inverse of pack, and both halves of combine."""
+    ops = row_ops_of(rows.device)
+    assert ops is not None, "a GPU has kernels"
+    num_read = int((table >= 0).sum())
+    row_bytes = rows.shape[1] * rows.itemsize
+
+    def plain() -> Tensor:
+        total = torch.zeros(table.shape[0], rows.shape[1], device=rows.device)
+        for k in range(table.shape[1]):
+            sources = table[:, k].clamp(min=0).long()
+            term = rows[sources].float()
+            if weights is not None:
+                term *= weights[sources].unsqueeze(1)
+            total += term.masked_fill_((table[:, k] < 0).unsqueeze(1), 0)
+        return total.to(rows.dtype)
+
+    return Case(
+        name=name,
+        num_bytes=(num_read + table.shape[0]) * row_bytes,
+        call=lambda: ops.sum_members(rows, table, weights),
+        plain=plain,
+        check=lambda: _same(name, ops.sum_members(rows, table, weights), plain()),
+    )
+
+
+def scatter_case(arrived: Arrived, sizes: Sizes) -> Case:
+    """Copy the tokens of one rank to the rows that carry them, with ids and weights."""
+    ops, layout = row_ops_of(arrived.messages.device), arrived.layout
+    assert ops is not None, "a GPU has kernels"
+    table, ids = arrived.row_of_rank, arrived.ids[: sizes.tokens].contiguous()
+    x = arrived.results[: sizes.tokens].contiguous()
+    weights = torch.rand_like(ids, dtype=torch.float32)
+    num_rows = int((table >= 0).sum())
+    out = arrived.messages.new_empty(num_rows, layout.row_bytes)
+    token_of_row = (table.T >= 0).nonzero()[:, 1]
+
+    def call() -> Tensor:
+        parts = (layout.data(out), None, layout.ids(out), layout.scalars(out))
+        ops.scatter_tokens((x, None, ids, weights), table, parts)
+        return out
+
+    def plain() -> Tensor:
+        rows = torch.zeros_like(out)
+        layout.data(rows).copy_(x[token_of_row])
+        layout.ids(rows).copy_(ids[token_of_row])
+        layout.scalars(rows).copy_(weights[token_of_row])
+        return rows
+
+    def check() -> None:
+        out.zero_()
+        _same("scatter", call(), plain())
+
+    num_bytes = x.nbytes + ids.nbytes + weights.nbytes + out.nbytes
+    return Case(name="tokens to rows", num_bytes=num_bytes, call=call, plain=plain, check=check)
+
+
+def index_case(arrived: Arrived) -> Case:
+    """Build the index; its bytes say nothing, for latency is its limit."""
+    layout, index = arrived.layout, arrived.index
+    ids, scalars = layout.ids(arrived.messages), layout.scalars(arrived.messages)
+    host_counts = index.host_num_tokens_per_expert
+    assert host_counts is not None, "arrive() gave them"
+
+    def call() -> object:
+        return index_slots(ids, scalars, arrived.counts, host_counts, first_expert=0)
+
+    def plain() -> Tensor:
+        experts = localize(ids, 0, len(host_counts)).flatten()
+        order = experts.argsort(stable=True)
+        return (order[(experts < 0).sum() :] // ids.shape[1]).to(torch.int32)
+
+    def check() -> None:
+        assert index.row_of_slot is not None, "an index over rows"
+        _same("index", index.row_of_slot, plain())
+
+    num_bytes = 2 * ids.numel() * ids.itemsize + 3 * 4 * arrived.results.shape[0]
+    return Case(name="slot index", num_bytes=num_bytes, call=call, plain=plain, check=check)
+
+
+def cases_of(sizes: Sizes, device: torch.device) -> list[Callable[[], Case]]:
+    """List what makes each case, so that a fault of one leaves the others."""
+    bf16 = arrive(sizes, WireFormat(dtype=WireDtype.BF16), device)
+    table = bf16.index.slots_of_row
+    assert table is not None, "an index over rows"
+    most = int(bf16.row_of_rank.max()) + 1
+    returned = bf16.results[:most] if most <= bf16.results.shape[0] else bf16.results.repeat(2, 1)
+    return [
+        lambda: pack_case(bf16),
+        lambda: pack_case(arrive(sizes, FP8_FLOAT32_SCALES, device)),
+        lambda: sums_case("inverse of pack", bf16.results, table, None),
+        lambda: sums_case("slots to rows, weighted", bf16.results, table, bf16.slot_weights),
+        lambda: sums_case("returned rows to tokens", returned, bf16.row_of_rank, None),
+        lambda: scatter_case(bf16, sizes),
+        lambda: index_case(bf16),
+    ]
+
+
+def measure(make: Callable[[], Case], flush: Tensor, *, calls: int) -> Finding:
+    """Check one case, then time it; a fault becomes part of the finding."""
+    name = "a case that could not be made"
+    try:
+        case = make()
+        name = case.name
+        case.check()
+        source = torch.ones(case.num_bytes // 2, dtype=torch.uint8, device=flush.device)
+        target = torch.empty_like(source)
+        finding = Finding(
+            case=name,
+            num_bytes=case.num_bytes,
+            ms=time_calls(case.call, flush, num_calls=calls),
+            copy_ms=time_calls(lambda: target.copy_(source), flush, num_calls=calls),
+        )
+    except (CheckError, RuntimeError) as error:
+        return Finding(case=name, fault=str(error).partition("\n")[0])
+    return finding
+
+
+def table_of(findings: Sequence[Finding]) -> Table:
+    """Make a table with a row for each finding."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for name in ("", "MB", "us p50", "us p99", "copy us", "times a copy"):
+        table.add_column(name, justify="right" if name else "left")
+    for each in findings:
+        if each.ms is None or each.copy_ms is None:
+            table.add_row(each.case, each.fault)
+            continue
+        table.add_row(
+            each.case,
+            f"{each.num_bytes / 1e6:.0f}",
+            f"{each.ms.p50 * 1e3:.1f}",
+            f"{each.ms.p99 * 1e3:.1f}",
+            f"{each.copy_ms.p50 * 1e3:.1f}",
+            f"{each.times_a_copy:.2f}",
+        )
+    return table
+
+
+def report_of(
+    findings: Sequence[Finding], sizes: Sizes, device: torch.device, *, calls: int
+) -> dict[str, object]:
+    """Report the findings, with all that they depend on."""
+    return {
+        "benchmark": "rows",
+        "configuration": {**asdict(sizes), "calls": calls, "cold_cache": True},
+        "hardware": describe_hardware(device),
+        "versions": describe_versions(device),
+        "command": shlex.join(["python", "-m", "benchmarks.bench_rows", *sys.argv[1:]]),
+        "findings": [{**asdict(each), "times_a_copy": each.times_a_copy} for each in findings],
+    }
+
+
+def _indexable(rows: Tensor) -> Tensor:
+    """View elements of one byte as uint8, which torch can index."""
+    return rows.view(torch.uint8) if rows.itemsize == 1 else rows
+
+
+def _same(name: str, came: Tensor, expected: Tensor) -> None:
+    if came.shape != expected.shape or not torch.equal(came, expected):
+        raise CheckError(f"{name}: {list(came.shape)} differs from plain torch; not measured")
+
+
+def main(
+    tokens: Annotated[int, typer.Option(min=1, help="T of each rank.")] = 4096,
+    hidden: Annotated[int, typer.Option(min=1, help="H.")] = 7168,
+    top_k: Annotated[int, typer.Option(min=1, help="K.")] = 8,
+    experts: Annotated[int, typer.Option(min=1, help="Of all ranks.")] = 256,
+    ranks: Annotated[int, typer.Option(min=1, help="W; the rows of one of them.")] = 8,
+    calls: Annotated[int, typer.Option(min=1, help="Measured calls of each.")] = 50,
+    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
+) -> None:
+    """Check all kernels, measure them, and print what came of it."""
+    if not torch.cuda.is_available():
+        sys.exit("bench_rows: no CUDA device; the kernels are measured on a GPU only")
+    device = torch.device("cuda", torch.cuda.current_device())
+    sizes = Sizes(tokens=tokens, hidden=hidden, top_k=top_k, experts=experts, ranks=ranks)
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    findings = [measure(make, flush, calls=calls) for make in cases_of(sizes, device)]
+    console = Console(highlight=False, markup=False)
+    console.print(table_of(findings))
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        report = report_of(findings, sizes, device, calls=calls)
+        output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if any(each.fault for each in findings):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,63 @@
+"""How commands refuse bad input: in one line on stderr, with exit code 2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn, cast
+
+import typer
+from typer.core import TyperGroup
+
+from epcomm.bench.ranks import BAD_INPUT
+
+# What typer raises for options and arguments. Some releases take it from click, others have it.
+_UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
+
+
+class BadInput(typer.BadParameter):
+    """A command was given what it cannot take; the message is the whole line."""
+
+
+class OneLineGroup(TyperGroup):
+    """A command whose subcommands tell bad input in one line, in place of usage and a box."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        def run() -> object:
+            return super(OneLineGroup, self).main(
+                args, prog_name, complete_var, False, windows_expand_args, **extra
+            )
+
+        if not standalone_mode:
+            return run()
+        try:
+            code = run()
+        except _UsageError as error:
+            refuse(self._line(error, sys.argv[1:] if args is None else args))
+        except typer.Abort:
+            refuse("epcomm: it was interrupted")
+        sys.exit(code if isinstance(code, int) else 0)
+
+    def _line(self, error: Any, args: Sequence[str]) -> str:  # noqa: ANN401
+        """Return the message of an error of typer, with the command that has it."""
+        if isinstance(error, BadInput):
+            return error.message
+        # An option without its value does not say whose it is.
+        own = " ".join(["epcomm", *(each for each in args[:1] if each in self.commands)])
+        command = own if error.ctx is None else error.ctx.command_path
+        text = " ".join(error.format_message().split())
+        return f"{command}: {text} (see {command} --help)"
+
+
+def refuse(line: str) -> NoReturn:
+    """Write one line and leave."""
+    sys.stderr.write(f"{line}\n")
+    sys.exit(BAD_INPUT)

@@ -1,0 +1,334 @@
+"""Launch Triton kernels again without Triton's Python: the arguments lie ready for the driver.
+
+Triton looks at every argument in every call, to find the compiled variant: 15 to 30 us of host time
+for the kernels of this library. A launch whose constants stay, and of whose arguments few change,
+needs that once. Later calls write what changes to memory that the driver reads, and call it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import byref, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Final, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from epcomm.kernels.cuda_jit import CudaError, driver
+from epcomm.kernels.launch import IS_INTERPRETED
+
+_logger = logging.getLogger(__name__)
+
+# Stands for an argument of a PreparedLaunch that every call gives anew.
+CHANGES: Final = object()
+
+# Pointers that are multiples of 16 bytes have a compiled variant of their own.
+_ALIGNMENT_MASK = 15
+# By the type that Triton gave an argument, its bytes, and its format for struct, in 8 bytes.
+_POINTER = (8, "Q")
+_FORMATS = {"i32": (4, "i4x"), "u32": (4, "I4x"), "i64": (8, "q"), "u64": (8, "Q")}
+_SLOT_BYTES = 8
+# Pointers to memory for scratch, which Triton puts behind the arguments.
+_MAX_SCRATCH = 2
+# CU_POINTER_ATTRIBUTE_DEVICE_POINTER of cuda.h.
+_DEVICE_POINTER = 3
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION of cuda.h.
+_MAY_START_EARLY = 6
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", c_int), ("padding", c_int), ("value", c_uint64 * 8)]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        ("grid_x", c_uint32),
+        ("grid_y", c_uint32),
+        ("grid_z", c_uint32),
+        ("block_x", c_uint32),
+        ("block_y", c_uint32),
+        ("block_z", c_uint32),
+        ("shared_bytes", c_uint32),
+        ("stream", c_void_p),
+        ("attributes", c_void_p),
+        ("num_attributes", c_uint32),
+    ]
+
+
+class CompiledKernel(Protocol):
+    """What a launch reads of a kernel that Triton has compiled and loaded."""
+
+    function: int
+    metadata: Any
+    src: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Driver:
+    """The calls of CUDA and torch that a launch makes.
+
+    launch: cuLaunchKernelEx.   device, stream: the current device, and its current stream.
+    """
+
+    launch: Callable[..., int]
+    device: Callable[[], int]
+    stream: Callable[[int], int]
+
+
+class DirectLaunch:
+    """A compiled kernel with memory for its arguments, which the driver reads at each launch."""
+
+    def __init__(
+        self,
+        compiled: CompiledKernel,
+        arguments: Sequence[object],
+        changing: Sequence[object],
+        types: Sequence[str],
+        *,
+        num_scratch: int,
+        device_index: int,
+        calls: Driver,
+    ) -> None:
+        """Lay out the arguments.
+
+        Args:
+            compiled: the kernel.
+            arguments: those of the call that compiled it, constants left out.
+            changing: the same, None where the argument stays as it is.
+            types: what Triton made of each argument, "constexpr" where the kernel has none.
+            num_scratch: pointers behind the arguments, which get null.
+            device_index: where the kernel was loaded.
+            calls: what to call.
+        """
+        self._calls, self._device_index = calls, device_index
+        # Of the memory: threads of one process may share a kernel.
+        self._lock = Lock()
+        given = [place for place, each in enumerate(changing) if each is not None]
+        kept = [place for place in range(len(arguments)) if place not in given]
+        # What changes belongs to the caller: a batch must not outlive its call here.
+        self._keeps = (compiled, [arguments[place] for place in kept])
+        # What changes lies in front, so that one call writes all of it.
+        order = [place for place in (*given, *kept) if types[place] != "constexpr"]
+        formats = {place: _format_of(types[place]) for place in order}
+        self._memory = ctypes.create_string_buffer(_SLOT_BYTES * (len(order) + num_scratch))
+        begin = ctypes.addressof(self._memory)
+        slots = {place: begin + _SLOT_BYTES * slot for slot, place in enumerate(order)}
+        scratch = [begin + _SLOT_BYTES * (len(order) + each) for each in range(num_scratch)]
+        addresses = [slots[place] for place in sorted(order)] + scratch
+        self._parameters = (c_void_p * len(addresses))(*addresses)
+        struct.pack_into(
+            "=" + "".join(formats[place] for place in order),
+            self._memory,
+            0,
+            *(_value_of(arguments[place]) for place in order),
+        )
+        self._write = struct.Struct(
+            "=" + "".join(formats.get(place, "") for place in given)
+        ).pack_into
+        self._kinds = [_kind_of(arguments[place], types[place]) for place in given]
+        self._set_config(compiled)
+
+    def _set_config(self, compiled: CompiledKernel) -> None:
+        metadata = compiled.metadata
+        self._attribute = _Attribute(id=_MAY_START_EARLY)
+        self._attribute.value[0] = 1
+        self._config = _Config(
+            grid_y=1,
+            grid_z=1,
+            block_x=32 * metadata.num_warps,
+            block_y=1,
+            block_z=1,
+            shared_bytes=metadata.shared,
+            attributes=ctypes.addressof(self._attribute),
+            num_attributes=1 if getattr(metadata, "launch_pdl", False) else 0,
+        )
+        self._fixed = (byref(self._config), c_void_p(compiled.function), self._parameters, None)
+
+    def launch(self, grid: int, changing: Sequence[object]) -> bool:
+        """Launch `grid` programs on the current stream; tell whether that was possible.
+
+        It is not for arguments that want another compiled variant, nor where another device is the
+        current one, or none is.
+        """
+        calls, index = self._calls, self._device_index
+        if calls.device() != index:
+            return False
+        values, pointers = [], 0
+        for value, kind in zip(changing, self._kinds, strict=True):
+            if kind is None or value is None:
+                if kind is not value:
+                    return False
+            elif kind is int:
+                values.append(value)
+            elif value.dtype is kind:  # type: ignore[attr-defined]
+                pointer = value.data_ptr()  # type: ignore[attr-defined]
+                pointers |= pointer
+                values.append(pointer)
+            else:
+                return False
+        if pointers & _ALIGNMENT_MASK:
+            return False
+        config = self._config
+        with self._lock:
+            try:
+                self._write(self._memory, 0, *values)
+            except struct.error:
+                # An integer that wants more bytes.
+                return False
+            config.grid_x, config.stream = grid, calls.stream(index)
+            return calls.launch(*self._fixed) == 0
+
+
+class PreparedLaunch:
+    """A kernel of Triton with its constants, and arguments of which few change between calls.
+
+    The first call goes through Triton, which compiles the kernel; so does every call under the
+    interpreter, and one that wants another compiled variant. Hooks of Triton see those alone.
+    """
+
+    def __init__(
+        self, kernel: object, arguments: Sequence[object], constants: Mapping[str, Any]
+    ) -> None:
+        """Keep what stays.
+
+        Args:
+            kernel: decorated by triton.jit.
+            arguments: those that are no constants, in order: tensors, integers or None, or CHANGES.
+            constants: by name, with the options of the compiler. An integer among the arguments is
+                none that the kernel is specialised for (do_not_specialize).
+        """
+        self._kernel, self._arguments, self._constants = cast(Any, kernel), arguments, constants
+        self._direct: DirectLaunch | None = None
+        self._is_settled = IS_INTERPRETED
+
+    def __call__(self, grid: int, *changing: Tensor | int | None) -> None:
+        """Launch `grid` programs with the arguments that change, in order. No host sync."""
+        direct = self._direct
+        if direct is not None and direct.launch(grid, changing):
+            return
+        rest = iter(changing)
+        arguments = [next(rest) if each is CHANGES else each for each in self._arguments]
+        # Some are memory of the host that the device reads.
+        tensors = [each for each in arguments if isinstance(each, Tensor)]
+        tensor = next((each for each in tensors if each.is_cuda), tensors[0])
+        # Does nothing on a CPU.
+        with torch.cuda.device_of(tensor):
+            compiled = self._kernel[(grid,)](*arguments, **self._constants)
+        if not self._is_settled and tensor.is_cuda and _is_aligned(changing):
+            self._is_settled = True
+            self._direct = self._prepare(compiled, arguments, tensor.device)
+
+    def _prepare(
+        self, compiled: CompiledKernel, arguments: Sequence[object], device: torch.device
+    ) -> DirectLaunch | None:
+        """Return the direct way to the kernel, or None where this Triton or driver has none."""
+        kernel = self._kernel
+        try:
+            types = types_of(compiled, kernel.arg_names, len(arguments))
+            _check_integers(arguments, kernel.params)
+            _check_host_memory(arguments)
+            num_scratch = _num_scratch(compiled, [_bytes_of(each) for each in types])
+            # An old driver has none.
+            launch = driver().cuLaunchKernelEx
+        except (AttributeError, KeyError, CudaError, UnpreparedError) as problem:
+            _logger.info("%s is launched by Triton: %s", kernel, problem)
+            return None
+        return DirectLaunch(
+            compiled,
+            arguments,
+            [CHANGES if each is CHANGES else None for each in self._arguments],
+            types,
+            num_scratch=num_scratch,
+            device_index=device.index,
+            calls=Driver(
+                launch=launch,
+                device=torch._C._cuda_getDevice,
+                stream=torch._C._cuda_getCurrentRawStream,
+            ),
+        )
+
+
+class UnpreparedError(Exception):
+    """The reason why a kernel is launched by Triton in every call."""
+
+
+def types_of(compiled: CompiledKernel, names: Sequence[str], num_arguments: int) -> list[str]:
+    """Return what Triton made of the first arguments of a kernel; the others are constants.
+
+    Raises:
+        UnpreparedError: types, scratch memory or launches that are not known here.
+    """
+    signature, metadata = compiled.src.signature, compiled.metadata
+    types = [signature[name] for name in names]
+    known = all(each in _FORMATS or each == "constexpr" or each[0] == "*" for each in types)
+    if not known or set(types[num_arguments:]) - {"constexpr"}:
+        raise UnpreparedError(f"its signature is {signature}")
+    for name, wanted in (
+        ("num_ctas", 1),
+        ("global_scratch_size", 0),
+        ("profile_scratch_size", 0),
+        ("launch_cooperative_grid", False),
+    ):
+        found = getattr(metadata, name, wanted)
+        if found != wanted:
+            raise UnpreparedError(f"{name} is {found}")
+    return types[:num_arguments]
+
+
+def _check_integers(arguments: Sequence[object], params: Sequence[Any]) -> None:
+    for value, param in zip(arguments, params, strict=False):
+        if isinstance(value, int) and not param.do_not_specialize:
+            raise UnpreparedError(f"it is specialised for {param.name}")
+
+
+def _check_host_memory(arguments: Sequence[object]) -> None:
+    """Refuse memory of the host that the device knows by another address."""
+    for tensor in arguments:
+        if isinstance(tensor, Tensor) and not tensor.is_cuda:
+            found, address = c_void_p(), c_void_p(tensor.data_ptr())
+            status = driver().cuPointerGetAttribute(byref(found), _DEVICE_POINTER, address)
+            if status or found.value != address.value:
+                raise UnpreparedError("the device has another address for memory of the host")
+
+
+def _num_scratch(compiled: CompiledKernel, sizes: Sequence[int]) -> int:
+    """Return the pointers behind the arguments, after comparing what the driver knows of them."""
+    ask = driver().cuFuncGetParamInfo
+    function, offset, size, found = c_void_p(compiled.function), c_size_t(), c_size_t(), []
+    while ask(function, c_size_t(len(found)), byref(offset), byref(size)) == 0:
+        found.append(size.value)
+    wanted = [each for each in sizes if each]
+    scratch = found[len(wanted) :]
+    if found[: len(wanted)] != wanted or scratch != [_SLOT_BYTES] * min(_MAX_SCRATCH, len(scratch)):
+        raise UnpreparedError(f"its parameters have {found} bytes, expected {wanted}")
+    return len(scratch)
+
+
+def _is_aligned(arguments: Sequence[object]) -> bool:
+    pointers = [each.data_ptr() for each in arguments if isinstance(each, Tensor)]
+    return not any(pointer & _ALIGNMENT_MASK for pointer in pointers)
+
+
+def _bytes_of(kind: str) -> int:
+    """Return the bytes of a parameter, 0 of a constant."""
+    return 0 if kind == "constexpr" else _FORMATS.get(kind, _POINTER)[0]
+
+
+def _format_of(kind: str) -> str:
+    return _FORMATS.get(kind, _POINTER)[1]
+
+
+def _value_of(argument: object) -> object:
+    return argument.data_ptr() if isinstance(argument, Tensor) else argument
+
+
+def _kind_of(argument: object, kind: str) -> object:
+    """Return what later arguments in this place must be: a dtype, int, or None."""
+    if kind == "constexpr":
+        return None
+    return argument.dtype if isinstance(argument, Tensor) else int

@@ -1,0 +1,187 @@
+"""Number the slots of received rows: a stable counting sort of (row, k) pairs by expert.
+
+A program numbers the pairs of a few experts in one segment of the rows. It counts those of earlier
+segments first, so that programs wait for nothing and one launch does it all: every id is read a few
+times from the cache, which costs less than the launches of a sort.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from epcomm.kernels.launch import next_power_of_two
+from epcomm.kernels.rows.launch import launch
+
+# Pairs that a program numbers together, and those of its segment, which others count at once: a
+# scan takes more registers than a count.
+_PAIRS, _WARPS = 2048, 8
+_SEGMENT_PAIRS = 8192
+# Experts of a program: 16 bits of a word of 64 count the pairs of each, and a segment has fewer
+# than 2**16.
+_GROUP = 4
+_BITS = 16
+
+_GROUP_OF = tl.constexpr(_GROUP)
+_BITS_OF = tl.constexpr(_BITS)
+_COUNT_MASK = tl.constexpr((1 << _BITS) - 1)
+
+
+@triton.jit
+def _members_of(
+    ids_ptr: tl.tensor,
+    pair: tl.tensor,
+    end: tl.tensor,
+    first_expert: tl.tensor,
+    group: tl.tensor,
+    IDS_STRIDE: tl.constexpr,
+    K: tl.constexpr,
+    L: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Load the local experts of pairs before `end`, -1 for none here, and a 1 in its expert's bits.
+
+    The second is 0 where the expert is of another group.
+    """
+    row = (pair // K).to(tl.int64)
+    ids = tl.load(ids_ptr + row * IDS_STRIDE + pair % K, mask=pair < end, other=-1)
+    local = (ids - first_expert).to(tl.int32)
+    local = tl.where((ids >= 0) & (local >= 0) & (local < L), local, -1)
+    place = local - group * _GROUP_OF
+    is_mine = (local >= 0) & (place >= 0) & (place < _GROUP_OF)
+    shift = tl.where(is_mine, place, 0) * _BITS_OF
+    return local, is_mine.to(tl.int64) << shift
+
+
+@triton.jit
+def _counts_in(packed: tl.tensor, lane: tl.tensor) -> tl.tensor:
+    """Unpack the count of each expert of a group, int32."""
+    return ((packed >> (lane * _BITS_OF).to(tl.int64)) & _COUNT_MASK).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_slots", "first_expert"])
+def _number_slots_kernel(
+    ids_ptr: tl.tensor,
+    weights_ptr: tl.tensor | None,
+    counts_ptr: tl.tensor,
+    row_of_slot_ptr: tl.tensor,
+    slots_of_row_ptr: tl.tensor,
+    slot_weights_ptr: tl.tensor,
+    num_tokens_ptr: tl.tensor,
+    first_slot_ptr: tl.tensor,
+    num_pairs: tl.tensor,
+    num_slots: tl.tensor,
+    first_expert: tl.tensor,
+    IDS_STRIDE: tl.constexpr,
+    WEIGHTS_STRIDE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    K: tl.constexpr,
+    L: tl.constexpr,
+    L_LANES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+) -> None:
+    """Give slots to the pairs of one group of experts in one segment.
+
+    L = 2, K = 2, ids 1 -1 | -1 0 | 0 1: expert 0 has the pairs 3 and 4 (rows 1, 2), expert 1 the
+    pairs 0 and 5 (rows 0, 2), so row_of_slot is 1 2 0 2 and slots_of_row 2 -1 | -1 0 | 1 3.
+    """
+    group, segment = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
+    lane, member = tl.arange(0, L_LANES), tl.arange(0, _GROUP_OF)
+    counts = tl.load(counts_ptr + lane, mask=lane < L, other=0).to(tl.int32)
+    aligned = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    expert = group * _GROUP_OF + member
+    is_before = lane[None, :] < expert[:, None]
+    # Where the next pair of each expert of the group goes.
+    following = tl.sum(tl.where(is_before, aligned[None, :], 0), 1)
+    if segment == 0:
+        tl.store(first_slot_ptr + expert, following, mask=expert <= L)
+        mine = tl.load(counts_ptr + expert, mask=expert < L, other=0).to(tl.int32)
+        tl.store(num_tokens_ptr + expert, mine, mask=expert < L)
+        if group == 0:
+            tl.store(first_slot_ptr + L, tl.sum(aligned))
+
+    begin = segment * SEGMENT
+    for at in range(0, begin, SEGMENT):
+        pair = at + tl.arange(0, SEGMENT)
+        _, ones = _members_of(ids_ptr, pair, begin, first_expert, group, IDS_STRIDE, K, L)  # pyright: ignore[reportGeneralTypeIssues]
+        following += _counts_in(tl.sum(ones), member)
+    end = tl.minimum(begin + SEGMENT, num_pairs)
+    for at in range(begin, end, PAIRS):
+        pair = at + tl.arange(0, PAIRS)
+        local, ones = _members_of(ids_ptr, pair, end, first_expert, group, IDS_STRIDE, K, L)  # pyright: ignore[reportGeneralTypeIssues]
+        is_mine, place = ones > 0, local - group * _GROUP_OF
+        slot = _counts_in(tl.cumsum(ones, 0), tl.where(is_mine, place, 0)) - 1
+        for each in tl.static_range(_GROUP_OF):
+            slot += tl.where(place == each, tl.sum(tl.where(member == each, following, 0)), 0)
+        # Counts and ids come of one call, so this holds; memory of others must not depend on it.
+        is_mine &= slot < num_slots
+        row = pair // K
+        tl.store(row_of_slot_ptr + slot, row, mask=is_mine)
+        tl.store(slots_of_row_ptr + pair, slot, mask=is_mine)
+        if weights_ptr is not None:
+            weight_ptr = weights_ptr + row.to(tl.int64) * WEIGHTS_STRIDE + pair % K
+            tl.store(slot_weights_ptr + slot, tl.load(weight_ptr, mask=is_mine), mask=is_mine)
+        if group == 0:
+            nowhere = (local < 0) & (pair < end)
+            tl.store(slots_of_row_ptr + pair, tl.zeros_like(slot) - 1, mask=nowhere)
+        following += _counts_in(tl.sum(ones), member)
+
+
+def number_slots(
+    ids: Tensor,
+    weights: Tensor | None,
+    counts: Tensor,
+    tables: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    *,
+    first_expert: int,
+    expert_alignment: int,
+) -> None:
+    """Sort (row, k) pairs by expert, by row within an expert, and bring weights into that order.
+
+    Args:
+        ids: [R, K], int32 or int64, physical experts, -1 for none, of any row stride.
+        weights: [R, K], of any row stride, or None.
+        counts: [L], the pairs of each expert of this rank, which is first_expert and those behind.
+        tables: written; row_of_slot [C] and slots_of_row [R, K], slot weights [C], in the dtype of
+            weights, num_tokens_per_expert [L] and first_slot [L + 1]; the others are int32. Slots
+            of no pair keep what they hold.
+        first_expert: the first expert of this rank.
+        expert_alignment: the slots of each expert begin at a multiple of this.
+
+    Allocates nothing.   Compiled anew for each K, L, alignment and strides.
+    Host sync: none.   Graph capture: after one call.   Deterministic: yes.
+    """
+    num_rows, top_k = ids.shape
+    row_of_slot, slots_of_row, slot_weights, num_tokens, first_slot = tables
+    num_local, num_pairs = num_tokens.shape[0], num_rows * top_k
+    num_groups = -(-num_local // _GROUP)
+    num_segments = max(1, -(-num_pairs // _SEGMENT_PAIRS))
+    launch(
+        _number_slots_kernel,
+        num_groups * num_segments,
+        (
+            ids,
+            weights,
+            counts,
+            row_of_slot,
+            slots_of_row,
+            slot_weights,
+            num_tokens,
+            first_slot,
+            num_pairs,
+            row_of_slot.shape[0],
+            first_expert,
+        ),
+        IDS_STRIDE=ids.stride(0) if num_rows > 1 else top_k,
+        WEIGHTS_STRIDE=top_k if weights is None or num_rows < 2 else weights.stride(0),
+        ALIGNMENT=expert_alignment,
+        K=top_k,
+        L=num_local,
+        L_LANES=next_power_of_two(num_local),
+        GROUPS=num_groups,
+        PAIRS=_PAIRS,
+        SEGMENT=_SEGMENT_PAIRS,
+        num_warps=_WARPS,
+    )

@@ -1,0 +1,133 @@
+"""Move, sum and number rows by kernels; import this only where triton is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from epcomm.kernels.rows.gather import gather_rows
+from epcomm.kernels.rows.scatter import Parts, scatter_tokens
+from epcomm.kernels.rows.sends import count_sends, order_sends
+from epcomm.kernels.rows.slot_index import number_slots
+from epcomm.kernels.rows.sums import sum_parts, sum_rows
+from epcomm.kernels.rows.tiles import row_stride
+from epcomm.platforms.cuda import start_read
+from epcomm.records import SlotIndex
+from epcomm.types import align_up
+
+
+class TritonRowOps:
+    """The kernels of epcomm/kernels/rows, with memory for what they write; see RowOps."""
+
+    def gather_rows(self, rows: Tensor, row_of_slot: Tensor) -> Tensor:
+        """Return the row of each slot, [C, H], zeros for -1."""
+        rows = _with_adjacent_columns(rows)
+        out = rows.new_empty(row_of_slot.shape[0], rows.shape[1])
+        gather_rows(rows, row_of_slot, out)
+        return out
+
+    def sum_members(self, rows: Tensor, table: Tensor, weights: Tensor | None) -> Tensor:
+        """Return the sums of the rows that each line of a table names: [targets, H]."""
+        rows = _with_adjacent_columns(rows)
+        out = rows.new_empty(table.shape[0], rows.shape[1])
+        # As one combines may be a column of something.
+        sum_rows(rows, table, out, None if weights is None else weights.contiguous())
+        return out
+
+    def sum_parts(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the sums over the first dimension of [W, T, H]."""
+        if parts.stride(2) != 1 or parts.stride(0) % row_stride(parts[0]) != 0:
+            parts = parts.contiguous()
+        out = parts.new_empty(parts.shape[1:], dtype=dtype)
+        sum_parts(parts, out)
+        return out
+
+    def index_slots(
+        self,
+        ids: Tensor,
+        weights: Tensor | None,
+        counts: Tensor,
+        size: Sequence[int] | int,
+        *,
+        first_expert: int,
+        expert_alignment: int,
+    ) -> tuple[SlotIndex, Tensor]:
+        """Return the expert-major index over received rows, and the weight of each slot."""
+        num_local, device = counts.shape[0], ids.device
+        host_counts = None if isinstance(size, int) else tuple(size)
+        if isinstance(size, int):
+            num_slots, is_dense = size, False
+        else:
+            num_slots = sum(align_up(count, expert_alignment) for count in size)
+            is_dense = num_slots == sum(size)
+
+        def integers(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
+        row_of_slot, slots_of_row = integers(num_slots), integers(*ids.shape)
+        num_tokens, first_slot = integers(num_local), integers(num_local + 1)
+        has_weights = weights is not None
+        slot_weights = torch.empty(
+            num_slots if has_weights else 0,
+            dtype=weights.dtype if has_weights else torch.float32,
+            device=device,
+        )
+        if not is_dense:
+            row_of_slot.fill_(-1)
+            slot_weights.zero_()
+        number_slots(
+            _with_adjacent_columns(ids),
+            None if weights is None else _with_adjacent_columns(weights),
+            counts,
+            (row_of_slot, slots_of_row, slot_weights, num_tokens, first_slot),
+            first_expert=first_expert,
+            expert_alignment=expert_alignment,
+        )
+        index = SlotIndex(
+            row_of_slot=row_of_slot,
+            slots_of_row=slots_of_row,
+            num_tokens_per_expert=num_tokens,
+            first_slot=first_slot,
+            host_num_tokens_per_expert=host_counts,
+            expert_alignment=expert_alignment,
+            is_dense=is_dense,
+        )
+        return index, slot_weights
+
+    def count_sends(
+        self,
+        topk_ids: Tensor,
+        header: Tensor,
+        rest: Tensor,
+        words: tuple[int, ...],
+        *,
+        wrong_ids: int,
+        num_local: int,
+    ) -> None:
+        """Write the headers of a dispatch with the rows and slots for each rank."""
+        count_sends(topk_ids, header, rest, words, wrong_ids=wrong_ids, num_local=num_local)
+
+    def order_sends(
+        self, topk_ids: Tensor, header: Tensor, *, rows_at: int, num_local: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the rows that carry each token to each rank, [T, W], and each entry, [T, K]."""
+        row_of_topk = torch.empty(topk_ids.shape, dtype=torch.int32, device=topk_ids.device)
+        row_of_rank = row_of_topk.new_empty(topk_ids.shape[0], header.shape[0])
+        order_sends(
+            topk_ids, header, row_of_rank, row_of_topk, rows_at=rows_at, num_local=num_local
+        )
+        return row_of_rank, row_of_topk
+
+    def scatter_tokens(self, tokens: Parts, row_of_rank: Tensor, rows: Parts) -> None:
+        """Copy each token to its rows."""
+        scatter_tokens(tokens, row_of_rank, rows)
+
+    def start_read(self, tensor: Tensor) -> Callable[[], list]:
+        """Begin to read a tensor on the host; what is launched later runs meanwhile."""
+        return start_read(tensor)
+
+
+def _with_adjacent_columns(rows: Tensor) -> Tensor:
+    return rows if rows.shape[1] <= 1 or rows.stride(1) == 1 else rows.contiguous()

@@ -1,0 +1,145 @@
+"""Machines that are not this one, as far as a plan asks of them; nothing of them is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from epcomm.platforms.deep_ep import DeepEPKind, InstalledDeepEP
+from epcomm.platforms.machine import Answer, Machine
+from epcomm.platforms.nvlink import PeerReach
+
+# What torch of a CUDA build brings, and what a plain `pip install triton` adds.
+_MODULES = frozenset({"triton", "torch.distributed._symmetric_memory"})
+# The packages that serve these backends, which are built from source.
+_DEEP_EP: Mapping[str, DeepEPKind] = MappingProxyType(
+    {
+        "deep_ep": DeepEPKind.V2,
+        "deep_ep_v1": DeepEPKind.V1,
+        "deep_ep_v2": DeepEPKind.V2,
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssumedMachine:
+    """A host full of one device, on which ranks are assumed to run, one a device.
+
+    name: as --device says it.   device_type: of tensors.   transport: of the process group.
+    capability: compute capability of its NVIDIA GPUs, None of others; NVLink joins those of a host.
+    ranks_per_host: most ranks of one host, None for any number.
+    host_waits: the host waits in collectives.
+    deep_ep: which is installed, None for none.
+    """
+
+    name: str
+    device_type: str
+    transport: str
+    capability: tuple[int, int] | None = None
+    ranks_per_host: int | None = None
+    host_waits: bool = False
+    deep_ep: DeepEPKind | None = None
+
+    def machine(self) -> Machine:
+        """Return what the machine of each rank answers. Local."""
+        capability, device = self.capability, torch.device(self.device_type)
+        modules = _MODULES if capability is not None else frozenset[str]()
+        found = self.deep_ep
+        deep_ep = None if found is None else InstalledDeepEP(kind=found, has_legacy_buffer=True)
+
+        def ask(device: torch.device | None) -> tuple[int, int]:
+            assert capability is not None, "asked of CUDA devices alone"
+            return capability
+
+        return Machine(
+            find_version=lambda distribution: None,
+            find_folder=lambda package: None,
+            run_program=lambda program: Answer(error=f"{self.name} is assumed, and runs nothing"),
+            environment=MappingProxyType({}),
+            has_module=lambda name: name in modules,
+            find_deep_ep=lambda: deep_ep,
+            has_library=lambda load: capability is not None,
+            has_cuda=lambda: capability is not None,
+            capability=ask,
+            device_of=lambda tensor: device,
+            host=lambda: self.name,
+            memory_left=lambda: None,
+        )
+
+    def hosts(self, world_size: int) -> list[str]:
+        """Return the host of each rank: hosts are filled one after another."""
+        most = self.ranks_per_host or world_size
+        return [f"{self.name} {rank // most}" for rank in range(world_size)]
+
+    def reaches(self, world_size: int) -> list[PeerReach]:
+        """Return what the GPU of each rank reaches over NVLink; empty where they have no GPUs."""
+        if self.capability is None:
+            return []
+        hosts = self.hosts(world_size)
+        return [
+            PeerReach(
+                device=str(rank),
+                reached=tuple(
+                    str(other)
+                    for other, host in enumerate(hosts)
+                    if host == hosts[rank] and other != rank
+                ),
+            )
+            for rank in range(world_size)
+        ]
+
+    def describe(self, world_size: int) -> tuple[str, ...]:
+        """List what is assumed of `world_size` ranks, a fact a line."""
+        hosts = self.hosts(world_size)
+        num_hosts, most = len(set(hosts)), hosts.count(hosts[0])
+        place = "1 host" if num_hosts == 1 else f"{num_hosts} hosts"
+        facts = [f"{world_size} ranks on {place} of {self.name}, at most {most} ranks a host"]
+        if self.capability is not None:
+            major, minor = self.capability
+            facts += [
+                f"compute capability {major}.{minor}, one GPU a rank, all GPUs of a host joined by "
+                "NVLink",
+                "torch built for CUDA, triton and NVRTC are installed; deep_gemm is not, and "
+                + (
+                    f"deep_ep is {self.deep_ep.value}"
+                    if self.deep_ep
+                    else "deep_ep is not, unless the configuration names its backend"
+                ),
+            ]
+        facts += [
+            f"a process group over {self.transport}",
+            "no environment variable is set, and the memory is enough",
+        ]
+        return tuple(facts)
+
+
+# 8: the GPUs of one HGX or DGX host, which NVLink joins.
+_HGX_RANKS = 8
+
+
+def _hgx(name: str, capability: tuple[int, int]) -> AssumedMachine:
+    return AssumedMachine(
+        name=name,
+        device_type="cuda",
+        transport="nccl",
+        capability=capability,
+        ranks_per_host=_HGX_RANKS,
+    )
+
+
+DEVICES: Mapping[str, AssumedMachine] = MappingProxyType(
+    {
+        "h100": _hgx("h100", (9, 0)),
+        "h200": _hgx("h200", (9, 0)),
+        "b200": _hgx("b200", (10, 0)),
+        "cpu": AssumedMachine(name="cpu", device_type="cpu", transport="gloo", host_waits=True),
+    }
+)
+
+
+def deep_ep_of(backend: str) -> DeepEPKind | None:
+    """Return the deep_ep that has to be there where a configuration names `backend`, or None."""
+    return _DEEP_EP.get(backend)

@@ -1,0 +1,39 @@
+"""Rows of host time: what a call runs is counted, and waiting for counts is no time of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from benchmarks.measuring.eager_rows import EagerRow, eager_row
+from epcomm.buffers.nvlink.normal_counts import Totals
+
+
+def wait(self: Totals, check: Callable[[], None], timeout_s: float) -> list[int] | None:
+    time.sleep(0.004)
+    return None
+
+
+def test_rows_count_work_and_leave_waiting_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Totals, "wait", wait)
+    totals, x = object.__new__(Totals), torch.zeros(2)
+
+    def call() -> None:
+        totals.wait(lambda: None, 1.0)
+        x.add_(1).mul_(2)
+
+    row = eager_row(call, torch.device("cpu"), rounds=2, burst=3)
+    assert Totals.wait is wait, "what was replaced is put back"
+    assert row.torch_operators == 2
+    assert row.python_calls == 2, "call() and wait()"
+    assert row.waited_us >= 3_900
+    assert 0 < row.units * row.unit_us < 2_000
+    assert "add_" in row.profile
+
+
+def test_units_leave_waiting_out() -> None:
+    row = EagerRow(us=30, waited_us=10, unit_us=4, python_calls=1, torch_operators=0, profile="")
+    assert row.units == 5

@@ -1,0 +1,106 @@
+"""The buffers over collectives with kernels in place of plain torch, interpreted between CPU ranks.
+
+Plain torch is what the other tests of these buffers run; the contract is the same. On GPUs these
+kernels are the only ones, and the suite of buffers runs them there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from epcomm import DeepEPNormalDispatcher, EPConfig, EPGroup, Mode, MoESpec, TopKOutput
+from epcomm.buffers.collective.all_to_all import CollectiveExchangePlan
+from epcomm.ops import select
+from epcomm.ops.members import MemberTable
+from epcomm.quantization import FP8_FLOAT32_SCALES
+from epcomm.testing import buffer_suite, layer_suite
+from epcomm.testing.data import make_batch
+
+pytest.importorskip("triton")
+
+MODES = {
+    "CollectiveBuffer": Mode.NORMAL,
+    "AllGatherBuffer": Mode.STANDARD,
+    "StaticCollectiveBuffer": Mode.LOW_LATENCY,
+}
+
+
+@pytest.fixture
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let CPU tensors have the kernels that CUDA tensors have."""
+    monkeypatch.setitem(select._LOADERS, "cpu", select._LOADERS["cuda"])
+
+
+def env_of(group: EPGroup, backend: str) -> buffer_suite.BufferEnv:
+    return buffer_suite.BufferEnv(group=group, backend=backend, mode=MODES[backend])
+
+
+def normal_mode_cases() -> list[object]:
+    """Scenarios in which kernels differ most from one another, and slowly all the others."""
+    few = ("uneven", "aligned_holes", "stand_alone", "ids_out_of_range")
+    return [
+        name if name in few else pytest.param(name, marks=pytest.mark.slow)
+        for name in buffer_suite.SCENARIOS
+    ]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("scenario", normal_mode_cases())
+def test_normal_mode_keeps_its_contract(scenario: str) -> None:
+    with EPGroup() as group:
+        buffer_suite.run_scenario(scenario, env_of(group, "CollectiveBuffer"))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("backend", [name for name in MODES if name != "CollectiveBuffer"])
+@pytest.mark.parametrize("scenario", ["aligned_holes"])
+def test_other_modes_keep_their_contract(backend: str, scenario: str) -> None:
+    with EPGroup() as group:
+        buffer_suite.run_scenario(scenario, env_of(group, backend))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("_kernels")
+def test_quantised_rows_of_several_blocks_arrive() -> None:
+    spec = replace(buffer_suite.BATCH_SPECS["holes"], hidden_size=300, dtype=torch.bfloat16)
+    with EPGroup() as group:
+        env = replace(env_of(group, "CollectiveBuffer"), wire=FP8_FLOAT32_SCALES)
+        buffer_suite.check_batch(env, spec)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize(
+    ("mode", "scenario"),
+    [
+        (Mode.NORMAL, "checkpointing"),
+        pytest.param(Mode.NORMAL, "uneven", marks=pytest.mark.slow),
+        pytest.param(Mode.STANDARD, "uneven", marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_pass_the_same_kernels(mode: Mode, scenario: str) -> None:
+    with EPGroup() as group:
+        config = EPConfig(mode=mode, backend="collective")
+        layer_suite.run_scenario(scenario, layer_suite.pipeline_env(group, config))
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_the_table_decides_who_plans(has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if has_kernels:
+        monkeypatch.setitem(select._LOADERS, "cpu", select._LOADERS["cuda"])
+    spec = buffer_suite.BATCH_SPECS["uneven"]
+    with EPGroup() as group:
+        batch = make_batch(spec, 0, 1).to(group.device)
+        moe = MoESpec(hidden_size=spec.hidden_size, num_experts=2, top_k=2, dtype=spec.dtype)
+        dispatcher = DeepEPNormalDispatcher(group, moe, EPConfig(backend="collective"))
+        topk = TopKOutput(topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
+        exchange_plan = dispatcher.dispatch(batch.x, topk).handle.exchange_plan
+    assert isinstance(exchange_plan, CollectiveExchangePlan)
+    for members in (exchange_plan.sends.rows_of_token, exchange_plan.slots_by_row):
+        assert isinstance(members, MemberTable) == (has_kernels or group.device.type == "cuda")

@@ -1,0 +1,284 @@
+"""Bad input to every command: one line on stderr, exit code 2, and no rank is started."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import epcomm.cli.bench
+from epcomm.cli import app
+
+LAYER = ["--hidden-size", "64", "--num-experts", "8", "--top-k", "2", "--ranks", "4"]
+PLAN = ["plan", *LAYER]
+BENCH = ["bench", "--ranks", "2"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadCall:
+    """A command and what it says.
+
+    arguments: FOLDER stands for the one with `files`, by name to text or bytes.
+    """
+
+    id: str
+    arguments: list[str]
+    message: str
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+
+
+# Of plan, doctor and bench alike: what typer reads.
+OPTIONS = [
+    BadCall(
+        id=f"{command}: {' '.join(text)}",
+        arguments=[command, *text],
+        message=f"epcomm {command}: {message}",
+    )
+    for command in ("plan", "doctor", "bench")
+    for text, message in (
+        (["--no-such-option"], "No such option: --no-such-option"),
+        (["--ranks", "many"], "Invalid value for '--ranks'"),
+        (["--ranks"], "Option '--ranks' requires an argument"),
+    )
+    if command != "doctor" or text[0] != "--ranks"
+]
+PLANS = [
+    BadCall(
+        id="indivisible",
+        arguments=["plan", *LAYER[:-1], "3"],
+        message="plan: num_experts is 8, expected a multiple of the 3 ranks; use a number of ranks "
+        "that divides it",
+    ),
+    BadCall(
+        id="unknown mode",
+        arguments=[*PLAN, "--mode", "fast"],
+        message="EPConfig: mode is 'fast', expected one of",
+    ),
+    BadCall(
+        id="fuseep of an unknown operator",
+        arguments=[*PLAN, "--mode", "fuseep", "--backend", "collective"],
+        message="backend is 'collective', expected auto or one of ['dispatch_ffn_combine', "
+        "'fused_deep_moe', 'fuseep_reference']",
+    ),
+    BadCall(
+        id="experts of an unknown kind",
+        arguments=[*PLAN, "--experts", "int4"],
+        message="epcomm plan: experts is 'int4', expected bf16, as the hidden states are, or one "
+        "of ['fp8', 'int8']",
+    ),
+    BadCall(
+        id="unquantised experts of another dtype",
+        arguments=[*PLAN, "--experts", "fp16"],
+        message="epcomm plan: experts is 'fp16', expected bf16, as the hidden states are",
+    ),
+    BadCall(
+        id="experts without a size",
+        arguments=[*PLAN, "--experts", "int8"],
+        message="epcomm plan: experts is int8, but their size is in neither an option nor a "
+        "--model file; pass --intermediate-size",
+    ),
+    BadCall(
+        id="no size",
+        arguments=["plan", *LAYER[2:]],
+        message="epcomm plan: hidden_size is in neither an option nor a --model file; pass "
+        "--hidden-size",
+    ),
+    BadCall(
+        id="dtype",
+        arguments=[*PLAN, "--dtype", "tf32"],
+        message="epcomm plan: dtype is 'tf32', expected one of ['bf16', 'bfloat16',",
+    ),
+    BadCall(
+        id="ranks 0",
+        arguments=["plan", *LAYER[:-1], "0"],
+        message="epcomm plan: Invalid value for '--ranks'",
+    ),
+    BadCall(
+        id="no experts inside",
+        arguments=[*PLAN, "--intermediate-size", "0"],
+        message="epcomm plan: intermediate_size is 0, expected at least 1",
+    ),
+    BadCall(
+        id="tokens 0",
+        arguments=[*PLAN, "--max-tokens", "0"],
+        message="EPConfig: max_tokens_per_rank is 0, expected at least 1 or None",
+    ),
+    BadCall(
+        id="unknown backend",
+        arguments=[*PLAN, "--backend", "rdma"],
+        message="EPConfig: backend is 'rdma', expected auto or one of ['ascend', ",
+    ),
+    BadCall(
+        id="unknown runner",
+        arguments=[*PLAN, "--runner", "fast"],
+        message="EPConfig: runner is 'fast', expected auto or one of ['ascend', ",
+    ),
+    BadCall(
+        id="unknown device",
+        arguments=[*PLAN, "--device", "h2o"],
+        message="epcomm plan: --device is 'h2o', expected one of ['h100', 'h200', 'b200', 'cpu']",
+    ),
+    BadCall(
+        id="no measurements",
+        arguments=[*PLAN, "--measurements", "FOLDER/bench.json"],
+        message="which is no such report (KeyError: 'benchmark')",
+        files={"bench.json": "{}"},
+    ),
+]
+FILES = [
+    BadCall(
+        id=f"{option}: {name}, {text!r}",
+        arguments=[*([*PLAN] if option == "--config" else ["plan"]), option, f"FOLDER/{name}"],
+        message=message,
+        files={} if text is None else {name: text},
+    )
+    for option, name, text, message in (
+        ("--config", "no.toml", None, "does not exist"),
+        ("--config", "", None, "is a directory"),
+        ("--config", "ep.toml", "mode = \n", "ep.toml does not parse: "),
+        ("--config", "ep.json", "{", "ep.json does not parse: "),
+        ("--config", "ep.json", "[1]", "ep.json holds a list, expected fields and their values"),
+        ("--config", "ep.yaml", "mode: [\n", "ep.yaml does not parse: "),
+        ("--config", "ep.toml", b"\xff", "ep.toml does not parse: "),
+        ("--config", "ep.toml", "tokens = 1\n", "ep.toml has unknown fields ['tokens']"),
+        ("--config", "ep.ini", "mode=normal", "another ending than .toml, .json, .yaml, .yml"),
+        ("--model", "no.json", None, "does not exist"),
+        ("--model", "model.json", "{", "is no JSON ("),
+        ("--model", "model.json", b"\xff", "is no JSON ("),
+        ("--model", "model.json", "[1]", "holds a list, expected an object"),
+        ("--model", "model.json", '{"hidden_size": 64}', "num_experts is in neither an option"),
+        (
+            "--model",
+            "model.json",
+            '{"hidden_size": 64, "num_experts": [8, 16]}',
+            "gives num_experts as [8, 16], expected",
+        ),
+    )
+]
+OTHERS = [
+    BadCall(id="no such command", arguments=["plans"], message="epcomm: No such command 'plans'"),
+    BadCall(
+        id="no such part",
+        arguments=["doctor", "collective", "rdma"],
+        message="epcomm doctor: 'rdma' is no backend or runner, expected of ['ascend', ",
+    ),
+]
+BENCHES = [
+    BadCall(
+        id="no ranks",
+        arguments=["bench"],
+        message="epcomm bench: there are no ranks; pass --ranks 4 to start some on the CPU, or",
+    ),
+    BadCall(
+        id="ranks 0",
+        arguments=["bench", "--ranks", "0"],
+        message="epcomm bench: --ranks is 0, expected at least 1",
+    ),
+    BadCall(
+        id="unknown backend",
+        arguments=[*BENCH, "--backend", "collective,rdma"],
+        message="backend is 'rdma', expected auto or one of ['ascend', 'collective', ",
+    ),
+    BadCall(
+        id="unknown mode",
+        arguments=[*BENCH, "--modes", "normal,fuseep"],
+        message="epcomm bench: --modes is 'normal,fuseep', expected some of ['normal', ",
+    ),
+    BadCall(
+        id="tokens 0",
+        arguments=[*BENCH, "--tokens", "0,8"],
+        message="epcomm bench: --tokens is 0,8, expected at least 1",
+    ),
+    BadCall(
+        id="tokens that are no numbers",
+        arguments=[*BENCH, "--tokens", "many"],
+        message="epcomm bench: --tokens is 'many', expected numbers such as 1,128,1024",
+    ),
+    BadCall(
+        id="no tokens",
+        arguments=[*BENCH, "--tokens", ","],
+        message="epcomm bench: --tokens names no number, expected such as 1,128,1024",
+    ),
+    BadCall(
+        id="indivisible",
+        arguments=["bench", "--ranks", "3"],
+        message="epcomm bench: --experts is 32, expected a multiple of the 3 ranks",
+    ),
+    BadCall(
+        id="top k",
+        arguments=[*BENCH, "--experts", "4"],
+        message="epcomm bench: --top-k is 8, expected at most the 4 experts; give fewer, or more",
+    ),
+    BadCall(
+        id="dtype",
+        arguments=[*BENCH, "--dtype", "fp4"],
+        message="epcomm bench: --dtype is 'fp4', expected one of ['bf16', 'fp16', 'fp32']",
+    ),
+    BadCall(
+        id="wire",
+        arguments=[*BENCH, "--wire", "fp8"],
+        message="epcomm bench: --wire is 'fp8', expected one of ['fp8_e4m3', 'int8']",
+    ),
+    BadCall(
+        id="wire of a layer",
+        arguments=[*BENCH, "--wire", "int8", "--layer"],
+        message="epcomm bench: --wire is int8 with --layer, whose experts decide what travels",
+    ),
+    BadCall(
+        id="warm-up",
+        arguments=[*BENCH, "--warm-up", "-1"],
+        message="epcomm bench: --warm-up is -1, expected at least 0",
+    ),
+    BadCall(
+        id="no experts inside",
+        arguments=[*BENCH, "--layer", "--intermediate", "0"],
+        message="epcomm bench: --intermediate is 0, expected at least 1",
+    ),
+    BadCall(
+        id="unwritable file",
+        arguments=[*BENCH, "--output", "/dev/null/report.json"],
+        message="epcomm bench: /dev/null/report.json cannot be written (",
+    ),
+    BadCall(
+        id="no picture",
+        arguments=[*BENCH, "--plot", "plot.mp3"],
+        message="epcomm bench: --plot is 'plot.mp3', expected a name that ends in one of",
+    ),
+]
+CALLS = [*OPTIONS, *PLANS, *FILES, *OTHERS, *BENCHES]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.id)
+def test_bad_input_ends_with_one_line_and_2(
+    call: BadCall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*arguments: object) -> int:
+        raise AssertionError("ranks are started")
+
+    monkeypatch.setattr(epcomm.cli.bench, "start_ranks", started)
+    for name, text in call.files.items():
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    arguments = [each.replace("FOLDER", str(tmp_path)) for each in call.arguments]
+    result = CliRunner().invoke(
+        app, arguments, env={"RANK": None, "WORLD_SIZE": None}, prog_name="epcomm"
+    )
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert call.message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_yaml_without_its_package_says_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    path = tmp_path / "ep.yaml"
+    path.write_text("mode: normal\n")
+    result = CliRunner().invoke(app, [*PLAN, "--config", str(path)])
+    assert result.exit_code == 2
+    assert "ep.yaml needs PyYAML, which is not installed; run pip install" in result.stderr
+    assert len(result.stderr.splitlines()) == 1

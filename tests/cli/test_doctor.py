@@ -1,0 +1,141 @@
+"""`epcomm doctor`: tables, exit codes, JSON, and what would bring what is not here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+
+import pytest
+
+import epcomm.cli.doctor
+from epcomm.cli.diagnosis import Report, doctor
+from epcomm.platforms.assumed import DEVICES
+from epcomm.platforms.deep_ep import Variable
+from epcomm.platforms.findings import Finding, Status
+from epcomm.platforms.machine import Machine
+from tests.cli.test_cli import rows, run
+
+PACKAGE = Finding(
+    name="deep_ep", status=Status.ATTENTION, detail="[V1] and\nmore", advice="pip install x[y]"
+)
+HERE = Finding(name="collective", status=Status.HERE, detail="serves normal")
+MISSING = Finding(
+    name="nvlink",
+    status=Status.MISSING,
+    detail="serves [normal]",
+    advice="run: pip install x[y]",
+    reasons=("no [x]", "no y"),
+    command="pip install x[y]",
+)
+RUNNER = Finding(name="reference", status=Status.HERE, detail="computes")
+REPORT = Report(
+    platform=(PACKAGE,),
+    packages=(PACKAGE,),
+    deep_ep=None,
+    backends=(HERE, MISSING),
+    runners=(RUNNER,),
+    variables=(Variable(name="EP_X", value="1", written=None, advice="unset it"),),
+)
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epcomm.cli.doctor, "doctor", lambda: REPORT)
+
+
+@pytest.mark.usefixtures("report")
+def test_findings_are_printed_as_they_are() -> None:
+    result = run("doctor")
+    assert result.exit_code == 0, result.output
+    printed = rows(result.stdout)
+    for kind in ("platform", "package"):
+        place = printed.index([kind, "", "found", "what to do"])
+        assert printed[place + 1] == ["deep_ep", "attention", "[V1] and", "pip install x[y]"]
+        assert printed[place + 2] == ["", "", "more", ""]
+    place = printed.index(["backend", "", "found", "why not", "what would bring it"])
+    assert printed[place + 1 : place + 4] == [
+        ["collective", "here", "serves normal", "", ""],
+        ["nvlink", "missing", "serves [normal]", "no [x]", "run: pip install x[y]"],
+        ["", "", "", "no y", ""],
+    ]
+    assert ["reference", "here", "computes", "", ""] in printed
+    assert ["EP_X", "'1'", "", "unset it"] in printed
+
+
+@pytest.mark.usefixtures("report")
+@pytest.mark.parametrize(
+    ("names", "code"),
+    [([], 0), (["collective", "reference"], 0), (["nvlink"], 1), (["reference", "nvlink"], 1)],
+    ids=str,
+)
+def test_exit_code_and_json_say_whether_what_is_named_is_here(names: list[str], code: int) -> None:
+    assert run("doctor", *names).exit_code == code
+    result = run("doctor", "--json", *names)
+    assert result.exit_code == code
+    found = json.loads(result.stdout)
+    assert list(found) == [
+        *("version", "ok", "platform", "packages", "deep_ep", "backends", "runners", "variables")
+    ]
+    assert found["ok"] == (code == 0)
+    shown = [part["name"] for part in (*found["backends"], *found["runners"])]
+    assert set(shown) == set(names or ("collective", "nvlink", "reference"))
+    expected = json.loads(json.dumps(asdict(MISSING)))
+    assert [part for part in found["backends"] if part["name"] == "nvlink"] in ([], [expected])
+
+
+@pytest.mark.parametrize("lacking", ["backends", "runners"])
+def test_a_machine_that_serves_nothing_has_exit_code_1(
+    lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = replace(REPORT, **{lacking: (MISSING,)})
+    monkeypatch.setattr(epcomm.cli.doctor, "doctor", lambda: bare)
+    assert run("doctor").exit_code == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """What would bring a part to a machine."""
+
+    name: str
+    on: str
+    advice: str
+
+
+CPU, BARE_GPU, GPU = "cpu", "h200, torch alone", "h200"
+DEEP_EP = "run: git clone --recursive https://github.com/deepseek-ai/DeepEP && cd DeepEP && "
+REMEDIES = [
+    Remedy(name="nvlink", on=CPU, advice="no command can: it needs NVIDIA GPUs of one host that"),
+    Remedy(name="nvlink", on=BARE_GPU, advice="run: pip install --upgrade 'torch>=2.11' triton"),
+    Remedy(name="deep_ep_v1", on=CPU, advice="no command can: it needs NVIDIA GPUs"),
+    Remedy(name="deep_ep_v2", on=GPU, advice=DEEP_EP),
+    Remedy(name="fp8_wgmma", on="b200", advice="no command can: it needs an NVIDIA GPU of compute"),
+    Remedy(name="int8_triton", on=BARE_GPU, advice="run: pip install triton"),
+    Remedy(name="deep_gemm", on=GPU, advice="run: git clone --recursive https://github.com/deep"),
+    Remedy(name="fused_deep_moe", on=GPU, advice="no command can: it needs Ascend NPUs"),
+    Remedy(name="ascend_nz", on=CPU, advice="no command can: it needs Ascend NPUs"),
+]
+
+
+def machine(name: str) -> Machine:
+    if name == BARE_GPU:
+        return replace(DEVICES["h200"].machine(), has_module=lambda module: False)
+    return DEVICES[name].machine()
+
+
+@pytest.mark.parametrize("remedy", REMEDIES, ids=lambda remedy: f"{remedy.name} on {remedy.on}")
+def test_what_is_missing_has_one_command_or_none_that_can(remedy: Remedy) -> None:
+    report = doctor(machine(remedy.on))
+    parts = {each.name: each for each in (*report.backends, *report.runners)}
+    found = parts[remedy.name]
+    assert found.status is Status.MISSING
+    assert found.advice.startswith(remedy.advice)
+    assert bool(found.command) == found.advice.startswith("run: ")
+    for each in (*report.backends, *report.runners):
+        assert bool(each.reasons) == bool(each.advice) == (each.status is Status.MISSING), each
+
+
+def test_what_is_here_has_no_remedy() -> None:
+    report = doctor(machine(GPU))
+    here = {each.name for each in report.backends if each.status is Status.HERE}
+    assert {"nvlink", "collective"} <= here
+    assert "fp8_wgmma" in {each.name for each in report.runners if each.status is Status.HERE}

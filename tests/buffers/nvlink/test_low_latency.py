@@ -27,7 +27,7 @@ from epcomm import (
 )
 from epcomm.bench.check import CheckError
 from epcomm.buffers.base import DispatchCall, Dispatched
-from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
+from epcomm.buffers.nvlink.low_latency import NVLinkLowLatency, NVLinkLowLatencyBuffer
 from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError, ShapeError
 from epcomm.kernels import launch
 from epcomm.platforms.machine import this_machine
@@ -86,17 +86,27 @@ def env_of(
 IN_LINES, MIXED, IN_BULK = 8, 2, 0
 
 
+@pytest.fixture(autouse=True)
+def usual_line_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bulk, unless a test says otherwise: an interpreter takes twice as long for lines."""
+    if launch.IS_INTERPRETED and request.node.get_closest_marker("slow") is None:
+        monkeypatch.setattr(NVLinkLowLatency, "line_tokens", IN_BULK)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("case", "line_tokens"),
     [
         ("batches", MIXED),
-        ("faults", IN_LINES),
-        ("refusals", MIXED),
+        ("faults", IN_BULK),
+        ("refusals", IN_BULK),
         # An interpreter takes many seconds for these.
         pytest.param("shapes", MIXED, marks=pytest.mark.slow),
+        pytest.param("shapes", IN_BULK, marks=pytest.mark.slow),
         pytest.param("batches", IN_LINES, marks=pytest.mark.slow),
-        *(pytest.param(case, IN_BULK, marks=pytest.mark.slow) for case in SCENARIOS),
+        pytest.param("batches", IN_BULK, marks=pytest.mark.slow),
+        pytest.param("faults", IN_LINES, marks=pytest.mark.slow),
+        pytest.param("refusals", MIXED, marks=pytest.mark.slow),
     ],
 )
 def test_buffer_keeps_its_contract(
@@ -118,10 +128,20 @@ def test_masked_buffer_keeps_its_contract(case: str) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("backend", "wire"),
-    [*((BACKEND, wire) for wire in QUANTIZED), (MASKED, "fp8"), (MASKED, "int8")],
+    ("backend", "wire", "line_tokens"),
+    [
+        (BACKEND, "fp8_powers_of_two", IN_LINES),
+        (BACKEND, "int8", IN_LINES),
+        pytest.param(BACKEND, "fp8", IN_LINES, marks=pytest.mark.slow),
+        pytest.param(BACKEND, "fp8_powers_of_two", IN_BULK, marks=pytest.mark.slow),
+        (MASKED, "fp8", IN_BULK),
+        (MASKED, "int8", IN_BULK),
+    ],
 )
-def test_kernels_quantize_as_torch_does(backend: str, wire: str) -> None:
+def test_kernels_quantize_as_torch_does(
+    backend: str, wire: str, line_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NVLinkLowLatency, "line_tokens", line_tokens)
     spec = buffer_suite.BATCH_SPECS["holes"]
     with EPGroup() as group:
         # Several blocks, the last one short.

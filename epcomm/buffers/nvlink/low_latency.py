@@ -39,7 +39,7 @@ from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.kernels.nvlink.common.exchange import first_state
-from epcomm.kernels.nvlink.common.layout import ANEW, LowLatencyLayout
+from epcomm.kernels.nvlink.common.layout import ANEW, MAX_LINE_RANKS, LowLatencyLayout
 from epcomm.protocol import BatchFlags, FaultCode, pack_status
 from epcomm.records import ExchangePlan, Pending
 from epcomm.spec import BufferCaps, BufferSpec
@@ -86,6 +86,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         reasons = []
         if world_size == 1:
             reasons.append("writes to peers, and a single rank has none")
+        if world_size > MAX_LINE_RANKS:
+            reasons.append(f"serves at most {MAX_LINE_RANKS} ranks, not {world_size}")
         if spec.dispatch_format.dtype is WireDtype.INT8 and spec.dispatch_format.scale_block:
             reasons.append(f"INT8 rows have one scale, not {spec.dispatch_format}")
         if cls.handed_layout is Layout.MASKED and spec.expert_alignment > 1:

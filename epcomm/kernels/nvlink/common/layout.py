@@ -33,6 +33,8 @@ ANEW = (
 )
 # A word and its flag.
 LINE_BYTES = 8
+# Most ranks of low latency: kernels keep sets of them as bits of an int32, and one bit of an abort.
+MAX_LINE_RANKS = 30
 # Lines of the widest vector.
 _VECTOR_LINES = VECTOR_BYTES // LINE_BYTES
 

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from epcomm.kernels.launch import IS_INTERPRETED
+from epcomm.kernels.nvlink.common.layout import MAX_LINE_RANKS
 from epcomm.kernels.nvlink.common.signals import (
     abort_if_missing,
     int32_at,
@@ -31,15 +32,13 @@ from epcomm.kernels.nvlink.common.signals import (
 )
 from epcomm.kernels.nvlink.common.status import WAIT_CREDIT
 
-# Most ranks: a wait keeps those that it still misses as bits of an int32, below that of an abort.
-MAX_RANKS = 30
-
 # Polls that a look takes up in an interpreter, where it does more than one at a signal.
 INTERPRETED_POLLS = 4
 
 _IS_INTERPRETED = tl.constexpr(IS_INTERPRETED)
 _INTERPRETED_POLLS = tl.constexpr(INTERPRETED_POLLS)
-_ABORTED = tl.constexpr(1 << MAX_RANKS)
+# A wait keeps the ranks that it still misses as bits, below this one.
+_ABORTED = tl.constexpr(1 << MAX_LINE_RANKS)
 
 
 @triton.jit

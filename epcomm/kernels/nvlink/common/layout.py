@@ -182,22 +182,22 @@ class LowLatencyLayout(MemoryLayout):
         """The bytes of a header without its flags: two words."""
         return 2 * _WORD_BYTES
 
-    @property
+    @cached_property
     def data_lines_at(self) -> int:
         """The lines of a token before those of its row."""
         return 3 * self.metadata_words
 
-    @property
+    @cached_property
     def scale_lines_at(self) -> int:
         """The lines of a token before those of its scales."""
         return self.data_lines_at + align_up(self.data_words, _VECTOR_LINES)
 
-    @property
+    @cached_property
     def row_lines(self) -> int:
         """The lines from one token to the next."""
         return self.scale_lines_at + align_up(self.scale_words, _VECTOR_LINES)
 
-    @property
+    @cached_property
     def sum_lines(self) -> int:
         """The lines from one sum to the next."""
         return align_up(self.return_words, _VECTOR_LINES)

@@ -8,6 +8,8 @@ Memory order: common/lines.py.
 
 from __future__ import annotations
 
+from functools import cache
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -263,6 +265,26 @@ def _send_dispatch_lines_kernel(
         tl.atomic_add(counters_ptr, tl.cast(num_sent, tl.int64), sem="relaxed")
 
 
+@cache
+def _num_parts(hidden_size: int, scale_block: int, kind: int) -> int:
+    """Return the programs that share a row."""
+    if kind in (FP8, FP8_POWER_OF_TWO):
+        return -(-hidden_size // (scale_block * _blocks_of(hidden_size, scale_block)))
+    return -(-hidden_size // _part_of(hidden_size))
+
+
+def _part_of(hidden_size: int) -> int:
+    """Return the elements of a row that a program sends as they are, or with one scale for all."""
+    # Words of a row have up to four elements.
+    return max(4, min(_PART, next_power_of_two(hidden_size)))
+
+
+def _blocks_of(hidden_size: int, scale_block: int) -> int:
+    """Return the blocks of a row that a program sends, each with its scale."""
+    blocks = next_power_of_two(-(-hidden_size // scale_block))
+    return max(_LEAST_BLOCKS, min(_PART // next_power_of_two(scale_block), blocks))
+
+
 def send_dispatch_lines(
     exchange: LowLatencyExchange,
     hidden_states: Tensor,
@@ -279,17 +301,11 @@ def send_dispatch_lines(
 
     Arguments and contract: those of send_dispatch().
     """
-    hidden_size = hidden_states.shape[1]
-    num_tokens = 0 if status & FAULT_MASK else hidden_states.shape[0]
+    num_tokens, hidden_size = hidden_states.shape
+    if status & FAULT_MASK:
+        num_tokens = 0
     row_stride = hidden_states.stride(0) if num_tokens > 1 else hidden_size
-    is_blocked = kind in (FP8, FP8_POWER_OF_TWO)
-    # Words of a row have up to four elements.
-    part = max(4, min(_PART, next_power_of_two(hidden_size)))
-    num_blocks = -(-hidden_size // scale_block)
-    blocks = max(
-        _LEAST_BLOCKS, min(_PART // next_power_of_two(scale_block), next_power_of_two(num_blocks))
-    )
-    parts = -(-num_blocks // blocks) if is_blocked else -(-hidden_size // part)
+    parts = _num_parts(hidden_size, scale_block, kind)
     key = ("send lines", hidden_states.dtype, hidden_size, row_stride, kind, scale_block, profile)
     peers, layout = exchange.peers, exchange.peers.layout
     launch = exchange.launches.get(key)
@@ -322,13 +338,13 @@ def send_dispatch_lines(
                 HIDDEN=hidden_size,
                 COLUMNS=next_power_of_two(hidden_size),
                 PARTS=parts,
-                PART=part,
+                PART=_part_of(hidden_size),
                 BLOCK=scale_block,
                 BLOCK_LANES=next_power_of_two(scale_block),
-                BLOCKS=blocks,
+                BLOCKS=_blocks_of(hidden_size, scale_block),
                 KIND=kind,
                 PROFILE=profile,
-                HAS_E4M3=is_blocked and has_e4m3(device),
+                HAS_E4M3=kind in (FP8, FP8_POWER_OF_TWO) and has_e4m3(device),
                 CHUNK=max(32, next_power_of_two(layout.line_tokens * layout.top_k)),
                 THREADS=32 * _WARPS,
                 COMBINED_LINES_AT=offsets["combined_lines"],

@@ -119,6 +119,26 @@ class EagerResult(TypedDict):
     slowest_rank: dict[str, EagerTimes]
 
 
+class OverlapFinding(TypedDict):
+    """A product beside dispatches, as bench_overlap.py writes it."""
+
+    wire: str
+    num_sms: int
+    us: dict[str, dict[str, float]]
+    product_lost: float
+    allowed: float
+
+
+class OverlapResult(TypedDict):
+    """The parts of a result of overlap that a table shows."""
+
+    configuration: dict[str, int]
+    hardware: dict[str, str]
+    versions: dict[str, str]
+    command: str
+    findings: list[OverlapFinding]
+
+
 class BesideTimes(TypedDict):
     """One piece of work; us: medians by contender."""
 
@@ -173,6 +193,8 @@ def _render_kind(text: str, *, is_by_tokens: bool) -> str:
         return render_beside(result)
     if kind == "eager":
         return render_eager(result)
+    if kind == "overlap":
+        return render_overlap(result)
     if kind == BENCHMARK:
         return render_bench(result)
     return render_gemm(result) if kind.startswith("gemm") else render(result)
@@ -246,8 +268,9 @@ def render_nvlink(result: NVLinkResult, *, is_by_tokens: bool = False) -> str:
     rates = "" if is_by_tokens else f"; remote bytes alone, at {sizes['sms_tokens']} tokens"
     caption = (
         f"{sizes['ranks']} ranks on {hardware['accelerator']}, H = {sizes['hidden']}, top-"
-        f"{sizes['top_k']} of {sizes['experts']}, torch {result['versions']['torch']}; medians in "
-        f"us of captured graphs on the slowest rank{rates}: `{result['command']}`"
+        f"{sizes['top_k']} of {sizes['experts']}, torch {result['versions']['torch']}, "
+        f"{_commit(result['versions'])}; medians in us of captured graphs on the slowest "
+        f"rank{rates}: `{result['command']}`"
     )
     return "\n".join([*lines, "", caption, ""])
 
@@ -268,6 +291,32 @@ def render_eager(result: EagerResult) -> str:
         f"{sizes['ranks']} ranks on {result['hardware']['accelerator']}, H = {sizes['hidden']}, I ="
         f" {sizes['inner']}, top-{sizes['top_k']} of {sizes['experts']}, FP8 experts, torch "
         f"{result['versions']['torch']}; medians on the slowest rank: `{result['command']}`"
+    )
+    return "\n".join([*lines, "", caption, ""])
+
+
+def render_overlap(result: OverlapResult) -> str:
+    """Return the table of what a product and dispatches cost each other."""
+    names = ("product", "narrow_product_beside", "dispatch", "dispatch_beside")
+    heads = (
+        "product",
+        "beside dispatches",
+        "times as long",
+        "allowed",
+        "dispatch",
+        "beside the product",
+    )
+    lines = [_row("SMs of dispatch", *heads), _row("---", *["---:"] * len(heads))]
+    for each in result["findings"]:
+        cells = [f"{each['us'][name]['p50']:.0f}" for name in names]
+        cells[2:2] = [f"{each['product_lost']:.2f}", f"{each['allowed']:.2f}"]
+        lines.append(_row(f"{each['num_sms']}, {each['wire'].upper()} rows", *cells))
+    sizes = result["configuration"]
+    caption = (
+        f"{sizes['ranks']} ranks on {result['hardware']['accelerator']}, {sizes['sms_tokens']} "
+        f"tokens a rank, H = {sizes['hidden']}, top-{sizes['top_k']} of {sizes['experts']}, FP8 "
+        f"product of [{sizes['m']}, {sizes['k']}] and [{sizes['k']}, {sizes['n']}], torch "
+        f"{result['versions']['torch']}; medians in us on the slowest rank: `{result['command']}`"
     )
     return "\n".join([*lines, "", caption, ""])
 
@@ -296,6 +345,12 @@ def _by_sms(by_sms: list[NVLinkRates]) -> list[str]:
         cells = [f"{rates['remote_gb_per_s'][name]:.0f}" for name in names]
         lines.append(_row(str(rates["num_sms"]), *cells))
     return lines
+
+
+def _commit(versions: dict[str, str]) -> str:
+    """Name the commit that was measured, of which a + says that files differed from it."""
+    commit = versions["commit"]
+    return f"epcomm {commit.removesuffix('+')}{' with changes' if commit.endswith('+') else ''}"
 
 
 def _row(*cells: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import tomllib
 from collections.abc import Callable, Mapping
@@ -13,8 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
-from epcomm.errors import ConfigError
-from epcomm.types import Int8Profile, ScaleDtype, WireDtype
+from epcomm.errors import ConfigError, describe_kind, shown
+from epcomm.types import MAX_SIZE, Int8Profile, ScaleDtype, WireDtype, is_size
 
 
 class Mode(StrEnum):
@@ -135,12 +134,11 @@ class EPConfig(WireChoices):
         object.__setattr__(self, "router", _enum_member("router", Router, self.router))
         for name in ("max_tokens_per_rank", "max_recv_slots", "num_sms", "batches_in_flight"):
             value = getattr(self, name)
-            is_valid = value is None or (_is_integer(value) and value >= 1)
-            _expect(name, value, is_valid, "at least 1 or None")
-        is_number = isinstance(self.timeout_s, int | float)
+            _expect(name, value, value is None or is_size(value), f"1 to {MAX_SIZE}, or None")
+        is_number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
         # `> 0` alone would let NaN through the other way round, and text raise by itself.
-        is_time = is_number and 0 < self.timeout_s < math.inf
-        _expect("timeout_s", self.timeout_s, is_time, "seconds > 0")
+        is_time = is_number and 0 < self.timeout_s <= MAX_SIZE
+        _expect("timeout_s", self.timeout_s, is_time, f"seconds > 0, at most {MAX_SIZE}")
         for name in ("backend", "runner"):
             value = getattr(self, name)
             _expect(name, value, isinstance(value, str), "auto or a registered name")
@@ -163,6 +161,12 @@ class EPConfig(WireChoices):
             raise ConfigError(
                 f"EPConfig: {source} has unknown fields {unknown}; known are {sorted(known)}"
             )
+        for name, value in values.items():
+            # Also because showing what is nested may take as long as it likes.
+            if isinstance(value, list | dict):
+                raise ConfigError(
+                    f"EPConfig: {source} gives {name} as {describe_kind(value)}, expected one value"
+                )
         return cls(**values)  # type: ignore[arg-type]
 
     @classmethod
@@ -218,9 +222,13 @@ def _read_values(path: Path) -> Mapping[str, object]:
         # Some parsers tell where in several lines.
         why = " ".join(str(error).split())
         raise ConfigError(f"EPConfig.from_file: {path.name} does not parse: {why}") from None
+    except RecursionError:
+        raise ConfigError(
+            f"EPConfig.from_file: {path.name} does not parse: it is nested too deeply"
+        ) from None
     if not isinstance(values, Mapping):
         raise ConfigError(
-            f"EPConfig.from_file: {path.name} holds a {type(values).__name__}, expected fields and "
+            f"EPConfig.from_file: {path.name} holds {describe_kind(values)}, expected fields and "
             "their values at the top level"
         )
     return values
@@ -230,10 +238,12 @@ def _parse_yaml(text: str) -> object:
     import yaml
 
     try:
-        # An empty file says nothing, as an empty one of TOML.
-        return yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
+        values = yaml.safe_load(text)
+    except (yaml.YAMLError, LookupError, AttributeError, ArithmeticError) as error:
+        # The others come of tags beside values that are not theirs, as `!!int ""`.
         raise ValueError(str(error)) from None
+    # An empty file says nothing, as an empty one of TOML.
+    return {} if values is None else values
 
 
 _READERS: Mapping[str, Callable[[str], object]] = MappingProxyType(
@@ -241,13 +251,9 @@ _READERS: Mapping[str, Callable[[str], object]] = MappingProxyType(
 )
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _expect(name: str, value: object, is_valid: bool, expected: str) -> None:
     if not is_valid:
-        raise ConfigError(f"EPConfig: {name} is {value!r}, expected {expected}")
+        raise ConfigError(f"EPConfig: {name} is {shown(value)}, expected {expected}")
 
 
 def _check_scales(dtype: WireDtype | None, scales: ScaleDtype | None) -> None:
@@ -269,7 +275,9 @@ def _enum_member(name: str, kind: type[E], value: object) -> E:
         return kind(value)
     except ValueError:
         allowed = [member.value for member in kind]
-        raise ConfigError(f"EPConfig: {name} is {value!r}, expected one of {allowed}") from None
+        raise ConfigError(
+            f"EPConfig: {name} is {shown(value)}, expected one of {allowed}"
+        ) from None
 
 
 _PARSERS = {
@@ -290,6 +298,6 @@ def _parse(name: str, text: str) -> object:
         return _PARSERS.get(name, str)(text)
     except (KeyError, ValueError):
         raise ConfigError(
-            f"EPConfig.from_env: {ENVIRONMENT_PREFIX}{name.upper()} is {text!r}, which does not "
-            "parse; give a number, or true or false"
+            f"EPConfig.from_env: {ENVIRONMENT_PREFIX}{name.upper()} is {shown(text)}, which does "
+            "not parse; give a number, or true or false"
         ) from None

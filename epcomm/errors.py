@@ -49,6 +49,29 @@ class PickleRefused(EPError, TypeError):
     """
 
 
+# Characters of a value that a message shows: of more nobody reads the sentence around it.
+_MAX_SHOWN = 80
+
+
+def shown(value: object) -> str:
+    """Write a value for a message, which stays one line of readable length."""
+    try:
+        text = repr(value)
+    except ValueError:
+        # Python writes no integer of more than 4300 digits.
+        return "a number of thousands of digits"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def describe_kind(value: object) -> str:
+    """Name the kind of what a file of JSON, TOML or YAML holds: `a list`, `an object`."""
+    if value is None:
+        return "null"
+    kinds = {bool: "true or false", dict: "an object", list: "a list", str: "text"}
+    kinds |= {int: "a number", float: "a number"}
+    return kinds.get(type(value), f"a value of type {type(value).__name__}")
+
+
 def describe_ranks(ranks: Sequence[int]) -> str:
     """Name ranks: `rank 2` or `ranks 0, 1, 3`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

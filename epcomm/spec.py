@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from epcomm.errors import ConfigError
-from epcomm.types import Int8Profile, Layout, WireDtype, WireFormat
+from epcomm.errors import ConfigError, shown
+from epcomm.types import MAX_SIZE, Int8Profile, Layout, WireDtype, WireFormat, is_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +30,15 @@ class MoESpec:
         """Refuse a layer that cannot be. Local.
 
         Raises:
-            ConfigError: a number is no positive integer, or there is no such dtype on the wire.
+            ConfigError: a number is no integer from 1 to MAX_SIZE, or there is no such dtype on the
+                wire.
         """
         for name in ("hidden_size", "num_experts", "top_k"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"MoESpec: {name} is {value}, expected an int of at least 1")
+            if not is_size(value):
+                raise ConfigError(
+                    f"MoESpec: {name} is {shown(value)}, expected an int from 1 to {MAX_SIZE}"
+                )
         if self.top_k > self.num_experts:
             raise ConfigError(
                 f"MoESpec: top_k is {self.top_k}, expected at most num_experts = {self.num_experts}"

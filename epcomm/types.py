@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -12,6 +13,15 @@ from epcomm.errors import ConfigError
 
 # 16 B: the widest vector load and the row-stride rule of torch's grouped matmul.
 ROW_ALIGNMENT_BYTES = 16
+# The largest size and count of anything: kernels number tokens, slots and experts by int32.
+MAX_SIZE = 2**31 - 1
+# The most ranks: plans look at each pair, and no group has as many.
+MAX_RANKS = 4096
+
+
+def is_size(value: object, most: int = MAX_SIZE) -> TypeGuard[int]:
+    """Tell whether a value is an integer from 1 to `most`; True is none, though Python says so."""
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
 
 
 def align_up(value: int, multiple: int) -> int:

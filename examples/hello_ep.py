@@ -26,5 +26,5 @@ with EPGroup(dist.group.WORLD) as group, torch.no_grad():
     done = layer.stats().num_tokens_per_expert
     print(f"rank {group.rank}: {len(x)} tokens as in one process, experts did {done}\n", end="")
     if group.rank == 0:
-        print(*[line for line in layer.explain().splitlines() if "mode" in line], sep="\n")
+        print(*[line for line in layer.explain().splitlines() if line.startswith("mode")], sep="\n")
 dist.destroy_process_group()

@@ -69,12 +69,12 @@ BAD_VALUES = [
     BadValue(
         id="no tokens",
         values={"max_tokens_per_rank": 0},
-        message="EPConfig: max_tokens_per_rank is 0, expected at least 1 or None",
+        message="EPConfig: max_tokens_per_rank is 0, expected 1 to 2147483647, or None",
     ),
     BadValue(
         id="no slots",
         values={"max_recv_slots": -1},
-        message="EPConfig: max_recv_slots is -1, expected at least 1 or None",
+        message="EPConfig: max_recv_slots is -1, expected 1 to 2147483647, or None",
     ),
     BadValue(
         id="no time", values={"timeout_s": 0}, message="EPConfig: timeout_s is 0, expected seconds"

@@ -9,15 +9,17 @@ from types import MappingProxyType
 import torch
 
 from epcomm.config import EPConfig, Mode
-from epcomm.errors import ConfigError
+from epcomm.errors import ConfigError, shown
 from epcomm.registry import BUFFERS, backend_names
 from epcomm.spec import MoESpec
 from epcomm.testing.data import BatchSpec, RankBatch, make_batch, random_ids
-from epcomm.types import WireDtype
+from epcomm.types import MAX_SIZE, WireDtype, is_size
 
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 )
+# Seeds of ranks and experts are a little larger, and a generator takes 64 bits.
+_MAX_SEED = 2**63 - 1
 # Those whose dispatch and combine can be timed one by one.
 MODES = (Mode.NORMAL, Mode.LOW_LATENCY, Mode.STANDARD)
 
@@ -54,12 +56,17 @@ class BenchOptions:
         for name in ("tokens", "hidden", "experts", "top_k", "intermediate", "iterations"):
             value = getattr(self, name)
             numbers = value if isinstance(value, tuple) else (value,)
-            if any(number is not None and number < 1 for number in numbers):
-                shown = ",".join(map(str, numbers))
+            if not all(number is None or is_size(number) for number in numbers):
+                found = ",".join(map(shown, numbers))
                 option = name.replace("_", "-")
-                raise ConfigError(f"epcomm bench: --{option} is {shown}, expected at least 1")
-        if self.warm_up < 0:
-            raise ConfigError(f"epcomm bench: --warm-up is {self.warm_up}, expected at least 0")
+                raise ConfigError(f"epcomm bench: --{option} is {found}, expected 1 to {MAX_SIZE}")
+        for name, most in (("warm_up", MAX_SIZE), ("seed", _MAX_SEED)):
+            value = getattr(self, name)
+            if not 0 <= value <= most:
+                option = name.replace("_", "-")
+                raise ConfigError(
+                    f"epcomm bench: --{option} is {shown(value)}, expected 0 to {most}"
+                )
         if self.top_k > self.experts:
             raise ConfigError(
                 f"epcomm bench: --top-k is {self.top_k}, expected at most the {self.experts} "
@@ -134,7 +141,7 @@ def read_tokens(text: str) -> tuple[int, ...]:
         numbers = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
         raise ConfigError(
-            f"epcomm bench: --tokens is {text!r}, expected numbers such as 1,128,1024"
+            f"epcomm bench: --tokens is {shown(text)}, expected numbers such as 1,128,1024"
         ) from None
     return tuple(dict.fromkeys(numbers))
 

@@ -63,7 +63,7 @@ def tell(error: EPError, rank: int) -> int:
     """
     if rank:
         time.sleep(_PATIENCE_S)
-    sys.stderr.write(f"{error}\n")
+    sys.stderr.write(f"{' '.join(str(error).splitlines())}\n")
     sys.stderr.flush()
     return BAD_INPUT if isinstance(error, ConfigError) else 1
 

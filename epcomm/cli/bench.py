@@ -29,7 +29,8 @@ from epcomm.bench.ranks import (
 from epcomm.bench.records import Report
 from epcomm.bench.report import as_json, layers_table, timings_table
 from epcomm.bench.run import run_bench
-from epcomm.errors import ConfigError
+from epcomm.errors import ConfigError, shown
+from epcomm.types import MAX_RANKS, is_size
 
 # The exit code where a contender is wrong, or nothing of epcomm serves: something was not timed.
 NOT_TIMED = 1
@@ -133,8 +134,8 @@ def _ranks_to_start(ranks: int | None) -> int | None:
         raise ConfigError(
             f"epcomm bench: --ranks is {ranks}, but torchrun has started {started}; leave it out"
         )
-    if ranks is not None and ranks < 1:
-        raise ConfigError(f"epcomm bench: --ranks is {ranks}, expected at least 1")
+    if ranks is not None and not is_size(ranks, MAX_RANKS):
+        raise ConfigError(f"epcomm bench: --ranks is {shown(ranks)}, expected 1 to {MAX_RANKS}")
     return ranks if started is None else None
 
 

@@ -18,7 +18,7 @@ from epcomm.cli.one_line import BadInput
 from epcomm.cli.version import version
 from epcomm.platforms.deep_ep import Variable
 from epcomm.platforms.findings import Finding, Status
-from epcomm.registry import BUFFERS, FUSED, RUNNERS
+from epcomm.registry import BACKEND_GROUPS, BUFFERS, FUSED, RUNNERS
 
 _STYLES = {Status.HERE: "green", Status.MISSING: "dim", Status.ATTENTION: "yellow"}
 # The exit code where something that was asked for is not here.
@@ -64,20 +64,26 @@ def as_json(report: Report, names: Sequence[str]) -> str:
 
 
 def _check_names(names: Sequence[str]) -> None:
-    known = sorted({*BUFFERS, *FUSED, *RUNNERS})
+    known = sorted({*BUFFERS, *BACKEND_GROUPS, *FUSED, *RUNNERS})
     for name in names:
         if name not in known:
             raise BadInput(f"epcomm doctor: {name!r} is no backend or runner, expected of {known}")
 
 
 def _named(findings: Sequence[Finding], names: Sequence[str]) -> list[Finding]:
-    return [each for each in findings if not names or each.name in names]
+    wanted = {part for name in names for part in _parts(name)}
+    return [each for each in findings if not names or each.name in wanted]
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    """Return what a name stands for: deep_ep for its two backends, any other for itself."""
+    return BACKEND_GROUPS.get(name, (name,))
 
 
 def _is_enough(report: Report, names: Sequence[str]) -> bool:
     here = {each.name for each in (*report.backends, *report.runners) if each.status is Status.HERE}
     if names:
-        return here.issuperset(names)
+        return all(not here.isdisjoint(_parts(name)) for name in names)
     parts = (report.backends, report.runners)
     return all(any(each.name in here for each in found) for found in parts)
 

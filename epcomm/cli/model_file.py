@@ -7,10 +7,12 @@ Source: attribute_map and fields of the configurations in transformers 5.23.
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
-from epcomm.errors import ConfigError
+from epcomm.errors import ConfigError, describe_kind, shown
+from epcomm.types import MAX_SIZE, is_size
 
 # Our name -> the names of the families, in order of preference: a model with dense layers says
 # intermediate_size of those.
@@ -57,11 +59,16 @@ class ModelShape:
     dtype: str | None
 
 
-def read_model_file(path: Path) -> ModelShape:
+def read_model_file(path: Path, said: Container[str] = ()) -> ModelShape:
     """Read a config.json.
 
+    Args:
+        path: the file.
+        said: fields of ModelShape that the user has said, whatever the file has there: it may be a
+            number for each layer.
+
     Raises:
-        ConfigError: it cannot be read, is no JSON object, or its number of experts is no number.
+        ConfigError: it cannot be read, is no JSON object, or a size that it names is none.
     """
     try:
         values = json.loads(path.read_text("utf-8"))
@@ -74,19 +81,39 @@ def read_model_file(path: Path) -> ModelShape:
         raise ConfigError(
             f"epcomm plan: {path} is no JSON ({error}); pass the config.json of a model"
         ) from None
-    if not isinstance(values, dict):
+    except RecursionError:
         raise ConfigError(
-            f"epcomm plan: {path} holds a {type(values).__name__}, expected an object; pass the "
-            "config.json of a model"
-        )
-    # A multimodal model keeps its language model apart.
-    values = values.get("text_config", values)
-    numbers = {name: _read_number(path, name, values) for name in _NAMES if name != "dtype"}
+            f"epcomm plan: {path} is nested too deeply; pass the config.json of a model"
+        ) from None
+    values = _read_object(path, "holds", values)
+    # A multimodal model keeps its language model apart. Null says nothing, as of any other name.
+    if values.get("text_config") is not None:
+        values = _read_object(path, "gives text_config as", values["text_config"])
+    numbers = {
+        name: None if name in said else _read_number(path, name, values)
+        for name in _NAMES
+        if name != "dtype"
+    }
     dtype = _read(values, "dtype")
+    if not isinstance(dtype, str | None) and "dtype" not in said:
+        raise ConfigError(
+            f"epcomm plan: {path} gives dtype as {describe_kind(dtype)}, expected text; "
+            "pass --dtype"
+        )
+    model_type = values.get("model_type")
     return ModelShape(
-        model_type=str(values.get("model_type", "unknown")),
-        dtype=None if dtype is None else str(dtype),
+        model_type=model_type if isinstance(model_type, str) else "unknown",
+        dtype=dtype if isinstance(dtype, str) else None,
         **numbers,
+    )
+
+
+def _read_object(path: Path, what: str, value: object) -> dict[str, object]:
+    if isinstance(value, dict):
+        return value
+    raise ConfigError(
+        f"epcomm plan: {path} {what} {describe_kind(value)}, expected an object; pass the "
+        "config.json of a model"
     )
 
 
@@ -97,9 +124,10 @@ def _read(values: dict[str, object], name: str) -> object:
 
 def _read_number(path: Path, name: str, values: dict[str, object]) -> int | None:
     value = _read(values, name)
-    if value is None or isinstance(value, int):
+    if value is None or is_size(value):
         return value
+    found = describe_kind(value) if isinstance(value, list | dict) else shown(value)
     raise ConfigError(
-        f"epcomm plan: {path} gives {name} as {value!r}, expected one number for all layers; pass "
-        f"--{name.replace('_', '-')}"
+        f"epcomm plan: {path} gives {name} as {found}, expected one number for all layers, from 1 "
+        f"to {MAX_SIZE}; pass --{name.replace('_', '-')}"
     )

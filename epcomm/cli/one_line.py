@@ -59,5 +59,6 @@ class OneLineGroup(TyperGroup):
 
 def refuse(line: str) -> NoReturn:
     """Write one line and leave."""
-    sys.stderr.write(f"{line}\n")
+    # A file that the line names may have a line break in its name.
+    sys.stderr.write(f"{' '.join(line.splitlines())}\n")
     sys.exit(BAD_INPUT)

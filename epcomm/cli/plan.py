@@ -19,12 +19,12 @@ from epcomm.cli.one_line import BadInput
 from epcomm.cli.plan_fused import fused_table
 from epcomm.cli.plan_json import as_json
 from epcomm.config import EPConfig, Mode
-from epcomm.errors import BackendUnavailable, ConfigError, EPError, PlanRefused
+from epcomm.errors import BackendUnavailable, ConfigError, EPError, PlanRefused, shown
 from epcomm.planning.plan import plan
 from epcomm.planning.plans import EPPlan, PhasePlan
 from epcomm.platforms.assumed import DEVICES, AssumedMachine, deep_ep_of
 from epcomm.spec import MoESpec
-from epcomm.types import WireDtype
+from epcomm.types import MAX_RANKS, MAX_SIZE, WireDtype, is_size
 from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
@@ -43,6 +43,8 @@ _DTYPES = {
     "fp64": torch.float64,
     "float64": torch.float64,
 }
+# Of a matrix [H, I]: two such as float64, gate and up, have less than the 2**63 bytes of torch.
+_MAX_ELEMENTS = 2**58
 _QUANTIZED = {"fp8": Fp8BlockWeights, "int8": Int8ChannelWeights}
 
 
@@ -57,7 +59,7 @@ def plan_command(
     experts: Annotated[
         str | None, typer.Option(help="fp8, int8, or unquantised: what --dtype is.")
     ] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="That share the experts.")] = 8,
+    ranks: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="That share the experts.")] = 8,
     mode: Annotated[
         str | None, typer.Option(help="standard, normal, low_latency, auto or fuseep.")
     ] = None,
@@ -117,12 +119,19 @@ def plan_command(
     }
     assumed: AssumedMachine | None = None
     try:
-        shape = None if model is None else read_model_file(model)
+        sizes = {
+            "hidden_size": hidden_size,
+            "num_experts": num_experts,
+            "top_k": top_k,
+            "intermediate_size": intermediate_size,
+            "dtype": dtype,
+        }
+        shape = None if model is None else read_model_file(model, _given(sizes))
         spec = MoESpec(
             hidden_size=_required("hidden_size", hidden_size, shape),
             num_experts=_required("num_experts", num_experts, shape),
             top_k=_required("top_k", top_k, shape),
-            dtype=_torch_dtype(dtype or (shape and shape.dtype) or "bf16"),
+            dtype=_torch_dtype(((shape and shape.dtype) or "bf16") if dtype is None else dtype),
         )
         spec.check()
         settings = EPConfig() if config is None else EPConfig.from_file(config)
@@ -166,7 +175,7 @@ def _required(name: str, option: int | None, shape: ModelShape | None) -> int:
 def _torch_dtype(name: str) -> torch.dtype:
     short = name.removeprefix("torch.")
     if short not in _DTYPES:
-        raise ConfigError(f"epcomm plan: dtype is {name!r}, expected one of {sorted(_DTYPES)}")
+        raise ConfigError(f"epcomm plan: dtype is {shown(name)}, expected one of {sorted(_DTYPES)}")
     return _DTYPES[short]
 
 
@@ -189,9 +198,15 @@ def _weights_of(
                 "--model file; pass --intermediate-size"
             )
         return None
-    if intermediate_size < 1:
+    if not is_size(intermediate_size):
         raise ConfigError(
-            f"epcomm plan: intermediate_size is {intermediate_size}, expected at least 1"
+            f"epcomm plan: intermediate_size is {shown(intermediate_size)}, expected 1 to "
+            f"{MAX_SIZE}"
+        )
+    if spec.hidden_size * intermediate_size > _MAX_ELEMENTS:
+        raise ConfigError(
+            f"epcomm plan: an expert of hidden_size {spec.hidden_size} and intermediate_size "
+            f"{intermediate_size} has larger matrices than torch can name; give smaller sizes"
         )
     gate_up = torch.empty(
         1, 2 * intermediate_size, spec.hidden_size, dtype=spec.dtype, device="meta"
@@ -206,8 +221,8 @@ def _check_kind(spec: MoESpec, kind: str | None) -> None:
         return
     own = WireDtype.from_torch(spec.dtype).value
     raise ConfigError(
-        f"epcomm plan: experts is {kind!r}, expected {own}, as the hidden states are, or one of "
-        f"{sorted(_QUANTIZED)}"
+        f"epcomm plan: experts is {shown(kind)}, expected {own}, as the hidden states are, or one "
+        f"of {sorted(_QUANTIZED)}"
     )
 
 
@@ -215,8 +230,9 @@ def _print_plan(
     console: Console, chosen: EPPlan, spec: MoESpec, ranks: int, shape: ModelShape | None
 ) -> None:
     lines = [
-        f"{spec.num_experts} experts on {ranks} ranks, {spec.num_experts // ranks} each; hidden "
-        f"size {spec.hidden_size}, top {spec.top_k}, {WireDtype.from_torch(spec.dtype).value}"
+        f"{spec.num_experts} experts on {ranks} {'rank' if ranks == 1 else 'ranks'}, "
+        f"{spec.num_experts // ranks} each; hidden size {spec.hidden_size}, top {spec.top_k}, "
+        f"{WireDtype.from_torch(spec.dtype).value}"
     ]
     if shape is not None:
         lines.append(f"model: {shape.model_type}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from epcomm.buffers.requirements import carrying_reasons, limit_reasons
 from epcomm.config import EPConfig, Mode
-from epcomm.errors import ConfigError, EPError
+from epcomm.errors import ConfigError, EPError, shown
 from epcomm.planning.measurements import Measurements, read_measurements
 from epcomm.planning.ranks import Transport, judge_together
 from epcomm.platforms.assumed import AssumedMachine
@@ -31,7 +31,7 @@ from epcomm.registry import (
     runner_class,
 )
 from epcomm.spec import Availability, BufferCaps, BufferSpec
-from epcomm.types import Int8Profile, ScaleDtype, WireDtype, WireFormat
+from epcomm.types import MAX_RANKS, Int8Profile, ScaleDtype, WireDtype, WireFormat, is_size
 
 if TYPE_CHECKING:
     from epcomm.collectives.base import Scalar
@@ -310,8 +310,10 @@ def _buffer_spec(
 
     wanted: how hidden states best come to the experts, unless the configuration says.
     """
-    if world_size < 1:
-        raise ConfigError(f"plan: world_size is {world_size}, expected at least 1")
+    if not is_size(world_size, MAX_RANKS):
+        raise ConfigError(
+            f"plan: world_size is {shown(world_size)}, expected an int from 1 to {MAX_RANKS}"
+        )
     if spec.num_experts % world_size:
         raise ConfigError(
             f"plan: num_experts is {spec.num_experts}, expected a multiple of the {world_size} "

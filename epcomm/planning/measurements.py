@@ -8,13 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from epcomm.config import Mode
-from epcomm.errors import ConfigError
+from epcomm.errors import ConfigError, shown
+from epcomm.types import MAX_SIZE, is_size
 
 # The value of "benchmark" in the files that `epcomm bench` writes.
 BENCHMARK = "epcomm bench"
@@ -79,12 +81,17 @@ def read_measurements(path: str | Path) -> Measurements:
         content = path.read_bytes()
     except OSError as error:
         raise _error(path, f"cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        # No system takes it: Python says that it has a null byte.
+        raise _error(path, f"is no path ({error})") from None
     try:
         report = json.loads(content)
         values = _values_of(report)
         where = _where(report["configuration"])
     except (ValueError, KeyError, TypeError) as error:
         raise _error(path, f"is no such report ({type(error).__name__}: {error})") from None
+    except RecursionError:
+        raise _error(path, "is no such report (it is nested too deeply)") from None
     digest = hashlib.sha256(content).hexdigest()
     return Measurements(source=path.name, digest=digest, where=where, values=values)
 
@@ -99,20 +106,20 @@ def _where(sizes: Mapping[str, Any]) -> str:
 def _values_of(report: Mapping[str, Any]) -> tuple[Measurement, ...]:
     """Return what was measured of epcomm; results of torch alone have no mode."""
     if report["benchmark"] != BENCHMARK:
-        raise ValueError(f"it is of {report['benchmark']!r}")
+        raise ValueError(f"it is of {shown(report['benchmark'])}")
     return tuple(_measurement(each) for each in report["results"] if each["mode"])
 
 
 def _measurement(result: Mapping[str, Any]) -> Measurement:
-    found = Measurement(
-        mode=Mode(result["mode"]),
-        backend=str(result["backend"]),
-        tokens=int(result["tokens"]),
-        pair_us=float(result["us"]["pair"]["p50"]),
-    )
-    if found.tokens < 1 or not 0 < found.pair_us < math.inf:
-        raise ValueError(f"tokens {found.tokens} in {found.pair_us} us")
-    return found
+    tokens, pair_us = result["tokens"], result["us"]["pair"]["p50"]
+    if not is_size(tokens):
+        raise ValueError(f"tokens {shown(tokens)}, expected 1 to {MAX_SIZE}")
+    # An integer may have more digits than a float can.
+    is_number = isinstance(pair_us, int | float) and not isinstance(pair_us, bool)
+    if not (is_number and 0 < pair_us <= sys.float_info.max):
+        raise ValueError(f"tokens {tokens} in {shown(pair_us)} us")
+    mode, backend = Mode(result["mode"]), str(result["backend"])
+    return Measurement(mode=mode, backend=backend, tokens=tokens, pair_us=float(pair_us))
 
 
 def _error(path: Path, problem: str) -> ConfigError:

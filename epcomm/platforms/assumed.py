@@ -96,7 +96,8 @@ class AssumedMachine:
         hosts = self.hosts(world_size)
         num_hosts, most = len(set(hosts)), hosts.count(hosts[0])
         place = "1 host" if num_hosts == 1 else f"{num_hosts} hosts"
-        facts = [f"{world_size} ranks on {place} of {self.name}, at most {most} ranks a host"]
+        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        facts = [f"{ranks} on {place} of {self.name}, at most {most} a host"]
         if self.capability is not None:
             major, minor = self.capability
             facts += [

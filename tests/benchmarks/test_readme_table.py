@@ -124,6 +124,7 @@ def test_the_table_by_tokens_stands_alone() -> None:
     assert "| SMs |" in whole
     assert "SMs" not in short
     assert "medians in us of captured graphs on the slowest rank: `" in short
+    assert ", epcomm 12f0152fb78c with changes; medians" in short
 
 
 def test_every_result_can_be_shown() -> None:

@@ -12,10 +12,13 @@ from typer.testing import CliRunner
 
 import epcomm.cli.bench
 from epcomm.cli import app
+from epcomm.types import MAX_RANKS
 
 LAYER = ["--hidden-size", "64", "--num-experts", "8", "--top-k", "2", "--ranks", "4"]
 PLAN = ["plan", *LAYER]
 BENCH = ["bench", "--ranks", "2"]
+# Lists in lists, of which every parser gives up.
+DEEP = "[" * 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,56 @@ OPTIONS = [
     )
     if command != "doctor" or text[0] != "--ranks"
 ]
+HUGE = [
+    BadCall(
+        id=f"{command[0]} {option}, {len(str(value))} digits",
+        arguments=[*command, option, str(value)],
+        message=message if option != "--ranks" else f"{MAX_RANKS}",
+    )
+    for command, options in (
+        (PLAN, ("--hidden-size", "--num-experts", "--top-k", "--ranks")),
+        (PLAN, ("--intermediate-size", "--max-tokens", "--max-recv-slots")),
+        (BENCH, ("--hidden", "--experts", "--tokens", "--iterations", "--warm-up", "--ranks")),
+        ([*BENCH, "--layer"], ("--intermediate",)),
+    )
+    for option in options
+    for value, message in ((2**31, f" is {2**31}, expected "), (10**400, f" is {10**79}..., "))
+]
+# The parts of a report that are its measurement; NUMBERS: of tokens, and of microseconds.
+REPORT = (
+    '{"benchmark": "epcomm bench", "configuration": {"ranks": 2, "device": "cpu", "hidden": 64, '
+    '"top_k": 2, "experts": 8}, "results": [{"mode": "normal", "backend": "collective", '
+    '"tokens": %s, "us": {"pair": {"p50": %s}}}]}'
+)
+MEASUREMENTS = [
+    BadCall(
+        id=f"measurements: {text[-40:]}",
+        arguments=[*PLAN, "--measurements", "FOLDER/bench.json"],
+        message=f"which is no such report ({message}",
+        files={"bench.json": text},
+    )
+    for text, message in (
+        (REPORT % ("Infinity", "3.0"), "ValueError: tokens inf, expected 1 to"),
+        (REPORT % ("NaN", "3.0"), "ValueError: tokens nan, expected 1 to"),
+        (REPORT % ("9" * 400, "3.0"), "ValueError: tokens 999"),
+        (REPORT % ("true", "3.0"), "ValueError: tokens True, expected 1 to"),
+        (REPORT % ("8", "Infinity"), "ValueError: tokens 8 in inf us"),
+        (REPORT % ("8", "NaN"), "ValueError: tokens 8 in nan us"),
+        (REPORT % ("8", "9" * 400), "ValueError: tokens 8 in 999"),
+        (DEEP, "it is nested too deeply"),
+    )
+]
 PLANS = [
+    BadCall(
+        id="an expert whose bytes overflow",
+        arguments=[*PLAN, "--hidden-size", "2147483647", "--intermediate-size", "2147483647"],
+        message="epcomm plan: an expert of hidden_size 2147483647 and intermediate_size 21474836",
+    ),
+    BadCall(
+        id="empty dtype",
+        arguments=[*PLAN, "--dtype", ""],
+        message="epcomm plan: dtype is '', expected one of",
+    ),
     BadCall(
         id="indivisible",
         arguments=["plan", *LAYER[:-1], "3"],
@@ -100,12 +152,12 @@ PLANS = [
     BadCall(
         id="no experts inside",
         arguments=[*PLAN, "--intermediate-size", "0"],
-        message="epcomm plan: intermediate_size is 0, expected at least 1",
+        message="epcomm plan: intermediate_size is 0, expected 1 to 2147483647",
     ),
     BadCall(
         id="tokens 0",
         arguments=[*PLAN, "--max-tokens", "0"],
-        message="EPConfig: max_tokens_per_rank is 0, expected at least 1 or None",
+        message="EPConfig: max_tokens_per_rank is 0, expected 1 to 2147483647, or None",
     ),
     BadCall(
         id="unknown backend",
@@ -131,7 +183,7 @@ PLANS = [
 ]
 FILES = [
     BadCall(
-        id=f"{option}: {name}, {text!r}",
+        id=f"{option}: {name}, {text!r:.60}",
         arguments=[*([*PLAN] if option == "--config" else ["plan"]), option, f"FOLDER/{name}"],
         message=message,
         files={} if text is None else {name: text},
@@ -143,6 +195,19 @@ FILES = [
         ("--config", "ep.json", "{", "ep.json does not parse: "),
         ("--config", "ep.json", "[1]", "ep.json holds a list, expected fields and their values"),
         ("--config", "ep.yaml", "mode: [\n", "ep.yaml does not parse: "),
+        ("--config", "ep.json", "1", "ep.json holds a number, expected fields and their values"),
+        ("--config", "ep.json", DEEP, "ep.json does not parse: it is nested too deeply"),
+        ("--config", "ep.toml", f"mode = {DEEP}", "ep.toml does not parse: it is nested too deep"),
+        ("--config", "ep.yaml", DEEP[:1000], "ep.yaml does not parse: it is nested too deeply"),
+        ("--config", "ep.yaml", "[]", "ep.yaml holds a list, expected fields"),
+        ("--config", "ep.yaml", "false", "ep.yaml holds true or false, expected fields"),
+        ("--config", "ep.yaml", "0", "ep.yaml holds a number, expected fields"),
+        ("--config", "ep.yaml", '""', "ep.yaml holds text, expected fields"),
+        ("--config", "ep.yaml", 'num_sms: !!int ""', "ep.yaml does not parse: "),
+        ("--config", "ep.json", '{"mode": [[]]}', "ep.json gives mode as a list, expected one"),
+        ("--config", "ep.toml", f"num_sms = 0x{'f' * 5000}", "is a number of thousands of digits"),
+        ("--config", "ep.toml", "timeout_s = true", "timeout_s is True, expected seconds > 0"),
+        ("--config", "ep.toml", 'measurements = "a\\u0000b"', "which is no path (embedded null"),
         ("--config", "ep.toml", b"\xff", "ep.toml does not parse: "),
         ("--config", "ep.toml", "tokens = 1\n", "ep.toml has unknown fields ['tokens']"),
         ("--config", "ep.ini", "mode=normal", "another ending than .toml, .json, .yaml, .yml"),
@@ -150,12 +215,21 @@ FILES = [
         ("--model", "model.json", "{", "is no JSON ("),
         ("--model", "model.json", b"\xff", "is no JSON ("),
         ("--model", "model.json", "[1]", "holds a list, expected an object"),
+        ("--model", "model.json", "1", "holds a number, expected an object"),
+        ("--model", "model.json", DEEP, "model.json is nested too deeply; pass the config.json"),
         ("--model", "model.json", '{"hidden_size": 64}', "num_experts is in neither an option"),
+        ("--model", "model.json", '{"text_config": null}', "hidden_size is in neither an option"),
+        ("--model", "model.json", '{"text_config": []}', "gives text_config as a list, expected"),
+        ("--model", "model.json", '{"text_config": "x"}', "gives text_config as text, expected"),
+        ("--model", "model.json", '{"hidden_size": true}', "hidden_size as True, expected one"),
+        ("--model", "model.json", '{"moe_k": 10000000000}', "gives top_k as 10000000000, expected"),
+        ("--model", "model.json", '{"dtype": ["bf16"]}', "gives dtype as a list, expected text"),
+        ("--model", "two\nlines.json", "{", "two lines.json is no JSON ("),
         (
             "--model",
             "model.json",
             '{"hidden_size": 64, "num_experts": [8, 16]}',
-            "gives num_experts as [8, 16], expected",
+            "gives num_experts as a list, expected one number for all layers, from 1 to",
         ),
     )
 ]
@@ -176,7 +250,7 @@ BENCHES = [
     BadCall(
         id="ranks 0",
         arguments=["bench", "--ranks", "0"],
-        message="epcomm bench: --ranks is 0, expected at least 1",
+        message="epcomm bench: --ranks is 0, expected 1 to 4096",
     ),
     BadCall(
         id="unknown backend",
@@ -191,7 +265,7 @@ BENCHES = [
     BadCall(
         id="tokens 0",
         arguments=[*BENCH, "--tokens", "0,8"],
-        message="epcomm bench: --tokens is 0,8, expected at least 1",
+        message="epcomm bench: --tokens is 0,8, expected 1 to 2147483647",
     ),
     BadCall(
         id="tokens that are no numbers",
@@ -231,12 +305,22 @@ BENCHES = [
     BadCall(
         id="warm-up",
         arguments=[*BENCH, "--warm-up", "-1"],
-        message="epcomm bench: --warm-up is -1, expected at least 0",
+        message="epcomm bench: --warm-up is -1, expected 0 to 2147483647",
     ),
     BadCall(
         id="no experts inside",
         arguments=[*BENCH, "--layer", "--intermediate", "0"],
-        message="epcomm bench: --intermediate is 0, expected at least 1",
+        message="epcomm bench: --intermediate is 0, expected 1 to 2147483647",
+    ),
+    BadCall(
+        id="negative seed",
+        arguments=[*BENCH, "--seed", "-1"],
+        message="epcomm bench: --seed is -1, expected 0 to 9223372036854775807",
+    ),
+    BadCall(
+        id="seed beyond 64 bits",
+        arguments=[*BENCH, "--seed", f"{2**63}"],
+        message="epcomm bench: --seed is 9223372036854775808, expected 0 to 9223372036854775807",
     ),
     BadCall(
         id="unwritable file",
@@ -249,7 +333,7 @@ BENCHES = [
         message="epcomm bench: --plot is 'plot.mp3', expected a name that ends in one of",
     ),
 ]
-CALLS = [*OPTIONS, *PLANS, *FILES, *OTHERS, *BENCHES]
+CALLS = [*OPTIONS, *PLANS, *HUGE, *MEASUREMENTS, *FILES, *OTHERS, *BENCHES]
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.id)

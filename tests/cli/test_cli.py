@@ -108,7 +108,7 @@ REFUSED = [
         ],
         message="plan: backend nvlink cannot serve this layer: ranks are on 2 hosts, expected one "
         "whose memory they share; change the configuration or use backend='auto' (assumed: 16 "
-        "ranks on 2 hosts of b200, at most 8 ranks a host)",
+        "ranks on 2 hosts of b200, at most 8 a host)",
     ),
     Refused(
         id="backend that does not serve",
@@ -121,6 +121,18 @@ REFUSED = [
         message="plan: runner grouped_mm cannot compute these experts",
     ),
 ]
+
+
+@pytest.mark.parametrize(
+    "remedy", [["--mode", "normal"], ["--max-recv-slots", "4096"]], ids=lambda each: each[0]
+)
+def test_what_deep_ep_v2_lacks_in_auto_is_what_serves_it(remedy: list[str]) -> None:
+    asked = [*LAYER, "--device", "h200", "--backend", "deep_ep_v2", "--max-tokens", "128"]
+    asked[asked.index("64")] = "7168"
+    result = run("plan", *asked)
+    assert result.exit_code == 1
+    assert "in mode auto max_recv_slots too, or mode normal; change" in result.stderr
+    assert run("plan", *asked, *remedy).exit_code == 0
 
 
 @pytest.mark.parametrize("plan", REFUSED, ids=lambda plan: plan.id)
@@ -302,7 +314,7 @@ def test_option_wins_over_the_model_file(tmp_path: Path) -> None:
 def test_plan_for_ranks_that_are_not_here_marks_what_it_assumes() -> None:
     result = run("plan", *LAYER, "--device", "h200", "--mode", "normal", "--hidden-size", "2048")
     assert result.exit_code == 0, result.output
-    assert "\nassumed: 4 ranks on 1 host of h200, at most 4 ranks a host\n" in result.stdout
+    assert "\nassumed: 4 ranks on 1 host of h200, at most 4 a host\n" in result.stdout
     assert ["backend", "nvlink"] in rows(result.stdout)
     # A backend that is built from source is there if it is asked for.
     named = run("plan", *LAYER, "--device", "h200", "--mode", "normal", "--backend", "deep_ep_v1")
@@ -325,7 +337,7 @@ def test_json_holds_what_explain_tells() -> None:
         "ranks": 4,
     }
     assert found["runner"] == "grouped_mm"
-    assert found["assumed"][0] == "4 ranks on 1 host of cpu, at most 4 ranks a host"
+    assert found["assumed"][0] == "4 ranks on 1 host of cpu, at most 4 a host"
     spec = MoESpec(hidden_size=64, num_experts=8, top_k=2)
     config = EPConfig(max_tokens_per_rank=16)
     chosen = plan(config, spec, world_size=4, machine=DEVICES["cpu"])

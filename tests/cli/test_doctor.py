@@ -83,6 +83,20 @@ def test_exit_code_and_json_say_whether_what_is_named_is_here(names: list[str], 
     assert [part for part in found["backends"] if part["name"] == "nvlink"] in ([], [expected])
 
 
+@pytest.mark.parametrize(("status", "code"), [(Status.HERE, 0), (Status.MISSING, 1)])
+def test_deep_ep_is_whichever_is_here(
+    status: Status, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    v1 = Finding(name="deep_ep_v1", status=status, detail="serves normal")
+    found = replace(REPORT, backends=(HERE, v1, replace(MISSING, name="deep_ep_v2")))
+    monkeypatch.setattr(epcomm.cli.doctor, "doctor", lambda: found)
+    result = run("doctor", "--json", "deep_ep")
+    assert result.exit_code == code
+    shown = json.loads(result.stdout)
+    assert [each["name"] for each in shown["backends"]] == ["deep_ep_v1", "deep_ep_v2"]
+    assert shown["runners"] == []
+
+
 @pytest.mark.parametrize("lacking", ["backends", "runners"])
 def test_a_machine_that_serves_nothing_has_exit_code_1(
     lacking: str, monkeypatch: pytest.MonkeyPatch

@@ -684,9 +684,9 @@ def test_refusal_says_why(refusal: Refusal) -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((0, 8, 2), "MoESpec: hidden_size is 0, expected an int of at least 1"),
-        ((64, 0, 2), "MoESpec: num_experts is 0, expected an int of at least 1"),
-        ((64, 8, 0), "MoESpec: top_k is 0, expected an int of at least 1"),
+        ((0, 8, 2), "MoESpec: hidden_size is 0, expected an int from 1 to 2147483647"),
+        ((64, 0, 2), "MoESpec: num_experts is 0, expected an int from 1 to 2147483647"),
+        ((64, 8, 0), "MoESpec: top_k is 0, expected an int from 1 to 2147483647"),
         ((64, 8, 9), "MoESpec: top_k is 9, expected at most num_experts = 8"),
     ],
 )

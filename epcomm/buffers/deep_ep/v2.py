@@ -55,7 +55,12 @@ class ElasticPackage(DeepEPPackage[ElasticHandle]):
             f"{found} {what}, at most {most}" for what, found, most in limits if found > most
         ]
         if spec.max_tokens_per_rank is None:
-            reasons.insert(0, "allocates once; set max_tokens_per_rank")
+            # In auto the limit is decode's, and a prefill of exact sizes has none.
+            reasons.insert(
+                0,
+                "allocates once; set max_tokens_per_rank, and in mode auto max_recv_slots too, or "
+                "mode normal",
+            )
         return reasons
 
     @staticmethod

@@ -1,25 +1,36 @@
 // Combine of normal mode over NVLink, bfloat16: what normal_combine.py does, with the same signals,
 // places and the same roundings, but a warp for each row, so that a few SMs keep the wire busy.
 //
-// The warps of a block have two roles. Senders take the rows of an item in turn, sum the slots of
-// each and store the sum at the token's rank; when all of them are done, one releases the item's
-// signal. Reducers take a token each, acquire the signals of the items that hold its sums, and add
-// them up. Senders wait for no reducer, and reduce when all is sent. No more blocks than SMs: one
-// that is not there yet would be waited for by all that are, on every rank.
+// The warps of a block have three roles. Senders take the rows of an item in turn, sum the slots of
+// each and store the sum at the token's rank. A releaser sets the signals of items that all senders
+// of its block have left behind: its fence waits for the wire, and senders need not. Reducers take a
+// token each, acquire the signals of the items that hold its sums, and add them up. Senders wait for
+// no reducer, and all reduce when all is sent. No more blocks than SMs: one that is not there yet
+// would be waited for by all that are, on every rank.
+//
+// Rows come in pieces by the copy engine, into a ring of shared memory that each warp has for itself:
+// what is under way at once decides how fast a few SMs read, and registers would hold less. Pieces of
+// a sender's next row are under way before its last one is summed.
 //
 // Defined before: HIDDEN (a multiple of 8), TOP_K and WORLD (at most 32), K_LANES, MAX_TOKENS,
-// ITEM_ROWS, ITEMS, RETURN_BYTES, SENDERS, REDUCERS, UNROLL, the offsets COMBINE_BEGIN_AT,
-// COMBINE_STATUS_AT, SUMS_READY_AT, RETURNED_AT, RETURNED_SCALARS_AT, the places in the state that
-// common/epochs.py has, waits and the places in a report that epcomm/protocol.py has, and
-// LOOKS_PER_TICK and POLL_NS of common/signals.py.
+// ITEM_ROWS, ITEMS, RETURN_BYTES, SENDERS, REDUCERS, STAGES, PIECE (bytes, a multiple of 512), the
+// offsets COMBINE_BEGIN_AT, COMBINE_STATUS_AT, SUMS_READY_AT, RETURNED_AT, RETURNED_SCALARS_AT, the
+// places in the state that common/epochs.py has, waits and the places in a report that
+// epcomm/protocol.py has, and LOOKS_PER_TICK and POLL_NS of common/signals.py.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
 constexpr u32 ALL_LANES = 0xffffffffu;
-// Vectors of 16 bytes in a row; UNROLL of them are under way at once in a lane.
-constexpr int VECTORS = HIDDEN / 8;
+constexpr int ROW_BYTES = 2 * HIDDEN;
+constexpr int PIECES = (ROW_BYTES + PIECE - 1) / PIECE;
+// No more than a row has, so that those under way are of one row and of the next.
+constexpr int RING = STAGES < PIECES ? STAGES : PIECES;
+// Vectors of 16 bytes that a lane has of a piece.
+constexpr int UNROLL = PIECE / 512;
+// A releaser, too.
+constexpr int WARPS = SENDERS + 1 + REDUCERS;
 #define NOT_A_NUMBER __int_as_float(0x7fc00000)
 
 struct Arguments {
@@ -70,26 +81,54 @@ __device__ void release(u64 address, u32 value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// How many items a warp has left behind, in shared memory.
+__device__ void leave_behind(u32* word, u32 number) {
+    asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"((u32)__cvta_generic_to_shared(word)),
+                 "r"(number) : "memory");
+}
+
+__device__ u32 left_behind(const u32* word) {
+    u32 number;
+    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(number)
+                 : "r"((u32)__cvta_generic_to_shared(word)) : "memory");
+    return number;
+}
+
 __device__ void add_released(u64 address, u32 value) {
     asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// Nobody writes experts' results while this kernel runs.
-__device__ uint4 load_once(const char* address) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(address));
-    return v;
+__device__ void begin_barrier(u32 barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier));
 }
 
-// What peers have stored is in the L2 cache, never mind what the L1 cache holds.
-__device__ uint4 load_shared(const char* address) {
-    uint4 v;
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(address)
+__device__ void expect(u32 barrier, u32 num_bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+                 "r"(num_bytes) : "memory");
+}
+
+__device__ bool has_ended(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile("{\n"
+        ".reg .pred done;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    return done != 0;
+}
+
+// Reads through the L2 cache, which holds what peers have stored.
+__device__ void copy_piece(u32 to, u64 from, u32 num_bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(num_bytes), "r"(barrier)
                  : "memory");
+}
+
+__device__ uint4 load_piece(u32 address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address) : "memory");
     return v;
 }
 
@@ -116,57 +155,108 @@ __device__ uint4 packed(const float (&sum)[8]) {
             rounded(sum[6], sum[7])};
 }
 
-// Add up the rows of the lanes in `mask`, in the order of lanes, into `to`: each of these lanes
-// holds where its row begins, and its weight. All lanes of the warp take part.
-template <bool IS_SHARED>
-__device__ void add_rows(u64 from, float weight, u32 mask, char* to, bool is_void) {
+// Rows that are added up: those of the lanes in `mask`, each of which holds where its row begins, and
+// its weight.
+struct Rows {
+    u64 from;
+    float weight;
+    u32 mask;
+};
+
+// The pieces that a warp has under way; all lanes hold the same.
+struct Ring {
+    u32 memory;    // of RING pieces, in shared memory
+    u32 barriers;  // of 8 bytes each
+    int stage;     // of the next piece to be read
+    u32 parity;
+    bool is_begun;  // pieces of the row that comes next are under way
+    u32 left;       // of the row that is brought in: lanes that its piece is still to come from
+    int piece;
+};
+
+// Begin to bring in the next piece of `rows`, into a stage that was read.
+__device__ void bring(Ring& ring, const Rows& rows, int stage) {
+    const int first = __ffs(ring.left) - 1;
+    const int at = ring.piece * PIECE;
+    const u64 from = __shfl_sync(ALL_LANES, rows.from, first) + at;
+    if (threadIdx.x % 32 == 0) {
+        const u32 num_bytes = min(PIECE, ROW_BYTES - at), barrier = ring.barriers + 8 * stage;
+        expect(barrier, num_bytes);
+        copy_piece(ring.memory + PIECE * stage, from, num_bytes, barrier);
+    }
+    ring.left &= ring.left - 1;
+    if (!ring.left) {
+        ring.left = rows.mask;
+        ++ring.piece;
+    }
+}
+
+// Add up rows, in the order of lanes, into `to`; meanwhile begin with those of `next`, if it has any.
+// All lanes of the warp take part.
+__device__ void add_rows(Ring& ring, const Rows& rows, const Rows& next, char* to) {
     const int lane = threadIdx.x % 32;
+    if (rows.mask && !ring.is_begun) {
+        ring.left = rows.mask;
+        ring.piece = 0;
+        int stage = ring.stage;
 #pragma unroll 1
-    for (int base = lane; base < VECTORS + lane; base += 32 * UNROLL) {
+        for (int i = 0; i < RING; ++i) {
+            bring(ring, rows, stage);
+            stage = stage + 1 == RING ? 0 : stage + 1;
+        }
+    }
+    bool brings_next = false;
+#pragma unroll 1
+    for (int piece = 0; piece < PIECES; ++piece) {
         float sum[UNROLL][8];
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
 #pragma unroll
-            for (int i = 0; i < 8; ++i) sum[u][i] = is_void ? NOT_A_NUMBER : 0.0f;
+            for (int i = 0; i < 8; ++i) sum[u][i] = 0.0f;
         }
-        u32 left = mask;
+        u32 left = rows.mask;
 #pragma unroll 1
         while (left) {
-            const int first = __ffs(left) - 1;
+            const float weight = __shfl_sync(ALL_LANES, rows.weight, __ffs(left) - 1);
             left &= left - 1;
-            const bool has_second = left != 0;
-            const int second = has_second ? __ffs(left) - 1 : first;
-            left &= left - 1;
-            const char* rows[2] = {(const char*)__shfl_sync(ALL_LANES, from, first),
-                                   (const char*)__shfl_sync(ALL_LANES, from, second)};
-            const float weights[2] = {__shfl_sync(ALL_LANES, weight, first),
-                                      __shfl_sync(ALL_LANES, weight, second)};
-            // Two rows at once: the second is on its way before the first is needed.
-            uint4 parts[2][UNROLL];
+            while (!has_ended(ring.barriers + 8 * ring.stage, ring.parity)) {
+            }
+            uint4 parts[UNROLL];
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-#pragma unroll
-                for (int u = 0; u < UNROLL; ++u) {
-                    const int at = base + 32 * u;
-                    if ((i == 0 || has_second) && at < VECTORS) {
-                        const char* address = rows[i] + 16 * at;
-                        parts[i][u] = IS_SHARED ? load_shared(address) : load_once(address);
-                    }
-                }
+            for (int u = 0; u < UNROLL; ++u) {
+                parts[u] = load_piece(ring.memory + PIECE * ring.stage + 16 * (lane + 32 * u));
             }
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                if (i == 0 || has_second) {
-#pragma unroll
-                    for (int u = 0; u < UNROLL; ++u) add(sum[u], parts[i][u], weights[i]);
-                }
+            for (int u = 0; u < UNROLL; ++u) add(sum[u], parts[u], weight);
+            // All lanes have read it.
+            __syncwarp();
+            if (!brings_next && ring.piece == PIECES) {
+                brings_next = true;
+                ring.left = next.mask;
+                ring.piece = 0;
+            }
+            if (!brings_next) bring(ring, rows, ring.stage);
+            else if (next.mask) bring(ring, next, ring.stage);
+            if (++ring.stage == RING) {
+                ring.stage = 0;
+                ring.parity ^= 1;
             }
         }
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            const int at = base + 32 * u;
-            if (at < VECTORS) *(uint4*)(to + 16 * at) = packed(sum[u]);
+            const int at = piece * PIECE + 16 * (lane + 32 * u);
+            if (at < ROW_BYTES) *(uint4*)(to + at) = packed(sum[u]);
         }
+    }
+    ring.is_begun = rows.mask ? next.mask != 0 : ring.is_begun;
+}
+
+// Write a row that nothing is known of.
+__device__ void write_void(char* to) {
+    const u32 both = 0x7fc07fc0u;
+#pragma unroll 1
+    for (int at = 16 * (threadIdx.x % 32); at < ROW_BYTES; at += 512) {
+        *(uint4*)(to + at) = {both, both, both, both};
     }
 }
 
@@ -218,48 +308,109 @@ __device__ bool wait(const Arguments& a, u64 word, int epoch, int phase) {
     return false;
 }
 
+// The rows of one warp of senders: of items p, p + P, ... of block p, each SENDERS-th.
+struct Cursor {
+    int number;  // of the item, over all sources
+    int place;   // among the rows of the source
+    int end;     // of the item
+    int source;
+};
+
+// Each rank begins elsewhere, so that they do not all store to the same one.
+__device__ int source_of(const Arguments& a, int number) { return (number + a.rank) % WORLD; }
+
+__device__ bool is_sent(const Arguments& a, int number) {
+    const int source = source_of(a, number);
+    return number / WORLD * ITEM_ROWS < a.rows_from[source] && takes_part(a, source);
+}
+
+// Go on to the next row, or behind the last.
+__device__ void advance(const Arguments& a, Cursor& at, int num_items) {
+    at.place += SENDERS;
+    while (at.place >= at.end && at.number < num_items) {
+        at.number += gridDim.x;
+        if (at.number < num_items && is_sent(a, at.number)) {
+            const int item = at.number / WORLD;
+            at.source = source_of(a, at.number);
+            at.place = item * ITEM_ROWS + threadIdx.x / 32;
+            at.end = min((item + 1) * ITEM_ROWS, a.rows_from[at.source]);
+        }
+    }
+}
+
+// The slot of each lane, -1 for none; of a cursor behind the last row none.
+__device__ int slot_at(const Arguments& a, const Cursor& at, int num_items) {
+    const int lane = threadIdx.x % 32;
+    if (at.number >= num_items) return -1;
+    const i64 row = a.row_base[at.source] + at.place;
+    if (a.slots_of_row == nullptr) return lane == 0 ? (int)row : -1;
+    return lane < TOP_K ? a.slots_of_row[row * TOP_K + lane] : -1;
+}
+
+__device__ Rows rows_of(const Arguments& a, int slot) {
+    Rows rows = {(u64)a.rows + (i64)slot * a.rows_stride, 1.0f,
+                 __ballot_sync(ALL_LANES, slot >= 0)};
+    if (slot >= 0 && a.weights != nullptr) rows.weight = a.weights[slot];
+    return rows;
+}
+
 // Items p, p + P, ... of block p: the sums of ITEM_ROWS rows of one source each.
-__device__ void send(const Arguments& a, int epoch, bool has_failed) {
+__device__ void send(const Arguments& a, Ring& ring, u32* num_left_behind, int num_items) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int most = lane < WORLD ? a.rows_from[lane] : 0;
-    most = __reduce_max_sync(ALL_LANES, most);
-    const int num_items = has_failed ? 0 : (most + ITEM_ROWS - 1) / ITEM_ROWS * WORLD;
     u64 num_sent = 0;
+    // Slots are looked up two rows ahead, weights one.
+    Cursor ahead = {(int)blockIdx.x - (int)gridDim.x, 0, 0, 0};
+    advance(a, ahead, num_items);
+    Rows rows = rows_of(a, slot_at(a, ahead, num_items));
+    advance(a, ahead, num_items);
+    int slot = slot_at(a, ahead, num_items);
+    u32 num_items_done = 0;
     for (int number = blockIdx.x; number < num_items; number += gridDim.x) {
-        // Each rank begins elsewhere, so that they do not all store to the same one.
-        const int source = (number + a.rank) % WORLD, item = number / WORLD;
-        const int num_rows = a.rows_from[source], row_base = a.row_base[source];
-        const int end = min((item + 1) * ITEM_ROWS, num_rows);
-        if (item * ITEM_ROWS >= end || !takes_part(a, source)) continue;
+        const int source = source_of(a, number), item = number / WORLD;
+        const int row_base = a.row_base[source];
+        const int end = is_sent(a, number) ? min((item + 1) * ITEM_ROWS, a.rows_from[source]) : 0;
         const u64 home = a.table[source];
         for (int place = item * ITEM_ROWS + warp; place < end; place += SENDERS) {
-            const i64 row = row_base + place;
-            i64 slot = -1;
-            float weight = 1.0f;
-            if (a.slots_of_row == nullptr) {
-                slot = lane == 0 ? row : -1;
-            } else if (lane < TOP_K) {
-                slot = a.slots_of_row[row * TOP_K + lane];
-                if (slot >= 0 && a.weights != nullptr) weight = a.weights[slot];
-            }
+            const Rows next = rows_of(a, slot);
+            advance(a, ahead, num_items);
+            slot = slot_at(a, ahead, num_items);
             const i64 target = (i64)a.rank * MAX_TOKENS + place;
-            add_rows<false>((u64)a.rows + slot * a.rows_stride, weight,
-                            __ballot_sync(ALL_LANES, slot >= 0),
-                            (char*)(home + RETURNED_AT + target * RETURN_BYTES), false);
+            add_rows(ring, rows, next, (char*)(home + RETURNED_AT + target * RETURN_BYTES));
+            rows = next;
             if (a.scalars != nullptr && lane < TOP_K) {
                 ((float*)(home + RETURNED_SCALARS_AT))[target * K_LANES + lane] =
-                    a.scalars[row * TOP_K + lane];
+                    a.scalars[(i64)(row_base + place) * TOP_K + lane];
             }
             num_sent += source != a.rank;
         }
-        // The release below covers what all senders of this block have stored.
-        asm volatile("bar.sync 1, %0;" ::"n"(32 * SENDERS) : "memory");
-        if (threadIdx.x == 0) {
-            // Acquired by the reducers of that rank.
-            release(home + SUMS_READY_AT + 4 * ((u64)a.rank * ITEMS + item), epoch);
-        }
+        __syncwarp();
+        // Acquired by the releaser.
+        if (lane == 0) leave_behind(num_left_behind + warp, ++num_items_done);
     }
     if (lane == 0) atomicAdd(a.counters + (a.scalars != nullptr ? 4 : 3), num_sent);
+}
+
+// Set the signals of items that all senders of this block have left behind, in their order.
+__device__ void release_items(const Arguments& a, const u32* num_left_behind, int epoch,
+                              int num_items) {
+    const int lane = threadIdx.x % 32;
+    const int num_own = num_items <= (int)blockIdx.x
+        ? 0 : (num_items - 1 - (int)blockIdx.x) / (int)gridDim.x + 1;
+    int num_released = 0;
+    while (num_released < num_own) {
+        const u32 mine = lane < SENDERS ? left_behind(num_left_behind + lane) : ALL_LANES;
+        const int num_done = (int)__reduce_min_sync(ALL_LANES, mine);
+        __syncwarp();
+        // A fence for up to 32 items.
+        const int own = num_released + lane;
+        const int number = (int)blockIdx.x + own * (int)gridDim.x;
+        if (own < num_done && is_sent(a, number)) {
+            const u64 item = (u64)a.rank * ITEMS + number / WORLD;
+            // Acquired by the reducers of that rank.
+            release(a.table[source_of(a, number)] + SUMS_READY_AT + 4 * item, epoch);
+        }
+        num_released = min(num_done, num_released + 32);
+    }
 }
 
 // The next token that no warp of this rank has taken; in order, as their sums come.
@@ -270,7 +421,7 @@ __device__ int take_token(const Arguments& a) {
 }
 
 // One token a warp: the sums of all ranks, in their order.
-__device__ void reduce(const Arguments& a, int epoch, bool has_failed) {
+__device__ void reduce(const Arguments& a, Ring& ring, int epoch, bool has_failed) {
     const int lane = threadIdx.x % 32;
     int token = __shfl_sync(ALL_LANES, take_token(a), 0);
     while (token < a.num_tokens) {
@@ -284,8 +435,12 @@ __device__ void reduce(const Arguments& a, int epoch, bool has_failed) {
         const bool is_void = has_failed || !is_there;
         const u32 mask = __ballot_sync(ALL_LANES, place >= 0 && !is_void);
         const i64 target = (i64)lane * MAX_TOKENS + place;
-        add_rows<true>(a.own + RETURNED_AT + target * RETURN_BYTES, 1.0f, mask,
-                       a.out + (i64)token * (2 * HIDDEN), is_void);
+        const Rows rows = {a.own + RETURNED_AT + target * RETURN_BYTES, 1.0f, mask};
+        char* to = a.out + (i64)token * ROW_BYTES;
+        // The copy engine reads what was acquired by loads.
+        asm volatile("fence.proxy.async.global;" ::: "memory");
+        if (is_void) write_void(to);
+        else add_rows(ring, rows, {0, 0.0f, 0}, to);
         if (a.scalars != nullptr) {
             const int owner = lane < TOP_K ? a.owners[(i64)token * TOP_K + lane] : -1;
             const int owned = __shfl_sync(ALL_LANES, place, owner < 0 ? 0 : owner);
@@ -300,10 +455,19 @@ __device__ void reduce(const Arguments& a, int epoch, bool has_failed) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * (SENDERS + REDUCERS), 1)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     combine_rows(const Arguments a) {
     __shared__ int failed;
+    __shared__ int most;
+    __shared__ u32 num_left_behind[SENDERS];
+    extern __shared__ __align__(128) char memory[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 pieces = (u32)__cvta_generic_to_shared(memory);
+    Ring ring = {pieces + warp * (RING * PIECE), pieces + WARPS * RING * PIECE + warp * (RING * 8),
+                 0, 0, false, 0, 0};
+    if (lane < RING) begin_barrier(ring.barriers + 8 * lane);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    if (threadIdx.x < SENDERS) num_left_behind[threadIdx.x] = 0;
     const int epoch = a.state[COMBINE_EPOCH] + 1;
     // Ranks may be one combine apart.
     const u64 combine_status_at = COMBINE_STATUS_AT + (epoch % 2) * (4 * WORLD);
@@ -323,11 +487,16 @@ extern "C" __global__ void __launch_bounds__(32 * (SENDERS + REDUCERS), 1)
         if (blockIdx.x == 0 && code && a.faults[2 * lane] == 0) a.faults[2 * lane] = code;
         const bool has_code = __any_sync(ALL_LANES, code != 0);
         if (lane == 0) failed = !is_there || has_code || a.has_failed[0] != 0;
+        const int rows_from = lane < WORLD ? a.rows_from[lane] : 0;
+        const int largest = __reduce_max_sync(ALL_LANES, rows_from);
+        if (lane == 0) most = largest;
     }
     __syncthreads();
-    if (warp < SENDERS) send(a, epoch, failed != 0);
+    const int num_items = failed ? 0 : (most + ITEM_ROWS - 1) / ITEM_ROWS * WORLD;
+    if (warp < SENDERS) send(a, ring, num_left_behind, num_items);
+    else if (warp == SENDERS) release_items(a, num_left_behind, epoch, num_items);
     // Whoever has nothing more to send helps.
-    reduce(a, epoch, failed != 0);
+    reduce(a, ring, epoch, failed != 0);
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();

@@ -213,7 +213,8 @@ LACKS = [
     Lack(
         backends=V2,
         changes={"max_tokens_per_rank": None},
-        reason="allocates once; set max_tokens_per_rank",
+        reason="allocates once; set max_tokens_per_rank, and in mode auto max_recv_slots too, or "
+        "mode normal",
     ),
     Lack(
         backends=V2, changes={"num_local_experts": 1}, world_size=1025, reason="1025 ranks, at most"

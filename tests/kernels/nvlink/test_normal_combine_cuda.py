@@ -49,10 +49,11 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[s
 def test_registers_suffice_for_all_warps_of_a_block(
     shape: str, compiled: Mapping[str, Mapping[str, str]]
 ) -> None:
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", compiled[shape]["usage"])
+    usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", compiled[shape]["usage"])
     assert usage
-    threads = 32 * (normal_combine_cuda.SENDERS + normal_combine_cuda.REDUCERS)
-    assert int(usage[1]) * threads <= 65536
+    assert int(usage[1]) * 32 * normal_combine_cuda.NUM_WARPS <= 65536
+    # What a block of an H100 may have.
+    assert int(usage[3]) + normal_combine_cuda.SHARED_BYTES <= 227 * 1024
     if shape == "usual":
         assert int(usage[2]) == 0, "nothing is spilled"
 
@@ -62,12 +63,16 @@ def test_rows_move_by_vectors_and_words_are_released_and_acquired(
     shape: str, compiled: Mapping[str, Mapping[str, str]]
 ) -> None:
     found = re.findall(
-        r"\b((?:STG|LDG|REDG|RED|MEMBAR|CCTL|BAR)\.[A-Z0-9_.]+)", compiled[shape]["sass"]
+        r"\b((?:STG|LDG|LDS|REDG|RED|MEMBAR|CCTL|BAR|FENCE|UBLKCP)\.[A-Z0-9_.]+)",
+        compiled[shape]["sass"],
     )
-    # As many as are under way at once, of two rows, of experts' results and of sums from peers.
-    assert found.count("STG.E.128") == normal_combine_cuda.UNROLL
-    assert found.count("LDG.E.NA.128.CONSTANT") == 2 * normal_combine_cuda.UNROLL
-    assert found.count("LDG.E.128.STRONG.GPU") == 2 * normal_combine_cuda.UNROLL
+    # What a lane has of a piece; and it stores rows of NaN.
+    lane_vectors = normal_combine_cuda.PIECE // 512
+    assert found.count("LDS.128") % lane_vectors == 0 < found.count("LDS.128")
+    assert found.count("STG.E.128") % lane_vectors == 1
+    assert "UBLKCP.S.G" in found
+    # The engine reads what reducers have acquired.
+    assert "FENCE.VIEW.ASYNC.G" in found
     # The word of an item, those of ranks that are ready, and those by which a rank gives up.
     assert "REDG.E.ADD.STRONG.SYS" in found
     for place, name in enumerate(found):

@@ -18,7 +18,13 @@ from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
 from epcomm.buffers.nvlink.low_latency_state import LowLatencyKernels, ReceiveBuffer
 from epcomm.buffers.nvlink.sizes import low_latency_layout
 from epcomm.kernels.nvlink import ll_combine, ll_dispatch_pack, ll_dispatch_recv, ll_dispatch_send
-from epcomm.kernels.nvlink.common.exchange import SOURCES_AT, LowLatencyExchange, PeerBlocks
+from epcomm.kernels.nvlink.common.exchange import (
+    METADATA_ARRIVALS,
+    SOURCES_AT,
+    SUM_ARRIVALS,
+    LowLatencyExchange,
+    PeerBlocks,
+)
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
 from epcomm.protocol import Wait, decode_abort
 from epcomm.records import SlotIndex
@@ -74,6 +80,7 @@ def make_ranks(
     top_k: int = 2,
     max_tokens: int = MAX_TOKENS,
     line_tokens: int = MAX_TOKENS,
+    num_programs: int | None = None,
 ) -> list[Rank]:
     layout = low_latency_layout(spec_of(top_k, max_tokens), world_size, 1, line_tokens)
     blocks = [
@@ -85,7 +92,7 @@ def make_ranks(
             exchange=LowLatencyExchange.of(
                 PeerBlocks(
                     rank=rank,
-                    num_programs=world_size,
+                    num_programs=num_programs or world_size,
                     max_polls=3,
                     own_address=addresses[rank],
                     table=torch.tensor(addresses, dtype=torch.int64, device=device),
@@ -113,8 +120,8 @@ def send(rank: Rank, ids: list[list[int]], weights: list[list[float]]) -> Tensor
     ll_dispatch_send.send_dispatch(
         rank.exchange,
         x,
-        torch.tensor(ids, device=device),
-        torch.tensor(weights, dtype=torch.float32, device=device),
+        torch.tensor(ids, dtype=torch.int64, device=device).view(-1, 2),
+        torch.tensor(weights, dtype=torch.float32, device=device).view(-1, 2),
         rank.is_sent,
         status=0,
         kind=ll_dispatch_send.PLAIN,
@@ -147,6 +154,44 @@ def test_sender_stores_a_row_and_a_record_where_the_experts_are(device: torch.de
         assert [rank.region(name, torch.int32)[:2].tolist() for rank in ranks] == [[0, 1]] * 2
     # One row, two records and a header to the other rank.
     assert ranks[1].exchange.peers.counters[:3].tolist() == [1, 2, 1]
+
+
+def arrivals_of(rank: Rank) -> list[int]:
+    """Those of metadata, rows and sums that have not been told of."""
+    return rank.exchange.state[METADATA_ARRIVALS : SUM_ARRIVALS + 1].tolist()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2])
+def test_signals_are_set_by_as_many_senders_as_have_something(
+    num_tokens: int, device: torch.device
+) -> None:
+    ranks = make_ranks(2, device, num_programs=5)
+    send(ranks[1], [[0, 3], [3, -1]][:num_tokens], [[0.6, 0.4], [1, 0]][:num_tokens])
+    for name in ("arrived_metadata", "arrived_rows"):
+        assert [rank.region(name, torch.int32)[:2].tolist() for rank in ranks] == [[0, 1]] * 2
+    assert arrivals_of(ranks[1]) == [0, 0, 0]
+
+
+def test_sums_go_home_in_bulk_and_in_lines_at_once(device: torch.device) -> None:
+    ranks = make_ranks(2, device, num_programs=5)
+    sender = ranks[0]
+    # As if rank 0 had sent two tokens in bulk and rank 1 one in lines, in epoch 1.
+    sender.exchange.state[SOURCES_AT:] = torch.tensor([4, 3], device=device)
+    sender.exchange.state[1] = 1
+    slots_of_row = torch.full((4, 2), -1, dtype=torch.int32, device=device)
+    slots_of_row[:3, 0] = torch.tensor([2, 0, 1], device=device)
+    rows = torch.arange(3 * HIDDEN, device=device).view(3, HIDDEN).to(torch.bfloat16)
+    ll_combine.send_combine(sender.exchange, rows, None, slots_of_row, per_row=False, status=0)
+    home = sender.region("returned", torch.bfloat16)[: 2 * HIDDEN].view(2, HIDDEN)
+    assert torch.equal(home, rows[[2, 0]])
+    words = [word for word, epoch in ranks[1].lines("sum_lines") if epoch == 1]
+    assert torch.equal(torch.tensor(words, dtype=torch.int32).view(torch.bfloat16), rows[1].cpu())
+    # Who gets lines awaits no signal; all hear that rank 0 has combined.
+    arrived = [rank.region("arrived_sums", torch.int32)[:2].tolist() for rank in ranks]
+    assert arrived == [[1, 0], [0, 0]]
+    assert [rank.lines("combined_lines")[0] for rank in ranks] == [(0, 1)] * 2
+    assert arrivals_of(sender) == [0, 0, 0]
+    assert sender.exchange.peers.counters[3] == 1, "one sum for the other rank"
 
 
 def test_receiver_orders_slots_by_expert_and_source(device: torch.device) -> None:

@@ -84,6 +84,7 @@ class Options:
     experts: int
     wire: WireName
     programs: int
+    line_tokens: int = NVLinkLowLatencyBuffer.line_tokens
     iterations: int
     warm_up: int
     pairs: int
@@ -122,10 +123,11 @@ class Options:
 
 
 def open_buffer(options: Options, group: EPGroup) -> NVLinkLowLatencyBuffer:
-    """The buffer, with another number of programs if that was asked for. Collective: yes."""
+    """The buffer, with the programs and the tokens in lines that are asked for. Collective: yes."""
 
     class Tuned(NVLinkLowLatencyBuffer):
         max_programs: ClassVar[int] = options.programs or NVLinkLowLatencyBuffer.max_programs
+        line_tokens: ClassVar[int] = options.line_tokens
 
     buffer = Tuned(group.collectives, options.spec(group.world_size))
     buffer.prepare()
@@ -368,6 +370,9 @@ def main(
     programs: Annotated[
         int, typer.Option(min=0, help="Most programs of a kernel that sends; 0: the buffer's.")
     ] = 0,
+    line_tokens: Annotated[
+        int, typer.Option(min=0, help="Most tokens of a rank that travel in lines; 0: none do.")
+    ] = NVLinkLowLatencyBuffer.line_tokens,
     iterations: Annotated[int, typer.Option(min=1, help="Measured.")] = 200,
     warm_up: Annotated[int, typer.Option(min=1, help="Before that.")] = 20,
     pairs: Annotated[int, typer.Option(min=2, help="In the graph of dependent pairs; even.")] = 20,
@@ -383,6 +388,7 @@ def main(
         experts=experts,
         wire=wire,
         programs=programs,
+        line_tokens=line_tokens,
         iterations=iterations,
         warm_up=warm_up,
         # Two slots are used in turn: a graph ends in the one in which it began.

@@ -145,3 +145,15 @@ def test_a_plan_without_ranks_or_with_one_does_not_take_it(monkeypatch: pytest.M
     assert "rejected nvlink: writes to peers, and a single rank has none; " in (
         plan(CONFIG, SPEC).explain()
     )
+
+
+@pytest.mark.parametrize("world_size", [30, 31])
+def test_low_latency_is_refused_to_more_ranks_than_its_waits_can_tell_apart(
+    world_size: int,
+) -> None:
+    spec = MoESpec(hidden_size=16, num_experts=world_size, top_k=2)
+    there = replace(DEVICES["h200"], ranks_per_host=world_size)
+    chosen = plan(CONFIG, spec, world_size=world_size, machine=there)
+    assert chosen.decode is not None
+    assert (chosen.decode.buffer == NAME) == (world_size == 30)
+    assert ("serves at most 30 ranks, not 31" in chosen.explain()) == (world_size == 31)

@@ -39,7 +39,7 @@ from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.kernels.nvlink.common.exchange import first_state
-from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
+from epcomm.kernels.nvlink.common.layout import ANEW, MAX_LINE_RANKS, LowLatencyLayout
 from epcomm.protocol import BatchFlags, FaultCode, pack_status
 from epcomm.records import ExchangePlan, Pending
 from epcomm.spec import BufferCaps, BufferSpec
@@ -62,6 +62,9 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
     handed_layout: ClassVar[Layout] = Layout.ROWS
     # Largest grid of a sending kernel: one program a token at 128 tokens, all resident on an H200.
     max_programs: ClassVar[int] = 128
+    # A rank with at most so many tokens sends them in lines, see kernels/nvlink/common/lines.py:
+    # twice the bytes, and no fence.
+    line_tokens: ClassVar[int] = 8
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
@@ -83,6 +86,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         reasons = []
         if world_size == 1:
             reasons.append("writes to peers, and a single rank has none")
+        if world_size > MAX_LINE_RANKS:
+            reasons.append(f"serves at most {MAX_LINE_RANKS} ranks, not {world_size}")
         if spec.dispatch_format.dtype is WireDtype.INT8 and spec.dispatch_format.scale_block:
             reasons.append(f"INT8 rows have one scale, not {spec.dispatch_format}")
         if cls.handed_layout is Layout.MASKED and spec.expert_alignment > 1:
@@ -105,7 +110,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
     @classmethod
     def layout_for(cls, spec: BufferSpec, world_size: int) -> LowLatencyLayout:
         """Return the layout of the blocks that such buffers open. Local."""
-        return low_latency_layout(spec, world_size, cls.num_buffers_of(spec))
+        return low_latency_layout(spec, world_size, cls.num_buffers_of(spec), cls.line_tokens)
 
     @classmethod
     def wire_bytes(
@@ -139,6 +144,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         self._open_memory(self.layout_for(spec, self._world_size))
         num_slots = self._max_slots_of(spec, self._layout.num_rows)
         self._kind = kind_of(spec.dispatch_format)
+        self._line_tokens = self._layout.line_tokens
         self._receive_buffers = [
             ReceiveBuffer.of(self._blocks, number, rows, num_slots, spec.expert_alignment)
             for number, rows in enumerate(self.received_rows())
@@ -186,7 +192,11 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
             status = pack_status(FaultCode.of(call.error), call.flags)
         if self._plain_dtype is not None and hidden_states.dtype is not self._plain_dtype:
             hidden_states = hidden_states.to(self._plain_dtype)
-        self._kernels.send_dispatch(
+        receive_buffer.num_tokens = num_tokens = hidden_states.shape[0]
+        receive_buffer.is_in_lines = 0 < self._line_tokens >= num_tokens
+        kernels = self._kernels
+        send = kernels.send_dispatch_lines if receive_buffer.is_in_lines else kernels.send_dispatch
+        send(
             receive_buffer.exchange,
             hidden_states if hidden_states.stride(-1) == 1 else hidden_states.contiguous(),
             call.topk_ids.contiguous(),
@@ -312,7 +322,12 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         return y
 
     def _take_sums(self, receive_buffer: ReceiveBuffer, y: Tensor) -> Combined:
-        self._kernels.receive_combine(receive_buffer.exchange, y, receive_buffer.is_sent)
+        exchange, is_sent = receive_buffer.exchange, receive_buffer.is_sent
+        # As this rank sent, which its header told all ranks.
+        if receive_buffer.is_in_lines:
+            self._kernels.receive_combine_lines(exchange, y, is_sent, receive_buffer.num_tokens)
+        else:
+            self._kernels.receive_combine(exchange, y, is_sent)
         return Combined(y=y, scalars=None)
 
     def refuse_combine(self, error: EPError) -> None:
@@ -369,10 +384,11 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         block[: layout.buffers_at].zero_()
         for number, receive_buffer in enumerate(self._receive_buffers):
             begin = layout.buffer_offset(number)
-            for name in ("arrived_metadata", "arrived_rows", "arrived_sums"):
+            for name in ANEW:
                 at = begin + layout.offsets[name]
                 block[at : at + layout.regions[name]].zero_()
-            receive_buffer.exchange.state.copy_(first_state(block.device))
+            state = first_state(self._world_size, block.device)
+            receive_buffer.exchange.state.copy_(state)
             receive_buffer.is_open, receive_buffer.unfinished = False, None
         # Ranks may have come to different numbers, and exchange plans of old batches stay refused.
         self._first_batch = self._num_batches
@@ -382,10 +398,16 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         self._receive_buffers = []
 
     def _warm_up(self) -> None:
-        """Run a batch without tokens through each receive buffer: kernels are compiled and loaded.
+        """Run batches without tokens through each receive buffer: kernels are compiled and loaded.
 
-        A barrier follows each step, for compiling may take one rank longer than a wait.
+        They travel in bulk, then in lines, whose kernels differ. A barrier follows each step, for
+        compiling may take one rank longer than a wait.
         """
+        for line_tokens in (0, self._layout.line_tokens):
+            self._line_tokens = line_tokens
+            self._warm_up_once()
+
+    def _warm_up_once(self) -> None:
         call = self._empty_call(self._sum_dtype)
         for _ in range(self._layout.num_buffers):
             sent = self.dispatch_async(call)

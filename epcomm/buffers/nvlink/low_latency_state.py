@@ -34,7 +34,8 @@ class ReceiveBuffer:
 
     rows, index: what is handed out.   row_of_slot: [C], None where nobody asks.
     slots_of_row: [W * M, K].   is_sent: [M, W], uint8, whether a rank got a token.
-    batch: the last one dispatched.   is_open: it awaits its combine.
+    batch: the last one dispatched, of T = num_tokens, in lines or in bulk, of which its header
+        tells all ranks.   is_open: it awaits its combine.
     unfinished: receives the sums of a combine, once, however often it is called.
     """
 
@@ -46,6 +47,8 @@ class ReceiveBuffer:
     slot_weights: Tensor
     is_sent: Tensor
     batch: int = -1
+    num_tokens: int = 0
+    is_in_lines: bool = False
     is_open: bool = False
     unfinished: Callable[[], Combined] | None = None
 
@@ -94,21 +97,26 @@ class LowLatencyKernels:
     """
 
     send_dispatch: Callable[..., None]
+    send_dispatch_lines: Callable[..., None]
     receive_dispatch: Callable[..., None]
     release_buffer: Callable[..., None]
     send_combine: Callable[..., None]
     receive_combine: Callable[..., None]
+    receive_combine_lines: Callable[..., None]
 
     @classmethod
     def load(cls) -> LowLatencyKernels:
         from epcomm.kernels.nvlink import ll_combine, ll_dispatch_recv, ll_dispatch_send
+        from epcomm.kernels.nvlink.lines import combine_recv, dispatch_send
 
         return cls(
             send_dispatch=ll_dispatch_send.send_dispatch,
+            send_dispatch_lines=dispatch_send.send_dispatch_lines,
             receive_dispatch=ll_dispatch_recv.receive_dispatch,
             release_buffer=ll_dispatch_recv.release_buffer,
             send_combine=ll_combine.send_combine,
             receive_combine=ll_combine.receive_combine,
+            receive_combine_lines=combine_recv.receive_combine_lines,
         )
 
 

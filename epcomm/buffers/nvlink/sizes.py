@@ -15,7 +15,8 @@ _ITEM_ROWS = 16
 # Tokens of a rank that a buffer of normal mode without a limit has capacity for at first.
 _FIRST_TOKENS = 256
 # Regions of low latency that hold rows.
-_ROW_REGIONS = ("data", "scales", "returned")
+_ROW_REGIONS = ("row_lines", "sum_lines", "data", "scales", "returned")
+_WORD_BYTES = 4
 
 
 def row_bytes(spec: BufferSpec) -> tuple[int, int]:
@@ -40,11 +41,25 @@ def normal_layout(
     return NormalLayout(**sizes, item_rows=_ITEM_ROWS)
 
 
-def low_latency_layout(spec: BufferSpec, world_size: int, num_buffers: int) -> LowLatencyLayout:
-    """Return the layout of blocks with capacity for the tokens that the specification limits."""
+def low_latency_layout(
+    spec: BufferSpec, world_size: int, num_buffers: int, line_tokens: int
+) -> LowLatencyLayout:
+    """Return the layout of blocks with capacity for the tokens that the specification limits.
+
+    line_tokens: a rank with at most so many tokens sends them in lines, if blocks of its wire
+        format are whole words.
+    """
     assert spec.max_tokens_per_rank is not None, "plan() has checked the limit"
     sizes = _block_sizes(spec, world_size, spec.max_tokens_per_rank, num_buffers)
-    return LowLatencyLayout(**sizes)
+    wire, hidden_size = spec.dispatch_format, spec.hidden_size
+    block = wire.scale_block or _WORD_BYTES
+    return LowLatencyLayout(
+        **sizes,
+        line_tokens=0 if block % _WORD_BYTES else min(line_tokens, spec.max_tokens_per_rank),
+        data_words=-(-wire.data_bytes(hidden_size) // _WORD_BYTES),
+        scale_words=-(-wire.scale_bytes(hidden_size) // _WORD_BYTES),
+        return_words=-(-spec.hidden_format.data_bytes(hidden_size) // _WORD_BYTES),
+    )
 
 
 def _block_sizes(
@@ -96,7 +111,10 @@ def low_latency_regions(
     other_bytes = layout.buffer_bytes - sum(layout.regions[name] for name in _ROW_REGIONS)
     sizes = {
         "signals and metadata": layout.num_buffers * other_bytes,
-        **{name: layout.num_buffers * layout.regions[name] for name in _ROW_REGIONS},
+        **{
+            name.replace("_", " "): layout.num_buffers * layout.regions[name]
+            for name in _ROW_REGIONS
+        },
         "slot index": layout.num_buffers * (index + layout.num_rows),
     }
     num_bytes = layout.data_bytes + layout.scale_bytes
@@ -130,7 +148,7 @@ def normal_traffic(
 def low_latency_traffic(
     spec: BufferSpec, layout: LowLatencyLayout, call: CallShape
 ) -> BufferTraffic:
-    """Return Buffer.wire_bytes() of low latency; signals are not counted."""
+    """Return Buffer.wire_bytes() of low latency; signals and flags of lines are not counted."""
     out, combine_bytes = row_bytes(spec)
     control = call.tokens_of_rank[call.rank] * layout.metadata_bytes + layout.control_bytes
     return BufferTraffic(

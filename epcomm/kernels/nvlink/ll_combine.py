@@ -3,6 +3,9 @@
 Memory order: as in dispatch. The sums lie in the receive buffer of their dispatch: its sources have
 read what they got there before, for they sent the rows to which these sums belong.
 
+Sums of few tokens travel in lines, in parts of a row, and lines/combine_recv.py receives them. The
+line that every rank sends to every rank says whether it refuses, and is the credit of dispatch.
+
 Two launches: senders reduce the slots of a row, in k order, in float32, cast once, and store the
 sum in the memory of the token's rank; receivers add the sums of the ranks, in rank order, in
 float32, and cast once. Sums do not depend on arrival order.
@@ -21,9 +24,18 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
     overlapping,
 )
 from epcomm.kernels.nvlink.common.exchange import (
+    SOURCES_AT,
     SUM_ARRIVALS,
     VARYING,
     LowLatencyExchange,
+)
+from epcomm.kernels.nvlink.common.layout import LINE_BYTES
+from epcomm.kernels.nvlink.common.lines import (
+    bits_of_ranks,
+    int64_at,
+    line_of,
+    word_of,
+    words_of,
 )
 from epcomm.kernels.nvlink.common.signals import (
     await_or_abort,
@@ -40,7 +52,46 @@ _WARPS = 8
 # A receiver takes half a row at once: it is to fit on an SM beside a sender.
 _RECEIVE_WARPS, _RECEIVED_COLUMNS = 8, 4096
 
+# Elements of a sum that a program sends in lines at once: four a thread.
+_LINE_PART = 1024
+
 _SUM_ARRIVALS = tl.constexpr(SUM_ARRIVALS)
+_SOURCES_AT = tl.constexpr(SOURCES_AT)
+_LINE_BYTES = tl.constexpr(LINE_BYTES)
+
+
+@triton.jit
+def _sum_of_slots(
+    rows_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    slots_of_row_ptr: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    is_element: tl.tensor,
+    ROWS_STRIDE: tl.constexpr,
+    K: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    PER_ROW: tl.constexpr,
+) -> tl.tensor:
+    """Return some columns of the sum of a received row, in the dtype of the rows.
+
+    With the slots 5 -1 2, which hold 10 and 2, and weights .5 and 2: 5 + 4.
+    """
+    if PER_ROW:
+        row_ptr = rows_ptr + tl.cast(row, tl.int64) * ROWS_STRIDE
+        total = tl.load(row_ptr + column, mask=is_element, other=0.0).to(tl.float32)
+    else:
+        total = tl.zeros(column.shape, tl.float32)
+        for k in tl.static_range(K):
+            place = tl.load(slots_of_row_ptr + row * K + k)
+            is_slot = place >= 0
+            row_ptr = rows_ptr + tl.cast(place, tl.int64) * ROWS_STRIDE
+            part = tl.load(row_ptr + column, mask=is_element & is_slot, other=0.0)
+            part = part.to(tl.float32)
+            if HAS_WEIGHTS:
+                part *= tl.load(weights_ptr + place, mask=is_slot, other=0.0)
+            total += part
+    return cast(total, rows_ptr.dtype.element_ty)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @triton.jit
@@ -84,13 +135,20 @@ def _send_combine_kernel(
     COLUMNS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     PER_ROW: tl.constexpr,
+    LINE_TOKENS: tl.constexpr,
+    PART: tl.constexpr,
     ARRIVED_SUMS_AT: tl.constexpr,
-    COMBINE_STATUS_AT: tl.constexpr,
+    COMBINED_LINES_AT: tl.constexpr,
+    SUM_LINES_AT: tl.constexpr,
+    SUM_LINES: tl.constexpr,
+    RETURN_WORDS: tl.constexpr,
     RETURN_AT: tl.constexpr,
     RETURN_BYTES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Send the sums of rows p, p + P, ... in program p of P, counted over tokens, then sources.
+
+    Before these, likewise, parts of the sums of sources whose tokens came in lines.
 
     Row 3 has the slots 5 -1 2, which hold 10 and 1 (slot 5) and 2 and 3 (slot 2), with weights .5
     and 2: its sum is 5 + 4 and .5 + 6, at rank * M + 3 - M of rank 1 if M is 2 or 3.
@@ -104,10 +162,18 @@ def _send_combine_kernel(
     epoch = tl.load(state_ptr + 1)
     aborted = tl.load(int32_at(own_address), volatile=True)
     has_no_rows = tl.load(state_ptr + 2)
-    # Not from the headers: once some programs have published, a peer may write those of its next
-    # batch, and a program that starts late must count as many arrivals as the others.
-    most = tl.load(state_ptr + 3)
+    # Kept by the receiver of dispatch, not from the headers: once some programs have published, a
+    # peer may write those of its next batch, and a program that starts late must count as many
+    # arrivals as the others.
+    source_lane = tl.arange(0, W_LANES)
+    told = tl.load(state_ptr + _SOURCES_AT + source_lane, mask=source_lane < W, other=0)
+    is_source = taking_part(excluded_ptr, W, W_LANES)
     following = _slots_of(slots_of_row_ptr, program, M * W, W, M, K, K_LANES)
+    PARTS: tl.constexpr = (HIDDEN + PART - 1) // PART
+    if LINE_TOKENS > 0:
+        next_slots = _slots_of(
+            slots_of_row_ptr, program // PARTS, LINE_TOKENS * W, W, M, K, K_LANES
+        )
     if program == 0:
         tl.store(state_ptr, epoch + 1)
     if aborted != 0:
@@ -115,56 +181,88 @@ def _send_combine_kernel(
         return
 
     if (program < W) & (tl.load(excluded_ptr + program, mask=program < W, other=1) == 0):
-        combine_status_ptr = int32_at(tl.load(bases_ptr + program) + COMBINE_STATUS_AT)
-        tl.store(combine_status_ptr + rank, status)
+        combined_ptr = int64_at(tl.load(bases_ptr + program) + COMBINED_LINES_AT)
+        # The credit, too: all that read this batch has ended, but for this kernel, which reads what
+        # this rank unpacked itself, or what is awaited by the signal of its sums.
+        tl.store(combined_ptr + rank, line_of(status, epoch))
 
+    in_bulk = is_source & ((told & 1) == 0)
     # A call that was refused has no rows; neither has this rank if it refuses now.
     is_empty = (has_no_rows != 0) | (status != 0)
-    most = tl.where(is_empty, 0, most)
+    most = tl.where(is_empty, 0, tl.max(tl.where(in_bulk, told >> 1, 0)))
+    few = tl.where(is_empty, 0, tl.max(tl.where(in_bulk, 0, told >> 1)))
+    sources_in_lines = bits_of_ranks((told & 1) != 0, W_LANES)
 
     num_sent = 0
     column = tl.arange(0, COLUMNS)
     is_element = column < HIDDEN
+    if LINE_TOKENS > 0:
+        for item in tl.range(program, few * (W * PARTS), num_programs, num_stages=1):
+            source = (item // PARTS) % W
+            token = item // (PARTS * W)
+            row = source * M + token
+            slots = next_slots
+            next_slots = _slots_of(
+                slots_of_row_ptr, (item + num_programs) // PARTS, few * W, W, M, K, K_LANES
+            )
+            if (tl.max(slots) >= 0) & (((sources_in_lines >> source) & 1) != 0):
+                part_column = (item % PARTS) * PART + tl.arange(0, PART)
+                value = _sum_of_slots(
+                    rows_ptr,
+                    weights_ptr,
+                    slots_of_row_ptr,
+                    row,
+                    part_column,
+                    part_column < HIDDEN,
+                    ROWS_STRIDE,
+                    K,
+                    HAS_WEIGHTS,
+                    PER_ROW,
+                )
+                words = words_of(value)
+                word = (item % PARTS) * words.shape[0] + tl.arange(0, words.shape[0])
+                sum_at = SUM_LINES_AT + (rank * LINE_TOKENS + token) * (SUM_LINES * _LINE_BYTES)
+                lines_ptr = int64_at(tl.load(bases_ptr + source) + sum_at)
+                tl.store(lines_ptr + word, line_of(words, epoch), mask=word < RETURN_WORDS)
+                num_sent += tl.where((source == rank) | (item % PARTS != 0), 0, 1)
     for item in tl.range(program, most * W, num_programs, num_stages=1):
         source = item % W
         token = item // W
         row = source * M + token
         slots = following
         following = _slots_of(slots_of_row_ptr, item + num_programs, most * W, W, M, K, K_LANES)
-        if tl.max(slots) >= 0:
-            total = tl.zeros([COLUMNS], tl.float32)
-            if PER_ROW:
-                row_ptr = rows_ptr + tl.cast(row, tl.int64) * ROWS_STRIDE
-                total = tl.load(row_ptr + column, mask=is_element, other=0.0).to(tl.float32)
-            else:
-                for k in tl.static_range(K):
-                    place = tl.load(slots_of_row_ptr + row * K + k)
-                    is_slot = place >= 0
-                    row_ptr = rows_ptr + tl.cast(place, tl.int64) * ROWS_STRIDE
-                    part = tl.load(row_ptr + column, mask=is_element & is_slot, other=0.0)
-                    part = part.to(tl.float32)
-                    if HAS_WEIGHTS:
-                        part *= tl.load(weights_ptr + place, mask=is_slot, other=0.0)
-                    total += part
+        if (tl.max(slots) >= 0) & (((sources_in_lines >> source) & 1) == 0):
+            value = _sum_of_slots(
+                rows_ptr,
+                weights_ptr,
+                slots_of_row_ptr,
+                row,
+                column,
+                is_element,
+                ROWS_STRIDE,
+                K,
+                HAS_WEIGHTS,
+                PER_ROW,
+            )
             base = tl.load(bases_ptr + source)
             return_address = base + RETURN_AT + (tl.cast(rank, tl.int64) * M + token) * RETURN_BYTES
             return_ptr = return_address.to(tl.pointer_type(rows_ptr.dtype.element_ty))
-            value = cast(total, rows_ptr.dtype.element_ty)
             tl.store(tl.multiple_of(return_ptr, 16) + column, value, mask=is_element)
             num_sent += tl.where(source == rank, 0, 1)
     # Of this rank alone, and read by its host.
     tl.atomic_add(counters_ptr + 3, tl.cast(num_sent, tl.int64), sem="relaxed")
-    # The first W programs have sent the status, all others without a row nothing.
+    # The first W programs have sent the lines of combine, all others without a row in bulk nothing
+    # that a signal tells of. Those that poll the lines themselves await no signal.
     num_arriving = tl.maximum(W, tl.minimum(num_programs, most * W))
-    if program < num_arriving:
+    if (program < num_arriving) & (tl.max(in_bulk.to(tl.int32)) > 0):
         publish_as_last(
             state_ptr + _SUM_ARRIVALS,
             num_arriving,
             bases_ptr,
             ARRIVED_SUMS_AT + rank * 4,
-            W,
+            epoch,
+            in_bulk,
             W_LANES,
-            excluded_ptr,
         )
 
 
@@ -204,7 +302,7 @@ def _receive_combine_kernel(
     HIDDEN: tl.constexpr,
     COLUMNS: tl.constexpr,
     ARRIVED_SUMS_AT: tl.constexpr,
-    COMBINE_STATUS_AT: tl.constexpr,
+    COMBINED_LINES_AT: tl.constexpr,
     RETURN_AT: tl.constexpr,
     RETURN_BYTES: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -224,8 +322,9 @@ def _receive_combine_kernel(
 
     source_lane = tl.arange(0, W_LANES)
     is_source = taking_part(excluded_ptr, W, W_LANES)
-    combine_status_ptr = int32_at(buffer_address + COMBINE_STATUS_AT) + source_lane
-    codes = tl.load(combine_status_ptr, mask=is_source & (is_lost == 0), other=0)
+    # Sent before the signal, so there.
+    combined_ptr = int64_at(buffer_address + COMBINED_LINES_AT) + source_lane
+    codes = word_of(tl.load(combined_ptr, mask=is_source & (is_lost == 0), other=0))
     if program == 0:
         note_faults(faults_ptr, codes, is_source, W_LANES)
     has_failed = is_lost | (tl.max(codes) != 0) | (has_no_rows != 0)
@@ -305,8 +404,13 @@ def send_combine(
                 COLUMNS=next_power_of_two(hidden_size),
                 HAS_WEIGHTS=slot_weights is not None,
                 PER_ROW=per_row,
+                LINE_TOKENS=layout.line_tokens,
+                PART=max(4, min(_LINE_PART, next_power_of_two(hidden_size))),
                 ARRIVED_SUMS_AT=offsets["arrived_sums"],
-                COMBINE_STATUS_AT=offsets["combine_status"],
+                COMBINED_LINES_AT=offsets["combined_lines"],
+                SUM_LINES_AT=offsets["sum_lines"],
+                SUM_LINES=layout.sum_lines,
+                RETURN_WORDS=layout.return_words,
                 RETURN_AT=offsets["returned"],
                 RETURN_BYTES=layout.return_bytes,
                 num_warps=_WARPS,
@@ -357,7 +461,7 @@ def receive_combine(exchange: LowLatencyExchange, out: Tensor, is_sent: Tensor) 
                 HIDDEN=hidden_size,
                 COLUMNS=min(_RECEIVED_COLUMNS, next_power_of_two(hidden_size)),
                 ARRIVED_SUMS_AT=offsets["arrived_sums"],
-                COMBINE_STATUS_AT=offsets["combine_status"],
+                COMBINED_LINES_AT=offsets["combined_lines"],
                 RETURN_AT=offsets["returned"],
                 RETURN_BYTES=layout.return_bytes,
                 num_warps=_RECEIVE_WARPS,

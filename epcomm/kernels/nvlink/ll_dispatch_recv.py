@@ -1,7 +1,10 @@
 """Low-latency dispatch over NVLink, its receiver: an expert-major index over rows.
 
 It reads metadata and no rows, and indexes them while they are on the wire; it ends once they have
-come. Memory order: as in ll_dispatch_send.py, whose signals it awaits. There is no host sync.
+come. A header, which always travels in lines, tells of each source whether its tokens do: then
+other programs put its rows where they would lie otherwise, see lines/dispatch_unpack.py.
+
+Memory order: as in the senders, whose signals and lines it awaits. There is no host sync.
 """
 
 from __future__ import annotations
@@ -15,9 +18,32 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
     let_next_start,
     overlapping,
 )
-from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange, on_device
-from epcomm.kernels.nvlink.common.signals import await_or_abort, int32_at, publish, taking_part
+from epcomm.kernels.nvlink.common.exchange import (
+    SOURCES_AT,
+    VARYING,
+    LowLatencyExchange,
+    on_device,
+)
+from epcomm.kernels.nvlink.common.layout import LINE_BYTES
+from epcomm.kernels.nvlink.common.lines import (
+    abort_if_late,
+    begin_wait,
+    bits_of_ranks,
+    end_look,
+    flag_of,
+    int64_at,
+    is_waiting,
+    line_of,
+    word_of,
+)
+from epcomm.kernels.nvlink.common.signals import (
+    abort_if_missing,
+    await_at,
+    int32_at,
+    taking_part,
+)
 from epcomm.kernels.nvlink.common.status import WAIT_DISPATCH, codes_of_one_mode, note_faults
+from epcomm.kernels.nvlink.lines.dispatch_unpack import UNPACKED_WORDS, unpack_rows
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 
 # Pairs of a slot and an expert that a program compares at once: thirty-two a thread.
@@ -25,6 +51,45 @@ _COMPARISONS = 4096
 # Entries of received metadata that a program reads, at most: few, so that many programs share them.
 _PAIRS = 128
 _WARPS = 4
+
+_LINE_BYTES = tl.constexpr(LINE_BYTES)
+_SOURCES_AT = tl.constexpr(SOURCES_AT)
+
+
+@triton.jit
+def _await_signals_of(
+    peers: tl.tuple,
+    address: tl.tensor,
+    is_awaited: tl.tensor,
+    epoch: tl.tensor,
+    max_polls: tl.tensor,
+    W: tl.constexpr,
+    W_LANES: tl.constexpr,
+) -> tl.tensor:
+    """Wait for signals at `address` of some sources, [W_LANES]; return if this rank is lost."""
+    own_address, _, _, _, _ = peers
+    signals_ptr = int32_at(address) + tl.arange(0, W_LANES)
+    abort_ptr = int32_at(own_address)
+    missing, aborted = await_at(  # pyright: ignore[reportGeneralTypeIssues]
+        signals_ptr, None, is_awaited, is_awaited, abort_ptr, epoch, max_polls, "sys"
+    )
+    return abort_if_missing(missing, aborted, peers, WAIT_DISPATCH, epoch, W, W_LANES)
+
+
+@triton.jit
+def _hand_out_nothing(
+    state_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    first_slot_ptr: tl.tensor,
+    L: tl.constexpr,
+    L_LANES: tl.constexpr,
+) -> None:
+    """Take back an index of rows that have not come."""
+    expert = tl.arange(0, L_LANES)
+    tl.store(counts_ptr + expert, tl.zeros_like(expert), mask=expert < L)
+    tl.store(first_slot_ptr + expert, tl.zeros_like(expert), mask=expert < L)
+    tl.store(first_slot_ptr + L, 0)
+    tl.store(state_ptr + 2, 1)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -54,15 +119,31 @@ def _receive_dispatch_kernel(
     ALIGNMENT: tl.constexpr,
     EXPERT_CAPACITY: tl.constexpr,
     ROWS: tl.constexpr,
+    INDEXERS: tl.constexpr,
+    LINE_TOKENS: tl.constexpr,
+    UNPACKED: tl.constexpr,
+    THREADS: tl.constexpr,
     ARRIVED_METADATA_AT: tl.constexpr,
     ARRIVED_ROWS_AT: tl.constexpr,
-    HEADER_AT: tl.constexpr,
-    COUNTS_AT: tl.constexpr,
+    HEADER_LINES_AT: tl.constexpr,
+    COUNT_LINES_AT: tl.constexpr,
+    ROW_LINES_AT: tl.constexpr,
+    ROW_LINES: tl.constexpr,
+    DATA_LINES_AT: tl.constexpr,
+    SCALE_LINES_AT: tl.constexpr,
+    DATA_WORDS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
     METADATA_AT: tl.constexpr,
+    DATA_AT: tl.constexpr,
+    SCALES_AT: tl.constexpr,
     METADATA_BYTES: tl.constexpr,
+    DATA_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Index ROWS rows of one source in each program, and every so many slots of padding.
+
+    The programs behind INDEXERS unpack rows that come in lines.
 
     W = 2, L = 2, counts 1 0 | 1 2 from ranks 0 and 1: expert 0 has the slots 0 and 1, expert 1 has
     2 and 3; the row of rank 1 at position 1 of expert 1 is slot 3.
@@ -73,37 +154,100 @@ def _receive_dispatch_kernel(
     # Not from the L1 cache: only the end of the kernel before would empty it for sure.
     epoch = tl.load(state_ptr, volatile=True)
     peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
-    metadata_at = buffer_address + ARRIVED_METADATA_AT
-    is_lost = await_or_abort(peers, metadata_at, epoch, max_polls, WAIT_DISPATCH, epoch, W, W_LANES)
-
-    # The rows of this program. Whether the source has sent them is known once its header is here.
-    PER_SOURCE: tl.constexpr = (M + ROWS - 1) // ROWS
-    source = program // PER_SOURCE
-    first_token = (program % PER_SOURCE) * ROWS
-    pair = tl.arange(0, ROWS * K_LANES)
-    token = first_token + pair // K_LANES
-    k = pair % K_LANES
-    row = source * M + token
-    is_entry = (token < M) & (k < K)
-    metadata_ptr = (
-        int32_at(buffer_address + METADATA_AT) + tl.cast(row, tl.int64) * (METADATA_BYTES // 4) + k
-    )
-    experts = tl.load(metadata_ptr, mask=is_entry, other=-1)
-    positions = tl.load(metadata_ptr + K_LANES, mask=is_entry, other=0)
-    weight_bits = tl.load(metadata_ptr + 2 * K_LANES, mask=is_entry, other=0)
+    if program >= INDEXERS:
+        if unpack_rows(
+            peers,
+            buffer_address,
+            program - INDEXERS,
+            tl.num_programs(0) - INDEXERS,
+            epoch,
+            max_polls,
+            W,
+            W_LANES,
+            M,
+            K,
+            K_LANES,
+            LINE_TOKENS,
+            UNPACKED,
+            THREADS,
+            HEADER_LINES_AT,
+            ROW_LINES_AT,
+            ROW_LINES,
+            DATA_LINES_AT,
+            SCALE_LINES_AT,
+            DATA_WORDS,
+            SCALE_WORDS,
+            DATA_AT,
+            SCALES_AT,
+            DATA_BYTES,
+            SCALE_BYTES,
+        ):
+            _hand_out_nothing(state_ptr, counts_ptr, first_slot_ptr, L, L_LANES)
+        if OVERLAPS:
+            await_previous()
+        return
 
     source_lane = tl.arange(0, W_LANES)
     # What an excluded rank once sent is still there, and counts no more.
     is_source = taking_part(excluded_ptr, W, W_LANES)
-    headers_ptr = int32_at(buffer_address + HEADER_AT) + source_lane * 4
-    status = tl.load(headers_ptr + 2, mask=is_source, other=0)
-    codes = codes_of_one_mode(status, is_source)
-    has_failed = is_lost | (tl.max(codes) != 0)
-
+    headers_ptr = int64_at(buffer_address + HEADER_LINES_AT) + source_lane * 2
     expert = tl.arange(0, L_LANES)
     is_count = is_source[:, None] & (expert < L)[None, :]
-    count_ptr = int32_at(buffer_address + COUNTS_AT) + source_lane[:, None] * L + expert[None, :]
-    counts_of_source = tl.load(count_ptr, mask=is_count, other=0)
+    count_lines_ptr = int64_at(buffer_address + COUNT_LINES_AT)
+    count_lines_ptr += source_lane[:, None] * L + expert[None, :]
+    # The rows of this program. Whether the source has sent them is known once its header is here.
+    PER_SOURCE: tl.constexpr = (M + ROWS - 1) // ROWS
+    source = program // PER_SOURCE
+    pair = tl.arange(0, ROWS * K_LANES)
+    token = (program % PER_SOURCE) * ROWS + pair // K_LANES
+    k = pair % K_LANES
+    row = source * M + token
+    is_entry = (token < M) & (k < K)
+    is_own = source_lane == source
+    is_line = (token < LINE_TOKENS) & (k < K)
+    row_lines_ptr = int64_at(buffer_address + ROW_LINES_AT) + k
+    row_lines_ptr += (source * LINE_TOKENS + token) * ROW_LINES
+
+    late, polls_left, num_looks, end_ns = begin_wait(max_polls)  # pyright: ignore[reportGeneralTypeIssues]
+    while is_waiting(late, polls_left):
+        aborted = tl.load(int32_at(own_address), volatile=True)
+        headers = tl.load(headers_ptr, mask=is_source, other=0, volatile=True)
+        statuses = tl.load(headers_ptr + 1, mask=is_source, other=0, volatile=True)
+        count_lines = tl.load(count_lines_ptr, mask=is_count, other=0, volatile=True)
+        is_absent = is_count & (flag_of(count_lines) != epoch)
+        is_late = tl.max(is_absent.to(tl.int32), axis=1) > 0
+        is_late |= (flag_of(headers) != epoch) | (flag_of(statuses) != epoch)
+        if LINE_TOKENS > 0:
+            experts = tl.load(row_lines_ptr, mask=is_line, other=0, volatile=True)
+            positions = tl.load(row_lines_ptr + K_LANES, mask=is_line, other=0, volatile=True)
+            weights = tl.load(row_lines_ptr + 2 * K_LANES, mask=is_line, other=0, volatile=True)
+            is_absent = (flag_of(experts) != epoch) | (flag_of(positions) != epoch)
+            is_absent |= flag_of(weights) != epoch
+            # Of any epoch, if it has not come: it is late then anyway.
+            header = tl.sum(tl.where(is_own, word_of(headers), 0))
+            is_absent &= is_line & ((header & 1) != 0) & (token < (header >> 1))
+            is_late |= is_own & (tl.max(is_absent.to(tl.int32)) > 0)
+        late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
+            bits_of_ranks(is_source & is_late, W_LANES),
+            aborted,
+            polls_left,
+            num_looks,
+            end_ns,
+            THREADS,
+        )
+    is_lost = abort_if_late(peers, late, WAIT_DISPATCH, epoch, W, W_LANES)
+
+    # All that lines hold, loaded together.
+    is_heard = is_source & (is_lost == 0)
+    headers = word_of(tl.load(headers_ptr, mask=is_heard, other=0, volatile=True))
+    status = word_of(tl.load(headers_ptr + 1, mask=is_heard, other=0, volatile=True))
+    counts_of_source = word_of(tl.load(count_lines_ptr, mask=is_count, other=0, volatile=True))
+    if LINE_TOKENS > 0:
+        expert_lines = tl.load(row_lines_ptr, mask=is_line, other=0, volatile=True)
+        position_lines = tl.load(row_lines_ptr + K_LANES, mask=is_line, other=0, volatile=True)
+        weight_lines = tl.load(row_lines_ptr + 2 * K_LANES, mask=is_line, other=0, volatile=True)
+    codes = codes_of_one_mode(status, is_source)
+    has_failed = is_lost | (tl.max(codes) != 0)
     counts_of_source = tl.where(has_failed, 0, counts_of_source)
     counts = tl.sum(counts_of_source, axis=0)
     # With one capacity for all experts, lanes without an expert have none.
@@ -118,19 +262,36 @@ def _receive_dispatch_kernel(
         tl.store(first_slot_ptr + expert, starts, mask=expert < L)
         tl.store(first_slot_ptr + L, tl.sum(aligned))
         tl.store(state_ptr + 2, has_failed.to(tl.int32))
-        tokens = tl.load(headers_ptr + 1, mask=is_source, other=0)
-        tl.store(state_ptr + 3, tl.max(tokens))
+        # For combine, which must not read what peers write.
+        told = tl.where(has_failed, headers & 1, headers)
+        tl.store(state_ptr + _SOURCES_AT + source_lane, told, mask=source_lane < W)
         if is_lost == 0:
             note_faults(faults_ptr, codes, is_source, W_LANES)
 
-    header_ptr = int32_at(buffer_address + HEADER_AT)
-    has_none = has_failed | (tl.load(excluded_ptr + source) != 0)
-    num_tokens = tl.where(has_none, 0, tl.load(header_ptr + source * 4 + 1))
+    header = tl.sum(tl.where(is_own, headers, 0))
+    in_lines = (header & 1) != 0
+    num_tokens = tl.where(has_failed, 0, header >> 1)
+    if (in_lines == 0) & (num_tokens > 0):
+        metadata_at = buffer_address + ARRIVED_METADATA_AT
+        if _await_signals_of(peers, metadata_at, is_own, epoch, max_polls, W, W_LANES):
+            _hand_out_nothing(state_ptr, counts_ptr, first_slot_ptr, L, L_LANES)
+            num_tokens = 0
     is_before = source_lane < source
     before = tl.sum(tl.where(is_before[:, None], counts_of_source, 0), axis=0)
     bases = starts + before
-    is_pair = token < num_tokens
-    experts = tl.where(is_pair, experts, -1)
+    is_pair = (token < num_tokens) & (k < K)
+    in_bulk = is_pair & (in_lines == 0)
+    metadata_ptr = (
+        int32_at(buffer_address + METADATA_AT) + tl.cast(row, tl.int64) * (METADATA_BYTES // 4) + k
+    )
+    experts = tl.load(metadata_ptr, mask=in_bulk, other=-1)
+    positions = tl.load(metadata_ptr + K_LANES, mask=in_bulk, other=0)
+    weight_bits = tl.load(metadata_ptr + 2 * K_LANES, mask=in_bulk, other=0)
+    if LINE_TOKENS > 0:
+        is_there = is_pair & in_lines
+        experts = tl.where(is_there, word_of(expert_lines), experts)
+        positions = tl.where(is_there, word_of(position_lines), positions)
+        weight_bits = tl.where(is_there, word_of(weight_lines), weight_bits)
     is_slot = experts >= 0
     is_expert = experts[:, None] == expert[None, :]
     slots = tl.sum(tl.where(is_expert, bases[None, :], 0), axis=1) + positions
@@ -152,13 +313,12 @@ def _receive_dispatch_kernel(
                 row_of_slot_ptr + slot, tl.zeros_like(slot) - 1, mask=(is_used == 0) & (slot < C)
             )
     if program == 0:
-        rows_at = buffer_address + ARRIVED_ROWS_AT
-        if await_or_abort(peers, rows_at, epoch, max_polls, WAIT_DISPATCH, epoch, W, W_LANES):
-            # Rows that some rank did not send are indexed, and not handed out.
-            tl.store(counts_ptr + expert, tl.zeros_like(expert), mask=expert < L)
-            tl.store(first_slot_ptr + expert, tl.zeros_like(expert), mask=expert < L)
-            tl.store(first_slot_ptr + L, 0)
-            tl.store(state_ptr + 2, 1)
+        is_bulk = is_heard & ((headers & 1) == 0) & (headers > 0)
+        if tl.max(is_bulk.to(tl.int32)) > 0:
+            rows_at = buffer_address + ARRIVED_ROWS_AT
+            if _await_signals_of(peers, rows_at, is_bulk, epoch, max_polls, W, W_LANES):
+                # Rows that some rank did not send are indexed, and not handed out.
+                _hand_out_nothing(state_ptr, counts_ptr, first_slot_ptr, L, L_LANES)
     if OVERLAPS:
         await_previous()
 
@@ -171,11 +331,16 @@ def _release_buffer_kernel(
     rank: tl.tensor,
     W: tl.constexpr,
     W_LANES: tl.constexpr,
-    ARRIVED_SUMS_AT: tl.constexpr,
+    COMBINED_LINES_AT: tl.constexpr,
 ) -> None:
-    """Stand in for a combine that never came: epoch 5 ends, which is signalled to all."""
-    tl.store(state_ptr, tl.load(state_ptr + 1) + 1)
-    publish(bases_ptr, ARRIVED_SUMS_AT + rank * 4, 1, W, W_LANES, excluded_ptr)
+    """Stand in for a combine that never came: epoch 5 ends, of which all are told."""
+    epoch = tl.load(state_ptr + 1)
+    tl.store(state_ptr, epoch + 1)
+    is_told = taking_part(excluded_ptr, W, W_LANES)
+    bases = tl.load(bases_ptr + tl.arange(0, W_LANES), mask=is_told, other=0)
+    lines_ptr = (bases + COMBINED_LINES_AT + rank * _LINE_BYTES).to(tl.pointer_type(tl.int64))
+    # Read by await_credit() on every rank: all loads of kernels before this one have returned.
+    tl.store(lines_ptr, line_of(tl.zeros([W_LANES], tl.int32), epoch), mask=is_told)
 
 
 def receive_dispatch(
@@ -205,6 +370,7 @@ def receive_dispatch(
     key = ("receive rows", capacity, expert_alignment, expert_capacity)
     layout = exchange.peers.layout
     rows = max(1, min(_PAIRS, _COMPARISONS // layout.local_lanes) // layout.metadata_words)
+    indexers = layout.world_size * -(-layout.max_tokens // rows)
     launch = exchange.launches.get(key)
     if launch is None:
         peers, offsets = exchange.peers, layout.offsets
@@ -232,18 +398,35 @@ def receive_dispatch(
                 ALIGNMENT=expert_alignment,
                 EXPERT_CAPACITY=expert_capacity,
                 ROWS=rows,
+                INDEXERS=indexers,
+                LINE_TOKENS=layout.line_tokens,
+                UNPACKED=UNPACKED_WORDS,
+                THREADS=32 * _WARPS,
                 ARRIVED_METADATA_AT=offsets["arrived_metadata"],
                 ARRIVED_ROWS_AT=offsets["arrived_rows"],
-                HEADER_AT=offsets["header"],
-                COUNTS_AT=offsets["counts"],
+                HEADER_LINES_AT=offsets["header_lines"],
+                COUNT_LINES_AT=offsets["count_lines"],
+                ROW_LINES_AT=offsets["row_lines"],
+                ROW_LINES=layout.row_lines,
+                DATA_LINES_AT=layout.data_lines_at,
+                SCALE_LINES_AT=layout.scale_lines_at,
+                DATA_WORDS=layout.data_words,
+                SCALE_WORDS=layout.scale_words,
                 METADATA_AT=offsets["metadata"],
+                DATA_AT=offsets["data"],
+                SCALES_AT=offsets["scales"],
                 METADATA_BYTES=layout.metadata_bytes,
+                DATA_BYTES=layout.data_bytes,
+                SCALE_BYTES=layout.scale_bytes,
                 num_warps=_WARPS,
                 **overlapping(slots_of_row.device),
             ),
         )
+    # Rows that come in lines are shared by the programs behind.
+    parts = -(-(layout.row_lines - layout.data_lines_at) // UNPACKED_WORDS)
+    items = layout.world_size * layout.line_tokens * parts
     launch(
-        layout.world_size * -(-layout.max_tokens // rows),
+        indexers + min(items, exchange.peers.num_programs),
         row_of_slot,
         slots_of_row,
         slot_weights,
@@ -266,6 +449,6 @@ def release_buffer(exchange: LowLatencyExchange) -> None:
             peers.rank,
             W=layout.world_size,
             W_LANES=layout.world_lanes,
-            ARRIVED_SUMS_AT=layout.offsets["arrived_sums"],
+            COMBINED_LINES_AT=layout.offsets["combined_lines"],
             num_warps=1,  # pyright: ignore[reportCallIssue]
         )

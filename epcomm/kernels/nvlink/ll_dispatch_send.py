@@ -2,9 +2,10 @@
 
 Some programs send metadata: of each token its experts, positions and weights, and the counts for
 the receiver's experts. Others send rows: they quantise each token once and store one row a rank.
-The last program of either kind to arrive adds 1, releasing, to a signal of each peer, so a receiver
+The last program of either kind to arrive sets, releasing, a signal of each peer, so a receiver
 makes its index of the metadata while rows are still on the wire. A receive buffer is written again
-only after the combine signals say that every rank has read its last batch. Nothing is cleared.
+only after the lines of combine say that every rank has read its last batch. Nothing is cleared.
+Few tokens are sent by lines/dispatch_send.py instead.
 
 Memory order: signals.py.
 """
@@ -27,13 +28,10 @@ from epcomm.kernels.nvlink.common.exchange import (
     VARYING,
     LowLatencyExchange,
 )
-from epcomm.kernels.nvlink.common.signals import (
-    await_or_abort,
-    int32_at,
-    publish_as_last,
-    taking_part,
-)
-from epcomm.kernels.nvlink.common.status import FAULT_IDS, FAULT_MASK, WAIT_CREDIT
+from epcomm.kernels.nvlink.common.lines import await_credit
+from epcomm.kernels.nvlink.common.signals import int32_at, publish_as_last, taking_part
+from epcomm.kernels.nvlink.common.status import FAULT_MASK
+from epcomm.kernels.nvlink.ll_dispatch_header import count_positions, send_header
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.quantize.fp8 import has_e4m3, quantize_blocks
 from epcomm.kernels.quantize.int8 import quantize_row
@@ -56,50 +54,6 @@ _FP8_POWER_OF_TWO = tl.constexpr(FP8_POWER_OF_TWO)
 _INT8 = tl.constexpr(INT8)
 _METADATA_ARRIVALS = tl.constexpr(METADATA_ARRIVALS)
 _ROW_ARRIVALS = tl.constexpr(ROW_ARRIVALS)
-
-
-@triton.jit
-def _send_header(
-    ids_ptr: tl.tensor,
-    base: tl.tensor,
-    peer: tl.tensor,
-    rank: tl.tensor,
-    epoch: tl.tensor,
-    num_tokens: tl.tensor,
-    status: tl.tensor,
-    W: tl.constexpr,
-    K: tl.constexpr,
-    L: tl.constexpr,
-    L_LANES: tl.constexpr,
-    CHUNK: tl.constexpr,
-    COUNTS_AT: tl.constexpr,
-    HEADER_AT: tl.constexpr,
-) -> None:
-    """Tell `peer`, whose receive buffer is at `base`, the counts for its L experts, and T.
-
-    ids 0 2 | 3 2 with L = 2: rank 1 is told 2 1, for its experts 2 and 3. With an id that is
-    neither -1 nor an expert, every rank is told of the fault, and of no token.
-    """
-    counts = tl.zeros([L_LANES], tl.int32)
-    bad = tl.full([], 0, tl.int32)
-    for start in tl.range(0, num_tokens * K, CHUNK, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
-        at = start + tl.arange(0, CHUNK)
-        ids = tl.load(ids_ptr + at, mask=at < num_tokens * K, other=-1)
-        bad = tl.maximum(bad, tl.max(((ids < -1) | (ids >= W * L)).to(tl.int32)))
-        local = ids.to(tl.int32) - peer * L
-        is_local = (local >= 0) & (local < L)
-        counts += tl.histogram(tl.where(is_local, local, 0), L_LANES, mask=is_local)
-    word = status
-    if ((status & FAULT_MASK) == 0) & (bad != 0):
-        word += FAULT_IDS
-    is_faulty = (word & FAULT_MASK) != 0
-    lane = tl.arange(0, L_LANES)
-    counts_ptr = int32_at(base + COUNTS_AT) + rank * L + lane
-    tl.store(counts_ptr, tl.where(is_faulty, 0, counts), mask=lane < L)
-    sent = tl.where(is_faulty, 0, num_tokens)
-    part = tl.arange(0, 4)
-    header = tl.where(part == 0, epoch, tl.where(part == 1, sent, word))
-    tl.store(int32_at(base + HEADER_AT) + rank * 4 + part, header)
 
 
 @triton.jit
@@ -130,29 +84,6 @@ def _load_ids(
 
 
 @triton.jit
-def _positions(
-    ids_ptr: tl.tensor,
-    ids: tl.tensor,
-    token: tl.tensor,
-    K: tl.constexpr,
-    K_LANES: tl.constexpr,
-    CHUNK: tl.constexpr,
-) -> tl.tensor:
-    """Count the entries before (token, k) with the same expert, [K_LANES].
-
-    ids 0 2 | 2 0: the positions of the second token are 1 1.
-    """
-    limit = token * K + tl.arange(0, K_LANES)
-    positions = tl.zeros([K_LANES], tl.int32)
-    for start in tl.range(0, (token + 1) * K, CHUNK, num_stages=1):
-        at = start + tl.arange(0, CHUNK)
-        earlier = tl.load(ids_ptr + at, mask=at < (token + 1) * K, other=-1).to(tl.int32)
-        is_same = (earlier[:, None] == ids[None, :]) & (at[:, None] < limit[None, :])
-        positions += tl.sum(is_same.to(tl.int32), axis=0)
-    return positions
-
-
-@triton.jit
 def _send_metadata(
     ids_ptr: tl.tensor,
     weights_ptr: tl.tensor,
@@ -174,7 +105,7 @@ def _send_metadata(
     ids = _load_ids(ids_ptr, token, token + 1, k, K)
     weights = tl.load(weights_ptr + token * K + k, mask=k < K, other=0.0)
     weight_bits = weights.to(tl.int32, bitcast=True)
-    positions = _positions(ids_ptr, ids, token, K, K_LANES, CHUNK)
+    positions = count_positions(ids_ptr, ids, token, K, K_LANES, CHUNK)
     owners = tl.where(ids >= 0, ids // L, -1)
     place = tl.cast(rank, tl.int64) * M + token
     for peer in tl.static_range(W):
@@ -223,11 +154,12 @@ def _send_dispatch_kernel(
     CHUNK: tl.constexpr,
     COUNT_CHUNK: tl.constexpr,
     METADATA_PROGRAMS: tl.constexpr,
+    THREADS: tl.constexpr,
     ARRIVED_METADATA_AT: tl.constexpr,
     ARRIVED_ROWS_AT: tl.constexpr,
-    ARRIVED_SUMS_AT: tl.constexpr,
-    HEADER_AT: tl.constexpr,
-    COUNTS_AT: tl.constexpr,
+    COMBINED_LINES_AT: tl.constexpr,
+    HEADER_LINES_AT: tl.constexpr,
+    COUNT_LINES_AT: tl.constexpr,
     METADATA_AT: tl.constexpr,
     DATA_AT: tl.constexpr,
     SCALES_AT: tl.constexpr,
@@ -255,7 +187,7 @@ def _send_dispatch_kernel(
     # Written by the combine of the last batch of this receive buffer, on every rank, which has
     # read it.
     peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
-    arrived_at, wanted = buffer_address + ARRIVED_SUMS_AT, epoch - 1
+    combined_at = buffer_address + COMBINED_LINES_AT
     first, num_programs = program - METADATA_PROGRAMS, tl.num_programs(0) - METADATA_PROGRAMS
     if (KIND == _PLAIN) | (KIND == _INT8):
         at = tl.arange(0, COLUMNS)
@@ -269,8 +201,8 @@ def _send_dispatch_kernel(
     following = _load_token(x_ptr, first, num_tokens, X_STRIDE, at, is_loaded)
     k = tl.arange(0, K_LANES)
     next_ids = _load_ids(ids_ptr, tl.maximum(first, 0), num_tokens, k, K)
-    is_lost = await_or_abort(peers, arrived_at, wanted, max_polls, WAIT_CREDIT, epoch, W, W_LANES)
-    if is_lost:
+    is_living = taking_part(excluded_ptr, W, W_LANES)
+    if await_credit(peers, combined_at, epoch, max_polls, W, W_LANES, THREADS):
         return
 
     if program < METADATA_PROGRAMS:
@@ -278,7 +210,7 @@ def _send_dispatch_kernel(
         is_excluded = tl.load(excluded_ptr + program, mask=program < W, other=1)
         is_header = (program < W) & (is_excluded == 0)
         if is_header:
-            _send_header(
+            send_header(
                 ids_ptr,
                 tl.load(bases_ptr + program),
                 program,
@@ -291,11 +223,12 @@ def _send_dispatch_kernel(
                 L,
                 L_LANES,
                 COUNT_CHUNK,
-                COUNTS_AT,
-                HEADER_AT,
+                COUNT_LINES_AT,
+                HEADER_LINES_AT,
+                False,
             )
         num_metadata = 0
-        num_others = tl.sum(taking_part(excluded_ptr, W, W_LANES).to(tl.int32)) - 1
+        num_others = tl.sum(is_living.to(tl.int32)) - 1
         for token in tl.range(program, num_tokens, METADATA_PROGRAMS, num_stages=1):
             _send_metadata(
                 ids_ptr,
@@ -326,9 +259,9 @@ def _send_dispatch_kernel(
                 num_arriving,
                 bases_ptr,
                 ARRIVED_METADATA_AT + rank * 4,
-                W,
+                epoch,
+                is_living,
                 W_LANES,
-                excluded_ptr,
             )
     else:
         num_sent = 0
@@ -382,9 +315,9 @@ def _send_dispatch_kernel(
                 num_arriving,
                 bases_ptr,
                 ARRIVED_ROWS_AT + rank * 4,
-                W,
+                epoch,
+                is_living,
                 W_LANES,
-                excluded_ptr,
             )
 
 
@@ -458,11 +391,12 @@ def send_dispatch(
                 CHUNK=max(32, _COMPARISONS // layout.metadata_words),
                 COUNT_CHUNK=_COUNTED,
                 METADATA_PROGRAMS=metadata_programs,
+                THREADS=32 * _WARPS,
                 ARRIVED_METADATA_AT=offsets["arrived_metadata"],
                 ARRIVED_ROWS_AT=offsets["arrived_rows"],
-                ARRIVED_SUMS_AT=offsets["arrived_sums"],
-                HEADER_AT=offsets["header"],
-                COUNTS_AT=offsets["counts"],
+                COMBINED_LINES_AT=offsets["combined_lines"],
+                HEADER_LINES_AT=offsets["header_lines"],
+                COUNT_LINES_AT=offsets["count_lines"],
                 METADATA_AT=offsets["metadata"],
                 DATA_AT=offsets["data"],
                 SCALES_AT=offsets["scales"],

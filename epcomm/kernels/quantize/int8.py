@@ -129,8 +129,21 @@ def quantize_row(x: tl.tensor, PROFILE: tl.constexpr) -> tuple[tl.tensor, tl.ten
 
     With rint127 the row 254 1 -3 9 has the codes 127 0 -2 4 and the scale 2.
     """
+    return quantize_part(x, largest_bits(x), PROFILE)  # pyright: ignore[reportReturnType]
+
+
+@triton.jit
+def largest_bits(x: tl.tensor) -> tl.tensor:
+    """Return the largest magnitude of a row as bits: those of 254 for 254 1 -3 9."""
     # As integers, magnitudes are ordered as the numbers are, with NaN above infinity.
-    amax_bits = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=0)
+    return tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=0)
+
+
+@triton.jit
+def quantize_part(
+    x: tl.tensor, amax_bits: tl.tensor, PROFILE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return quantize_row() of a part of a row whose largest_bits() are known."""
     amax = _finite_amax(amax_bits)
     codes, scale, is_usable = _codes_by(x, amax, PROFILE)  # pyright: ignore[reportGeneralTypeIssues]
     return _storable(codes, scale, amax_bits, is_usable)

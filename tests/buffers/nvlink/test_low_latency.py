@@ -6,7 +6,7 @@ An interpreter takes a third of a second for a dispatch, so a case goes through 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -27,7 +27,7 @@ from epcomm import (
 )
 from epcomm.bench.check import CheckError
 from epcomm.buffers.base import DispatchCall, Dispatched
-from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
+from epcomm.buffers.nvlink.low_latency import NVLinkLowLatency, NVLinkLowLatencyBuffer
 from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError, ShapeError
 from epcomm.kernels import launch
 from epcomm.platforms.machine import this_machine
@@ -64,17 +64,6 @@ MASKED_SCENARIOS = {
 }
 
 
-# An interpreter takes many seconds for these.
-SLOW = (("shapes", SCENARIOS), ("batches", MASKED_SCENARIOS))
-
-
-def cases_of(scenarios: Mapping[str, Sequence[str]]) -> list[object]:
-    return [
-        pytest.param(case, marks=pytest.mark.slow if (case, scenarios) in SLOW else ())
-        for case in scenarios
-    ]
-
-
 def env_of(
     group: EPGroup,
     backend: str = BACKEND,
@@ -93,16 +82,44 @@ def env_of(
     )
 
 
+# The most tokens that a rank sends in lines: with 2, ranks of one batch differ, by their T.
+IN_LINES, MIXED, IN_BULK = 8, 2, 0
+
+
+@pytest.fixture(autouse=True)
+def usual_line_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bulk, unless a test says otherwise: an interpreter takes twice as long for lines."""
+    if launch.IS_INTERPRETED and request.node.get_closest_marker("slow") is None:
+        monkeypatch.setattr(NVLinkLowLatency, "line_tokens", IN_BULK)
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("case", cases_of(SCENARIOS))
-def test_buffer_keeps_its_contract(case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "line_tokens"),
+    [
+        ("batches", MIXED),
+        ("faults", IN_BULK),
+        ("refusals", IN_BULK),
+        # An interpreter takes many seconds for these.
+        pytest.param("shapes", MIXED, marks=pytest.mark.slow),
+        pytest.param("shapes", IN_BULK, marks=pytest.mark.slow),
+        pytest.param("batches", IN_LINES, marks=pytest.mark.slow),
+        pytest.param("batches", IN_BULK, marks=pytest.mark.slow),
+        pytest.param("faults", IN_LINES, marks=pytest.mark.slow),
+        pytest.param("refusals", MIXED, marks=pytest.mark.slow),
+    ],
+)
+def test_buffer_keeps_its_contract(
+    case: str, line_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NVLinkLowLatencyBuffer, "line_tokens", line_tokens)
     with EPGroup() as group:
         for scenario in SCENARIOS[case]:
             buffer_suite.run_scenario(scenario, env_of(group))
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("case", cases_of(MASKED_SCENARIOS))
+@pytest.mark.parametrize("case", [pytest.param("batches", marks=pytest.mark.slow), "refusals"])
 def test_masked_buffer_keeps_its_contract(case: str) -> None:
     with EPGroup() as group:
         for scenario in MASKED_SCENARIOS[case]:
@@ -111,10 +128,20 @@ def test_masked_buffer_keeps_its_contract(case: str) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("backend", "wire"),
-    [*((BACKEND, wire) for wire in QUANTIZED), (MASKED, "fp8"), (MASKED, "int8")],
+    ("backend", "wire", "line_tokens"),
+    [
+        (BACKEND, "fp8_powers_of_two", IN_LINES),
+        (BACKEND, "int8", IN_LINES),
+        pytest.param(BACKEND, "fp8", IN_LINES, marks=pytest.mark.slow),
+        pytest.param(BACKEND, "fp8_powers_of_two", IN_BULK, marks=pytest.mark.slow),
+        (MASKED, "fp8", IN_BULK),
+        (MASKED, "int8", IN_BULK),
+    ],
 )
-def test_kernels_quantize_as_torch_does(backend: str, wire: str) -> None:
+def test_kernels_quantize_as_torch_does(
+    backend: str, wire: str, line_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NVLinkLowLatency, "line_tokens", line_tokens)
     spec = buffer_suite.BATCH_SPECS["holes"]
     with EPGroup() as group:
         # Several blocks, the last one short.
@@ -173,6 +200,18 @@ class SingleReceiveBuffer(NVLinkLowLatencyBuffer):
     """Every dispatch takes the memory of the last: faults of reuse show."""
 
     num_buffers: ClassVar[int] = 1
+
+
+class MixedSingleBuffer(SingleReceiveBuffer):
+    """Likewise, and one rank sends in lines while the other sends in bulk."""
+
+    line_tokens: ClassVar[int] = 1
+
+
+class BulkSingleBuffer(SingleReceiveBuffer):
+    """Likewise, and no rank sends in lines."""
+
+    line_tokens: ClassVar[int] = 0
 
 
 class ImpatientBuffer(NVLinkLowLatencyBuffer):
@@ -286,12 +325,26 @@ def run_rounds(buffer: NVLinkLowLatencyBuffer, rounds: range, group: EPGroup) ->
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", [SingleReceiveBuffer, NVLinkLowLatencyBuffer])
+@pytest.mark.parametrize(
+    "kind", [SingleReceiveBuffer, MixedSingleBuffer, BulkSingleBuffer, NVLinkLowLatencyBuffer]
+)
 def test_slots_are_used_again_and_again(kind: type[NVLinkLowLatencyBuffer]) -> None:
     with EPGroup() as group:
         buffer = kind(group.collectives, spec_of())
         buffer.prepare()
         run_rounds(buffer, range(6), group)
+        buffer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_rounds_that_load_all_kernels_leave_the_buffer_as_it_was() -> None:
+    with EPGroup() as group:
+        buffer = SingleReceiveBuffer(group.collectives, spec_of())
+        buffer.prepare()
+        # As prepare() does on a GPU: in bulk, then in lines.
+        buffer._warm_up()
+        run_rounds(buffer, range(3), group)
         buffer.close()
 
 
@@ -305,8 +358,8 @@ def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
         if sent is not None:
             # Rank 1 does not come: nothing is counted.
             assert sent.wait().index.num_tokens_per_expert.tolist() == [0] * NUM_LOCAL
-            # A GPU has been warmed up by a round.
-            number = 1 if group.device.type == "cpu" else 2
+            # A GPU has been warmed up by two rounds.
+            number = 1 if group.device.type == "cpu" else 3
             with pytest.raises(
                 EPTimeout, match=f"rank 1 did not arrive in dispatch, use {number} "
             ):
@@ -521,6 +574,7 @@ def test_benchmark_checks_before_it_measures() -> None:
         experts=4,
         wire=bench.WireName.FP8,
         programs=0,
+        line_tokens=2,
         iterations=1,
         warm_up=1,
         pairs=2,

@@ -25,6 +25,7 @@ from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
 from epcomm.kernels.nvlink import ll_combine, ll_dispatch_pack, ll_dispatch_recv, ll_dispatch_send
 from epcomm.kernels.nvlink.common import barrier
 from epcomm.kernels.nvlink.common.exchange import LayoutT, LowLatencyExchange, PeerBlocks
+from epcomm.kernels.nvlink.lines import combine_recv, dispatch_send
 from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat
@@ -137,16 +138,22 @@ def recorded(module: object, name: str) -> _Recorder:
     return recorder
 
 
-def sent_dispatch(wire: WireFormat, hidden_size: int = 7168, world_size: int = 8) -> dict[str, str]:
-    recorder = recorded(ll_dispatch_send, "_send_dispatch_kernel")
+def sent_dispatch(
+    wire: WireFormat, hidden_size: int = 7168, world_size: int = 8, *, in_lines: bool = False
+) -> dict[str, str]:
+    if in_lines:
+        module, name = dispatch_send, "send_dispatch_lines"
+    else:
+        module, name = ll_dispatch_send, "send_dispatch"
+    recorder = recorded(module, f"_{name}_kernel")
     kinds: Mapping[WireFormat, int] = {
         PLAIN: ll_dispatch_send.PLAIN,
         FP8_FLOAT32_SCALES: ll_dispatch_send.FP8,
         INT8_PER_TOKEN: ll_dispatch_send.INT8,
     }
     # Instead of the device that is not here.
-    ll_dispatch_send.has_e4m3 = lambda device: True
-    ll_dispatch_send.send_dispatch(
+    setattr(module, "has_e4m3", lambda device: True)  # noqa: B010 - either module
+    getattr(module, name)(
         exchange_of(wire, hidden_size, world_size),
         torch.zeros(2, hidden_size, dtype=torch.bfloat16),
         torch.zeros(2, 8, dtype=torch.int64),
@@ -228,6 +235,17 @@ def received_combine(hidden_size: int = 7168, world_size: int = 8) -> dict[str, 
     return recorder.compiled()
 
 
+def received_combine_lines(hidden_size: int = 7168, world_size: int = 8) -> dict[str, str]:
+    recorder = recorded(combine_recv, "_receive_combine_lines_kernel")
+    combine_recv.receive_combine_lines(
+        exchange_of(PLAIN, hidden_size, world_size),
+        torch.zeros(2, hidden_size, dtype=torch.bfloat16),
+        torch.zeros(128, world_size, dtype=torch.uint8),
+        2,
+    )
+    return recorder.compiled()
+
+
 def print_compiled(variants: Mapping[str, Callable[[], dict[str, str]]]) -> None:
     # The compiler prints what ptxas says of registers and spills, which a cache would not. Not when
     # this is imported: the knobs are variables of the environment, which other programs inherit.
@@ -246,6 +264,9 @@ def main() -> None:
         "send dispatch int8": partial(sent_dispatch, INT8_PER_TOKEN),
         # Three ranks, and rows of 16 bytes more than a power of two.
         "send dispatch odd": partial(sent_dispatch, PLAIN, 2056, 3),
+        "send lines bf16": partial(sent_dispatch, PLAIN, in_lines=True),
+        "send lines fp8": partial(sent_dispatch, FP8_FLOAT32_SCALES, in_lines=True),
+        "send lines int8": partial(sent_dispatch, INT8_PER_TOKEN, in_lines=True),
         "receive dispatch": received_dispatch,
         "receive dispatch masked": partial(received_dispatch, expert_capacity=1024),
         "pack rows": packed_rows,
@@ -253,6 +274,7 @@ def main() -> None:
         "barrier": met,
         "send combine": sent_combine,
         "receive combine": received_combine,
+        "receive combine lines": received_combine_lines,
     }
     print_compiled(variants)
 

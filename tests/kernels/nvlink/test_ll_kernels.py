@@ -16,8 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
 from epcomm.buffers.nvlink.low_latency_state import LowLatencyKernels, ReceiveBuffer
+from epcomm.buffers.nvlink.sizes import low_latency_layout
 from epcomm.kernels.nvlink import ll_combine, ll_dispatch_pack, ll_dispatch_recv, ll_dispatch_send
-from epcomm.kernels.nvlink.common.exchange import LowLatencyExchange, PeerBlocks
+from epcomm.kernels.nvlink.common.exchange import (
+    METADATA_ARRIVALS,
+    SOURCES_AT,
+    SUM_ARRIVALS,
+    LowLatencyExchange,
+    PeerBlocks,
+)
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
 from epcomm.protocol import Wait, decode_abort
 from epcomm.records import SlotIndex
@@ -41,6 +48,11 @@ class Rank:
         begin = self.layout.buffer_offset(0) + self.layout.offsets[name]
         return self.block[begin : begin + self.layout.regions[name]].view(dtype)
 
+    def lines(self, name: str) -> list[tuple[int, int]]:
+        """Words and epochs."""
+        words = self.region(name, torch.int32).view(-1, 2).tolist()
+        return [(word, epoch) for word, epoch in words]
+
     def record(self, row: int) -> list[list[float]]:
         """Experts, positions and weights of the K entries of a row."""
         top_k, words = self.layout.top_k, self.layout.metadata_words
@@ -62,10 +74,15 @@ def spec_of(top_k: int, max_tokens: int) -> BufferSpec:
 
 
 def make_ranks(
-    world_size: int, device: torch.device, *, top_k: int = 2, max_tokens: int = MAX_TOKENS
+    world_size: int,
+    device: torch.device,
+    *,
+    top_k: int = 2,
+    max_tokens: int = MAX_TOKENS,
+    line_tokens: int = MAX_TOKENS,
+    num_programs: int | None = None,
 ) -> list[Rank]:
-    spec = spec_of(top_k, max_tokens)
-    layout = NVLinkLowLatencyBuffer.layout_for(spec, world_size)
+    layout = low_latency_layout(spec_of(top_k, max_tokens), world_size, 1, line_tokens)
     blocks = [
         torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device) for _ in range(world_size)
     ]
@@ -75,7 +92,7 @@ def make_ranks(
             exchange=LowLatencyExchange.of(
                 PeerBlocks(
                     rank=rank,
-                    num_programs=world_size,
+                    num_programs=num_programs or world_size,
                     max_polls=3,
                     own_address=addresses[rank],
                     table=torch.tensor(addresses, dtype=torch.int64, device=device),
@@ -103,8 +120,8 @@ def send(rank: Rank, ids: list[list[int]], weights: list[list[float]]) -> Tensor
     ll_dispatch_send.send_dispatch(
         rank.exchange,
         x,
-        torch.tensor(ids, device=device),
-        torch.tensor(weights, dtype=torch.float32, device=device),
+        torch.tensor(ids, dtype=torch.int64, device=device).view(-1, 2),
+        torch.tensor(weights, dtype=torch.float32, device=device).view(-1, 2),
         rank.is_sent,
         status=0,
         kind=ll_dispatch_send.PLAIN,
@@ -127,12 +144,54 @@ def test_sender_stores_a_row_and_a_record_where_the_experts_are(device: torch.de
     # Not sent, and so not written: rank 0 has no expert of the second token.
     assert not received[0][3].any()
     assert ranks[1].is_sent.tolist() == [[1, 1], [0, 1]]
-    assert [rank.region("counts", torch.int32)[2:4].tolist() for rank in ranks] == [[1, 0], [0, 2]]
-    assert [rank.region("header", torch.int32)[4:7].tolist() for rank in ranks] == [[1, 2, 0]] * 2
+    assert [rank.lines("count_lines")[2:4] for rank in ranks] == [
+        [(1, 1), (0, 1)],
+        [(0, 1), (2, 1)],
+    ]
+    # Two tokens, in bulk, and no fault, in epoch 1.
+    assert [rank.lines("header_lines")[2:4] for rank in ranks] == [[(4, 1), (0, 1)]] * 2
     for name in ("arrived_metadata", "arrived_rows"):
         assert [rank.region(name, torch.int32)[:2].tolist() for rank in ranks] == [[0, 1]] * 2
     # One row, two records and a header to the other rank.
     assert ranks[1].exchange.peers.counters[:3].tolist() == [1, 2, 1]
+
+
+def arrivals_of(rank: Rank) -> list[int]:
+    """Those of metadata, rows and sums that have not been told of."""
+    return rank.exchange.state[METADATA_ARRIVALS : SUM_ARRIVALS + 1].tolist()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2])
+def test_signals_are_set_by_as_many_senders_as_have_something(
+    num_tokens: int, device: torch.device
+) -> None:
+    ranks = make_ranks(2, device, num_programs=5)
+    send(ranks[1], [[0, 3], [3, -1]][:num_tokens], [[0.6, 0.4], [1, 0]][:num_tokens])
+    for name in ("arrived_metadata", "arrived_rows"):
+        assert [rank.region(name, torch.int32)[:2].tolist() for rank in ranks] == [[0, 1]] * 2
+    assert arrivals_of(ranks[1]) == [0, 0, 0]
+
+
+def test_sums_go_home_in_bulk_and_in_lines_at_once(device: torch.device) -> None:
+    ranks = make_ranks(2, device, num_programs=5)
+    sender = ranks[0]
+    # As if rank 0 had sent two tokens in bulk and rank 1 one in lines, in epoch 1.
+    sender.exchange.state[SOURCES_AT:] = torch.tensor([4, 3], device=device)
+    sender.exchange.state[1] = 1
+    slots_of_row = torch.full((4, 2), -1, dtype=torch.int32, device=device)
+    slots_of_row[:3, 0] = torch.tensor([2, 0, 1], device=device)
+    rows = torch.arange(3 * HIDDEN, device=device).view(3, HIDDEN).to(torch.bfloat16)
+    ll_combine.send_combine(sender.exchange, rows, None, slots_of_row, per_row=False, status=0)
+    home = sender.region("returned", torch.bfloat16)[: 2 * HIDDEN].view(2, HIDDEN)
+    assert torch.equal(home, rows[[2, 0]])
+    words = [word for word, epoch in ranks[1].lines("sum_lines") if epoch == 1]
+    assert torch.equal(torch.tensor(words, dtype=torch.int32).view(torch.bfloat16), rows[1].cpu())
+    # Who gets lines awaits no signal; all hear that rank 0 has combined.
+    arrived = [rank.region("arrived_sums", torch.int32)[:2].tolist() for rank in ranks]
+    assert arrived == [[1, 0], [0, 0]]
+    assert [rank.lines("combined_lines")[0] for rank in ranks] == [(0, 1)] * 2
+    assert arrivals_of(sender) == [0, 0, 0]
+    assert sender.exchange.peers.counters[3] == 1, "one sum for the other rank"
 
 
 def test_receiver_orders_slots_by_expert_and_source(device: torch.device) -> None:
@@ -203,9 +262,10 @@ def test_rows_are_copied_to_their_slots(device: torch.device) -> None:
 def test_slots_of_a_row_go_home_as_one_sum(device: torch.device) -> None:
     ranks = make_ranks(2, device, top_k=3)
     sender = ranks[0]
-    # As if both sources had sent two tokens, of which one had slots here; their headers are those
-    # of the next batch already.
-    sender.exchange.state[3] = 2
+    # As if both sources had sent two tokens in bulk, of which one had slots here; their headers are
+    # those of the next batch already.
+    sender.exchange.state[SOURCES_AT:] = torch.tensor([4, 4], device=device)
+    sender.exchange.state[1] = 1
     slots_of_row = torch.full((4, 3), -1, dtype=torch.int32, device=device)
     slots_of_row[3] = torch.tensor([5, -1, 2], device=device)
     rows = torch.full((6, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
@@ -264,7 +324,7 @@ def test_sums_are_given_memory_before_they_are_sent(
 
         monkeypatch.setattr(ll_combine, "send_combine", send)
         monkeypatch.setattr(ll_combine, "receive_combine", lambda *_: allocated.append(seen.count))
-        rank = make_ranks(2, device)[0]
+        rank = make_ranks(2, device, line_tokens=0)[0]
         buffer = object.__new__(NVLinkLowLatencyBuffer)
         buffer._sum_dtype, buffer._device = torch.bfloat16, device
         buffer._kernels = LowLatencyKernels.load()

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("triton")
 from tests.kernels.nvlink.sass import (
     ADD_TO_PEERS,
+    EXCHANGE,
     Compiled,
     acquires_of,
     check_acquire,
@@ -14,6 +15,7 @@ from tests.kernels.nvlink.sass import (
     check_release,
     compiled_by,
     operations,
+    places_of,
 )
 
 pytestmark = pytest.mark.slow
@@ -24,18 +26,27 @@ STORES = {
     "send dispatch fp8": 16,
     "send dispatch int8": 16,
     "send dispatch odd": 6,
-    "send combine": 4,
+    # One of them is a sum in lines.
+    "send combine": 5,
     "receive combine": 2,
     "pack rows": 16,
 }
-PUBLISHERS = [name for name in STORES if name.startswith("send")] + ["release buffer", "barrier"]
+# Stores of two lines to peers, or to the place of the row, and how many loads wait for two lines.
+LINES = {
+    "send lines bf16": (16, 0),
+    "send lines fp8": (8, 0),
+    "send lines int8": (8, 0),
+    # A line from each of eight ranks.
+    "receive combine lines": (0, 8),
+}
+PUBLISHERS = [name for name in STORES if name.startswith("send")]
 WAITERS = [
-    *(name for name in STORES if name not in ("send combine", "pack rows")),
+    "receive combine",
     "receive dispatch",
     "receive dispatch masked",
     "barrier",
 ]
-VARIANTS = {*STORES, *PUBLISHERS, *WAITERS}
+VARIANTS = {*STORES, *LINES, *PUBLISHERS, *WAITERS, "release buffer"}
 
 
 @pytest.fixture(scope="module")
@@ -52,21 +63,50 @@ def test_rows_are_stored_16_bytes_at_a_time(variant: str, compiled: Compiled) ->
     found = operations(compiled[variant]["sass"])
     assert found.count("STG.E.128") == STORES[variant]
     # What the byte by byte stores of an address without alignment would be.
-    assert not {"STG.E.U16", "STG.E.64"} & (set(found) - _report_stores(variant))
+    assert "STG.E.U16" not in found
+    # A header, its counts, or two faults of 32 bits, widened.
+    assert found.count("STG.E.64") <= 2
     assert any(name.startswith("LDG.E.128") for name in found)
 
 
-def _report_stores(variant: str) -> set[str]:
-    """Two faults of 32 bits, widened, are one store of 64."""
-    return {"STG.E.64"} if variant == "receive combine" else set()
+@pytest.mark.parametrize("variant", LINES)
+def test_lines_travel_two_at_a_time_without_a_fence(variant: str, compiled: Compiled) -> None:
+    found = operations(compiled[variant]["sass"])
+    stores, loads = LINES[variant]
+    assert found.count("STG.E.128") == stores
+    assert found.count("LDG.E.128.STRONG.SYS") == loads
+    # Whoever gives up tells all, and that is all that is released; nothing is acquired.
+    assert sum(name.startswith("MEMBAR") for name in found) == found.count(EXCHANGE) == 1
+    assert "CCTL.IVALL" not in found
+
+
+def test_release_of_a_buffer_needs_no_fence(compiled: Compiled) -> None:
+    found = operations(compiled["release buffer"]["sass"])
+    assert found.count("STG.E.64") == 1
+    assert not any(name.startswith("MEMBAR") for name in found)
+
+
+def test_rows_in_lines_are_polled_and_unpacked_at_once(compiled: Compiled) -> None:
+    found = operations(compiled["receive dispatch"]["sass"])
+    # Once, and stored as loaded: not loaded again.
+    polled = found.index("LDG.E.128.STRONG.SYS")
+    assert "LDG.E" not in found[polled : found.index("STG.E.64", polled)]
 
 
 @pytest.mark.parametrize("variant", PUBLISHERS)
-def test_words_are_added_after_a_barrier_and_a_fence(variant: str, compiled: Compiled) -> None:
+def test_signals_are_set_after_a_barrier_and_a_fence(variant: str, compiled: Compiled) -> None:
     found = operations(compiled[variant]["sass"])
-    # One instruction for all peers.
-    assert found.count(ADD_TO_PEERS) == 1
+    released = places_of(EXCHANGE, found)
+    # One instruction for all peers: of metadata, of rows, and when senders of dispatch give up.
+    assert len(released) == (1 if variant == "send combine" else 3)
     # No row is stored between the barrier and the word.
+    for word in released:
+        check_release(found, word)
+
+
+def test_barrier_adds_after_a_fence(compiled: Compiled) -> None:
+    found = operations(compiled["barrier"]["sass"])
+    assert found.count(ADD_TO_PEERS) == 1
     check_release(found, found.index(ADD_TO_PEERS))
 
 

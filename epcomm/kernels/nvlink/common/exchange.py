@@ -39,6 +39,8 @@ VARYING = (
 
 # Places in LowLatencyExchange.state: the programs that have come to the end of their sending.
 METADATA_ARRIVALS, ROW_ARRIVALS, SUM_ARRIVALS = 4, 5, 6
+# The place there from which on lies what the header of each rank said of its tokens.
+SOURCES_AT = 8
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,9 +77,9 @@ class LowLatencyExchange:
 
     peers: of at least W programs; counters: [4]: rows, metadata, headers and sums.
     buffer_address: of the receive buffer of this rank.   bases: [W], int64: of those of all ranks.
-    state: [8], int32: epoch of dispatch (1 at first) and of combine (0), whether the call failed,
-        the most tokens of a source, and, from METADATA_ARRIVALS on, programs that have sent
-        metadata, rows and sums.
+    state: [8 + W], int32: epoch of dispatch (1 at first) and of combine (0), whether the call
+        failed, from METADATA_ARRIVALS on programs that have sent metadata, rows and sums, and from
+        SOURCES_AT on the first word of each rank's header, with T = 0 if the call failed.
     launches: prepared for this receive buffer, by kernel and by all that its constants depend on.
     """
 
@@ -95,13 +97,15 @@ class LowLatencyExchange:
             peers=peers,
             buffer_address=peers.own_address + buffer_at,
             bases=peers.table + buffer_at,
-            state=first_state(peers.table.device),
+            state=first_state(peers.layout.world_size, peers.table.device),
         )
 
 
-def first_state(device: torch.device) -> Tensor:
+def first_state(world_size: int, device: torch.device) -> Tensor:
     """Return epochs of dispatch and combine, no failure, no arrivals; see LowLatencyExchange."""
-    return torch.tensor([1, 0, 0, 0, 0, 0, 0, 0], dtype=torch.int32, device=device)
+    state = torch.zeros(SOURCES_AT + world_size, dtype=torch.int32, device=device)
+    state[0] = 1
+    return state
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:

@@ -20,6 +20,23 @@ _LINE_BYTES = 128
 # Rows, and the parts of the metadata, begin at the widest vector.
 VECTOR_BYTES = 16
 _WORD_BYTES = 4
+# Regions of low latency that are compared with epochs: zero before the first one.
+ANEW = (
+    "arrived_metadata",
+    "arrived_rows",
+    "arrived_sums",
+    "header_lines",
+    "count_lines",
+    "combined_lines",
+    "row_lines",
+    "sum_lines",
+)
+# A word and its flag.
+LINE_BYTES = 8
+# Most ranks of low latency: kernels keep sets of them as bits of an int32, and one bit of an abort.
+MAX_LINE_RANKS = 30
+# Lines of the widest vector.
+_VECTOR_LINES = VECTOR_BYTES // LINE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,24 +152,55 @@ class MemoryLayout(ABC):
         return self.buffer_offset(self.num_buffers)
 
 
+@dataclass(frozen=True, kw_only=True)
 class LowLatencyLayout(MemoryLayout):
-    """The block of low latency.
+    """The block of low latency; regions of lines hold nothing else, see lines.py.
+
+    line_tokens: a rank with at most so many tokens sends them in lines, and gets its sums in lines;
+        0: none does.   data_words, scale_words, return_words: of a row, its scales and a sum.
 
     abort              int32 flag: some rank has timed out
-    arrived_metadata, arrived_rows, arrived_sums [W]    int32 signals: the dispatches and combines
-                       of which a rank has sent all
-    header [W, 4]                               int32: epoch, T, status, unused
-    combine_status [W]                          int32: fault code of the combine call
-    counts [W, L]                               int32: (token, expert) pairs for each expert
+    arrived_metadata, arrived_rows, arrived_sums [W]    int32 signals: the last epoch in which a
+                       rank has sent all, in bulk
+    header_lines [W, 2]                         2 * T + 1 for rows in lines, 2 * T else; status
+    count_lines [W, L]                          (token, expert) pairs for each expert
+    combined_lines [W]                          fault code of the combine call
+    row_lines [W, line_tokens, row_lines]       metadata, row and scales of a token
+    sum_lines [W, line_tokens, sum_lines]       sums of rank d for token t
     metadata [W * M, 3, K]                      expert of this rank or -1, position, weight
     data [W * M, H], scales [W * M, num_scales] as they travel
     returned [W * M, H]                         sums of rank d for token t, at d * M + t
     """
 
+    line_tokens: int
+    data_words: int
+    scale_words: int
+    return_words: int
+
     @property
     def header_bytes(self) -> int:
-        """The bytes of a header: four words, one store."""
-        return 4 * _WORD_BYTES
+        """The bytes of a header without its flags: two words."""
+        return 2 * _WORD_BYTES
+
+    @cached_property
+    def data_lines_at(self) -> int:
+        """The lines of a token before those of its row."""
+        return 3 * self.metadata_words
+
+    @cached_property
+    def scale_lines_at(self) -> int:
+        """The lines of a token before those of its scales."""
+        return self.data_lines_at + align_up(self.data_words, _VECTOR_LINES)
+
+    @cached_property
+    def row_lines(self) -> int:
+        """The lines from one token to the next."""
+        return self.scale_lines_at + align_up(self.scale_words, _VECTOR_LINES)
+
+    @cached_property
+    def sum_lines(self) -> int:
+        """The lines from one sum to the next."""
+        return align_up(self.return_words, _VECTOR_LINES)
 
     @property
     def control_bytes(self) -> int:
@@ -164,13 +212,16 @@ class LowLatencyLayout(MemoryLayout):
 
     def buffer_sizes(self) -> dict[str, int]:
         words = _WORD_BYTES * self.world_size
+        line_rows = self.world_size * self.line_tokens
         return {
             "arrived_metadata": words,
             "arrived_rows": words,
             "arrived_sums": words,
-            "header": self.world_size * self.header_bytes,
-            "combine_status": words,
-            "counts": words * self.num_local_experts,
+            "header_lines": self.world_size * 2 * LINE_BYTES,
+            "count_lines": self.world_size * self.num_local_experts * LINE_BYTES,
+            "combined_lines": self.world_size * LINE_BYTES,
+            "row_lines": line_rows * self.row_lines * LINE_BYTES,
+            "sum_lines": line_rows * self.sum_lines * LINE_BYTES,
             "metadata": self.num_rows * self.metadata_bytes,
             "data": self.num_rows * self.data_bytes,
             "scales": self.num_rows * self.scale_bytes,

@@ -1,9 +1,9 @@
 """Signals by which the kernels of the ranks of one host wait for one another.
 
 A signal is a counter of one source rank in the memory of the rank that waits. It grows by one for
-each program of the source that has sent, or, in low latency, once for all of them, by the last to
-arrive. Each add releases, so a full count means that all that the programs stored is visible to the
-rank that acquires it. Signals never shrink, and are compared by the sign of a difference, for a
+each program of the source that has sent; in low latency the last of them to arrive sets it to the
+epoch. Each of these releases, so a full count means that all that the programs stored is visible to
+the rank that acquires it. Signals never shrink, and are compared by the sign of a difference, for a
 fast rank may be one epoch ahead.
 
 Waits end after a number of polls. One of a GPU lasts a millisecond, by its clock, and is as many
@@ -79,15 +79,9 @@ def publish(
     """
     is_rank = taking_part(excluded_ptr, W, LANES)
     bases = tl.load(bases_ptr + tl.arange(0, LANES), mask=is_rank, other=0)
-    _add_released(bases + offset, is_rank, amount)
-
-
-@triton.jit
-def _add_released(addresses: tl.tensor, is_rank: tl.tensor, amount: tl.tensor) -> None:
-    """Add `amount` to the signals at [LANES] addresses, after all that this program stored."""
     # The release is made by a few threads: it covers the stores of the others only after this.
     tl.debug_barrier()
-    signals = addresses.to(tl.pointer_type(tl.int32))
+    signals = (bases + offset).to(tl.pointer_type(tl.int32))
     amounts = is_rank.to(tl.int32) * amount
     # Read by await_signals() on every rank. One vector, hence one fence for all ranks.
     tl.atomic_add(signals, amounts, mask=is_rank, sem="release", scope="sys")
@@ -99,20 +93,21 @@ def publish_as_last(
     num_arriving: tl.tensor,
     bases_ptr: tl.tensor,
     offset: tl.tensor,
-    W: tl.constexpr,
+    number: tl.tensor,
+    is_told: tl.tensor,
     LANES: tl.constexpr,
-    excluded_ptr: tl.tensor,
 ) -> None:
-    """Publish 1 once all `num_arriving` programs have come here, after all that they stored.
+    """Set a signal to `number` once all `num_arriving` programs have come, after all they stored.
 
-    A fence of the whole system and W remote adds for a rank, not for each program: what another
+    A fence of the whole system and a remote store a rank, not for each program: what another
     program stored is released by its arrival, acquired by the last, and released by that again.
+    The signal is set, not added to: batches that travel in lines leave it behind.
 
     arrivals_ptr: of this rank, 0 before the first arrival and after the last.
+    is_told: [LANES]: the ranks whose signal, at bases_ptr and `offset`, is set.
     """
     # Loaded while the arrival is under way.
-    is_rank = taking_part(excluded_ptr, W, LANES)
-    bases = tl.load(bases_ptr + tl.arange(0, LANES), mask=is_rank, other=0)
+    bases = tl.load(bases_ptr + tl.arange(0, LANES), mask=is_told, other=0)
     num_before = 0
     if num_arriving > 1:
         # The arrival is made by one thread: it covers the stores of the others only after this.
@@ -120,20 +115,32 @@ def publish_as_last(
         num_before = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
     if num_before == num_arriving - 1:
         tl.store(arrivals_ptr, 0)
-        _add_released(bases + offset, is_rank, 1)
+        # The release is made by a few threads: it covers what the last one acquired after this.
+        tl.debug_barrier()
+        words = (bases + offset).to(tl.pointer_type(tl.int32))
+        numbers = is_told.to(tl.int32) * number
+        # Read by await_signals() on every rank. One vector, hence one fence for all ranks.
+        tl.atomic_xchg(words, numbers, mask=is_told, sem="release", scope="sys")
 
 
 @triton.jit
-def polls_spent(num_looks: tl.tensor, end_ns: tl.tensor) -> tuple[tl.tensor | int, tl.tensor]:
+def polls_spent(
+    num_looks: tl.tensor,
+    end_ns: tl.tensor,
+    THREADS: tl.constexpr = 0,  # pyright: ignore[reportArgumentType]
+) -> tuple[tl.tensor | int, tl.tensor]:
     """Count the polls that a look uses up, one without a clock, and tell when the next poll ends.
 
     num_looks: those of the wait so far, this one among them.
     end_ns: int64: what the look before returned; 0 at first.
+    THREADS: of the program, which must then all go by one clock; 0: each may go by its own.
     """
     if _IS_TIMED:
         spent = num_looks * 0
         if num_looks % _LOOKS_PER_TICK == 0:
             now_ns = globaltimer()
+            if THREADS:
+                now_ns = tl.max(tl.zeros([THREADS], tl.int64) + now_ns)
             is_over = now_ns >= end_ns
             spent = is_over.to(tl.int32)
             end_ns = tl.where(is_over, now_ns + _POLL_NS, end_ns)
@@ -271,7 +278,8 @@ def abort_if_missing(
         if aborted != 0:
             tl.store(report_ptr + REPORT_ABORTED, aborted)
         else:
-            tl.store(report_ptr + REPORT_MISSING + lane, missing, mask=lane < W)
+            # Programs that wait for different ranks each name theirs.
+            tl.store(report_ptr + REPORT_MISSING + lane, missing, mask=is_rank & (missing != 0))
             tl.store(report_ptr + REPORT_EPOCH, epoch)
             tl.store(report_ptr + REPORT_WAIT, wait)
             tl.debug_barrier()

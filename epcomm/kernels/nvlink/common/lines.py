@@ -1,0 +1,196 @@
+"""Lines: words of 32 bits that travel with the epoch that wrote them, each pair one 64-bit access.
+
+A rank that polls a line until its flag is the epoch of the batch has its word as well, so nothing
+is released and nothing acquired: a store crosses NVLink once. Lines double the bytes, which pays
+for a few tokens. Two neighbours may be one access of 128 bits, for each brings its own flag.
+
+Rules: memory of lines holds nothing else and is zero at first; epochs begin at 1 and grow; the flag
+of data is compared for equality, that of the credit of combine by order, for the next one may be
+there already when a slow program looks. Every line of a batch is awaited, or is of no use to
+anybody: stores of one rank to one place keep their order. The model of tests/kernels/nvlink/
+test_line_protocol.py tries it in random schedules.
+
+What orders reads before the writes of the next batch: a rank sends the line that gives the credit
+in a kernel behind those that read, whose loads have returned.
+
+All threads of a program must leave a wait together, for in it they meet: each warp sees memory, the
+abort flag and the clock by itself, so what they found is reduced first.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from epcomm.kernels.launch import IS_INTERPRETED
+from epcomm.kernels.nvlink.common.layout import MAX_LINE_RANKS
+from epcomm.kernels.nvlink.common.signals import (
+    abort_if_missing,
+    int32_at,
+    polls_spent,
+    taking_part,
+)
+from epcomm.kernels.nvlink.common.status import WAIT_CREDIT
+
+# Polls that a look takes up in an interpreter, where it does more than one at a signal.
+INTERPRETED_POLLS = 4
+
+_IS_INTERPRETED = tl.constexpr(IS_INTERPRETED)
+_INTERPRETED_POLLS = tl.constexpr(INTERPRETED_POLLS)
+# A wait keeps the ranks that it still misses as bits, below this one.
+_ABORTED = tl.constexpr(1 << MAX_LINE_RANKS)
+
+
+@triton.jit
+def int64_at(address: tl.tensor) -> tl.tensor:
+    """Return a pointer to the line at an address."""
+    return tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
+
+
+@triton.jit
+def line_of(word: tl.tensor, epoch: tl.tensor) -> tl.tensor:
+    """Return the line of a word, int32: 3 * 2**32 + 5 of the word 5 in epoch 3."""
+    return (tl.cast(epoch, tl.int64) << 32) | (word.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def word_of(line: tl.tensor) -> tl.tensor:
+    """Return the word of a line."""
+    return line.to(tl.int32)
+
+
+@triton.jit
+def flag_of(line: tl.tensor) -> tl.tensor:
+    """Return the epoch of a line, 0 before the first."""
+    return (line >> 32).to(tl.int32)
+
+
+@triton.jit
+def words_of(elements: tl.tensor) -> tl.tensor:
+    """Return elements [n] of 8, 16 or 32 bits as words: the bytes 1 2 3 4 are 0x04030201."""
+    BITS: tl.constexpr = elements.dtype.primitive_bitwidth  # pyright: ignore[reportAssignmentType]
+    SIZE: tl.constexpr = elements.shape[0]  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+    if BITS == 32:
+        words = elements.to(tl.int32, bitcast=True)
+    elif BITS == 16:
+        words = _paired(elements.to(tl.int16, bitcast=True).to(tl.int32), SIZE, 16)
+    else:
+        halves = _paired(elements.to(tl.int8, bitcast=True).to(tl.int32), SIZE, 8)
+        words = _paired(halves, SIZE // 2, 16)
+    return words
+
+
+@triton.jit
+def _paired(values: tl.tensor, SIZE: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
+    """Put neighbours together: 1 2 3 4 of 8 bits are 0x0201 0x0403."""
+    low, high = tl.split(tl.reshape(values, [SIZE // 2, 2]))
+    return (low & ((1 << BITS) - 1)) | (high << BITS)  # pyright: ignore[reportOperatorIssue]
+
+
+@triton.jit
+def elements_of(words: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """Return words [n] as elements of 16 or 32 bits, what words_of() was given."""
+    BITS: tl.constexpr = DTYPE.primitive_bitwidth  # pyright: ignore[reportAttributeAccessIssue]
+    SIZE: tl.constexpr = words.shape[0]  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+    if BITS == 32:
+        return words.to(DTYPE, bitcast=True)  # pyright: ignore[reportArgumentType]
+    else:  # noqa: RET505 - what is not compiled must be the other branch
+        halves = tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF)
+        return tl.reshape(halves, [2 * SIZE]).to(tl.int16).to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def bits_of_ranks(is_late: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
+    """Return flags [LANES] of ranks as bits: 5 of 1 0 1 0."""
+    lane = tl.arange(0, LANES)
+    return tl.sum(tl.where(is_late, 1 << tl.minimum(lane, 30), 0))
+
+
+@triton.jit
+def begin_wait(max_polls: tl.tensor) -> tl.tuple:
+    """Return what end_look() keeps of a wait that has not looked yet."""
+    num_looks = max_polls * 0
+    # Ranks that are late, polls left, looks, and when the next poll ends.
+    return num_looks + 1, max_polls, num_looks, num_looks.to(tl.int64)  # pyright: ignore[reportReturnType]
+
+
+@triton.jit
+def is_waiting(late: tl.tensor, polls_left: tl.tensor) -> tl.tensor:
+    """Tell whether to look again: someone is late, no one has aborted, and polls are left."""
+    return (late > 0) & (late < _ABORTED) & (polls_left > 0)
+
+
+@triton.jit
+def end_look(
+    late: tl.tensor,
+    aborted: tl.tensor,
+    polls_left: tl.tensor,
+    num_looks: tl.tensor,
+    end_ns: tl.tensor,
+    THREADS: tl.constexpr,
+) -> tl.tuple:
+    """Agree on what all threads of the program have seen in a look, and count it.
+
+    late: bits of the ranks whose lines have not come.   aborted: the abort flag.
+    Returns: what begin_wait() returns, after this look.
+    """
+    seen = tl.where(aborted != 0, _ABORTED, late)
+    late = tl.max(tl.zeros([THREADS], tl.int32) + seen)
+    num_looks += 1
+    spent, end_ns = polls_spent(num_looks, end_ns, THREADS)  # pyright: ignore[reportGeneralTypeIssues]
+    if _IS_INTERPRETED:
+        spent *= _INTERPRETED_POLLS
+    return late, polls_left - spent, num_looks, end_ns
+
+
+@triton.jit
+def abort_if_late(
+    peers: tl.tuple,
+    late: tl.tensor,
+    wait: tl.constexpr,
+    epoch: tl.tensor,
+    W: tl.constexpr,
+    LANES: tl.constexpr,
+) -> tl.tensor:
+    """End a wait for lines as abort_if_missing() does; return whether this rank cannot go on.
+
+    late: bits of the ranks whose lines did not come, as end_look() left them.
+    """
+    is_lost = late != 0
+    if is_lost:
+        own_address, _, _, _, _ = peers
+        lane = tl.arange(0, LANES)
+        is_aborted = late == _ABORTED
+        aborted = tl.where(is_aborted, tl.load(int32_at(own_address), volatile=True), 0)
+        is_late = (is_aborted == 0) & (lane < W) & (((late >> tl.minimum(lane, 30)) & 1) != 0)
+        abort_if_missing(is_late.to(tl.int32), aborted, peers, wait, epoch, W, LANES)
+    return is_lost
+
+
+@triton.jit
+def await_credit(
+    peers: tl.tuple,
+    address: tl.tensor,
+    epoch: tl.tensor,
+    max_polls: tl.tensor,
+    W: tl.constexpr,
+    LANES: tl.constexpr,
+    THREADS: tl.constexpr,
+) -> tl.tensor:
+    """Wait until every rank has read the last batch of a receive buffer; so it may be written.
+
+    address: of the lines of combine, [W], of this rank.   peers: as of abort_if_missing().
+    Returns: whether this rank cannot go on.
+    """
+    own_address, _, excluded_ptr, _, _ = peers
+    is_rank = taking_part(excluded_ptr, W, LANES)
+    lines_ptr = int64_at(address) + tl.arange(0, LANES)
+    late, polls_left, num_looks, end_ns = begin_wait(max_polls)  # pyright: ignore[reportGeneralTypeIssues]
+    while is_waiting(late, polls_left):
+        aborted = tl.load(int32_at(own_address), volatile=True)
+        lines = tl.load(lines_ptr, mask=is_rank, other=0, volatile=True)
+        is_late = is_rank & (flag_of(lines) - (epoch - 1) < 0)
+        late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
+            bits_of_ranks(is_late, LANES), aborted, polls_left, num_looks, end_ns, THREADS
+        )
+    return abort_if_late(peers, late, WAIT_CREDIT, epoch, W, LANES)

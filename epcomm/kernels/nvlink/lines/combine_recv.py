@@ -1,0 +1,192 @@
+"""Low-latency combine over NVLink, its receiver of few tokens: sums travel in lines.
+
+The sender is that of ll_combine.py, which learned from each source's header how its tokens came.
+Memory order: common/lines.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from epcomm.kernels.launch import EXACT, next_power_of_two
+from epcomm.kernels.nvlink.common.dependent_launch import await_previous, overlapping
+from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange
+from epcomm.kernels.nvlink.common.layout import LINE_BYTES
+from epcomm.kernels.nvlink.common.lines import (
+    abort_if_late,
+    begin_wait,
+    elements_of,
+    end_look,
+    flag_of,
+    int64_at,
+    is_waiting,
+    word_of,
+)
+from epcomm.kernels.nvlink.common.signals import int32_at, taking_part
+from epcomm.kernels.nvlink.common.status import WAIT_COMBINE, note_faults
+from epcomm.kernels.prepared import CHANGES, PreparedLaunch
+from epcomm.kernels.rounding import cast
+
+# Words of a sum that a program adds up: 16 bytes of lines of each rank a thread.
+_WORDS = 256
+_WARPS = 4
+
+_LINE_BYTES = tl.constexpr(LINE_BYTES)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _receive_combine_lines_kernel(
+    out_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    state_ptr: tl.tensor,
+    is_sent_ptr: tl.tensor,
+    faults_ptr: tl.tensor,
+    excluded_ptr: tl.tensor,
+    report_ptr: tl.tensor,
+    own_address: tl.tensor,
+    buffer_address: tl.tensor,
+    rank: tl.tensor,
+    num_tokens: tl.tensor,
+    wanted_tokens: tl.tensor,
+    max_polls: tl.tensor,
+    W: tl.constexpr,
+    W_LANES: tl.constexpr,
+    M: tl.constexpr,
+    LINE_TOKENS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    PARTS: tl.constexpr,
+    WORDS: tl.constexpr,
+    THREADS: tl.constexpr,
+    COMBINED_LINES_AT: tl.constexpr,
+    SUM_LINES_AT: tl.constexpr,
+    SUM_LINES: tl.constexpr,
+    RETURN_WORDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:
+    """Add up a part of a token's sums in each program.
+
+    Token 1 was sent to ranks 0 and 2: with two parts, program 3 adds the second halves of the lines
+    of token 1 from ranks 0 and 2.
+    """
+    token, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    # Not from the L1 cache: only the end of the kernel before would empty it for sure.
+    epoch = tl.load(state_ptr + 1, volatile=True)
+    peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
+    # The dispatch itself was refused, by whichever rank: no rank sends sums.
+    has_failed = tl.load(state_ptr + 2, volatile=True) != 0
+    is_awaited = (token < wanted_tokens) & (has_failed == 0)
+    combined_ptr = int64_at(buffer_address + COMBINED_LINES_AT)
+    word = part * WORDS + tl.arange(0, WORDS)
+    is_word = (word < RETURN_WORDS) & is_awaited
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    ELEMENTS: tl.constexpr = WORDS * 32 // dtype.primitive_bitwidth
+    column = part * ELEMENTS + tl.arange(0, ELEMENTS)
+    is_element = (column < HIDDEN) & (token < num_tokens)
+    out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
+    living, sent = (), ()
+    for source in tl.static_range(W):
+        living += (tl.load(excluded_ptr + source) == 0,)
+        # Nothing is acquired here, which would empty the L1 cache.
+        sent_ptr = is_sent_ptr + token * W + source
+        sent += (tl.load(sent_ptr, mask=is_awaited, other=0, volatile=True) != 0,)
+
+    late, polls_left, num_looks, end_ns = begin_wait(max_polls)  # pyright: ignore[reportGeneralTypeIssues]
+    while is_waiting(late, polls_left):
+        aborted = tl.load(int32_at(own_address), volatile=True)
+        late, any_code = epoch * 0, epoch * 0
+        total = tl.zeros([ELEMENTS], tl.float32)
+        absent = tl.zeros([WORDS], tl.int32)
+        for source in tl.static_range(W):
+            combined = tl.load(combined_ptr + source, mask=living[source], other=0, volatile=True)
+            lines_ptr = int64_at(buffer_address + SUM_LINES_AT) + word
+            lines_ptr += (source * LINE_TOKENS + token) * SUM_LINES
+            is_part = is_word & sent[source]
+            lines = tl.load(lines_ptr, mask=is_part, other=0, volatile=True)
+            is_late = living[source] & (flag_of(combined) != epoch)
+            late |= tl.where(is_late, 1 << source, 0)
+            any_code |= word_of(combined)
+            # A rank that refuses sends no sums.
+            is_absent = is_part & (word_of(combined) == 0) & (flag_of(lines) != epoch)
+            absent |= tl.where(is_absent, 1 << source, 0)
+            total += elements_of(word_of(lines), dtype).to(tl.float32)
+        late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
+            late | tl.max(absent),
+            aborted,
+            polls_left,
+            num_looks,
+            end_ns,
+            THREADS,
+        )
+        if late == 0:
+            # Of the look that found them: to load them again would take as long as to look.
+            if (tl.program_id(0) == 0) & (any_code != 0):
+                is_source = taking_part(excluded_ptr, W, W_LANES)
+                codes_ptr = combined_ptr + tl.arange(0, W_LANES)
+                codes = word_of(tl.load(codes_ptr, mask=is_source, other=0, volatile=True))
+                note_faults(faults_ptr, codes, is_source, W_LANES)
+            total = tl.where(has_failed | (any_code != 0), float("nan"), total)
+            tl.store(out_row_ptr + column, cast(total, dtype), mask=is_element)
+    if abort_if_late(peers, late, WAIT_COMBINE, epoch, W, W_LANES):
+        nothing = tl.full([ELEMENTS], float("nan"), tl.float32)
+        tl.store(out_row_ptr + column, cast(nothing, dtype), mask=is_element)
+    if OVERLAPS:
+        await_previous()
+
+
+def receive_combine_lines(
+    exchange: LowLatencyExchange, out: Tensor, is_sent: Tensor, sent_tokens: int
+) -> None:
+    """Wait for the sums of all ranks in lines and add them up, as receive_combine() does.
+
+    Args:
+        exchange, out, is_sent: as of receive_combine().
+        sent_tokens: T of the dispatch, at most layout.line_tokens; `out` has none if this rank
+            refuses to combine, which receives all the same, for ranks may read rows until then.
+
+    Collective: yes, after send_combine().   Allocates nothing.   Host sync: none.
+    """
+    num_tokens, hidden_size = out.shape
+    layout = exchange.peers.layout
+    words = min(_WORDS, next_power_of_two(layout.return_words))
+    parts = -(-layout.return_words // words)
+    key = ("receive sums in lines", out.dtype, hidden_size)
+    launch = exchange.launches.get(key)
+    if launch is None:
+        peers, offsets = exchange.peers, layout.offsets
+        launch = exchange.launches[key] = PreparedLaunch(
+            _receive_combine_lines_kernel,
+            (
+                CHANGES,
+                peers.table,
+                exchange.state,
+                CHANGES,
+                peers.faults,
+                peers.excluded,
+                peers.report,
+                peers.own_address,
+                exchange.buffer_address,
+                peers.rank,
+                CHANGES,
+                CHANGES,
+                peers.max_polls,
+            ),
+            dict(
+                **layout.rank_constants,
+                LINE_TOKENS=layout.line_tokens,
+                HIDDEN=hidden_size,
+                PARTS=parts,
+                WORDS=words,
+                THREADS=32 * _WARPS,
+                COMBINED_LINES_AT=offsets["combined_lines"],
+                SUM_LINES_AT=offsets["sum_lines"],
+                SUM_LINES=layout.sum_lines,
+                RETURN_WORDS=layout.return_words,
+                num_warps=_WARPS,
+                **EXACT,
+                **overlapping(out.device),
+            ),
+        )
+    # Programs without a token still hear of faults.
+    launch(max(1, sent_tokens) * parts, out, is_sent, num_tokens, sent_tokens)

@@ -1,0 +1,114 @@
+"""Put rows that arrive in lines where rows lie, so that nothing behind dispatch need know of lines.
+
+A part of the receiver of low-latency dispatch over NVLink. Memory order: common/lines.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from epcomm.kernels.nvlink.common.lines import (
+    abort_if_late,
+    begin_wait,
+    end_look,
+    flag_of,
+    int64_at,
+    is_waiting,
+    word_of,
+)
+from epcomm.kernels.nvlink.common.signals import int32_at
+from epcomm.kernels.nvlink.common.status import WAIT_DISPATCH
+
+# Words that a program unpacks at once: 16 bytes of lines a thread.
+UNPACKED_WORDS = 256
+
+
+@triton.jit
+def unpack_rows(
+    peers: tl.tuple,
+    buffer_address: tl.tensor,
+    worker: tl.tensor,
+    num_workers: tl.tensor,
+    epoch: tl.tensor,
+    max_polls: tl.tensor,
+    W: tl.constexpr,
+    W_LANES: tl.constexpr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    K_LANES: tl.constexpr,
+    LINE_TOKENS: tl.constexpr,
+    WORDS: tl.constexpr,
+    THREADS: tl.constexpr,
+    HEADER_LINES_AT: tl.constexpr,
+    ROW_LINES_AT: tl.constexpr,
+    ROW_LINES: tl.constexpr,
+    DATA_LINES_AT: tl.constexpr,
+    SCALE_LINES_AT: tl.constexpr,
+    DATA_WORDS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+    DATA_AT: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    DATA_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+) -> tl.tensor:
+    """Wait for parts of rows in lines, `worker` of so many workers, and unpack them.
+
+    What comes, if anything, the header of the source and the metadata of the token tell, which are
+    looked at beside the lines of the row. A row of 300 words has two parts: with two sources, the
+    first four items are both parts of the first tokens of rank 0 and of rank 1.
+
+    Returns: whether this rank cannot go on.
+    """
+    own_address, _, excluded_ptr, _, _ = peers
+    PARTS: tl.constexpr = (ROW_LINES - DATA_LINES_AT + WORDS - 1) // WORDS
+    FIRST_SCALE: tl.constexpr = SCALE_LINES_AT - DATA_LINES_AT
+    k = tl.arange(0, K_LANES)
+    any_late = epoch * 0
+    for item in tl.range(worker, W * LINE_TOKENS * PARTS, num_workers, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
+        source = (item // PARTS) % W
+        token = item // (PARTS * W)
+        header_ptr = int64_at(buffer_address + HEADER_LINES_AT) + source * 2
+        row_lines_ptr = int64_at(buffer_address + ROW_LINES_AT)
+        row_lines_ptr += (source * LINE_TOKENS + token) * ROW_LINES
+        word = (item % PARTS) * WORDS + tl.arange(0, WORDS)
+        is_datum = word < DATA_WORDS
+        is_scale = (word >= FIRST_SCALE) & (word < FIRST_SCALE + SCALE_WORDS)
+        is_word = is_datum | is_scale
+
+        late, polls_left, num_looks, end_ns = begin_wait(max_polls)  # pyright: ignore[reportGeneralTypeIssues]
+        late = tl.where(tl.load(excluded_ptr + source) != 0, 0, late)
+        while is_waiting(late, polls_left):
+            aborted = tl.load(int32_at(own_address), volatile=True)
+            header = tl.load(header_ptr, volatile=True)
+            experts = tl.load(row_lines_ptr + k, volatile=True)
+            lines_ptr = row_lines_ptr + DATA_LINES_AT + word
+            lines = tl.load(lines_ptr, mask=is_word, other=0, volatile=True)
+            is_token = ((word_of(header) & 1) != 0) & (token < (word_of(header) >> 1))
+            is_told = tl.max((flag_of(experts) != epoch).to(tl.int32)) == 0
+            is_needed = tl.max(tl.where(k < K, word_of(experts), -1)) >= 0
+            is_absent = tl.max((is_word & (flag_of(lines) != epoch)).to(tl.int32)) > 0
+            # What a header of another epoch says decides nothing.
+            is_late = (is_told == 0) | (is_needed & is_absent)
+            is_late = (flag_of(header) != epoch) | (is_token & is_late)
+            late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
+                tl.where(is_late, 1 << source, 0),
+                aborted,
+                polls_left,
+                num_looks,
+                end_ns,
+                THREADS,
+            )
+            if late == 0:
+                # Of the look that found them: to load them again would take as long as to look.
+                is_part = is_token & is_needed
+                row = (source * M + token).to(tl.int64)
+                data_ptr = int32_at(buffer_address + DATA_AT + row * DATA_BYTES)
+                tl.store(data_ptr + word, word_of(lines), mask=is_datum & is_part)
+                if SCALE_WORDS > 0:
+                    scales_ptr = int32_at(buffer_address + SCALES_AT + row * SCALE_BYTES)
+                    scales_ptr += word - FIRST_SCALE
+                    tl.store(scales_ptr, word_of(lines), mask=is_scale & is_part)
+        abort_if_late(peers, late, WAIT_DISPATCH, epoch, W, W_LANES)
+        any_late |= late
+    return any_late != 0

@@ -1,0 +1,166 @@
+"""The kernels of lines in one process, by the worked examples of their docstrings.
+
+A process plays all ranks, one after another: every line is there before it is waited for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
+from epcomm.kernels.nvlink import ll_combine, ll_dispatch_recv
+from epcomm.kernels.nvlink.common.exchange import SOURCES_AT
+from epcomm.kernels.nvlink.common.lines import elements_of, flag_of, line_of, word_of, words_of
+from epcomm.kernels.nvlink.lines.combine_recv import receive_combine_lines
+from epcomm.kernels.nvlink.lines.dispatch_send import send_dispatch_lines
+from epcomm.kernels.nvlink.ll_dispatch_send import PLAIN
+from epcomm.protocol import Wait
+from tests.kernels.nvlink.test_ll_kernels import HIDDEN, MAX_TOKENS, Rank, make_ranks
+
+
+@triton.jit
+def _lines_kernel(
+    elements_ptr: tl.tensor,
+    lines_ptr: tl.tensor,
+    words_ptr: tl.tensor,
+    back_ptr: tl.tensor,
+    epoch: tl.tensor,
+    SIZE: tl.constexpr,
+) -> None:
+    elements = tl.load(elements_ptr + tl.arange(0, SIZE))
+    lines = line_of(words_of(elements), epoch)
+    place = tl.arange(0, lines.shape[0])
+    tl.store(lines_ptr + place, lines)
+    tl.store(words_ptr + 2 * place, word_of(lines))
+    tl.store(words_ptr + 2 * place + 1, flag_of(lines))
+    if elements_ptr.dtype.element_ty.primitive_bitwidth >= 16:
+        back = elements_of(word_of(lines), elements_ptr.dtype.element_ty)
+        tl.store(back_ptr + tl.arange(0, SIZE), back)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.bfloat16, torch.float32])
+def test_line_holds_the_bytes_of_its_elements_and_the_epoch(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    # Bytes with their highest bit set, and an epoch beyond 2**31.
+    raw = torch.arange(3, 19, device=device, dtype=torch.uint8) * 16 + 15
+    elements, epoch = raw.view(dtype), -5
+    lines = torch.zeros(4, dtype=torch.int64, device=device)
+    words = torch.zeros(8, dtype=torch.int32, device=device)
+    back = torch.zeros_like(elements)
+    kernel: Any = _lines_kernel
+    kernel[(1,)](elements, lines, words, back, epoch, SIZE=elements.numel())
+    assert torch.equal(words.view(4, 2)[:, 0].contiguous().view(torch.uint8), raw)
+    assert words.view(4, 2)[:, 1].tolist() == [epoch] * 4
+    assert torch.equal(lines.view(torch.int32), words)
+    if dtype is not torch.uint8:
+        assert torch.equal(back.view(torch.uint8), raw)
+
+
+def send(rank: Rank, ids: list[list[int]], weights: list[list[float]]) -> Tensor:
+    """Tokens of distinct elements; returns them."""
+    device = rank.block.device
+    begin = 1 + 100 * rank.exchange.peers.rank
+    x = torch.arange(begin, begin + len(ids) * HIDDEN, device=device).view(-1, HIDDEN)
+    x = x.to(torch.bfloat16)
+    send_dispatch_lines(
+        rank.exchange,
+        x,
+        torch.tensor(ids, device=device).view(-1, 2),
+        torch.tensor(weights, dtype=torch.float32, device=device).view(-1, 2),
+        rank.is_sent,
+        status=0,
+        kind=PLAIN,
+        scale_block=HIDDEN,
+        profile="rint127",
+    )
+    return x
+
+
+def receive(rank: Rank) -> tuple[Tensor, Tensor]:
+    """Returns slots_of_row and the counts of experts."""
+    integers = [torch.full((8,), 77, dtype=torch.int32, device=rank.block.device) for _ in range(4)]
+    slots_of_row = integers[1].view(4, 2)
+    ll_dispatch_recv.receive_dispatch(
+        rank.exchange,
+        integers[0],
+        slots_of_row,
+        torch.zeros(8, device=rank.block.device),
+        integers[2],
+        integers[3],
+        expert_alignment=1,
+    )
+    return slots_of_row, integers[2][:2]
+
+
+def received_rows(rank: Rank) -> Tensor:
+    return rank.region("data", torch.bfloat16)[: 4 * HIDDEN].view(4, HIDDEN)
+
+
+def test_rows_in_lines_are_unpacked_where_rows_lie(device: torch.device) -> None:
+    ranks = make_ranks(2, device)
+    x = send(ranks[1], [[0, 3], [3, -1]], [[0.6, 0.4], [1, 0]])
+    # No token, and still a header for each rank.
+    send(ranks[0], [], [])
+    # Two tokens in lines; none in lines.
+    assert [rank.lines("header_lines")[:4:2] for rank in ranks] == [[(1, 1), (5, 1)]] * 2
+    for name in ("arrived_metadata", "arrived_rows"):
+        assert not any(rank.region(name, torch.int32).any() for rank in ranks), "no signals"
+    slots, counts = receive(ranks[1])
+    assert counts.tolist() == [0, 2]
+    assert slots.tolist() == [[-1, -1], [-1, -1], [-1, 0], [1, -1]]
+    assert torch.equal(received_rows(ranks[1])[2:], x)
+    # Rank 0 has no expert of the second token, whose row did not travel.
+    slots, counts = receive(ranks[0])
+    assert (slots[2].tolist(), counts.tolist()) == ([0, -1], [1, 0])
+    assert torch.equal(received_rows(ranks[0])[2], x[0])
+    assert not received_rows(ranks[0])[3].any()
+    assert ranks[1].is_sent.tolist() == [[1, 1], [0, 1]]
+    # One row, two records and a header to the other rank.
+    assert ranks[1].exchange.peers.counters[:3].tolist() == [1, 2, 1]
+    # For combine.
+    assert ranks[0].exchange.state[SOURCES_AT:].tolist() == [1, 5]
+
+
+def test_line_that_does_not_come_ends_the_wait(device: torch.device) -> None:
+    ranks = make_ranks(2, device)
+    send(ranks[1], [[0, 3]], [[0.6, 0.4]])
+    send(ranks[0], [], [])
+    # The second line of the row, of the last batch.
+    layout = ranks[0].layout
+    lines = ranks[0].region("row_lines", torch.int64)
+    place = layout.line_tokens * layout.row_lines + layout.data_lines_at + 1
+    lines[place] = 5
+    _, counts = receive(ranks[0])
+    phase, epoch, _, _, *missing = ranks[0].exchange.peers.report.tolist()
+    assert (phase, epoch, missing) == (Wait.DISPATCH, 1, [0, 1])
+    assert counts.tolist() == [0, 0], "what has not come is not handed out"
+    assert [int(rank.block[:4].view(torch.int32)) for rank in ranks] == [513, 513]
+
+
+def test_sums_travel_in_lines_and_are_added_up(device: torch.device) -> None:
+    ranks = make_ranks(3, device)
+    for rank in ranks:
+        # As if rank 1 had sent two tokens in lines, the second to ranks 0 and 2, the others none.
+        rank.exchange.state[:2] = torch.tensor([2, 1], device=device)
+        rank.exchange.state[SOURCES_AT:] = torch.tensor([1, 5, 1], device=device)
+    ranks[1].is_sent[1] = torch.tensor([1, 0, 1], device=device)
+    rows = torch.full((6, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
+    for number, rank in enumerate(ranks):
+        slots_of_row = torch.full((3 * MAX_TOKENS, 2), -1, dtype=torch.int32, device=device)
+        if number != 1:
+            slots_of_row[MAX_TOKENS + 1, 0] = 4
+            rows[4] = torch.arange(HIDDEN, device=device) + 10 * number
+        ll_combine.send_combine(rank.exchange, rows, None, slots_of_row, per_row=False, status=0)
+        assert not rank.region("arrived_sums", torch.int32).any(), "no signals"
+    assert [rank.lines("combined_lines")[:3] for rank in ranks] == [[(0, 1)] * 3] * 3
+    y = torch.full((2, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
+    receive_combine_lines(ranks[1].exchange, y, ranks[1].is_sent, 2)
+    assert y.tolist() == [[0] * HIDDEN, [20 + 2 * column for column in range(HIDDEN)]]

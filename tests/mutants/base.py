@@ -18,7 +18,7 @@ from epcomm.testing import buffer_suite, layer_suite
 from epcomm.types import WireFormat
 
 # Seconds that a rank waits for the others, which may be somewhere else when one has noticed.
-PATIENCE_S = 1.5
+PATIENCE_S = 1.25
 
 
 @dataclass(frozen=True, kw_only=True)

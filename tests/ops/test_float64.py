@@ -114,7 +114,19 @@ def test_gradcheck_of_one_rank(name: str, weigher: WeightsAppliedBy) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "shared_memory",
+        "collective",
+        # Between ranks these move rows as the others do.
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("collective_static", "all_gather")
+        ),
+        "replicated",
+    ],
+)
 def test_gradients_are_slopes_of_the_loss_of_all_ranks(name: str) -> None:
     """Central differences, an element of one rank at a time; all ranks make the same calls."""
     config = CONFIGS[name]

@@ -119,7 +119,8 @@ def test_buffer_keeps_its_contract(
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("case", [pytest.param("batches", marks=pytest.mark.slow), "refusals"])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MASKED_SCENARIOS)
 def test_masked_buffer_keeps_its_contract(case: str) -> None:
     with EPGroup() as group:
         for scenario in MASKED_SCENARIOS[case]:
@@ -131,7 +132,7 @@ def test_masked_buffer_keeps_its_contract(case: str) -> None:
     ("backend", "wire", "line_tokens"),
     [
         (BACKEND, "fp8_powers_of_two", IN_LINES),
-        (BACKEND, "int8", IN_LINES),
+        pytest.param(BACKEND, "int8", IN_LINES, marks=pytest.mark.slow),
         pytest.param(BACKEND, "fp8", IN_LINES, marks=pytest.mark.slow),
         pytest.param(BACKEND, "fp8_powers_of_two", IN_BULK, marks=pytest.mark.slow),
         (MASKED, "fp8", IN_BULK),
@@ -565,6 +566,7 @@ def test_cpu_ranks_are_refused_where_kernels_are_not_interpreted(
             group.open_buffer(BACKEND, spec_of())
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_benchmark_checks_before_it_measures() -> None:
     options = bench.Options(

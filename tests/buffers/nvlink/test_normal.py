@@ -80,7 +80,7 @@ def test_buffer_keeps_the_rest_of_its_contract(scenario: str) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("wire", ["fp8", "int8"])
+@pytest.mark.parametrize("wire", ["fp8", pytest.param("int8", marks=pytest.mark.slow)])
 def test_quantized_rows_arrive_bit_equal(wire: str) -> None:
     with EPGroup() as group:
         # Several blocks, the last one short.
@@ -392,7 +392,9 @@ def gradients(buffer: Buffer, call: DispatchCall) -> list[Tensor]:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("backend", INTERPRETED)
+@pytest.mark.parametrize(
+    "backend", ["NVLinkBuffer", pytest.param("NVLinkStaticBuffer", marks=pytest.mark.slow)]
+)
 def test_gradients_are_those_of_the_collective_buffer(backend: str) -> None:
     with EPGroup() as group:
         found = group.open_buffer(backend, spec_of())

@@ -58,7 +58,7 @@ MASKED_CAPACITY = 33
 
 
 class Format(StrEnum):
-    """What the experts are held in."""
+    """Hold what the experts are held in."""
 
     FP8 = "fp8"
     INT8 = "int8"

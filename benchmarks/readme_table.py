@@ -100,7 +100,7 @@ class NVLinkResult(TypedDict):
 
 
 class EagerTimes(TypedDict):
-    """What one call costs the host, on the slowest rank; unit_us: of torch's one-element add_."""
+    """Hold what a call costs the slowest host; unit_us: of torch's add_ to one element."""
 
     us: float
     unit_us: float

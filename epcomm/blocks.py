@@ -1,4 +1,4 @@
-"""Which part of a MoE block does what."""
+"""Tell which part of a MoE block does what."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user may choose, and the one place that reads the environment."""
+"""Define what a user may choose; this is the one place that reads the environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model does with all of its expert-parallel layers at once.
+"""Say what a model does with all of its expert-parallel layers at once.
 
 A module is such a layer, or carries one that was put in front of it, as transformers' experts do.
 """

@@ -1,4 +1,4 @@
-"""What a layer asks of a backend, and what a backend says that it can do."""
+"""Say what a layer asks of a backend, and what a backend says that it can do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer has done on one rank: plain counts, and the load of each of its experts."""
+"""Say what a layer has done on one rank: plain counts, and the load of each of its experts."""
 
 from __future__ import annotations
 

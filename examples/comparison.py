@@ -1,4 +1,4 @@
-"""What the program checks: every step is that of one process, and the loss falls."""
+"""Say what the program checks: every step is that of one process, and the loss falls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CheckError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step computes, over the tokens and the experts of all ranks.
+    """Hold what a step computes, over the tokens and the experts of all ranks.
 
     loss: mean over the tokens.
     gradient_norms: of the gradient of that mean, by name of the parameter.
@@ -69,7 +69,7 @@ class Comparison:
     num_ties: int
 
     def failure(self, tolerance: float) -> str | None:
-        """What differs and by how much, or None; a tolerance of 0 is never met."""
+        """Return what differs and by how much, or None; a tolerance of 0 is never met."""
         failures = [
             f"{number.name} is {number.value:.9g}, in one process {number.expected:.9g}: "
             f"relative difference {number.relative:.1e}, expected less than {tolerance:.1e}"

@@ -83,11 +83,11 @@ class ExpertParallelTraining:
         load_state(folder, self._model, self._optimizer)
 
     def continue_text(self, prompt: Tensor, num_bytes: int) -> list[Generated]:
-        """What every rank writes after its own prompt [T], by rank. Collective: yes."""
+        """Return what every rank writes after its own prompt [T], by rank. Collective: yes."""
         return gather_generated(generate(self._model, prompt, num_bytes))
 
     def explain(self) -> str:
-        """How many parameters are where, and how tokens travel, the same way in every layer."""
+        """Say how many parameters are where, and how tokens travel, alike in every layer."""
         num_replicated = _num_elements(replicated_parameters(self._model))
         # An expert parameter says how many elements it has on all ranks.
         num_experts = _num_elements(sharded_parameters(self._model))

@@ -55,7 +55,7 @@ PATHS = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """What one path gave: y [T, H] of this rank, float64 on the CPU, and how."""
+    """Hold what one path gave: y [T, H] of this rank, float64 on the CPU, and how."""
 
     y: Tensor
     sent: BufferTraffic

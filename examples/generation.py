@@ -16,7 +16,7 @@ from epcomm.testing.oracle import relative_error
 
 @dataclass(frozen=True, kw_only=True)
 class Generated:
-    """What one rank wrote.
+    """Hold what one rank wrote.
 
     sequence: [prompt + new], int64, bytes.   logits: [new, 256], of each new byte.
     """
@@ -52,7 +52,7 @@ def generate(model: Qwen3MoeForCausalLM, prompt: Tensor, num_bytes: int) -> Gene
 
 
 def gather_generated(mine: Generated) -> list[Generated]:
-    """What all ranks wrote, by rank; prompts of one length. Collective: yes."""
+    """Return what all ranks wrote, by rank; prompts of one length. Collective: yes."""
     num_ranks = dist.get_world_size()
     sequences = [torch.empty_like(mine.sequence) for _ in range(num_ranks)]
     logits = [torch.empty_like(mine.logits) for _ in range(num_ranks)]

@@ -1,4 +1,4 @@
-"""What the terminal shows of several paths through the same experts."""
+"""Say what the terminal shows of several paths through the same experts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PathRecord:
     choice: str
 
     def failure(self, max_error: float, max_difference: float) -> str | None:
-        """Which error is too large and by how much, or None."""
+        """Return which error is too large and by how much, or None."""
         limits = {
             "the layer in float64 with these W8A8 weights": (self.to_w8a8, max_error),
             "the FuseEP reference": (self.to_reference, max_difference),

@@ -20,7 +20,7 @@ NUM_EXPERTS_PER_TOKEN = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """What the command line may choose; with 4 layers and 32 experts 3.4 million parameters."""
+    """Hold what a command line may choose; 4 layers of 32 experts have 3.4 million parameters."""
 
     num_layers: int
     num_experts: int

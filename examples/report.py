@@ -1,4 +1,4 @@
-"""What the terminal shows: a progress bar, a table of steps, a summary."""
+"""Say what the terminal shows: a progress bar, a table of steps, a summary."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What the ranks wrote after their prompts.
+    """Hold what the ranks wrote after their prompts.
 
     texts: by rank.   difference: of the logits from one process, relative.
     ms_per_byte: of all ranks together, one byte each.
@@ -60,7 +60,7 @@ def decode_summary(written: Written) -> str:
 
 
 def resumed_summary(first: int, last: int, difference: float) -> str:
-    """How far a run that went on from a checkpoint is from the one that was not interrupted."""
+    """Say how far a run that went on from a checkpoint is from one that was not interrupted."""
     return (
         f"resumed after step {first - 1}: losses of steps {first} to {last} differ from those "
         f"without interruption by {difference:.1e}"

@@ -1,4 +1,4 @@
-"""What a run leaves in a folder: its state at one step, and the losses that it went on to."""
+"""Say what a run leaves in a folder: its state at one step, and the losses that it went on to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What a run on other ranks needs to know besides the state.
+    """Hold what a run on other ranks needs to know besides the state.
 
     step: after which the state was saved.   num_batches: of each step.
     losses: of all steps, the first one first.

@@ -23,7 +23,7 @@ IDLE_PROBABILITY = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What a rank learns in one forward and backward.
+    """Hold what a rank learns in one forward and backward.
 
     inputs: [sequences, length], int64, bytes of text.
     targets: [sequences, length], int64, the byte that follows each of them.
@@ -76,7 +76,7 @@ class TextData:
 def batches_of_rank(
     batches: Sequence[Batch | None], rank: int, num_ranks: int
 ) -> list[Batch | None]:
-    """What a rank learns in turn; as many entries for every rank, for all must call together."""
+    """Return what a rank learns in turn; every rank has as many, for all must call together."""
     num_rounds = -(-len(batches) // num_ranks)
     places = range(rank, num_rounds * num_ranks, num_ranks)
     return [batches[place] if place < len(batches) else None for place in places]

@@ -66,7 +66,7 @@ class CheckedTraining:
         self._one_process = OneProcess(build_model(size, seed=seed)) if self._rank == 0 else None
 
     def explain(self) -> str:
-        """What is trained, and how its tokens travel."""
+        """Return what is trained, and how its tokens travel."""
         return f"{self._training.explain()}\n{len(self._data.text)} bytes of text"
 
     def step(self, step: int) -> StepRecord:
@@ -165,7 +165,7 @@ def _largest_over_ranks(number: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Which steps to take, the last one included, and after which to write the state, and where."""
+    """Tell which steps to take, the last included, after which to write the state, and where."""
 
     first: int
     last: int

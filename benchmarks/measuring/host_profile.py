@@ -38,7 +38,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class HostCost:
-    """What one call costs the thread that makes it; what it waits for costs nothing.
+    """Hold what one call costs the thread that makes it; what it waits for costs nothing.
 
     cpu_us: median.   python_calls: of functions in Python, the same in every run of one version.
     """

@@ -1,4 +1,4 @@
-"""What a run of `epcomm bench` measures."""
+"""Say what a run of `epcomm bench` measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run of `epcomm bench` finds."""
+"""Say what a run of `epcomm bench` finds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What backends on vendor kernels share: faults, traffic, the group.
+"""Say what backends on vendor kernels share: faults, traffic, the group.
 
 A vendor kernel carries no fault code. A rank that finds a fault takes part with ids of -1 and
 raises, or keeps the fault for check(), alone; with spec.compares_calls the ranks spend one small

@@ -1,4 +1,4 @@
-"""What is on this machine, what is missing for which backend, and what to do about it.
+"""Say what is on this machine, what is missing for which backend, and what to do about it.
 
 Nothing with side effects is imported into this process, see platforms.findings.
 """

@@ -1,4 +1,4 @@
-"""What the config.json of a transformers model says about its experts; transformers is not needed.
+"""Read what the config.json of a transformers model says about its experts, without transformers.
 
 Families name the same thing differently, and transformers maps the names when it loads a file.
 Source: attribute_map and fields of the configurations in transformers 5.23.

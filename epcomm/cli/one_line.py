@@ -1,4 +1,4 @@
-"""How commands refuse bad input: in one line on stderr, with exit code 2."""
+"""Tell how commands refuse bad input: in one line on stderr, with exit code 2."""
 
 from __future__ import annotations
 

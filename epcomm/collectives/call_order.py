@@ -1,4 +1,4 @@
-"""Which call each rank makes: a header of one size goes before every call, and all ranks compare.
+"""Compare which call each rank makes: a header of one size goes before every call.
 
 A rank that makes another call than the others, or the calls of two layers in another order, is
 named on every rank before any rows travel. Nobody waits for what never comes, and no transport

@@ -1,4 +1,4 @@
-"""What a dispatcher gives a buffer, and what it makes of what a buffer returns."""
+"""Say what a dispatcher gives a buffer, and what it makes of what a buffer returns."""
 
 from __future__ import annotations
 

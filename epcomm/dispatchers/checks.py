@@ -1,4 +1,4 @@
-"""What a rank checks of its own call before it sends anything."""
+"""Say what a rank checks of its own call before it sends anything."""
 
 from __future__ import annotations
 

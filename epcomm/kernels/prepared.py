@@ -61,7 +61,7 @@ class _Config(ctypes.Structure):
 
 
 class CompiledKernel(Protocol):
-    """What a launch reads of a kernel that Triton has compiled and loaded."""
+    """Hold what a launch reads of a kernel that Triton has compiled and loaded."""
 
     function: int
     metadata: Any

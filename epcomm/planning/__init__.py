@@ -1,1 +1,1 @@
-"""What serves a layer: candidates, what a plan chose, and why."""
+"""Say what serves a layer: candidates, what a plan chose, and why."""

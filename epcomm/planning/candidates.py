@@ -1,4 +1,4 @@
-"""What ranks find before a plan is made: a specification a phase, a verdict on each backend.
+"""Say what ranks find before a plan is made: a specification a phase, a verdict on each backend.
 
 A rank looks for itself first and keeps an error it meets, so that with a group every rank takes
 part in one exchange, after which all of them know the same and choose, or raise, alike.

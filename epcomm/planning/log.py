@@ -1,4 +1,4 @@
-"""What a plan has chosen, one line a phase, for the logs of a job."""
+"""Say what a plan has chosen, one line a phase, for the logs of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `epcomm bench` has measured, and the order in which it puts backends.
+"""Say what `epcomm bench` has measured, and the order in which it puts backends.
 
 The choice depends on the file, the mode and max_tokens_per_rank alone, which ranks agree on.
 """

@@ -1,4 +1,4 @@
-"""What a plan says: the choice of each phase, what was rejected and why."""
+"""Record what a plan says: the choice of each phase, what was rejected and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies between ranks: their device, their transport, their hosts, and NVLink.
+"""Say what lies between ranks: their device, their transport, their hosts, and NVLink.
 
 A group finds it, and a plan for a machine that is not this one assumes it; the same rules decide.
 """
@@ -23,7 +23,7 @@ Verdicts = Mapping[str, Mapping[str, Availability]]
 
 @dataclass(frozen=True, kw_only=True)
 class Transport:
-    """How the ranks of a plan are joined.
+    """Tell how the ranks of a plan are joined.
 
     device_type: of their tensors.   where: the ranks, in messages, such as `this one`.
     host_waits: the host waits in collectives, as over gloo and MPI.

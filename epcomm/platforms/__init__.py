@@ -1,1 +1,1 @@
-"""What this machine has: hosts, GPUs, NPUs and the packages of their vendors."""
+"""Say what this machine has: hosts, GPUs, NPUs and the packages of their vendors."""

@@ -1,4 +1,4 @@
-"""What the CUDA devices of this process have, and which packages their kernels need.
+"""Say what the CUDA devices of this process have, and which packages their kernels need.
 
 Without a device a question about one is an error of torch; cuda_reasons() asks whether there is
 one. Nothing here imports a package.

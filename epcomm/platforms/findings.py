@@ -1,4 +1,4 @@
-"""What a machine has, and what to do about what is missing: torch, devices, packages.
+"""Say what a machine has, and what to do about what is missing: torch, devices, packages.
 
 Packages are found by their files, and what only an import can tell (devices, the MPI library,
 whether deep_ep loads) is asked of a process of its own. torch_npu is found and never imported:

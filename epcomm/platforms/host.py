@@ -1,4 +1,4 @@
-"""Which host runs this process, and how much memory its processes can still take.
+"""Tell which host runs this process, and how much memory its processes can still take.
 
 Memory without a name counts towards the memory of its control group and of the host, whatever size
 /dev/shm has. Beyond the limit of a control group the kernel ends a process, so one asks before.

@@ -1,4 +1,4 @@
-"""How plans and doctor() look at a machine: this one here, see assumed.py for others.
+"""Tell how plans and doctor() look at a machine: this one here, see assumed.py for others.
 
 Nothing is imported to look: packages are found by their files, and the rest is asked of a process
 of its own.

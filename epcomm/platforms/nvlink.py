@@ -1,4 +1,4 @@
-"""Which GPUs write one another's memory over NVLink, as the driver's library NVML tells.
+"""Tell which GPUs write one another's memory over NVLink, as the driver's library NVML tells.
 
 torch knows only devices that a process sees, and CUDA_VISIBLE_DEVICES often leaves it one; NVML
 knows all of the container. NVLink is asked for, and not any way to a peer: its atomics are done in

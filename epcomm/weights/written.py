@@ -1,4 +1,4 @@
-"""What is made of parameters, and made anew whenever these have changed."""
+"""Say what is made of parameters, and made anew whenever these have changed."""
 
 from __future__ import annotations
 

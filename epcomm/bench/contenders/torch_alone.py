@@ -1,4 +1,4 @@
-"""What torch alone offers, by name."""
+"""Say what torch alone offers, by name."""
 
 from __future__ import annotations
 

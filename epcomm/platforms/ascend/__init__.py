@@ -1,1 +1,1 @@
-"""What epcomm knows of Ascend NPUs and of the packages for them."""
+"""Say what epcomm knows of Ascend NPUs and of the packages for them."""

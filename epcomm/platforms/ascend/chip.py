@@ -1,4 +1,4 @@
-"""Which Ascend chip this process runs on; nothing is imported to find out."""
+"""Tell which Ascend chip this process runs on; nothing is imported to find out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Ascend deep_ep can do, by chip: limits of sizes and its communication window.
+"""Say what the Ascend deep_ep can do, by chip: limits of sizes and its communication window.
 
 Source: sgl-kernel-npu, deep_ep and the tiling of its operators; nothing here ran on an NPU.
 """

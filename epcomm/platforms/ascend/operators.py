@@ -1,4 +1,4 @@
-"""Which operators of torch_npu a device has; torch_npu itself is the caller's to import."""
+"""Tell which operators of torch_npu a device has; torch_npu itself is the caller's to import."""
 
 from __future__ import annotations
 

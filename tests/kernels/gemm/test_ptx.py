@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypedDict
 
 import pytest
+
+from tests.kernels.compiling import compiled_by
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +34,6 @@ VARIANTS = [*STAGES, "int8 hidden"]
 # What a block may have of the 100 KB of an SM of sm_120, and the products there.
 MAX_SHARED_BYTES_OF_SM_120 = 99 * 1024
 ON_SM_120 = [f"sm_120 {name}" for name in STAGES if not name.endswith("odd")]
-REPOSITORY = Path(__file__).parents[3]
 
 
 class Compiled(TypedDict):
@@ -50,21 +47,8 @@ class Compiled(TypedDict):
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Compiled]:
     """Compile each variant, and return the results."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
-        "PYTHONPATH": str(REPOSITORY),
-    }
     program = Path(__file__).with_name("gemm_ptx_of.py")
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return compiled_by(program, tmp_path_factory.mktemp("triton"))
 
 
 def test_all_variants_are_looked_at(compiled: Mapping[str, Compiled]) -> None:

@@ -1,15 +1,13 @@
-"""What kernels compiled for a GPU that is not here do with memory, read from their machine code."""
+"""Read from machine code what kernels compiled for a GPU that is not here do with memory."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+
+from tests.kernels import compiling
 
 # Of each variant: "ptx", "ptxas" (what it says of registers and spills) and "sass".
 Compiled = Mapping[str, Mapping[str, str]]
@@ -20,25 +18,10 @@ EXCHANGE = "ATOMG.E.EXCH.STRONG.SYS"
 ACQUIRED, DROP_L1 = "LDG.E.STRONG", "CCTL.IVALL"
 BARRIER = "BAR.SYNC.DEFER_BLOCKING"
 
-_REPOSITORY = Path(__file__).parents[3]
-
 
 def compiled_by(program: str, cache: Path) -> Compiled:
-    """What a program of this folder prints; kernels of the test process itself are interpreted."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "TRITON_CACHE_DIR": str(cache),
-        "PYTHONPATH": str(_REPOSITORY),
-    }
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name(program))],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    """Return what a program of this folder prints."""
+    return compiling.compiled_by(Path(__file__).with_name(program), cache)
 
 
 def operations(sass: str) -> list[str]:

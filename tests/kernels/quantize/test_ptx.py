@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+
+from tests.kernels.compiling import compiled_by
 
 pytestmark = pytest.mark.slow
 
@@ -27,26 +25,12 @@ VARIANTS = [
     "int8 bf16 divtrunc16",
     "int8 bf16 triton",
 ]
-REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def ptx_by_variant(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
-        "PYTHONPATH": str(REPOSITORY),
-    }
     program = Path(__file__).with_name("ptx_of.py")
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return compiled_by(program, tmp_path_factory.mktemp("triton"))
 
 
 def test_all_variants_are_looked_at(ptx_by_variant: Mapping[str, str]) -> None:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from tests.kernels.compiling import compiled_by
+
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("triton")
 
-REPOSITORY = Path(__file__).parents[3]
 WIDE_LOAD, WIDE_STORE = "ld.global.v4.b32", "st.global.v4.b32"
 # Wide loads and stores of a thread. A tile of 8 KiB is four of 16 bytes for each of 128 threads; a
 # sum reads half as much of each of eight rows.
@@ -36,21 +33,8 @@ SCATTERS = ("scatter bf16", "scatter fp8")
 
 @pytest.fixture(scope="module")
 def ptx_by_variant(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
-        "PYTHONPATH": str(REPOSITORY),
-    }
     program = Path(__file__).with_name("rows_ptx_of.py")
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return compiled_by(program, tmp_path_factory.mktemp("triton"))
 
 
 def accesses(ptx: str) -> Counter[str]:

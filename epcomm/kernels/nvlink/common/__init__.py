@@ -1,1 +1,1 @@
-"""What the kernels of both modes share: signals, barrier, epochs, status."""
+"""Say what the kernels of both modes share: signals, barrier, epochs, status."""

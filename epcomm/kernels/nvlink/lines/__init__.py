@@ -1,1 +1,1 @@
-"""What low latency over NVLink does with few tokens: lines, see common/lines.py."""
+"""Say what low latency over NVLink does with few tokens: lines, see common/lines.py."""

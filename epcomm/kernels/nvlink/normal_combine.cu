@@ -12,17 +12,12 @@
 // what is under way at once decides how fast a few SMs read, and registers would hold less. Pieces of
 // a sender's next row are under way before its last one is summed.
 //
-// Defined before: HIDDEN (a multiple of 8), TOP_K and WORLD (at most 32), K_LANES, MAX_TOKENS,
-// ITEM_ROWS, ITEMS, RETURN_BYTES, SENDERS, REDUCERS, STAGES, PIECE (bytes, a multiple of 512), the
-// offsets COMBINE_BEGIN_AT, COMBINE_STATUS_AT, SUMS_READY_AT, RETURNED_AT, RETURNED_SCALARS_AT, the
-// places in the state that common/epochs.py has, waits and the places in a report that
-// epcomm/protocol.py has, and LOOKS_PER_TICK and POLL_BITS of common/signals.py.
+// Behind common/peers.cu. Defined before, beside what that wants: HIDDEN (a multiple of 8), TOP_K and
+// WORLD (at most 32), K_LANES, MAX_TOKENS, ITEM_ROWS, ITEMS, RETURN_BYTES, SENDERS, REDUCERS, STAGES,
+// PIECE (bytes, a multiple of 512), the offsets COMBINE_BEGIN_AT, COMBINE_STATUS_AT, SUMS_READY_AT,
+// RETURNED_AT, RETURNED_SCALARS_AT, the places in the state that common/epochs.py has, and waits of
+// epcomm/protocol.py.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-
-constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr int ROW_BYTES = 2 * HIDDEN;
 constexpr int PIECES = (ROW_BYTES + PIECE - 1) / PIECE;
 // No more than a row has, so that those under way are of one row and of the next.
@@ -59,28 +54,6 @@ struct Arguments {
     int max_polls;
 };
 
-__device__ u32 acquired(u64 address) {
-    u32 value;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-    return value;
-}
-
-__device__ u32 watched(u64 address) {
-    u32 value;
-    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-    return value;
-}
-
-__device__ u64 clock_ns() {
-    u64 value;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
-    return value;
-}
-
-__device__ void release(u64 address, u32 value) {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
 // How many items a warp has left behind, in shared memory.
 __device__ void leave_behind(u32* word, u32 number) {
     asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"((u32)__cvta_generic_to_shared(word)),
@@ -92,36 +65,6 @@ __device__ u32 left_behind(const u32* word) {
     asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(number)
                  : "r"((u32)__cvta_generic_to_shared(word)) : "memory");
     return number;
-}
-
-__device__ void add_released(u64 address, u32 value) {
-    asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
-__device__ void begin_barrier(u32 barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier));
-}
-
-__device__ void expect(u32 barrier, u32 num_bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
-                 "r"(num_bytes) : "memory");
-}
-
-__device__ bool has_ended(u32 barrier, u32 parity) {
-    u32 done;
-    asm volatile("{\n"
-        ".reg .pred done;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, done;\n"
-        "}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    return done != 0;
-}
-
-// Reads through the L2 cache, which holds what peers have stored.
-__device__ void copy_piece(u32 to, u64 from, u32 num_bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-                 "[%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(num_bytes), "r"(barrier)
-                 : "memory");
 }
 
 __device__ uint4 load_piece(u32 address) {
@@ -258,56 +201,6 @@ __device__ void write_void(char* to) {
     for (int at = 16 * (threadIdx.x % 32); at < ROW_BYTES; at += 512) {
         *(uint4*)(to + at) = {both, both, both, both};
     }
-}
-
-__device__ bool takes_part(const Arguments& a, int rank) {
-    return rank < WORLD && (a.excluded == nullptr || a.excluded[rank] == 0);
-}
-
-// Report that the lanes in `missing` wait in vain, or that some rank did before; tell all ranks.
-__device__ void abort_ranks(const Arguments& a, u32 missing, u32 aborted, int phase, int epoch) {
-    const int lane = threadIdx.x % 32;
-    if (aborted) {
-        if (lane == 0) a.report[REPORT_ABORTED] = aborted;
-        return;
-    }
-    if (lane < WORLD) a.report[REPORT_MISSING + lane] = (missing >> lane) & 1;
-    if (lane == 0) {
-        a.report[REPORT_EPOCH] = epoch;
-        a.report[REPORT_WAIT] = phase;
-    }
-    __syncwarp();
-    // Watched by wait(), on every rank. Its bits are those of abort_if_missing() in common/signals.py.
-    const u32 told = (missing & ((1u << MAX_MISSING) - 1)) << MISSING_SHIFT;
-    if (takes_part(a, lane)) release(a.table[lane], told + a.rank + 1);
-}
-
-// Wait until the signals of the lanes that have one are `epoch`; whether they are, for all lanes.
-// What their ranks had stored before can be loaded then, by all lanes.
-__device__ bool wait(const Arguments& a, u64 word, int epoch, int phase) {
-    u32 missing = ALL_LANES, aborted = 0;
-    int polls = a.max_polls;
-    u64 end_ns = 0;
-    for (u32 looks = 1; missing && polls > 0 && !aborted; ++looks) {
-        missing = __ballot_sync(ALL_LANES, word && (int)(watched(word) - (u32)epoch) < 0);
-        if (missing) aborted = watched(a.own);
-        aborted = __shfl_sync(ALL_LANES, aborted, 0);
-        // As polls_spent() of common/signals.py. The lanes of a warp may read the clock at other times.
-        if (looks % LOOKS_PER_TICK == 0) {
-            const u64 now_ns = __shfl_sync(ALL_LANES, clock_ns(), 0);
-            if (!end_ns) end_ns = now_ns + (1ull << POLL_BITS);
-            if (now_ns >= end_ns) {
-                const u64 over = ((now_ns - end_ns) >> POLL_BITS) + 1;
-                polls = over < (u64)polls ? polls - (int)over : 0;
-                end_ns += over << POLL_BITS;
-            }
-        }
-    }
-    missing = __ballot_sync(ALL_LANES, word && (int)(acquired(word) - (u32)epoch) < 0);
-    __syncwarp();
-    if (!missing) return true;
-    abort_ranks(a, missing, aborted, phase, epoch);
-    return false;
 }
 
 // The rows of one warp of senders: of items p, p + P, ... of block p, each SENDERS-th.

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from epcomm import protocol
 from epcomm.kernels.cuda_jit import CudaKernel, CudaModule, compile_to_cubin, nvrtc_is_installed
+from epcomm.kernels.nvlink.common.cuda_source import source_of
 from epcomm.kernels.nvlink.common.epochs import COMBINE_EPOCH, COMBINE_LEFT, COMBINE_TOKENS
 from epcomm.kernels.nvlink.common.layout import MemoryLayout, NormalLayout
-from epcomm.kernels.nvlink.common.signals import LOOKS_PER_TICK, POLL_BITS
 from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange, Sends
 from epcomm.platforms.cuda import compute_capability, num_sms_of, shared_bytes_of
 
@@ -39,20 +39,12 @@ _COPY_BYTES = 16
 _LANES = 32
 # Regions of a block whose offsets the program knows, by their names and _AT.
 _REGIONS = ("combine_begin", "combine_status", "sums_ready", "returned", "returned_scalars")
-_SHARED_NUMBERS = {
+_NUMBERS = {
     "COMBINE_EPOCH": COMBINE_EPOCH,
     "COMBINE_LEFT": COMBINE_LEFT,
     "COMBINE_TOKENS": COMBINE_TOKENS,
-    "REPORT_WAIT": protocol.REPORT_WAIT,
-    "REPORT_EPOCH": protocol.REPORT_EPOCH,
-    "REPORT_ABORTED": protocol.REPORT_ABORTED,
-    "REPORT_MISSING": protocol.REPORT_MISSING,
-    "MISSING_SHIFT": protocol.MISSING_SHIFT,
-    "MAX_MISSING": protocol.MAX_MISSING,
     "WAIT_COMBINE_BEGIN": int(protocol.Wait.COMBINE_BEGIN),
     "WAIT_SUMS": int(protocol.Wait.SUMS),
-    "LOOKS_PER_TICK": LOOKS_PER_TICK,
-    "POLL_BITS": POLL_BITS,
 }
 
 
@@ -124,17 +116,13 @@ def definitions(layout: NormalLayout, hidden_size: int) -> Mapping[str, int]:
         "PIECE": PIECE,
         "STAGES": STAGES,
         **{f"{name.upper()}_AT": layout.offsets[name] for name in _REGIONS},
-        **_SHARED_NUMBERS,
+        **_NUMBERS,
     }
 
 
 def source_for(constants: Mapping[str, int]) -> str:
     """Return the source of the program, with its constants."""
-    lines = [
-        f"#define {name} {value}LL" if value >= 2**31 else f"#define {name} {value}"
-        for name, value in constants.items()
-    ]
-    return "\n".join([*lines, SOURCE.read_text(encoding="utf-8")])
+    return source_of(constants, (SOURCE,))
 
 
 def combine_rows_cpp(

@@ -1,0 +1,140 @@
+// What the kernels in CUDA C++ of a rank share: how they wait for other ranks as common/signals.py does,
+// with the same words and the same bits, and how the copy engine brings rows into shared memory.
+//
+// Arguments of a kernel have `own` (the address of this rank's block), `table` and `excluded` of
+// PeerBlocks, `report`, `rank` and `max_polls`.
+//
+// Defined before: WORLD (at most 32), the places in a report that epcomm/protocol.py has, and
+// LOOKS_PER_TICK and POLL_BITS of common/signals.py.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+constexpr u32 ALL_LANES = 0xffffffffu;
+
+__device__ u32 acquired(u64 address) {
+    u32 value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ u32 watched(u64 address) {
+    u32 value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ u64 clock_ns() {
+    u64 value;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
+    return value;
+}
+
+__device__ void release(u64 address, u32 value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ void add_released(u64 address, u32 value) {
+    asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// Among the blocks of this rank.
+__device__ int acquired_here(const int* word) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ void release_here(int* word, int value) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+// Add 1 behind all that this thread knows of, and know what earlier ones did; what was there before.
+__device__ int arrive_here(int* word) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(word) : "memory");
+    return before;
+}
+
+__device__ void begin_barrier(u32 barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier));
+}
+
+__device__ void expect(u32 barrier, u32 num_bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+                 "r"(num_bytes) : "memory");
+}
+
+__device__ bool has_ended(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile("{\n"
+        ".reg .pred done;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    return done != 0;
+}
+
+// Reads through the L2 cache, which holds what peers have stored.
+__device__ void copy_piece(u32 to, u64 from, u32 num_bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(num_bytes), "r"(barrier)
+                 : "memory");
+}
+
+template <class A>
+__device__ bool takes_part(const A& a, int rank) {
+    return rank < WORLD && (a.excluded == nullptr || a.excluded[rank] == 0);
+}
+
+// Report that the lanes in `missing` wait in vain, or that some rank did before; tell all ranks.
+template <class A>
+__device__ void abort_ranks(const A& a, u32 missing, u32 aborted, int phase, int epoch) {
+    const int lane = threadIdx.x % 32;
+    if (aborted) {
+        if (lane == 0) a.report[REPORT_ABORTED] = aborted;
+        return;
+    }
+    if (lane < WORLD) a.report[REPORT_MISSING + lane] = (missing >> lane) & 1;
+    if (lane == 0) {
+        a.report[REPORT_EPOCH] = epoch;
+        a.report[REPORT_WAIT] = phase;
+    }
+    __syncwarp();
+    // Watched by wait(), on every rank. Its bits are those of abort_if_missing() in common/signals.py.
+    const u32 told = (missing & ((1u << MAX_MISSING) - 1)) << MISSING_SHIFT;
+    if (takes_part(a, lane)) release(a.table[lane], told + a.rank + 1);
+}
+
+// The polls that are left after this look, of `polls` before it, as polls_spent() of common/signals.py
+// counts them. By a whole warp, whose lanes may read the clock at other times.
+__device__ int polls_left(int polls, u32 looks, u64& end_ns) {
+    if (looks % LOOKS_PER_TICK != 0) return polls;
+    const u64 now_ns = __shfl_sync(ALL_LANES, clock_ns(), 0);
+    if (!end_ns) end_ns = now_ns + (1ull << POLL_BITS);
+    if (now_ns < end_ns) return polls;
+    const u64 over = ((now_ns - end_ns) >> POLL_BITS) + 1;
+    end_ns += over << POLL_BITS;
+    return over < (u64)polls ? polls - (int)over : 0;
+}
+
+// Wait until the signals of the lanes that have one are `epoch`; whether they are, for all lanes.
+// What their ranks had stored before can be loaded then, by all lanes.
+template <class A>
+__device__ bool wait(const A& a, u64 word, int epoch, int phase) {
+    u32 missing = ALL_LANES, aborted = 0;
+    int polls = a.max_polls;
+    u64 end_ns = 0;
+    for (u32 looks = 1; missing && polls > 0 && !aborted; ++looks) {
+        missing = __ballot_sync(ALL_LANES, word && (int)(watched(word) - (u32)epoch) < 0);
+        if (missing) aborted = watched(a.own);
+        aborted = __shfl_sync(ALL_LANES, aborted, 0);
+        polls = polls_left(polls, looks, end_ns);
+    }
+    missing = __ballot_sync(ALL_LANES, word && (int)(acquired(word) - (u32)epoch) < 0);
+    __syncwarp();
+    if (!missing) return true;
+    abort_ranks(a, missing, aborted, phase, epoch);
+    return false;
+}

@@ -2,8 +2,9 @@
 
 Rows are used where peers have stored them, through an expert-major index; with gradients they are
 copied once into memory of their own. Signals, memory order and reuse:
-epcomm/kernels/nvlink/normal_dispatch_send.py, normal_dispatch_recv.py and normal_combine.py. Every
-operation stands alone: a dispatch needs no combine, a combine no dispatch.
+epcomm/kernels/nvlink/normal_dispatch_send.py, normal_dispatch_recv.py and normal_combine.py; where
+all ranks can, dispatch_cuda does the work of the first two in one kernel. Every operation stands
+alone: a dispatch needs no combine, a combine no dispatch.
 
 Sizes are exact, and the host reads counts while rows are on their way; or there is a budget of
 slots, and the host reads nothing: for graphs, and where it must not wait.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -22,9 +24,13 @@ from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
 from epcomm.buffers.faults import assume_all_need_grad, overwritten_error, raise_faults
 from epcomm.buffers.nvlink.base import NVLinkHost
 from epcomm.buffers.nvlink.memory import as_words, region_rows
-from epcomm.buffers.nvlink.normal_counts import Counts, Totals
+from epcomm.buffers.nvlink.normal_counts import Counts, IndexSizes, Totals
 from epcomm.buffers.nvlink.normal_kernels import NormalKernels
-from epcomm.buffers.nvlink.normal_plans import ExchangePlanMemory, NVLinkNormalExchangePlan
+from epcomm.buffers.nvlink.normal_plans import (
+    ExchangePlanMemory,
+    NVLinkNormalExchangePlan,
+    first_of,
+)
 from epcomm.buffers.nvlink.sizes import (
     backward_row_bytes,
     normal_layout,
@@ -50,7 +56,7 @@ from epcomm.types import (
 )
 
 if TYPE_CHECKING:
-    from epcomm.kernels.nvlink.normal_exchange import Sends
+    from epcomm.kernels.nvlink.normal_exchange import Received, Sends
 
 _logger = logging.getLogger(__name__)
 
@@ -139,8 +145,8 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
             assert num_tokens <= self._layout.max_tokens, "the dispatcher has checked T"
             self._faults.note_own(call.error)
             buffer_index, sends = self._next_buffer_index(), self._plan_memory.sends(num_tokens)
-            self._push(call, sends, buffer_index, None)
-            return self._receive(call, buffer_index, sends, None)
+            received = self._push(call, sends, buffer_index, None)
+            return self._receive(call, buffer_index, sends, None, received)
         while True:
             buffer_index, sends = self._next_buffer_index(), self._plan_memory.sends(num_tokens)
             totals, self._spare_totals = self._spare_totals, None
@@ -150,10 +156,10 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
                 totals.begin()
             # Kept: when this call has raised, a kernel may still write it.
             self._totals = totals
-            self._push(call, sends, buffer_index, totals.entries)
+            received = self._push(call, sends, buffer_index, totals.entries)
             counts = self._read_counts(call)
             if counts.most_tokens <= self._layout.max_tokens:
-                return self._receive(call, buffer_index, sends, counts)
+                return self._receive(call, buffer_index, sends, counts, received)
             self._grow(counts.most_tokens)
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
@@ -161,7 +167,11 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
         assert isinstance(exchange_plan, NVLinkNormalExchangePlan), "it is of this buffer"
         self._begin_call()
         buffer_index = self._next_buffer_index()
-        self._kernels.push_rows(
+        is_cpp = self._exchange.is_cpp
+        push = self._kernels.push_rows
+        if is_cpp:
+            push = partial(self._kernels.dispatch_rows, received=None)
+        push(
             self._exchange,
             as_words(hidden_states),
             None,
@@ -170,9 +180,10 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
             topk=None,
         )
         if not exchange_plan.owns_rows and exchange_plan.capacity_tokens == self._layout.max_tokens:
-            self._kernels.collect_rows(
-                self._exchange, exchange_plan.arrivals, buffer_index=buffer_index
-            )
+            if not is_cpp:
+                self._kernels.collect_rows(
+                    self._exchange, exchange_plan.arrivals, buffer_index=buffer_index
+                )
             rows = region_rows(self._block, self._layout, buffer_index, "data")
             return rows.view(hidden_states.dtype)[:, : self._spec.hidden_size]
         return self._collected(exchange_plan, buffer_index, "data", hidden_states)
@@ -251,8 +262,11 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
 
     def _push(
         self, call: DispatchCall, sends: Sends, buffer_index: int, totals: Tensor | None
-    ) -> None:
-        """Send the tokens, or none if there is no capacity for them."""
+    ) -> Received | None:
+        """Send the tokens, or none if there is no capacity for them.
+
+        Returns: the index that is written along with them, or None if that is left to do.
+        """
         status = 0
         if call.error is not None or call.flags is not BatchFlags.NONE:
             status = pack_status(FaultCode.of(call.error), call.flags)
@@ -263,7 +277,11 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
         if scales is not None:
             scales = scales.view(torch.uint8) if scales.itemsize == 1 else scales
             scales = scales if scales.stride(-1) == 1 else scales.contiguous()
-        self._kernels.push_rows(
+        received = self._index_memory(call)
+        push = self._kernels.push_rows
+        if received is not None:
+            push = partial(self._kernels.dispatch_rows, received=received)
+        push(
             self._exchange,
             data if fits else data[:0],
             scales if fits or scales is None else scales[:0],
@@ -273,6 +291,17 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
             status=status,
             wanted_tokens=num_tokens,
             totals=totals,
+        )
+        return received
+
+    def _index_memory(self, call: DispatchCall) -> Received | None:
+        """Return memory for an index of any size that may come, for a kernel that sends, too."""
+        if not self._exchange.is_cpp:
+            return None
+        return self._plan_memory.received_at_most(
+            self._most_sizes,
+            has_budget=self.is_static,
+            is_compact=not self.is_static and _owns_rows(call),
         )
 
     def _read_counts(self, call: DispatchCall) -> Counts:
@@ -294,45 +323,54 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
         return Counts.of(totals, call, self._layout, self._rank, self._excluded_ranks)
 
     def _receive(
-        self, call: DispatchCall, buffer_index: int, sends: Sends, counts: Counts | None
+        self,
+        call: DispatchCall,
+        buffer_index: int,
+        sends: Sends,
+        counts: Counts | None,
+        received: Received | None,
     ) -> Dispatched:
-        """Wait for the rows and index them; counts is None where there is a budget."""
-        is_exact, flags = counts is not None, call.flags
-        owns_rows = flags is not BatchFlags.NONE and bool(flags & BatchFlags.GRAD_ENABLED)
-        num_rows, per_expert = self._layout.num_rows, None
+        """Wait for the rows and index them; counts is None where there is a budget.
+
+        received: an index that a kernel writes already, or None.
+        """
+        owns_rows = _owns_rows(call)
         if counts is None:
-            num_slots, is_dense = self._max_slots_of(self._spec, num_rows), False
-            any_flags = assume_all_need_grad(call.flags)
+            sizes = self._most_sizes
         else:
-            per_expert, any_flags = counts.tokens_per_expert, counts.any_flags
-            num_slots, alignment = sum(per_expert), self._spec.expert_alignment
-            is_dense = alignment == 1 or not any(each % alignment for each in per_expert)
-            if not is_dense:
-                num_slots = sum(align_up(each, alignment) for each in per_expert)
-            num_rows = counts.num_rows if owns_rows else num_rows
-        index, arrivals = self._plan_memory.received(
-            num_rows, num_slots, per_expert, is_dense=is_dense
-        )
+            sizes = counts.index_sizes(self._spec.expert_alignment)
+            if not owns_rows:
+                sizes = replace(sizes, num_rows=self._layout.num_rows)
+        if received is not None:
+            index, arrivals = received.index, received.arrivals
+            slot_weights = received.slot_weights
+            if counts is not None:
+                index = first_of(index, sizes)
+                slot_weights = slot_weights[: sizes.num_slots]
+        else:
+            index, arrivals = self._plan_memory.received(
+                sizes.num_rows, sizes.num_slots, sizes.per_expert, is_dense=sizes.is_dense
+            )
+            weights = torch.zeros if counts is None else torch.empty
+            slot_weights = weights(sizes.num_slots, device=self._device)
+            self._kernels.index_rows(
+                self._exchange,
+                index,
+                slot_weights,
+                arrivals,
+                buffer_index=buffer_index,
+                is_compact=counts is not None and owns_rows,
+                has_budget=counts is None,
+            )
         exchange_plan = NVLinkNormalExchangePlan(
             num_tokens=call.hidden_states.shape[0],
-            num_rows=num_rows,
+            num_rows=sizes.num_rows,
             index=index,
             sends=sends,
             arrivals=arrivals,
             owns_rows=owns_rows,
             capacity_tokens=self._layout.max_tokens,
             batch=self._last_batch,
-        )
-        weights = torch.empty if is_exact else torch.zeros
-        slot_weights = weights(num_slots, device=self._device)
-        self._kernels.index_rows(
-            self._exchange,
-            exchange_plan.index,
-            slot_weights,
-            exchange_plan.arrivals,
-            buffer_index=buffer_index,
-            is_compact=is_exact and owns_rows,
-            has_budget=not is_exact,
         )
         rows = self._rows[buffer_index]
         if owns_rows:
@@ -345,7 +383,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
             index=exchange_plan.index,
             slot_weights=slot_weights,
             exchange_plan=exchange_plan,
-            any_flags=any_flags,
+            any_flags=assume_all_need_grad(call.flags) if counts is None else counts.any_flags,
         )
 
     def _collected(
@@ -420,8 +458,27 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
         # It may be of another length.
         self._spare_totals = None
         self._open_memory(self.layout_for(self._spec, self._world_size, max_tokens))
-        self._exchange = NormalExchange.of(self._blocks)
+        self._exchange = NormalExchange.of(self._blocks, is_cpp=self._all_can_dispatch_cpp())
         self._rows = self.received_rows()
+        num_rows = self._layout.num_rows
+        # Of an index before the host knows what comes; with a budget it never does.
+        self._most_sizes = IndexSizes(
+            num_rows=num_rows,
+            num_slots=self._max_slots_of(self._spec, num_rows),
+            per_expert=None,
+            is_dense=False,
+        )
+
+    def _all_can_dispatch_cpp(self) -> bool:
+        """Agree on the kernel of dispatch: ranks wait for one another within it.
+
+        Collective: yes.   Host sync: yes.
+        """
+        can = self._kernels.can_dispatch_cpp(self._layout, self._spec, self._device)
+        if can:
+            self._kernels.prepare_cpp(self._layout, self._spec, self._device)
+        records = self._collectives.gather_records({"can": can}, phase=f"open {self.name}")
+        return all(each["can"] for each in records)
 
     def _grow(self, num_tokens: int) -> None:
         """Grow the memory of every rank to so many tokens a rank: all have read the same counts.
@@ -477,6 +534,10 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
         if self._device.type != "cuda":
             return _INTERPRETED_PROGRAMS
         return self._spec.num_sms or self.default_num_sms
+
+
+def _owns_rows(call: DispatchCall) -> bool:
+    return call.flags is not BatchFlags.NONE and bool(call.flags & BatchFlags.GRAD_ENABLED)
 
 
 class NVLinkBuffer(NVLinkNormal, Buffer):

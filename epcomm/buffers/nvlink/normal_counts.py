@@ -14,6 +14,17 @@ from epcomm.buffers.counts import check_headers
 from epcomm.buffers.faults import any_flags
 from epcomm.kernels.nvlink.common.layout import NormalLayout
 from epcomm.protocol import BatchFlags, FaultCode, unpack_status
+from epcomm.types import align_up
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexSizes:
+    """The rows and slots of an index, and the slots of each expert where the host has read them."""
+
+    num_rows: int
+    num_slots: int
+    per_expert: tuple[int, ...] | None
+    is_dense: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +65,18 @@ class Counts:
             num_rows=sum(totals[2 * size : 3 * size]),
             tokens_per_expert=tuple(totals[3 * size :]),
             any_flags=flags,
+        )
+
+    def index_sizes(self, alignment: int) -> IndexSizes:
+        """Return the sizes of an index over the rows, numbered without gaps."""
+        per_expert = self.tokens_per_expert
+        is_dense = alignment == 1 or not any(each % alignment for each in per_expert)
+        slots = per_expert if is_dense else [align_up(each, alignment) for each in per_expert]
+        return IndexSizes(
+            num_rows=self.num_rows,
+            num_slots=sum(slots),
+            per_expert=per_expert,
+            is_dense=is_dense,
         )
 
     @staticmethod

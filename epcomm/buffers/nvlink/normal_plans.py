@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from epcomm.buffers.nvlink.normal_counts import IndexSizes
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferSpec
 
 if TYPE_CHECKING:
-    from epcomm.kernels.nvlink.normal_exchange import Arrivals, Sends
+    from epcomm.kernels.nvlink.normal_exchange import Arrivals, Received, Sends
 
 _WORDS_OF_16_BYTES = 4
 
@@ -35,6 +36,19 @@ class NVLinkNormalExchangePlan(ExchangePlan):
     owns_rows: bool
     capacity_tokens: int
     batch: int = 0
+
+
+def first_of(index: SlotIndex, sizes: IndexSizes) -> SlotIndex:
+    """Return the part of an index that is in use."""
+    assert index.row_of_slot is not None, "rows are read by index"
+    assert index.slots_of_row is not None, "rows are read by index"
+    return replace(
+        index,
+        row_of_slot=index.row_of_slot[: sizes.num_slots],
+        slots_of_row=index.slots_of_row[: sizes.num_rows],
+        host_num_tokens_per_expert=sizes.per_expert,
+        is_dense=sizes.is_dense,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,6 +91,22 @@ class ExchangePlanMemory:
             is_dense=is_dense,
         )
         return index, Arrivals(rows_from=rows_from, row_base=row_base, has_failed=has_failed)
+
+    def received_at_most(self, most: IndexSizes, *, has_budget: bool, is_compact: bool) -> Received:
+        """Allocate an index for a kernel that runs before the host knows the rows and slots.
+
+        What is not used of it stays allocated: under a hundredth of what W * M rows take.
+        """
+        from epcomm.kernels.nvlink.normal_exchange import Received
+
+        index, arrivals = self.received(most.num_rows, most.num_slots, None, is_dense=False)
+        return Received(
+            index=index,
+            slot_weights=torch.empty(most.num_slots, device=self.device),
+            arrivals=arrivals,
+            has_budget=has_budget,
+            is_compact=is_compact,
+        )
 
     def empty_exchange_plan(self) -> NVLinkNormalExchangePlan:
         """Return the plan of a dispatch in which nothing went anywhere, and nothing came."""

@@ -11,6 +11,8 @@ its rows. A row is loaded once, and the next while it is stored. In a cached dis
 planned: rows alone travel.
 
 Place q of source s is row s * M + q, so that nobody needs to know how many rows others send.
+
+Where all ranks have a copy engine, dispatch_cuda does this, and the index behind it.
 """
 
 from __future__ import annotations

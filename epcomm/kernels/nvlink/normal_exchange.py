@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from epcomm.kernels.cuda_jit import CudaKernel
 from epcomm.kernels.nvlink.common.epochs import STATE_WORDS
 from epcomm.kernels.nvlink.common.exchange import PeerBlocks
 from epcomm.kernels.nvlink.common.layout import MemoryLayout, NormalLayout
 from epcomm.kernels.nvlink.normal_plan import GROUP_TOKENS, GROUP_WORDS
 from epcomm.kernels.prepared import PreparedLaunch
+from epcomm.records import SlotIndex
+
+
+def scratch_words(layout: MemoryLayout) -> int:
+    """Return what a program tells later ones: counts of experts and ranks, and of bad ids."""
+    return layout.expert_lanes + layout.world_lanes + 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,11 +50,20 @@ class PlanMemory:
 
         return cls(
             num_groups=num_groups,
-            scratch=zeros(experts + ranks + 1),
+            scratch=zeros(scratch_words(layout)),
             bits=zeros(num_groups, experts + ranks, GROUP_WORDS),
             counted=zeros(),
             bases=zeros(ranks * layout.local_lanes),
         )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PreparedDispatch:
+    """A kernel of dispatch_cuda, with the arguments that are those of every call."""
+
+    kernel: CudaKernel
+    num_blocks: int
+    arguments: ctypes.Structure
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,22 +73,27 @@ class NormalExchange:
     peers: with the counters [5]: headers, rows of dispatches and of cached dispatches, sums, sums
         with scalars.
     state: [STATE_WORDS], int32, see common/epochs.py.
-    launches: prepared, by kernel and by all that its constants depend on.
+    is_cpp: dispatch is that of dispatch_cuda, on all ranks.
+    launches: prepared, by kernel and by all that its constants depend on.   cpp_launches: those of
+        dispatch_cuda, by kind of rows.
     """
 
     peers: PeerBlocks[NormalLayout]
     state: Tensor
     plan: PlanMemory
+    is_cpp: bool
     launches: dict[Hashable, PreparedLaunch] = field(default_factory=dict)
+    cpp_launches: dict[Hashable, PreparedDispatch] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, peers: PeerBlocks[NormalLayout]) -> NormalExchange:
+    def of(cls, peers: PeerBlocks[NormalLayout], *, is_cpp: bool = False) -> NormalExchange:
         """Return an exchange in its first state."""
         device = peers.table.device
         return cls(
             peers=peers,
             state=torch.zeros(STATE_WORDS, dtype=torch.int32, device=device),
             plan=PlanMemory.of(peers.layout, peers.num_programs, device),
+            is_cpp=is_cpp,
         )
 
 
@@ -101,3 +123,19 @@ class Arrivals:
     rows_from: Tensor
     row_base: Tensor
     has_failed: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Received:
+    """The memory in which the index over received rows is written.
+
+    index: of C slots and R rows, at most.   slot_weights: [C], float32.
+    has_budget: C may be too small, which is a fault on all ranks; else it is not.
+    is_compact: rows are numbered without gaps; else place q of source s is row s * M + q.
+    """
+
+    index: SlotIndex
+    slot_weights: Tensor
+    arrivals: Arrivals
+    has_budget: bool
+    is_compact: bool

@@ -22,6 +22,7 @@ from epcomm.buffers.nvlink.normal import NVLinkBuffer, NVLinkStaticBuffer
 from epcomm.buffers.nvlink.normal_plans import NVLinkNormalExchangePlan
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
 from epcomm.errors import CapacityError, EPTimeout
+from epcomm.kernels.nvlink.dispatch_cuda import launch
 from epcomm.ops.slots import gather_rows
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
@@ -61,11 +62,28 @@ def scenarios_of(backend: str, group: EPGroup) -> tuple[str, ...]:
 )
 def test_buffer_keeps_its_contract(backend: str) -> None:
     with EPGroup() as group:
-        env = buffer_suite.BufferEnv(
-            group=group, backend=backend, mode=Mode.NORMAL, dtype=torch.bfloat16
-        )
-        for scenario in scenarios_of(backend, group):
-            buffer_suite.run_scenario(scenario, env)
+        run_scenarios(backend, group)
+
+
+def run_scenarios(backend: str, group: EPGroup) -> None:
+    env = buffer_suite.BufferEnv(
+        group=group, backend=backend, mode=Mode.NORMAL, dtype=torch.bfloat16
+    )
+    for scenario in scenarios_of(backend, group):
+        buffer_suite.run_scenario(scenario, env)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", ["NVLinkBuffer", "NVLinkStaticBuffer"])
+def test_gpus_without_a_copy_engine_keep_the_contract(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with EPGroup() as group:
+        if group.device.type == "cuda":
+            # A CPU has the kernels that serve there in any case.
+            monkeypatch.setattr(launch, "can_serve", lambda *_: False)
+            run_scenarios(backend, group)
 
 
 @pytest.mark.slow
@@ -83,16 +101,17 @@ def test_buffer_keeps_the_rest_of_its_contract(scenario: str) -> None:
 @pytest.mark.parametrize("wire", ["fp8", pytest.param("int8", marks=pytest.mark.slow)])
 def test_quantized_rows_arrive_bit_equal(wire: str) -> None:
     with EPGroup() as group:
-        # Several blocks, the last one short.
-        env = buffer_suite.BufferEnv(
-            group=group,
-            backend="NVLinkBuffer",
-            mode=Mode.NORMAL,
-            wire=WIRES[wire],
-            dtype=torch.bfloat16,
-            hidden_size=300,
-        )
-        buffer_suite.check_batch(env, buffer_suite.BATCH_SPECS["holes"])
+        # Several blocks, the last one short; and rows that the copy engine of a GPU moves.
+        for hidden_size in (300, 528) if group.device.type == "cuda" else (300,):
+            env = buffer_suite.BufferEnv(
+                group=group,
+                backend="NVLinkBuffer",
+                mode=Mode.NORMAL,
+                wire=WIRES[wire],
+                dtype=torch.bfloat16,
+                hidden_size=hidden_size,
+            )
+            buffer_suite.check_batch(env, buffer_suite.BATCH_SPECS["holes"])
 
 
 class SingleReceiveBuffer(NVLinkBuffer):

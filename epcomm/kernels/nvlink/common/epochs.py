@@ -9,10 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Places in the state of a rank (int32): the last dispatch and combine, programs that have left, and
-# tokens that are taken, which kernels/nvlink/normal_combine.cu counts.
+# Places in the state of a rank (int32): the last dispatch and combine, programs that have left,
+# tokens that are taken, which kernels/nvlink/normal_combine.cu counts, and blocks that have sent
+# metadata, which kernels/nvlink/dispatch_cuda counts.
 DISPATCH_EPOCH, COMBINE_EPOCH, DISPATCH_LEFT, COMBINE_LEFT, COMBINE_TOKENS = 0, 1, 2, 3, 4
-STATE_WORDS = 5
+DISPATCH_COUNTED = 5
+STATE_WORDS = 6
 
 
 @triton.jit

@@ -235,7 +235,8 @@ class NormalLayout(MemoryLayout):
 
     abort            int32 flag: some rank has timed out
     dispatch_begin, counts_ready, rows_ready, combine_begin [W]   int32 signals that only grow:
-                     dispatches begun, headers sent, programs that have sent, combines begun
+                     dispatches begun, headers sent (and metadata, by dispatch_cuda), programs
+                     that have sent, combines begun
     combine_status [2, W]   int32: fault code of the combine call, alternating
     sums_ready [W, items]   int32: the number of the combine whose sums are there
     returned [W * M, H], returned_scalars [W * M, K]   sums and scalars, at the token's rank

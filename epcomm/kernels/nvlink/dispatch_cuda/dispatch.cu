@@ -1,0 +1,116 @@
+// Dispatch of normal mode over NVLink: what normal_dispatch_send.py and normal_dispatch_recv.py do, in
+// one launch, with the same signals and places.
+//
+// All warps of a block but the last plan its tokens, while the last waits for all ranks to begin. Then
+// copiers push rows, and helpers send metadata, which is counted as ready on its own, scales, and write
+// the index over what all ranks send here, while rows are on the wire. Block 0 waits for the rows of all
+// ranks in the end. No more blocks than SMs: they wait for one another.
+//
+// A cached dispatch plans and indexes nothing: rows alone travel.
+//
+// Defined before, beside what peers.cu wants: ROW_BYTES (a multiple of 16), MAX_PIECE, STAGES, STORED,
+// COPIERS, HELPERS, SCALE_ROW_BYTES (0: none) and SCALE_UNIT (1, 2, 4 or 16, which divides addresses and
+// strides of scales), IS_PLANNED, LOCAL, TOP_K (at most 32), K_LANES, MAX_TOKENS, ALIGNMENT,
+// SCRATCH_WORDS, the offsets and strides of common/layout.py, the places in the state of
+// common/epochs.py, and waits, codes and flags of epcomm/protocol.py.
+
+// Wait for all ranks to begin; by the last warp of a block.
+__device__ bool begin(const Arguments& a, int epoch) {
+    const int lane = threadIdx.x % 32;
+    const bool takes = takes_part(a, lane);
+    // All earlier work of this stream is done, so rows may come to this receive buffer.
+    if (blockIdx.x == 0 && takes) add_released(a.table[lane] + DISPATCH_BEGIN_AT + 4 * a.rank, 1);
+    const u64 word = takes ? a.own + DISPATCH_BEGIN_AT + 4 * lane : 0;
+    if (!wait(a, word, epoch, WAIT_DISPATCH_BEGIN)) return false;
+    // Where others have given up, they may have gone on without this rank, which must not disturb them,
+    // though they had begun.
+    const u32 aborted = __shfl_sync(ALL_LANES, watched(a.own), 0);
+    if (aborted) abort_ranks(a, 0, aborted, WAIT_DISPATCH_BEGIN, epoch);
+    return !aborted;
+}
+
+// All rows and scales of this block are stored: add it to the signals of all ranks.
+__device__ void publish_rows(const Arguments& a) {
+    const int lane = threadIdx.x % 32;
+    // A rank of fewer SMs than programs has fewer blocks.
+    const int amount = blockIdx.x == 0 ? a.num_senders - (int)gridDim.x + 1 : 1;
+    if (takes_part(a, lane)) add_released(a.table[lane] + ROWS_READY_AT + 4 * a.rank, amount);
+}
+
+// Wait for the rows of all ranks; by a warp of block 0.
+__device__ bool await_rows(const Arguments& a, int epoch) {
+    const int lane = threadIdx.x % 32;
+    const u64 word = takes_part(a, lane) ? a.own + ROWS_READY_AT + 4 * lane : 0;
+    return wait(a, word, epoch * a.num_senders, WAIT_ROWS);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) dispatch_rows(const Arguments a) {
+    extern __shared__ __align__(128) char memory[];
+    __shared__ bool is_lost;
+    __shared__ bool has_rows;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int helper = (int)threadIdx.x - 32 * COPIERS;
+    const int epoch = a.state[DISPATCH_EPOCH] + 1;
+    const u64 buffer_at = BUFFERS_AT + (u64)a.buffer_index * BUFFER_BYTES;
+    const int run = (a.num_tokens + (int)gridDim.x - 1) / (int)gridDim.x;
+    const int first = min((int)blockIdx.x * run, a.num_tokens);
+    const int end = min(first + run, a.num_tokens);
+    Ring ring = {};
+    if (warp < COPIERS) ring = begin_ring(a, (u32)__cvta_generic_to_shared(memory), first, end);
+    if (warp == WARPS - 1) {
+        const bool is_there = begin(a, epoch);
+        if (lane == 0) is_lost = !is_there;
+    }
+#if IS_PLANNED
+    __shared__ Plan plan;
+    __shared__ Index index;
+    if (warp < PLANNERS) plan_tokens(a, plan, first, end, epoch);
+#endif
+    __syncthreads();
+    if (is_lost) {
+        if (warp < COPIERS) leave_ring(ring);
+#if IS_PLANNED
+        else index_rows(a, index, a.own + buffer_at, epoch, true, helper);
+#endif
+        return;
+    }
+    if (warp < COPIERS) {
+        push(a, ring, end, buffer_at);
+        // Rows and scales: helpers arrive below.
+        asm volatile("bar.sync 3, %0;" ::"n"(32 * WARPS) : "memory");
+        if (warp == 0) publish_rows(a);
+        if (warp == 0 && blockIdx.x == 0) {
+            const bool is_there = await_rows(a, epoch);
+            if (lane == 0) has_rows = is_there;
+        }
+    } else {
+#if IS_PLANNED
+        send_metadata(a, first, end, buffer_at, helper);
+        if (blockIdx.x == gridDim.x - 1) send_headers(a, plan, buffer_at, helper);
+        helpers_meet();
+        if (helper < 32) publish_counts(a);
+        if (blockIdx.x == gridDim.x - 1 && helper == 0) count_headers(a);
+#else
+        if (blockIdx.x == 0 && helper < 32 && takes_part(a, lane)) {
+            add_released(a.table[lane] + COUNTS_READY_AT + 4 * a.rank, 1);
+        }
+#endif
+#if SCALE_ROW_BYTES > 0
+        send_scales(a, first, end, buffer_at, helper);
+#endif
+        asm volatile("bar.arrive 3, %0;" ::"n"(32 * WARPS) : "memory");
+#if IS_PLANNED
+        index_rows(a, index, a.own + buffer_at, epoch, false, helper);
+#endif
+    }
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+#if IS_PLANNED
+    if (blockIdx.x == 0 && !has_rows) a.has_failed[0] = 1;
+#endif
+    __threadfence();
+    if (atomicAdd(a.state + DISPATCH_LEFT, 1) == gridDim.x - 1) {
+        a.state[DISPATCH_LEFT] = 0;
+        a.state[DISPATCH_EPOCH] = epoch;
+    }
+}

@@ -1,0 +1,209 @@
+// The expert-major index over rows that come: what normal_dispatch_recv.py does, from headers and
+// metadata that are here before the rows, so that it is written while rows are on the wire.
+
+struct Index {
+    int counts[EXPERTS];         // slots of each expert, of all ranks
+    int bases[WORLD * LOCAL];    // of each source and local expert: its first slot
+    int starts[LOCAL + 1];
+    int needed[WORLD];           // slots of each rank
+    int rows_from[WORLD];
+    int row_bases[WORLD];
+    bool is_lost;
+    bool has_failed;
+};
+
+__device__ void helpers_meet() {
+    asm volatile("bar.sync 2, %0;" ::"n"(32 * HELPERS) : "memory");
+}
+
+__device__ int aligned(int count) { return (count + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
+
+__device__ int sum_of_warp(int value) { return __reduce_add_sync(ALL_LANES, value); }
+
+// The sum over the lanes before this one.
+__device__ int sum_before(int value) {
+    const int lane = threadIdx.x % 32;
+    int sum = value;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(ALL_LANES, sum, step);
+        if (lane >= step) sum += other;
+    }
+    return sum - value;
+}
+
+__device__ int header_of(u64 headers, int source, int word) {
+    return (int)watched(headers + (u64)source * HEADER_BYTES + 4 * word);
+}
+
+// The fault code of the rank of each lane, as _codes() of normal_dispatch_recv.py.
+__device__ int code_of(const Arguments& a, u64 headers, bool takes, int needed) {
+    const int lane = threadIdx.x % 32;
+    const int status = takes ? header_of(headers, lane, 0) : 0;
+    int code = status & FAULT_MASK;
+    if (!a.has_budget) return code;
+    const int compared = status >> FLAGS_SHIFT & COMPARED_FLAGS;
+    if (compared != __reduce_max_sync(ALL_LANES, compared) && takes && code == 0) {
+        code = compared == 0 ? FAULT_GRAD_MODE : FAULT_FROZEN;
+    }
+    return needed > a.num_slots && code == 0 ? FAULT_OVERFLOW : code;
+}
+
+// Read the headers of all ranks, and find where slots begin. By all helpers of a block.
+__device__ void read_headers(const Arguments& a, Index& index, u64 headers, int helper) {
+    const int lane = helper % 32, warp = helper / 32;
+    const bool takes = !index.is_lost && takes_part(a, lane);
+    const u32 sources = __ballot_sync(ALL_LANES, takes);
+    for (int expert = helper; expert < EXPERTS; expert += 32 * HELPERS) {
+        int sum = 0;
+#pragma unroll
+        for (int source = 0; source < WORLD; ++source) {
+            if (sources >> source & 1) {
+                sum += header_of(headers, source, HEADER_WORDS + WORLD + expert);
+            }
+        }
+        index.counts[expert] = sum;
+    }
+    helpers_meet();
+    for (int owner = warp; owner < WORLD; owner += HELPERS) {
+        int sum = 0;
+        for (int expert = lane; expert < LOCAL; expert += 32) {
+            sum += aligned(index.counts[owner * LOCAL + expert]);
+        }
+        sum = sum_of_warp(sum);
+        if (lane == 0) index.needed[owner] = sum;
+    }
+    helpers_meet();
+    if (warp == 0) {
+        const int needed = lane < WORLD ? index.needed[lane] : 0;
+        const int code = code_of(a, headers, takes, needed);
+        const bool has_failed = index.is_lost || __any_sync(ALL_LANES, code != 0);
+        if (blockIdx.x == 0 && takes && code != 0 && a.faults[2 * lane] == 0) {
+            a.faults[2 * lane] = code;
+            a.faults[2 * lane + 1] = needed;
+        }
+        const int rows = takes ? header_of(headers, lane, HEADER_WORDS + a.rank) : 0;
+        const int rows_from = has_failed ? 0 : rows;
+        const int row_base = a.is_compact ? sum_before(rows_from) : lane * MAX_TOKENS;
+        if (lane < WORLD) {
+            index.rows_from[lane] = rows_from;
+            index.row_bases[lane] = row_base;
+        }
+        int start = 0;
+        for (int first = 0; first < LOCAL; first += 32) {
+            const int expert = first + lane;
+            const int count = expert < LOCAL && !has_failed
+                ? aligned(index.counts[a.rank * LOCAL + expert]) : 0;
+            if (expert < LOCAL) index.starts[expert] = start + sum_before(count);
+            else sum_before(count);
+            start += sum_of_warp(count);
+        }
+        if (lane == 0) {
+            index.starts[LOCAL] = start;
+            index.has_failed = has_failed;
+        }
+        if (blockIdx.x == 0 && a.totals != nullptr && !index.is_lost && lane < WORLD) {
+            a.totals[lane] = takes ? header_of(headers, lane, 0) : 0;
+            a.totals[WORLD + lane] = takes ? header_of(headers, lane, 1) : 0;
+            a.totals[2 * WORLD + lane] = rows;
+        }
+    }
+    helpers_meet();
+    for (int expert = helper; expert < LOCAL; expert += 32 * HELPERS) {
+        int base = index.starts[expert];
+        for (int source = 0; source < WORLD; ++source) {
+            index.bases[source * LOCAL + expert] = base;
+            if (!index.has_failed && (sources >> source & 1)) {
+                base += header_of(headers, source, HEADER_WORDS + WORLD + a.rank * LOCAL + expert);
+            }
+        }
+        const int count = index.counts[a.rank * LOCAL + expert];
+        if (blockIdx.x == 0) {
+            a.num_tokens_per_expert[expert] = index.has_failed ? 0 : count;
+            a.first_slot[expert] = index.starts[expert];
+            if (a.totals != nullptr && !index.is_lost) a.totals[3 * WORLD + expert] = count;
+        }
+    }
+    if (blockIdx.x == 0 && warp == 0) {
+        if (lane < WORLD) {
+            a.rows_from[lane] = index.rows_from[lane];
+            a.row_base[lane] = index.row_bases[lane];
+        }
+        if (lane == 0) {
+            a.first_slot[LOCAL] = index.starts[LOCAL];
+            a.has_failed[0] = index.has_failed;
+        }
+    }
+    helpers_meet();
+}
+
+// The entries of all rows, by all helpers of all blocks.
+__device__ void index_entries(const Arguments& a, const Index& index, u64 metadata, int helper) {
+    constexpr int BATCH = 4;
+    const int step = (int)gridDim.x * 32 * HELPERS, begin = (int)blockIdx.x * 32 * HELPERS + helper;
+    for (int source = 0; source < WORLD; ++source) {
+        const int num_rows = index.rows_from[source];
+        const int num_entries = (a.is_compact ? num_rows : MAX_TOKENS) * K_LANES;
+        for (int first = begin; first < num_entries; first += BATCH * step) {
+            int experts[BATCH], positions[BATCH], weights[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const int entry = first + i * step, place = entry / K_LANES, k = entry % K_LANES;
+                const u64 words =
+                    metadata + ((u64)source * MAX_TOKENS + place) * METADATA_BYTES + 4 * k;
+                const bool is_entry = place < num_rows && k < TOP_K;
+                experts[i] = is_entry ? (int)watched(words) : -1;
+                positions[i] = is_entry ? (int)watched(words + 4 * K_LANES) : 0;
+                weights[i] = is_entry ? (int)watched(words + 8 * K_LANES) : 0;
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const int entry = first + i * step, place = entry / K_LANES, k = entry % K_LANES;
+                if (entry >= num_entries || k >= TOP_K) continue;
+                const i64 row = index.row_bases[source] + place;
+                int slot = -1;
+                if (experts[i] >= 0) {
+                    slot = index.bases[source * LOCAL + experts[i]] + positions[i];
+                    a.row_of_slot[slot] = row;
+                    a.slot_weights[slot] = __int_as_float(weights[i]);
+                }
+                a.slots_of_row[row * TOP_K + k] = slot;
+            }
+        }
+    }
+}
+
+// Slots that no row has: behind those of an expert, and behind the last where there is a budget.
+__device__ void pad(const Arguments& a, const Index& index, int helper) {
+    const int step = (int)gridDim.x * 32 * HELPERS, begin = (int)blockIdx.x * 32 * HELPERS + helper;
+    if (ALIGNMENT > 1) {
+        for (int i = begin; i < LOCAL * ALIGNMENT; i += step) {
+            const int expert = i / ALIGNMENT;
+            const int count = index.has_failed ? 0 : index.counts[a.rank * LOCAL + expert];
+            const int slot = index.starts[expert] + count + i % ALIGNMENT;
+            if (slot < index.starts[expert + 1]) {
+                a.row_of_slot[slot] = -1;
+                a.slot_weights[slot] = 0.0f;
+            }
+        }
+    }
+    if (!a.has_budget) return;
+    for (int slot = index.starts[LOCAL] + begin; slot < a.num_slots; slot += step) {
+        a.row_of_slot[slot] = -1;
+        a.slot_weights[slot] = 0.0f;
+    }
+}
+
+// Wait for the headers and the metadata of all ranks, and write the index. By all helpers.
+__device__ void index_rows(const Arguments& a, Index& index, u64 buffer, int epoch, bool is_lost,
+                           int helper) {
+    if (helper < 32) {
+        const u64 word = takes_part(a, helper) ? a.own + COUNTS_READY_AT + 4 * helper : 0;
+        const bool is_there = !is_lost && wait(a, word, epoch, WAIT_HEADERS);
+        if (helper == 0) index.is_lost = !is_there;
+    }
+    helpers_meet();
+    read_headers(a, index, buffer + HEADER_AT, helper);
+    index_entries(a, index, buffer + METADATA_AT, helper);
+    pad(a, index, helper);
+}

@@ -1,0 +1,157 @@
+// Plan where the tokens of a rank go: what normal_plan.py does, with bits in shared memory.
+//
+// The warps of a block but the last plan its run of tokens. They count, tell the later blocks, sum up
+// what the earlier ones told, and write places, positions and owners. All blocks run at once, so the
+// wait for the earlier ones is short.
+
+constexpr int GROUP = 128, GROUP_WORDS = GROUP / 32;
+// Of each expert and, behind them, of each rank.
+constexpr int COUNTERS = EXPERTS + WORLD;
+constexpr int GROUP_ENTRIES = GROUP * TOP_K;
+constexpr int PLAN_TURNS = (GROUP_ENTRIES + 32 * PLANNERS - 1) / (32 * PLANNERS);
+
+struct Plan {
+    u32 bits[COUNTERS * GROUP_WORDS];  // of the tokens of a group
+    short experts[GROUP_ENTRIES];      // of the entries of a group, -1 for none
+    int own[COUNTERS];                 // of this block
+    int before[COUNTERS];              // of earlier blocks and groups; in the end of this block, too
+    bool takes[WORLD];
+    int is_bad;  // this block or an earlier one has met an id out of range
+};
+
+__device__ void planners_meet() {
+    asm volatile("bar.sync 1, %0;" ::"n"(32 * PLANNERS) : "memory");
+}
+
+__device__ int num_bits(const u32* words) {
+    int sum = 0;
+#pragma unroll
+    for (int word = 0; word < GROUP_WORDS; ++word) sum += __popc(words[word]);
+    return sum;
+}
+
+// Bits of the tokens before `token`.
+__device__ int num_bits_below(const u32* words, int token) {
+    int sum = 0;
+#pragma unroll
+    for (int word = 0; word < GROUP_WORDS; ++word) {
+        const u32 below = token / 32 > word ? ALL_LANES
+            : token / 32 == word ? (1u << token % 32) - 1 : 0;
+        sum += __popc(words[word] & below);
+    }
+    return sum;
+}
+
+// The expert of an id, -1 if none, out of range or of an excluded rank.
+__device__ int expert_of(const Plan& plan, i64 id) {
+    return id >= 0 && id < EXPERTS && plan.takes[id / LOCAL] ? (int)id : -1;
+}
+
+// Set the bits of the tokens of the group that begins at `start`.
+__device__ void mark(const Arguments& a, Plan& plan, int start, int end) {
+    for (int i = threadIdx.x; i < COUNTERS * GROUP_WORDS; i += 32 * PLANNERS) plan.bits[i] = 0;
+    planners_meet();
+    const int num_entries = min(GROUP, end - start) * TOP_K;
+    i64 ids[PLAN_TURNS];
+#pragma unroll
+    for (int turn = 0; turn < PLAN_TURNS; ++turn) {
+        const int i = threadIdx.x + turn * 32 * PLANNERS;
+        ids[turn] = i < num_entries ? a.ids[(i64)start * TOP_K + i] : -1;
+    }
+#pragma unroll
+    for (int turn = 0; turn < PLAN_TURNS; ++turn) {
+        const int i = threadIdx.x + turn * 32 * PLANNERS, token = i / TOP_K;
+        const int expert = expert_of(plan, ids[turn]);
+        if (ids[turn] < -1 || ids[turn] >= EXPERTS) plan.is_bad = 1;
+        if (i < num_entries) plan.experts[i] = expert;
+        if (expert < 0) continue;
+        const u32 bit = 1u << token % 32;
+        atomicOr(plan.bits + expert * GROUP_WORDS + token / 32, bit);
+        atomicOr(plan.bits + (EXPERTS + expert / LOCAL) * GROUP_WORDS + token / 32, bit);
+    }
+    planners_meet();
+}
+
+// Write what is known of the tokens of a group, whose bits are set.
+__device__ void place(const Arguments& a, const Plan& plan, int start, int end) {
+    const int num_tokens = min(GROUP, end - start);
+    for (int i = threadIdx.x; i < num_tokens * TOP_K; i += 32 * PLANNERS) {
+        const i64 at = (i64)start * TOP_K + i;
+        const int expert = plan.experts[i];
+        a.owners[at] = expert < 0 ? -1 : expert / LOCAL;
+        a.positions[at] = expert < 0 ? 0
+            : plan.before[expert] + num_bits_below(plan.bits + expert * GROUP_WORDS, i / TOP_K);
+    }
+    for (int i = threadIdx.x; i < num_tokens * WORLD; i += 32 * PLANNERS) {
+        const int token = i / WORLD, rank = EXPERTS + i % WORLD;
+        const u32* words = plan.bits + rank * GROUP_WORDS;
+        const bool is_sent = words[token / 32] >> token % 32 & 1;
+        a.places[(i64)start * WORLD + i] =
+            is_sent ? plan.before[rank] + num_bits_below(words, token) : -1;
+    }
+}
+
+// Wait for the counts of all earlier blocks of this rank; by one warp.
+__device__ void await_earlier(const Arguments& a, int epoch) {
+    const int lane = threadIdx.x % 32;
+    int polls = a.max_polls;
+    u64 end_ns = 0;
+    for (int first = 0; first < (int)blockIdx.x; first += 32) {
+        const int other = first + lane;
+        bool is_missing = true;
+        for (u32 looks = 1; is_missing && polls > 0; ++looks) {
+            const bool is_behind =
+                other < (int)blockIdx.x && (int)(acquired_here(a.counted + other) - epoch) < 0;
+            is_missing = __any_sync(ALL_LANES, is_behind);
+            polls = polls_left(polls, looks, end_ns);
+        }
+    }
+}
+
+// Sum up what the earlier blocks have counted.
+__device__ void sum_earlier(const Arguments& a, Plan& plan) {
+    for (int i = threadIdx.x; i <= COUNTERS; i += 32 * PLANNERS) {
+        int sum = 0;
+#pragma unroll 16
+        for (int other = 0; other < (int)blockIdx.x; ++other) {
+            sum += __ldcg(a.scratch + (i64)other * SCRATCH_WORDS + i);
+        }
+        if (i < COUNTERS) plan.before[i] = sum;
+        else if (sum) plan.is_bad = 1;
+    }
+}
+
+// Plan the tokens from `first` to `end`. By all planners; the last block needs the sums in any case.
+__device__ void plan_tokens(const Arguments& a, Plan& plan, int first, int end, int epoch) {
+    for (int i = threadIdx.x; i < WORLD; i += 32 * PLANNERS) plan.takes[i] = takes_part(a, i);
+    for (int i = threadIdx.x; i < COUNTERS; i += 32 * PLANNERS) plan.own[i] = 0;
+    if (threadIdx.x == 0) plan.is_bad = 0;
+    planners_meet();
+    for (int start = first; start < end; start += GROUP) {
+        mark(a, plan, start, end);
+        for (int i = threadIdx.x; i < COUNTERS; i += 32 * PLANNERS) {
+            plan.own[i] += num_bits(plan.bits + i * GROUP_WORDS);
+        }
+        planners_meet();
+    }
+    int* mine = a.scratch + (i64)blockIdx.x * SCRATCH_WORDS;
+    for (int i = threadIdx.x; i < COUNTERS; i += 32 * PLANNERS) mine[i] = plan.own[i];
+    if (threadIdx.x == 0) mine[COUNTERS] = plan.is_bad;
+    planners_meet();
+    if (threadIdx.x == 0) release_here(a.counted + blockIdx.x, epoch);
+    if (first >= end && blockIdx.x != gridDim.x - 1) return;
+    if (threadIdx.x < 32) await_earlier(a, epoch);
+    planners_meet();
+    sum_earlier(a, plan);
+    planners_meet();
+    for (int start = first; start < end; start += GROUP) {
+        // The bits of a run of one group are there still.
+        if (end - first > GROUP) mark(a, plan, start, end);
+        place(a, plan, start, end);
+        planners_meet();
+        for (int i = threadIdx.x; i < COUNTERS; i += 32 * PLANNERS) {
+            plan.before[i] += num_bits(plan.bits + i * GROUP_WORDS);
+        }
+        planners_meet();
+    }
+}

@@ -279,6 +279,12 @@ def call_in_vain(buffer: Buffer, operation: str, call: DispatchCall, early: Disp
     buffer.check()
 
 
+def rows_of_the_dead(buffer: NVLinkBuffer | NVLinkStaticBuffer) -> Tensor:
+    """A copy of the bytes that the dead rank may write, in all receive buffers."""
+    data = torch.stack([each.data for each in buffer.received_rows()])
+    return data[:, DEAD * MAX_TOKENS : (DEAD + 1) * MAX_TOKENS].view(torch.uint8)
+
+
 def check_new_exchange_plans(buffer: Buffer, rounds: range, group: EPGroup) -> None:
     for number in rounds:
         call = call_of(number, group.rank, group.world_size, group.device)
@@ -350,6 +356,7 @@ def go_on_without_the_dead(
             check_cached_exchange_plan(buffer, early, call)
             check_new_exchange_plans(buffer, range(3, 5), group)
             assert (buffer.traffic() != before) == (num_ranks > 2), "nothing is sent to the dead"
+        left = rows_of_the_dead(buffer)
         group.collectives.gather_records({}, phase="the living have gone on")
         if group.rank == DEAD:
             # It comes late, hears of it, and disturbs nobody.
@@ -367,6 +374,9 @@ def go_on_without_the_dead(
                 with pytest.raises(CapacityError, match=r"without rank 1 .* max_tokens_per_rank"):
                     buffer.dispatch(large)
             check_new_exchange_plans(buffer, range(5, 6), group)
+        group.collectives.gather_records({}, phase="the dead has heard of it")
+        if group.rank != DEAD:
+            assert torch.equal(rows_of_the_dead(buffer), left)
         buffer.close()
 
 

@@ -8,6 +8,8 @@
 //
 // A cached dispatch plans and indexes nothing: rows alone travel.
 //
+// Behind common/peers.cu, arguments.cu, plan.cu, rows.cu, metadata.cu and index.cu.
+//
 // Defined before, beside what peers.cu wants: ROW_BYTES (a multiple of 16), MAX_PIECE, STAGES, STORED,
 // COPIERS, HELPERS, SCALE_ROW_BYTES (0: none) and SCALE_UNIT (1, 2, 4 or 16, which divides addresses and
 // strides of scales), IS_PLANNED, LOCAL, TOP_K (at most 32), K_LANES, MAX_TOKENS, ALIGNMENT,

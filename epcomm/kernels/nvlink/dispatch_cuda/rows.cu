@@ -6,7 +6,7 @@
 
 constexpr int PIECES = (ROW_BYTES + MAX_PIECE - 1) / MAX_PIECE;
 constexpr int PIECE = (ROW_BYTES / 16 + PIECES - 1) / PIECES * 16;
-// Pieces whose stores a copier does not wait for.
+// From the stage of a piece to the one that is filled again then: the last STORED pieces may be unread.
 constexpr int AHEAD = STAGES - STORED;
 
 struct Ring {
@@ -92,6 +92,7 @@ __device__ void push(const Arguments& a, const Ring& ring, int end, u64 buffer_a
                 }
             }
             if (lane == 0) {
+                // An empty group, too: they are counted as pieces are.
                 asm volatile("cp.async.bulk.commit_group;" ::: "memory");
                 asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(STORED) : "memory");
                 const int read = item - STORED;

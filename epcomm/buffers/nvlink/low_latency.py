@@ -20,13 +20,15 @@ from torch import Tensor
 from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
 from epcomm.buffers.faults import assume_all_need_grad
 from epcomm.buffers.nvlink.base import NVLinkHost
-from epcomm.buffers.nvlink.low_latency_masked import copy_to_experts, hand_out_masked
+from epcomm.buffers.nvlink.low_latency_masked import hand_out_masked, scale_reasons
 from epcomm.buffers.nvlink.low_latency_state import (
     LowLatencyKernels,
     NVLinkLowLatencyExchangePlan,
     ReceiveBuffer,
     kind_of,
+    scale_words,
 )
+from epcomm.buffers.nvlink.memory import as_words
 from epcomm.buffers.nvlink.sizes import (
     low_latency_layout,
     low_latency_regions,
@@ -49,6 +51,7 @@ from epcomm.types import (
     Layout,
     RowsPer,
     WireDtype,
+    WireTensor,
 )
 
 # An interpreter runs the programs of a grid one after another: more of them only cost time.
@@ -65,6 +68,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
     # A rank with at most so many tokens sends them in lines, see kernels/nvlink/common/lines.py:
     # twice the bytes, and no fence.
     line_tokens: ClassVar[int] = 8
+    returns_slots: ClassVar[bool] = True
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
@@ -90,8 +94,12 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
             reasons.append(f"serves at most {MAX_LINE_RANKS} ranks, not {world_size}")
         if spec.dispatch_format.dtype is WireDtype.INT8 and spec.dispatch_format.scale_block:
             reasons.append(f"INT8 rows have one scale, not {spec.dispatch_format}")
+        if spec.returns_slots and spec.top_k > MAX_LINE_RANKS:
+            reasons.append(f"returns at most {MAX_LINE_RANKS} slots a token, not {spec.top_k}")
         if cls.handed_layout is Layout.MASKED and spec.expert_alignment > 1:
             reasons.append("gives every expert the same capacity, so expert_alignment must be 1")
+        if cls.handed_layout is Layout.MASKED:
+            reasons += scale_reasons(spec)
         return tuple(reasons)
 
     @classmethod
@@ -143,7 +151,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         self._kernels = LowLatencyKernels.load()
         self._open_memory(self.layout_for(spec, self._world_size))
         num_slots = self._max_slots_of(spec, self._layout.num_rows)
-        self._kind = kind_of(spec.dispatch_format)
+        # Of rows that the kernels quantise, and of those that travel as they come.
+        self._kind, self._plain_kind = kind_of(spec.dispatch_format), kind_of(spec.hidden_format)
         self._line_tokens = self._layout.line_tokens
         self._receive_buffers = [
             ReceiveBuffer.of(self._blocks, number, rows, num_slots, spec.expert_alignment)
@@ -151,33 +160,37 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         ]
         if self.handed_layout is Layout.MASKED:
             for receive_buffer in self._receive_buffers:
-                hand_out_masked(receive_buffer, spec.num_local_experts)
+                hand_out_masked(receive_buffer, spec)
         self._no_rows = torch.zeros(
             1, spec.hidden_size, dtype=self._sum_dtype, device=self._block.device
         )
+        self._no_weights = torch.zeros(0, spec.top_k, device=self._block.device)
         if self._device.type == "cuda":
             self._warm_up()
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         receive_buffer = self._send(call)
-        return self._take(receive_buffer, receive_buffer.batch, call)
+        out = self._promise(receive_buffer, call)
+        self._receive(receive_buffer)
+        return out
 
     def dispatch_async(self, call: DispatchCall) -> Pending[Dispatched]:
         receive_buffer = self._send(call)
-        batch = receive_buffer.batch
+        batch, out = receive_buffer.batch, self._promise(receive_buffer, call)
 
         def receive() -> Dispatched:
             self._check_open()
             self._check_batch(receive_buffer, batch)
             self._follow()
-            return self._take(receive_buffer, batch, call)
+            self._receive(receive_buffer)
+            return out
 
-        return Pending(receive)
+        return Pending(receive, record=out)
 
     def _send(self, call: DispatchCall) -> ReceiveBuffer:
         """Begin a batch, and return the receive buffer that it takes."""
-        hidden_states, status = call.hidden_states, 0
-        assert hidden_states.shape[0] <= self._layout.max_tokens, "the dispatcher has checked T"
+        num_tokens, status = call.num_tokens, 0
+        assert num_tokens <= self._layout.max_tokens, "the dispatcher has checked T"
         self._begin_call()
         receive_buffer = self._receive_buffer_of(self._num_batches)
         if receive_buffer.unfinished is not None:
@@ -190,9 +203,13 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         if call.error is not None or call.flags is not BatchFlags.NONE:
             self._faults.note_own(call.error)
             status = pack_status(FaultCode.of(call.error), call.flags)
-        if self._plain_dtype is not None and hidden_states.dtype is not self._plain_dtype:
+        hidden_states, kind, scales = call.hidden_states, self._kind, None
+        if isinstance(hidden_states, WireTensor):
+            kind, scales = self._plain_kind, scale_words(hidden_states)
+            hidden_states = hidden_states.data if scales is None else as_words(hidden_states.data)
+        elif self._plain_dtype is not None and hidden_states.dtype is not self._plain_dtype:
             hidden_states = hidden_states.to(self._plain_dtype)
-        receive_buffer.num_tokens = num_tokens = hidden_states.shape[0]
+        receive_buffer.num_tokens = num_tokens
         receive_buffer.is_in_lines = 0 < self._line_tokens >= num_tokens
         kernels = self._kernels
         send = kernels.send_dispatch_lines if receive_buffer.is_in_lines else kernels.send_dispatch
@@ -200,18 +217,18 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
             receive_buffer.exchange,
             hidden_states if hidden_states.stride(-1) == 1 else hidden_states.contiguous(),
             call.topk_ids.contiguous(),
-            call.topk_weights.contiguous(),
+            None if self._spec.returns_slots else call.topk_weights.contiguous(),
             receive_buffer.is_sent,
             status=status,
-            kind=self._kind,
+            kind=kind,
             scale_block=self._scale_block,
             profile=self._profile or call.int8_profile.value,
+            scales=scales,
         )
         return receive_buffer
 
-    def _take(self, receive_buffer: ReceiveBuffer, batch: int, call: DispatchCall) -> Dispatched:
-        """Receive a batch."""
-        is_masked, num_rows = self.handed_layout is Layout.MASKED, self._layout.num_rows
+    def _receive(self, receive_buffer: ReceiveBuffer) -> None:
+        """Receive the batch of a receive buffer."""
         self._kernels.receive_dispatch(
             receive_buffer.exchange,
             receive_buffer.row_of_slot,
@@ -220,16 +237,20 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
             receive_buffer.index.num_tokens_per_expert,
             receive_buffer.index.first_slot,
             expert_alignment=self._spec.expert_alignment,
-            expert_capacity=num_rows if is_masked else 0,
+            slabs=receive_buffer.slabs,
         )
-        if is_masked:
-            copy_to_experts(receive_buffer)
+
+    def _promise(self, receive_buffer: ReceiveBuffer, call: DispatchCall) -> Dispatched:
+        """Return what _receive() will fill: memory of the receive buffer, the same at each turn."""
+        num_rows = self._layout.num_rows
+        if self.handed_layout is Layout.MASKED:
             num_rows *= self._spec.num_local_experts
         exchange_plan = NVLinkLowLatencyExchangePlan(
-            num_tokens=call.hidden_states.shape[0],
+            num_tokens=call.num_tokens,
             num_rows=num_rows,
             index=receive_buffer.index,
-            batch=batch,
+            batch=receive_buffer.batch,
+            sources=receive_buffer.sources,
         )
         return Dispatched(
             rows=receive_buffer.rows,
@@ -249,8 +270,15 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         row_scalars: Tensor | None = None,
     ) -> Combined:
         assert row_scalars is None, "without gradients there are none"
+        assert not self._spec.returns_slots, "combine_slots() brings slots home"
         receive_buffer = self._begin_combine(exchange_plan, rows_per)
-        y = self._send_sums(receive_buffer, rows, slot_weights, rows_per, exchange_plan.num_tokens)
+        y = self._send_results(
+            receive_buffer,
+            rows,
+            exchange_plan.num_tokens,
+            slot_weights=slot_weights,
+            rows_per=rows_per,
+        )
         return self._take_sums(receive_buffer, y)
 
     def combine_async(
@@ -261,8 +289,45 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
     ) -> Pending[Combined]:
+        assert not self._spec.returns_slots, "combine_slots_async() brings slots home"
         receive_buffer = self._begin_combine(exchange_plan, rows_per)
-        y = self._send_sums(receive_buffer, rows, slot_weights, rows_per, exchange_plan.num_tokens)
+        y = self._send_results(
+            receive_buffer,
+            rows,
+            exchange_plan.num_tokens,
+            slot_weights=slot_weights,
+            rows_per=rows_per,
+        )
+        return self._receive_later(receive_buffer, y, None)
+
+    def combine_slots(
+        self,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        topk_weights: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Combined:
+        receive_buffer = self._begin_combine(exchange_plan, RowsPer.SLOT)
+        y = self._send_results(receive_buffer, rows, exchange_plan.num_tokens, out=out)
+        return self._take_sums(receive_buffer, y, topk_weights.contiguous())
+
+    def combine_slots_async(
+        self,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        topk_weights: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Pending[Combined]:
+        receive_buffer = self._begin_combine(exchange_plan, RowsPer.SLOT)
+        y = self._send_results(receive_buffer, rows, exchange_plan.num_tokens, out=out)
+        return self._receive_later(receive_buffer, y, topk_weights.contiguous())
+
+    def _receive_later(
+        self, receive_buffer: ReceiveBuffer, y: Tensor, topk_weights: Tensor | None
+    ) -> Pending[Combined]:
+        """Return what receives the sums that other ranks have begun to send."""
         sent_on = torch.cuda.current_stream(y.device) if y.is_cuda else None
 
         # Done once: when it is waited for, or earlier if its receive buffer is needed.
@@ -271,7 +336,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
             if sent_on is not None and sent_on != (stream := torch.cuda.current_stream(y.device)):
                 y.record_stream(stream)
             self._follow()
-            return self._take_sums(receive_buffer, y)
+            return self._take_sums(receive_buffer, y, topk_weights)
 
         receive_buffer.unfinished = receive
 
@@ -282,7 +347,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
                 receive_buffer.unfinished = None
             return combined
 
-        return Pending(wait)
+        return Pending(wait, record=Combined(y=y, scalars=None))
 
     def _begin_combine(self, exchange_plan: ExchangePlan, rows_per: RowsPer) -> ReceiveBuffer:
         """Return the receive buffer of a batch that awaits its combine."""
@@ -295,39 +360,34 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         self._check_batch(receive_buffer, exchange_plan.batch)
         return receive_buffer
 
-    def _send_sums(
+    def _send_results(
         self,
         receive_buffer: ReceiveBuffer,
         rows: Tensor,
-        slot_weights: Tensor | None,
-        rows_per: RowsPer,
         num_tokens: int,
+        *,
+        out: Tensor | None = None,
+        slot_weights: Tensor | None = None,
+        rows_per: RowsPer = RowsPer.SLOT,
         code: FaultCode = FaultCode.NONE,
     ) -> Tensor:
-        """Send the sums, and return memory for the returned ones: [T, H], not written yet."""
+        """Send sums, or slots apart, and return memory for y: [T, H], not written yet."""
         # to() takes host time where there is nothing to do.
         rows = rows if rows.dtype is self._sum_dtype else rows.to(self._sum_dtype)
+        shape = (num_tokens, self._spec.hidden_size)
         # Not when it is received: its kernel does not wait for those behind this sender, whose
         # inputs, freed by then, could be the same memory.
-        y = rows.new_empty(num_tokens, self._spec.hidden_size)
-        self._kernels.send_combine(
-            receive_buffer.exchange,
-            rows if rows.stride(-1) == 1 else rows.contiguous(),
-            None if slot_weights is None else slot_weights.contiguous(),
-            receive_buffer.slots_of_row,
-            per_row=rows_per is RowsPer.ROW,
-            status=int(code),
-        )
-        receive_buffer.is_open = False
+        y = rows.new_empty(shape) if out is None else out
+        if out is not None:
+            is_fit = out.shape == shape and out.dtype is self._sum_dtype and out.is_contiguous()
+            assert is_fit, f"out is {list(out.shape)} {out.dtype}, expected {list(shape)}"
+        receive_buffer.send_results(self._kernels, rows, slot_weights, rows_per, code)
         return y
 
-    def _take_sums(self, receive_buffer: ReceiveBuffer, y: Tensor) -> Combined:
-        exchange, is_sent = receive_buffer.exchange, receive_buffer.is_sent
-        # As this rank sent, which its header told all ranks.
-        if receive_buffer.is_in_lines:
-            self._kernels.receive_combine_lines(exchange, y, is_sent, receive_buffer.num_tokens)
-        else:
-            self._kernels.receive_combine(exchange, y, is_sent)
+    def _take_sums(
+        self, receive_buffer: ReceiveBuffer, y: Tensor, topk_weights: Tensor | None = None
+    ) -> Combined:
+        receive_buffer.take_sums(self._kernels, y, topk_weights)
         return Combined(y=y, scalars=None)
 
     def refuse_combine(self, error: EPError) -> None:
@@ -358,8 +418,9 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         self._faults.note_own(error)
         receive_buffer = min(meant, key=lambda each: each.batch)
         code = FaultCode.of(error, in_combine=True)
-        y = self._send_sums(receive_buffer, self._no_rows, None, RowsPer.ROW, 0, code)
-        self._take_sums(receive_buffer, y)
+        y = self._send_results(receive_buffer, self._no_rows, 0, rows_per=RowsPer.ROW, code=code)
+        weights = self._no_weights if self._spec.returns_slots else None
+        self._take_sums(receive_buffer, y, weights)
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         raise NotImplementedError("low latency has no backward (caps.trainable)")
@@ -415,12 +476,17 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
             out = sent.wait()
             self._host_barrier()
             # No row has a slot, so one is as good as C of them.
-            combining = self.combine_async(
-                self._no_rows,
-                out.exchange_plan,
-                rows_per=RowsPer.SLOT,
-                slot_weights=out.slot_weights,
-            )
+            if self._spec.returns_slots:
+                combining = self.combine_slots_async(
+                    self._no_rows, out.exchange_plan, self._no_weights
+                )
+            else:
+                combining = self.combine_async(
+                    self._no_rows,
+                    out.exchange_plan,
+                    rows_per=RowsPer.SLOT,
+                    slot_weights=out.slot_weights,
+                )
             self._host_barrier()
             combining.wait()
             self._host_barrier()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,8 +12,13 @@ from torch import Tensor
 from epcomm.buffers.base import Combined
 from epcomm.kernels.nvlink.common.exchange import LowLatencyExchange, PeerBlocks
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
+from epcomm.protocol import FaultCode
 from epcomm.records import ExchangePlan, SlotIndex
-from epcomm.types import WireDtype, WireFormat, WireTensor
+from epcomm.types import RowsPer, WireDtype, WireFormat, WireTensor
+
+if TYPE_CHECKING:
+    # It imports Triton, and plans read this folder without it.
+    from epcomm.kernels.nvlink.ll_dispatch_recv import Slabs
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -20,12 +26,28 @@ class NVLinkLowLatencyExchangePlan(ExchangePlan):
     """The W * M received rows, of which rank s filled the first T from s * M on.
 
     batch: number of the dispatch; receive buffers are used in turn.
+    sources: where the slots came from, in the layout MASKED where slots come home apart.
     """
 
     num_tokens: int
     num_rows: int
     index: SlotIndex
     batch: int
+    sources: SlotSources | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SlotSources:
+    """Where the slots of each expert came from, on the device.
+
+    token_of_slot: [L, C / L], int32: the token, as its rank numbers it.
+    ranges: [L, W], int64: the slots from each rank, first << 32 | number, in the expert's own.
+
+    Lifetime: that of the rows.
+    """
+
+    token_of_slot: Tensor
+    ranges: Tensor
 
 
 @dataclass(kw_only=True, eq=False)
@@ -33,7 +55,9 @@ class ReceiveBuffer:
     """One receive buffer of this rank: the arguments of its kernels, and the batch that it holds.
 
     rows, index: what is handed out.   row_of_slot: [C], None where nobody asks.
-    slots_of_row: [W * M, K].   is_sent: [M, W], uint8, whether a rank got a token.
+    slots_of_row: [W * M, K].   is_sent: [M, W], uint8, whether a rank got a token; where slots come
+        home apart, [M, K], 1 + the rank that has a slot.   slot_weights: None there.
+    slabs: where rows of MASKED are copied to.   sources: of those slots that come home apart.
     batch: the last one dispatched, of T = num_tokens, in lines or in bulk, of which its header
         tells all ranks.   is_open: it awaits its combine.
     unfinished: receives the sums of a combine, once, however often it is called.
@@ -44,8 +68,10 @@ class ReceiveBuffer:
     row_of_slot: Tensor | None
     slots_of_row: Tensor
     index: SlotIndex
-    slot_weights: Tensor
+    slot_weights: Tensor | None
     is_sent: Tensor
+    slabs: Slabs | None = None
+    sources: SlotSources | None = None
     batch: int = -1
     num_tokens: int = 0
     is_in_lines: bool = False
@@ -82,11 +108,44 @@ class ReceiveBuffer:
             row_of_slot=row_of_slot,
             slots_of_row=slots_of_row,
             index=index,
-            slot_weights=torch.zeros(num_slots, device=device),
+            slot_weights=None if layout.returns_slots else torch.zeros(num_slots, device=device),
             is_sent=torch.zeros(
-                layout.max_tokens, layout.world_size, dtype=torch.uint8, device=device
+                layout.max_tokens, layout.parts_of_token, dtype=torch.uint8, device=device
             ),
         )
+
+    def send_results(
+        self,
+        kernels: LowLatencyKernels,
+        rows: Tensor,
+        slot_weights: Tensor | None,
+        rows_per: RowsPer,
+        code: FaultCode,
+    ) -> None:
+        """Begin the combine of the batch: send sums, or slots apart, or why this rank refuses."""
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        if self.exchange.peers.layout.returns_slots:
+            kernels.send_slots(self.exchange, rows, self.slots_of_row, status=int(code))
+        else:
+            kernels.send_combine(
+                self.exchange,
+                rows,
+                None if slot_weights is None else slot_weights.contiguous(),
+                self.slots_of_row,
+                per_row=rows_per is RowsPer.ROW,
+                status=int(code),
+            )
+        self.is_open = False
+
+    def take_sums(self, kernels: LowLatencyKernels, y: Tensor, topk_weights: Tensor | None) -> None:
+        """End the combine of the batch: y is written."""
+        # As this rank sent, which its header told all ranks.
+        if self.is_in_lines:
+            kernels.receive_combine_lines(
+                self.exchange, y, self.is_sent, self.num_tokens, topk_weights
+            )
+        else:
+            kernels.receive_combine(self.exchange, y, self.is_sent, topk_weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +160,18 @@ class LowLatencyKernels:
     receive_dispatch: Callable[..., None]
     release_buffer: Callable[..., None]
     send_combine: Callable[..., None]
+    send_slots: Callable[..., None]
     receive_combine: Callable[..., None]
     receive_combine_lines: Callable[..., None]
 
     @classmethod
     def load(cls) -> LowLatencyKernels:
-        from epcomm.kernels.nvlink import ll_combine, ll_dispatch_recv, ll_dispatch_send
+        from epcomm.kernels.nvlink import (
+            ll_combine,
+            ll_combine_slots,
+            ll_dispatch_recv,
+            ll_dispatch_send,
+        )
         from epcomm.kernels.nvlink.lines import combine_recv, dispatch_send
 
         return cls(
@@ -115,9 +180,17 @@ class LowLatencyKernels:
             receive_dispatch=ll_dispatch_recv.receive_dispatch,
             release_buffer=ll_dispatch_recv.release_buffer,
             send_combine=ll_combine.send_combine,
+            send_slots=ll_combine_slots.send_slots,
             receive_combine=ll_combine.receive_combine,
             receive_combine_lines=combine_recv.receive_combine_lines,
         )
+
+
+def scale_words(wire: WireTensor) -> Tensor | None:
+    """View the scales of a wire tensor, if any, as integers [T, n] of any strides."""
+    if wire.scales is None:
+        return None
+    return wire.scales.view(torch.uint8 if wire.scales.itemsize == 1 else torch.int32)
 
 
 def kind_of(wire: WireFormat) -> int:

@@ -9,10 +9,13 @@ Memory order: as in the senders, whose signals and lines it awaits. There is no 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.nvlink.common.dependent_launch import (
     await_previous,
     let_next_start,
@@ -44,6 +47,7 @@ from epcomm.kernels.nvlink.common.signals import (
 )
 from epcomm.kernels.nvlink.common.status import WAIT_DISPATCH, codes_of_one_mode, note_faults
 from epcomm.kernels.nvlink.lines.dispatch_unpack import UNPACKED_WORDS, unpack_rows
+from epcomm.kernels.nvlink.ll_dispatch_pack import pack_rows
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 
 # Pairs of a slot and an expert that a program compares at once: thirty-two a thread.
@@ -51,9 +55,32 @@ _COMPARISONS = 4096
 # Entries of received metadata that a program reads, at most: few, so that many programs share them.
 _PAIRS = 128
 _WARPS = 4
+# Rows that a program copies to slabs, at most: as many programs as can run then share them.
+_PACKED_ROWS = 2
+_WORD_BYTES = 4
+_SCALE_STRIDES = ("EXPERT_STRIDE", "SLOT_STRIDE", "WORD_STRIDE")
 
 _LINE_BYTES = tl.constexpr(LINE_BYTES)
 _SOURCES_AT = tl.constexpr(SOURCES_AT)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Slabs:
+    """Memory for the rows of each expert, in the layout MASKED; every expert has the slots W * M.
+
+    data: [C, words of a row], int32: rows as they came, with the gap between them.
+    scales: the words of their scales, int32, with scale_strides in words: from one expert to the
+        next, from slot to slot, from word to word; None where rows have none.
+    token_of_slot: [C], int32, written with the token of each slot, as its rank numbers it.
+    source_ranges: [L, W], int64, written with the slots of each expert from each rank,
+        first << 32 | number, where the first is counted from the expert's first. Both or neither.
+    """
+
+    data: Tensor
+    scales: Tensor | None
+    scale_strides: tuple[int, int, int]
+    token_of_slot: Tensor | None
+    source_ranges: Tensor | None
 
 
 @triton.jit
@@ -98,7 +125,11 @@ def _receive_dispatch_kernel(
     state_ptr: tl.tensor,
     row_of_slot_ptr: tl.tensor | None,
     slots_of_row_ptr: tl.tensor,
-    slot_weights_ptr: tl.tensor,
+    slot_weights_ptr: tl.tensor | None,
+    token_of_slot_ptr: tl.tensor | None,
+    source_ranges_ptr: tl.tensor | None,
+    packed_ptr: tl.tensor | None,
+    packed_scales_ptr: tl.tensor | None,
     counts_ptr: tl.tensor,
     first_slot_ptr: tl.tensor,
     faults_ptr: tl.tensor,
@@ -139,11 +170,17 @@ def _receive_dispatch_kernel(
     METADATA_BYTES: tl.constexpr,
     DATA_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
+    WORD_LANES: tl.constexpr,
+    SCALE_LANES: tl.constexpr,
+    EXPERT_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    WORD_STRIDE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Index ROWS rows of one source in each program, and every so many slots of padding.
 
-    The programs behind INDEXERS unpack rows that come in lines.
+    The programs behind INDEXERS unpack rows that come in lines. With `packed`, rows are copied to
+    their slots.
 
     W = 2, L = 2, counts 1 0 | 1 2 from ranks 0 and 1: expert 0 has the slots 0 and 1, expert 1 has
     2 and 3; the row of rank 1 at position 1 of expert 1 is slot 3.
@@ -157,6 +194,8 @@ def _receive_dispatch_kernel(
     if program >= INDEXERS:
         if unpack_rows(
             peers,
+            packed_ptr,
+            packed_scales_ptr,
             buffer_address,
             program - INDEXERS,
             tl.num_programs(0) - INDEXERS,
@@ -181,6 +220,12 @@ def _receive_dispatch_kernel(
             SCALES_AT,
             DATA_BYTES,
             SCALE_BYTES,
+            COUNT_LINES_AT,
+            L,
+            EXPERT_CAPACITY,
+            EXPERT_STRIDE,
+            SLOT_STRIDE,
+            WORD_STRIDE,
         ):
             _hand_out_nothing(state_ptr, counts_ptr, first_slot_ptr, L, L_LANES)
         if OVERLAPS:
@@ -220,9 +265,10 @@ def _receive_dispatch_kernel(
         if LINE_TOKENS > 0:
             experts = tl.load(row_lines_ptr, mask=is_line, other=0, volatile=True)
             positions = tl.load(row_lines_ptr + K_LANES, mask=is_line, other=0, volatile=True)
-            weights = tl.load(row_lines_ptr + 2 * K_LANES, mask=is_line, other=0, volatile=True)
             is_absent = (flag_of(experts) != epoch) | (flag_of(positions) != epoch)
-            is_absent |= flag_of(weights) != epoch
+            if slot_weights_ptr is not None:
+                weights = tl.load(row_lines_ptr + 2 * K_LANES, mask=is_line, other=0, volatile=True)
+                is_absent |= flag_of(weights) != epoch
             # Of any epoch, if it has not come: it is late then anyway.
             header = tl.sum(tl.where(is_own, word_of(headers), 0))
             is_absent &= is_line & ((header & 1) != 0) & (token < (header >> 1))
@@ -245,7 +291,10 @@ def _receive_dispatch_kernel(
     if LINE_TOKENS > 0:
         expert_lines = tl.load(row_lines_ptr, mask=is_line, other=0, volatile=True)
         position_lines = tl.load(row_lines_ptr + K_LANES, mask=is_line, other=0, volatile=True)
-        weight_lines = tl.load(row_lines_ptr + 2 * K_LANES, mask=is_line, other=0, volatile=True)
+        if slot_weights_ptr is not None:
+            weight_lines = tl.load(
+                row_lines_ptr + 2 * K_LANES, mask=is_line, other=0, volatile=True
+            )
     codes = codes_of_one_mode(status, is_source)
     has_failed = is_lost | (tl.max(codes) != 0)
     counts_of_source = tl.where(has_failed, 0, counts_of_source)
@@ -267,6 +316,14 @@ def _receive_dispatch_kernel(
         tl.store(state_ptr + _SOURCES_AT + source_lane, told, mask=source_lane < W)
         if is_lost == 0:
             note_faults(faults_ptr, codes, is_source, W_LANES)
+        if source_ranges_ptr is not None:
+            # The slots of an expert lie in the order of their sources.
+            ends_of_source = tl.cumsum(counts_of_source, axis=0)
+            ranges = (ends_of_source - counts_of_source).to(tl.int64) << 32
+            ranges |= counts_of_source.to(tl.int64)
+            ranges_ptr = source_ranges_ptr + expert[None, :] * W + source_lane[:, None]
+            is_range = (source_lane < W)[:, None] & (expert < L)[None, :]
+            tl.store(ranges_ptr, ranges, mask=is_range)
 
     header = tl.sum(tl.where(is_own, headers, 0))
     in_lines = (header & 1) != 0
@@ -286,20 +343,53 @@ def _receive_dispatch_kernel(
     )
     experts = tl.load(metadata_ptr, mask=in_bulk, other=-1)
     positions = tl.load(metadata_ptr + K_LANES, mask=in_bulk, other=0)
-    weight_bits = tl.load(metadata_ptr + 2 * K_LANES, mask=in_bulk, other=0)
+    weight_bits = positions
+    if slot_weights_ptr is not None:
+        weight_bits = tl.load(metadata_ptr + 2 * K_LANES, mask=in_bulk, other=0)
     if LINE_TOKENS > 0:
         is_there = is_pair & in_lines
         experts = tl.where(is_there, word_of(expert_lines), experts)
         positions = tl.where(is_there, word_of(position_lines), positions)
-        weight_bits = tl.where(is_there, word_of(weight_lines), weight_bits)
+        if slot_weights_ptr is not None:
+            weight_bits = tl.where(is_there, word_of(weight_lines), weight_bits)
     is_slot = experts >= 0
     is_expert = experts[:, None] == expert[None, :]
     slots = tl.sum(tl.where(is_expert, bases[None, :], 0), axis=1) + positions
     if row_of_slot_ptr is not None:
         tl.store(row_of_slot_ptr + slots, row, mask=is_slot)
-    tl.store(slot_weights_ptr + slots, weight_bits.to(tl.float32, bitcast=True), mask=is_slot)
+    if slot_weights_ptr is not None:
+        tl.store(slot_weights_ptr + slots, weight_bits.to(tl.float32, bitcast=True), mask=is_slot)
+    if token_of_slot_ptr is not None:
+        tl.store(token_of_slot_ptr + slots, token, mask=is_slot)
     tl.store(slots_of_row_ptr + row * K + k, tl.where(is_slot, slots, -1), mask=is_entry)
 
+    if packed_ptr is not None:
+        first = (program % PER_SOURCE) * ROWS
+        if (in_lines == 0) & (first < num_tokens):
+            rows_at = buffer_address + ARRIVED_ROWS_AT
+            if _await_signals_of(peers, rows_at, is_own, epoch, max_polls, W, W_LANES):
+                _hand_out_nothing(state_ptr, counts_ptr, first_slot_ptr, L, L_LANES)
+            else:
+                pack_rows(
+                    packed_ptr,
+                    packed_scales_ptr,
+                    slots_of_row_ptr,
+                    buffer_address,
+                    source * M + first,
+                    source * M + tl.minimum(first + ROWS, num_tokens),
+                    K,
+                    DATA_BYTES // 4,
+                    WORD_LANES,
+                    SCALE_WORDS,
+                    SCALE_LANES,
+                    EXPERT_CAPACITY,
+                    EXPERT_STRIDE,
+                    SLOT_STRIDE,
+                    WORD_STRIDE,
+                    DATA_AT,
+                    SCALES_AT,
+                    SCALE_BYTES,
+                )
     if row_of_slot_ptr is not None:
         # Slots that no row has.
         STRIPE: tl.constexpr = ROWS * K_LANES
@@ -347,29 +437,33 @@ def receive_dispatch(
     exchange: LowLatencyExchange,
     row_of_slot: Tensor | None,
     slots_of_row: Tensor,
-    slot_weights: Tensor,
+    slot_weights: Tensor | None,
     num_tokens_per_expert: Tensor,
     first_slot: Tensor,
     *,
     expert_alignment: int,
-    expert_capacity: int = 0,
+    slabs: Slabs | None = None,
 ) -> None:
     """Wait for the rows of all ranks and write the expert-major index over them.
 
     Args:
         exchange: the receive buffer.
         row_of_slot: [C], int32, or None where nobody asks.   slots_of_row: [W * M, K], int32.
-        slot_weights: [C], float32.
+        slot_weights: [C], float32, or None where slots come home apart.
         num_tokens_per_expert: [L], int32.   first_slot: [L + 1], int32.
         expert_alignment: each expert's slots start at a multiple of this.
-        expert_capacity: slots of each expert, used or not; 0: as many as it has, aligned.
+        slabs: where rows are copied to, each expert with one capacity; None: they stay where they
+            are.
 
     Collective: yes, after send_dispatch().   Allocates nothing.   Host sync: none.
     """
     capacity = 0 if row_of_slot is None else row_of_slot.shape[0]
-    key = ("receive rows", capacity, expert_alignment, expert_capacity)
+    key = ("receive rows", capacity, expert_alignment)
     layout = exchange.peers.layout
     rows = max(1, min(_PAIRS, _COMPARISONS // layout.local_lanes) // layout.metadata_words)
+    if slabs is not None:
+        rows = min(rows, _PACKED_ROWS)
+    strides = (0, 0, 0) if slabs is None else slabs.scale_strides
     indexers = layout.world_size * -(-layout.max_tokens // rows)
     launch = exchange.launches.get(key)
     if launch is None:
@@ -382,6 +476,10 @@ def receive_dispatch(
                 CHANGES,
                 CHANGES,
                 CHANGES,
+                slabs and slabs.token_of_slot,
+                slabs and slabs.source_ranges,
+                slabs and slabs.data,
+                slabs and slabs.scales,
                 CHANGES,
                 CHANGES,
                 peers.faults,
@@ -396,7 +494,7 @@ def receive_dispatch(
                 C=capacity,
                 **layout.expert_constants,
                 ALIGNMENT=expert_alignment,
-                EXPERT_CAPACITY=expert_capacity,
+                EXPERT_CAPACITY=0 if slabs is None else layout.num_rows,
                 ROWS=rows,
                 INDEXERS=indexers,
                 LINE_TOKENS=layout.line_tokens,
@@ -418,6 +516,9 @@ def receive_dispatch(
                 METADATA_BYTES=layout.metadata_bytes,
                 DATA_BYTES=layout.data_bytes,
                 SCALE_BYTES=layout.scale_bytes,
+                WORD_LANES=next_power_of_two(layout.data_bytes // _WORD_BYTES),
+                SCALE_LANES=next_power_of_two(max(1, layout.scale_words)),
+                **dict(zip(_SCALE_STRIDES, strides, strict=True)),
                 num_warps=_WARPS,
                 **overlapping(slots_of_row.device),
             ),

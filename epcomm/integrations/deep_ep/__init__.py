@@ -13,7 +13,18 @@ from epcomm.integrations.deep_ep import utils
 from epcomm.integrations.deep_ep.events import EventHandle, EventOverlap
 from epcomm.integrations.deep_ep.v1.buffer import Buffer
 from epcomm.integrations.deep_ep.v1.config import Config
+from epcomm.integrations.deep_ep.v2.buffer import ElasticBuffer
+from epcomm.integrations.deep_ep.v2.handle import EPHandle
 
 topk_idx_t = torch.int64
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t", "utils"]
+__all__ = [
+    "Buffer",
+    "Config",
+    "EPHandle",
+    "ElasticBuffer",
+    "EventHandle",
+    "EventOverlap",
+    "topk_idx_t",
+    "utils",
+]

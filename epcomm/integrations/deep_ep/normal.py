@@ -59,14 +59,30 @@ class RowWay:
     top_k: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of a dispatch.
+
+    expert_alignment: the slots of each expert start at a multiple of it.
+    max_tokens: M, where sizes are static and the host reads nothing; None: sizes are exact.
+    """
+
+    expert_alignment: int = 1
+    max_tokens: int | None = None
+
+
+EXACT = Sizes()
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Received:
     """The result of one dispatch.
 
     topk_ids: [R, K], int64, experts of this rank, -1 for those of others.
     topk_weights: [R, K], float32, 0 beside -1.
-    num_tokens_per_expert: [L], on the host.
-    index: the slots over the rows.
+    num_tokens_per_expert: [L], on the host; empty where sizes are static. Then rows whose ids are
+        all -1 are undefined, and lie anywhere among the others.
+    index, slot_weights: the slots over the rows, and the weight of each.
     """
 
     rows: Rows
@@ -74,6 +90,7 @@ class Received:
     topk_weights: Tensor
     num_tokens_per_expert: tuple[int, ...]
     index: SlotIndex
+    slot_weights: Tensor
     way: RowWay
 
     def tensors(self) -> list[Tensor | None]:
@@ -81,7 +98,9 @@ class Received:
         return [self.rows.x, self.rows.scales, self.topk_ids, self.topk_weights]
 
 
-def spec_of(rows: Rows, top_k: int, num_experts: int, num_ranks: int) -> BufferSpec:
+def spec_of(
+    rows: Rows, top_k: int, num_experts: int, num_ranks: int, sizes: Sizes = EXACT
+) -> BufferSpec:
     """Return the specification of the epcomm buffer that carries such rows."""
     hidden_size = rows.x.shape[1]
     if rows.scales is None:
@@ -94,6 +113,8 @@ def spec_of(rows: Rows, top_k: int, num_experts: int, num_ranks: int) -> BufferS
         num_local_experts=num_experts // num_ranks,
         dispatch_format=wire,
         hidden_format=hidden,
+        max_tokens_per_rank=sizes.max_tokens,
+        expert_alignment=sizes.expert_alignment,
     )
 
 
@@ -104,6 +125,7 @@ def dispatch_rows(
     topk_weights: Tensor,
     num_experts: int,
     *,
+    sizes: Sizes = EXACT,
     error: EPError | None = None,
 ) -> Received:
     """Send each token once to every rank that owns one of its experts.
@@ -114,14 +136,18 @@ def dispatch_rows(
         topk_ids: [T, K], int64, -1 for none.
         topk_weights: [T, K], float32.
         num_experts: E, equal on all ranks and a multiple of W.
-        error: why this rank takes part without rows, if it does; every rank raises.
+        sizes: exact, or static.
+        error: why this rank takes part without rows, if it does; every rank raises, or has NaN for
+            its sums where sizes are static.
 
-    Collective: yes.   Host sync: one.   Lifetime: the caller owns all tensors.
+    Collective: yes.   Host sync: one, none where sizes are static.
+    Lifetime: the caller owns all tensors.
     Raises:
         ShapeError: the call of some rank cannot be; on every rank.
     """
     top_k = topk_ids.shape[1]
-    buffer = ranks.open(Mode.NORMAL, spec_of(rows, top_k, num_experts, ranks.size))
+    spec = spec_of(rows, top_k, num_experts, ranks.size, sizes)
+    buffer = ranks.open(Mode.NORMAL, spec)
     call = DispatchCall(
         hidden_states=rows.x,
         topk_ids=topk_ids,
@@ -142,13 +168,14 @@ def dispatch_rows(
     assert out.slot_weights is not None, "weights travel in normal mode"
     ids, weights = _topk_of_rows(out.index, out.slot_weights)
     counts = out.index.host_num_tokens_per_expert
-    assert counts is not None, "sizes are exact"
+    assert counts is not None or sizes.max_tokens is not None, "sizes are exact"
     return Received(
         rows=_received_rows(out.rows, rows),
         topk_ids=ids,
         topk_weights=weights,
-        num_tokens_per_expert=counts,
+        num_tokens_per_expert=counts or (),
         index=out.index,
+        slot_weights=out.slot_weights,
         way=way,
     )
 

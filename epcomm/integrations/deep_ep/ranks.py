@@ -31,6 +31,8 @@ _CLASSES = {
     ("cpu", Mode.NORMAL): ("SharedMemoryBuffer", "CollectiveBuffer"),
     ("cpu", Mode.LOW_LATENCY): ("SharedMemoryBuffer", "CollectiveBuffer"),
 }
+# The same for normal mode with static sizes, of which the host reads nothing.
+_STATIC_CLASSES = {"cuda": ("NVLinkStaticBuffer",), "cpu": ("StaticCollectiveBuffer",)}
 
 
 class Ranks:
@@ -40,7 +42,7 @@ class Ranks:
         """Wrap the ranks, which may be a part of the world. Local; no rank is waited for."""
         self._group = EPGroup(ranks)
         self._opened: dict[tuple[Mode, BufferSpec], Buffer] = {}
-        self._classes: dict[Mode, str] = {}
+        self._classes: dict[tuple[str, ...], str] = {}
 
     @property
     def rank(self) -> int:
@@ -81,6 +83,8 @@ class Ranks:
     def open(self, mode: Mode, spec: BufferSpec) -> Buffer:
         """Return the epcomm buffer for rows of `spec`, opened if no call had its shape before.
 
+        In normal mode a limit of tokens asks for static sizes.
+
         Collective: for a shape that is new; all ranks come to new shapes in the same call.
         Host sync: for a shape that is new.
         Raises:
@@ -96,9 +100,12 @@ class Ranks:
                 f"deep_ep: a call of a new shape came while a graph is captured ({self.where}), "
                 "expected a shape that is open; run the call once before the capture"
             )
-        if mode not in self._classes:
-            self._classes[mode] = self._choose(mode)
-        buffer = self._group.open_buffer(self._classes[mode], spec)
+        names = _CLASSES.get((self.device.type, mode), ())
+        if mode is Mode.NORMAL and spec.max_tokens_per_rank is not None:
+            names = _STATIC_CLASSES.get(self.device.type, ())
+        if names not in self._classes:
+            self._classes[names] = self._choose(mode, names)
+        buffer = self._group.open_buffer(self._classes[names], spec)
         self._opened[mode, spec] = buffer
         return buffer
 
@@ -107,11 +114,10 @@ class Ranks:
         self._opened.clear()
         self._group.close()
 
-    def _choose(self, mode: Mode) -> str:
-        """Return the first class that every rank can have. Collective."""
+    def _choose(self, mode: Mode, names: tuple[str, ...]) -> str:
+        """Return the first class of `names` that every rank can have. Collective."""
         machine, transport = this_machine(), Transport.of(self._group)
         found: dict[str, str] = {"host": machine.host()}
-        names = _CLASSES.get((self.device.type, mode), ())
         for name in names:
             kind = buffer_class(name)
             reasons = [

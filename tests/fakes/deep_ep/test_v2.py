@@ -18,7 +18,7 @@ from epcomm.platforms.deep_ep import DeepEPKind, deep_ep_kind
 from fakes.deep_ep import install
 from fakes.deep_ep.limits import limits_off
 from fakes.deep_ep.v2 import ElasticBuffer, EPHandle, EventOverlap
-from tests.fakes.deep_ep.golden_v2 import (
+from tests.integrations.deep_ep.golden_v2 import (
     CASES,
     EXACT_FIELDS,
     EXACT_TENSORS,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fakes.deep_ep.v2 import EPHandle
+from epcomm.integrations.deep_ep import EPHandle
 
 CONTRACTS = Path(__file__).parents[2] / "contracts"
 SIGNATURES = CONTRACTS / "deep_ep_v2_signatures.json"

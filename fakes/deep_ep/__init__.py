@@ -19,7 +19,7 @@ NAME = "deep_ep"
 _MODULES = MappingProxyType(
     {
         "v1": "fakes.deep_ep.v1",
-        "v2": "fakes.deep_ep.v2",
+        "v2": "fakes.deep_ep.strict_v2",
         "ascend": "fakes.ascend.deep_ep",
     }
 )

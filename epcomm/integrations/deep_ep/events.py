@@ -5,7 +5,7 @@ On a CPU a call has ended when it returns, so its event has nothing to wait for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self
 
@@ -41,18 +41,44 @@ class EventOverlap:
     ) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
+        self.hook_after_wait: Callable[[], object] | None = None
+        self._releases_at_end = False
 
-    def current_stream_wait(self) -> None:
-        """Make the current stream wait for the event, which async_finish or capture() made."""
+    def current_stream_wait(self, release_handle: bool = False) -> object:
+        """Make the current stream wait for the event, which async_finish or capture() made.
+
+        release_handle: drop the event afterwards.
+
+        Returns: what the hook returned that was registered, if one was.
+        """
         assert self.event is not None, "there is an event after async_finish or capture() alone"
         self.event.current_stream_wait()
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        if release_handle:
+            self.event = None
+        return None if hook is None else hook()
+
+    def wait(self) -> object:
+        """Wait as current_stream_wait() does."""
+        return self.current_stream_wait()
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], object]) -> None:
+        """Call a function once, after the next wait."""
+        assert self.hook_after_wait is None, "a hook is already registered"
+        self.hook_after_wait = hook_after_wait
+
+    def __call__(self, release_handle: bool = False) -> Self:
+        """Say whether `with` drops the event at its end."""
+        self._releases_at_end = release_handle
+        return self
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        releases, self._releases_at_end = self._releases_at_end, False
         if self.event is not None:
-            self.event.current_stream_wait()
+            self.current_stream_wait(release_handle=releases)
 
 
 class AsyncCall:

@@ -21,18 +21,6 @@ def fill_with_poison(tensor: Tensor) -> None:
         tensor.fill_(int.from_bytes(bytes([GARBAGE_BYTE] * tensor.element_size())))
 
 
-def poisoned(
-    shape: Sequence[int], dtype: torch.dtype, *, stride: Sequence[int] | None = None
-) -> Tensor:
-    """Return a new tensor of poison, row-major unless strides are given."""
-    if stride is None:
-        tensor = torch.empty(*shape, dtype=dtype)
-    else:
-        tensor = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
-    fill_with_poison(tensor)
-    return tensor
-
-
 def garbage_integers(
     shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator
 ) -> Tensor:
@@ -40,6 +28,7 @@ def garbage_integers(
 
     Recorded garbage shows both, so that a filter by range must not pass for a count.
     """
-    tensor = poisoned(shape, dtype)
+    tensor = torch.empty(tuple(shape), dtype=dtype)
+    fill_with_poison(tensor)
     looks_valid = torch.rand(tuple(shape), generator=generator) < 0.5
     return tensor.masked_fill_(looks_valid, 0)

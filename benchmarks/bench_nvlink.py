@@ -170,7 +170,7 @@ def _budget(options: low_latency.Options, world_size: int) -> int:
 def normal_calls(work: NormalWork, wire: WireName) -> dict[str, Call]:
     """Return the calls of normal mode that are timed, by name."""
     if wire is WireName.FP8:
-        x = work.call.hidden_states
+        x = work.call.unquantized
         return {
             "dispatch_fp8": work.dispatch,
             # A cached dispatch moves codes alone: its rows have no scales.
@@ -198,7 +198,7 @@ def low_latency_calls(work: low_latency.Work, pairs: int) -> dict[str, Call]:
 
 def nccl_calls(call: DispatchCall, experts: Experts) -> dict[str, Call]:
     """NCCL with the routing known already: gathers, exchanges and sums."""
-    x, group_size = call.hidden_states, experts.world_size
+    x, group_size = call.unquantized, experts.world_size
     batch = dispatch_expert_rows(x, call.topk_ids, call.topk_weights, experts)
     order = call.topk_ids.flatten().argsort(stable=True) // call.topk_ids.shape[1]
     rows, results = torch.empty_like(batch.rows), torch.randn_like(batch.rows)

@@ -273,7 +273,7 @@ class Work:
 
     def pairs(self, count: int) -> Tensor:
         """Run `count` dispatches and combines, each on the y of the pair before."""
-        y = self.call.hidden_states
+        y = self.call.unquantized
         for _ in range(count):
             y = self.combine(self.dispatch(y))
         return y

@@ -3,7 +3,7 @@
     python -m benchmarks.readme_table README.md docs/performance.md
 
 replaces what stands between `<!-- benchmark:NAME -->` and `<!-- /benchmark -->` by a table made
-from benchmarks/results/NAME.json; `NAME/tokens` takes only the table by tokens of NVLink buffers.
+from benchmarks/results/NAME.json.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from epcomm.planning.measurements import BENCHMARK
 RESULTS = Path(__file__).parent / "results"
 
 _MARKED = re.compile(
-    r"(?P<start><!-- benchmark:(?P<name>[\w-]+)(?P<part>/tokens)? -->\n).*?"
+    r"(?P<start><!-- benchmark:(?P<name>[\w-]+) -->\n).*?"
     r"(?P<end><!-- /benchmark -->)",
     re.DOTALL,
 )
@@ -177,18 +177,18 @@ def fill(text: str, results: Path = RESULTS) -> str:
 
     def table(match: re.Match[str]) -> str:
         text = (results / f"{match['name']}.json").read_text("utf-8")
-        rendered = _render_kind(text, is_by_tokens=match["part"] is not None)
+        rendered = _render_kind(text)
         return f"{match['start']}{rendered}{match['end']}"
 
     return _MARKED.sub(table, text)
 
 
-def _render_kind(text: str, *, is_by_tokens: bool) -> str:
+def _render_kind(text: str) -> str:
     """Render a result by the name of its benchmark; each kind has another record."""
     result = json.loads(text)
     kind = result["benchmark"]
     if kind == "nvlink":
-        return render_nvlink(result, is_by_tokens=is_by_tokens)
+        return render_nvlink(result)
     if kind == "beside":
         return render_beside(result)
     if kind == "eager":
@@ -248,11 +248,8 @@ def render_gemm(result: GemmResult) -> str:
     return "\n".join([*lines, "", caption, ""])
 
 
-def render_nvlink(result: NVLinkResult, *, is_by_tokens: bool = False) -> str:
-    """Two tables: by tokens, a column for each way; by SMs, what crosses NVLink.
-
-    is_by_tokens: the first alone.
-    """
+def render_nvlink(result: NVLinkResult) -> str:
+    """Two tables: by tokens, a column for each way; by SMs, what crosses NVLink."""
     lines = [
         _row("tokens a rank", *_WAYS),
         _row(*["---:"] * (1 + len(_WAYS))),
@@ -262,15 +259,13 @@ def render_nvlink(result: NVLinkResult, *, is_by_tokens: bool = False) -> str:
         sums = [[us[part] for part in parts if part in us] for parts in _WAYS.values()]
         cells = [f"{sum(found):.0f}" if found else "" for found in sums]
         lines.append(_row(str(finding["tokens"]), *cells))
-    if not is_by_tokens:
-        lines += ["", *_by_sms(result["by_sms"])]
+    lines += ["", *_by_sms(result["by_sms"])]
     sizes, hardware = result["configuration"], result["hardware"]
-    rates = "" if is_by_tokens else f"; remote bytes alone, at {sizes['sms_tokens']} tokens"
     caption = (
         f"{sizes['ranks']} ranks on {hardware['accelerator']}, H = {sizes['hidden']}, top-"
         f"{sizes['top_k']} of {sizes['experts']}, torch {result['versions']['torch']}, "
         f"{_commit(result['versions'])}; medians in us of captured graphs on the slowest "
-        f"rank{rates}: `{result['command']}`"
+        f"rank; remote bytes alone, at {sizes['sms_tokens']} tokens: `{result['command']}`"
     )
     return "\n".join([*lines, "", caption, ""])
 

@@ -264,6 +264,11 @@ class WireTensor:
             check_packing("WireTensor", self.format, self.scale_layout)
 
 
+def data_of(rows: Tensor | WireTensor) -> Tensor:
+    """Return the elements of rows, whether they have scales or not."""
+    return rows.data if isinstance(rows, WireTensor) else rows
+
+
 class Layout(StrEnum):
     """The form in which received tokens are presented to the experts."""
 

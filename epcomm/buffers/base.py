@@ -16,7 +16,7 @@ from epcomm.config import Mode
 from epcomm.errors import EPError
 from epcomm.platforms.machine import Machine
 from epcomm.protocol import BatchFlags
-from epcomm.quantization import quantize
+from epcomm.quantization import quantize, row_major
 from epcomm.records import ExchangePlan, Pending, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import (
@@ -24,6 +24,7 @@ from epcomm.types import (
     RowsPer,
     WireFormat,
     WireTensor,
+    data_of,
 )
 
 
@@ -39,8 +40,11 @@ class RowQuantizer(Protocol):
 class DispatchCall:
     """One rank's part of a dispatch.
 
-    hidden_states: [T, H], unquantised.   topk_ids: [T, K], int64.   topk_weights: [T, K], float32;
-        beside float64 rows this and all that is float32 below is float64.
+    hidden_states: [T, H], unquantised, or a WireTensor of rows that are quantised already, in the
+        dispatch format of the buffer, with scales of any layout and strides: those travel as they
+        are. Where Backend.takes_wire_tensors is not set, and with gradients, they do not.
+    topk_ids: [T, K], int64.   topk_weights: [T, K], float32; beside float64 rows this and all that
+        is float32 below is float64.
     expert_names: of the tensors of the experts whose bits `flags` has, in their order.
     error: why this rank takes part with T = 0, if it does.
     quantize: brings hidden states to a format, into the memory of a message where a buffer can.
@@ -48,7 +52,7 @@ class DispatchCall:
     dispatcher: number of the dispatcher that calls, see CallOrder.add_dispatcher(); 0 for none.
     """
 
-    hidden_states: Tensor
+    hidden_states: Tensor | WireTensor
     topk_ids: Tensor
     topk_weights: Tensor
     flags: BatchFlags
@@ -58,13 +62,32 @@ class DispatchCall:
     int8_profile: Int8Profile = Int8Profile.RINT127
     dispatcher: int = 0
 
+    @property
+    def num_tokens(self) -> int:
+        """Return T."""
+        return data_of(self.hidden_states).shape[0]
+
+    @property
+    def unquantized(self) -> Tensor:
+        """Return the hidden states, which must be no WireTensor."""
+        assert isinstance(self.hidden_states, Tensor), "this call was to be quantised here"
+        return self.hidden_states
+
     def wire_tensor(self, wire_format: WireFormat) -> WireTensor:
         """Return the hidden states as they travel. Lifetime: may share memory with them."""
-        return self.quantize(self.hidden_states, wire_format)
+        if isinstance(self.hidden_states, Tensor):
+            return self.quantize(self.hidden_states, wire_format)
+        return row_major(self.hidden_states)
 
     def write(self, out: WireTensor) -> None:
         """Write the hidden states as they travel into `out`, whose rows may have any stride."""
-        self.quantize(self.hidden_states, out.format, out=out)
+        if isinstance(self.hidden_states, Tensor):
+            self.quantize(self.hidden_states, out.format, out=out)
+            return
+        wire = row_major(self.hidden_states)
+        out.data.copy_(wire.data)
+        if out.scales is not None and wire.scales is not None:
+            out.scales.copy_(wire.scales)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,6 +129,7 @@ class Backend(ABC):
     needs_nvlink: GPUs of its ranks write one another's memory, with atomics.
     needs_process_group: it serves groups of torch.distributed alone.
     serves_replicated: for tokens that all ranks share, and for no others.
+    takes_wire_tensors: rows may be quantised before they come, see DispatchCall.hidden_states.
     """
 
     needs_one_host: ClassVar[bool] = False
@@ -113,6 +137,7 @@ class Backend(ABC):
     needs_nvlink: ClassVar[bool] = False
     needs_process_group: ClassVar[bool] = False
     serves_replicated: ClassVar[bool] = False
+    takes_wire_tensors: ClassVar[bool] = True
 
     name: ClassVar[str]
     modes: ClassVar[frozenset[Mode]]

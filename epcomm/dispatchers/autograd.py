@@ -91,12 +91,12 @@ class _Combine(torch.autograd.Function):
 
 
 def dispatch_rows(
-    buffer: Buffer, x: Tensor, topk_weights: Tensor, call: DispatchCall
+    buffer: Buffer, x: Tensor | WireTensor, topk_weights: Tensor, call: DispatchCall
 ) -> Dispatched:
     """Dispatch with gradients for x and topk_weights.
 
     Args:
-        x: [T, H], what call.hidden_states was made from.
+        x: [T, H], what call.hidden_states was made from; codes where the call has no flags.
         topk_weights: [T, K], call.topk_weights with its history.
         call: the call; its tensors carry no history.
 
@@ -104,6 +104,7 @@ def dispatch_rows(
     """
     if call.flags == BatchFlags.NONE:
         return buffer.dispatch(call)
+    assert isinstance(x, Tensor), "codes have no gradient, so their calls have no flags"
     out = operators.dispatch(buffer, call)
     if not out.any_flags & BatchFlags.INPUTS_NEED_GRAD:
         return out

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from epcomm.records import CombineInput, DispatchOutput, Pending, TopKOutput
+from epcomm.types import WireTensor
 
 DispatchT = TypeVar("DispatchT", bound=DispatchOutput)
 CombineT = TypeVar("CombineT", bound=CombineInput)
@@ -26,13 +27,20 @@ class Dispatcher(ABC, Generic[DispatchT, CombineT]):
 
     @abstractmethod
     def dispatch(
-        self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: NeedGrad = False
+        self,
+        hidden_states: Tensor | WireTensor,
+        topk: TopKOutput,
+        *,
+        experts_need_grad: NeedGrad = False,
     ) -> DispatchT:
         """Send each token to the ranks that own its experts.
 
         Args:
             hidden_states: [T, H], the dtype given at construction, or another floating one, which
-                is cast and which y comes back in; T <= M, T = 0 is legal.
+                is cast and which y comes back in; T <= M, T = 0 is legal. Or rows that are
+                quantised already, in the dispatch format of the plan, with scales of any layout and
+                strides: they travel as they are, have no gradients, and y comes back in the dtype
+                given at construction.
             topk: topk_ids [T, K], int64, physical expert ids, -1 for none; topk_weights [T, K],
                 float32, or another floating dtype, which is cast.
             experts_need_grad: this rank's expert weights will receive gradients, so combine runs
@@ -44,8 +52,8 @@ class Dispatcher(ABC, Generic[DispatchT, CombineT]):
         Raises:
             ShapeError: a tensor of some rank does not fit; on every rank, before rows are sent.
             CapacityError: T > M on some rank; on every rank.
-            ConfigError: some ranks need gradients while others run under torch.no_grad(), or for
-                other expert weights than others.
+            ConfigError: some ranks need gradients while others run under torch.no_grad() or give
+                rows that are quantised already, or for other expert weights than others.
             HandleError: the dispatcher is closed.
             EPTimeout: other ranks did not come in time; the group is lost, close() returns.
         A static buffer tells the first three only through check().
@@ -68,7 +76,11 @@ class Dispatcher(ABC, Generic[DispatchT, CombineT]):
         """
 
     def dispatch_async(
-        self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: NeedGrad = False
+        self,
+        hidden_states: Tensor | WireTensor,
+        topk: TopKOutput,
+        *,
+        experts_need_grad: NeedGrad = False,
     ) -> Pending[DispatchT]:
         """Begin a dispatch; `wait()` completes it and makes its autograd node.
 

@@ -27,7 +27,7 @@ class Batch:
     """
 
     call: DispatchCall
-    hidden_states: Tensor
+    hidden_states: Tensor | WireTensor
     topk_weights: Tensor
     num_tokens: int
     dtype: torch.dtype

@@ -10,6 +10,7 @@ from torch import Tensor
 from epcomm.dispatchers.base import NeedGrad
 from epcomm.errors import CapacityError, EPError, HandleError, ShapeError
 from epcomm.ops.precision import FLOAT_DTYPES
+from epcomm.quantization.scale_layout import SCALES_PER_WORD
 from epcomm.records import (
     CombineInput,
     ExchangePlan,
@@ -19,7 +20,7 @@ from epcomm.records import (
     TopKOutput,
 )
 from epcomm.spec import BufferSpec
-from epcomm.types import Layout, RowsPer
+from epcomm.types import ROW_MAJOR, Layout, RowsPer, WireFormat, WireTensor, data_of
 
 
 def is_plain(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
@@ -64,7 +65,7 @@ def is_plain_call(
 
 
 def find_call_error(
-    hidden_states: Tensor,
+    hidden_states: Tensor | WireTensor,
     topk: TopKOutput,
     spec: BufferSpec,
     dtype: torch.dtype,
@@ -75,7 +76,8 @@ def find_call_error(
 ) -> EPError | None:
     """Return the first fault of a dispatch call, from shapes and dtypes alone: no host sync.
 
-    A floating dtype serves where another is expected: the caller casts.
+    A floating dtype serves where another is expected: the caller casts. Rows that are quantised
+    already must have the dispatch format of the buffer.
 
     where: `rank 3 of 8`, for the message.
     backend_limit: BufferCaps.max_tokens_per_rank.
@@ -87,7 +89,8 @@ def find_call_error(
         )
     num_tokens = num_tokens_of(hidden_states)
     # Of a tensor of other dimensions, the first is no T to expect.
-    is_flat = isinstance(hidden_states, Tensor) and hidden_states.dim() == 2
+    data = data_of(hidden_states)
+    is_flat = isinstance(data, Tensor) and data.dim() == 2
     tokens, pair = [num_tokens if is_flat else "T", spec.hidden_size], [num_tokens, spec.top_k]
     expected = (
         ("hidden_states", hidden_states, tokens, dtype),
@@ -95,7 +98,10 @@ def find_call_error(
         ("topk_weights", topk.topk_weights, pair, torch.float32),
     )
     for name, tensor, shape, wanted in expected:
-        fault = _mismatch(name, tensor, shape, wanted, device)
+        if isinstance(tensor, WireTensor):
+            fault = _wire_mismatch(tensor, shape, spec.dispatch_format, device)
+        else:
+            fault = _mismatch(name, tensor, shape, wanted, device)
         if fault is not None:
             return ShapeError(f"dispatch: {fault[0]} ({where}); {fault[1]}")
     limit = spec.max_tokens_per_rank
@@ -169,7 +175,9 @@ def find_combine_error(
     return None if fault is None else ShapeError(f"combine: {fault[0]} ({where}); {fault[1]}")
 
 
-def needs_gradients(hidden_states: Tensor, topk: TopKOutput, experts_need_grad: NeedGrad) -> bool:
+def needs_gradients(
+    hidden_states: Tensor | WireTensor, topk: TopKOutput, experts_need_grad: NeedGrad
+) -> bool:
     """Tell whether a call asks for gradients in grad mode; its faults are found elsewhere."""
     if isinstance(experts_need_grad, Mapping):
         experts_need_grad = any(experts_need_grad.values())
@@ -208,8 +216,9 @@ def _rows_expected(combine_input: CombineInput, spec: BufferSpec) -> list[int]:
     ]
 
 
-def num_tokens_of(hidden_states: Tensor) -> int:
+def num_tokens_of(hidden_states: Tensor | WireTensor) -> int:
     """Return T, or 0 for what has no rows."""
+    hidden_states = data_of(hidden_states)
     is_plain = isinstance(hidden_states, Tensor) and _unusual(hidden_states) is None
     return hidden_states.shape[0] if is_plain and hidden_states.dim() > 0 else 0
 
@@ -233,7 +242,7 @@ def _unusual(tensor: Tensor) -> tuple[str, str] | None:
 
 def _mismatch(
     name: str,
-    tensor: Tensor,
+    tensor: Tensor | None,
     shape: Sequence[int | str],
     dtype: torch.dtype,
     device: torch.device,
@@ -261,6 +270,41 @@ def _mismatch(
             f"call {name}.to({str(device)!r})",
         )
     return None
+
+
+def _wire_mismatch(
+    wire: WireTensor, shape: Sequence[int | str], wanted: WireFormat, device: torch.device
+) -> tuple[str, str] | None:
+    """Say what is wrong with rows that are quantised already, as _mismatch() does."""
+    if wire.format != wanted:
+        return (
+            f"hidden_states are {_format_text(wire.format)}, expected {_format_text(wanted)}",
+            "quantise them to the dispatch format of the plan, or give them unquantised",
+        )
+    layout = wire.scale_layout or ROW_MAJOR
+    parts: list[tuple[str, Tensor | None, Sequence[int | str], torch.dtype]] = [
+        ("data", wire.data, shape, wanted.dtype.torch_dtype)
+    ]
+    if wanted.scale_dtype is not None:
+        assert isinstance(shape[1], int), "H is known"
+        num_scales = wanted.num_scales(shape[1])
+        if layout.packed:
+            num_scales = -(-num_scales // SCALES_PER_WORD)
+        dtype = torch.int32 if layout.packed else wanted.scale_dtype
+        parts.append(("scales", wire.scales, [shape[0], num_scales], dtype))
+    for name, tensor, size, dtype in parts:
+        name = f"hidden_states.{name}"
+        fault = _mismatch(name, tensor, size, dtype, device)
+        if fault is None and tensor is not None and tensor.dtype is not dtype:
+            fault = f"{name} is {tensor.dtype}, expected {dtype}", "give what the format says"
+        if fault is not None:
+            return fault
+    return None
+
+
+def _format_text(wire_format: WireFormat) -> str:
+    dtype = wire_format.scale_dtype
+    return f"{wire_format}" if dtype is None else f"{wire_format} with scales of {dtype}"
 
 
 def _shape_text(shape: Sequence[int | str]) -> str:

@@ -27,7 +27,7 @@ from epcomm.dispatchers.checks import (
     open_exchange_plan_of,
     unready_error,
 )
-from epcomm.errors import ConfigError, EPError, EPTimeout, HandleError
+from epcomm.errors import ConfigError, EPError, EPTimeout, HandleError, ShapeError
 from epcomm.group import EPGroup
 from epcomm.ops.precision import cast_results, cast_topk, in_dtype
 from epcomm.planning.plan import plan
@@ -45,7 +45,7 @@ from epcomm.records import (
     empty_topk,
 )
 from epcomm.spec import MoESpec
-from epcomm.types import Layout
+from epcomm.types import Layout, WireTensor, data_of
 
 # Flags of which any makes all ranks run the backward of a batch.
 _NEEDS_BACKWARD = ~int(BatchFlags.GRAD_ENABLED)
@@ -100,13 +100,17 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
 
     @ranged("dispatch", is_traced=False)
     def dispatch(
-        self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: NeedGrad = False
+        self,
+        hidden_states: Tensor | WireTensor,
+        topk: TopKOutput,
+        *,
+        experts_need_grad: NeedGrad = False,
     ) -> DispatchT:
         return self._dispatch(hidden_states, topk, experts_need_grad)
 
     def _dispatch(
         self,
-        hidden_states: Tensor,
+        hidden_states: Tensor | WireTensor,
         topk: TopKOutput,
         experts_need_grad: NeedGrad,
         refusal: EPError | None = None,
@@ -115,7 +119,11 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self._check_group_open("dispatch")
         number = self._calls.next_batch
         try:
-            if refusal is None and self._is_plain(hidden_states, topk):
+            if (
+                refusal is None
+                and isinstance(hidden_states, Tensor)
+                and self._is_plain(hidden_states, topk)
+            ):
                 out = self._buffer.dispatch(self._plain_call(hidden_states, topk))
                 self._num_calls += 1
                 num_tokens = hidden_states.shape[0]
@@ -156,7 +164,11 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
 
     @ranged("dispatch_begin", is_traced=False)
     def dispatch_async(
-        self, hidden_states: Tensor, topk: TopKOutput, *, experts_need_grad: NeedGrad = False
+        self,
+        hidden_states: Tensor | WireTensor,
+        topk: TopKOutput,
+        *,
+        experts_need_grad: NeedGrad = False,
     ) -> Pending[DispatchT]:
         if not self.plan.caps.has_receive_hook:
             return super().dispatch_async(hidden_states, topk, experts_need_grad=experts_need_grad)
@@ -184,27 +196,33 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
 
     def _prepare(
         self,
-        hidden_states: Tensor,
+        hidden_states: Tensor | WireTensor,
         topk: TopKOutput,
         experts_need_grad: NeedGrad,
         refusal: EPError | None = None,
     ) -> Batch:
         """Check a call and cast its tensors; a bad one becomes a batch without tokens."""
         refusal = refusal or self._find_refusal(hidden_states, topk, experts_need_grad)
-        error = refusal or find_call_error(
-            hidden_states,
-            topk,
-            self._spec,
-            self._dtype,
-            self._group.device,
-            self._where,
-            backend_limit=self.plan.caps.max_tokens_per_rank,
+        error = (
+            refusal
+            or self._find_wire_error(hidden_states)
+            or find_call_error(
+                hidden_states,
+                topk,
+                self._spec,
+                self._dtype,
+                self._group.device,
+                self._where,
+                backend_limit=self.plan.caps.max_tokens_per_rank,
+            )
         )
-        num_tokens = num_tokens_of(hidden_states) if error else hidden_states.shape[0]
+        num_tokens = num_tokens_of(hidden_states) if error else data_of(hidden_states).shape[0]
         if error is not None:
             # Take part with no tokens, so that the others hear of the fault instead of waiting.
             hidden_states, topk = self._nothing()
-        dtype, hidden_states = hidden_states.dtype, in_dtype(hidden_states, self._dtype)
+        dtype = self._dtype
+        if isinstance(hidden_states, Tensor):
+            dtype, hidden_states = hidden_states.dtype, in_dtype(hidden_states, self._dtype)
         topk = cast_topk(topk, self._dtype)
         return Batch(
             call=self._make_call(hidden_states, topk, experts_need_grad, error),
@@ -365,20 +383,35 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         )
 
     def _find_refusal(
-        self, hidden_states: Tensor, topk: TopKOutput, experts_need_grad: NeedGrad
+        self, hidden_states: Tensor | WireTensor, topk: TopKOutput, experts_need_grad: NeedGrad
     ) -> EPError | None:
         """Return the error of a call that this dispatcher cannot serve, or None."""
         if self._is_closed:
             return self._closed_error("dispatch")
-        if self.plan.caps.trainable or not torch.is_grad_enabled():
+        is_wire = isinstance(hidden_states, WireTensor)
+        if not torch.is_grad_enabled() or (self.plan.caps.trainable and not is_wire):
             return None
         if not needs_gradients(hidden_states, topk, experts_need_grad):
             return None
+        if is_wire:
+            return ConfigError(
+                "dispatch: hidden_states are quantised already and have no gradients, but some are "
+                f"needed ({self._where}); give them unquantised, or use torch.no_grad()"
+            )
         what = "low latency" if self.mode is Mode.LOW_LATENCY else self.plan.backend
         other = "mode normal" if self.mode is Mode.LOW_LATENCY else "another backend"
         return ConfigError(
             f"dispatch: {what} has no gradients, but some are needed ({self._where}); "
             f"use {other}, or torch.no_grad()"
+        )
+
+    def _find_wire_error(self, hidden_states: Tensor | WireTensor) -> EPError | None:
+        """Return the error of rows quantised already where the buffer quantises, or None."""
+        if self._buffer.takes_wire_tensors or not isinstance(hidden_states, WireTensor):
+            return None
+        return ShapeError(
+            "dispatch: hidden_states are a WireTensor, expected a tensor, for kernels of "
+            f"{self.plan.backend} quantise ({self._where}); give them unquantised"
         )
 
     def _refuse_combine(self, error: EPError, exchange_plan: ExchangePlan | None) -> NoReturn:
@@ -399,20 +432,21 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
 
     def _make_call(
         self,
-        hidden_states: Tensor,
+        hidden_states: Tensor | WireTensor,
         topk: TopKOutput,
         experts_need_grad: NeedGrad,
         error: EPError | None,
     ) -> DispatchCall:
         flags, expert_names = BatchFlags.NONE, ()
+        is_tensor = isinstance(hidden_states, Tensor)
         # Without gradients the mode does not matter, and may differ between ranks.
-        if torch.is_grad_enabled() and self.plan.caps.trainable:
+        if is_tensor and torch.is_grad_enabled() and self.plan.caps.trainable:
             inputs_need_grad = hidden_states.requires_grad or topk.topk_weights.requires_grad
             flags = flags_of(inputs_need_grad, experts_need_grad)
             if isinstance(experts_need_grad, Mapping):
                 expert_names = tuple(experts_need_grad)
         return DispatchCall(
-            hidden_states=hidden_states.detach(),
+            hidden_states=hidden_states.detach() if is_tensor else hidden_states,
             topk_ids=topk.topk_ids,
             topk_weights=topk.topk_weights.detach(),
             flags=flags,

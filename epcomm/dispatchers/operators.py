@@ -82,7 +82,7 @@ def dispatch(buffer: Buffer, call: DispatchCall) -> Dispatched:
         return buffer.dispatch(call)
     held = _DispatchOn(buffer=buffer, call=call)
     rows, scales, slot_weights, number = torch.ops.epcomm.dispatch.default(
-        call.hidden_states, call.topk_ids, call.topk_weights, _number_of(held)
+        call.unquantized, call.topk_ids, call.topk_weights, _number_of(held)
     )
     exchange_plan = _numbered[int(number)]
     assert isinstance(exchange_plan, ExchangePlan), "the operator returned the number of one"

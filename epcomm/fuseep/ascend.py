@@ -169,12 +169,12 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
         has_failed = self._record(call, fault, fault * 0, self._max_slots)
         is_empty = has_no_expert(ids)
         ids, weights = fill_masked_entries(ids, call.topk_weights, self._num_experts)
-        chunks = list(self._chunks(call.hidden_states, ids, weights))
+        chunks = list(self._chunks(call.unquantized, ids, weights))
         outputs = [self._call_operator(chunk, experts) for chunk in chunks]
         counts = torch.stack([counts for _, counts in outputs]).sum(0).to(torch.int32)
         self._count(chunks, counts)
         parts = [y for (y, _), chunk in zip(outputs, chunks, strict=True) if not chunk.is_dummy]
-        y = torch.cat(parts) if parts else call.hidden_states
+        y = torch.cat(parts) if parts else call.unquantized
         y = y.masked_fill(is_empty, 0.0)
         most = len(chunks) * max_received_rows(self._spec, self._world_size)
         return FuseEPResult(

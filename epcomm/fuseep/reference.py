@@ -89,7 +89,7 @@ class FuseEPReference(FusedBackend[Int8ChannelWeights]):
             results.float(), out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
         )
         return FuseEPResult(
-            y=combined.y.to(call.hidden_states.dtype),
+            y=combined.y.to(call.unquantized.dtype),
             num_tokens_per_expert=out.index.num_tokens_per_expert,
             num_slots=sum(counts),
             num_rows=out.exchange_plan.num_rows,

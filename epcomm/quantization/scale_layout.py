@@ -8,6 +8,8 @@ row; missing scales are 0. Both together: first packed, then column-major.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,24 @@ def restore_scales(scales: Tensor, layout: ScaleLayout, num_scales: int) -> Tens
     """Undo arrange_scales(); num_scales is S, the scales of a row."""
     rows = from_column_major(scales) if layout.column_major else scales
     return unpack_scales(rows, num_scales) if layout.packed else rows
+
+
+def row_major(wire: WireTensor) -> WireTensor:
+    """Return a wire tensor as it travels: rows of adjacent elements and of unpacked scales.
+
+    Lifetime: shares its memory with `wire` as far as both lie so already.   Host sync: none.
+    """
+    data, scales, layout = wire.data, wire.scales, wire.scale_layout
+    if data.stride(-1) != 1:
+        data = data.clone(memory_format=torch.contiguous_format)
+    if scales is None:
+        return wire if data is wire.data else replace(wire, data=data)
+    if scales.stride(-1) != 1:
+        scales = from_column_major(scales)
+    if layout is not None and layout.packed:
+        num_scales = wire.format.num_scales(data.shape[-1])
+        scales = scales.view(torch.float8_e8m0fnu)[..., :num_scales]
+    return replace(wire, data=data, scales=scales, scale_layout=None)
 
 
 def to_column_major(scales: Tensor, alignment: int) -> Tensor:

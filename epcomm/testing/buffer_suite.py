@@ -22,7 +22,7 @@ from epcomm.errors import CapacityError, EPError, HandleError, ShapeError
 from epcomm.group import EPGroup
 from epcomm.ops.masked_entries import fill_masked_entries
 from epcomm.protocol import BatchFlags
-from epcomm.quantization import dequantize, quantize
+from epcomm.quantization import arrange_scales, dequantize, quantize
 from epcomm.registry import buffer_class
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.testing.data import (
@@ -48,6 +48,7 @@ from epcomm.testing.slot_oracle import (
 from epcomm.types import (
     Layout,
     RowsPer,
+    ScaleLayout,
     WireFormat,
     WireTensor,
     align_up,
@@ -231,6 +232,46 @@ def check_batch(env: BufferEnv, spec: BatchSpec, expert_alignment: int = 1) -> N
         check_combine(env, buffer, out, batches, spec)
         if env.caps.trainable:
             check_cached_dispatch(env, buffer, out, batches, slots)
+
+
+def check_wire_tensors(env: BufferEnv, spec: BatchSpec) -> None:
+    """Dispatch rows that are quantised already: each row, its scales and the sums must be theirs.
+
+    Ranks differ in how rows and scales lie: apart, or scales by column, packed if they can be. The
+    last rank lets the buffer quantise.
+    """
+    spec, rank = env.adapted(spec), env.group.rank
+    buffer, batches = env.open(spec), env.batches(spec)
+    for turn in range(2):
+        call = make_call(env, batches[rank], spec)
+        if rank + turn < env.group.world_size:
+            sent = env.sent(batches[rank], spec)
+            call = replace(call, hidden_states=_lying_apart(sent, by_column=(rank + turn) % 2 == 0))
+        with poisoned_memory() if env.poisons else nullcontext():
+            out = buffer.dispatch(call)
+            check_slots(env, out, batches, spec, 1)
+            check_combine(env, buffer, out, batches, spec, once=True)
+
+
+def _lying_apart(wire: WireTensor, *, by_column: bool) -> WireTensor:
+    """Copy rows into wider ones; their scales by column, packed if powers of two, or likewise."""
+    scales, layout = wire.scales, None
+    if scales is not None:
+        is_byte = scales.itemsize == 1
+        layout = ScaleLayout(column_major=True, alignment=4, packed=is_byte) if by_column else None
+        scales = arrange_scales(scales, layout) if layout else _in_wider_rows(scales)
+    return replace(wire, data=_in_wider_rows(wire.data), scales=scales, scale_layout=layout)
+
+
+def _in_wider_rows(rows: Tensor) -> Tensor:
+    """Copy rows [N, n] into the first n of n + 3 columns; the rest is NaN in every format."""
+    num_rows, width = rows.shape
+    memory = torch.full(
+        (num_rows, (width + 3) * rows.itemsize), 0xFF, dtype=torch.uint8, device=rows.device
+    )
+    wider = memory.view(rows.dtype)[:, :width]
+    wider.copy_(rows)
+    return wider
 
 
 def make_call(

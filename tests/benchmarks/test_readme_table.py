@@ -117,14 +117,13 @@ def test_experts_become_a_table() -> None:
     assert "on A GPU, torch 2.13; 1024 rows read the matrices at 88%" in caption
 
 
-def test_the_table_by_tokens_stands_alone() -> None:
+def test_nvlink_becomes_two_tables() -> None:
     result = json.loads((RESULTS / "h200_dispatch_combine_x4.json").read_text("utf-8"))
-    short, whole = render_nvlink(result, is_by_tokens=True), render_nvlink(result)
-    assert whole.startswith(short.partition("\n\n")[0])
-    assert "| SMs |" in whole
-    assert "SMs" not in short
-    assert "medians in us of captured graphs on the slowest rank: `" in short
-    assert ", epcomm 12f0152fb78c with changes; medians" in short
+    by_tokens, by_sms, caption = render_nvlink(result).split("\n\n")
+    assert by_tokens.startswith("| tokens a rank |")
+    assert by_sms.startswith("| SMs |")
+    assert "on the slowest rank; remote bytes alone, at 4096 tokens: `" in caption
+    assert ", epcomm 12f0152fb78c with changes; medians" in caption
 
 
 def test_every_result_can_be_shown() -> None:

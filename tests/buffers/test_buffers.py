@@ -145,3 +145,11 @@ def test_quantized_rows_keep_the_contract(scenario: str, case: str, wire: str) -
 def test_rows_of_several_blocks_arrive_bit_equal(case: str, wire: str) -> None:
     with EPGroup() as group:
         buffer_suite.check_batch(quantized_env(group, case, wire), BLOCKS)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wire", QUANTIZED)
+@pytest.mark.parametrize("case", CASES)
+def test_rows_that_are_quantised_already_travel_as_they_are(case: str, wire: str) -> None:
+    with EPGroup() as group:
+        buffer_suite.check_wire_tensors(quantized_env(group, case, wire), BLOCKS)

@@ -22,7 +22,8 @@ from epcomm import (
     TopKOutput,
 )
 from epcomm.dispatchers import dispatcher as of_rows
-from epcomm.types import RowsPer
+from epcomm.quantization import FP8_FLOAT32_SCALES, quantize
+from epcomm.types import RowsPer, WireFormat, WireTensor
 from tests.cases.playing import SPEC, E, OwnError, Play, fail, identity
 
 WRONG_TENSOR = "a tensor of wrong shape, dtype or device on rank 1"
@@ -136,6 +137,16 @@ X_FAULTS = [
     ),
     Bad(id="x complex", call=with_x(lambda x: x.to(torch.complex64)), own="is torch.complex64, e"),
     Bad(id="x quantised", call=with_x(quantised), own="hidden_states is torch.quint8, expected"),
+    Bad(
+        id="x quantised to another format than that on the wire",
+        call=with_x(lambda x: quantize(x, FP8_FLOAT32_SCALES)),
+        own="hidden_states are fp8_e4m3/128 with scales of torch.float32, expected fp32 (rank 1 of",
+    ),
+    Bad(
+        id="x quantised without elements",
+        call=with_x(lambda x: WireTensor(data=x[:, :8], format=WireFormat.of(x.dtype))),
+        own="hidden_states.data is [3, 8], expected [3, 16] (rank 1 of 2)",
+    ),
     Bad(
         id="x sparse",
         call=with_x(Tensor.to_sparse),

@@ -1,11 +1,12 @@
-"""A rank between GPUs that are joined by NVLink, one of which is killed in the middle of a loop.
+"""A rank between GPUs that are joined by NVLink, one of which is killed or stopped in a loop.
 
     scripts/launch_multi_rank.sh 4 ... would end all ranks when one dies; so, on a host with 4 GPUs:
 
     python -m tests.failures.nvlink_rank --ranks 4
 
-It starts its ranks itself and prints what each survivor heard, and when. It needs GPUs and is no
-test of the suite; that on CPU ranks, whose kernels are interpreted, is in tests/kernels.
+It starts its ranks itself and prints what each survivor heard, and when; then the survivors exclude
+the lost rank and go on. It needs GPUs and is no test of the suite; that on CPU ranks, whose kernels
+are interpreted, is in tests/kernels and test_excluded_ranks.py.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from epcomm import (
     DeepEPLowLatencyDispatcher,
@@ -28,38 +30,60 @@ from epcomm import (
     EPGroup,
     EPTimeout,
     MoESpec,
+    RowsDispatchOutput,
     TopKOutput,
 )
 from epcomm.ops.pack import pack
+from epcomm.testing.oracle import relative_error
 
-MODES = {"normal": DeepEPNormalDispatcher, "low_latency": DeepEPLowLatencyDispatcher}
+Dispatcher = DeepEPNormalDispatcher | DeepEPLowLatencyDispatcher
+# Dispatcher and tokens of a rank; few tokens of low latency travel in lines, others in bulk.
+MODES: dict[str, tuple[type[Dispatcher], int]] = {
+    "normal": (DeepEPNormalDispatcher, 64),
+    "bulk": (DeepEPLowLatencyDispatcher, 64),
+    "lines": (DeepEPLowLatencyDispatcher, 4),
+}
+SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 LOST_ROUND = 200
+ROUNDS_AFTER = 50
 TIMEOUT_S = 5.0
-NUM_TOKENS, HIDDEN, TOP_K = 64, 2048, 4
+HIDDEN, TOP_K, LOCAL_EXPERTS = 2048, 4, 4
 # Seconds from the end of a wait until its message.
 NAMING_LIMIT_S = 1.0
 # Seconds for one mode: kernels are compiled first.
 LIMIT_S = 240
+# Each rank's sum is rounded, and the sum of those.
+TOLERANCE = 2 * torch.finfo(torch.bfloat16).eps
 
 
 def lost_rank(num_ranks: int) -> int:
-    """Return the rank that is killed: not rank 0, with which the store lives."""
+    """Return the rank that is lost: not rank 0, with which the store lives."""
     return num_ranks // 2
 
 
-def run_rank(mode: str) -> int:
-    """Loop until the lost rank is named; 0 if that was in time."""
+def exchange(dispatcher: Dispatcher, x: Tensor, topk: TopKOutput) -> Tensor:
+    """Dispatch to experts that return what they receive, and combine."""
+    out = dispatcher.dispatch(x, topk)
+    assert isinstance(out, RowsDispatchOutput)
+    y = dispatcher.combine(out.combine_input(pack(out.hidden_states.data, out.index)))
+    dispatcher.check()
+    return y
+
+
+def run_rank(mode: str, loss: str) -> int:
+    """Loop until the lost rank is named, and go on without it; 0 if both went well."""
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     lost = lost_rank(num_ranks)
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", device_id=device)
     group = EPGroup()
-    spec = MoESpec(hidden_size=HIDDEN, num_experts=4 * num_ranks, top_k=TOP_K)
-    config = EPConfig(backend="nvlink", timeout_s=TIMEOUT_S, max_tokens_per_rank=NUM_TOKENS)
-    dispatcher = MODES[mode](group, spec, config)
-    x = torch.randn(NUM_TOKENS, HIDDEN, device=device, dtype=torch.bfloat16)
-    ids = torch.rand(NUM_TOKENS, spec.num_experts, device=device).topk(TOP_K).indices
+    kind, num_tokens = MODES[mode]
+    spec = MoESpec(hidden_size=HIDDEN, num_experts=LOCAL_EXPERTS * num_ranks, top_k=TOP_K)
+    config = EPConfig(backend="nvlink", timeout_s=TIMEOUT_S, max_tokens_per_rank=num_tokens)
+    dispatcher = kind(group, spec, config)
+    x = torch.randn(num_tokens, HIDDEN, device=device, dtype=torch.bfloat16)
+    ids = torch.rand(num_tokens, spec.num_experts, device=device).topk(TOP_K).indices
     topk = TopKOutput(topk_ids=ids, topk_weights=torch.full_like(ids, 1, dtype=torch.float32))
     last_s = time.monotonic()
     try:
@@ -67,49 +91,69 @@ def run_rank(mode: str) -> int:
             for number in range(100 * LOST_ROUND):
                 if rank == lost and number == LOST_ROUND:
                     torch.cuda.synchronize()
-                    os.kill(os.getpid(), signal.SIGKILL)
-                out = dispatcher.dispatch(x, topk)
-                y = dispatcher.combine(out.combine_input(pack(out.hidden_states.data, out.index)))
-                assert y.shape == x.shape
-                dispatcher.check()
+                    os.kill(os.getpid(), SIGNALS[loss])
+                exchange(dispatcher, x, topk)
                 last_s = time.monotonic()
     except EPTimeout as error:
         waited_s = time.monotonic() - last_s
-        print(f"{mode}, rank {rank}, {waited_s:.2f} s: {error}", flush=True)
+        print(f"{mode}, {loss}, rank {rank}, {waited_s:.2f} s: {error}", flush=True)
         is_named = f"rank {lost} did not arrive" in str(error)
         is_in_time = waited_s <= TIMEOUT_S + NAMING_LIMIT_S
-        # Others may be about to hear of it from this rank's memory and store.
-        time.sleep(2 * NAMING_LIMIT_S)
+        # Another survivor's own wait may end a little later: exclude_ranks() waits for it.
+        is_well = go_on(group, dispatcher, x, topk, lost)
         # Not by the interpreter: NCCL would wait for the rank that is gone.
-        os._exit(0 if is_named and is_in_time else 1)
+        os._exit(0 if is_named and is_in_time and is_well else 1)
     return 1
 
 
+def go_on(group: EPGroup, dispatcher: Dispatcher, x: Tensor, topk: TopKOutput, lost: int) -> bool:
+    """Exclude the lost rank and exchange on; whether every sum lacks its experts and no other."""
+    group.exclude_ranks([lost])
+    num_left = (topk.topk_ids // LOCAL_EXPERTS != lost).sum(dim=1, keepdim=True)
+    worst = 0.0
+    with torch.no_grad():
+        for _ in range(ROUNDS_AFTER):
+            y = exchange(dispatcher, x, topk)
+            worst = max(worst, relative_error(y, x.double() * num_left))
+    print(f"rank {group.rank} went on without rank {lost}: error {worst:.2e}", flush=True)
+    return worst <= TOLERANCE
+
+
+def run_case(mode: str, loss: str, num_ranks: int) -> bool:
+    """Start the ranks of one case and lose one; whether every other rank did as it should."""
+    lost = lost_rank(num_ranks)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    program = [sys.executable, "-m", "tests.failures.nvlink_rank", "--case", mode, loss]
+    ranks = [
+        subprocess.Popen(
+            program,
+            env=os.environ | places | {"RANK": str(rank), "WORLD_SIZE": str(num_ranks)},
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        codes = [each.wait(LIMIT_S) for rank, each in enumerate(ranks) if rank != lost]
+    finally:
+        for each in ranks:
+            each.kill()
+    print(f"{mode}, {loss}: exit codes of the others {codes}", flush=True)
+    return not any(codes)
+
+
 def main() -> int:
-    """Start the ranks of each mode; 0 if every survivor named the lost rank in time."""
+    """Run each case; 0 if every survivor named the lost rank in time and went on."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rank-of", choices=MODES, help="used by the program itself")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--case", nargs=2, help="used by the program itself")
     arguments = parser.parse_args()
-    if arguments.rank_of:
-        return run_rank(arguments.rank_of)
-    faults = 0
-    for mode in MODES:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-        places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.failures.nvlink_rank", "--rank-of", mode],
-                env=os.environ | places | {"RANK": str(rank), "WORLD_SIZE": str(arguments.ranks)},
-            )
-            for rank in range(arguments.ranks)
-        ]
-        codes = [process.wait(LIMIT_S) for process in ranks]
-        print(f"{mode}: exit codes {codes}", flush=True)
-        lost = lost_rank(arguments.ranks)
-        faults += codes != [-signal.SIGKILL if r == lost else 0 for r in range(len(codes))]
-    return 1 if faults else 0
+    if arguments.case:
+        return run_rank(*arguments.case)
+    cases = [(mode, loss) for mode in arguments.modes for loss in SIGNALS]
+    faults = [case for case in cases if not run_case(*case, arguments.ranks)]
+    return len(faults)
 
 
 if __name__ == "__main__":

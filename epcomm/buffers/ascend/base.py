@@ -97,7 +97,7 @@ class AscendBuffer(AscendCalls, VendorCalls):
         if ids.shape[0] == 0:
             return self._dummy(call)
         ids, weights = fill_masked_entries(ids, call.topk_weights, self._num_experts)
-        rows = call.hidden_states.contiguous()
+        rows = call.unquantized.contiguous()
         return replace(call, hidden_states=rows, topk_ids=ids, topk_weights=weights)
 
     def _dummy(self, call: DispatchCall) -> DispatchCall:
@@ -110,7 +110,7 @@ class AscendBuffer(AscendCalls, VendorCalls):
         experts = torch.arange(first, first + top_k, device=device) % self._num_experts
         return replace(
             call,
-            hidden_states=call.hidden_states.new_ones(1, self._spec.hidden_size),
+            hidden_states=call.unquantized.new_ones(1, self._spec.hidden_size),
             topk_ids=experts.unsqueeze(0),
             topk_weights=torch.zeros(1, top_k, device=device),
         )

@@ -44,6 +44,8 @@ class AscendCalls:
 
     name: ClassVar[str]
     mode: ClassVar[Mode]
+    # Kernels of the package quantise.
+    takes_wire_tensors: ClassVar[bool] = False
     calls: ClassVar[Mapping[str, Sequence[str]]]
     # The package writes one slot for each (token, expert) pair.
     needs_distinct_ids: ClassVar[bool] = True

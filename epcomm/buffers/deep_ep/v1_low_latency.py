@@ -97,6 +97,8 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
 
     name: ClassVar[str] = "deep_ep_v1"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
+    # The kernel quantises.
+    takes_wire_tensors: ClassVar[bool] = False
 
     @classmethod
     def probe(cls, machine: Machine) -> Availability:
@@ -193,7 +195,7 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
         is_power_of_two = self._spec.dispatch_format.scale_dtype == torch.float8_e8m0fnu
         self._last_sent.run()
         received, counts, handle, _, receive = self._buffer.low_latency_dispatch(
-            call.hidden_states.contiguous(),
+            call.unquantized.contiguous(),
             ids,
             self._max_tokens,
             self._num_experts,

@@ -26,7 +26,9 @@ from epcomm.buffers.nvlink.low_latency_state import (
     NVLinkLowLatencyExchangePlan,
     ReceiveBuffer,
     kind_of,
+    scale_words,
 )
+from epcomm.buffers.nvlink.memory import as_words
 from epcomm.buffers.nvlink.sizes import (
     low_latency_layout,
     low_latency_regions,
@@ -49,6 +51,7 @@ from epcomm.types import (
     Layout,
     RowsPer,
     WireDtype,
+    WireTensor,
 )
 
 # An interpreter runs the programs of a grid one after another: more of them only cost time.
@@ -143,7 +146,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         self._kernels = LowLatencyKernels.load()
         self._open_memory(self.layout_for(spec, self._world_size))
         num_slots = self._max_slots_of(spec, self._layout.num_rows)
-        self._kind = kind_of(spec.dispatch_format)
+        # Of rows that the kernels quantise, and of those that travel as they come.
+        self._kind, self._plain_kind = kind_of(spec.dispatch_format), kind_of(spec.hidden_format)
         self._line_tokens = self._layout.line_tokens
         self._receive_buffers = [
             ReceiveBuffer.of(self._blocks, number, rows, num_slots, spec.expert_alignment)
@@ -176,8 +180,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
 
     def _send(self, call: DispatchCall) -> ReceiveBuffer:
         """Begin a batch, and return the receive buffer that it takes."""
-        hidden_states, status = call.hidden_states, 0
-        assert hidden_states.shape[0] <= self._layout.max_tokens, "the dispatcher has checked T"
+        num_tokens, status = call.num_tokens, 0
+        assert num_tokens <= self._layout.max_tokens, "the dispatcher has checked T"
         self._begin_call()
         receive_buffer = self._receive_buffer_of(self._num_batches)
         if receive_buffer.unfinished is not None:
@@ -190,9 +194,13 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         if call.error is not None or call.flags is not BatchFlags.NONE:
             self._faults.note_own(call.error)
             status = pack_status(FaultCode.of(call.error), call.flags)
-        if self._plain_dtype is not None and hidden_states.dtype is not self._plain_dtype:
+        hidden_states, kind, scales = call.hidden_states, self._kind, None
+        if isinstance(hidden_states, WireTensor):
+            kind, scales = self._plain_kind, scale_words(hidden_states)
+            hidden_states = hidden_states.data if scales is None else as_words(hidden_states.data)
+        elif self._plain_dtype is not None and hidden_states.dtype is not self._plain_dtype:
             hidden_states = hidden_states.to(self._plain_dtype)
-        receive_buffer.num_tokens = num_tokens = hidden_states.shape[0]
+        receive_buffer.num_tokens = num_tokens
         receive_buffer.is_in_lines = 0 < self._line_tokens >= num_tokens
         kernels = self._kernels
         send = kernels.send_dispatch_lines if receive_buffer.is_in_lines else kernels.send_dispatch
@@ -203,9 +211,10 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
             call.topk_weights.contiguous(),
             receive_buffer.is_sent,
             status=status,
-            kind=self._kind,
+            kind=kind,
             scale_block=self._scale_block,
             profile=self._profile or call.int8_profile.value,
+            scales=scales,
         )
         return receive_buffer
 
@@ -226,7 +235,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
             copy_to_experts(receive_buffer)
             num_rows *= self._spec.num_local_experts
         exchange_plan = NVLinkLowLatencyExchangePlan(
-            num_tokens=call.hidden_states.shape[0],
+            num_tokens=call.num_tokens,
             num_rows=num_rows,
             index=receive_buffer.index,
             batch=batch,

@@ -120,6 +120,13 @@ class LowLatencyKernels:
         )
 
 
+def scale_words(wire: WireTensor) -> Tensor | None:
+    """View the scales of a wire tensor, if any, as integers [T, n] of any strides."""
+    if wire.scales is None:
+        return None
+    return wire.scales.view(torch.uint8 if wire.scales.itemsize == 1 else torch.int32)
+
+
 def kind_of(wire: WireFormat) -> int:
     """Return the kind of a wire format, as the sending kernel takes it."""
     from epcomm.kernels.nvlink import ll_dispatch_send

@@ -133,7 +133,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
             self._warm_up()
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
-        num_tokens = call.hidden_states.shape[0]
+        num_tokens = call.num_tokens
         self._begin_call()
         if self.is_static:
             assert num_tokens <= self._layout.max_tokens, "the dispatcher has checked T"
@@ -314,7 +314,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
             num_rows, num_slots, per_expert, is_dense=is_dense
         )
         exchange_plan = NVLinkNormalExchangePlan(
-            num_tokens=call.hidden_states.shape[0],
+            num_tokens=call.num_tokens,
             num_rows=num_rows,
             index=index,
             sends=sends,
@@ -455,14 +455,14 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
             out = self.dispatch(replace(call, flags=flags))
             self._host_barrier()
             num_slots = 0 if out.index.row_of_slot is None else out.index.row_of_slot.shape[0]
-            rows = call.hidden_states.new_zeros(num_slots, spec.hidden_size)
+            rows = call.unquantized.new_zeros(num_slots, spec.hidden_size)
             self.combine(
                 rows, out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
             )
             self._host_barrier()
             self.combine(rows, out.exchange_plan, rows_per=RowsPer.SLOT)
             self._host_barrier()
-        backward = self.cached_dispatch(call.hidden_states, out.exchange_plan)
+        backward = self.cached_dispatch(call.unquantized, out.exchange_plan)
         self._host_barrier()
         scalars = torch.zeros(backward.shape[0], spec.top_k, device=self._device)
         self.combine(backward, out.exchange_plan, rows_per=RowsPer.ROW, row_scalars=scalars)

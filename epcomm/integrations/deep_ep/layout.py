@@ -38,7 +38,7 @@ def layout_of(topk_ids: Tensor, num_experts: int, num_ranks: int) -> Layout:
     ranks = torch.where(is_expert, experts // max(num_experts // num_ranks, 1), num_ranks)
     is_in_rank = torch.zeros(num_tokens, num_ranks + 1, dtype=torch.bool, device=device)
     is_in_rank.scatter_(1, ranks.clamp(max=num_ranks), True)
-    is_in_rank = is_in_rank[:, :num_ranks].contiguous()
+    is_in_rank = is_in_rank[:, :num_ranks].clone(memory_format=torch.contiguous_format)
     return Layout(
         tokens_per_rank=is_in_rank.sum(0, dtype=torch.int32),
         tokens_per_expert=per_expert[:num_experts],

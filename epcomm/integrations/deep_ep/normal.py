@@ -186,7 +186,7 @@ def send_along(way: RowWay, rows: Rows) -> Rows:
     Collective: yes.   Host sync: none.   Lifetime: the caller owns the result.
     """
     if rows.scales is None:
-        return Rows(x=send_columns(way, rows.x))
+        return Rows(x=_dense(send_columns(way, rows.x)))
     # Side by side as bytes: a cached dispatch carries one tensor.
     x, scales = rows.x.view(torch.uint8), rows.scales.contiguous().view(torch.uint8)
     received = send_columns(way, torch.cat([x, scales], dim=1))
@@ -216,7 +216,15 @@ def return_rows(
         rows_per=RowsPer.ROW,
         row_scalars=None if topk_weights is None else topk_weights[: way.num_rows],
     )
-    return combined.y, combined.scalars
+    scalars = combined.scalars
+    return _dense(combined.y), None if scalars is None else _dense(scalars)
+
+
+def _dense(rows: Tensor) -> Tensor:
+    """Return rows [N, C] with strides (C, 1), which one row or column may lack and not show."""
+    if rows.stride() == (rows.shape[1], 1):
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 def _quantized_format(rows: Rows, hidden_size: int) -> WireFormat:
@@ -254,10 +262,10 @@ def _quantizer_of(rows: Rows) -> RowQuantizer:
 
 def _received_rows(wire: WireTensor, sent: Rows) -> Rows:
     """Return what arrived with rows one behind the other, as a caller expects them."""
-    data = wire.data.contiguous()
+    data = _dense(wire.data)
     if sent.scales is None or wire.scales is None:
         return Rows(x=data)
-    return Rows(x=data, scales=wire.scales.contiguous().view(sent.scales.dtype))
+    return Rows(x=data, scales=_dense(wire.scales).view(sent.scales.dtype))
 
 
 def _topk_of_rows(index: SlotIndex, slot_weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,16 +7,20 @@ T: buffers without a limit of tokens grow through the header that all ranks read
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
+from torch import Tensor
 
-from epcomm.buffers.base import Buffer
+from epcomm.buffers.base import Buffer, DispatchCall
+from epcomm.collectives.call_order import CallKind, CallSign
 from epcomm.config import Mode
-from epcomm.errors import BackendUnavailable, HandleError
+from epcomm.errors import BackendUnavailable, EPError, HandleError
 from epcomm.group import EPGroup
 from epcomm.planning.ranks import Transport
 from epcomm.platforms.machine import this_machine
+from epcomm.protocol import BatchFlags, FaultCode
 from epcomm.registry import buffer_class
 from epcomm.spec import BufferSpec
 
@@ -43,6 +47,8 @@ class Ranks:
         self._group = EPGroup(ranks)
         self._opened: dict[tuple[Mode, BufferSpec], Buffer] = {}
         self._classes: dict[tuple[str, ...], str] = {}
+        # Of the last call.
+        self._last: tuple[Buffer, BufferSpec] | None = None
 
     @property
     def rank(self) -> int:
@@ -94,6 +100,7 @@ class Ranks:
         """
         buffer = self._opened.get((mode, spec))
         if buffer is not None:
+            self._last = (buffer, spec)
             return buffer
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise HandleError(
@@ -107,11 +114,58 @@ class Ranks:
             self._classes[names] = self._choose(mode, names)
         buffer = self._group.open_buffer(self._classes[names], spec)
         self._opened[mode, spec] = buffer
+        self._last = (buffer, spec)
         return buffer
+
+    def refuse(self, error: EPError) -> NoReturn:
+        """Take part in the dispatch of the other ranks without rows, so that they hear of `error`.
+
+        Collective: in place of a dispatch. Ranks that dispatch another shape than this rank did
+        last hear of another call.
+        Raises:
+            error: always.
+        """
+        if self._last is not None:
+            buffer, spec = self._last
+            buffer.dispatch(_call_without_rows(spec, self.device, error))
+        elif self._group.collectives.bounded is not None:
+            sign = CallSign(kind=CallKind.DISPATCH)
+            calls = self._group.collectives.calls
+            calls.exchange_headers(sign, error=error, fault=int(FaultCode.of(error)))
+        raise error
+
+    def exclude(self, ranks: Sequence[int]) -> None:
+        """Go on without ranks that are dead; see EPGroup.exclude_ranks().
+
+        Raises:
+            BackendUnavailable: buffers here need all ranks, or none is open yet.
+        """
+        if not self._opened:
+            raise BackendUnavailable(
+                f"deep_ep: ranks {list(ranks)} are masked before the first call ({self.where}), "
+                "expected all of them in it; make a Buffer on the ranks that are left"
+            )
+        self._group.exclude_ranks(ranks)
+
+    def sum_of_counts(self, counts: Tensor) -> tuple[int, ...]:
+        """Return the sum over ranks of this rank's part of counts [W * L]: [L], on the host.
+
+        Collective: yes.   Host sync: yes.
+        """
+        sent = counts.view(self.size, -1).contiguous()
+        received = self._group.collectives.all_to_all(sent, phase="dispatch counts")
+        return tuple(received.sum(0).tolist())
+
+    def largest(self, number: int) -> int:
+        """Return the largest of the numbers of all ranks. Collective: yes.   Host sync: yes."""
+        mine = torch.tensor([number], device=self.device)
+        gathered = self._group.collectives.all_gather(mine, phase="dispatch counts")
+        return int(gathered.max())
 
     def close(self) -> None:
         """Close all buffers; see EPGroup.close()."""
         self._opened.clear()
+        self._last = None
         self._group.close()
 
     def _choose(self, mode: Mode, names: tuple[str, ...]) -> str:
@@ -144,3 +198,14 @@ class Ranks:
             f"deep_ep: nothing serves mode {mode.value} on {self.device} ({self.where}): "
             f"{'; '.join(lacking) or 'no backend is for this device'}; use ranks of one host"
         )
+
+
+def _call_without_rows(spec: BufferSpec, device: torch.device, error: EPError) -> DispatchCall:
+    hidden_dtype = spec.hidden_format.dtype.torch_dtype
+    return DispatchCall(
+        hidden_states=torch.empty(0, spec.hidden_size, dtype=hidden_dtype, device=device),
+        topk_ids=torch.empty(0, spec.top_k, dtype=torch.int64, device=device),
+        topk_weights=torch.empty(0, spec.top_k, device=device),
+        flags=BatchFlags.GRAD_ENABLED,
+        error=error,
+    )

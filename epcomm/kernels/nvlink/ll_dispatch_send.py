@@ -71,6 +71,24 @@ def _load_token(
 
 
 @triton.jit
+def load_scales(
+    scales_ptr: tl.tensor,
+    token: tl.tensor,
+    at: tl.tensor,
+    is_scale: tl.tensor,
+    scales_stride: tl.tensor,
+    scale_stride: tl.tensor,
+) -> tl.tensor:
+    """Load the scales `at` of a token whose row was quantised before it came.
+
+    scales_stride: elements from the scales of a token to those of the next.
+    scale_stride: elements from one scale of a token to the next.
+    """
+    row_ptr = scales_ptr + tl.cast(token, tl.int64) * scales_stride
+    return tl.load(row_ptr + at.to(tl.int64) * scale_stride, mask=is_scale, other=0)
+
+
+@triton.jit
 def _load_ids(
     ids_ptr: tl.tensor,
     token: tl.tensor,
@@ -120,6 +138,7 @@ def _send_metadata(
 @triton.jit(do_not_specialize=VARYING)
 def _send_dispatch_kernel(
     x_ptr: tl.tensor,
+    x_scales_ptr: tl.tensor | None,
     ids_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     table_ptr: tl.tensor,
@@ -134,8 +153,12 @@ def _send_dispatch_kernel(
     rank: tl.tensor,
     num_tokens: tl.tensor,
     status: tl.tensor,
+    scales_stride: tl.tensor,
+    scale_stride: tl.tensor,
     max_polls: tl.tensor,
     X_STRIDE: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALE_LANES: tl.constexpr,
     W: tl.constexpr,
     W_LANES: tl.constexpr,
     M: tl.constexpr,
@@ -276,6 +299,11 @@ def _send_dispatch_kernel(
                 # Bits, whatever they mean: an interpreter need not know the dtype.
                 row = elements
                 scale = 0
+                if x_scales_ptr is not None:
+                    lane = tl.arange(0, SCALE_LANES)
+                    scale = load_scales(
+                        x_scales_ptr, token, lane, lane < SCALES, scales_stride, scale_stride
+                    )
             elif KIND == _INT8:
                 row, scale = quantize_row(elements.to(tl.float32), PROFILE)  # pyright: ignore[reportGeneralTypeIssues]
             else:
@@ -294,7 +322,12 @@ def _send_dispatch_kernel(
                 base = tl.load(bases_ptr + peer)
                 scale_address = base + SCALES_AT + place * SCALE_BYTES
                 # By masks: in a branch for each peer, scales would change threads anew.
-                if KIND == _INT8:
+                if x_scales_ptr is not None:
+                    scales_ptr = scale_address.to(tl.pointer_type(scale.dtype))
+                    lane = tl.arange(0, SCALE_LANES)
+                    is_scale = (lane < SCALES) & is_needed
+                    tl.store(tl.multiple_of(scales_ptr, 16) + lane, scale, mask=is_scale)
+                elif KIND == _INT8:
                     scale_ptr = scale_address.to(tl.pointer_type(tl.float32))
                     tl.store(scale_ptr, scale, mask=is_needed)
                 elif KIND != _PLAIN:
@@ -332,12 +365,14 @@ def send_dispatch(
     kind: int,
     scale_block: int,
     profile: str,
+    scales: Tensor | None = None,
 ) -> None:
     """Send tokens to the ranks of their experts.
 
     Args:
         exchange: the receive buffer, whose last batch was combined or released.
-        hidden_states: [T, H], bfloat16, float16 or float32; rows may lie apart.
+        hidden_states: [T, H], bfloat16, float16 or float32; rows may lie apart. Of rows that are
+            quantised already, [T, words], integers, and `kind` is PLAIN.
         topk_ids: [T, K], int64, contiguous.
         topk_weights: [T, K], float32, contiguous.
         is_sent: [M, W], uint8, written: whether a rank got the token.
@@ -345,12 +380,17 @@ def send_dispatch(
         kind: PLAIN, FP8, FP8_POWER_OF_TWO or INT8.
         scale_block: elements that share a scale; of PLAIN and INT8 rows any.
         profile: of INT8 rows, a value of Int8Profile.
+        scales: [T, n], int32 or uint8, of any strides: of rows that are quantised already.
 
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
     """
     num_tokens, hidden_size = hidden_states.shape
     row_stride = hidden_states.stride(0) if num_tokens > 1 else hidden_size
     key = ("send rows", hidden_states.dtype, hidden_size, row_stride, kind, scale_block, profile)
+    strides, num_scales = (0, 0), 1
+    if scales is not None:
+        strides, num_scales = scales.stride(), scales.shape[1]
+        key += (scales.dtype, num_scales)
     peers, layout = exchange.peers, exchange.peers.layout
     # Headers are sent by the first W of these.
     metadata_programs = max(layout.world_size, min(peers.num_programs, _MOST_METADATA_PROGRAMS))
@@ -360,6 +400,7 @@ def send_dispatch(
         launch = exchange.launches[key] = PreparedLaunch(
             _send_dispatch_kernel,
             (
+                CHANGES,
                 CHANGES,
                 CHANGES,
                 CHANGES,
@@ -375,10 +416,14 @@ def send_dispatch(
                 peers.rank,
                 CHANGES,
                 CHANGES,
+                CHANGES,
+                CHANGES,
                 peers.max_polls,
             ),
             dict(
                 X_STRIDE=row_stride,
+                SCALES=num_scales,
+                SCALE_LANES=next_power_of_two(num_scales),
                 **layout.expert_constants,
                 HIDDEN=hidden_size,
                 COLUMNS=next_power_of_two(hidden_size),
@@ -411,9 +456,11 @@ def send_dispatch(
     launch(
         metadata_programs + min(peers.num_programs, _MOST_ROW_PROGRAMS),
         hidden_states,
+        scales,
         topk_ids,
         topk_weights,
         is_sent,
         num_tokens,
         status,
+        *strides,
     )

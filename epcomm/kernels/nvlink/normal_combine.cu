@@ -16,7 +16,7 @@
 // ITEM_ROWS, ITEMS, RETURN_BYTES, SENDERS, REDUCERS, STAGES, PIECE (bytes, a multiple of 512), the
 // offsets COMBINE_BEGIN_AT, COMBINE_STATUS_AT, SUMS_READY_AT, RETURNED_AT, RETURNED_SCALARS_AT, the
 // places in the state that common/epochs.py has, waits and the places in a report that
-// epcomm/protocol.py has, and LOOKS_PER_TICK and POLL_NS of common/signals.py.
+// epcomm/protocol.py has, and LOOKS_PER_TICK and POLL_BITS of common/signals.py.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -295,9 +295,11 @@ __device__ bool wait(const Arguments& a, u64 word, int epoch, int phase) {
         // As polls_spent() of common/signals.py. The lanes of a warp may read the clock at other times.
         if (looks % LOOKS_PER_TICK == 0) {
             const u64 now_ns = __shfl_sync(ALL_LANES, clock_ns(), 0);
+            if (!end_ns) end_ns = now_ns + (1ull << POLL_BITS);
             if (now_ns >= end_ns) {
-                --polls;
-                end_ns = now_ns + POLL_NS;
+                const u64 over = ((now_ns - end_ns) >> POLL_BITS) + 1;
+                polls = over < (u64)polls ? polls - (int)over : 0;
+                end_ns += over << POLL_BITS;
             }
         }
     }

@@ -19,7 +19,7 @@ from epcomm import protocol
 from epcomm.kernels.cuda_jit import CudaKernel, CudaModule, compile_to_cubin, nvrtc_is_installed
 from epcomm.kernels.nvlink.common.epochs import COMBINE_EPOCH, COMBINE_LEFT, COMBINE_TOKENS
 from epcomm.kernels.nvlink.common.layout import MemoryLayout, NormalLayout
-from epcomm.kernels.nvlink.common.signals import LOOKS_PER_TICK, POLL_NS
+from epcomm.kernels.nvlink.common.signals import LOOKS_PER_TICK, POLL_BITS
 from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange, Sends
 from epcomm.platforms.cuda import compute_capability, num_sms_of, shared_bytes_of
 
@@ -52,7 +52,7 @@ _SHARED_NUMBERS = {
     "WAIT_COMBINE_BEGIN": int(protocol.Wait.COMBINE_BEGIN),
     "WAIT_SUMS": int(protocol.Wait.SUMS),
     "LOOKS_PER_TICK": LOOKS_PER_TICK,
-    "POLL_NS": POLL_NS,
+    "POLL_BITS": POLL_BITS,
 }
 
 

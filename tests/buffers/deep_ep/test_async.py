@@ -27,8 +27,8 @@ from epcomm import (
 )
 from epcomm.testing.buffer_suite import BATCH_SPECS, check_batch
 from fakes.deep_ep import install
-from fakes.deep_ep.v1 import buffer as v1_buffer
-from fakes.deep_ep.v1.buffer import Buffer as StandIn
+from fakes.deep_ep.strict_v1 import buffer as strict_buffer
+from fakes.deep_ep.strict_v1.buffer import Buffer as StandIn
 from tests.buffers.deep_ep.test_deep_ep import CASES, buffer_env
 
 NUM_RANKS = 2
@@ -40,7 +40,7 @@ SPEC = MoESpec(hidden_size=HIDDEN_SIZE, num_experts=NUM_EXPERTS, top_k=TOP_K)
 
 @pytest.fixture(autouse=True)
 def poison_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(v1_buffer, "_check_torch_deterministic", lambda: None)
+    monkeypatch.setattr(strict_buffer, "_check_torch_deterministic", lambda: None)
 
 
 @pytest.fixture

@@ -7,10 +7,20 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from epcomm import EPConfig, EPGroup, Mode, WireDtype
+from epcomm import (
+    DeepEPLowLatencyDispatcher,
+    EPConfig,
+    EPGroup,
+    MaskedDispatchOutput,
+    Mode,
+    MoESpec,
+    ShapeError,
+    TopKOutput,
+    WireDtype,
+)
 from epcomm.buffers.base import DispatchCall
 from epcomm.protocol import BatchFlags
-from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES
+from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, quantize
 from epcomm.registry import buffer_class
 from epcomm.spec import BufferSpec
 from epcomm.testing import buffer_suite, layer_suite
@@ -18,7 +28,7 @@ from epcomm.testing.buffer_suite import BufferEnv
 from epcomm.testing.layer_suite import LayerEnv
 from epcomm.types import WireFormat
 from fakes.deep_ep import install
-from fakes.deep_ep.v1 import buffer as v1_buffer
+from fakes.deep_ep.strict_v1 import buffer as strict_buffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +77,7 @@ ALIGNED = ("aligned", "aligned_holes")
 @pytest.fixture(autouse=True)
 def poison_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow torch's poison, which the real package refuses because it fills beside its stream."""
-    monkeypatch.setattr(v1_buffer, "_check_torch_deterministic", lambda: None)
+    monkeypatch.setattr(strict_buffer, "_check_torch_deterministic", lambda: None)
 
 
 RUNS = [
@@ -114,6 +124,37 @@ def test_quantized_rows_keep_the_contract(scenario: str, backend: str) -> None:
 @pytest.mark.parametrize("backend", CASES)
 def test_power_of_two_scales_keep_the_contract(backend: str) -> None:
     run_buffer(backend, "uneven", "fp8_powers_of_two")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "backend", [name for name in CASES if buffer_class(name).takes_wire_tensors]
+)
+def test_rows_that_are_quantised_already_travel_as_they_are(backend: str) -> None:
+    with install(CASES[backend].package), EPGroup() as group:
+        env = buffer_env(backend, group, "fp8_powers_of_two")
+        buffer_suite.check_wire_tensors(env, buffer_suite.BATCH_SPECS["holes"])
+
+
+@pytest.mark.ranks(2)
+def test_low_latency_of_v1_refuses_rows_that_are_quantised_already() -> None:
+    spec = MoESpec(hidden_size=2048, num_experts=4, top_k=1)
+    config = EPConfig(
+        mode="low_latency",
+        backend="deep_ep_v1",
+        dispatch_dtype=WireDtype.FP8_E4M3,
+        max_tokens_per_rank=16,
+    )
+    with install(CASES["DeepEPV1LowLatencyBuffer"].package), EPGroup() as group, torch.no_grad():
+        dispatcher = DeepEPLowLatencyDispatcher(group, spec, config)
+        wire = quantize(torch.ones(2, 2048), FP8_FLOAT32_SCALES)
+        ids = torch.zeros(2, 1, dtype=torch.int64)
+        out = dispatcher.dispatch(wire, TopKOutput(topk_ids=ids, topk_weights=torch.ones(2, 1)))
+        assert isinstance(out, MaskedDispatchOutput)
+        y = dispatcher.combine(out.combine_input(torch.zeros(out.hidden_states.data.shape)))
+        assert y.isnan().all()
+        with pytest.raises(ShapeError, match="expected a tensor, for kernels of deep_ep_v1 quant"):
+            dispatcher.check()
 
 
 def run_buffer(backend: str, scenario: str, wire: str) -> None:

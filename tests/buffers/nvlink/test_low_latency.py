@@ -150,6 +150,23 @@ def test_kernels_quantize_as_torch_does(
         buffer_suite.check_batch(env, spec)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", QUANTIZED)
+@pytest.mark.parametrize(
+    ("backend", "line_tokens"), [(BACKEND, MIXED), (BACKEND, IN_BULK), (MASKED, MIXED)]
+)
+def test_rows_that_are_quantised_already_travel_as_they_are(
+    backend: str, wire: str, line_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NVLinkLowLatency, "line_tokens", line_tokens)
+    with EPGroup() as group:
+        # Several blocks, the last one short; rows that are whole words, and rows that are not.
+        for hidden_size in (300, 37):
+            env = env_of(group, backend, wire=QUANTIZED[wire], hidden_size=hidden_size)
+            buffer_suite.check_wire_tensors(env, buffer_suite.BATCH_SPECS["holes"])
+
+
 def serve_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans take the buffer for CPU ranks too."""
     caps = NVLinkLowLatencyBuffer.caps(Mode.LOW_LATENCY)
@@ -265,7 +282,7 @@ def factor_of(expert: int) -> int:
 
 def expected_sums(call: DispatchCall, world_size: int) -> Tensor:
     """y to the bit: each rank's part in k order, cast, then the parts in rank order, cast."""
-    x, ids, weights = call.hidden_states.float(), call.topk_ids, call.topk_weights
+    x, ids, weights = call.unquantized.float(), call.topk_ids, call.topk_weights
     y = torch.zeros_like(x)
     for rank in range(world_size):
         part = torch.zeros_like(x)
@@ -284,7 +301,7 @@ def check_rows(out: Dispatched, number: int, rank: int, world_size: int) -> None
     for row, slots in enumerate(slots_of_row.tolist()):
         if max(slots) >= 0:
             source, token = divmod(row, MAX_TOKENS)
-            wanted = call_of(number, source, world_size, out.rows.data.device).hidden_states[token]
+            wanted = call_of(number, source, world_size, out.rows.data.device).unquantized[token]
             assert torch.equal(out.rows.data[row], wanted), f"round {number}, rank {rank}"
 
 
@@ -446,7 +463,7 @@ def run_without(buffer: NVLinkLowLatencyBuffer, dead: int, rounds: range, group:
         is_lost = call.topk_ids // NUM_LOCAL == dead
         left = replace(call, topk_ids=torch.where(is_lost, -1, call.topk_ids))
         assert torch.equal(y, expected_sums(left, world_size)), f"round {number}, rank {rank}"
-        if world_size > 2 and len(call.hidden_states) > 1:
+        if world_size > 2 and len(call.unquantized) > 1:
             assert (~is_lost & (call.topk_ids >= 0)).any(), "some entries are left"
     buffer.check()
 

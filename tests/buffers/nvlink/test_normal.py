@@ -24,7 +24,7 @@ from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
 from epcomm.errors import CapacityError, EPTimeout
 from epcomm.ops.slots import gather_rows
 from epcomm.protocol import BatchFlags
-from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
+from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT8_PER_TOKEN
 from epcomm.records import Handle, RowsCombineInput
 from epcomm.testing import buffer_suite
 from epcomm.types import RowsPer
@@ -93,6 +93,21 @@ def test_quantized_rows_arrive_bit_equal(wire: str) -> None:
             hidden_size=300,
         )
         buffer_suite.check_batch(env, buffer_suite.BATCH_SPECS["holes"])
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_rows_that_are_quantised_already_travel_as_they_are() -> None:
+    with EPGroup() as group:
+        env = buffer_suite.BufferEnv(
+            group=group,
+            backend="NVLinkBuffer",
+            mode=Mode.NORMAL,
+            wire=FP8_POWER_OF_TWO_SCALES,
+            dtype=torch.bfloat16,
+            hidden_size=300,
+        )
+        buffer_suite.check_wire_tensors(env, buffer_suite.BATCH_SPECS["holes"])
 
 
 class SingleReceiveBuffer(NVLinkBuffer):
@@ -170,12 +185,12 @@ def test_memory_grows_with_the_tokens_and_routes_outlive_it() -> None:
         out = buffer.dispatch(large)
         y = buffer.combine(compute(out, group.rank), out.exchange_plan, rows_per=RowsPer.SLOT).y
         factors = factor_of(0) + factor_of(NUM_LOCAL * group.world_size - 1)
-        assert torch.equal(y, large.hidden_states * factors)
+        assert torch.equal(y, large.unquantized * factors)
         y = buffer.combine(
             results, early.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=early.slot_weights
         ).y
         assert torch.equal(y, expected_sums(call, group.world_size))
-        again = buffer.cached_dispatch(call.hidden_states, early.exchange_plan)
+        again = buffer.cached_dispatch(call.unquantized, early.exchange_plan)
         assert early.index.row_of_slot is not None
         rows = early.index.row_of_slot.long()
         assert torch.equal(again[rows], early.rows.data[rows])
@@ -282,7 +297,7 @@ def check_cached_exchange_plan(
         for received in buffer.received_rows():
             # Stores that were under way when it was masked.
             received.data[DEAD * MAX_TOKENS : (DEAD + 1) * MAX_TOKENS] = 7
-    rows = buffer.cached_dispatch(call.hidden_states, exchange_plan)
+    rows = buffer.cached_dispatch(call.unquantized, exchange_plan)
     first, count = (
         int(exchange_plan.arrivals.row_base[DEAD]),
         int(exchange_plan.arrivals.rows_from[DEAD]),
@@ -296,7 +311,7 @@ def check_cached_exchange_plan(
     assert torch.equal(home.scalars, is_left.float())
     owners = torch.where(is_left, call.topk_ids // NUM_LOCAL, -1)
     num_ranks = sum((owners == rank).any(dim=1).int() for rank in range(3))
-    assert torch.equal(home.y, call.hidden_states * torch.as_tensor(num_ranks).unsqueeze(1))
+    assert torch.equal(home.y, call.unquantized * torch.as_tensor(num_ranks).unsqueeze(1))
 
 
 def go_on_without_the_dead(
@@ -341,7 +356,7 @@ def go_on_without_the_dead(
                 large = call_of(2, 0, num_ranks, group.device)
                 large = replace(
                     large,
-                    hidden_states=large.hidden_states.repeat(2, 1),
+                    hidden_states=large.unquantized.repeat(2, 1),
                     topk_ids=large.topk_ids.repeat(2, 1),
                     topk_weights=large.topk_weights.repeat(2, 1),
                 )
@@ -365,7 +380,7 @@ def test_living_ranks_go_on_without_one_that_missed_a_combine(num_ranks: int) ->
 
 def gradients(buffer: Buffer, call: DispatchCall) -> list[Tensor]:
     """y, and the gradients of hidden states and router weights; experts multiply."""
-    x = call.hidden_states.clone().requires_grad_()
+    x = call.unquantized.clone().requires_grad_()
     weights = call.topk_weights.clone().requires_grad_()
     call = replace(call, flags=TRAINS)
     out = dispatch_rows(buffer, x, weights, call)
@@ -401,7 +416,7 @@ def test_gradients_are_those_of_the_collective_buffer(backend: str) -> None:
         wanted = group.open_buffer("CollectiveBuffer", replace(spec_of(), max_tokens_per_rank=None))
         for number in (1, 2):
             call = call_of(number, group.rank, group.world_size, group.device)
-            call = replace(call, hidden_states=call.hidden_states / 64)
+            call = replace(call, hidden_states=call.unquantized / 64)
             pairs = zip(gradients(found, call), gradients(wanted, call), strict=True)
             for mine, other in pairs:
                 # Terms have one sign; they are rounded to bfloat16 at most four times on the way.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epcomm.errors import HandleError
-from epcomm.integrations.deep_ep.normal import RowWay, send_columns
+from epcomm.integrations.deep_ep.normal import Received, RowWay, send_columns
 from epcomm.integrations.deep_ep.ranks import Ranks
 
 
@@ -26,39 +26,43 @@ class NormalHandle(tuple[Tensor, ...]):
     """
 
     way: RowWay
+    # R with rows that nobody sent, H, T.
+    sizes: tuple[int, int, int]
 
     @classmethod
-    def of(cls, ranks: Ranks, way: RowWay, is_in_rank: Tensor, channels: int) -> Self:
+    def of(
+        cls,
+        ranks: Ranks,
+        received: Received,
+        is_in_rank: Tensor,
+        *,
+        channels: int,
+        hidden_size: int,
+    ) -> Self:
         """Make the handle of a dispatch. Collective: source tokens travel along the way."""
         num_tokens, num_ranks = is_in_rank.shape
         share = max(-(-num_tokens // max(channels, 1)), 1)
         device = is_in_rank.device
         tokens = torch.arange(num_tokens, dtype=torch.int32, device=device)
         columns = torch.stack([torch.full_like(tokens, ranks.rank), tokens, tokens // share], dim=1)
-        source, token, channel = send_columns(way, columns).unbind(1)
+        source, token, channel = send_columns(received.way, columns).unbind(1)
         from_rank = torch.bincount(source, minlength=num_ranks)
         rank_prefix = torch.zeros(num_ranks, num_ranks, dtype=torch.int32, device=device)
         rank_prefix[:, ranks.rank] = from_rank.cumsum(0)
         width = channels + 1
         by_channel = torch.bincount(source * width + channel + 1, minlength=num_ranks * width)
         before = by_channel.view(num_ranks, width).cumsum(1)[:, :channels].to(torch.int32)
-        channel_prefix, send_head = _channels(is_in_rank, channels, share)
-        handle = cls(
-            (
-                rank_prefix,
-                channel_prefix,
-                before.contiguous(),
-                token.contiguous(),
-                is_in_rank,
-                send_head,
-            )
-        )
-        handle.way = way
+        num_rows = received.rows.x.shape[0]
+        src_idx = torch.empty(num_rows, dtype=torch.int32, device=device)
+        src_idx[: token.shape[0]] = token
+        prefix, send_head = _channels(is_in_rank, channels, share)
+        handle = cls((rank_prefix, prefix, before.contiguous(), src_idx, is_in_rank, send_head))
+        handle.way, handle.sizes = received.way, (num_rows, hidden_size, num_tokens)
         return handle
 
 
-def way_of(handle: object, function: str, where: str) -> RowWay:
-    """Return the way behind a handle.
+def handle_of(handle: object, function: str, where: str) -> NormalHandle:
+    """Return a handle as dispatch() made it.
 
     Raises:
         HandleError: no dispatch of normal mode made it.
@@ -68,7 +72,7 @@ def way_of(handle: object, function: str, where: str) -> RowWay:
             f"{function}: handle is {type(handle).__name__}, expected what dispatch() returned, as "
             f"it was returned ({where}); keep the handle and pass it on"
         )
-    return handle.way
+    return handle
 
 
 def _channels(is_in_rank: Tensor, channels: int, share: int) -> tuple[Tensor, Tensor]:

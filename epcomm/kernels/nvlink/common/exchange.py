@@ -33,6 +33,8 @@ VARYING = (
     "wanted_tokens",
     "num_senders",
     "status",
+    "scales_stride",
+    "scale_stride",
     "max_polls",
 )
 

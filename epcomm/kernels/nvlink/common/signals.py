@@ -30,13 +30,13 @@ from epcomm.kernels.nvlink.common.status import (
     REPORT_WAIT,
 )
 
-# Looks of a GPU between two looks at its clock: a fifth of a millisecond, so that most waits, of
+# Looks of a GPU between two looks at its clock: some 50 to 200 us, so that most waits, of
 # microseconds, never read it.
-LOOKS_PER_TICK = 1024
-# Nanoseconds of one poll of a GPU.
-POLL_NS = 1_000_000
+LOOKS_PER_TICK = 256
+# One poll of a GPU takes 2**POLL_BITS nanoseconds: a tick that comes late counts all that are over.
+POLL_BITS = 20
 
-_IS_TIMED, _POLL_NS = tl.constexpr(not IS_INTERPRETED), tl.constexpr(POLL_NS)
+_IS_TIMED, _POLL_BITS = tl.constexpr(not IS_INTERPRETED), tl.constexpr(POLL_BITS)
 _LOOKS_PER_TICK = tl.constexpr(LOOKS_PER_TICK)
 _ACQUIRE = (
     "{{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; "
@@ -141,9 +141,11 @@ def polls_spent(
             now_ns = globaltimer()
             if THREADS:
                 now_ns = tl.max(tl.zeros([THREADS], tl.int64) + now_ns)
-            is_over = now_ns >= end_ns
-            spent = is_over.to(tl.int32)
-            end_ns = tl.where(is_over, now_ns + _POLL_NS, end_ns)
+            # The first tick begins the first poll.
+            end_ns = tl.where(end_ns == 0, now_ns + (1 << _POLL_BITS), end_ns)
+            over = tl.where(now_ns < end_ns, 0, ((now_ns - end_ns) >> _POLL_BITS) + 1)
+            spent += over.to(tl.int32)
+            end_ns += over << _POLL_BITS
         return spent, end_ns
     else:  # noqa: RET505 - what is not compiled must be the other branch
         return 1, end_ns

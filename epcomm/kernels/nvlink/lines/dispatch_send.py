@@ -25,14 +25,21 @@ from epcomm.kernels.nvlink.common.layout import LINE_BYTES
 from epcomm.kernels.nvlink.common.lines import await_credit, int64_at, line_of, words_of
 from epcomm.kernels.nvlink.common.signals import taking_part
 from epcomm.kernels.nvlink.ll_dispatch_header import count_positions, send_header
-from epcomm.kernels.nvlink.ll_dispatch_send import FP8, FP8_POWER_OF_TWO, INT8, PLAIN
+from epcomm.kernels.nvlink.ll_dispatch_send import (
+    FP8,
+    FP8_POWER_OF_TWO,
+    INT8,
+    PLAIN,
+    load_scales,
+)
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.quantize.fp8 import has_e4m3, quantize_blocks
 from epcomm.kernels.quantize.int8 import largest_bits, quantize_part
 from epcomm.protocol import FAULT_MASK
 
-# Elements of a row that a program sends: eight a thread.
+# Elements of a row that a program sends: eight a thread; a quarter of it, if they are words.
 _PART = 1024
+_WORD_BYTES = 4
 # Blocks whose scales are whole words, whatever their type.
 _LEAST_BLOCKS = 4
 _WARPS = 4
@@ -80,6 +87,7 @@ def _send_metadata_lines(
 @triton.jit(do_not_specialize=VARYING)
 def _send_dispatch_lines_kernel(
     x_ptr: tl.tensor,
+    x_scales_ptr: tl.tensor | None,
     ids_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     table_ptr: tl.tensor,
@@ -94,8 +102,12 @@ def _send_dispatch_lines_kernel(
     rank: tl.tensor,
     num_tokens: tl.tensor,
     status: tl.tensor,
+    scales_stride: tl.tensor,
+    scale_stride: tl.tensor,
     max_polls: tl.tensor,
     X_STRIDE: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALE_LANES: tl.constexpr,
     W: tl.constexpr,
     W_LANES: tl.constexpr,
     M: tl.constexpr,
@@ -159,6 +171,10 @@ def _send_dispatch_lines_kernel(
         whole = tl.arange(0, COLUMNS)
         row = tl.load(row_ptr + whole, mask=(whole < HIDDEN) & is_row, other=0.0)
         amax_bits = largest_bits(row.to(tl.float32))
+    if x_scales_ptr is not None:
+        scale_lane = tl.arange(0, SCALE_LANES)
+        is_given = (scale_lane < SCALES) & is_row & (part == 0)
+        given = load_scales(x_scales_ptr, token, scale_lane, is_given, scales_stride, scale_stride)
     k = tl.arange(0, K_LANES)
     ids = tl.load(ids_ptr + token * K + k, mask=(k < K) & is_row, other=-1).to(tl.int32)
     bases = ()
@@ -219,6 +235,8 @@ def _send_dispatch_lines_kernel(
         if KIND == _PLAIN:
             # Bits, whatever they mean: an interpreter need not know the dtype.
             words = words_of(elements)
+            if x_scales_ptr is not None:
+                scale_words = words_of(given)
         elif KIND == _INT8:
             codes, scale = quantize_part(elements.to(tl.float32), amax_bits, PROFILE)  # pyright: ignore[reportGeneralTypeIssues]
             words = words_of(codes)
@@ -254,7 +272,12 @@ def _send_dispatch_lines_kernel(
                 lines_ptr = int64_at(bases[peer] + row_at)
                 tl.store(lines_ptr + DATA_LINES_AT + word, lines, mask=is_word)
                 scales_ptr = lines_ptr + SCALE_LINES_AT
-                if KIND == _INT8:
+                if x_scales_ptr is not None:
+                    scale_word = tl.arange(0, scale_words.shape[0])
+                    is_scale = (scale_word < SCALE_WORDS) & (part == 0)
+                    scale_lines = line_of(scale_words, epoch)
+                    tl.store(scales_ptr + scale_word, scale_lines, mask=is_scale)
+                elif KIND == _INT8:
                     scale_line = line_of(scale.to(tl.int32, bitcast=True), epoch)
                     tl.store(scales_ptr, scale_line, mask=part == 0)
                 elif KIND != _PLAIN:
@@ -266,17 +289,18 @@ def _send_dispatch_lines_kernel(
 
 
 @cache
-def _num_parts(hidden_size: int, scale_block: int, kind: int) -> int:
+def _num_parts(hidden_size: int, scale_block: int, kind: int, itemsize: int) -> int:
     """Return the programs that share a row."""
     if kind in (FP8, FP8_POWER_OF_TWO):
         return -(-hidden_size // (scale_block * _blocks_of(hidden_size, scale_block)))
-    return -(-hidden_size // _part_of(hidden_size))
+    return -(-hidden_size // _part_of(hidden_size, itemsize))
 
 
-def _part_of(hidden_size: int) -> int:
+def _part_of(hidden_size: int, itemsize: int) -> int:
     """Return the elements of a row that a program sends as they are, or with one scale for all."""
     # Words of a row have up to four elements.
-    return max(4, min(_PART, next_power_of_two(hidden_size)))
+    most = _PART if itemsize < _WORD_BYTES else _PART // _WORD_BYTES
+    return max(4, min(most, next_power_of_two(hidden_size)))
 
 
 def _blocks_of(hidden_size: int, scale_block: int) -> int:
@@ -296,6 +320,7 @@ def send_dispatch_lines(
     kind: int,
     scale_block: int,
     profile: str,
+    scales: Tensor | None = None,
 ) -> None:
     """Send tokens in lines, as send_dispatch() sends them in bulk; T <= layout.line_tokens.
 
@@ -305,8 +330,12 @@ def send_dispatch_lines(
     if status & FAULT_MASK:
         num_tokens = 0
     row_stride = hidden_states.stride(0) if num_tokens > 1 else hidden_size
-    parts = _num_parts(hidden_size, scale_block, kind)
+    parts = _num_parts(hidden_size, scale_block, kind, hidden_states.itemsize)
     key = ("send lines", hidden_states.dtype, hidden_size, row_stride, kind, scale_block, profile)
+    strides, num_scales = (0, 0), 1
+    if scales is not None:
+        strides, num_scales = scales.stride(), scales.shape[1]
+        key += (scales.dtype, num_scales)
     peers, layout = exchange.peers, exchange.peers.layout
     launch = exchange.launches.get(key)
     if launch is None:
@@ -314,6 +343,7 @@ def send_dispatch_lines(
         launch = exchange.launches[key] = PreparedLaunch(
             _send_dispatch_lines_kernel,
             (
+                CHANGES,
                 CHANGES,
                 CHANGES,
                 CHANGES,
@@ -329,16 +359,21 @@ def send_dispatch_lines(
                 peers.rank,
                 CHANGES,
                 CHANGES,
+                CHANGES,
+                CHANGES,
                 peers.max_polls,
             ),
             dict(
                 X_STRIDE=row_stride,
+                SCALES=num_scales,
+                # Of scales of one byte, whole words.
+                SCALE_LANES=max(_LEAST_BLOCKS, next_power_of_two(num_scales)),
                 **layout.expert_constants,
                 LINE_TOKENS=layout.line_tokens,
                 HIDDEN=hidden_size,
                 COLUMNS=next_power_of_two(hidden_size),
                 PARTS=parts,
-                PART=_part_of(hidden_size),
+                PART=_part_of(hidden_size, hidden_states.itemsize),
                 BLOCK=scale_block,
                 BLOCK_LANES=next_power_of_two(scale_block),
                 BLOCKS=_blocks_of(hidden_size, scale_block),
@@ -364,9 +399,11 @@ def send_dispatch_lines(
     launch(
         layout.world_size + num_tokens * (1 + parts),
         hidden_states,
+        scales,
         topk_ids,
         topk_weights,
         is_sent,
         num_tokens,
         status,
+        *strides,
     )

@@ -1,4 +1,4 @@
-"""Normal mode of the fake of deep_ep V1: the recording, undefined memory, what it refuses."""
+"""Normal mode of the drop-in for V1 in strict mode: the recording, undefined memory, refusals."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from epcomm.testing.poison import poisoned_memory
 from fakes.deep_ep.limits import limits_off
-from fakes.deep_ep.v1 import Buffer, Config, EventOverlap
-from tests.fakes.deep_ep.v1_ranks import (
+from fakes.deep_ep.strict_v1 import Buffer, Config, EventOverlap
+from tests.integrations.deep_ep.v1_ranks import (
     LL_H,
     NVL_BYTES,
     UNDEFINED_INT32,
@@ -92,7 +92,7 @@ def test_worst_case_rows_are_undefined_but_for_their_ids(case: str) -> None:
     assert (received.handle[3][num_rows:] == UNDEFINED_INT32).all()
     combined_x, _, _ = buffer.combine(received.x, received.handle)
     assert combined_x.isfinite().all()
-    with refused("rows <= num_worst_tokens"):
+    with refused("num_worst_tokens = 5"):
         dispatch_normal(buffer, inputs, num_worst_tokens=5)
 
 

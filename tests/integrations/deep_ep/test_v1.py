@@ -1,4 +1,4 @@
-"""The fake of deep_ep V1 looks like the real one: signatures, exports, sizes, installation."""
+"""The drop-in of deep_ep V1 looks like the real one: signatures, exports, sizes, strict mode."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from pathlib import Path
 
 import pytest
 
+from epcomm import ConfigError
+from epcomm.integrations import deep_ep as drop_in
+from epcomm.integrations.deep_ep import Buffer, Config
 from epcomm.platforms.deep_ep import DeepEPKind, deep_ep_kind
 from fakes.deep_ep import install
 from fakes.deep_ep.limits import limits_off
-from fakes.deep_ep.v1 import Buffer, Config
-from tests.fakes.deep_ep.v1_ranks import CASES, CONTRACTS, LL_H, E, H, M
+from fakes.deep_ep.strict_v1 import Buffer as StrictBuffer
+from tests.integrations.deep_ep.v1_ranks import CASES, CONTRACTS, LL_H, E, H, M
 
 SIGNATURES = json.loads((CONTRACTS / "deep_ep_v1_signatures.json").read_text("utf-8"))
-# There is no stream and no memory behind a fake.
-LEFT_OUT = {"get_comm_stream", "get_local_buffer_tensor"}
 
 
-@pytest.mark.parametrize("name", sorted(set(SIGNATURES["methods"]) - LEFT_OUT))
-def test_signatures_equal_the_real_ones(name: str) -> None:
+@pytest.mark.parametrize("kind", [Buffer, StrictBuffer], ids=["drop_in", "strict"])
+@pytest.mark.parametrize("name", SIGNATURES["methods"])
+def test_signatures_equal_the_real_ones(name: str, kind: type[Buffer]) -> None:
     expected = SIGNATURES["methods"][name]
     found = [
         (parameter.name, None if parameter.default is parameter.empty else str(parameter.default))
-        for parameter in inspect.signature(getattr(Buffer, name)).parameters.values()
+        for parameter in inspect.signature(getattr(kind, name)).parameters.values()
     ]
     assert found == [(entry["name"], entry.get("default")) for entry in expected["parameters"]]
-    assert isinstance(inspect.getattr_static(Buffer, name), staticmethod) is expected["static"]
+    assert isinstance(inspect.getattr_static(kind, name), staticmethod) is expected["static"]
 
 
 def test_exports_equal_the_real_ones() -> None:
@@ -39,6 +41,8 @@ def test_exports_equal_the_real_ones() -> None:
         assert set(expected["exports"]) == set(module.__all__) - {"CPU_RANKS"}
         assert str(module.topk_idx_t) == expected["topk_idx_t"]
         assert module.CPU_RANKS is True
+    assert set(expected["exports"]) <= set(drop_in.__all__)
+    assert drop_in.topk_idx_t is module.topk_idx_t
     parameters = inspect.signature(Config).parameters.values()
     text = ", ".join(f"{parameter.name}={parameter.default}" for parameter in parameters)
     assert f"Config({text})" == expected["Config"]["init"]
@@ -47,7 +51,7 @@ def test_exports_equal_the_real_ones() -> None:
 def test_installed_as_deep_ep_and_removed() -> None:
     assert "deep_ep" not in sys.modules
     with install("v1"):
-        assert import_module("deep_ep").Buffer is Buffer
+        assert import_module("deep_ep").Buffer is StrictBuffer
         spec = find_spec("deep_ep")
         assert spec is not None
         assert spec.submodule_search_locations is not None
@@ -72,12 +76,15 @@ def test_size_hint_equals_the_recording(case: str) -> None:
 
 def test_configs_refuse_what_the_real_ones_refuse() -> None:
     with pytest.raises(AssertionError, match="Unsupported number of EP ranks: 3"):
-        Buffer.get_dispatch_config(3)
+        StrictBuffer.get_dispatch_config(3)
     with pytest.raises(AssertionError, match="must be even"):
         Buffer.set_num_sms(3)
-    with pytest.raises(RuntimeError, match="Assertion exception"):
+    with pytest.raises(ConfigError, match="NVLink sends 300 of 256"):
         Config(20, 300, 256)
     assert Config(2).get_nvl_buffer_size_hint(2 * H, 4) % 128 == 0
     assert Config(2).get_rdma_buffer_size_hint(2 * H, 4) == 0
+    with pytest.raises(NotImplementedError, match="hierarchical"):
+        Config(2).get_rdma_buffer_size_hint(2 * H, 16)
     with limits_off():
-        assert isinstance(Buffer.get_combine_config(3), Config)
+        assert isinstance(StrictBuffer.get_combine_config(3), Config)
+    assert isinstance(Buffer.get_combine_config(3), Config)

@@ -1,4 +1,4 @@
-"""Imitate normal mode: a row for each (token, rank), and a combine that sums without weights."""
+"""Check what the real package asserts about calls of normal mode."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from epcomm.integrations.deep_ep import Config
 from fakes.deep_ep.limits import require, require_size
-from fakes.deep_ep.v1.config import Config, num_channels, require_nvl_bytes
-from fakes.deep_ep.v1.handle import NormalHandle
-from fakes.deep_ep.v1.layout import require_ids
-from fakes.deep_ep.v1.transport import exchange, gather, pack, unpack
-from fakes.deep_ep.v1.undefined import undefined
+from fakes.deep_ep.strict_v1.sizes import num_channels, require_ids, require_nvl_bytes
 
 # Bytes that the kernels move at once.
 _VECTOR_BYTES = 16
@@ -45,21 +42,6 @@ class Counts:
 
     per_rank: Tensor
     per_expert: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Received:
-    """The results of a dispatch; scales, ids and weights are those that were sent."""
-
-    x: Tensor
-    scales: Tensor | None
-    topk_idx: Tensor | None
-    topk_weights: Tensor | None
-
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors that are not None."""
-        all_of_them = (self.x, self.scales, self.topk_idx, self.topk_weights)
-        return [tensor for tensor in all_of_them if tensor is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,44 +122,12 @@ def _has_memory(tensor: Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() != 0
 
 
-def notify(
-    sent: Sent, counts: Counts, is_in_rank: Tensor, ranks: Ranks, num_worst_tokens: int
-) -> tuple[NormalHandle, Tensor]:
-    """Tell every rank how much comes.
+def check_counts(sent: Sent, counts: Counts, is_in_rank: Tensor, ranks: Ranks) -> None:
+    """Check the layout that the caller passes.
 
-    Returns:
-        The handle, its src_idx still undefined, and rows for each local expert.
+    Raises:
+        RuntimeError: an assertion fails; with the words of the package.
     """
-    _check_counts(sent, counts, is_in_rank, ranks)
-    channels = num_channels(ranks.config)
-    channel_prefix, send_head = _channels(is_in_rank, channels)
-    message = torch.cat([counts.per_rank, counts.per_expert, channel_prefix.flatten()])
-    messages = gather(ranks.group, message)
-    num_experts = counts.per_expert.shape[0]
-    num_local = num_experts // ranks.size
-    first_expert = ranks.size + ranks.rank * num_local
-    per_expert = messages[:, first_expert : first_expert + num_local].sum(0)
-    rank_prefix = torch.zeros(ranks.size, ranks.size, dtype=torch.int32)
-    rank_prefix[:, ranks.rank] = messages[:, ranks.rank].cumsum(0)
-    all_channels = messages[:, ranks.size + num_experts :].view(ranks.size, ranks.size, channels)
-    before = torch.zeros(ranks.size, channels, dtype=torch.int32)
-    before[:, 1:] = all_channels[:, ranks.rank, :-1]
-    num_rows = int(rank_prefix[-1, ranks.rank])
-    # The real kernel would write behind its tensors. Of all ranks, so that none waits for another.
-    most = int(messages[:, : ranks.size].sum(0).max())
-    require(num_worst_tokens == 0 or most <= num_worst_tokens, "rows <= num_worst_tokens")
-    handle = NormalHandle(
-        rank_prefix=rank_prefix,
-        channel_prefix=channel_prefix,
-        recv_channel_prefix=before,
-        src_idx=undefined((num_worst_tokens or num_rows,), torch.int32),
-        is_in_rank=is_in_rank,
-        send_head=send_head,
-    )
-    return handle, per_expert
-
-
-def _check_counts(sent: Sent, counts: Counts, is_in_rank: Tensor, ranks: Ranks) -> None:
     per_rank, per_expert = counts.per_rank, counts.per_expert
     for tensor in (per_rank, per_expert):
         require(tensor.dtype == torch.int32, "num_tokens_per_*.scalar_type() == torch::kInt32")
@@ -193,100 +143,22 @@ def _check_counts(sent: Sent, counts: Counts, is_in_rank: Tensor, ranks: Ranks) 
         require_ids(sent.topk_idx, num_experts)
 
 
-def _channels(is_in_rank: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-    """channel_prefix [W, C] and send_head [T, W]: each channel takes ceil(T / C) tokens in turn."""
-    num_tokens, num_ranks = is_in_rank.shape
-    share = max(-(-num_tokens // channels), 1)
-    padded = torch.zeros(channels * share, num_ranks, dtype=torch.int32)
-    padded[:num_tokens] = is_in_rank
-    by_channel = padded.view(channels, share, num_ranks)
-    prefix = by_channel.sum(1).cumsum(0).T.to(torch.int32).contiguous()
-    places = (by_channel.cumsum(1) - 1).view(-1, num_ranks)[:num_tokens].to(torch.int32)
-    return prefix, places.masked_fill(~is_in_rank, -1).contiguous()
-
-
-def dispatch(sent: Sent, handle: NormalHandle, ranks: Ranks, num_local: int) -> Received:
-    """Move the rows; writes the handle's src_idx.
-
-    Args:
-        sent: checked.
-        handle: of notify(), or of an earlier dispatch of the same tokens.
-        ranks: who takes part.
-        num_local: experts of a rank, to localise ids; not read without ids.
-    """
-    # Rank by rank, within each by token.
-    tokens = handle.is_in_rank.T.nonzero()[:, 1]
-    src = tokens.to(torch.int32).unsqueeze(1)
-    columns = [src, *(column[tokens] for column in sent.columns())]
-    recv_splits = handle.recv_splits(ranks.rank)
-    rows = exchange(ranks.group, pack(columns), handle.send_splits(), recv_splits)
-    num_rows, capacity = rows.shape[0], handle.src_idx.shape[0]
-    recv_src, *parts = (_padded(part, capacity) for part in unpack(rows, columns))
-    handle.src_idx.copy_(recv_src.squeeze(1))
-    received = iter(parts)
-    x = next(received)
-    scales = None if sent.scales is None else next(received)
-    if sent.topk_idx is None:
-        return Received(x=x, scales=scales, topk_idx=None, topk_weights=None)
-    ids, weights = next(received), next(received)
-    is_here = ids // num_local == ranks.rank
-    is_here[num_rows:] = False
-    ids = torch.where(is_here, ids - ranks.rank * num_local, -1)
-    # Weights of rows that nobody sent stay undefined.
-    weights[:num_rows].masked_fill_(~is_here[:num_rows], 0.0)
-    return Received(x=x, scales=scales, topk_idx=ids, topk_weights=weights)
-
-
-def _padded(rows: Tensor, capacity: int) -> Tensor:
-    padded = undefined((capacity, rows.shape[1]), rows.dtype)
-    padded[: rows.shape[0]] = rows
-    return padded
-
-
-def combine(
+def check_combined(
     x: Tensor,
     topk_weights: Tensor | None,
     biases: list[Tensor],
-    handle: NormalHandle,
-    ranks: Ranks,
-) -> tuple[Tensor, Tensor | None]:
-    """Sum the rows of each token over its ranks in float32, and the weights likewise."""
-    _check_combined(x, topk_weights, biases, handle, ranks)
-    num_rows = int(handle.rank_prefix[-1, ranks.rank])
-    columns = [x[:num_rows]] if topk_weights is None else [x[:num_rows], topk_weights[:num_rows]]
-    send_splits = handle.recv_splits(ranks.rank)
-    rows = exchange(ranks.group, pack(columns), send_splits, handle.send_splits())
-    parts = unpack(rows, columns)
-    num_tokens = handle.is_in_rank.shape[0]
-    total = torch.zeros(num_tokens, x.shape[1])
-    for bias in biases:
-        total += bias.float()
-    _add_rows(total, parts[0], handle)
-    if topk_weights is None:
-        return total.to(x.dtype), None
-    weights = torch.zeros(num_tokens, topk_weights.shape[1])
-    _add_rows(weights, parts[1], handle)
-    return total.to(x.dtype), weights
-
-
-def _add_rows(total: Tensor, rows: Tensor, handle: NormalHandle) -> None:
-    # Adding rank by rank uses no index twice in one addition and defines the order of the sum.
-    splits = handle.send_splits()
-    for is_sent, part in zip(handle.is_in_rank.T, rows.split(splits), strict=True):
-        total[is_sent] += part.float()
-
-
-def _check_combined(
-    x: Tensor,
-    topk_weights: Tensor | None,
-    biases: list[Tensor],
-    handle: NormalHandle,
+    handle: tuple[Tensor, ...],
     ranks: Ranks,
 ) -> None:
+    """Check what the real package asserts about a combine.
+
+    Raises:
+        RuntimeError: an assertion fails; with the words of the package.
+    """
     require_size(ranks.size in _RANKS, f"num_ranks in {_RANKS}, the kernels' cases")
     require(x.dim() == 2 and x.is_contiguous(), "x.dim() == 2 and x.is_contiguous()")
     require(x.dtype == torch.bfloat16, "x is bfloat16")
-    require(handle.src_idx.shape[0] == x.shape[0], "src_idx.size(0) == num_tokens")
+    require(handle[3].shape[0] == x.shape[0], "src_idx.size(0) == num_tokens")
     row_bytes = x.shape[1] * x.element_size()
     require_size(row_bytes % _VECTOR_BYTES == 0, "hidden bytes % sizeof(int4) == 0")
     num_topk = 0
@@ -299,6 +171,22 @@ def _check_combined(
     for bias in biases:
         require(bias.dim() == 2 and bias.is_contiguous(), "bias is 2-D and contiguous")
         require(bias.dtype == x.dtype, "bias.scalar_type() == x.scalar_type()")
-        shape = [handle.is_in_rank.shape[0], x.shape[1]]
+        shape = [handle[4].shape[0], x.shape[1]]
         require(list(bias.shape) == shape, "bias.size(0) == num_recv_tokens")
     require_nvl_bytes(ranks.config, ranks.size, row_bytes + 4 + 4 * num_topk, ranks.num_nvl_bytes)
+
+
+def check_handle(handle: tuple[Tensor, ...], ranks: Ranks) -> None:
+    """Check a handle that comes back.
+
+    Raises:
+        RuntimeError: it belongs to other ranks or another Config, or was never written.
+    """
+    prefix, channel_prefix, recv_channel_prefix, src_idx, _, send_head = handle
+    require(list(prefix.shape) == [ranks.size] * 2, "rank_prefix_matrix is [num_ranks] * 2")
+    channels = num_channels(ranks.config)
+    require(channel_prefix.shape[1] == channels, "channel_prefix_matrix.size(1) == num_channels")
+    for matrix in (prefix, channel_prefix, recv_channel_prefix, src_idx, send_head):
+        require(matrix.dtype == torch.int32 and matrix.is_contiguous(), "handle is int32")
+    written = bool(((prefix >= 0) & (prefix <= src_idx.shape[0])).all())
+    require(written, "the handle is undefined; wait for its event")

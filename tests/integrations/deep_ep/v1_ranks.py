@@ -1,4 +1,4 @@
-"""What the tests of the fake of deep_ep V1 share: the recording, its inputs, typed calls."""
+"""What the tests of the drop-in for deep_ep V1 share: the recording, its inputs, typed calls."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fakes.deep_ep.v1 import Buffer, EventOverlap
-from fakes.deep_ep.v1.undefined import undefined_integer
+from fakes.deep_ep.strict_v1 import Buffer, EventOverlap
+from fakes.deep_ep.strict_v1.undefined import undefined_integer
 
 CONTRACTS = Path(__file__).parents[2] / "contracts"
 CASES = json.loads((CONTRACTS / "deep_ep_v1_recording.json").read_text("utf-8"))["cases"]

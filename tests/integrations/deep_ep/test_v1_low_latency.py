@@ -1,4 +1,4 @@
-"""Low latency of the fake of deep_ep V1: the recording, hooks, lifetimes, what it refuses."""
+"""Low latency of the drop-in for V1 in strict mode: the recording, hooks, lifetimes, refusals."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from epcomm import ConfigError
 from fakes.deep_ep.limits import limits_off
-from fakes.deep_ep.v1 import Buffer
-from tests.fakes.deep_ep.v1_ranks import (
+from fakes.deep_ep.strict_v1 import Buffer
+from tests.integrations.deep_ep.v1_ranks import (
     LL_H,
     UNDEFINED_INT32,
     E,
@@ -152,7 +153,7 @@ def test_nothing_is_there_before_the_hook() -> None:
         buffer.low_latency_combine(received.x, inputs.ids, inputs.weights, received.handle)
     received.receive()
     assert received.count.tolist() == recorded["recv_count"]
-    with refused("received twice"):
+    with refused("called twice"):
         received.receive()
     combined_x, _, hook = buffer.low_latency_combine(
         experts(received.x), inputs.ids, inputs.weights, received.handle, return_recv_hook=True
@@ -161,7 +162,7 @@ def test_nothing_is_there_before_the_hook() -> None:
     assert hook is not None
     hook()
     agrees(combined_x, recorded[COMBINED])
-    with refused("received twice"):
+    with refused("called twice"):
         hook()
 
 
@@ -308,7 +309,7 @@ def test_combine_refuses_what_the_real_one_refuses() -> None:
         combine(x, ids, weights.double(), handle)
     with refused("zero_copy and use_logfmt"):
         combine(x, ids, weights, handle, use_logfmt=True, zero_copy=True)
-    with refused("no LogFMT"):
+    with refused("use_logfmt=True is not there"):
         combine(x, ids, weights, handle, use_logfmt=True)
     with refused("out->size"):
         combine(x, ids, weights, handle, out=x[0])
@@ -335,14 +336,15 @@ def test_limits_may_be_switched_off() -> None:
 
 def test_masks_are_kept_and_masked_ranks_refused() -> None:
     inputs = inputs_of("low_latency_uneven", LL_H)
-    with refused("Shrink mode"):
+    with pytest.raises(ConfigError, match="enable_shrink=True"):
         low_latency_buffer().low_latency_clean_mask_buffer()
     buffer = low_latency_buffer(enable_shrink=True)
+    dispatch_low_latency(buffer, inputs)
     buffer.low_latency_update_mask_buffer(2, True)
     status = torch.full((4,), -1, dtype=torch.int32)
     buffer.low_latency_query_mask_buffer(status)
     assert status.tolist() == [0, 0, 1, 0]
-    with refused("masked rank"):
-        dispatch_low_latency(buffer, inputs)
+    with refused("expected nvlink alone"):
+        dispatch_low_latency(low_latency_buffer(), inputs)
+        buffer.low_latency_dispatch(inputs.x, inputs.ids, M, E)
     buffer.low_latency_clean_mask_buffer()
-    dispatch_low_latency(buffer, inputs)

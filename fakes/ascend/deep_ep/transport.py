@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,21 +33,6 @@ def exchange(
     received = rows.new_empty((sum(recv_splits), rows.shape[1]))
     dist.all_to_all_single(received, rows.contiguous(), recv_splits, send_splits, group=group)
     return received
-
-
-def begin_exchange(group: dist.ProcessGroup, blocks: Tensor) -> Callable[[], Tensor]:
-    """Send blocks[r] to each rank r and return at once; the result waits for those of all ranks."""
-    send = blocks.contiguous().view(torch.uint8)
-    received = torch.empty_like(send)
-    work = dist.all_to_all_single(received, send, group=group, async_op=True)
-    assert work is not None, "this rank is in the group"
-
-    def wait() -> Tensor:
-        # The work holds both tensors, so neither is freed while gloo uses it.
-        work.wait()
-        return received.view(blocks.dtype)
-
-    return wait
 
 
 def gather(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from epcomm.integrations.deep_ep.v1.config import low_latency_bytes
 from fakes.deep_ep.limits import require, require_size
-from fakes.deep_ep.v1.config import low_latency_bytes
-from fakes.deep_ep.v1.handle import LowLatencyHandle
-from fakes.deep_ep.v1.layout import require_ids
+from fakes.deep_ep.strict_v1.sizes import require_ids
 
 # Values for which the kernels are compiled.
 HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
@@ -45,7 +44,7 @@ def check_combine(
     x: Tensor,
     topk_idx: Tensor,
     topk_weights: Tensor,
-    handle: LowLatencyHandle,
+    handle: tuple[Tensor, Tensor, int, int, int],
     num_ranks: int,
     out: Tensor | None,
 ) -> None:
@@ -54,20 +53,20 @@ def check_combine(
     Raises:
         RuntimeError: in its words.
     """
-    num_local = handle.num_experts // num_ranks
+    src_info, layout_range, max_tokens, _, num_experts = handle
+    num_local = num_experts // num_ranks
     require(x.dim() == 3 and x.is_contiguous(), "x.dim() == 3 and x.is_contiguous()")
     require(x.dtype == torch.bfloat16, "x.scalar_type() == torch::kBFloat16")
     require(x.shape[0] == num_local, "x.size(0) == num_experts / num_ranks")
-    num_rows = num_ranks * handle.max_tokens
+    num_rows = num_ranks * max_tokens
     require(x.shape[1] == num_rows, "x.size(1) == num_ranks * num_max_dispatch_tokens_per_rank")
     require_size(x.shape[2] % _SCALE_BLOCK == 0, "x.size(2) % 128 == 0")
     _check_compiled(x.shape[2])
-    _check_topk_idx(topk_idx, handle.num_experts)
+    _check_topk_idx(topk_idx, num_experts)
     require(topk_idx.shape == topk_weights.shape, "topk_idx.size(0) == topk_weights.size(0)")
     require(topk_weights.is_contiguous(), "topk_weights.is_contiguous()")
     require(topk_weights.dtype == torch.float32, "topk_weights.scalar_type() == torch::kFloat32")
-    require(topk_weights.shape[0] <= handle.max_tokens, "topk_weights.size(0) <= max tokens")
-    src_info, layout_range = handle.src_info, handle.layout_range
+    require(topk_weights.shape[0] <= max_tokens, "topk_weights.size(0) <= max tokens")
     require(src_info.dtype == torch.int32 and src_info.is_contiguous(), "src_info is int32")
     require(src_info.shape[0] == num_local, "x.size(0) == src_info.size(0)")
     require(layout_range.dtype == torch.int64, "layout_range.scalar_type() == torch::kInt64")

@@ -1,4 +1,4 @@
-"""Imitate events and streams: with async_finish, results are undefined until a wait.
+"""With async_finish, results are undefined until a wait.
 
 A CPU has no streams. What a call with async_finish computes is kept aside, and its tensors are
 poisoned, until somebody waits for its event or the next call on the same buffer, which the real
@@ -8,49 +8,27 @@ stream would run after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Self
 
 import torch
 from torch import Tensor
 
+from epcomm.integrations.deep_ep import EventHandle, EventOverlap
 from fakes.deep_ep.limits import require
-from fakes.deep_ep.v1.undefined import poison
+from fakes.deep_ep.strict_v1.undefined import poison
 
 
-class EventHandle:
-    """A point on a stream; `wait` makes everything before it visible."""
+class _Wait(EventHandle):
+    """A point on a stream of deferred work."""
 
-    def __init__(self, wait: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, wait: Callable[[], None]) -> None:
+        super().__init__()
         self._wait = wait
 
     def current_stream_wait(self) -> None:
-        """Make results visible to whoever waits; a second time changes nothing."""
         self._wait()
 
 
-class EventOverlap:
-    """An event and the tensors that must live until it, as the real package returns them."""
-
-    def __init__(
-        self, event: EventHandle | None = None, extra_tensors: tuple[Tensor, ...] | None = None
-    ) -> None:
-        self.event = event
-        self.extra_tensors = extra_tensors
-
-    def current_stream_wait(self) -> None:
-        """Wait for the event, which there is only after async_finish or capture()."""
-        assert self.event is not None
-        self.event.current_stream_wait()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self.event is not None:
-            self.event.current_stream_wait()
-
-
-class CommStream:
+class DeferredWork:
     """Work that was launched and whose results nobody has waited for, in order."""
 
     def __init__(self) -> None:
@@ -79,7 +57,7 @@ class CommStream:
             while work in self._pending:
                 self._pending.pop(0)()
 
-        return EventHandle(wait)
+        return _Wait(wait)
 
     def finish(self) -> None:
         """Run all that is pending."""

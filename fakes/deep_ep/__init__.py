@@ -2,7 +2,7 @@
 
 A stand-in returns what the real package returns, bit for bit where that is defined, and NaN or
 nonsense where the real one leaves memory unwritten. It refuses what the real one refuses
-(limits.py). That of V1 is epcomm.integrations.deep_ep with these limits on top.
+(limits.py). Those of V1 and V2 are epcomm.integrations.deep_ep with these limits on top.
 """
 
 from __future__ import annotations

@@ -11,9 +11,18 @@ import torch
 
 from epcomm.integrations.deep_ep import utils
 from epcomm.integrations.deep_ep.events import EventHandle, EventOverlap
+from epcomm.integrations.deep_ep.installing import install
 from epcomm.integrations.deep_ep.v1.buffer import Buffer
 from epcomm.integrations.deep_ep.v1.config import Config
 
 topk_idx_t = torch.int64
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t", "utils"]
+__all__ = [
+    "Buffer",
+    "Config",
+    "EventHandle",
+    "EventOverlap",
+    "install",
+    "topk_idx_t",
+    "utils",
+]

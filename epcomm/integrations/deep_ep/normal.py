@@ -48,11 +48,13 @@ class Rows:
 class RowWay:
     """The way of the rows of one dispatch: what a handle of deep_ep stands for.
 
-    num_tokens: T of this rank.   num_rows: R, rows that this rank received.   top_k: K.
+    rank: this rank.   num_tokens: T of this rank.   num_rows: R, rows that this rank received.
+    top_k: K.
     """
 
     buffer: Buffer
     exchange_plan: ExchangePlan
+    rank: int
     num_tokens: int
     num_rows: int
     top_k: int
@@ -134,6 +136,7 @@ def dispatch_rows(
     way = RowWay(
         buffer=buffer,
         exchange_plan=out.exchange_plan,
+        rank=ranks.rank,
         num_tokens=topk_ids.shape[0],
         num_rows=out.rows.data.shape[0],
         top_k=top_k,

@@ -182,6 +182,11 @@ class EPGroup:
         # Compared before the look-up: a rank that finds its backend must not leave others waiting.
         self.collectives.agree({"backend": name, **spec.as_record()}, what=function)
         kind, key = class_of(name), (name, spec)
+        if spec.returns_slots and not kind.returns_slots:
+            raise ConfigError(
+                f"{function}: {name} brings sums home, and BufferSpec.returns_slots asks for slots "
+                f"({self.where}); use nvlink in low latency"
+            )
         found = self._backends.get(key)
         if found is None:
             found = kind(self.collectives, spec)

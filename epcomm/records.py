@@ -258,9 +258,22 @@ class Pending(Generic[T_co]):
     Waits come in one order on all ranks, like the calls.
     """
 
-    def __init__(self, finish: Callable[[], T_co]) -> None:
-        """Hold `finish`, which completes the operation and returns its record."""
+    def __init__(self, finish: Callable[[], T_co], *, record: T_co | None = None) -> None:
+        """Hold `finish`, which completes the operation and returns its record.
+
+        record: the same, where its tensors exist before they are filled.
+        """
         self._finish: Callable[[], T_co] | None = finish
+        self._record = record
+
+    @property
+    def record(self) -> T_co | None:
+        """Return the record whose tensors wait() fills, or None where it makes them.
+
+        Until then what they hold is undefined. Low latency over NVLink has them; there a dispatch
+        hands out the same memory whenever the turn of its receive buffer comes.
+        """
+        return self._record
 
     def wait(self) -> T_co:
         """Complete the operation and return its record.

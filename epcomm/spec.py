@@ -99,6 +99,8 @@ class BufferSpec:
     batches_in_flight: dispatches that may wait for their combine, None for the buffer's choice.
     intermediate_size: I, for fused operators, which compute the experts; buffers do not, and have
         None, as has a plan that was made without experts.
+    returns_slots: router weights come with combine, and not with dispatch. So results of slots come
+        home apart, and are summed there: more bytes than sums, see Buffer.combine_slots().
     """
 
     hidden_size: int
@@ -113,6 +115,7 @@ class BufferSpec:
     num_sms: int | None = None
     batches_in_flight: int | None = None
     intermediate_size: int | None = None
+    returns_slots: bool = False
 
     def as_record(self) -> dict[str, str | int | None]:
         """Return plain values for Collectives.agree()."""
@@ -129,6 +132,7 @@ class BufferSpec:
             "num_sms": self.num_sms,
             "batches_in_flight": self.batches_in_flight,
             "intermediate_size": self.intermediate_size,
+            "returns_slots": self.returns_slots,
         }
 
 

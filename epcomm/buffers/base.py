@@ -44,7 +44,7 @@ class DispatchCall:
         dispatch format of the buffer, with scales of any layout and strides: those travel as they
         are. Where Backend.takes_wire_tensors is not set, and with gradients, they do not.
     topk_ids: [T, K], int64.   topk_weights: [T, K], float32; beside float64 rows this and all that
-        is float32 below is float64.
+        is float32 below is float64. Where slots come home apart, any tensor, which is not read.
     expert_names: of the tensors of the experts whose bits `flags` has, in their order.
     error: why this rank takes part with T = 0, if it does.
     quantize: brings hidden states to a format, into the memory of a message where a buffer can.
@@ -130,6 +130,7 @@ class Backend(ABC):
     needs_process_group: it serves groups of torch.distributed alone.
     serves_replicated: for tokens that all ranks share, and for no others.
     takes_wire_tensors: rows may be quantised before they come, see DispatchCall.hidden_states.
+    returns_slots: it serves specifications whose slots come home apart, BufferSpec.returns_slots.
     """
 
     needs_one_host: ClassVar[bool] = False
@@ -138,6 +139,7 @@ class Backend(ABC):
     needs_process_group: ClassVar[bool] = False
     serves_replicated: ClassVar[bool] = False
     takes_wire_tensors: ClassVar[bool] = True
+    returns_slots: ClassVar[bool] = False
 
     name: ClassVar[str]
     modes: ClassVar[frozenset[Mode]]
@@ -300,6 +302,44 @@ class Buffer(Backend):
                 with row_scalars, nor where the host does not wait in collectives and
                 spec.compares_calls is not set: then a rank that refuses is missing.
         """
+
+    def combine_slots(
+        self,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        topk_weights: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Combined:
+        """Return expert results to the rank of their token and add them up there, by weight.
+
+        In place of combine(), in buffers that were opened with BufferSpec.returns_slots: their
+        dispatch needs no router weights, and hands out none.
+
+        Args:
+            rows: [C, H], one a slot; MASKED rows flattened.
+            exchange_plan: of the dispatch.
+            topk_weights: [T, K], float32; those of masked entries are ignored.
+            out: [T, H], contiguous, in the dtype of y: memory for y; None: a new tensor.
+
+        y is the sum over k, in order, of weight * row in float32, cast once. Rows travel as they
+        are, in the dtype of y.
+        Collective: yes.   Deterministic: yes.   Host sync: none.
+        Raises:
+            as combine().
+        """
+        return self.combine_slots_async(rows, exchange_plan, topk_weights, out=out).wait()
+
+    def combine_slots_async(
+        self,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        topk_weights: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Pending[Combined]:
+        """Begin combine_slots(); its arguments. y exists already: Pending.record has it."""
+        raise NotImplementedError(f"{self.name} brings sums home, and no slots (returns_slots)")
 
     @abstractmethod
     def refuse_combine(self, error: EPError) -> None:

@@ -68,6 +68,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
     # A rank with at most so many tokens sends them in lines, see kernels/nvlink/common/lines.py:
     # twice the bytes, and no fence.
     line_tokens: ClassVar[int] = 8
+    returns_slots: ClassVar[bool] = True
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
@@ -93,6 +94,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
             reasons.append(f"serves at most {MAX_LINE_RANKS} ranks, not {world_size}")
         if spec.dispatch_format.dtype is WireDtype.INT8 and spec.dispatch_format.scale_block:
             reasons.append(f"INT8 rows have one scale, not {spec.dispatch_format}")
+        if spec.returns_slots and spec.top_k > MAX_LINE_RANKS:
+            reasons.append(f"returns at most {MAX_LINE_RANKS} slots a token, not {spec.top_k}")
         if cls.handed_layout is Layout.MASKED and spec.expert_alignment > 1:
             reasons.append("gives every expert the same capacity, so expert_alignment must be 1")
         return tuple(reasons)
@@ -159,24 +162,28 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         self._no_rows = torch.zeros(
             1, spec.hidden_size, dtype=self._sum_dtype, device=self._block.device
         )
+        self._no_weights = torch.zeros(0, spec.top_k, device=self._block.device)
         if self._device.type == "cuda":
             self._warm_up()
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         receive_buffer = self._send(call)
-        return self._take(receive_buffer, receive_buffer.batch, call)
+        out = self._promise(receive_buffer, call)
+        self._receive(receive_buffer)
+        return out
 
     def dispatch_async(self, call: DispatchCall) -> Pending[Dispatched]:
         receive_buffer = self._send(call)
-        batch = receive_buffer.batch
+        batch, out = receive_buffer.batch, self._promise(receive_buffer, call)
 
         def receive() -> Dispatched:
             self._check_open()
             self._check_batch(receive_buffer, batch)
             self._follow()
-            return self._take(receive_buffer, batch, call)
+            self._receive(receive_buffer)
+            return out
 
-        return Pending(receive)
+        return Pending(receive, record=out)
 
     def _send(self, call: DispatchCall) -> ReceiveBuffer:
         """Begin a batch, and return the receive buffer that it takes."""
@@ -208,7 +215,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
             receive_buffer.exchange,
             hidden_states if hidden_states.stride(-1) == 1 else hidden_states.contiguous(),
             call.topk_ids.contiguous(),
-            call.topk_weights.contiguous(),
+            None if self._spec.returns_slots else call.topk_weights.contiguous(),
             receive_buffer.is_sent,
             status=status,
             kind=kind,
@@ -218,9 +225,9 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         )
         return receive_buffer
 
-    def _take(self, receive_buffer: ReceiveBuffer, batch: int, call: DispatchCall) -> Dispatched:
-        """Receive a batch."""
-        is_masked, num_rows = self.handed_layout is Layout.MASKED, self._layout.num_rows
+    def _receive(self, receive_buffer: ReceiveBuffer) -> None:
+        """Receive the batch of a receive buffer."""
+        is_masked, sources = self.handed_layout is Layout.MASKED, receive_buffer.sources
         self._kernels.receive_dispatch(
             receive_buffer.exchange,
             receive_buffer.row_of_slot,
@@ -229,16 +236,23 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
             receive_buffer.index.num_tokens_per_expert,
             receive_buffer.index.first_slot,
             expert_alignment=self._spec.expert_alignment,
-            expert_capacity=num_rows if is_masked else 0,
+            expert_capacity=self._layout.num_rows if is_masked else 0,
+            sources=None if sources is None else (sources.token_of_slot, sources.ranges),
         )
         if is_masked:
             copy_to_experts(receive_buffer)
+
+    def _promise(self, receive_buffer: ReceiveBuffer, call: DispatchCall) -> Dispatched:
+        """Return what _receive() will fill: memory of the receive buffer, the same at each turn."""
+        num_rows = self._layout.num_rows
+        if self.handed_layout is Layout.MASKED:
             num_rows *= self._spec.num_local_experts
         exchange_plan = NVLinkLowLatencyExchangePlan(
             num_tokens=call.num_tokens,
             num_rows=num_rows,
             index=receive_buffer.index,
-            batch=batch,
+            batch=receive_buffer.batch,
+            sources=receive_buffer.sources,
         )
         return Dispatched(
             rows=receive_buffer.rows,
@@ -258,6 +272,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         row_scalars: Tensor | None = None,
     ) -> Combined:
         assert row_scalars is None, "without gradients there are none"
+        assert not self._spec.returns_slots, "combine_slots() brings slots home"
         receive_buffer = self._begin_combine(exchange_plan, rows_per)
         y = self._send_sums(receive_buffer, rows, slot_weights, rows_per, exchange_plan.num_tokens)
         return self._take_sums(receive_buffer, y)
@@ -270,8 +285,39 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
     ) -> Pending[Combined]:
+        assert not self._spec.returns_slots, "combine_slots_async() brings slots home"
         receive_buffer = self._begin_combine(exchange_plan, rows_per)
         y = self._send_sums(receive_buffer, rows, slot_weights, rows_per, exchange_plan.num_tokens)
+        return self._receive_later(receive_buffer, y, None)
+
+    def combine_slots(
+        self,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        topk_weights: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Combined:
+        receive_buffer = self._begin_combine(exchange_plan, RowsPer.SLOT)
+        y = self._send_slots(receive_buffer, rows, exchange_plan.num_tokens, out)
+        return self._take_sums(receive_buffer, y, topk_weights.contiguous())
+
+    def combine_slots_async(
+        self,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        topk_weights: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Pending[Combined]:
+        receive_buffer = self._begin_combine(exchange_plan, RowsPer.SLOT)
+        y = self._send_slots(receive_buffer, rows, exchange_plan.num_tokens, out)
+        return self._receive_later(receive_buffer, y, topk_weights.contiguous())
+
+    def _receive_later(
+        self, receive_buffer: ReceiveBuffer, y: Tensor, topk_weights: Tensor | None
+    ) -> Pending[Combined]:
+        """Return what receives the sums that other ranks have begun to send."""
         sent_on = torch.cuda.current_stream(y.device) if y.is_cuda else None
 
         # Done once: when it is waited for, or earlier if its receive buffer is needed.
@@ -280,7 +326,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
             if sent_on is not None and sent_on != (stream := torch.cuda.current_stream(y.device)):
                 y.record_stream(stream)
             self._follow()
-            return self._take_sums(receive_buffer, y)
+            return self._take_sums(receive_buffer, y, topk_weights)
 
         receive_buffer.unfinished = receive
 
@@ -291,7 +337,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
                 receive_buffer.unfinished = None
             return combined
 
-        return Pending(wait)
+        return Pending(wait, record=Combined(y=y, scalars=None))
 
     def _begin_combine(self, exchange_plan: ExchangePlan, rows_per: RowsPer) -> ReceiveBuffer:
         """Return the receive buffer of a batch that awaits its combine."""
@@ -330,13 +376,40 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         receive_buffer.is_open = False
         return y
 
-    def _take_sums(self, receive_buffer: ReceiveBuffer, y: Tensor) -> Combined:
+    def _send_slots(
+        self,
+        receive_buffer: ReceiveBuffer,
+        rows: Tensor,
+        num_tokens: int,
+        out: Tensor | None,
+        code: FaultCode = FaultCode.NONE,
+    ) -> Tensor:
+        """Send each slot by itself, and return memory for y, as _send_sums() does."""
+        rows = rows if rows.dtype is self._sum_dtype else rows.to(self._sum_dtype)
+        shape = (num_tokens, self._spec.hidden_size)
+        y = rows.new_empty(shape) if out is None else out
+        is_fit = y.shape == shape and y.dtype is self._sum_dtype and y.is_contiguous()
+        assert is_fit, f"out is {list(y.shape)} {y.dtype}, expected {list(shape)} {self._sum_dtype}"
+        self._kernels.send_slots(
+            receive_buffer.exchange,
+            rows if rows.stride(-1) == 1 else rows.contiguous(),
+            receive_buffer.slots_of_row,
+            status=int(code),
+        )
+        receive_buffer.is_open = False
+        return y
+
+    def _take_sums(
+        self, receive_buffer: ReceiveBuffer, y: Tensor, topk_weights: Tensor | None = None
+    ) -> Combined:
         exchange, is_sent = receive_buffer.exchange, receive_buffer.is_sent
         # As this rank sent, which its header told all ranks.
         if receive_buffer.is_in_lines:
-            self._kernels.receive_combine_lines(exchange, y, is_sent, receive_buffer.num_tokens)
+            self._kernels.receive_combine_lines(
+                exchange, y, is_sent, receive_buffer.num_tokens, topk_weights
+            )
         else:
-            self._kernels.receive_combine(exchange, y, is_sent)
+            self._kernels.receive_combine(exchange, y, is_sent, topk_weights)
         return Combined(y=y, scalars=None)
 
     def refuse_combine(self, error: EPError) -> None:
@@ -367,6 +440,10 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         self._faults.note_own(error)
         receive_buffer = min(meant, key=lambda each: each.batch)
         code = FaultCode.of(error, in_combine=True)
+        if self._spec.returns_slots:
+            y = self._send_slots(receive_buffer, self._no_rows, 0, None, code)
+            self._take_sums(receive_buffer, y, self._no_weights)
+            return
         y = self._send_sums(receive_buffer, self._no_rows, None, RowsPer.ROW, 0, code)
         self._take_sums(receive_buffer, y)
 
@@ -424,12 +501,17 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
             out = sent.wait()
             self._host_barrier()
             # No row has a slot, so one is as good as C of them.
-            combining = self.combine_async(
-                self._no_rows,
-                out.exchange_plan,
-                rows_per=RowsPer.SLOT,
-                slot_weights=out.slot_weights,
-            )
+            if self._spec.returns_slots:
+                combining = self.combine_slots_async(
+                    self._no_rows, out.exchange_plan, self._no_weights
+                )
+            else:
+                combining = self.combine_async(
+                    self._no_rows,
+                    out.exchange_plan,
+                    rows_per=RowsPer.SLOT,
+                    slot_weights=out.slot_weights,
+                )
             self._host_barrier()
             combining.wait()
             self._host_barrier()

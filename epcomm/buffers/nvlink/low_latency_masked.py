@@ -11,11 +11,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from epcomm.buffers.nvlink.low_latency_state import ReceiveBuffer
+from epcomm.buffers.nvlink.low_latency_state import ReceiveBuffer, SlotSources
 
 
 def hand_out_masked(receive_buffer: ReceiveBuffer, num_local: int) -> None:
-    """Give a receive buffer memory for copies, with the strides that rows have; slot s is row s."""
+    """Give a receive buffer memory for copies, with the strides that rows have; slot s is row s.
+
+    Where slots come home apart, for where they came from too.
+    """
 
     def packed(views: Tensor) -> Tensor:
         stride, num_rows = views.stride(0), num_local * views.shape[0]
@@ -24,7 +27,13 @@ def hand_out_masked(receive_buffer: ReceiveBuffer, num_local: int) -> None:
         )
         return memory.view(views.dtype).view(num_local, -1, stride)[..., : views.shape[1]]
 
-    rows = receive_buffer.rows
+    rows, layout = receive_buffer.rows, receive_buffer.exchange.peers.layout
+    if layout.returns_slots:
+        capacity, device = rows.data.shape[0], rows.data.device
+        receive_buffer.sources = SlotSources(
+            token_of_slot=torch.full((num_local, capacity), -1, dtype=torch.int32, device=device),
+            ranges=torch.zeros(num_local, layout.world_size, dtype=torch.int64, device=device),
+        )
     scales = None if rows.scales is None else packed(rows.scales)
     receive_buffer.rows = replace(rows, data=packed(rows.data), scales=scales)
     receive_buffer.index = replace(receive_buffer.index, row_of_slot=None, slots_of_row=None)

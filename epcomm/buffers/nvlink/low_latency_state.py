@@ -20,12 +20,28 @@ class NVLinkLowLatencyExchangePlan(ExchangePlan):
     """The W * M received rows, of which rank s filled the first T from s * M on.
 
     batch: number of the dispatch; receive buffers are used in turn.
+    sources: where the slots came from, in the layout MASKED where slots come home apart.
     """
 
     num_tokens: int
     num_rows: int
     index: SlotIndex
     batch: int
+    sources: SlotSources | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SlotSources:
+    """Where the slots of each expert came from, on the device.
+
+    token_of_slot: [L, C / L], int32: the token, as its rank numbers it.
+    ranges: [L, W], int64: the slots from each rank, first << 32 | number, in the expert's own.
+
+    Lifetime: that of the rows.
+    """
+
+    token_of_slot: Tensor
+    ranges: Tensor
 
 
 @dataclass(kw_only=True, eq=False)
@@ -33,7 +49,9 @@ class ReceiveBuffer:
     """One receive buffer of this rank: the arguments of its kernels, and the batch that it holds.
 
     rows, index: what is handed out.   row_of_slot: [C], None where nobody asks.
-    slots_of_row: [W * M, K].   is_sent: [M, W], uint8, whether a rank got a token.
+    slots_of_row: [W * M, K].   is_sent: [M, W], uint8, whether a rank got a token; where slots come
+        home apart, [M, K], 1 + the rank that has a slot.   slot_weights: None there.
+    sources: of MASKED slots that come home apart.
     batch: the last one dispatched, of T = num_tokens, in lines or in bulk, of which its header
         tells all ranks.   is_open: it awaits its combine.
     unfinished: receives the sums of a combine, once, however often it is called.
@@ -44,8 +62,9 @@ class ReceiveBuffer:
     row_of_slot: Tensor | None
     slots_of_row: Tensor
     index: SlotIndex
-    slot_weights: Tensor
+    slot_weights: Tensor | None
     is_sent: Tensor
+    sources: SlotSources | None = None
     batch: int = -1
     num_tokens: int = 0
     is_in_lines: bool = False
@@ -82,9 +101,9 @@ class ReceiveBuffer:
             row_of_slot=row_of_slot,
             slots_of_row=slots_of_row,
             index=index,
-            slot_weights=torch.zeros(num_slots, device=device),
+            slot_weights=None if layout.returns_slots else torch.zeros(num_slots, device=device),
             is_sent=torch.zeros(
-                layout.max_tokens, layout.world_size, dtype=torch.uint8, device=device
+                layout.max_tokens, layout.parts_of_token, dtype=torch.uint8, device=device
             ),
         )
 
@@ -101,12 +120,18 @@ class LowLatencyKernels:
     receive_dispatch: Callable[..., None]
     release_buffer: Callable[..., None]
     send_combine: Callable[..., None]
+    send_slots: Callable[..., None]
     receive_combine: Callable[..., None]
     receive_combine_lines: Callable[..., None]
 
     @classmethod
     def load(cls) -> LowLatencyKernels:
-        from epcomm.kernels.nvlink import ll_combine, ll_dispatch_recv, ll_dispatch_send
+        from epcomm.kernels.nvlink import (
+            ll_combine,
+            ll_combine_slots,
+            ll_dispatch_recv,
+            ll_dispatch_send,
+        )
         from epcomm.kernels.nvlink.lines import combine_recv, dispatch_send
 
         return cls(
@@ -115,6 +140,7 @@ class LowLatencyKernels:
             receive_dispatch=ll_dispatch_recv.receive_dispatch,
             release_buffer=ll_dispatch_recv.release_buffer,
             send_combine=ll_combine.send_combine,
+            send_slots=ll_combine_slots.send_slots,
             receive_combine=ll_combine.receive_combine,
             receive_combine_lines=combine_recv.receive_combine_lines,
         )

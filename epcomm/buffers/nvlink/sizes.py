@@ -59,6 +59,7 @@ def low_latency_layout(
         data_words=-(-wire.data_bytes(hidden_size) // _WORD_BYTES),
         scale_words=-(-wire.scale_bytes(hidden_size) // _WORD_BYTES),
         return_words=-(-spec.hidden_format.data_bytes(hidden_size) // _WORD_BYTES),
+        returns_slots=spec.returns_slots,
     )
 
 
@@ -151,8 +152,9 @@ def low_latency_traffic(
     """Return Buffer.wire_bytes() of low latency; signals and flags of lines are not counted."""
     out, combine_bytes = row_bytes(spec)
     control = call.tokens_of_rank[call.rank] * layout.metadata_bytes + layout.control_bytes
+    num_returned = call.slots_received if spec.returns_slots else call.rows_received
     return BufferTraffic(
         dispatch_bytes=call.rows_sent * out,
-        combine_bytes=call.rows_received * combine_bytes,
+        combine_bytes=num_returned * combine_bytes,
         control_bytes=(call.world_size - 1) * control,
     )

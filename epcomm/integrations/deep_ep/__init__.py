@@ -11,6 +11,7 @@ import torch
 
 from epcomm.integrations.deep_ep import utils
 from epcomm.integrations.deep_ep.events import EventHandle, EventOverlap
+from epcomm.integrations.deep_ep.installing import install
 from epcomm.integrations.deep_ep.v1.buffer import Buffer
 from epcomm.integrations.deep_ep.v1.config import Config
 from epcomm.integrations.deep_ep.v2.buffer import ElasticBuffer
@@ -25,6 +26,7 @@ __all__ = [
     "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
+    "install",
     "topk_idx_t",
     "utils",
 ]

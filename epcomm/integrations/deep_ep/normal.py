@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, DispatchCall, RowQuantizer
+from epcomm.buffers.base import Buffer, DispatchCall
 from epcomm.config import Mode
 from epcomm.errors import EPError, ShapeError
 from epcomm.integrations.deep_ep.ranks import Ranks
 from epcomm.protocol import BatchFlags
-from epcomm.quantization import quantize
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferSpec
 from epcomm.types import RowsPer, WireDtype, WireFormat, WireTensor
@@ -49,11 +48,13 @@ class Rows:
 class RowWay:
     """The way of the rows of one dispatch: what a handle of deep_ep stands for.
 
-    num_tokens: T of this rank.   num_rows: R, rows that this rank received.   top_k: K.
+    rank: this rank.   num_tokens: T of this rank.   num_rows: R, rows that this rank received.
+    top_k: K.
     """
 
     buffer: Buffer
     exchange_plan: ExchangePlan
+    rank: int
     num_tokens: int
     num_rows: int
     top_k: int
@@ -149,18 +150,18 @@ def dispatch_rows(
     spec = spec_of(rows, top_k, num_experts, ranks.size, sizes)
     buffer = ranks.open(Mode.NORMAL, spec)
     call = DispatchCall(
-        hidden_states=rows.x,
+        hidden_states=_as_sent(rows, spec.dispatch_format),
         topk_ids=topk_ids,
         topk_weights=topk_weights,
         # Rows of batches with gradients are in memory of their own.
         flags=BatchFlags.GRAD_ENABLED,
         error=error,
-        quantize=_quantizer_of(rows),
     )
     out = buffer.dispatch(call)
     way = RowWay(
         buffer=buffer,
         exchange_plan=out.exchange_plan,
+        rank=ranks.rank,
         num_tokens=topk_ids.shape[0],
         num_rows=out.rows.data.shape[0],
         top_k=top_k,
@@ -241,23 +242,11 @@ def _quantized_format(rows: Rows, hidden_size: int) -> WireFormat:
     return WireFormat(dtype=kind, scale_block=block, scale_dtype=torch.float32)
 
 
-def _quantizer_of(rows: Rows) -> RowQuantizer:
-    """Return what brings rows to the wire: those that are quantised already are passed on."""
+def _as_sent(rows: Rows, wire: WireFormat) -> Tensor | WireTensor:
+    """Return rows as a call takes them: four bytes of scale travel as a float32, whatever it is."""
     if rows.scales is None:
-        return quantize
-    data, scales = rows.x, rows.scales.view(torch.float32)
-
-    def pass_on(
-        hidden_states: Tensor, wire_format: WireFormat, /, *, out: WireTensor | None = None
-    ) -> WireTensor:
-        if out is None:
-            return WireTensor(data=data, format=wire_format, scales=scales)
-        out.data.view(torch.uint8).copy_(data.view(torch.uint8))
-        assert out.scales is not None, "quantised rows have scales"
-        out.scales.copy_(scales)
-        return out
-
-    return pass_on
+        return rows.x
+    return WireTensor(data=rows.x, format=wire, scales=rows.scales.view(torch.float32))
 
 
 def _received_rows(wire: WireTensor, sent: Rows) -> Rows:

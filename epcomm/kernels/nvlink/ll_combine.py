@@ -95,7 +95,7 @@ def _sum_of_slots(
 
 
 @triton.jit
-def _slots_of(
+def slots_of(
     slots_of_row_ptr: tl.tensor,
     item: tl.tensor,
     num_items: tl.tensor,
@@ -109,6 +109,53 @@ def _slots_of(
     row = item % W * M + item // W
     is_slot = (k < K) & (item < num_items)
     return tl.load(slots_of_row_ptr + row * K + k, mask=is_slot, other=-1)
+
+
+@triton.jit
+def begin_combine(
+    bases_ptr: tl.tensor,
+    state_ptr: tl.tensor,
+    excluded_ptr: tl.tensor,
+    report_ptr: tl.tensor,
+    own_address: tl.tensor,
+    rank: tl.tensor,
+    status: tl.tensor,
+    W: tl.constexpr,
+    W_LANES: tl.constexpr,
+    COMBINED_LINES_AT: tl.constexpr,
+) -> tl.tuple:
+    """Tell every rank, in the first W programs, that it may send again, or why this one refuses.
+
+    Returns: the epoch; the abort flag, with which nothing may be sent; the most tokens of a source
+        that came in bulk, and in lines; the sources of the latter as bits, and of the former.
+    """
+    program = tl.program_id(0)
+    # All these are on their way together.
+    epoch = tl.load(state_ptr + 1)
+    aborted = tl.load(int32_at(own_address), volatile=True)
+    has_no_rows = tl.load(state_ptr + 2)
+    # Kept by the receiver of dispatch, not from the headers: once some programs have published, a
+    # peer may write those of its next batch, and a program that starts late must count as many
+    # arrivals as the others.
+    source_lane = tl.arange(0, W_LANES)
+    told = tl.load(state_ptr + _SOURCES_AT + source_lane, mask=source_lane < W, other=0)
+    is_source = taking_part(excluded_ptr, W, W_LANES)
+    if program == 0:
+        tl.store(state_ptr, epoch + 1)
+    if aborted != 0:
+        tl.store(report_ptr + REPORT_ABORTED, aborted)
+    elif (program < W) & (tl.load(excluded_ptr + program, mask=program < W, other=1) == 0):
+        combined_ptr = int64_at(tl.load(bases_ptr + program) + COMBINED_LINES_AT)
+        # The credit, too: all that read this batch has ended, but for this kernel, which reads what
+        # this rank unpacked itself, or what is awaited by the signal of its sums.
+        tl.store(combined_ptr + rank, line_of(status, epoch))
+    in_bulk = is_source & ((told & 1) == 0)
+    # A call that was refused has no rows; neither has this rank if it refuses now.
+    is_empty = (has_no_rows != 0) | (status != 0)
+    most = tl.where(is_empty, 0, tl.max(tl.where(in_bulk, told >> 1, 0)))
+    few = tl.where(is_empty, 0, tl.max(tl.where(in_bulk, 0, told >> 1)))
+    sources_in_lines = bits_of_ranks((told & 1) != 0, W_LANES)
+    return epoch, aborted, most, few, sources_in_lines, in_bulk  # pyright: ignore[reportReturnType]
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -158,40 +205,24 @@ def _send_combine_kernel(
     if OVERLAPS:
         await_previous()
         let_next_start()
-    # All these are on their way together, those of the first row too.
-    epoch = tl.load(state_ptr + 1)
-    aborted = tl.load(int32_at(own_address), volatile=True)
-    has_no_rows = tl.load(state_ptr + 2)
-    # Kept by the receiver of dispatch, not from the headers: once some programs have published, a
-    # peer may write those of its next batch, and a program that starts late must count as many
-    # arrivals as the others.
-    source_lane = tl.arange(0, W_LANES)
-    told = tl.load(state_ptr + _SOURCES_AT + source_lane, mask=source_lane < W, other=0)
-    is_source = taking_part(excluded_ptr, W, W_LANES)
-    following = _slots_of(slots_of_row_ptr, program, M * W, W, M, K, K_LANES)
+    following = slots_of(slots_of_row_ptr, program, M * W, W, M, K, K_LANES)
     PARTS: tl.constexpr = (HIDDEN + PART - 1) // PART
     if LINE_TOKENS > 0:
-        next_slots = _slots_of(
-            slots_of_row_ptr, program // PARTS, LINE_TOKENS * W, W, M, K, K_LANES
-        )
-    if program == 0:
-        tl.store(state_ptr, epoch + 1)
+        next_slots = slots_of(slots_of_row_ptr, program // PARTS, LINE_TOKENS * W, W, M, K, K_LANES)
+    epoch, aborted, most, few, sources_in_lines, in_bulk = begin_combine(  # pyright: ignore[reportGeneralTypeIssues]
+        bases_ptr,
+        state_ptr,
+        excluded_ptr,
+        report_ptr,
+        own_address,
+        rank,
+        status,
+        W,
+        W_LANES,
+        COMBINED_LINES_AT,
+    )
     if aborted != 0:
-        tl.store(report_ptr + REPORT_ABORTED, aborted)
         return
-
-    if (program < W) & (tl.load(excluded_ptr + program, mask=program < W, other=1) == 0):
-        combined_ptr = int64_at(tl.load(bases_ptr + program) + COMBINED_LINES_AT)
-        # The credit, too: all that read this batch has ended, but for this kernel, which reads what
-        # this rank unpacked itself, or what is awaited by the signal of its sums.
-        tl.store(combined_ptr + rank, line_of(status, epoch))
-
-    in_bulk = is_source & ((told & 1) == 0)
-    # A call that was refused has no rows; neither has this rank if it refuses now.
-    is_empty = (has_no_rows != 0) | (status != 0)
-    most = tl.where(is_empty, 0, tl.max(tl.where(in_bulk, told >> 1, 0)))
-    few = tl.where(is_empty, 0, tl.max(tl.where(in_bulk, 0, told >> 1)))
-    sources_in_lines = bits_of_ranks((told & 1) != 0, W_LANES)
 
     num_sent = 0
     column = tl.arange(0, COLUMNS)
@@ -202,7 +233,7 @@ def _send_combine_kernel(
             token = item // (PARTS * W)
             row = source * M + token
             slots = next_slots
-            next_slots = _slots_of(
+            next_slots = slots_of(
                 slots_of_row_ptr, (item + num_programs) // PARTS, few * W, W, M, K, K_LANES
             )
             if (tl.max(slots) >= 0) & (((sources_in_lines >> source) & 1) != 0):
@@ -230,7 +261,7 @@ def _send_combine_kernel(
         token = item // W
         row = source * M + token
         slots = following
-        following = _slots_of(slots_of_row_ptr, item + num_programs, most * W, W, M, K, K_LANES)
+        following = slots_of(slots_of_row_ptr, item + num_programs, most * W, W, M, K, K_LANES)
         if (tl.max(slots) >= 0) & (((sources_in_lines >> source) & 1) == 0):
             value = _sum_of_slots(
                 rows_ptr,
@@ -267,24 +298,25 @@ def _send_combine_kernel(
 
 
 @triton.jit
-def _sources_of(
+def _parts_of(
     is_sent_ptr: tl.tensor,
     token: tl.tensor,
     num_tokens: tl.tensor,
-    W: tl.constexpr,
-    W_LANES: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART_LANES: tl.constexpr,
 ) -> tl.tensor:
-    """Return the ranks that a token was sent to: 5 is ranks 0 and 2; 0 behind the last token."""
-    source = tl.arange(0, W_LANES)
-    is_rank = (source < W) & (token < num_tokens)
+    """Return what comes home for a token: 5 is parts 0 and 2; 0 behind the last token."""
+    part = tl.arange(0, PART_LANES)
+    is_part = (part < PARTS) & (token < num_tokens)
     # Not from the L1 cache: a wait that empties it comes only later.
-    is_sent = tl.load(is_sent_ptr + token * W + source, mask=is_rank, other=0, volatile=True)
-    return tl.sum(is_sent.to(tl.int32) << source)
+    is_sent = tl.load(is_sent_ptr + token * PARTS + part, mask=is_part, other=0, volatile=True)
+    return tl.sum((is_sent != 0).to(tl.int32) << part)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _receive_combine_kernel(
     out_ptr: tl.tensor,
+    weights_ptr: tl.tensor | None,
     table_ptr: tl.tensor,
     state_ptr: tl.tensor,
     is_sent_ptr: tl.tensor,
@@ -299,6 +331,8 @@ def _receive_combine_kernel(
     W: tl.constexpr,
     W_LANES: tl.constexpr,
     M: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART_LANES: tl.constexpr,
     HIDDEN: tl.constexpr,
     COLUMNS: tl.constexpr,
     ARRIVED_SUMS_AT: tl.constexpr,
@@ -307,15 +341,16 @@ def _receive_combine_kernel(
     RETURN_BYTES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Add up the sums of tokens p, p + P, ... in program p of P.
+    """Add up the parts of tokens p, p + P, ... in program p of P.
 
-    Token 1 was sent to ranks 0 and 2: the sum of rows 1 and 2 * M + 1 of `back`.
+    Token 1 was sent to ranks 0 and 2: the sum of rows 1 and 2 * M + 1 of `returned`. With weights,
+    and two slots a token: that of rows 2 and 3, times the weights of token 1.
     """
     program = tl.program_id(0)
     # Not from the L1 cache: only the end of the kernel before would empty it for sure.
     epoch = tl.load(state_ptr + 1, volatile=True)
     has_no_rows = tl.load(state_ptr + 2, volatile=True)
-    following = _sources_of(is_sent_ptr, program, num_tokens, W, W_LANES)
+    following = _parts_of(is_sent_ptr, program, num_tokens, PARTS, PART_LANES)
     peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
     arrived_at = buffer_address + ARRIVED_SUMS_AT
     is_lost = await_or_abort(peers, arrived_at, epoch, max_polls, WAIT_COMBINE, epoch, W, W_LANES)
@@ -331,23 +366,28 @@ def _receive_combine_kernel(
 
     dtype = out_ptr.dtype.element_ty
     for token in tl.range(program, num_tokens, tl.num_programs(0), num_stages=1):
-        sources = following
-        following = _sources_of(is_sent_ptr, token + tl.num_programs(0), num_tokens, W, W_LANES)
+        parts = following
+        next_token = token + tl.num_programs(0)
+        following = _parts_of(is_sent_ptr, next_token, num_tokens, PARTS, PART_LANES)
         out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
         for begin in tl.range(0, HIDDEN, COLUMNS, num_stages=1):
             column = begin + tl.arange(0, COLUMNS)
             is_element = column < HIDDEN
             total = tl.zeros([COLUMNS], tl.float32)
-            for source in tl.static_range(W):
-                is_there = (sources >> source) & 1 != 0
-                place = source * M + tl.cast(token, tl.int64)
+            for index in tl.static_range(PARTS):
+                is_there = (parts >> index) & 1 != 0
+                place = index * M + tl.cast(token, tl.int64)
+                if weights_ptr is not None:
+                    place = tl.cast(token, tl.int64) * PARTS + index
                 part_ptr = (buffer_address + RETURN_AT + place * RETURN_BYTES).to(
                     tl.pointer_type(dtype)
                 )
                 part_ptr = tl.multiple_of(part_ptr, 16) + column
                 # On its way before it is known whether the call has failed.
-                part = tl.load(part_ptr, mask=is_element & is_there, other=0.0)
-                total += part.to(tl.float32)
+                part = tl.load(part_ptr, mask=is_element & is_there, other=0.0).to(tl.float32)
+                if weights_ptr is not None:
+                    part *= tl.load(weights_ptr + token * PARTS + index, mask=is_there, other=0.0)
+                total += part
             total = tl.where(has_failed, float("nan"), total)
             tl.store(out_row_ptr + column, cast(total, dtype), mask=is_element)
     if OVERLAPS:
@@ -421,7 +461,9 @@ def send_combine(
     launch(exchange.peers.num_programs, rows, slot_weights, slots_of_row, status)
 
 
-def receive_combine(exchange: LowLatencyExchange, out: Tensor, is_sent: Tensor) -> None:
+def receive_combine(
+    exchange: LowLatencyExchange, out: Tensor, is_sent: Tensor, topk_weights: Tensor | None = None
+) -> None:
     """Wait for the sums of all ranks and add them up.
 
     Args:
@@ -429,13 +471,15 @@ def receive_combine(exchange: LowLatencyExchange, out: Tensor, is_sent: Tensor) 
         out: [T, H], contiguous, in the dtype of the sums; NaN if the call has failed. Allocated
             before send_combine(): kernels between the two may run still, and memory that they
             read is given away once the host has launched them.
-        is_sent: [M, W], uint8, as send_dispatch() wrote it.
+        is_sent: as send_dispatch() wrote it.
+        topk_weights: [T, K], float32, contiguous: slots have come home apart, and are multiplied by
+            these; of those that do not, the weight is ignored.
 
     Collective: yes, after send_combine().   Allocates nothing.   Host sync: none.
     """
     num_tokens, hidden_size = out.shape
     num_programs = exchange.peers.num_programs
-    key = ("receive sums", out.dtype, hidden_size)
+    key = ("receive sums", out.dtype, hidden_size, topk_weights is None)
     launch = exchange.launches.get(key)
     if launch is None:
         peers, layout = exchange.peers, exchange.peers.layout
@@ -443,6 +487,7 @@ def receive_combine(exchange: LowLatencyExchange, out: Tensor, is_sent: Tensor) 
         launch = exchange.launches[key] = PreparedLaunch(
             _receive_combine_kernel,
             (
+                CHANGES,
                 CHANGES,
                 peers.table,
                 exchange.state,
@@ -458,6 +503,8 @@ def receive_combine(exchange: LowLatencyExchange, out: Tensor, is_sent: Tensor) 
             ),
             dict(
                 **layout.rank_constants,
+                PARTS=layout.parts_of_token,
+                PART_LANES=next_power_of_two(layout.parts_of_token),
                 HIDDEN=hidden_size,
                 COLUMNS=min(_RECEIVED_COLUMNS, next_power_of_two(hidden_size)),
                 ARRIVED_SUMS_AT=offsets["arrived_sums"],
@@ -470,4 +517,4 @@ def receive_combine(exchange: LowLatencyExchange, out: Tensor, is_sent: Tensor) 
             ),
         )
     # One program without tokens still hears of faults.
-    launch(max(1, min(num_tokens, num_programs)), out, is_sent, num_tokens)
+    launch(max(1, min(num_tokens, num_programs)), out, topk_weights, is_sent, num_tokens)

@@ -98,7 +98,9 @@ def _receive_dispatch_kernel(
     state_ptr: tl.tensor,
     row_of_slot_ptr: tl.tensor | None,
     slots_of_row_ptr: tl.tensor,
-    slot_weights_ptr: tl.tensor,
+    slot_weights_ptr: tl.tensor | None,
+    token_of_slot_ptr: tl.tensor | None,
+    source_ranges_ptr: tl.tensor | None,
     counts_ptr: tl.tensor,
     first_slot_ptr: tl.tensor,
     faults_ptr: tl.tensor,
@@ -220,9 +222,10 @@ def _receive_dispatch_kernel(
         if LINE_TOKENS > 0:
             experts = tl.load(row_lines_ptr, mask=is_line, other=0, volatile=True)
             positions = tl.load(row_lines_ptr + K_LANES, mask=is_line, other=0, volatile=True)
-            weights = tl.load(row_lines_ptr + 2 * K_LANES, mask=is_line, other=0, volatile=True)
             is_absent = (flag_of(experts) != epoch) | (flag_of(positions) != epoch)
-            is_absent |= flag_of(weights) != epoch
+            if slot_weights_ptr is not None:
+                weights = tl.load(row_lines_ptr + 2 * K_LANES, mask=is_line, other=0, volatile=True)
+                is_absent |= flag_of(weights) != epoch
             # Of any epoch, if it has not come: it is late then anyway.
             header = tl.sum(tl.where(is_own, word_of(headers), 0))
             is_absent &= is_line & ((header & 1) != 0) & (token < (header >> 1))
@@ -245,7 +248,10 @@ def _receive_dispatch_kernel(
     if LINE_TOKENS > 0:
         expert_lines = tl.load(row_lines_ptr, mask=is_line, other=0, volatile=True)
         position_lines = tl.load(row_lines_ptr + K_LANES, mask=is_line, other=0, volatile=True)
-        weight_lines = tl.load(row_lines_ptr + 2 * K_LANES, mask=is_line, other=0, volatile=True)
+        if slot_weights_ptr is not None:
+            weight_lines = tl.load(
+                row_lines_ptr + 2 * K_LANES, mask=is_line, other=0, volatile=True
+            )
     codes = codes_of_one_mode(status, is_source)
     has_failed = is_lost | (tl.max(codes) != 0)
     counts_of_source = tl.where(has_failed, 0, counts_of_source)
@@ -267,6 +273,14 @@ def _receive_dispatch_kernel(
         tl.store(state_ptr + _SOURCES_AT + source_lane, told, mask=source_lane < W)
         if is_lost == 0:
             note_faults(faults_ptr, codes, is_source, W_LANES)
+        if source_ranges_ptr is not None:
+            # The slots of an expert lie in the order of their sources.
+            ends_of_source = tl.cumsum(counts_of_source, axis=0)
+            ranges = (ends_of_source - counts_of_source).to(tl.int64) << 32
+            ranges |= counts_of_source.to(tl.int64)
+            ranges_ptr = source_ranges_ptr + expert[None, :] * W + source_lane[:, None]
+            is_range = (source_lane < W)[:, None] & (expert < L)[None, :]
+            tl.store(ranges_ptr, ranges, mask=is_range)
 
     header = tl.sum(tl.where(is_own, headers, 0))
     in_lines = (header & 1) != 0
@@ -286,18 +300,24 @@ def _receive_dispatch_kernel(
     )
     experts = tl.load(metadata_ptr, mask=in_bulk, other=-1)
     positions = tl.load(metadata_ptr + K_LANES, mask=in_bulk, other=0)
-    weight_bits = tl.load(metadata_ptr + 2 * K_LANES, mask=in_bulk, other=0)
+    weight_bits = positions
+    if slot_weights_ptr is not None:
+        weight_bits = tl.load(metadata_ptr + 2 * K_LANES, mask=in_bulk, other=0)
     if LINE_TOKENS > 0:
         is_there = is_pair & in_lines
         experts = tl.where(is_there, word_of(expert_lines), experts)
         positions = tl.where(is_there, word_of(position_lines), positions)
-        weight_bits = tl.where(is_there, word_of(weight_lines), weight_bits)
+        if slot_weights_ptr is not None:
+            weight_bits = tl.where(is_there, word_of(weight_lines), weight_bits)
     is_slot = experts >= 0
     is_expert = experts[:, None] == expert[None, :]
     slots = tl.sum(tl.where(is_expert, bases[None, :], 0), axis=1) + positions
     if row_of_slot_ptr is not None:
         tl.store(row_of_slot_ptr + slots, row, mask=is_slot)
-    tl.store(slot_weights_ptr + slots, weight_bits.to(tl.float32, bitcast=True), mask=is_slot)
+    if slot_weights_ptr is not None:
+        tl.store(slot_weights_ptr + slots, weight_bits.to(tl.float32, bitcast=True), mask=is_slot)
+    if token_of_slot_ptr is not None:
+        tl.store(token_of_slot_ptr + slots, token, mask=is_slot)
     tl.store(slots_of_row_ptr + row * K + k, tl.where(is_slot, slots, -1), mask=is_entry)
 
     if row_of_slot_ptr is not None:
@@ -347,27 +367,32 @@ def receive_dispatch(
     exchange: LowLatencyExchange,
     row_of_slot: Tensor | None,
     slots_of_row: Tensor,
-    slot_weights: Tensor,
+    slot_weights: Tensor | None,
     num_tokens_per_expert: Tensor,
     first_slot: Tensor,
     *,
     expert_alignment: int,
     expert_capacity: int = 0,
+    sources: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Wait for the rows of all ranks and write the expert-major index over them.
 
     Args:
         exchange: the receive buffer.
         row_of_slot: [C], int32, or None where nobody asks.   slots_of_row: [W * M, K], int32.
-        slot_weights: [C], float32.
+        slot_weights: [C], float32, or None where slots come home apart.
         num_tokens_per_expert: [L], int32.   first_slot: [L + 1], int32.
         expert_alignment: each expert's slots start at a multiple of this.
         expert_capacity: slots of each expert, used or not; 0: as many as it has, aligned.
+        sources: [C], int32, written with the token of each slot, as its rank numbers it, and
+            [L, W], int64, with the slots of each expert from each rank, first << 32 | number, where
+            the first is counted from the expert's first.
 
     Collective: yes, after send_dispatch().   Allocates nothing.   Host sync: none.
     """
     capacity = 0 if row_of_slot is None else row_of_slot.shape[0]
     key = ("receive rows", capacity, expert_alignment, expert_capacity)
+    token_of_slot, source_ranges = (None, None) if sources is None else sources
     layout = exchange.peers.layout
     rows = max(1, min(_PAIRS, _COMPARISONS // layout.local_lanes) // layout.metadata_words)
     indexers = layout.world_size * -(-layout.max_tokens // rows)
@@ -382,6 +407,8 @@ def receive_dispatch(
                 CHANGES,
                 CHANGES,
                 CHANGES,
+                token_of_slot,
+                source_ranges,
                 CHANGES,
                 CHANGES,
                 peers.faults,

@@ -104,7 +104,7 @@ def _load_ids(
 @triton.jit
 def _send_metadata(
     ids_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
+    weights_ptr: tl.tensor | None,
     bases_ptr: tl.tensor,
     excluded_ptr: tl.tensor,
     rank: tl.tensor,
@@ -118,11 +118,13 @@ def _send_metadata(
     METADATA_AT: tl.constexpr,
     METADATA_BYTES: tl.constexpr,
 ) -> None:
-    """Tell every rank which of its experts a token chose, at which positions and weights."""
+    """Tell every rank its experts of a token, their positions in these, and weights, if any."""
     k = tl.arange(0, K_LANES)
     ids = _load_ids(ids_ptr, token, token + 1, k, K)
-    weights = tl.load(weights_ptr + token * K + k, mask=k < K, other=0.0)
-    weight_bits = weights.to(tl.int32, bitcast=True)
+    weight_bits = k
+    if weights_ptr is not None:
+        weights = tl.load(weights_ptr + token * K + k, mask=k < K, other=0.0)
+        weight_bits = weights.to(tl.int32, bitcast=True)
     positions = count_positions(ids_ptr, ids, token, K, K_LANES, CHUNK)
     owners = tl.where(ids >= 0, ids // L, -1)
     place = tl.cast(rank, tl.int64) * M + token
@@ -132,7 +134,26 @@ def _send_metadata(
         metadata_ptr = int32_at(base + METADATA_AT + place * METADATA_BYTES) + k
         tl.store(metadata_ptr, tl.where(owners == peer, ids - peer * L, -1), mask=is_entry)
         tl.store(metadata_ptr + K_LANES, positions, mask=is_entry)
-        tl.store(metadata_ptr + 2 * K_LANES, weight_bits, mask=is_entry)
+        if weights_ptr is not None:
+            tl.store(metadata_ptr + 2 * K_LANES, weight_bits, mask=is_entry)
+
+
+@triton.jit
+def note_owners(
+    is_sent_ptr: tl.tensor,
+    token: tl.tensor,
+    owners: tl.tensor,
+    excluded_ptr: tl.tensor,
+    W: tl.constexpr,
+    K: tl.constexpr,
+    K_LANES: tl.constexpr,
+) -> None:
+    """Keep for combine which rank has each slot of a token: 1 + the rank, 0 for none."""
+    k = tl.arange(0, K_LANES)
+    is_rank = (owners >= 0) & (owners < W) & (k < K)
+    is_excluded = tl.load(excluded_ptr + owners, mask=is_rank, other=1) != 0
+    noted = tl.where(is_excluded, 0, owners + 1).to(tl.uint8)
+    tl.store(is_sent_ptr + token * K + k, noted, mask=k < K)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -140,7 +161,7 @@ def _send_dispatch_kernel(
     x_ptr: tl.tensor,
     x_scales_ptr: tl.tensor | None,
     ids_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
+    weights_ptr: tl.tensor | None,
     table_ptr: tl.tensor,
     bases_ptr: tl.tensor,
     state_ptr: tl.tensor,
@@ -311,14 +332,17 @@ def _send_dispatch_kernel(
                     elements.to(tl.float32), KIND == _FP8_POWER_OF_TWO, HAS_E4M3
                 )
 
+            # For the receiver of combine on this rank.
+            if weights_ptr is None:
+                note_owners(is_sent_ptr, token, owners, excluded_ptr, W, K, K_LANES)
             # The row of this token, in the memory of any rank.
             place = tl.cast(rank, tl.int64) * M + token
             for peer in tl.static_range(W):
                 # Entries of an excluded rank are as masked entries.
                 is_owner = (owners == peer) & (tl.load(excluded_ptr + peer) == 0)
                 is_needed = tl.max(is_owner.to(tl.int32)) > 0
-                # For the receiver of combine on this rank.
-                tl.store(is_sent_ptr + token * W + peer, is_needed.to(tl.uint8))
+                if weights_ptr is not None:
+                    tl.store(is_sent_ptr + token * W + peer, is_needed.to(tl.uint8))
                 base = tl.load(bases_ptr + peer)
                 scale_address = base + SCALES_AT + place * SCALE_BYTES
                 # By masks: in a branch for each peer, scales would change threads anew.
@@ -358,7 +382,7 @@ def send_dispatch(
     exchange: LowLatencyExchange,
     hidden_states: Tensor,
     topk_ids: Tensor,
-    topk_weights: Tensor,
+    topk_weights: Tensor | None,
     is_sent: Tensor,
     *,
     status: int,
@@ -374,8 +398,9 @@ def send_dispatch(
         hidden_states: [T, H], bfloat16, float16 or float32; rows may lie apart. Of rows that are
             quantised already, [T, words], integers, and `kind` is PLAIN.
         topk_ids: [T, K], int64, contiguous.
-        topk_weights: [T, K], float32, contiguous.
-        is_sent: [M, W], uint8, written: whether a rank got the token.
+        topk_weights: [T, K], float32, contiguous; None where slots come home apart.
+        is_sent: [M, W], uint8, written: whether a rank got the token. Where slots come home apart,
+            [M, K]: 1 + the rank that has the slot, 0 for none.
         status: fault and flags of this rank, as pack_header() packs them.
         kind: PLAIN, FP8, FP8_POWER_OF_TWO or INT8.
         scale_block: elements that share a scale; of PLAIN and INT8 rows any.

@@ -201,11 +201,9 @@ class Buffer:
             received = with_worst_rows(ranks, received, num_worst_tokens)
             channels = (config or self.get_dispatch_config(self.group_size)).num_channels
             made = NormalHandle.of(
-                ranks, received, is_token_in_rank, channels=channels, hidden_size=rows.x.shape[1]
+                received, is_token_in_rank, channels=channels, hidden_size=rows.x.shape[1]
             )
-            event = call.event(
-                [rows.x, rows.scales, topk_idx, topk_weights, *received.tensors(), *made]
-            )
+            event = call.event([rows.x, rows.scales, topk_idx, topk_weights, *received.tensors()])
         counts = [align_up(each, expert_alignment) for each in received.num_tokens_per_expert]
         if topk_idx is None:
             return received.rows.as_given(), None, None, counts, made, event

@@ -78,13 +78,18 @@ class MemoryLayout(ABC):
 
     @cached_property
     def metadata_words(self) -> int:
-        """The words of 32 bits in each of the metadata's three parts: a power of two, from 4."""
+        """The words of 32 bits in each part of the metadata: a power of two, from 4."""
         return max(4, _lanes(self.top_k))
+
+    @property
+    def metadata_parts(self) -> int:
+        """The parts of the metadata of a row: experts, positions and weights."""
+        return 3
 
     @property
     def metadata_bytes(self) -> int:
         """The bytes of the metadata of a row."""
-        return 3 * _WORD_BYTES * self.metadata_words
+        return self.metadata_parts * _WORD_BYTES * self.metadata_words
 
     @cached_property
     def world_lanes(self) -> int:
@@ -158,6 +163,8 @@ class LowLatencyLayout(MemoryLayout):
 
     line_tokens: a rank with at most so many tokens sends them in lines, and gets its sums in lines;
         0: none does.   data_words, scale_words, return_words: of a row, its scales and a sum.
+    returns_slots: slots come home apart, so that weights do not travel, and K rows lie where W sums
+        would.
 
     abort              int32 flag: some rank has timed out
     arrived_metadata, arrived_rows, arrived_sums [W]    int32 signals: the last epoch in which a
@@ -166,16 +173,27 @@ class LowLatencyLayout(MemoryLayout):
     count_lines [W, L]                          (token, expert) pairs for each expert
     combined_lines [W]                          fault code of the combine call
     row_lines [W, line_tokens, row_lines]       metadata, row and scales of a token
-    sum_lines [W, line_tokens, sum_lines]       sums of rank d for token t
+    sum_lines [W, line_tokens, sum_lines]       sums of rank d for token t; of slots, [t, k]
     metadata [W * M, 3, K]                      expert of this rank or -1, position, weight
     data [W * M, H], scales [W * M, num_scales] as they travel
-    returned [W * M, H]                         sums of rank d for token t, at d * M + t
+    returned [W * M, H]                         sums of rank d for token t, at d * M + t; of slots,
+                                                [M * K, H], at t * K + k
     """
 
     line_tokens: int
     data_words: int
     scale_words: int
     return_words: int
+    returns_slots: bool = False
+
+    @property
+    def metadata_parts(self) -> int:
+        return 2 if self.returns_slots else 3
+
+    @property
+    def parts_of_token(self) -> int:
+        """The rows that may come home for a token: of all ranks, or of its K slots."""
+        return self.top_k if self.returns_slots else self.world_size
 
     @property
     def header_bytes(self) -> int:
@@ -185,7 +203,7 @@ class LowLatencyLayout(MemoryLayout):
     @cached_property
     def data_lines_at(self) -> int:
         """The lines of a token before those of its row."""
-        return 3 * self.metadata_words
+        return self.metadata_parts * self.metadata_words
 
     @cached_property
     def scale_lines_at(self) -> int:
@@ -221,11 +239,11 @@ class LowLatencyLayout(MemoryLayout):
             "count_lines": self.world_size * self.num_local_experts * LINE_BYTES,
             "combined_lines": self.world_size * LINE_BYTES,
             "row_lines": line_rows * self.row_lines * LINE_BYTES,
-            "sum_lines": line_rows * self.sum_lines * LINE_BYTES,
+            "sum_lines": self.line_tokens * self.parts_of_token * self.sum_lines * LINE_BYTES,
             "metadata": self.num_rows * self.metadata_bytes,
             "data": self.num_rows * self.data_bytes,
             "scales": self.num_rows * self.scale_bytes,
-            "returned": self.num_rows * self.return_bytes,
+            "returned": self.max_tokens * self.parts_of_token * self.return_bytes,
         }
 
 

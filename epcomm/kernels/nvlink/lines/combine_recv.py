@@ -39,6 +39,7 @@ _LINE_BYTES = tl.constexpr(LINE_BYTES)
 @triton.jit(do_not_specialize=VARYING)
 def _receive_combine_lines_kernel(
     out_ptr: tl.tensor,
+    weights_ptr: tl.tensor | None,
     table_ptr: tl.tensor,
     state_ptr: tl.tensor,
     is_sent_ptr: tl.tensor,
@@ -54,6 +55,7 @@ def _receive_combine_lines_kernel(
     W: tl.constexpr,
     W_LANES: tl.constexpr,
     M: tl.constexpr,
+    K: tl.constexpr,
     LINE_TOKENS: tl.constexpr,
     HIDDEN: tl.constexpr,
     PARTS: tl.constexpr,
@@ -68,7 +70,7 @@ def _receive_combine_lines_kernel(
     """Add up a part of a token's sums in each program.
 
     Token 1 was sent to ranks 0 and 2: with two parts, program 3 adds the second halves of the lines
-    of token 1 from ranks 0 and 2.
+    of token 1 from ranks 0 and 2. With weights, its slots have lines of their own.
     """
     token, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     # Not from the L1 cache: only the end of the kernel before would empty it for sure.
@@ -85,12 +87,21 @@ def _receive_combine_lines_kernel(
     column = part * ELEMENTS + tl.arange(0, ELEMENTS)
     is_element = (column < HIDDEN) & (token < num_tokens)
     out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
-    living, sent = (), ()
+    living, sent, weights = (), (), ()
     for source in tl.static_range(W):
         living += (tl.load(excluded_ptr + source) == 0,)
-        # Nothing is acquired here, which would empty the L1 cache.
-        sent_ptr = is_sent_ptr + token * W + source
-        sent += (tl.load(sent_ptr, mask=is_awaited, other=0, volatile=True) != 0,)
+    # Nothing is acquired here, which would empty the L1 cache.
+    if weights_ptr is None:
+        for source in tl.static_range(W):
+            sent_ptr = is_sent_ptr + token * W + source
+            sent += (tl.load(sent_ptr, mask=is_awaited, other=0, volatile=True) != 0,)
+    else:
+        for k in tl.static_range(K):
+            # 1 + the rank that has the slot.
+            owner = tl.load(is_sent_ptr + token * K + k, mask=is_awaited, other=0, volatile=True)
+            is_there = (token < num_tokens) & (owner != 0)
+            sent += (owner.to(tl.int32),)
+            weights += (tl.load(weights_ptr + token * K + k, mask=is_there, other=0.0),)
 
     late, polls_left, num_looks, end_ns = begin_wait(max_polls)  # pyright: ignore[reportGeneralTypeIssues]
     while is_waiting(late, polls_left):
@@ -100,17 +111,31 @@ def _receive_combine_lines_kernel(
         absent = tl.zeros([WORDS], tl.int32)
         for source in tl.static_range(W):
             combined = tl.load(combined_ptr + source, mask=living[source], other=0, volatile=True)
-            lines_ptr = int64_at(buffer_address + SUM_LINES_AT) + word
-            lines_ptr += (source * LINE_TOKENS + token) * SUM_LINES
-            is_part = is_word & sent[source]
-            lines = tl.load(lines_ptr, mask=is_part, other=0, volatile=True)
             is_late = living[source] & (flag_of(combined) != epoch)
             late |= tl.where(is_late, 1 << source, 0)
             any_code |= word_of(combined)
-            # A rank that refuses sends no sums.
-            is_absent = is_part & (word_of(combined) == 0) & (flag_of(lines) != epoch)
-            absent |= tl.where(is_absent, 1 << source, 0)
-            total += elements_of(word_of(lines), dtype).to(tl.float32)
+            if weights_ptr is None:
+                lines_ptr = int64_at(buffer_address + SUM_LINES_AT) + word
+                lines_ptr += (source * LINE_TOKENS + token) * SUM_LINES
+                is_part = is_word & sent[source]
+                lines = tl.load(lines_ptr, mask=is_part, other=0, volatile=True)
+                # A rank that refuses sends no sums.
+                is_absent = is_part & (word_of(combined) == 0) & (flag_of(lines) != epoch)
+                absent |= tl.where(is_absent, 1 << source, 0)
+                total += elements_of(word_of(lines), dtype).to(tl.float32)
+        if weights_ptr is not None:
+            for k in tl.static_range(K):
+                owner = sent[k] - 1
+                lines_ptr = int64_at(buffer_address + SUM_LINES_AT) + word
+                lines_ptr += (token * K + k) * SUM_LINES
+                is_part = is_word & (owner >= 0)
+                lines = tl.load(lines_ptr, mask=is_part, other=0, volatile=True)
+                # A rank that refuses sends no slots. Those of all others are awaited: the next
+                # batch may bring another rank's to the same place.
+                code = tl.load(combined_ptr + owner, mask=owner >= 0, other=0, volatile=True)
+                is_absent = is_part & (word_of(code) == 0) & (flag_of(lines) != epoch)
+                absent |= tl.where(is_absent, 1 << tl.maximum(owner, 0), 0)
+                total += elements_of(word_of(lines), dtype).to(tl.float32) * weights[k]
         late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
             late | tl.max(absent),
             aborted,
@@ -136,12 +161,16 @@ def _receive_combine_lines_kernel(
 
 
 def receive_combine_lines(
-    exchange: LowLatencyExchange, out: Tensor, is_sent: Tensor, sent_tokens: int
+    exchange: LowLatencyExchange,
+    out: Tensor,
+    is_sent: Tensor,
+    sent_tokens: int,
+    topk_weights: Tensor | None = None,
 ) -> None:
     """Wait for the sums of all ranks in lines and add them up, as receive_combine() does.
 
     Args:
-        exchange, out, is_sent: as of receive_combine().
+        exchange, out, is_sent, topk_weights: as of receive_combine().
         sent_tokens: T of the dispatch, at most layout.line_tokens; `out` has none if this rank
             refuses to combine, which receives all the same, for ranks may read rows until then.
 
@@ -151,13 +180,14 @@ def receive_combine_lines(
     layout = exchange.peers.layout
     words = min(_WORDS, next_power_of_two(layout.return_words))
     parts = -(-layout.return_words // words)
-    key = ("receive sums in lines", out.dtype, hidden_size)
+    key = ("receive sums in lines", out.dtype, hidden_size, topk_weights is None)
     launch = exchange.launches.get(key)
     if launch is None:
         peers, offsets = exchange.peers, layout.offsets
         launch = exchange.launches[key] = PreparedLaunch(
             _receive_combine_lines_kernel,
             (
+                CHANGES,
                 CHANGES,
                 peers.table,
                 exchange.state,
@@ -174,6 +204,7 @@ def receive_combine_lines(
             ),
             dict(
                 **layout.rank_constants,
+                K=layout.top_k,
                 LINE_TOKENS=layout.line_tokens,
                 HIDDEN=hidden_size,
                 PARTS=parts,
@@ -189,4 +220,4 @@ def receive_combine_lines(
             ),
         )
     # Programs without a token still hear of faults.
-    launch(max(1, sent_tokens) * parts, out, is_sent, num_tokens, sent_tokens)
+    launch(max(1, sent_tokens) * parts, out, topk_weights, is_sent, num_tokens, sent_tokens)

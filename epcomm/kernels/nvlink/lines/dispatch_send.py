@@ -31,6 +31,7 @@ from epcomm.kernels.nvlink.ll_dispatch_send import (
     INT8,
     PLAIN,
     load_scales,
+    note_owners,
 )
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.quantize.fp8 import has_e4m3, quantize_blocks
@@ -53,7 +54,7 @@ _LINE_BYTES = tl.constexpr(LINE_BYTES)
 @triton.jit
 def _send_metadata_lines(
     ids_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
+    weights_ptr: tl.tensor | None,
     bases: tl.tuple,
     line: tl.tensor,
     epoch: tl.tensor,
@@ -65,14 +66,16 @@ def _send_metadata_lines(
     CHUNK: tl.constexpr,
     ROW_LINES_AT: tl.constexpr,
 ) -> None:
-    """Tell every rank which of its experts a token chose, at which positions and weights.
+    """Tell every rank which of its experts a token chose, at which positions and weights, if any.
 
     bases: of the receive buffers of all ranks, 0 of an excluded one.   line: the token's first.
     """
     k = tl.arange(0, K_LANES)
     ids = tl.load(ids_ptr + token * K + k, mask=k < K, other=-1).to(tl.int32)
-    weights = tl.load(weights_ptr + token * K + k, mask=k < K, other=0.0)
-    weight_lines = line_of(weights.to(tl.int32, bitcast=True), epoch)
+    weight_lines = k.to(tl.int64)
+    if weights_ptr is not None:
+        weights = tl.load(weights_ptr + token * K + k, mask=k < K, other=0.0)
+        weight_lines = line_of(weights.to(tl.int32, bitcast=True), epoch)
     position_lines = line_of(count_positions(ids_ptr, ids, token, K, K_LANES, CHUNK), epoch)
     owners = tl.where(ids >= 0, ids // L, -1)
     for peer in tl.static_range(W):
@@ -81,7 +84,8 @@ def _send_metadata_lines(
         experts = tl.where(owners == peer, ids - peer * L, -1)
         tl.store(lines_ptr, line_of(experts, epoch), mask=is_entry)
         tl.store(lines_ptr + K_LANES, position_lines, mask=is_entry)
-        tl.store(lines_ptr + 2 * K_LANES, weight_lines, mask=is_entry)
+        if weights_ptr is not None:
+            tl.store(lines_ptr + 2 * K_LANES, weight_lines, mask=is_entry)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -89,7 +93,7 @@ def _send_dispatch_lines_kernel(
     x_ptr: tl.tensor,
     x_scales_ptr: tl.tensor | None,
     ids_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
+    weights_ptr: tl.tensor | None,
     table_ptr: tl.tensor,
     bases_ptr: tl.tensor,
     state_ptr: tl.tensor,
@@ -260,13 +264,17 @@ def _send_dispatch_lines_kernel(
         row_at = ROW_LINES_AT + (rank * LINE_TOKENS + token) * (ROW_LINES * _LINE_BYTES)
         owners = tl.where(ids >= 0, ids // L, -1)
         num_sent = 0
+        # For the receiver of combine on this rank.
+        if weights_ptr is None:  # noqa: SIM102 - what is not compiled must be a branch of its own
+            if part == 0:
+                note_owners(is_sent_ptr, token, owners, excluded_ptr, W, K, K_LANES)
         for peer in tl.static_range(W):
             # Entries of an excluded rank are as masked entries.
             is_owner = (owners == peer) & (bases[peer] != 0)
             is_needed = tl.max(is_owner.to(tl.int32))
             if part == 0:
-                # For the receiver of combine on this rank.
-                tl.store(is_sent_ptr + token * W + peer, is_needed.to(tl.uint8))
+                if weights_ptr is not None:
+                    tl.store(is_sent_ptr + token * W + peer, is_needed.to(tl.uint8))
                 num_sent += tl.where(peer == rank, 0, is_needed)
             if is_needed > 0:
                 lines_ptr = int64_at(bases[peer] + row_at)
@@ -313,7 +321,7 @@ def send_dispatch_lines(
     exchange: LowLatencyExchange,
     hidden_states: Tensor,
     topk_ids: Tensor,
-    topk_weights: Tensor,
+    topk_weights: Tensor | None,
     is_sent: Tensor,
     *,
     status: int,

@@ -1,0 +1,219 @@
+"""Low latency over NVLink whose router weights come with combine: slots come home apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from epcomm import ConfigError, EPGroup, ShapeError
+from epcomm.buffers.base import DispatchCall, Dispatched
+from epcomm.buffers.nvlink.low_latency import NVLinkLowLatency, NVLinkLowLatencyBuffer
+from epcomm.buffers.nvlink.low_latency_state import NVLinkLowLatencyExchangePlan
+from epcomm.buffers.sizes import CallShape
+from epcomm.protocol import BatchFlags
+from epcomm.quantization import FP8_FLOAT32_SCALES, dequantize, quantize
+from epcomm.spec import BufferSpec
+from epcomm.testing.poison import poisoned_memory
+from epcomm.types import WireFormat
+
+ROWS, MASKED = "NVLinkLowLatencyBuffer", "NVLinkMaskedBuffer"
+H, K, L, M = 300, 3, 3, 5
+BF16 = WireFormat.of(torch.bfloat16)
+# The most tokens that a rank sends in lines: with 2, ranks of one batch differ, by their T.
+IN_LINES, MIXED, IN_BULK = 8, 2, 0
+# T of ranks 0 and 1, batch by batch: each receive buffer has several turns.
+TOKENS = ((5, 2), (0, 3), (1, 5), (4, 0), (2, 2))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """One rank's batch: a call, and the weights that come later, NaN where no expert is."""
+
+    call: DispatchCall
+    topk_weights: Tensor
+
+    @classmethod
+    def of(cls, group: EPGroup, number: int, num_tokens: int, wire: WireFormat) -> Batch:
+        generator = torch.Generator().manual_seed(101 * number + group.rank)
+        x = torch.randn(num_tokens, H, generator=generator).to(torch.bfloat16)
+        scores = torch.rand(num_tokens, L * group.world_size, generator=generator)
+        ids = scores.topk(K, dim=1).indices
+        ids[torch.rand(ids.shape, generator=generator) < 0.3] = -1
+        weights = torch.rand(num_tokens, K, generator=generator).masked_fill(ids < 0, float("nan"))
+        hidden_states = quantize(x, wire) if wire.dtype.is_quantized else x
+        call = DispatchCall(
+            hidden_states=hidden_states.to(group.device)
+            if isinstance(hidden_states, Tensor)
+            else replace(
+                hidden_states,
+                data=hidden_states.data.to(group.device),
+                scales=None
+                if hidden_states.scales is None
+                else hidden_states.scales.to(group.device),
+            ),
+            topk_ids=ids.to(group.device),
+            # Not read.
+            topk_weights=torch.empty(0, device=group.device),
+            flags=BatchFlags.NONE,
+        )
+        return cls(call=call, topk_weights=weights.to(group.device))
+
+    def expected_y(self, wire: WireFormat) -> Tensor:
+        """Sum in float32, in order of k, what experts return that multiply by their number + 1."""
+        x = dequantize(self.call.wire_tensor(wire), torch.float32)
+        total = torch.zeros(x.shape, device=x.device)
+        for k in range(K):
+            ids = self.call.topk_ids[:, k : k + 1]
+            rows = (x * (ids + 1)).to(torch.bfloat16).float()
+            term = self.topk_weights[:, k : k + 1] * rows
+            total += torch.where(ids < 0, 0.0, term)
+        return total.to(torch.bfloat16)
+
+
+def spec_of(wire: WireFormat = BF16) -> BufferSpec:
+    return BufferSpec(
+        hidden_size=H,
+        top_k=K,
+        num_local_experts=L,
+        dispatch_format=wire,
+        hidden_format=BF16,
+        max_tokens_per_rank=M,
+        returns_slots=True,
+    )
+
+
+def results_of(out: Dispatched, rank: int) -> Tensor:
+    """Return what experts make of their slots, NaN for all others: [C, H]."""
+    first = out.index.first_slot.tolist()
+    rows = out.rows
+    if out.index.row_of_slot is None:
+        values = dequantize(rows, torch.float32).flatten(0, 1)
+    else:
+        values = dequantize(rows, torch.float32)[out.index.row_of_slot.clamp(min=0).long()]
+    results = values.new_full(values.shape, float("nan"))
+    for expert, count in enumerate(out.index.num_tokens_per_expert.tolist()):
+        mine = slice(first[expert], first[expert] + count)
+        results[mine] = values[mine] * (rank * L + expert + 1)
+    return results.to(torch.bfloat16)
+
+
+def check_sources(group: EPGroup, out: Dispatched, number: int, tokens: tuple[int, ...]) -> None:
+    """Compare where slots came from with loops over all ranks' ids."""
+    exchange_plan = out.exchange_plan
+    assert isinstance(exchange_plan, NVLinkLowLatencyExchangePlan)
+    sources = exchange_plan.sources
+    assert sources is not None
+    begins = [0] * L
+    for source, num_tokens in enumerate(tokens):
+        # A rank's batch is drawn from its number.
+        theirs = Batch.of(replace_rank(group, source), number, num_tokens, BF16).call.topk_ids
+        for expert in range(L):
+            mine = (theirs == group.rank * L + expert).any(dim=1).nonzero().flatten().tolist()
+            begin, count = divmod(int(sources.ranges[expert, source]), 2**32)
+            assert (begin, count) == (begins[expert], len(mine))
+            found = sources.token_of_slot[expert, begin : begin + count].tolist()
+            assert found == mine
+            begins[expert] += count
+
+
+class OtherRank:
+    """A group seen by another of its ranks, as far as Batch.of() looks."""
+
+    def __init__(self, group: EPGroup, rank: int) -> None:
+        self.rank, self.world_size, self.device = rank, group.world_size, group.device
+
+
+def replace_rank(group: EPGroup, rank: int) -> EPGroup:
+    return OtherRank(group, rank)  # type: ignore[return-value]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("line_tokens", [IN_LINES, MIXED, IN_BULK])
+@pytest.mark.parametrize(("backend", "wire"), [(ROWS, BF16), (MASKED, FP8_FLOAT32_SCALES)])
+def test_slots_are_weighed_and_summed_at_home(
+    backend: str, wire: WireFormat, line_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NVLinkLowLatency, "line_tokens", line_tokens)
+    with EPGroup() as group, poisoned_memory():
+        buffer = group.open_buffer(backend, spec_of(wire))
+        addresses = set()
+        for number, tokens in enumerate(TOKENS):
+            batch = Batch.of(group, number, tokens[group.rank], wire)
+            pending = buffer.dispatch_async(batch.call)
+            promised = pending.record
+            out = pending.wait()
+            assert promised is out, "the tensors exist before they are filled"
+            assert out.slot_weights is None
+            addresses.add((out.rows.data.data_ptr(), out.index.num_tokens_per_expert.data_ptr()))
+            results = results_of(out, group.rank)
+            if backend == MASKED:
+                check_sources(group, out, number, tokens)
+            y = torch.full((tokens[group.rank], H), float("nan"), dtype=torch.bfloat16)
+            y = y.to(group.device)
+            combining = buffer.combine_slots_async(
+                results, out.exchange_plan, batch.topk_weights, out=y
+            )
+            assert combining.record is not None
+            assert combining.record.y is y
+            assert combining.wait().y is y
+            assert torch.equal(y, batch.expected_y(wire)), f"batch {number}"
+        buffer.check()
+        assert len(addresses) == NVLinkLowLatencyBuffer.num_buffers
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("line_tokens", [IN_LINES, IN_BULK])
+def test_a_refusal_reaches_all_and_the_next_batch_is_right(
+    line_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NVLinkLowLatency, "line_tokens", line_tokens)
+    with EPGroup() as group:
+        buffer = group.open_buffer(ROWS, spec_of())
+        batch = Batch.of(group, 0, 3, BF16)
+        for refuses in (True, False):
+            out = buffer.dispatch(batch.call)
+            if refuses and group.rank == 1:
+                buffer.refuse_combine_of(out.exchange_plan, ShapeError("bad rows here"))
+            else:
+                results = results_of(out, group.rank)
+                y = buffer.combine_slots(results, out.exchange_plan, batch.topk_weights).y
+                assert y.isnan().all() if refuses else torch.equal(y, batch.expected_y(BF16))
+            if refuses:
+                with pytest.raises(ShapeError, match="bad rows" if group.rank else "on rank 1"):
+                    buffer.check()
+        buffer.check()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.slow
+def test_slots_count_as_bytes_of_combine() -> None:
+    with EPGroup() as group:
+        buffer, tokens = group.open_buffer(ROWS, spec_of()), (4, 3)
+        batches = [Batch.of(replace_rank(group, r), 0, tokens[r], BF16).call for r in range(2)]
+        mine, theirs = (batches[group.rank], batches[1 - group.rank])
+        out = buffer.dispatch(mine)
+        weights = torch.zeros(tokens[group.rank], K, device=group.device)
+        buffer.combine_slots(results_of(out, group.rank), out.exchange_plan, weights)
+        to_me = (theirs.topk_ids >= 0) & (theirs.topk_ids // L == group.rank)
+        from_me = (mine.topk_ids >= 0) & (mine.topk_ids // L != group.rank)
+        shape = CallShape(
+            rank=group.rank,
+            tokens_of_rank=list(tokens),
+            rows_sent=int(from_me.any(dim=1).sum()),
+            rows_received=int(to_me.any(dim=1).sum()),
+            slots_sent=int(from_me.sum()),
+            slots_received=int(to_me.sum()),
+        )
+        assert buffer.traffic() == type(buffer).wire_bytes(spec_of(), shape)
+
+
+@pytest.mark.ranks(2)
+def test_other_backends_say_that_they_bring_sums_home() -> None:
+    with EPGroup() as group, pytest.raises(ConfigError, match="brings sums home"):
+        group.open_buffer("StaticCollectiveBuffer", spec_of())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.integrations.deep_ep.clients.batches import HIDDEN, NUM_EXPERTS, TOP_K, Batch
 from tests.integrations.deep_ep.clients.needs import needs
+from tests.integrations.deep_ep.v2_ranks import world
 
 NUM_RANKS = 2
 NUM_LOCAL = NUM_EXPERTS // NUM_RANKS
@@ -24,7 +25,7 @@ pytestmark = [pytest.mark.slow, needs("megatron-core")]
 def test_fused_dispatch_and_combine_and_their_backward(is_async: bool) -> None:
     from megatron.core.transformer.moe import fused_a2a
 
-    group, batch = dist.group.WORLD, Batch.of_rank(3 + 2 * dist.get_rank())
+    group, batch = world(), Batch.of_rank(3 + 2 * dist.get_rank())
     for _ in range(2):
         fused_a2a.set_deepep_num_sms(24)
         rows, ids, weights, counts, handle = fused_a2a.fused_dispatch(
@@ -57,8 +58,10 @@ def flex_dispatcher() -> Any:  # noqa: ANN401 - of a package without annotations
         params_dtype=torch.bfloat16,
     )
     groups, rank = ProcessGroupCollection(), dist.get_rank()
-    groups.ep = groups.tp_ep = dist.group.WORLD
-    groups.expt_tp = [dist.new_group([each]) for each in range(NUM_RANKS)][rank]
+    groups.ep = groups.tp_ep = world()
+    alone = [dist.new_group([each]) for each in range(NUM_RANKS)][rank]
+    assert isinstance(alone, dist.ProcessGroup)
+    groups.expt_tp = alone
     local = list(range(NUM_LOCAL * rank, NUM_LOCAL * (rank + 1)))
     return MoEFlexTokenDispatcher(NUM_LOCAL, local, config, groups)
 

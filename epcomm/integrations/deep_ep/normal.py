@@ -82,7 +82,9 @@ class Received:
         return [self.rows.x, self.rows.scales, self.topk_ids, self.topk_weights]
 
 
-def spec_of(rows: Rows, top_k: int, num_experts: int, num_ranks: int) -> BufferSpec:
+def spec_of(
+    rows: Rows, top_k: int, num_experts: int, num_ranks: int, *, num_sms: int | None = None
+) -> BufferSpec:
     """Return the specification of the epcomm buffer that carries such rows."""
     hidden_size = rows.x.shape[1]
     if rows.scales is None:
@@ -95,6 +97,7 @@ def spec_of(rows: Rows, top_k: int, num_experts: int, num_ranks: int) -> BufferS
         num_local_experts=num_experts // num_ranks,
         dispatch_format=wire,
         hidden_format=hidden,
+        num_sms=num_sms,
     )
 
 
@@ -105,6 +108,7 @@ def dispatch_rows(
     topk_weights: Tensor,
     num_experts: int,
     *,
+    num_sms: int | None = None,
     error: EPError | None = None,
 ) -> Received:
     """Send each token once to every rank that owns one of its experts.
@@ -115,6 +119,8 @@ def dispatch_rows(
         topk_ids: [T, K], int64, -1 for none.
         topk_weights: [T, K], float32.
         num_experts: E, equal on all ranks and a multiple of W.
+        num_sms: SMs of a GPU that the kernels of the call may take, None for the buffer's choice;
+            another number is another buffer, with memory of its own.
         error: why this rank takes part without rows, if it does; every rank raises.
 
     Collective: yes.   Host sync: one.   Lifetime: the caller owns all tensors.
@@ -122,7 +128,7 @@ def dispatch_rows(
         ShapeError: the call of some rank cannot be; on every rank.
     """
     top_k = topk_ids.shape[1]
-    spec = spec_of(rows, top_k, num_experts, ranks.size)
+    spec = spec_of(rows, top_k, num_experts, ranks.size, num_sms=num_sms)
     buffer = ranks.open(Mode.NORMAL, spec)
     call = DispatchCall(
         hidden_states=_as_sent(rows, spec.dispatch_format),

@@ -8,6 +8,7 @@ T: buffers without a limit of tokens grow through the header that all ranks read
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -44,7 +45,7 @@ class Ranks:
         """Wrap the ranks, which may be a part of the world. Local; no rank is waited for."""
         self._group = EPGroup(ranks)
         self._opened: dict[tuple[Mode, BufferSpec], Buffer] = {}
-        self._classes: dict[Mode, str] = {}
+        self._classes: dict[Mode, type[Buffer]] = {}
         # Of the last call.
         self._last: tuple[Buffer, BufferSpec] | None = None
 
@@ -94,6 +95,8 @@ class Ranks:
             ConfigError: ranks ask for other shapes; on every rank.
             HandleError: the shape is new, and the stream is being captured; or after close().
         """
+        if spec.num_sms is not None and not self._class_of(mode).needs_nvlink:
+            spec = replace(spec, num_sms=None)
         buffer = self._opened.get((mode, spec))
         if buffer is not None:
             self._last = (buffer, spec)
@@ -103,12 +106,14 @@ class Ranks:
                 f"deep_ep: a call of a new shape came while a graph is captured ({self.where}), "
                 "expected a shape that is open; run the call once before the capture"
             )
-        if mode not in self._classes:
-            self._classes[mode] = self._choose(mode)
-        buffer = self._group.open_buffer(self._classes[mode], spec)
+        buffer = self._group.open_buffer(self._class_of(mode).__name__, spec)
         self._opened[mode, spec] = buffer
         self._last = (buffer, spec)
         return buffer
+
+    def returns_slots(self) -> bool:
+        """Tell whether low latency brings the slots of a token home apart. Collective: at first."""
+        return self._class_of(Mode.LOW_LATENCY).returns_slots
 
     def refuse(self, error: EPError) -> NoReturn:
         """Take part in the dispatch of the other ranks without rows, so that they hear of `error`.
@@ -160,6 +165,11 @@ class Ranks:
         self._opened.clear()
         self._last = None
         self._group.close()
+
+    def _class_of(self, mode: Mode) -> type[Buffer]:
+        if mode not in self._classes:
+            self._classes[mode] = buffer_class(self._choose(mode))
+        return self._classes[mode]
 
     def _choose(self, mode: Mode) -> str:
         """Return the first class that every rank can have. Collective."""

@@ -18,20 +18,22 @@ def dispatch_v1(
     topk: tuple[Tensor | None, Tensor | None],
     is_in_rank: Tensor,
     per_expert: Tensor,
+    *,
+    num_sms: int | None,
 ) -> Received:
     """Dispatch rows [T, H] by topk_idx, or by is_in_rank [T, W] where there are no ids.
 
-    per_expert: [E], int32, tokens of this rank for each expert.
+    per_expert: [E], int32, tokens of this rank for each expert.   num_sms: see dispatch_rows().
     """
     ids, weights = topk
     if ids is not None and weights is not None:
-        return dispatch_rows(ranks, rows, ids.long(), weights, per_expert.shape[0])
+        num_experts = per_expert.shape[0]
+        return dispatch_rows(ranks, rows, ids.long(), weights, num_experts, num_sms=num_sms)
     # One expert a rank: a token goes to those of the ranks that get it.
     everyone = torch.arange(ranks.size, device=is_in_rank.device)
     ids = torch.where(is_in_rank, everyone, -1)
-    received = dispatch_rows(
-        ranks, rows, ids, torch.ones_like(ids, dtype=torch.float32), ranks.size
-    )
+    weights = torch.ones_like(ids, dtype=torch.float32)
+    received = dispatch_rows(ranks, rows, ids, weights, ranks.size, num_sms=num_sms)
     return replace(received, num_tokens_per_expert=ranks.sum_of_counts(per_expert))
 
 

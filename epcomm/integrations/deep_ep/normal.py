@@ -62,14 +62,16 @@ class RowWay:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes of a dispatch.
+    """The sizes of a dispatch; other sizes are another buffer, with memory of its own.
 
     expert_alignment: the slots of each expert start at a multiple of it.
     max_tokens: M, where sizes are static and the host reads nothing; None: sizes are exact.
+    num_sms: SMs of a GPU that the kernels may take, None for the buffer's choice.
     """
 
     expert_alignment: int = 1
     max_tokens: int | None = None
+    num_sms: int | None = None
 
 
 EXACT = Sizes()
@@ -116,6 +118,7 @@ def spec_of(
         hidden_format=hidden,
         max_tokens_per_rank=sizes.max_tokens,
         expert_alignment=sizes.expert_alignment,
+        num_sms=sizes.num_sms,
     )
 
 

@@ -8,6 +8,7 @@ T: buffers without a limit of tokens grow through the header that all ranks read
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -46,7 +47,7 @@ class Ranks:
         """Wrap the ranks, which may be a part of the world. Local; no rank is waited for."""
         self._group = EPGroup(ranks)
         self._opened: dict[tuple[Mode, BufferSpec], Buffer] = {}
-        self._classes: dict[tuple[str, ...], str] = {}
+        self._classes: dict[tuple[str, ...], type[Buffer]] = {}
         # Of the last call.
         self._last: tuple[Buffer, BufferSpec] | None = None
 
@@ -98,6 +99,10 @@ class Ranks:
             ConfigError: ranks ask for other shapes; on every rank.
             HandleError: the shape is new, and the stream is being captured; or after close().
         """
+        is_static = mode is Mode.NORMAL and spec.max_tokens_per_rank is not None
+        kind = self._class_of(mode, is_static=is_static)
+        if spec.num_sms is not None and not kind.needs_nvlink:
+            spec = replace(spec, num_sms=None)
         buffer = self._opened.get((mode, spec))
         if buffer is not None:
             self._last = (buffer, spec)
@@ -107,15 +112,14 @@ class Ranks:
                 f"deep_ep: a call of a new shape came while a graph is captured ({self.where}), "
                 "expected a shape that is open; run the call once before the capture"
             )
-        names = _CLASSES.get((self.device.type, mode), ())
-        if mode is Mode.NORMAL and spec.max_tokens_per_rank is not None:
-            names = _STATIC_CLASSES.get(self.device.type, ())
-        if names not in self._classes:
-            self._classes[names] = self._choose(mode, names)
-        buffer = self._group.open_buffer(self._classes[names], spec)
+        buffer = self._group.open_buffer(kind.__name__, spec)
         self._opened[mode, spec] = buffer
         self._last = (buffer, spec)
         return buffer
+
+    def returns_slots(self) -> bool:
+        """Tell whether low latency brings the slots of a token home apart. Collective: at first."""
+        return self._class_of(Mode.LOW_LATENCY).returns_slots
 
     def refuse(self, error: EPError) -> NoReturn:
         """Take part in the dispatch of the other ranks without rows, so that they hear of `error`.
@@ -167,6 +171,13 @@ class Ranks:
         self._opened.clear()
         self._last = None
         self._group.close()
+
+    def _class_of(self, mode: Mode, *, is_static: bool = False) -> type[Buffer]:
+        device = self.device.type
+        names = _STATIC_CLASSES[device] if is_static else _CLASSES[device, mode]
+        if names not in self._classes:
+            self._classes[names] = buffer_class(self._choose(mode, names))
+        return self._classes[names]
 
     def _choose(self, mode: Mode, names: tuple[str, ...]) -> str:
         """Return the first class of `names` that every rank can have. Collective."""

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fakes.deep_ep.strict_v1 import Buffer, EventOverlap
+from epcomm.integrations.deep_ep import Buffer as DropIn
+from epcomm.integrations.deep_ep import EventOverlap
+from fakes.deep_ep.strict_v1 import Buffer
 from fakes.deep_ep.strict_v1.undefined import undefined_integer
 
 CONTRACTS = Path(__file__).parents[2] / "contracts"
@@ -121,7 +123,7 @@ class NormalResult:
 
 
 def dispatch_normal(
-    buffer: Buffer,
+    buffer: DropIn,
     inputs: Inputs,
     x: Tensor | tuple[Tensor, Tensor] | None = None,
     **options: Unpack[NormalOptions],
@@ -181,7 +183,7 @@ class LowLatencyResult:
 
 
 def dispatch_low_latency(
-    buffer: Buffer, inputs: Inputs, **options: Unpack[LowLatencyOptions]
+    buffer: DropIn, inputs: Inputs, **options: Unpack[LowLatencyOptions]
 ) -> LowLatencyResult:
     """Dispatch with the sizes of the recording."""
     recv_x, count, handle, event, hook = buffer.low_latency_dispatch(

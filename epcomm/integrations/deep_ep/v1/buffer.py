@@ -16,7 +16,7 @@ from epcomm.integrations.deep_ep.layout import layout_of
 from epcomm.integrations.deep_ep.missing import refuse_missing
 from epcomm.integrations.deep_ep.normal import Rows, RowWay, return_rows, send_along
 from epcomm.integrations.deep_ep.ranks import Ranks
-from epcomm.integrations.deep_ep.v1 import checks, low_latency
+from epcomm.integrations.deep_ep.v1 import checks, low_latency, pairs, slots
 from epcomm.integrations.deep_ep.v1 import config as configs
 from epcomm.integrations.deep_ep.v1.config import Config
 from epcomm.integrations.deep_ep.v1.handle import NormalHandle, handle_of
@@ -88,6 +88,7 @@ class Buffer:
         # Ranks that calls leave out already.
         self._excluded: frozenset[int] = frozenset()
         self._mask_status = torch.zeros(self.group_size, dtype=torch.int32)
+        self._slot_memory = slots.SlotMemory()
         self._rows_to_return: dict[tuple[int, ...], Tensor] = {}
 
     def destroy(self) -> None:
@@ -197,11 +198,21 @@ class Buffer:
                 ranks.refuse(error)
             assert is_token_in_rank is not None, "just checked"
             assert num_tokens_per_expert is not None, "just checked"
-            received = dispatch_v1(ranks, rows, topk, is_token_in_rank, num_tokens_per_expert)
+            config = config or self.get_dispatch_config(self.group_size)
+            received = dispatch_v1(
+                ranks,
+                rows,
+                topk,
+                is_token_in_rank,
+                num_tokens_per_expert,
+                num_sms=config.sms or None,
+            )
             received = with_worst_rows(ranks, received, num_worst_tokens)
-            channels = (config or self.get_dispatch_config(self.group_size)).num_channels
             made = NormalHandle.of(
-                received, is_token_in_rank, channels=channels, hidden_size=rows.x.shape[1]
+                received,
+                is_token_in_rank,
+                channels=config.num_channels,
+                hidden_size=rows.x.shape[1],
             )
             event = call.event([rows.x, rows.scales, topk_idx, topk_weights, *received.tensors()])
         counts = [align_up(each, expert_alignment) for each in received.num_tokens_per_expert]
@@ -334,7 +345,11 @@ class Buffer:
             max_tokens=max_tokens, num_experts=num_experts, num_ranks=ranks.size
         )
         with self._call(x, None, async_finish) as call:
-            slabs, receive = low_latency.begin_dispatch(ranks, x, topk_idx.long(), sizes, wire)
+            if ranks.returns_slots():
+                memory = self._slot_memory
+                slabs, receive = slots.begin_dispatch(ranks, memory, x, topk_idx, sizes, wire)
+            else:
+                slabs, receive = pairs.begin_dispatch(ranks, x, topk_idx, sizes, wire)
 
             def hook() -> None:
                 receive()
@@ -388,11 +403,9 @@ class Buffer:
             ranks, name, is_async=async_finish, with_hook=return_recv_hook
         ) or checks.low_latency_combine_error(ranks, x, topk, shapes, out)
         if error is not None:
-            low_latency.refuse_combine(known, error)
+            known.refuse_combine(error)
         with self._call(x, None, async_finish) as call:
-            combined, receive = low_latency.begin_combine(
-                ranks, x, topk_idx, topk_weights, known, out
-            )
+            combined, receive = known.begin_combine(ranks, x, topk_idx, topk_weights, out)
             if not return_recv_hook:
                 receive()
             event = call.event([x, topk_idx, topk_weights, combined])

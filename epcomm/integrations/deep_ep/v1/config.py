@@ -107,6 +107,11 @@ class Config:
         return 0
 
     @property
+    def sms(self) -> int:
+        """The SMs that the kernels of normal mode may take."""
+        return self._num_sms
+
+    @property
     def num_channels(self) -> int:
         """The pairs of a sending and a receiving SM of V1, which its handles are laid out by."""
         return self._num_sms // 2

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epcomm.errors import CapacityError
-from epcomm.integrations.deep_ep.normal import Received, Rows, dispatch_rows
+from epcomm.integrations.deep_ep.normal import Received, Rows, Sizes, dispatch_rows
 from epcomm.integrations.deep_ep.ranks import Ranks
 
 
@@ -18,20 +18,22 @@ def dispatch_v1(
     topk: tuple[Tensor | None, Tensor | None],
     is_in_rank: Tensor,
     per_expert: Tensor,
+    *,
+    num_sms: int | None,
 ) -> Received:
     """Dispatch rows [T, H] by topk_idx, or by is_in_rank [T, W] where there are no ids.
 
-    per_expert: [E], int32, tokens of this rank for each expert.
+    per_expert: [E], int32, tokens of this rank for each expert.   num_sms: see Sizes.
     """
-    ids, weights = topk
+    (ids, weights), sizes = topk, Sizes(num_sms=num_sms)
     if ids is not None and weights is not None:
-        return dispatch_rows(ranks, rows, ids.long(), weights, per_expert.shape[0])
+        num_experts = per_expert.shape[0]
+        return dispatch_rows(ranks, rows, ids.long(), weights, num_experts, sizes=sizes)
     # One expert a rank: a token goes to those of the ranks that get it.
     everyone = torch.arange(ranks.size, device=is_in_rank.device)
     ids = torch.where(is_in_rank, everyone, -1)
-    received = dispatch_rows(
-        ranks, rows, ids, torch.ones_like(ids, dtype=torch.float32), ranks.size
-    )
+    weights = torch.ones_like(ids, dtype=torch.float32)
+    received = dispatch_rows(ranks, rows, ids, weights, ranks.size, sizes=sizes)
     return replace(received, num_tokens_per_expert=ranks.sum_of_counts(per_expert))
 
 

@@ -250,6 +250,7 @@ class ElasticBuffer(NotThere):
                     max_tokens=_or(num_max_tokens_per_rank, self.num_max_tokens_per_rank),
                     expert_alignment=_or(expert_alignment, 1),
                     num_sms=num_sms or self.get_theoretical_num_sms(cast(int, num_experts), top_k),
+                    asked_sms=num_sms or None,
                     do_handle_copy=do_handle_copy,
                     do_cpu_sync=do_cpu_sync is not False,
                     do_expand=do_expand,

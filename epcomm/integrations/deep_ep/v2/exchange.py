@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from epcomm.errors import EPError
@@ -19,12 +20,16 @@ from epcomm.integrations.deep_ep.normal import (
 from epcomm.integrations.deep_ep.ranks import Ranks
 from epcomm.records import SlotIndex
 
+# 16 B, in words of an int32.
+_VECTOR_WORDS = 4
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DispatchRequest:
     """One dispatch of T tokens on new routes; see ElasticBuffer.dispatch.
 
     max_tokens: M.   do_cpu_sync: sizes are exact, and the host waits for them.
+    num_sms: as the handle tells it.   asked_sms: as the caller asks for them, None for any number.
     """
 
     rows: Rows
@@ -35,6 +40,7 @@ class DispatchRequest:
     max_tokens: int
     expert_alignment: int
     num_sms: int
+    asked_sms: int | None
     do_handle_copy: bool
     do_cpu_sync: bool
     do_expand: bool
@@ -116,6 +122,7 @@ def exchange(
         sizes=Sizes(
             expert_alignment=request.expert_alignment,
             max_tokens=request.max_tokens if is_static else None,
+            num_sms=request.asked_sms,
         ),
         error=error,
     )
@@ -126,13 +133,16 @@ def exchange(
         raise error
     tokens = torch.arange(topk_idx.shape[0], dtype=torch.int32, device=topk_idx.device)
     columns = (tokens + ranks.rank * request.max_tokens).unsqueeze(1)
+    top_k = topk_idx.shape[1]
     if weights is not None:
         columns = torch.cat([columns, weights.contiguous().view(torch.int32)], dim=1)
-    columns = send_columns(way, columns)
+    # Whole vectors, which every buffer carries.
+    columns = send_columns(way, F.pad(columns, (0, -columns.shape[1] % _VECTOR_WORDS)))
+    received_weights = columns[:, 1 : 1 + top_k].contiguous().view(torch.float32)
     return received, Arrived(
         sources=columns[:, 0].contiguous(),
         topk_ids=received.topk_ids,
-        topk_weights=None if weights is None else columns[:, 1:].contiguous().view(torch.float32),
+        topk_weights=None if weights is None else received_weights,
         index=received.index,
         slot_weights=received.slot_weights,
         way=way,

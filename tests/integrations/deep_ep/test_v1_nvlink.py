@@ -13,6 +13,7 @@ from tests.integrations.deep_ep.test_v1_low_latency import COMBINED, FORMATS, by
 from tests.integrations.deep_ep.v1_ranks import (
     LL_H,
     H,
+    LowLatencyOptions,
     agrees,
     dispatch_low_latency,
     dispatch_normal,

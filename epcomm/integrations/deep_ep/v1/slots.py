@@ -27,6 +27,7 @@ from epcomm.integrations.deep_ep.v1.low_latency import (
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES
 from epcomm.records import ExchangePlan
+from epcomm.registry import buffer_class
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat
 
@@ -100,7 +101,8 @@ def begin_dispatch(
     ranks: Ranks, memory: SlotMemory, x: Tensor, topk_ids: Tensor, sizes: Sizes, wire: Wire
 ) -> tuple[Slabs, Receive]:
     """Begin a dispatch of x [T, H]; what is returned beside the slabs receives them."""
-    buffer = ranks.open(Mode.LOW_LATENCY, _spec_of(x, topk_ids, sizes, wire))
+    row = (x.shape[1], topk_ids.shape[1])
+    buffer = ranks.open(Mode.LOW_LATENCY, _spec_of(row, sizes, _format_of(wire)))
     call = DispatchCall(
         hidden_states=x,
         topk_ids=topk_ids.long(),
@@ -129,18 +131,36 @@ def begin_dispatch(
     return slabs, receive
 
 
-def _spec_of(x: Tensor, topk_ids: Tensor, sizes: Sizes, wire: Wire) -> BufferSpec:
-    powers_of_two = wire.power_of_two and wire.fp8
-    fp8 = FP8_POWER_OF_TWO_SCALES if powers_of_two else FP8_FLOAT32_SCALES
+def memory_bytes(
+    sizes: tuple[int, int, int], hidden_size: int, top_k: int, *, use_fp8: bool
+) -> int:
+    """Return the bytes that a rank takes for low latency over NVLink; sizes: M, E, W. Local."""
+    max_tokens, num_experts, num_ranks = sizes
+    shape = Sizes(max_tokens=max_tokens, num_experts=num_experts, num_ranks=num_ranks)
+    wire = FP8_FLOAT32_SCALES if use_fp8 else _BF16
+    regions = buffer_class("NVLinkMaskedBuffer").region_bytes(
+        _spec_of((hidden_size, top_k), shape, wire), num_ranks
+    )
+    return sum(region.max_bytes or 0 for region in regions)
+
+
+def _spec_of(row: tuple[int, int], sizes: Sizes, wire: WireFormat) -> BufferSpec:
+    """Return the specification of the buffer; row: H and K."""
     return BufferSpec(
-        hidden_size=x.shape[1],
-        top_k=topk_ids.shape[1],
+        hidden_size=row[0],
+        top_k=row[1],
         num_local_experts=sizes.num_local,
-        dispatch_format=fp8 if wire.fp8 else _BF16,
+        dispatch_format=wire,
         hidden_format=_BF16,
         max_tokens_per_rank=sizes.max_tokens,
         returns_slots=True,
     )
+
+
+def _format_of(wire: Wire) -> WireFormat:
+    if not wire.fp8:
+        return _BF16
+    return FP8_POWER_OF_TWO_SCALES if wire.power_of_two else FP8_FLOAT32_SCALES
 
 
 def _handle_of(buffer: Buffer, out: Dispatched, x: Tensor, sizes: Sizes) -> SlotsHandle:

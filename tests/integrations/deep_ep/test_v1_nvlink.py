@@ -33,7 +33,7 @@ CLASSES = {Mode.NORMAL: "NVLinkBuffer", Mode.LOW_LATENCY: "NVLinkMaskedBuffer"}
 @pytest.fixture(autouse=True)
 def over_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the buffers of GPUs, whose kernels an interpreter runs here."""
-    monkeypatch.setattr(Ranks, "_choose", lambda self, mode: CLASSES[mode])
+    monkeypatch.setattr(Ranks, "_choose", lambda self, mode, names: CLASSES[mode])
 
 
 # An interpreter takes seconds for a slab, so not every format with every case.

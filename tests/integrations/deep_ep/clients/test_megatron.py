@@ -36,7 +36,7 @@ def test_fused_dispatch_and_combine_and_their_backward(is_async: bool) -> None:
         results = rows * (weights * factors).sum(1, keepdim=True).bfloat16()
         y, _ = fused_a2a.fused_combine(results, group, handle, is_async, is_async)
         batch.x.grad = batch.weights.grad = None
-        batch.check(y)
+        batch.check_backward(y)
 
 
 def flex_dispatcher() -> Any:  # noqa: ANN401 - of a package without annotations
@@ -86,4 +86,4 @@ def test_flex_token_dispatcher_forward_and_backward() -> None:
     y: Tensor = dispatcher.combine_postprocess(results)
 
     assert y.shape == hidden_states.shape
-    batch.check(y.view(6, HIDDEN))
+    batch.check_backward(y.view(6, HIDDEN))

@@ -3,6 +3,9 @@
     torchrun --standalone --nproc-per-node 8 -m benchmarks.bench_nvlink_low_latency \
         --tokens 128 --wire fp8 --output nvlink.json
 
+Variants: --quantised sends rows that are quantised already, --masked hands out slabs by expert, and
+--returns-slots has router weights come with combine, as programs written for deep_ep do.
+
 Random batches, T differing by rank, are compared with the collective buffer first: indices, rows
 and scales bit-equal, sums within their roundings; on a difference the program ends without a
 number. On a CPU the kernels are interpreted: a dry run, whose times mean nothing.
@@ -21,7 +24,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -36,7 +39,7 @@ from epcomm.bench.ranks import COLLECTIVE_TIMEOUT, of_all_ranks
 from epcomm.bench.timing import Percentiles, captured, clock_for
 from epcomm.bench.turns import wait_for_all
 from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
-from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
+from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer, NVLinkMaskedBuffer
 from epcomm.buffers.nvlink.normal import NVLinkStaticBuffer
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import (
@@ -44,17 +47,19 @@ from epcomm.quantization import (
     FP8_POWER_OF_TWO_SCALES,
     INT8_PER_TOKEN,
     dequantize,
+    quantizer_for,
 )
 from epcomm.spec import BufferSpec
 from epcomm.testing.oracle import relative_error
-from epcomm.types import RowsPer, WireFormat
+from epcomm.types import RowsPer, WireFormat, WireTensor
 
 BF16 = WireFormat.of(torch.bfloat16)
 # A sum and each rank's part of it are cast once, in an order that may differ: half a unit each,
 # and as much again where a half goes the other way.
 SUM_TOLERANCE = 2 * torch.finfo(torch.bfloat16).eps
 
-NVLinkBuffers = NVLinkLowLatencyBuffer | NVLinkStaticBuffer
+LowLatencyBuffers = NVLinkLowLatencyBuffer | NVLinkMaskedBuffer
+NVLinkBuffers = LowLatencyBuffers | NVLinkStaticBuffer
 
 
 class WireName(StrEnum):
@@ -85,14 +90,17 @@ class Options:
     wire: WireName
     programs: int
     line_tokens: int = NVLinkLowLatencyBuffer.line_tokens
+    quantised: bool = False
+    masked: bool = False
+    returns_slots: bool = False
     iterations: int
     warm_up: int
     pairs: int
     checked: int
     seed: int
 
-    def spec(self, world_size: int) -> BufferSpec:
-        """Return the specification of both buffers."""
+    def spec(self, world_size: int, *, returns_slots: bool = False) -> BufferSpec:
+        """Return the specification of the buffer that is measured, or of the reference."""
         return BufferSpec(
             hidden_size=self.hidden,
             top_k=self.top_k,
@@ -100,6 +108,7 @@ class Options:
             dispatch_format=WIRES[self.wire],
             hidden_format=BF16,
             max_tokens_per_rank=self.tokens,
+            returns_slots=returns_slots,
         )
 
     def make_call(self, number: int, rank: int, device: torch.device) -> DispatchCall:
@@ -114,22 +123,31 @@ class Options:
             ids[torch.rand(ids.shape, generator=generator) < 0.25] = -1
         weights = torch.rand(num_tokens, self.top_k, generator=generator) + 0.1
         x = torch.randn(num_tokens, self.hidden, generator=generator).to(torch.bfloat16)
+        hidden_states = x.to(device)
+        wire = WIRES[self.wire]
         return DispatchCall(
-            hidden_states=x.to(device),
+            hidden_states=quantizer_for(device)(hidden_states, wire)
+            if self.quantised
+            else hidden_states,
             topk_ids=ids.to(device),
             topk_weights=weights.to(device),
             flags=BatchFlags.NONE,
         )
 
 
-def open_buffer(options: Options, group: EPGroup) -> NVLinkLowLatencyBuffer:
+def open_buffer(options: Options, group: EPGroup) -> LowLatencyBuffers:
     """The buffer, with the programs and the tokens in lines that are asked for. Collective: yes."""
-
-    class Tuned(NVLinkLowLatencyBuffer):
-        max_programs: ClassVar[int] = options.programs or NVLinkLowLatencyBuffer.max_programs
-        line_tokens: ClassVar[int] = options.line_tokens
-
-    buffer = Tuned(group.collectives, options.spec(group.world_size))
+    kind = NVLinkMaskedBuffer if options.masked else NVLinkLowLatencyBuffer
+    tuned = type(
+        "Tuned",
+        (kind,),
+        {
+            "max_programs": options.programs or kind.max_programs,
+            "line_tokens": options.line_tokens,
+        },
+    )
+    spec = options.spec(group.world_size, returns_slots=options.returns_slots)
+    buffer = tuned(group.collectives, spec)
     buffer.prepare()
     return buffer
 
@@ -171,12 +189,7 @@ def compare(
     wanted, found = reference.dispatch(call), buffer.dispatch(call)
     fault = find_fault(wanted, found)
     sums = [
-        each.combine(
-            results_of(out, factor),
-            out.exchange_plan,
-            rows_per=RowsPer.SLOT,
-            slot_weights=out.slot_weights,
-        ).y
+        combine(each, out, results_of(out, factor), call.topk_weights)
         for each, out in ((reference, wanted), (buffer, found))
     ]
     error = relative_error(sums[1], sums[0].double()) if len(sums[0]) else 0.0
@@ -185,31 +198,42 @@ def compare(
     return fault, error
 
 
+def combine(buffer: Buffer, out: Dispatched, results: Tensor, topk_weights: Tensor) -> Tensor:
+    """Combine results of slots [C, H], by the weights that came with dispatch, or by these."""
+    plan, weights = out.exchange_plan, out.slot_weights
+    if weights is None:
+        return buffer.combine_slots(results, plan, topk_weights).y
+    return buffer.combine(results, plan, rows_per=RowsPer.SLOT, slot_weights=weights).y
+
+
 def find_fault(wanted: Dispatched, found: Dispatched) -> str:
     """Counts, order, elements, scales and weights must be the same bits."""
     counts = wanted.index.num_tokens_per_expert.tolist()
     came = found.index.num_tokens_per_expert.tolist()
     if came != counts:
         return f"slots are {came}, expected {counts}"
-    used = used_slots(wanted, counts)
-    parts = {"elements": [out.rows.data for out in (wanted, found)]}
-    if wanted.rows.scales is not None and found.rows.scales is not None:
-        parts["scales"] = [wanted.rows.scales, found.rows.scales]
+    used = [used_slots(out, counts) for out in (wanted, found)]
+    rows = [flat_rows(out) for out in (wanted, found)]
+    parts = {"elements": [each.data for each in rows]}
+    if rows[0].scales is not None and rows[1].scales is not None:
+        parts["scales"] = [rows[0].scales, rows[1].scales]
     for name, (right, mine) in parts.items():
         bits = [
-            part[row_of_slot(out)[used].long()].contiguous().view(torch.uint8)
-            for out, part in ((wanted, right), (found, mine))
+            part[row_of_slot(out)[slots].long()].contiguous().view(torch.uint8)
+            for out, part, slots in ((wanted, right, used[0]), (found, mine, used[1]))
         ]
         if not torch.equal(*bits):
             return f"{name} of slots differ"
     assert wanted.slot_weights is not None
-    assert found.slot_weights is not None
-    if not torch.equal(wanted.slot_weights[used], found.slot_weights[used]):
+    if found.slot_weights is not None and not torch.equal(
+        wanted.slot_weights[used[0]], found.slot_weights[used[1]]
+    ):
         return "weights of slots differ"
-    is_padding = torch.ones(len(row_of_slot(found)), dtype=torch.bool, device=used.device)
-    is_padding[used] = False
-    if not bool((row_of_slot(found)[is_padding] == -1).all()):
-        return "padding has rows"
+    if found.index.row_of_slot is not None:
+        is_padding = torch.ones(len(found.index.row_of_slot), dtype=torch.bool)
+        is_padding[used[1].cpu()] = False
+        if not bool((found.index.row_of_slot.cpu()[is_padding] == -1).all()):
+            return "padding has rows"
     return ""
 
 
@@ -222,38 +246,51 @@ def used_slots(out: Dispatched, counts: list[int]) -> Tensor:
     return torch.tensor(slots, dtype=torch.int64, device=out.index.first_slot.device)
 
 
+def flat_rows(out: Dispatched) -> WireTensor:
+    """Return received rows of either layout as [R, H]."""
+    rows = out.rows
+    scales = None if rows.scales is None else rows.scales.flatten(0, -2)
+    return replace(rows, data=rows.data.flatten(0, -2), scales=scales)
+
+
 def row_of_slot(out: Dispatched) -> Tensor:
-    """Both buffers have an index."""
-    assert out.index.row_of_slot is not None
-    return out.index.row_of_slot
+    """Return the row of each slot, [C]: of slabs, slot s is row s."""
+    if out.index.row_of_slot is not None:
+        return out.index.row_of_slot
+    data = flat_rows(out).data
+    return torch.arange(len(data), device=data.device)
 
 
 def results_of(out: Dispatched, factor: int) -> Tensor:
     """Return results [C, H] of experts that multiply by a whole number, NaN for padding."""
-    rows = row_of_slot(out)
+    rows, received = row_of_slot(out), flat_rows(out)
+    used = used_slots(out, out.index.num_tokens_per_expert.tolist())
     picked = replace(
-        out.rows,
-        data=out.rows.data[rows.clamp(min=0).long()],
-        scales=None if out.rows.scales is None else out.rows.scales[rows.clamp(min=0).long()],
+        received,
+        data=received.data[rows[used].long()],
+        scales=None if received.scales is None else received.scales[rows[used].long()],
     )
-    values = dequantize(picked, torch.float32) * factor
-    return values.masked_fill((rows < 0).unsqueeze(1), float("nan")).to(torch.bfloat16)
+    results = torch.full(
+        (len(rows), received.data.shape[1]), float("nan"), dtype=torch.bfloat16, device=rows.device
+    )
+    results[used] = (dequantize(picked, torch.float32) * factor).to(torch.bfloat16)
+    return results
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Work:
     """One batch, and experts' results that are there already."""
 
-    buffer: NVLinkLowLatencyBuffer
+    buffer: LowLatencyBuffers
     call: DispatchCall
     results: Tensor
 
     @classmethod
-    def of(cls, options: Options, group: EPGroup, buffer: NVLinkLowLatencyBuffer) -> Work:
+    def of(cls, options: Options, group: EPGroup, buffer: LowLatencyBuffers) -> Work:
         """The batch in which every rank has all its tokens."""
         call = options.make_call(0, group.rank, group.device)
         out = buffer.dispatch(call)
-        buffer.combine(results_of(out, 1), out.exchange_plan, rows_per=RowsPer.SLOT)
+        combine(buffer, out, results_of(out, 1), call.topk_weights)
         size = len(row_of_slot(out)), options.hidden
         generator = torch.Generator(group.device).manual_seed(group.rank)
         results = torch.randn(size, generator=generator, device=group.device)
@@ -261,21 +298,24 @@ class Work:
 
     def dispatch(self, hidden_states: Tensor | None = None) -> Dispatched:
         """Dispatch the batch, or other hidden states with its routing."""
-        x = self.call.hidden_states if hidden_states is None else hidden_states
-        return self.buffer.dispatch(replace(self.call, hidden_states=x))
+        if hidden_states is None:
+            return self.buffer.dispatch(self.call)
+        return self.buffer.dispatch(replace(self.call, hidden_states=hidden_states))
 
     def combine(self, out: Dispatched) -> Tensor:
         """Combine and return y."""
-        combined = self.buffer.combine(
-            self.results, out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
-        )
-        return combined.y
+        return combine(self.buffer, out, self.results, self.call.topk_weights)
 
-    def pairs(self, count: int) -> Tensor:
-        """Run `count` dispatches and combines, each on the y of the pair before."""
-        y = self.call.unquantized
+    def pairs(self, count: int) -> Tensor | None:
+        """Run `count` dispatches and combines, each on the y of the pair before.
+
+        Rows that are quantised already are the same in all pairs.
+        """
+        y = None
         for _ in range(count):
-            y = self.combine(self.dispatch(y))
+            y = self.combine(
+                self.dispatch(y if isinstance(self.call.hidden_states, Tensor) else None)
+            )
         return y
 
 
@@ -373,6 +413,13 @@ def main(
     line_tokens: Annotated[
         int, typer.Option(min=0, help="Most tokens of a rank that travel in lines; 0: none do.")
     ] = NVLinkLowLatencyBuffer.line_tokens,
+    quantised: Annotated[
+        bool, typer.Option(help="Rows are quantised before they are dispatched.")
+    ] = False,
+    masked: Annotated[bool, typer.Option(help="Rows are handed out as slabs by expert.")] = False,
+    returns_slots: Annotated[
+        bool, typer.Option(help="Weights come with combine, so slots come home apart.")
+    ] = False,
     iterations: Annotated[int, typer.Option(min=1, help="Measured.")] = 200,
     warm_up: Annotated[int, typer.Option(min=1, help="Before that.")] = 20,
     pairs: Annotated[int, typer.Option(min=2, help="In the graph of dependent pairs; even.")] = 20,
@@ -389,6 +436,9 @@ def main(
         wire=wire,
         programs=programs,
         line_tokens=line_tokens,
+        quantised=quantised,
+        masked=masked,
+        returns_slots=returns_slots,
         iterations=iterations,
         warm_up=warm_up,
         # Two slots are used in turn: a graph ends in the one in which it began.

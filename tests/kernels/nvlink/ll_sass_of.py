@@ -22,7 +22,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
-from epcomm.kernels.nvlink import ll_combine, ll_dispatch_pack, ll_dispatch_recv, ll_dispatch_send
+from epcomm.kernels.nvlink import (
+    ll_combine,
+    ll_combine_slots,
+    ll_dispatch_pack,
+    ll_dispatch_recv,
+    ll_dispatch_send,
+)
 from epcomm.kernels.nvlink.common import barrier
 from epcomm.kernels.nvlink.common.exchange import LayoutT, LowLatencyExchange, PeerBlocks
 from epcomm.kernels.nvlink.lines import combine_recv, dispatch_send
@@ -114,7 +120,9 @@ def blocks_of(layout: LayoutT, num_programs: int, num_counters: int) -> PeerBloc
     )
 
 
-def exchange_of(wire: WireFormat, hidden_size: int, world_size: int) -> LowLatencyExchange:
+def exchange_of(
+    wire: WireFormat, hidden_size: int, world_size: int, *, returns_slots: bool = False
+) -> LowLatencyExchange:
     """Return a receive buffer as a rank of an H200 has it."""
     spec = BufferSpec(
         hidden_size=hidden_size,
@@ -123,6 +131,7 @@ def exchange_of(wire: WireFormat, hidden_size: int, world_size: int) -> LowLaten
         dispatch_format=wire,
         hidden_format=PLAIN,
         max_tokens_per_rank=128,
+        returns_slots=returns_slots,
     )
     layout = NVLinkLowLatencyBuffer.layout_for(spec, world_size)
     return LowLatencyExchange.of(blocks_of(layout, num_programs=128, num_counters=4), 0)
@@ -163,6 +172,26 @@ def sent_dispatch(
         kind=kinds[wire],
         scale_block=wire.scale_block or hidden_size,
         profile="rint127",
+    )
+    return recorder.compiled()
+
+
+def sent_words(*, in_lines: bool = False) -> dict[str, str]:
+    """Rows that are quantised already, of weights that come with combine."""
+    module = dispatch_send if in_lines else ll_dispatch_send
+    name = "send_dispatch_lines" if in_lines else "send_dispatch"
+    recorder = recorded(module, f"_{name}_kernel")
+    getattr(module, name)(
+        exchange_of(FP8_FLOAT32_SCALES, 7168, 8, returns_slots=True),
+        torch.zeros(2, 7168 // 4, dtype=torch.int32),
+        torch.zeros(2, 8, dtype=torch.int64),
+        None,
+        torch.zeros(128, 8, dtype=torch.uint8),
+        status=0,
+        kind=ll_dispatch_send.PLAIN,
+        scale_block=128,
+        profile="rint127",
+        scales=torch.zeros(2, 56, dtype=torch.int32),
     )
     return recorder.compiled()
 
@@ -246,6 +275,30 @@ def received_combine_lines(hidden_size: int = 7168, world_size: int = 8) -> dict
     return recorder.compiled()
 
 
+def sent_slots() -> dict[str, str]:
+    recorder = recorded(ll_combine_slots, "_send_slots_kernel")
+    ll_combine_slots.send_slots(
+        exchange_of(PLAIN, 7168, 8, returns_slots=True),
+        torch.zeros(2, 7168, dtype=torch.bfloat16),
+        torch.zeros(2, 8, dtype=torch.int32),
+        status=0,
+    )
+    return recorder.compiled()
+
+
+def received_slots(*, in_lines: bool = False) -> dict[str, str]:
+    exchange = exchange_of(PLAIN, 7168, 8, returns_slots=True)
+    y, weights = torch.zeros(2, 7168, dtype=torch.bfloat16), torch.zeros(2, 8)
+    is_sent = torch.zeros(128, 8, dtype=torch.uint8)
+    if in_lines:
+        recorder = recorded(combine_recv, "_receive_combine_lines_kernel")
+        combine_recv.receive_combine_lines(exchange, y, is_sent, 2, weights)
+    else:
+        recorder = recorded(ll_combine, "_receive_combine_kernel")
+        ll_combine.receive_combine(exchange, y, is_sent, weights)
+    return recorder.compiled()
+
+
 def print_compiled(variants: Mapping[str, Callable[[], dict[str, str]]]) -> None:
     # The compiler prints what ptxas says of registers and spills, which a cache would not. Not when
     # this is imported: the knobs are variables of the environment, which other programs inherit.
@@ -275,6 +328,11 @@ def main() -> None:
         "send combine": sent_combine,
         "receive combine": received_combine,
         "receive combine lines": received_combine_lines,
+        "send dispatch words": sent_words,
+        "send lines words": partial(sent_words, in_lines=True),
+        "send combine slots": sent_slots,
+        "receive combine slots": received_slots,
+        "receive combine lines slots": partial(received_slots, in_lines=True),
     }
     print_compiled(variants)
 

@@ -98,9 +98,9 @@ def _receive_combine_lines_kernel(
     else:
         for k in tl.static_range(K):
             # 1 + the rank that has the slot.
-            owner = tl.load(is_sent_ptr + token * K + k, mask=is_awaited, other=0, volatile=True)
-            is_there = (token < num_tokens) & (owner != 0)
-            sent += (owner.to(tl.int32),)
+            noted = tl.load(is_sent_ptr + token * K + k, mask=is_awaited, other=0, volatile=True)
+            is_there = (token < num_tokens) & (noted != 0)
+            sent += (noted.to(tl.int32),)
             weights += (tl.load(weights_ptr + token * K + k, mask=is_there, other=0.0),)
 
     late, polls_left, num_looks, end_ns = begin_wait(max_polls)  # pyright: ignore[reportGeneralTypeIssues]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from ast import literal_eval
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -194,11 +193,8 @@ def recorded_signature(package: str, method: str) -> inspect.Signature:
     contract = json.loads((CONTRACTS / f"deep_ep_{package}_signatures.json").read_text("utf-8"))
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [
-        inspect.Parameter(
-            each["name"],
-            kind,
-            default=literal_eval(each["default"]) if "default" in each else inspect.Parameter.empty,
-        )
+        # Arguments are bound alone, so that the source of a default stands for its value.
+        inspect.Parameter(each["name"], kind, default=each.get("default", inspect.Parameter.empty))
         for each in contract["methods"][method]["parameters"]
     ]
     return inspect.Signature(parameters)

@@ -24,7 +24,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -137,17 +137,18 @@ class Options:
 
 def open_buffer(options: Options, group: EPGroup) -> LowLatencyBuffers:
     """The buffer, with the programs and the tokens in lines that are asked for. Collective: yes."""
-    kind = NVLinkMaskedBuffer if options.masked else NVLinkLowLatencyBuffer
-    tuned = type(
-        "Tuned",
-        (kind,),
-        {
-            "max_programs": options.programs or kind.max_programs,
-            "line_tokens": options.line_tokens,
-        },
-    )
+
+    class TunedRows(NVLinkLowLatencyBuffer):
+        max_programs: ClassVar[int] = options.programs or NVLinkLowLatencyBuffer.max_programs
+        line_tokens: ClassVar[int] = options.line_tokens
+
+    class TunedSlabs(NVLinkMaskedBuffer):
+        max_programs: ClassVar[int] = TunedRows.max_programs
+        line_tokens: ClassVar[int] = options.line_tokens
+
+    kind = TunedSlabs if options.masked else TunedRows
     spec = options.spec(group.world_size, returns_slots=options.returns_slots)
-    buffer = tuned(group.collectives, spec)
+    buffer = kind(group.collectives, spec)
     buffer.prepare()
     return buffer
 

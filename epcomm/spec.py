@@ -8,7 +8,16 @@ from dataclasses import dataclass
 import torch
 
 from epcomm.errors import ConfigError, shown
-from epcomm.types import MAX_SIZE, Int8Profile, Layout, WireDtype, WireFormat, is_size
+from epcomm.types import (
+    MAX_SIZE,
+    ROW_MAJOR,
+    Int8Profile,
+    Layout,
+    ScaleLayout,
+    WireDtype,
+    WireFormat,
+    is_size,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +110,8 @@ class BufferSpec:
         None, as has a plan that was made without experts.
     returns_slots: router weights come with combine, and not with dispatch. So results of slots come
         home apart, and are summed there: more bytes than sums, see Buffer.combine_slots().
+    scale_layout: how the scales of slabs are to lie, in the layout MASKED over NVLink. Other
+        buffers leave them as they come; WireTensor.scale_layout tells.
     """
 
     hidden_size: int
@@ -116,6 +127,7 @@ class BufferSpec:
     batches_in_flight: int | None = None
     intermediate_size: int | None = None
     returns_slots: bool = False
+    scale_layout: ScaleLayout = ROW_MAJOR
 
     def as_record(self) -> dict[str, str | int | None]:
         """Return plain values for Collectives.agree()."""
@@ -133,6 +145,7 @@ class BufferSpec:
             "batches_in_flight": self.batches_in_flight,
             "intermediate_size": self.intermediate_size,
             "returns_slots": self.returns_slots,
+            "scale_layout": str(self.scale_layout),
         }
 
 

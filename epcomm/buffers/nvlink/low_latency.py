@@ -20,7 +20,7 @@ from torch import Tensor
 from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
 from epcomm.buffers.faults import assume_all_need_grad
 from epcomm.buffers.nvlink.base import NVLinkHost
-from epcomm.buffers.nvlink.low_latency_masked import copy_to_experts, hand_out_masked
+from epcomm.buffers.nvlink.low_latency_masked import hand_out_masked, scale_reasons
 from epcomm.buffers.nvlink.low_latency_state import (
     LowLatencyKernels,
     NVLinkLowLatencyExchangePlan,
@@ -98,6 +98,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
             reasons.append(f"returns at most {MAX_LINE_RANKS} slots a token, not {spec.top_k}")
         if cls.handed_layout is Layout.MASKED and spec.expert_alignment > 1:
             reasons.append("gives every expert the same capacity, so expert_alignment must be 1")
+        if cls.handed_layout is Layout.MASKED:
+            reasons += scale_reasons(spec)
         return tuple(reasons)
 
     @classmethod
@@ -158,7 +160,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         ]
         if self.handed_layout is Layout.MASKED:
             for receive_buffer in self._receive_buffers:
-                hand_out_masked(receive_buffer, spec.num_local_experts)
+                hand_out_masked(receive_buffer, spec)
         self._no_rows = torch.zeros(
             1, spec.hidden_size, dtype=self._sum_dtype, device=self._block.device
         )
@@ -227,7 +229,6 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
 
     def _receive(self, receive_buffer: ReceiveBuffer) -> None:
         """Receive the batch of a receive buffer."""
-        is_masked, sources = self.handed_layout is Layout.MASKED, receive_buffer.sources
         self._kernels.receive_dispatch(
             receive_buffer.exchange,
             receive_buffer.row_of_slot,
@@ -236,11 +237,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
             receive_buffer.index.num_tokens_per_expert,
             receive_buffer.index.first_slot,
             expert_alignment=self._spec.expert_alignment,
-            expert_capacity=self._layout.num_rows if is_masked else 0,
-            sources=None if sources is None else (sources.token_of_slot, sources.ranges),
+            slabs=receive_buffer.slabs,
         )
-        if is_masked:
-            copy_to_experts(receive_buffer)
 
     def _promise(self, receive_buffer: ReceiveBuffer, call: DispatchCall) -> Dispatched:
         """Return what _receive() will fill: memory of the receive buffer, the same at each turn."""

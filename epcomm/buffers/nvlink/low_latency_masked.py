@@ -1,57 +1,97 @@
 """The layout MASKED of low latency over NVLink, for experts that read such rows alone.
 
 Every expert has capacity for the rows of all ranks: [L, W * M, H], its first ones in the order of
-(source rank, token). Rows travel once a rank, as ever, and are copied to their experts on arrival.
+(source rank, token). Rows travel once a rank, as ever, and are copied to their experts on arrival,
+by the kernel that indexes them.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from epcomm.buffers.nvlink.low_latency_state import ReceiveBuffer, SlotSources
+from epcomm.quantization.scale_layout import SCALES_PER_WORD
+from epcomm.spec import BufferSpec
+from epcomm.types import ROW_MAJOR, WireTensor, align_up
+
+if TYPE_CHECKING:
+    # It imports Triton, and plans read this folder without it.
+    pass
+
+_WORD_BYTES = 4
 
 
-def hand_out_masked(receive_buffer: ReceiveBuffer, num_local: int) -> None:
-    """Give a receive buffer memory for copies, with the strides that rows have; slot s is row s.
+def scale_reasons(spec: BufferSpec) -> list[str]:
+    """Return why scales of slabs cannot lie as a specification asks; none if they can."""
+    wire, layout = spec.dispatch_format, spec.scale_layout
+    if layout == ROW_MAJOR:
+        return []
+    if wire.scale_dtype is None:
+        return [f"rows of {wire} have no scales that could lie {layout}"]
+    if layout.packed != (wire.scale_dtype.itemsize < _WORD_BYTES):
+        return [f"scales of {wire} move as words, so they lie {layout} only if words hold them"]
+    return []
 
-    Where slots come home apart, for where they came from too.
+
+def hand_out_masked(receive_buffer: ReceiveBuffer, spec: BufferSpec) -> None:
+    """Give a receive buffer slabs, whose rows have the strides of those received; slot s is row s.
+
+    Where slots come home apart, memory for where they came from, too.
     """
-
-    def packed(views: Tensor) -> Tensor:
-        stride, num_rows = views.stride(0), num_local * views.shape[0]
-        memory = torch.zeros(
-            num_rows, stride * views.element_size(), dtype=torch.uint8, device=views.device
-        )
-        return memory.view(views.dtype).view(num_local, -1, stride)[..., : views.shape[1]]
+    from epcomm.kernels.nvlink.ll_dispatch_recv import Slabs
 
     rows, layout = receive_buffer.rows, receive_buffer.exchange.peers.layout
+    num_local, capacity, device = spec.num_local_experts, layout.num_rows, rows.data.device
+    data = _words(num_local * capacity, layout.data_bytes // _WORD_BYTES, device=device)
+    handed = data.view(rows.data.dtype).view(num_local, capacity, -1)[..., : spec.hidden_size]
+    scales, words, strides = _scales(spec, capacity, layout.scale_bytes, device)
+    receive_buffer.rows = WireTensor(
+        data=handed,
+        format=rows.format,
+        scales=scales,
+        scale_layout=None if scales is None else spec.scale_layout,
+    )
     if layout.returns_slots:
-        capacity, device = rows.data.shape[0], rows.data.device
         receive_buffer.sources = SlotSources(
             token_of_slot=torch.full((num_local, capacity), -1, dtype=torch.int32, device=device),
             ranges=torch.zeros(num_local, layout.world_size, dtype=torch.int64, device=device),
         )
-    scales = None if rows.scales is None else packed(rows.scales)
-    receive_buffer.rows = replace(rows, data=packed(rows.data), scales=scales)
+    sources = receive_buffer.sources
+    receive_buffer.slabs = Slabs(
+        data=data,
+        scales=words,
+        scale_strides=strides,
+        token_of_slot=sources and sources.token_of_slot,
+        source_ranges=sources and sources.ranges,
+    )
     receive_buffer.index = replace(receive_buffer.index, row_of_slot=None, slots_of_row=None)
     receive_buffer.row_of_slot = None
 
 
-def copy_to_experts(receive_buffer: ReceiveBuffer) -> None:
-    """Copy the rows that have arrived.   Local.   Host sync: none."""
-    from epcomm.kernels.nvlink.ll_dispatch_pack import pack_rows
+def _scales(
+    spec: BufferSpec, capacity: int, scale_bytes: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None, tuple[int, int, int]]:
+    """Return the scales of slabs as they are handed out, as words, and the strides of Slabs."""
+    wire, layout, num_local = spec.dispatch_format, spec.scale_layout, spec.num_local_experts
+    num_scales = wire.num_scales(spec.hidden_size)
+    if wire.scale_dtype is None:
+        return None, None, (0, 0, 0)
+    if layout.packed:
+        num_scales = -(-num_scales // SCALES_PER_WORD)
+    dtype = torch.int32 if layout.packed else wire.scale_dtype
+    if layout.column_major:
+        rows = align_up(capacity, layout.alignment)
+        words = _words(num_local, num_scales, rows, device=device)
+        handed = words.view(dtype).transpose(1, 2)[:, :capacity]
+        return handed, words, (num_scales * rows, 1, rows)
+    row_words = scale_bytes // _WORD_BYTES
+    words = _words(num_local, capacity, row_words, device=device)
+    return words.view(dtype)[..., :num_scales], words, (capacity * row_words, row_words, 1)
 
-    rows = receive_buffer.rows
-    scales = None if rows.scales is None else _words_of(rows.scales)
-    pack_rows(receive_buffer.exchange, receive_buffer.slots_of_row, _words_of(rows.data), scales)
 
-
-def _words_of(rows: Tensor) -> Tensor:
-    """View packed rows as [L * W * M, words], with all their bytes, the gaps between them too."""
-    num_local, capacity, _ = rows.shape
-    stride = rows.stride(1)
-    whole = rows.as_strided((num_local * capacity, stride), (stride, 1))
-    return whole.view(torch.int32)
+def _words(*shape: int, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32, device=device)

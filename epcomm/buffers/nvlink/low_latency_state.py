@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,10 @@ from epcomm.kernels.nvlink.common.exchange import LowLatencyExchange, PeerBlocks
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.types import WireDtype, WireFormat, WireTensor
+
+if TYPE_CHECKING:
+    # It imports Triton, and plans read this folder without it.
+    from epcomm.kernels.nvlink.ll_dispatch_recv import Slabs
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,7 +56,7 @@ class ReceiveBuffer:
     rows, index: what is handed out.   row_of_slot: [C], None where nobody asks.
     slots_of_row: [W * M, K].   is_sent: [M, W], uint8, whether a rank got a token; where slots come
         home apart, [M, K], 1 + the rank that has a slot.   slot_weights: None there.
-    sources: of MASKED slots that come home apart.
+    slabs: where rows of MASKED are copied to.   sources: of those slots that come home apart.
     batch: the last one dispatched, of T = num_tokens, in lines or in bulk, of which its header
         tells all ranks.   is_open: it awaits its combine.
     unfinished: receives the sums of a combine, once, however often it is called.
@@ -64,6 +69,7 @@ class ReceiveBuffer:
     index: SlotIndex
     slot_weights: Tensor | None
     is_sent: Tensor
+    slabs: Slabs | None = None
     sources: SlotSources | None = None
     batch: int = -1
     num_tokens: int = 0

@@ -16,6 +16,7 @@ from epcomm.buffers.base import Buffer, DispatchCall
 from epcomm.config import Mode
 from epcomm.errors import EPError, ShapeError
 from epcomm.integrations.deep_ep.ranks import Ranks
+from epcomm.ops.slots import row_topk
 from epcomm.protocol import BatchFlags
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferSpec
@@ -170,7 +171,7 @@ def dispatch_rows(
         top_k=top_k,
     )
     assert out.slot_weights is not None, "weights travel in normal mode"
-    ids, weights = _topk_of_rows(out.index, out.slot_weights)
+    ids, weights = row_topk(out.index, out.slot_weights)
     counts = out.index.host_num_tokens_per_expert
     assert counts is not None or sizes.max_tokens is not None, "sizes are exact"
     return Received(
@@ -258,15 +259,3 @@ def _received_rows(wire: WireTensor, sent: Rows) -> Rows:
     if sent.scales is None or wire.scales is None:
         return Rows(x=data)
     return Rows(x=data, scales=_dense(wire.scales).view(sent.scales.dtype))
-
-
-def _topk_of_rows(index: SlotIndex, slot_weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return experts of this rank [R, K], int64, -1 for none, and weights [R, K], 0 for none."""
-    slots = index.slots_of_row
-    assert slots is not None, "an index over rows has its inverse"
-    if slots.shape[0] == 0:
-        return slots.long(), slots.float()
-    is_here = slots >= 0
-    experts = torch.searchsorted(index.first_slot[1:].contiguous(), slots, right=True)
-    weights = slot_weights[slots.clamp(min=0).long()]
-    return experts.masked_fill(~is_here, -1), weights.masked_fill(~is_here, 0.0)

@@ -1,94 +1,90 @@
-"""Pack the rows of an NVLink receive buffer by expert, for the layout MASKED.
+"""Copy the rows of an NVLink receive buffer to their experts, for the layout MASKED.
 
-A pass over the received rows in this GPU's own memory, for experts that do not read through an
-index. Memory order: launched behind the kernel of ll_dispatch_recv.py, in its stream, whose acquire
-covers the rows.
+A part of the receiver of low-latency dispatch: each program copies the rows that it has indexed, as
+soon as their source has sent all, so that no pass of its own over them is left. Rows that come in
+lines are stored where they belong by lines/dispatch_unpack.py.
 
-Not yet timed.
+Memory order: behind the acquire of the source's signal of rows.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from epcomm.kernels.launch import next_power_of_two
-from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange, on_device
 from epcomm.kernels.nvlink.common.signals import int32_at
 
-# A row of 7168 bytes is then 7 words a thread.
-_WARPS = 8
-_WORD_BYTES = 4
+
+@triton.jit
+def scales_at(
+    slot: tl.tensor,
+    word: tl.tensor,
+    CAPACITY: tl.constexpr,
+    EXPERT_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    WORD_STRIDE: tl.constexpr,
+) -> tl.tensor:
+    """Return the place of words of the scales of a slot, int64; each expert has so many slots.
+
+    Of slot 5 in experts of 4 slots, by column with 2 words: the words of the second slot of the
+    second expert, 8 + 1 and 8 + 1 + 4.
+    """
+    slot = slot.to(tl.int64)
+    begin = slot // CAPACITY * EXPERT_STRIDE + slot % CAPACITY * SLOT_STRIDE
+    return begin + word * WORD_STRIDE
 
 
-@triton.jit(do_not_specialize=VARYING)
-def _pack_rows_kernel(
+@triton.jit
+def pack_rows(
     packed_ptr: tl.tensor,
     scales_ptr: tl.tensor | None,
     slots_of_row_ptr: tl.tensor,
     buffer_address: tl.tensor,
+    first_row: tl.tensor,
+    end_row: tl.tensor,
     K: tl.constexpr,
     WORDS: tl.constexpr,
     WORD_LANES: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
     SCALE_LANES: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    EXPERT_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    WORD_STRIDE: tl.constexpr,
     DATA_AT: tl.constexpr,
     SCALES_AT: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
 ) -> None:
-    """Copy received row p to each of its slots in program p, as words of 32 bits.
+    """Copy received rows to each of their slots, as words of 32 bits, the gaps between them too.
 
     Row 3 with the slots 5 -1 2 is copied to rows 5 and 2 of `packed`, its scales likewise.
+
+    slots_of_row_ptr: [W * M, K], which this program has written.
+    packed_ptr: [C, WORDS].   scales_ptr: see scales_at().
     """
-    # Before it is multiplied: rows may lie beyond 2**31 bytes.
-    row = tl.program_id(0).to(tl.int64)
+    # What other threads of this program have stored is loaded below.
+    tl.debug_barrier()
     word = tl.arange(0, WORD_LANES)
     is_word = word < WORDS
-    row_ptr = int32_at(buffer_address + DATA_AT + row * (WORDS * 4)) + word
     lane = tl.arange(0, SCALE_LANES)
     is_scale = lane < SCALE_WORDS
-    row_scales_ptr = int32_at(buffer_address + SCALES_AT + row * (SCALE_WORDS * 4)) + lane
-    for k in tl.static_range(K):
-        slot = tl.load(slots_of_row_ptr + row * K + k).to(tl.int64)
-        # A row that has not come is not read; of one that has, the second slot finds it in a cache.
-        has_slot = slot >= 0
-        words = tl.load(row_ptr, mask=is_word & has_slot, other=0)
-        tl.store(packed_ptr + slot * WORDS + word, words, mask=is_word & has_slot)
+    for each in tl.range(first_row, end_row, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
+        # Before it is multiplied: rows may lie beyond 2**31 bytes.
+        row = tl.cast(each, tl.int64)
+        slots = ()
+        last = row * 0 - 1
+        for k in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
+            slots += (tl.load(slots_of_row_ptr + row * K + k).to(tl.int64),)
+            last = tl.maximum(last, slots[k])
+        # A row that has not come is not read.
+        row_ptr = int32_at(buffer_address + DATA_AT + row * (WORDS * 4)) + word
+        words = tl.load(row_ptr, mask=is_word & (last >= 0), other=0)
         if scales_ptr is not None:
-            scales = tl.load(row_scales_ptr, mask=is_scale & has_slot, other=0)
-            to_ptr = scales_ptr + slot * SCALE_WORDS + lane
-            tl.store(to_ptr, scales, mask=is_scale & has_slot)
-
-
-def pack_rows(
-    exchange: LowLatencyExchange, slots_of_row: Tensor, packed: Tensor, scales: Tensor | None
-) -> None:
-    """Copy each received row to its slots.
-
-    Args:
-        exchange: the receive buffer.
-        slots_of_row: [W * M, K], int32, -1 for none, as receive_dispatch() wrote it.
-        packed: [C, words of a row], int32, written where a slot is: rows as they came, with the gap
-            between them.
-        scales: [C, words of the scales of a row], int32, likewise; None where rows have none.
-
-    Local.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
-    """
-    num_rows, top_k = slots_of_row.shape
-    layout = exchange.peers.layout
-    words, scale_words = layout.data_bytes // _WORD_BYTES, layout.scale_bytes // _WORD_BYTES
-    with on_device(packed):
-        _pack_rows_kernel[(num_rows,)](
-            packed,
-            scales,
-            slots_of_row,
-            exchange.buffer_address,
-            K=top_k,
-            WORDS=words,
-            WORD_LANES=next_power_of_two(words),
-            SCALE_WORDS=scale_words,
-            SCALE_LANES=next_power_of_two(max(1, scale_words)),
-            DATA_AT=layout.offsets["data"],
-            SCALES_AT=layout.offsets["scales"],
-            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
-        )
+            row_scales_ptr = int32_at(buffer_address + SCALES_AT + row * SCALE_BYTES) + lane
+            scales = tl.load(row_scales_ptr, mask=is_scale & (last >= 0), other=0)
+        for k in tl.static_range(K):
+            has_slot = slots[k] >= 0
+            tl.store(packed_ptr + slots[k] * WORDS + word, words, mask=is_word & has_slot)
+            if scales_ptr is not None:
+                place = scales_at(slots[k], lane, CAPACITY, EXPERT_STRIDE, SLOT_STRIDE, WORD_STRIDE)
+                tl.store(scales_ptr + place, scales, mask=is_scale & has_slot)

@@ -9,10 +9,13 @@ Memory order: as in the senders, whose signals and lines it awaits. There is no 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.nvlink.common.dependent_launch import (
     await_previous,
     let_next_start,
@@ -44,6 +47,7 @@ from epcomm.kernels.nvlink.common.signals import (
 )
 from epcomm.kernels.nvlink.common.status import WAIT_DISPATCH, codes_of_one_mode, note_faults
 from epcomm.kernels.nvlink.lines.dispatch_unpack import UNPACKED_WORDS, unpack_rows
+from epcomm.kernels.nvlink.ll_dispatch_pack import pack_rows
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 
 # Pairs of a slot and an expert that a program compares at once: thirty-two a thread.
@@ -51,9 +55,32 @@ _COMPARISONS = 4096
 # Entries of received metadata that a program reads, at most: few, so that many programs share them.
 _PAIRS = 128
 _WARPS = 4
+# Rows that a program copies to slabs, at most: as many programs as can run then share them.
+_PACKED_ROWS = 2
+_WORD_BYTES = 4
+_SCALE_STRIDES = ("EXPERT_STRIDE", "SLOT_STRIDE", "WORD_STRIDE")
 
 _LINE_BYTES = tl.constexpr(LINE_BYTES)
 _SOURCES_AT = tl.constexpr(SOURCES_AT)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Slabs:
+    """Memory for the rows of each expert, in the layout MASKED; every expert has the slots W * M.
+
+    data: [C, words of a row], int32: rows as they came, with the gap between them.
+    scales: the words of their scales, int32, with scale_strides in words: from one expert to the
+        next, from slot to slot, from word to word; None where rows have none.
+    token_of_slot: [C], int32, written with the token of each slot, as its rank numbers it.
+    source_ranges: [L, W], int64, written with the slots of each expert from each rank,
+        first << 32 | number, where the first is counted from the expert's first. Both or neither.
+    """
+
+    data: Tensor
+    scales: Tensor | None
+    scale_strides: tuple[int, int, int]
+    token_of_slot: Tensor | None
+    source_ranges: Tensor | None
 
 
 @triton.jit
@@ -101,6 +128,8 @@ def _receive_dispatch_kernel(
     slot_weights_ptr: tl.tensor | None,
     token_of_slot_ptr: tl.tensor | None,
     source_ranges_ptr: tl.tensor | None,
+    packed_ptr: tl.tensor | None,
+    packed_scales_ptr: tl.tensor | None,
     counts_ptr: tl.tensor,
     first_slot_ptr: tl.tensor,
     faults_ptr: tl.tensor,
@@ -141,11 +170,17 @@ def _receive_dispatch_kernel(
     METADATA_BYTES: tl.constexpr,
     DATA_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
+    WORD_LANES: tl.constexpr,
+    SCALE_LANES: tl.constexpr,
+    EXPERT_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    WORD_STRIDE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Index ROWS rows of one source in each program, and every so many slots of padding.
 
-    The programs behind INDEXERS unpack rows that come in lines.
+    The programs behind INDEXERS unpack rows that come in lines. With `packed`, rows are copied to
+    their slots.
 
     W = 2, L = 2, counts 1 0 | 1 2 from ranks 0 and 1: expert 0 has the slots 0 and 1, expert 1 has
     2 and 3; the row of rank 1 at position 1 of expert 1 is slot 3.
@@ -159,6 +194,8 @@ def _receive_dispatch_kernel(
     if program >= INDEXERS:
         if unpack_rows(
             peers,
+            packed_ptr,
+            packed_scales_ptr,
             buffer_address,
             program - INDEXERS,
             tl.num_programs(0) - INDEXERS,
@@ -183,6 +220,12 @@ def _receive_dispatch_kernel(
             SCALES_AT,
             DATA_BYTES,
             SCALE_BYTES,
+            COUNT_LINES_AT,
+            L,
+            EXPERT_CAPACITY,
+            EXPERT_STRIDE,
+            SLOT_STRIDE,
+            WORD_STRIDE,
         ):
             _hand_out_nothing(state_ptr, counts_ptr, first_slot_ptr, L, L_LANES)
         if OVERLAPS:
@@ -320,6 +363,33 @@ def _receive_dispatch_kernel(
         tl.store(token_of_slot_ptr + slots, token, mask=is_slot)
     tl.store(slots_of_row_ptr + row * K + k, tl.where(is_slot, slots, -1), mask=is_entry)
 
+    if packed_ptr is not None:
+        first = (program % PER_SOURCE) * ROWS
+        if (in_lines == 0) & (first < num_tokens):
+            rows_at = buffer_address + ARRIVED_ROWS_AT
+            if _await_signals_of(peers, rows_at, is_own, epoch, max_polls, W, W_LANES):
+                _hand_out_nothing(state_ptr, counts_ptr, first_slot_ptr, L, L_LANES)
+            else:
+                pack_rows(
+                    packed_ptr,
+                    packed_scales_ptr,
+                    slots_of_row_ptr,
+                    buffer_address,
+                    source * M + first,
+                    source * M + tl.minimum(first + ROWS, num_tokens),
+                    K,
+                    DATA_BYTES // 4,
+                    WORD_LANES,
+                    SCALE_WORDS,
+                    SCALE_LANES,
+                    EXPERT_CAPACITY,
+                    EXPERT_STRIDE,
+                    SLOT_STRIDE,
+                    WORD_STRIDE,
+                    DATA_AT,
+                    SCALES_AT,
+                    SCALE_BYTES,
+                )
     if row_of_slot_ptr is not None:
         # Slots that no row has.
         STRIPE: tl.constexpr = ROWS * K_LANES
@@ -372,8 +442,7 @@ def receive_dispatch(
     first_slot: Tensor,
     *,
     expert_alignment: int,
-    expert_capacity: int = 0,
-    sources: tuple[Tensor, Tensor] | None = None,
+    slabs: Slabs | None = None,
 ) -> None:
     """Wait for the rows of all ranks and write the expert-major index over them.
 
@@ -383,18 +452,18 @@ def receive_dispatch(
         slot_weights: [C], float32, or None where slots come home apart.
         num_tokens_per_expert: [L], int32.   first_slot: [L + 1], int32.
         expert_alignment: each expert's slots start at a multiple of this.
-        expert_capacity: slots of each expert, used or not; 0: as many as it has, aligned.
-        sources: [C], int32, written with the token of each slot, as its rank numbers it, and
-            [L, W], int64, with the slots of each expert from each rank, first << 32 | number, where
-            the first is counted from the expert's first.
+        slabs: where rows are copied to, each expert with one capacity; None: they stay where they
+            are.
 
     Collective: yes, after send_dispatch().   Allocates nothing.   Host sync: none.
     """
     capacity = 0 if row_of_slot is None else row_of_slot.shape[0]
-    key = ("receive rows", capacity, expert_alignment, expert_capacity)
-    token_of_slot, source_ranges = (None, None) if sources is None else sources
+    key = ("receive rows", capacity, expert_alignment)
     layout = exchange.peers.layout
     rows = max(1, min(_PAIRS, _COMPARISONS // layout.local_lanes) // layout.metadata_words)
+    if slabs is not None:
+        rows = min(rows, _PACKED_ROWS)
+    strides = (0, 0, 0) if slabs is None else slabs.scale_strides
     indexers = layout.world_size * -(-layout.max_tokens // rows)
     launch = exchange.launches.get(key)
     if launch is None:
@@ -407,8 +476,10 @@ def receive_dispatch(
                 CHANGES,
                 CHANGES,
                 CHANGES,
-                token_of_slot,
-                source_ranges,
+                slabs and slabs.token_of_slot,
+                slabs and slabs.source_ranges,
+                slabs and slabs.data,
+                slabs and slabs.scales,
                 CHANGES,
                 CHANGES,
                 peers.faults,
@@ -423,7 +494,7 @@ def receive_dispatch(
                 C=capacity,
                 **layout.expert_constants,
                 ALIGNMENT=expert_alignment,
-                EXPERT_CAPACITY=expert_capacity,
+                EXPERT_CAPACITY=0 if slabs is None else layout.num_rows,
                 ROWS=rows,
                 INDEXERS=indexers,
                 LINE_TOKENS=layout.line_tokens,
@@ -445,6 +516,9 @@ def receive_dispatch(
                 METADATA_BYTES=layout.metadata_bytes,
                 DATA_BYTES=layout.data_bytes,
                 SCALE_BYTES=layout.scale_bytes,
+                WORD_LANES=next_power_of_two(layout.data_bytes // _WORD_BYTES),
+                SCALE_LANES=next_power_of_two(max(1, layout.scale_words)),
+                **dict(zip(_SCALE_STRIDES, strides, strict=True)),
                 num_warps=_WARPS,
                 **overlapping(slots_of_row.device),
             ),

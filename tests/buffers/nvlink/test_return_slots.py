@@ -9,16 +9,20 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from epcomm import ConfigError, EPGroup, ShapeError
+from epcomm import ConfigError, EPGroup, Mode, ShapeError
 from epcomm.buffers.base import DispatchCall, Dispatched
-from epcomm.buffers.nvlink.low_latency import NVLinkLowLatency, NVLinkLowLatencyBuffer
+from epcomm.buffers.nvlink.low_latency import (
+    NVLinkLowLatency,
+    NVLinkLowLatencyBuffer,
+    NVLinkMaskedBuffer,
+)
 from epcomm.buffers.nvlink.low_latency_state import NVLinkLowLatencyExchangePlan
 from epcomm.buffers.sizes import CallShape
 from epcomm.protocol import BatchFlags
-from epcomm.quantization import FP8_FLOAT32_SCALES, dequantize, quantize
+from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, dequantize, quantize
 from epcomm.spec import BufferSpec
 from epcomm.testing.poison import poisoned_memory
-from epcomm.types import WireFormat
+from epcomm.types import ROW_MAJOR, ScaleLayout, WireFormat
 
 ROWS, MASKED = "NVLinkLowLatencyBuffer", "NVLinkMaskedBuffer"
 H, K, L, M = 300, 3, 3, 5
@@ -74,7 +78,7 @@ class Batch:
         return total.to(torch.bfloat16)
 
 
-def spec_of(wire: WireFormat = BF16) -> BufferSpec:
+def spec_of(wire: WireFormat = BF16, scale_layout: ScaleLayout = ROW_MAJOR) -> BufferSpec:
     return BufferSpec(
         hidden_size=H,
         top_k=K,
@@ -83,6 +87,7 @@ def spec_of(wire: WireFormat = BF16) -> BufferSpec:
         hidden_format=BF16,
         max_tokens_per_rank=M,
         returns_slots=True,
+        scale_layout=scale_layout,
     )
 
 
@@ -131,16 +136,33 @@ def replace_rank(group: EPGroup, rank: int) -> EPGroup:
     return OtherRank(group, rank)  # type: ignore[return-value]
 
 
+BY_COLUMN = ScaleLayout(column_major=True, alignment=4)
+PACKED = replace(BY_COLUMN, packed=True)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("line_tokens", [IN_LINES, MIXED, IN_BULK])
-@pytest.mark.parametrize(("backend", "wire"), [(ROWS, BF16), (MASKED, FP8_FLOAT32_SCALES)])
+@pytest.mark.parametrize(
+    ("backend", "wire", "scale_layout", "line_tokens"),
+    [
+        *((ROWS, BF16, ROW_MAJOR, line_tokens) for line_tokens in (IN_LINES, MIXED, IN_BULK)),
+        (MASKED, BF16, ROW_MAJOR, MIXED),
+        (MASKED, FP8_FLOAT32_SCALES, ROW_MAJOR, MIXED),
+        (MASKED, FP8_FLOAT32_SCALES, BY_COLUMN, IN_LINES),
+        (MASKED, FP8_FLOAT32_SCALES, BY_COLUMN, IN_BULK),
+        (MASKED, FP8_POWER_OF_TWO_SCALES, PACKED, MIXED),
+    ],
+)
 def test_slots_are_weighed_and_summed_at_home(
-    backend: str, wire: WireFormat, line_tokens: int, monkeypatch: pytest.MonkeyPatch
+    backend: str,
+    wire: WireFormat,
+    scale_layout: ScaleLayout,
+    line_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(NVLinkLowLatency, "line_tokens", line_tokens)
     with EPGroup() as group, poisoned_memory():
-        buffer = group.open_buffer(backend, spec_of(wire))
+        buffer = group.open_buffer(backend, spec_of(wire, scale_layout))
         addresses = set()
         for number, tokens in enumerate(TOKENS):
             batch = Batch.of(group, number, tokens[group.rank], wire)
@@ -152,6 +174,10 @@ def test_slots_are_weighed_and_summed_at_home(
             addresses.add((out.rows.data.data_ptr(), out.index.num_tokens_per_expert.data_ptr()))
             results = results_of(out, group.rank)
             if backend == MASKED:
+                if out.rows.scales is not None:
+                    assert out.rows.scale_layout == scale_layout
+                    is_by_column = out.rows.scales.stride(1) == 1
+                    assert is_by_column == scale_layout.column_major
                 check_sources(group, out, number, tokens)
             y = torch.full((tokens[group.rank], H), float("nan"), dtype=torch.bfloat16)
             y = y.to(group.device)
@@ -197,6 +223,8 @@ def test_slots_count_as_bytes_of_combine() -> None:
         buffer, tokens = group.open_buffer(ROWS, spec_of()), (4, 3)
         batches = [Batch.of(replace_rank(group, r), 0, tokens[r], BF16).call for r in range(2)]
         mine, theirs = (batches[group.rank], batches[1 - group.rank])
+        # Where launching is slow, empty batches have come before.
+        before = buffer.traffic()
         out = buffer.dispatch(mine)
         weights = torch.zeros(tokens[group.rank], K, device=group.device)
         buffer.combine_slots(results_of(out, group.rank), out.exchange_plan, weights)
@@ -210,10 +238,26 @@ def test_slots_count_as_bytes_of_combine() -> None:
             slots_sent=int(from_me.sum()),
             slots_received=int(to_me.sum()),
         )
-        assert buffer.traffic() == type(buffer).wire_bytes(spec_of(), shape)
+        assert buffer.traffic() == before + type(buffer).wire_bytes(spec_of(), shape)
 
 
 @pytest.mark.ranks(2)
 def test_other_backends_say_that_they_bring_sums_home() -> None:
     with EPGroup() as group, pytest.raises(ConfigError, match="brings sums home"):
         group.open_buffer("StaticCollectiveBuffer", spec_of())
+
+
+@pytest.mark.parametrize(
+    ("wire", "scale_layout", "reason"),
+    [
+        (FP8_FLOAT32_SCALES, BY_COLUMN, None),
+        (FP8_POWER_OF_TWO_SCALES, PACKED, None),
+        (BF16, BY_COLUMN, "no scales that could lie column-major"),
+        (FP8_POWER_OF_TWO_SCALES, BY_COLUMN, "move as words"),
+    ],
+)
+def test_scales_of_slabs_lie_in_words(
+    wire: WireFormat, scale_layout: ScaleLayout, reason: str | None
+) -> None:
+    found = NVLinkMaskedBuffer.lacks(Mode.LOW_LATENCY, spec_of(wire, scale_layout), 2)
+    assert (reason in found[0]) if reason else not found

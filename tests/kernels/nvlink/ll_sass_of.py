@@ -25,7 +25,6 @@ from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
 from epcomm.kernels.nvlink import (
     ll_combine,
     ll_combine_slots,
-    ll_dispatch_pack,
     ll_dispatch_recv,
     ll_dispatch_send,
 )
@@ -196,27 +195,26 @@ def sent_words(*, in_lines: bool = False) -> dict[str, str]:
     return recorder.compiled()
 
 
-def received_dispatch(expert_capacity: int = 0) -> dict[str, str]:
+def received_dispatch(*, is_masked: bool = False) -> dict[str, str]:
     recorder = recorded(ll_dispatch_recv, "_receive_dispatch_kernel")
     integers = torch.zeros(8, dtype=torch.int32)
+    slabs = ll_dispatch_recv.Slabs(
+        data=integers,
+        scales=integers,
+        scale_strides=(56 * 1024, 1, 1024),
+        token_of_slot=integers,
+        source_ranges=torch.zeros(8, dtype=torch.int64),
+    )
     ll_dispatch_recv.receive_dispatch(
-        exchange_of(PLAIN, 7168, 8),
-        None if expert_capacity else torch.zeros(8192, dtype=torch.int32),
+        exchange_of(FP8_FLOAT32_SCALES if is_masked else PLAIN, 7168, 8, returns_slots=is_masked),
+        None if is_masked else torch.zeros(8192, dtype=torch.int32),
         integers,
-        torch.zeros(8),
+        None if is_masked else torch.zeros(8),
         integers,
         integers,
         expert_alignment=1,
-        expert_capacity=expert_capacity,
+        slabs=slabs if is_masked else None,
     )
-    return recorder.compiled()
-
-
-def packed_rows() -> dict[str, str]:
-    recorder = recorded(ll_dispatch_pack, "_pack_rows_kernel")
-    integers = torch.zeros(8, 8, dtype=torch.int32)
-    exchange = exchange_of(FP8_FLOAT32_SCALES, 7168, 8)
-    ll_dispatch_pack.pack_rows(exchange, integers, integers, integers)
     return recorder.compiled()
 
 
@@ -321,8 +319,7 @@ def main() -> None:
         "send lines fp8": partial(sent_dispatch, FP8_FLOAT32_SCALES, in_lines=True),
         "send lines int8": partial(sent_dispatch, INT8_PER_TOKEN, in_lines=True),
         "receive dispatch": received_dispatch,
-        "receive dispatch masked": partial(received_dispatch, expert_capacity=1024),
-        "pack rows": packed_rows,
+        "receive dispatch masked": partial(received_dispatch, is_masked=True),
         "release buffer": released,
         "barrier": met,
         "send combine": sent_combine,

@@ -6,7 +6,7 @@ A process plays all ranks, one after another: every word is there before it is w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -17,7 +17,12 @@ pytest.importorskip("triton")
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
 from epcomm.buffers.nvlink.low_latency_state import LowLatencyKernels, ReceiveBuffer
 from epcomm.buffers.nvlink.sizes import low_latency_layout
-from epcomm.kernels.nvlink import ll_combine, ll_dispatch_pack, ll_dispatch_recv, ll_dispatch_send
+from epcomm.kernels.nvlink import (
+    ll_combine,
+    ll_combine_slots,
+    ll_dispatch_recv,
+    ll_dispatch_send,
+)
 from epcomm.kernels.nvlink.common.exchange import (
     METADATA_ARRIVALS,
     SOURCES_AT,
@@ -81,8 +86,10 @@ def make_ranks(
     max_tokens: int = MAX_TOKENS,
     line_tokens: int = MAX_TOKENS,
     num_programs: int | None = None,
+    returns_slots: bool = False,
 ) -> list[Rank]:
-    layout = low_latency_layout(spec_of(top_k, max_tokens), world_size, 1, line_tokens)
+    spec = replace(spec_of(top_k, max_tokens), returns_slots=returns_slots)
+    layout = low_latency_layout(spec, world_size, 1, line_tokens)
     blocks = [
         torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device) for _ in range(world_size)
     ]
@@ -106,7 +113,9 @@ def make_ranks(
             ),
             block=blocks[rank],
             layout=layout,
-            is_sent=torch.zeros(max_tokens, world_size, dtype=torch.uint8, device=device),
+            is_sent=torch.zeros(
+                max_tokens, layout.parts_of_token, dtype=torch.uint8, device=device
+            ),
         )
         for rank in range(world_size)
     ]
@@ -221,16 +230,24 @@ def test_receiver_orders_slots_by_expert_and_source(device: torch.device) -> Non
     assert slot_weights[:4].tolist() == [1, 0.5, 2, 4]
 
 
-def test_rooms_of_one_size_begin_where_experts_do(device: torch.device) -> None:
+def test_rows_are_copied_to_the_slabs_of_their_experts(device: torch.device) -> None:
     ranks = make_ranks(2, device)
-    send(ranks[0], [[0, -1]], [[1, 0]])
-    send(ranks[1], [[0, 1], [1, -1]], [[0.5, 2], [4, 0]])
+    x = send(ranks[0], [[0, -1]], [[1, 0]])
+    theirs = send(ranks[1], [[0, 1], [1, -1]], [[0.5, 2], [4, 0]])
 
     def integers(*shape: int) -> Tensor:
         return torch.full(shape, 77, dtype=torch.int32, device=device)
 
     slots_of_row, counts, first = integers(4, 2), integers(2), integers(3)
     slot_weights = torch.full((8,), float("nan"), device=device)
+    slab = torch.full((8, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
+    slabs = ll_dispatch_recv.Slabs(
+        data=slab.view(torch.int32),
+        scales=None,
+        scale_strides=(0, 0, 0),
+        token_of_slot=integers(8),
+        source_ranges=torch.full((2, 2), 77, device=device),
+    )
     ll_dispatch_recv.receive_dispatch(
         ranks[0].exchange,
         None,
@@ -239,24 +256,45 @@ def test_rooms_of_one_size_begin_where_experts_do(device: torch.device) -> None:
         counts,
         first,
         expert_alignment=1,
-        expert_capacity=4,
+        slabs=slabs,
     )
     assert counts.tolist() == [2, 2]
     assert first.tolist() == [0, 4, 8]
     assert slots_of_row.tolist() == [[0, -1], [-1, -1], [1, 4], [5, -1]]
-    assert [slot_weights[slot].item() for slot in (0, 1, 4, 5)] == [1, 0.5, 2, 4]
+    used = [0, 1, 4, 5]
+    assert slot_weights[used].tolist() == [1, 0.5, 2, 4]
+    assert torch.equal(slab[used], torch.cat([x, theirs[:1], theirs]))
+    assert slab[[2, 3, 6, 7]].isnan().all()
+    assert slabs.token_of_slot is not None
+    assert slabs.token_of_slot.tolist() == [0, 0, 77, 77, 0, 1, 77, 77]
+    assert slabs.source_ranges is not None
+    # Expert 0 has a slot of each rank, expert 1 two of rank 1.
+    assert slabs.source_ranges.tolist() == [[1, 2**32 + 1], [0, 2]]
 
 
-def test_rows_are_copied_to_their_slots(device: torch.device) -> None:
-    (rank,) = make_ranks(1, device, top_k=3, max_tokens=4)
-    received = rank.region("data", torch.bfloat16)[: 4 * HIDDEN].view(4, HIDDEN)
-    received[:] = torch.arange(4 * HIDDEN, device=device).view(4, HIDDEN)
+def test_slots_go_home_apart_and_are_weighed_there(device: torch.device) -> None:
+    ranks = make_ranks(2, device, top_k=3, returns_slots=True)
+    sender, receiver = ranks
+    sender.exchange.state[SOURCES_AT:] = torch.tensor([4, 4], device=device)
+    sender.exchange.state[1] = 1
     slots_of_row = torch.full((4, 3), -1, dtype=torch.int32, device=device)
     slots_of_row[3] = torch.tensor([5, -1, 2], device=device)
-    packed = torch.full((6, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
-    ll_dispatch_pack.pack_rows(rank.exchange, slots_of_row, packed.view(torch.int32), None)
-    assert torch.equal(packed[[5, 2]], received[[3, 3]])
-    assert packed[[0, 1, 3, 4]].isnan().all()
+    rows = torch.full((6, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
+    rows[5], rows[2] = 10, 2
+    home = receiver.region("returned", torch.bfloat16)[: 6 * HIDDEN].view(6, HIDDEN)
+    home.fill_(float("nan"))
+    ll_combine_slots.send_slots(sender.exchange, rows, slots_of_row, status=0)
+    # Those of token 1 of rank 1, from rank 0.
+    assert torch.equal(home[[3, 5]], rows[[5, 2]])
+    assert home[[0, 1, 2, 4]].isnan().all()
+    assert sender.exchange.peers.counters[3] == 2
+    receiver.is_sent[1] = torch.tensor([1, 0, 1], device=device)
+    receiver.region("arrived_sums", torch.int32)[:2] = 1
+    receiver.exchange.state[1] = 1
+    y = torch.full((2, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
+    weights = torch.tensor([[9, 9, 9], [0.5, float("nan"), 2]], device=device)
+    ll_combine.receive_combine(receiver.exchange, y, receiver.is_sent, weights)
+    assert y.tolist() == [[0] * HIDDEN, [9] * HIDDEN]
 
 
 def test_slots_of_a_row_go_home_as_one_sum(device: torch.device) -> None:

@@ -28,20 +28,26 @@ STORES = {
     "send dispatch odd": 6,
     # One of them is a sum in lines.
     "send combine": 5,
+    "send dispatch words": 16,
+    # Of eight slots, in two parts, and in lines.
+    "send combine slots": 24,
     "receive combine": 2,
-    "pack rows": 16,
+    "receive combine slots": 2,
 }
 # Stores of two lines to peers, or to the place of the row, and how many loads wait for two lines.
 LINES = {
     "send lines bf16": (16, 0),
     "send lines fp8": (8, 0),
     "send lines int8": (8, 0),
-    # A line from each of eight ranks.
+    "send lines words": (8, 0),
+    # A line from each of eight ranks, or of each of eight slots.
     "receive combine lines": (0, 8),
+    "receive combine lines slots": (0, 8),
 }
 PUBLISHERS = [name for name in STORES if name.startswith("send")]
 WAITERS = [
     "receive combine",
+    "receive combine slots",
     "receive dispatch",
     "receive dispatch masked",
     "barrier",
@@ -98,7 +104,7 @@ def test_signals_are_set_after_a_barrier_and_a_fence(variant: str, compiled: Com
     found = operations(compiled[variant]["sass"])
     released = places_of(EXCHANGE, found)
     # One instruction for all peers: of metadata, of rows, and when senders of dispatch give up.
-    assert len(released) == (1 if variant == "send combine" else 3)
+    assert len(released) == (1 if variant.startswith("send combine") else 3)
     # No row is stored between the barrier and the word.
     for word in released:
         check_release(found, word)
@@ -114,8 +120,9 @@ def test_barrier_adds_after_a_fence(compiled: Compiled) -> None:
 def test_waits_acquire_before_anything_is_read(variant: str, compiled: Compiled) -> None:
     found = operations(compiled[variant]["sass"])
     acquires = acquires_of(found)
-    # A receiver of dispatch awaits metadata, then rows. Who is missing is looked up once more.
-    num_waits = 2 if variant.startswith("receive dispatch") else 1
+    # A receiver of dispatch awaits metadata, then rows; before that, those that it copies to slabs.
+    # Who is missing is looked up once more.
+    num_waits = {"receive dispatch": 2, "receive dispatch masked": 3}.get(variant, 1)
     assert len(acquires) == 2 * num_waits
     for acquire in acquires:
         check_acquire(found, acquire)

@@ -1,8 +1,8 @@
 """Low latency of V1 on buffers whose slots come home apart: low latency over NVLink.
 
-Slabs, counts and sources are memory of a receive buffer, used in turn: their addresses stay, also
-in a captured graph, and a third batch overwrites the first, as in V1. Scales are copied once, into
-columns.
+Slabs, scales, counts and sources are memory of a receive buffer, used in turn: their addresses
+stay, also in a captured graph, and a third batch overwrites the first, as in V1. Powers of two that
+are wanted as float32 are copied once, for they travel as bytes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES
 from epcomm.records import ExchangePlan
 from epcomm.registry import buffer_class
 from epcomm.spec import BufferSpec
-from epcomm.types import WireFormat
+from epcomm.types import ROW_MAJOR, ScaleLayout, WireFormat
 
 _BF16 = WireFormat.of(torch.bfloat16)
+# Rows of a column of scales: 16 bytes, at whose multiples the tensor memory access unit reads.
+_ALIGNMENT = 4
 
 
 class SlotSources(Protocol):
@@ -81,19 +83,17 @@ class SlotsHandle(LowLatencyHandle):
 
 @dataclass(kw_only=True, eq=False)
 class SlotMemory:
-    """The scales in columns of each receive buffer, by the address of its rows."""
+    """Scales as float32 of each receive buffer, by the address of its rows."""
 
-    columns: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+    columns: dict[int, Tensor] = field(default_factory=dict)
 
     def of(self, rows: Tensor, scales: Tensor) -> Tensor:
         """Return memory for scales [L, W * M, S], column-major, at the address it had before."""
-        dtype = scales.dtype if scales.dtype == torch.int32 else torch.float32
-        key = (rows.data_ptr(), dtype)
-        found = self.columns.get(key)
+        found = self.columns.get(rows.data_ptr())
         if found is None:
             num_local, capacity, width = scales.shape
-            memory = scales.new_empty(num_local, width, capacity, dtype=dtype)
-            found = self.columns[key] = memory.transpose(1, 2)
+            memory = scales.new_empty(num_local, width, capacity, dtype=torch.float32)
+            found = self.columns[rows.data_ptr()] = memory.transpose(1, 2)
         return found
 
 
@@ -102,7 +102,7 @@ def begin_dispatch(
 ) -> tuple[Slabs, Receive]:
     """Begin a dispatch of x [T, H]; what is returned beside the slabs receives them."""
     row = (x.shape[1], topk_ids.shape[1])
-    buffer = ranks.open(Mode.LOW_LATENCY, _spec_of(row, sizes, _format_of(wire)))
+    buffer = ranks.open(Mode.LOW_LATENCY, _spec_of(row, sizes, wire))
     call = DispatchCall(
         hidden_states=x,
         topk_ids=topk_ids.long(),
@@ -113,14 +113,14 @@ def begin_dispatch(
     pending = buffer.dispatch_async(call)
     out = pending.record
     assert out is not None, "rows exist before they are received"
-    scales, columns = _scales_of(out, wire), None
-    if scales is not None:
-        columns = memory.of(out.rows.data, scales)
+    travelled = columns = out.rows.scales
+    if travelled is not None and travelled.dtype == torch.float8_e8m0fnu:
+        columns = memory.of(out.rows.data, travelled)
 
     def receive() -> None:
         pending.wait()
-        if scales is not None and columns is not None:
-            columns.copy_(scales)
+        if columns is not None and travelled is not None and columns is not travelled:
+            columns.copy_(travelled)
 
     slabs = Slabs(
         x=out.rows.data,
@@ -137,23 +137,24 @@ def memory_bytes(
     """Return the bytes that a rank takes for low latency over NVLink; sizes: M, E, W. Local."""
     max_tokens, num_experts, num_ranks = sizes
     shape = Sizes(max_tokens=max_tokens, num_experts=num_experts, num_ranks=num_ranks)
-    wire = FP8_FLOAT32_SCALES if use_fp8 else _BF16
+    wire = Wire(fp8=use_fp8, power_of_two=False, packed=False)
     regions = buffer_class("NVLinkMaskedBuffer").region_bytes(
         _spec_of((hidden_size, top_k), shape, wire), num_ranks
     )
     return sum(region.max_bytes or 0 for region in regions)
 
 
-def _spec_of(row: tuple[int, int], sizes: Sizes, wire: WireFormat) -> BufferSpec:
+def _spec_of(row: tuple[int, int], sizes: Sizes, wire: Wire) -> BufferSpec:
     """Return the specification of the buffer; row: H and K."""
     return BufferSpec(
         hidden_size=row[0],
         top_k=row[1],
         num_local_experts=sizes.num_local,
-        dispatch_format=wire,
+        dispatch_format=_format_of(wire),
         hidden_format=_BF16,
         max_tokens_per_rank=sizes.max_tokens,
         returns_slots=True,
+        scale_layout=_layout_of(wire),
     )
 
 
@@ -161,6 +162,13 @@ def _format_of(wire: Wire) -> WireFormat:
     if not wire.fp8:
         return _BF16
     return FP8_POWER_OF_TWO_SCALES if wire.power_of_two else FP8_FLOAT32_SCALES
+
+
+def _layout_of(wire: Wire) -> ScaleLayout:
+    """Return how the scales of slabs lie: by column, four exponents in an int32 if packed."""
+    if not wire.fp8 or (wire.power_of_two and not wire.packed):
+        return ROW_MAJOR
+    return ScaleLayout(column_major=True, alignment=_ALIGNMENT, packed=wire.packed)
 
 
 def _handle_of(buffer: Buffer, out: Dispatched, x: Tensor, sizes: Sizes) -> SlotsHandle:
@@ -179,14 +187,6 @@ def _handle_of(buffer: Buffer, out: Dispatched, x: Tensor, sizes: Sizes) -> Slot
     handle.keep(x.shape[0], sizes)
     handle.buffer, handle.exchange_plan = buffer, plan
     return handle
-
-
-def _scales_of(out: Dispatched, wire: Wire) -> Tensor | None:
-    """Return scales [L, W * M, S] as they arrive; packed: four exponents in an int32."""
-    scales = out.rows.scales
-    if scales is None or scales.dtype == torch.float32:
-        return scales
-    return scales.view(torch.int32) if wire.packed else scales
 
 
 def _forget(record: object) -> None:

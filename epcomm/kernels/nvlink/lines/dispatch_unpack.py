@@ -17,8 +17,9 @@ from epcomm.kernels.nvlink.common.lines import (
     is_waiting,
     word_of,
 )
-from epcomm.kernels.nvlink.common.signals import int32_at
+from epcomm.kernels.nvlink.common.signals import int32_at, taking_part
 from epcomm.kernels.nvlink.common.status import WAIT_DISPATCH
+from epcomm.kernels.nvlink.ll_dispatch_pack import scales_at
 
 # Words that a program unpacks at once: 16 bytes of lines a thread.
 UNPACKED_WORDS = 256
@@ -27,6 +28,8 @@ UNPACKED_WORDS = 256
 @triton.jit
 def unpack_rows(
     peers: tl.tuple,
+    packed_ptr: tl.tensor | None,
+    packed_scales_ptr: tl.tensor | None,
     buffer_address: tl.tensor,
     worker: tl.tensor,
     num_workers: tl.tensor,
@@ -51,12 +54,19 @@ def unpack_rows(
     SCALES_AT: tl.constexpr,
     DATA_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
+    COUNT_LINES_AT: tl.constexpr,
+    L: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    EXPERT_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    WORD_STRIDE: tl.constexpr,
 ) -> tl.tensor:
     """Wait for parts of rows in lines, `worker` of so many workers, and unpack them.
 
     What comes, if anything, the header of the source and the metadata of the token tell, which are
     looked at beside the lines of the row. A row of 300 words has two parts: with two sources, the
-    first four items are both parts of the first tokens of rank 0 and of rank 1.
+    first four items are both parts of the first tokens of rank 0 and of rank 1. With `packed`, rows
+    are put where the slots of their experts lie: the counts of the sources before tell that.
 
     Returns: whether this rank cannot go on.
     """
@@ -64,6 +74,8 @@ def unpack_rows(
     PARTS: tl.constexpr = (ROW_LINES - DATA_LINES_AT + WORDS - 1) // WORDS
     FIRST_SCALE: tl.constexpr = SCALE_LINES_AT - DATA_LINES_AT
     k = tl.arange(0, K_LANES)
+    source_lane = tl.arange(0, W_LANES)
+    is_source = taking_part(excluded_ptr, W, W_LANES)
     any_late = epoch * 0
     for item in tl.range(worker, W * LINE_TOKENS * PARTS, num_workers, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         source = (item // PARTS) % W
@@ -90,6 +102,19 @@ def unpack_rows(
             is_absent = tl.max((is_word & (flag_of(lines) != epoch)).to(tl.int32)) > 0
             # What a header of another epoch says decides nothing.
             is_late = (is_told == 0) | (is_needed & is_absent)
+            if packed_ptr is not None:
+                positions = tl.load(row_lines_ptr + K_LANES + k, volatile=True)
+                is_late |= tl.max((flag_of(positions) != epoch).to(tl.int32)) > 0
+                counts_ptr = int64_at(buffer_address + COUNT_LINES_AT)
+                counts_ptr += source_lane[:, None] * L + word_of(experts)[None, :]
+                # What metadata of another epoch says is in bounds all the same.
+                is_slot = (k < K) & (word_of(experts) >= 0)
+                is_count = (is_source & (source_lane < source))[:, None] & is_slot[None, :]
+                counts = tl.load(counts_ptr, mask=is_count, other=0, volatile=True)
+                is_uncounted = is_count & (flag_of(counts) != epoch)
+                is_late |= tl.max(tl.max(is_uncounted.to(tl.int32), axis=1)) > 0
+                before = tl.sum(tl.where(is_count, word_of(counts), 0), axis=0)
+                slots = word_of(experts) * CAPACITY + before + word_of(positions)
             is_late = (flag_of(header) != epoch) | (is_token & is_late)
             late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
                 tl.where(is_late, 1 << source, 0),
@@ -102,13 +127,30 @@ def unpack_rows(
             if late == 0:
                 # Of the look that found them: to load them again would take as long as to look.
                 is_part = is_token & is_needed
-                row = (source * M + token).to(tl.int64)
-                data_ptr = int32_at(buffer_address + DATA_AT + row * DATA_BYTES)
-                tl.store(data_ptr + word, word_of(lines), mask=is_datum & is_part)
-                if SCALE_WORDS > 0:
-                    scales_ptr = int32_at(buffer_address + SCALES_AT + row * SCALE_BYTES)
-                    scales_ptr += word - FIRST_SCALE
-                    tl.store(scales_ptr, word_of(lines), mask=is_scale & is_part)
+                if packed_ptr is not None:
+                    is_kept = (is_slot & is_part)[:, None]
+                    words = tl.broadcast_to(word_of(lines)[None, :], K_LANES, WORDS)
+                    to_ptr = packed_ptr + slots.to(tl.int64)[:, None] * (DATA_BYTES // 4)
+                    tl.store(to_ptr + word[None, :], words, mask=is_kept & is_datum[None, :])
+                    if packed_scales_ptr is not None:
+                        place = scales_at(
+                            slots[:, None],
+                            (word - FIRST_SCALE)[None, :],
+                            CAPACITY,
+                            EXPERT_STRIDE,
+                            SLOT_STRIDE,
+                            WORD_STRIDE,
+                        )
+                        is_kept &= is_scale[None, :]
+                        tl.store(packed_scales_ptr + place, words, mask=is_kept)
+                else:
+                    row = (source * M + token).to(tl.int64)
+                    data_ptr = int32_at(buffer_address + DATA_AT + row * DATA_BYTES)
+                    tl.store(data_ptr + word, word_of(lines), mask=is_datum & is_part)
+                    if SCALE_WORDS > 0:
+                        scales_ptr = int32_at(buffer_address + SCALES_AT + row * SCALE_BYTES)
+                        scales_ptr += word - FIRST_SCALE
+                        tl.store(scales_ptr, word_of(lines), mask=is_scale & is_part)
         abort_if_late(peers, late, WAIT_DISPATCH, epoch, W, W_LANES)
         any_late |= late
     return any_late != 0

@@ -44,9 +44,11 @@ docs: $(ENVIRONMENT)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 # constraints.txt names one torch release: `torch>=...` alone may fetch gigabytes more.
-.venv/.installed: pyproject.toml constraints.txt
+# Of the clients of deep_ep, 4 MB, a test needs a few modules: most of what they depend on is left out.
+.venv/.installed: pyproject.toml constraints.txt tests/clients.txt
 	python3 -m venv .venv
 	.venv/bin/pip install -c constraints.txt -e '.[dev]'
+	.venv/bin/pip install --no-deps -r tests/clients.txt
 	touch $@
 
 clean:

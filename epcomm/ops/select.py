@@ -52,6 +52,12 @@ class RowOps(Protocol):
         """
         ...
 
+    def row_topk(
+        self, slots_of_row: Tensor, first_slot: Tensor, slot_weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the local expert and the weight of each entry of each row, [R, K]."""
+        ...
+
     def count_sends(
         self,
         topk_ids: Tensor,

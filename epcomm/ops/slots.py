@@ -119,6 +119,26 @@ def build_slot_index(
     )
 
 
+def row_topk(index: SlotIndex, slot_weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what each received row has: local experts [R, K], int64, -1 for none, and weights.
+
+    slot_weights: [C]; weights are [R, K], 0 for none.
+
+    Host sync: none.   Deterministic: yes.
+    """
+    slots = index.slots_of_row
+    assert slots is not None, "an index over rows has its inverse"
+    ops = row_ops_for(slots)
+    if ops is not None:
+        return ops.row_topk(slots, index.first_slot, slot_weights)
+    if slots.shape[0] == 0:
+        return slots.long(), slot_weights.new_empty(slots.shape)
+    is_here = slots >= 0
+    experts = torch.searchsorted(index.first_slot[1:].contiguous(), slots, right=True)
+    weights = gather_scalars(slot_weights, slots)
+    return experts.masked_fill(~is_here, -1), weights
+
+
 def index_slots(
     ids: Tensor,
     weights: Tensor,

@@ -20,6 +20,8 @@ class DeepEPKind(StrEnum):
     V2 = "V2"
     HYBRID = "Hybrid"
     ASCEND = "Ascend"
+    # epcomm.integrations.deep_ep in the place of the package: no backend for itself.
+    DROP_IN = "epcomm's drop-in"
     UNKNOWN = "unknown"
 
 
@@ -115,6 +117,8 @@ def deep_ep_kind(folder: Path) -> DeepEPKind:
 
 
 def _kind_of(names: Set[str]) -> DeepEPKind:
+    if "is_epcomm_drop_in" in names:
+        return DeepEPKind.DROP_IN
     if "fused_deep_moe" in names:
         return DeepEPKind.ASCEND
     if "HybridEPBuffer" in names:

@@ -1,7 +1,8 @@
-"""Imitate the packages that install as `deep_ep`: the same calls, over processes on CPUs.
+"""Stand in for the packages that install as `deep_ep`: the same calls, over processes on CPUs.
 
-A fake returns what the real package returns, bit for bit where that is defined, and NaN or nonsense
-where the real one leaves memory unwritten. It refuses what the real one refuses (limits.py).
+A stand-in returns what the real package returns, bit for bit where that is defined, and NaN or
+nonsense where the real one leaves memory unwritten. It refuses what the real one refuses
+(limits.py). Those of V1 and V2 are epcomm.integrations.deep_ep with these limits on top.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ NAME = "deep_ep"
 # Kind -> the module that shows what the root of the real package shows.
 _MODULES = MappingProxyType(
     {
-        "v1": "fakes.deep_ep.v1",
-        "v2": "fakes.deep_ep.v2",
+        "v1": "fakes.deep_ep.strict_v1",
+        "v2": "fakes.deep_ep.strict_v2",
         "ascend": "fakes.ascend.deep_ep",
     }
 )

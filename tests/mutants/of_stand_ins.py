@@ -12,7 +12,7 @@ from epcomm import EPGroup
 from epcomm.registry import buffer_class
 from epcomm.testing import buffer_suite, layer_suite
 from fakes.deep_ep import install
-from fakes.deep_ep.v1 import buffer as v1_buffer
+from fakes.deep_ep.strict_v1 import buffer as strict_buffer
 from tests.buffers.deep_ep.test_deep_ep import CASES, LAYER_SCENARIOS, RUNS, buffer_env, layer_env
 from tests.mutants.base import Mutant
 from tests.testing import test_deep_ep_mutations, test_suites_catch_faults
@@ -42,7 +42,7 @@ class StandInMutant(Mutant):
     def prepared(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch, install(CASES[self.backend].package):
             # The real package refuses torch's poison, for it fills beside its stream.
-            patch.setattr(v1_buffer, "_check_torch_deterministic", lambda: None)
+            patch.setattr(strict_buffer, "_check_torch_deterministic", lambda: None)
             yield
 
     def run_suite(self, scenario: str, group: EPGroup, *, is_whole: bool) -> None:

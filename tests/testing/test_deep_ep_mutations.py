@@ -26,7 +26,7 @@ from epcomm.spec import BufferSpec
 from epcomm.testing import buffer_suite, layer_suite
 from epcomm.types import ROW_MAJOR, RowsPer, WireTensor
 from fakes.deep_ep import install
-from fakes.deep_ep.v1 import buffer as v1_buffer
+from fakes.deep_ep.strict_v1 import buffer as strict_buffer
 from tests.buffers.deep_ep.test_deep_ep import CASES, buffer_env, layer_env
 
 NUM_RANKS = 2
@@ -322,7 +322,7 @@ def run(case: Case, group: EPGroup) -> None:
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("case", CASES_OF_MISTAKES, ids=lambda case: case.id)
 def test_mistake_fails(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(v1_buffer, "_check_torch_deterministic", lambda: None)
+    monkeypatch.setattr(strict_buffer, "_check_torch_deterministic", lambda: None)
     name = registered_name(case.buffer)
     monkeypatch.setattr(import_module(buffer_class(name).__module__), name, case.buffer)
     failure, is_left_alone = None, False

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fakes.ascend.deep_ep.transport import exchange, gather, pack, unpack
 from fakes.ascend.limits import require
 from fakes.ascend.undefined import undefined
-from fakes.deep_ep.v1.transport import exchange, gather, pack, unpack
 
 # Numbers that agree() compares at most.
 _MAX_SHARED = 8

@@ -18,12 +18,12 @@ from fakes.ascend.deep_ep.config import (
     settings,
 )
 from fakes.ascend.deep_ep.quant_mode import BF16, INT8, checked
+from fakes.ascend.deep_ep.transport import gather
 from fakes.ascend.int8 import quantize_rows
 from fakes.ascend.limits import Soc, current_machine, require
 from fakes.ascend.sizes import require_size
 from fakes.ascend.undefined import undefined
 from fakes.ascend.windows import normal_bytes, require_window
-from fakes.deep_ep.v1.transport import gather
 
 DISPATCH = "deep_ep.Buffer.dispatch"
 COMBINE = "deep_ep.Buffer.combine"

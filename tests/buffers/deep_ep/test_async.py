@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from ast import literal_eval
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,8 +26,8 @@ from epcomm import (
 )
 from epcomm.testing.buffer_suite import BATCH_SPECS, check_batch
 from fakes.deep_ep import install
-from fakes.deep_ep.v1 import buffer as v1_buffer
-from fakes.deep_ep.v1.buffer import Buffer as StandIn
+from fakes.deep_ep.strict_v1 import buffer as strict_buffer
+from fakes.deep_ep.strict_v1.buffer import Buffer as StandIn
 from tests.buffers.deep_ep.test_deep_ep import CASES, buffer_env
 
 NUM_RANKS = 2
@@ -40,7 +39,7 @@ SPEC = MoESpec(hidden_size=HIDDEN_SIZE, num_experts=NUM_EXPERTS, top_k=TOP_K)
 
 @pytest.fixture(autouse=True)
 def poison_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(v1_buffer, "_check_torch_deterministic", lambda: None)
+    monkeypatch.setattr(strict_buffer, "_check_torch_deterministic", lambda: None)
 
 
 @pytest.fixture
@@ -194,11 +193,8 @@ def recorded_signature(package: str, method: str) -> inspect.Signature:
     contract = json.loads((CONTRACTS / f"deep_ep_{package}_signatures.json").read_text("utf-8"))
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [
-        inspect.Parameter(
-            each["name"],
-            kind,
-            default=literal_eval(each["default"]) if "default" in each else inspect.Parameter.empty,
-        )
+        # Arguments are bound alone, so that the source of a default stands for its value.
+        inspect.Parameter(each["name"], kind, default=each.get("default", inspect.Parameter.empty))
         for each in contract["methods"][method]["parameters"]
     ]
     return inspect.Signature(parameters)

@@ -28,7 +28,7 @@ from epcomm.testing.buffer_suite import BufferEnv
 from epcomm.testing.layer_suite import LayerEnv
 from epcomm.types import WireFormat
 from fakes.deep_ep import install
-from fakes.deep_ep.v1 import buffer as v1_buffer
+from fakes.deep_ep.strict_v1 import buffer as strict_buffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ ALIGNED = ("aligned", "aligned_holes")
 @pytest.fixture(autouse=True)
 def poison_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow torch's poison, which the real package refuses because it fills beside its stream."""
-    monkeypatch.setattr(v1_buffer, "_check_torch_deterministic", lambda: None)
+    monkeypatch.setattr(strict_buffer, "_check_torch_deterministic", lambda: None)
 
 
 RUNS = [

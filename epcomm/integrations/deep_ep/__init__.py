@@ -1,0 +1,32 @@
+"""The drop-in for deep_ep: programs written for DeepEP run on epcomm's buffers.
+
+`install()` puts it in the place of `deep_ep`, and `python -m epcomm.integrations.deep_ep PROGRAM`
+runs a program with it. The names here are those of the package; docs/migrating_from_deepep.md says
+what differs, and which calls of epcomm's own API do the same.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from epcomm.integrations.deep_ep import utils
+from epcomm.integrations.deep_ep.events import EventHandle, EventOverlap
+from epcomm.integrations.deep_ep.installing import install
+from epcomm.integrations.deep_ep.v1.buffer import Buffer
+from epcomm.integrations.deep_ep.v1.config import Config
+from epcomm.integrations.deep_ep.v2.buffer import ElasticBuffer
+from epcomm.integrations.deep_ep.v2.handle import EPHandle
+
+topk_idx_t = torch.int64
+
+__all__ = [
+    "Buffer",
+    "Config",
+    "EPHandle",
+    "ElasticBuffer",
+    "EventHandle",
+    "EventOverlap",
+    "install",
+    "topk_idx_t",
+    "utils",
+]

@@ -1,0 +1,160 @@
+"""Events and the communication stream of deep_ep, which also work where there is no CUDA.
+
+On a CPU a call has ended when it returns, so its event has nothing to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from epcomm.errors import ConfigError
+
+
+class EventHandle:
+    """A point on the current stream, recorded at construction."""
+
+    def __init__(self) -> None:
+        self.event: torch.cuda.Event | None = None
+        # Not is_available(): a process that has not used its GPU has no work to wait for.
+        if torch.cuda.is_initialized():
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def current_stream_wait(self) -> None:
+        """Make the current stream wait for all that came before this point. Host sync: none."""
+        if self.event is not None:
+            self.event.wait()
+
+
+class EventOverlap:
+    """An event, and the tensors that must live until it; `with event:` waits at the end."""
+
+    def __init__(
+        self,
+        event: EventHandle | None = None,
+        extra_tensors: tuple[Tensor, ...] | None = None,
+    ) -> None:
+        self.event = event
+        self.extra_tensors = extra_tensors
+        self.hook_after_wait: Callable[[], object] | None = None
+        self._releases_at_end = False
+
+    def current_stream_wait(self, release_handle: bool = False) -> object:
+        """Make the current stream wait for the event, which async_finish or capture() made.
+
+        release_handle: drop the event afterwards.
+
+        Returns: what the hook returned that was registered, if one was.
+        """
+        assert self.event is not None, "there is an event after async_finish or capture() alone"
+        self.event.current_stream_wait()
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        if release_handle:
+            self.event = None
+        return None if hook is None else hook()
+
+    def wait(self) -> object:
+        """Wait as current_stream_wait() does."""
+        return self.current_stream_wait()
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], object]) -> None:
+        """Call a function once, after the next wait."""
+        assert self.hook_after_wait is None, "a hook is already registered"
+        self.hook_after_wait = hook_after_wait
+
+    def __call__(self, release_handle: bool = False) -> Self:
+        """Say whether `with` drops the event at its end."""
+        self._releases_at_end = release_handle
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        releases, self._releases_at_end = self._releases_at_end, False
+        if self.event is not None:
+            self.current_stream_wait(release_handle=releases)
+
+
+class AsyncCall:
+    """A call under way, which hands out its event at the end."""
+
+    def __init__(self, current: torch.cuda.Stream | None, *, is_async: bool) -> None:
+        self._current, self._is_async = current, is_async
+
+    def event(self, tensors: Sequence[Tensor | None]) -> EventOverlap:
+        """Return the event behind the call; without async_finish it holds none.
+
+        tensors: all that the call reads and writes, whose memory both streams use.
+        """
+        if not self._is_async:
+            return EventOverlap()
+        if self._current is not None:
+            stream = torch.cuda.current_stream(self._current.device)
+            for tensor in tensors:
+                if tensor is not None:
+                    tensor.record_stream(self._current)
+                    tensor.record_stream(stream)
+        return EventOverlap(EventHandle())
+
+
+class CommStream:
+    """The stream on which asynchronous calls run; a call that is not runs on the current one."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def of(self, device: torch.device) -> torch.cuda.Stream | torch.cpu.Stream:
+        """Return the stream for tensors on `device`; that of a CPU does nothing."""
+        if device.type != "cuda":
+            return torch.cpu.current_stream()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
+
+    @contextmanager
+    def call(
+        self,
+        device: torch.device,
+        previous_event: EventOverlap | None,
+        *,
+        is_async: bool,
+        allocates_here: bool = False,
+    ) -> Iterator[AsyncCall]:
+        """Run a call after `previous_event`, or after the current stream where there is none.
+
+        Args:
+            device: of the tensors of the call.
+            previous_event: what the call waits for; None: all that the current stream holds.
+            is_async: the current stream does not wait for the call.
+            allocates_here: new tensors belong to the stream of the call, which async_finish and
+                previous_event must then name.
+
+        Yields: what makes the event of the call, for the tensors that it touches.
+        Raises:
+            ConfigError: allocates_here without both.
+        """
+        event = None if previous_event is None else previous_event.event
+        if allocates_here and not (is_async and event is not None):
+            raise ConfigError(
+                "deep_ep: allocate_on_comm_stream=True came without previous_event or without "
+                "async_finish=True, expected both; pass Buffer.capture() and async_finish=True"
+            )
+        if device.type != "cuda" or not is_async:
+            if event is not None:
+                event.current_stream_wait()
+            yield AsyncCall(None, is_async=is_async)
+            return
+        stream, current = self.of(device), torch.cuda.current_stream(device)
+        assert isinstance(stream, torch.cuda.Stream), "the device is one"
+        with torch.cuda.stream(stream):
+            if event is not None:
+                event.current_stream_wait()
+            else:
+                stream.wait_stream(current)
+            yield AsyncCall(current, is_async=True)

@@ -1,0 +1,46 @@
+"""Which rank gets which token, from expert ids alone: what deep_ep calls the dispatch layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layout:
+    """The layout of the tokens of one rank.
+
+    tokens_per_rank: [W], int32.   tokens_per_expert: [E], int32.   is_in_rank: [T, W], bool.
+    """
+
+    tokens_per_rank: Tensor
+    tokens_per_expert: Tensor
+    is_in_rank: Tensor
+
+
+def layout_of(topk_ids: Tensor, num_experts: int, num_ranks: int) -> Layout:
+    """Return the layout of topk_ids [T, K], -1 for none.
+
+    Worked example, 4 experts on 2 ranks: token 0 chooses 0 and 1, token 1 chooses 1 and 2. Rank 0
+    gets both tokens, once each: tokens_per_rank [2, 1], tokens_per_expert [1, 2, 1, 0].
+
+    Local.   Host sync: none.   Graph capture: yes.
+    """
+    num_tokens, device = topk_ids.shape[0], topk_ids.device
+    # Ids that name no expert fall into a last column, which is cut off.
+    is_expert = (topk_ids >= 0) & (topk_ids < num_experts)
+    experts = torch.where(is_expert, topk_ids, num_experts).long()
+    ones = torch.ones_like(experts, dtype=torch.int32).flatten()
+    per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
+    per_expert.scatter_add_(0, experts.flatten(), ones)
+    ranks = torch.where(is_expert, experts // max(num_experts // num_ranks, 1), num_ranks)
+    is_in_rank = torch.zeros(num_tokens, num_ranks + 1, dtype=torch.bool, device=device)
+    is_in_rank.scatter_(1, ranks.clamp(max=num_ranks), True)
+    is_in_rank = is_in_rank[:, :num_ranks].clone(memory_format=torch.contiguous_format)
+    return Layout(
+        tokens_per_rank=is_in_rank.sum(0, dtype=torch.int32),
+        tokens_per_expert=per_expert[:num_experts],
+        is_in_rank=is_in_rank,
+    )

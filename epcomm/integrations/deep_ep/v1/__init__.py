@@ -1,0 +1,1 @@
+"""Buffer and Config of DeepEP V1, over epcomm's buffers."""

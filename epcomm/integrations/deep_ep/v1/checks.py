@@ -1,0 +1,196 @@
+"""Find what is wrong with the tensors of a call, for all ranks to hear."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from epcomm.errors import CapacityError, ConfigError, EPError, ShapeError
+from epcomm.integrations.deep_ep.normal import Rows
+from epcomm.integrations.deep_ep.ranks import Ranks
+
+_PLAIN = (torch.bfloat16, torch.float16, torch.float32)
+_QUANTIZED = (torch.float8_e4m3fn, torch.int8)
+_IDS = (torch.int64, torch.int32)
+
+
+# Name, sizes (None for any) and dtypes of a tensor, beside the tensor that came.
+Rule = tuple[Tensor | None, tuple[str, tuple[int | None, ...], tuple[torch.dtype, ...]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What a tensor must be: its sizes, None for any, and its dtypes."""
+
+    name: str
+    shape: tuple[int | None, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    def fault(self, tensor: object, device: torch.device) -> str | None:
+        """Say what is wrong with a tensor, or None."""
+        if not isinstance(tensor, Tensor):
+            return f"{self.name} is {type(tensor).__name__}, expected {self}"
+        fits = tensor.dim() == len(self.shape) and all(
+            size in (None, found) for size, found in zip(self.shape, tensor.shape, strict=True)
+        )
+        if fits and tensor.dtype in self.dtypes and tensor.device.type == device.type:
+            return None
+        found = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        return f"{self.name} is {found}, expected {self} on {device.type}"
+
+    def __str__(self) -> str:
+        sizes = ", ".join("any" if size is None else str(size) for size in self.shape)
+        return f"[{sizes}] {' or '.join(map(str, self.dtypes))}"
+
+
+def rows_fault(rows: Rows, device: torch.device) -> str | None:
+    """Say what is wrong with x and its scales."""
+    dtypes = _PLAIN if rows.scales is None else _QUANTIZED
+    fault = Expected(name="x", shape=(None, None), dtypes=dtypes).fault(rows.x, device)
+    if fault is not None or rows.scales is None:
+        return fault
+    shape = (rows.x.shape[0], None)
+    scales = Expected(name="x[1]", shape=shape, dtypes=(torch.float32, torch.int32))
+    return scales.fault(rows.scales, device)
+
+
+def dispatch_error(
+    ranks: Ranks,
+    rows: Rows,
+    topk: tuple[Tensor | None, Tensor | None],
+    is_in_rank: Tensor | None,
+    per_expert: Tensor | None,
+) -> EPError | None:
+    """Find what is wrong with a normal dispatch. Local."""
+    fault = rows_fault(rows, ranks.device)
+    if fault is None:
+        num_tokens, (ids, weights) = rows.x.shape[0], topk
+        expected: list[Rule] = [
+            (is_in_rank, ("is_token_in_rank", (num_tokens, ranks.size), (torch.bool,))),
+            (per_expert, ("num_tokens_per_expert", (None,), (torch.int32,))),
+        ]
+        if ids is not None or weights is not None:
+            top_k = ids.shape[-1] if isinstance(ids, Tensor) and ids.dim() else None
+            expected += [
+                (ids, ("topk_idx", (num_tokens, None), _IDS)),
+                (weights, ("topk_weights", (num_tokens, top_k), (torch.float32,))),
+            ]
+        fault = _first_fault(expected, ranks.device)
+    if fault is None and per_expert is not None and per_expert.shape[0] % ranks.size:
+        fault = (
+            f"num_tokens_per_expert has {per_expert.shape[0]} entries, expected a multiple of the "
+            f"{ranks.size} ranks"
+        )
+    return _error("dispatch", fault, ranks)
+
+
+def combine_error(
+    ranks: Ranks,
+    x: Tensor,
+    sizes: tuple[int, int, int],
+    topk_weights: Tensor | None,
+    biases: Sequence[Tensor],
+) -> EPError | None:
+    """Find what is wrong with a normal combine; sizes: R, H and T. Local."""
+    num_rows, hidden_size, num_tokens = sizes
+    expected: list[Rule] = [(x, ("x", (num_rows, hidden_size), _PLAIN))]
+    if topk_weights is not None:
+        expected.append((topk_weights, ("topk_weights", (num_rows, None), (torch.float32,))))
+    for bias in biases:
+        expected.append((bias, ("bias", (num_tokens, hidden_size), (x.dtype,))))
+    return _error("combine", _first_fault(expected, ranks.device), ranks)
+
+
+def low_latency_dispatch_error(
+    ranks: Ranks, x: Tensor, topk_ids: Tensor, max_tokens: int, num_experts: int
+) -> EPError | None:
+    """Find what is wrong with a low-latency dispatch. Local."""
+    function = "low_latency_dispatch"
+    expected: list[Rule] = [
+        (x, ("x", (None, None), (torch.bfloat16,))),
+        (topk_ids, ("topk_idx", (x.shape[0] if x.dim() else None, None), _IDS)),
+    ]
+    fault = _first_fault(expected, ranks.device)
+    if fault is None and (num_experts < 1 or num_experts % ranks.size):
+        fault = f"num_experts is {num_experts}, expected a multiple of the {ranks.size} ranks"
+    if fault is not None or x.shape[0] <= max_tokens:
+        return _error(function, fault, ranks)
+    return CapacityError(
+        f"{function}: x has {x.shape[0]} tokens, expected at most num_max_dispatch_tokens_per_rank "
+        f"= {max_tokens} ({ranks.where}); pass a larger number on all ranks"
+    )
+
+
+def low_latency_combine_error(
+    ranks: Ranks,
+    x: Tensor,
+    topk: tuple[Tensor, Tensor],
+    shapes: tuple[tuple[int, int, int], int],
+    out: Tensor | None,
+) -> EPError | None:
+    """Find what is wrong with a low-latency combine; shapes: of the slabs, and T. Local."""
+    (ids, weights), (slabs, num_tokens) = topk, shapes
+    top_k = ids.shape[-1] if ids.dim() else None
+    expected: list[Rule] = [
+        (x, ("x", slabs, (torch.bfloat16,))),
+        (ids, ("topk_idx", (num_tokens, None), _IDS)),
+        (weights, ("topk_weights", (num_tokens, top_k), (torch.float32,))),
+    ]
+    if out is not None:
+        expected.append((out, ("out", (num_tokens, slabs[2]), (torch.bfloat16,))))
+    return _error("low_latency_combine", _first_fault(expected, ranks.device), ranks)
+
+
+def stats_error(ranks: Ranks, stats: Tensor | None, num_local: int) -> EPError | None:
+    """Find what is wrong with cumulative_local_expert_recv_stats. Local."""
+    if stats is None:
+        return None
+    expected: list[Rule] = [
+        (stats, ("cumulative_local_expert_recv_stats", (num_local,), (torch.int32,)))
+    ]
+    return _error("low_latency_dispatch", _first_fault(expected, ranks.device), ranks)
+
+
+def cached_error(ranks: Ranks, rows: Rows, sizes: tuple[int, int, int]) -> EPError | None:
+    """Find what is wrong with rows for a way that exists; sizes: R, H and T. Local."""
+    fault = rows_fault(rows, ranks.device)
+    if fault is None and rows.x.shape != (sizes[2], sizes[1]):
+        fault = f"x is {list(rows.x.shape)}, expected [{sizes[2]}, {sizes[1]}], as in the dispatch"
+    return _error("dispatch", fault, ranks)
+
+
+def scale_error(ranks: Ranks, is_wrong: bool) -> EPError | None:
+    """Refuse to pack scales that are no powers of two. Local."""
+    if not is_wrong:
+        return None
+    return ConfigError(
+        "low_latency_dispatch: use_ue8m0=True came with round_scale=False, expected "
+        f"round_scale=True ({ranks.where}); only powers of two fit into a byte"
+    )
+
+
+def hook_error(ranks: Ranks, function: str, *, is_async: bool, with_hook: bool) -> EPError | None:
+    """Refuse an event and a hook for one call. Local."""
+    if not (is_async and with_hook):
+        return None
+    return ConfigError(
+        f"{function}: async_finish and return_recv_hook are both True, expected one at most "
+        f"({ranks.where}); take the hook, which is where the call ends"
+    )
+
+
+def _first_fault(expected: Sequence[Rule], device: torch.device) -> str | None:
+    found = (
+        Expected(name=name, shape=shape, dtypes=dtypes).fault(tensor, device)
+        for tensor, (name, shape, dtypes) in expected
+    )
+    return next((fault for fault in found if fault is not None), None)
+
+
+def _error(function: str, fault: str | None, ranks: Ranks) -> EPError | None:
+    if fault is None:
+        return None
+    return ShapeError(f"{function}: {fault} ({ranks.where}); correct the argument on this rank")

@@ -1,0 +1,156 @@
+"""Config of the normal kernels of V1, its tables, and the sizes that V1 asks of its buffers.
+
+epcomm's buffers take none of these numbers: they are what programs compute with, and all but the
+number of SMs means nothing here. Sources: deepseek-ai/DeepEP, csrc/legacy/config.hpp and
+deep_ep/buffers/legacy.py; a recording of the real package.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from epcomm.errors import ConfigError
+from epcomm.types import align_up
+
+# Ranks that reach one another by NVLink.
+MAX_NVL_PEERS = 8
+# Bytes: sizes of buffers are multiples of it.
+BUFFER_ALIGNMENT_BYTES = 128
+# Most ids and scales of a token that the size hint assumes, and bytes of the token's source.
+_MAX_TOPK = _MAX_SCALES = 128
+_SOURCE_META_BYTES = 8
+
+# Ranks -> the last four arguments of Config, for dispatch and for combine.
+_DISPATCH = MappingProxyType(
+    {
+        2: (24, 256, 6, 128),
+        4: (6, 256, 6, 128),
+        8: (6, 256, 6, 128),
+        16: (36, 288, 20, 128),
+        24: (32, 288, 8, 128),
+        32: (32, 288, 8, 128),
+        48: (32, 288, 8, 128),
+        64: (32, 288, 8, 128),
+        96: (20, 480, 12, 128),
+        128: (20, 560, 12, 128),
+        144: (32, 720, 12, 128),
+        160: (28, 720, 12, 128),
+    }
+)
+_COMBINE = MappingProxyType(
+    {
+        2: (10, 256, 6, 128),
+        4: (9, 256, 6, 128),
+        8: (4, 256, 6, 128),
+        16: (4, 288, 12, 128),
+        24: (1, 288, 8, 128),
+        32: (1, 288, 8, 128),
+        48: (1, 288, 8, 128),
+        64: (1, 288, 8, 128),
+        96: (1, 480, 8, 128),
+        128: (1, 560, 8, 128),
+        144: (2, 720, 8, 128),
+        160: (2, 720, 8, 128),
+    }
+)
+
+
+class Config:
+    """The number of SMs of the normal kernels, and how far a sender of V1 may run ahead."""
+
+    def __init__(
+        self,
+        num_sms: int = 20,
+        num_max_nvl_chunked_send_tokens: int = 6,
+        num_max_nvl_chunked_recv_tokens: int = 256,
+        num_max_rdma_chunked_send_tokens: int = 6,
+        num_max_rdma_chunked_recv_tokens: int = 256,
+    ) -> None:
+        nvl = (num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens)
+        rdma = (num_max_rdma_chunked_send_tokens, num_max_rdma_chunked_recv_tokens)
+        if num_sms < 0 or not 0 < nvl[0] < nvl[1] or not 0 < rdma[0] <= rdma[1] // 2:
+            raise ConfigError(
+                f"Config: num_sms is {num_sms}, NVLink sends {nvl[0]} of {nvl[1]} tokens and RDMA "
+                f"{rdma[0]} of {rdma[1]}, expected num_sms >= 0, fewer sent than received over "
+                "NVLink and at most half over RDMA; take Buffer.get_dispatch_config()"
+            )
+        # Not under the names of the arguments: the class of V1 shows no attributes.
+        self._num_sms = num_sms
+        self._nvl_recv_tokens = nvl[1]
+        self._rdma_recv_tokens = rdma[1]
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Return num_nvl_bytes of V1 for any top-k and any scales up to 128 of each."""
+        if num_ranks >= MAX_NVL_PEERS and num_ranks % MAX_NVL_PEERS:
+            raise ConfigError(
+                f"get_nvl_buffer_size_hint: num_ranks is {num_ranks}, expected fewer than "
+                f"{MAX_NVL_PEERS} or a multiple of it; make groups of whole hosts"
+            )
+        num_hosts = max(num_ranks // MAX_NVL_PEERS, 1)
+        num_queues = self.num_channels * min(num_ranks, MAX_NVL_PEERS)
+        row_bytes = hidden_bytes + _SOURCE_META_BYTES + _MAX_TOPK * (8 + 4) + _MAX_SCALES * 4
+        num_bytes = num_queues * (4 * (2 * num_hosts + 3) + self._nvl_recv_tokens * row_bytes)
+        return align_up(num_bytes, BUFFER_ALIGNMENT_BYTES)
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Return num_rdma_bytes of V1 for normal mode, 0 on one host.
+
+        Raises:
+            NotImplementedError: the ranks are of several hosts.
+        """
+        if num_ranks > MAX_NVL_PEERS:
+            raise NotImplementedError(
+                f"get_rdma_buffer_size_hint: num_ranks is {num_ranks}, expected at most "
+                f"{MAX_NVL_PEERS}, the ranks of one host; on several hosts take epcomm's backend "
+                "hierarchical"
+            )
+        return 0
+
+    @property
+    def sms(self) -> int:
+        """The SMs that the kernels of normal mode may take."""
+        return self._num_sms
+
+    @property
+    def num_channels(self) -> int:
+        """The pairs of a sending and a receiving SM of V1, which its handles are laid out by."""
+        return self._num_sms // 2
+
+
+def dispatch_config(num_sms: int, num_ranks: int) -> Config:
+    """Return the Config that V1 recommends for dispatch."""
+    return _from_table(_DISPATCH, num_sms, num_ranks)
+
+
+def combine_config(num_sms: int, num_ranks: int) -> Config:
+    """Return the Config that V1 recommends for combine."""
+    return _from_table(_COMBINE, num_sms, num_ranks)
+
+
+def _from_table(
+    table: MappingProxyType[int, tuple[int, int, int, int]], num_sms: int, num_ranks: int
+) -> Config:
+    # V1 refuses numbers of ranks that its table lacks; nothing here depends on them.
+    return Config(num_sms, *table.get(num_ranks, table[MAX_NVL_PEERS]))
+
+
+def low_latency_bytes(max_tokens: int, hidden_size: int, num_experts: int) -> int:
+    """Return num_rdma_bytes of V1 for low latency, whatever the number of ranks.
+
+    Worked example, M = 16, H = 2048, E = 8: a combine message has 4160 bytes, 128 of them 532480,
+    two to send and two to receive 2129920, and 128 for the signals of each: 2130176; a multiple of
+    128 already, to which V1 adds another 128.
+    """
+    num_scales = hidden_size // 128
+    dispatch_bytes = 16 + max(2 * hidden_size, hidden_size + 4 * num_scales)
+    combine_bytes = combine_message_bytes(hidden_size)
+    send_bytes = max(max_tokens * dispatch_bytes, num_experts * max_tokens * combine_bytes)
+    recv_bytes = num_experts * max_tokens * max(dispatch_bytes, combine_bytes)
+    signal_bytes = align_up(4 * num_experts, BUFFER_ALIGNMENT_BYTES)
+    num_bytes = 2 * (send_bytes + recv_bytes + signal_bytes)
+    return (num_bytes + BUFFER_ALIGNMENT_BYTES) // BUFFER_ALIGNMENT_BYTES * BUFFER_ALIGNMENT_BYTES
+
+
+def combine_message_bytes(hidden_size: int) -> int:
+    """Return the bytes of a bfloat16 row and of the extremes of each 128 elements."""
+    return 2 * hidden_size + 4 * (hidden_size // 128)

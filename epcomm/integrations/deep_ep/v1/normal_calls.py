@@ -1,0 +1,198 @@
+"""The calls of normal mode of V1."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from epcomm.integrations.deep_ep.events import EventOverlap
+from epcomm.integrations.deep_ep.layout import layout_of
+from epcomm.integrations.deep_ep.normal import Rows, RowWay, return_rows, send_along
+from epcomm.integrations.deep_ep.v1 import checks
+from epcomm.integrations.deep_ep.v1.base import Opened, XTensors
+from epcomm.integrations.deep_ep.v1.config import Config, dispatch_config
+from epcomm.integrations.deep_ep.v1.handle import NormalHandle, handle_of
+from epcomm.integrations.deep_ep.v1.normal import dispatch_v1, with_worst_rows
+from epcomm.types import align_up
+
+DispatchResult = tuple[
+    XTensors,
+    Tensor | None,
+    Tensor | None,
+    list[int] | None,
+    tuple[Tensor, ...] | None,
+    EventOverlap,
+]
+_ONE_HOST = (
+    "ranks of several hosts are not there in epcomm.integrations.deep_ep; call dispatch() and "
+    "combine() on ranks of one host, or take epcomm's backend hierarchical"
+)
+
+
+class NormalCalls(Opened):
+    """Dispatch and combine of normal mode, which are collective over the group."""
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+        """Return tokens per rank, per RDMA rank (None) and per expert, is_token_in_rank, an event.
+
+        Local.   Host sync: none.
+        """
+        self._begin("get_dispatch_layout")
+        with self._call(topk_idx, previous_event, async_finish, allocate_on_comm_stream) as call:
+            layout = layout_of(topk_idx, num_experts, self.group_size)
+            found = (layout.tokens_per_rank, layout.tokens_per_expert, layout.is_in_rank)
+            event = call.event([topk_idx, *found])
+        per_rank, per_expert, is_in_rank = found
+        return per_rank, None, per_expert, is_in_rank, event
+
+    def dispatch(
+        self,
+        x: XTensors,
+        handle: tuple[Tensor, ...] | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> DispatchResult:
+        """Send rows to the ranks of their experts; with a handle, the ways of an earlier call.
+
+        Returns:
+            Received x as it came (with scales or without), local ids, weights, rows per local
+            expert aligned up (an empty list with num_worst_tokens), handle, event; None instead of
+            ids, weights, counts and handle if a handle came.
+
+        Collective: yes.   Host sync: one, none with a handle.
+        Lifetime: the caller owns what it gets.
+        Raises:
+            ShapeError, CapacityError: the call of some rank cannot be; on every rank.
+        """
+        ranks = self._begin("dispatch")
+        del num_tokens_per_rank, num_tokens_per_rdma_rank
+        rows = Rows.of(x)
+        with self._call(rows.x, previous_event, async_finish, allocate_on_comm_stream) as call:
+            if handle is not None:
+                along = send_along(self._way_of_rows(handle, rows), rows)
+                event = call.event([rows.x, rows.scales, along.x, along.scales])
+                return along.as_given(), None, None, None, None, event
+            topk = (topk_idx, topk_weights)
+            error = checks.dispatch_error(
+                ranks, rows, topk, is_token_in_rank, num_tokens_per_expert
+            )
+            if error is not None:
+                ranks.refuse(error)
+            assert is_token_in_rank is not None, "just checked"
+            assert num_tokens_per_expert is not None, "just checked"
+            config = config or dispatch_config(self.num_sms, self.group_size)
+            received = dispatch_v1(
+                ranks,
+                rows,
+                topk,
+                is_token_in_rank,
+                num_tokens_per_expert,
+                num_sms=config.sms or None,
+            )
+            received = with_worst_rows(ranks, received, num_worst_tokens)
+            made = NormalHandle.of(
+                received,
+                is_token_in_rank,
+                channels=config.num_channels,
+                hidden_size=rows.x.shape[1],
+            )
+            event = call.event([rows.x, rows.scales, topk_idx, topk_weights, *received.tensors()])
+        counts = [align_up(each, expert_alignment) for each in received.num_tokens_per_expert]
+        if topk_idx is None:
+            return received.rows.as_given(), None, None, counts, made, event
+        ids, weights = received.topk_ids, received.topk_weights
+        counts = [] if num_worst_tokens else counts
+        return received.rows.as_given(), ids, weights, counts, made, event
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: tuple[Tensor, ...],
+        topk_weights: Tensor | None = None,
+        bias: XTensors | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Sum over the ranks of each token, without weights; weights are summed beside it.
+
+        A bias is added to the sum in bfloat16, which V1 adds in float32 before it casts.
+
+        Collective: yes.   Host sync: none.   Lifetime: the caller owns what it gets.
+        Raises:
+            ShapeError, HandleError: the call of some rank cannot be; on every rank.
+        """
+        ranks = self._begin("combine")
+        known = handle_of(handle, "combine", ranks.where)
+        biases = [] if bias is None else list(bias) if isinstance(bias, tuple) else [bias]
+        error = checks.combine_error(ranks, x, known.sizes, topk_weights, biases)
+        if error is not None:
+            known.way.buffer.refuse_combine(error)
+            raise error
+        with self._call(x, previous_event, async_finish, allocate_on_comm_stream) as call:
+            combined, weights = return_rows(known.way, x, topk_weights)
+            if biases:
+                combined = torch.stack([combined, *biases]).float().sum(0).to(x.dtype)
+            event = call.event([x, topk_weights, *biases, combined, weights])
+        return combined, weights, event
+
+    def internode_dispatch(
+        self,
+        x: XTensors,
+        handle: tuple[Tensor, ...] | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> DispatchResult:
+        """Refuse: ranks are of one host."""
+        raise NotImplementedError(f"internode_dispatch: {_ONE_HOST}")
+
+    def internode_combine(
+        self,
+        x: Tensor,
+        handle: tuple[Tensor, ...] | list[Tensor],
+        topk_weights: Tensor | None = None,
+        bias: XTensors | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Refuse: ranks are of one host."""
+        raise NotImplementedError(f"internode_combine: {_ONE_HOST}")
+
+    def _way_of_rows(self, handle: tuple[Tensor, ...], rows: Rows) -> RowWay:
+        """Return the way that rows are to be sent along, or refuse them."""
+        ranks = self._ranks
+        known = handle_of(handle, "dispatch", ranks.where)
+        error = checks.cached_error(ranks, rows, known.sizes)
+        if error is not None:
+            known.way.buffer.refuse_combine(error)
+            raise error
+        return known.way

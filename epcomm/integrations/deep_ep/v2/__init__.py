@@ -1,0 +1,1 @@
+"""ElasticBuffer of DeepEP V2 on epcomm's buffers."""

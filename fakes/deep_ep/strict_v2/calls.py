@@ -1,0 +1,154 @@
+"""Let what the real package leaves open differ between calls, and poison what it does not write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from epcomm.integrations.deep_ep.events import AsyncCall, EventHandle, EventOverlap
+from epcomm.integrations.deep_ep.normal import Rows
+from epcomm.integrations.deep_ep.ranks import Ranks
+from epcomm.integrations.deep_ep.v2.calls import Dispatched, ElasticCalls, OutputForm
+from epcomm.integrations.deep_ep.v2.exchange import Arrived, DispatchRequest
+from epcomm.integrations.deep_ep.v2.handle import EPHandle
+from epcomm.integrations.deep_ep.v2.places import Places
+from epcomm.types import align_up
+from fakes.deep_ep.strict_v2.limits import check_received_routes
+from fakes.deep_ep.strict_v2.poison import fill_with_poison, garbage_integers
+
+# Columns of recv_src_metadata that every layout writes.
+_NUM_SOURCE_COLUMNS = 2
+
+
+class LateEvent(EventHandle):
+    """An event that lets the results of its call land, which are poison before."""
+
+    def __init__(self, results: Sequence[Tensor | None]) -> None:
+        super().__init__()
+        self._late: list[tuple[Tensor, Tensor]] = []
+        for result in results:
+            if result is not None:
+                kept = result.clone(memory_format=torch.preserve_format)
+                self._late.append((result, kept))
+                fill_with_poison(result)
+
+    def current_stream_wait(self) -> None:
+        """Write the results; a GPU writes them at some time before."""
+        for result, value in self._late:
+            result.copy_(value)
+        self._late.clear()
+
+
+class StrictCalls(ElasticCalls):
+    """Dispatch and combine whose undefined results show."""
+
+    def __init__(
+        self, ranks: Ranks, *, allow_multiple_reduction: bool, deterministic: bool
+    ) -> None:
+        super().__init__(ranks, allow_multiple_reduction=allow_multiple_reduction)
+        self._is_ordered = deterministic
+        # Seeded, so that a failure can be repeated; each call draws on.
+        self._generator = torch.Generator().manual_seed(11 + ranks.rank)
+        self._in_flight: list[LateEvent] = []
+
+    def finish(self) -> None:
+        """Let all results land: calls of one buffer follow one another, waited for or not."""
+        for event in self._in_flight:
+            event.current_stream_wait()
+        self._in_flight.clear()
+
+    def dispatch(self, request: DispatchRequest, form: OutputForm) -> Dispatched:
+        out = super().dispatch(request, form)
+        self._spoil_metadata(out.handle)
+        return out
+
+    def places(self, arrived: Arrived, request: DispatchRequest) -> Places:
+        check_received_routes(arrived.topk_ids)
+        places = super().places(arrived, request)
+        if self._is_ordered:
+            return places
+        if request.do_expand:
+            return replace(places, element_of_place=self._draw(_slot_keys(arrived)))
+        order = self._draw(_row_keys(arrived))[: arrived.most_messages]
+        return replace(places, element_of_place=order, row_of_message=order)
+
+    def event(
+        self, call: AsyncCall, given: Sequence[Tensor | None], made: Sequence[Tensor | None]
+    ) -> EventOverlap:
+        if super().event(call, given, made).event is None:
+            return EventOverlap()
+        event = LateEvent(made)
+        self._in_flight.append(event)
+        return EventOverlap(event)
+
+    def _hand_out(
+        self, received: Rows, weights: Tensor | None, handle: EPHandle, form: OutputForm
+    ) -> Dispatched:
+        out = super()._hand_out(received, weights, handle, form)
+        is_used = handle.places.is_used
+        if is_used is None:
+            return out
+        is_undefined = ~is_used
+        if form.do_zero_padding:
+            end = align_up(int(handle.psum_num_recv_tokens_per_expert[-1]), handle.expert_alignment)
+            is_undefined = torch.arange(len(is_used)) >= end
+        for tensor in (out.rows.x, out.rows.scales, out.topk_weights):
+            _poison_rows(tensor, is_undefined)
+        if out.topk_idx is not None:
+            garbage = torch.full_like(out.topk_idx, 0x7F7F7F7F7F7F7F7F)
+            # Some of the garbage looks valid, as in the recording.
+            garbage[1::2] = 0
+            out.topk_idx[is_undefined] = garbage[is_undefined]
+        return out
+
+    def _spoil_metadata(self, handle: EPHandle) -> None:
+        metadata = handle.recv_src_metadata.clone()
+        garbage = garbage_integers(metadata.shape, torch.int32, self._generator)
+        count = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+        metadata[count:] = garbage[count:]
+        if not handle.do_expand:
+            metadata[:, _NUM_SOURCE_COLUMNS:] = garbage[:, _NUM_SOURCE_COLUMNS:]
+        handle.recv_src_metadata = metadata
+
+    def _draw(self, keys: tuple[Tensor, Tensor]) -> Tensor:
+        """Draw an order of elements, [N], int64: by the first key, then by chance.
+
+        keys: [N] each; the second is the length of the range in which chance decides.
+        """
+        first, length = keys
+        chance = torch.rand(len(first), dtype=torch.float64, generator=self._generator)
+        return torch.argsort(first + chance * length, stable=True)
+
+
+def _row_keys(arrived: Arrived) -> tuple[Tensor, Tensor]:
+    """Rows of one source rank are neighbours, in any order; behind them is what did not come."""
+    ranks = (arrived.sources // arrived.max_tokens).double()
+    if arrived.is_row is not None:
+        ranks = torch.where(arrived.is_row, ranks, float(arrived.num_ranks))
+    return ranks, torch.ones_like(ranks)
+
+
+def _slot_keys(arrived: Arrived) -> tuple[Tensor, Tensor]:
+    """Slots of one expert are neighbours, in any order; padding stays where it is."""
+    index, positions = (
+        arrived.index,
+        torch.arange(len(arrived.row_of_slot), dtype=torch.int32),
+    )
+    experts = torch.searchsorted(index.first_slot[1:].contiguous(), positions, right=True)
+    experts = experts.clamp(max=len(index.num_tokens_per_expert) - 1)
+    is_used = arrived.row_of_slot >= 0
+    first = torch.where(is_used, index.first_slot[experts], positions)
+    return first.double(), torch.where(is_used, index.num_tokens_per_expert[experts], 0).double()
+
+
+def _poison_rows(tensor: Tensor | None, is_undefined: Tensor) -> None:
+    if tensor is not None:
+        poison = torch.empty_like(tensor)
+        fill_with_poison(poison)
+        if tensor.itemsize == 1:
+            # torch cannot index eight-bit floating numbers.
+            tensor, poison = tensor.view(torch.uint8), poison.view(torch.uint8)
+        tensor[is_undefined] = poison[is_undefined]

@@ -1,0 +1,33 @@
+"""Programs that call deep_ep, as their own packages bring them: they run on the drop-in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+
+from epcomm.integrations.deep_ep import install
+from epcomm.integrations.deep_ep.installing import SHIM
+
+
+@pytest.fixture(scope="session")
+def drop_in_modules() -> dict[str, ModuleType]:
+    """Hold the modules of the drop-in between tests: clients bind them at their import, once."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def drop_in(drop_in_modules: dict[str, ModuleType]) -> Iterator[None]:
+    """Put the drop-in in the place of deep_ep for one test; other tests look for another one."""
+    sys.modules.update(drop_in_modules)
+    install()
+    # Parts of Megatron are compiled at their first call, which takes a compiler and minutes.
+    with torch.compiler.set_stance("force_eager"):
+        yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deep_ep"]:
+        drop_in_modules[name] = sys.modules.pop(name)
+    if str(SHIM) in sys.path:
+        sys.path.remove(str(SHIM))

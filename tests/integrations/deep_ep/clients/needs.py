@@ -1,0 +1,19 @@
+"""Marks for tests that need the package of a client, which tests/clients.txt lists."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+import pytest
+
+
+def needs(distribution: str) -> pytest.MarkDecorator:
+    """Skip a test where a distribution is not installed."""
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        is_missing = True
+    else:
+        is_missing = False
+    reason = f"{distribution} is not installed; pip install --no-deps -r tests/clients.txt"
+    return pytest.mark.skipif(is_missing, reason=reason)

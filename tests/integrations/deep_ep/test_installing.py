@@ -1,0 +1,129 @@
+"""Programs find the drop-in where they look for deep_ep, in processes that they start as well."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from epcomm import ConfigError
+from epcomm.integrations import deep_ep as drop_in
+from epcomm.integrations.deep_ep import install
+from epcomm.integrations.deep_ep.__main__ import command_of
+from epcomm.integrations.deep_ep.installing import SHIM
+from epcomm.platforms.deep_ep import DeepEPKind, find_deep_ep
+from fakes.deep_ep import install as install_stand_in
+
+# Seconds: several processes import torch on a loaded machine.
+LIMIT_S = 200
+# What programs ask before they import it, and of a worker that was spawned or started anew.
+PROGRAM = """
+import multiprocessing, subprocess, sys
+from importlib import metadata
+from importlib.util import find_spec
+
+def look(queue):
+    from deep_ep.utils import EventHandle
+    import deep_ep
+    queue.put((metadata.version("deep_ep"), deep_ep.Buffer.__module__, EventHandle.__module__))
+
+if __name__ == "__main__":
+    assert find_spec("deep_ep") is not None
+    assert "deep_ep" not in sys.modules
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    worker = context.Process(target=look, args=(queue,))
+    worker.start()
+    print(*queue.get(), *sys.argv[1:])
+    worker.join()
+    find = "from importlib.util import find_spec; print(find_spec('deep_ep').name)"
+    subprocess.run([sys.executable, "-c", find], check=True)
+"""
+
+
+@pytest.fixture
+def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give back the path and the modules as they were."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deep_ep"]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+
+
+@pytest.mark.usefixtures("path")
+def test_installed_as_a_package_with_a_version() -> None:
+    install()
+    spec = find_spec("deep_ep")
+    assert spec is not None
+    assert spec.origin is not None
+    assert metadata.version("deep_ep") == "2.1.0+epcomm"
+    deep_ep = importlib.import_module("deep_ep")
+    assert deep_ep.Buffer is drop_in.Buffer
+    utils = importlib.import_module("deep_ep.utils")
+    assert utils.EventHandle is drop_in.EventHandle
+    install()
+    assert sys.path.count(str(SHIM)) == 1
+
+
+@pytest.mark.usefixtures("path")
+def test_the_drop_in_is_no_backend_for_itself() -> None:
+    install()
+    found = find_deep_ep()
+    assert found is not None
+    assert found.kind is DeepEPKind.DROP_IN
+
+
+@pytest.mark.usefixtures("path")
+def test_refused_beside_a_real_one_and_after_an_import() -> None:
+    with install_stand_in("v1"), pytest.raises(ConfigError, match="was imported already, from"):
+        install()
+
+
+@pytest.mark.usefixtures("path")
+def test_refused_beside_a_real_one_unless_told(tmp_path: Path) -> None:
+    package = tmp_path / "deep_ep"
+    package.mkdir()
+    (package / "__init__.py").write_text("class Buffer: ...\n", "utf-8")
+    sys.path.insert(0, str(tmp_path))
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match=r"a deep_ep is installed, V1, .*replace=True"):
+        install()
+    install(replace=True)
+    assert importlib.import_module("deep_ep").Buffer is drop_in.Buffer
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("client", ["megatron.core.fused_a2a", "sglang.token_dispatcher.deepep"])
+def test_told_when_it_comes_too_late(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, client, ModuleType(client))
+    with pytest.raises(ConfigError, match=f"{client} was imported already"):
+        install()
+
+
+def test_commands_are_files_modules_or_programs(tmp_path: Path) -> None:
+    program = tmp_path / "serve.py"
+    program.touch()
+    assert command_of([str(program), "-x"]) == [sys.executable, str(program), "-x"]
+    assert command_of(["-m", "serve"]) == [sys.executable, "-m", "serve"]
+    assert command_of(["env", "-u"])[1:] == ["-u"]
+    with pytest.raises(ConfigError, match="no file and no command"):
+        command_of(["no-such-program"])
+
+
+@pytest.mark.slow
+def test_a_program_and_its_processes_find_it(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM, "utf-8")
+    command = [sys.executable, "-m", "epcomm.integrations.deep_ep", str(program), "--port", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    buffer, events = "epcomm.integrations.deep_ep.v1.buffer", "epcomm.integrations.deep_ep.events"
+    assert done.stdout.split() == ["2.1.0+epcomm", buffer, events, "--port", "1", "deep_ep"]

@@ -1,0 +1,261 @@
+"""What programs do with a Buffer of V1: shapes as they come, handles as long as they are held."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from epcomm import EPError
+from epcomm.errors import HandleError
+from epcomm.integrations.deep_ep import Buffer, EventHandle, EventOverlap
+from tests.integrations.deep_ep.v1_ranks import world
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# Seconds: ranks import torch on a loaded machine.
+LIMIT_S = 120
+
+
+class Batch:
+    """Tokens of one rank and their routing; x[t] is a number of the rank and token."""
+
+    def __init__(self, rank: int, shape: tuple[int, int, int], *, num_tokens: int = 3) -> None:
+        hidden_size, top_k, self.num_experts = shape
+        tokens = torch.arange(num_tokens)
+        self.x = (1.0 + 10 * rank + tokens).unsqueeze(1).repeat(1, hidden_size).bfloat16()
+        self.ids = (tokens.unsqueeze(1) + torch.arange(top_k) + rank) % self.num_experts
+        self.weights = torch.full((num_tokens, top_k), 0.5)
+
+    def dispatch(
+        self, buffer: Buffer, x: Tensor | None = None, ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor]:
+        """Return rows, weights, handle and how many ranks a token goes to."""
+        ids = self.ids if ids is None else ids
+        per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, self.num_experts)
+        rows, _, weights, _, handle, _ = buffer.dispatch(
+            self.x if x is None else x,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=ids,
+            topk_weights=self.weights,
+        )
+        assert isinstance(rows, Tensor)
+        assert weights is not None
+        assert handle is not None
+        return rows, weights, handle, is_in_rank.sum(1, keepdim=True)
+
+
+@pytest.mark.ranks(2)
+def test_one_buffer_serves_any_shapes_and_keeps_any_handles() -> None:
+    rank, buffer = world().rank(), Buffer(world(), low_latency_mode=True)
+    kept = []
+    for number, shape in enumerate([(64, 2, 4), (32, 3, 8), (64, 2, 4), (64, 1, 4)]):
+        batch = Batch(rank, shape, num_tokens=3 * number if rank else 4)
+        kept.append((batch, *batch.dispatch(buffer)))
+        slabs, _, handle, _, _ = buffer.low_latency_dispatch(
+            batch.x, batch.ids.int(), 16, batch.num_experts, use_fp8=False
+        )
+        assert isinstance(slabs, Tensor)
+        y, _, _ = buffer.low_latency_combine(slabs, batch.ids.int(), batch.weights, handle)
+        assert torch.equal(y, (batch.x.float() * 0.5 * shape[1]).bfloat16())
+    # The backward of combine is a dispatch along the handle, that of dispatch another combine.
+    for batch, rows, weights, handle, num_ranks in reversed(kept):
+        for factor in (1, 2):
+            y, returned, _ = buffer.combine(rows * factor, handle, topk_weights=weights)
+            assert torch.equal(y, (batch.x.float() * factor * num_ranks).bfloat16())
+            assert returned is not None
+            assert torch.equal(returned, batch.weights)
+            along = buffer.dispatch(batch.x * factor, handle=handle)[0]
+            assert isinstance(along, Tensor)
+            assert torch.equal(along, rows * factor)
+
+
+@pytest.mark.ranks(2)
+def test_two_batches_of_low_latency_are_in_flight() -> None:
+    rank, buffer = world().rank(), Buffer(world(), low_latency_mode=True)
+    batches = [Batch(rank, (32, 2, 4), num_tokens=number + rank) for number in (1, 2)]
+    sent = [
+        buffer.low_latency_dispatch(b.x, b.ids, 4, 4, use_fp8=False, return_recv_hook=True)
+        for b in batches
+    ]
+    for *_, hook in sent:
+        assert hook is not None
+        hook()
+    returned = [
+        buffer.low_latency_combine(each[0], b.ids, b.weights, each[2], return_recv_hook=True)
+        for b, each in zip(batches, sent, strict=True)
+        if isinstance(each[0], Tensor)
+    ]
+    for batch, (y, _, hook) in zip(batches, returned, strict=True):
+        assert hook is not None
+        hook()
+        assert torch.equal(y, batch.x)
+
+
+@pytest.mark.ranks(2)
+def test_rows_travel_by_ranks_alone_where_there_are_no_ids() -> None:
+    rank, buffer = world().rank(), Buffer(world())
+    is_in_rank = torch.tensor([[True, False], [True, True], [False, False]])
+    x = torch.full((3, 16), 1.0 + rank).bfloat16()
+    rows, ids, weights, counts, handle, _ = buffer.dispatch(
+        x,
+        is_token_in_rank=is_in_rank,
+        num_tokens_per_expert=torch.tensor([1, 1, 0, 1], dtype=torch.int32),
+        expert_alignment=4,
+    )
+    assert isinstance(rows, Tensor)
+    assert (ids, weights, counts) == (None, None, [4, 4] if rank == 0 else [0, 4])
+    assert rows[:, 0].tolist() == ([1.0, 1.0, 2.0, 2.0] if rank == 0 else [1.0, 2.0])
+    assert handle is not None
+    y, _, _ = buffer.combine(rows, handle)
+    assert torch.equal(y, x * is_in_rank.sum(1, keepdim=True))
+
+
+@pytest.mark.ranks(4)
+def test_a_group_is_a_part_of_the_world() -> None:
+    groups = [dist.new_group(members) for members in ([0, 2], [1, 3])]
+    group = groups[world().rank() % 2]
+    assert isinstance(group, dist.ProcessGroup)
+    buffer = Buffer(group)
+    assert (buffer.rank, buffer.group_size) == (world().rank() // 2, 2)
+    batch = Batch(buffer.rank, (16, 2, 4))
+    rows, _, handle, num_ranks = batch.dispatch(buffer)
+    y, _, _ = buffer.combine(rows, handle)
+    assert torch.equal(y, batch.x * num_ranks)
+
+
+@pytest.mark.mpi_ranks(2)
+def test_ranks_of_mpi(ep_ranks: MPI.Comm) -> None:
+    buffer = Buffer(None, comm=ep_ranks)
+    batch = Batch(buffer.rank, (16, 2, 4))
+    rows, _, handle, num_ranks = batch.dispatch(buffer)
+    y, _, _ = buffer.combine(rows, handle)
+    assert torch.equal(y, batch.x * num_ranks)
+
+
+def wrong_dtype(buffer: Buffer, batch: Batch) -> None:
+    batch.dispatch(buffer, batch.x.double() if buffer.rank == 0 else None)
+
+
+def wrong_ids(buffer: Buffer, batch: Batch) -> None:
+    batch.dispatch(buffer, ids=batch.ids + 4 * (buffer.rank == 0))
+
+
+def wrong_rows(buffer: Buffer, batch: Batch) -> None:
+    rows, _, handle, _ = batch.dispatch(buffer)
+    buffer.combine(rows[buffer.rank == 0 :], handle)
+
+
+def wrong_cached_rows(buffer: Buffer, batch: Batch) -> None:
+    handle = batch.dispatch(buffer)[2]
+    buffer.dispatch(batch.x[buffer.rank == 0 :], handle=handle)
+
+
+def too_many_tokens(buffer: Buffer, batch: Batch) -> None:
+    max_tokens = 2 if buffer.rank == 0 else 4
+    *_, hook = buffer.low_latency_dispatch(
+        batch.x, batch.ids, max_tokens, 4, use_fp8=False, return_recv_hook=True
+    )
+    assert hook is not None
+    hook()
+
+
+def wrong_weights(buffer: Buffer, batch: Batch) -> None:
+    slabs, _, handle, _, _ = buffer.low_latency_dispatch(batch.x, batch.ids, 4, 4, use_fp8=False)
+    assert isinstance(slabs, Tensor)
+    weights = batch.weights.double() if buffer.rank == 0 else batch.weights
+    buffer.low_latency_combine(slabs, batch.ids, weights, handle)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_first_call", [False, True])
+@pytest.mark.parametrize(
+    "call",
+    [wrong_dtype, wrong_ids, wrong_rows, wrong_cached_rows, too_many_tokens, wrong_weights],
+)
+def test_what_one_rank_gets_wrong_is_an_error_on_every_rank(
+    call: Callable[[Buffer, Batch], None], is_first_call: bool
+) -> None:
+    buffer = Buffer(world(), low_latency_mode=True)
+    batch = Batch(buffer.rank, (32, 2, 4))
+    if not is_first_call:
+        batch.dispatch(buffer)
+    with pytest.raises(EPError, match=r"rank 0"):
+        call(buffer, batch)
+    rows, _, handle, num_ranks = batch.dispatch(buffer)
+    y, _, _ = buffer.combine(rows, handle)
+    assert torch.equal(y, batch.x * num_ranks)
+
+
+@pytest.mark.ranks(2)
+def test_handles_are_passed_on_as_they_are() -> None:
+    buffer = Buffer(world())
+    batch = Batch(buffer.rank, (16, 2, 4))
+    rows, _, handle, _ = batch.dispatch(buffer)
+    assert len(handle) == 6
+    with pytest.raises(HandleError, match="handle is tuple, expected what dispatch"):
+        buffer.combine(rows, tuple(handle))
+
+
+@pytest.mark.ranks(2)
+def test_what_is_not_there_names_what_to_use() -> None:
+    buffer = Buffer(world(), low_latency_mode=True)
+    batch = Batch(buffer.rank, (32, 2, 4))
+    slabs, _, handle, _, _ = buffer.low_latency_dispatch(batch.x, batch.ids, 4, 4, use_fp8=False)
+    assert isinstance(slabs, Tensor)
+    stats = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(NotImplementedError, match=r"use_logfmt=True is not there.*bfloat16"):
+        buffer.low_latency_combine(slabs, batch.ids, batch.weights, handle, use_logfmt=True)
+    with pytest.raises(NotImplementedError, match=r"dispatch_wait_recv_cost_stats.*profiler"):
+        buffer.low_latency_dispatch(batch.x, batch.ids, 4, 4, dispatch_wait_recv_cost_stats=stats)
+    with pytest.raises(NotImplementedError, match="hierarchical"):
+        buffer.internode_combine(batch.x, ())
+
+
+def test_events_work_where_there_is_no_cuda() -> None:
+    event = EventOverlap(EventHandle())
+    event.current_stream_wait()
+    with Buffer.capture() as captured:
+        assert captured.event is not None
+    with pytest.raises(AssertionError, match="async_finish or capture"):
+        EventOverlap().current_stream_wait()
+
+
+def test_memory_is_told_beside_the_hint_of_v1() -> None:
+    hint = Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256)
+    taken = Buffer.get_low_latency_memory_bytes(128, 7168, 8, 256)
+    assert 2**28 < taken < 2 * hint
+    assert taken < Buffer.get_low_latency_memory_bytes(256, 7168, 8, 256)
+
+
+PROGRAM = """
+import torch
+import torch.distributed as dist
+from epcomm.integrations.deep_ep import Buffer
+
+dist.init_process_group("gloo")
+buffer = Buffer(dist.group.WORLD, low_latency_mode=True)
+x, ids = torch.ones(2, 32).bfloat16(), torch.tensor([[0, 1], [2, 3]])
+buffer.low_latency_dispatch(x, ids, 4, 4, use_fp8=False)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_destroys_nothing_ends(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM, "utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(program)], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,350 @@
+"""Low latency of the drop-in for V1 in strict mode: the recording, hooks, lifetimes, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from epcomm import ConfigError
+from fakes.deep_ep.limits import limits_off
+from fakes.deep_ep.strict_v1 import Buffer
+from tests.integrations.deep_ep.v1_ranks import (
+    LL_H,
+    UNDEFINED_INT32,
+    E,
+    K,
+    LowLatencyOptions,
+    M,
+    agrees,
+    dispatch_low_latency,
+    dispatch_normal,
+    experts,
+    inputs_of,
+    low_latency_buffer,
+    recorded_case,
+    recorded_sms,
+    refused,
+    world,
+)
+
+pytestmark = pytest.mark.ranks(4)
+__all__ = ["recorded_sms"]
+
+BF16: LowLatencyOptions = {"use_fp8": False}
+FORMATS: dict[str, LowLatencyOptions] = {
+    "bf16": BF16,
+    "fp8": {},
+    "fp8_ue8m0": {"round_scale": True, "use_ue8m0": True},
+}
+COMBINED = "combine_of_row_times_1_plus_global_expert"
+
+in_both_cases = pytest.mark.parametrize("case", ["low_latency_uneven", "low_latency_empty_rank"])
+
+
+def by_source(ranges: list[list[int]], *columns: list[Any]) -> list[list[str]]:
+    """Rows of an expert, columns joined, sorted within each source: all that has an order."""
+    rows = [str(row) for row in zip(*columns, strict=True)]
+    return [sorted(rows[first : first + count]) for first, count in ranges]
+
+
+@in_both_cases
+@pytest.mark.parametrize("name", FORMATS)
+def test_dispatch_equals_the_recording_but_for_the_order(case: str, name: str) -> None:
+    recorded, inputs = recorded_case(case)[name], inputs_of(case, LL_H)
+    stats = torch.zeros(2, dtype=torch.int32)
+    options: LowLatencyOptions = {**FORMATS[name], "cumulative_local_expert_recv_stats": stats}
+    received = dispatch_low_latency(low_latency_buffer(), inputs, **options)
+    assert received.hook is None
+    assert list(received.x.shape) == recorded["recv_shape"]
+    assert str(received.x.dtype) == recorded["recv_dtype"]
+    assert received.count.dtype == torch.int32
+    assert received.count.tolist() == recorded["recv_count"]
+    assert stats.tolist() == recorded["stats"]
+    assert list(received.handle[2:]) == recorded["handle_tail"]
+    src_info, layout_range = received.handle[:2]
+    for expert, num_rows in enumerate(recorded["recv_count"]):
+        found = [received.x[expert, :num_rows, :3].float().tolist()]
+        found.append(src_info[expert, :num_rows].tolist())
+        expected = [recorded["rows"][expert]["values"], recorded["src_info"][expert]]
+        if received.scales is not None:
+            found.append(received.scales[expert, :num_rows, :2].tolist())
+            expected.append(recorded["scales"]["first"][expert])
+        ranges = [[value >> 32, value & 0xFFFFFFFF] for value in layout_range[expert].tolist()]
+        expected_rows = by_source(recorded["layout_range"][expert], *expected)
+        assert by_source(ranges, *found) == expected_rows
+        assert received.x[expert, num_rows:].float().isnan().all()
+        assert (src_info[expert, num_rows:] == UNDEFINED_INT32).all()
+
+
+@in_both_cases
+@pytest.mark.parametrize("name", ["fp8", "fp8_ue8m0"])
+def test_scales_lie_by_columns_and_are_undefined_beyond_the_rows(case: str, name: str) -> None:
+    recorded, inputs = recorded_case(case)[name], inputs_of(case, LL_H)
+    received = dispatch_low_latency(low_latency_buffer(), inputs, **FORMATS[name])
+    scales = received.scales
+    assert scales is not None
+    assert list(scales.shape) == recorded["scales"]["shape"]
+    assert list(scales.stride()) == recorded["scales"]["stride"]
+    assert str(scales.dtype) == recorded["scales"]["dtype"]
+    for expert, num_rows in enumerate(recorded["recv_count"]):
+        beyond = scales[expert, num_rows:]
+        assert (beyond.isnan() if name == "fp8" else beyond == UNDEFINED_INT32).all()
+
+
+@in_both_cases
+def test_combine_equals_the_recording(case: str) -> None:
+    recorded, inputs = recorded_case(case)["bf16"], inputs_of(case, LL_H)
+    buffer = low_latency_buffer()
+    received = dispatch_low_latency(buffer, inputs, use_fp8=False, async_finish=True)
+    assert received.x.isnan().all()
+    received.event.current_stream_wait()
+    combined_x, event, hook = buffer.low_latency_combine(
+        experts(received.x), inputs.ids, inputs.weights, received.handle, async_finish=True
+    )
+    assert hook is None
+    assert combined_x.isnan().all()
+    event.current_stream_wait()
+    agrees(combined_x, recorded[COMBINED])
+
+
+@in_both_cases
+def test_zero_copy_sends_the_next_buffer(case: str) -> None:
+    recorded, inputs = recorded_case(case)["bf16"], inputs_of(case, LL_H)
+    buffer = low_latency_buffer()
+    received = dispatch_low_latency(buffer, inputs, **BF16)
+    place = buffer.get_next_low_latency_combine_buffer(received.handle)
+    # A row of a message is 2 * 2048 bytes and 4 * 16 more.
+    assert place.stride() == (4 * M * 2080, 2080, 1)
+    place.copy_(experts(received.x))
+    ignored = torch.full_like(received.x, float("nan"))
+    combined_x, _, _ = buffer.low_latency_combine(
+        ignored, inputs.ids, inputs.weights, received.handle, zero_copy=True
+    )
+    agrees(combined_x, recorded[COMBINED])
+    assert place.isnan().all()
+
+
+@in_both_cases
+def test_out_may_be_memory_of_what_is_sent(case: str) -> None:
+    recorded, inputs = recorded_case(case)["bf16"], inputs_of(case, LL_H)
+    buffer = low_latency_buffer()
+    received = dispatch_low_latency(buffer, inputs, **BF16)
+    y = experts(received.x)
+    out = y.flatten()[: inputs.x.numel()].view(inputs.x.shape)
+    combined_x, _, _ = buffer.low_latency_combine(
+        y, inputs.ids, inputs.weights, received.handle, out=out
+    )
+    assert combined_x is out
+    agrees(out, recorded[COMBINED])
+
+
+def test_nothing_is_there_before_the_hook() -> None:
+    recorded = recorded_case("low_latency_uneven")["bf16"]
+    inputs, buffer = inputs_of("low_latency_uneven", LL_H), low_latency_buffer()
+    received = dispatch_low_latency(buffer, inputs, use_fp8=False, return_recv_hook=True)
+    assert received.event.event is None
+    assert received.x.isnan().all()
+    assert (received.count == UNDEFINED_INT32).all()
+    with refused("handle is undefined"):
+        buffer.low_latency_combine(received.x, inputs.ids, inputs.weights, received.handle)
+    received.receive()
+    assert received.count.tolist() == recorded["recv_count"]
+    with refused("called twice"):
+        received.receive()
+    combined_x, _, hook = buffer.low_latency_combine(
+        experts(received.x), inputs.ids, inputs.weights, received.handle, return_recv_hook=True
+    )
+    assert combined_x.isnan().all()
+    assert hook is not None
+    hook()
+    agrees(combined_x, recorded[COMBINED])
+    with refused("called twice"):
+        hook()
+
+
+def test_a_send_waits_for_nobody_and_a_hook_for_the_late_rank() -> None:
+    recorded = recorded_case("low_latency_uneven")["bf16"]
+    inputs, buffer = inputs_of("low_latency_uneven", LL_H), low_latency_buffer()
+    # The first call finds that all ranks have the same sizes, so it does wait.
+    dispatch_low_latency(buffer, inputs, **BF16)
+    store, rank = world().get_group_store(), dist.get_rank()
+    if rank == 0:
+        # Without end if a dispatch of the others waited for this rank.
+        store.wait([f"has sent {other}" for other in (1, 2, 3)])
+    received = dispatch_low_latency(buffer, inputs, use_fp8=False, return_recv_hook=True)
+    store.set(f"has sent {rank}", "1")
+    received.receive()
+    assert received.count.tolist() == recorded["recv_count"]
+
+
+def test_a_send_clears_the_counts_of_a_call_that_is_not_received() -> None:
+    inputs, buffer = inputs_of("low_latency_uneven", LL_H), low_latency_buffer()
+    first = dispatch_low_latency(buffer, inputs, use_fp8=False, return_recv_hook=True)
+    with refused("the call before is not received"):
+        dispatch_low_latency(buffer, inputs, **BF16)
+    first.receive()
+    second = dispatch_low_latency(buffer, inputs, **BF16)
+    args = (inputs.ids, inputs.weights)
+    _, _, hook = buffer.low_latency_combine(
+        experts(first.x), *args, first.handle, return_recv_hook=True
+    )
+    with refused("the call before is not received"):
+        buffer.low_latency_combine(experts(second.x), *args, second.handle)
+    assert hook is not None
+    hook()
+    buffer.low_latency_combine(experts(second.x), *args, second.handle)
+
+
+def test_a_third_dispatch_overwrites_the_first_result() -> None:
+    inputs, buffer = inputs_of("low_latency_uneven", LL_H), low_latency_buffer()
+    first = dispatch_low_latency(buffer, inputs)
+    dispatch_low_latency(buffer, inputs, **BF16)
+    assert first.count.sum() < 4 * M
+    third = dispatch_low_latency(buffer, inputs, **BF16)
+    assert first.scales is not None
+    assert first.x.float().isnan().all()
+    assert first.scales.isnan().all()
+    assert (first.count == UNDEFINED_INT32).all()
+    with refused("handle is undefined"):
+        buffer.low_latency_combine(third.x, inputs.ids, inputs.weights, first.handle)
+
+
+def test_a_combined_result_takes_no_place() -> None:
+    inputs, buffer = inputs_of("low_latency_uneven", LL_H), low_latency_buffer()
+    first = dispatch_low_latency(buffer, inputs, **BF16)
+    for _ in range(3):
+        other = dispatch_low_latency(buffer, inputs, **BF16)
+        buffer.low_latency_combine(other.x, inputs.ids, inputs.weights, other.handle)
+    assert first.count.tolist() == recorded_case("low_latency_uneven")["bf16"]["recv_count"]
+
+
+def test_the_order_of_sources_differs_between_calls_and_repeats_in_a_new_buffer() -> None:
+    inputs = inputs_of("low_latency_uneven", LL_H)
+
+    def orders() -> list[list[int]]:
+        buffer = low_latency_buffer()
+        results = [dispatch_low_latency(buffer, inputs, **BF16) for _ in range(2)]
+        results += [dispatch_low_latency(low_latency_buffer(), inputs, **BF16)]
+        return [result.handle[1].flatten().tolist() for result in results]
+
+    first, second, of_new_buffer = orders()
+    assert first != second
+    assert first == of_new_buffer
+
+
+def test_normal_kernels_soil_the_buffer() -> None:
+    inputs = inputs_of("low_latency_uneven", LL_H)
+    buffer = low_latency_buffer(num_nvl_bytes=1 << 28)
+    dispatch_normal(buffer, inputs)
+    with refused("call clean_low_latency_buffer"):
+        dispatch_low_latency(buffer, inputs)
+    buffer.clean_low_latency_buffer(M, LL_H, E)
+    dispatch_low_latency(buffer, inputs)
+
+
+def test_other_sizes_need_a_clean_buffer() -> None:
+    inputs, buffer = inputs_of("low_latency_uneven", LL_H), low_latency_buffer()
+    handle = dispatch_low_latency(buffer, inputs).handle
+    with refused(r"max_tokens=8.*max_tokens=16"):
+        buffer.low_latency_dispatch(inputs.x, inputs.ids, 8, E)
+    buffer.clean_low_latency_buffer(8, LL_H, E)
+    buffer.low_latency_dispatch(inputs.x, inputs.ids, 8, E)
+    rows = torch.zeros(2, 4 * M, LL_H, dtype=torch.bfloat16)
+    with refused("max_tokens=16"):
+        buffer.low_latency_combine(rows, inputs.ids, inputs.weights, handle)
+    with refused("M, H, E differ"):
+        buffer.clean_low_latency_buffer(8 + 4 * (dist.get_rank() == 0), LL_H, E)
+
+
+def test_dispatch_refuses_what_the_real_one_refuses() -> None:
+    inputs, buffer = inputs_of("low_latency_uneven", LL_H), low_latency_buffer()
+    x, ids = inputs.x, inputs.ids
+    num_tokens = x.shape[0]
+
+    def columns(num_columns: int) -> Tensor:
+        return x[:, :num_columns].contiguous()
+
+    many_ids = torch.zeros(num_tokens, 12, dtype=torch.int64)
+    faults = [
+        ("kBFloat16", x.float(), ids, M, E),
+        ("x.is_contiguous", x.repeat(1, 2)[:, ::2], ids, M, E),
+        (r"x.size\(1\) % 128", columns(64), ids, M, E),
+        ("hidden % 512", columns(1152), ids, M, E),
+        ("Unsupported hidden", columns(1024), ids, M, E),
+        ("topk_idx_t", x, ids.int(), M, E),
+        ("topk_idx < num_experts", x, ids + E, M, E),
+        ("kNumMaxTopK", x, many_ids, M, E),
+        (r"x.size\(0\) == topk_idx", x, torch.zeros(num_tokens + 1, K).long(), M, E),
+        (r"x.size\(0\) <= num_max", x.new_zeros(20, LL_H), torch.zeros(20, K).long(), M, E),
+        ("num_experts % num_ranks", x, ids, M, 10),
+        ("nvshmem_qp_depth", x, ids, 512, E),
+        ("total_bytes <= num_rdma_bytes", x, ids, 32, E),
+    ]
+    for rule, rows, chosen, max_tokens, num_experts in faults:
+        with refused(rule):
+            buffer.low_latency_dispatch(rows, chosen, max_tokens, num_experts)
+    with refused("round_scale=True"):
+        dispatch_low_latency(buffer, inputs, use_ue8m0=True)
+    with refused("async and return_recv_hook"):
+        dispatch_low_latency(buffer, inputs, async_finish=True, return_recv_hook=True)
+    with refused("stats"):
+        stats = torch.zeros(2)
+        dispatch_low_latency(buffer, inputs, cumulative_local_expert_recv_stats=stats)
+
+
+def test_combine_refuses_what_the_real_one_refuses() -> None:
+    inputs, buffer = inputs_of("low_latency_uneven", LL_H), low_latency_buffer()
+    received = dispatch_low_latency(buffer, inputs, **BF16)
+    x, ids, weights, handle = received.x, inputs.ids, inputs.weights, received.handle
+    combine = buffer.low_latency_combine
+    with refused("kBFloat16"):
+        combine(x.float(), ids, weights, handle)
+    with refused(r"x.size\(1\) == num_ranks"):
+        combine(x[:, 4:].contiguous(), ids, weights, handle)
+    with refused("kFloat32"):
+        combine(x, ids, weights.double(), handle)
+    with refused("zero_copy and use_logfmt"):
+        combine(x, ids, weights, handle, use_logfmt=True, zero_copy=True)
+    with refused("use_logfmt=True is not there"):
+        combine(x, ids, weights, handle, use_logfmt=True)
+    with refused("out->size"):
+        combine(x, ids, weights, handle, out=x[0])
+    with refused("async and return_recv_hook"):
+        combine(x, ids, weights, handle, async_finish=True, return_recv_hook=True)
+
+
+def test_limits_may_be_switched_off() -> None:
+    rank = dist.get_rank()
+    with limits_off():
+        buffer = Buffer(world(), low_latency_mode=True)
+        x = torch.full((3, 40), rank + 1.0, dtype=torch.bfloat16)
+        ids = torch.tensor([[rank, 3], [0, -1], [-1, -1]])
+        recv_x, count, handle, _, _ = buffer.low_latency_dispatch(
+            x, ids, 3, 4, round_scale=True, use_ue8m0=True
+        )
+        # Rank 3 names its own expert twice and sends it two copies.
+        assert int(count[0]) == 1 + 4 * (rank in (0, 3))
+        assert recv_x[1].shape == (1, 12, 1)
+        rows = torch.ones(1, 12, 40, dtype=torch.bfloat16)
+        combined_x, _, _ = buffer.low_latency_combine(rows, ids, torch.ones(3, 2), handle)
+    assert combined_x[:, 0].tolist() == [2, 1, 0]
+
+
+def test_masks_are_kept_and_masked_ranks_refused() -> None:
+    inputs = inputs_of("low_latency_uneven", LL_H)
+    with pytest.raises(ConfigError, match="enable_shrink=True"):
+        low_latency_buffer().low_latency_clean_mask_buffer()
+    buffer = low_latency_buffer(enable_shrink=True)
+    dispatch_low_latency(buffer, inputs)
+    buffer.low_latency_update_mask_buffer(2, True)
+    status = torch.full((4,), -1, dtype=torch.int32)
+    buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [0, 0, 1, 0]
+    with refused("expected nvlink alone"):
+        dispatch_low_latency(low_latency_buffer(), inputs)
+        buffer.low_latency_dispatch(inputs.x, inputs.ids, M, E)
+    buffer.low_latency_clean_mask_buffer()

@@ -1,0 +1,254 @@
+"""Normal mode of the drop-in for V1 in strict mode: the recording, undefined memory, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from epcomm.testing.poison import poisoned_memory
+from fakes.deep_ep.limits import limits_off
+from fakes.deep_ep.strict_v1 import Buffer, Config, EventOverlap
+from tests.integrations.deep_ep.v1_ranks import (
+    LL_H,
+    NVL_BYTES,
+    UNDEFINED_INT32,
+    E,
+    H,
+    Inputs,
+    K,
+    M,
+    agrees,
+    dispatch_normal,
+    inputs_of,
+    normal_buffer,
+    recorded_case,
+    recorded_sms,
+    refused,
+    world,
+)
+
+pytestmark = pytest.mark.ranks(4)
+__all__ = ["recorded_sms"]
+
+in_both_cases = pytest.mark.parametrize("case", ["normal_uneven", "normal_empty_rank"])
+
+
+@in_both_cases
+def test_layout_equals_the_recording(case: str) -> None:
+    recorded, inputs = recorded_case(case)["layout"], inputs_of(case, H)
+    layout = normal_buffer().get_dispatch_layout(inputs.ids, E)
+    per_rank, per_rdma_rank, per_expert, is_in_rank, event = layout
+    agrees(per_rank, recorded["num_tokens_per_rank"])
+    agrees(per_expert, recorded["num_tokens_per_expert"])
+    agrees(is_in_rank, recorded["is_token_in_rank"])
+    assert per_rdma_rank is None
+    assert event.event is None
+
+
+@in_both_cases
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_dispatch_equals_the_recording(case: str, alignment: int) -> None:
+    recorded = recorded_case(case)[f"dispatch_alignment_{alignment}"]
+    received = dispatch_normal(normal_buffer(), inputs_of(case, H), expert_alignment=alignment)
+    agrees(received.x, recorded["recv_x"])
+    agrees(received.ids, recorded["recv_topk_idx"])
+    agrees(received.weights, recorded["recv_topk_weights"])
+    assert received.counts == recorded["num_recv_tokens_per_expert_list"]
+    kinds = [[str(part.dtype), list(part.shape)] for part in received.handle]
+    assert kinds == [[f"torch.{dtype}", shape] for dtype, shape in recorded["handle_types"]]
+    agrees(received.handle[0], recorded["handle_0_rank_prefix_matrix"])
+    agrees(received.handle[3], recorded["handle_3_recv_src_idx"])
+
+
+@in_both_cases
+def test_combine_and_cached_dispatch_equal_the_recording(case: str) -> None:
+    recorded, inputs, buffer = recorded_case(case), inputs_of(case, H), normal_buffer()
+    received = dispatch_normal(buffer, inputs)
+    combined_x, weights, _ = buffer.combine(received.x * 2, received.handle, received.weights)
+    agrees(combined_x, recorded["combine_of_2x"]["combined_x"])
+    agrees(weights, recorded["combine_of_2x"]["combined_topk_weights"])
+    recv_x, *rest, event = buffer.dispatch(inputs.x + 1, handle=received.handle)
+    assert isinstance(recv_x, Tensor)
+    agrees(recv_x, recorded["cached_dispatch_of_x_plus_1"]["recv_x"])
+    assert rest == [None] * 4
+    assert event.event is None
+
+
+@in_both_cases
+def test_worst_case_rows_are_undefined_but_for_their_ids(case: str) -> None:
+    recorded = recorded_case(case)["num_worst_tokens_32"]
+    inputs, buffer = inputs_of(case, H), normal_buffer()
+    received = dispatch_normal(buffer, inputs, num_worst_tokens=32)
+    assert list(received.x.shape) == recorded["recv_x_shape"]
+    num_rows = recorded["first_rows"]["shape"][0]
+    agrees(received.x[:num_rows], recorded["first_rows"])
+    agrees(received.ids, recorded["recv_topk_idx"])
+    assert received.counts == recorded["counts"]
+    assert received.x[num_rows:].isnan().all()
+    assert received.weights[num_rows:].isnan().all()
+    assert received.weights[:num_rows].isfinite().all()
+    assert (received.handle[3][num_rows:] == UNDEFINED_INT32).all()
+    combined_x, _, _ = buffer.combine(received.x, received.handle)
+    assert combined_x.isfinite().all()
+    with refused("num_worst_tokens = 5"):
+        dispatch_normal(buffer, inputs, num_worst_tokens=5)
+
+
+@in_both_cases
+@pytest.mark.parametrize("order", ["rows", "columns"])
+def test_fp8_rows_take_their_scales_along(case: str, order: str) -> None:
+    recorded = recorded_case(case)["fp8_tuple"]
+    inputs, buffer = inputs_of(case, H), normal_buffer()
+    x = (inputs.x.float() / 16).to(torch.float8_e4m3fn)
+    tokens = 2.0 * torch.arange(x.shape[0]).unsqueeze(1)
+    scales = 1 + tokens + torch.arange(2.0) + 100.0 * dist.get_rank()
+    if order == "columns":
+        scales = scales.T.contiguous().T
+    received = dispatch_normal(buffer, inputs, (x, scales))
+    agrees(received.x, recorded["recv_x"])
+    agrees(received.scales, recorded["recv_scales"])
+    packed = dispatch_normal(buffer, inputs, (x, scales.int()), num_worst_tokens=32)
+    num_rows = received.x.shape[0]
+    assert packed.scales is not None
+    assert packed.scales.dtype == torch.int32
+    assert (packed.x[num_rows:].view(torch.uint8) == 0x7F).all()
+    assert (packed.scales[num_rows:] == UNDEFINED_INT32).all()
+
+
+def test_asynchronous_results_are_undefined_before_the_wait() -> None:
+    inputs, buffer = inputs_of("normal_uneven", H), normal_buffer()
+    per_rank, *_, event = buffer.get_dispatch_layout(
+        inputs.ids, E, Buffer.capture(), async_finish=True, allocate_on_comm_stream=True
+    )
+    assert (per_rank == UNDEFINED_INT32).all()
+    with event:
+        pass
+    assert (per_rank <= inputs.x.shape[0]).all()
+    received = dispatch_normal(buffer, inputs, async_finish=True)
+    assert received.x.isnan().all()
+    assert (received.handle[0] == UNDEFINED_INT32).all()
+    received.event.current_stream_wait()
+    bias = torch.ones_like(inputs.x)
+    combined_x, _, event = buffer.combine(
+        received.x, received.handle, bias=(bias, bias), async_finish=True
+    )
+    assert combined_x.isnan().all()
+    event.current_stream_wait()
+    num_copies = received.handle[4].sum(1, keepdim=True)
+    assert torch.equal(combined_x.float(), inputs.x.float() * num_copies + 2)
+    with pytest.raises(AssertionError):
+        EventOverlap().current_stream_wait()
+
+
+def test_the_next_call_on_the_stream_runs_after_what_nobody_waited_for() -> None:
+    inputs, buffer = inputs_of("normal_uneven", H), normal_buffer()
+    received = dispatch_normal(buffer, inputs, async_finish=True)
+    combined_x, _, _ = buffer.combine(received.x, received.handle)
+    assert torch.equal(combined_x, inputs.x * received.handle[4].sum(1, keepdim=True))
+
+
+def test_dispatch_refuses_what_the_real_one_refuses() -> None:
+    inputs, buffer = inputs_of("normal_uneven", H), normal_buffer()
+    with refused(r"x.size\(1\) \* x.element_size"):
+        dispatch_normal(buffer, inputs, inputs.x[:, :4].contiguous())
+    with refused("x.is_contiguous"):
+        dispatch_normal(buffer, inputs, inputs.x.repeat(1, 2)[:, ::2])
+    with refused("x is bfloat16"):
+        dispatch_normal(buffer, inputs, inputs.x.float())
+    with refused("element_size"):
+        dispatch_normal(buffer, inputs, (inputs.x, torch.ones(len(inputs.x), 2)))
+    with refused("previous_event"):
+        dispatch_normal(buffer, inputs, allocate_on_comm_stream=True, async_finish=True)
+    with refused("queues <= num_nvl_bytes"):
+        dispatch_normal(Buffer(world(), num_nvl_bytes=1 << 10), inputs)
+    with pytest.raises(AssertionError):
+        buffer.dispatch(inputs.x)
+    with refused("topk_idx_t"):
+        buffer.get_dispatch_layout(inputs.ids.int(), E)
+    with refused("topk_idx < num_experts"):
+        buffer.get_dispatch_layout(inputs.ids + E, E)
+    with poisoned_memory(), refused("do not fill"):
+        dispatch_normal(buffer, inputs)
+
+
+@pytest.mark.parametrize("weights_have_memory", [False, True])
+@pytest.mark.parametrize("ids_have_memory", [False, True])
+def test_ids_and_weights_without_tokens_have_both_a_pointer_or_neither(
+    ids_have_memory: bool, weights_have_memory: bool
+) -> None:
+    # A slice without rows keeps the pointer of its tensor; a new tensor without rows has none.
+    inputs = Inputs(
+        torch.zeros(0, H, dtype=torch.bfloat16),
+        torch.zeros(int(ids_have_memory), K, dtype=torch.int64)[:0],
+        torch.zeros(int(weights_have_memory), K)[:0],
+    )
+    buffer = normal_buffer()
+    if ids_have_memory == weights_have_memory:
+        assert dispatch_normal(buffer, inputs).x.shape == (0, H)
+        return
+    with refused(r"\(topk_idx == nullptr\) == \(topk_weights == nullptr\)"):
+        dispatch_normal(buffer, inputs)
+
+
+def test_combine_refuses_what_the_real_one_refuses() -> None:
+    inputs, buffer = inputs_of("normal_uneven", H), normal_buffer()
+    received = dispatch_normal(buffer, inputs)
+    rows, handle = torch.zeros_like(received.x), received.handle
+    with refused("x is bfloat16"):
+        buffer.combine(rows.float(), handle)
+    with refused("src_idx.size"):
+        buffer.combine(rows[1:], handle)
+    with refused("topk_weights is float32"):
+        buffer.combine(rows, handle, topk_weights=received.weights.double())
+    with refused("== num_channels"):
+        buffer.combine(rows, handle, config=Config(6))
+    with refused("bias.size"):
+        buffer.combine(rows, handle, bias=rows.repeat(2, 1))
+    with refused("one host"):
+        buffer.internode_combine(rows, handle)
+    with refused("one host"):
+        buffer.internode_dispatch(inputs.x)
+
+
+def test_construction_and_modes_refuse_what_the_real_ones_refuse() -> None:
+    buffer = normal_buffer()
+    with refused("low_latency_mode"):
+        buffer.clean_low_latency_buffer(M, LL_H, E)
+    with refused("low_latency_mode"):
+        Buffer(world(), num_rdma_bytes=1 << 10)
+    with refused("NUM_BUFFER_ALIGNMENT_BYTES"):
+        Buffer(world(), num_nvl_bytes=100)
+    with pytest.raises(ValueError, match="'group' or 'comm'"):
+        Buffer(None)
+    with pytest.raises(AssertionError, match="explicitly_destroy"):
+        buffer.destroy()
+
+
+def test_a_destroyed_buffer_refuses_every_call() -> None:
+    buffer = Buffer(world(), NVL_BYTES, explicitly_destroy=True)
+    buffer.destroy()
+    with refused("destroyed"):
+        buffer.get_dispatch_layout(torch.zeros(1, K, dtype=torch.int64), E)
+    with refused("destroyed"):
+        buffer.destroy()
+
+
+def test_limits_may_be_switched_off() -> None:
+    with limits_off(), poisoned_memory():
+        buffer = Buffer(world())
+        x = torch.full((3, 5), dist.get_rank() + 1.0, dtype=torch.bfloat16)
+        ids = torch.tensor([[dist.get_rank(), 3], [0, -1], [-1, -1]])
+        per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, 4)
+        rows, ids, *_, handle, _ = buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=per_expert,
+        )
+        assert isinstance(rows, Tensor)
+        assert ids is None
+        assert handle is not None
+        combined_x, _, _ = buffer.combine(rows, handle)
+    assert torch.equal(combined_x, x * is_in_rank.sum(1, keepdim=True))

@@ -1,0 +1,312 @@
+"""The drop-in for deep_ep V2 gives what the real package gave on GPUs, over CPU ranks."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from epcomm.errors import CapacityError, ConfigError, HandleError, ShapeError
+from epcomm.integrations.deep_ep import ElasticBuffer, EventHandle
+from tests.integrations.deep_ep.golden_v2 import (
+    CASES,
+    HIDDEN,
+    MAX_TOKENS,
+    NUM_EXPERTS,
+    NUM_TOPK,
+    SIGNATURES,
+    inputs_of,
+    num_messages,
+)
+from tests.integrations.deep_ep.v2_ranks import (
+    TWO_MB,
+    UNEVEN,
+    BufferMaker,
+    buffers_of,
+    dispatch,
+    run_recorded_case,
+    world,
+)
+
+METHODS: dict[str, Any] = json.loads(SIGNATURES.read_text("utf-8"))["methods"]
+
+
+@pytest.fixture
+def make_buffer() -> Iterator[BufferMaker]:
+    with buffers_of(ElasticBuffer) as make:
+        yield make
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_signatures_are_those_of_the_package(method: str) -> None:
+    described = METHODS[method]
+    found = inspect.getattr_static(ElasticBuffer, method)
+    assert isinstance(found, staticmethod) is described["static"]
+    parameters = inspect.signature(getattr(ElasticBuffer, method)).parameters
+    expected = {
+        each["name"]: default_of(each["default"]) if "default" in each else inspect.Parameter.empty
+        for each in described["parameters"]
+    }
+    assert {name: each.default for name, each in parameters.items()} == expected
+    assert list(parameters) == list(expected)
+
+
+def default_of(source: str) -> object:
+    return torch.bfloat16 if source == "torch.bfloat16" else ast.literal_eval(source)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", CASES)
+def test_recorded_case(name: str, make_buffer: BufferMaker) -> None:
+    run_recorded_case(name, make_buffer)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("is_col_major", [False, True])
+def test_scales_are_opaque_words_of_any_strides(
+    is_col_major: bool, make_buffer: BufferMaker
+) -> None:
+    buffer = make_buffer()
+    x, _, _ = inputs_of(UNEVEN[buffer.rank_idx], buffer.rank_idx)
+    words = torch.arange(4 * len(x), dtype=torch.int32).reshape(4, len(x))
+    words = (words + 1000 * buffer.rank_idx).T
+    (codes, recv_sf), _, _, handle, _ = dispatch(
+        buffer,
+        (x.to(torch.float8_e4m3fn), words),
+        do_expand=True,
+        use_tma_aligned_col_major_sf=is_col_major,
+    )
+    num_rows = len(codes)
+    aligned = -(-num_rows // 4) * 4
+    assert recv_sf.stride() == ((1, aligned) if is_col_major else (4, 1))
+    assert recv_sf.dtype == torch.int32
+    for source, _, *slots in handle.recv_src_metadata.tolist():
+        src_rank, token = divmod(source, MAX_TOKENS)
+        num_tokens = UNEVEN[src_rank]["inputs"]["T"]
+        expected = [1000 * src_rank + token + word * num_tokens for word in range(4)]
+        for slot in slots:
+            if slot >= 0:
+                assert recv_sf[slot].tolist() == expected
+                assert codes[slot].float()[0] == src_rank
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("do_cpu_sync", [False, True])
+@pytest.mark.parametrize("do_expand", [False, True])
+def test_cached_routes_keep_every_row(
+    do_expand: bool, do_cpu_sync: bool, make_buffer: BufferMaker
+) -> None:
+    buffer = make_buffer()
+    first_x, first_idx, _, handle, _ = dispatch(
+        buffer, do_expand=do_expand, do_cpu_sync=do_cpu_sync
+    )
+    x, _, _ = inputs_of(UNEVEN[buffer.rank_idx], buffer.rank_idx)
+    for _ in range(2):
+        again_x, again_idx, weights, again, _ = dispatch(
+            buffer, x * 2, handle=handle, do_expand=do_expand
+        )
+        assert again is handle
+        assert weights is None
+        # Behind the rows that came, and in expanded layouts of static sizes, is anything.
+        count = (
+            int(handle.psum_num_recv_tokens_per_expert[-1]) if do_expand else num_messages(handle)
+        )
+        assert torch.equal(again_x[:count], first_x[:count] * 2)
+        if not do_expand:
+            assert first_idx is not None
+            assert again_idx is not None
+            assert torch.equal(first_idx, again_idx)
+            assert (first_idx[count:] == -1).all()
+
+
+@pytest.mark.ranks(4)
+def test_weights_and_biases_of_combine(make_buffer: BufferMaker) -> None:
+    buffer = make_buffer()
+    x, topk_idx, weights = inputs_of(UNEVEN[buffer.rank_idx], buffer.rank_idx)
+    recv_x, recv_idx, recv_weights, handle, _ = dispatch(buffer)
+    assert recv_idx is not None
+    assert recv_weights is not None
+    # Only the rank of an expert has a say about its weight.
+    own = torch.where(recv_idx >= 0, recv_weights, float("nan"))
+    bias = torch.full_like(x, 3.0)
+    combined, back, _ = buffer.combine(recv_x, handle, topk_weights=own, bias=(bias, bias))
+    num_ranks = torch.tensor([len({e // 2 for e in row if e >= 0}) for row in topk_idx.tolist()])
+    assert torch.equal(combined, x * num_ranks.unsqueeze(1).bfloat16() + 6)
+    assert back is not None
+    assert torch.equal(back, torch.where(topk_idx >= 0, weights, 0.0))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("is_allowed", "expected"), [(True, 512.0), (False, 516.0)])
+def test_expanded_rows_are_rounded_at_their_rank_if_allowed(
+    is_allowed: bool, expected: float, make_buffer: BufferMaker
+) -> None:
+    buffer = make_buffer(allow_multiple_reduction=is_allowed)
+    # Experts 0 and 1 live on rank 0, 2 on rank 1: 512 + 1.5 is rounded to 512 in bfloat16.
+    topk_idx = torch.tensor([[0, 1, 2]])
+    x = torch.full((1, HIDDEN), 1.5, dtype=torch.bfloat16)
+    recv_x, _, _, handle, _ = dispatch(
+        buffer, x, topk_idx=topk_idx, topk_weights=None, do_expand=True
+    )
+    if buffer.rank_idx == 0:
+        end = int(handle.psum_num_recv_tokens_per_expert[0])
+        recv_x[:end] = 512.0
+    combined, _, _ = buffer.combine(recv_x, handle)
+    assert combined.unique().tolist() == [expected]
+
+
+@pytest.mark.ranks(4)
+def test_a_handle_keeps_a_copy_of_the_routes_unless_told_otherwise(
+    make_buffer: BufferMaker,
+) -> None:
+    buffer = make_buffer()
+    _, topk_idx, _ = inputs_of(UNEVEN[buffer.rank_idx], buffer.rank_idx)
+    assert dispatch(buffer, topk_idx=topk_idx)[3].topk_idx is not topk_idx
+    assert dispatch(buffer, topk_idx=topk_idx, do_handle_copy=False)[3].topk_idx is topk_idx
+
+
+@pytest.mark.ranks(4)
+def test_counts_are_added_to_the_statistics(make_buffer: BufferMaker) -> None:
+    buffer = make_buffer()
+    stats = torch.full((2,), 10, dtype=torch.int32)
+    handle = dispatch(buffer, cumulative_local_expert_recv_stats=stats, expert_alignment=16)[3]
+    assert torch.equal(stats, handle.num_unaligned_recv_tokens_per_expert + 10)
+
+
+@pytest.mark.ranks(4)
+def test_ranks_without_tokens_and_tokens_without_experts(make_buffer: BufferMaker) -> None:
+    buffer = make_buffer()
+    num_tokens = 2 if buffer.rank_idx == 1 else 0
+    x = torch.ones(num_tokens, HIDDEN, dtype=torch.bfloat16)
+    nowhere = torch.full((num_tokens, NUM_TOPK), -1)
+    for do_expand in (False, True):
+        recv_x, _, _, handle, _ = dispatch(
+            buffer, x, topk_idx=nowhere, topk_weights=None, do_expand=do_expand, num_sms=0
+        )
+        assert handle.num_sms == buffer.get_theoretical_num_sms(NUM_EXPERTS, NUM_TOPK)
+        assert recv_x.shape == (0, HIDDEN)
+        combined, _, _ = buffer.combine(recv_x, handle)
+        assert torch.equal(combined, torch.zeros_like(x))
+
+
+@pytest.mark.ranks(4)
+def test_events_order_calls_without_cuda(make_buffer: BufferMaker) -> None:
+    buffer = make_buffer()
+    event = EventHandle()
+    recv_x, _, _, handle, overlap = dispatch(
+        buffer,
+        previous_event=event,
+        previous_event_before_epilogue=buffer.capture(),
+        async_with_compute_stream=True,
+        allocate_on_comm_stream=True,
+    )
+    seen: list[int] = []
+    overlap.register_hook_after_wait(lambda: seen.append(1))
+    overlap.current_stream_wait(release_handle=True)
+    assert seen == [1]
+    assert overlap.event is None
+    combined, _, overlap = buffer.combine(recv_x, handle, async_with_compute_stream=True)
+    with overlap:
+        assert combined.dtype is torch.bfloat16
+    assert dispatch(buffer)[4].event is None
+
+
+@pytest.mark.ranks(4)
+def test_bad_input_of_one_rank_is_an_error_on_every_rank(make_buffer: BufferMaker) -> None:
+    buffer = make_buffer()
+    rank = buffer.rank_idx
+    dispatch(buffer)
+    x, topk_idx, weights = inputs_of(UNEVEN[rank], rank)
+    bad: list[tuple[dict[str, Any], type[Exception]]] = [
+        ({"topk_idx": topk_idx.int()}, ShapeError),
+        ({"topk_weights": weights.double()}, ShapeError),
+        ({"topk_idx": topk_idx + NUM_EXPERTS}, ShapeError),
+        ({"x": torch.zeros(MAX_TOKENS + 1, HIDDEN, dtype=torch.bfloat16)}, CapacityError),
+        ({"cumulative_local_expert_recv_stats": torch.zeros(7)}, ShapeError),
+    ]
+    for options, kind in bad:
+        for do_cpu_sync in (True, False):
+            with pytest.raises(kind):
+                dispatch(buffer, **(options if rank == 1 else {}), do_cpu_sync=do_cpu_sync)
+    # The buffer serves on.
+    recv_x, _, _, handle, _ = dispatch(buffer)
+    combined, _, _ = buffer.combine(recv_x, handle)
+    num_ranks = torch.tensor([len({e // 2 for e in row if e >= 0}) for row in topk_idx.tolist()])
+    assert torch.equal(combined, x * num_ranks.unsqueeze(1).bfloat16())
+
+
+@pytest.mark.ranks(4)
+def test_bad_input_of_all_ranks_is_refused_before_anything_is_sent(
+    make_buffer: BufferMaker,
+) -> None:
+    buffer = make_buffer()
+    recv_x, _, weights, handle, _ = dispatch(buffer)
+    expanded_x, _, _, expanded, _ = dispatch(buffer, do_expand=True)
+    dispatches: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"num_experts": NUM_EXPERTS + 1}, ConfigError, "multiple of 4 ranks"),
+        ({"topk_idx": torch.zeros(1)}, ShapeError, "expected .T, K."),
+        ({"x": torch.zeros(1, HIDDEN)}, ShapeError, "expected bfloat16"),
+        ({"handle": handle, "expert_alignment": 16}, HandleError, "expert_alignment is 16"),
+        ({"handle": handle, "do_expand": True}, HandleError, "do_expand is True"),
+        ({"handle": handle, "do_cpu_sync": True}, HandleError, "do_cpu_sync came with a handle"),
+        ({"handle": handle, "x": recv_x[:0]}, ShapeError, "one for each token"),
+    ]
+    for options, kind, words in dispatches:
+        with pytest.raises(kind, match=words):
+            dispatch(buffer, **options)
+    calls: list[tuple[tuple[Any, ...], str]] = [
+        ((recv_x[1:], handle), "as many as dispatch returned"),
+        ((recv_x.float(), handle), "torch.bfloat16"),
+        ((expanded_x, expanded, weights), "multiply by it before"),
+        ((recv_x, handle, None, recv_x[:0]), "one row for each token"),
+    ]
+    for arguments, words in calls:
+        with pytest.raises(ShapeError, match=words):
+            buffer.combine(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("call", "instead"),
+    [
+        (lambda buffer: buffer.engram_write(torch.zeros(1)), "deep_ep package itself"),
+        (lambda buffer: buffer.pp_send(torch.zeros(1), 0), "isend and irecv"),
+        (lambda buffer: buffer.all_gather(torch.zeros(1)), "all_gather_into_tensor"),
+    ],
+)
+def test_what_is_not_there_says_what_to_use(call: Any, instead: str) -> None:  # noqa: ANN401
+    with pytest.raises(NotImplementedError, match=instead):
+        call(ElasticBuffer.__new__(ElasticBuffer))
+
+
+@pytest.mark.ranks(4)
+def test_sizes_domains_and_the_end(make_buffer: BufferMaker) -> None:
+    group = world()
+
+    def hint(max_tokens: int, hidden: int, num_topk: int = 0, **options: bool) -> int:
+        size = ElasticBuffer.get_buffer_size_hint(group, max_tokens, hidden, num_topk, **options)
+        assert size % TWO_MB == 0
+        return size
+
+    assert hint(1, 256) == TWO_MB
+    assert hint(4096, 7168) > hint(2048, 7168) > hint(2048, 4096)
+    assert hint(4096, 7168) > hint(4096, 7168, use_fp8_dispatch=True)
+    assert hint(4096, 7168, 8, allow_multiple_reduction=False) > hint(4096, 7168, 8)
+    assert hint(4096, 7168, 0) == hint(4096, 7168, 32)
+    buffer = make_buffer()
+    assert buffer.get_physical_domain_size() == buffer.get_logical_domain_size() == (1, 4)
+    num_sms = buffer.get_theoretical_num_sms(256, 8)
+    assert num_sms % 2 == 0
+    assert 4 <= num_sms <= 132
+    assert buffer.get_theoretical_num_qps(num_sms) <= buffer.num_allocated_qps
+    buffer.barrier()
+    assert buffer.get_comm_stream() is not None
+    buffer.destroy()
+    with pytest.raises(HandleError, match="destroyed"):
+        dispatch(buffer)
+    with pytest.raises(AssertionError):
+        ElasticBuffer(group, num_bytes=TWO_MB).destroy()

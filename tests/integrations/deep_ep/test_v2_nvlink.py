@@ -1,0 +1,35 @@
+"""V2 over the kernels of NVLink, which are interpreted on CPU ranks: the recording again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("triton")
+from epcomm.integrations.deep_ep import ElasticBuffer
+from epcomm.integrations.deep_ep.ranks import Ranks
+from tests.integrations.deep_ep.golden_v2 import CASES
+from tests.integrations.deep_ep.v2_ranks import BufferMaker, buffers_of, run_recorded_case
+
+pytestmark = [pytest.mark.ranks(4), pytest.mark.slow]
+
+# The class of a GPU for each class of a CPU.
+CLASSES = {"SharedMemoryBuffer": "NVLinkBuffer", "StaticCollectiveBuffer": "NVLinkStaticBuffer"}
+
+
+@pytest.fixture(autouse=True)
+def over_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the buffers of GPUs, whose kernels an interpreter runs here."""
+    monkeypatch.setattr(Ranks, "_choose", lambda self, mode, names: CLASSES[names[0]])
+
+
+@pytest.fixture
+def make_buffer() -> Iterator[BufferMaker]:
+    with buffers_of(ElasticBuffer) as make:
+        yield make
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "align16" not in name])
+def test_recorded_case(name: str, make_buffer: BufferMaker) -> None:
+    run_recorded_case(name, make_buffer)

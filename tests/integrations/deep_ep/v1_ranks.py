@@ -1,0 +1,201 @@
+"""What the tests of the drop-in for deep_ep V1 share: the recording, its inputs, typed calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from epcomm.integrations.deep_ep import Buffer as DropIn
+from epcomm.integrations.deep_ep import EventOverlap
+from fakes.deep_ep.strict_v1 import Buffer
+from fakes.deep_ep.strict_v1.undefined import undefined_integer
+
+CONTRACTS = Path(__file__).parents[2] / "contracts"
+CASES = json.loads((CONTRACTS / "deep_ep_v1_recording.json").read_text("utf-8"))["cases"]
+
+# Of the recording: experts, top-k, tokens at most, hidden sizes, SMs.
+E, K, M, H, LL_H = 8, 3, 16, 256, 2048
+NUM_SMS = 8
+# Enough for normal mode with NUM_SMS on 4 ranks.
+NVL_BYTES = 1 << 26
+UNDEFINED_INT32 = undefined_integer(torch.int32)
+
+
+@pytest.fixture(autouse=True)
+def recorded_sms() -> Iterator[None]:
+    """Set the number of SMs of the recording, which has 4 channels."""
+    before = Buffer.num_sms
+    Buffer.set_num_sms(NUM_SMS)
+    yield
+    Buffer.set_num_sms(before)
+
+
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def normal_buffer() -> Buffer:
+    return Buffer(world(), num_nvl_bytes=NVL_BYTES)
+
+
+def low_latency_buffer(num_nvl_bytes: int = 0, *, enable_shrink: bool = False) -> Buffer:
+    num_bytes = Buffer.get_low_latency_rdma_size_hint(M, LL_H, 4, E)
+    return Buffer(
+        world(), num_nvl_bytes, num_bytes, low_latency_mode=True, enable_shrink=enable_shrink
+    )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """x [T, H], ids [T, K], weights [T, K] of this rank."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+
+
+def recorded_case(case: str) -> dict[str, Any]:
+    """Return the recording of this rank."""
+    return CASES[case][dist.get_rank()]
+
+
+def inputs_of(case: str, hidden_size: int) -> Inputs:
+    """Make the inputs that the recording describes."""
+    recorded = recorded_case(case)["inputs"]
+    rank, num_tokens = dist.get_rank(), recorded["T"]
+    tokens = torch.arange(num_tokens)
+    x = (8.0 * rank + tokens).unsqueeze(1).repeat(1, hidden_size).to(torch.bfloat16)
+    x[:, 0], x[:, 1] = rank, tokens.to(torch.bfloat16)
+    ids = torch.tensor(recorded["topk_idx"], dtype=torch.int64).view(num_tokens, K)
+    return Inputs(x, ids, torch.tensor(recorded["topk_weights"]).view(num_tokens, K))
+
+
+def agrees(tensor: Tensor | None, recorded: dict[str, Any]) -> None:
+    """Shape, strides, dtype and values, of the columns that are recorded."""
+    assert tensor is not None
+    assert str(tensor.dtype) == f"torch.{recorded['dtype']}"
+    assert list(tensor.shape) == recorded["shape"]
+    assert list(tensor.stride()) == recorded["stride"]
+    values = tensor.float() if tensor.dtype.is_floating_point else tensor
+    columns = recorded.get("first_columns")
+    if columns is not None:
+        # The inputs make all further columns equal to the last that is listed.
+        assert torch.equal(values[:, columns:], values[:, columns - 1 : -1])
+        values = values[:, :columns]
+    assert values.tolist() == recorded["values"]
+
+
+@contextmanager
+def refused(match: str) -> Iterator[None]:
+    """Make a call that every rank refuses."""
+    with pytest.raises(RuntimeError, match=match):
+        yield
+
+
+class NormalOptions(TypedDict, total=False):
+    expert_alignment: int
+    num_worst_tokens: int
+    async_finish: bool
+    allocate_on_comm_stream: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormalResult:
+    """The results of a normal dispatch with ids."""
+
+    x: Tensor
+    scales: Tensor | None
+    ids: Tensor
+    weights: Tensor
+    counts: list[int]
+    handle: tuple[Tensor, ...]
+    event: EventOverlap
+
+
+def dispatch_normal(
+    buffer: DropIn,
+    inputs: Inputs,
+    x: Tensor | tuple[Tensor, Tensor] | None = None,
+    **options: Unpack[NormalOptions],
+) -> NormalResult:
+    """Layout and dispatch of `inputs`, or of another x with their ids."""
+    per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(inputs.ids, E)
+    recv_x, ids, weights, counts, handle, event = buffer.dispatch(
+        inputs.x if x is None else x,
+        num_tokens_per_rank=per_rank,
+        is_token_in_rank=is_in_rank,
+        num_tokens_per_expert=per_expert,
+        topk_idx=inputs.ids,
+        topk_weights=inputs.weights,
+        **options,
+    )
+    data, scales = recv_x if isinstance(recv_x, tuple) else (recv_x, None)
+    assert ids is not None
+    assert weights is not None
+    assert counts is not None
+    assert handle is not None
+    assert handle[4] is is_in_rank
+    return NormalResult(
+        x=data,
+        scales=scales,
+        ids=ids,
+        weights=weights,
+        counts=counts,
+        handle=handle,
+        event=event,
+    )
+
+
+class LowLatencyOptions(TypedDict, total=False):
+    use_fp8: bool
+    round_scale: bool
+    use_ue8m0: bool
+    async_finish: bool
+    return_recv_hook: bool
+    cumulative_local_expert_recv_stats: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowLatencyResult:
+    """The results of a low-latency dispatch."""
+
+    x: Tensor
+    scales: Tensor | None
+    count: Tensor
+    handle: tuple[Tensor, Tensor, int, int, int]
+    event: EventOverlap
+    hook: Callable[[], None] | None
+
+    def receive(self) -> None:
+        """Call the hook, which there must be."""
+        assert self.hook is not None
+        self.hook()
+
+
+def dispatch_low_latency(
+    buffer: DropIn, inputs: Inputs, **options: Unpack[LowLatencyOptions]
+) -> LowLatencyResult:
+    """Dispatch with the sizes of the recording."""
+    recv_x, count, handle, event, hook = buffer.low_latency_dispatch(
+        inputs.x, inputs.ids, M, E, **options
+    )
+    data, scales = recv_x if isinstance(recv_x, tuple) else (recv_x, None)
+    return LowLatencyResult(
+        x=data, scales=scales, count=count, handle=handle, event=event, hook=hook
+    )
+
+
+def experts(recv_x: Tensor) -> Tensor:
+    """Rows times 1 + global expert, as in the recording."""
+    factors = 1 + 2 * dist.get_rank() + torch.arange(2).view(2, 1, 1)
+    return (recv_x * factors).to(torch.bfloat16)

@@ -1,0 +1,146 @@
+"""What tests of V2 share: buffers on CPU ranks, one dispatch, and comparison with the recording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from epcomm.integrations.deep_ep import ElasticBuffer, EPHandle, EventOverlap
+from tests.integrations.deep_ep.golden_v2 import (
+    CASES,
+    EXACT_FIELDS,
+    EXACT_TENSORS,
+    HIDDEN,
+    MAX_TOKENS,
+    NUM_EXPERTS,
+    NUM_SMS,
+    NUM_TOPK,
+    inputs_of,
+    num_messages,
+    recorded,
+    recorded_handle,
+    rows_by_choice,
+    rows_by_source,
+)
+
+UNEVEN = CASES["v2_rows_uneven"]
+TWO_MB = 1 << 21
+
+BufferMaker = Callable[..., ElasticBuffer]
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+@contextmanager
+def buffers_of(kind: type[ElasticBuffer]) -> Iterator[BufferMaker]:
+    """Make buffers of the size of the recorded cases, and destroy them at the end."""
+    made: list[ElasticBuffer] = []
+
+    def make(**options: Any) -> ElasticBuffer:  # noqa: ANN401 - any of the constructor
+        sizes: dict[str, Any] = {
+            "num_max_tokens_per_rank": MAX_TOKENS,
+            "hidden": HIDDEN,
+            "num_topk": NUM_TOPK,
+        }
+        made.append(kind(world(), **(sizes | {"explicitly_destroy": True} | options)))
+        return made[-1]
+
+    yield make
+    for buffer in made:
+        buffer.destroy()
+
+
+def dispatch(
+    buffer: ElasticBuffer,
+    x: Tensor | tuple[Tensor, Tensor] | None = None,
+    **options: Any,  # noqa: ANN401 - any of dispatch
+) -> tuple[Any, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
+    """Dispatch this rank's tokens of the uneven case, or x over its routes."""
+    own_x, topk_idx, weights = inputs_of(UNEVEN[buffer.rank_idx], buffer.rank_idx)
+    own_routes: dict[str, Any] = {"topk_idx": topk_idx, "topk_weights": weights}
+    routes = {} if "handle" in options else own_routes
+    defaults: dict[str, Any] = {"num_experts": NUM_EXPERTS, "num_sms": NUM_SMS}
+    return buffer.dispatch(own_x if x is None else x, **(defaults | routes | options))
+
+
+def run_recorded_case(name: str, make_buffer: BufferMaker) -> None:
+    """Compare a dispatch, and the combine of twice its rows, with what was recorded on GPUs."""
+    buffer = make_buffer()
+    rank = buffer.rank_idx
+    case = CASES[name][rank]
+    x, topk_idx, weights = inputs_of(case, rank)
+    recv_x, recv_idx, recv_weights, handle, _ = buffer.dispatch(
+        x,
+        topk_idx,
+        weights,
+        num_experts=NUM_EXPERTS,
+        expert_alignment=case["handle"]["expert_alignment"],
+        num_sms=NUM_SMS,
+        do_cpu_sync="no_cpu_sync" not in name,
+        do_expand="expand" in name,
+    )
+    assert isinstance(recv_x, Tensor)
+    assert recv_weights is not None
+    found = {"recv_x": recv_x, "recv_topk_idx": recv_idx, "recv_topk_weights": recv_weights}
+    for key, tensor in found.items():
+        check_shape(tensor, case[key])
+    check_handle(handle, case["handle"])
+    check_rows(recv_x, recv_idx, recv_weights, handle, case)
+    combined, _, _ = buffer.combine(2 * recv_x, handle)
+    check_shape(combined, case["combine_of_2x"])
+    assert combined[:, :3].tolist() == case["combine_of_2x"]["values"]
+
+
+def check_shape(tensor: Tensor | None, entry: dict[str, Any] | None) -> None:
+    if entry is None or tensor is None:
+        assert entry is tensor
+        return
+    assert list(tensor.shape) == entry["shape"]
+    assert list(tensor.stride()) == entry["stride"]
+    assert str(tensor.dtype) == f"torch.{entry['dtype']}"
+
+
+def check_handle(handle: EPHandle, entry: dict[str, Any]) -> None:
+    assert {key: getattr(handle, key) for key in EXACT_FIELDS} == {
+        key: entry[key] for key in EXACT_FIELDS
+    }
+    for key in EXACT_TENSORS:
+        check_shape(getattr(handle, key), entry[key])
+        assert getattr(handle, key).tolist() == entry[key]["values"]
+    check_shape(handle.recv_src_metadata, entry["recv_src_metadata"])
+
+
+def check_rows(
+    recv_x: Tensor,
+    recv_idx: Tensor | None,
+    weights: Tensor,
+    handle: EPHandle,
+    case: dict[str, Any],
+) -> None:
+    """Compare with the recorded rows, in any order that the package may give."""
+    expected = recorded_handle(case["handle"])
+    count, metadata = num_messages(handle), expected["recv_src_metadata"]
+    recorded_x, recorded_weights = recorded(case["recv_x"]), recorded(case["recv_topk_weights"])
+    # Source ranks follow one another.
+    sources = handle.recv_src_metadata[:count, 0] // MAX_TOKENS
+    assert sources.tolist() == sorted(sources.tolist())
+    if recv_idx is not None:
+        recorded_idx = recorded(case["recv_topk_idx"])
+        assert rows_by_source(
+            recv_x, recv_idx, weights, handle.recv_src_metadata, count
+        ) == rows_by_source(recorded_x, recorded_idx, recorded_weights, metadata, count)
+        return
+    # Starts of experts after the first tell to which one a row belongs.
+    ends = handle.psum_num_recv_tokens_per_expert
+    starts = (ends - handle.num_unaligned_recv_tokens_per_expert)[1:]
+    assert rows_by_choice(
+        recv_x, weights, handle.recv_src_metadata, starts, count
+    ) == rows_by_choice(recorded_x, recorded_weights, metadata, starts, count)

@@ -37,17 +37,21 @@ _CLASSES = {
     ("cpu", Mode.LOW_LATENCY): ("SharedMemoryBuffer", "CollectiveBuffer"),
 }
 
+# A buffer, and the specification that it was opened for.
+OpenBuffer = tuple[Buffer, BufferSpec]
+
 
 class Ranks:
     """Keeps what is open for the ranks of one process group, or of one communicator of mpi4py."""
 
     def __init__(self, ranks: dist.ProcessGroup | MPI.Comm) -> None:
         """Wrap the ranks, which may be a part of the world. Local; no rank is waited for."""
+        self._ranks = ranks
         self._group = EPGroup(ranks)
         self._opened: dict[tuple[Mode, BufferSpec], Buffer] = {}
         self._classes: dict[Mode, type[Buffer]] = {}
         # Of the last call.
-        self._last: tuple[Buffer, BufferSpec] | None = None
+        self.last: OpenBuffer | None = None
 
     @property
     def rank(self) -> int:
@@ -74,6 +78,15 @@ class Ranks:
         """Whether close() was called."""
         return self._group.is_closed
 
+    def follow(self, device: torch.device) -> None:
+        """Serve tensors on `device`, if the first call brings some that the group does not move.
+
+        Programs make groups of gloo for what hosts say, and call with tensors of their GPU. Local.
+        """
+        if device.type == self.device.type or self._classes or device.type != "cuda":
+            return
+        self._group = EPGroup(self._ranks, device=device)
+
     def check_open(self, function: str) -> None:
         """Refuse a call after close().
 
@@ -99,7 +112,7 @@ class Ranks:
             spec = replace(spec, num_sms=None)
         buffer = self._opened.get((mode, spec))
         if buffer is not None:
-            self._last = (buffer, spec)
+            self.last = (buffer, spec)
             return buffer
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise HandleError(
@@ -108,7 +121,7 @@ class Ranks:
             )
         buffer = self._group.open_buffer(self._class_of(mode).__name__, spec)
         self._opened[mode, spec] = buffer
-        self._last = (buffer, spec)
+        self.last = (buffer, spec)
         return buffer
 
     def returns_slots(self) -> bool:
@@ -123,8 +136,8 @@ class Ranks:
         Raises:
             error: always.
         """
-        if self._last is not None:
-            buffer, spec = self._last
+        if self.last is not None:
+            buffer, spec = self.last
             buffer.dispatch(_call_without_rows(spec, self.device, error))
         elif self._group.collectives.bounded is not None:
             sign = CallSign(kind=CallKind.DISPATCH)
@@ -163,7 +176,7 @@ class Ranks:
     def close(self) -> None:
         """Close all buffers; see EPGroup.close()."""
         self._opened.clear()
-        self._last = None
+        self.last = None
         self._group.close()
 
     def _class_of(self, mode: Mode) -> type[Buffer]:

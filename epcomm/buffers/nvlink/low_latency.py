@@ -272,7 +272,13 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         assert row_scalars is None, "without gradients there are none"
         assert not self._spec.returns_slots, "combine_slots() brings slots home"
         receive_buffer = self._begin_combine(exchange_plan, rows_per)
-        y = self._send_sums(receive_buffer, rows, slot_weights, rows_per, exchange_plan.num_tokens)
+        y = self._send_results(
+            receive_buffer,
+            rows,
+            exchange_plan.num_tokens,
+            slot_weights=slot_weights,
+            rows_per=rows_per,
+        )
         return self._take_sums(receive_buffer, y)
 
     def combine_async(
@@ -285,7 +291,13 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
     ) -> Pending[Combined]:
         assert not self._spec.returns_slots, "combine_slots_async() brings slots home"
         receive_buffer = self._begin_combine(exchange_plan, rows_per)
-        y = self._send_sums(receive_buffer, rows, slot_weights, rows_per, exchange_plan.num_tokens)
+        y = self._send_results(
+            receive_buffer,
+            rows,
+            exchange_plan.num_tokens,
+            slot_weights=slot_weights,
+            rows_per=rows_per,
+        )
         return self._receive_later(receive_buffer, y, None)
 
     def combine_slots(
@@ -297,7 +309,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         out: Tensor | None = None,
     ) -> Combined:
         receive_buffer = self._begin_combine(exchange_plan, RowsPer.SLOT)
-        y = self._send_slots(receive_buffer, rows, exchange_plan.num_tokens, out)
+        y = self._send_results(receive_buffer, rows, exchange_plan.num_tokens, out=out)
         return self._take_sums(receive_buffer, y, topk_weights.contiguous())
 
     def combine_slots_async(
@@ -309,7 +321,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         out: Tensor | None = None,
     ) -> Pending[Combined]:
         receive_buffer = self._begin_combine(exchange_plan, RowsPer.SLOT)
-        y = self._send_slots(receive_buffer, rows, exchange_plan.num_tokens, out)
+        y = self._send_results(receive_buffer, rows, exchange_plan.num_tokens, out=out)
         return self._receive_later(receive_buffer, y, topk_weights.contiguous())
 
     def _receive_later(
@@ -348,66 +360,34 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         self._check_batch(receive_buffer, exchange_plan.batch)
         return receive_buffer
 
-    def _send_sums(
+    def _send_results(
         self,
         receive_buffer: ReceiveBuffer,
         rows: Tensor,
-        slot_weights: Tensor | None,
-        rows_per: RowsPer,
         num_tokens: int,
+        *,
+        out: Tensor | None = None,
+        slot_weights: Tensor | None = None,
+        rows_per: RowsPer = RowsPer.SLOT,
         code: FaultCode = FaultCode.NONE,
     ) -> Tensor:
-        """Send the sums, and return memory for the returned ones: [T, H], not written yet."""
+        """Send sums, or slots apart, and return memory for y: [T, H], not written yet."""
         # to() takes host time where there is nothing to do.
         rows = rows if rows.dtype is self._sum_dtype else rows.to(self._sum_dtype)
+        shape = (num_tokens, self._spec.hidden_size)
         # Not when it is received: its kernel does not wait for those behind this sender, whose
         # inputs, freed by then, could be the same memory.
-        y = rows.new_empty(num_tokens, self._spec.hidden_size)
-        self._kernels.send_combine(
-            receive_buffer.exchange,
-            rows if rows.stride(-1) == 1 else rows.contiguous(),
-            None if slot_weights is None else slot_weights.contiguous(),
-            receive_buffer.slots_of_row,
-            per_row=rows_per is RowsPer.ROW,
-            status=int(code),
-        )
-        receive_buffer.is_open = False
-        return y
-
-    def _send_slots(
-        self,
-        receive_buffer: ReceiveBuffer,
-        rows: Tensor,
-        num_tokens: int,
-        out: Tensor | None,
-        code: FaultCode = FaultCode.NONE,
-    ) -> Tensor:
-        """Send each slot by itself, and return memory for y, as _send_sums() does."""
-        rows = rows if rows.dtype is self._sum_dtype else rows.to(self._sum_dtype)
-        shape = (num_tokens, self._spec.hidden_size)
         y = rows.new_empty(shape) if out is None else out
-        is_fit = y.shape == shape and y.dtype is self._sum_dtype and y.is_contiguous()
-        assert is_fit, f"out is {list(y.shape)} {y.dtype}, expected {list(shape)} {self._sum_dtype}"
-        self._kernels.send_slots(
-            receive_buffer.exchange,
-            rows if rows.stride(-1) == 1 else rows.contiguous(),
-            receive_buffer.slots_of_row,
-            status=int(code),
-        )
-        receive_buffer.is_open = False
+        if out is not None:
+            is_fit = out.shape == shape and out.dtype is self._sum_dtype and out.is_contiguous()
+            assert is_fit, f"out is {list(out.shape)} {out.dtype}, expected {list(shape)}"
+        receive_buffer.send_results(self._kernels, rows, slot_weights, rows_per, code)
         return y
 
     def _take_sums(
         self, receive_buffer: ReceiveBuffer, y: Tensor, topk_weights: Tensor | None = None
     ) -> Combined:
-        exchange, is_sent = receive_buffer.exchange, receive_buffer.is_sent
-        # As this rank sent, which its header told all ranks.
-        if receive_buffer.is_in_lines:
-            self._kernels.receive_combine_lines(
-                exchange, y, is_sent, receive_buffer.num_tokens, topk_weights
-            )
-        else:
-            self._kernels.receive_combine(exchange, y, is_sent, topk_weights)
+        receive_buffer.take_sums(self._kernels, y, topk_weights)
         return Combined(y=y, scalars=None)
 
     def refuse_combine(self, error: EPError) -> None:
@@ -438,12 +418,9 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         self._faults.note_own(error)
         receive_buffer = min(meant, key=lambda each: each.batch)
         code = FaultCode.of(error, in_combine=True)
-        if self._spec.returns_slots:
-            y = self._send_slots(receive_buffer, self._no_rows, 0, None, code)
-            self._take_sums(receive_buffer, y, self._no_weights)
-            return
-        y = self._send_sums(receive_buffer, self._no_rows, None, RowsPer.ROW, 0, code)
-        self._take_sums(receive_buffer, y)
+        y = self._send_results(receive_buffer, self._no_rows, 0, rows_per=RowsPer.ROW, code=code)
+        weights = self._no_weights if self._spec.returns_slots else None
+        self._take_sums(receive_buffer, y, weights)
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         raise NotImplementedError("low latency has no backward (caps.trainable)")

@@ -12,8 +12,9 @@ from torch import Tensor
 from epcomm.buffers.base import Combined
 from epcomm.kernels.nvlink.common.exchange import LowLatencyExchange, PeerBlocks
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
+from epcomm.protocol import FaultCode
 from epcomm.records import ExchangePlan, SlotIndex
-from epcomm.types import WireDtype, WireFormat, WireTensor
+from epcomm.types import RowsPer, WireDtype, WireFormat, WireTensor
 
 if TYPE_CHECKING:
     # It imports Triton, and plans read this folder without it.
@@ -112,6 +113,39 @@ class ReceiveBuffer:
                 layout.max_tokens, layout.parts_of_token, dtype=torch.uint8, device=device
             ),
         )
+
+    def send_results(
+        self,
+        kernels: LowLatencyKernels,
+        rows: Tensor,
+        slot_weights: Tensor | None,
+        rows_per: RowsPer,
+        code: FaultCode,
+    ) -> None:
+        """Begin the combine of the batch: send sums, or slots apart, or why this rank refuses."""
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        if self.exchange.peers.layout.returns_slots:
+            kernels.send_slots(self.exchange, rows, self.slots_of_row, status=int(code))
+        else:
+            kernels.send_combine(
+                self.exchange,
+                rows,
+                None if slot_weights is None else slot_weights.contiguous(),
+                self.slots_of_row,
+                per_row=rows_per is RowsPer.ROW,
+                status=int(code),
+            )
+        self.is_open = False
+
+    def take_sums(self, kernels: LowLatencyKernels, y: Tensor, topk_weights: Tensor | None) -> None:
+        """End the combine of the batch: y is written."""
+        # As this rank sent, which its header told all ranks.
+        if self.is_in_lines:
+            kernels.receive_combine_lines(
+                self.exchange, y, self.is_sent, self.num_tokens, topk_weights
+            )
+        else:
+            kernels.receive_combine(self.exchange, y, self.is_sent, topk_weights)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from epcomm.quantization import (
     dequantize,
     quantize,
     restore_scales,
+    row_major,
 )
 from epcomm.quantization.scale_layout import pack_scales, unpack_scales
 from epcomm.types import ScaleLayout
@@ -307,3 +308,24 @@ def test_wrong_scales_are_refused_with_both_sides(fault: Fault) -> None:
     pattern = f"grouped_mm: .*came .*{re.escape(fault.came)}.* expected .*{re.escape(fault.wanted)}"
     with pytest.raises(ShapeError, match=pattern):
         check(fault.wire, fault.expected, fault.format)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_travel_with_row_major_scales_and_are_copied_only_where_they_must(
+    layout: ScaleLayout,
+) -> None:
+    # Three blocks, which are no whole word.
+    x = torch.arange(5 * 384, dtype=torch.float32).view(5, 384)
+    wire = quantize(x, FP8_POWER_OF_TWO_SCALES if layout.packed else FP8_FLOAT32_SCALES)
+    assert wire.scales is not None
+    given = replace(wire, scales=arrange_scales(wire.scales, layout), scale_layout=layout)
+    found = row_major(given)
+    assert found.scales is not None
+    assert given.scales is not None
+    assert found.scales.stride(-1) == 1
+    assert torch.equal(as_bytes(found.scales), as_bytes(wire.scales))
+    assert found.data is wire.data
+    is_copy = found.scales.data_ptr() != given.scales.data_ptr()
+    assert is_copy == layout.column_major
+    apart = replace(wire, data=wire.data.T.contiguous().T)
+    assert torch.equal(as_bytes(row_major(apart).data), as_bytes(wire.data))

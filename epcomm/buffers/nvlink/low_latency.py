@@ -309,8 +309,10 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         out: Tensor | None = None,
     ) -> Combined:
         receive_buffer = self._begin_combine(exchange_plan, RowsPer.SLOT)
+        # Not when it is received: as y, see _send_results().
+        weights = topk_weights.contiguous()
         y = self._send_results(receive_buffer, rows, exchange_plan.num_tokens, out=out)
-        return self._take_sums(receive_buffer, y, topk_weights.contiguous())
+        return self._take_sums(receive_buffer, y, weights)
 
     def combine_slots_async(
         self,
@@ -321,8 +323,10 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         out: Tensor | None = None,
     ) -> Pending[Combined]:
         receive_buffer = self._begin_combine(exchange_plan, RowsPer.SLOT)
+        # Not when it is received: as y, see _send_results().
+        weights = topk_weights.contiguous()
         y = self._send_results(receive_buffer, rows, exchange_plan.num_tokens, out=out)
-        return self._receive_later(receive_buffer, y, topk_weights.contiguous())
+        return self._receive_later(receive_buffer, y, weights)
 
     def _receive_later(
         self, receive_buffer: ReceiveBuffer, y: Tensor, topk_weights: Tensor | None

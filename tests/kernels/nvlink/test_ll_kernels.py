@@ -34,7 +34,7 @@ from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
 from epcomm.protocol import Wait, decode_abort
 from epcomm.records import SlotIndex
 from epcomm.spec import BufferSpec
-from epcomm.types import RowsPer, WireFormat, WireTensor
+from epcomm.types import WireFormat, WireTensor
 
 BF16 = WireFormat.of(torch.bfloat16)
 MAX_TOKENS, HIDDEN = 2, 8
@@ -389,7 +389,7 @@ def test_sums_are_given_memory_before_they_are_sent(
         # As a caller may give them: a column of something.
         weights = torch.zeros(8, 2, device=device)[:, 0]
         before = seen.count
-        y = buffer._send_sums(receive_buffer, rows, weights, RowsPer.SLOT, 3)
+        y = buffer._send_results(receive_buffer, rows, 3, slot_weights=weights)
         assert buffer._take_sums(receive_buffer, y).y is y
     assert y.shape == (3, HIDDEN)
     assert allocated[0] > before

@@ -116,14 +116,27 @@ class CudaModule:
 
 @lru_cache(maxsize=1024)
 def byte_matrix_map(
-    address: int, num_rows: int, num_columns: int, box_rows: int, box_columns: int
+    address: int,
+    num_rows: int,
+    num_columns: int,
+    box_rows: int,
+    box_columns: int,
+    row_bytes: int | None = None,
 ) -> TensorMap:
-    """Describe boxes of a contiguous [N, K] matrix of one-byte elements, with 128-byte swizzle.
+    """Describe boxes of an [N, K] matrix of one-byte elements, with 128-byte swizzle.
 
     Of numbers alone: a matrix at the same place later has the same map.
 
+    Args:
+        address: of the first element, a multiple of 16.
+        num_rows: N.
+        num_columns: K.
+        box_rows: rows that the copy engine copies at a time.
+        box_columns: columns that it copies at a time.
+        row_bytes: bytes from one row to the next, at least K, or None for K.
+
     Raises:
-        CudaError: the driver refuses the shape: K must be a multiple of 16.
+        CudaError: the driver refuses the shape: row_bytes must be a multiple of 16.
     """
     # The driver writes only to addresses that are multiples of 64 bytes.
     storage = (ctypes.c_uint8 * (_TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT))()
@@ -135,7 +148,7 @@ def byte_matrix_map(
         c_uint32(2),
         c_void_p(address),
         (c_uint64 * 2)(num_columns, num_rows),
-        (c_uint64 * 1)(num_columns),
+        (c_uint64 * 1)(num_columns if row_bytes is None else row_bytes),
         (c_uint32 * 2)(box_columns, box_rows),
         (c_uint32 * 2)(1, 1),
         _NO_INTERLEAVE,

@@ -3,15 +3,18 @@
 // The arithmetic is that of fp8.py. A block computes tiles of 128 slots and twice 128
 // columns: gate and up of one block of I, or two blocks of H. Its third warpgroup brings stages of
 // 128 columns of K into shared memory: matrices by the copy engine, rows too where they lie as slots
-// do, else through the index, 16 bytes a thread. The other two multiply 64 slots each, in turn:
-// while one scales its sums and adds them up in float32, the other has the tensor cores. A block
-// keeps taking tiles until there are none, and finds them from the counts on the device.
+// do, else through the index, 16 bytes a thread. The other two multiply 64 slots each: while one
+// scales its sums and adds them up in float32, the other has the tensor cores. A block keeps taking
+// tiles until there are none, and finds them from the counts on the device.
 //
-// One H200, 32768 slots of 32 experts, H = 7168, I = 2048 (2026-11), tried and slower or no faster:
-// clusters of two blocks that fetch matrices for one another (4% faster down, slower gate and up);
-// a fence in the consumers instead of the producer (5% slower); consumers that do not take turns
-// (4% slower). Rows by the copy engine instead of the index would save 10% of gate and up, less than
-// a pass that packs them costs. Loading alone takes 60% of the time, and clocks drop to 1.5 GHz.
+// One H200, 32768 slots of 32 experts, H = 7168, I = 2048 (2026-11), us of gate and up, and of down,
+// contenders in turn in one run: 1622 and 925 with rows that lie as slots do (copying them there took
+// 132), 1899 and 921 through the index. Tensor cores alone would take 1790 for both at 1490 MHz, to
+// which the limit of power lowers clocks. What a consumer does between two products is what costs:
+// with scales, descriptors and numbers of stages computed there and not while a product runs, both
+// took 5% longer. Tried and slower: clusters of two blocks that fetch matrices for one another (3%),
+// consumers that take turns (2%), rows as operands in registers (10%); of rows through the index, one
+// row at a time by the copy engine (36%), and a warp that fences what others have copied (18%).
 //
 // No headers: NVRTC needs none of CUDA's files on the user's machine.
 
@@ -110,6 +113,21 @@ __device__ __forceinline__ void barrier_arrive_after_copies(uint32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+// Says whether the phase is over, without waiting for it.
+__device__ __forceinline__ bool barrier_is_over(uint32 barrier, int parity) {
+    uint32 is_over;
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}\n"
+        : "=r"(is_over)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return is_over;
+}
+
 // Waits for all but the newest PENDING groups of copies, for tensor cores to read: they read through
 // another proxy than these copies write.
 template <int PENDING>
@@ -192,11 +210,13 @@ struct RowReader {
     const float* scales;
     int64 codes_stride;
     int row_ids[COPIES];
+    int num_rows;
 
     __device__ __forceinline__ RowReader(const Rows& rows, const Tile& tile) {
         const int thread = threadIdx.x % WARPGROUP, first = thread / 8;
         codes = rows.codes + thread % 8 * 16;
         codes_stride = rows.codes_stride;
+        num_rows = tile.num_rows;
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
             row_ids[i] = row_of(rows, tile, first + i * (TILE_ROWS / COPIES));
@@ -204,7 +224,8 @@ struct RowReader {
         scales = rows.scales + row_of(rows, tile, thread) * rows.scales_stride;
     }
 
-    // Rows beyond the count are copies of the last row; their results are not stored.
+    // Rows beyond the count have the scales of the last row, and what codes were there before; their
+    // results are not stored.
     static __device__ __forceinline__ int row_of(const Rows& rows, const Tile& tile, int row) {
         const int slot = tile.slot + min(row, tile.num_rows - 1);
         return rows.row_of_slot ? rows.row_of_slot[slot] : slot;
@@ -214,6 +235,7 @@ struct RowReader {
     __device__ __forceinline__ void copy(uint32 target) const {
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
+            if (i * (TILE_ROWS / COPIES) + threadIdx.x % WARPGROUP / 8 >= num_rows) continue;
             copy_16_bytes(target + i * (TILE_BYTES / COPIES), codes + row_ids[i] * codes_stride);
         }
     }
@@ -271,29 +293,34 @@ __device__ void produce(const Rows& rows, const TensorMap* rows_map, const Tenso
 
 // ---- products -------------------------------------------------------------------------------
 
-// The descriptor of 128-byte rows in groups of eight, swizzled.
-__device__ __forceinline__ uint64 matrix_descriptor(uint32 address) {
-    return static_cast<uint64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+// The lower word of the descriptor of 128-byte rows in groups of eight, swizzled; the upper word is
+// the same for all. A place that lies so many bytes on has a sixteenth of them more.
+__device__ __forceinline__ uint32 matrix_descriptor(uint32 address) {
+    return (address & 0x3FFFF) >> 4 | 1u << 16;
 }
+constexpr uint32 UPPER_DESCRIPTOR = 64u | 1u << 30;
 
 #define FOUR(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SIXTEEN(d, i) FOUR(d, i), FOUR(d, i + 4), FOUR(d, i + 8), FOUR(d, i + 12)
 
 // sums[64] (+)= 64 rows times 128 columns over 32 of K.
-__device__ __forceinline__ void multiply_step(float (&sums)[64], uint64 a, uint64 b, int adds) {
+__device__ __forceinline__ void multiply_step(float (&sums)[64], uint32 a, uint32 b, int adds) {
     asm volatile(
         "{\n"
         ".reg .pred adds;\n"
+        ".reg .b64 a, b;\n"
+        "mov.b64 a, {%64, %67};\n"
+        "mov.b64 b, {%65, %67};\n"
         "setp.ne.b32 adds, %66, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "%64, %65, adds, 1, 1;\n"
+        "a, b, adds, 1, 1;\n"
         "}\n"
         : SIXTEEN(sums, 0), SIXTEEN(sums, 16), SIXTEEN(sums, 32), SIXTEEN(sums, 48)
-        : "l"(a), "l"(b), "r"(adds));
+        : "r"(a), "r"(b), "r"(adds), "n"(UPPER_DESCRIPTOR));
 }
 
 // Keeps the compiler from moving reads and writes of the sums across this point.
@@ -302,18 +329,8 @@ __device__ __forceinline__ void pin(float (&sums)[64]) {
     for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
-// The consumers take turns, so that they do not wait for the tensor cores together and then leave
-// them idle together. Each waits at a barrier of its own, 1 or 2, where the other arrives.
-__device__ __forceinline__ void wait_for_turn(int consumer) {
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + consumer), "n"(CONSUMERS * WARPGROUP) : "memory");
-}
-
-__device__ __forceinline__ void pass_turn(int consumer) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(2 - consumer), "n"(CONSUMERS * WARPGROUP) : "memory");
-}
-
-__device__ __forceinline__ void multiply(float (&sums)[64], uint64 a, uint64 b, int consumer) {
-    wait_for_turn(consumer);
+// Starts a product of 128 of K; the sums are there after finish().
+__device__ __forceinline__ void start(float (&sums)[64], uint32 a, uint32 b) {
     pin(sums);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
@@ -322,7 +339,9 @@ __device__ __forceinline__ void multiply(float (&sums)[64], uint64 a, uint64 b, 
         multiply_step(sums, a + 2 * step, b + 2 * step, step);
     }
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    pass_turn(consumer);
+}
+
+__device__ __forceinline__ void finish(float (&sums)[64]) {
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
     pin(sums);
 }
@@ -373,6 +392,8 @@ struct alignas(16) Words {
 };
 
 // The epilogue of gate and up: silu(gate) * up of the block, as codes and scales.
+// IS_PACKED: codes of rows lie as slots do.
+template <bool IS_PACKED>
 struct GateUp {
     const float* matrix_scales;  // [L, 2I / 128, k_blocks]
     uint8* codes;                // [C, I]
@@ -380,7 +401,7 @@ struct GateUp {
     int inner_blocks;
 
     static constexpr int COLUMNS_PER_TILE = BLOCK;
-    static constexpr bool ROWS_ARE_PACKED = false;
+    static constexpr bool ROWS_ARE_PACKED = IS_PACKED;
 
     __device__ __forceinline__ int matrix_step() const { return inner_blocks * BLOCK; }
     __device__ __forceinline__ int num_column_tiles() const { return inner_blocks; }
@@ -524,17 +545,39 @@ struct Down {
 
 // ---- the consumers --------------------------------------------------------------------------
 
+// The compiler computes a word anew wherever it is used, between two products too, unless it came
+// from a shuffle.
+__device__ __forceinline__ uint32 keep(uint32 word) {
+    return __shfl_sync(~0u, word, threadIdx.x % 32);
+}
+
+// Of a word that all threads of a warp have.
+__device__ __forceinline__ uint32 keep_uniform(uint32 word) { return __shfl_sync(~0u, word, 0); }
+
 template <typename Epilogue>
 __device__ void consume(const Rows& rows, Tiles tiles, const Shared& shared,
                         const Epilogue& epilogue) {
-    const int consumer = threadIdx.x / WARPGROUP, thread = threadIdx.x % WARPGROUP;
+    const int consumer = keep_uniform(threadIdx.x / WARPGROUP), thread = threadIdx.x % WARPGROUP;
     const int lane = threadIdx.x % 32;
-    const int row = consumer * ROWS_PER_CONSUMER + thread / 32 * 16 + lane / 4;
+    const int row = keep(consumer * ROWS_PER_CONSUMER + thread / 32 * 16 + lane / 4);
+    // Barriers of full stages, and behind them those of empty ones.
+    const uint32 full = keep_uniform(shared.full);
+    const uint32 stages = keep_uniform(matrix_descriptor(shared.stages));
+    const uint32 scales = keep(shared.scales + row * 4);
+    const bool is_first = keep(lane) == 0;
     int stage = 0, parity = 0;
+    bool is_full = false;
     Tile tile;
-    if (consumer == 1) pass_turn(consumer);
     while (tiles.take(tile)) {
-        const bool has_rows = consumer * ROWS_PER_CONSUMER < tile.num_rows;
+        if (consumer * ROWS_PER_CONSUMER >= tile.num_rows) {
+            for (int k = 0; k < rows.k_blocks; ++k) {
+                barrier_wait(full + stage * 8, parity);
+                if (is_first) barrier_arrive(full + (NUM_STAGES + stage) * 8);
+                if (++stage == NUM_STAGES) stage = 0, parity ^= 1;
+            }
+            is_full = false;
+            continue;
+        }
         const float* first_scales = epilogue.matrix_scales
                                     + static_cast<int64>(epilogue.first_block(tile)) * rows.k_blocks;
         const float* second_scales = epilogue.matrix_scales
@@ -545,28 +588,29 @@ __device__ void consume(const Rows& rows, Tiles tiles, const Shared& shared,
         float next_first = __ldg(first_scales), next_second = __ldg(second_scales);
 #pragma unroll 1
         for (int k = 0; k < rows.k_blocks; ++k) {
-            const float first_scale = next_first, second_scale = next_second;
+            if (!is_full) barrier_wait(full + stage * 8, parity);
+            const uint32 a_tile = stages + stage * (STAGE_BYTES / 16);
+            const uint32 a = a_tile + consumer * (ROWS_PER_CONSUMER * BLOCK / 16);
+            start(sums, a, a_tile + TILE_BYTES / 16);
+            // What follows until finish() costs no time.
+            const float scale = load_shared(scales + stage * SCALES_BYTES);
+            const float scale_8 = load_shared(scales + stage * SCALES_BYTES + 8 * 4);
+            const float by_first = scale * next_first, by_first_8 = scale_8 * next_first;
+            const float by_second = scale * next_second, by_second_8 = scale_8 * next_second;
             const int ahead = min(k + 1, rows.k_blocks - 1);
             next_first = __ldg(first_scales + ahead);
             next_second = __ldg(second_scales + ahead);
-            barrier_wait(shared.full_of(stage), parity);
-            if (has_rows) {
-                const uint32 base = shared.rows_of(stage);
-                const float scale = load_shared(shared.scales_of(stage) + row * 4);
-                const float scale_8 = load_shared(shared.scales_of(stage) + (row + 8) * 4);
-                const uint64 a = matrix_descriptor(base + consumer * ROWS_PER_CONSUMER * BLOCK);
-                multiply(sums, a, matrix_descriptor(base + TILE_BYTES), consumer);
-                add_scaled(first, sums, scale * first_scale, scale_8 * first_scale);
-                multiply(sums, a, matrix_descriptor(base + 2 * TILE_BYTES), consumer);
-                if (lane == 0) barrier_arrive(shared.empty_of(stage));
-                add_scaled(second, sums, scale * second_scale, scale_8 * second_scale);
-            } else {
-                for (int i = 0; i < 2; ++i) wait_for_turn(consumer), pass_turn(consumer);
-                if (lane == 0) barrier_arrive(shared.empty_of(stage));
-            }
+            finish(sums);
+            add_scaled(first, sums, by_first, by_first_8);
+            start(sums, a, a_tile + 2 * TILE_BYTES / 16);
+            const uint32 empty = full + (NUM_STAGES + stage) * 8;
             if (++stage == NUM_STAGES) stage = 0, parity ^= 1;
+            is_full = barrier_is_over(full + stage * 8, parity);
+            finish(sums);
+            if (is_first) barrier_arrive(empty);
+            add_scaled(second, sums, by_second, by_second_8);
         }
-        if (has_rows) epilogue.store(tile, row, first, second);
+        epilogue.store(tile, row, first, second);
     }
 }
 
@@ -601,12 +645,52 @@ __device__ __forceinline__ void run(const Rows& rows, const TensorMap* rows_map,
     }
 }
 
+// Where the codes of slots go that lie elsewhere.
+struct Packed {
+    uint8* codes;  // [num_slots, 128 k_blocks]
+    int64 num_slots;
+};
+
+constexpr int PACK_THREADS = 256;
+// Number of loads of 16 bytes that a thread has under way.
+constexpr int PACK_LOADS = 4;
+
 extern "C" {
+
+// Copies the codes of each slot, a warp a slot; padding is left as it is.
+__global__ void __launch_bounds__(PACK_THREADS)
+    pack_rows(const __grid_constant__ Rows rows, const __grid_constant__ Packed packed) {
+    const int64 slot = static_cast<int64>(blockIdx.x) * (PACK_THREADS / 32) + threadIdx.x / 32;
+    if (slot >= packed.num_slots) return;
+    const int row = rows.row_of_slot[slot];
+    if (row < 0) return;
+    const int num_words = rows.k_blocks * (BLOCK / 16);
+    const Words* from = reinterpret_cast<const Words*>(rows.codes + row * rows.codes_stride);
+    Words* to = reinterpret_cast<Words*>(packed.codes) + slot * num_words;
+    for (int first = threadIdx.x % 32; first < num_words; first += 32 * PACK_LOADS) {
+        Words words[PACK_LOADS];
+#pragma unroll
+        for (int i = 0; i < PACK_LOADS; ++i) {
+            if (first + 32 * i < num_words) words[i] = from[first + 32 * i];
+        }
+#pragma unroll
+        for (int i = 0; i < PACK_LOADS; ++i) {
+            if (first + 32 * i < num_words) to[first + 32 * i] = words[i];
+        }
+    }
+}
 
 __global__ void __launch_bounds__(384, 1)
     gate_up_fp8(const __grid_constant__ TensorMap map, const __grid_constant__ Rows rows,
-                const __grid_constant__ GateUp epilogue) {
+                const __grid_constant__ GateUp<false> epilogue) {
     run(rows, nullptr, &map, epilogue);
+}
+
+__global__ void __launch_bounds__(384, 1)
+    gate_up_fp8_packed(const __grid_constant__ TensorMap rows_map,
+                       const __grid_constant__ TensorMap map, const __grid_constant__ Rows rows,
+                       const __grid_constant__ GateUp<true> epilogue) {
+    run(rows, &rows_map, &map, epilogue);
 }
 
 __global__ void __launch_bounds__(384, 1)

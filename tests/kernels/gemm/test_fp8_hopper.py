@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
@@ -43,7 +44,7 @@ from tests.kernels.gemm.slot_records import (  # noqa: E402
 from tests.kernels.gemm.test_fp8 import TOLERANCE  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).with_name("backends") / "nvidia" / "bin" / "cuobjdump"
-KERNELS = ("gate_up_fp8", "down_fp8_bfloat16", "down_fp8_float16")
+PRODUCTS = ("gate_up_fp8", "gate_up_fp8_packed", "down_fp8_bfloat16", "down_fp8_float16")
 is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
@@ -72,8 +73,8 @@ def machine_code(cubin: bytes, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 @pytest.mark.slow
 def test_tensor_cores_multiply_and_nothing_waits_between(machine_code: dict[str, str]) -> None:
-    assert set(machine_code) == set(KERNELS)
-    for code in machine_code.values():
+    assert set(machine_code) == {*PRODUCTS, "pack_rows"}
+    for code in map(machine_code.__getitem__, PRODUCTS):
         # Two products of 128 of K, in steps of 32.
         assert len(re.findall(r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3", code)) == 8
         # A wait after each step instead of each product is how the compiler serialises them.
@@ -83,7 +84,7 @@ def test_tensor_cores_multiply_and_nothing_waits_between(machine_code: dict[str,
 
 @pytest.mark.slow
 def test_the_loop_over_k_keeps_everything_in_registers(machine_code: dict[str, str]) -> None:
-    for code in machine_code.values():
+    for code in map(machine_code.__getitem__, PRODUCTS):
         first, last = code.index("QGMMA"), code.rindex("QGMMA")
         assert not re.search(r"\b(STL|LDL)\b", code[first:last])
 
@@ -93,13 +94,52 @@ def test_matrices_come_by_the_copy_engine_and_rows_16_bytes_at_a_time(
     machine_code: dict[str, str],
 ) -> None:
     gate_up, down = machine_code["gate_up_fp8"], machine_code["down_fp8_bfloat16"]
-    assert (gate_up.count("UTMALDG.2D"), down.count("UTMALDG.2D")) == (2, 3)
+    assert gate_up.count("UTMALDG.2D") == 2
     assert len(re.findall(r"LDGSTS\.E\.BYPASS\.128", gate_up)) == 8
-    assert "LDGSTS.E.BYPASS.128" not in down
+    for packed in (machine_code["gate_up_fp8_packed"], down):
+        assert packed.count("UTMALDG.2D") == 3
+        assert "LDGSTS.E.BYPASS.128" not in packed
+    assert "LDG.E.128" in machine_code["pack_rows"]
     # Tensor cores read through another proxy than the one that LDGSTS writes by.
     assert "FENCE.VIEW.ASYNC" in gate_up[gate_up.index("LDGSTS.E.BYPASS.128") :]
     for code in machine_code.values():
         assert "STG.E.128" in code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launches:
+    """Stands for the kernels, and for one of them: keeps the blocks of each launch."""
+
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def pack(self) -> Launches:
+        return self
+
+    def launch(self, blocks: int, *_: object) -> None:
+        self.blocks.append(blocks)
+
+
+def test_rows_are_copied_only_where_many_lie_in_another_order() -> None:
+    num_slots = fp8_hopper.PACKED_SLOTS_PER_EXPERT * NUM_EXPERTS
+    codes = torch.empty(num_slots, 16, dtype=torch.uint8)
+    row_of_slot = torch.zeros(num_slots, dtype=torch.int32)
+    rows = fp8_hopper._Rows(num_experts=NUM_EXPERTS)
+    launches = Launches()
+
+    def packed(codes: Tensor, row_of_slot: Tensor | None, num_slots: int) -> Tensor | None:
+        return fp8_hopper._packed_codes(codes, row_of_slot, num_slots, rows, launches)  # type: ignore[arg-type]
+
+    assert packed(codes, None, num_slots) is codes
+    # The copy engine would refuse them.
+    assert packed(codes[:1].expand(num_slots, 16), None, num_slots) is None
+    assert packed(codes, row_of_slot[1:], num_slots - 1) is None
+    assert not launches.blocks
+    copied = packed(codes[:9], row_of_slot, num_slots)
+    assert copied is not None
+    assert (copied.shape, copied.dtype) == (codes.shape, codes.dtype)
+    # A block of 256 threads copies eight slots.
+    assert launches.blocks == [num_slots // 8]
 
 
 def test_the_compilers_messages_are_passed_on() -> None:
@@ -166,11 +206,13 @@ ROWS_CASE = Case(
 
 
 @needs_hopper
+@pytest.mark.parametrize("is_packed", [False, True], ids=["through the index", "packed"])
 @pytest.mark.parametrize("dtype", fp8_hopper.HIDDEN_DTYPES, ids=str)
 def test_blocks_that_take_several_tiles_equal_the_plain_runner(
-    dtype: torch.dtype, device: torch.device
+    dtype: torch.dtype, is_packed: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experts of 0, 1, 128, 129 and 300 rows, some 200 tiles for 132 SMs."""
+    monkeypatch.setattr(fp8_hopper, "PACKED_SLOTS_PER_EXPERT", 0 if is_packed else 1 << 20)
     hidden, inner, counts = 1152, 640, [300, 0, 129, 300, 1, 128, 300, 300, 300, 300, 300, 300]
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     num_row_tiles = sum(-(-count // fp8_hopper.TILE_ROWS) for count in counts)
@@ -206,7 +248,31 @@ def test_blocks_that_take_several_tiles_equal_the_plain_runner(
 
 
 @needs_hopper
-def test_slots_of_nobody_are_left_alone(device: torch.device) -> None:
+@pytest.mark.parametrize("hidden", [256, 640])
+@pytest.mark.parametrize(
+    "case", [case for case in WRITTEN_CASES if case.layout is Layout.ROWS], ids=lambda case: case.id
+)
+def test_packed_rows_give_the_bits_of_rows_through_the_index(
+    case: Case, hidden: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With padding between experts, rows that lie apart, and rows that no slot uses."""
+    weights = make_weights(case.dtype, device, hidden)
+    dispatched = record(replace(case, expert_alignment=8), hidden, FP8_FLOAT32_SCALES, device)
+    found = []
+    for least in (0, 1 << 20):
+        monkeypatch.setattr(fp8_hopper, "PACKED_SLOTS_PER_EXPERT", least)
+        results = Fp8WgmmaRunner().run(dispatched, weights).hidden_states
+        found.append(results_of_experts(dispatched, results))
+    for pair in zip(*found, strict=True):
+        assert torch.equal(*pair)
+
+
+@needs_hopper
+@pytest.mark.parametrize("is_packed", [False, True], ids=["through the index", "packed"])
+def test_slots_of_nobody_are_left_alone(
+    is_packed: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8_hopper, "PACKED_SLOTS_PER_EXPERT", 0 if is_packed else 1 << 20)
     products = Fp8WgmmaRunner().products()
     check_slots_of_nobody_are_left(products, make_weights(torch.bfloat16, device), device)
 

@@ -12,6 +12,7 @@ import torch
 from epcomm.buffers.base import Backend, Buffer, ExcludesRanks
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
+from epcomm.collectives.staged import StagedCollectives
 from epcomm.errors import BackendUnavailable, ConfigError, HandleError, PickleRefused
 from epcomm.registry import buffer_class, fused_class
 from epcomm.spec import BufferSpec
@@ -36,6 +37,8 @@ class EPGroup:
     def __init__(
         self,
         ranks: dist.ProcessGroup | DeviceMesh | MPI.Comm | Collectives | int | None = None,
+        *,
+        device: torch.device | None = None,
     ) -> None:
         """Wrap the ranks that share experts; the caller keeps owning what is passed.
 
@@ -43,6 +46,9 @@ class EPGroup:
             ranks: a process group as torch.distributed hands it out, a one-dimensional
                 DeviceMesh, an mpi4py communicator (its messages stay apart from ours), or ready
                 Collectives; None: the default process group.
+            device: of the tensors of the ranks, where their transport moves others, such as a GPU
+                beside gloo: backend nvlink needs no more of the transport than to open. None: the
+                one that the transport moves.
 
         Local; no rank is waited for.
         Raises:
@@ -52,6 +58,8 @@ class EPGroup:
         self.collectives = _collectives_of(ranks)
         self._mesh = ranks if _is_mesh(ranks) else None
         self._owns_collectives = self.collectives is not ranks
+        if device is not None and device.type != self.collectives.device.type:
+            self.collectives = StagedCollectives(self.collectives, device)
         self.rank = self.collectives.rank
         self.world_size = self.collectives.world_size
         self.device: torch.device = self.collectives.device

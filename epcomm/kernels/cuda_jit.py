@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -18,6 +18,8 @@ from epcomm.errors import BackendUnavailable
 from epcomm.platforms.cuda import nvidia_libraries
 
 # Values of the driver's enumerations, from cuda.h.
+# Of the driver: no context is current in the calling thread.
+_INVALID_CONTEXT = 201
 _MAX_DYNAMIC_SHARED_BYTES = 8
 _TENSOR_MAP_UINT8 = 0
 _NO_INTERLEAVE = 0
@@ -70,9 +72,11 @@ def _text(program: c_void_p, size_of: Callable[..., int], read: Callable[..., in
 class CudaKernel:
     """One kernel of a module, on the device where it was loaded."""
 
-    def __init__(self, function: c_void_p, *, threads: int, shared_bytes: int) -> None:
-        """Keep a function, the threads of a block and the bytes of its dynamic shared memory."""
-        self._function = function
+    def __init__(
+        self, function: c_void_p, context: c_void_p, *, threads: int, shared_bytes: int
+    ) -> None:
+        """Keep a function, its context, threads of a block and bytes of dynamic shared memory."""
+        self._function, self._context = function, context
         self._threads = threads
         self._shared_bytes = shared_bytes
         _check_driver(
@@ -89,10 +93,15 @@ class CudaKernel:
         pointers = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         # torch.cuda.current_stream() makes an object, which takes 2 us.
         stream = c_void_p(torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()))
-        status = driver().cuLaunchKernel(
-            self._function, blocks, 1, 1, self._threads, 1, 1, self._shared_bytes, stream, pointers,
-            None,
+        launch = partial(
+            driver().cuLaunchKernel, self._function, blocks, 1, 1, self._threads, 1, 1,
+            self._shared_bytes, stream, pointers, None,
         )  # fmt: skip
+        status = launch()
+        if status == _INVALID_CONTEXT:
+            # A thread, of autograd say, in which torch has called nothing of CUDA yet.
+            _check_driver(driver().cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
+            status = launch()
         if status:
             _check_driver(status, "cuLaunchKernel")
 
@@ -103,7 +112,8 @@ class CudaModule:
     def __init__(self, cubin: bytes) -> None:
         # The driver needs the context that torch makes.
         torch.cuda.current_stream().synchronize()
-        self._module = c_void_p()
+        self._module, self._context = c_void_p(), c_void_p()
+        _check_driver(driver().cuCtxGetCurrent(byref(self._context)), "cuCtxGetCurrent")
         _check_driver(driver().cuModuleLoadData(byref(self._module), cubin), "cuModuleLoadData")
 
     def kernel(self, name: str, *, threads: int, shared_bytes: int) -> CudaKernel:
@@ -111,7 +121,7 @@ class CudaModule:
         function = c_void_p()
         status = driver().cuModuleGetFunction(byref(function), self._module, name.encode())
         _check_driver(status, f"cuModuleGetFunction({name})")
-        return CudaKernel(function, threads=threads, shared_bytes=shared_bytes)
+        return CudaKernel(function, self._context, threads=threads, shared_bytes=shared_bytes)
 
 
 @lru_cache(maxsize=1024)

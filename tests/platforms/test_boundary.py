@@ -42,6 +42,10 @@ EXEMPT = {
     # Modules of torch and of this package that cost a second, looked at where others imported them.
     "training/idle.py": {"sys.modules"},
     "sharding/shards.py": {"sys.modules"},
+    # Takes the place of a package: what was imported before would not see it.
+    "integrations/deep_ep/installing.py": {"sys.modules"},
+    # Becomes another program, with the variables of this one and a path more.
+    "integrations/deep_ep/__main__.py": {"environment()"},
     # Names the module that holds the enum of an open Buffer.
     "fuseep/ascend.py": {"sys.modules"},
 }

@@ -39,17 +39,21 @@ _CLASSES = {
 # The same for normal mode with static sizes, of which the host reads nothing.
 _STATIC_CLASSES = {"cuda": ("NVLinkStaticBuffer",), "cpu": ("StaticCollectiveBuffer",)}
 
+# A buffer, and the specification that it was opened for.
+OpenBuffer = tuple[Buffer, BufferSpec]
+
 
 class Ranks:
     """Keeps what is open for the ranks of one process group, or of one communicator of mpi4py."""
 
     def __init__(self, ranks: dist.ProcessGroup | MPI.Comm) -> None:
         """Wrap the ranks, which may be a part of the world. Local; no rank is waited for."""
+        self._ranks = ranks
         self._group = EPGroup(ranks)
         self._opened: dict[tuple[Mode, BufferSpec], Buffer] = {}
         self._classes: dict[tuple[str, ...], type[Buffer]] = {}
         # Of the last call.
-        self._last: tuple[Buffer, BufferSpec] | None = None
+        self.last: OpenBuffer | None = None
 
     @property
     def rank(self) -> int:
@@ -75,6 +79,15 @@ class Ranks:
     def is_closed(self) -> bool:
         """Whether close() was called."""
         return self._group.is_closed
+
+    def follow(self, device: torch.device) -> None:
+        """Serve tensors on `device`, if the first call brings some that the group does not move.
+
+        Programs make groups of gloo for what hosts say, and call with tensors of their GPU. Local.
+        """
+        if device.type == self.device.type or self._classes or device.type != "cuda":
+            return
+        self._group = EPGroup(self._ranks, device=device)
 
     def check_open(self, function: str) -> None:
         """Refuse a call after close().
@@ -105,7 +118,7 @@ class Ranks:
             spec = replace(spec, num_sms=None)
         buffer = self._opened.get((mode, spec))
         if buffer is not None:
-            self._last = (buffer, spec)
+            self.last = (buffer, spec)
             return buffer
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise HandleError(
@@ -114,7 +127,7 @@ class Ranks:
             )
         buffer = self._group.open_buffer(kind.__name__, spec)
         self._opened[mode, spec] = buffer
-        self._last = (buffer, spec)
+        self.last = (buffer, spec)
         return buffer
 
     def returns_slots(self) -> bool:
@@ -129,8 +142,8 @@ class Ranks:
         Raises:
             error: always.
         """
-        if self._last is not None:
-            buffer, spec = self._last
+        if self.last is not None:
+            buffer, spec = self.last
             buffer.dispatch(_call_without_rows(spec, self.device, error))
         elif self._group.collectives.bounded is not None:
             sign = CallSign(kind=CallKind.DISPATCH)
@@ -169,7 +182,7 @@ class Ranks:
     def close(self) -> None:
         """Close all buffers; see EPGroup.close()."""
         self._opened.clear()
-        self._last = None
+        self.last = None
         self._group.close()
 
     def _class_of(self, mode: Mode, *, is_static: bool = False) -> type[Buffer]:

@@ -269,10 +269,13 @@ def _receive_dispatch_kernel(
             if slot_weights_ptr is not None:
                 weights = tl.load(row_lines_ptr + 2 * K_LANES, mask=is_line, other=0, volatile=True)
                 is_absent |= flag_of(weights) != epoch
-            # Of any epoch, if it has not come: it is late then anyway.
-            header = tl.sum(tl.where(is_own, word_of(headers), 0))
+            # Word and flag of one load: the compiler may load what is used twice twice, in two
+            # layouts, and the line may come between them.
+            own_line = tl.sum(tl.where(is_own, headers, 0))
+            header = word_of(own_line)
             is_absent &= is_line & ((header & 1) != 0) & (token < (header >> 1))
-            is_late |= is_own & (tl.max(is_absent.to(tl.int32)) > 0)
+            is_untold = flag_of(own_line) != epoch
+            is_late |= is_own & (is_untold | (tl.max(is_absent.to(tl.int32)) > 0))
         late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
             bits_of_ranks(is_source & is_late, W_LANES),
             aborted,

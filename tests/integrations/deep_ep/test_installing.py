@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
@@ -21,6 +23,7 @@ from epcomm.integrations.deep_ep.installing import SHIM
 from epcomm.platforms.deep_ep import DeepEPKind, find_deep_ep
 from fakes.deep_ep import install as install_stand_in
 
+REPO = Path(__file__).parents[3]
 # Seconds: several processes import torch on a loaded machine.
 LIMIT_S = 200
 # What programs ask before they import it, and of a worker that was spawned or started anew.
@@ -116,6 +119,24 @@ def test_commands_are_files_modules_or_programs(tmp_path: Path) -> None:
     assert command_of(["env", "-u"])[1:] == ["-u"]
     with pytest.raises(ConfigError, match="no file and no command"):
         command_of(["no-such-program"])
+
+
+@pytest.mark.slow
+def test_a_distribution_holds_the_same_package(tmp_path: Path) -> None:
+    # A copy: building leaves files beside the sources.
+    package, shim = Path("packages/deep_ep"), SHIM.relative_to(REPO)
+    for folder in (package, shim):
+        shutil.copytree(REPO / folder, tmp_path / folder)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    command = [*pip, "--wheel-dir", str(tmp_path), str(tmp_path / package)]
+    subprocess.run(command, timeout=LIMIT_S, check=True)
+    with zipfile.ZipFile(tmp_path / "deep_ep-2.1.0+epcomm-py3-none-any.whl") as wheel:
+        for name in ("deep_ep/__init__.py", "deep_ep/utils.py"):
+            assert wheel.read(name) == (SHIM / name).read_bytes()
+        built = wheel.read("deep_ep-2.1.0+epcomm.dist-info/METADATA").decode().splitlines()
+    said = (SHIM / "deep_ep-2.1.0+epcomm.dist-info" / "METADATA").read_text("utf-8").splitlines()
+    assert {"Name: deep_ep", "Version: 2.1.0+epcomm"} <= set(built) & set(said)
+    assert "Requires-Dist: epcomm" in built
 
 
 @pytest.mark.slow

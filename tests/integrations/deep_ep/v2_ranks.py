@@ -71,12 +71,12 @@ def dispatch(
     return buffer.dispatch(own_x if x is None else x, **(defaults | routes | options))
 
 
-def run_recorded_case(name: str, make_buffer: BufferMaker) -> None:
+def run_recorded_case(name: str, make_buffer: BufferMaker, device: str = "cpu") -> None:
     """Compare a dispatch, and the combine of twice its rows, with what was recorded on GPUs."""
     buffer = make_buffer()
     rank = buffer.rank_idx
     case = CASES[name][rank]
-    x, topk_idx, weights = inputs_of(case, rank)
+    x, topk_idx, weights = (each.to(device) for each in inputs_of(case, rank))
     recv_x, recv_idx, recv_weights, handle, _ = buffer.dispatch(
         x,
         topk_idx,

@@ -89,6 +89,7 @@ class _Recorder:
             made = triton.compile(source, target=HOPPER, options=options)
         return {
             "ptx": made.asm["ptx"],
+            "ttgir": made.asm["ttgir"],
             "ptxas": log.getvalue(),
             "sass": _disassembled(made.asm["cubin"]),
         }

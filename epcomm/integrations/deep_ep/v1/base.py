@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 XTensors = Tensor | tuple[Tensor, Tensor]
+
+_ON_CURRENT_STREAM = nullcontext(AsyncCall(None, is_async=False))
 
 
 class Opened:
@@ -45,8 +47,11 @@ class Opened:
         self.rank, self.group_size = self._ranks.rank, self._ranks.size
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
 
-    def _begin(self, function: str, *, low_latency: bool = False) -> Ranks:
+    def _begin(self, function: str, like: object = None, *, low_latency: bool = False) -> Ranks:
+        """Begin a call whose tensors are where `like` is."""
         self._ranks.check_open(function)
+        if isinstance(like, Tensor):
+            self._ranks.follow(like.device)
         if low_latency and not self.low_latency_mode:
             raise ConfigError(
                 f"{function}: the Buffer was made without low_latency_mode ({self._ranks.where}), "
@@ -61,6 +66,8 @@ class Opened:
         is_async: bool,
         allocates_here: bool = False,
     ) -> AbstractContextManager[AsyncCall]:
+        if previous is None and not is_async and not allocates_here:
+            return _ON_CURRENT_STREAM
         return self._comm_stream.call(
             like.device, previous, is_async=is_async, allocates_here=allocates_here
         )

@@ -15,6 +15,8 @@ from epcomm.integrations.deep_ep.ranks import Ranks
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 _QUANTIZED = (torch.float8_e4m3fn, torch.int8)
 _IDS = (torch.int64, torch.int32)
+# The number of dimensions of rows and of ids.
+_MATRIX = 2
 
 
 # Name, sizes (None for any) and dtypes of a tensor, beside the tensor that came.
@@ -65,6 +67,12 @@ def dispatch_error(
     per_expert: Tensor | None,
 ) -> EPError | None:
     """Find what is wrong with a normal dispatch. Local."""
+    if (
+        _is_usual(rows.x, topk, is_in_rank, ranks)
+        and rows.scales is None
+        and _divides(per_expert, ranks)
+    ):
+        return None
     fault = rows_fault(rows, ranks.device)
     if fault is None:
         num_tokens, (ids, weights) = rows.x.shape[0], topk
@@ -109,6 +117,17 @@ def low_latency_dispatch_error(
 ) -> EPError | None:
     """Find what is wrong with a low-latency dispatch. Local."""
     function = "low_latency_dispatch"
+    # First what holds in all calls but wrong ones: decoding counts microseconds of the host.
+    if (
+        x.dim() == topk_ids.dim() == _MATRIX
+        and x.dtype is torch.bfloat16
+        and topk_ids.dtype in _IDS
+        and topk_ids.shape[0] == x.shape[0] <= max_tokens
+        and num_experts > 0
+        and num_experts % ranks.size == 0
+        and x.device == topk_ids.device == ranks.device
+    ):
+        return None
     expected: list[Rule] = [
         (x, ("x", (None, None), (torch.bfloat16,))),
         (topk_ids, ("topk_idx", (x.shape[0] if x.dim() else None, None), _IDS)),
@@ -133,6 +152,18 @@ def low_latency_combine_error(
 ) -> EPError | None:
     """Find what is wrong with a low-latency combine; shapes: of the slabs, and T. Local."""
     (ids, weights), (slabs, num_tokens) = topk, shapes
+    if (
+        x.shape == slabs
+        and x.dtype is torch.bfloat16
+        and ids.dtype in _IDS
+        and ids.shape == weights.shape
+        and len(ids.shape) == _MATRIX
+        and ids.shape[0] == num_tokens
+        and weights.dtype is torch.float32
+        and x.device == ids.device == weights.device == ranks.device
+        and out is None
+    ):
+        return None
     top_k = ids.shape[-1] if ids.dim() else None
     expected: list[Rule] = [
         (x, ("x", slabs, (torch.bfloat16,))),
@@ -179,6 +210,38 @@ def hook_error(ranks: Ranks, function: str, *, is_async: bool, with_hook: bool) 
     return ConfigError(
         f"{function}: async_finish and return_recv_hook are both True, expected one at most "
         f"({ranks.where}); take the hook, which is where the call ends"
+    )
+
+
+def _is_usual(
+    x: Tensor,
+    topk: tuple[Tensor | None, Tensor | None],
+    is_in_rank: Tensor | None,
+    ranks: Ranks,
+) -> bool:
+    """Tell quickly that tensors of a dispatch are as most calls have them."""
+    ids, weights = topk
+    if ids is None or weights is None or is_in_rank is None:
+        return False
+    return (
+        x.dim() == ids.dim() == _MATRIX
+        and x.dtype in _PLAIN
+        and ids.dtype in _IDS
+        and weights.dtype is torch.float32
+        and ids.shape == weights.shape
+        and ids.shape[0] == x.shape[0]
+        and is_in_rank.dtype is torch.bool
+        and is_in_rank.shape == (x.shape[0], ranks.size)
+        and x.device == ids.device == weights.device == is_in_rank.device == ranks.device
+    )
+
+
+def _divides(per_expert: Tensor | None, ranks: Ranks) -> bool:
+    return (
+        per_expert is not None
+        and per_expert.dtype is torch.int32
+        and per_expert.dim() == 1
+        and per_expert.shape[0] % ranks.size == 0
     )
 
 

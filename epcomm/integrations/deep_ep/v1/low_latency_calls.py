@@ -80,7 +80,7 @@ class LowLatencyCalls(Opened):
             ShapeError, CapacityError: the call of some rank cannot be; on every rank.
         """
         name = "low_latency_dispatch"
-        ranks = self._begin_low_latency(name)
+        ranks = self._begin_low_latency(name, x)
         refuse_missing(
             name,
             {
@@ -202,9 +202,9 @@ class LowLatencyCalls(Opened):
         ranks = self._begin("get_next_low_latency_combine_buffer", low_latency=True)
         return self._combine_memory(low_latency.handle_of(handle, ranks))
 
-    def _begin_low_latency(self, function: str) -> Ranks:
+    def _begin_low_latency(self, function: str, like: object = None) -> Ranks:
         """Begin a call without the ranks that are masked."""
-        ranks = self._begin(function, low_latency=True)
+        ranks = self._begin(function, like, low_latency=True)
         if self.enable_shrink:
             masked = frozenset(self._mask_status.nonzero().flatten().tolist())
             if masked - self._excluded:

@@ -44,7 +44,7 @@ class NormalCalls(Opened):
 
         Local.   Host sync: none.
         """
-        self._begin("get_dispatch_layout")
+        self._begin("get_dispatch_layout", topk_idx)
         with self._call(topk_idx, previous_event, async_finish, allocate_on_comm_stream) as call:
             layout = layout_of(topk_idx, num_experts, self.group_size)
             found = (layout.tokens_per_rank, layout.tokens_per_expert, layout.is_in_rank)
@@ -81,9 +81,9 @@ class NormalCalls(Opened):
         Raises:
             ShapeError, CapacityError: the call of some rank cannot be; on every rank.
         """
-        ranks = self._begin("dispatch")
         del num_tokens_per_rank, num_tokens_per_rdma_rank
         rows = Rows.of(x)
+        ranks = self._begin("dispatch", rows.x)
         with self._call(rows.x, previous_event, async_finish, allocate_on_comm_stream) as call:
             if handle is not None:
                 along = send_along(self._way_of_rows(handle, rows), rows)

@@ -16,7 +16,7 @@ from torch import Tensor
 from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
 from epcomm.config import Mode
 from epcomm.errors import EPError
-from epcomm.integrations.deep_ep.ranks import Ranks
+from epcomm.integrations.deep_ep.ranks import OpenBuffer, Ranks
 from epcomm.integrations.deep_ep.v1.low_latency import (
     LowLatencyHandle,
     Receive,
@@ -83,9 +83,26 @@ class SlotsHandle(LowLatencyHandle):
 
 @dataclass(kw_only=True, eq=False)
 class SlotMemory:
-    """Scales as float32 of each receive buffer, by the address of its rows."""
+    """The buffers by the sizes of their calls, and scales as float32 by the address of their rows.
 
+    buffers: by H, K, M, E and the three flags of the wire; a key takes less time than a BufferSpec.
+    """
+
+    buffers: dict[tuple[int, ...], OpenBuffer] = field(default_factory=dict)
     columns: dict[int, Tensor] = field(default_factory=dict)
+
+    def buffer(self, ranks: Ranks, row: tuple[int, int], sizes: Sizes, wire: Wire) -> Buffer:
+        """Return the buffer for such rows, H and K; see Ranks.open()."""
+        flags = (wire.fp8, wire.power_of_two, wire.packed)
+        key = (*row, sizes.max_tokens, sizes.num_experts, *flags)
+        found = self.buffers.get(key)
+        if found is not None:
+            ranks.last = found
+            return found[0]
+        spec = _spec_of(row, sizes, wire)
+        buffer = ranks.open(Mode.LOW_LATENCY, spec)
+        self.buffers[key] = (buffer, spec)
+        return buffer
 
     def of(self, rows: Tensor, scales: Tensor) -> Tensor:
         """Return memory for scales [L, W * M, S], column-major, at the address it had before."""
@@ -102,7 +119,7 @@ def begin_dispatch(
 ) -> tuple[Slabs, Receive]:
     """Begin a dispatch of x [T, H]; what is returned beside the slabs receives them."""
     row = (x.shape[1], topk_ids.shape[1])
-    buffer = ranks.open(Mode.LOW_LATENCY, _spec_of(row, sizes, wire))
+    buffer = memory.buffer(ranks, row, sizes, wire)
     call = DispatchCall(
         hidden_states=x,
         topk_ids=topk_ids.long(),

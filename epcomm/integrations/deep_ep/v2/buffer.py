@@ -307,6 +307,7 @@ class ElasticBuffer(NotThere):
         self, like: Tensor, events: Sequence[EventHandle | None], is_async: bool
     ) -> Iterator[AsyncCall]:
         """Run a call on its stream, after all of these events or the current stream."""
+        self._ranks.follow(like.device)
         first, *others = [event for event in events if event is not None] or [None]
         previous = None if first is None else EventOverlap(first)
         with self._comm_stream.call(like.device, previous, is_async=is_async) as call:

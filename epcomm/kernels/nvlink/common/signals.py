@@ -37,6 +37,7 @@ LOOKS_PER_TICK = 256
 POLL_BITS = 20
 
 _IS_TIMED, _POLL_BITS = tl.constexpr(not IS_INTERPRETED), tl.constexpr(POLL_BITS)
+_POLL_NS = tl.constexpr(2**POLL_BITS)
 _LOOKS_PER_TICK = tl.constexpr(LOOKS_PER_TICK)
 _ACQUIRE = (
     "{{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; "
@@ -142,7 +143,7 @@ def polls_spent(
             if THREADS:
                 now_ns = tl.max(tl.zeros([THREADS], tl.int64) + now_ns)
             # The first tick begins the first poll.
-            end_ns = tl.where(end_ns == 0, now_ns + (1 << _POLL_BITS), end_ns)
+            end_ns = tl.where(end_ns == 0, now_ns + _POLL_NS, end_ns)
             over = tl.where(now_ns < end_ns, 0, ((now_ns - end_ns) >> _POLL_BITS) + 1)
             spent += over.to(tl.int32)
             end_ns += over << _POLL_BITS

@@ -178,7 +178,8 @@ def receive_combine_lines(
     """
     num_tokens, hidden_size = out.shape
     layout = exchange.peers.layout
-    words = min(_WORDS, next_power_of_two(layout.return_words))
+    # No fewer than threads: a smaller block the compiler may load once for flags and once for words.
+    words = min(_WORDS, max(32 * _WARPS, next_power_of_two(layout.return_words)))
     parts = -(-layout.return_words // words)
     key = ("receive sums in lines", out.dtype, hidden_size, topk_weights is None)
     launch = exchange.launches.get(key)

@@ -26,6 +26,32 @@ UNPACKED_WORDS = 256
 
 
 @triton.jit
+def _await_lines(
+    lines_ptr: tl.tensor,
+    is_needed: tl.tensor,
+    source_lane: tl.tensor,
+    own_address: tl.tensor,
+    epoch: tl.tensor,
+    max_polls: tl.tensor,
+    THREADS: tl.constexpr,
+) -> tl.tensor:
+    """Wait for lines [W_LANES, n] of all sources; return the bits of ranks whose did not come.
+
+    Nothing that is loaded here is returned: who needs the words loads them behind the wait.
+    """
+    late, polls_left, num_looks, end_ns = begin_wait(max_polls)  # pyright: ignore[reportGeneralTypeIssues]
+    while is_waiting(late, polls_left):
+        aborted = tl.load(int32_at(own_address), volatile=True)
+        lines = tl.load(lines_ptr, mask=is_needed, other=0, volatile=True)
+        is_absent = is_needed & (flag_of(lines) != epoch)
+        bits = tl.where(is_absent, 1 << source_lane[:, None], 0)
+        late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
+            tl.max(tl.max(bits, axis=1)), aborted, polls_left, num_looks, end_ns, THREADS
+        )
+    return late
+
+
+@triton.jit
 def unpack_rows(
     peers: tl.tuple,
     packed_ptr: tl.tensor | None,
@@ -97,24 +123,16 @@ def unpack_rows(
             lines_ptr = row_lines_ptr + DATA_LINES_AT + word
             lines = tl.load(lines_ptr, mask=is_word, other=0, volatile=True)
             is_token = ((word_of(header) & 1) != 0) & (token < (word_of(header) >> 1))
-            is_told = tl.max((flag_of(experts) != epoch).to(tl.int32)) == 0
-            is_needed = tl.max(tl.where(k < K, word_of(experts), -1)) >= 0
+            # One value of each line in one reduction: a load with two uses is done twice, in two
+            # layouts, and the line may come between them. 2: not there; 1: a slot; 0: none.
+            entries = tl.where((k < K) & (word_of(experts) >= 0), 1, 0)
+            told = tl.max(tl.where(flag_of(experts) != epoch, 2, entries))
             is_absent = tl.max((is_word & (flag_of(lines) != epoch)).to(tl.int32)) > 0
             # What a header of another epoch says decides nothing.
-            is_late = (is_told == 0) | (is_needed & is_absent)
+            is_late = (told == 2) | ((told == 1) & is_absent)
             if packed_ptr is not None:
                 positions = tl.load(row_lines_ptr + K_LANES + k, volatile=True)
                 is_late |= tl.max((flag_of(positions) != epoch).to(tl.int32)) > 0
-                counts_ptr = int64_at(buffer_address + COUNT_LINES_AT)
-                counts_ptr += source_lane[:, None] * L + word_of(experts)[None, :]
-                # What metadata of another epoch says is in bounds all the same.
-                is_slot = (k < K) & (word_of(experts) >= 0)
-                is_count = (is_source & (source_lane < source))[:, None] & is_slot[None, :]
-                counts = tl.load(counts_ptr, mask=is_count, other=0, volatile=True)
-                is_uncounted = is_count & (flag_of(counts) != epoch)
-                is_late |= tl.max(tl.max(is_uncounted.to(tl.int32), axis=1)) > 0
-                before = tl.sum(tl.where(is_count, word_of(counts), 0), axis=0)
-                slots = word_of(experts) * CAPACITY + before + word_of(positions)
             is_late = (flag_of(header) != epoch) | (is_token & is_late)
             late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
                 tl.where(is_late, 1 << source, 0),
@@ -126,9 +144,22 @@ def unpack_rows(
             )
             if late == 0:
                 # Of the look that found them: to load them again would take as long as to look.
-                is_part = is_token & is_needed
+                is_part = is_token & (told == 1)
                 if packed_ptr is not None:
-                    is_kept = (is_slot & is_part)[:, None]
+                    # They stay as they are from here on, however often they are loaded.
+                    local_ids = word_of(tl.load(row_lines_ptr + k, volatile=True))
+                    places = word_of(tl.load(row_lines_ptr + K_LANES + k, volatile=True))
+                    is_slot = (k < K) & (local_ids >= 0) & is_part
+                    counts_ptr = int64_at(buffer_address + COUNT_LINES_AT)
+                    counts_ptr += source_lane[:, None] * L + local_ids[None, :]
+                    is_count = (is_source & (source_lane < source))[:, None] & is_slot[None, :]
+                    late = _await_lines(
+                        counts_ptr, is_count, source_lane, own_address, epoch, max_polls, THREADS
+                    )
+                    counts = word_of(tl.load(counts_ptr, mask=is_count, other=0, volatile=True))
+                    before = tl.sum(tl.where(is_count, counts, 0), axis=0)
+                    slots = local_ids * CAPACITY + before + places
+                    is_kept = (is_slot & (late == 0))[:, None]
                     words = tl.broadcast_to(word_of(lines)[None, :], K_LANES, WORDS)
                     to_ptr = packed_ptr + slots.to(tl.int64)[:, None] * (DATA_BYTES // 4)
                     tl.store(to_ptr + word[None, :], words, mask=is_kept & is_datum[None, :])

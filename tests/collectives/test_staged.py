@@ -1,0 +1,40 @@
+"""Collectives over a transport that moves tensors of another device: bytes arrive as they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from epcomm import EPGroup, ShapeError
+from epcomm.collectives.staged import StagedCollectives
+from epcomm.collectives.torch_dist import TorchDistCollectives
+
+
+@pytest.mark.ranks(2)
+def test_rows_and_records_travel_through_the_host() -> None:
+    assert dist.group.WORLD is not None
+    # The device of the transport itself: what is copied to the host is there already.
+    over = TorchDistCollectives(dist.group.WORLD)
+    staged = StagedCollectives(over, over.device)
+    rank = staged.rank
+    sent = torch.full((3, 2), float(rank))
+    out = torch.full((3, 2), float("nan"))
+    splits = ([1, 2], [1, 2]) if rank == 0 else ([2, 1], [2, 1])
+    received = staged.all_to_all(sent, send_splits=splits[0], recv_splits=splits[1], out=out)
+    assert received is out
+    assert received[:, 0].tolist() == ([0.0, 1.0, 1.0] if rank == 0 else [0.0, 0.0, 1.0])
+    assert staged.all_gather(torch.tensor([rank])).flatten().tolist() == [0, 1]
+    assert [each["rank"] for each in staged.gather_records({"rank": rank})] == [0, 1]
+    with pytest.raises(ShapeError, match="expected contiguous"):
+        staged.all_to_all(sent.T)
+    staged.close()
+    assert staged.process_group is None
+
+
+@pytest.mark.ranks(2)
+def test_a_group_may_have_tensors_on_another_device() -> None:
+    device = torch.device("cuda", 0)
+    group = EPGroup(device=device)
+    assert (group.device, group.collectives.bounded) == (device, None)
+    assert EPGroup(device=torch.device("cpu")).collectives.bounded is not None

@@ -1,0 +1,42 @@
+"""Kernels in CUDA C++ are launched from any thread of a process."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_void_p
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from epcomm.kernels import cuda_jit
+
+INVALID_CONTEXT = 201
+
+
+def test_a_thread_without_a_context_takes_that_of_the_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a driver behaves in a thread of autograd in which torch has called nothing of CUDA."""
+    current: list[int | None] = [None]
+    launched: list[int | None] = []
+
+    def launch(*_: object) -> int:
+        if current[0] is None:
+            return INVALID_CONTEXT
+        launched.append(current[0])
+        return 0
+
+    def set_context(context: c_void_p) -> int:
+        current[0] = context.value
+        return 0
+
+    driver = SimpleNamespace(
+        cuFuncSetAttribute=lambda *_: 0, cuLaunchKernel=launch, cuCtxSetCurrent=set_context
+    )
+    monkeypatch.setattr(cuda_jit, "driver", lambda: driver)
+    for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
+        monkeypatch.setattr(torch._C, name, lambda *_: 0, raising=False)
+    kernel = cuda_jit.CudaKernel(c_void_p(1), c_void_p(77), threads=32, shared_bytes=0)
+    kernel.launch(1, Structure())
+    kernel.launch(1, Structure())
+    assert launched == [77, 77]

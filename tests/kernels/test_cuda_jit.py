@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_void_p
+from ctypes import Structure, c_int, c_void_p
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +11,10 @@ import torch
 from epcomm.kernels import cuda_jit
 
 INVALID_CONTEXT = 201
+
+
+class Arguments(Structure):
+    _fields_ = (("number", c_int),)
 
 
 def test_a_thread_without_a_context_takes_that_of_the_kernel(
@@ -37,6 +41,6 @@ def test_a_thread_without_a_context_takes_that_of_the_kernel(
     for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
         monkeypatch.setattr(torch._C, name, lambda *_: 0, raising=False)
     kernel = cuda_jit.CudaKernel(c_void_p(1), c_void_p(77), threads=32, shared_bytes=0)
-    kernel.launch(1, Structure())
-    kernel.launch(1, Structure())
+    kernel.launch(1, Arguments())
+    kernel.launch(1, Arguments())
     assert launched == [77, 77]

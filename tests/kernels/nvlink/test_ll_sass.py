@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytest.importorskip("triton")
@@ -97,6 +99,17 @@ def test_rows_in_lines_are_polled_and_unpacked_at_once(compiled: Compiled) -> No
     # Once, and stored as loaded: not loaded again.
     polled = found.index("LDG.E.128.STRONG.SYS")
     assert "LDG.E" not in found[polled : found.index("STG.E.64", polled)]
+
+
+@pytest.mark.parametrize("variant", ["receive dispatch", "receive dispatch masked"])
+def test_a_look_at_a_row_loads_each_line_once(variant: str, compiled: Compiled) -> None:
+    """A line that is loaded twice, for its flag and for its word, may come between the loads."""
+    loads = re.findall(r"%([a-z_]+?)_?\d* = tt\.load .*isVolatile", compiled[variant]["ttgir"])
+    begin = loads.index("experts")
+    look = loads[begin : loads.index("aborted", begin)]
+    # What is loaded behind the look, when nothing changes any more, has other names.
+    look = [name for name in look if name not in ("local_ids", "places")]
+    assert look == ["experts", "lines", "positions"][: 2 + (variant == "receive dispatch masked")]
 
 
 @pytest.mark.parametrize("variant", PUBLISHERS)

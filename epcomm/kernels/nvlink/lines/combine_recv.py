@@ -178,7 +178,7 @@ def receive_combine_lines(
     """
     num_tokens, hidden_size = out.shape
     layout = exchange.peers.layout
-    # No fewer than threads: a smaller block the compiler may load once for flags and once for words.
+    # No fewer than threads: the compiler may load a smaller block twice, for flags and for words.
     words = min(_WORDS, max(32 * _WARPS, next_power_of_two(layout.return_words)))
     parts = -(-layout.return_words // words)
     key = ("receive sums in lines", out.dtype, hidden_size, topk_weights is None)

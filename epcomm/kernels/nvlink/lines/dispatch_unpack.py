@@ -159,21 +159,23 @@ def unpack_rows(
                     counts = word_of(tl.load(counts_ptr, mask=is_count, other=0, volatile=True))
                     before = tl.sum(tl.where(is_count, counts, 0), axis=0)
                     slots = local_ids * CAPACITY + before + places
-                    is_kept = (is_slot & (late == 0))[:, None]
-                    words = tl.broadcast_to(word_of(lines)[None, :], K_LANES, WORDS)
-                    to_ptr = packed_ptr + slots.to(tl.int64)[:, None] * (DATA_BYTES // 4)
-                    tl.store(to_ptr + word[None, :], words, mask=is_kept & is_datum[None, :])
-                    if packed_scales_ptr is not None:
-                        place = scales_at(
-                            slots[:, None],
-                            (word - FIRST_SCALE)[None, :],
-                            CAPACITY,
-                            EXPERT_STRIDE,
-                            SLOT_STRIDE,
-                            WORD_STRIDE,
-                        )
-                        is_kept &= is_scale[None, :]
-                        tl.store(packed_scales_ptr + place, words, mask=is_kept)
+                    slots = tl.where(is_slot & (late == 0), slots, -1)
+                    # One after the other: as a block they would take more registers than there are.
+                    for each in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
+                        slot = tl.max(tl.where(k == each, slots, -1)).to(tl.int64)
+                        to_ptr = packed_ptr + slot * (DATA_BYTES // 4) + word
+                        tl.store(to_ptr, word_of(lines), mask=is_datum & (slot >= 0))
+                        if packed_scales_ptr is not None:
+                            place = scales_at(
+                                slot,
+                                word - FIRST_SCALE,
+                                CAPACITY,
+                                EXPERT_STRIDE,
+                                SLOT_STRIDE,
+                                WORD_STRIDE,
+                            )
+                            is_kept = is_scale & (slot >= 0)
+                            tl.store(packed_scales_ptr + place, word_of(lines), mask=is_kept)
                 else:
                     row = (source * M + token).to(tl.int64)
                     data_ptr = int32_at(buffer_address + DATA_AT + row * DATA_BYTES)

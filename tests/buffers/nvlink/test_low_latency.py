@@ -84,7 +84,7 @@ def env_of(
 
 # The most tokens that a rank sends in lines: with 2, ranks of one batch differ, by their T.
 IN_LINES, MIXED, IN_BULK = 8, 2, 0
-ON_GPUS = (("shapes", IN_BULK), ("batches", IN_LINES), ("batches", IN_BULK))
+ON_GPUS = (("refusals", IN_BULK), ("shapes", IN_BULK), ("batches", IN_LINES), ("batches", IN_BULK))
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,6 @@ def usual_line_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     [
         ("batches", MIXED),
         ("faults", IN_BULK),
-        ("refusals", IN_BULK),
         # An interpreter takes many seconds for these.
         pytest.param("shapes", MIXED, marks=pytest.mark.slow),
         pytest.param("faults", IN_LINES, marks=pytest.mark.slow),

@@ -21,7 +21,8 @@ NUM_RANKS = 2
 NUM_LOCAL = NUM_EXPERTS // NUM_RANKS
 MAX_TOKENS = 16
 
-pytestmark = pytest.mark.ranks(NUM_RANKS)
+# Each engine is a whole call sequence: make test has no room for them.
+pytestmark = [pytest.mark.ranks(NUM_RANKS), pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ by the kernel that indexes them.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,10 +16,6 @@ from epcomm.buffers.nvlink.low_latency_state import ReceiveBuffer, SlotSources
 from epcomm.quantization.scale_layout import SCALES_PER_WORD
 from epcomm.spec import BufferSpec
 from epcomm.types import ROW_MAJOR, WireTensor, align_up
-
-if TYPE_CHECKING:
-    # It imports Triton, and plans read this folder without it.
-    pass
 
 _WORD_BYTES = 4
 

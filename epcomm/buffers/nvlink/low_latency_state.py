@@ -38,7 +38,7 @@ class NVLinkLowLatencyExchangePlan(ExchangePlan):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SlotSources:
-    """Where the slots of each expert came from, on the device.
+    """Tells where the slots of each expert came from, on the device.
 
     token_of_slot: [L, C / L], int32: the token, as its rank numbers it.
     ranges: [L, W], int64: the slots from each rank, first << 32 | number, in the expert's own.

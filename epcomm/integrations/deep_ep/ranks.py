@@ -77,7 +77,7 @@ class Ranks:
 
     @property
     def is_closed(self) -> bool:
-        """Whether close() was called."""
+        """Tell whether close() was called."""
         return self._group.is_closed
 
     def follow(self, device: torch.device) -> None:

@@ -218,7 +218,7 @@ def test_what_is_not_there_names_what_to_use() -> None:
         buffer.low_latency_combine(slabs, batch.ids, batch.weights, handle, use_logfmt=True)
     with pytest.raises(NotImplementedError, match=r"dispatch_wait_recv_cost_stats.*profiler"):
         buffer.low_latency_dispatch(batch.x, batch.ids, 4, 4, dispatch_wait_recv_cost_stats=stats)
-    with pytest.raises(NotImplementedError, match="hierarchical"):
+    with pytest.raises(NotImplementedError, match="backend collective"):
         buffer.internode_combine(batch.x, ())
 
 

@@ -1,4 +1,4 @@
-"""What the calls of a Buffer of V1 share: its ranks, its stream, and its attributes."""
+"""The calls of a Buffer of V1 share its ranks, its stream and its attributes."""
 
 from __future__ import annotations
 

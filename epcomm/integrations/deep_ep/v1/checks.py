@@ -25,7 +25,7 @@ Rule = tuple[Tensor | None, tuple[str, tuple[int | None, ...], tuple[torch.dtype
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What a tensor must be: its sizes, None for any, and its dtypes."""
+    """Says what a tensor must be: its sizes, None for any, and its dtypes."""
 
     name: str
     shape: tuple[int | None, ...]

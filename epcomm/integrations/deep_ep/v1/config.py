@@ -101,8 +101,8 @@ class Config:
         if num_ranks > MAX_NVL_PEERS:
             raise NotImplementedError(
                 f"get_rdma_buffer_size_hint: num_ranks is {num_ranks}, expected at most "
-                f"{MAX_NVL_PEERS}, the ranks of one host; on several hosts take epcomm's backend "
-                "hierarchical"
+                f"{MAX_NVL_PEERS}, the ranks of one host; on several take epcomm's own API, with "
+                "backend collective or deep_ep_v1"
             )
         return 0
 

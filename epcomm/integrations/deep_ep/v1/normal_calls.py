@@ -25,7 +25,7 @@ DispatchResult = tuple[
 ]
 _ONE_HOST = (
     "ranks of several hosts are not there in epcomm.integrations.deep_ep; call dispatch() and "
-    "combine() on ranks of one host, or take epcomm's backend hierarchical"
+    "combine() on ranks of one host, or epcomm's own API, with backend collective or deep_ep_v1"
 )
 
 

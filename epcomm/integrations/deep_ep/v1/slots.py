@@ -37,7 +37,7 @@ _ALIGNMENT = 4
 
 
 class SlotSources(Protocol):
-    """Where slots came from, see the buffers: [L, W * M], int32, and [L, W], int64."""
+    """Tells where slots came from, see the buffers: [L, W * M], int32, and [L, W], int64."""
 
     @property
     def token_of_slot(self) -> Tensor: ...

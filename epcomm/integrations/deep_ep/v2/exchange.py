@@ -48,7 +48,7 @@ class DispatchRequest:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Arrived:
-    """What one dispatch brought to this rank.
+    """Holds what one dispatch brought to this rank.
 
     sources: [R], int32, source rank * M + token of each row.
     topk_ids: [R, K], int64, experts of this rank or -1.

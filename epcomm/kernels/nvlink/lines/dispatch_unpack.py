@@ -156,6 +156,8 @@ def unpack_rows(
                     late = _await_lines(
                         counts_ptr, is_count, source_lane, own_address, epoch, max_polls, THREADS
                     )
+                    # That wait was as long as any: it is not begun again.
+                    polls_left = tl.where(late != 0, 0, polls_left)
                     counts = word_of(tl.load(counts_ptr, mask=is_count, other=0, volatile=True))
                     before = tl.sum(tl.where(is_count, counts, 0), axis=0)
                     slots = local_ids * CAPACITY + before + places

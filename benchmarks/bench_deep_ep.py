@@ -4,9 +4,10 @@
 
 Low latency with FP8 slabs and router weights in combine, as chains of pairs in a graph; normal mode
 with the layout, FP8 and BF16, and a combine of rows that are summed; the host time of eager calls
-in units of torch's one-element `add_`. What each call hands out is checked first, a graph also with
-other routing than it was captured with; on a difference the program ends without a number. On a
-CPU it is a dry run: pass small sizes.
+in units of torch's one-element `add_`; and what a product beside them hides, or between their
+halves. What each call hands out is checked first, a graph also with other routing than it was
+captured with; on a difference the program ends without a number. On a CPU it is a dry run: pass
+small sizes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,15 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks.bench_nvlink_low_latency import init_process_group
+from benchmarks.bench_overlap import Product
+from benchmarks.measuring.deep_ep_overlap import (
+    Halves,
+    Hidden,
+    LowLatencyPair,
+    Timed,
+    normal_halves,
+    timed_hidden,
+)
 from benchmarks.measuring.eager_rows import eager_row
 from epcomm.bench.check import CheckError
 from epcomm.bench.machine import describe_hardware, describe_versions
@@ -37,6 +47,11 @@ from epcomm.quantization import FP8_FLOAT32_SCALES, quantize
 
 # Pairs of a chain, in which host and launch of a graph do not count.
 _CHAIN = 20
+# Columns of the product beside normal mode, whose rows are the tokens of a rank.
+_COLUMNS = 8192
+# Rows, columns and inner size of those beside low latency, and how many: 50 us together on an H200,
+# and small, for what they read takes the place of what communication reads in the cache of a GPU.
+_SMALL, _NUM_SMALL = 2048, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +115,45 @@ class LowLatency:
         )
         return y
 
+    def halves(self) -> dict[str, Halves]:
+        """Return a pair with hooks, and one of asynchronous calls, which is checked."""
+        batch = self._batch
+        pair = LowLatencyPair(
+            buffer=self._buffer,
+            x=batch.x,
+            ids=batch.ids,
+            weights=batch.weights,
+            sizes=(self._max_tokens, self._options.experts),
+            rows=self._rows,
+        )
+        halves = {
+            "before the hooks": pair.halves(is_async=False),
+            "beside them": pair.halves(is_async=True),
+        }
+        for name, each in halves.items():
+            each.alone()
+            assert pair.y is not None, "just combined"
+            require(f"low latency, products {name}", pair.y, self.pair())
+        return halves
+
+    def hidden(self, timed: Timed) -> dict[str, Hidden]:
+        """Time both kinds of pairs with products between their halves."""
+        (num_tokens, hidden_size), device = self._batch.x.shape, self._batch.x.device
+        side = min(_SMALL, hidden_size)
+        one = Product(m=side, n=side, k=side).on(device)
+
+        def work() -> None:
+            for _ in range(_NUM_SMALL):
+                one()
+
+        found = {}
+        for is_async, (name, halves) in enumerate(self.halves().items()):
+            num_sms = self._options.num_sms if is_async else 0
+            found[f"low latency, T={num_tokens}, products {name}"] = timed_hidden(
+                halves, work, timed, device, num_sms=num_sms, is_graph=True
+            )
+        return found
+
     def check(self) -> None:
         """Compare slabs and y with what was sent."""
         batch, capacity = self._batch, self._rows.shape[1]
@@ -140,11 +194,11 @@ class Normal:
         wire = quantize(batch.x, FP8_FLOAT32_SCALES)
         assert wire.scales is not None, "FP8 has scales"
         self._fp8 = (wire.data, wire.scales)
+        self._layout = self.layout()
         rows, self._handle = self.dispatch(batch.x)
         assert isinstance(rows, Tensor), "unquantised"
         self._rows = rows
-        _, is_in_rank = self.layout()
-        num_ranks = is_in_rank.sum(1, keepdim=True)
+        num_ranks = self._layout[1].sum(1, keepdim=True)
         require("normal mode, BF16 there and back", self.combine(), batch.x * num_ranks)
         quantized, handle = self.dispatch(self._fp8)
         assert isinstance(quantized, tuple), "with scales"
@@ -162,8 +216,8 @@ class Normal:
     def dispatch(
         self, x: Tensor | tuple[Tensor, Tensor]
     ) -> tuple[Tensor | tuple[Tensor, Tensor], tuple[Tensor, ...]]:
-        """Make a layout and a dispatch; return rows and handle."""
-        per_expert, is_in_rank = self.layout()
+        """Make a dispatch with the layout that was made last; return rows and handle."""
+        per_expert, is_in_rank = self._layout
         rows, _, _, _, handle, _ = self._buffer.dispatch(
             x,
             is_token_in_rank=is_in_rank,
@@ -174,12 +228,50 @@ class Normal:
         assert handle is not None, "no handle came"
         return rows, handle
 
+    def dispatch_with_layout(self, x: Tensor | tuple[Tensor, Tensor]) -> None:
+        """Make a layout and a dispatch."""
+        self._layout = self.layout()
+        self.dispatch(x)
+
     def calls(self) -> dict[str, Callable[[], object]]:
-        """Return what is timed, by name."""
+        """Return what is timed on the device, by name."""
         return {
+            "dispatch FP8": lambda: self.dispatch_with_layout(self._fp8),
+            "dispatch BF16": lambda: self.dispatch_with_layout(self._batch.x),
+            "combine": self.combine,
+        }
+
+    def eager_calls(self) -> dict[str, Callable[[], object]]:
+        """Return what is timed on the host, by name: each call of a program on its own."""
+        return {
+            "layout": self.layout,
             "dispatch FP8": lambda: self.dispatch(self._fp8),
             "dispatch BF16": lambda: self.dispatch(self._batch.x),
             "combine": self.combine,
+        }
+
+    def halves(self) -> dict[str, Halves]:
+        """Return a dispatch along the handle, FP8, and a combine, as asynchronous calls.
+
+        Raises:
+            CheckError: a combine that nobody waited for at once is another one.
+        """
+        halves = normal_halves(self._buffer, self._fp8, self._rows, self._handle)
+        found = [self.combine()]
+        halves["combine"].around(lambda: found.append(self.combine()))
+        require("normal mode, beside an asynchronous combine", found[1], found[0])
+        return dict(halves)
+
+    def hidden(self, timed: Timed) -> dict[str, Hidden]:
+        """Time both calls with a product beside them."""
+        (num_tokens, hidden_size), device = self._batch.x.shape, self._batch.x.device
+        work = Product(m=num_tokens, n=_COLUMNS, k=hidden_size).on(device)
+        num_sms = self._options.num_sms
+        return {
+            f"{name}, T={num_tokens}, a product beside it": timed_hidden(
+                halves, work, timed, device, num_sms=num_sms, is_graph=False
+            )
+            for name, halves in self.halves().items()
         }
 
     def combine(self) -> Tensor:
@@ -194,11 +286,15 @@ def require(what: str, found: Tensor, wanted: Tensor) -> None:
 
 
 def times_us(call: Callable[[], object], device: torch.device, rounds: int, share: int) -> float:
-    """Return the median over rounds of the slowest rank, of one of `share` equal parts."""
-    clock, spans = clock_for(device), []
+    """Return the median over rounds of the slowest rank, of one of `share` equal parts.
+
+    Devices begin together, behind a small sum of all ranks: who begins first waits for nobody.
+    """
+    clock, spans, one = clock_for(device), [], torch.ones(1, device=device)
     call()
     for _ in range(rounds):
         wait_for_all(device)
+        dist.all_reduce(one)
         clock.mark()
         call()
         clock.mark()
@@ -251,20 +347,27 @@ def measured(options: Options, tokens: list[int], normal_tokens: int) -> dict[st
         found_us[name] = us
         console.print(f"{name:>32}: {us:8.1f} us", soft_wrap=True)
 
+    def timed(call: Callable[[], object], share: int) -> float:
+        return times_us(call, device, options.rounds, share)
+
     eager_calls: dict[str, Callable[[], object]] = {}
+    hidden: dict[str, Hidden] = {}
     for number, num_tokens in enumerate(tokens):
         batch = Batch.of(options, num_tokens, device, number)
         pairs = LowLatency(options, buffer, batch, max(tokens))
         pairs.check()
         call = pairs.chain if device.type == "cpu" else captured(pairs.chain).replay
-        us = times_us(call, device, options.rounds, _CHAIN)
-        tell(f"low latency, T={num_tokens}, a pair of {_CHAIN}", us)
+        tell(f"low latency, T={num_tokens}, a pair of {_CHAIN}", timed(call, _CHAIN))
         pairs.check_graph()
+        hidden |= pairs.hidden(timed)
         eager_calls["low-latency pair"] = pairs.pair
     normal = Normal(options, buffer, Batch.of(options, normal_tokens, device, 99))
     for name, call in normal.calls().items():
-        tell(f"{name}, T={normal_tokens}", times_us(call, device, options.rounds, 1))
-    eager_calls |= Normal(options, buffer, Batch.of(options, 1, device, 7)).calls()
+        tell(f"{name}, T={normal_tokens}", timed(call, 1))
+    hidden |= normal.hidden(timed)
+    for name, each in hidden.items():
+        console.print(f"{name}: {asdict(each)}", soft_wrap=True)
+    eager_calls |= Normal(options, buffer, Batch.of(options, 1, device, 7)).eager_calls()
     for name, call in eager_calls.items():
         row = eager_row(call, device, rounds=options.rounds, burst=options.burst)
         units[name] = max(of_all_ranks(row.units))
@@ -277,9 +380,10 @@ def measured(options: Options, tokens: list[int], normal_tokens: int) -> dict[st
         "configuration": {**asdict(options), "ranks": dist.get_world_size()},
         "hardware": describe_hardware(device),
         "versions": describe_versions(device),
-        "command": shlex.join([Path(__file__).name, *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "benchmarks.bench_deep_ep", *sys.argv[1:]]),
         "slowest_rank_us": found_us,
         "slowest_rank_units": units,
+        "hidden": {name: asdict(each) for name, each in hidden.items()},
     }
 
 

@@ -16,6 +16,8 @@ from typing import Annotated, NotRequired, TypedDict
 import typer
 
 from benchmarks.bench_table import render_bench
+from benchmarks.hosts.table import render_hosts
+from benchmarks.measuring.deep_ep_table import render_deep_ep
 from epcomm.planning.measurements import BENCHMARK
 
 RESULTS = Path(__file__).parent / "results"
@@ -191,10 +193,14 @@ def _render_kind(text: str) -> str:
         return render_nvlink(result)
     if kind == "beside":
         return render_beside(result)
+    if kind == "deep_ep":
+        return render_deep_ep(result)
     if kind == "eager":
         return render_eager(result)
     if kind == "overlap":
         return render_overlap(result)
+    if kind == "hosts":
+        return render_hosts(result)
     if kind == BENCHMARK:
         return render_bench(result)
     return render_gemm(result) if kind.startswith("gemm") else render(result)

@@ -21,6 +21,8 @@ from epcomm.group import EPGroup
 from epcomm.integrations.telemetry import Metric, as_prometheus_text, metrics
 from epcomm.layers import decode_phase
 from epcomm.moe import ExpertParallelMoE
+from epcomm.placement.balance import balance
+from epcomm.placement.expert_placement import ExpertPlacement
 from epcomm.planning.plan import plan
 from epcomm.planning.plans import EPPlan
 from epcomm.records import (
@@ -60,6 +62,7 @@ __all__ = [
     "ExpertFormat",
     "ExpertParallelExperts",
     "ExpertParallelMoE",
+    "ExpertPlacement",
     "ExpertWeights",
     "Fp8BlockWeights",
     "HandleError",
@@ -82,6 +85,7 @@ __all__ = [
     "WireFormat",
     "WireTensor",
     "as_prometheus_text",
+    "balance",
     "decode_phase",
     "idle_step",
     "metrics",

@@ -32,6 +32,7 @@ class Router(StrEnum):
     AUTO = "auto"
     REFERENCE = "reference"
     ASCEND = "ascend"
+    TRITON = "triton"
 
 
 E = TypeVar("E", bound=Enum)
@@ -44,7 +45,7 @@ _OPTIONAL_ENUMS: Mapping[str, type[StrEnum]] = MappingProxyType(
     }
 )
 ModeName = Literal["standard", "normal", "low_latency", "auto", "fuseep"]
-RouterName = Literal["auto", "reference", "ascend"]
+RouterName = Literal["auto", "reference", "ascend", "triton"]
 ScaleDtypeName = Literal["float32", "power_of_two"]
 Int8ProfileName = Literal["rint127", "rint127eps", "div", "divtrunc16", "triton"]
 
@@ -79,17 +80,19 @@ class EPConfig(WireChoices):
 
     mode: how tokens travel; `auto` takes normal, or low latency where the caller says so; in
         `fuseep` one operator computes the experts too.
-    backend: `collective`, `shared_memory`, `nvlink`, `deep_ep_v1`, `deep_ep_v2`, `deep_ep` for
-        whichever of the two is installed, `ascend`, or `auto`; it serves every phase of the mode.
-        In mode fuseep a name of the fused operators, or `auto`.
+    backend: `collective`, `shared_memory`, `hierarchical`, `nvlink`, `deep_ep_v1`, `deep_ep_v2`,
+        `deep_ep` for whichever of the two is installed, `ascend`, or `auto`; it serves every phase
+        of the mode. In mode fuseep a name of the fused operators, or `auto`.
     measurements: a file that `epcomm bench --output FILE` wrote: `auto` takes the backend that was
         fastest there in the phase's mode, at the T nearest to max_tokens_per_rank, or at the
         largest without such a limit. Ranks may keep it in different places; its contents are
         compared. None: `auto` takes the first backend that serves, in the order of the registry.
     runner: a name of the runner registry, or `auto`.
     router: `reference` is epcomm.routing.route; `ascend` the gating operator of torch_npu, and the
-        reference where it cannot say the routing or gradients are needed; `auto` is ascend on NPUs
-        that have the operator. Only ExpertParallelMoE reads it; elsewhere the caller routes.
+        reference where it cannot say the routing or gradients are needed; `triton` one kernel for
+        all of it, and the reference where it cannot say the routing; `auto` is ascend on NPUs that
+        have the operator, and triton on GPUs. Only ExpertParallelMoE reads it; elsewhere the caller
+        routes.
     dispatch_dtype: elements on the wire towards the experts; None: what the expert weights want.
         One that is not quantised is that of all rows, also in combine and in backward.
     dispatch_scales: scales of FP8 rows towards the experts; None: what the expert weights want.
@@ -99,8 +102,12 @@ class EPConfig(WireChoices):
         buffers of exact size allow.
     max_recv_slots: most slots a rank receives in one call of normal mode; None: exact sizes.
     replicated: every rank passes the same tokens and the same gradients; standard mode only.
-    num_sms: SMs of a GPU that each kernel of normal mode over NVLink may take, so that
-        others compute meanwhile; None: the buffer's own choice. Other buffers do not look at it.
+    num_sms: SMs of a GPU that each kernel of normal mode over NVLink that waits for other ranks may
+        take, so that others compute meanwhile; copies of what came may take all. None: the buffer's
+        own choice. Other buffers do not look at it.
+    redundant_experts: physical experts of all ranks beyond the E of the model: copies of loaded
+        experts, which ExpertParallelExperts.rebalance() places. 0: experts can be placed, and have
+        one copy each. None: they lie in their order, and stay there.
     batches_in_flight: dispatches without gradients that may wait for their combine, at a cost of
         memory; None: the buffer's own choice, which explain() tells. Where rows are copied any
         number may; a backend that cannot keep so many is refused.
@@ -110,6 +117,8 @@ class EPConfig(WireChoices):
         each combine; where the host does not wait in collectives (NCCL), and with vendor kernels,
         the ranks compare their calls in one small exchange.
     deterministic: refuse backends whose sums depend on arrival order.
+    record_load: ExpertParallelMoE, and layers of a model that transformers loads, count the tokens
+        that chose each expert, for LoadRecorder; no other layer reads it.
     """
 
     mode: Mode | ModeName = Mode.AUTO
@@ -122,10 +131,12 @@ class EPConfig(WireChoices):
     replicated: bool = False
     num_sms: int | None = None
     batches_in_flight: int | None = None
+    redundant_experts: int | None = None
     # 100 s: a first call may compile kernels on one rank while the others wait.
     timeout_s: float = 100.0
     check_calls: bool = False
     deterministic: bool = False
+    record_load: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -135,6 +146,10 @@ class EPConfig(WireChoices):
         for name in ("max_tokens_per_rank", "max_recv_slots", "num_sms", "batches_in_flight"):
             value = getattr(self, name)
             _expect(name, value, value is None or is_size(value), f"1 to {MAX_SIZE}, or None")
+        redundant = self.redundant_experts
+        is_count = redundant in (None, 0) or is_size(redundant)
+        is_count = is_count and not isinstance(redundant, bool)
+        _expect("redundant_experts", redundant, is_count, f"0 to {MAX_SIZE}, or None")
         is_number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
         # `> 0` alone would let NaN through the other way round, and text raise by itself.
         is_time = is_number and 0 < self.timeout_s <= MAX_SIZE
@@ -285,9 +300,10 @@ _PARSERS = {
     "max_recv_slots": int,
     "num_sms": int,
     "batches_in_flight": int,
+    "redundant_experts": int,
     "timeout_s": float,
 }
-_SWITCHES = ("check_calls", "deterministic", "replicated")
+_SWITCHES = ("check_calls", "deterministic", "record_load", "replicated")
 _BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
 
 

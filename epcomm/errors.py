@@ -4,11 +4,22 @@ A message is one sentence: function, argument, what came, what was expected, on 
 do.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 class EPError(Exception):
-    """The base of all errors that epcomm raises on purpose."""
+    """The base of all errors that epcomm raises on purpose.
+
+    fault_word: of a fault that ranks of an exchange have heard of, what passes it on to those of
+        another exchange (fault_word() of epcomm/protocol.py); else None.
+    was_passed_on: whether that rank had heard of the fault in another exchange before.
+    """
+
+    fault_word: int | None = None
+    was_passed_on: bool = False
 
 
 class ConfigError(EPError, ValueError):
@@ -75,3 +86,35 @@ def describe_kind(value: object) -> str:
 def describe_ranks(ranks: Sequence[int]) -> str:
     """Name ranks: `rank 2` or `ranks 0, 1, 3`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankNames:
+    """The numbers by which messages name ranks: those of the EP group, in parts of it too.
+
+    own: the number of this rank.   numbers: those of the ranks that take part, in their order.
+    world_size: ranks of the EP group.
+    """
+
+    own: int
+    numbers: tuple[int, ...]
+    world_size: int
+
+    @classmethod
+    def of_all(cls, rank: int, world_size: int) -> RankNames:
+        """Name the ranks of a whole group."""
+        return cls(own=rank, numbers=tuple(range(world_size)), world_size=world_size)
+
+    @property
+    def place(self) -> int:
+        """The number of this rank among those that take part."""
+        return self.numbers.index(self.own)
+
+    @property
+    def where(self) -> str:
+        """The place of this rank, such as `rank 3 of 8`."""
+        return f"rank {self.own} of {self.world_size}"
+
+    def describe(self, ranks: Sequence[int]) -> str:
+        """Name ranks that take part, given by their order: `ranks 1, 3`."""
+        return describe_ranks([self.numbers[rank] for rank in ranks])

@@ -6,10 +6,12 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import deepcopy
+from dataclasses import replace
 from typing import NoReturn, Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.checks import unready_error
@@ -18,9 +20,13 @@ from epcomm.fuseep.path import FuseEPPath
 from epcomm.group import EPGroup
 from epcomm.ops.precision import check_cast
 from epcomm.paths import PhaseDispatchers, PipelinePath
+from epcomm.placement.expert_placement import ExpertPlacement
+from epcomm.placement.moving import MoveMemory, stage_experts
+from epcomm.placement.rebalancing import ExpertState, agree_on_move, check_placement
+from epcomm.placement.replicas import ReplicaTables, first_placement
 from epcomm.planning.plan import plan
 from epcomm.platforms.compiler import untraced
-from epcomm.records import TopKOutput, empty_topk
+from epcomm.records import ReplicaTable, TopKOutput, empty_topk
 from epcomm.runners.base import ExpertRunner
 from epcomm.sharding.shards import is_expert_tensor, local_share, shard_of_rank
 from epcomm.sharding.state_hooks import cut_before_load, note_share
@@ -34,8 +40,12 @@ class ExpertParallelExperts(nn.Module):
     """Holds L = P / W experts on each rank and computes y = sum over k of w_k * expert_k(x).
 
     Parameters carry the names given at construction. Where the group has a DeviceMesh they are
-    ExpertTensors, [P, ...] to torch's tools and [L, ...] to this layer; else [L, ...]. What else
+    ExpertTensors, [E, ...] to torch's tools and [L, ...] to this layer; else [L, ...]. What else
     is put in their place serves too: docs/checkpoints.md.
+
+    num_logical_experts: E, the experts of the model, which topk_ids name.
+    placement: where they lie; None: in their order, P = E, unless config.redundant_experts says
+        that experts are placed.
     """
 
     def __init__(
@@ -51,14 +61,15 @@ class ExpertParallelExperts(nn.Module):
         """Take this rank's share of the experts and open the communication.
 
         Args:
-            weights: of all P experts, equal on all ranks, or with is_local of this rank's L. On
+            weights: of all E experts, equal on all ranks, or with is_local of this rank's L. On
                 meta nothing is copied; to_empty() and a checkpoint then make the values. An
                 nn.Parameter trains as its requires_grad says; any other tensor of ExpertWeights
                 trains, unless the mode chosen has no gradients.
             group: the ranks that share the experts.
             config: the user's choices.
             top_k: K of the routing.
-            is_local: `weights` is already this rank's share.
+            is_local: `weights` is already this rank's share, of ExpertPlacement.spread() where
+                config.redundant_experts says that experts are placed.
             names: parameter names by ExpertWeights field, where they differ.
 
         Collective: yes.   Host sync: yes.
@@ -68,7 +79,12 @@ class ExpertParallelExperts(nn.Module):
         """
         super().__init__()
         config = config or EPConfig()
-        num_experts = weights.num_experts * (group.world_size if is_local else 1)
+        num_redundant = config.redundant_experts or 0
+        num_experts = (
+            weights.num_experts * group.world_size
+            if is_local
+            else weights.num_experts + num_redundant
+        )
         spec = MoESpec(
             hidden_size=weights.hidden_size,
             num_experts=num_experts,
@@ -76,6 +92,8 @@ class ExpertParallelExperts(nn.Module):
             dtype=weights.dtype,
         )
         self.plan = plan(config, spec, group, weights=weights)
+        self.num_logical_experts = num_experts - num_redundant
+        self.placement = first_placement(config, spec, group.world_size, group.where)
         self.path: PipelinePath | FuseEPPath = (
             FuseEPPath(group, spec, config, self.plan.prefill)
             if self.plan.prefill.mode is Mode.FUSEEP
@@ -91,8 +109,14 @@ class ExpertParallelExperts(nn.Module):
         )
         self._counter = LayerCounter(num_experts // group.world_size, group.device)
         self._names = {role: (names or {}).get(role, role) for role in weights.tensors()}
+        self._replicas = self.placement and ReplicaTables(
+            self.placement, rank=group.rank, is_replicated=config.replicated, device=group.device
+        )
         self.shard = shard_of_rank(
-            rank=group.rank, world_size=group.world_size, num_experts=num_experts
+            rank=group.rank,
+            world_size=group.world_size,
+            num_experts=self.num_logical_experts,
+            physical_to_logical=self.placement and self.placement.physical_to_logical,
         )
         self._local = LocalExperts(self._kind, tuple(self._names), self.shard, group.where)
         self._register(weights, is_local=is_local)
@@ -187,7 +211,7 @@ class ExpertParallelExperts(nn.Module):
         from epcomm.sharding.optimizer_state import watch_optimizers
 
         watch_optimizers()
-        return ExpertTensor.of_share(tensor, mesh)
+        return ExpertTensor.of_share(tensor, mesh, self.shard)
 
     def scale_gradients(self, factor: float) -> None:
         """Scale the gradients; see scale_expert_gradients() of epcomm/training/gradients.py."""
@@ -212,14 +236,22 @@ class ExpertParallelExperts(nn.Module):
             "gather_state_dict(), and build the layer anew"
         )
 
+    @property
+    def replica_table(self) -> ReplicaTable | None:
+        """Where tokens of a call that begins now find the experts; None: experts are not placed.
+
+        For routers that choose replicas themselves; forward() does it for other routings.
+        """
+        return None if self._replicas is None else self._replicas.table
+
     @untraced
     def forward(self, x: Tensor, topk: TopKOutput, *, decode: bool | None = None) -> Tensor:
         """Compute the routed experts of this rank's tokens.
 
         Args:
             x: [T, H]; T differs by rank and may be 0.
-            topk: topk_ids [T, K], int64, -1 for none; topk_weights [T, K], float32; another
-                floating dtype is cast, as x is, see docs/precision.md.
+            topk: topk_ids [T, K], int64, logical ids unless is_physical, -1 for none; topk_weights
+                [T, K], float32; another floating dtype is cast, as x is, see docs/precision.md.
             decode: the phase, equal on all ranks; in mode auto it selects low latency. None: as
                 decode_phase() says, else False.
 
@@ -239,6 +271,8 @@ class ExpertParallelExperts(nn.Module):
         except Exception as problem:
             self.refuse(problem, decode=decode)
             raise
+        if self._replicas is not None:
+            topk = self._replicas.choose(topk)
         out = self.path.run(x, topk, weights, decode=decode)
         # Of y: of a call that a static buffer refuses, x may be anything.
         self._counter.count(out.y.shape[0], out)
@@ -266,14 +300,74 @@ class ExpertParallelExperts(nn.Module):
     def idle_model(self, model: nn.Module) -> None:
         """Return None: the model's layers alone will do; see ExpertParallelLayer.idle_model."""
 
+    def rebalance(self, placement: ExpertPlacement, optimizer: Optimizer | None = None) -> None:
+        """Move experts between ranks, so that they lie as `placement` says, between two calls.
+
+        The layer computes the same before and after, sums in another order apart. Parameters and
+        the tables of copies are written in place, so that a captured graph computes rightly after.
+        Of a failure on the way nothing remains: the experts lie as before. One case is left: a rank
+        that dies in the very last agreement, after its answer has reached some ranks, may leave
+        survivors of both kinds, those that raise and keep the old placement, and those that return
+        with the new one. So after an EPTimeout of rebalance() or of the call after it compare
+        `placement` over the survivors; if they differ, load a checkpoint into a new group.
+
+        Args:
+            placement: of as many ranks, logical and physical experts as the layer has.
+            optimizer: the one of the parameters, whose state moves with them; None: there is none,
+                or it has no state. ExpertTensors refuse a step with a state that stayed behind.
+
+        Host memory: the rows that change on this rank, until all are there. Device memory: pieces
+        of one parameter; explain() and `epcomm plan` tell how much both are at most.
+
+        Collective: yes, at one place in the order of the calls of the group, on the stream of the
+        layer's calls.   Host sync: yes.
+        Raises:
+            ConfigError: experts that are not placed, a placement of other numbers, parameters with
+                gradients or cut otherwise; on every rank, before anything moves.
+            EPTimeout: some ranks did not come; the old placement stays.
+        """
+        collectives, problem, state = self.group.collectives, "", None
+        try:
+            state = self._find_movable(placement, optimizer)
+        except ConfigError as error:
+            problem = str(error)
+        agree_on_move(
+            collectives,
+            problem=problem,
+            placement=None if problem else placement,
+            state="" if state is None else state.describe(),
+        )
+        assert state is not None, "agree_on_move() raises what keeps a rank from it"
+        assert self.placement is not None, "checked with the state"
+        assert self._replicas is not None, "experts that are placed have tables"
+        staged = stage_experts(state.pieces(), self.placement, placement, collectives)
+        # Nothing is written before all ranks have all their rows.
+        collectives.agree({}, what="rebalance, all rows are there")
+        staged.write()
+        self._replicas.write(placement)
+        self.placement = placement
+        self.shard = replace(self.shard, physical_to_logical=placement.physical_to_logical)
+        self._local.shard = self.shard
+        state.belong_to(self.shard)
+        self._counter.forget_experts()
+
     def check(self) -> None:
         """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""
         self.path.check()
 
     def explain(self) -> str:
-        """Describe what was chosen and rejected and why."""
+        """Describe what was chosen and rejected and why, and where the experts lie."""
         chosen = self.path.chosen if isinstance(self.path, PipelinePath) else self.plan
-        return chosen.explain()
+        if self.placement is None:
+            return chosen.explain()
+        memory = MoveMemory.of(
+            self._kind.tensors(), num_physical=self.num_experts, num_ranks=self.group.world_size
+        )
+        limit = (
+            f"moved in pieces: at most {memory.device_bytes} B on the device and "
+            f"{memory.host_bytes} B on the host, and as much for each state of an optimizer there"
+        )
+        return "\n".join((chosen.explain(), self.placement.describe(), limit))
 
     def stats(self) -> EPStats:
         """Return counts since construction. Local; no host sync until counts by expert are read."""
@@ -294,6 +388,27 @@ class ExpertParallelExperts(nn.Module):
             requires_grad = tensor.requires_grad if is_decided else tensor.requires_grad or trains
             parameter = nn.Parameter(self.as_expert_tensor(share), requires_grad=requires_grad)
             self.register_parameter(self._names[role], parameter)
+
+    def _find_movable(self, placement: ExpertPlacement, optimizer: Optimizer | None) -> ExpertState:
+        if self.placement is None:
+            raise ConfigError(
+                f"rebalance: the experts of the layer are not placed ({self.group.where}); set "
+                "EPConfig.redundant_experts, to 0 for one copy of each"
+            )
+        check_placement(self.placement, placement, self.group.where)
+        if placement.prefers_near and self.config.replicated:
+            raise ConfigError(
+                "rebalance: prefers_near of the placement is True, expected False where ranks have "
+                f"the same tokens ({self.group.where}), for they have to choose alike; set it so"
+            )
+        parameters = self.expert_parameters()
+        if set(parameters) != set(self._names.values()):
+            raise ConfigError(
+                f"rebalance: the layer computes with {sorted(parameters)}, expected its own "
+                f"{sorted(self._names.values())} ({self.group.where}); move experts before they "
+                "are parametrised"
+            )
+        return ExpertState.of(parameters, optimizer, self.shard.num_local_experts)
 
     def _pipeline(self, what: str) -> PipelinePath:
         if not isinstance(self.path, PipelinePath):

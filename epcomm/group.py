@@ -15,7 +15,7 @@ from epcomm.collectives.base import Collectives
 from epcomm.collectives.staged import StagedCollectives
 from epcomm.errors import BackendUnavailable, ConfigError, HandleError, PickleRefused
 from epcomm.registry import buffer_class, fused_class
-from epcomm.spec import BufferSpec
+from epcomm.spec import BufferSpec, HostLayout
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from epcomm.fuseep.base import FusedBackend
 
 BackendT = TypeVar("BackendT", bound=Backend)
+# Of a DeviceMesh that says on which host each rank runs.
+_NUM_HOST_DIMENSIONS = 2
 
 
 class EPGroup:
@@ -32,6 +34,9 @@ class EPGroup:
 
     Layers share a group, so that layers of one shape share a buffer. There is no other shared
     state. `with EPGroup(...) as group:` closes it at the end.
+
+    hosts: where the ranks run, as a DeviceMesh of two dimensions has said; None: nobody has, and
+        plan() finds it out.
     """
 
     def __init__(
@@ -43,20 +48,30 @@ class EPGroup:
         """Wrap the ranks that share experts; the caller keeps owning what is passed.
 
         Args:
-            ranks: a process group as torch.distributed hands it out, a one-dimensional
-                DeviceMesh, an mpi4py communicator (its messages stay apart from ours), or ready
-                Collectives; None: the default process group.
+            ranks: a process group as torch.distributed hands it out, a DeviceMesh of one dimension,
+                or of two, which says where the ranks run: hosts, and the ranks of each; an mpi4py
+                communicator (its messages stay apart from ours), or ready Collectives; None: the
+                default process group.
             device: of the tensors of the ranks, where their transport moves others, such as a GPU
                 beside gloo: backend nvlink needs no more of the transport than to open. None: the
                 one that the transport moves.
 
-        Local; no rank is waited for.
+        All ranks of a mesh of two dimensions share experts, numbered by their ranks in the default
+        process group, which serves them if it has no others; else they get a group of their own.
+        What serves one host alone does not serve them, even where processes said to be on several
+        hosts could share memory: pass another mesh for that.
+
+        Local; no rank is waited for, but where ranks get a group of their own: then they make it
+        together. plan() and open_buffer() compare the hosts of all ranks.
         Raises:
-            ConfigError: this rank is no member, there is no default process group, or the object
-                is none of these.
+            ConfigError: this rank is no member, a mesh has more dimensions, there is no default
+                process group, or the object is none of these.
         """
+        mesh = ranks if _is_mesh(ranks) else None
         self.collectives = _collectives_of(ranks)
-        self._mesh = ranks if _is_mesh(ranks) else None
+        # A mesh of hosts may have its ranks in another order than the process group.
+        self._mesh = mesh if mesh is not None and mesh.ndim == 1 else None
+        self.hosts: HostLayout | None = None if mesh is None else _hosts_of(mesh)
         self._owns_collectives = self.collectives is not ranks
         if device is not None and device.type != self.collectives.device.type:
             self.collectives = StagedCollectives(self.collectives, device)
@@ -77,8 +92,9 @@ class EPGroup:
     def mesh(self) -> DeviceMesh | None:
         """The ranks as a one-dimensional DeviceMesh, for parameters that say where they are.
 
-        The one given at construction, which may be a dimension of a larger one, else one made of
-        the process group. None over MPI and over Collectives that were passed ready-made. Local.
+        The one of one dimension given at construction, which may be a dimension of a larger one,
+        else one made of the process group. None over MPI and over Collectives that were passed
+        ready-made. Local.
         """
         from epcomm.collectives.torch_dist import TorchDistCollectives
 
@@ -110,9 +126,7 @@ class EPGroup:
         Local.
         """
         self._timeout_s = max(timeout_s, self._timeout_s or timeout_s)
-        self.collectives.kernel_timeout_s = self._timeout_s
-        if self.collectives.bounded is not None:
-            self.collectives.bounded.timeout_s = self._timeout_s
+        self.collectives.limit_waits(self._timeout_s)
 
     def is_news(self, text: str) -> bool:
         """Tell whether this group meets `text` for the first time; layers log it then. Local."""
@@ -250,13 +264,7 @@ def _collectives_of(ranks: object) -> Collectives:
             )
         ranks = dist.group.WORLD
     if isinstance(ranks, DeviceMesh):
-        if ranks.ndim != 1:
-            raise ConfigError(
-                f"EPGroup: the DeviceMesh has {ranks.ndim} dimensions, expected 1; "
-                "pass mesh['the expert dimension']"
-            )
-        is_member = ranks.get_coordinate() is not None
-        ranks = ranks.get_group() if is_member else dist.GroupMember.NON_GROUP_MEMBER
+        ranks = _process_group_of(ranks)
     if ranks is dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError(
             "EPGroup: this rank is no member of the process group; "
@@ -273,6 +281,37 @@ def _collectives_of(ranks: object) -> Collectives:
         "torch.distributed.group.WORLD after init_process_group), a DeviceMesh, an mpi4py "
         "communicator or Collectives"
     )
+
+
+def _process_group_of(mesh: DeviceMesh) -> object:
+    import torch.distributed as dist
+
+    if mesh.ndim not in (1, _NUM_HOST_DIMENSIONS):
+        raise ConfigError(
+            f"EPGroup: the DeviceMesh has {mesh.ndim} dimensions, expected 1, or 2: hosts and the "
+            "ranks of each; pass mesh['the expert dimension'] or mesh['hosts', 'ranks of a host']"
+        )
+    if mesh.get_coordinate() is None:
+        return dist.GroupMember.NON_GROUP_MEMBER
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.size() == dist.get_world_size():
+        return dist.group.WORLD
+    # The ranks outside of the mesh make no EPGroup and so cannot help.
+    return dist.new_group(sorted(_ranks_of(mesh)), use_local_synchronization=True)
+
+
+def _hosts_of(mesh: DeviceMesh) -> HostLayout | None:
+    """Return the host of each rank of the EP group, if the mesh has hosts for a dimension."""
+    if mesh.ndim != _NUM_HOST_DIMENSIONS:
+        return None
+    ranks, ranks_per_host = _ranks_of(mesh), mesh.size(1)
+    # Ranks of a process group are in ascending order, and those of a mesh in any.
+    return HostLayout.of([ranks.index(rank) // ranks_per_host for rank in sorted(ranks)])
+
+
+def _ranks_of(mesh: DeviceMesh) -> list[int]:
+    return mesh.mesh.flatten().tolist()
 
 
 def _is_mesh(ranks: object) -> TypeGuard[DeviceMesh]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +13,36 @@ from epcomm.config import EPConfig, Router
 from epcomm.errors import ConfigError, ShapeError
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
+from epcomm.placement.recorder import load_table, loads_of_ranks
 from epcomm.platforms.profiler import ranged
-from epcomm.records import TopKOutput
+from epcomm.records import ReplicaTable, TopKOutput
 from epcomm.registry import block_reader
 from epcomm.routing import RoutingSpec
-from epcomm.routing.choose import choose_router
+from epcomm.routing.choose import choose_router, count_load
 from epcomm.stats import EPStats
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GateCall:
+    """What a gate saw and chose in one call.
+
+    logits: [T, E], with their graph.
+    topk_ids: [T, K], int64, logical experts.
+    routing: of the block.
+    """
+
+    logits: Tensor
+    topk_ids: Tensor
+    routing: RoutingSpec
 
 
 class ExpertParallelMoE(nn.Module):
     """Routes, computes the routed experts of all ranks' tokens, and adds the shared experts.
 
     Parts keep the names of the block they came from, so state_dict names do too.
+
+    gate_calls: where calls of the gate are noted, for watch_gates() of
+        epcomm/training/auxiliary_losses.py; None: nowhere.
     """
 
     def __init__(
@@ -55,14 +74,18 @@ class ExpertParallelMoE(nn.Module):
                 f"as top_k of experts ({experts.group.where}); make them equal"
             )
         self._layout = layout
-        # Experts are not replicated: the logical ones, E, are the physical ones.
         self._router = choose_router(
             Router(experts.config.router),
             routing,
-            num_experts=experts.num_experts,
+            num_experts=experts.num_logical_experts,
             device=experts.group.device,
             where=experts.group.where,
         )
+        # Made here, not at the first call: a capture would set it to zero in every replay.
+        self._load_table: Tensor | None = None
+        if experts.config.record_load:
+            self._load_table = load_table(experts.num_logical_experts, experts.group.device)
+        self.gate_calls: list[GateCall] | None = None
         self.experts = experts
         # Adapters stand in place of the experts, and tell no size.
         self._hidden_size = experts.hidden_size
@@ -98,7 +121,23 @@ class ExpertParallelMoE(nn.Module):
         """The routing of logits to experts and weights, as given at construction."""
         return self._router.spec
 
-    @ranged("route")
+    @property
+    def load_table(self) -> Tensor:
+        """The tokens that chose each expert, [N, E], int64, on the device, for LoadRecorder.
+
+        The rows add up to the load. forward() counts, in device graphs too, but not the calls that
+        backward repeats; route() does not.
+
+        Raises:
+            ConfigError: EPConfig.record_load is not set.
+        """
+        if self._load_table is None:
+            raise ConfigError(
+                "ExpertParallelMoE: load_table is asked for, but record_load is False "
+                f"({self.experts.group.where}); set EPConfig(record_load=True)"
+            )
+        return self._load_table
+
     def route(self, x: Tensor, *, input_ids: Tensor | None = None) -> tuple[Tensor, TopKOutput]:
         """Route without computing experts, for auxiliary losses.
 
@@ -114,6 +153,16 @@ class ExpertParallelMoE(nn.Module):
             ShapeError: x is no tensor, or has another H.
             ConfigError: the router wants input_ids and there are none.
         """
+        return self._route(x, input_ids)
+
+    @ranged("route")
+    def _route(
+        self,
+        x: Tensor,
+        input_ids: Tensor | None,
+        load: Tensor | None = None,
+        replicas: ReplicaTable | None = None,
+    ) -> tuple[Tensor, TopKOutput]:
         self._check_hidden_size(x)
         tokens = x.reshape(-1, x.shape[-1])
         bias = self._correction_bias()
@@ -124,8 +173,13 @@ class ExpertParallelMoE(nn.Module):
         logits = outputs[0] if isinstance(outputs, tuple) else outputs
         if self._is_chosen_by_router:
             _, weights, ids = outputs[:3]
-            return logits, TopKOutput(topk_ids=ids.long(), topk_weights=weights.float())
-        return logits, self._router.route(logits, correction_bias=bias, hidden_states=tokens)
+            topk = TopKOutput(topk_ids=ids.long(), topk_weights=weights.float())
+            if load is not None:
+                count_load(topk.topk_ids, load)
+            return logits, topk
+        return logits, self._router.route(
+            logits, correction_bias=bias, hidden_states=tokens, load=load, replicas=replicas
+        )
 
     def forward(
         self, x: Tensor, input_ids: Tensor | None = None, *, decode: bool | None = None
@@ -165,7 +219,18 @@ class ExpertParallelMoE(nn.Module):
     ) -> tuple[Tensor, Tensor, TopKOutput]:
         """Return logits [T, E], the tokens that the experts get, [T, H'], and their routing."""
         try:
-            logits, topk = self.route(x, input_ids=input_ids)
+            # A call that backward repeats was counted and noted.
+            is_repeated = torch._C._current_graph_task_id() != -1
+            load = None if is_repeated else self._load_table
+            # Who watches the gate wants experts of the model, and copies are chosen after it then,
+            # as they are where an adapter lies around the experts.
+            watched = self.gate_calls is not None
+            replicas = None if watched else getattr(self.experts, "replica_table", None)
+            logits, topk = self._route(x, input_ids, load, replicas)
+            if self.gate_calls is not None and not is_repeated:
+                self.gate_calls.append(
+                    GateCall(logits=logits, topk_ids=topk.topk_ids, routing=self.routing)
+                )
             return logits, self._through(self._layout.latent_in, x.reshape(-1, x.shape[-1])), topk
         except Exception as problem:
             # The other ranks are on their way into the experts.
@@ -185,7 +250,16 @@ class ExpertParallelMoE(nn.Module):
 
     def stats(self) -> EPStats:
         """Return counts since construction. Local; no host sync until counts by expert are read."""
-        return self.experts.stats()
+        stats = self.experts.stats()
+        if self._load_table is None:
+            return stats
+        placement = self.experts.placement
+        load = loads_of_ranks(
+            self._load_table.sum(0),
+            num_ranks=self.experts.group.world_size,
+            physical_to_logical=placement and placement.physical_to_logical,
+        )
+        return replace(stats, rank_load=load)
 
     def _check_hidden_size(self, x: object) -> None:
         """Refuse what the parts would fail on with words of torch alone."""

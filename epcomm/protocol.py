@@ -28,6 +28,7 @@ class FaultCode(IntEnum):
     EXPERTS = 10
     FROZEN = 11
     UNREADY = 12
+    CALLS = 13
 
     @classmethod
     def of(cls, error: EPError | None, *, in_combine: bool = False) -> FaultCode:
@@ -43,6 +44,57 @@ class FaultCode(IntEnum):
         if type(error) is EPError:
             return cls.EXPERTS if in_combine else cls.UNREADY
         return cls.ROWS if in_combine else cls.SHAPE
+
+
+# Above the code of a fault that is passed on lies 1 + the rank of the EP group that has it.
+_FAULTY_RANK_SHIFT = 8
+
+
+def fault_word(error: EPError | None, *, in_combine: bool = False) -> int:
+    """Return what tells other ranks of `error`: its FaultCode, and whose it is if not this rank's.
+
+    in_combine: it was found in combine, and not in dispatch.
+    """
+    if error is not None and error.fault_word is not None:
+        return error.fault_word
+    return int(FaultCode.of(error, in_combine=in_combine))
+
+
+def pack_fault(code: FaultCode, rank: int) -> int:
+    """Return the fault word by which others pass on a fault of `rank` of the EP group."""
+    return int(code) | (rank + 1) << _FAULTY_RANK_SHIFT
+
+
+def fault_byte(error: EPError | None) -> int:
+    """Return what tells other ranks of `error` in a byte: its code, and whether it is passed on."""
+    word = fault_word(error)
+    code, _ = unpack_fault(word, 0)
+    return int(code) | MAX_VIA << CODE_BITS if is_passed_on(word) else int(code)
+
+
+def is_passed_on(word: int) -> bool:
+    """Tell whether a fault word is of another rank than the one that it came from."""
+    return word >> _FAULTY_RANK_SHIFT > 0
+
+
+def unpack_fault(word: int, rank: int) -> tuple[FaultCode, int]:
+    """Return the code of a fault word that came from `rank`, and the rank that has the fault."""
+    passed_on = word >> _FAULTY_RANK_SHIFT
+    return FaultCode(word & (1 << _FAULTY_RANK_SHIFT) - 1), passed_on - 1 if passed_on else rank
+
+
+# On the device, where a fault takes a byte, a code has 4 bits, and above it lies 1 + the number of
+# the rank, or host, that it came from in the exchange before.
+CODE_BITS = 4
+MAX_VIA = 15
+
+
+def unpack_device_fault(byte: int) -> tuple[FaultCode, int]:
+    """Return the code of a fault that came from the device, and 1 + where it came from, 0 if new.
+
+    MAX_VIA stands for all numbers from there on.
+    """
+    return FaultCode(byte & (1 << CODE_BITS) - 1), byte >> CODE_BITS
 
 
 # Where bits of tensors of the experts begin, and how many code and flags leave in an int32.
@@ -77,8 +129,8 @@ FLAGS_SHIFT = 8
 FAULT_MASK = (1 << FLAGS_SHIFT) - 1
 
 
-def pack_status(code: FaultCode, flags: BatchFlags) -> int:
-    """Return the FaultCode and the BatchFlags of a rank in one int32."""
+def pack_status(code: int, flags: BatchFlags) -> int:
+    """Return the FaultCode, or a fault_byte(), and the BatchFlags of a rank in one int32."""
     return int(code) | (int(flags) << FLAGS_SHIFT)
 
 

@@ -26,10 +26,54 @@ class TopKOutput:
     topk_ids: [T, K], int64, physical expert ids, distinct within a row; -1 means no expert.
     topk_weights: [T, K], float32; beside float64 rows float64; another floating dtype is cast. The
         weight of a -1 entry is ignored.
+    is_physical: a router chose the ids from the layer's ReplicaTable. To a layer with a placement
+        others are logical; nothing else reads it.
     """
 
     topk_ids: Tensor
     topk_weights: Tensor
+    is_physical: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReplicaTable:
+    """The physical experts among which tokens of this rank choose, on the device.
+
+    Of the replicas of an expert, token t of call c takes number (first + t + c) modulo how many
+    there are: round robin, and the same in every run. A call without tokens is none.
+
+    replicas: [E, R], int32, contiguous; physical ids of each logical expert, padded with -1.
+    num_replicas: [E], int32, how many of a row are ids; an expert without any becomes -1.
+    calls: [], int64, 0 at first; each call adds 2**32 to it, and c is their number modulo 2**30.
+        The lower bits are for kernels, whose programs add parts. None: c is 0, as where a call is
+        computed again, or ranks have to choose alike.
+    first: what lets ranks begin with different replicas, such as the rank.
+    """
+
+    replicas: Tensor
+    num_replicas: Tensor
+    calls: Tensor | None = None
+    first: int = 0
+
+    def choose(self, topk_ids: Tensor) -> Tensor:
+        """Return physical ids, [T, K], int64, of logical ones, and count the call.
+
+        -1 stays -1; what is no logical id becomes no physical id, which the dispatcher refuses, on
+        all ranks.
+
+        Local.   Host sync: none.   Graph capture: yes.   Deterministic: yes.
+        """
+        num_tokens, num_experts = topk_ids.shape[0], self.replicas.shape[0]
+        turn = torch.arange(num_tokens, device=topk_ids.device).unsqueeze(1) + self.first
+        if self.calls is not None and num_tokens:
+            turn = turn + ((self.calls >> 32) & (2**30 - 1))
+            self.calls.add_(2**32)
+        known = topk_ids.clamp(0, num_experts - 1)
+        found = self.num_replicas[known]
+        physical = self.replicas[known, turn % found.clamp(min=1)].long()
+        # There are at most as many physical experts as the table has places.
+        unknown = torch.where(topk_ids < 0, topk_ids, topk_ids + self.replicas.numel())
+        return torch.where(topk_ids == known, physical.masked_fill(found == 0, -1), unknown)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,6 +107,10 @@ class ExchangePlan:
     index: SlotIndex
     num_tokens: int
     num_rows: int
+
+    def rows_from_ranks(self) -> Tensor:
+        """Return how many rows came from each rank, [W], integers; in buffers of exact sizes."""
+        raise NotImplementedError(f"{type(self).__name__} does not tell the rows of each rank")
 
 
 class Handle:

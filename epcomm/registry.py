@@ -23,6 +23,7 @@ BUFFERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "nvlink": (
             "epcomm.buffers.nvlink.normal:NVLinkBuffer",
             "epcomm.buffers.nvlink.normal:NVLinkStaticBuffer",
+            "epcomm.buffers.nvlink.normal_row_budget:NVLinkRowBudgetBuffer",
             "epcomm.buffers.nvlink.low_latency:NVLinkLowLatencyBuffer",
             "epcomm.buffers.nvlink.low_latency:NVLinkMaskedBuffer",
         ),
@@ -42,6 +43,10 @@ BUFFERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "epcomm.buffers.ascend.standard:AscendStandardBuffer",
         ),
         "shared_memory": ("epcomm.buffers.shared_memory.buffer:SharedMemoryBuffer",),
+        "hierarchical": (
+            "epcomm.buffers.hierarchical.buffer:HierarchicalBuffer",
+            "epcomm.buffers.hierarchical.static:HierarchicalStaticBuffer",
+        ),
         "collective": (
             "epcomm.buffers.collective.all_to_all:CollectiveBuffer",
             "epcomm.buffers.collective.all_to_all_static:StaticCollectiveBuffer",

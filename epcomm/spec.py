@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -92,6 +93,66 @@ class Availability:
             needs=needs if absent else "",
         )
 
+    def also(self, reasons: Sequence[str]) -> Availability:
+        """Return this verdict with more reasons why not, if there are any."""
+        return replace(self, ok=False, reasons=(*self.reasons, *reasons)) if reasons else self
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostLayout:
+    """The host of each rank of a group; equal on all ranks.
+
+    The place of a rank is its number among the ranks of its host. Hosts are numbered in the order
+    of their first ranks. Example: hosts 0 0 1 1 give the ranks the places 0 1 0 1.
+
+    host_of_rank: [W], for each rank the number of its host.
+    """
+
+    host_of_rank: tuple[int, ...]
+
+    @classmethod
+    def of(cls, names: Sequence[object]) -> HostLayout:
+        """Give a number to each host: names[r] is equal for the ranks of one host alone."""
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        return cls(host_of_rank=tuple(numbers[name] for name in names))
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks, W."""
+        return len(self.host_of_rank)
+
+    @cached_property
+    def ranks_of_host(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each host, in ascending order."""
+        hosts = range(max(self.host_of_rank) + 1)
+        return tuple(
+            tuple(rank for rank, other in enumerate(self.host_of_rank) if other == host)
+            for host in hosts
+        )
+
+    @property
+    def num_hosts(self) -> int:
+        """The number of hosts."""
+        return len(self.ranks_of_host)
+
+    @property
+    def is_even(self) -> bool:
+        """Tell whether all hosts have as many ranks."""
+        return len({len(ranks) for ranks in self.ranks_of_host}) == 1
+
+    def place(self, rank: int) -> int:
+        """Return the number of `rank` among the ranks of its host."""
+        return self.ranks_of_host[self.host_of_rank[rank]].index(rank)
+
+    def ranks_elsewhere(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of other hosts than that of `rank`, in ascending order."""
+        own = self.host_of_rank[rank]
+        return tuple(other for other, host in enumerate(self.host_of_rank) if host != own)
+
+    def __str__(self) -> str:
+        hosts = (" ".join(map(str, ranks)) for ranks in self.ranks_of_host)
+        return f"{self.num_hosts} hosts of ranks {', '.join(hosts)}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class BufferSpec:
@@ -112,6 +173,7 @@ class BufferSpec:
         home apart, and are summed there: more bytes than sums, see Buffer.combine_slots().
     scale_layout: how the scales of slabs are to lie, in the layout MASKED over NVLink. Other
         buffers leave them as they come; WireTensor.scale_layout tells.
+    hosts: where the ranks run, if on several hosts and known; else None.
     """
 
     hidden_size: int
@@ -128,6 +190,11 @@ class BufferSpec:
     intermediate_size: int | None = None
     returns_slots: bool = False
     scale_layout: ScaleLayout = ROW_MAJOR
+    hosts: HostLayout | None = None
+
+    def ranks_elsewhere(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that are known to be on other hosts than `rank`, in ascending order."""
+        return () if self.hosts is None else self.hosts.ranks_elsewhere(rank)
 
     def as_record(self) -> dict[str, str | int | None]:
         """Return plain values for Collectives.agree()."""
@@ -146,6 +213,7 @@ class BufferSpec:
             "intermediate_size": self.intermediate_size,
             "returns_slots": self.returns_slots,
             "scale_layout": str(self.scale_layout),
+            "hosts": None if self.hosts is None else str(self.hosts),
         }
 
 
@@ -157,7 +225,7 @@ class BufferCaps:
     trainable: operations stand alone, cached_dispatch works, weights travel and slots come in
         order, so autograd may use it and the runner applies router weights; else combine does.
         Activation checkpointing joins the rows of one dispatch with the gradients of another.
-    ordered: slots come in (expert, source rank, token) order.
+    ordered: slots come in (expert, source rank, token) order, ranks as Backend.source_order() says.
     wire_dtypes: what dispatch carries.
     max_tokens_per_rank, max_top_k: limits of the mechanism, None for none.
     hidden_multiple: H must be a multiple of this.

@@ -25,7 +25,10 @@ class EPStats:
     max_slots: most slots of one call.
     traffic: bytes sent by the buffer, by all layers that share it, backward included.
     expert_slots: [L], int64, on the device: (token, expert) pairs by expert of this rank, as they
-        were when the statistics were taken; None in statistics of no layer. Not compared by `==`.
+        were when the statistics were taken, since the last rebalance; None in statistics of no
+        layer. Not compared by `==`.
+    rank_load: [W], float64, on the device: entries that this rank's tokens have for experts of each
+        rank; None where EPConfig.record_load is not set. Not compared by `==`.
 
     Calls that backward repeats for activation checkpointing count nothing but traffic. Of a device
     graph, expert_slots counts every replay, and the numbers of the host its capture alone.
@@ -38,6 +41,7 @@ class EPStats:
     max_slots: int = 0
     traffic: BufferTraffic = field(default_factory=BufferTraffic)
     expert_slots: Tensor | None = field(default=None, repr=False, compare=False)
+    rank_load: Tensor | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def num_tokens_per_expert(self) -> tuple[int, ...]:
@@ -55,8 +59,16 @@ class EPStats:
         """
         return imbalance_of(self.num_tokens_per_expert)
 
+    @cached_property
+    def rank_imbalance(self) -> float:
+        """The largest of rank_load over their mean; 1.0 before any came, or without rank_load.
 
-def imbalance_of(loads: tuple[int, ...]) -> float:
+        Local, of the tokens of this rank alone.   Host sync: yes, when first read.
+        """
+        return 1.0 if self.rank_load is None else imbalance_of(tuple(self.rank_load.tolist()))
+
+
+def imbalance_of(loads: tuple[int, ...] | tuple[float, ...]) -> float:
     """Return the largest of some loads over their mean, and 1.0 where there is no load."""
     total = sum(loads)
     return max(loads) * len(loads) / total if total else 1.0
@@ -85,6 +97,10 @@ class LayerCounter:
         self._num_slots += num_slots
         self._max_slots = max(self._max_slots, num_slots)
         self._expert_slots.add_(out.num_tokens_per_expert)
+
+    def forget_experts(self) -> None:
+        """Count by expert from zero, for the experts of this rank are others now. Local."""
+        self._expert_slots.zero_()
 
     def snapshot(self, traffic: BufferTraffic) -> EPStats:
         """Return the counts so far; later calls do not change them. Local; no host sync."""

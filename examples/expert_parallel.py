@@ -10,15 +10,26 @@ import torch.distributed as dist
 from comparison import StepResult
 from generation import Generated, gather_generated, generate
 from plain_model import gradient_norms, next_byte_loss
+from report import MoveRecord
 from saved_run import load_state, save_state
 from text_data import Batch
 from torch import Tensor, nn
 from transformers import Qwen3MoeForCausalLM
 
-from epcomm import EPConfig, EPGroup, ExpertParallelMoE, Mode, TopKOutput, idle_step
+from epcomm import (
+    EPConfig,
+    EPGroup,
+    ExpertParallelExperts,
+    ExpertParallelMoE,
+    Mode,
+    TopKOutput,
+    balance,
+    idle_step,
+)
+from epcomm.placement.recorder import LoadRecorder, loads_of_ranks
 from epcomm.sharding.shards import replicated_parameters, sharded_parameters
 from epcomm.training.checkpoints import gather_state_dict
-from epcomm.training.gradients import sum_replicated_gradients
+from epcomm.training.gradients import sum_replica_gradients, sum_replicated_gradients
 
 # Three times as much learns no faster, and brings some embedding so close to zero, where RMSNorm
 # multiplies rounding errors, that the gradients of float32 itself are 2e-5 off.
@@ -30,14 +41,30 @@ MAX_GRADIENT_NORM = 1.0
 class ExpertParallelTraining:
     """A model whose experts are spread over the group, and its optimizer."""
 
-    def __init__(self, model: Qwen3MoeForCausalLM, group: EPGroup) -> None:
+    def __init__(
+        self, model: Qwen3MoeForCausalLM, group: EPGroup, num_redundant: int | None = None
+    ) -> None:
         """Replace every MoE block of `model`, which is equal on all ranks.
+
+        num_redundant: copies of experts in each layer, which rebalance() places; None: no expert
+            moves.
 
         Collective: yes.
         """
         self._group = group
         self._model = model
-        self._moe_layers = _spread_experts(model, group)
+        # Normal mode for training and prompts; low latency for decoding, a token a rank at a time.
+        config = EPConfig(
+            mode=Mode.AUTO,
+            max_tokens_per_rank=1,
+            redundant_experts=num_redundant,
+            record_load=num_redundant is not None,
+        )
+        self._moe_layers = _spread_experts(model, group, config)
+        self._recorder = None
+        if num_redundant is not None:
+            tables = {str(place): moe.load_table for place, moe in enumerate(self._moe_layers)}
+            self._recorder = LoadRecorder(tables)
         self._chosen_experts: list[Tensor] = []
         for moe in self._moe_layers:
             moe.experts.register_forward_pre_hook(self._note_chosen_experts)
@@ -63,7 +90,9 @@ class ExpertParallelTraining:
                 own_loss.backward()
                 loss += own_loss.item()
         # Sum, not mean: the loss is already divided by the tokens of all ranks. Gradients of
-        # experts are complete: an expert has seen the tokens of all ranks.
+        # experts are complete: an expert has seen the tokens of all ranks, or if it has several
+        # copies, these have together.
+        sum_replica_gradients(self._model)
         sum_replicated_gradients(self._model, self._group)
         return self._sum_result_over_ranks(loss)
 
@@ -73,6 +102,27 @@ class ExpertParallelTraining:
             self._model.parameters(), MAX_GRADIENT_NORM, torch.tensor(gradient_norm)
         )
         self._optimizer.step()
+
+    def rebalance(self, step: int) -> MoveRecord:
+        """Place the experts of each layer by their load since the last call. Collective: yes."""
+        assert self._recorder is not None, "experts are placed"
+        self._recorder.end_window()
+        load = self._recorder.gather(self._group.collectives)
+        self._optimizer.zero_grad()
+        num_ranks, shares = self._group.world_size, []
+        for place, moe in enumerate(self._moe_layers):
+            counts = torch.tensor(load.windows_by_layer[str(place)][-1])
+            old = moe.experts.placement
+            assert old is not None, "experts are placed"
+            new = balance(counts, num_ranks=num_ranks, num_physical_experts=moe.experts.num_experts)
+            moe.experts.rebalance(new, self._optimizer)
+            by_rank = [
+                loads_of_ranks(counts, num_ranks=num_ranks, physical_to_logical=experts)
+                for experts in (None, old.physical_to_logical, new.physical_to_logical)
+            ]
+            shares.append([float(ranks.max() / ranks.mean()) for ranks in by_rank])
+        in_order, before, after = (max(of_layers) for of_layers in zip(*shares, strict=True))
+        return MoveRecord(step=step, in_order=in_order, before=before, after=after)
 
     def save(self, folder: Path) -> None:
         """Write the state, which any number of ranks may load. Collective: yes."""
@@ -100,9 +150,9 @@ class ExpertParallelTraining:
         )
 
     def _modes(self) -> str:
-        """The first line of what each phase's plan explains; explain() of a layer tells all."""
+        """The first lines of what explain() of a layer tells of each phase, and of placement."""
         lines = self._moe_layers[0].explain().splitlines()
-        return "\n".join(line for line in lines if line.startswith("mode "))
+        return "\n".join(line for line in lines if line.startswith(("mode ", "placement")))
 
     def gather_weights(self) -> dict[str, Tensor]:
         """The state of the whole model, with all experts. Collective: yes."""
@@ -140,12 +190,17 @@ class ExpertParallelTraining:
         return StepResult(loss=mean_loss.item(), gradient_norms=norms)
 
     def _note_chosen_experts(self, experts: nn.Module, args: tuple[Tensor, TopKOutput]) -> None:
-        self._chosen_experts.append(args[1].topk_ids)
+        assert isinstance(experts, ExpertParallelExperts)
+        topk_ids, placement = args[1].topk_ids, experts.placement
+        if args[1].is_physical and placement is not None:
+            # Copies are one expert to the model without them.
+            topk_ids = torch.tensor(placement.physical_to_logical)[topk_ids]
+        self._chosen_experts.append(topk_ids)
 
 
-def _spread_experts(model: Qwen3MoeForCausalLM, group: EPGroup) -> list[ExpertParallelMoE]:
-    # Normal mode for training and prompts; low latency for decoding, one token a rank at a time.
-    config = EPConfig(mode=Mode.AUTO, max_tokens_per_rank=1)
+def _spread_experts(
+    model: Qwen3MoeForCausalLM, group: EPGroup, config: EPConfig
+) -> list[ExpertParallelMoE]:
     moe_layers = []
     for layer in model.model.layers:
         block = layer.get_submodule("mlp")

@@ -20,10 +20,14 @@ NUM_EXPERTS_PER_TOKEN = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """Hold what a command line may choose; 4 layers of 32 experts have 3.4 million parameters."""
+    """Hold what a command line may choose; 4 layers of 32 experts have 3.4 million parameters.
+
+    skew: how much larger the logits of the first expert are at first than those of the last.
+    """
 
     num_layers: int
     num_experts: int
+    skew: float = 1.0
 
 
 def build_model(size: ModelSize, *, seed: int) -> Qwen3MoeForCausalLM:
@@ -44,6 +48,11 @@ def build_model(size: ModelSize, *, seed: int) -> Qwen3MoeForCausalLM:
     model = Qwen3MoeForCausalLM(config)
     # A loop over experts: other operations than those of the runner that it is compared with.
     model.set_experts_implementation("eager")
+    # Larger logits, of either sign, are more often among the largest.
+    scale = torch.logspace(1, 0, size.num_experts, base=size.skew).unsqueeze(1)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.get_parameter("mlp.gate.weight").mul_(scale)
     return model
 
 

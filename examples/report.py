@@ -37,6 +37,23 @@ class StepRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoveRecord:
+    """The load of the rank with most, over the mean of the ranks, of the layer where it is largest.
+
+    All of the tokens since the move before, shared equally by the copies of an expert.
+
+    step: after which experts were moved.
+    in_order: if experts lay in the order of their ids, one copy of each.
+    before: as they lay.   after: as they lie now.
+    """
+
+    step: int
+    in_order: float
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Written:
     """Hold what the ranks wrote after their prompts.
 
@@ -47,6 +64,17 @@ class Written:
     texts: Sequence[str]
     difference: float
     ms_per_byte: float
+
+
+def moves_table(moves: Sequence[MoveRecord]) -> Table:
+    """A row a move: the load of the rank with most, in means of the ranks."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for heading in ("moved after step", "load in order", "before", "after"):
+        table.add_column(heading, justify="right")
+    for move in moves:
+        shares = (move.in_order, move.before, move.after)
+        table.add_row(str(move.step), *(f"{share:.3f}" for share in shares))
+    return table
 
 
 def decode_summary(written: Written) -> str:

@@ -2,12 +2,14 @@
 
     scripts/launch_multi_rank.sh 4 examples/train_qwen3_moe.py --checkpoint FOLDER
     scripts/launch_multi_rank.sh 2 examples/train_qwen3_moe.py --resume FOLDER --steps 30
+    scripts/launch_multi_rank.sh 4 examples/train_qwen3_moe.py --skew 8 --redundant-experts 8
 
 Before each update rank 0 computes the same step with the plain model of transformers, in one
 process, from the gathered weights and the batches of all ranks. Loss and gradients must agree.
 The second command goes on from step 20 of the first, on other ranks, and compares its losses with
-those of the run that went on. What a training program needs in order to use epcomm is in
-expert_parallel.py and saved_run.py; the rest checks it.
+those of the run that went on. The third lets some experts get most of the tokens, gives each rank
+two experts more, and moves experts every 10 steps to where the load is less. What a training
+program needs in order to use epcomm is in expert_parallel.py and saved_run.py; the rest checks it.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ from expert_parallel import ExpertParallelTraining
 from one_process import OneProcess
 from plain_model import NUM_EXPERTS_PER_TOKEN, ModelSize, build_model
 from report import (
+    MoveRecord,
     StepRecord,
     Written,
     decode_summary,
+    moves_table,
     progress_bar,
     resumed_summary,
     steps_table,
@@ -49,20 +53,39 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 PROMPT_LENGTH, NUM_WRITTEN = 64, 48
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunChoices:
+    """Hold what a command line may choose of a run.
+
+    num_redundant: experts of all ranks beside those of the model; None: no expert moves.
+    move_interval: steps from one move of experts to the next.
+    """
+
+    seed: int
+    tolerance: float
+    num_redundant: int | None
+    move_interval: int
+
+
 class CheckedTraining:
     """Training over the ranks, with the same steps in one process beside it."""
 
     def __init__(
-        self, size: ModelSize, group: EPGroup, *, seed: int, tolerance: float, num_batches: int
+        self, size: ModelSize, group: EPGroup, *, run: RunChoices, num_batches: int
     ) -> None:
         """Build the model on every rank, and once more on rank 0, which compares.
 
         Collective: yes.
         """
+        seed = run.seed
         self._rank, self._num_ranks = group.rank, group.world_size
-        self._tolerance = tolerance
+        self._tolerance = run.tolerance
+        self._run = run
+        self.moves: list[MoveRecord] = []
         self._data = TextData(seed=seed, num_batches=num_batches)
-        self._training = ExpertParallelTraining(build_model(size, seed=seed), group)
+        self._training = ExpertParallelTraining(
+            build_model(size, seed=seed), group, run.num_redundant
+        )
         self._one_process = OneProcess(build_model(size, seed=seed)) if self._rank == 0 else None
 
     def explain(self) -> str:
@@ -89,6 +112,8 @@ class CheckedTraining:
 
         start_s = time.perf_counter()
         self._training.update(result.gradient_norm)
+        if self._run.num_redundant is not None and step % self._run.move_interval == 0:
+            self.moves.append(self._training.rebalance(step))
         duration_s += time.perf_counter() - start_s
         return StepRecord(
             step=step,
@@ -197,6 +222,11 @@ def main(
     tolerance: Annotated[
         float, typer.Option(help="Relative difference from one process at which a step fails.")
     ] = 1e-5,
+    skew: Annotated[float, typer.Option(min=1, help="Of logits, first expert to last.")] = 1.0,
+    redundant_experts: Annotated[
+        int | None, typer.Option(min=0, help="More experts in a layer, of all ranks; they move.")
+    ] = None,
+    rebalance_every: Annotated[int, typer.Option(min=1, help="Steps between moves.")] = 10,
     min_loss_fall: Annotated[float, typer.Option(help="A run whose loss falls less fails.")] = 1.5,
     checkpoint: Annotated[Path | None, typer.Option(help="Folder for the state at a step.")] = None,
     checkpoint_step: Annotated[int, typer.Option(min=1, help="That step.")] = 20,
@@ -211,10 +241,14 @@ def main(
     num_batches = dist.get_world_size() if earlier is None else earlier.num_batches
     try:
         with EPGroup(dist.group.WORLD) as group:
-            size = ModelSize(num_layers=layers, num_experts=experts)
-            training = CheckedTraining(
-                size, group, seed=seed, tolerance=tolerance, num_batches=num_batches
+            size = ModelSize(num_layers=layers, num_experts=experts, skew=skew)
+            run = RunChoices(
+                seed=seed,
+                tolerance=tolerance,
+                num_redundant=redundant_experts,
+                move_interval=rebalance_every,
             )
+            training = CheckedTraining(size, group, run=run, num_batches=num_batches)
             console.print(training.explain(), soft_wrap=True)
             if resume is not None:
                 training.load(resume)
@@ -222,6 +256,8 @@ def main(
             span = Span(first=first, last=steps, saved=checkpoint_step, folder=checkpoint)
             records = train(training, span, console=console)
             console.print(steps_table(records), summary(records, tolerance), sep="\n")
+            if training.moves:
+                console.print(moves_table(training.moves))
             if earlier is None:
                 console.print(decode_summary(training.write()), soft_wrap=True)
         losses = [record.loss for record in records]

@@ -1,8 +1,9 @@
 """A pytest plugin: `@pytest.mark.ranks(1, 2, 4)` runs a test on so many processes.
 
-`@pytest.mark.mpi_ranks(2, 4)` runs it under MPI, and a test may have both marks. It is parametrised
-over the sizes as `num_ranks`, with ids like `ranks4` and `mpi4`. The fixture `ep_ranks` is what
-EPGroup takes: None for the default process group, or the MPI world.
+`@pytest.mark.mpi_ranks(2, 4)` runs it under MPI, `@pytest.mark.host_ranks(4, 8)` on hosts of our
+own making (tests/hosts/network.py) with two ranks each, and a test may have several of the marks.
+It is parametrised over the sizes as `num_ranks`, with ids like `ranks4`, `mpi4` and `hosts4`. The
+fixture `ep_ranks` is what EPGroup takes: None for the default process group, or the MPI world.
 
 Outer run (plain pytest): all selected tests of one transport and size run in one launch of
 scripts/launch_multi_rank.sh, and each is reported as its own result: passed if it passed on every
@@ -39,13 +40,22 @@ from typing import TYPE_CHECKING
 import pytest
 from _pytest.skipping import evaluate_skip_marks  # pytest has no public way to ask this
 
+from tests.hosts import network
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 LAUNCHER = Path(__file__).parents[1] / "scripts" / "launch_multi_rank.sh"
 UNDER_LAUNCHER_ENV = "MULTI_RANK_TRANSPORT"  # set by the launcher: the transport
 BACKEND_ENV = "MULTI_RANK_BACKEND"  # set by the user: nccl and hccl run the tests on devices
+# Another value of it: ranks are on GPUs in turn, several on one where GPUs are fewer, and what
+# hosts say travels over gloo, for NCCL refuses two ranks of one GPU. A kernel that waits for a rank
+# of its own GPU waits for that rank's slice of time.
+SHARED_GPUS = "gloo_on_gpus"
+GPU_BACKENDS = ("nccl", SHARED_GPUS)
 RESULTS_ENV = "MULTI_RANK_RESULTS"  # set by the outer run: the folder for results
+HOSTS_ENV = "MULTI_RANK_HOSTS"  # set by the outer run: the ranks are on hosts of our own making
+RANKS_PER_HOST = 2
 
 # Seconds that a collective waits for a rank that does not come.
 COLLECTIVE_LIMIT_S = 60
@@ -64,15 +74,15 @@ STOP_LIMIT_S = 40
 TAIL_LINES = 150
 
 # The mark for each transport, and its ids before the number of ranks.
-MARKS = {"torch": "ranks", "mpi": "mpi_ranks"}
-IDS = {"torch": "ranks", "mpi": "mpi"}
+MARKS = {"torch": "ranks", "mpi": "mpi_ranks", "hosts": "host_ranks"}
+IDS = {"torch": "ranks", "mpi": "mpi", "hosts": "hosts"}
 
 
 @dataclass(frozen=True, order=True)
 class World:
     """The ranks that a launch starts."""
 
-    transport: str  # torch | mpi
+    transport: str  # torch | mpi | hosts: torch as well, on several hosts
     num_ranks: int
 
     def __str__(self) -> str:
@@ -90,7 +100,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(*sizes): run the test on so many processes")
     config.addinivalue_line("markers", "mpi_ranks(*sizes): run the test on so many MPI ranks")
+    config.addinivalue_line(
+        "markers", "host_ranks(*sizes): run the test on so many processes, two on each host"
+    )
     transport = os.environ.get(UNDER_LAUNCHER_ENV)
+    if transport and HOSTS_ENV in os.environ:
+        transport = "hosts"
     config.pluginmanager.register(InnerRun(transport) if transport else OuterRun(config))
 
 
@@ -270,6 +285,7 @@ def process_group() -> Iterator[None]:
 
     backend = os.environ.get(BACKEND_ENV, "gloo")
     take_device(backend)
+    backend = "gloo" if backend == SHARED_GPUS else backend
     dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_LIMIT_S))
     try:
         yield
@@ -280,10 +296,15 @@ def process_group() -> Iterator[None]:
 
 def take_device(backend: str) -> None:
     """Let this rank use a device of its own, if the backend moves the memory of devices."""
-    if backend == "nccl":
+    if backend in GPU_BACKENDS:
         import torch
 
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        place = int(os.environ["LOCAL_RANK"])
+        if backend == SHARED_GPUS:
+            place %= torch.cuda.device_count()
+            # Else torch maps no memory between two ranks of one GPU.
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        torch.cuda.set_device(place)
     elif backend == "hccl":
         # Brings the backend, too.
         import_module("torch_npu").npu.set_device(int(os.environ["LOCAL_RANK"]))
@@ -366,6 +387,8 @@ class OuterRun:
                 # Its fixtures live on the ranks. What remains here is pytest's own protocol, with
                 # skip and xfail marks, -x and all reports.
                 item.fixturenames = []
+                if world.transport == "hosts" and (reason := network.missing()):
+                    item.add_marker(pytest.mark.skip(reason=f"no hosts of our own: {reason}"))
         for world, items in self.items.items():
             launched = [item.nodeid for item in items if evaluate_skip_marks(item) is None]
             if launched:
@@ -500,11 +523,18 @@ class OuterRun:
         """Run the launcher until it ends or hangs; return how it ended, empty if well."""
         environment = os.environ | {"PYTHON": sys.executable, RESULTS_ENV: str(folder)}
         environment.pop("NNODES", None)
-        options = ["--mpi"] if world.transport == "mpi" else []
+        command = [str(LAUNCHER), str(world.num_ranks)]
+        if world.transport == "mpi":
+            command.insert(1, "--mpi")
+        elif world.transport == "hosts":
+            num_hosts = world.num_ranks // RANKS_PER_HOST
+            environment[HOSTS_ENV] = str(num_hosts)
+            options = ["--hosts", str(num_hosts), "--ranks", str(RANKS_PER_HOST)]
+            command = [sys.executable, "-m", "tests.hosts.launch", *options]
         with (folder / "output.txt").open("wb") as output:
             # A session of its own: Ctrl-C comes here, and stop() passes it on, once.
             process = subprocess.Popen(
-                [LAUNCHER, *options, str(world.num_ranks), *arguments],
+                [*command, *arguments],
                 cwd=self.config.rootpath,  # node ids are relative to it
                 env=environment,
                 stdin=subprocess.DEVNULL,

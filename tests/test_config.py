@@ -35,7 +35,8 @@ BAD_VALUES = [
     BadValue(
         id="unknown router",
         values={"router": "npu"},
-        message="EPConfig: router is 'npu', expected one of ['auto', 'reference', 'ascend']",
+        message="EPConfig: router is 'npu', expected one of ['auto', 'reference', 'ascend', "
+        "'triton']",
     ),
     BadValue(
         id="unknown dtype",

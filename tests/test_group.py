@@ -19,11 +19,13 @@ from epcomm import (
     HandleError,
     MoESpec,
     WireFormat,
+    plan,
 )
 from epcomm.collectives.torch_dist import TorchDistCollectives
-from epcomm.spec import BufferSpec
+from epcomm.spec import BufferSpec, HostLayout
 
 NUM_RANKS = 4
+MOE = MoESpec(hidden_size=16, num_experts=8, top_k=2, dtype=torch.float32)
 WIRE = WireFormat.of(torch.float32)
 SPEC = BufferSpec(
     hidden_size=16,
@@ -59,8 +61,61 @@ def test_a_mesh_dimension_numbers_ranks_inside_itself() -> None:
         assert (group.rank, group.world_size) == (position, 2)
         mine = torch.tensor(rank, device=group.device)
         assert group.collectives.all_gather(mine).tolist() == others
-    with pytest.raises(ConfigError, match="the DeviceMesh has 2 dimensions, expected 1"):
-        EPGroup(mesh)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_a_mesh_of_two_dimensions_says_where_all_its_ranks_run() -> None:
+    # Rank 3 is first on the first host, but numbers and hosts go by the process group.
+    with EPGroup(mesh_of([3, 1], [0, 2])) as group:
+        assert (group.rank, group.world_size) == (dist.get_rank(), 4)
+        assert group.hosts == HostLayout(host_of_rank=(0, 1, 0, 1))
+        assert group.mesh is not None
+        assert group.mesh.mesh.tolist() == [0, 1, 2, 3]
+        # It wins over what is found: these ranks share memory, and could use that.
+        chosen = plan(EPConfig(mode="normal"), MOE, group).prefill
+        assert chosen.buffer_spec.hosts == group.hosts
+        apart = "shared_memory: ranks are on 2 hosts, as EPGroup was told, expected one whose"
+        assert apart in chosen.explain()
+    with EPGroup(mesh_of([0, 1, 2, 3])) as group:
+        assert plan(EPConfig(mode="normal"), MOE, group).prefill.backend == "shared_memory"
+    with pytest.raises(ConfigError, match="the DeviceMesh has 3 dimensions, expected 1, or 2"):
+        EPGroup(mesh_of([[0], [1]], [[2], [3]]))
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_ranks_of_a_mesh_of_hosts_get_a_group_of_their_own() -> None:
+    # No pair: torch names such a group by its ranks, and a group of that name that is gone leaves
+    # addresses behind, to which the next one would connect.
+    mesh = mesh_of([3], [0], [2])
+    if dist.get_rank() == 1:
+        with pytest.raises(ConfigError, match="this rank is no member of the process group"):
+            EPGroup(mesh)
+        return
+    with EPGroup(mesh) as group:
+        mine = torch.tensor(dist.get_rank(), device=group.device)
+        assert group.collectives.all_gather(mine).tolist() == [0, 2, 3]
+        # Hosts are numbered in the order of their first ranks.
+        assert group.hosts == HostLayout(host_of_rank=(0, 1, 2))
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_ranks_that_disagree_on_hosts_all_hear_of_it() -> None:
+    rows = ([0, 1], [2, 3]) if dist.get_rank() == 2 else ([0, 2], [1, 3])
+    with EPGroup(mesh_of(*rows)) as group:
+        with pytest.raises(ConfigError) as caught:
+            plan(EPConfig(mode="normal"), MOE, group)
+        text = str(caught.value)
+        assert 'hosts: "2 hosts of ranks 0 2, 1 3" on ranks 0, 1, 3' in text
+        assert '"2 hosts of ranks 0 1, 2 3" on rank 2' in text
+    # One rank alone that says so is as bad.
+    mesh = mesh_of([0, 1], [2, 3]) if dist.get_rank() == 1 else None
+    with EPGroup(mesh) as group, pytest.raises(ConfigError, match='"not given" on ranks 0, 2, 3'):
+        plan(EPConfig(mode="normal"), MOE, group)
+
+
+def mesh_of(*hosts: list[int] | list[list[int]]) -> DeviceMesh:
+    """Make a mesh without process groups for its dimensions, which ranks may make unalike."""
+    return DeviceMesh(EPGroup().device.type, list(hosts), _init_backend=False)
 
 
 @pytest.mark.ranks(NUM_RANKS)

@@ -61,7 +61,7 @@ def _find_fault(
         grouped,
         batches,
         first_expert,
-        is_ordered=contender.is_ordered,
+        order=contender.source_order(len(batches)) if contender.is_ordered else None,
         row_error=contender.row_error,
     )
     y = contender.combine(run_experts(grouped, first_expert), dispatched)
@@ -88,7 +88,7 @@ def find_row_fault(
     batches: Sequence[RankBatch],
     first_expert: int,
     *,
-    is_ordered: bool = True,
+    order: Sequence[int] | None,
     row_error: float = 0.0,
 ) -> str | None:
     """Return the fault of the rows of this rank's experts, which must be their tokens, or None.
@@ -97,13 +97,15 @@ def find_row_fault(
         grouped: the rows, by expert.
         batches: of all ranks.
         first_expert: of this rank.
-        is_ordered: the rows of an expert come by source rank, then token.
+        order: of the source ranks by which the rows of an expert come, those of a rank by token;
+            None: rows come in no order.
         row_error: see Contender.row_error; without any, rows must be the same bits.
     """
     for local, run in enumerate(grouped.runs()):
         rows = grouped.rows[run.start : run.stop]
-        expected = _rows_of_expert(first_expert + local, batches)
-        if not is_ordered:
+        sources = range(len(batches)) if order is None else order
+        expected = _rows_of_expert(first_expert + local, [batches[rank] for rank in sources])
+        if order is None:
             rows, expected = _sorted(rows), _sorted(expected)
         if not _are_equal(rows, expected, row_error):
             return (
@@ -144,7 +146,7 @@ def tolerance(dtype: torch.dtype, *, top_k: int, num_roundings: int) -> float:
 
 
 def _rows_of_expert(expert: int, batches: Sequence[RankBatch]) -> Tensor:
-    """Return the tokens of `expert`, [N, H], by rank, then token."""
+    """Return the tokens of `expert`, [N, H], in the order of `batches`."""
     return torch.cat([batch.x[(batch.topk_ids == expert).any(dim=1)] for batch in batches])
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def check_plot(path: Path) -> None:
+def check_plot(path: Path, *, command: str = "epcomm bench") -> None:
     """Refuse a picture that cannot be drawn here. Local.
 
     Raises:
@@ -24,14 +24,14 @@ def check_plot(path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            "epcomm bench: --plot needs matplotlib, which is not installed; run pip install "
+            f"{command}: --plot needs matplotlib, which is not installed; run pip install "
             "matplotlib, or leave --plot out"
         ) from error
 
     known = Figure().canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in known:
         raise ConfigError(
-            f"epcomm bench: --plot is {str(path)!r}, expected a name that ends in one of "
+            f"{command}: --plot is {str(path)!r}, expected a name that ends in one of "
             f"{sorted(known)}"
         )
 

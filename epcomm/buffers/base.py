@@ -50,6 +50,11 @@ class DispatchCall:
     quantize: brings hidden states to a format, into the memory of a message where a buffer can.
     int8_profile: its arithmetic of INT8 rows, for buffers that make them while they send.
     dispatcher: number of the dispatcher that calls, see CallOrder.add_dispatcher(); 0 for none.
+    num_sms: SMs of a GPU that kernels may take for this call and along its exchange plan, at most
+        those that the buffer was opened for; None for these. Read where Buffer.takes_num_sms.
+    fault: [2], int64, on the device: for a static buffer inside a host, what this rank heard
+        between hosts, as pass_on() of epcomm/buffers/faults.py makes it.
+    wants_row_topk: the caller asks for Dispatched.row_topk, and may leave the index unread.
     """
 
     hidden_states: Tensor | WireTensor
@@ -61,6 +66,9 @@ class DispatchCall:
     quantize: RowQuantizer = quantize
     int8_profile: Int8Profile = Int8Profile.RINT127
     dispatcher: int = 0
+    num_sms: int | None = None
+    wants_row_topk: bool = False
+    fault: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -98,6 +106,10 @@ class Dispatched:
     index: in MASKED, slot s is row s of the flattened rows, and each expert has capacity for R / L.
     slot_weights: [C], float32; None where weights do not travel.
     any_flags: the flags of all ranks, or-ed.
+    row_topk: what row_topk() of epcomm/ops/slots.py makes of the index, where a kernel of the
+        dispatch has written it already, as DispatchCall.wants_row_topk asks; else None.
+    faults: [ranks, 2], int64, on the device, of static buffers that take DispatchCall.fault: the
+        fault of each rank or 0, and the slots that an overflow needs.
     """
 
     rows: WireTensor
@@ -105,6 +117,8 @@ class Dispatched:
     slot_weights: Tensor | None
     exchange_plan: ExchangePlan
     any_flags: BatchFlags
+    row_topk: tuple[Tensor, Tensor] | None = None
+    faults: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,10 +126,12 @@ class Combined:
     """The result of Buffer.combine().
 
     y: [T, H].   scalars: [T, K], float32, where row scalars were given.
+    faults: of combine, as Dispatched.faults.
     """
 
     y: Tensor
     scalars: Tensor | None
+    faults: Tensor | None = None
 
 
 class Backend(ABC):
@@ -164,6 +180,22 @@ class Backend(ABC):
     def lacks_with(cls, machine: Machine, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
         """Say why it cannot serve this layer on this `machine`. Local; allocates nothing."""
         return ()
+
+    @classmethod
+    def lacks_between(cls, spec: BufferSpec) -> tuple[str, ...]:
+        """Say why it cannot serve ranks on the hosts that spec.hosts names, None for one host.
+
+        Local; every rank gives the same answer, for nothing of this rank is looked at.
+        """
+        return ()
+
+    @classmethod
+    def source_order(cls, spec: BufferSpec, world_size: int) -> Sequence[int]:
+        """Return the ranks in the order in which their tokens lie in an expert's slots. Local.
+
+        So it is where caps().ordered.
+        """
+        return range(world_size)
 
     @classmethod
     @abstractmethod
@@ -231,14 +263,37 @@ class ExcludesRanks(Protocol):
         ...
 
 
+@runtime_checkable
+class AddsBias(Protocol):
+    """A buffer that adds up what is known of a token beside what its ranks return."""
+
+    def combine_onto(
+        self,
+        bias: Tensor,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        *,
+        rows_per: RowsPer,
+        row_scalars: Tensor | None = None,
+    ) -> Combined:
+        """Combine as Buffer.combine() does, onto bias [T, H], float32, contiguous.
+
+        Bias comes first, then come the ranks in their order, and the sum is rounded once; float64
+        beside float64 rows.
+        """
+        ...
+
+
 class Buffer(Backend):
     """The mechanism of one backend. Calls are collective and come in one order on all ranks.
 
     counts_calls: CallOrder counts a call when its ranks begin to compare it, and not before: what
         fails on one rank until then may still be told to all.
+    takes_num_sms: it keeps to DispatchCall.num_sms; else BufferSpec.num_sms alone limits kernels.
     """
 
     counts_calls: bool = False
+    takes_num_sms: bool = False
 
     @abstractmethod
     def dispatch(self, call: DispatchCall) -> Dispatched:

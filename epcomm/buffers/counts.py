@@ -25,6 +25,7 @@ from epcomm.collectives.call_order import (
     CallOrder,
     CallSign,
 )
+from epcomm.errors import RankNames
 from epcomm.protocol import BatchFlags, FaultCode
 
 
@@ -114,7 +115,7 @@ def read_counts(
     device_slots: Tensor,
     call: DispatchCall,
     num_experts: int,
-    rank: int,
+    names: RankNames,
 ) -> Counts:
     """Read the headers from all ranks, which make the same call.
 
@@ -123,14 +124,14 @@ def read_counts(
         device_slots: [W, L], the same slots on the device.
         call: this rank's call.
         num_experts: P.
-        rank: this rank.
+        names: of the ranks.
 
     Raises:
         ShapeError, CapacityError: some rank reported a fault; on every rank.
         ConfigError: some ranks need gradients, others run under no_grad; on every rank.
     """
     codes, flags = ([words[place] for words in headers] for place in (FAULT, FLAGS))
-    check_headers(codes, flags, call, num_experts, rank)
+    check_headers(codes, flags, call, num_experts, names)
     num_slots = device_slots.shape[1]
     slots_from_rank = [words[HEADER_WORDS : HEADER_WORDS + num_slots] for words in headers]
     return Counts(
@@ -142,15 +143,19 @@ def read_counts(
 
 
 def check_headers(
-    codes: Sequence[int], flags: Sequence[int], call: DispatchCall, num_experts: int, rank: int
+    codes: Sequence[int],
+    flags: Sequence[int],
+    call: DispatchCall,
+    num_experts: int,
+    names: RankNames,
 ) -> None:
-    """Raise what the headers of a dispatch say is wrong: a FaultCode and BatchFlags a rank.
+    """Raise what the headers of a dispatch say is wrong: a fault word and BatchFlags a rank.
 
     Raises:
         ShapeError, CapacityError, ConfigError: as read_counts().
     """
     own_error = call.error
-    if codes[rank] == FaultCode.IDS:
-        own_error = ids_error(call.topk_ids, num_experts, rank, len(codes))
-    raise_faults(codes, rank, own_error)
-    check_gradients(flags, rank, call.expert_names)
+    if codes[names.place] == FaultCode.IDS:
+        own_error = ids_error(call.topk_ids, num_experts, names)
+    raise_faults(codes, names, own_error)
+    check_gradients(flags, names, call.expert_names)

@@ -18,10 +18,24 @@ from epcomm.errors import (
     ConfigError,
     EPError,
     HandleError,
+    RankNames,
     ShapeError,
     describe_ranks,
 )
-from epcomm.protocol import COMPARED_FLAGS, FLAGS_SHIFT, TRAINED_SHIFT, BatchFlags, FaultCode
+from epcomm.protocol import (
+    CODE_BITS,
+    COMPARED_FLAGS,
+    FLAGS_SHIFT,
+    MAX_VIA,
+    TRAINED_SHIFT,
+    BatchFlags,
+    FaultCode,
+    fault_word,
+    is_passed_on,
+    pack_fault,
+    unpack_device_fault,
+    unpack_fault,
+)
 
 _FAULT_TEXT = {
     FaultCode.SHAPE: "a tensor of wrong shape, dtype or device",
@@ -36,12 +50,13 @@ _FAULT_TEXT = {
     FaultCode.EXPERTS: "an error while the experts computed or their results were summed",
     FaultCode.FROZEN: "an expert parameter that others train is frozen",
     FaultCode.UNREADY: "an error while tokens were routed or made ready to be sent",
+    FaultCode.CALLS: "another call than that of the other ranks",
 }
 # What all ranks raise if there are no faults of another kind.
 _ERRORS = (
     (CapacityError, {FaultCode.CAPACITY, FaultCode.OVERFLOW}),
     (ConfigError, {FaultCode.GRAD_MODE, FaultCode.NO_GRADIENTS, FaultCode.FROZEN}),
-    (HandleError, {FaultCode.HANDLE}),
+    (HandleError, {FaultCode.HANDLE, FaultCode.CALLS}),
     (EPError, {FaultCode.EXPERTS, FaultCode.UNREADY}),
 )
 
@@ -54,16 +69,16 @@ def any_flags(flags: Sequence[int]) -> BatchFlags:
 def guard_ids(
     topk_ids: Tensor, num_experts: int, error: EPError | None, *, distinct: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Replace all ids of a bad call by -1, and make its fault code, without a host sync.
+    """Replace all ids of a bad call by -1, and make its fault word, without a host sync.
 
     distinct: whether an expert twice in a row is a fault too.
 
     Returns:
-        topk_ids [T, K] that are safe to index with, and the FaultCode as an int64 scalar tensor.
+        topk_ids [T, K] that are safe to index with, and the fault word as an int64 scalar tensor.
     """
     bad_ids = ((topk_ids < -1) | (topk_ids >= num_experts)).any()
-    code = FaultCode.of(error)
-    fault = torch.where(bad_ids, int(FaultCode.IDS if code == FaultCode.NONE else code), int(code))
+    word = fault_word(error)
+    fault = torch.where(bad_ids, word or int(FaultCode.IDS), word)
     if distinct:
         is_repeated = _is_repeated(topk_ids.sort(dim=1).values).any() & (fault == 0)
         fault = torch.where(is_repeated, int(FaultCode.REPEATED_IDS), fault)
@@ -76,22 +91,24 @@ def _is_repeated(ordered_ids: Tensor) -> Tensor:
     return (ordered_ids[:, 1:] == ordered_ids[:, :-1]) & (ordered_ids[:, 1:] >= 0)
 
 
-def ids_error(topk_ids: Tensor, num_experts: int, rank: int, world_size: int) -> ShapeError:
+def ids_error(topk_ids: Tensor, num_experts: int, names: RankNames) -> ShapeError:
     """Return the detailed error of a rank whose ids are out of range. Host sync: reads the ids."""
     worst = int(topk_ids.max()) if int(topk_ids.max()) >= num_experts else int(topk_ids.min())
-    return ShapeError(
+    error = ShapeError(
         f"dispatch: topk_ids holds {worst}, expected -1 or 0 to {num_experts - 1} "
-        f"(rank {rank} of {world_size}); pass physical expert ids"
+        f"({names.where}); pass physical expert ids"
     )
+    error.fault_word = pack_fault(FaultCode.IDS, names.own)
+    return error
 
 
-def repeated_ids_error(topk_ids: Tensor, rank: int, world_size: int) -> ShapeError:
+def repeated_ids_error(topk_ids: Tensor, names: RankNames) -> ShapeError:
     """Return the detailed error of a rank that names an expert twice. Reads the ids on the host."""
     ordered = topk_ids.sort(dim=1).values.cpu()
     token, place = _is_repeated(ordered).nonzero()[0].tolist()
     return ShapeError(
         f"dispatch: topk_ids names expert {int(ordered[token, place])} twice for token {token}, "
-        f"expected distinct experts in a row (rank {rank} of {world_size}); add up their weights "
+        f"expected distinct experts in a row ({names.where}); add up their weights "
         "and pass -1 for the others"
     )
 
@@ -106,41 +123,56 @@ def overwritten_error(backend: str, batch: int, num_batches: int, where: str) ->
 
 
 def raise_faults(
-    codes: Sequence[int], rank: int, own_error: EPError | None, *, function: str = "dispatch"
+    words: Sequence[int],
+    names: RankNames,
+    own_error: EPError | None,
+    *,
+    function: str = "dispatch",
 ) -> None:
     """Raise on this rank if any rank reported a fault, after all have heard of it.
 
     Args:
-        codes: a FaultCode a rank.
-        rank: this rank.
+        words: a fault word a rank.
+        names: of these ranks.
         own_error: the detailed error that this rank found, if it did.
         function: in which the faults were found.
     """
-    if not any(codes):
+    if not any(words):
         return
+    was_passed_on = any(map(is_passed_on, words))
     if own_error is not None:
+        own_error.was_passed_on |= was_passed_on
         raise own_error
-    faults = [
-        f"{_FAULT_TEXT[code]} on {describe_ranks([r for r, c in enumerate(codes) if c == code])}"
-        for code in FaultCode
-        if code and code in codes
-    ]
-    raise _error_of(set(codes) - {FaultCode.NONE})(
-        f"{function}: {'; '.join(faults)} (this is rank {rank} of {len(codes)}); "
+    found = sorted(
+        {
+            unpack_fault(word, number)
+            for word, number in zip(words, names.numbers, strict=True)
+            if word
+        }
+    )
+    ranks_of: dict[FaultCode, list[int]] = {}
+    for code, rank in found:
+        ranks_of.setdefault(code, []).append(rank)
+    faults = [f"{_FAULT_TEXT[code]} on {describe_ranks(r)}" for code, r in ranks_of.items()]
+    error = _error_of(ranks_of.keys())(
+        f"{function}: {'; '.join(faults)} (this is {names.where}); "
         "no rows were sent and the group is usable; correct the call of the rank named"
     )
+    error.fault_word = pack_fault(*found[0])
+    error.was_passed_on = was_passed_on
+    raise error
 
 
 def _error_of(codes: Set[int]) -> type[EPError]:
     return next((error for error, kinds in _ERRORS if codes <= kinds), ShapeError)
 
 
-def check_gradients(flags: Sequence[int], rank: int, expert_names: Sequence[str]) -> None:
+def check_gradients(flags: Sequence[int], names: RankNames, expert_names: Sequence[str]) -> None:
     """Refuse a batch of which ranks would train other things.
 
     Args:
         flags: the BatchFlags a rank.
-        rank: this rank.
+        names: of these ranks.
         expert_names: of the tensors of the experts, in the order of their bits.
 
     Raises:
@@ -151,28 +183,34 @@ def check_gradients(flags: Sequence[int], rank: int, expert_names: Sequence[str]
     without_grad = [r for r, flag in enumerate(flags) if not flag & BatchFlags.GRAD_ENABLED]
     if without_grad and any(flag & needing for flag in flags):
         runs = "runs" if len(without_grad) == 1 else "run"
-        raise ConfigError(
-            f"dispatch: {describe_ranks(without_grad)} {runs} under torch.no_grad() while others "
-            f"need gradients (this is rank {rank} of {len(flags)}), so backward would wait for "
-            "ever; use one grad mode on all ranks"
+        error = ConfigError(
+            f"dispatch: {names.describe(without_grad)} {runs} under torch.no_grad() while others "
+            f"need gradients (this is {names.where}), so backward would wait for ever; use one "
+            "grad mode on all ranks"
         )
+        error.fault_word = pack_fault(FaultCode.GRAD_MODE, names.numbers[without_grad[0]])
+        raise error
     frozen: dict[str, list[str]] = {}
+    faulty_rank = 0
     for place, name in enumerate(expert_names):
         bit = 1 << (TRAINED_SHIFT + place)
         ranks = [r for r, flag in enumerate(flags) if not flag & bit]
         if 0 < len(ranks) < len(flags):
-            frozen.setdefault(describe_ranks(ranks), []).append(name)
+            frozen.setdefault(names.describe(ranks), []).append(name)
+            faulty_rank = names.numbers[ranks[0]]
     if frozen:
         told = " and ".join(
-            f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} frozen on {ranks}"
-            for ranks, names in frozen.items()
+            f"{', '.join(found)} {'is' if len(found) == 1 else 'are'} frozen on {ranks}"
+            for ranks, found in frozen.items()
         )
         them = "it" if sum(map(len, frozen.values())) == 1 else "them"
-        raise ConfigError(
-            f"dispatch: {told}, while the other ranks train {them} (this is rank {rank} of "
-            f"{len(flags)}), so optimizers and norms over all experts would wait for ever; call "
-            "requires_grad_() alike on all ranks"
+        error = ConfigError(
+            f"dispatch: {told}, while the other ranks train {them} (this is {names.where}), so "
+            "optimizers and norms over all experts would wait for ever; call requires_grad_() "
+            "alike on all ranks"
         )
+        error.fault_word = pack_fault(FaultCode.FROZEN, faulty_rank)
+        raise error
 
 
 def assume_all_need_grad(flags: BatchFlags) -> BatchFlags:
@@ -191,15 +229,46 @@ def pack_header(fault: Tensor, flags: BatchFlags) -> Tensor:
     return fault.to(torch.int32) | (int(flags) << FLAGS_SHIFT)
 
 
+def pass_on(faults: Tensor) -> Tensor:
+    """Return what tells of the first of these faults in another exchange; zeros if there is none.
+
+    faults: [N, 2], int64, on the device, of the ranks of an exchange in their order: fault, and the
+        slots that an overflow needs.
+
+    Returns: [2], int64: a fault of at most a byte, and the slots.
+
+    Host sync: none.   Graph capture: yes.
+    """
+    first = (faults[:, 0] != 0).long().argmax()
+    found = faults.index_select(0, first.unsqueeze(0))[0]
+    code = found[:1] & ((1 << CODE_BITS) - 1)
+    via = (first + 1).clamp(max=MAX_VIA)
+    return torch.where(code == 0, 0, torch.cat([code | via << CODE_BITS, found[1:]]))
+
+
+def new_faults(faults: Tensor) -> Tensor:
+    """Return faults [N, 2] that ranks did not pass on, and zeros for others. Host sync: none."""
+    return torch.where(faults[:, :1] >> CODE_BITS == 0, faults, 0)
+
+
 class DeviceFaults:
     """The faults that wait on the device: the first one of each rank since the last check."""
 
-    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
-        """Begin without a fault, for `world_size` ranks."""
-        self._rank = rank
+    def __init__(
+        self,
+        names: RankNames,
+        device: torch.device,
+        origins: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Begin without a fault, for the ranks that `names` names.
+
+        origins: for each of them the ranks of which it may pass on a fault, by the number that
+            pass_on() gives them.
+        """
+        self._names, self._origins = names, origins
         self._own_error: EPError | None = None
         # [W, 2]: FaultCode, and the slots that an overflow would have needed.
-        self._entries = torch.zeros(world_size, 2, dtype=torch.int64, device=device)
+        self._entries = torch.zeros(len(names.numbers), 2, dtype=torch.int64, device=device)
 
     @property
     def entries(self) -> Tensor:
@@ -222,7 +291,8 @@ class DeviceFaults:
             own_error: the detailed error of this rank, if it has one.
 
         Returns:
-            bool scalar on the device: the call has failed, on every rank.
+            [W, 2], int64, on the device: the fault of each rank, and the slots that an overflow
+            needs; the call has failed if any fault is not 0.
 
         Host sync: none.
         """
@@ -233,40 +303,56 @@ class DeviceFaults:
         is_mixed = (compared != compared.amax()) & (codes == 0)
         mixed = torch.where(compared == 0, int(FaultCode.GRAD_MODE), int(FaultCode.FROZEN))
         codes = torch.where(is_mixed, mixed, codes)
-        return self._note(codes, required, own_error)
+        return self._note(torch.stack([codes, required], dim=1), own_error)
 
-    def record_combine(self, codes: Tensor, own_error: EPError | None) -> Tensor:
-        """Note the faults of one combine: codes [W], FaultCode. Returns and costs as record."""
-        codes = codes.long()
-        return self._note(codes, torch.zeros_like(codes), own_error)
+    def record_combine(self, entries: Tensor, own_error: EPError | None) -> Tensor:
+        """Note the faults of one combine, [W, 2] as record() returns them. Costs as record."""
+        return self._note(entries, own_error)
 
-    def _note(self, codes: Tensor, required: Tensor, own_error: EPError | None) -> Tensor:
+    def _note(self, entries: Tensor, own_error: EPError | None) -> Tensor:
         self.note_own(own_error)
-        entries = torch.stack([codes, required], dim=1)
         is_first = self._entries[:, :1] == 0
         # In place: a captured graph keeps writing to this memory.
-        self._entries.copy_(
-            torch.where(is_first & (codes != 0).unsqueeze(1), entries, self._entries)
-        )
-        return (codes != 0).any()
+        self._entries.copy_(torch.where(is_first & (entries[:, :1] != 0), entries, self._entries))
+        return entries
 
-    def check(self, max_slots: int) -> None:
-        """Raise the recorded faults and forget them. Host sync: yes."""
+    def check(self, max_slots: int | None, *, max_rows: int | None = None) -> None:
+        """Raise the recorded faults and forget them. Host sync: yes.
+
+        max_slots, max_rows: that a rank receives, one of them None: the budget that was exceeded.
+        """
         entries = self._entries.tolist()
         own_error, self._own_error = self._own_error, None
         if not any(code for code, _ in entries):
             return
         self._entries.zero_()
-        overflowed = [rank for rank, (code, _) in enumerate(entries) if code == FaultCode.OVERFLOW]
-        if overflowed:
-            required = max(entries[rank][1] for rank in overflowed)
+        words = [self._fault_word(place, entry[0]) for place, entry in enumerate(entries)]
+        numbers = self._names.numbers
+        found = [unpack_fault(word, rank) for word, rank in zip(words, numbers, strict=True)]
+        overflowed = [rank for code, rank in found if code is FaultCode.OVERFLOW]
+        required = max(slots for _, slots in entries)
+        # Rows of a few elements do not tell other hosts how many slots an overflow needs.
+        if overflowed and required:
+            who, where = describe_ranks(overflowed), self._names.where
+            if max_rows is not None:
+                raise CapacityError(
+                    f"dispatch: {who} received up to {required} rows, expected at most "
+                    f"max_tokens_per_rank = {max_rows} from all ranks together (this is {where}); "
+                    f"y was set to NaN; raise max_tokens_per_rank to {required}"
+                )
             raise CapacityError(
-                f"dispatch: {describe_ranks(overflowed)} received up to {required} slots, expected "
-                f"at most max_recv_slots = {max_slots} (this is rank {self._rank} of "
-                f"{len(entries)}); y was set to NaN; raise max_recv_slots to {required}"
+                f"dispatch: {who} received up to {required} slots, expected at most "
+                f"max_recv_slots = {max_slots} (this is {where}); y was set to NaN; raise "
+                f"max_recv_slots to {required}"
             )
-        codes = [code for code, _ in entries]
         of_combine = {FaultCode.NONE, FaultCode.HANDLE, FaultCode.ROWS, FaultCode.EXPERTS}
-        in_combine = set(codes) <= of_combine
+        in_combine = {code for code, _ in found} <= of_combine
         function = "combine" if in_combine else "dispatch"
-        raise_faults(codes, self._rank, own_error, function=function)
+        raise_faults(words, self._names, own_error, function=function)
+
+    def _fault_word(self, place: int, byte: int) -> int:
+        """Return the fault word of what a rank told on the device."""
+        code, via = unpack_device_fault(byte)
+        if not via or self._origins is None or via == MAX_VIA:
+            return int(code)
+        return pack_fault(code, self._origins[place][via - 1])

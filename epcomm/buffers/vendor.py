@@ -53,7 +53,7 @@ class VendorCalls:
         self._rank, self._world_size = collectives.rank, collectives.world_size
         self._device = collectives.device
         self._is_closed = False
-        self._faults = DeviceFaults(collectives.rank, collectives.world_size, collectives.device)
+        self._faults = DeviceFaults(collectives.names, collectives.device)
         # Read after a wait of the host that the package makes anyway, so that it costs none.
         is_cuda = collectives.device.type == "cuda"
         self._fault_on_host = torch.zeros((), dtype=torch.int64, pin_memory=is_cuda)
@@ -119,9 +119,10 @@ class VendorCalls:
             return ids, assume_all_need_grad(call.flags)
         flags = torch.tensor(int(call.flags), device=ids.device)
         values = self._gather_values(fault, flags).tolist()
+        names = self._collectives.names
         codes, all_flags = [value[0] for value in values], [value[1] for value in values]
-        raise_faults(codes, self._rank, self._own_error(call, codes[self._rank]))
-        check_gradients(all_flags, self._rank, call.expert_names)
+        raise_faults(codes, names, self._own_error(call, codes[self._rank]))
+        check_gradients(all_flags, names, call.expert_names)
         return ids, any_flags(all_flags)
 
     def _guard_on_device(self, call: DispatchCall) -> tuple[Tensor, Tensor, BatchFlags]:
@@ -147,8 +148,8 @@ class VendorCalls:
         if call.error is not None or code == FaultCode.NONE:
             return call.error
         if code == FaultCode.REPEATED_IDS:
-            return repeated_ids_error(call.topk_ids, self._rank, self._world_size)
-        return ids_error(call.topk_ids, self._num_experts, self._rank, self._world_size)
+            return repeated_ids_error(call.topk_ids, self._collectives.names)
+        return ids_error(call.topk_ids, self._num_experts, self._collectives.names)
 
     def _record(
         self, call: DispatchCall, fault: Tensor, required: Tensor, max_slots: int
@@ -166,9 +167,10 @@ class VendorCalls:
             header = pack_header(torch.zeros_like(fault), call.flags).to(torch.int64)
             values = torch.stack([header, header * 0]).repeat(self._world_size, 1)
             values[self._rank] = torch.stack([value.to(torch.int64) for value in own])
-        return self._faults.record(
+        faults = self._faults.record(
             values[:, 0].to(torch.int32), values[:, 1] > max_slots, values[:, 1], call.error
         )
+        return (faults[:, 0] != 0).any()
 
     def _gather_values(self, *values: Tensor) -> Tensor:
         """Gather `values` of all ranks, [W, number of values], int64, on the device."""
@@ -197,4 +199,4 @@ class VendorCalls:
         code = int(FaultCode.of(error, in_combine=True))
         mine = torch.full((1,), code, device=self._device)
         codes = self._collectives.all_gather(mine, phase="combine calls").flatten().tolist()
-        raise_faults(codes, self._rank, error, function="combine")
+        raise_faults(codes, self._collectives.names, error, function="combine")

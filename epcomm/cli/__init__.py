@@ -1,4 +1,4 @@
-"""The command `epcomm`: plan a layer, look at a machine, measure. All but bench need no GPU."""
+"""The command `epcomm`: plan a layer, look at a machine, measure, read loads."""
 
 from typing import Annotated
 
@@ -6,6 +6,7 @@ import typer
 
 from epcomm.cli.bench import bench_command
 from epcomm.cli.doctor import doctor_command
+from epcomm.cli.load import load_command
 from epcomm.cli.one_line import OneLineGroup
 from epcomm.cli.plan import plan_command
 from epcomm.cli.version import version
@@ -32,7 +33,7 @@ def _epcomm(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print it."),
     ] = False,
 ) -> None:
-    """Expert-parallel communication: plan a layer, look at a machine, time its backends.
+    """Expert-parallel communication: plan a layer, look at a machine, time backends, read loads.
 
     Exit code 2: bad input, told in one line.
     """
@@ -43,3 +44,4 @@ def _epcomm(
 app.command("plan")(plan_command)
 app.command("doctor")(doctor_command)
 app.command("bench")(bench_command)
+app.command("load")(load_command)

@@ -18,12 +18,15 @@ from epcomm.cli.numbers import bytes_text
 from epcomm.cli.one_line import BadInput
 from epcomm.cli.plan_fused import fused_table
 from epcomm.cli.plan_json import as_json
+from epcomm.cli.plan_links import LinkOptions, links_table
+from epcomm.cli.plan_rebalance import Rebalance, rebalance_table
 from epcomm.config import EPConfig, Mode
 from epcomm.errors import BackendUnavailable, ConfigError, EPError, PlanRefused, shown
+from epcomm.planning.links import GroupLimit
 from epcomm.planning.plan import plan
 from epcomm.planning.plans import EPPlan, PhasePlan
 from epcomm.platforms.assumed import DEVICES, AssumedMachine, deep_ep_of
-from epcomm.spec import MoESpec
+from epcomm.spec import HostLayout, MoESpec
 from epcomm.types import MAX_RANKS, MAX_SIZE, WireDtype, is_size
 from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
@@ -50,7 +53,7 @@ _QUANTIZED = {"fp8": Fp8BlockWeights, "int8": Int8ChannelWeights}
 
 def plan_command(
     hidden_size: Annotated[int | None, typer.Option(help="H.")] = None,
-    num_experts: Annotated[int | None, typer.Option(help="Of all ranks.")] = None,
+    num_experts: Annotated[int | None, typer.Option(help="Of the model.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Experts of a token.")] = None,
     intermediate_size: Annotated[
         int | None, typer.Option(help="Of one expert; without it no runner is chosen.")
@@ -60,6 +63,19 @@ def plan_command(
         str | None, typer.Option(help="fp8, int8, or unquantised: what --dtype is.")
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="That share the experts.")] = 8,
+    hosts: Annotated[
+        int | None, typer.Option(min=1, help="On which the ranks are, as many on each.")
+    ] = None,
+    gb_per_s_between: Annotated[
+        float | None, typer.Option(help="That a rank sends to other hosts, in 10**9 bytes.")
+    ] = None,
+    gb_per_s_inside: Annotated[
+        float | None, typer.Option(help="That a rank sends inside its host, likewise.")
+    ] = None,
+    num_groups: Annotated[
+        int | None, typer.Option(min=1, help="Groups of experts, of which routing chooses some.")
+    ] = None,
+    topk_groups: Annotated[int | None, typer.Option(min=1, help="Groups of a token.")] = None,
     mode: Annotated[
         str | None, typer.Option(help="standard, normal, low_latency, auto or fuseep.")
     ] = None,
@@ -136,16 +152,29 @@ def plan_command(
         spec.check()
         settings = EPConfig() if config is None else EPConfig.from_file(config)
         settings = replace(settings, **_given(fields))
+        # A plan is of physical experts, and the option and the file tell those of the model.
+        redundant = settings.redundant_experts or 0
+        spec = replace(spec, num_experts=spec.num_experts + redundant)
         if intermediate_size is None and shape is not None:
             intermediate_size = shape.intermediate_size
-        assumed = None if device is None else _assumed(device, settings)
-        chosen = plan(
-            settings,
-            spec,
-            world_size=ranks,
-            weights=_weights_of(spec, intermediate_size, experts),
-            machine=assumed,
+        limit = _limit_of(num_groups, topk_groups, shape)
+        limit.check(spec.num_experts - redundant, spec.top_k)
+        links = LinkOptions(
+            gb_per_s_between=gb_per_s_between,
+            gb_per_s_inside=gb_per_s_inside,
+            limit=None if redundant else limit,
+            num_tokens=settings.max_tokens_per_rank,
         )
+        links.check(hosts, ranks)
+        assumed = None if device is None else _assumed(device, settings, hosts, ranks)
+        layout = None
+        if hosts is not None and assumed is None:
+            layout = HostLayout.of([rank * hosts // ranks for rank in range(ranks)])
+        weights = _weights_of(spec, intermediate_size, experts)
+        chosen = plan(
+            settings, spec, world_size=ranks, weights=weights, machine=assumed, hosts=layout
+        )
+        rebalance = Rebalance.of(settings, spec, ranks, weights)
     except (PlanRefused, BackendUnavailable) as error:
         where = "" if assumed is None else f" (assumed: {assumed.describe(ranks)[0]})"
         sys.stderr.write(f"{error}{where}\n")
@@ -153,9 +182,16 @@ def plan_command(
     except EPError as error:
         raise BadInput(str(error)) from None
     if json:
-        sys.stdout.write(as_json(chosen, spec, ranks))
-    else:
-        _print_plan(Console(), chosen, spec, ranks, shape)
+        sys.stdout.write(as_json(chosen, spec, ranks, rebalance, links))
+        return
+    console = Console()
+    _print_plan(console, chosen, spec, ranks, shape)
+    if rebalance is not None:
+        console.print(rebalance_table(rebalance))
+    for name, phase in chosen.phases().items():
+        table = links_table(name, phase, links)
+        if table is not None:
+            console.print(table)
 
 
 def _given(fields: dict[str, T | None]) -> dict[str, T]:
@@ -179,11 +215,23 @@ def _torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[short]
 
 
-def _assumed(device: str, config: EPConfig) -> AssumedMachine:
+def _limit_of(
+    num_groups: int | None, topk_groups: int | None, shape: ModelShape | None
+) -> GroupLimit:
+    """Return the groups of the options, else of the model file, else one of all experts."""
+    groups = num_groups or (shape and shape.num_groups) or 1
+    return GroupLimit(
+        num_groups=groups,
+        topk_groups=topk_groups or (shape and shape.topk_groups) or groups,
+    )
+
+
+def _assumed(device: str, config: EPConfig, hosts: int | None, ranks: int) -> AssumedMachine:
     """Return the machines of a device, with the package that a backend needs if it is named."""
     if device not in DEVICES:
         raise ConfigError(f"epcomm plan: --device is {device!r}, expected one of {[*DEVICES]}")
-    return replace(DEVICES[device], deep_ep=deep_ep_of(config.backend))
+    machine = replace(DEVICES[device], deep_ep=deep_ep_of(config.backend))
+    return machine if hosts is None else replace(machine, ranks_per_host=ranks // hosts)
 
 
 def _weights_of(

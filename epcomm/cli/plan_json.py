@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
+from epcomm.cli.plan_links import LinkOptions, links_json
+from epcomm.cli.plan_rebalance import Rebalance
 from epcomm.cli.version import version
 from epcomm.planning.plans import EPPlan, PhasePlan, Rejection
 from epcomm.spec import MoESpec
 from epcomm.types import WireDtype
 
 
-def as_json(chosen: EPPlan, spec: MoESpec, ranks: int) -> str:
+def as_json(
+    chosen: EPPlan, spec: MoESpec, ranks: int, rebalance: Rebalance | None, links: LinkOptions
+) -> str:
     """Return the plan of a layer on `ranks` ranks, as text that ends with a line break."""
     values = {
         "version": version(),
@@ -22,15 +27,16 @@ def as_json(chosen: EPPlan, spec: MoESpec, ranks: int) -> str:
             "ranks": ranks,
         },
         "assumed": list(chosen.assumed),
-        "phases": {name or "all": _phase(phase) for name, phase in chosen.phases().items()},
+        "phases": {name or "all": _phase(phase, links) for name, phase in chosen.phases().items()},
         "decode_lacks": chosen.decode_lacks,
         "runner": chosen.runner,
         "rejected_runners": _rejections(chosen.rejected_runners),
+        "rebalance": rebalance and asdict(rebalance),
     }
     return json.dumps(values, indent=1) + "\n"
 
 
-def _phase(phase: PhasePlan) -> dict[str, object]:
+def _phase(phase: PhasePlan, links: LinkOptions) -> dict[str, object]:
     spec, caps = phase.buffer_spec, phase.caps
     return {
         "mode": phase.mode.value,
@@ -49,6 +55,7 @@ def _phase(phase: PhasePlan) -> dict[str, object]:
             dict(phase.max_bytes_per_token(backward=True)) if caps.trainable else None
         ),
         "header_bytes": phase.header_bytes(),
+        "links": links_json(phase, links),
         "limits": dict(phase.limits()),
         "memory": [
             {

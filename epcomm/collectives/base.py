@@ -14,7 +14,7 @@ from torch import Tensor
 from epcomm.collectives.bounded import BoundedWait
 from epcomm.collectives.call_order import CallKind, CallOrder, CallSign
 from epcomm.config import EPConfig
-from epcomm.errors import ConfigError, ShapeError, describe_ranks
+from epcomm.errors import BackendUnavailable, ConfigError, RankNames, ShapeError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -48,16 +48,87 @@ class Collectives(ABC):
     process_group: dist.ProcessGroup | None = None
     # Ends the waits of the collectives; None where the host does not wait in them.
     bounded: BoundedWait | None = None
-    # Seconds that kernels wait for other ranks; EPGroup.limit_waits() sets it with that of bounded.
+    # Seconds that kernels wait for other ranks, see limit_waits().
     kernel_timeout_s: float = DEFAULT_TIMEOUT_S
+    # What messages say behind a phase, in a part of a group: `, between hosts`.
+    scope: str = ""
+
+    _names: RankNames | None = None
+
+    @property
+    def names(self) -> RankNames:
+        """The numbers of the ranks for messages; in a part of a group, those in the group."""
+        if self._names is None:
+            self._names = RankNames.of_all(self.rank, self.world_size)
+        return self._names
 
     @cached_property
     def calls(self) -> CallOrder:
         """The calls made over this transport, which ranks compare before they send rows."""
         return CallOrder(self)
 
+    @cached_property
+    def _parts(self) -> dict[tuple[tuple[int, ...], ...], Collectives]:
+        """The parts made by split(), by the division into parts."""
+        return {}
+
+    def limit_waits(self, timeout_s: float) -> None:
+        """Set how long this rank waits for others, here and in all parts. Local."""
+        self.kernel_timeout_s = timeout_s
+        if self.bounded is not None:
+            self.bounded.timeout_s = timeout_s
+        for part in self._parts.values():
+            part.limit_waits(timeout_s)
+
+    def split(
+        self, parts: Sequence[Sequence[int]], *, scope: str, counts_calls: bool = False
+    ) -> Collectives:
+        """Return the collectives of the ranks that share a part with this one.
+
+        They name ranks by their numbers here, wait as long, and share what tells of lost ranks: a
+        rank that waits in one part is not taken for missing in another.
+
+        Args:
+            parts: the ranks of each part, ascending; each rank is in one.
+            scope: what messages say behind a phase, such as `, between hosts`.
+            counts_calls: calls of the part count as calls of the whole too.
+
+        Collective: yes, the first time for these parts.   Host sync: yes.
+        Lifetime: until these collectives are closed; whoever asks for the same parts has the same.
+        """
+        key = tuple(map(tuple, parts))
+        assert all(list(part) == sorted(part) for part in key), "ranks ascend in every part"
+        if key not in self._parts:
+            mine = next(part for part in key if self.rank in part)
+            found = self._make_part(mine)
+            found._names = RankNames(
+                own=self.names.own,
+                numbers=tuple(self.names.numbers[rank] for rank in mine),
+                world_size=self.names.world_size,
+            )
+            found.calls = CallOrder(found, whole=self.calls, counts_in_whole=counts_calls)
+            found.scope = scope
+            found.kernel_timeout_s = self.kernel_timeout_s
+            self._parts[key] = found
+        return self._parts[key]
+
+    def _make_part(self, ranks: Sequence[int]) -> Collectives:
+        """Make the collectives of a part, with the `bounded` of the whole.
+
+        ranks: of the part, this one among them.
+
+        Collective: yes, over all ranks, each with its part.
+        """
+        raise BackendUnavailable(
+            f"split: {type(self).__name__} does not say how its ranks are divided "
+            f"({self.names.where}); pass a process group or an mpi4py communicator"
+        )
+
     def close(self) -> None:
         """Free what this object made for itself, never what it was given. Local, idempotent."""
+        for part in self._parts.values():
+            part.close()
+        self._parts.clear()
         self.calls.close()
 
     @abstractmethod
@@ -131,16 +202,23 @@ class Collectives(ABC):
         records = [compared for compared, _ in gathered]
         names = list(dict.fromkeys(name for other in records for name in other))
         faults = [
-            _describe_values(name, [other.get(name, "<absent>") for other in records])
+            self._describe_values(name, [other.get(name, "<absent>") for other in records])
             for name in names
             if len({json.dumps(other.get(name, "<absent>")) for other in records}) > 1
         ]
         if faults:
             raise ConfigError(
                 f"{what}: ranks disagree on {'; on '.join(faults)} "
-                f"(this is rank {self.rank} of {self.world_size}); make them equal on all ranks"
+                f"(this is {self.names.where}); make them equal on all ranks"
             )
         return [each for _, each in gathered]
+
+    def _describe_values(self, name: str, values: Sequence[Scalar]) -> str:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, value in enumerate(values):
+            ranks_of.setdefault(json.dumps(value), []).append(rank)
+        parts = [f"{value} on {self.names.describe(ranks)}" for value, ranks in ranks_of.items()]
+        return f"{name}: {', '.join(parts)}"
 
     def _gather_json(
         self, records: Sequence[Mapping[str, Scalar]], phase: str
@@ -164,14 +242,6 @@ class Collectives(ABC):
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self.device)
         gathered = self.all_gather(mine, phase=phase).cpu().numpy()
         return [gathered[rank].tobytes() for rank in range(self.world_size)]
-
-
-def _describe_values(name: str, values: Sequence[Scalar]) -> str:
-    ranks_of: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks_of.setdefault(json.dumps(value), []).append(rank)
-    parts = [f"{value} on {describe_ranks(ranks)}" for value, ranks in ranks_of.items()]
-    return f"{name}: {', '.join(parts)}"
 
 
 def check_sendable(tensor: Tensor, device: torch.device) -> None:

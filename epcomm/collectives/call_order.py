@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from epcomm.config import Mode
-from epcomm.errors import EPError, HandleError, describe_ranks
+from epcomm.errors import EPError, HandleError, RankNames
+from epcomm.protocol import FaultCode, is_passed_on, pack_fault
 
 # Words of a header that must be equal on all ranks: kind, mode, buffer, dispatcher, batch, number.
 _NUM_COMPARED = 6
@@ -98,9 +99,13 @@ class HeaderBoard(Protocol):
 class Transport(Protocol):
     """The part of Collectives that CallOrder needs."""
 
-    rank: int
     world_size: int
     device: torch.device
+
+    @property
+    def names(self) -> RankNames:
+        """The numbers of the ranks for messages."""
+        ...
 
     def all_to_all(self, send: Tensor, *, phase: str = ...) -> Tensor:
         """Exchange equal parts."""
@@ -110,14 +115,25 @@ class Transport(Protocol):
 class CallOrder:
     """The calls of one rank in a group, numbered alike on all ranks."""
 
-    def __init__(self, collectives: Transport) -> None:
-        """Begin without a call, over `collectives`."""
+    def __init__(
+        self,
+        collectives: Transport,
+        *,
+        whole: CallOrder | None = None,
+        counts_in_whole: bool = False,
+    ) -> None:
+        """Begin without a call, over `collectives`.
+
+        whole: the calls of a group of which these ranks are a part, whose dispatchers call here.
+        counts_in_whole: what is called here counts there too.
+        """
         self._collectives = collectives
+        self._counted_in = whole if counts_in_whole else None
         self._board: HeaderBoard | None = None
         self._number = 0
         self._buffers: list[str] = []
         # Places in _MODES.
-        self._dispatchers: list[int] = []
+        self._dispatchers: list[int] = [] if whole is None else whole._dispatchers
 
     @property
     def world_size(self) -> int:
@@ -189,10 +205,15 @@ class CallOrder:
         Collective: yes; of one size in all calls of the group, but for what a board takes.
         Host sync: as a collective.
         """
-        self._number += 1
+        self._count()
         if self._board is not None:
             return self._board.exchange(message, phase=phase)
         return self._collectives.all_to_all(message, phase=phase)
+
+    def _count(self) -> None:
+        self._number += 1
+        if self._counted_in is not None:
+            self._counted_in._count()
 
     def exchange_headers(
         self,
@@ -234,9 +255,16 @@ class CallOrder:
             return
         if all(len(set(words) - {ANY}) <= 1 for words in zip(*calls, strict=True)):
             return
+        was_passed_on = any(is_passed_on(words[FAULT]) for words in headers)
         if error is not None:
+            error.was_passed_on |= was_passed_on
             raise error
-        raise HandleError(self._describe(calls))
+        problem = HandleError(self._describe(calls))
+        fewest = min(calls, key=calls.count)
+        rank = self._collectives.names.numbers[calls.index(fewest)]
+        problem.fault_word = pack_fault(FaultCode.CALLS, rank)
+        problem.was_passed_on = was_passed_on
+        raise problem
 
     def _describe(self, calls: Sequence[tuple[int, ...]]) -> str:
         ranks_of: dict[tuple[int, ...], list[int]] = {}
@@ -244,21 +272,25 @@ class CallOrder:
             ranks_of.setdefault(call, []).append(rank)
         # The fewest first: it is they who differ.
         groups = sorted(ranks_of.items(), key=lambda group: len(group[1]))
-        parts = [f"{_ranks_are(ranks)} in {self._name(call)}" for call, ranks in groups]
+        names = self._collectives.names
+        parts = [
+            f"{names.describe(ranks)} {'are' if len(ranks) > 1 else 'is'} in {self._name(call)}"
+            for call, ranks in groups
+        ]
         decoding = [r for r, call in enumerate(calls) if _mode_of(call) is Mode.LOW_LATENCY]
-        advice, rank = "call in the same order on all ranks", self._collectives.rank
+        advice = "call in the same order on all ranks"
         others = [r for r in range(len(calls)) if r not in decoding]
         decodes = ""
         if decoding and others:
             decodes = (
-                f"; {describe_ranks(decoding)} decode{'' if len(decoding) > 1 else 's'}, "
-                f"{describe_ranks(others)} do{'' if len(others) > 1 else 'es'} not"
+                f"; {names.describe(decoding)} decode{'' if len(decoding) > 1 else 's'}, "
+                f"{names.describe(others)} do{'' if len(others) > 1 else 'es'} not"
             )
             advice = "pass decode alike on all ranks, and " + advice
         return (
-            f"{CallKind(calls[rank][0]).text}: {' while '.join(parts)}, call {self._number} of the "
-            f"group (this is rank {rank} of {len(calls)}){decodes}; no rows were sent and the "
-            f"group is usable; {advice}"
+            f"{CallKind(calls[names.place][0]).text}: {' while '.join(parts)}, call "
+            f"{self._number} of the group (this is {names.where}){decodes}; no rows were sent and "
+            f"the group is usable; {advice}"
         )
 
     def _name(self, call: tuple[int, ...]) -> str:
@@ -279,7 +311,3 @@ class CallOrder:
 
 def _mode_of(call: tuple[int, ...]) -> Mode | None:
     return _MODES[call[1]] if call[3] > 0 else None
-
-
-def _ranks_are(ranks: Sequence[int]) -> str:
-    return f"{describe_ranks(ranks)} {'are' if len(ranks) > 1 else 'is'}"

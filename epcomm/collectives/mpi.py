@@ -52,15 +52,16 @@ class MpiCollectives(Collectives):
 
     The duplicate keeps our messages apart from the caller's. The first collective makes it, so that
     the constructor waits for no rank, and close() frees it. An EPTimeout ends it, but not the
-    caller's
-    communicator: collectives made anew get another duplicate.
+    caller's communicator: collectives made anew get another duplicate.
 
     Calls come from one thread at a time. Several of them over one communicator are first used in
     one order on all ranks.
     """
 
-    def __init__(self, communicator: MPI.Comm) -> None:
+    def __init__(self, communicator: MPI.Comm, *, whole: MpiCollectives | None = None) -> None:
         """Use `communicator`, of which this rank is a member. Local.
+
+        whole: that of which they are a part; then the communicator is ours, and has no duplicate.
 
         Raises:
             ConfigError: it is null, or connects two groups.
@@ -79,18 +80,28 @@ class MpiCollectives(Collectives):
         self.world_size = communicator.Get_size()
         self.device = torch.device("cpu")
         self._communicator = communicator
-        self._failure_board = MpiFailureBoard(communicator)
-        self._wait = BoundedWait(
-            self._failure_board,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout_s=DEFAULT_TIMEOUT_S,
-        )
+        if whole is None:
+            self._failure_board = MpiFailureBoard(communicator)
+            self._wait = BoundedWait(
+                self._failure_board,
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout_s=DEFAULT_TIMEOUT_S,
+            )
+        else:
+            self._failure_board, self._wait = whole._failure_board, whole._wait
         self.bounded = self._wait
-        self._duplicate: MPI.Intracomm | None = None
+        self._duplicate: MPI.Intracomm | None = None if whole is None else communicator
         self._requests: list[MPI.Request] = []  # of the exchange under way
         self._is_broken = False
         self._is_closed = False
+
+    def _make_part(self, ranks: Sequence[int]) -> MpiCollectives:
+        phase = "splitting the communicator"
+        duplicate = self._open(phase)
+        # MPI's own call waits without end, so all ranks come first.
+        self._finish(lambda: self._step_of(duplicate.Ibarrier()), phase)
+        return MpiCollectives(duplicate.Split(min(ranks), self.rank), whole=self)
 
     def all_to_all(
         self,
@@ -135,7 +146,7 @@ class MpiCollectives(Collectives):
 
     @property
     def _where(self) -> str:
-        return f"rank {self.rank} of {self.world_size}"
+        return self.names.where
 
     def _counts(self, splits: Sequence[int] | None, num_rows: int) -> list[int]:
         if splits is None:
@@ -162,7 +173,7 @@ class MpiCollectives(Collectives):
     ) -> None:
         try:
             duplicate = self._open(phase)
-            self._finish(lambda: self._step_of(post(duplicate)), phase)
+            self._finish(lambda: self._step_of(post(duplicate)), phase + self.scope)
         finally:
             row.Free()  # an exchange that still needs it keeps it
 

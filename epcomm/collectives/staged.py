@@ -31,6 +31,9 @@ class StagedCollectives(Collectives):
         self._over.close()
         self.process_group = None
 
+    def _make_part(self, ranks: Sequence[int]) -> Collectives:
+        return StagedCollectives(self._over._make_part(ranks), self.device)
+
     def all_to_all(
         self,
         send: Tensor,

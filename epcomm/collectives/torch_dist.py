@@ -10,6 +10,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+# Documented there, though torch does not list it for type checkers.
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,  # type: ignore[attr-defined]
     AllToAllOptions,  # type: ignore[attr-defined]
@@ -30,6 +33,9 @@ _DEVICE_OF_BACKEND = {"gloo": "cpu", "mpi": "cpu", "fake": "cpu", "nccl": "cuda"
 
 # torch 2.13 renamed all_gather_into_tensor; 2.11 knows the old name only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# Counts in the store of a process group how often its ranks were divided.
+_NUM_DIVISIONS = "epcomm/divisions"
 
 # Seconds that gloo's own threads go on after our deadline, so that ours speaks first.
 _MARGIN_S = 0.25
@@ -59,14 +65,13 @@ class TorchDistCollectives(Collectives):
             ConfigError: its backend is unknown here.
         """
         self.process_group = process_group
+        self._group: dist.ProcessGroup | None = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
         backend = _backend_of(process_group)
         self.device = _device_of(backend)
         if backend == "gloo":
-            self._sent = _SentTensors()
-            # When this object is gone, and at the latest before the interpreter is taken down.
-            weakref.finalize(self, self._sent.settle)
+            self._watch_sent()
             store = process_group.get_group_store()
             self.bounded = BoundedWait(
                 StoreFailureBoard(store, rank=self.rank, world_size=self.world_size),
@@ -78,7 +83,29 @@ class TorchDistCollectives(Collectives):
     def close(self) -> None:
         """Let go of the process group: destroying it then ends its threads. Local, idempotent."""
         super().close()
-        self.process_group = None
+        self.process_group = self._group = None
+
+    def _watch_sent(self) -> None:
+        self._sent = _SentTensors()
+        # When this object is gone, and at the latest before the interpreter is taken down.
+        weakref.finalize(self, self._sent.settle)
+
+    def _make_part(self, ranks: Sequence[int]) -> Collectives:
+        self._open_group()
+        whole = self.process_group
+        assert whole is not None, "parts are not divided further"
+        if self.bounded is not None:
+            return _GlooPart(self, whole, ranks)
+        part = dist.new_group(
+            [dist.get_global_rank(whole, rank) for rank in ranks],
+            backend=_backend_of(whole),
+            # Ranks outside of the whole group are not there to take part.
+            use_local_synchronization=True,
+        )
+        assert isinstance(part, dist.ProcessGroup), "this rank is among its ranks"
+        # It stays until the caller destroys all groups: torch makes its name of the ranks, and
+        # another of that name would find the addresses of this one.
+        return TorchDistCollectives(part)
 
     def all_to_all(
         self,
@@ -96,6 +123,7 @@ class TorchDistCollectives(Collectives):
         # None and an empty list both mean equal splits.
         recv_rows, send_rows = list(recv_splits or ()), list(send_splits or ())
         group = self._open_group()
+        phase += self.scope
         if self.bounded is None:
             dist.all_to_all_single(recv_bytes, send_bytes, recv_rows, send_rows, group=group)
             return recv
@@ -114,6 +142,7 @@ class TorchDistCollectives(Collectives):
         gathered = tensor.new_empty((self.world_size, *tensor.shape))
         recv_bytes, send_bytes = _as_bytes(gathered.flatten()), _as_bytes(tensor.flatten())
         group = self._open_group()
+        phase += self.scope
         if self.bounded is None:
             _all_gather(recv_bytes, send_bytes, group=group)
             return gathered
@@ -128,12 +157,44 @@ class TorchDistCollectives(Collectives):
         return gathered
 
     def _open_group(self) -> dist.ProcessGroup:
-        if self.process_group is None:
+        if self._group is None:
             raise HandleError(
-                f"collective: the EPGroup is closed (rank {self.rank} of {self.world_size}); make "
-                "a new one"
+                f"collective: the EPGroup is closed ({self.names.where}); make a new one"
             )
-        return self.process_group
+        return self._group
+
+
+class _GlooPart(TorchDistCollectives):
+    """Part of the ranks of a process group of gloo, with connections of its own.
+
+    They are no process group of torch, whose names come again and then lead to old addresses.
+    """
+
+    process_group = None
+
+    def __init__(
+        self, whole: TorchDistCollectives, process_group: dist.ProcessGroup, ranks: Sequence[int]
+    ) -> None:
+        """Connect `ranks` of `process_group`, on which `whole` is.
+
+        Collective: yes, over all ranks of the process group, each with its part.
+        Raises:
+            EPTimeout: some rank of the process group did not come.
+        """
+        assert whole.bounded is not None, "the host waits in collectives of gloo"
+        self.rank, self.world_size = list(ranks).index(whole.rank), len(ranks)
+        self.device, self.bounded = whole.device, whole.bounded
+        store = process_group.get_group_store()
+        mine = store.add(_NUM_DIVISIONS, 1) if whole.rank == 0 else 0
+        number = whole.gather_records({"number": mine}, phase="dividing the ranks")[0]["number"]
+        # Of what a process group can, it has what is called here.
+        self._group = dist.ProcessGroupGloo(  # type: ignore[assignment]
+            PrefixStore(f"{_NUM_DIVISIONS}/{number}/{ranks[0]}", store),
+            self.rank,
+            self.world_size,
+            timedelta(seconds=whole.bounded.timeout_s),
+        )
+        self._watch_sent()
 
 
 class _SentTensors:

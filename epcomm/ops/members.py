@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -36,6 +37,24 @@ class Members:
         first, end = int(offsets[0]), int(offsets[-1])
         return Members(flat=self.flat[first:end], offsets=offsets - first)
 
+    def led(self) -> Members:
+        """Put source t in front of those of target t, whose numbers all grow by the targets.
+
+        Of [5, 7] and [] they become [0, 7, 9] and [1].   Host sync: none.
+        """
+        assert not self.has_tail, "a tail has no target"
+        num_members, num_targets = self.flat.shape[0], self.num_targets
+        targets = torch.arange(num_targets + 1, device=self.flat.device)
+        target_of_member = torch.repeat_interleave(
+            targets[:-1], self.offsets.diff(), output_size=num_members
+        )
+        places = torch.arange(num_members, device=self.flat.device) + target_of_member + 1
+        offsets = self.offsets + targets
+        flat = self.flat.new_empty(num_members + num_targets)
+        flat[offsets[:-1]] = targets[:-1]
+        flat[places] = self.flat + num_targets
+        return Members(flat=flat, offsets=offsets)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemberTable:
@@ -49,6 +68,13 @@ class MemberTable:
     def part(self, targets: slice) -> MemberTable:
         """Return the members of a range of neighbouring targets. Host sync: none."""
         return MemberTable(table=self.table[targets])
+
+    def led(self) -> MemberTable:
+        """Put source t in front, as Members.led() does. Host sync: none."""
+        num_targets = self.table.shape[0]
+        first = torch.arange(num_targets, dtype=self.table.dtype, device=self.table.device)
+        moved = torch.where(self.table < 0, -1, self.table + num_targets)
+        return MemberTable(table=torch.cat([first.unsqueeze(1), moved], dim=1))
 
 
 AnyMembers = Members | MemberTable

@@ -58,6 +58,12 @@ class RowOps(Protocol):
         """Return the local expert and the weight of each entry of each row, [R, K]."""
         ...
 
+    def write_token_layout(
+        self, topk_ids: Tensor, per_rank: Tensor, per_expert: Tensor, is_in_rank: Tensor
+    ) -> None:
+        """Write the tokens of each rank and expert, and which token goes to which rank."""
+        ...
+
     def count_sends(
         self,
         topk_ids: Tensor,

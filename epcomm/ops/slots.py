@@ -263,12 +263,27 @@ def reduce_rows(rows: Tensor, members: AnyMembers, weights: Tensor | None = None
     return sums[:num_targets, :hidden_size].to(dtype).contiguous()
 
 
-def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add [W, T, ...] over W, in ascending order and in sum_dtype(), and cast [T, ...] once."""
-    ops = row_ops_for(parts) if parts.dim() == _ROWS_OF_PARTS else None
+def reduce_rows_onto(bias: Tensor, rows: Tensor, members: AnyMembers) -> Tensor:
+    """Sum as reduce_rows() does, onto bias [targets, H], of which each sum begins with a row.
+
+    bias: in sum_dtype() of the rows. For the sum there is a copy of the rows in this dtype.
+
+    Host sync: none.   Deterministic: yes.
+    """
+    return reduce_rows(torch.cat([bias, rows.to(bias.dtype)]), members.led()).to(rows.dtype)
+
+
+def sum_parts(parts: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """Add [W, T, ...] over W, in ascending order and in sum_dtype(), and cast [T, ...] once.
+
+    bias: [T, ...], in sum_dtype(), with which the sums begin, or None.
+    """
+    ops = row_ops_for(parts) if bias is None and parts.dim() == _ROWS_OF_PARTS else None
     if ops is not None:
         return ops.sum_parts(parts, dtype)
     total = parts[0].to(sum_dtype(parts.dtype))
+    if bias is not None:
+        total = bias + total
     for part in parts[1:]:
         total = total + part
     return total.to(dtype)

@@ -14,6 +14,7 @@ from epcomm.kernels.rows.sends import count_sends, order_sends
 from epcomm.kernels.rows.slot_index import number_slots
 from epcomm.kernels.rows.sums import sum_parts, sum_rows
 from epcomm.kernels.rows.tiles import row_stride
+from epcomm.kernels.rows.token_layout import write_token_layout
 from epcomm.platforms.cuda import start_read
 from epcomm.records import SlotIndex
 from epcomm.types import align_up
@@ -105,6 +106,12 @@ class TritonRowOps:
         weights = slot_weights.new_empty(slots_of_row.shape)
         read_row_topk(slots_of_row.contiguous(), first_slot, slot_weights, ids, weights)
         return ids, weights
+
+    def write_token_layout(
+        self, topk_ids: Tensor, per_rank: Tensor, per_expert: Tensor, is_in_rank: Tensor
+    ) -> None:
+        """Write the tokens of each rank and expert, and which token goes to which rank."""
+        write_token_layout(topk_ids.contiguous(), per_rank, per_expert, is_in_rank)
 
     def count_sends(
         self,

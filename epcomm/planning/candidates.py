@@ -16,7 +16,7 @@ from epcomm.buffers.requirements import carrying_reasons, limit_reasons
 from epcomm.config import EPConfig, Mode
 from epcomm.errors import ConfigError, EPError, shown
 from epcomm.planning.measurements import Measurements, read_measurements
-from epcomm.planning.ranks import Transport, judge_together
+from epcomm.planning.ranks import Transport, judge_together, layout_of
 from epcomm.platforms.assumed import AssumedMachine
 from epcomm.platforms.host import host_of_this_process
 from epcomm.platforms.machine import Machine, this_machine
@@ -30,7 +30,7 @@ from epcomm.registry import (
     fused_class,
     runner_class,
 )
-from epcomm.spec import Availability, BufferCaps, BufferSpec
+from epcomm.spec import Availability, BufferCaps, BufferSpec, HostLayout
 from epcomm.types import MAX_RANKS, Int8Profile, ScaleDtype, WireDtype, WireFormat, is_size
 
 if TYPE_CHECKING:
@@ -179,7 +179,8 @@ def survey_group(
     found |= {_ERROR: str(error or ""), _HOST: host_of_this_process()}
     if group.device.type == "cuda":
         found[_REACH] = reach_of(group.device).as_text()
-    record = {_ERROR: ""} | _as_record(config) | _as_record(spec) | _describe_experts(weights)
+    record: dict[str, Scalar] = {_ERROR: "", "hosts": str(group.hosts or "not given")}
+    record |= _as_record(config) | _as_record(spec) | _describe_experts(weights)
     records = group.collectives.agree(record, what="plan", findings=found)
     if error is not None:
         raise error
@@ -195,7 +196,29 @@ def survey_group(
     }
     hosts = [str(other[_HOST]) for other in records]
     reaches = [PeerReach.parse(str(other[_REACH])) for other in records if _REACH in other]
-    return replace(survey, verdicts=judge_together(verdicts, hosts, reaches))
+    together = judge_together(verdicts, hosts, reaches, group.hosts)
+    return _placed(replace(survey, verdicts=together), layout_of(hosts, group.hosts))
+
+
+def survey_alone(
+    config: EPConfig,
+    spec: MoESpec,
+    world_size: int,
+    weights: ExpertTensors | None,
+    hosts: HostLayout | None = None,
+) -> Survey:
+    """Look as survey_rank() does, for ranks that nobody has seen, on machines like this one. Local.
+
+    hosts: where they are said to run; None: on one host.
+
+    Raises:
+        ConfigError: the layer or the configuration cannot be served by anything.
+    """
+    survey = survey_rank(config, spec, world_size, weights)
+    if hosts is not None:
+        names = [str(host) for host in hosts.host_of_rank]
+        survey = replace(survey, verdicts=judge_together(survey.verdicts, names, []))
+    return _placed(survey, layout_of([], hosts))
 
 
 def survey_assumed(
@@ -218,7 +241,20 @@ def survey_assumed(
     )
     survey = survey_rank(config, spec, world_size, weights, transport, assumed.machine())
     hosts, reaches = assumed.hosts(world_size), assumed.reaches(world_size)
-    return replace(survey, verdicts=judge_together(survey.verdicts, hosts, reaches))
+    together = judge_together(survey.verdicts, hosts, reaches)
+    return _placed(replace(survey, verdicts=together), layout_of(hosts))
+
+
+def _placed(survey: Survey, hosts: HostLayout | None) -> Survey:
+    """Say in the specifications on which hosts ranks are, and reject what does not serve there."""
+    specs = {phase: replace(spec, hosts=hosts) for phase, spec in survey.specs.items()}
+    verdicts = dict(survey.verdicts)
+    for phase, spec in specs.items():
+        verdicts[phase] = {
+            name: verdict.also(backend_class(name).lacks_between(spec))
+            for name, verdict in verdicts[phase].items()
+        }
+    return replace(survey, specs=specs, verdicts=verdicts)
 
 
 def refuse_plan(group: EPGroup, error: ConfigError) -> NoReturn:

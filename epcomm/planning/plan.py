@@ -19,9 +19,9 @@ from epcomm.planning.candidates import (
     PREFILL,
     RUNNER,
     phase_configs,
+    survey_alone,
     survey_assumed,
     survey_group,
-    survey_rank,
 )
 from epcomm.planning.log import log_plan
 from epcomm.planning.measurements import Measurements
@@ -29,7 +29,7 @@ from epcomm.planning.order import preferred_order
 from epcomm.planning.plans import EPPlan, PhasePlan, Rejection
 from epcomm.platforms.assumed import AssumedMachine
 from epcomm.registry import backend_class, class_names, runner_class
-from epcomm.spec import Availability, BufferCaps, BufferSpec, MoESpec
+from epcomm.spec import Availability, BufferCaps, BufferSpec, HostLayout, MoESpec
 from epcomm.types import (
     Int8Profile,
     Layout,
@@ -51,6 +51,7 @@ def plan(
     world_size: int | None = None,
     weights: ExpertTensors | None = None,
     machine: AssumedMachine | None = None,
+    hosts: HostLayout | None = None,
 ) -> EPPlan:
     """Choose a backend for each phase of a layer, and a runner for its experts.
 
@@ -63,6 +64,7 @@ def plan(
             platforms.assumed.DEVICES; without a group. The plan says what it assumes.
         weights: the experts, or any share of them, for the choice of a runner; their values do
             not matter, so they may be on the meta device.
+        hosts: where W ranks run on machines like this one, without a group; None: on one host.
 
     Collective: with a group, yes; without, no.   Host sync: with a group, yes.
     Raises:
@@ -70,10 +72,11 @@ def plan(
         ConfigError: what is asked for cannot be; or ranks disagree, or another rank cannot plan.
         BackendUnavailable: what was asked for by name lacks something on some rank.
     """
+    _check_hosts(hosts, world_size, group, machine)
     if group is None:
         num_ranks = 1 if world_size is None else world_size
         if machine is None:
-            survey = survey_rank(config, spec, num_ranks, weights)
+            survey = survey_alone(config, spec, num_ranks, weights, hosts)
         else:
             survey = survey_assumed(config, spec, num_ranks, weights, machine)
     else:
@@ -111,6 +114,25 @@ def plan(
     if group is not None:
         log_plan(chosen, group)
     return chosen
+
+
+def _check_hosts(
+    hosts: HostLayout | None,
+    world_size: int | None,
+    group: EPGroup | None,
+    machine: AssumedMachine | None,
+) -> None:
+    """Refuse hosts where others are known already, or for another number of ranks."""
+    if hosts is None:
+        return
+    if group is not None or machine is not None:
+        whose = "group" if group is not None else "machine"
+        raise ConfigError(f"plan: hosts are {hosts} with a {whose}, which has hosts; leave one out")
+    if hosts.world_size != world_size:
+        raise ConfigError(
+            f"plan: hosts are {hosts}, expected those of world_size = {world_size} ranks; make "
+            "them agree"
+        )
 
 
 def _plan_phase(

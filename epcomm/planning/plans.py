@@ -59,7 +59,10 @@ class PhasePlan:
         return backend_class(self.buffer).region_bytes(self.buffer_spec, self.world_size)
 
     def wire_bytes(self, call: CallShape, *, backward: bool = False) -> BufferTraffic:
-        """Return the bytes that one rank sends to other ranks in `call`, or in its backward."""
+        """Return the bytes that one rank sends to other ranks in `call`, or in its backward.
+
+        Where buffer_spec.hosts is known, the call says what of it goes by which link (by_link).
+        """
         return backend_class(self.buffer).wire_bytes(self.buffer_spec, call, backward=backward)
 
     def header_bytes(self) -> int:
@@ -136,7 +139,8 @@ class PhasePlan:
         return max_tokens or self.world_size
 
     def _full_call(self, *, backward: bool) -> BufferTraffic:
-        call = CallShape.most(self._full_tokens, self.buffer_spec.top_k, self.world_size)
+        spec = self.buffer_spec
+        call = CallShape.most(self._full_tokens, spec.top_k, self.world_size, spec.hosts)
         return self.wire_bytes(call, backward=backward)
 
 

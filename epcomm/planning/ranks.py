@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from epcomm.buffers.base import Backend, Buffer
 from epcomm.platforms.nvlink import PeerReach, reach_reasons
 from epcomm.registry import BUFFERS, buffer_class, class_names
-from epcomm.spec import Availability, BufferCaps
+from epcomm.spec import Availability, BufferCaps, HostLayout
 
 if TYPE_CHECKING:
     from epcomm.group import EPGroup
@@ -57,8 +57,28 @@ class Transport:
         return reasons
 
 
+def layout_of(hosts: Sequence[str], given: HostLayout | None = None) -> HostLayout | None:
+    """Return where ranks run, if on several hosts: as the user says, else as it was found.
+
+    Args:
+        hosts: the text that is equal for ranks that can share memory, of each rank; empty where
+            that is not known.
+        given: what the user says.
+
+    Returns: None on one host, and where some rank's host is not known.
+    """
+    if given is None:
+        if not (hosts and all(hosts)):
+            return None
+        given = HostLayout.of(hosts)
+    return given if given.num_hosts > 1 else None
+
+
 def judge_together(
-    verdicts: Verdicts, hosts: Sequence[str], reaches: Sequence[PeerReach]
+    verdicts: Verdicts,
+    hosts: Sequence[str],
+    reaches: Sequence[PeerReach],
+    given: HostLayout | None = None,
 ) -> Verdicts:
     """Reject what the hosts of the ranks, or the links between their GPUs, do not allow.
 
@@ -66,10 +86,14 @@ def judge_together(
         verdicts: those that hold on every rank.
         hosts: the text that is equal for ranks that can share memory, of each rank.
         reaches: what the GPU of each rank reaches; empty where ranks have none.
+        given: the hosts as the user says. Who puts ranks on several has them exchange as over
+            several, even where they could share memory; one host is believed to none that differ.
     """
-    is_one_host = len(set(hosts)) == 1 and bool(hosts[0])
+    is_one_host, number = len(set(hosts)) == 1 and bool(hosts[0]), f"{len(set(hosts))} hosts"
+    if given is not None and given.num_hosts > 1:
+        is_one_host, number = False, f"{given.num_hosts} hosts, as EPGroup was told"
     if not is_one_host:
-        reason = f"ranks are on {len(set(hosts))} hosts, expected one whose memory they share"
+        reason = f"ranks are on {number}, expected one whose memory they share"
         verdicts = _with_reasons(verdicts, lambda backend: backend.needs_one_host, [reason])
 
     def needs_links(backend: type[Buffer]) -> bool:

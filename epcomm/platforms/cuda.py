@@ -70,6 +70,13 @@ def compute_capability(device: torch.device | None = None) -> tuple[int, int] | 
     return torch.cuda.get_device_capability(device)
 
 
+def has_dependent_launch(device: torch.device) -> bool:
+    """Return whether a kernel may start beside the one before it: NVIDIA, from Hopper on."""
+    capability = compute_capability(device)
+    # ROCm numbers its architectures likewise, and has no such launch.
+    return torch.version.hip is None and capability is not None and capability[0] >= 9
+
+
 def name_of(device: torch.device) -> str:
     """Return what a CUDA device calls itself, such as NVIDIA H200."""
     return torch.cuda.get_device_name(device)

@@ -46,6 +46,8 @@ def row_major(wire: WireTensor) -> WireTensor:
         data = data.clone(memory_format=torch.contiguous_format)
     if scales is None:
         return wire if data is wire.data else replace(wire, data=data)
+    if layout is None and data is wire.data and scales.stride(-1) == 1:
+        return wire
     if scales.stride(-1) != 1:
         scales = from_column_major(scales)
     if layout is not None and layout.packed:

@@ -1,4 +1,4 @@
-"""Choose the router of one layer: the reference, or an operator that gives the same result.
+"""Choose the router of one layer: the reference, or a kernel that gives the same result.
 
 The choice follows from the configuration, the routing and the device, so that all ranks make the
 same choice. If one rank chose otherwise, its tokens would still go to the same experts.
@@ -6,14 +6,14 @@ same choice. If one rank chose otherwise, its tokens would still go to the same 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from epcomm.config import Router
 from epcomm.errors import BackendUnavailable
-from epcomm.records import TopKOutput
+from epcomm.records import ReplicaTable, TopKOutput
 from epcomm.routing.ascend_gating import (
     OPERATOR,
     GatingFlags,
@@ -25,6 +25,13 @@ from epcomm.routing.ascend_gating import (
 )
 from epcomm.routing.reference import check_arguments, route
 from epcomm.routing.spec import RoutingSpec
+from epcomm.routing.triton_gating import (
+    Gate,
+    is_triton_candidate,
+    make_triton_gate,
+    triton_gate_lacks,
+    triton_gate_reasons,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,35 +39,64 @@ class RouterChoice:
     """The router of one layer.
 
     spec: the routing of the model.
-    flags: arguments of the gating operator; None: the reference routes.
-    reasons: why the reference routes, where a user may expect the operator.
+    flags: arguments of the gating operator, if that routes.
+    gate: the gate kernel, if that routes; with neither it is the reference.
+    reasons: why the reference routes, where a user may expect another router.
     """
 
     spec: RoutingSpec
     flags: GatingFlags | None = None
+    gate: Gate | None = None
     reasons: tuple[str, ...] = ()
 
     @property
     def name(self) -> Router:
         """Name the router that serves calls without gradients."""
+        if self.gate is not None:
+            return Router.TRITON
         return Router.REFERENCE if self.flags is None else Router.ASCEND
 
     def explain(self) -> tuple[str, ...]:
         """Return lines for the text of a plan; none where users expect the reference."""
+        if self.gate is not None:
+            return ("routing by the triton gate; float64 and compiled calls by the reference",)
         if self.flags is not None:
             return (f"routing by {OPERATOR}, with gradients by the reference",)
         return (f"routing by the reference: {'; '.join(self.reasons)}",) if self.reasons else ()
 
     def route(
-        self, logits: Tensor, *, correction_bias: Tensor | None, hidden_states: Tensor
+        self,
+        logits: Tensor,
+        *,
+        correction_bias: Tensor | None,
+        hidden_states: Tensor,
+        load: Tensor | None = None,
+        replicas: ReplicaTable | None = None,
     ) -> TopKOutput:
-        """Route by the operator, if chosen and no gradients are needed, else by the reference."""
+        """Route by what was chosen, if it takes these logits, else by the reference.
+
+        Args:
+            logits, correction_bias, hidden_states: as route() takes them.
+            load: [N, E], int64, on the device; each token adds 1 to each logical expert it chose,
+                in any of the N rows.
+            replicas: where to find the experts; None: ids are those of the model.
+
+        Host sync: none.   Graph capture: after one call.
+        """
+        if self.gate is not None and self.gate.takes(logits):
+            return self.gate(logits, correction_bias=correction_bias, load=load, replicas=replicas)
         if self.flags is None or _needs_grad(logits, correction_bias):
-            return route(
+            topk = route(
                 logits, self.spec, correction_bias=correction_bias, hidden_states=hidden_states
             )
-        check_arguments(logits, self.spec, correction_bias)
-        return call_gating(logits, self.flags, correction_bias)
+        else:
+            check_arguments(logits, self.spec, correction_bias)
+            topk = call_gating(logits, self.flags, correction_bias)
+        if load is not None:
+            count_load(topk.topk_ids, load)
+        if replicas is not None:
+            topk = replace(topk, topk_ids=replicas.choose(topk.topk_ids), is_physical=True)
+        return topk
 
 
 def choose_router(
@@ -77,26 +113,51 @@ def choose_router(
 
     Local.   Host sync: none.
     Raises:
-        BackendUnavailable: the operator is asked for by name and is not on this device.
+        BackendUnavailable: what is asked for by name is not on this device.
         ConfigError: this routing is impossible among E experts.
     """
     spec.check_num_experts(num_experts)
-    is_candidate = is_gating_candidate(device)
+    on_npu, on_gpu = is_gating_candidate(device), is_triton_candidate(device)
     if router is Router.REFERENCE:
-        reasons = ("EPConfig.router asks for it",) if is_candidate else ()
+        reasons = ("EPConfig.router asks for it",) if on_npu or on_gpu else ()
         return RouterChoice(spec=spec, reasons=reasons)
-    if router is Router.AUTO and not is_candidate:
-        return RouterChoice(spec=spec)
-    lacks = gating_lacks(device)
-    if router is Router.ASCEND and lacks:
+    if router is Router.ASCEND or (router is Router.AUTO and on_npu):
+        if router is Router.ASCEND:
+            _check_lacks(router, gating_lacks(device), where)
+        verdict = gating_availability(spec, num_experts, device)
+        if not verdict.ok:
+            return RouterChoice(spec=spec, reasons=verdict.reasons)
+        return RouterChoice(spec=spec, flags=gating_flags(spec))
+    if router is Router.TRITON or on_gpu:
+        lacks = triton_gate_lacks(device)
+        if router is Router.TRITON:
+            _check_lacks(router, lacks, where)
+        reasons = lacks + triton_gate_reasons(spec, num_experts)
+        if reasons:
+            return RouterChoice(spec=spec, reasons=reasons)
+        return RouterChoice(spec=spec, gate=make_triton_gate(spec, num_experts))
+    return RouterChoice(spec=spec)
+
+
+def _check_lacks(router: Router, lacks: tuple[str, ...], where: str) -> None:
+    if lacks:
         raise BackendUnavailable(
-            f"choose_router: router is 'ascend', but {'; '.join(lacks)} first, or set "
+            f"choose_router: router is {router.value!r}, but {'; '.join(lacks)} first, or set "
             f"EPConfig.router to 'auto' ({where})"
         )
-    verdict = gating_availability(spec, num_experts, device)
-    if not verdict.ok:
-        return RouterChoice(spec=spec, reasons=verdict.reasons)
-    return RouterChoice(spec=spec, flags=gating_flags(spec))
+
+
+def count_load(topk_ids: Tensor, load: Tensor) -> None:
+    """Add 1 to the load of each expert for each entry that names it; -1 names none.
+
+    Args:
+        topk_ids: [T, K], int64, logical experts.
+        load: [N, E], int64, on the same device; its first row is written.
+
+    Local.   Host sync: none.   Graph capture: yes.
+    """
+    ids = topk_ids.flatten()
+    load[0].scatter_add_(0, ids.clamp(min=0), (ids >= 0).to(load.dtype))
 
 
 def _needs_grad(logits: Tensor, bias: Tensor | None) -> bool:

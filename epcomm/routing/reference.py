@@ -79,24 +79,57 @@ def route(
 
 
 def _route_by_spec(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> TopKOutput:
-    is_nan = torch.isnan(logits)
-    logits = _adjust_logits(logits, spec, bias, is_nan)
-    scores = _score(logits, spec)
-    topk_ids, is_dropped = _select(scores, spec, bias, is_nan)
-    weights = scores.gather(1, topk_ids)
-    ranked_by_logit = spec.softmax_order is SoftmaxOrder.AFTER_TOPK
+    scores = _score_all(logits, spec, bias)
+    topk_ids, is_dropped = _select(scores, spec, bias, torch.isnan(logits))
     keeps_score = (
         spec.dropped_groups is DroppedGroups.ZERO
         and spec.correction_bias is CorrectionBias.SELECTION
     )
+    is_weightless = None
     if is_dropped is not None and not keeps_score:
-        weightless = -math.inf if ranked_by_logit else 0.0
-        weights = weights.masked_fill(is_dropped.gather(1, topk_ids), weightless)
+        is_weightless = is_dropped.gather(1, topk_ids)
+    weights = _weigh(scores.gather(1, topk_ids), spec, is_weightless)
+    return TopKOutput(topk_ids=topk_ids, topk_weights=weights)
+
+
+def weigh_chosen(
+    logits: Tensor,
+    spec: RoutingSpec,
+    *,
+    correction_bias: Tensor | None,
+    topk_ids: Tensor,
+    is_weightless: Tensor,
+) -> Tensor:
+    """Weigh experts that have been chosen as route() weighs them, for gradients of another router.
+
+    Args:
+        logits: [T, E]; with the spec and correction_bias, arguments of route().
+        topk_ids: [T, K], int64, logical experts.
+        is_weightless: [T, K], bool; entries that weigh 0 and get no gradient.
+
+    Returns:
+        [T, K], as topk_weights of route(), differentiable likewise.
+
+    Local.   Host sync: none.
+    """
+    scores = _score_all(logits, spec, correction_bias)
+    return _weigh(scores.gather(1, topk_ids), spec, is_weightless)
+
+
+def _score_all(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> Tensor:
+    return _score(_adjust_logits(logits, spec, bias, torch.isnan(logits)), spec)
+
+
+def _weigh(weights: Tensor, spec: RoutingSpec, is_weightless: Tensor | None) -> Tensor:
+    """Turn the scores of the chosen experts into their weights, [T, K]."""
+    ranked_by_logit = spec.softmax_order is SoftmaxOrder.AFTER_TOPK
+    if is_weightless is not None:
+        weights = weights.masked_fill(is_weightless, -math.inf if ranked_by_logit else 0.0)
     if ranked_by_logit:
         weights = _softmax(weights)
     if spec.renormalize:
         weights = _renormalize(weights, spec)
-    return TopKOutput(topk_ids=topk_ids, topk_weights=weights * spec.routed_scaling_factor)
+    return weights * spec.routed_scaling_factor
 
 
 def _adjust_logits(
@@ -107,7 +140,8 @@ def _adjust_logits(
     # NaN passes the softcap as 0, so that its gradient is 0 and not NaN.
     logits = logits.to(dtype).masked_fill(is_nan, 0.0)
     if spec.softcap is not None:
-        logits = spec.softcap * torch.tanh(logits / spec.softcap)
+        # On GPUs torch divides by a number so; everywhere alike, and as a kernel can.
+        logits = spec.softcap * torch.tanh(logits * (1.0 / spec.softcap))
     if spec.correction_bias is CorrectionBias.SCORE and bias is not None:
         logits = logits + bias.to(dtype)
     # inf - inf would make a whole softmax row NaN.

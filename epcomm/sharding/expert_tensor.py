@@ -26,11 +26,22 @@ from epcomm.sharding.expert_tensor_ddp import ASKS_FOR_DEVICES, check_ddp
 from epcomm.sharding.expert_tensor_fsdp import LOOKS_AT_DEVICES, check_fully_shard
 from epcomm.sharding.expert_tensor_lists import run_on_lists
 from epcomm.sharding.expert_tensor_parts import run_on_parts, takes_parts
+from epcomm.sharding.expert_tensor_placed import (
+    chunks_of,
+    gather_experts,
+    part_at,
+    run_placed,
+    write_items,
+)
 from epcomm.sharding.expert_tensor_random import draws_numbers, run_expert_by_expert
 from epcomm.sharding.pieces import own_part, piece_of
+from epcomm.sharding.shards import ExpertShard, shard_of, whole_of_share
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 # The context that autograd passes to a Function; it takes any attribute.
 Context = Any
@@ -75,18 +86,42 @@ class ExpertTensor(DTensor):
       experts; else they are refused.
     - A pickled ExpertTensor is a DTensor, so that torch.load(weights_only=True) accepts it.
 
+    shard: which experts the piece holds, where a placement says so. None: the ranks hold the
+        experts in their order. An expert that several ranks hold counts once in norms.
+
     The class has no __slots__: async_save copies the attributes that __slots__ names, and has to
     find the __slots__ of DTensor.
     """
 
+    shard: ExpertShard | None = None
+
     @classmethod
-    def of_share(cls, share: Tensor, mesh: DeviceMesh) -> ExpertTensor:
+    def of_share(
+        cls, share: Tensor, mesh: DeviceMesh, shard: ExpertShard | None = None
+    ) -> ExpertTensor:
         """Wrap this rank's piece [L, ...]; every rank of the one-dimensional mesh has one. Local.
 
-        The result is detached and shares the memory of `share`.
+        The result is detached and shares the memory of `share`. shard: which experts these are,
+        where a placement says so; the shape is then that of the logical experts, [E, ...].
         """
-        spread = DTensor.from_local(share.detach(), mesh, [Shard(0)], run_check=False)
-        return cls(spread._local_tensor, spread._spec, requires_grad=False)
+        if shard is None or shard.physical_to_logical is None:
+            spread = DTensor.from_local(share.detach(), mesh, [Shard(0)], run_check=False)
+            return cls._of(spread._local_tensor, spread._spec, None)
+        spread = DTensor.from_local(
+            share.detach(),
+            mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size((shard.num_experts, *share.shape[1:])),
+            stride=share.stride(),
+        )
+        return cls._of(spread._local_tensor, spread._spec, shard)
+
+    @classmethod
+    def _of(cls, share: Tensor, spec: DTensorSpec, shard: ExpertShard | None) -> ExpertTensor:
+        tensor = cls(share, spec, requires_grad=False)
+        tensor.shard = shard
+        return tensor
 
     def like_self(self, share: Tensor) -> ExpertTensor:
         """Wrap a piece [L, ...] of any shape and dtype for the mesh of this tensor. Local."""
@@ -94,8 +129,32 @@ class ExpertTensor(DTensor):
         old = self._local_tensor
         is_same = share.shape == old.shape and share.stride() == old.stride()
         if is_same and meta is not None and share.dtype == meta.dtype:
-            return type(self)(share, self._spec, requires_grad=False)
-        return type(self).of_share(share, self._spec.mesh)
+            return self._of(share, self._spec, self.shard)
+        return self.of_share(share, self._spec.mesh, self.shard)
+
+    def full_tensor(self, *, grad_placements: object = None) -> Tensor:
+        """Return the experts of all ranks, [E, ...]. Collective.
+
+        Not differentiable where a placement says which experts a rank holds.
+        """
+        if self.shard is None:
+            return super().full_tensor(grad_placements=grad_placements)  # type: ignore[arg-type]
+        return gather_experts(self)
+
+    def __create_write_items__(self, fqn: str, tensor: object) -> list[WriteItem]:  # type: ignore[override]
+        if self.shard is None:
+            return super().__create_write_items__(fqn, tensor)  # type: ignore[misc]
+        return write_items(fqn, self)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        if self.shard is None:
+            return super().__create_chunk_list__()  # type: ignore[misc]
+        return chunks_of(self)
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        if self.shard is None:
+            return super().__get_tensor_shard__(index)  # type: ignore[misc]
+        return part_at(self, index)
 
     def to_local(self, *, grad_placements: object = None) -> Tensor:
         """Return this rank's piece; gradients come back as an ExpertTensor."""
@@ -146,7 +205,8 @@ class ExpertTensor(DTensor):
                 if _IS_DISPATCHED_TO:
                     return func(*args, **(kwargs or {}))
                 with _CatchOperators():
-                    return tree_map(_rewrapped, func(*args, **(kwargs or {})))
+                    made = func(*args, **(kwargs or {}))
+                    return tree_map(lambda leaf: _rewrapped(leaf, some), made)
             except (RuntimeError, ShapeError) as error:
                 text = f"{error} {error.__cause__}"
                 problem = next((_NOT_COMPUTED[part] for part in _NOT_COMPUTED if part in text), "")
@@ -182,11 +242,12 @@ class _CatchOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _rewrapped(leaf: object) -> object:
+def _rewrapped(leaf: object, some: ExpertTensor | None) -> object:
     """Wrap a DTensor that C++ made from an ExpertTensor, such as a gradient, as ExpertTensor."""
     if type(leaf) is not DTensor or leaf.requires_grad or leaf._spec.placements != (Shard(0),):
         return leaf
-    return ExpertTensor(leaf._local_tensor, leaf._spec, requires_grad=False)
+    shard = some.shard if some is not None and leaf.shape[:1] == some.shape[:1] else None
+    return ExpertTensor._of(leaf._local_tensor, leaf._spec, shard)
 
 
 def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
@@ -210,6 +271,8 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     is_by_expert = torch.Tag.pointwise in func.tags or name in _BATCHED or _is_masking(name, args)
     if is_by_expert and _is_elementwise(tensors, func, args):
         return _run_on_pieces(func, args, kwargs, tensors)
+    if any(tensor.shard is not None for tensor in tensors if isinstance(tensor, ExpertTensor)):
+        return run_placed(func, args, kwargs)
     return _run_as_dtensor(func, args, kwargs)
 
 
@@ -227,6 +290,7 @@ def _set_data(tensor: object, value: object) -> None:
         value = tensor.like_self(part.detach())
         _SET_DATA(tensor, value)
         tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
+        tensor.shard = value.shard
     elif isinstance(value, ExpertTensor):
         _SET_DATA(tensor, value.full_tensor())
     else:
@@ -244,16 +308,13 @@ class _OwnPart(torch.autograd.Function):
         ctx.some = some
         part = own_part(whole, some)
         assert isinstance(part, Tensor), "it came as one"
-        return ExpertTensor.of_share(part, some._spec.mesh)
+        return ExpertTensor.of_share(part, some._spec.mesh, some.shard)
 
     @staticmethod
     def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None]:
-        piece = piece_of(gradients[0])
-        whole = piece.new_zeros(gradients[0].shape)
-        part = own_part(whole, ctx.some)
-        assert isinstance(part, Tensor), "it came as one"
-        part.copy_(piece)
-        return whole, None
+        shard = shard_of(ctx.some)
+        assert shard is not None, "an ExpertTensor is a share"
+        return whole_of_share(piece_of(gradients[0]), shard), None
 
 
 class _ToBeCut(torch.autograd.Function):

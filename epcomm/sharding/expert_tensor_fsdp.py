@@ -35,9 +35,9 @@ def check_fully_shard(tensor: ExpertTensor, caller: FrameType) -> None:
         caller: the frame that runs LOOKS_AT_DEVICES.
 
     Raises:
-        ConfigError: the mesh joins ranks that hold different experts; or the mesh joins ranks with
-            copies of the experts, and parameters that are no experts came too, though each rank has
-            its own tokens.
+        ConfigError: the experts are placed; the mesh joins ranks that hold different experts; or it
+            joins ranks with copies of the experts, and parameters that are no experts came too,
+            though each rank has its own tokens.
     """
     parameters = caller.f_locals.get("params")
     frame, mesh, modules = caller.f_back, None, None
@@ -51,6 +51,13 @@ def check_fully_shard(tensor: ExpertTensor, caller: FrameType) -> None:
     own, others = tensor.device_mesh, [p for p in parameters if not is_expert_tensor(p)]
     expert_ranks, ranks = _ranks(own), _ranks(mesh)
     where = f"rank {own.get_local_rank()} of {own.size()}"
+    if tensor.shard is not None:
+        raise ConfigError(
+            f"fully_shard: an expert parameter of {list(tensor.shape)} came, whose experts a "
+            "placement may move, and FSDP's pieces would neither move with it nor be saved in the "
+            f"order of the model ({where}); set EPConfig.redundant_experts to None, or pass "
+            "ignored_params=set(epcomm.sharding.shards.sharded_parameters(model))"
+        )
     if len(set(expert_ranks) & set(ranks)) > 1:
         raise ConfigError(
             f"fully_shard: an expert parameter of {list(tensor.shape)} came, of which ranks "

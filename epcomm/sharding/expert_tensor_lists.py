@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -12,7 +13,7 @@ from torch._ops import OpOverload
 from torch.distributed._functional_collectives import all_gather_tensor
 
 from epcomm.sharding.pieces import own_part, piece_of
-from epcomm.sharding.shards import is_expert_tensor
+from epcomm.sharding.shards import is_expert_tensor, own_rows
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,6 +38,9 @@ def run_on_lists(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, A
         for place, arg in enumerate(args)
     ]
     local_kwargs = {key: _pieces(value, experts) for key, value in kwargs.items()}
+    # To a maximum copies add nothing, and of no elements there is none.
+    if name == _NORM and _order_of(args, kwargs) != math.inf:
+        local_args[0] = [_counted_once(leaf) for leaf in args[0]]
     result = func(*local_args, **local_kwargs)
     if is_mutable:
         _count_writes((*args, *kwargs.values()))
@@ -46,11 +50,15 @@ def run_on_lists(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, A
                 args[1].copy_(_over_ranks(args[1].view(1), mesh).amax())
         return None
     if name == _NORM:
-        order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+        order = _order_of(args, kwargs)
         return _reduced(result, experts, lambda parts: torch.linalg.vector_norm(parts, order, 0))
     if name == _MAX:
         return _reduced(result, experts, lambda parts: parts.amax(0))
     return [_wrapped(func, one, experts.get(place)) for place, one in enumerate(result)]
+
+
+def _order_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    return float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
 
 
 def _experts_by_place(args: Sequence[Any]) -> dict[int, ExpertTensor]:
@@ -73,6 +81,14 @@ def _pieces(arg: object, experts: Places, *, is_written: bool = False) -> object
         else (piece_of(leaf) if isinstance(leaf, Tensor) else leaf)
         for place, leaf in enumerate(arg)
     ]
+
+
+def _counted_once(tensor: Tensor) -> Tensor:
+    """Return the piece of an ExpertTensor, without the experts that another rank counts."""
+    piece = piece_of(tensor)
+    if not is_expert_tensor(tensor) or tensor.shard is None:
+        return piece
+    return own_rows(piece, tensor.shard)
 
 
 def _count_writes(args: Sequence[Any]) -> None:

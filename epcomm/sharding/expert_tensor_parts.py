@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.distributed._functional_collectives import broadcast, wait_tensor
 
 from epcomm.errors import ShapeError
-from epcomm.sharding.shards import ExpertShard, shard_of
+from epcomm.sharding.shards import ExpertShard, logical_experts, shard_of
 
 if TYPE_CHECKING:
     from epcomm.sharding.expert_tensor import ExpertTensor
@@ -51,8 +51,10 @@ def run_on_parts(
     assert shard is not None, "an ExpertTensor is a share"
     num_local = shard.num_local_experts
     for part in wanted:
-        owners = {number // num_local for number in part.flatten().tolist()}
-        if len(owners) > 1:
+        numbers = part.flatten().tolist()
+        owners = {shard.first_copies[number] // num_local for number in numbers}
+        # A placement may leave experts of one rank without even steps in between.
+        if len(owners) > 1 or (shard.physical_to_logical is not None and len(numbers) > 1):
             raise ShapeError(
                 f"{func}: experts {part.tolist()} of an expert parameter of {list(some.shape)} are "
                 f"of several ranks, so that what is written to them would be lost (rank "
@@ -75,6 +77,8 @@ def _part(some: ExpertTensor, experts: Tensor, shard: ExpertShard, whole: Tensor
     numbers = experts.flatten().tolist()
     if not numbers:
         return piece[:0]
+    if shard.physical_to_logical is not None:
+        return _placed_part(some, experts, shard, whole)
     owner, first = divmod(numbers[0], num_local)
     step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
     place = slice(first, first + numbers[-1] - numbers[0] + 1, step) if experts.dim() else first
@@ -84,3 +88,20 @@ def _part(some: ExpertTensor, experts: Tensor, shard: ExpertShard, whole: Tensor
         own = piece[place].contiguous()
         sent = wait_tensor(broadcast(own, owner, (some._spec.mesh, 0)))
     return piece[place] if owner * num_local == shard.first_expert else sent
+
+
+def _placed_part(
+    some: ExpertTensor, expert: Tensor, shard: ExpertShard, whole: Tensor | None
+) -> Tensor:
+    """Do what _part() does for one expert, which any of several ranks may hold."""
+    piece, number = some._local_tensor, int(expert.flatten()[0])
+    owner, first = divmod(shard.first_copies[number], shard.num_local_experts)
+    held = list(logical_experts(shard))
+    place = held.index(number) if number in held else None
+    if whole is not None:
+        found = whole[number]
+    else:
+        own = piece[first].contiguous()
+        found = wait_tensor(broadcast(own, owner, (some._spec.mesh, 0)))
+    found = found if place is None else piece[place]
+    return found.expand(1, *found.shape) if expert.dim() else found

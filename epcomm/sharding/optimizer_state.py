@@ -44,10 +44,20 @@ def _take_own(optimizer: Optimizer, parameter: ExpertTensor) -> None:
 
     Raises:
         ShapeError: a DTensor is the part of another rank, or of another number of ranks.
+        ConfigError: the experts were moved, and the state was not.
     """
     state = optimizer.state.get(parameter, {})
     for name, value in state.items():
-        if not isinstance(value, DTensor) or isinstance(value, ExpertTensor):
+        if not isinstance(value, DTensor):
+            continue
+        if isinstance(value, ExpertTensor):
+            if value.shard is not parameter.shard and value.shard != parameter.shard:
+                raise ConfigError(
+                    f"{type(optimizer).__name__}.step: {name} of an expert parameter of "
+                    f"{list(parameter.shape)} is of another placement than the parameter "
+                    f"({_where(parameter)}); call rebalance(placement, optimizer) with this "
+                    "optimizer"
+                )
             continue
         saved, own = part_of(value), part_of(parameter)
         if saved != own or value.shape[0] != parameter.shape[0]:

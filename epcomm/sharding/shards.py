@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, TypeGuard, runtime_checkable
 
 import torch
@@ -16,11 +17,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertShard:
-    """The experts of a whole tensor that a parameter holds, along dimension 0."""
+    """The experts of a whole tensor that a parameter holds, along dimension 0.
+
+    first_expert: the first physical expert of this rank.
+    num_local_experts: L.
+    num_experts: of a whole tensor, E.
+    physical_to_logical: the logical expert of each of the P physical ones, where a placement says
+        so; None: they are the same, P = E.
+    """
 
     first_expert: int
     num_local_experts: int
     num_experts: int
+    physical_to_logical: tuple[int, ...] | None = None
+
+    @cached_property
+    def first_copies(self) -> tuple[int, ...]:
+        """The first physical expert that is a copy of each logical one: one entry an expert."""
+        if self.physical_to_logical is None:
+            return tuple(range(self.num_experts))
+        return tuple(map(self.physical_to_logical.index, range(self.num_experts)))
+
+    @cached_property
+    def first_places(self) -> tuple[int, ...]:
+        """The local experts that are the first copies of theirs, by local index."""
+        return tuple(
+            place
+            for place, expert in enumerate(logical_experts(self))
+            if self.first_copies[expert] == self.first_expert + place
+        )
 
 
 @runtime_checkable
@@ -34,27 +59,58 @@ class ExpertParameters(Protocol):
         ...
 
 
-def shard_of_rank(*, rank: int, world_size: int, num_experts: int) -> ExpertShard:
-    """Return the share of a rank in P experts; W divides P. Local."""
-    num_local = num_experts // world_size
+def shard_of_rank(
+    *,
+    rank: int,
+    world_size: int,
+    num_experts: int,
+    physical_to_logical: tuple[int, ...] | None = None,
+) -> ExpertShard:
+    """Return the share of a rank in E experts; W divides P, which is E without a placement. Local.
+
+    physical_to_logical: see ExpertShard.
+    """
+    placed = physical_to_logical
+    num_local = (num_experts if placed is None else len(placed)) // world_size
     return ExpertShard(
-        first_expert=rank * num_local, num_local_experts=num_local, num_experts=num_experts
+        first_expert=rank * num_local,
+        num_local_experts=num_local,
+        num_experts=num_experts,
+        physical_to_logical=placed,
     )
 
 
-def logical_experts(shard: ExpertShard) -> range:
+def logical_experts(shard: ExpertShard) -> Sequence[int]:
     """Return the logical expert of each local expert, by local index.
 
     Checkpoints have their experts in logical order. All code that cuts shares out of whole tensors,
     or puts whole tensors together, uses this order.
     """
-    return range(shard.first_expert, shard.first_expert + shard.num_local_experts)
+    end = shard.first_expert + shard.num_local_experts
+    if shard.physical_to_logical is None:
+        return range(shard.first_expert, end)
+    return shard.physical_to_logical[shard.first_expert : end]
 
 
 def cut_share(full: Tensor, shard: ExpertShard) -> Tensor:
-    """Return one rank's experts [L, ...] of a whole tensor [P, ...], as a view. Local."""
+    """Return one rank's experts [L, ...] of a whole tensor [E, ...]. Local.
+
+    A view, or where a placement has other experts in between or in another order, a copy.
+    """
     experts = logical_experts(shard)
-    return full.narrow(0, experts.start, len(experts))
+    if isinstance(experts, range):
+        return full.narrow(0, experts.start, len(experts))
+    return full.index_select(0, torch.tensor(experts, device=full.device))
+
+
+def whole_of_share(share: Tensor, shard: ExpertShard) -> Tensor:
+    """Return zeros [E, ...] with one rank's experts [L, ...] in their places. Local."""
+    whole = share.new_zeros((shard.num_experts, *share.shape[1:]))
+    experts = logical_experts(shard)
+    if isinstance(experts, range):
+        whole[experts.start : experts.stop] = share
+        return whole
+    return whole.index_copy_(0, torch.tensor(experts, device=share.device), share)
 
 
 def local_share(full: Tensor, shard: ExpertShard) -> Tensor:
@@ -62,13 +118,25 @@ def local_share(full: Tensor, shard: ExpertShard) -> Tensor:
     return cut_share(full.detach(), shard).clone(memory_format=torch.contiguous_format)
 
 
-def put_together(parts: Tensor, shards: Sequence[ExpertShard]) -> Tensor:
-    """Return [P, ...] in logical order from the pieces [W, L, ...] of all ranks. Local."""
-    order = [expert for shard in shards for expert in logical_experts(shard)]
+def own_rows(share: Tensor, shard: ExpertShard) -> Tensor:
+    """Return those of a rank's experts that no rank before holds too; a view if all. Local."""
+    places = shard.first_places
+    if len(places) == share.shape[0]:
+        return share
+    # No dtype is that of an empty list, where other ranks hold all of them before.
+    index = torch.tensor(places, dtype=torch.int64, device=share.device)
+    return share.index_select(0, index)
+
+
+def put_together(parts: Tensor, shard: ExpertShard) -> Tensor:
+    """Return [E, ...] in logical order from the pieces [W, L, ...] of all ranks. Local.
+
+    shard: that of any rank. Of several copies of an expert the first is taken.
+    """
     whole = parts.flatten(0, 1)
-    if order == list(range(len(order))):
+    if shard.physical_to_logical is None:
         return whole
-    return whole[torch.tensor(order, device=whole.device).argsort()]
+    return whole[torch.tensor(shard.first_copies, device=whole.device)]
 
 
 def shard_of(parameter: Tensor) -> ExpertShard | None:
@@ -79,6 +147,8 @@ def shard_of(parameter: Tensor) -> ExpertShard | None:
     """
     if not is_expert_tensor(parameter):
         return None
+    if parameter.shard is not None:
+        return parameter.shard
     mesh = parameter.device_mesh
     return shard_of_rank(
         rank=mesh.get_local_rank(), world_size=mesh.size(), num_experts=parameter.shape[0]

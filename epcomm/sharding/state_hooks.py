@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, nn
 
 from epcomm.errors import ShapeError
-from epcomm.sharding.shards import ExpertShard, cut_share, is_expert_tensor
+from epcomm.sharding.shards import ExpertShard, cut_share, is_expert_tensor, logical_experts
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -106,9 +106,11 @@ class _Reader:
         if hasattr(value, "device_mesh"):
             return self._read_dtensor(value, parameter)  # type: ignore[arg-type]
         num_experts = value.shape[0] if value.dim() else 0
-        if num_experts == shard.num_experts:
+        # One rank holds as many experts as there are, in the order of its placement.
+        is_share = num_experts == shard.num_local_experts and self._is_own
+        if num_experts == shard.num_experts and not is_share:
             return _as(parameter, value, cut_share(value, shard))
-        if num_experts == shard.num_local_experts and self._is_own:
+        if is_share:
             return value if not hasattr(parameter, "device_mesh") else _wrapped(parameter, value)
         raise ShapeError(
             f"load_state_dict: {self._name} holds {num_experts} experts as an ordinary tensor, and "
@@ -128,6 +130,15 @@ class _Reader:
                 f"{saved[0]} of {saved[1]} saved as {list(saved[2])}, expected that of rank "
                 f"{own[0]} of {own[1]} as {list(own[2])} ({self._layer.group.where}); load it by "
                 "torch.distributed.checkpoint, which puts the parts together"
+            )
+        placed = value.shard if is_expert_tensor(value) else None
+        if self._layer.shard.physical_to_logical is not None and not (
+            self._is_own or placed == self._layer.shard
+        ):
+            raise ShapeError(
+                f"load_state_dict: {self._name} is a rank's part of {list(value.shape)}, and "
+                f"nothing says that it is of the placement of the layer ({group.where}); load it "
+                "by torch.distributed.checkpoint, or pass what gather_state_dict() returned"
             )
         if is_plain:
             return value.to_local()
@@ -166,4 +177,5 @@ def _wrapped(parameter: Tensor, share: Tensor) -> Tensor:
 
 
 def _as_list(shard: ExpertShard) -> list[int]:
-    return [shard.first_expert, shard.num_local_experts, shard.num_experts]
+    share = [shard.first_expert, shard.num_local_experts, shard.num_experts]
+    return share if shard.physical_to_logical is None else share + list(logical_experts(shard))

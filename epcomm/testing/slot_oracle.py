@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,9 +24,12 @@ class ExpectedSlot:
     k: int
 
 
-def expected_slots(batches: list[RankBatch], rank: int, num_local: int) -> list[ExpectedSlot]:
-    """Return the slots of `rank`, ordered by (expert, source rank, token)."""
+def expected_slots(
+    batches: list[RankBatch], rank: int, num_local: int, source_order: Sequence[int]
+) -> list[ExpectedSlot]:
+    """Return the slots of `rank`, ordered by (expert, source rank in source_order, token)."""
     first = rank * num_local
+    place = {source: number for number, source in enumerate(source_order)}
     found = [
         ExpectedSlot(expert=expert - first, source=source, token=token, k=k)
         for source, batch in enumerate(batches)
@@ -33,7 +37,7 @@ def expected_slots(batches: list[RankBatch], rank: int, num_local: int) -> list[
         for k, expert in enumerate(row)
         if first <= expert < first + num_local
     ]
-    return sorted(found, key=lambda slot: (slot.expert, slot.source, slot.token))
+    return sorted(found, key=lambda slot: (slot.expert, place[slot.source], slot.token))
 
 
 def slot_positions(

@@ -13,7 +13,6 @@ from epcomm.sharding.shards import (
     expert_shards,
     is_expert_tensor,
     put_together,
-    shard_of_rank,
 )
 
 
@@ -21,7 +20,7 @@ def gather_state_dict(module: nn.Module, group: EPGroup) -> dict[str, Tensor]:
     """Return the state of `module` with whole expert tensors, as the unsharded model has it.
 
     Returns:
-        Detached tensors; expert tensors are [P, ...] and owned by the caller, other tensors share
+        Detached tensors; expert tensors are [E, ...] and owned by the caller, other tensors share
         the memory of the module.
 
     Collective: yes, one all-gather an expert parameter.   Host sync: as the transport.
@@ -33,14 +32,9 @@ def gather_state_dict(module: nn.Module, group: EPGroup) -> dict[str, Tensor]:
         if shard is None or not _is_own_share(tensor, shard):
             state[name] = _whole(tensor)
             continue
-        local = tensor.to_local() if is_expert_tensor(tensor) else tensor
+        local = tensor._local_tensor if is_expert_tensor(tensor) else tensor
         parts = group.collectives.all_gather(local.contiguous(), phase="gather_state_dict")
-        ranks = range(group.world_size)
-        all_shards = [
-            shard_of_rank(rank=rank, world_size=len(ranks), num_experts=shard.num_experts)
-            for rank in ranks
-        ]
-        state[name] = put_together(parts, all_shards)
+        state[name] = put_together(parts, shard)
     return state
 
 
@@ -68,7 +62,7 @@ def load_full_state_dict(
             checkpoint may come one tensor at a time.
 
     Raises:
-        ShapeError: an expert tensor does not hold all P experts.
+        ShapeError: an expert tensor does not hold all E experts.
         RuntimeError: missing or unexpected names, as nn.Module.load_state_dict.
     """
     for name, shard in expert_shards(module).items():

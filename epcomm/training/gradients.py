@@ -18,7 +18,13 @@ from epcomm.collectives.base import Collectives
 from epcomm.errors import ConfigError
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
-from epcomm.sharding.shards import is_expert_tensor, replicated_parameters, sharded_parameters
+from epcomm.placement.expert_placement import ExpertPlacement
+from epcomm.sharding.shards import (
+    is_expert_tensor,
+    own_rows,
+    replicated_parameters,
+    sharded_parameters,
+)
 from epcomm.types import sum_dtype
 
 
@@ -104,6 +110,50 @@ def sum_expert_gradients(model: nn.Module, copies: EPGroup) -> None:
     _sum_gradients(parameters, copies, phase="sum_expert_gradients")
 
 
+def sum_replica_gradients(model: nn.Module) -> None:
+    """Add the gradients of the copies of an expert, over the ranks of its layer that hold them.
+
+    Every copy has seen a part of the tokens. Layers whose placement has several copies of an expert
+    need this call after backward, before norms and steps: added in the order of ranks, gradients of
+    copies are equal to the bit, and so the copies stay equal. A missing gradient counts as zero.
+
+    Collective: yes, one message a parameter of a layer with copies.   Host sync: as the transport.
+    """
+    for layer in model.modules():
+        if isinstance(layer, ExpertParallelExperts) and layer.placement is not None:
+            _sum_over_copies(layer, layer.placement)
+
+
+def _sum_over_copies(layer: ExpertParallelExperts, placement: ExpertPlacement) -> None:
+    if placement.num_physical_experts == placement.num_experts:
+        return
+    held = placement.experts_of_rank(layer.group.rank)
+    copied = [place for place, expert in enumerate(held) if len(placement.replicas[expert]) > 1]
+    copied.sort(key=held.__getitem__)
+    # By rank, the local experts here of which it has a copy too, in the order of logical ids: what
+    # goes there, and what comes from there.
+    shared = [
+        [place for place in copied if held[place] in placement.experts_of_rank(rank)]
+        for rank in range(placement.num_ranks)
+    ]
+    splits = [len(places) for places in shared]
+    for parameter in layer.expert_parameters().values():
+        if isinstance(parameter, nn.Parameter) and parameter.requires_grad:
+            gradient = _local_gradient(parameter)
+            index = torch.tensor([each for places in shared for each in places], dtype=torch.int64)
+            came = layer.group.collectives.all_to_all(
+                gradient.index_select(0, index.to(gradient.device)),
+                send_splits=splits,
+                recv_splits=splits,
+                phase="sum_replica_gradients",
+            )
+            total = torch.zeros_like(gradient, dtype=sum_dtype(gradient.dtype))
+            for places, part in zip(shared, came.split(splits), strict=True):
+                total[places] += part
+            gradient[copied] = total[copied].to(gradient.dtype)
+            _set_gradient(parameter, gradient)
+
+
 def clip_grad_norm(model: nn.Module, group: EPGroup | None, max_norm: float) -> Tensor:
     """Scale all gradients so that their norm, with the experts of all ranks, is max_norm at most.
 
@@ -142,7 +192,8 @@ def _square_of(parameters: Iterable[nn.Parameter], device: torch.device) -> Tens
         gradient = parameter.grad
         if gradient is not None:
             if is_expert_tensor(gradient):
-                gradient = _local(gradient)
+                shard, gradient = gradient.shard, _local(gradient)
+                gradient = gradient if shard is None else own_rows(gradient, shard)
             square = gradient.float().square().sum()
             total = total + (square.full_tensor() if isinstance(square, DTensor) else square)
     return total

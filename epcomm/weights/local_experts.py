@@ -15,6 +15,7 @@ from epcomm.weights.unquantized import ExpertTensors
 class LocalExperts:
     """Turns ExpertTensors, DTensors and ordinary tensors into this rank's experts [L, ...].
 
+    shard: which experts these are; rebalance() changes it, beside the tensors.
     gradient_factor: what gradients of parameters are multiplied by on their way.
 
     While the same parameters are there, their pieces are kept, and nothing is checked again.
@@ -24,7 +25,8 @@ class LocalExperts:
         self, kind: ExpertTensors, roles: tuple[str, ...], shard: ExpertShard, where: str
     ) -> None:
         """Take experts without values, their fields in order, and which experts these are."""
-        self._kind, self._roles, self._shard, self._where = kind, roles, shard, where
+        self._kind, self._roles, self._where = kind, roles, where
+        self.shard = shard
         self._held: Sequence[Tensor] = ()
         self._pieces: Sequence[Tensor] = ()
         self._record = kind
@@ -46,7 +48,7 @@ class LocalExperts:
         return self._record.exchanged(dict(zip(self._roles, views, strict=True)))
 
     def __deepcopy__(self, memo: dict[int, object]) -> LocalExperts:
-        other = LocalExperts(self._kind, self._roles, self._shard, self._where)
+        other = LocalExperts(self._kind, self._roles, self.shard, self._where)
         other.gradient_factor = self.gradient_factor
         return other
 
@@ -80,7 +82,7 @@ class LocalExperts:
         return [self._own(view, role) for view, role in zip(views, self._roles, strict=True)]
 
     def _own(self, tensor: Tensor, role: str) -> Tensor:
-        shard, num_experts = self._shard, tensor.shape[0]
+        shard, num_experts = self.shard, tensor.shape[0]
         if num_experts == shard.num_local_experts:
             return tensor
         if num_experts == shard.num_experts:

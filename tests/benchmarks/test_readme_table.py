@@ -81,7 +81,9 @@ def test_a_marker_without_a_result_is_an_error(tmp_path: Path) -> None:
         fill("<!-- benchmark:missing -->\n<!-- /benchmark -->", tmp_path)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/performance.md", "docs/migrating_from_deepep.md"]
+)
 def test_a_page_shows_the_results_that_lie_here(page: str) -> None:
     text = (REPO / page).read_text("utf-8")
     assert "<!-- benchmark:" in text

@@ -15,6 +15,7 @@ import torch
 from epcomm import EPGroup, Mode
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT8_PER_TOKEN
 from epcomm.registry import buffer_class
+from epcomm.spec import HostLayout
 from epcomm.testing import buffer_suite
 
 if TYPE_CHECKING:
@@ -85,6 +86,21 @@ def test_buffer_of_one_rank_keeps_its_contract(scenario: str, case: str) -> None
 @pytest.mark.parametrize(("scenario", "case"), cases_of(*ON_THREE))
 def test_buffer_of_three_ranks_keeps_its_contract(scenario: str, case: str) -> None:
     run(scenario, case)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("case", ["normal", "standard", "low_latency"])
+def test_bytes_between_hosts_are_counted_apart(case: str) -> None:
+    # No two hosts have as many ranks, and a host's ranks do not follow one another.
+    hosts = HostLayout(host_of_rank=(0, 1, 0))
+    with EPGroup() as group:
+        env = buffer_suite.BufferEnv(
+            group=group, backend=CASES[case].backend, mode=CASES[case].mode, hosts=hosts
+        )
+        buffer_suite.run_scenario("traffic", env)
+        sent = group.traffic()["collective"]
+        assert sent.dispatch_bytes_between > 0
+        assert (sent.bytes_inside > 0) == (group.rank != 1)
 
 
 @pytest.mark.slow

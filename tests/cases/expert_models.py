@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from epcomm import EPGroup, ExpertParallelExperts, ExpertWeights, TopKOutput
+from epcomm import EPConfig, EPGroup, ExpertParallelExperts, ExpertWeights, TopKOutput
 
 NUM_EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 16, 8, 2
 
@@ -31,11 +31,17 @@ def chosen_experts(num_tokens: int) -> Tensor:
 class OverRanks(nn.Module):
     """A linear layer, then experts spread over a group; forward gives a loss."""
 
-    def __init__(self, group: EPGroup, weights: ExpertWeights | None = None) -> None:
+    def __init__(
+        self,
+        group: EPGroup,
+        weights: ExpertWeights | None = None,
+        config: EPConfig | None = None,
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.linear = nn.Linear(HIDDEN, HIDDEN)
-        self.experts = ExpertParallelExperts(weights or expert_weights(), group, top_k=TOP_K)
+        weights = weights or expert_weights()
+        self.experts = ExpertParallelExperts(weights, group, config, top_k=TOP_K)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute a loss, the mean over tokens, from x [T, H]."""

@@ -321,14 +321,38 @@ def test_plan_for_ranks_that_are_not_here_marks_what_it_assumes() -> None:
     assert ["backend", "deep_ep_v1"] in rows(named.stdout)
 
 
+def test_plan_is_of_the_physical_experts(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"redundant_experts": 4}))
+    result = run("plan", *LAYER, "--config", str(path))
+    assert "12 experts on 4 ranks, 3 each" in result.stdout, result.output
+    assert ["a rebalance, on the host", "pass --intermediate-size"] in rows(result.stdout)
+
+
+def test_plan_tells_the_memory_of_moving_experts(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"redundant_experts": 4}))
+    words = ["plan", *LAYER, "--config", str(path), "--intermediate-size", "32"]
+    # In bfloat16 the first matrix of an expert has 8192 bytes, the second 4096; a rank has 3, sends
+    # up to 9 of the first to others, and receives 3.
+    expected = {"redundant_bytes": 12288, "device_bytes": 12 * 8192, "host_bytes": 3 * 12288}
+    assert json.loads(run(*words, "--json").stdout)["rebalance"] == expected
+    assert ["redundant experts", "12,288 B"] in rows(run(*words).stdout)
+    # An expert of 96 MiB and one of 48 MiB are longer than a piece, or fill one.
+    wide = run(*words[:-1], "6144", "--hidden-size", "4096", "--json")
+    assert json.loads(wide.stdout)["rebalance"]["device_bytes"] == 2 * 96 * 2**20
+
+
 def test_json_holds_what_explain_tells() -> None:
     words = [*LAYER, "--max-tokens", "16", "--intermediate-size", "32", "--device", "cpu"]
     result = run("plan", *words, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert list(found) == [
-        *("version", "layer", "assumed", "phases", "decode_lacks", "runner", "rejected_runners")
+        *("version", "layer", "assumed", "phases", "decode_lacks", "runner", "rejected_runners"),
+        "rebalance",
     ]
+    assert found["rebalance"] is None
     assert found["layer"] == {
         "hidden_size": 64,
         "num_experts": 8,
@@ -385,3 +409,71 @@ def test_module_is_the_command() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "8 experts on 4 ranks, 2 each" in done.stdout
+
+
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+}
+LINKS = ["--hosts", "4", "--gb-per-s-between", "50", "--gb-per-s-inside", "450"]
+
+
+def test_hosts_show_bytes_by_link_and_what_wins(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(DEEPSEEK_V3))
+    words = ["plan", "--model", str(path), "--ranks", "32", "--max-tokens", "128", *LINKS]
+    result = run(*words)
+    assert result.exit_code == 0, result.output
+    printed = rows(result.stdout)
+    # A row is 7168 elements of 2 B out, with 8 ids and weights of 8 and 4 B, and 7168 back.
+    row = 2 * 7168 + 8 * 8 + 2 * 7168
+    at_most = "bytes a token between hosts, at most"
+    # 4 of 8 groups lie on at most 4 hosts of two groups each: 3 others, and 8 ranks there.
+    assert [at_most, f"{8 * row:,} B", f"{3 * row:,} B"] in printed
+    # Static: 24 ranks, or 3 hosts.
+    assert [at_most, f"{24 * row:,} B", f"{3 * row:,} B"] in printed
+    assert "static sizes send M = 128 rows to every host" in result.stdout
+    assert "a token uses experts of 4 of 8 groups" in result.stdout
+    links = json.loads(run(*words, "--json").stdout)["phases"]["decode"]["links"]
+    assert links["hosts"].startswith("4 hosts of ranks 0 1 2 3 4 5 6 7, 8 9")
+    assert links["bytes_per_token"]["flat"]["most"] == {"between": 24 * row, "inside": 7 * row}
+    in_turn = 128 * row * (3 / 50e3 + 28 / 450e3)
+    assert links["microseconds"] == pytest.approx(
+        {"flat": 128 * row * 24 / 50e3, "hierarchical": in_turn}
+    )
+    assert links["fastest"] == "hierarchical"
+    # One group of a token lies on one host, wherever that is.
+    one = run(*words, "--topk-groups", "1", "--mode", "normal", "--json").stdout
+    links = json.loads(one)["phases"]["all"]["links"]
+    assert links["bytes_per_token"]["hierarchical"]["most"]["between"] == row
+
+
+def test_without_hosts_nothing_is_said_of_links() -> None:
+    phases = json.loads(run("plan", *LAYER, "--mode", "normal", "--json").stdout)["phases"]
+    assert phases["all"]["links"] is None
+
+
+def test_a_device_has_as_many_ranks_a_host_as_are_said() -> None:
+    words = ["plan", *LAYER, "--mode", "normal", "--device", "h200", "--hosts", "2", "--json"]
+    found = json.loads(run(*words).stdout)
+    assert found["assumed"][0] == "4 ranks on 2 hosts of h200, at most 2 a host"
+    assert found["phases"]["all"]["links"]["hosts"] == "2 hosts of ranks 0 1, 2 3"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--hosts", "3"], "--ranks is 4, expected a multiple of --hosts 3"),
+        (["--hosts", "2", "--gb-per-s-inside", "450"], "is missing, expected both or none"),
+        ([*LINKS, "--gb-per-s-between", "0"], "--gb-per-s-between is 0.0"),
+        (["--num-groups", "3"], "3 of 3 groups of experts are used, expected a divisor of 8"),
+    ],
+)
+def test_links_that_cannot_be_are_bad_input(words: list[str], message: str) -> None:
+    result = run("plan", *LAYER, *words)
+    assert result.exit_code == 2
+    assert message in result.stderr

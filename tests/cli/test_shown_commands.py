@@ -32,7 +32,8 @@ KINDS = {"python", " { .python }", "sh", "text", "", *CONFIGURATIONS}
 OF_THE_READER = re.compile(r" (\w+\.(?:json|yaml|toml))\b")
 # Commands within a sentence; what is in capitals, as FILE, stands for a word of the reader's.
 IN_WORDS = re.compile(
-    r"`((?:epcomm (?:plan|doctor|bench)|python -m|make|pip|torchrun|scripts/|MULTI_RANK)\b[^`]*)`"
+    r"`((?:epcomm (?:plan|doctor|bench|load)|python -m|make|pip|torchrun|scripts/|MULTI_RANK)\b"
+    r"[^`]*)`"
 )
 FOR_THE_READER = re.compile(r"\b(?:FILE|path/to)\b")
 VARIABLE = re.compile(r"[A-Z_]+=")

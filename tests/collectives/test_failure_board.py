@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from epcomm.collectives import failure_board
 from epcomm.collectives.bounded import LOOK_LIMIT_S
 from epcomm.collectives.failure_board import StoreFailureBoard
 
@@ -139,6 +140,24 @@ def test_killed_host_is_silence_at_once(host: Host) -> None:
     board.post("gave up")
     assert board.read() is None
     assert time.monotonic() - start_s < LOOK_LIMIT_S
+
+
+@pytest.mark.slow
+def test_reports_outlive_the_host_of_the_store(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    boards = {0: StoreFailureBoard(host.connect(), rank=0, world_size=4)}
+    # Ranks 1 to 3 see the store on another host; the first of them serves the second store.
+    monkeypatch.setattr(failure_board, "address_beside", lambda port: "127.0.0.1")
+    for rank in (1, 2, 3):
+        boards[rank] = StoreFailureBoard(host.connect(), rank=rank, world_size=4)
+    assert [board.read() for board in boards.values()] == [{}] * 4
+    boards[0].post("is lost")
+    assert [board.read() for board in boards.values()] == [{0: "is lost"}] * 4
+    host.process.kill()
+    host.process.wait()
+    boards[2].post("waits")
+    boards[3].post("gave up")
+    for rank in (1, 2, 3):
+        assert boards[rank].read() == {0: "is lost", 2: "waits", 3: "gave up"}
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -27,6 +28,7 @@ import torch.distributed as dist
 
 from tests.failures.rank import run_rank
 from tests.failures.scenario import Scenario
+from tests.hosts.network import INTERFACE, Host, make_hosts
 
 # Scenarios that run at the same time: most of their time they wait.
 NUM_AT_ONCE = 4
@@ -96,10 +98,22 @@ class Run(ABC):
 
 @dataclass(kw_only=True)
 class GlooRun(Run):
-    """ranks, store: process ids."""
+    """ranks, store: process ids.   hosts: to be removed at the end; none: this machine is one."""
 
     ranks: list[int]
     store: int | None
+    hosts: list[Host]
+    removal: ExitStack
+    is_lost: bool = False
+
+    def poll(self) -> bool:
+        if self.scenario.loses_hosts and not self.is_lost:
+            lost = self.scenario.lost_ranks
+            if all((self.folder / f"lost{rank}").exists() for rank in lost):
+                self.is_lost = True
+                for number in {self.scenario.host_of(rank) for rank in lost}:
+                    _lose(self.hosts[number], self.scenario.fault)
+        return super().poll()
 
     def exit_code(self, rank: int) -> int | None:
         pid, status = os.waitpid(self.ranks[rank], os.WNOHANG)
@@ -110,6 +124,7 @@ class GlooRun(Run):
         for pid in left + ([self.store] if self.store else []):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+        self.removal.close()
 
 
 @dataclass(kw_only=True)
@@ -176,23 +191,55 @@ def _start_mpi(scenario: Scenario, folder: Path) -> Run:
 
 
 def _start_gloo(scenario: Scenario, folder: Path) -> Run:
-    listener = socket.create_server(("127.0.0.1", 0))
-    port, listener_fd = listener.getsockname()[1], listener.detach()
-    env = {
-        "WORLD_SIZE": str(scenario.num_ranks),
-        "MASTER_PORT": str(port),
-        "STORE_FD": str(listener_fd),
-    }
-    # The process that answers for the store comes first, and alone gets the listener.
-    host = scenario.store_host
-    store = _fork_store(env, folder) if host is None else None
-    pids = {} if host is None else {host: _fork_rank(host, scenario, env, folder)}
-    os.close(listener_fd)
-    for rank in range(scenario.num_ranks):
-        if rank not in pids:
-            pids[rank] = _fork_rank(rank, scenario, env, folder)
-    ranks = [pids[rank] for rank in range(scenario.num_ranks)]
-    return GlooRun(scenario=scenario, folder=folder, ranks=ranks, store=store)
+    with ExitStack() as stack:
+        hosts: list[Host] = []
+        if scenario.num_hosts > 1:
+            hosts = stack.enter_context(make_hosts(scenario.num_hosts))
+        address = hosts[0].address if hosts else "127.0.0.1"
+        with _on(hosts, 0):
+            listener = socket.create_server((address, 0))
+        port, listener_fd = listener.getsockname()[1], listener.detach()
+        env = {
+            "WORLD_SIZE": str(scenario.num_ranks),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "STORE_FD": str(listener_fd),
+        }
+        if hosts:
+            env["GLOO_SOCKET_IFNAME"] = INTERFACE
+
+        def fork_rank(rank: int) -> int:
+            number = scenario.host_of(rank)
+            with _on(hosts, number):
+                return _fork_rank(rank, scenario, env, folder, hosts[number] if hosts else None)
+
+        # The process that answers for the store comes first, and alone gets the listener.
+        first = scenario.store_host
+        with _on(hosts, 0):
+            store = _fork_store(env, folder) if first is None else None
+        pids = {} if first is None else {first: fork_rank(first)}
+        os.close(listener_fd)
+        for rank in range(scenario.num_ranks):
+            if rank not in pids:
+                pids[rank] = fork_rank(rank)
+        ranks = [pids[rank] for rank in range(scenario.num_ranks)]
+        removal = stack.pop_all()
+    return GlooRun(
+        scenario=scenario, folder=folder, ranks=ranks, store=store, hosts=hosts, removal=removal
+    )
+
+
+def _on(hosts: list[Host], number: int) -> AbstractContextManager[None]:
+    """What is forked within is on a host, if there are several."""
+    return hosts[number].inside() if hosts else nullcontext()
+
+
+def _lose(host: Host, fault: str) -> None:
+    if fault == "unplugged":
+        host.unplug()
+    else:
+        assert fault == "killed", "hosts are killed or unplugged"
+        host.kill_all()
 
 
 def _fork_store(env: dict[str, str], folder: Path) -> int:
@@ -200,7 +247,7 @@ def _fork_store(env: dict[str, str], folder: Path) -> int:
     if pid == 0:
         _send_output_to(folder / "store.log")
         _server = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1",
+            env["MASTER_ADDR"],
             int(env["MASTER_PORT"]),
             is_master=True,
             wait_for_workers=False,
@@ -211,10 +258,14 @@ def _fork_store(env: dict[str, str], folder: Path) -> int:
     return pid
 
 
-def _fork_rank(rank: int, scenario: Scenario, env: dict[str, str], folder: Path) -> int:
+def _fork_rank(
+    rank: int, scenario: Scenario, env: dict[str, str], folder: Path, host: Host | None
+) -> int:
     pid = os.fork()
     if pid == 0:
         _send_output_to(folder / f"rank{rank}.log")
+        if host is not None:
+            host.take_name()
         os.environ.update(env, RANK=str(rank))
         # Up to the end of the interpreter, as in any program: that must not hang either.
         sys.exit(run_rank(scenario, folder))

@@ -2,8 +2,8 @@
 
     mpirun --continuous -n 4 python -m tests.failures.rank --scenario JSON --folder FOLDER
 
-tests/failures/launch.py starts it. Over gloo it forks the ranks; RANK, WORLD_SIZE and MASTER_PORT
-say the rest.
+tests/failures/launch.py starts it. Over gloo it forks the ranks; RANK, WORLD_SIZE, MASTER_ADDR
+and MASTER_PORT say the rest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def open_gloo(scenario: Scenario) -> Iterator[EPGroup]:
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_host = rank == scenario.store_host
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1",
+        os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=is_host,
         wait_for_workers=False,
@@ -62,6 +62,7 @@ TRANSPORTS: Mapping[str, Callable[[Scenario], AbstractContextManager[EPGroup]]] 
     "gloo": open_gloo,
     "mpi": open_mpi,
     "shared_memory": open_gloo,
+    "hierarchical": open_gloo,
 }
 
 
@@ -84,8 +85,7 @@ def run_rank(scenario: Scenario, folder: Path) -> int:
 
 
 def _lose(scenario: Scenario, group: EPGroup, folder: Path) -> tuple[str, float, str, float]:
-    is_shared = scenario.transport == "shared_memory"
-    backend = "shared_memory" if is_shared else "collective"
+    backend = "collective" if scenario.transport in ("gloo", "mpi") else scenario.transport
     config = EPConfig(backend=backend, timeout_s=SETUP_TIMEOUT_S)
     dispatcher = DeepEPNormalDispatcher(group, SPEC, config)
     x = torch.randn(8, SPEC.hidden_size, requires_grad=True)
@@ -122,7 +122,12 @@ def _lose(scenario: Scenario, group: EPGroup, folder: Path) -> tuple[str, float,
 
 
 def _meet_fault(scenario: Scenario, folder: Path) -> None:
-    if scenario.fault == "late":
+    if scenario.loses_hosts:
+        # The launcher ends the whole host, or unplugs it, when all its ranks have come here.
+        (folder / f"lost{os.environ['RANK']}").touch()
+        while True:
+            signal.pause()
+    elif scenario.fault == "late":
         end_s = time.monotonic() + SETUP_TIMEOUT_S
         while not all((folder / f"gave_up{rank}").exists() for rank in scenario.survivors):
             assert time.monotonic() < end_s, "the others never gave up"

@@ -31,20 +31,24 @@ class Scenario:
     """One group of ranks, of which some are lost in their second call.
 
     transport: what the ranks exchange over.
-    fault: what happens to the lost ranks; a late one comes once all others have given up.
+    fault: what happens to the lost ranks; a late one comes once all others have given up. Hosts
+        are killed with all their processes, or unplugged.
     phase: the lost ranks do not come to it.
     store_host: the rank that answers for the store of the process group; None: another process, as
-        under torchrun.
+        under torchrun; of several hosts it is on the first.
     destroys: ranks destroy the process group before they end.
+    num_hosts: hosts of our own making (tests/hosts/network.py), with as many ranks each; 1: ranks
+        are on this machine.
     """
 
-    fault: Literal["killed", "stopped", "late"]
+    fault: Literal["killed", "stopped", "late", "unplugged"]
     phase: Literal["dispatch", "combine", "backward"]
-    transport: Literal["gloo", "mpi", "shared_memory"] = "gloo"
+    transport: Literal["gloo", "mpi", "shared_memory", "hierarchical"] = "gloo"
     lost_ranks: tuple[int, ...] = (2,)
     store_host: int | None = None
     destroys: bool = True
     num_ranks: int = 4
+    num_hosts: int = 1
 
     @property
     def name(self) -> str:
@@ -52,7 +56,18 @@ class Scenario:
         ranks = "".join(map(str, self.lost_ranks))
         host = "" if self.store_host is None else f"-store{self.store_host}"
         end = "" if self.destroys else "-undestroyed"
-        return f"{self.transport}-{self.fault}-{self.phase}-rank{ranks}{host}{end}"
+        on_hosts = "" if self.num_hosts == 1 else f"-hosts{self.num_hosts}"
+        return f"{self.transport}-{self.fault}-{self.phase}-rank{ranks}{host}{end}{on_hosts}"
+
+    def host_of(self, rank: int) -> int:
+        """Return the number of the host of `rank`."""
+        return rank * self.num_hosts // self.num_ranks
+
+    @property
+    def loses_hosts(self) -> bool:
+        """Return whether all ranks of some host are lost, and with them the host."""
+        living = {self.host_of(rank) for rank in self.survivors}
+        return self.num_hosts > 1 and not living & {self.host_of(rank) for rank in self.lost_ranks}
 
     @property
     def has_news(self) -> bool:

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from epcomm import ConfigError, EPConfig, HandleError, decode_phase, idle_step
+from epcomm import ConfigError, EPConfig, EPGroup, HandleError, decode_phase, idle_step
 from epcomm.integrations.telemetry import metrics
 from epcomm.integrations.transformers import ExpertParallelRegistration, register_expert_parallel
+from epcomm.placement.recorder import LoadRecorder
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from epcomm.training.gradients import clip_grad_norm
@@ -318,3 +319,30 @@ def test_router_that_nobody_would_ask_is_refused() -> None:
     for router in ("reference", "ascend"):
         with pytest.raises(ConfigError, match=f"router is {router}, expected auto, because"):
             register_expert_parallel(EPConfig(router=router))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(NUM_RANKS)
+def test_tokens_that_chose_an_expert_are_counted(folder: Path) -> None:
+    path, ids = saved("qwen3_moe", folder), batches("own_batches")
+    alone = load_alone("qwen3_moe", path)
+    logits = alone(input_ids=torch.cat(ids), output_router_logits=True).router_logits
+    expected = [each.topk(2).indices.flatten().bincount(minlength=8).tolist() for each in logits]
+    with registered(EPConfig(record_load=True)) as registration:
+        model = load(path, "own_batches")
+        recorder = LoadRecorder(registration.load_tables(model))
+        train(model, ids[dist.get_rank()])
+        recorder.end_window()
+        with EPGroup() as group:
+            load_ = recorder.gather(group.collectives)
+        assert list(load_.windows_by_layer) == [f"model.layers.{n}.mlp.experts" for n in range(2)]
+        assert [list(windows[0]) for windows in load_.windows_by_layer.values()] == expected
+    with registered() as registration:
+        model = load(path, "own_batches")
+        with pytest.raises(ConfigError, match="record_load is False"):
+            registration.load_tables(model)
+
+
+def test_copies_of_experts_that_transformers_places_are_refused() -> None:
+    with pytest.raises(ConfigError, match="redundant_experts is 4, expected None, because transf"):
+        register_expert_parallel(EPConfig(redundant_experts=4))

@@ -23,15 +23,31 @@ from torch.distributed.tensor import DTensor
 # transformers must not look for a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
-from epcomm import ConfigError, EPGroup, ExpertParallelMoE, idle_step
+from epcomm import (
+    ConfigError,
+    EPConfig,
+    EPGroup,
+    ExpertParallelExperts,
+    ExpertParallelMoE,
+    idle_step,
+)
 from epcomm.integrations.transformers import prepare_trainer
 from epcomm.sharding.shards import sharded_parameters
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from epcomm.training.checkpoints import gather_state_dict
 from epcomm.training.gradients import scale_expert_gradients
+from tests.placement.layers import any_placement, expect_copies_of
 
 NUM_RANKS, NUM_STEPS, SAVED_STEP, NUM_MICRO_BATCHES = 2, 4, 2, 2
 STEP_BATCH = NUM_RANKS * NUM_MICRO_BATCHES
@@ -60,11 +76,33 @@ def dense_model() -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES))
 
 
-def spread_model(group: EPGroup) -> Qwen3MoeForCausalLM:
+def spread_model(group: EPGroup, config: EPConfig | None = None) -> Qwen3MoeForCausalLM:
     model = dense_model()
     for layer in model.model.layers:
-        layer.mlp = ExpertParallelMoE.from_transformers(layer.get_submodule("mlp"), group)
+        layer.mlp = ExpertParallelMoE.from_transformers(layer.get_submodule("mlp"), group, config)
     return model
+
+
+class MoveExperts(TrainerCallback):
+    """Moves the experts of all layers after every step."""
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        **_: object,
+    ) -> None:
+        for place, layer in enumerate(expert_layers(model)):
+            placement = any_placement(layer, seed=10 * state.global_step + place)
+            layer.rebalance(placement, optimizer)
+
+
+def expert_layers(model: nn.Module) -> list[ExpertParallelExperts]:
+    return [part for part in model.modules() if isinstance(part, ExpertParallelExperts)]
 
 
 def samples() -> list[dict[str, Tensor]]:
@@ -141,6 +179,37 @@ def test_trainer_trains_saves_and_resumes_like_one_process() -> None:
         saved = Qwen3MoeForCausalLM.from_pretrained(folder / f"checkpoint-{NUM_STEPS}").state_dict()
         for name, tensor in gather_state_dict(model, group).items():
             assert torch.equal(saved[name], tensor), name
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(NUM_RANKS)
+def test_trainer_trains_copies_of_experts_that_move_like_one_process() -> None:
+    expected = losses_in_one_process()
+    placed = EPConfig(redundant_experts=4, record_load=True)
+    with EPGroup() as group, shared_folder() as folder:
+        model = spread_model(group, placed)
+        trainer = trainer_of(model, folder)
+        prepare_trainer(trainer)
+        trainer.add_callback(MoveExperts())
+        trainer.train()
+        assert losses_of(trainer) == pytest.approx(expected, rel=LOSS_TOLERANCE)
+        whole = gather_state_dict(model, group)
+        for place, layer in enumerate(expert_layers(model)):
+            prefix = f"model.layers.{place}.mlp.experts."
+            expect_copies_of(layer, {n: whole[prefix + n] for n in layer.expert_parameters()})
+            block = model.get_submodule(f"model.layers.{place}.mlp")
+            assert isinstance(block, ExpertParallelMoE)
+            num_tokens = NUM_STEPS * NUM_MICRO_BATCHES * samples()[0]["input_ids"].numel()
+            assert int(block.load_table.sum()) == num_tokens * SIZES["num_experts_per_tok"]
+        saved = Qwen3MoeForCausalLM.from_pretrained(folder / f"checkpoint-{NUM_STEPS}").state_dict()
+        for name, tensor in whole.items():
+            assert torch.equal(saved[name], tensor), name
+        # Without copies, and with others.
+        for config in (None, EPConfig(redundant_experts=8)):
+            resumed = trainer_of(spread_model(group, config), folder)
+            prepare_trainer(resumed)
+            resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED_STEP}"))
+            assert losses_of(resumed) == pytest.approx(expected, rel=LOSS_TOLERANCE)
 
 
 @pytest.mark.ranks(NUM_RANKS)

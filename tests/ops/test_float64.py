@@ -186,7 +186,7 @@ def test_gradcheck_of_a_whole_block() -> None:
 
 SPEC = MoESpec(hidden_size=64, num_experts=8, top_k=2, dtype=FP64)
 # Backends whose sums are float64 beside float64 rows.
-OURS = {"collective", "shared_memory"}
+OURS = {"collective", "shared_memory", "hierarchical"}
 OTHERS = [
     (mode, name)
     for mode in (Mode.STANDARD, Mode.NORMAL, Mode.LOW_LATENCY)

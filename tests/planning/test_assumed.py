@@ -61,8 +61,8 @@ CASES = [
     Case(
         device="h200",
         ranks=16,
-        prefill="CollectiveBuffer",
-        decode="StaticCollectiveBuffer",
+        prefill="HierarchicalBuffer",
+        decode="HierarchicalStaticBuffer",
         runner="fp8_wgmma",
         no_nvlink=HOSTS,
     ),

@@ -26,10 +26,11 @@ from epcomm import (
 )
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer
 from epcomm.buffers.shared_memory.buffer import SharedMemoryBuffer
+from epcomm.buffers.sizes import CallShape
 from epcomm.ops.slots import gather_rows
 from epcomm.planning import candidates
 from epcomm.runners.grouped_mm import GroupedMMRunner
-from epcomm.spec import Availability
+from epcomm.spec import Availability, HostLayout
 
 NUM_RANKS = 2
 SPEC = MoESpec(hidden_size=16, num_experts=8, top_k=2, dtype=torch.float32)
@@ -77,6 +78,28 @@ def test_a_plan_and_its_buffer_take_one_exchange_each(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [(("a", "b"), HostLayout(host_of_rank=(0, 1))), (("a", "a"), None), (("a", ""), None)],
+    ids=["two", "one", "unknown"],
+)
+def test_hosts_of_ranks_are_found_where_they_differ(
+    names: tuple[str, str], expected: HostLayout | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with EPGroup() as group:
+        monkeypatch.setattr(candidates, "host_of_this_process", lambda: names[group.rank])
+        chosen = plan(EPConfig(max_tokens_per_rank=8), SPEC, group)
+        assert {phase.buffer_spec.hosts for phase in chosen.phases().values()} == {expected}
+        lacks = "hosts have one rank each" if expected else "needs ranks on several hosts"
+        assert f"rejected hierarchical: {lacks}" in chosen.explain()
+        # All goes between two hosts of one rank each, and nobody says so of one host.
+        sent = chosen.prefill.wire_bytes(CallShape.most(2, 2, NUM_RANKS, expected))
+        assert sent.bytes_between == (expected is not None) * (
+            sent.bytes_between + sent.bytes_inside
+        )
+
+
+@pytest.mark.ranks(NUM_RANKS)
 def test_reason_that_all_ranks_share_names_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     with EPGroup() as group:
         for kind in (CollectiveBuffer, SharedMemoryBuffer):
@@ -110,9 +133,11 @@ OTHER_CONFIG = {
     "replicated": True,
     "num_sms": 16,
     "batches_in_flight": 3,
+    "redundant_experts": 4,
     "timeout_s": 50.0,
     "check_calls": True,
     "deterministic": True,
+    "record_load": True,
 }
 OTHER_SPEC = {"hidden_size": 32, "num_experts": 12, "top_k": 3, "dtype": torch.bfloat16}
 

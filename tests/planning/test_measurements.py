@@ -88,7 +88,8 @@ def test_each_phase_takes_the_fastest_that_serves(tmp_path: Path) -> None:
         f"backend chosen by measurements {source}: the fastest that serves of nvlink 1 us, "
         "collective 9 us, shared_memory 20 us, at T = 8 in mode low_latency"
     ) in chosen.explain().splitlines()
-    rules = "the first of nvlink, deep_ep_v2, deep_ep_v1, ascend, shared_memory, collective that"
+    names = "nvlink, deep_ep_v2, deep_ep_v1, ascend, shared_memory, hierarchical, collective"
+    rules = f"the first of {names} that"
     assert f"backend chosen by rules, without measurements: {rules} serves" in by_rules.explain()
     assert (
         f"backend chosen by rules, for {source} has nothing of mode standard: {rules} serves"

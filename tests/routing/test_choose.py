@@ -8,6 +8,7 @@ from typing import cast
 
 import pytest
 import torch
+from torch import Tensor
 
 from epcomm import BackendUnavailable, ConfigError, TopKOutput
 from epcomm.config import Router
@@ -25,6 +26,7 @@ NPU = cast(torch.device, SimpleNamespace(type="npu"))
 SAID = presets.afmoe(top_k=4, routed_scaling_factor=1.5)
 UNSAID = RoutingSpec.from_mapping({"top_k": 4, "score_function": "sigmoid", "softcap": 2.0})
 BY_OPERATOR = ("routing by npu_moe_gating_top_k, with gradients by the reference",)
+BY_GATE = ("routing by the triton gate; float64 and compiled calls by the reference",)
 WHY_UNSAID = (
     "routing by the reference: npu_moe_gating_top_k always renormalises sigmoid weights; "
     "npu_moe_gating_top_k has no softcap",
@@ -46,8 +48,77 @@ def npu_has_the_operator() -> Iterator[None]:
     library._destroy()
 
 
+def by_nothing(
+    logits: Tensor, *, top_k: int, correction_bias: Tensor | None, hidden_states: Tensor | None
+) -> TopKOutput:
+    raise NotImplementedError("nobody calls it")
+
+
 def choose(router: Router, spec: RoutingSpec, device: torch.device) -> RouterChoice:
     return choose_router(router, spec, num_experts=NUM_EXPERTS, device=device, where="rank 3 of 8")
+
+
+def test_on_a_gpu_auto_takes_the_gate_where_it_can() -> None:
+    pytest.importorskip("triton")
+    for spec in (SAID, UNSAID):
+        choice = choose(Router.AUTO, spec, CUDA)
+        assert choice.name is Router.TRITON
+        assert choice.explain() == BY_GATE
+    asked = choose(Router.REFERENCE, SAID, CUDA)
+    assert asked.name is Router.REFERENCE
+    assert asked.explain() == ("routing by the reference: EPConfig.router asks for it",)
+    whole = RoutingSpec(top_k=2, custom_function=by_nothing)
+    assert choose(Router.AUTO, whole, CUDA).explain() == (
+        "routing by the reference: the triton gate has no custom functions",
+    )
+    largest = choose_router(Router.AUTO, SAID, num_experts=1025, device=CUDA, where="rank 3 of 8")
+    assert largest.explain() == (
+        "routing by the reference: the triton gate takes at most 1024 experts, not 1025",
+    )
+    many = RoutingSpec.from_mapping({"top_k": 33})
+    many_chosen = choose_router(Router.AUTO, many, num_experts=64, device=CUDA, where="rank 3 of 8")
+    assert many_chosen.explain() == (
+        "routing by the reference: the triton gate chooses at most 32 experts a token, not 33",
+    )
+
+
+def test_gate_without_a_gpu_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr("epcomm.kernels.launch.IS_INTERPRETED", False)
+    with pytest.raises(BackendUnavailable) as caught:
+        choose(Router.TRITON, SAID, CPU)
+    assert str(caught.value) == (
+        "choose_router: router is 'triton', but the triton gate is not for cpu; move the layer to "
+        "a GPU first, or set EPConfig.router to 'auto' (rank 3 of 8)"
+    )
+    monkeypatch.setattr(
+        "epcomm.routing.triton_gating.triton_reasons",
+        lambda machine: ["triton is not installed; install it"],
+    )
+    with pytest.raises(BackendUnavailable, match="triton is not installed; install it first"):
+        choose(Router.TRITON, SAID, CUDA)
+    assert choose(Router.AUTO, SAID, CUDA).explain() == (
+        "routing by the reference: triton is not installed; install it",
+    )
+
+
+def test_gate_leaves_float64_and_compiled_calls_to_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    choice = choose(Router.TRITON, SAID, CPU)
+    logits = torch.randn(5, NUM_EXPERTS, generator=torch.Generator().manual_seed(1))
+    bias = torch.linspace(0, 0.5, NUM_EXPERTS)
+
+    def run(logits: Tensor) -> TopKOutput:
+        return choice.route(logits, correction_bias=bias, hidden_states=logits)
+
+    double = run(logits.double())
+    assert double.topk_weights.dtype is torch.float64
+    assert torch.equal(run(logits).topk_ids, double.topk_ids)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    compiled, expected = run(logits), route(logits, SAID, correction_bias=bias)
+    assert torch.equal(compiled.topk_weights, expected.topk_weights)
 
 
 @pytest.mark.parametrize("router", [Router.AUTO, Router.REFERENCE])
@@ -134,6 +205,6 @@ def test_gradients_run_the_reference_and_only_where_they_are_needed() -> None:
 
 def test_arguments_of_the_operator_are_checked_as_those_of_the_reference() -> None:
     logits = torch.zeros(2, NUM_EXPERTS)
-    for router in (Router.ASCEND, Router.REFERENCE):
+    for router in (Router.ASCEND, Router.REFERENCE, Router.TRITON):
         with pytest.raises(ConfigError, match="correction_bias is None, expected"):
             choose(router, SAID, CPU).route(logits, correction_bias=None, hidden_states=logits)

@@ -58,12 +58,15 @@ class Epcomm(Contender[DispatchOutput]):
 
     @property
     def num_roundings(self) -> int:
-        # The sum of a (token, rank) before it travels, and y.
-        return 2
+        # The sum of a (token, rank) before it travels, between hosts that of a host, and y.
+        return 2 if self.plan.buffer_spec.hosts is None else 3
 
     @property
     def is_ordered(self) -> bool:
         return self.plan.caps.ordered
+
+    def source_order(self, world_size: int) -> Sequence[int]:
+        return backend_class(self.plan.buffer).source_order(self.plan.buffer_spec, world_size)
 
     @property
     def row_error(self) -> float:

@@ -8,6 +8,7 @@ them. combine starts from unweighted results, a row for each (token, expert), an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -72,6 +73,10 @@ class Contender(ABC, Generic[DispatchedT]):
     def is_ordered(self) -> bool:
         """Return whether the rows of an expert come by source rank, then token."""
         return True
+
+    def source_order(self, world_size: int) -> Sequence[int]:
+        """Return the ranks in the order in which an ordered contender has their rows."""
+        return range(world_size)
 
     @property
     def row_error(self) -> float:

@@ -123,13 +123,16 @@ class AllGatherBuffer(OverCollectives, Buffer):
     def wire_bytes(
         cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
     ) -> BufferTraffic:
-        row, num_others = RowBytes.of(spec, backward=backward), call.world_size - 1
-        remote_tokens = sum(call.tokens_of_rank) - call.tokens_of_rank[call.rank]
-        header_bytes = counts_bytes(spec.num_local_experts)
+        row, tokens = RowBytes.of(spec, backward=backward), call.tokens_of_rank
+        header_bytes = 0 if backward else counts_bytes(spec.num_local_experts)
+        num_others, elsewhere = call.world_size - 1, spec.ranks_elsewhere(call.rank)
         return BufferTraffic(
-            dispatch_bytes=num_others * max(call.tokens_of_rank) * row.dispatch,
-            combine_bytes=remote_tokens * row.combine,
-            control_bytes=0 if backward else num_others * header_bytes,
+            dispatch_bytes=num_others * max(tokens) * row.dispatch,
+            combine_bytes=(sum(tokens) - tokens[call.rank]) * row.combine,
+            control_bytes=num_others * header_bytes,
+            dispatch_bytes_between=len(elsewhere) * max(tokens) * row.dispatch,
+            combine_bytes_between=sum(tokens[other] for other in elsewhere) * row.combine,
+            control_bytes_between=len(elsewhere) * header_bytes,
         )
 
     def dispatch(self, call: DispatchCall) -> Dispatched:

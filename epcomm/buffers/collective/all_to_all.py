@@ -8,7 +8,7 @@ the reference for other buffers. What leaves a rank is planned in sends.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.collective.sends import KernelSendPlan, PlainSendPlan, SendOrder, SendPlan
-from epcomm.buffers.counts import counts_bytes
+from epcomm.buffers.counts import Counts, counts_bytes
 from epcomm.buffers.sizes import (
     CallShape,
     Region,
@@ -31,7 +31,13 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.call_order import CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.ops.members import AnyMembers
-from epcomm.ops.slots import gather_scalars, index_slots, reduce_rows, slots_by_row
+from epcomm.ops.slots import (
+    gather_scalars,
+    index_slots,
+    reduce_rows,
+    reduce_rows_onto,
+    slots_by_row,
+)
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer
@@ -45,7 +51,7 @@ class CollectiveExchangePlan(ExchangePlan):
     """The rows that this rank sends and receives in one dispatch.
 
     send_splits, recv_splits: [W], number of rows to and from each rank.
-    slots_by_row: the slots of each received row, in k order.
+    slots_by_row: see Indexed.
     table: number of rows from each rank to each rank, where all ranks see all headers.
     views_epoch: epoch of the exchange that brought the rows, where they are views that a later
         exchange overwrites.
@@ -58,10 +64,27 @@ class CollectiveExchangePlan(ExchangePlan):
     send_splits: tuple[int, ...]
     recv_splits: tuple[int, ...]
     sends: SendOrder
-    slots_by_row: AnyMembers
+    slots_by_row: AnyMembers | None
     call: CallSign
     table: RowTable | None = None
     views_epoch: int | None = None
+
+    def rows_from_ranks(self) -> Tensor:
+        device = self.index.num_tokens_per_expert.device
+        return torch.tensor(self.recv_splits, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Indexed:
+    """What a rank makes of the rows that it received; see Dispatched for its fields.
+
+    slots_by_row: the slots of each row, in k order; None where the rows are not computed here.
+    """
+
+    index: SlotIndex
+    slot_weights: Tensor | None
+    slots_by_row: AnyMembers | None
+    row_topk: tuple[Tensor, Tensor] | None = None
 
 
 class CollectiveBuffer(OverCollectives, Buffer):
@@ -108,12 +131,20 @@ class CollectiveBuffer(OverCollectives, Buffer):
         cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
     ) -> BufferTraffic:
         row = RowBytes.of(spec, backward=backward)
-        return BufferTraffic(
+        header_bytes = 0 if backward else counts_bytes(spec.num_local_experts)
+        sent = BufferTraffic(
             dispatch_bytes=call.rows_sent * row.dispatch,
             combine_bytes=call.rows_received * row.combine,
-            control_bytes=0
-            if backward
-            else (call.world_size - 1) * counts_bytes(spec.num_local_experts),
+            control_bytes=(call.world_size - 1) * header_bytes,
+        )
+        if spec.hosts is None:
+            return sent
+        assert call.by_link is not None, "where hosts are known, the call tells what goes between"
+        return replace(
+            sent,
+            dispatch_bytes_between=call.by_link.rows_sent_between * row.dispatch,
+            combine_bytes_between=call.by_link.rows_received_between * row.combine,
+            control_bytes_between=len(spec.hosts.ranks_elsewhere(call.rank)) * header_bytes,
         )
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
@@ -131,6 +162,31 @@ class CollectiveBuffer(OverCollectives, Buffer):
             phase="dispatch rows",
         )
 
+        indexed = self._index_rows(received, counts)
+        exchange_plan = CollectiveExchangePlan(
+            num_tokens=call.topk_ids.shape[0],
+            num_rows=received.shape[0],
+            index=indexed.index,
+            send_splits=send_splits,
+            recv_splits=counts.rows_from_rank,
+            sends=sends,
+            slots_by_row=indexed.slots_by_row,
+            table=self._table,
+            views_epoch=self._views_epoch,
+            call=batch,
+        )
+        return Dispatched(
+            rows=layout.wire_tensor(received),
+            index=indexed.index,
+            slot_weights=indexed.slot_weights,
+            exchange_plan=exchange_plan,
+            any_flags=counts.any_flags,
+            row_topk=indexed.row_topk,
+        )
+
+    def _index_rows(self, received: Tensor, counts: Counts) -> Indexed:
+        """Make the index over received rows, and bring their weights into its order."""
+        layout = self._dispatch_layout
         index, slot_weights = index_slots(
             layout.ids(received),
             layout.scalars(received),
@@ -139,25 +195,7 @@ class CollectiveBuffer(OverCollectives, Buffer):
             first_expert=self._first_expert,
             expert_alignment=self._spec.expert_alignment,
         )
-        exchange_plan = CollectiveExchangePlan(
-            num_tokens=call.topk_ids.shape[0],
-            num_rows=received.shape[0],
-            index=index,
-            send_splits=send_splits,
-            recv_splits=counts.rows_from_rank,
-            sends=sends,
-            slots_by_row=slots_by_row(index),
-            table=self._table,
-            views_epoch=self._views_epoch,
-            call=batch,
-        )
-        return Dispatched(
-            rows=layout.wire_tensor(received),
-            index=index,
-            slot_weights=slot_weights,
-            exchange_plan=exchange_plan,
-            any_flags=counts.any_flags,
-        )
+        return Indexed(index=index, slot_weights=slot_weights, slots_by_row=slots_by_row(index))
 
     def _send_plan(self, call: DispatchCall) -> SendPlan:
         layout, num_local = self._dispatch_layout, self._spec.num_local_experts
@@ -187,19 +225,43 @@ class CollectiveBuffer(OverCollectives, Buffer):
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
     ) -> Combined:
+        return self._combine(rows, exchange_plan, rows_per, slot_weights, row_scalars, None)
+
+    def combine_onto(
+        self,
+        bias: Tensor,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        *,
+        rows_per: RowsPer,
+        row_scalars: Tensor | None = None,
+    ) -> Combined:
+        return self._combine(rows, exchange_plan, rows_per, None, row_scalars, bias)
+
+    def _combine(
+        self,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None,
+        row_scalars: Tensor | None,
+        bias: Tensor | None,
+    ) -> Combined:
+        """Combine, with bias [T, H] or without."""
         assert isinstance(exchange_plan, CollectiveExchangePlan), "an exchange plan of this buffer"
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
 
         def sums(part: slice) -> Tensor:
             if rows_per is RowsPer.ROW:
                 return rows[part].contiguous()
+            assert exchange_plan.slots_by_row is not None, "slots are of this rank"
             return reduce_rows(rows, exchange_plan.slots_by_row.part(part), slot_weights)
 
         rows_of_token = exchange_plan.sends.rows_of_token
         if row_scalars is None:
             shape = (rows.shape[1], rows.dtype)
             returned = self._send_sums(sums, exchange_plan, shape, kind)
-            return Combined(y=reduce_rows(returned, rows_of_token), scalars=None)
+            return Combined(y=_summed(returned, rows_of_token, bias), scalars=None)
         layout = self._scalar_layout(rows.dtype)
 
         def packed(part: slice) -> Tensor:
@@ -208,7 +270,7 @@ class CollectiveBuffer(OverCollectives, Buffer):
         shape = (layout.row_bytes, torch.uint8)
         returned = self._send_sums(packed, exchange_plan, shape, kind)
         scalars = _scalars_of_topk(layout.scalars(returned), exchange_plan.sends.row_of_topk)
-        return Combined(y=reduce_rows(layout.data(returned), rows_of_token), scalars=scalars)
+        return Combined(y=_summed(layout.data(returned), rows_of_token, bias), scalars=scalars)
 
     def _send_rows(
         self,
@@ -268,6 +330,10 @@ class CollectiveBuffer(OverCollectives, Buffer):
             out=self._returned.rows(sum(exchange_plan.send_splits), width, dtype),
             phase=kind.text,
         )
+
+
+def _summed(rows: Tensor, members: AnyMembers, bias: Tensor | None) -> Tensor:
+    return reduce_rows(rows, members) if bias is None else reduce_rows_onto(bias, rows, members)
 
 
 def _scalars_of_topk(scalars: Tensor, row_of_topk: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ the call NaN everywhere, and waits on the device for check().
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
+from epcomm.buffers.collective.all_to_all import Indexed
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.faults import DeviceFaults, assume_all_need_grad, guard_ids, pack_header
 from epcomm.buffers.row_layout import RowLayout
@@ -41,6 +43,10 @@ from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer
 
+# How header rows of sums write a number of slots: in elements of their own, so many bits in each.
+_DIGIT_BITS = 7
+_DIGIT_SHIFTS = range(0, 32, _DIGIT_BITS)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StaticExchangePlan(ExchangePlan):
@@ -49,16 +55,20 @@ class StaticExchangePlan(ExchangePlan):
     slots_by_row: the slots of each row, in k order.
     has_no_slot: [R], bool, rows that no expert of this rank computes.
     has_failed: bool scalar on the device; the call was refused, on every rank.
+    faults: [W, 2], int64, on the device, of the ranks in dispatch, see Dispatched.
+    fault: [2], int64, on the device, what this rank tells of its call in combine; None: nothing.
     call: the sign of the dispatch that all ranks compare.
     """
 
     num_tokens: int
     num_rows: int
     index: SlotIndex
-    slots_by_row: AnyMembers
+    slots_by_row: AnyMembers | None
     has_no_slot: Tensor
     has_failed: Tensor
+    faults: Tensor
     call: CallSign
+    fault: Tensor | None = None
 
 
 class StaticCollectiveBuffer(OverCollectives, Buffer):
@@ -87,7 +97,8 @@ class StaticCollectiveBuffer(OverCollectives, Buffer):
             # One more slot (4 B) takes entries without a slot, and one more offset (8 B) closes the
             # tail.
             "slot index": index + 4 + 8,
-            "row flags": num_rows + 1,
+            # A fault and a number of slots of each rank, int64.
+            "row flags": num_rows + 1 + 16 * world_size,
             "packed slots": num_slots * row.dispatch,
             "expert results": num_slots * row.combine,
             "partial sums": num_rows * row.combine,
@@ -99,17 +110,30 @@ class StaticCollectiveBuffer(OverCollectives, Buffer):
     def wire_bytes(
         cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
     ) -> BufferTraffic:
-        row, num_others = RowBytes.of(spec, backward=backward), call.world_size - 1
-        num_rows = num_others * _max_tokens(spec)
+        row, num_rows = RowBytes.of(spec, backward=backward), _max_tokens(spec)
+        num_others, num_elsewhere = call.world_size - 1, len(spec.ranks_elsewhere(call.rank))
+        header_bytes = row.dispatch + row.combine
         return BufferTraffic(
-            dispatch_bytes=num_rows * row.dispatch,
-            combine_bytes=num_rows * row.combine,
-            control_bytes=num_others * (row.dispatch + row.combine),
+            dispatch_bytes=num_others * num_rows * row.dispatch,
+            combine_bytes=num_others * num_rows * row.combine,
+            control_bytes=num_others * header_bytes,
+            dispatch_bytes_between=num_elsewhere * num_rows * row.dispatch,
+            combine_bytes_between=num_elsewhere * num_rows * row.combine,
+            control_bytes_between=num_elsewhere * header_bytes,
         )
 
-    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
+    def __init__(
+        self,
+        collectives: Collectives,
+        spec: BufferSpec,
+        origins: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """As Buffer.
+
+        origins: of faults that ranks pass on, see DeviceFaults.
+        """
         super().__init__(collectives, spec)
-        self._faults = DeviceFaults(collectives.rank, collectives.world_size, collectives.device)
+        self._faults = DeviceFaults(collectives.names, collectives.device, origins)
         self._rows_per_rank = 1 + _max_tokens(spec)
         self._num_rows = self._rows_per_rank * collectives.world_size
         self._num_slots = num_static_slots(spec, collectives.world_size)
@@ -121,35 +145,55 @@ class StaticCollectiveBuffer(OverCollectives, Buffer):
         num_local = self._spec.num_local_experts
         layout = self._dispatch_layout
         topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
+        if call.fault is not None:
+            fault = torch.where(call.fault[0] != 0, call.fault[0], fault)
         # Packing comes before the header, which can tell other ranks of a failure.
         message = self._message(layout, call, topk_ids, fault)
         batch = self._new_batch(call)
-        self._compare_call(CallKind.DISPATCH, batch)
+        # What other ranks have heard of on the host already, these ranks hear there too.
+        is_heard = call.error is not None and call.error.fault_word is not None
+        self._compare_call(CallKind.DISPATCH, batch, call.error if is_heard else None)
         rows = self._gather(message, phase="dispatch")
         headers = layout.first_words(rows[:: self._rows_per_rank])
 
         all_ids = layout.ids(rows)
         required = self._slots_required(all_ids)
-        has_failed = self._faults.record(headers, required > self._num_slots, required, call.error)
+        faults = self._faults.record(headers, required > self._num_slots, required, call.error)
+        has_failed = (faults[:, 0] != 0).any()
         local_ids = localize(torch.where(has_failed, -1, all_ids), self._first_expert, num_local)
-        index = build_static_slot_index(
-            local_ids, num_local, self._num_slots, expert_alignment=self._spec.expert_alignment
-        )
+        indexed = self._index_rows(rows, local_ids)
         exchange_plan = StaticExchangePlan(
             num_tokens=topk_ids.shape[0],
             num_rows=self._num_rows,
-            index=index,
-            slots_by_row=slots_by_row(index),
+            index=indexed.index,
+            slots_by_row=indexed.slots_by_row,
             has_no_slot=(local_ids < 0).all(dim=1),
             has_failed=has_failed,
+            faults=faults,
             call=batch,
         )
         return Dispatched(
             rows=layout.wire_tensor(rows),
-            index=index,
-            slot_weights=spread_to_slots(layout.scalars(rows), index),
+            index=indexed.index,
+            slot_weights=indexed.slot_weights,
             exchange_plan=exchange_plan,
             any_flags=assume_all_need_grad(call.flags),
+            row_topk=indexed.row_topk,
+            faults=faults,
+        )
+
+    def _index_rows(self, rows: Tensor, local_ids: Tensor) -> Indexed:
+        """Make the index over received rows, whose experts here are local_ids [R, K]."""
+        index = build_static_slot_index(
+            local_ids,
+            self._spec.num_local_experts,
+            self._num_slots,
+            expert_alignment=self._spec.expert_alignment,
+        )
+        return Indexed(
+            index=index,
+            slot_weights=spread_to_slots(self._dispatch_layout.scalars(rows), index),
+            slots_by_row=slots_by_row(index),
         )
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
@@ -166,12 +210,11 @@ class StaticCollectiveBuffer(OverCollectives, Buffer):
             dtype=self._spec.hidden_format.dtype.torch_dtype,
             device=self._collectives.device,
         )
-        # Each rank's header row gets the fault code: small whole numbers survive every dtype.
         rows[:: self._rows_per_rank, :1] = int(FaultCode.of(error, in_combine=True))
         batch = CallSign(kind=CallKind.COMBINE, buffer=self._number, dispatcher=ANY, batch=ANY)
         self._compare_call(CallKind.COMBINE, batch)
-        codes = self._send_sums(rows, phase="combine")[:, 0, 0]
-        self._faults.record_combine(codes, error)
+        returned = self._send_sums(rows, phase="combine")
+        self._faults.record_combine(_read_faults(returned[:, 0]), error)
 
     def combine(
         self,
@@ -182,23 +225,48 @@ class StaticCollectiveBuffer(OverCollectives, Buffer):
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
     ) -> Combined:
+        return self._combine(rows, exchange_plan, rows_per, slot_weights, row_scalars, None)
+
+    def combine_onto(
+        self,
+        bias: Tensor,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        *,
+        rows_per: RowsPer,
+        row_scalars: Tensor | None = None,
+    ) -> Combined:
+        return self._combine(rows, exchange_plan, rows_per, None, row_scalars, bias)
+
+    def _combine(
+        self,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None,
+        row_scalars: Tensor | None,
+        bias: Tensor | None,
+    ) -> Combined:
+        """Combine, with bias [T, H] or without."""
         assert isinstance(exchange_plan, StaticExchangePlan), "an exchange plan of this buffer"
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
         # Either way header rows become zeros, which say that this rank has no fault.
         if rows_per is RowsPer.SLOT:
+            assert exchange_plan.slots_by_row is not None, "slots are of this rank"
             rows = reduce_rows(rows, exchange_plan.slots_by_row, slot_weights)
         else:
             # Rows without a slot are undefined, and here all of them travel.
             rows = rows.masked_fill(exchange_plan.has_no_slot.unsqueeze(1), 0)
         if row_scalars is None:
             rows = rows.contiguous()
+            if exchange_plan.fault is not None:
+                _write_fault(rows[:: self._rows_per_rank], exchange_plan.fault)
             self._compare_call(kind, exchange_plan.call)
             returned = self._send_sums(rows, phase="combine")
-            has_failed = exchange_plan.has_failed | self._faults.record_combine(
-                returned[:, 0, 0], None
-            )
-            y = _sum_returned(returned, rows.dtype, exchange_plan.num_tokens, has_failed)
-            return Combined(y=y, scalars=None)
+            faults = self._faults.record_combine(_read_faults(returned[:, 0]), None)
+            has_failed = exchange_plan.has_failed | (faults[:, 0] != 0).any()
+            y = _sum_returned(returned, exchange_plan.num_tokens, has_failed, bias)
+            return Combined(y=y, scalars=None, faults=faults)
         layout = self._scalar_layout(rows.dtype)
         packed = layout.pack_rows(rows, row_scalars)
         self._compare_call(kind, exchange_plan.call)
@@ -206,11 +274,11 @@ class StaticCollectiveBuffer(OverCollectives, Buffer):
         y, scalars = (
             _sum_returned(
                 part.unflatten(0, (-1, self._rows_per_rank)),
-                part.dtype,
                 exchange_plan.num_tokens,
                 exchange_plan.has_failed,
+                each,
             )
-            for part in (layout.data(returned), layout.scalars(returned))
+            for part, each in ((layout.data(returned), bias), (layout.scalars(returned), None))
         )
         return Combined(y=y, scalars=scalars)
 
@@ -250,9 +318,33 @@ class StaticCollectiveBuffer(OverCollectives, Buffer):
         return returned.unflatten(0, (ranks, self._rows_per_rank))
 
 
-def _sum_returned(parts: Tensor, dtype: torch.dtype, num_tokens: int, has_failed: Tensor) -> Tensor:
+def _write_fault(headers: Tensor, fault: Tensor) -> None:
+    """Write a fault [2] into header rows [W, H] of sums, which other ranks read.
+
+    Small whole numbers survive every dtype, so the slots are written digit by digit; a row of fewer
+    elements tells the fault alone.
+    """
+    digits = [fault[1] >> shift & (1 << _DIGIT_BITS) - 1 for shift in _DIGIT_SHIFTS]
+    values = torch.stack([fault[0], *digits]).to(headers.dtype)
+    width = len(values) if headers.shape[1] >= len(values) else 1
+    headers[:, :width] = values[:width]
+
+
+def _read_faults(headers: Tensor) -> Tensor:
+    """Read the faults [W, 2] of all ranks from the header rows [W, H] of their sums."""
+    values = headers[:, : 1 + len(_DIGIT_SHIFTS)].long()
+    slots = torch.zeros_like(values[:, 0])
+    if values.shape[1] > len(_DIGIT_SHIFTS):
+        for place, shift in enumerate(_DIGIT_SHIFTS):
+            slots = slots + (values[:, 1 + place] << shift)
+    return torch.stack([values[:, 0], slots], dim=1)
+
+
+def _sum_returned(
+    parts: Tensor, num_tokens: int, has_failed: Tensor, bias: Tensor | None
+) -> Tensor:
     """Sum parts [W, 1 + M, ...] over the ranks to [T, ...]; NaN if the call has failed."""
-    total = sum_parts(parts[:, 1 : 1 + num_tokens], dtype)
+    total = sum_parts(parts[:, 1 : 1 + num_tokens], parts.dtype, bias)
     return total.masked_fill(has_failed, float("nan"))
 
 

@@ -27,7 +27,7 @@ from epcomm.collectives.call_order import (
 from epcomm.errors import EPError
 from epcomm.ops.select import row_ops_of
 from epcomm.platforms.machine import Machine
-from epcomm.protocol import FaultCode
+from epcomm.protocol import fault_word
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Layout, WireDtype, WireFormat
 
@@ -54,7 +54,7 @@ class OverCollectives:
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
         self._collectives = collectives
         self._spec = spec
-        self._traffic = TrafficMeter(collectives.rank)
+        self._traffic = TrafficMeter(collectives.rank, spec.hosts)
         self._waits = collectives.bounded is not None
         self._calls = collectives.calls
         self._number = self._calls.add_buffer(self.name)
@@ -104,10 +104,11 @@ class OverCollectives:
         """
         if not self._compares_calls:
             return
-        fault = FaultCode.of(error, in_combine=True)
+        fault = fault_word(error, in_combine=True)
         headers = self._calls.exchange_headers(replace(batch, kind=kind), error=error, fault=fault)
         codes = [words[FAULT] for words in headers]
-        raise_faults(codes, self._collectives.rank, error, function="combine")
+        function = "dispatch" if kind is CallKind.DISPATCH else "combine"
+        raise_faults(codes, self._collectives.names, error, function=function)
 
     def _tell_counts(
         self,
@@ -141,8 +142,8 @@ class OverCollectives:
             received_headers = [
                 [*words, *more] for words, more in zip(received_headers, rest.tolist(), strict=True)
             ]
-        rank = self._collectives.rank
-        found = read_counts(received_headers, slots, call, self._num_experts, rank)
+        names = self._collectives.names
+        found = read_counts(received_headers, slots, call, self._num_experts, names)
         return found, tuple(words[ROWS] for words in sent)
 
     def _exchange_headers(self, header: Tensor, call: DispatchCall) -> Tensor:

@@ -95,8 +95,11 @@ class ReplicatedBuffer(OverCollectives, Buffer):
     ) -> BufferTraffic:
         share = align_up(call.tokens_of_rank[call.rank], call.world_size) // call.world_size
         # Every rank sends its share of the partial sums to each other rank, then of the totals.
-        num_rows = 2 * share * (call.world_size - 1)
-        return BufferTraffic(combine_bytes=num_rows * RowBytes.of(spec, backward=backward).combine)
+        share_bytes = 2 * share * RowBytes.of(spec, backward=backward).combine
+        return BufferTraffic(
+            combine_bytes=share_bytes * (call.world_size - 1),
+            combine_bytes_between=share_bytes * len(spec.ranks_elsewhere(call.rank)),
+        )
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         num_local = self._spec.num_local_experts
@@ -136,10 +139,10 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         Where the host does not wait in collectives, and spec.compares_calls is not set, a rank
         checks its own call alone: all ranks hold the same tokens, and find the same fault.
         """
-        rank, world_size = self._collectives.rank, self._collectives.world_size
+        names = self._collectives.names
         own_error = call.error
         if code is FaultCode.IDS:
-            own_error = ids_error(call.topk_ids, self._num_experts, rank, world_size)
+            own_error = ids_error(call.topk_ids, self._num_experts, names)
         if not self._compares_calls:
             if own_error is not None:
                 raise own_error
@@ -151,10 +154,10 @@ class ReplicatedBuffer(OverCollectives, Buffer):
             flags=call.flags,
             num_rows=call.topk_ids.shape[0],
         )
-        raise_faults([words[FAULT] for words in headers], rank, own_error)
-        _check_same_tokens([words[ROWS] for words in headers], rank)
+        raise_faults([words[FAULT] for words in headers], names, own_error)
+        _check_same_tokens([words[ROWS] for words in headers], names.own)
         flags = [words[FLAGS] for words in headers]
-        check_gradients(flags, rank, call.expert_names)
+        check_gradients(flags, names, call.expert_names)
         return any_flags(flags)
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:

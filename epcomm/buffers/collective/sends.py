@@ -24,7 +24,7 @@ from epcomm.collectives.call_order import ROWS, CallOrder, CallSign
 from epcomm.ops.members import AnyMembers, MemberTable
 from epcomm.ops.select import RowOps
 from epcomm.ops.slots import count_experts, members_of
-from epcomm.protocol import FaultCode
+from epcomm.protocol import FaultCode, fault_word
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,7 +127,7 @@ class KernelSendPlan(SendPlan):
         most = num_tokens * min(top_k, calls.world_size)
         self._rows = self._memory.rows(most, self._layout.row_bytes, torch.uint8)
         words = calls.header(sign, flags=int(call.flags))[:ROWS]
-        words[-2] = int(FaultCode.of(call.error))
+        words[-2] = fault_word(call.error)
         self._message = CountsMessage.empty(calls, num_local, has_rest=has_rest)
         self._ops.count_sends(
             self._topk_ids,

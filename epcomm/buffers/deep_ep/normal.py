@@ -56,7 +56,7 @@ from epcomm.platforms.deep_ep_package import (
 from epcomm.platforms.machine import Machine
 from epcomm.protocol import BatchFlags
 from epcomm.records import ExchangePlan, SlotIndex
-from epcomm.spec import Availability, BufferCaps, BufferSpec
+from epcomm.spec import Availability, BufferCaps, BufferSpec, HostLayout
 from epcomm.types import Layout, RowsPer
 
 HandleT = TypeVar("HandleT")
@@ -115,6 +115,11 @@ class DeepEPPackage(ABC, Generic[HandleT]):
     @abstractmethod
     def reasons(spec: BufferSpec, world_size: int, *, is_static: bool) -> list[str]:
         """Return why the package cannot serve this layer, beyond the formats of rows. Local."""
+
+    @staticmethod
+    @abstractmethod
+    def host_reasons(hosts: HostLayout, *, is_static: bool) -> tuple[str, ...]:
+        """Return why the package cannot serve ranks on these several hosts. Local."""
 
     @staticmethod
     @abstractmethod
@@ -182,6 +187,12 @@ class DeepEPCalls(VendorCalls):
     def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
         reasons = cls.package.reasons(spec, world_size, is_static=cls.is_static)
         return (*format_reasons(spec), *reasons)
+
+    @classmethod
+    def lacks_between(cls, spec: BufferSpec) -> tuple[str, ...]:
+        if spec.hosts is None:
+            return ()
+        return cls.package.host_reasons(spec.hosts, is_static=cls.is_static)
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:

@@ -19,7 +19,7 @@ from epcomm.buffers.deep_ep.rows import LegacyHandle, Rows
 from epcomm.buffers.sizes import Region
 from epcomm.platforms.deep_ep import DeepEPKind
 from epcomm.platforms.deep_ep_package import WITH_LEGACY_BUFFER, load_deep_ep
-from epcomm.spec import BufferSpec
+from epcomm.spec import BufferSpec, HostLayout
 
 # Ranks for which it has a table of chunk sizes.
 _WORLD_SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
@@ -56,6 +56,16 @@ class LegacyPackage(DeepEPPackage[LegacyHandle]):
         if is_static and world_size > MAX_NVLINK_RANKS:
             reasons.append(f"has static sizes for at most {MAX_NVLINK_RANKS} ranks of one host")
         return reasons
+
+    @staticmethod
+    def host_reasons(hosts: HostLayout, *, is_static: bool) -> tuple[str, ...]:
+        # It takes rank // 8 for the host of a rank, and joins ranks of one by NVLink alone.
+        expected = tuple(rank // MAX_NVLINK_RANKS for rank in range(hosts.world_size))
+        if is_static:
+            return (f"has static sizes for the ranks of one host, not of {hosts.num_hosts}",)
+        if hosts.host_of_rank != expected or hosts.world_size % MAX_NVLINK_RANKS:
+            return (f"serves hosts of {MAX_NVLINK_RANKS} neighbouring ranks each, not {hosts}",)
+        return ()
 
     @staticmethod
     def own_region(spec: BufferSpec, world_size: int) -> Region:

@@ -24,12 +24,12 @@ from epcomm.buffers.deep_ep.rows import ElasticHandle, Rows, row_bytes_of
 from epcomm.buffers.sizes import Region
 from epcomm.platforms.deep_ep import DeepEPKind
 from epcomm.platforms.deep_ep_package import WITH_ELASTIC_BUFFER, load_deep_ep
-from epcomm.spec import BufferSpec
+from epcomm.spec import BufferSpec, HostLayout
 from epcomm.types import WireDtype
 
 # Source of the limits: deep_ep, csrc/elastic/buffer.hpp and impls.
 _HIDDEN_MULTIPLE = 256
-_MAX_LOCAL_EXPERTS, _MAX_EXPERTS, _MAX_RANKS = 256, 2048, 1024
+_MAX_LOCAL_EXPERTS, _MAX_EXPERTS, _MAX_RANKS, _MAX_HOSTS = 256, 2048, 1024, 32
 
 
 class ElasticPackage(DeepEPPackage[ElasticHandle]):
@@ -62,6 +62,11 @@ class ElasticPackage(DeepEPPackage[ElasticHandle]):
                 "mode normal",
             )
         return reasons
+
+    @staticmethod
+    def host_reasons(hosts: HostLayout, *, is_static: bool) -> tuple[str, ...]:
+        found = hosts.num_hosts
+        return (f"{found} hosts, at most {_MAX_HOSTS}",) if found > _MAX_HOSTS else ()
 
     @staticmethod
     def own_region(spec: BufferSpec, world_size: int) -> Region:

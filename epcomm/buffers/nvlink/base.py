@@ -59,7 +59,7 @@ class NVLinkHost(ABC, Generic[LayoutT]):
         self._collectives, self._spec = collectives, spec
         self._rank, self._world_size = collectives.rank, collectives.world_size
         self._device = collectives.device
-        self._faults = DeviceFaults(self._rank, self._world_size, self._device)
+        self._faults = DeviceFaults(collectives.names, self._device)
         # Of what was sent to others; kept when blocks grow.
         self._counters = torch.zeros(num_counters, dtype=torch.int64, device=self._device)
         self._memory: SymmetricMemory | None = None
@@ -159,6 +159,9 @@ class NVLinkHost(ABC, Generic[LayoutT]):
         self._check_open()
         self._synchronize()
         self._report.check()
+        self._raise_faults()
+
+    def _raise_faults(self) -> None:
         self._faults.check(self._max_slots_of(self._spec, self._layout.num_rows))
 
     def close(self) -> None:

@@ -29,8 +29,8 @@ from epcomm.buffers.nvlink.normal_kernels import NormalKernels
 from epcomm.buffers.nvlink.normal_plans import (
     ExchangePlanMemory,
     NVLinkNormalExchangePlan,
-    first_of,
 )
+from epcomm.buffers.nvlink.plan_blocks import LateDispatched, LateIndex, PlanBlock
 from epcomm.buffers.nvlink.sizes import (
     backward_row_bytes,
     normal_layout,
@@ -44,8 +44,8 @@ from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError, EPTimeout, describe_ranks
 from epcomm.kernels.nvlink.common.layout import NormalLayout
-from epcomm.protocol import BatchFlags, FaultCode, pack_status
-from epcomm.records import ExchangePlan
+from epcomm.protocol import BatchFlags, FaultCode, fault_byte, pack_status
+from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import (
     FLOAT32_SUM_DTYPES,
@@ -56,7 +56,7 @@ from epcomm.types import (
 )
 
 if TYPE_CHECKING:
-    from epcomm.kernels.nvlink.normal_exchange import Received, Sends
+    from epcomm.kernels.nvlink.normal_exchange import Arrivals, Sends
 
 _logger = logging.getLogger(__name__)
 
@@ -71,6 +71,8 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
 
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
     is_static: ClassVar[bool] = False
+    # Of static sizes: M rows at most come from all ranks together, and are numbered without gaps.
+    has_row_budget: ClassVar[bool] = False
     # Of each kernel, a block on each: enough for nine tenths of what the wire takes.
     default_num_sms: ClassVar[int] = 32
 
@@ -139,16 +141,14 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
             self._warm_up()
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
-        num_tokens = call.num_tokens
         self._begin_call()
         if self.is_static:
-            assert num_tokens <= self._layout.max_tokens, "the dispatcher has checked T"
+            assert call.num_tokens <= self._layout.max_tokens, "the dispatcher has checked T"
             self._faults.note_own(call.error)
-            buffer_index, sends = self._next_buffer_index(), self._plan_memory.sends(num_tokens)
-            received = self._push(call, sends, buffer_index, None)
-            return self._receive(call, buffer_index, sends, None, received)
+            buffer_index = self._next_buffer_index()
+            return self._receive(call, buffer_index, None, self._push(call, buffer_index, None))
         while True:
-            buffer_index, sends = self._next_buffer_index(), self._plan_memory.sends(num_tokens)
+            buffer_index = self._next_buffer_index()
             totals, self._spare_totals = self._spare_totals, None
             if totals is None:
                 totals = Totals(self._layout, self._device)
@@ -156,10 +156,10 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
                 totals.begin()
             # Kept: when this call has raised, a kernel may still write it.
             self._totals = totals
-            received = self._push(call, sends, buffer_index, totals.entries)
+            pushed = self._push(call, buffer_index, totals.entries)
             counts = self._read_counts(call)
             if counts.most_tokens <= self._layout.max_tokens:
-                return self._receive(call, buffer_index, sends, counts, received)
+                return self._receive(call, buffer_index, counts, pushed)
             self._grow(counts.most_tokens)
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
@@ -168,17 +168,15 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
         self._begin_call()
         buffer_index = self._next_buffer_index()
         is_cpp = self._exchange.is_cpp
-        push = self._kernels.push_rows
+        kernels, sends = self._kernels, exchange_plan.sends
         if is_cpp:
-            push = partial(self._kernels.dispatch_rows, received=None)
-        push(
-            self._exchange,
-            as_words(hidden_states),
-            None,
-            exchange_plan.sends,
-            buffer_index=buffer_index,
-            topk=None,
-        )
+            push, rows = (
+                partial(kernels.dispatch_rows, num_sms=exchange_plan.num_sms),
+                hidden_states,
+            )
+        else:
+            push, rows = kernels.push_rows, as_words(hidden_states)
+        push(self._exchange, rows, None, sends, buffer_index=buffer_index, topk=None)
         if not exchange_plan.owns_rows and exchange_plan.capacity_tokens == self._layout.max_tokens:
             if not is_cpp:
                 self._kernels.collect_rows(
@@ -186,7 +184,11 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
                 )
             rows = region_rows(self._block, self._layout, buffer_index, "data")
             return rows.view(hidden_states.dtype)[:, : self._spec.hidden_size]
-        return self._collected(exchange_plan, buffer_index, "data", hidden_states)
+        out = hidden_states.new_empty(exchange_plan.num_rows, hidden_states.shape[1])
+        self._kernels.collect_rows(
+            self._exchange, exchange_plan.arrivals, buffer_index=buffer_index, out=out
+        )
+        return out
 
     def combine(
         self,
@@ -197,6 +199,29 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
     ) -> Combined:
+        return self._begin_combine(rows, exchange_plan, rows_per, slot_weights, row_scalars, None)
+
+    def combine_onto(
+        self,
+        bias: Tensor,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        *,
+        rows_per: RowsPer,
+        row_scalars: Tensor | None = None,
+    ) -> Combined:
+        return self._begin_combine(rows, exchange_plan, rows_per, None, row_scalars, bias)
+
+    def _begin_combine(
+        self,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None,
+        row_scalars: Tensor | None,
+        bias: Tensor | None,
+    ) -> Combined:
+        """Combine, with bias [T, H] or without."""
         assert isinstance(exchange_plan, NVLinkNormalExchangePlan), "it is of this buffer"
         if row_scalars is None:
             self._check_rows(exchange_plan)
@@ -209,6 +234,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
             slot_weights if rows_per is RowsPer.SLOT else None,
             row_scalars,
             per_row=rows_per is RowsPer.ROW,
+            bias=bias,
         )
 
     def refuse_combine(self, error: EPError) -> None:
@@ -258,51 +284,63 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
         code = int(FaultCode.of(error, in_combine=True))
         mine = torch.full((1,), code, device=self._device)
         codes = self._collectives.all_gather(mine, phase="combine calls").flatten().tolist()
-        raise_faults(codes, self._rank, error, function="combine")
+        raise_faults(codes, self._collectives.names, error, function="combine")
 
     def _push(
-        self, call: DispatchCall, sends: Sends, buffer_index: int, totals: Tensor | None
-    ) -> Received | None:
+        self, call: DispatchCall, buffer_index: int, totals: Tensor | None
+    ) -> Sends | PlanBlock:
         """Send the tokens, or none if there is no capacity for them.
 
-        Returns: the index that is written along with them, or None if that is left to do.
+        Returns: where they go; with the index, if one kernel writes both.
         """
         status = 0
         if call.error is not None or call.flags is not BatchFlags.NONE:
-            status = pack_status(FaultCode.of(call.error), call.flags)
+            status = pack_status(fault_byte(call.error), call.flags)
         wire = call.wire_tensor(self._spec.dispatch_format)
-        num_tokens = wire.data.shape[0]
-        fits = num_tokens <= self._layout.max_tokens
-        data, scales = as_words(wire.data), wire.scales
+        data, scales = wire.data, wire.scales
+        num_tokens = data.shape[0]
         if scales is not None:
             scales = scales.view(torch.uint8) if scales.itemsize == 1 else scales
             scales = scales if scales.stride(-1) == 1 else scales.contiguous()
-        received = self._index_memory(call)
-        push = self._kernels.push_rows
-        if received is not None:
-            push = partial(self._kernels.dispatch_rows, received=received)
-        push(
+        if num_tokens > self._layout.max_tokens:
+            data, scales = data[:0], None if scales is None else scales[:0]
+        topk = call.topk_ids.contiguous(), call.topk_weights.contiguous()
+        if self._exchange.is_cpp:
+            block = self._plan_memory.block(
+                num_tokens,
+                self._most_sizes,
+                has_budget=self.is_static,
+                has_row_budget=self.has_row_budget,
+                is_compact=self.has_row_budget or (not self.is_static and _owns_rows(call)),
+                wants_row_topk=call.wants_row_topk,
+            )
+            self._kernels.dispatch_rows(
+                self._exchange,
+                data,
+                scales,
+                None,
+                buffer_index=buffer_index,
+                topk=topk,
+                received=block.received,
+                status=status,
+                wanted_tokens=num_tokens,
+                totals=totals,
+                num_sms=call.num_sms,
+            )
+            return block
+        sends = self._plan_memory.sends(num_tokens)
+        self._kernels.push_rows(
             self._exchange,
-            data if fits else data[:0],
-            scales if fits or scales is None else scales[:0],
+            as_words(data),
+            scales,
             sends,
             buffer_index=buffer_index,
-            topk=(call.topk_ids.contiguous(), call.topk_weights.contiguous()),
+            topk=topk,
             status=status,
             wanted_tokens=num_tokens,
             totals=totals,
         )
-        return received
-
-    def _index_memory(self, call: DispatchCall) -> Received | None:
-        """Return memory for an index of any size that may come, for a kernel that sends, too."""
-        if not self._exchange.is_cpp:
-            return None
-        return self._plan_memory.received_at_most(
-            self._most_sizes,
-            has_budget=self.is_static,
-            is_compact=not self.is_static and _owns_rows(call),
-        )
+        return sends
 
     def _read_counts(self, call: DispatchCall) -> Counts:
         """Wait for the counts of all ranks.
@@ -320,48 +358,30 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
                 "make a new one"
             )
         self._spare_totals = self._totals
-        return Counts.of(totals, call, self._layout, self._rank, self._excluded_ranks)
+        return Counts.of(totals, call, self._layout, self._collectives.names, self._excluded_ranks)
 
     def _receive(
         self,
         call: DispatchCall,
         buffer_index: int,
-        sends: Sends,
         counts: Counts | None,
-        received: Received | None,
+        pushed: Sends | PlanBlock,
     ) -> Dispatched:
-        """Wait for the rows and index them; counts is None where there is a budget.
-
-        received: an index that a kernel writes already, or None.
-        """
-        owns_rows = _owns_rows(call)
+        """Wait for the rows and index them; counts is None where there is a budget."""
+        owns_rows = self.has_row_budget or _owns_rows(call)
         if counts is None:
             sizes = self._most_sizes
         else:
             sizes = counts.index_sizes(self._spec.expert_alignment)
             if not owns_rows:
                 sizes = replace(sizes, num_rows=self._layout.num_rows)
-        if received is not None:
-            index, arrivals = received.index, received.arrivals
-            slot_weights = received.slot_weights
-            if counts is not None:
-                index = first_of(index, sizes)
-                slot_weights = slot_weights[: sizes.num_slots]
+        slot_weights, row_topk = None, None
+        if isinstance(pushed, PlanBlock):
+            sends, arrivals, index = pushed.parts(sizes)
+            row_topk = pushed.row_topk(sizes)
         else:
-            index, arrivals = self._plan_memory.received(
-                sizes.num_rows, sizes.num_slots, sizes.per_expert, is_dense=sizes.is_dense
-            )
-            weights = torch.zeros if counts is None else torch.empty
-            slot_weights = weights(sizes.num_slots, device=self._device)
-            self._kernels.index_rows(
-                self._exchange,
-                index,
-                slot_weights,
-                arrivals,
-                buffer_index=buffer_index,
-                is_compact=counts is not None and owns_rows,
-                has_budget=counts is None,
-            )
+            sends = pushed
+            index, arrivals, slot_weights = self._indexed(sizes, buffer_index, is_compact=owns_rows)
         exchange_plan = NVLinkNormalExchangePlan(
             num_tokens=call.num_tokens,
             num_rows=sizes.num_rows,
@@ -371,34 +391,65 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
             owns_rows=owns_rows,
             capacity_tokens=self._layout.max_tokens,
             batch=self._last_batch,
+            num_sms=call.num_sms if self.takes_num_sms else None,
         )
         rows = self._rows[buffer_index]
         if owns_rows:
-            data = self._collected(exchange_plan, buffer_index, "data", rows.data)
-            if (scales := rows.scales) is not None:
-                scales = self._collected(exchange_plan, buffer_index, "scales", scales)
-            rows = WireTensor(data=data, format=rows.format, scales=scales)
+            rows = self._copied(rows, exchange_plan, buffer_index)
+        flags = assume_all_need_grad(call.flags) if counts is None else counts.any_flags
+        if isinstance(index, LateIndex):
+            return LateDispatched.of(
+                rows=rows,
+                exchange_plan=exchange_plan,
+                index=index,
+                any_flags=flags,
+                row_topk=row_topk,
+            )
         return Dispatched(
             rows=rows,
-            index=exchange_plan.index,
+            index=index,
             slot_weights=slot_weights,
             exchange_plan=exchange_plan,
-            any_flags=assume_all_need_grad(call.flags) if counts is None else counts.any_flags,
+            any_flags=flags,
         )
 
-    def _collected(
-        self, exchange_plan: NVLinkNormalExchangePlan, buffer_index: int, region: str, like: Tensor
-    ) -> Tensor:
-        """Copy a region of the rows to new memory, [R, columns], once all are there."""
-        out = like.new_empty(exchange_plan.num_rows, like.shape[1])
+    def _indexed(
+        self, sizes: IndexSizes, buffer_index: int, *, is_compact: bool
+    ) -> tuple[SlotIndex, Arrivals, Tensor]:
+        """Index the rows, without gaps between ranks or where they lie; return slot weights too."""
+        index, arrivals = self._plan_memory.received(
+            sizes.num_rows, sizes.num_slots, sizes.per_expert, is_dense=sizes.is_dense
+        )
+        weights = torch.zeros if self.is_static else torch.empty
+        slot_weights = weights(sizes.num_slots, device=self._device)
+        self._kernels.index_rows(
+            self._exchange,
+            index,
+            slot_weights,
+            arrivals,
+            buffer_index=buffer_index,
+            is_compact=self.has_row_budget or (not self.is_static and is_compact),
+            has_budget=self.is_static,
+            has_row_budget=self.has_row_budget,
+        )
+        return index, arrivals, slot_weights
+
+    def _copied(
+        self, rows: WireTensor, exchange_plan: NVLinkNormalExchangePlan, buffer_index: int
+    ) -> WireTensor:
+        """Copy rows and scales to new memory, [R, columns], once all are there."""
+        num_rows, scales = exchange_plan.num_rows, rows.scales
+        data = rows.data.new_empty(num_rows, self._spec.hidden_size)
+        if scales is not None:
+            scales = scales.new_empty(num_rows, scales.shape[1])
         self._kernels.collect_rows(
             self._exchange,
             exchange_plan.arrivals,
             buffer_index=buffer_index,
-            region=region,
-            out=as_words(out),
+            out=data,
+            scales=scales,
         )
-        return out
+        return WireTensor(data=data, format=rows.format, scales=scales)
 
     def _combine(
         self,
@@ -409,6 +460,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
         *,
         per_row: bool,
         code: FaultCode = FaultCode.NONE,
+        bias: Tensor | None = None,
     ) -> Combined:
         y = rows.new_empty(exchange_plan.num_tokens, self._spec.hidden_size)
         scalars = None
@@ -425,7 +477,9 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
             slot_weights=None if slot_weights is None else slot_weights.contiguous(),
             row_scalars=row_scalars,
             out_scalars=scalars,
+            bias=bias,
             status=int(code),
+            num_sms=exchange_plan.num_sms,
         )
         return Combined(y=y, scalars=scalars)
 
@@ -459,8 +513,10 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
         self._spare_totals = None
         self._open_memory(self.layout_for(self._spec, self._world_size, max_tokens))
         self._exchange = NormalExchange.of(self._blocks, is_cpp=self._all_can_dispatch_cpp())
+        # Its blocks share the tokens whatever their number; programs of Triton are told it before.
+        self.takes_num_sms = self._exchange.is_cpp
         self._rows = self.received_rows()
-        num_rows = self._layout.num_rows
+        num_rows = self._layout.max_tokens if self.has_row_budget else self._layout.num_rows
         # Of an index before the host knows what comes; with a budget it never does.
         self._most_sizes = IndexSizes(
             num_rows=num_rows,
@@ -537,7 +593,8 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
 
 
 def _owns_rows(call: DispatchCall) -> bool:
-    return call.flags is not BatchFlags.NONE and bool(call.flags & BatchFlags.GRAD_ENABLED)
+    # Operators of flags themselves take 2 us.
+    return bool(int(call.flags) & int(BatchFlags.GRAD_ENABLED))
 
 
 class NVLinkBuffer(NVLinkNormal, Buffer):

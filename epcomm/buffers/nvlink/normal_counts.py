@@ -12,8 +12,16 @@ import torch
 from epcomm.buffers.base import DispatchCall
 from epcomm.buffers.counts import check_headers
 from epcomm.buffers.faults import any_flags
+from epcomm.errors import RankNames
 from epcomm.kernels.nvlink.common.layout import NormalLayout
-from epcomm.protocol import BatchFlags, FaultCode, unpack_status
+from epcomm.protocol import (
+    FLAGS_SHIFT,
+    BatchFlags,
+    FaultCode,
+    pack_fault,
+    unpack_device_fault,
+    unpack_status,
+)
 from epcomm.types import align_up
 
 
@@ -46,7 +54,7 @@ class Counts:
         totals: list[int],
         call: DispatchCall,
         layout: NormalLayout,
-        rank: int,
+        names: RankNames,
         dead: Sequence[int],
     ) -> Counts:
         """Read the totals that Totals.wait() returned.
@@ -55,8 +63,12 @@ class Counts:
             ShapeError, CapacityError, ConfigError: as check_headers().
         """
         size = layout.world_size
-        if any(totals[:size]):
-            flags = cls._flags_of(totals, call, layout, rank, dead)
+        status = int(call.flags) << FLAGS_SHIFT
+        if call.error is None and totals[:size].count(status) == size:
+            # No fault, and the same flags everywhere: nothing to compare.
+            flags = call.flags
+        elif any(totals[:size]):
+            flags = cls._flags_of(totals, call, layout, names, dead)
         else:
             # No fault, and no gradients: nothing to compare.
             flags = BatchFlags.NONE
@@ -84,7 +96,7 @@ class Counts:
         totals: list[int],
         call: DispatchCall,
         layout: NormalLayout,
-        rank: int,
+        names: RankNames,
         dead: Sequence[int],
     ) -> BatchFlags:
         """Return the flags of all ranks, or-ed, once their faults and flags have been checked."""
@@ -94,7 +106,13 @@ class Counts:
             # They agree with everybody.
             headers[other] = FaultCode.NONE, call.flags
         codes, flags = zip(*headers, strict=True)
-        check_headers(codes, flags, call, layout.num_local_experts * size, rank)
+        # Of a fault that is passed on, a byte does not tell whose it is.
+        found = [unpack_device_fault(code) for code in codes]
+        codes = [
+            pack_fault(code, number) if via else int(code)
+            for (code, via), number in zip(found, names.numbers, strict=True)
+        ]
+        check_headers(codes, flags, call, layout.num_local_experts * size, names)
         return any_flags(flags)
 
 

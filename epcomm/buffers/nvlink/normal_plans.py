@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from epcomm.buffers.nvlink.normal_counts import IndexSizes
+from epcomm.buffers.nvlink.plan_blocks import WORDS_OF_16_BYTES, BlockLayout, PlanBlock
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferSpec
 
 if TYPE_CHECKING:
-    from epcomm.kernels.nvlink.normal_exchange import Arrivals, Received, Sends
-
-_WORDS_OF_16_BYTES = 4
+    from epcomm.kernels.nvlink.normal_exchange import Arrivals, Sends
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,6 +25,7 @@ class NVLinkNormalExchangePlan(ExchangePlan):
     owns_rows: rows are numbered without gaps, and copied; else place q of source s is row
         s * M + q, of capacity_tokens = M, of memory that peers write.
     batch: number of the dispatch, among all that took a receive buffer.
+    num_sms: as its call says.
     """
 
     num_tokens: int
@@ -36,19 +36,10 @@ class NVLinkNormalExchangePlan(ExchangePlan):
     owns_rows: bool
     capacity_tokens: int
     batch: int = 0
+    num_sms: int | None = None
 
-
-def first_of(index: SlotIndex, sizes: IndexSizes) -> SlotIndex:
-    """Return the part of an index that is in use."""
-    assert index.row_of_slot is not None, "rows are read by index"
-    assert index.slots_of_row is not None, "rows are read by index"
-    return replace(
-        index,
-        row_of_slot=index.row_of_slot[: sizes.num_slots],
-        slots_of_row=index.slots_of_row[: sizes.num_rows],
-        host_num_tokens_per_expert=sizes.per_expert,
-        is_dense=sizes.is_dense,
-    )
+    def rows_from_ranks(self) -> Tensor:
+        return self.arrivals.rows_from
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,21 +83,37 @@ class ExchangePlanMemory:
         )
         return index, Arrivals(rows_from=rows_from, row_base=row_base, has_failed=has_failed)
 
-    def received_at_most(self, most: IndexSizes, *, has_budget: bool, is_compact: bool) -> Received:
-        """Allocate an index for a kernel that runs before the host knows the rows and slots.
-
-        What is not used of it stays allocated: under a hundredth of what W * M rows take.
-        """
+    def block(
+        self,
+        num_tokens: int,
+        most: IndexSizes,
+        *,
+        has_budget: bool,
+        is_compact: bool,
+        wants_row_topk: bool,
+        has_row_budget: bool = False,
+    ) -> PlanBlock:
+        """Allocate a plan and its index, for a kernel that runs before the host has read sizes."""
         from epcomm.kernels.nvlink.normal_exchange import Received
 
-        index, arrivals = self.received(most.num_rows, most.num_slots, None, is_dense=False)
-        return Received(
-            index=index,
-            slot_weights=torch.empty(most.num_slots, device=self.device),
-            arrivals=arrivals,
+        spec, device, row_topk = self.spec, self.device, None
+        layout = BlockLayout.of(spec, self.world_size, num_tokens, most)
+        memory = torch.empty(layout.num_words, dtype=torch.int32, device=device)
+        if wants_row_topk:
+            shape = (most.num_rows, spec.top_k)
+            ids = memory.new_empty(shape, dtype=torch.int64)
+            row_topk = ids, memory.new_empty(shape, dtype=torch.float32)
+        begin = memory.data_ptr()
+        received = Received(
+            addresses=tuple([begin + offset for offset in layout.offsets]),
+            num_slots=most.num_slots,
+            expert_alignment=spec.expert_alignment,
             has_budget=has_budget,
+            has_row_budget=has_row_budget,
             is_compact=is_compact,
+            row_topk=row_topk,
         )
+        return PlanBlock(spec=spec, memory=memory, layout=layout, received=received)
 
     def empty_exchange_plan(self) -> NVLinkNormalExchangePlan:
         """Return the plan of a dispatch in which nothing went anywhere, and nothing came."""
@@ -132,7 +139,7 @@ class ExchangePlanMemory:
         for length in lengths:
             places.append(len(parts))
             parts.append(length)
-            if gap := -length % _WORDS_OF_16_BYTES:
+            if gap := -length % WORDS_OF_16_BYTES:
                 parts.append(gap)
         memory = torch.empty(sum(parts), dtype=torch.int32, device=self.device)
         pieces = memory.split_with_sizes(parts)

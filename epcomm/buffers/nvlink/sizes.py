@@ -81,11 +81,17 @@ def _block_sizes(
     }
 
 
-def normal_regions(spec: BufferSpec, layout: NormalLayout, num_slots: int) -> tuple[Region, ...]:
-    """Return Buffer.region_bytes() for an index of C slots, by token if the spec has no limit."""
+def normal_regions(
+    spec: BufferSpec, layout: NormalLayout, num_slots: int, num_rows: int | None = None
+) -> tuple[Region, ...]:
+    """Return Buffer.region_bytes() for an index of C slots, by token if the spec has no limit.
+
+    num_rows: R, of the index; None: the rows for which there is memory.
+    """
+    num_rows = num_rows or layout.num_rows
     row = layout.metadata_bytes + layout.data_bytes + layout.scale_bytes
     combine_bytes = layout.num_rows * layout.return_bytes
-    index = index_bytes(spec, num_rows=layout.num_rows, num_slots=num_slots, num_members=0)
+    index = index_bytes(spec, num_rows=num_rows, num_slots=num_slots, num_members=0)
     sizes = {
         "signals and headers": layout.buffers_at
         - combine_bytes
@@ -94,9 +100,7 @@ def normal_regions(spec: BufferSpec, layout: NormalLayout, num_slots: int) -> tu
         "returned rows": combine_bytes,
         "slot index": index,
     }
-    packed = slot_regions(
-        spec, row_bytes=layout.data_bytes + layout.scale_bytes, max_rows=layout.num_rows
-    )
+    packed = slot_regions(spec, row_bytes=layout.data_bytes + layout.scale_bytes, max_rows=num_rows)
     if spec.max_tokens_per_rank is not None:
         return _regions(sizes | {each.name: each.max_bytes or 0 for each in packed})
     sizes = {name: size // layout.max_tokens for name, size in sizes.items()}

@@ -165,23 +165,17 @@ class SharedMemoryBuffer(CollectiveBuffer):
         # the last.
         return super().cached_dispatch(hidden_states, exchange_plan).clone()
 
-    def combine(
+    def _combine(
         self,
         rows: Tensor,
         exchange_plan: ExchangePlan,
-        *,
         rows_per: RowsPer,
-        slot_weights: Tensor | None = None,
-        row_scalars: Tensor | None = None,
+        slot_weights: Tensor | None,
+        row_scalars: Tensor | None,
+        bias: Tensor | None,
     ) -> Combined:
         self._check_views(exchange_plan)
-        return super().combine(
-            rows,
-            exchange_plan,
-            rows_per=rows_per,
-            slot_weights=slot_weights,
-            row_scalars=row_scalars,
-        )
+        return super()._combine(rows, exchange_plan, rows_per, slot_weights, row_scalars, bias)
 
     def close(self) -> None:
         super().close()
@@ -274,7 +268,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
         ):
             return
         error = overwritten_error(
-            self.name, epoch, self._num_batches, f"rank {self._rank} of {self._world_size}"
+            self.name, epoch, self._num_batches, self._collectives.names.where
         )
         # Ranks may differ in grad mode, and a rank in grad mode has copies, which stay valid: that
         # rank must hear of the error.
@@ -283,7 +277,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
     def _check_open(self) -> None:
         if not self._is_open:
             raise HandleError(
-                f"{self.name}: the buffer is closed (rank {self._rank} of {self._world_size}); "
+                f"{self.name}: the buffer is closed ({self._collectives.names.where}); "
                 "make a new EPGroup"
             )
 

@@ -31,6 +31,7 @@ _NEVER_EXECUTED = 8
 class HostMemory:
     """The blocks of shared memory of all ranks.
 
+    names: of the ranks, for messages.
     blocks: one uint8 tensor [num_bytes] for each rank, page-aligned, zero at first.
     """
 
@@ -43,6 +44,7 @@ class HostMemory:
         """
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)
         self._rank, self._world_size = collectives.rank, collectives.world_size
+        self.names = collectives.names
         # Descriptors of this rank's locked file, and of the files of all ranks.
         self._own_file: int | None = None
         self._files: list[int] = []
@@ -107,16 +109,15 @@ class HostMemory:
         """Gather the texts of all ranks, or raise the errors of all ranks on every rank."""
         records = collectives.gather_records({"text": text, "error": error}, phase=phase)
         faults = [
-            f"rank {rank}: {record['error']}"
+            f"{self.names.describe([rank])}: {record['error']}"
             for rank, record in enumerate(records)
             if record["error"]
         ]
         if faults:
             self.close()
             raise BackendUnavailable(
-                f"{phase}: {'; '.join(faults)} (this is rank {collectives.rank} of "
-                f"{collectives.world_size}); free memory of the host or of its container, or use "
-                "backend='collective'"
+                f"{phase}: {'; '.join(faults)} (this is {self.names.where}); free memory of the "
+                "host or of its container, or use backend='collective'"
             )
         return [str(record["text"]) for record in records]
 

@@ -15,7 +15,6 @@ from enum import IntEnum
 
 from epcomm.buffers.shared_memory.memory import HostMemory
 from epcomm.collectives.bounded import BoundedWait, Step
-from epcomm.errors import describe_ranks
 
 # A signal has a cache line of its own, because ranks that share a line slow each other down.
 SIGNAL_BYTES = 64
@@ -113,7 +112,7 @@ def _step(signals: memoryview, places: Sequence[int], epoch: int, memory: HostMe
             if time.monotonic() >= deadline_s:
                 ended = [rank for rank in memory.ended_ranks() if signals[places[rank]] < epoch]
                 if ended:
-                    raise RuntimeError(f"the process of {describe_ranks(ended)} has ended")
+                    raise RuntimeError(f"the process of {memory.names.describe(ended)} has ended")
                 return False
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)

@@ -114,7 +114,8 @@ class CommStream:
         if device.type != "cuda":
             return torch.cpu.current_stream()
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
+            # With priority, as in DeepEP: its few programs would wait behind those of a product.
+            self._stream = torch.cuda.Stream(device, priority=-1)
         return self._stream
 
     @contextmanager

@@ -16,8 +16,9 @@ from epcomm.platforms.deep_ep import DeepEPKind, find_deep_ep
 
 SHIM = Path(__file__).parent / "shim"
 _NAME = "deep_ep"
-# Modules of programs that look for deep_ep when they are imported, and keep what they found.
-_CLIENT = re.compile(r"(^|[._])(deep_?ep|fused_a2a)([._]|$)")
+# Modules of Megatron, SGLang, vLLM and torchtitan that look for deep_ep when they are imported, and
+# keep what they found. A name with `deep_ep` in it may be anything.
+_CLIENT = re.compile(r"(^|[._])(deepep|fused_a2a)([._]|$)")
 _COMMAND = "python -m epcomm.integrations.deep_ep PROGRAM"
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from epcomm.ops.select import row_ops_for
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
@@ -26,8 +28,23 @@ def layout_of(topk_ids: Tensor, num_experts: int, num_ranks: int) -> Layout:
     Worked example, 4 experts on 2 ranks: token 0 chooses 0 and 1, token 1 chooses 1 and 2. Rank 0
     gets both tokens, once each: tokens_per_rank [2, 1], tokens_per_expert [1, 2, 1, 0].
 
-    Local.   Host sync: none.   Graph capture: yes.
+    Local.   Host sync: none.   Graph capture: yes; on a GPU after one call.
     """
+    ops = row_ops_for(topk_ids)
+    if ops is None:
+        return _layout_by_torch(topk_ids, num_experts, num_ranks)
+    layout = Layout(
+        tokens_per_rank=topk_ids.new_empty(num_ranks, dtype=torch.int32),
+        tokens_per_expert=topk_ids.new_empty(num_experts, dtype=torch.int32),
+        is_in_rank=topk_ids.new_empty(topk_ids.shape[0], num_ranks, dtype=torch.bool),
+    )
+    ops.write_token_layout(
+        topk_ids, layout.tokens_per_rank, layout.tokens_per_expert, layout.is_in_rank
+    )
+    return layout
+
+
+def _layout_by_torch(topk_ids: Tensor, num_experts: int, num_ranks: int) -> Layout:
     num_tokens, device = topk_ids.shape[0], topk_ids.device
     # Ids that name no expert fall into a last column, which is cut off.
     is_expert = (topk_ids >= 0) & (topk_ids < num_experts)

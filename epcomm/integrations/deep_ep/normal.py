@@ -7,25 +7,30 @@ held, and rows travel along it any number of times, in both directions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, DispatchCall
+from epcomm.buffers.base import AddsBias, Buffer, DispatchCall, Dispatched
 from epcomm.config import Mode
 from epcomm.errors import EPError, ShapeError
 from epcomm.integrations.deep_ep.ranks import Ranks
 from epcomm.ops.slots import row_topk
 from epcomm.protocol import BatchFlags
-from epcomm.records import ExchangePlan, SlotIndex
+from epcomm.records import ExchangePlan
 from epcomm.spec import BufferSpec
-from epcomm.types import RowsPer, WireDtype, WireFormat, WireTensor
+from epcomm.types import RowsPer, WireDtype, WireFormat, WireTensor, align_up
 
 # Rows and sums of combine, and rows along a way that exists, whose dispatch was quantised.
 _SUM_FORMAT = WireFormat.of(torch.bfloat16)
 # Bytes of one scale, float32 or four exponents in an int32: what it means is the caller's.
 _SCALE_BYTES = 4
+# What the copy engine of a GPU moves.
+_VECTOR_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,7 +55,7 @@ class RowWay:
     """The way of the rows of one dispatch: what a handle of deep_ep stands for.
 
     rank: this rank.   num_tokens: T of this rank.   num_rows: R, rows that this rank received.
-    top_k: K.
+    top_k: K.   row_bytes: most bytes of a row, for which there is memory.   device: of the ranks.
     """
 
     buffer: Buffer
@@ -59,6 +64,19 @@ class RowWay:
     num_tokens: int
     num_rows: int
     top_k: int
+    row_bytes: int
+    device: torch.device
+
+    def fault(self, rows: Rows) -> str | None:
+        """Return why rows [T, H] are too wide for the memory of this way, or None. Local."""
+        scale_bytes = 0 if rows.scales is None else rows.scales.shape[1] * rows.scales.itemsize
+        row_bytes = align_up(rows.x.shape[1] * rows.x.itemsize + scale_bytes, _VECTOR_BYTES)
+        if row_bytes <= self.row_bytes:
+            return None
+        return (
+            f"x is {rows.x.dtype}, whose rows take {row_bytes} bytes with their scales, expected "
+            f"at most {self.row_bytes}, as in the dispatch"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +85,8 @@ class Sizes:
 
     expert_alignment: the slots of each expert start at a multiple of it.
     max_tokens: M, where sizes are static and the host reads nothing; None: sizes are exact.
-    num_sms: SMs of a GPU that the kernels may take, None for the buffer's choice.
+    num_sms: SMs of a GPU that kernels which wait for peers may take, at most those of the buffer's
+        choice; None for that.
     """
 
     expert_alignment: int = 1
@@ -86,15 +105,14 @@ class Received:
     topk_weights: [R, K], float32, 0 beside -1.
     num_tokens_per_expert: [L], on the host; empty where sizes are static. Then rows whose ids are
         all -1 are undefined, and lie anywhere among the others.
-    index, slot_weights: the slots over the rows, and the weight of each.
+    dispatched: what the buffer returned, with the slots over the rows, and the weight of each.
     """
 
     rows: Rows
     topk_ids: Tensor
     topk_weights: Tensor
     num_tokens_per_expert: tuple[int, ...]
-    index: SlotIndex
-    slot_weights: Tensor
+    dispatched: Dispatched
     way: RowWay
 
     def tensors(self) -> list[Tensor | None]:
@@ -105,16 +123,33 @@ class Received:
 def spec_of(
     rows: Rows, top_k: int, num_experts: int, num_ranks: int, sizes: Sizes = EXACT
 ) -> BufferSpec:
-    """Return the specification of the epcomm buffer that carries such rows."""
-    hidden_size = rows.x.shape[1]
-    if rows.scales is None:
-        wire = hidden = WireFormat.of(rows.x.dtype)
+    """Return the specification of the epcomm buffer that carries such rows.
+
+    Calls of one shape get one object.
+    """
+    x, scales = rows.x, rows.scales
+    kind = None if scales is None else (scales.shape[1], scales.dtype)
+    return _spec_of(x.dtype, x.shape[1], kind, top_k, num_experts // num_ranks, sizes)
+
+
+@lru_cache(maxsize=64)
+def _spec_of(
+    dtype: torch.dtype,
+    hidden_size: int,
+    scales: tuple[int, torch.dtype] | None,
+    top_k: int,
+    num_local_experts: int,
+    sizes: Sizes,
+) -> BufferSpec:
+    """Return the specification for H columns; scales: their number in a row, and their dtype."""
+    if scales is None:
+        wire = hidden = WireFormat.of(dtype)
     else:
-        wire, hidden = _quantized_format(rows, hidden_size), _SUM_FORMAT
+        wire, hidden = _quantized_format(dtype, hidden_size, *scales), _SUM_FORMAT
     return BufferSpec(
         hidden_size=hidden_size,
         top_k=top_k,
-        num_local_experts=num_experts // num_ranks,
+        num_local_experts=num_local_experts,
         dispatch_format=wire,
         hidden_format=hidden,
         max_tokens_per_rank=sizes.max_tokens,
@@ -160,6 +195,8 @@ def dispatch_rows(
         # Rows of batches with gradients are in memory of their own.
         flags=BatchFlags.GRAD_ENABLED,
         error=error,
+        num_sms=sizes.num_sms,
+        wants_row_topk=True,
     )
     out = buffer.dispatch(call)
     way = RowWay(
@@ -169,18 +206,21 @@ def dispatch_rows(
         num_tokens=topk_ids.shape[0],
         num_rows=out.rows.data.shape[0],
         top_k=top_k,
+        row_bytes=align_up(spec.hidden_format.data_bytes(spec.hidden_size), _VECTOR_BYTES),
+        device=ranks.device,
     )
-    assert out.slot_weights is not None, "weights travel in normal mode"
-    ids, weights = row_topk(out.index, out.slot_weights)
+    topk = out.row_topk
+    if topk is None:
+        assert out.slot_weights is not None, "weights travel in normal mode"
+        topk = row_topk(out.index, out.slot_weights)
     counts = out.index.host_num_tokens_per_expert
     assert counts is not None or sizes.max_tokens is not None, "sizes are exact"
     return Received(
         rows=_received_rows(out.rows, rows),
-        topk_ids=ids,
-        topk_weights=weights,
+        topk_ids=topk[0],
+        topk_weights=topk[1],
         num_tokens_per_expert=counts or (),
-        index=out.index,
-        slot_weights=out.slot_weights,
+        dispatched=out,
         way=way,
     )
 
@@ -194,35 +234,79 @@ def send_along(way: RowWay, rows: Rows) -> Rows:
         return Rows(x=_dense(send_columns(way, rows.x)))
     # Side by side as bytes: a cached dispatch carries one tensor.
     x, scales = rows.x.view(torch.uint8), rows.scales.contiguous().view(torch.uint8)
-    received = send_columns(way, torch.cat([x, scales], dim=1))
-    width = x.shape[1]
+    width, end = x.shape[1], x.shape[1] + scales.shape[1]
+    gap = x.new_empty(x.shape[0], -end % _VECTOR_BYTES)
+    received = send_columns(way, torch.cat([x, scales, gap], dim=1))
     return Rows(
         x=received[:, :width].contiguous().view(rows.x.dtype),
-        scales=received[:, width:].contiguous().view(rows.scales.dtype),
+        scales=received[:, width:end].contiguous().view(rows.scales.dtype),
     )
 
 
 def send_columns(way: RowWay, columns: Tensor) -> Tensor:
-    """Send [T, N] of any dtype along a way; return [R, N], which the caller owns."""
+    """Send [T, N] of any dtype along a way; return [R, N], which the caller owns.
+
+    A row takes a multiple of 16 bytes, and at most way.row_bytes.
+    """
     return way.buffer.cached_dispatch(columns, way.exchange_plan)[: way.num_rows]
 
 
+def refuse_along(way: RowWay, error: EPError) -> NoReturn:
+    """Take part in send_along() of the other ranks without rows, so that they hear of `error`.
+
+    Over NVLink no host reads what others say: they receive NaN from this rank.
+
+    Collective: in place of send_along().
+    Raises:
+        error: always.
+    """
+    if way.buffer.needs_nvlink:
+        # As wide as any rows of other ranks: all bits set are NaN, in codes and scales too.
+        shape = (way.num_tokens, way.row_bytes)
+        send_columns(way, torch.full(shape, 0xFF, dtype=torch.uint8, device=way.device))
+    else:
+        way.buffer.refuse_combine(error)
+    raise error
+
+
 def return_rows(
-    way: RowWay, x: Tensor, topk_weights: Tensor | None = None
+    way: RowWay,
+    x: Tensor,
+    topk_weights: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    rows_per: RowsPer = RowsPer.ROW,
 ) -> tuple[Tensor, Tensor | None]:
     """Sum rows [R, H] over the ranks of each token, unweighted, and bring weights [R, K] along.
+
+    bias: [T, H], float32, with which the sums begin, or None.   rows_per: SLOT: x is [C, H], by
+        slot, and a rank sums and rounds those of a row first.
 
     Returns: [T, H], and [T, K] or None.
     Collective: yes.   Host sync: none.   Lifetime: the caller owns the result.
     """
-    combined = way.buffer.combine(
-        x[: way.num_rows],
-        way.exchange_plan,
-        rows_per=RowsPer.ROW,
-        row_scalars=None if topk_weights is None else topk_weights[: way.num_rows],
-    )
+    if rows_per is RowsPer.ROW:
+        x = x[: way.num_rows]
+    weights = None if topk_weights is None else topk_weights[: way.num_rows]
+    plan, buffer = way.exchange_plan, way.buffer
+    if bias is None:
+        combined = buffer.combine(x, plan, rows_per=rows_per, row_scalars=weights)
+    else:
+        assert isinstance(buffer, AddsBias), "those of normal mode do"
+        combined = buffer.combine_onto(bias, x, plan, rows_per=rows_per, row_scalars=weights)
     scalars = combined.scalars
     return _dense(combined.y), None if scalars is None else _dense(scalars)
+
+
+def bias_of(biases: Sequence[Tensor]) -> Tensor | None:
+    """Return the sum of biases [T, H] of combine in float32, contiguous; None where there are none.
+
+    Combine of deep_ep adds up biases first, then the rows of ranks, and rounds once.
+    """
+    if not biases:
+        return None
+    first, *others = biases
+    return sum(others, first.float()).contiguous()
 
 
 def _dense(rows: Tensor) -> Tensor:
@@ -232,17 +316,16 @@ def _dense(rows: Tensor) -> Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
 
-def _quantized_format(rows: Rows, hidden_size: int) -> WireFormat:
-    assert rows.scales is not None, "quantised rows have scales"
-    num_scales = rows.scales.shape[1]
+def _quantized_format(
+    dtype: torch.dtype, hidden_size: int, num_scales: int, scale_dtype: torch.dtype
+) -> WireFormat:
     block = -(-hidden_size // max(num_scales, 1))
-    if rows.scales.dtype.itemsize != _SCALE_BYTES or -(-hidden_size // block) != num_scales:
+    if scale_dtype.itemsize != _SCALE_BYTES or -(-hidden_size // block) != num_scales:
         raise ShapeError(
-            f"dispatch: scales are {list(rows.scales.shape)} {rows.scales.dtype} beside x "
-            f"{list(rows.x.shape)}, expected float32 or int32 of blocks of one length; pass a "
-            "scale for each 128 columns"
+            f"dispatch: rows of {hidden_size} columns have {num_scales} scales of {scale_dtype}, "
+            "expected float32 or int32 of blocks of one length; pass a scale for each 128 columns"
         )
-    kind = WireDtype.INT8 if rows.x.dtype == torch.int8 else WireDtype.FP8_E4M3
+    kind = WireDtype.INT8 if dtype == torch.int8 else WireDtype.FP8_E4M3
     return WireFormat(dtype=kind, scale_block=block, scale_dtype=torch.float32)
 
 
@@ -250,7 +333,7 @@ def _as_sent(rows: Rows, wire: WireFormat) -> Tensor | WireTensor:
     """Return rows as a call takes them: four bytes of scale travel as a float32, whatever it is."""
     if rows.scales is None:
         return rows.x
-    return WireTensor(data=rows.x, format=wire, scales=rows.scales.view(torch.float32))
+    return WireTensor(data=rows.x, format=wire, scales=_as_dtype(rows.scales, torch.float32))
 
 
 def _received_rows(wire: WireTensor, sent: Rows) -> Rows:
@@ -258,4 +341,9 @@ def _received_rows(wire: WireTensor, sent: Rows) -> Rows:
     data = _dense(wire.data)
     if sent.scales is None or wire.scales is None:
         return Rows(x=data)
-    return Rows(x=data, scales=_dense(wire.scales).view(sent.scales.dtype))
+    return Rows(x=data, scales=_as_dtype(_dense(wire.scales), sent.scales.dtype))
+
+
+def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """View the bytes of a tensor as another dtype; a view of the same takes as long."""
+    return tensor if tensor.dtype is dtype else tensor.view(dtype)

@@ -7,7 +7,7 @@ T: buffers without a limit of tokens grow through the header that all ranks read
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Buffer, DispatchCall
-from epcomm.collectives.call_order import CallKind, CallSign
 from epcomm.config import Mode
-from epcomm.errors import BackendUnavailable, EPError, HandleError
+from epcomm.errors import BackendUnavailable, EPError, HandleError, ShapeError
 from epcomm.group import EPGroup
 from epcomm.planning.ranks import Transport
 from epcomm.platforms.machine import this_machine
-from epcomm.protocol import BatchFlags, FaultCode
+from epcomm.protocol import BatchFlags
+from epcomm.records import ExchangePlan
 from epcomm.registry import buffer_class
 from epcomm.spec import BufferSpec
+from epcomm.types import RowsPer
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -38,6 +39,12 @@ _CLASSES = {
 }
 # The same for normal mode with static sizes, of which the host reads nothing.
 _STATIC_CLASSES = {"cuda": ("NVLinkStaticBuffer",), "cpu": ("StaticCollectiveBuffer",)}
+# Where the sizes are the rows that a rank receives. On a CPU there is no device to run ahead of the
+# host, which may count them.
+_ROW_BUDGET_CLASSES = {"cuda": ("NVLinkRowBudgetBuffer",)}
+
+# The exchange in which ranks choose a class, in messages.
+_CHOICE = "open deep_ep"
 
 # A buffer, and the specification that it was opened for.
 OpenBuffer = tuple[Buffer, BufferSpec]
@@ -46,14 +53,21 @@ OpenBuffer = tuple[Buffer, BufferSpec]
 class Ranks:
     """Keeps what is open for the ranks of one process group, or of one communicator of mpi4py."""
 
-    def __init__(self, ranks: dist.ProcessGroup | MPI.Comm) -> None:
-        """Wrap the ranks, which may be a part of the world. Local; no rank is waited for."""
-        self._ranks = ranks
+    def __init__(
+        self, ranks: dist.ProcessGroup | MPI.Comm, *, has_row_budget: bool = False
+    ) -> None:
+        """Wrap the ranks, which may be a part of the world. Local; no rank is waited for.
+
+        has_row_budget: static sizes are the rows that a rank receives, not those that it sends.
+        """
+        self._ranks, self._has_row_budget = ranks, has_row_budget
         self._group = EPGroup(ranks)
         self._opened: dict[tuple[Mode, BufferSpec], Buffer] = {}
         self._classes: dict[tuple[str, ...], type[Buffer]] = {}
-        # Of the last call.
-        self.last: OpenBuffer | None = None
+        # Of the last call, by the classes that serve it.
+        self.last: dict[tuple[str, ...], OpenBuffer] = {}
+        # The last call: calls of one shape bring one object, and comparing shapes takes 5 us.
+        self._previous: tuple[Mode, BufferSpec, Buffer] | None = None
 
     @property
     def rank(self) -> int:
@@ -74,6 +88,11 @@ class Ranks:
     def where(self) -> str:
         """The place of this rank for messages, such as `rank 3 of 8`."""
         return self._group.where
+
+    @property
+    def has_static_sizes(self) -> bool:
+        """Tell whether normal mode may have static sizes, of which the host reads nothing."""
+        return self.device.type in self._static_classes
 
     @property
     def is_closed(self) -> bool:
@@ -112,13 +131,20 @@ class Ranks:
             ConfigError: ranks ask for other shapes; on every rank.
             HandleError: the shape is new, and the stream is being captured; or after close().
         """
+        if self._previous is not None and self._previous[0] is mode and self._previous[1] is spec:
+            return self._previous[2]
         is_static = mode is Mode.NORMAL and spec.max_tokens_per_rank is not None
         kind = self._class_of(mode, is_static=is_static)
-        if spec.num_sms is not None and not kind.needs_nvlink:
-            spec = replace(spec, num_sms=None)
         buffer = self._opened.get((mode, spec))
+        if buffer is None and spec.num_sms is not None:
+            # Where calls say it, one buffer serves all numbers of SMs.
+            shared = self.open(mode, replace(spec, num_sms=None))
+            buffer = shared if shared.takes_num_sms or not kind.needs_nvlink else None
+            if buffer is not None:
+                self._opened[mode, spec] = buffer
         if buffer is not None:
-            self.last = (buffer, spec)
+            self.last[self._names(mode, is_static=is_static)] = (buffer, spec)
+            self._previous = mode, spec, buffer
             return buffer
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise HandleError(
@@ -127,28 +153,47 @@ class Ranks:
             )
         buffer = self._group.open_buffer(kind.__name__, spec)
         self._opened[mode, spec] = buffer
-        self.last = (buffer, spec)
+        self.last[self._names(mode, is_static=is_static)] = (buffer, spec)
+        self._previous = mode, spec, buffer
         return buffer
+
+    def open_again(self, mode: Mode, found: OpenBuffer) -> Buffer:
+        """Return a buffer that open() has returned for a call of the same shape. Local."""
+        self._previous = None
+        self.last[_CLASSES[self.device.type, mode]] = found
+        return found[0]
 
     def returns_slots(self) -> bool:
         """Tell whether low latency brings the slots of a token home apart. Collective: at first."""
         return self._class_of(Mode.LOW_LATENCY).returns_slots
 
-    def refuse(self, error: EPError) -> NoReturn:
+    def refuse(self, mode: Mode, error: EPError, *, is_static: bool = False) -> NoReturn:
         """Take part in the dispatch of the other ranks without rows, so that they hear of `error`.
 
-        Collective: in place of a dispatch. Ranks that dispatch another shape than this rank did
-        last hear of another call.
+        Where no host reads what others say, over NVLink in low latency and with static sizes, they
+        have NaN in its sums.
+
+        Collective: in place of a dispatch of `mode`. Ranks that dispatch another shape than this
+        rank did last hear of another call, and over NVLink wait in vain.
         Raises:
             error: always.
         """
-        if self.last is not None:
-            buffer, spec = self.last
-            buffer.dispatch(_call_without_rows(spec, self.device, error))
-        elif self._group.collectives.bounded is not None:
-            sign = CallSign(kind=CallKind.DISPATCH)
-            calls = self._group.collectives.calls
-            calls.exchange_headers(sign, error=error, fault=int(FaultCode.of(error)))
+        names = self._names(mode, is_static=is_static)
+        if names not in self._classes:
+            # The others come here before anything else.
+            self._group.collectives.gather_records({"refused": str(error)}, phase=_CHOICE)
+        elif (last := self.last.get(names)) is not None:
+            buffer, spec = last
+            call = _call_without_rows(spec, self.device, error)
+            out = buffer.dispatch(call)
+            if spec.returns_slots:
+                # They combine what they received, and wait for every rank. Not so this rank: its
+                # next batch may have to come first.
+                hidden_dtype = spec.hidden_format.dtype.torch_dtype
+                no_rows = torch.zeros(1, spec.hidden_size, dtype=hidden_dtype, device=self.device)
+                buffer.combine_slots_async(no_rows, out.exchange_plan, call.topk_weights)
+            elif is_static:
+                self._leave_static(buffer, spec, out.exchange_plan)
         raise error
 
     def exclude(self, ranks: Sequence[int]) -> None:
@@ -182,18 +227,42 @@ class Ranks:
     def close(self) -> None:
         """Close all buffers; see EPGroup.close()."""
         self._opened.clear()
-        self.last = None
+        self.last.clear()
+        self._previous = None
         self._group.close()
 
+    def _leave_static(self, buffer: Buffer, spec: BufferSpec, plan: ExchangePlan) -> None:
+        """Go on as the others do, who do not hear of the error in a dispatch without rows."""
+        if self.device.type == "cpu":
+            # They do: their kernels are interpreted, and so they look.
+            buffer.check()
+            return
+        dtype = spec.hidden_format.dtype.torch_dtype
+        no_rows = torch.zeros(1, spec.hidden_size, dtype=dtype, device=self.device)
+        buffer.combine(no_rows, plan, rows_per=RowsPer.ROW)
+
     def _class_of(self, mode: Mode, *, is_static: bool = False) -> type[Buffer]:
-        device = self.device.type
-        names = _STATIC_CLASSES[device] if is_static else _CLASSES[device, mode]
+        names = self._names(mode, is_static=is_static)
         if names not in self._classes:
             self._classes[names] = buffer_class(self._choose(mode, names))
         return self._classes[names]
 
+    def _names(self, mode: Mode, *, is_static: bool = False) -> tuple[str, ...]:
+        device = self.device.type
+        return self._static_classes[device] if is_static else _CLASSES[device, mode]
+
+    @property
+    def _static_classes(self) -> Mapping[str, tuple[str, ...]]:
+        return _ROW_BUDGET_CLASSES if self._has_row_budget else _STATIC_CLASSES
+
     def _choose(self, mode: Mode, names: tuple[str, ...]) -> str:
-        """Return the first class of `names` that every rank can have. Collective."""
+        """Return the first class of `names` that every rank can have.
+
+        Collective: yes.
+        Raises:
+            BackendUnavailable: there is none; on every rank.
+            ShapeError: some rank refused its call, see refuse().
+        """
         machine, transport = this_machine(), Transport.of(self._group)
         found: dict[str, str] = {"host": machine.host()}
         for name in names:
@@ -203,7 +272,13 @@ class Ranks:
                 *transport.reasons(kind, kind.caps(mode)),
             ]
             found[name] = "; ".join(reasons)
-        everyone = self._group.collectives.gather_records(found, phase="open deep_ep")
+        everyone = self._group.collectives.gather_records(found, phase=_CHOICE)
+        for rank, each in enumerate(everyone):
+            if "refused" in each:
+                raise ShapeError(
+                    f"deep_ep: the call of rank {rank} cannot be (this is {self.where}); correct "
+                    f"it there: {each['refused']}"
+                )
         hosts = {str(each["host"]) for each in everyone}
         is_one_host = len(hosts) == 1 and bool(machine.host())
         lacking = []

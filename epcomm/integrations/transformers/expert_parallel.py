@@ -23,14 +23,16 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode, Router
 from epcomm.errors import ConfigError, HandleError
 from epcomm.group import EPGroup
-from epcomm.layers import put_in_front
+from epcomm.layers import named_expert_parallel_layers, put_in_front
 from epcomm.ops.pack import pack
 from epcomm.ops.slots import expert_of_slot
 from epcomm.paths import PhaseDispatchers, path_output
+from epcomm.placement.recorder import load_table
 from epcomm.planning.plan import plan
 from epcomm.platforms.compiler import untraced
 from epcomm.platforms.profiler import ranged
 from epcomm.records import RowsDispatchOutput, TopKOutput
+from epcomm.routing.choose import count_load
 from epcomm.spec import MoESpec
 from epcomm.stats import EPStats, LayerCounter
 from epcomm.types import WeightsAppliedBy
@@ -56,13 +58,21 @@ def register_expert_parallel(
 
     Local; imports transformers.
     Raises:
-        ConfigError: a router is asked for, where the model's own routes.
+        ConfigError: a router is asked for, where the model's own routes; or redundant experts,
+            where transformers cuts, loads and saves one copy of each in the order of their ids.
     """
     config = config or EPConfig()
     if config.router is not Router.AUTO:
         raise ConfigError(
             f"register_expert_parallel: router is {config.router!s}, expected auto, because the "
             "model's own router chooses the experts; leave EPConfig.router out"
+        )
+    if config.redundant_experts is not None:
+        raise ConfigError(
+            f"register_expert_parallel: redundant_experts is {config.redundant_experts}, expected "
+            "None, because transformers cuts, loads and saves one copy of each expert in the order "
+            "of their ids; for experts that move load the model whole, or on meta, and replace "
+            "each block by ExpertParallelMoE.from_transformers(block, group, config)"
         )
     from transformers.distributed.expert_parallel import (
         EPImplementation,
@@ -111,6 +121,32 @@ class ExpertParallelRegistration:
         """Tell which plan each kind of layer that has run got, and why, as text."""
         return "\n\n".join(dict.fromkeys(text for b in self._bridges for text in b.explain()))
 
+    def load_tables(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the tokens that chose each expert, [N, E], int64, by layer, for LoadRecorder.
+
+        They are counted where EPConfig.record_load is set, on the device, but not in the calls that
+        backward repeats. Ranks that hold one batch as replicated tokens all count it.
+
+        Args:
+            model: loaded under this name.
+
+        Local.   Host sync: none.
+        Raises:
+            ConfigError: EPConfig.record_load is not set, or no layer is of this registration.
+        """
+        layers = named_expert_parallel_layers(model)
+        found = {n: each for n, each in layers.items() if each in self._bridges}
+        tables = {
+            n: each.load_table for n, each in found.items() if isinstance(each, ExpertsBridge)
+        }
+        if not tables or any(table is None for table in tables.values()):
+            why = "record_load is False" if tables else "the model has no layer of it"
+            raise ConfigError(
+                f"ExpertParallelRegistration.load_tables: {why}; call register_expert_parallel "
+                "with EPConfig(record_load=True) before the model is loaded"
+            )
+        return {name: table for name, table in tables.items() if table is not None}
+
     def close(self) -> None:
         """Close the groups; layers loaded under this name raise from then on. Idempotent."""
         self._is_closed = True
@@ -144,7 +180,10 @@ class _Shape:
 
 
 class ExpertsBridge:
-    """Brings the tokens of a batch to the experts of one layer, and the results back."""
+    """Brings the tokens of a batch to the experts of one layer, and the results back.
+
+    load_table: see ExpertParallelRegistration.load_tables(); None: nothing is counted.
+    """
 
     def __init__(
         self,
@@ -178,6 +217,10 @@ class ExpertsBridge:
         self._phases: dict[_Shape, PhaseDispatchers] = {}
         self._plans: list[str] = []
         self._counter: LayerCounter | None = None
+        self.load_table: Tensor | None = None
+        if registration.config.record_load:
+            num_experts = self._num_local_experts * ep_mesh.size()
+            self.load_table = load_table(num_experts, self.group.device)
         self.is_decoding = False
         registration.add(self)
         put_in_front(experts, self)
@@ -229,6 +272,9 @@ class ExpertsBridge:
         return self._plans
 
     def _compute(self, hidden_states: Tensor, topk: TopKOutput) -> Tensor:
+        # A call that backward repeats was counted.
+        if self.load_table is not None and torch._C._current_graph_task_id() == -1:
+            count_load(topk.topk_ids, self.load_table)
         phases = self._phases_for(hidden_states, topk)
         dispatcher = phases.of_phase(decode=self.is_decoding)
         trained = {name: p.requires_grad for name, p in self._experts.named_parameters()}

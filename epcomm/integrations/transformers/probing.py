@@ -245,8 +245,8 @@ class _StubOfLayer(nn.Module):
     def __init__(self, slopes: Tensor, top_k: int) -> None:
         super().__init__()
         self.slopes = slopes
-        self.num_experts, self.top_k = len(slopes), top_k
-        self.hidden_size = None  # any
+        self.num_logical_experts, self.top_k = len(slopes), top_k
+        self.hidden_size = self.replica_table = None  # any size; experts are not placed
         self.config = EPConfig(router=Router.REFERENCE)
         self.group = SimpleNamespace(device=torch.device("cpu"), where="in a probe")
 

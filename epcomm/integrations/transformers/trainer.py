@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from epcomm.errors import ConfigError
 from epcomm.layers import expert_parallel_layers
-from epcomm.training.gradients import scale_expert_gradients
+from epcomm.training.gradients import scale_expert_gradients, sum_replica_gradients
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
@@ -34,9 +34,10 @@ def prepare_trainer(trainer: Trainer) -> None:
     """Let a Trainer train, save and resume a model with ExpertParallelMoE blocks.
 
     Call it once, on all ranks, after construction and before train(). Gradients are the mean over
-    the ranks, as in data parallelism. Each checkpoint gets a folder in which every rank writes its
-    part of model and optimizer. train(resume_from_checkpoint=...) reads that folder, on any number
-    of ranks that divides the experts.
+    the ranks, as in data parallelism, and copies of an expert stay equal. Each checkpoint gets a
+    folder in which every rank writes its part of model and optimizer.
+    train(resume_from_checkpoint=...) reads that folder, on any number of ranks that divides the
+    experts, and with any copies.
 
     Args:
         trainer: a Trainer on the ranks of the model's group. Its args.save_only_model becomes True,
@@ -57,6 +58,23 @@ def prepare_trainer(trainer: Trainer) -> None:
     trainer.is_distributed_loading_by_transformers = True
     trainer.args.save_only_model = True
     trainer.add_callback(_state_callback(trainer))
+    _sum_replicas_after_backward(trainer)
+
+
+def _sum_replicas_after_backward(trainer: Trainer) -> None:
+    """Add the gradients of copies at the end of the last backward of a step.
+
+    Trainer's own callbacks come after it has clipped, by norms that count one copy of each expert.
+    """
+    compute_gradients = trainer.training_step
+
+    def training_step(*args: object, **kwargs: object) -> Tensor:
+        loss = compute_gradients(*args, **kwargs)  # type: ignore[arg-type]
+        if trainer.accelerator.sync_gradients:
+            sum_replica_gradients(_model_of(trainer))
+        return loss
+
+    trainer.training_step = training_step
 
 
 def _problem_of(trainer: Trainer, model: nn.Module) -> tuple[str, str] | None:

@@ -38,6 +38,7 @@ struct Arguments {
     const int* has_failed;
     const int* places;
     const int* owners;
+    const float* bias;  // of each token, or none
     char* out;
     float* out_scalars;
     const u64* table;
@@ -93,6 +94,12 @@ __device__ void add(float (&sum)[8], uint4 v, float weight) {
     }
 }
 
+__device__ void load_bias(float (&sum)[8], const float* from) {
+    const float4 low = ((const float4*)from)[0], high = ((const float4*)from)[1];
+    sum[0] = low.x, sum[1] = low.y, sum[2] = low.z, sum[3] = low.w;
+    sum[4] = high.x, sum[5] = high.y, sum[6] = high.z, sum[7] = high.w;
+}
+
 __device__ uint4 packed(const float (&sum)[8]) {
     return {rounded(sum[0], sum[1]), rounded(sum[2], sum[3]), rounded(sum[4], sum[5]),
             rounded(sum[6], sum[7])};
@@ -134,9 +141,10 @@ __device__ void bring(Ring& ring, const Rows& rows, int stage) {
     }
 }
 
-// Add up rows, in the order of lanes, into `to`; meanwhile begin with those of `next`, if it has any.
-// All lanes of the warp take part.
-__device__ void add_rows(Ring& ring, const Rows& rows, const Rows& next, char* to) {
+// Add up a row of `bias`, where there is one, and rows, in the order of lanes, into `to`; meanwhile
+// begin with those of `next`, if it has any. All lanes of the warp take part.
+__device__ void add_rows(Ring& ring, const Rows& rows, const Rows& next, const float* bias,
+                         char* to) {
     const int lane = threadIdx.x % 32;
     if (rows.mask && !ring.is_begun) {
         ring.left = rows.mask;
@@ -156,6 +164,8 @@ __device__ void add_rows(Ring& ring, const Rows& rows, const Rows& next, char* t
         for (int u = 0; u < UNROLL; ++u) {
 #pragma unroll
             for (int i = 0; i < 8; ++i) sum[u][i] = 0.0f;
+            const int at = piece * PIECE + 16 * (lane + 32 * u);
+            if (bias != nullptr && at < ROW_BYTES) load_bias(sum[u], bias + at / 2);
         }
         u32 left = rows.mask;
 #pragma unroll 1
@@ -270,7 +280,8 @@ __device__ void send(const Arguments& a, Ring& ring, u32* num_left_behind, int n
             advance(a, ahead, num_items);
             slot = slot_at(a, ahead, num_items);
             const i64 target = (i64)a.rank * MAX_TOKENS + place;
-            add_rows(ring, rows, next, (char*)(home + RETURNED_AT + target * RETURN_BYTES));
+            add_rows(ring, rows, next, nullptr,
+                     (char*)(home + RETURNED_AT + target * RETURN_BYTES));
             rows = next;
             if (a.scalars != nullptr && lane < TOP_K) {
                 ((float*)(home + RETURNED_SCALARS_AT))[target * K_LANES + lane] =
@@ -332,10 +343,11 @@ __device__ void reduce(const Arguments& a, Ring& ring, int epoch, bool has_faile
         const i64 target = (i64)lane * MAX_TOKENS + place;
         const Rows rows = {a.own + RETURNED_AT + target * RETURN_BYTES, 1.0f, mask};
         char* to = a.out + (i64)token * ROW_BYTES;
+        const float* bias = a.bias == nullptr ? nullptr : a.bias + (i64)token * HIDDEN;
         // The copy engine reads what was acquired by loads.
         asm volatile("fence.proxy.async.global;" ::: "memory");
         if (is_void) write_void(to);
-        else add_rows(ring, rows, {0, 0.0f, 0}, to);
+        else add_rows(ring, rows, {0, 0.0f, 0}, bias, to);
         if (a.scalars != nullptr) {
             const int owner = lane < TOP_K ? a.owners[(i64)token * TOP_K + lane] : -1;
             const int owned = __shfl_sync(ALL_LANES, place, owner < 0 ? 0 : owner);

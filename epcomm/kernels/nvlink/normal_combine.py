@@ -156,6 +156,7 @@ def _combine_kernel(
     has_failed_ptr: tl.tensor,
     places_ptr: tl.tensor,
     owners_ptr: tl.tensor,
+    bias_ptr: tl.tensor | None,
     out_ptr: tl.tensor,
     out_scalars_ptr: tl.tensor,
     table_ptr: tl.tensor,
@@ -322,7 +323,11 @@ def _combine_kernel(
                 for begin in tl.range(0, HIDDEN, COLUMNS, num_stages=REDUCE_STAGES):
                     column = begin + tl.arange(0, COLUMNS)[None, :]
                     is_element = column < HIDDEN
+                    out_at = tl.cast(each, tl.int64)[:, None] * HIDDEN + column
                     total = tl.zeros([ROWS, COLUMNS], tl.float32)
+                    if bias_ptr is not None:
+                        is_bias = is_each[:, None] & is_element
+                        total = tl.load(bias_ptr + out_at, mask=is_bias, other=0.0)
                     for source in tl.static_range(W):
                         place = tl.load(places_ptr + each * W + source, mask=is_read, other=-1)
                         return_at = source * M + tl.cast(place, tl.int64)
@@ -334,8 +339,8 @@ def _combine_kernel(
                         is_part = is_part[:, None] & is_element
                         total += tl.load(part_ptr, mask=is_part, other=0.0).to(tl.float32)
                     total = tl.where(is_void, float("nan"), total)
-                    out_row_ptr = out_ptr + tl.cast(each, tl.int64)[:, None] * HIDDEN + column
-                    tl.store(out_row_ptr, cast(total, dtype), mask=is_each[:, None] & is_element)
+                    value = cast(total, dtype)
+                    tl.store(out_ptr + out_at, value, mask=is_each[:, None] & is_element)
                 if HAS_SCALARS:
                     entry_at = each[:, None] * K + k
                     is_entry = is_each[:, None] & (k < K)
@@ -363,7 +368,9 @@ def combine_rows(
     slot_weights: Tensor | None = None,
     row_scalars: Tensor | None = None,
     out_scalars: Tensor | None = None,
+    bias: Tensor | None = None,
     status: int = 0,
+    num_sms: int | None = None,
 ) -> None:
     """Sum the slots of each received row, send each sum to its token's rank, and add it up there.
 
@@ -377,11 +384,13 @@ def combine_rows(
         out: [T, H], contiguous, written, in the dtype of rows; NaN if the call has failed.
         slot_weights: [C], float32, multiplied into slots, or None.
         row_scalars: [R, K], float32, that travel with the rows, to out_scalars [T, K].
+        bias: [T, H], float32, contiguous, to which the sums of ranks are added, or None.
         status: why this rank refuses the call, a FaultCode, or 0.
+        num_sms: programs at most, None for those of the exchange; other ranks may have others.
 
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
     """
-    if normal_combine_cuda.serves(exchange, rows, out):
+    if normal_combine_cuda.serves(exchange, rows, out, bias):
         normal_combine_cuda.combine_rows_cpp(
             exchange,
             rows,
@@ -392,11 +401,14 @@ def combine_rows(
             slot_weights=slot_weights,
             row_scalars=row_scalars,
             out_scalars=out_scalars,
+            bias=bias,
             status=status,
+            num_sms=num_sms,
         )
         return
     peers, layout, offsets = exchange.peers, exchange.peers.layout, exchange.peers.layout.offsets
-    (num_tokens, hidden_size), programs = out.shape, peers.num_programs
+    num_tokens, hidden_size = out.shape
+    programs = min(num_sms or peers.num_programs, peers.num_programs)
     num_senders = max(1, programs - max(1, round(programs * _REDUCER_SHARE)))
     with on_device(out):
         _combine_kernel[(max(programs, num_senders + 1),)](
@@ -409,6 +421,7 @@ def combine_rows(
             arrivals.has_failed,
             sends.places,
             sends.owners,
+            bias,
             out,
             out_scalars,
             peers.table,

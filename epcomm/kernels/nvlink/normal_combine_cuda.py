@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from ctypes import c_int, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ from epcomm.kernels.cuda_jit import CudaKernel, CudaModule, compile_to_cubin, nv
 from epcomm.kernels.nvlink.common.cuda_source import source_of
 from epcomm.kernels.nvlink.common.epochs import COMBINE_EPOCH, COMBINE_LEFT, COMBINE_TOKENS
 from epcomm.kernels.nvlink.common.layout import MemoryLayout, NormalLayout
-from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange, Sends
-from epcomm.platforms.cuda import compute_capability, num_sms_of, shared_bytes_of
+from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange, PreparedCuda, Sends
+from epcomm.platforms.cuda import compute_capability, num_sms_of, on_device, shared_bytes_of
 
 SOURCE = Path(__file__).with_name("normal_combine.cu")
 # Warps of a block, beside one that releases. Senders share the rows of an item evenly.
@@ -51,8 +52,8 @@ _NUMBERS = {
 # In the order of struct Arguments.
 _POINTERS = (
     *("rows", "weights", "slots_of_row", "scalars", "rows_from", "row_base", "has_failed"),
-    *("places", "owners", "out", "out_scalars", "table", "excluded", "state", "counters", "faults"),
-    "report",
+    *("places", "owners", "bias", "out", "out_scalars", "table", "excluded", "state", "counters"),
+    *("faults", "report"),
 )
 
 
@@ -65,22 +66,26 @@ class _Arguments(ctypes.Structure):
     ]
 
 
-def serves(exchange: NormalExchange, rows: Tensor, out: Tensor) -> bool:
+class _Key(NamedTuple):
+    """What a prepared combine is for, among the launches of an exchange."""
+
+    hidden_size: int
+
+
+def serves(exchange: NormalExchange, rows: Tensor, out: Tensor, bias: Tensor | None = None) -> bool:
     """Tell whether these rows are combined here.
 
     They are if they are bfloat16, in vectors, on a GPU with a copy engine, and NVRTC is there.
     """
-    if not rows.is_cuda or rows.dtype != torch.bfloat16 or not fits(exchange.peers.layout):
+    if not rows.is_cuda or rows.dtype != torch.bfloat16:
         return False
-    if not _can_run(rows.device):
+    steps = rows.data_ptr() | out.data_ptr() | (rows.stride(0) | rows.shape[1]) * rows.itemsize
+    steps |= 0 if bias is None else bias.data_ptr()
+    if steps % _COPY_BYTES:
         return False
-    steps = (
-        rows.data_ptr(),
-        out.data_ptr(),
-        rows.stride(0) * rows.itemsize,
-        rows.shape[1] * rows.itemsize,
-    )
-    return all(step % _COPY_BYTES == 0 for step in steps) and nvrtc_is_installed()
+    if _Key(rows.shape[1]) in exchange.cpp_launches:
+        return True
+    return fits(exchange.peers.layout) and _can_run(rows.device) and nvrtc_is_installed()
 
 
 @cache
@@ -136,44 +141,57 @@ def combine_rows_cpp(
     slot_weights: Tensor | None,
     row_scalars: Tensor | None,
     out_scalars: Tensor | None,
+    bias: Tensor | None,
     status: int,
+    num_sms: int | None,
 ) -> None:
     """Combine as combine_rows() of normal_combine.py, rows that serves() accepts.
 
     Raises:
         CudaError: the compiler or the driver refuses.
     """
+    key = _Key(rows.shape[1])
+    launch = exchange.cpp_launches.get(key)
+    if launch is None:
+        launch = exchange.cpp_launches[key] = _prepared(exchange, key, rows.device)
+    arguments = _Arguments.from_buffer_copy(launch.arguments)
+    arguments.rows = rows.data_ptr()
+    arguments.rows_stride = rows.stride(0) * rows.itemsize
+    arguments.weights = _address(slot_weights)
+    arguments.slots_of_row = _address(slots_of_row)
+    arguments.rows_from = arrivals.rows_from.data_ptr()
+    arguments.row_base = arrivals.row_base.data_ptr()
+    arguments.has_failed = arrivals.has_failed.data_ptr()
+    arguments.places = sends.places.data_ptr()
+    arguments.owners = sends.owners.data_ptr()
+    arguments.bias = _address(bias)
+    arguments.out = out.data_ptr()
+    arguments.num_tokens = out.shape[0]
+    arguments.status = status
+    if row_scalars is not None:
+        arguments.scalars = row_scalars.data_ptr()
+        arguments.out_scalars = _address(out_scalars)
+    with on_device(rows.device):
+        launch.kernel.launch(min(num_sms or launch.num_blocks, launch.num_blocks), arguments)
+
+
+def _prepared(exchange: NormalExchange, key: _Key, device: torch.device) -> PreparedCuda:
     peers = exchange.peers
-    kernel, num_sms = _kernel(peers.layout, rows.shape[1], rows.device)
-    with torch.cuda.device(rows.device):
-        kernel.launch(
-            num_blocks(peers.num_programs, num_sms),
-            _Arguments(
-                rows=rows.data_ptr(),
-                weights=_address(slot_weights),
-                slots_of_row=_address(slots_of_row),
-                scalars=_address(row_scalars),
-                rows_from=arrivals.rows_from.data_ptr(),
-                row_base=arrivals.row_base.data_ptr(),
-                has_failed=arrivals.has_failed.data_ptr(),
-                places=sends.places.data_ptr(),
-                owners=sends.owners.data_ptr(),
-                out=out.data_ptr(),
-                out_scalars=_address(out_scalars),
-                table=peers.table.data_ptr(),
-                excluded=peers.excluded.data_ptr(),
-                state=exchange.state.data_ptr(),
-                counters=peers.counters.data_ptr(),
-                faults=peers.faults.data_ptr(),
-                report=peers.report.data_ptr(),
-                own=peers.own_address,
-                rows_stride=rows.stride(0) * rows.itemsize,
-                rank=peers.rank,
-                status=status,
-                num_tokens=out.shape[0],
-                max_polls=peers.max_polls,
-            ),
-        )
+    kernel, num_sms = _kernel(peers.layout, key.hidden_size, device)
+    arguments = _Arguments(
+        table=peers.table.data_ptr(),
+        excluded=peers.excluded.data_ptr(),
+        state=exchange.state.data_ptr(),
+        counters=peers.counters.data_ptr(),
+        faults=peers.faults.data_ptr(),
+        report=peers.report.data_ptr(),
+        own=peers.own_address,
+        rank=peers.rank,
+        max_polls=peers.max_polls,
+    )
+    return PreparedCuda(
+        kernel=kernel, num_blocks=num_blocks(peers.num_programs, num_sms), arguments=arguments
+    )
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -71,6 +71,16 @@ def _needed_slots(
     return needed
 
 
+@triton.jit
+def _needed_rows(
+    headers_ptr: tl.tensor, is_source: tl.tensor, W: tl.constexpr, W_LANES: tl.constexpr
+) -> tl.tensor:
+    """Count the rows that come to each rank, [W_LANES]; all ranks count alike."""
+    rank = tl.arange(0, W_LANES)[None, :]
+    is_count = is_source[:, None] & (rank < W)
+    return tl.sum(tl.load(headers_ptr[:, None] + HEADER_WORDS + rank, mask=is_count, other=0), 0)
+
+
 @triton.jit(do_not_specialize=(*VARYING, "C"))
 def _index_kernel(
     row_of_slot_ptr: tl.tensor,
@@ -94,6 +104,7 @@ def _index_kernel(
     max_polls: tl.tensor,
     C: tl.tensor,
     HAS_BUDGET: tl.constexpr,
+    HAS_ROW_BUDGET: tl.constexpr,
     HAS_PADDING: tl.constexpr,
     IS_COMPACT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -139,7 +150,10 @@ def _index_kernel(
     headers_ptr = int32_at(buffer_address + HEADER_AT) + source_lane * (HEADER_BYTES // 4)
     codes = _codes(headers_ptr, is_source, HAS_BUDGET)
     needed = tl.zeros([W_LANES], tl.int32)
-    if HAS_BUDGET:
+    if HAS_ROW_BUDGET:
+        needed = _needed_rows(headers_ptr, is_source, W, W_LANES)
+        codes = tl.where((needed > M) & (codes == 0), FAULT_OVERFLOW, codes)
+    elif HAS_BUDGET:
         needed = _needed_slots(headers_ptr, is_source, ALIGNMENT, W, W_LANES, L, L_LANES)
         codes = tl.where((needed > C) & (codes == 0), FAULT_OVERFLOW, codes)
     has_failed = is_lost | (tl.max(codes) != 0)
@@ -196,6 +210,16 @@ def _index_kernel(
         is_entry = (place < (num_rows if IS_COMPACT else M)) & (k < K)
         tl.store(slots_of_row_ptr + row * K + k, tl.where(is_slot, slots, -1), mask=is_entry)
 
+    if HAS_ROW_BUDGET:
+        # Rows that nobody sent.
+        TAIL: tl.constexpr = ROWS * K_LANES
+        first_entry, num_entries = tl.sum(rows_from) * K, M * K
+        for start in tl.range(
+            first_entry + program * TAIL, num_entries, num_programs * TAIL, num_stages=1
+        ):
+            entry = start + tl.arange(0, TAIL)
+            tl.store(slots_of_row_ptr + entry, tl.zeros_like(entry) - 1, mask=entry < num_entries)
+
     if HAS_PADDING:
         # Slots that no row has.
         STRIPE: tl.constexpr = 128
@@ -220,6 +244,7 @@ def index_rows(
     buffer_index: int,
     is_compact: bool,
     has_budget: bool,
+    has_row_budget: bool = False,
 ) -> None:
     """Wait for the rows of all ranks and write the expert-major index over them.
 
@@ -231,6 +256,7 @@ def index_rows(
         is_compact: rows are numbered without gaps; else place q of source s is row s * M + q.
         has_budget: C may be too small, which is a fault on all ranks, and no host has read the
             headers; else C fits, and the host has refused what they forbid.
+        has_row_budget: R is M, which may be too few rows: that is the fault then.
 
     Collective: yes, after push_rows() along a new exchange plan.   Allocates nothing.   Host sync:
         none.
@@ -238,7 +264,7 @@ def index_rows(
     assert index.row_of_slot is not None, "rows are read by index"
     # One variant for all batches of a buffer, so that prepare() compiles it.
     has_padding = index.expert_alignment > 1 or not index.is_dense
-    key = ("index", has_budget, has_padding, is_compact, index.expert_alignment)
+    key = ("index", has_budget, has_row_budget, has_padding, is_compact, index.expert_alignment)
     launch = exchange.launches.get(key)
     if launch is None:
         peers, layout = exchange.peers, exchange.peers.layout
@@ -270,6 +296,7 @@ def index_rows(
             ),
             dict(
                 HAS_BUDGET=has_budget,
+                HAS_ROW_BUDGET=has_row_budget,
                 HAS_PADDING=has_padding,
                 IS_COMPACT=is_compact,
                 ALIGNMENT=index.expert_alignment,

@@ -15,7 +15,7 @@ from epcomm.kernels.nvlink.common.exchange import PeerBlocks
 from epcomm.kernels.nvlink.common.layout import MemoryLayout, NormalLayout
 from epcomm.kernels.nvlink.normal_plan import GROUP_TOKENS, GROUP_WORDS
 from epcomm.kernels.prepared import PreparedLaunch
-from epcomm.records import SlotIndex
+from epcomm.platforms.cuda import num_sms_of
 
 
 def scratch_words(layout: MemoryLayout) -> int:
@@ -58,8 +58,8 @@ class PlanMemory:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PreparedDispatch:
-    """A kernel of dispatch_cuda, with the arguments that are those of every call."""
+class PreparedCuda:
+    """A kernel in CUDA C++, with the arguments that are those of every call."""
 
     kernel: CudaKernel
     num_blocks: int
@@ -74,16 +74,19 @@ class NormalExchange:
         with scalars.
     state: [STATE_WORDS], int32, see common/epochs.py.
     is_cpp: dispatch is that of dispatch_cuda, on all ranks.
-    launches: prepared, by kernel and by all that its constants depend on.   cpp_launches: those of
-        dispatch_cuda, by kind of rows.
+    num_copiers: programs that copy rows out of a receive buffer. Where dispatch has waited for the
+        rows, no copier waits for anything, and there is one for each SM.
+    launches: prepared, by kernel and by all that its constants depend on.   cpp_launches: those in
+        CUDA C++, by kind of rows.
     """
 
     peers: PeerBlocks[NormalLayout]
     state: Tensor
     plan: PlanMemory
     is_cpp: bool
+    num_copiers: int
     launches: dict[Hashable, PreparedLaunch] = field(default_factory=dict)
-    cpp_launches: dict[Hashable, PreparedDispatch] = field(default_factory=dict)
+    cpp_launches: dict[Hashable, PreparedCuda] = field(default_factory=dict)
 
     @classmethod
     def of(cls, peers: PeerBlocks[NormalLayout], *, is_cpp: bool = False) -> NormalExchange:
@@ -94,6 +97,7 @@ class NormalExchange:
             state=torch.zeros(STATE_WORDS, dtype=torch.int32, device=device),
             plan=PlanMemory.of(peers.layout, peers.num_programs, device),
             is_cpp=is_cpp,
+            num_copiers=num_sms_of(device) if is_cpp else peers.num_programs,
         )
 
 
@@ -125,17 +129,31 @@ class Arrivals:
     has_failed: Tensor
 
 
+# What a plan and its index consist of, in the order of the arguments of dispatch_cuda.
+PLAN_PARTS = (
+    *("places", "positions", "owners", "row_of_slot", "slots_of_row", "slot_weights"),
+    *("num_tokens_per_expert", "first_slot", "rows_from", "row_base", "has_failed"),
+)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Received:
-    """The memory in which the index over received rows is written.
+    """The memory in which one kernel writes a plan and the index over received rows.
 
-    index: of C slots and R rows, at most.   slot_weights: [C], float32.
+    addresses: of PLAN_PARTS, which are those of Sends, of a SlotIndex with the weights of its
+        slots, and of Arrivals, for as many rows as may come.
+    num_slots: C.   expert_alignment: of the index.
     has_budget: C may be too small, which is a fault on all ranks; else it is not.
+    has_row_budget: M rows may be too few of those that come, which is the fault then; R is M.
     is_compact: rows are numbered without gaps; else place q of source s is row s * M + q.
+    row_topk: [R, K], int64 and float32, for the experts of this rank and the weights that each row
+        has, or None.
     """
 
-    index: SlotIndex
-    slot_weights: Tensor
-    arrivals: Arrivals
+    addresses: tuple[int, ...]
+    num_slots: int
+    expert_alignment: int
     has_budget: bool
+    has_row_budget: bool
     is_compact: bool
+    row_topk: tuple[Tensor, Tensor] | None = None

@@ -288,7 +288,7 @@ class Buffer(drop_in.Buffer):
             None, combine_wait_recv_cost_stats, handle[4], self.group_size
         )
         handle.require_written()
-        rows = self._state.next_combine_buffer(*handle[2:]) if zero_copy else x
+        rows = self._state.next_combine_buffer(handle) if zero_copy else x
         back = unshuffled(rows, handle)
         self._state.begin(Sizes(handle[2], x.shape[2], handle[4]))
         self._state.forget(handle)
@@ -314,7 +314,7 @@ class Buffer(drop_in.Buffer):
 
     def get_next_low_latency_combine_buffer(self, handle: Handle) -> Tensor:
         self._for_low_latency()
-        return self._state.next_combine_buffer(*handle[2:])
+        return self._state.next_combine_buffer(handle)
 
     def _begin_normal(
         self, config: Config | None, default: Callable[[int], Config]

@@ -152,23 +152,24 @@ class LowLatencyState:
         """Free the place of a result that is combined."""
         self._results = [result for result in self._results if result.handle is not handle]
 
-    def next_combine_buffer(self, max_tokens: int, hidden_size: int, num_experts: int) -> Tensor:
+    def next_combine_buffer(self, handle: Handle) -> Tensor:
         """Return the buffer of the next call, bfloat16 [L, W*M, H] with strides of messages."""
+        src_info, _, max_tokens, hidden_size, num_experts = handle
         num_ranks = self._group.size()
         place = self._num_calls % 2
         width = combine_message_bytes(hidden_size) // _BF16_BYTES
         shape = (num_experts // num_ranks, num_ranks * max_tokens, width)
         buffer = self._combine_buffers[place]
         if buffer is None or buffer.shape != shape:
-            buffer = self._combine_buffers[place] = undefined(shape, torch.bfloat16)
+            buffer = self._combine_buffers[place] = undefined(
+                shape, torch.bfloat16, src_info.device
+            )
         return buffer[..., :hidden_size]
 
     def _agree(self, sizes: Sizes) -> None:
-        own = torch.tensor([sizes.max_tokens, sizes.hidden_size, sizes.num_experts])
-        parts = [torch.empty_like(own) for _ in range(self._group.size())]
-        dist.all_gather(parts, own, group=self._group)
-        everyone = torch.stack(parts)
-        require(bool((everyone == own).all()), f"M, H, E differ: {everyone.tolist()}")
+        everyone: list[Sizes | None] = [None] * self._group.size()
+        dist.all_gather_object(everyone, sizes, group=self._group)
+        require(all(each == sizes for each in everyone), f"M, H, E differ: {everyone}")
         self._sizes = sizes
 
 
@@ -179,7 +180,7 @@ def poisoned_like(tensor: Tensor) -> Tensor:
 
 def unshuffled(rows: Tensor, handle: StrictHandle) -> Tensor:
     """Return rows [L, W * M, H] in the order of the drop-in, NaN where nobody wrote."""
-    back = undefined(tuple(rows.shape), rows.dtype)
+    back = undefined(tuple(rows.shape), rows.dtype, rows.device)
     for expert, order in enumerate(handle.orders):
         back[expert, order] = rows[expert, : order.shape[0]]
     return back

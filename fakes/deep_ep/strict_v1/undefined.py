@@ -26,6 +26,6 @@ def undefined_integer(dtype: torch.dtype) -> int:
     return int.from_bytes(bytes([UNDEFINED_BYTE]) * dtype.itemsize, "little")
 
 
-def undefined(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def undefined(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a new tensor of undefined values."""
-    return poison(torch.empty(shape, dtype=dtype))
+    return poison(torch.empty(shape, dtype=dtype, device=device))

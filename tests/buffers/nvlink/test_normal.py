@@ -23,7 +23,7 @@ from epcomm.buffers.nvlink.normal_plans import NVLinkNormalExchangePlan
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
 from epcomm.errors import CapacityError, EPTimeout
 from epcomm.kernels.nvlink.dispatch_cuda import launch
-from epcomm.ops.slots import gather_rows
+from epcomm.ops.slots import gather_rows, row_topk
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT8_PER_TOKEN
 from epcomm.records import Handle, RowsCombineInput
@@ -435,10 +435,9 @@ def gradients(buffer: Buffer, call: DispatchCall) -> list[Tensor]:
     return [y.detach(), x.grad, weights.grad]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    "backend", ["NVLinkBuffer", pytest.param("NVLinkStaticBuffer", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("backend", ["NVLinkBuffer", "NVLinkStaticBuffer"])
 def test_gradients_are_those_of_the_collective_buffer(backend: str) -> None:
     with EPGroup() as group:
         found = group.open_buffer(backend, spec_of())
@@ -451,3 +450,48 @@ def test_gradients_are_those_of_the_collective_buffer(backend: str) -> None:
                 # Terms have one sign; they are rounded to bfloat16 at most four times on the way.
                 torch.testing.assert_close(mine, other, rtol=4 * 2**-8, atol=0)
         found.check()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", ["NVLinkBuffer", "NVLinkStaticBuffer"])
+def test_calls_of_one_buffer_take_as_many_sms_as_they_say(backend: str) -> None:
+    with EPGroup() as group:
+        buffer = group.open_buffer(backend, spec_of())
+        # Ranks may differ; 200 is more than there are. Interpreted kernels take no notice.
+        on_gpus = group.device.type == "cuda"
+        results = [
+            gradients(
+                buffer,
+                replace(
+                    call_of(1, group.rank, group.world_size, group.device),
+                    num_sms=num_sms and num_sms + group.rank,
+                ),
+            )
+            for num_sms in ((None, 1, 5, 200, None) if on_gpus else (None, 1))
+        ]
+        buffer.check()
+        assert buffer.takes_num_sms == on_gpus
+        for found in results[1:]:
+            for tensor, wanted in zip(found, results[0], strict=True):
+                assert torch.equal(tensor, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", ["NVLinkBuffer", "NVLinkStaticBuffer"])
+def test_experts_of_rows_come_with_them_as_the_index_has_them(backend: str) -> None:
+    with EPGroup() as group:
+        buffer = group.open_buffer(backend, spec_of())
+        for flags in (BatchFlags.NONE, TRAINS):
+            call = call_of(2, group.rank, group.world_size, group.device)
+            out = buffer.dispatch(replace(call, flags=flags, wants_row_topk=True))
+            assert (out.row_topk is not None) == (group.device.type == "cuda")
+            if out.row_topk is not None:
+                assert out.slot_weights is not None
+                wanted = row_topk(out.index, out.slot_weights)
+                assert out.index.slots_of_row is not None
+                # Rows that did not come have no experts in either, where there are such.
+                for found, each in zip(out.row_topk, wanted, strict=True):
+                    assert torch.equal(found, each)
+        buffer.check()

@@ -111,6 +111,14 @@ def test_told_when_it_comes_too_late(client: str, monkeypatch: pytest.MonkeyPatc
         install()
 
 
+@pytest.mark.usefixtures("path")
+def test_modules_of_a_program_may_name_deep_ep(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "serving.bench_deep_ep"
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    install()
+    assert importlib.import_module("deep_ep").Buffer is drop_in.Buffer
+
+
 def test_commands_are_files_modules_or_programs(tmp_path: Path) -> None:
     program = tmp_path / "serve.py"
     program.touch()

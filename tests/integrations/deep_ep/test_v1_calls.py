@@ -16,6 +16,7 @@ from torch import Tensor
 from epcomm import EPError
 from epcomm.errors import HandleError
 from epcomm.integrations.deep_ep import Buffer, EventHandle, EventOverlap
+from tests.integrations.deep_ep.devices import here, on_gpus
 from tests.integrations.deep_ep.v1_ranks import world
 
 if TYPE_CHECKING:
@@ -30,10 +31,12 @@ class Batch:
 
     def __init__(self, rank: int, shape: tuple[int, int, int], *, num_tokens: int = 3) -> None:
         hidden_size, top_k, self.num_experts = shape
-        tokens = torch.arange(num_tokens)
+        tokens = torch.arange(num_tokens, device=here())
         self.x = (1.0 + 10 * rank + tokens).unsqueeze(1).repeat(1, hidden_size).bfloat16()
-        self.ids = (tokens.unsqueeze(1) + torch.arange(top_k) + rank) % self.num_experts
-        self.weights = torch.full((num_tokens, top_k), 0.5)
+        self.ids = (
+            tokens.unsqueeze(1) + torch.arange(top_k, device=here()) + rank
+        ) % self.num_experts
+        self.weights = torch.full((num_tokens, top_k), 0.5, device=here())
 
     def dispatch(
         self, buffer: Buffer, x: Tensor | None = None, ids: Tensor | None = None
@@ -105,12 +108,12 @@ def test_two_batches_of_low_latency_are_in_flight() -> None:
 @pytest.mark.ranks(2)
 def test_rows_travel_by_ranks_alone_where_there_are_no_ids() -> None:
     rank, buffer = world().rank(), Buffer(world())
-    is_in_rank = torch.tensor([[True, False], [True, True], [False, False]])
-    x = torch.full((3, 16), 1.0 + rank).bfloat16()
+    is_in_rank = torch.tensor([[True, False], [True, True], [False, False]], device=here())
+    x = torch.full((3, 16), 1.0 + rank, device=here()).bfloat16()
     rows, ids, weights, counts, handle, _ = buffer.dispatch(
         x,
         is_token_in_rank=is_in_rank,
-        num_tokens_per_expert=torch.tensor([1, 1, 0, 1], dtype=torch.int32),
+        num_tokens_per_expert=torch.tensor([1, 1, 0, 1], dtype=torch.int32, device=here()),
         expert_alignment=4,
     )
     assert isinstance(rows, Tensor)
@@ -134,6 +137,7 @@ def test_a_group_is_a_part_of_the_world() -> None:
     assert torch.equal(y, batch.x * num_ranks)
 
 
+@pytest.mark.skipif(on_gpus(), reason="GPUs map memory with the help of a process group")
 @pytest.mark.mpi_ranks(2)
 def test_ranks_of_mpi(ep_ranks: MPI.Comm) -> None:
     buffer = Buffer(None, comm=ep_ranks)
@@ -143,58 +147,122 @@ def test_ranks_of_mpi(ep_ranks: MPI.Comm) -> None:
     assert torch.equal(y, batch.x * num_ranks)
 
 
-def wrong_dtype(buffer: Buffer, batch: Batch) -> None:
-    batch.dispatch(buffer, batch.x.double() if buffer.rank == 0 else None)
+def wrong_dtype(buffer: Buffer, batch: Batch) -> Tensor:
+    return batch.dispatch(buffer, batch.x.double() if buffer.rank == 0 else None)[0]
 
 
-def wrong_ids(buffer: Buffer, batch: Batch) -> None:
-    batch.dispatch(buffer, ids=batch.ids + 4 * (buffer.rank == 0))
+def wrong_ids(buffer: Buffer, batch: Batch) -> Tensor:
+    return batch.dispatch(buffer, ids=batch.ids + 4 * (buffer.rank == 0))[0]
 
 
-def wrong_rows(buffer: Buffer, batch: Batch) -> None:
+def wrong_rows(buffer: Buffer, batch: Batch) -> Tensor:
     rows, _, handle, _ = batch.dispatch(buffer)
-    buffer.combine(rows[buffer.rank == 0 :], handle)
+    return buffer.combine(rows[buffer.rank == 0 :], handle)[0]
 
 
-def wrong_cached_rows(buffer: Buffer, batch: Batch) -> None:
+def wrong_cached_rows(buffer: Buffer, batch: Batch) -> Tensor:
     handle = batch.dispatch(buffer)[2]
-    buffer.dispatch(batch.x[buffer.rank == 0 :], handle=handle)
+    rows = buffer.dispatch(batch.x[buffer.rank == 0 :], handle=handle)[0]
+    assert isinstance(rows, Tensor)
+    # Those of rank 0, which come first; this rank's own are what it sent.
+    return rows[: len(rows) - len(batch.x)]
 
 
-def too_many_tokens(buffer: Buffer, batch: Batch) -> None:
-    max_tokens = 2 if buffer.rank == 0 else 4
-    *_, hook = buffer.low_latency_dispatch(
-        batch.x, batch.ids, max_tokens, 4, use_fp8=False, return_recv_hook=True
+def too_wide_cached_rows(buffer: Buffer, batch: Batch) -> Tensor:
+    handle = batch.dispatch(buffer)[2]
+    x = batch.x.double() if buffer.rank == 0 else batch.x
+    rows = buffer.dispatch(x, handle=handle)[0]
+    assert isinstance(rows, Tensor)
+    return rows[: len(rows) - len(batch.x)]
+
+
+def wrong_dtype_of_low_latency(buffer: Buffer, batch: Batch) -> Tensor:
+    x = batch.x.double() if buffer.rank == 0 else batch.x
+    return there_and_back(buffer, batch, x, batch.weights)
+
+
+def too_many_tokens(buffer: Buffer, batch: Batch) -> Tensor:
+    return there_and_back(buffer, batch, batch.x, batch.weights, 2 if buffer.rank == 0 else 4)
+
+
+def wrong_weights(buffer: Buffer, batch: Batch) -> Tensor:
+    weights = batch.weights.double() if buffer.rank == 0 else batch.weights
+    return there_and_back(buffer, batch, batch.x, weights)
+
+
+def there_and_back(
+    buffer: Buffer, batch: Batch, x: Tensor, weights: Tensor, max_tokens: int = 4
+) -> Tensor:
+    """Make a dispatch of low latency, its hook, and a combine."""
+    slabs, _, handle, _, hook = buffer.low_latency_dispatch(
+        x, batch.ids, max_tokens, 4, use_fp8=False, return_recv_hook=True
     )
     assert hook is not None
     hook()
-
-
-def wrong_weights(buffer: Buffer, batch: Batch) -> None:
-    slabs, _, handle, _, _ = buffer.low_latency_dispatch(batch.x, batch.ids, 4, 4, use_fp8=False)
     assert isinstance(slabs, Tensor)
-    weights = batch.weights.double() if buffer.rank == 0 else batch.weights
-    buffer.low_latency_combine(slabs, batch.ids, weights, handle)
+    return buffer.low_latency_combine(slabs, batch.ids, weights, handle)[0]
+
+
+# Calls in which no host of a GPU reads what other ranks say: those have NaN.
+UNHEARD = (
+    wrong_rows,
+    wrong_cached_rows,
+    too_wide_cached_rows,
+    wrong_dtype_of_low_latency,
+    too_many_tokens,
+    wrong_weights,
+)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("is_first_call", [False, True])
 @pytest.mark.parametrize(
     "call",
-    [wrong_dtype, wrong_ids, wrong_rows, wrong_cached_rows, too_many_tokens, wrong_weights],
+    [wrong_dtype, wrong_ids, *UNHEARD],
 )
-def test_what_one_rank_gets_wrong_is_an_error_on_every_rank(
-    call: Callable[[Buffer, Batch], None], is_first_call: bool
+def test_what_one_rank_gets_wrong_is_heard_by_every_rank(
+    call: Callable[[Buffer, Batch], Tensor], is_first_call: bool
 ) -> None:
     buffer = Buffer(world(), low_latency_mode=True)
     batch = Batch(buffer.rank, (32, 2, 4))
     if not is_first_call:
         batch.dispatch(buffer)
-    with pytest.raises(EPError, match=r"rank 0"):
-        call(buffer, batch)
+        there_and_back(buffer, batch, batch.x, batch.weights)
+    # A first call opens buffers, so every host reads.
+    is_read = is_first_call and call in (wrong_dtype_of_low_latency, too_many_tokens)
+    check_heard(call, buffer, batch, by_nan=on_gpus() and call in UNHEARD and not is_read)
+
+
+@pytest.mark.ranks(2)
+def test_rows_along_a_handle_fit_into_its_memory() -> None:
+    buffer = Buffer(world())
+    # 144 codes and two scales are no multiple of 16 bytes.
+    batch = Batch(buffer.rank, (144, 2, 4))
+    handle = batch.dispatch(buffer)[2]
+    with pytest.raises(EPError, match=r"x is torch\.float32, whose rows take 576 bytes"):
+        buffer.dispatch(batch.x.float(), handle=handle)
+    codes = batch.x.to(torch.float8_e4m3fn)
+    scales = batch.x[:, :2].float().contiguous()
+    (found, found_scales), *_ = buffer.dispatch((codes, scales), handle=handle)
+    rows, *_ = batch.dispatch(buffer)
+    assert torch.equal(found.view(torch.uint8), rows.to(torch.float8_e4m3fn).view(torch.uint8))
+    assert torch.equal(found_scales, rows[:, :2].float())
+
+
+def check_heard(
+    call: Callable[[Buffer, Batch], Tensor], buffer: Buffer, batch: Batch, *, by_nan: bool
+) -> None:
+    """Make a call that is wrong on rank 0, of which the others hear by NaN or by an error too."""
+    if by_nan and buffer.rank:
+        assert call(buffer, batch).isnan().all()
+    else:
+        with pytest.raises(EPError, match=r"rank 0"):
+            call(buffer, batch)
     rows, _, handle, num_ranks = batch.dispatch(buffer)
     y, _, _ = buffer.combine(rows, handle)
     assert torch.equal(y, batch.x * num_ranks)
+    y = there_and_back(buffer, batch, batch.x, batch.weights)
+    assert torch.equal(y, batch.x)
 
 
 @pytest.mark.ranks(2)
@@ -213,7 +281,7 @@ def test_what_is_not_there_names_what_to_use() -> None:
     batch = Batch(buffer.rank, (32, 2, 4))
     slabs, _, handle, _, _ = buffer.low_latency_dispatch(batch.x, batch.ids, 4, 4, use_fp8=False)
     assert isinstance(slabs, Tensor)
-    stats = torch.zeros(2, dtype=torch.int64)
+    stats = torch.zeros(2, dtype=torch.int64, device=here())
     with pytest.raises(NotImplementedError, match=r"use_logfmt=True is not there.*bfloat16"):
         buffer.low_latency_combine(slabs, batch.ids, batch.weights, handle, use_logfmt=True)
     with pytest.raises(NotImplementedError, match=r"dispatch_wait_recv_cost_stats.*profiler"):

@@ -10,6 +10,7 @@ from torch import Tensor
 from epcomm.testing.poison import poisoned_memory
 from fakes.deep_ep.limits import limits_off
 from fakes.deep_ep.strict_v1 import Buffer, Config, EventOverlap
+from tests.integrations.deep_ep.devices import here
 from tests.integrations.deep_ep.v1_ranks import (
     LL_H,
     NVL_BYTES,
@@ -102,8 +103,8 @@ def test_fp8_rows_take_their_scales_along(case: str, order: str) -> None:
     recorded = recorded_case(case)["fp8_tuple"]
     inputs, buffer = inputs_of(case, H), normal_buffer()
     x = (inputs.x.float() / 16).to(torch.float8_e4m3fn)
-    tokens = 2.0 * torch.arange(x.shape[0]).unsqueeze(1)
-    scales = 1 + tokens + torch.arange(2.0) + 100.0 * dist.get_rank()
+    tokens = 2.0 * torch.arange(x.shape[0], device=here()).unsqueeze(1)
+    scales = 1 + tokens + torch.arange(2.0, device=here()) + 100.0 * dist.get_rank()
     if order == "columns":
         scales = scales.T.contiguous().T
     received = dispatch_normal(buffer, inputs, (x, scales))
@@ -142,6 +143,25 @@ def test_asynchronous_results_are_undefined_before_the_wait() -> None:
         EventOverlap().current_stream_wait()
 
 
+@pytest.mark.parametrize("num_biases", [1, 2])
+def test_biases_and_rows_of_all_ranks_are_rounded_once(num_biases: int) -> None:
+    inputs, buffer = inputs_of("normal_uneven", H), normal_buffer()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x, *biases = torch.randn(3, *inputs.x.shape, generator=generator).to(inputs.x).unbind(0)
+    biases = biases[:num_biases]
+    received = dispatch_normal(buffer, inputs, x)
+    rows = (received.x.float() * (dist.get_rank() + 1) / 7).bfloat16()
+    given = biases[0] if num_biases == 1 else (biases[0], biases[1])
+    combined_x, weights, _ = buffer.combine(rows, received.handle, received.weights, bias=given)
+    total = torch.stack(biases).float().sum(0)
+    for rank in range(4):
+        is_sent = (inputs.ids // 2 == rank).any(1, keepdim=True)
+        total += torch.where(is_sent, (x.float() * (rank + 1) / 7).bfloat16().float(), 0.0)
+    assert torch.equal(combined_x, total.bfloat16())
+    assert weights is not None
+    assert torch.equal(weights, inputs.weights.masked_fill(inputs.ids < 0, 0))
+
+
 def test_the_next_call_on_the_stream_runs_after_what_nobody_waited_for() -> None:
     inputs, buffer = inputs_of("normal_uneven", H), normal_buffer()
     received = dispatch_normal(buffer, inputs, async_finish=True)
@@ -158,7 +178,7 @@ def test_dispatch_refuses_what_the_real_one_refuses() -> None:
     with refused("x is bfloat16"):
         dispatch_normal(buffer, inputs, inputs.x.float())
     with refused("element_size"):
-        dispatch_normal(buffer, inputs, (inputs.x, torch.ones(len(inputs.x), 2)))
+        dispatch_normal(buffer, inputs, (inputs.x, inputs.weights.new_ones(len(inputs.x), 2)))
     with refused("previous_event"):
         dispatch_normal(buffer, inputs, allocate_on_comm_stream=True, async_finish=True)
     with refused("queues <= num_nvl_bytes"):
@@ -180,9 +200,9 @@ def test_ids_and_weights_without_tokens_have_both_a_pointer_or_neither(
 ) -> None:
     # A slice without rows keeps the pointer of its tensor; a new tensor without rows has none.
     inputs = Inputs(
-        torch.zeros(0, H, dtype=torch.bfloat16),
-        torch.zeros(int(ids_have_memory), K, dtype=torch.int64)[:0],
-        torch.zeros(int(weights_have_memory), K)[:0],
+        torch.zeros(0, H, dtype=torch.bfloat16, device=here()),
+        torch.zeros(int(ids_have_memory), K, dtype=torch.int64, device=here())[:0],
+        torch.zeros(int(weights_have_memory), K, device=here())[:0],
     )
     buffer = normal_buffer()
     if ids_have_memory == weights_have_memory:
@@ -230,7 +250,7 @@ def test_a_destroyed_buffer_refuses_every_call() -> None:
     buffer = Buffer(world(), NVL_BYTES, explicitly_destroy=True)
     buffer.destroy()
     with refused("destroyed"):
-        buffer.get_dispatch_layout(torch.zeros(1, K, dtype=torch.int64), E)
+        buffer.get_dispatch_layout(torch.zeros(1, K, dtype=torch.int64, device=here()), E)
     with refused("destroyed"):
         buffer.destroy()
 
@@ -238,8 +258,8 @@ def test_a_destroyed_buffer_refuses_every_call() -> None:
 def test_limits_may_be_switched_off() -> None:
     with limits_off(), poisoned_memory():
         buffer = Buffer(world())
-        x = torch.full((3, 5), dist.get_rank() + 1.0, dtype=torch.bfloat16)
-        ids = torch.tensor([[dist.get_rank(), 3], [0, -1], [-1, -1]])
+        x = torch.full((3, 5), dist.get_rank() + 1.0, dtype=torch.bfloat16, device=here())
+        ids = torch.tensor([[dist.get_rank(), 3], [0, -1], [-1, -1]], device=here())
         per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, 4)
         rows, ids, *_, handle, _ = buffer.dispatch(
             x,

@@ -1,18 +1,36 @@
-"""V1 over the kernels of NVLink, which are interpreted on CPU ranks: the recording again."""
+"""V1 over the kernels of NVLink, interpreted on CPU ranks: the recording, masks, refusals."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
+from epcomm.buffers.nvlink.normal import NVLinkNormal
+from epcomm.collectives.torch_dist import TorchDistCollectives
 from epcomm.config import Mode
-from epcomm.integrations.deep_ep import Buffer
-from epcomm.integrations.deep_ep.ranks import Ranks
+from epcomm.errors import CapacityError
+from epcomm.integrations.deep_ep import Buffer, ranks
+from tests.integrations.deep_ep.devices import here, on_gpus
+from tests.integrations.deep_ep.test_v1_calls import (
+    Batch,
+    check_heard,
+    too_many_tokens,
+    too_wide_cached_rows,
+    wrong_cached_rows,
+)
+from tests.integrations.deep_ep.test_v1_calls import there_and_back as low_latency
 from tests.integrations.deep_ep.test_v1_low_latency import COMBINED, FORMATS, by_source
 from tests.integrations.deep_ep.v1_ranks import (
+    CASES,
     LL_H,
     H,
+    Inputs,
     LowLatencyOptions,
     agrees,
     dispatch_low_latency,
@@ -27,13 +45,24 @@ from tests.integrations.deep_ep.v1_ranks import (
 pytestmark = [pytest.mark.ranks(4), pytest.mark.slow]
 __all__ = ["recorded_sms"]
 
-CLASSES = {Mode.NORMAL: "NVLinkBuffer", Mode.LOW_LATENCY: "NVLinkMaskedBuffer"}
+UNEVEN = "low_latency_uneven"
+# The rank that is lost.
+LOST = 3
+# Seconds for the others to go on without it.
+GOING_ON = timedelta(seconds=60)
+
+CLASSES = {
+    ("cpu", Mode.NORMAL): ("NVLinkBuffer",),
+    ("cpu", Mode.LOW_LATENCY): ("NVLinkMaskedBuffer",),
+}
 
 
 @pytest.fixture(autouse=True)
 def over_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the buffers of GPUs, whose kernels an interpreter runs here."""
-    monkeypatch.setattr(Ranks, "_choose", lambda self, mode, names: CLASSES[mode])
+    """Take the buffers of GPUs on CPU ranks too, where an interpreter runs their kernels."""
+    if not on_gpus():
+        monkeypatch.setattr(ranks, "_CLASSES", CLASSES)
+        monkeypatch.setattr(ranks.Ranks, "_choose", lambda self, mode, names: names[0])
 
 
 # An interpreter takes seconds for a slab, so not every format with every case.
@@ -94,9 +123,137 @@ def test_normal_mode_equals_the_recording(case: str) -> None:
         recv_x, *_ = buffer.dispatch(inputs.x + 1, handle=received.handle)
         assert isinstance(recv_x, torch.Tensor)
         agrees(recv_x, recorded["cached_dispatch_of_x_plus_1"]["recv_x"])
-    scales = 1 + 2.0 * torch.arange(len(inputs.x)).unsqueeze(1) + torch.arange(2.0)
+    scales = 1 + 2.0 * torch.arange(len(inputs.x), device=here()).unsqueeze(1)
+    scales = scales + torch.arange(2.0, device=here())
     scales += 100.0 * world().rank()
     x = (inputs.x.float() / 16).to(torch.float8_e4m3fn)
     quantized = dispatch_normal(buffer, inputs, (x, scales.T.contiguous().T))
     agrees(quantized.x, recorded["fp8_tuple"]["recv_x"])
     agrees(quantized.scales, recorded["fp8_tuple"]["recv_scales"])
+
+
+@pytest.fixture
+def host_reads(over_nvlink: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Take static sizes on CPU ranks too; what the host asks of other ranks is listed."""
+    asked: list[str] = []
+    if not on_gpus():
+        monkeypatch.setattr(ranks, "_ROW_BUDGET_CLASSES", {"cpu": ("NVLinkRowBudgetBuffer",)})
+    for kind, name in (
+        (NVLinkNormal, "_read_counts"),
+        (TorchDistCollectives, "all_gather"),
+        (TorchDistCollectives, "all_to_all"),
+        (TorchDistCollectives, "gather_records"),
+    ):
+        monkeypatch.setattr(kind, name, noted(asked, name, getattr(kind, name)))
+    return asked
+
+
+def noted(asked: list[str], name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:  # noqa: ANN401 - of any method
+        asked.append(name)
+        return method(*args, **options)
+
+    return call
+
+
+@pytest.mark.parametrize("case", ["normal_uneven", "normal_empty_rank"])
+def test_worst_case_rows_need_no_host(case: str, host_reads: list[str]) -> None:
+    recorded, inputs = recorded_case(case)["num_worst_tokens_32"], inputs_of(case, H)
+    buffer = Buffer(world())
+    exact = dispatch_normal(buffer, inputs)
+    y, y_weights, _ = buffer.combine(exact.x * 2, exact.handle, exact.weights)
+    dispatch_normal(buffer, inputs, num_worst_tokens=32)
+    assert host_reads
+    host_reads.clear()
+    received = dispatch_normal(buffer, inputs, num_worst_tokens=32)
+    combined_x, weights, _ = buffer.combine(received.x * 2, received.handle, received.weights)
+    again, *_ = buffer.dispatch(inputs.x + 1, handle=received.handle)
+    assert not host_reads
+    num_rows = recorded["first_rows"]["shape"][0]
+    assert list(received.x.shape) == recorded["recv_x_shape"]
+    agrees(received.x[:num_rows], recorded["first_rows"])
+    agrees(received.ids, recorded["recv_topk_idx"])
+    assert received.counts == recorded["counts"]
+    assert torch.equal(received.weights[:num_rows], exact.weights)
+    assert torch.equal(combined_x, y)
+    assert weights is not None
+    assert y_weights is not None
+    assert torch.equal(weights, y_weights)
+    assert isinstance(again, Tensor)
+    agrees(again[:num_rows], recorded_case(case)["cached_dispatch_of_x_plus_1"]["recv_x"])
+    for made, expected in zip(received.handle[:3], exact.handle[:3], strict=True):
+        assert torch.equal(made, expected)
+    assert torch.equal(received.handle[3][:num_rows], exact.handle[3])
+
+
+@pytest.mark.parametrize("too_small", [4, 7], ids=["for a sender", "for a receiver"])
+def test_more_than_the_worst_case_is_heard_everywhere(
+    too_small: int, host_reads: list[str]
+) -> None:
+    inputs, buffer = inputs_of("normal_uneven", H), Buffer(world())
+    # Opened with the sizes that are too small, by calls that they suffice for.
+    few = Inputs(inputs.x[:1], inputs.ids[:1], inputs.weights[:1])
+    dispatch_normal(buffer, few, num_worst_tokens=too_small)
+    if not on_gpus():
+        with pytest.raises(CapacityError):
+            dispatch_normal(buffer, inputs, num_worst_tokens=too_small)
+    elif len(inputs.x) <= too_small:
+        received = dispatch_normal(buffer, inputs, num_worst_tokens=too_small)
+        assert (received.ids == -1).all()
+        combined_x, _, _ = buffer.combine(received.x, received.handle)
+        assert combined_x.isnan().all()
+    else:
+        with pytest.raises(CapacityError, match="expected at most num_worst_tokens"):
+            dispatch_normal(buffer, inputs, num_worst_tokens=too_small)
+    received = dispatch_normal(buffer, few, num_worst_tokens=too_small)
+    combined_x, _, _ = buffer.combine(received.x, received.handle)
+    assert torch.equal(combined_x, few.x * received.handle[4].sum(1, keepdim=True))
+
+
+def there_and_back(buffer: Buffer, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Return the counts of a dispatch, and y of experts that multiply by 1 + their number."""
+    received = dispatch_low_latency(buffer, inputs, use_fp8=False, return_recv_hook=True)
+    received.receive()
+    is_row = torch.arange(received.x.shape[1], device=here()) < received.count.unsqueeze(1)
+    results = experts(received.x).masked_fill(~is_row.unsqueeze(2), float("nan"))
+    y, _, _ = buffer.low_latency_combine(results, inputs.ids, inputs.weights, received.handle)
+    return received.count, y
+
+
+def test_a_masked_rank_is_left_out() -> None:
+    inputs, rank, store = inputs_of(UNEVEN, LL_H), world().rank(), world().get_group_store()
+    buffer = Buffer(world(), low_latency_mode=True, enable_shrink=True)
+    _, y = there_and_back(buffer, inputs)
+    agrees(y, recorded_case(UNEVEN)["bf16"][COMBINED])
+    left = [other for other in range(world().size()) if other != LOST]
+    if rank == LOST:
+        store.wait([f"went on {other}" for other in left], GOING_ON)
+        return
+    buffer.low_latency_update_mask_buffer(LOST, True)
+    status = torch.full((world().size(),), -1, dtype=torch.int32, device=here())
+    buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [0, 0, 0, 1]
+    chosen = [e for r in left for row in CASES[UNEVEN][r]["inputs"]["topk_idx"] for e in row]
+    of_left = inputs.weights.masked_fill(inputs.ids // 2 == LOST, 0) * (1 + inputs.ids)
+    expected = inputs.x.float() * of_left.masked_fill(inputs.ids < 0, 0).sum(1, keepdim=True)
+    # An interpreter takes half a minute for one.
+    for _ in range(5 if on_gpus() else 1):
+        counts, y = there_and_back(buffer, inputs)
+        assert counts.tolist() == [chosen.count(2 * rank), chosen.count(2 * rank + 1)]
+        # Of one rounding to bfloat16.
+        torch.testing.assert_close(y.float(), expected, rtol=2**-8, atol=0)
+    with pytest.raises(NotImplementedError, match=r"taking a rank back.*new Buffer"):
+        buffer.low_latency_clean_mask_buffer()
+    store.set(f"went on {rank}", "")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("call", [wrong_cached_rows, too_wide_cached_rows, too_many_tokens])
+def test_a_call_that_one_rank_refuses_leaves_no_other_waiting(
+    call: Callable[[Buffer, Batch], Tensor],
+) -> None:
+    buffer = Buffer(world(), low_latency_mode=True)
+    batch = Batch(buffer.rank, (32, 2, 4))
+    batch.dispatch(buffer)
+    low_latency(buffer, batch, batch.x, batch.weights)
+    check_heard(call, buffer, batch, by_nan=True)

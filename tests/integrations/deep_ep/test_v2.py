@@ -1,4 +1,4 @@
-"""The drop-in for deep_ep V2 gives what the real package gave on GPUs, over CPU ranks."""
+"""The drop-in for deep_ep V2 gives what the real package gave on GPUs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from epcomm.errors import CapacityError, ConfigError, HandleError, ShapeError
 from epcomm.integrations.deep_ep import ElasticBuffer, EventHandle
+from epcomm.integrations.deep_ep.normal import RowWay, send_columns
+from epcomm.integrations.deep_ep.v2 import exchange
+from tests.integrations.deep_ep.devices import here, on_gpus
 from tests.integrations.deep_ep.golden_v2 import (
     CASES,
     HIDDEN,
@@ -20,7 +24,6 @@ from tests.integrations.deep_ep.golden_v2 import (
     NUM_EXPERTS,
     NUM_TOPK,
     SIGNATURES,
-    inputs_of,
     num_messages,
 )
 from tests.integrations.deep_ep.v2_ranks import (
@@ -29,6 +32,7 @@ from tests.integrations.deep_ep.v2_ranks import (
     BufferMaker,
     buffers_of,
     dispatch,
+    inputs_here,
     run_recorded_case,
     world,
 )
@@ -56,6 +60,12 @@ def test_signatures_are_those_of_the_package(method: str) -> None:
     assert list(parameters) == list(expected)
 
 
+def ranks_of_tokens(topk_idx: Tensor) -> Tensor:
+    """Return how many ranks each token goes to, [T, 1], bfloat16."""
+    counts = [[len({e // 2 for e in row if e >= 0})] for row in topk_idx.tolist()]
+    return torch.tensor(counts, dtype=torch.bfloat16, device=here()).view(-1, 1)
+
+
 def default_of(source: str) -> object:
     return torch.bfloat16 if source == "torch.bfloat16" else ast.literal_eval(source)
 
@@ -72,8 +82,8 @@ def test_scales_are_opaque_words_of_any_strides(
     is_col_major: bool, make_buffer: BufferMaker
 ) -> None:
     buffer = make_buffer()
-    x, _, _ = inputs_of(UNEVEN[buffer.rank_idx], buffer.rank_idx)
-    words = torch.arange(4 * len(x), dtype=torch.int32).reshape(4, len(x))
+    x, _, _ = inputs_here(UNEVEN[buffer.rank_idx], buffer.rank_idx)
+    words = torch.arange(4 * len(x), dtype=torch.int32, device=here()).reshape(4, len(x))
     words = (words + 1000 * buffer.rank_idx).T
     (codes, recv_sf), _, _, handle, _ = dispatch(
         buffer,
@@ -105,7 +115,7 @@ def test_cached_routes_keep_every_row(
     first_x, first_idx, _, handle, _ = dispatch(
         buffer, do_expand=do_expand, do_cpu_sync=do_cpu_sync
     )
-    x, _, _ = inputs_of(UNEVEN[buffer.rank_idx], buffer.rank_idx)
+    x, _, _ = inputs_here(UNEVEN[buffer.rank_idx], buffer.rank_idx)
     for _ in range(2):
         again_x, again_idx, weights, again, _ = dispatch(
             buffer, x * 2, handle=handle, do_expand=do_expand
@@ -125,9 +135,35 @@ def test_cached_routes_keep_every_row(
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize(("do_expand", "has_weights"), [(True, True), (False, False)])
+def test_sources_are_sent_when_they_are_read(
+    do_expand: bool, has_weights: bool, make_buffer: BufferMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+
+    def counted(way: RowWay, columns: Tensor) -> Tensor:
+        sent.append(columns.shape[1])
+        return send_columns(way, columns)
+
+    monkeypatch.setattr(exchange, "send_columns", counted)
+    buffer = make_buffer()
+    no_weights = {} if has_weights else {"topk_weights": None}
+    *_, handle, _ = dispatch(buffer, do_expand=do_expand, **no_weights)
+    per_rank = handle.psum_num_recv_tokens_per_scaleup_rank.diff(prepend=torch.zeros(1).to(here()))
+    assert not sent
+    sources = handle.recv_src_metadata[: num_messages(handle), 0] // MAX_TOKENS
+    assert len(sent) == 1
+    assert handle.recv_src_metadata is handle.recv_src_metadata
+    assert len(sent) == 1
+    assert torch.equal(sources.bincount(minlength=4), per_rank.long())
+    dispatch(buffer)
+    assert len(sent) == 2
+
+
+@pytest.mark.ranks(4)
 def test_weights_and_biases_of_combine(make_buffer: BufferMaker) -> None:
     buffer = make_buffer()
-    x, topk_idx, weights = inputs_of(UNEVEN[buffer.rank_idx], buffer.rank_idx)
+    x, topk_idx, weights = inputs_here(UNEVEN[buffer.rank_idx], buffer.rank_idx)
     recv_x, recv_idx, recv_weights, handle, _ = dispatch(buffer)
     assert recv_idx is not None
     assert recv_weights is not None
@@ -135,10 +171,30 @@ def test_weights_and_biases_of_combine(make_buffer: BufferMaker) -> None:
     own = torch.where(recv_idx >= 0, recv_weights, float("nan"))
     bias = torch.full_like(x, 3.0)
     combined, back, _ = buffer.combine(recv_x, handle, topk_weights=own, bias=(bias, bias))
-    num_ranks = torch.tensor([len({e // 2 for e in row if e >= 0}) for row in topk_idx.tolist()])
-    assert torch.equal(combined, x * num_ranks.unsqueeze(1).bfloat16() + 6)
+    num_ranks = ranks_of_tokens(topk_idx)
+    assert torch.equal(combined, x * num_ranks + 6)
     assert back is not None
     assert torch.equal(back, torch.where(topk_idx >= 0, weights, 0.0))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("is_twice", [True, False])
+@pytest.mark.parametrize("do_expand", [False, True])
+def test_biases_are_the_beginning_of_sums_that_are_rounded_once(
+    do_expand: bool, is_twice: bool, make_buffer: BufferMaker
+) -> None:
+    buffer = make_buffer(allow_multiple_reduction=is_twice)
+    # Experts 0 and 1 live on rank 0, 2 on rank 1; neighbours of 1 are 2**-7 apart in bfloat16.
+    topk_idx = torch.tensor([[0, 1, 2]], device=here())
+    x = torch.ones(1, HIDDEN, dtype=torch.bfloat16, device=here())
+    recv_x, _, _, handle, _ = dispatch(
+        buffer, x, topk_idx=topk_idx, topk_weights=None, do_expand=do_expand
+    )
+    rows = recv_x * (2**-9 if buffer.rank_idx else 0.5 if do_expand else 1.0)
+    biases = torch.full_like(x, 2**-9), torch.full_like(x, 2**-9 - 2**-17)
+    combined, _, _ = buffer.combine(rows, handle, bias=biases)
+    # 1 + 2**-9 + 2**-8 lies above the middle; with a rounding in between there would be 1.
+    assert combined.unique().tolist() == [1 + 2**-7]
 
 
 @pytest.mark.ranks(4)
@@ -148,8 +204,8 @@ def test_expanded_rows_are_rounded_at_their_rank_if_allowed(
 ) -> None:
     buffer = make_buffer(allow_multiple_reduction=is_allowed)
     # Experts 0 and 1 live on rank 0, 2 on rank 1: 512 + 1.5 is rounded to 512 in bfloat16.
-    topk_idx = torch.tensor([[0, 1, 2]])
-    x = torch.full((1, HIDDEN), 1.5, dtype=torch.bfloat16)
+    topk_idx = torch.tensor([[0, 1, 2]], device=here())
+    x = torch.full((1, HIDDEN), 1.5, dtype=torch.bfloat16, device=here())
     recv_x, _, _, handle, _ = dispatch(
         buffer, x, topk_idx=topk_idx, topk_weights=None, do_expand=True
     )
@@ -165,7 +221,7 @@ def test_a_handle_keeps_a_copy_of_the_routes_unless_told_otherwise(
     make_buffer: BufferMaker,
 ) -> None:
     buffer = make_buffer()
-    _, topk_idx, _ = inputs_of(UNEVEN[buffer.rank_idx], buffer.rank_idx)
+    _, topk_idx, _ = inputs_here(UNEVEN[buffer.rank_idx], buffer.rank_idx)
     assert dispatch(buffer, topk_idx=topk_idx)[3].topk_idx is not topk_idx
     assert dispatch(buffer, topk_idx=topk_idx, do_handle_copy=False)[3].topk_idx is topk_idx
 
@@ -173,7 +229,7 @@ def test_a_handle_keeps_a_copy_of_the_routes_unless_told_otherwise(
 @pytest.mark.ranks(4)
 def test_counts_are_added_to_the_statistics(make_buffer: BufferMaker) -> None:
     buffer = make_buffer()
-    stats = torch.full((2,), 10, dtype=torch.int32)
+    stats = torch.full((2,), 10, dtype=torch.int32, device=here())
     handle = dispatch(buffer, cumulative_local_expert_recv_stats=stats, expert_alignment=16)[3]
     assert torch.equal(stats, handle.num_unaligned_recv_tokens_per_expert + 10)
 
@@ -182,8 +238,8 @@ def test_counts_are_added_to_the_statistics(make_buffer: BufferMaker) -> None:
 def test_ranks_without_tokens_and_tokens_without_experts(make_buffer: BufferMaker) -> None:
     buffer = make_buffer()
     num_tokens = 2 if buffer.rank_idx == 1 else 0
-    x = torch.ones(num_tokens, HIDDEN, dtype=torch.bfloat16)
-    nowhere = torch.full((num_tokens, NUM_TOPK), -1)
+    x = torch.ones(num_tokens, HIDDEN, dtype=torch.bfloat16, device=here())
+    nowhere = torch.full((num_tokens, NUM_TOPK), -1, device=here())
     for do_expand in (False, True):
         recv_x, _, _, handle, _ = dispatch(
             buffer, x, topk_idx=nowhere, topk_weights=None, do_expand=do_expand, num_sms=0
@@ -221,23 +277,31 @@ def test_bad_input_of_one_rank_is_an_error_on_every_rank(make_buffer: BufferMake
     buffer = make_buffer()
     rank = buffer.rank_idx
     dispatch(buffer)
-    x, topk_idx, weights = inputs_of(UNEVEN[rank], rank)
+    x, topk_idx, weights = inputs_here(UNEVEN[rank], rank)
+    out_of_range = {"topk_idx": topk_idx + NUM_EXPERTS}
     bad: list[tuple[dict[str, Any], type[Exception]]] = [
         ({"topk_idx": topk_idx.int()}, ShapeError),
         ({"topk_weights": weights.double()}, ShapeError),
-        ({"topk_idx": topk_idx + NUM_EXPERTS}, ShapeError),
-        ({"x": torch.zeros(MAX_TOKENS + 1, HIDDEN, dtype=torch.bfloat16)}, CapacityError),
-        ({"cumulative_local_expert_recv_stats": torch.zeros(7)}, ShapeError),
+        (out_of_range, ShapeError),
+        ({"x": x.new_zeros(MAX_TOKENS + 1, HIDDEN)}, CapacityError),
+        ({"cumulative_local_expert_recv_stats": weights.new_zeros(7)}, ShapeError),
     ]
     for options, kind in bad:
         for do_cpu_sync in (True, False):
-            with pytest.raises(kind):
-                dispatch(buffer, **(options if rank == 1 else {}), do_cpu_sync=do_cpu_sync)
+            given: dict[str, Any] = {**(options if rank == 1 else {}), "do_cpu_sync": do_cpu_sync}
+            # Without CPU sync no host of a GPU reads what other ranks say, or its own ids.
+            is_read = do_cpu_sync or not on_gpus()
+            if is_read or (rank == 1 and options is not out_of_range):
+                with pytest.raises(kind):
+                    dispatch(buffer, **given)
+            else:
+                recv_x, _, _, handle, _ = dispatch(buffer, **given)
+                assert buffer.combine(recv_x, handle)[0].isnan().all()
     # The buffer serves on.
     recv_x, _, _, handle, _ = dispatch(buffer)
     combined, _, _ = buffer.combine(recv_x, handle)
-    num_ranks = torch.tensor([len({e // 2 for e in row if e >= 0}) for row in topk_idx.tolist()])
-    assert torch.equal(combined, x * num_ranks.unsqueeze(1).bfloat16())
+    num_ranks = ranks_of_tokens(topk_idx)
+    assert torch.equal(combined, x * num_ranks)
 
 
 @pytest.mark.ranks(4)
@@ -250,7 +314,7 @@ def test_bad_input_of_all_ranks_is_refused_before_anything_is_sent(
     dispatches: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"num_experts": NUM_EXPERTS + 1}, ConfigError, "multiple of 4 ranks"),
         ({"topk_idx": torch.zeros(1)}, ShapeError, "expected .T, K."),
-        ({"x": torch.zeros(1, HIDDEN)}, ShapeError, "expected bfloat16"),
+        ({"x": recv_x.float()}, ShapeError, "expected bfloat16"),
         ({"handle": handle, "expert_alignment": 16}, HandleError, "expert_alignment is 16"),
         ({"handle": handle, "do_expand": True}, HandleError, "do_expand is True"),
         ({"handle": handle, "do_cpu_sync": True}, HandleError, "do_cpu_sync came with a handle"),

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("triton")
 from epcomm.integrations.deep_ep import ElasticBuffer
 from epcomm.integrations.deep_ep.ranks import Ranks
+from tests.integrations.deep_ep.devices import on_gpus
 from tests.integrations.deep_ep.golden_v2 import CASES
 from tests.integrations.deep_ep.v2_ranks import BufferMaker, buffers_of, run_recorded_case
 
@@ -20,8 +21,9 @@ CLASSES = {"SharedMemoryBuffer": "NVLinkBuffer", "StaticCollectiveBuffer": "NVLi
 
 @pytest.fixture(autouse=True)
 def over_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the buffers of GPUs, whose kernels an interpreter runs here."""
-    monkeypatch.setattr(Ranks, "_choose", lambda self, mode, names: CLASSES[names[0]])
+    """Take the buffers of GPUs on CPU ranks too, where an interpreter runs their kernels."""
+    if not on_gpus():
+        monkeypatch.setattr(Ranks, "_choose", lambda self, mode, names: CLASSES[names[0]])
 
 
 @pytest.fixture

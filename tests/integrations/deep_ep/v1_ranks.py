@@ -18,6 +18,7 @@ from epcomm.integrations.deep_ep import Buffer as DropIn
 from epcomm.integrations.deep_ep import EventOverlap
 from fakes.deep_ep.strict_v1 import Buffer
 from fakes.deep_ep.strict_v1.undefined import undefined_integer
+from tests.integrations.deep_ep.devices import here
 
 CONTRACTS = Path(__file__).parents[2] / "contracts"
 CASES = json.loads((CONTRACTS / "deep_ep_v1_recording.json").read_text("utf-8"))["cases"]
@@ -77,7 +78,8 @@ def inputs_of(case: str, hidden_size: int) -> Inputs:
     x = (8.0 * rank + tokens).unsqueeze(1).repeat(1, hidden_size).to(torch.bfloat16)
     x[:, 0], x[:, 1] = rank, tokens.to(torch.bfloat16)
     ids = torch.tensor(recorded["topk_idx"], dtype=torch.int64).view(num_tokens, K)
-    return Inputs(x, ids, torch.tensor(recorded["topk_weights"]).view(num_tokens, K))
+    weights = torch.tensor(recorded["topk_weights"]).view(num_tokens, K)
+    return Inputs(x.to(here()), ids.to(here()), weights.to(here()))
 
 
 def agrees(tensor: Tensor | None, recorded: dict[str, Any]) -> None:
@@ -197,5 +199,5 @@ def dispatch_low_latency(
 
 def experts(recv_x: Tensor) -> Tensor:
     """Rows times 1 + global expert, as in the recording."""
-    factors = 1 + 2 * dist.get_rank() + torch.arange(2).view(2, 1, 1)
+    factors = 1 + 2 * dist.get_rank() + torch.arange(2, device=recv_x.device).view(2, 1, 1)
     return (recv_x * factors).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What tests of V2 share: buffers on CPU ranks, one dispatch, and comparison with the recording."""
+"""What tests of V2 share: buffers, inputs, one dispatch, and comparison with the recording."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epcomm.integrations.deep_ep import ElasticBuffer, EPHandle, EventOverlap
+from tests.integrations.deep_ep.devices import here
 from tests.integrations.deep_ep.golden_v2 import (
     CASES,
     EXACT_FIELDS,
@@ -58,25 +59,31 @@ def buffers_of(kind: type[ElasticBuffer]) -> Iterator[BufferMaker]:
         buffer.destroy()
 
 
+def inputs_here(case: dict[str, Any], rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x, topk_idx and topk_weights of a recorded case, on the device of the rank."""
+    x, topk_idx, weights = inputs_of(case, rank)
+    return x.to(here()), topk_idx.to(here()), weights.to(here())
+
+
 def dispatch(
     buffer: ElasticBuffer,
     x: Tensor | tuple[Tensor, Tensor] | None = None,
     **options: Any,  # noqa: ANN401 - any of dispatch
 ) -> tuple[Any, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
     """Dispatch this rank's tokens of the uneven case, or x over its routes."""
-    own_x, topk_idx, weights = inputs_of(UNEVEN[buffer.rank_idx], buffer.rank_idx)
+    own_x, topk_idx, weights = inputs_here(UNEVEN[buffer.rank_idx], buffer.rank_idx)
     own_routes: dict[str, Any] = {"topk_idx": topk_idx, "topk_weights": weights}
     routes = {} if "handle" in options else own_routes
     defaults: dict[str, Any] = {"num_experts": NUM_EXPERTS, "num_sms": NUM_SMS}
     return buffer.dispatch(own_x if x is None else x, **(defaults | routes | options))
 
 
-def run_recorded_case(name: str, make_buffer: BufferMaker, device: str = "cpu") -> None:
+def run_recorded_case(name: str, make_buffer: BufferMaker) -> None:
     """Compare a dispatch, and the combine of twice its rows, with what was recorded on GPUs."""
     buffer = make_buffer()
     rank = buffer.rank_idx
     case = CASES[name][rank]
-    x, topk_idx, weights = (each.to(device) for each in inputs_of(case, rank))
+    x, topk_idx, weights = inputs_here(case, rank)
     recv_x, recv_idx, recv_weights, handle, _ = buffer.dispatch(
         x,
         topk_idx,

@@ -19,6 +19,7 @@ from epcomm.kernels.rows.sends import _count_sends_kernel, _order_sends_kernel
 from epcomm.kernels.rows.slot_index import _number_slots_kernel
 from epcomm.kernels.rows.sums import _sum_rows_kernel
 from epcomm.kernels.rows.tiles import WARPS, tile_of
+from epcomm.kernels.rows.token_layout import _write_token_layout_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 # A row of 7168 elements of 16 bits, and one with ids and weights behind it.
@@ -181,6 +182,28 @@ def sends() -> tuple[str, str]:
     return counts, order
 
 
+def layout() -> str:
+    return ptx(
+        _write_token_layout_kernel,
+        {
+            "ids_ptr": "*i64",
+            "per_rank_ptr": "*i32",
+            "per_expert_ptr": "*i32",
+            "is_in_rank_ptr": "*i1",
+            "num_tokens": "i32",
+        },
+        W=8,
+        E=256,
+        LOCAL=32,
+        K=8,
+        K_LANES=8,
+        TOKENS=1024,
+        EXPERTS=4,
+        PAIRS=8192,
+        num_warps=16,
+    )
+
+
 def main() -> None:
     counts, order = sends()
     variants = {
@@ -196,6 +219,7 @@ def main() -> None:
         "index": index(),
         "counts": counts,
         "order": order,
+        "layout": layout(),
     }
     print(json.dumps(variants))
 

@@ -41,7 +41,7 @@ class Opened:
                 "Buffer: group and comm are None, expected one of them; pass a process group or a "
                 "communicator of mpi4py"
             )
-        self._ranks = Ranks(ranks)
+        self._ranks = Ranks(ranks, has_row_budget=True)
         self._comm_stream = CommStream()
         self.group = group
         self.rank, self.group_size = self._ranks.rank, self._ranks.size

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from epcomm.errors import CapacityError, ConfigError, EPError, ShapeError
-from epcomm.integrations.deep_ep.normal import Rows
+from epcomm.integrations.deep_ep.normal import Rows, RowWay
 from epcomm.integrations.deep_ep.ranks import Ranks
 
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 _QUANTIZED = (torch.float8_e4m3fn, torch.int8)
 _IDS = (torch.int64, torch.int32)
+_SCALES = (torch.float32, torch.int32)
 # The number of dimensions of rows and of ids.
 _MATRIX = 2
 
@@ -55,7 +56,7 @@ def rows_fault(rows: Rows, device: torch.device) -> str | None:
     if fault is not None or rows.scales is None:
         return fault
     shape = (rows.x.shape[0], None)
-    scales = Expected(name="x[1]", shape=shape, dtypes=(torch.float32, torch.int32))
+    scales = Expected(name="x[1]", shape=shape, dtypes=_SCALES)
     return scales.fault(rows.scales, device)
 
 
@@ -67,11 +68,7 @@ def dispatch_error(
     per_expert: Tensor | None,
 ) -> EPError | None:
     """Find what is wrong with a normal dispatch. Local."""
-    if (
-        _is_usual(rows.x, topk, is_in_rank, ranks)
-        and rows.scales is None
-        and _divides(per_expert, ranks)
-    ):
+    if _is_usual(rows, topk, is_in_rank, ranks) and _divides(per_expert, ranks):
         return None
     fault = rows_fault(rows, ranks.device)
     if fault is None:
@@ -93,6 +90,16 @@ def dispatch_error(
             f"{ranks.size} ranks"
         )
     return _error("dispatch", fault, ranks)
+
+
+def worst_error(ranks: Ranks, rows: Rows, num_worst_tokens: int) -> EPError | None:
+    """Find more tokens than the static sizes of num_worst_tokens have memory for. Local."""
+    if rows.x.shape[0] <= num_worst_tokens:
+        return None
+    return CapacityError(
+        f"dispatch: x has {rows.x.shape[0]} tokens, expected at most num_worst_tokens = "
+        f"{num_worst_tokens} ({ranks.where}); pass a larger number on all ranks"
+    )
 
 
 def combine_error(
@@ -185,12 +192,14 @@ def stats_error(ranks: Ranks, stats: Tensor | None, num_local: int) -> EPError |
     return _error("low_latency_dispatch", _first_fault(expected, ranks.device), ranks)
 
 
-def cached_error(ranks: Ranks, rows: Rows, sizes: tuple[int, int, int]) -> EPError | None:
+def cached_error(
+    ranks: Ranks, rows: Rows, sizes: tuple[int, int, int], way: RowWay
+) -> EPError | None:
     """Find what is wrong with rows for a way that exists; sizes: R, H and T. Local."""
     fault = rows_fault(rows, ranks.device)
     if fault is None and rows.x.shape != (sizes[2], sizes[1]):
         fault = f"x is {list(rows.x.shape)}, expected [{sizes[2]}, {sizes[1]}], as in the dispatch"
-    return _error("dispatch", fault, ranks)
+    return _error("dispatch", fault or way.fault(rows), ranks)
 
 
 def scale_error(ranks: Ranks, is_wrong: bool) -> EPError | None:
@@ -214,18 +223,26 @@ def hook_error(ranks: Ranks, function: str, *, is_async: bool, with_hook: bool) 
 
 
 def _is_usual(
-    x: Tensor,
+    rows: Rows,
     topk: tuple[Tensor | None, Tensor | None],
     is_in_rank: Tensor | None,
     ranks: Ranks,
 ) -> bool:
     """Tell quickly that tensors of a dispatch are as most calls have them."""
-    ids, weights = topk
+    x, scales, (ids, weights) = rows.x, rows.scales, topk
     if ids is None or weights is None or is_in_rank is None:
         return False
     return (
         x.dim() == ids.dim() == _MATRIX
-        and x.dtype in _PLAIN
+        and (
+            x.dtype in _PLAIN
+            if scales is None
+            else x.dtype in _QUANTIZED
+            and scales.dim() == _MATRIX
+            and scales.shape[0] == x.shape[0]
+            and scales.dtype in _SCALES
+            and scales.device == x.device
+        )
         and ids.dtype in _IDS
         and weights.dtype is torch.float32
         and ids.shape == weights.shape

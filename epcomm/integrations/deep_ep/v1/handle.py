@@ -10,6 +10,7 @@ from torch import Tensor
 
 from epcomm.errors import HandleError
 from epcomm.integrations.deep_ep.normal import Received, RowWay, send_columns
+from epcomm.records import SlotIndex
 
 _NUM_TENSORS = 6
 
@@ -34,6 +35,8 @@ class NormalHandle(tuple[Tensor, ...]):
     channels: int
     # R with rows that nobody sent, H, T.
     sizes: tuple[int, int, int]
+    # Of rows that may be fewer than have memory, else None.
+    static_index: SlotIndex | None
     _tensors: tuple[Tensor, ...] | None
 
     @classmethod
@@ -42,6 +45,8 @@ class NormalHandle(tuple[Tensor, ...]):
         handle = cls()
         handle.way, handle.is_in_rank, handle.channels = received.way, is_in_rank, channels
         handle.sizes = (received.rows.x.shape[0], hidden_size, is_in_rank.shape[0])
+        is_static = received.dispatched.index.host_num_tokens_per_expert is None
+        handle.static_index = received.dispatched.index if is_static else None
         handle._tensors = None
         return handle
 
@@ -74,7 +79,11 @@ def _tensors_of(handle: NormalHandle) -> tuple[Tensor, ...]:
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=device)
     # Four columns are 16 bytes, which every buffer carries.
     columns = (torch.full_like(tokens, rank), tokens, tokens // share, tokens)
-    source, token, channel, _ = send_columns(handle.way, torch.stack(columns, dim=1)).unbind(1)
+    received = send_columns(handle.way, torch.stack(columns, dim=1))
+    if handle.static_index is not None:
+        assert handle.static_index.slots_of_row is not None, "rows have an index over them"
+        received = received[(handle.static_index.slots_of_row >= 0).any(1)]
+    source, token, channel, _ = received.unbind(1)
     from_rank = torch.bincount(source, minlength=num_ranks)
     rank_prefix = torch.zeros(num_ranks, num_ranks, dtype=torch.int32, device=device)
     rank_prefix[:, rank] = from_rank.cumsum(0)

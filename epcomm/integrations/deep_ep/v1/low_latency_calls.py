@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from epcomm.config import Mode
 from epcomm.errors import ConfigError
 from epcomm.integrations.deep_ep.events import EventOverlap
 from epcomm.integrations.deep_ep.missing import refuse_missing
@@ -99,7 +100,7 @@ class LowLatencyCalls(Opened):
             or checks.scale_error(ranks, use_fp8 and use_ue8m0 and not round_scale)
         )
         if error is not None:
-            ranks.refuse(error)
+            ranks.refuse(Mode.LOW_LATENCY, error)
         wire = low_latency.Wire(fp8=use_fp8, power_of_two=round_scale, packed=use_ue8m0)
         sizes = low_latency.Sizes(
             max_tokens=max_tokens, num_experts=num_experts, num_ranks=ranks.size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -20,15 +21,51 @@ def dispatch_v1(
     per_expert: Tensor,
     *,
     num_sms: int | None,
+    num_worst_tokens: int = 0,
 ) -> Received:
     """Dispatch rows [T, H] by topk_idx, or by is_in_rank [T, W] where there are no ids.
 
     per_expert: [E], int32, tokens of this rank for each expert.   num_sms: see Sizes.
+    num_worst_tokens: see is_static(); where it is, T is at most as much.
+
+    Raises:
+        CapacityError: some rank received more than num_worst_tokens rows; on every rank. With
+            static sizes on a GPU sums are NaN instead, on every rank.
     """
-    (ids, weights), sizes = topk, Sizes(num_sms=num_sms)
+    (ids, weights), sizes = topk, _sizes(num_sms)
+    if is_static(ranks, ids, num_worst_tokens):
+        assert ids is not None, "just checked"
+        assert weights is not None, "ids have weights"
+        sizes = _sizes(num_sms, num_worst_tokens)
+        received = dispatch_rows(ranks, rows, ids.long(), weights, per_expert.shape[0], sizes=sizes)
+        if ranks.device.type == "cpu":
+            received.way.buffer.check()
+        return received
+    received = _dispatch_exactly(ranks, rows, topk, is_in_rank, per_expert, sizes)
+    return _with_worst_rows(ranks, received, num_worst_tokens)
+
+
+def is_static(ranks: Ranks, topk_ids: Tensor | None, num_worst_tokens: int) -> bool:
+    """Tell whether a dispatch has static sizes: num_worst_tokens rows, and no host sync.
+
+    Without ids V1 has no such dispatch.
+    """
+    return num_worst_tokens > 0 and topk_ids is not None and ranks.has_static_sizes
+
+
+def _dispatch_exactly(
+    ranks: Ranks,
+    rows: Rows,
+    topk: tuple[Tensor | None, Tensor | None],
+    is_in_rank: Tensor,
+    per_expert: Tensor,
+    sizes: Sizes,
+) -> Received:
+    ids, weights = topk
     if ids is not None and weights is not None:
         num_experts = per_expert.shape[0]
-        return dispatch_rows(ranks, rows, ids.long(), weights, num_experts, sizes=sizes)
+        ids = ids if ids.dtype is torch.int64 else ids.long()
+        return dispatch_rows(ranks, rows, ids, weights, num_experts, sizes=sizes)
     # One expert a rank: a token goes to those of the ranks that get it.
     everyone = torch.arange(ranks.size, device=is_in_rank.device)
     ids = torch.where(is_in_rank, everyone, -1)
@@ -37,7 +74,7 @@ def dispatch_v1(
     return replace(received, num_tokens_per_expert=ranks.sum_of_counts(per_expert))
 
 
-def with_worst_rows(ranks: Ranks, received: Received, num_worst_tokens: int) -> Received:
+def _with_worst_rows(ranks: Ranks, received: Received, num_worst_tokens: int) -> Received:
     """Lengthen what came to num_worst_tokens rows, unless that is 0.
 
     Collective: with num_worst_tokens.
@@ -69,3 +106,8 @@ def with_worst_rows(ranks: Ranks, received: Received, num_worst_tokens: int) -> 
     ids[received.topk_ids.shape[0] :] = -1
     rows = Rows(x=x, scales=longer(received.rows.scales))
     return replace(received, rows=rows, topk_ids=ids, topk_weights=weights)
+
+
+@lru_cache(maxsize=64)
+def _sizes(num_sms: int | None, max_tokens: int | None = None) -> Sizes:
+    return Sizes(num_sms=num_sms, max_tokens=max_tokens)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import torch
+from functools import lru_cache
+
 from torch import Tensor
 
+from epcomm.config import Mode
 from epcomm.integrations.deep_ep.events import EventOverlap
 from epcomm.integrations.deep_ep.layout import layout_of
-from epcomm.integrations.deep_ep.normal import Rows, RowWay, return_rows, send_along
+from epcomm.integrations.deep_ep.normal import (
+    Rows,
+    RowWay,
+    bias_of,
+    refuse_along,
+    return_rows,
+    send_along,
+)
 from epcomm.integrations.deep_ep.v1 import checks
 from epcomm.integrations.deep_ep.v1.base import Opened, XTensors
 from epcomm.integrations.deep_ep.v1.config import Config, dispatch_config
 from epcomm.integrations.deep_ep.v1.handle import NormalHandle, handle_of
-from epcomm.integrations.deep_ep.v1.normal import dispatch_v1, with_worst_rows
-from epcomm.types import align_up
+from epcomm.integrations.deep_ep.v1.normal import dispatch_v1, is_static
 
 DispatchResult = tuple[
     XTensors,
@@ -27,6 +35,10 @@ _ONE_HOST = (
     "ranks of several hosts are not there in epcomm.integrations.deep_ep; call dispatch() and "
     "combine() on ranks of one host, or epcomm's own API, with backend collective or deep_ep_v1"
 )
+
+
+# A configuration costs as much as a small call.
+_usual_config = lru_cache(dispatch_config)
 
 
 class NormalCalls(Opened):
@@ -76,10 +88,11 @@ class NormalCalls(Opened):
             expert aligned up (an empty list with num_worst_tokens), handle, event; None instead of
             ids, weights, counts and handle if a handle came.
 
-        Collective: yes.   Host sync: one, none with a handle.
+        Collective: yes.   Host sync: one; none with a handle, and on a GPU with num_worst_tokens.
         Lifetime: the caller owns what it gets.
         Raises:
-            ShapeError, CapacityError: the call of some rank cannot be; on every rank.
+            ShapeError, CapacityError: the call of some rank cannot be; on every rank. Where the
+                host waits for none: on that rank, and the sums of the others are NaN.
         """
         del num_tokens_per_rank, num_tokens_per_rdma_rank
         rows = Rows.of(x)
@@ -93,11 +106,14 @@ class NormalCalls(Opened):
             error = checks.dispatch_error(
                 ranks, rows, topk, is_token_in_rank, num_tokens_per_expert
             )
+            has_static_sizes = is_static(ranks, topk_idx, num_worst_tokens)
+            if error is None and has_static_sizes:
+                error = checks.worst_error(ranks, rows, num_worst_tokens)
             if error is not None:
-                ranks.refuse(error)
+                ranks.refuse(Mode.NORMAL, error, is_static=has_static_sizes)
             assert is_token_in_rank is not None, "just checked"
             assert num_tokens_per_expert is not None, "just checked"
-            config = config or dispatch_config(self.num_sms, self.group_size)
+            config = config or _usual_config(self.num_sms, self.group_size)
             received = dispatch_v1(
                 ranks,
                 rows,
@@ -105,8 +121,8 @@ class NormalCalls(Opened):
                 is_token_in_rank,
                 num_tokens_per_expert,
                 num_sms=config.sms or None,
+                num_worst_tokens=num_worst_tokens,
             )
-            received = with_worst_rows(ranks, received, num_worst_tokens)
             made = NormalHandle.of(
                 received,
                 is_token_in_rank,
@@ -114,7 +130,7 @@ class NormalCalls(Opened):
                 hidden_size=rows.x.shape[1],
             )
             event = call.event([rows.x, rows.scales, topk_idx, topk_weights, *received.tensors()])
-        counts = [align_up(each, expert_alignment) for each in received.num_tokens_per_expert]
+        counts = _aligned(received.num_tokens_per_expert, expert_alignment)
         if topk_idx is None:
             return received.rows.as_given(), None, None, counts, made, event
         ids, weights = received.topk_ids, received.topk_weights
@@ -134,7 +150,8 @@ class NormalCalls(Opened):
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """Sum over the ranks of each token, without weights; weights are summed beside it.
 
-        A bias is added to the sum in bfloat16, which V1 adds in float32 before it casts.
+        A bias, [T, H] in the dtype of x, or two of them, are the beginning of the sums, which are
+        float32 and rounded once.
 
         Collective: yes.   Host sync: none.   Lifetime: the caller owns what it gets.
         Raises:
@@ -148,9 +165,7 @@ class NormalCalls(Opened):
             known.way.buffer.refuse_combine(error)
             raise error
         with self._call(x, previous_event, async_finish, allocate_on_comm_stream) as call:
-            combined, weights = return_rows(known.way, x, topk_weights)
-            if biases:
-                combined = torch.stack([combined, *biases]).float().sum(0).to(x.dtype)
+            combined, weights = return_rows(known.way, x, topk_weights, bias_of(biases))
             event = call.event([x, topk_weights, *biases, combined, weights])
         return combined, weights, event
 
@@ -191,8 +206,14 @@ class NormalCalls(Opened):
         """Return the way that rows are to be sent along, or refuse them."""
         ranks = self._ranks
         known = handle_of(handle, "dispatch", ranks.where)
-        error = checks.cached_error(ranks, rows, known.sizes)
+        error = checks.cached_error(ranks, rows, known.sizes, known.way)
         if error is not None:
-            known.way.buffer.refuse_combine(error)
-            raise error
+            refuse_along(known.way, error)
         return known.way
+
+
+def _aligned(counts: tuple[int, ...], alignment: int) -> list[int]:
+    """Return counts of experts, aligned up; hundreds of them in the time of a small call."""
+    if alignment == 1:
+        return list(counts)
+    return [-(-each // alignment) * alignment for each in counts]

@@ -204,7 +204,10 @@ def _new_slabs(rows: Rows, sizes: Sizes, handle: PairsHandle) -> Slabs:
 
 def _write(slabs: Slabs, received: Received, sizes: Sizes) -> Tensor:
     """Write the slabs; return the place of each received row in them."""
-    slots_of_row, first_slot = received.index.slots_of_row, received.index.first_slot
+    slots_of_row, first_slot = (
+        received.dispatched.index.slots_of_row,
+        received.dispatched.index.first_slot,
+    )
     assert slots_of_row is not None, "an index over rows has its inverse"
     experts = received.topk_ids[:, 0]
     position = (slots_of_row[:, 0] - first_slot[experts]).long()
@@ -214,7 +217,7 @@ def _write(slabs: Slabs, received: Received, sizes: Sizes) -> Tensor:
     data[place] = received.rows.x.view(torch.uint8)
     if slabs.scales is not None and received.rows.scales is not None:
         slabs.scales[experts, position] = received.rows.scales
-    slabs.counts.copy_(received.index.num_tokens_per_expert)
+    slabs.counts.copy_(received.dispatched.index.num_tokens_per_expert)
     src_info, layout_range = slabs.handle[:2]
     src_info.flatten()[place] = (source % sizes.max_tokens).to(torch.int32)
     num_pairs = sizes.num_local * sizes.num_ranks

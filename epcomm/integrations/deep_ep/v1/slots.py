@@ -97,8 +97,7 @@ class SlotMemory:
         key = (*row, sizes.max_tokens, sizes.num_experts, *flags)
         found = self.buffers.get(key)
         if found is not None:
-            ranks.last = found
-            return found[0]
+            return ranks.open_again(Mode.LOW_LATENCY, found)
         spec = _spec_of(row, sizes, wire)
         buffer = ranks.open(Mode.LOW_LATENCY, spec)
         self.buffers[key] = (buffer, spec)

@@ -280,8 +280,8 @@ class ElasticBuffer(NotThere):
             x: [N, H], bfloat16, rows as dispatch() returned them; any number of times.
             topk_weights: [N, K], float32, of which those of experts of this rank are brought back;
                 not if expanded.
-            bias: none, one or two of [T, H], bfloat16, added to the sums, which are rounded before
-                and after.
+            bias: none, one or two of [T, H], bfloat16, with which the sums begin; these are
+                float32, and rounded once.
             previous_event, previous_event_before_epilogue: what the call waits for.
 
         Returns:

@@ -8,8 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from epcomm.errors import ShapeError
 from epcomm.integrations.deep_ep.events import AsyncCall, EventOverlap
-from epcomm.integrations.deep_ep.normal import Rows, return_rows, send_along
+from epcomm.integrations.deep_ep.normal import (
+    Rows,
+    bias_of,
+    refuse_along,
+    return_rows,
+    send_along,
+)
 from epcomm.integrations.deep_ep.ranks import Ranks
 from epcomm.integrations.deep_ep.v2 import checks
 from epcomm.integrations.deep_ep.v2.exchange import Arrived, DispatchRequest, exchange
@@ -70,7 +77,13 @@ class ElasticCalls:
         """Send tokens on new routes. Collective: yes."""
         where = self._ranks.where
         error = checks.fault_of(request, self._ranks.size, where)
-        received, arrived = exchange(self._ranks, request, error)
+        top_k = request.topk_idx.shape[-1]
+        received, arrived = exchange(
+            self._ranks,
+            request,
+            error,
+            num_combines=self._num_combines(top_k, do_expand=request.do_expand),
+        )
         counts = arrived.index.num_tokens_per_expert
         if request.recv_stats is not None:
             request.recv_stats.add_(counts)
@@ -84,26 +97,34 @@ class ElasticCalls:
 
     def dispatch_along(self, rows: Rows, handle: EPHandle, form: OutputForm) -> Dispatched:
         """Send other rows of the same tokens on the routes of a handle. Collective: yes."""
-        num_tokens = handle.topk_idx.shape[0]
-        checks.check_along(rows, num_tokens, self._ranks.where)
-        received = send_along(handle.arrived.way, rows)
+        way = handle.arrived.way
+        try:
+            checks.check_along(rows, way, self._ranks.where)
+        except ShapeError as error:
+            refuse_along(way, error)
+        received = send_along(way, rows)
         return self._hand_out(received, None, handle, form)
 
     def combine(self, request: CombineRequest) -> tuple[Tensor, Tensor | None]:
         """Sum the rows of each token, unweighted; return sums and weights. Collective: yes."""
         x, handle, weights = request.x, request.handle, request.topk_weights
-        checks.check_combine(x, handle, weights, request.biases, self._ranks.where)
+        try:
+            checks.check_combine(x, handle, weights, request.biases, self._ranks.where)
+        except ShapeError as error:
+            way = handle.arrived.way
+            for _ in range(self._num_combines(way.top_k, do_expand=handle.do_expand)):
+                way.buffer.refuse_combine(error)
+            raise
         arrived, elements = handle.arrived, handle.places.to_elements(x)
+        bias = bias_of(request.biases)
         if handle.do_expand:
-            y = self._sum_slots(elements, arrived)
+            y = self._sum_slots(elements, arrived, bias)
         else:
             if weights is not None:
                 # Only the rank of an expert has a say about its weight.
                 weights = handle.places.to_elements(weights)
                 weights = weights.masked_fill(arrived.topk_ids < 0, 0.0)
-            y, weights = return_rows(arrived.way, elements, weights)
-        if request.biases:
-            y = torch.stack([y, *request.biases]).float().sum(0).to(y.dtype)
+            y, weights = return_rows(arrived.way, elements, weights, bias)
         return y, weights
 
     def places(self, arrived: Arrived, request: DispatchRequest) -> Places:
@@ -134,17 +155,21 @@ class ElasticCalls:
         ids = None if handle.do_expand else places.from_elements(arrived.topk_ids)
         return Dispatched(rows=rows, topk_idx=ids, topk_weights=weights, handle=handle)
 
-    def _sum_slots(self, slots: Tensor, arrived: Arrived) -> Tensor:
-        """Sum results of slots [C, H] by token."""
+    def _num_combines(self, top_k: int, *, do_expand: bool) -> int:
+        """Return the combines of epcomm's buffer that one of V2 makes."""
+        return top_k if do_expand and not self._is_reduced_twice else 1
+
+    def _sum_slots(self, slots: Tensor, arrived: Arrived, bias: Tensor | None) -> Tensor:
+        """Sum results of slots [C, H] by token, onto bias [T, H]."""
         way = arrived.way
         if self._is_reduced_twice:
-            combined = way.buffer.combine(slots, way.exchange_plan, rows_per=RowsPer.SLOT)
-            return combined.y
-        total = torch.zeros(way.num_tokens, slots.shape[1], device=slots.device)
+            return return_rows(way, slots, bias=bias, rows_per=RowsPer.SLOT)[0]
+        shape = (way.num_tokens, slots.shape[1])
+        total = torch.zeros(shape, device=slots.device) if bias is None else bias
         for slots_of_k in arrived.slots_of_row.unbind(1):
             is_slot = (slots_of_k >= 0).unsqueeze(1)
             rows = slots.new_zeros(way.num_rows, slots.shape[1])
             if slots.shape[0]:
                 rows = torch.where(is_slot, slots[slots_of_k.clamp(min=0).long()], rows)
-            total += return_rows(way, rows)[0].float()
+            total = total + return_rows(way, rows)[0].float()
         return total.to(slots.dtype)

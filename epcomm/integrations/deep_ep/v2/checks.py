@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from epcomm.errors import CapacityError, ConfigError, EPError, HandleError, ShapeError
-from epcomm.integrations.deep_ep.normal import Rows
+from epcomm.integrations.deep_ep.normal import Rows, RowWay
 from epcomm.integrations.deep_ep.v2.exchange import DispatchRequest
 from epcomm.integrations.deep_ep.v2.handle import EPHandle
 
@@ -110,17 +110,23 @@ def check_handle(
             )
 
 
-def check_along(rows: Rows, num_tokens: int, where: str) -> None:
+def check_along(rows: Rows, way: RowWay, where: str) -> None:
     """Refuse rows that are not those of the tokens of a handle.
 
     Raises:
-        ShapeError: there are more or fewer.
+        ShapeError: there are more or fewer, or they are on another device, or too wide.
     """
+    num_tokens = way.num_tokens
     if rows.x.dim() != 2 or rows.x.shape[0] != num_tokens:
         raise ShapeError(
             f"dispatch: x is {list(rows.x.shape)}, expected {num_tokens} rows, one for each token "
             f"of the handle ({where}); pass rows of the same tokens"
         )
+    fault = way.fault(rows)
+    if rows.x.device != way.device:
+        fault = f"x is on {rows.x.device}, expected {way.device}"
+    if fault is not None:
+        raise ShapeError(f"dispatch: {fault} ({where}); convert it with .to()")
 
 
 def check_combine(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from epcomm.integrations.deep_ep.normal import (
     RowWay,
     Sizes,
     dispatch_rows,
+    return_rows,
     send_columns,
 )
 from epcomm.integrations.deep_ep.ranks import Ranks
@@ -50,16 +52,17 @@ class DispatchRequest:
 class Arrived:
     """Holds what one dispatch brought to this rank.
 
-    sources: [R], int32, source rank * M + token of each row.
+    brought_sources: `sources`, where the dispatch brought them, else None.
     topk_ids: [R, K], int64, experts of this rank or -1.
-    topk_weights: [R, K], float32, those for other ranks too; None where none were given.
+    topk_weights: [R, K], float32; None where none were given. Those for other ranks too, unless
+        rows expand, and are handed out with slot_weights.
     index, slot_weights: the slots over the rows.
     way: of the rows.
     rank, num_ranks, max_tokens: this rank, W and M.
     is_row: [R], bool, rows that came; None: all did.
     """
 
-    sources: Tensor
+    brought_sources: Tensor | None
     topk_ids: Tensor
     topk_weights: Tensor | None
     index: SlotIndex
@@ -69,6 +72,16 @@ class Arrived:
     num_ranks: int
     max_tokens: int
     is_row: Tensor | None
+
+    @cached_property
+    def sources(self) -> Tensor:
+        """Source rank * M + token of each row, [R], int32.
+
+        Collective: at the first read, unless the dispatch brought them.   Host sync: none.
+        """
+        if self.brought_sources is not None:
+            return self.brought_sources
+        return _send_words(self.way, _own_sources(self.way, self.max_tokens))[:, 0].contiguous()
 
     @property
     def most_messages(self) -> int:
@@ -89,20 +102,24 @@ class Arrived:
 
     def ends_of_ranks(self) -> Tensor:
         """Return where the rows of each source rank end, [W], int32. Host sync: none."""
-        ranks = (self.sources // self.max_tokens).long()
-        if self.is_row is not None:
-            ranks = torch.where(self.is_row, ranks, self.num_ranks)
-        counts = torch.zeros(self.num_ranks + 1, dtype=torch.int32, device=ranks.device)
-        counts.scatter_add_(0, ranks, torch.ones_like(ranks, dtype=torch.int32))
-        return counts[: self.num_ranks].cumsum(0).to(torch.int32)
+        if self.is_row is None:
+            counts = self.way.exchange_plan.rows_from_ranks()
+        else:
+            # As many places for each rank.
+            counts = self.is_row.view(self.num_ranks, -1).sum(1)
+        return counts.cumsum(0).to(torch.int32)
 
 
 def exchange(
-    ranks: Ranks, request: DispatchRequest, error: EPError | None
+    ranks: Ranks, request: DispatchRequest, error: EPError | None, *, num_combines: int
 ) -> tuple[Received, Arrived]:
-    """Send the tokens of a request, and beside them what a handle of V2 tells of each.
+    """Send the tokens of a request.
 
-    error: why this rank takes part without tokens, if it does.
+    Weights of experts of other ranks, which rows that do not expand are handed out with, come in an
+    exchange of their own, and sources with them; else sources come when they are read.
+
+    error: why this rank takes part without tokens, if it does.   num_combines: of the buffer, by
+        which the other ranks bring the results of this dispatch home, if they do nothing else.
 
     Collective: yes.   Host sync: one with do_cpu_sync, else none.
     Raises:
@@ -110,6 +127,7 @@ def exchange(
             and on CPUs, else there alone, and the other ranks get NaN from combine.
     """
     rows, topk_idx, weights = request.rows, request.topk_idx, request.topk_weights
+    hidden_size = rows.x.shape[1]
     if error is not None:
         rows, topk_idx, weights = _none_of(rows), topk_idx[:0].to(torch.int64), None
     is_static = not request.do_cpu_sync
@@ -126,31 +144,52 @@ def exchange(
         ),
         error=error,
     )
-    way = received.way
+    way, brings_weights = received.way, request.topk_weights is not None and not request.do_expand
     if is_static and ranks.device.type == "cpu":
         way.buffer.check()
+    elif is_static and error is not None:
+        # No host of the others hears of it: they go on, to sums of NaN, and wait for this rank.
+        if brings_weights:
+            _send_words(way, torch.zeros(0, 1, dtype=torch.int32, device=ranks.device))
+        zeros = received.rows.x.new_zeros(way.num_rows, hidden_size, dtype=torch.bfloat16)
+        for _ in range(num_combines):
+            return_rows(way, zeros)
     if error is not None:
         raise error
-    tokens = torch.arange(topk_idx.shape[0], dtype=torch.int32, device=topk_idx.device)
-    columns = (tokens + ranks.rank * request.max_tokens).unsqueeze(1)
-    top_k = topk_idx.shape[1]
-    if weights is not None:
-        columns = torch.cat([columns, weights.contiguous().view(torch.int32)], dim=1)
-    # Whole vectors, which every buffer carries.
-    columns = send_columns(way, F.pad(columns, (0, -columns.shape[1] % _VECTOR_WORDS)))
-    received_weights = columns[:, 1 : 1 + top_k].contiguous().view(torch.float32)
+    slot_weights = received.dispatched.slot_weights
+    assert slot_weights is not None, "weights travel in normal mode"
+    sources, received_weights = None, None if weights is None else received.topk_weights
+    if weights is not None and brings_weights:
+        own = _own_sources(way, request.max_tokens)
+        columns = _send_words(way, torch.cat([own, weights.contiguous().view(torch.int32)], dim=1))
+        sources = columns[:, 0].contiguous()
+        received_weights = columns[:, 1 : 1 + weights.shape[1]].contiguous().view(torch.float32)
     return received, Arrived(
-        sources=columns[:, 0].contiguous(),
+        brought_sources=sources,
         topk_ids=received.topk_ids,
-        topk_weights=None if weights is None else received_weights,
-        index=received.index,
-        slot_weights=received.slot_weights,
+        topk_weights=received_weights,
+        index=received.dispatched.index,
+        slot_weights=slot_weights,
         way=way,
         rank=ranks.rank,
         num_ranks=ranks.size,
         max_tokens=request.max_tokens,
         is_row=(received.topk_ids >= 0).any(1) if is_static else None,
     )
+
+
+def _own_sources(way: RowWay, max_tokens: int) -> Tensor:
+    """Return this rank * M + token of its tokens, [T, 1], int32."""
+    tokens = torch.arange(way.num_tokens, dtype=torch.int32, device=way.device)
+    return (tokens + way.rank * max_tokens).unsqueeze(1)
+
+
+def _send_words(way: RowWay, words: Tensor) -> Tensor:
+    """Send [T, N], int32, along a way, in whole vectors, which every buffer carries; [R, N + gap].
+
+    Collective: yes.   Host sync: none.
+    """
+    return send_columns(way, F.pad(words, (0, -words.shape[1] % _VECTOR_WORDS)))
 
 
 def _none_of(rows: Rows) -> Rows:

@@ -70,6 +70,9 @@ class EPHandle:
         Source rank * M + token; source rank * K + first k that chose this rank; then, expanded, the
         row of each k or -1. Behind the received tokens, and in the K columns of rows that are not
         expanded, it is undefined.
+
+        Collective: at the first read, for rows that expand or came without weights: all ranks read
+        it at the same place. Later reads are local.
         """
         arrived, rows = self.arrived, self.places.row_of_message
         sources, is_here = arrived.sources.unsqueeze(1), arrived.topk_ids >= 0

@@ -14,16 +14,14 @@ import torch
 import triton
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from epcomm.kernels.launch import IS_INTERPRETED, device_limits
-
-# The instructions exist from this major capability on.
-_FIRST_MAJOR = 9
+from epcomm.kernels.launch import IS_INTERPRETED
+from epcomm.platforms.cuda import has_dependent_launch
 
 
 @cache
 def overlapping(device: torch.device) -> Mapping[str, bool]:
     """Return constants and options of a kernel that starts beside the one before it, if it can."""
-    overlaps = not IS_INTERPRETED and device_limits(device).major >= _FIRST_MAJOR
+    overlaps = not IS_INTERPRETED and has_dependent_launch(device)
     return {"OVERLAPS": True, "launch_pdl": True} if overlaps else {"OVERLAPS": False}
 
 

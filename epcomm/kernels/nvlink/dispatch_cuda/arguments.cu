@@ -21,6 +21,8 @@ struct Arguments {
     int* row_base;
     int* has_failed;
     volatile int* totals;  // or none
+    i64* row_ids;          // [R, K], or none
+    float* row_weights;    // the same, or none
     int* scratch;
     int* counted;
     const u64* table;
@@ -41,5 +43,6 @@ struct Arguments {
     int status;
     int num_slots;  // of the budget, if there is one
     int has_budget;
+    int has_row_budget;  // of MAX_TOKENS rows from all ranks together
     int is_compact;
 };

@@ -5,7 +5,7 @@ struct Index {
     int counts[EXPERTS];         // slots of each expert, of all ranks
     int bases[WORLD * LOCAL];    // of each source and local expert: its first slot
     int starts[LOCAL + 1];
-    int needed[WORLD];           // slots of each rank
+    int needed[WORLD];           // slots of each rank; rows, where these have a budget
     int rows_from[WORLD];
     int row_bases[WORLD];
     bool is_lost;
@@ -46,7 +46,8 @@ __device__ int code_of(const Arguments& a, u64 headers, bool takes, int needed) 
     if (compared != __reduce_max_sync(ALL_LANES, compared) && takes && code == 0) {
         code = compared == 0 ? FAULT_GRAD_MODE : FAULT_FROZEN;
     }
-    return needed > a.num_slots && code == 0 ? FAULT_OVERFLOW : code;
+    const int most = a.has_row_budget ? MAX_TOKENS : a.num_slots;
+    return needed > most && code == 0 ? FAULT_OVERFLOW : code;
 }
 
 // Read the headers of all ranks, and find where slots begin. By all helpers of a block.
@@ -67,8 +68,12 @@ __device__ void read_headers(const Arguments& a, Index& index, u64 headers, int 
     helpers_meet();
     for (int owner = warp; owner < WORLD; owner += HELPERS) {
         int sum = 0;
-        for (int expert = lane; expert < LOCAL; expert += 32) {
-            sum += aligned(index.counts[owner * LOCAL + expert]);
+        if (a.has_row_budget) {
+            if (takes) sum = header_of(headers, lane, HEADER_WORDS + owner);
+        } else {
+            for (int expert = lane; expert < LOCAL; expert += 32) {
+                sum += aligned(index.counts[owner * LOCAL + expert]);
+            }
         }
         sum = sum_of_warp(sum);
         if (lane == 0) index.needed[owner] = sum;
@@ -168,7 +173,25 @@ __device__ void index_entries(const Arguments& a, const Index& index, u64 metada
                     a.slot_weights[slot] = __int_as_float(weights[i]);
                 }
                 a.slots_of_row[row * TOP_K + k] = slot;
+                if (a.row_ids != nullptr) {
+                    a.row_ids[row * TOP_K + k] = slot < 0 ? -1 : experts[i];
+                    a.row_weights[row * TOP_K + k] =
+                        slot < 0 ? 0.0f : __int_as_float(weights[i]);
+                }
             }
+        }
+    }
+}
+
+// Rows that nobody sent, where M have memory and fewer came.
+__device__ void pad_rows(const Arguments& a, const Index& index, int helper) {
+    const int step = (int)gridDim.x * 32 * HELPERS, begin = (int)blockIdx.x * 32 * HELPERS + helper;
+    const int num_rows = index.row_bases[WORLD - 1] + index.rows_from[WORLD - 1];
+    for (int entry = num_rows * TOP_K + begin; entry < MAX_TOKENS * TOP_K; entry += step) {
+        a.slots_of_row[entry] = -1;
+        if (a.row_ids != nullptr) {
+            a.row_ids[entry] = -1;
+            a.row_weights[entry] = 0.0f;
         }
     }
 }
@@ -206,4 +229,5 @@ __device__ void index_rows(const Arguments& a, Index& index, u64 buffer, int epo
     read_headers(a, index, buffer + HEADER_AT, helper);
     index_entries(a, index, buffer + METADATA_AT, helper);
     pad(a, index, helper);
+    if (a.has_row_budget) pad_rows(a, index, helper);
 }

@@ -11,6 +11,7 @@ there, less a launch.
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Mapping
 from ctypes import c_int, c_int64, c_uint64, c_void_p
 from functools import cache
@@ -26,8 +27,9 @@ from epcomm.kernels.nvlink.common.cuda_source import source_of
 from epcomm.kernels.nvlink.common.epochs import DISPATCH_COUNTED, DISPATCH_EPOCH, DISPATCH_LEFT
 from epcomm.kernels.nvlink.common.layout import MemoryLayout, NormalLayout
 from epcomm.kernels.nvlink.normal_exchange import (
+    PLAN_PARTS,
     NormalExchange,
-    PreparedDispatch,
+    PreparedCuda,
     Received,
     Sends,
     scratch_words,
@@ -52,6 +54,8 @@ _MAX_EXPERTS = 1024
 _LANES = 32
 # What the copy engine moves.
 _COPY_BYTES = 16
+# No unit of scales.
+_EIGHT_BYTES = 8
 # The first with an engine that copies into shared memory.
 _COPY_ENGINE = (9, 0)
 _REGIONS = ("dispatch_begin", "counts_ready", "rows_ready", "header", "metadata", "data", "scales")
@@ -74,9 +78,8 @@ _NUMBERS = {
 
 # In the order of struct Arguments.
 _POINTERS = (
-    *("rows", "scales", "ids", "weights", "places", "positions", "owners"),
-    *("row_of_slot", "slots_of_row", "slot_weights", "num_tokens_per_expert", "first_slot"),
-    *("rows_from", "row_base", "has_failed", "totals"),
+    *("rows", "scales", "ids", "weights", *PLAN_PARTS, "totals"),
+    *("row_ids", "row_weights"),
     *("scratch", "counted", "table", "excluded", "state", "counters", "faults", "report"),
 )
 
@@ -89,8 +92,13 @@ class _Arguments(ctypes.Structure):
         ("scales_stride", c_int64),
         *((name, c_int) for name in ("rank", "num_senders", "max_polls", "num_tokens")),
         *((name, c_int) for name in ("buffer_index", "wanted_tokens", "status", "num_slots")),
-        *((name, c_int) for name in ("has_budget", "is_compact")),
+        *((name, c_int) for name in ("has_budget", "has_row_budget", "is_compact")),
     ]
+
+
+# Writes the pointers of a plan, which lie side by side.
+_write_plan = struct.Struct(f"={len(PLAN_PARTS)}Q").pack_into
+_PLAN_AT = getattr(_Arguments, PLAN_PARTS[0]).offset
 
 
 class Rows(NamedTuple):
@@ -205,19 +213,21 @@ def dispatch_rows(
     exchange: NormalExchange,
     data: Tensor,
     scales: Tensor | None,
-    sends: Sends,
+    sends: Sends | None,
     *,
     buffer_index: int,
     topk: tuple[Tensor, Tensor] | None,
-    received: Received | None,
+    received: Received | None = None,
     status: int = 0,
     wanted_tokens: int = 0,
     totals: Tensor | None = None,
+    num_sms: int | None = None,
 ) -> None:
     """Send tokens to the ranks of their experts, index what comes, and wait for it.
 
-    Arguments are those of push_rows() of normal_dispatch_send.py; `received` is written along with
-    them, or None in a cached dispatch.
+    Arguments are those of push_rows() of normal_dispatch_send.py, of rows of any dtype. What is in
+    `received` is written along with them, sends too; a cached dispatch has sends alone. num_sms: as
+    many blocks at most, None for those of the exchange; other ranks may have others.
 
     Collective: yes.   Host sync: none.   Graph capture: after one call, unless there are totals.
     Allocates: a copy of rows that do not begin at multiples of 16 bytes.
@@ -235,7 +245,7 @@ def dispatch_rows(
         row_bytes=row_bytes,
         scale_bytes=scale_bytes,
         scale_unit=unit,
-        alignment=1 if received is None else received.index.expert_alignment,
+        alignment=1 if received is None else received.expert_alignment,
         is_planned=topk is not None,
     )
     launch = exchange.cpp_launches.get(rows)
@@ -247,23 +257,30 @@ def dispatch_rows(
     if scales is not None:
         arguments.scales = scales.data_ptr()
         arguments.scales_stride = scales_stride
-    arguments.places = sends.places.data_ptr()
     arguments.num_tokens = num_tokens
     arguments.buffer_index = buffer_index
+    if sends is not None:
+        arguments.places = sends.places.data_ptr()
     if topk is not None and received is not None:
-        arguments.ids, arguments.weights = (each.data_ptr() for each in topk)
-        arguments.positions = sends.positions.data_ptr()
-        arguments.owners = sends.owners.data_ptr()
+        arguments.ids, arguments.weights = topk[0].data_ptr(), topk[1].data_ptr()
+        _write_plan(arguments, _PLAN_AT, *received.addresses)
+        arguments.num_slots = received.num_slots
+        arguments.has_budget = received.has_budget
+        arguments.has_row_budget = received.has_row_budget
+        arguments.is_compact = received.is_compact
+        if received.row_topk is not None:
+            arguments.row_ids, arguments.row_weights = (
+                each.data_ptr() for each in received.row_topk
+            )
         arguments.wanted_tokens = wanted_tokens
         arguments.status = status
         if totals is not None:
             arguments.totals = totals.data_ptr()
-        _set_received(arguments, received)
     with on_device(data.device):
-        launch.kernel.launch(launch.num_blocks, arguments)
+        launch.kernel.launch(min(num_sms or launch.num_blocks, launch.num_blocks), arguments)
 
 
-def _prepared(exchange: NormalExchange, rows: Rows, device: torch.device) -> PreparedDispatch:
+def _prepared(exchange: NormalExchange, rows: Rows, device: torch.device) -> PreparedCuda:
     peers, plan = exchange.peers, exchange.plan
     kernel, num_sms = _kernel(peers.layout, rows, device)
     arguments = _Arguments(
@@ -280,39 +297,23 @@ def _prepared(exchange: NormalExchange, rows: Rows, device: torch.device) -> Pre
         num_senders=peers.num_programs,
         max_polls=peers.max_polls,
     )
-    return PreparedDispatch(
+    return PreparedCuda(
         kernel=kernel, num_blocks=num_blocks(peers.num_programs, num_sms), arguments=arguments
     )
-
-
-def _set_received(arguments: _Arguments, received: Received) -> None:
-    index, arrivals = received.index, received.arrivals
-    assert index.row_of_slot is not None, "rows are read by index"
-    assert index.slots_of_row is not None, "rows are read by index"
-    arguments.row_of_slot = index.row_of_slot.data_ptr()
-    arguments.slots_of_row = index.slots_of_row.data_ptr()
-    arguments.slot_weights = received.slot_weights.data_ptr()
-    arguments.num_tokens_per_expert = index.num_tokens_per_expert.data_ptr()
-    arguments.first_slot = index.first_slot.data_ptr()
-    arguments.rows_from = arrivals.rows_from.data_ptr()
-    arguments.row_base = arrivals.row_base.data_ptr()
-    arguments.has_failed = arrivals.has_failed.data_ptr()
-    arguments.num_slots = index.row_of_slot.shape[0]
-    arguments.has_budget = received.has_budget
-    arguments.is_compact = received.is_compact
 
 
 def in_vectors(data: Tensor) -> Tensor:
     """Return rows that the copy engine can read: these, or a copy."""
     stride_bytes = data.stride(0) * data.itemsize if data.shape[0] > 1 else 0
-    if (data.data_ptr() | stride_bytes) % _COPY_BYTES:
+    if (data.data_ptr() | stride_bytes) % _COPY_BYTES or data.stride(1) != 1:
         return data.clone(memory_format=torch.contiguous_format)
     return data
 
 
 def _unit(bits: int) -> int:
     """Return the widest unit by which scales may be read, where `bits` are all addresses or-ed."""
-    return next(unit for unit in (16, 4, 2, 1) if bits % unit == 0)
+    lowest = bits & -bits or _COPY_BYTES
+    return min(lowest, _COPY_BYTES) if lowest != _EIGHT_BYTES else _EIGHT_BYTES // 2
 
 
 @cache

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.integrations.deep_ep.devices import here
+
 NUM_EXPERTS, TOP_K, HIDDEN = 4, 2, 128
 
 
@@ -32,6 +34,7 @@ class Batch:
         x = x.masked_fill(places >= 60, 0)
         ids = torch.rand(num_tokens, NUM_EXPERTS, generator=seed).topk(TOP_K).indices
         weights = torch.tensor([0.25, 0.5]).repeat(num_tokens, 1)
+        x, ids, weights = x.to(here()), ids.to(here()), weights.to(here())
         return cls(x=x.requires_grad_(), ids=ids, weights=weights.requires_grad_())
 
     def factors(self) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from epcomm.integrations.deep_ep import Buffer, Config, ElasticBuffer, EPHandle
 from tests.integrations.deep_ep.clients.batches import HIDDEN, NUM_EXPERTS, TOP_K, Batch
+from tests.integrations.deep_ep.devices import here
 from tests.integrations.deep_ep.v2_ranks import world
 
 NUM_RANKS = 2
@@ -39,9 +40,14 @@ def first_expert() -> int:
     return NUM_LOCAL * dist.get_rank()
 
 
+def factors_of_rank() -> Tensor:
+    """Return what each expert of this rank multiplies by, [L]."""
+    return 1.0 + first_expert() + torch.arange(NUM_LOCAL, device=here())
+
+
 def as_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise small integers: their codes are exact, and every scale is a half."""
-    return (2 * x).to(torch.float8_e4m3fn), torch.full((len(x), 1), 0.5)
+    return (2 * x).to(torch.float8_e4m3fn), torch.full((len(x), 1), 0.5, device=x.device)
 
 
 def experts_of_rows(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -165,8 +171,8 @@ def test_vllm_deepep_ll() -> None:
     assert hook is not None
     hook()
     assert isinstance(rows, Tensor)
-    factors = torch.arange(1.0 + first_expert(), 1 + first_expert() + NUM_LOCAL)
-    is_row = torch.arange(rows.shape[1]) < counts.unsqueeze(1)
+    factors = factors_of_rank()
+    is_row = torch.arange(rows.shape[1], device=here()) < counts.unsqueeze(1)
     results = torch.where(is_row.unsqueeze(2), rows * factors.view(-1, 1, 1), float("nan"))
     out = torch.empty_like(batch.x)
     _, _, hook = buffer.low_latency_combine(
@@ -205,7 +211,10 @@ def test_vllm_deepep_v2_decode() -> None:
         assert weights is not None
         assert handle.num_recv_tokens_per_expert_list == []
         assert len(rows) == NUM_RANKS * max_tokens
-        is_row = torch.arange(len(rows)) < handle.psum_num_recv_tokens_per_scaleup_rank[-1]
+        is_row = (
+            torch.arange(len(rows), device=here())
+            < handle.psum_num_recv_tokens_per_scaleup_rank[-1]
+        )
         ids = torch.where(is_row.unsqueeze(1), ids, -1)
         results = experts_of_rows(torch.where(is_row.unsqueeze(1), rows, 0), ids, weights)
         y, _, event = buffer.combine(
@@ -225,9 +234,9 @@ def test_vllm_deepep_v2_prefill() -> None:
     batch, buffer = batch_of_rank(), elastic_buffer(use_fp8_dispatch=True)
     codes = as_fp8(batch.x)[0]
     # Four UE8M0 exponents of MXFP8 to a word: 126 means a half.
-    words = torch.full((len(codes), HIDDEN // 32), 126, dtype=torch.uint8).view(torch.int32)
+    words = torch.full((len(codes), HIDDEN // 32), 126, dtype=torch.uint8, device=here())
     received, ids, weights, handle, _ = buffer.dispatch(
-        x=(codes, words),
+        x=(codes, words.view(torch.int32)),
         topk_idx=batch.ids,
         topk_weights=batch.weights,
         num_experts=NUM_EXPERTS,
@@ -266,12 +275,12 @@ def test_sglang_deepep(is_low_latency: bool) -> None:
             )
             for _ in range(2)
         ]
-        factors = torch.arange(1.0 + first_expert(), 1 + first_expert() + NUM_LOCAL)
+        factors = factors_of_rank()
         for rows, counts, handle, _, hook in halves:
             assert hook is not None
             hook()
             assert isinstance(rows, Tensor)
-            is_row = torch.arange(rows.shape[1]) < counts.unsqueeze(1)
+            is_row = torch.arange(rows.shape[1], device=here()) < counts.unsqueeze(1)
             results = torch.where(is_row.unsqueeze(2), rows * factors.view(-1, 1, 1), 0.0)
             y, _, hook = buffer.low_latency_combine(
                 x=results.bfloat16(),

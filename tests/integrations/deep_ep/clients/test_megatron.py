@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.integrations.deep_ep.clients.batches import HIDDEN, NUM_EXPERTS, TOP_K, Batch
 from tests.integrations.deep_ep.clients.needs import needs
+from tests.integrations.deep_ep.devices import here
 from tests.integrations.deep_ep.v2_ranks import world
 
 NUM_RANKS = 2
@@ -70,8 +71,9 @@ def flex_dispatcher() -> Any:  # noqa: ANN401 - of a package without annotations
 def test_flex_token_dispatcher_forward_and_backward() -> None:
     dispatcher, batch = flex_dispatcher(), Batch.of_rank(6)
     # Megatron's own form: routing as a map, tokens by (sequence, batch).
-    routing_map = torch.zeros(6, NUM_EXPERTS, dtype=torch.bool).scatter_(1, batch.ids, True)
-    probs = torch.zeros(6, NUM_EXPERTS).scatter(1, batch.ids, batch.weights)
+    routing_map = torch.zeros(6, NUM_EXPERTS, dtype=torch.bool, device=here())
+    routing_map.scatter_(1, batch.ids, True)
+    probs = torch.zeros(6, NUM_EXPERTS, device=here()).scatter(1, batch.ids, batch.weights)
     hidden_states = batch.x.view(3, 2, HIDDEN)
 
     rows, probs = dispatcher.dispatch_preprocess(hidden_states, routing_map, probs)
@@ -79,7 +81,8 @@ def test_flex_token_dispatcher_forward_and_backward() -> None:
     rows, counts, probs = dispatcher.dispatch_postprocess(rows, probs)
     assert int(counts.sum()) == len(rows) == len(probs)
     first = NUM_LOCAL * dist.get_rank()
-    factors = torch.arange(1.0 + first, 1 + first + NUM_LOCAL).repeat_interleave(counts)
+    factors = 1.0 + first + torch.arange(NUM_LOCAL, device=here())
+    factors = factors.repeat_interleave(counts.to(here()))
     results = rows * (probs * factors).unsqueeze(1).bfloat16()
     results = dispatcher.combine_preprocess(results)
     results = dispatcher.token_combine(results)

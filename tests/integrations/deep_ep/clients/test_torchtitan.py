@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.integrations.deep_ep.clients.batches import HIDDEN, NUM_EXPERTS, TOP_K, Batch
 from tests.integrations.deep_ep.clients.needs import needs
+from tests.integrations.deep_ep.devices import here, on_gpus
 
 NUM_RANKS = 2
 NUM_LOCAL = NUM_EXPERTS // NUM_RANKS
@@ -26,6 +27,9 @@ pytestmark = [pytest.mark.slow, needs("torchtitan")]
 @pytest.fixture
 def cpu_operators() -> Iterator[None]:
     """Register its operators, which are for CUDA alone, for CPUs."""
+    if on_gpus():
+        yield
+        return
     from torchtitan.distributed.deepep import deepep
 
     library = torch.library.Library("deepep", "IMPL")
@@ -46,16 +50,17 @@ def dispatcher_of(*, cudagraphable: bool) -> Any:  # noqa: ANN401 - its own clas
         cudagraphable=cudagraphable,
     )
     dispatcher = DeepEPTokenDispatcher(config)
-    dispatcher.wire_meshes(ep_mesh=init_device_mesh("cpu", (NUM_RANKS,)))
+    dispatcher.wire_meshes(ep_mesh=init_device_mesh(here().type, (NUM_RANKS,)))
     return dispatcher
 
 
 def run(dispatcher: Any, batch: Batch) -> Tensor:  # noqa: ANN401 - its own class
     """Dispatch, multiply the rows of expert e by 1 + e, combine."""
-    counts = torch.zeros(NUM_EXPERTS)
+    counts = torch.zeros(NUM_EXPERTS, device=here())
     rows, counts, metadata = dispatcher.dispatch(batch.x, batch.weights, batch.ids, counts)
     first = NUM_LOCAL * dist.get_rank()
-    factors = torch.arange(1.0 + first, 1 + first + NUM_LOCAL).repeat_interleave(counts)
+    factors = 1.0 + first + torch.arange(NUM_LOCAL, device=here())
+    factors = factors.repeat_interleave(counts.to(here()))
     # Static sizes leave rows behind the last one undefined.
     results = torch.zeros_like(rows)
     results[: len(factors)] = rows[: len(factors)] * factors.unsqueeze(1).bfloat16()

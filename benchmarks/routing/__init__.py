@@ -1,0 +1,1 @@
+"""Benchmarks of routing: no rank waits for another."""

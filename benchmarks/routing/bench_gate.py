@@ -1,0 +1,267 @@
+"""Measure routing on one GPU: the gate kernel, what it does besides, and others that route alike.
+
+    python -m benchmarks.routing.bench_gate --output gate.json
+
+Every router is compared with the reference first, and one that differs gets no number. A time is
+that of one call in a device graph of many; `alone` is a graph of one call, with a cold cache and
+with what an event costs. SGLang's gate takes part where its package is importable.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.bench_quantize import FLUSH_BYTES, CheckError, time_calls
+from epcomm.bench.machine import describe_hardware, describe_versions
+from epcomm.bench.timing import EventClock, Percentiles, captured
+from epcomm.records import ReplicaTable, TopKOutput
+from epcomm.routing import RoutingSpec, presets, route
+from epcomm.routing.with_triton import TritonGate
+
+# Calls of a graph: so many that beginning and end do not count.
+CALLS_OF_GRAPH = 50
+# Tokens whose experts may differ from the reference's, as rounding decides between close scores.
+MOST_DIFFERING = 1e-4
+# Weights: 8 units in the last place.
+RTOL = 8 * 2**-23
+
+Call = Callable[[], TopKOutput]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A routing with its experts; sglang: its arguments of SGLang's gate, None if it has none."""
+
+    name: str
+    spec: RoutingSpec
+    num_experts: int
+    sglang: Mapping[str, object] | None = None
+
+
+SHAPES = (
+    Shape(
+        name="deepseek v3",
+        spec=presets.deepseek_v3(top_k=8, num_groups=8, topk_groups=4, routed_scaling_factor=2.5),
+        num_experts=256,
+        sglang={
+            "scoring_func": "sigmoid",
+            "num_expert_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+            "apply_routed_scaling_factor_on_output": True,
+        },
+    ),
+    Shape(
+        name="qwen3",
+        spec=presets.qwen3_moe(top_k=8, renormalize=True),
+        num_experts=128,
+        sglang={"scoring_func": "softmax"},
+    ),
+    Shape(
+        name="kimi k2",
+        spec=presets.afmoe(top_k=8, routed_scaling_factor=2.8),
+        num_experts=384,
+        sglang={
+            "scoring_func": "sigmoid",
+            "routed_scaling_factor": 2.8,
+            "apply_routed_scaling_factor_on_output": True,
+        },
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One router at one number of tokens, or why it has no number; us of one call."""
+
+    router: str
+    shape: str
+    tokens: int
+    us: Percentiles | None = None
+    alone_us: Percentiles | None = None
+    differing: int = 0
+    fault: str = ""
+
+
+def routers_of(shape: Shape, logits: Tensor) -> dict[str, Call]:
+    """Return what routes these logits, by name; the reference is called `reference`."""
+    spec, num_experts, device = shape.spec, shape.num_experts, logits.device
+    bias = torch.randn(num_experts, device=device) / 8 if spec.correction_bias != "none" else None
+    gate = TritonGate(spec, num_experts)
+    load = torch.zeros(16, num_experts, dtype=torch.int64, device=device)
+    # Every expert is where it was.
+    replicas = torch.full((num_experts, 2), -1, dtype=torch.int32, device=device)
+    replicas[:, 0] = torch.arange(num_experts)
+    table = ReplicaTable(
+        replicas=replicas,
+        num_replicas=torch.ones(num_experts, dtype=torch.int32, device=device),
+        calls=torch.zeros((), dtype=torch.int64, device=device),
+    )
+
+    def gate_then_choose() -> TopKOutput:
+        topk = gate(logits, correction_bias=bias, load=load)
+        return replace(topk, topk_ids=table.choose(topk.topk_ids))
+
+    routers: dict[str, Call] = {
+        "reference": lambda: route(logits, spec, correction_bias=bias),
+        "gate": lambda: gate(logits, correction_bias=bias),
+        "gate, load": lambda: gate(logits, correction_bias=bias, load=load),
+        "gate, load, replicas": lambda: gate(
+            logits, correction_bias=bias, load=load, replicas=table
+        ),
+        "gate, load, then replicas": gate_then_choose,
+    }
+    fused_gate = _sglang_gate()
+    if fused_gate is not None and shape.sglang is not None:
+        named = shape.sglang
+
+        def sglang() -> TopKOutput:
+            weights, ids = fused_gate(logits, bias, spec.top_k, **named)
+            return TopKOutput(topk_ids=ids, topk_weights=weights)
+
+        routers["sglang"] = sglang
+    return routers
+
+
+def count_differing(call: Call, reference: Call, num_experts: int) -> int:
+    """Count the tokens with other experts than the reference's.
+
+    Raises:
+        CheckError: too many, or other weights.
+    """
+    first, second = (_spread(each(), num_experts) for each in (call, reference))
+    differs = ((first > 0) != (second > 0)).any(1)
+    num_differing = int(differs.sum())
+    if num_differing > MOST_DIFFERING * len(differs) + 1:
+        raise CheckError(f"{num_differing} of {len(differs)} tokens have other experts")
+    worst = ((first - second).abs() / second.clamp(min=1e-30))[~differs].max()
+    if not worst <= RTOL:
+        raise CheckError(f"weights differ by {float(worst):.1e} of their value")
+    return num_differing
+
+
+def measure(name: str, shape: Shape, calls: Mapping[str, Call], tokens: int, laps: int) -> Finding:
+    """Check one router, then time it; a fault becomes part of the finding."""
+    call = calls[name]
+    try:
+        differing = count_differing(call, calls["reference"], shape.num_experts)
+        flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        alone = time_calls(call, flush, num_calls=laps)
+        return Finding(
+            router=name,
+            shape=shape.name,
+            tokens=tokens,
+            us=_in_us(_time_in_graph(call, laps)),
+            alone_us=_in_us(alone),
+            differing=differing,
+        )
+    except (CheckError, RuntimeError, AssertionError) as error:
+        fault = str(error).partition("\n")[0]
+        return Finding(router=name, shape=shape.name, tokens=tokens, fault=fault)
+
+
+def run(device: torch.device, *, tokens: Sequence[int], laps: int) -> list[Finding]:
+    """Check and measure every router at every size."""
+    generator = torch.Generator(device).manual_seed(0)
+    findings = []
+    for shape in SHAPES:
+        for num_tokens in tokens:
+            logits = torch.randn(num_tokens, shape.num_experts, generator=generator, device=device)
+            calls = routers_of(shape, logits)
+            findings += [measure(name, shape, calls, num_tokens, laps) for name in calls]
+    return findings
+
+
+def table_of(findings: Sequence[Finding]) -> Table:
+    """Make a table with a row for each finding."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for name in ("", "routing", "tokens", "us p50", "us p99", "alone us", "differing"):
+        table.add_column(name, justify="right" if name else "left")
+    for each in findings:
+        start = (each.router, each.shape, str(each.tokens))
+        if each.us is None or each.alone_us is None:
+            table.add_row(*start, each.fault)
+            continue
+        times = (each.us.p50, each.us.p99, each.alone_us.p50)
+        table.add_row(*start, *(f"{time:.2f}" for time in times), str(each.differing))
+    return table
+
+
+def _time_in_graph(call: Call, laps: int) -> Percentiles:
+    """Milliseconds of one call of a graph of many."""
+
+    def many() -> None:
+        for _ in range(CALLS_OF_GRAPH):
+            call()
+
+    graph = captured(many)
+    clock = EventClock()
+    graph.replay()
+    for _ in range(laps + 1):
+        clock.mark()
+        graph.replay()
+    return Percentiles.of(lap / CALLS_OF_GRAPH for lap in clock.take())
+
+
+def _in_us(ms: Percentiles) -> Percentiles:
+    return Percentiles(**{name: 1e3 * value for name, value in asdict(ms).items()})
+
+
+def _spread(topk: TopKOutput, num_experts: int) -> Tensor:
+    """Return the weight of each expert, [T, E], 0 where it was not chosen."""
+    weights = torch.zeros(len(topk.topk_ids), num_experts, device=topk.topk_ids.device)
+    return weights.scatter(1, topk.topk_ids.long(), topk.topk_weights)
+
+
+def _sglang_gate() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    try:
+        # Not a dependency of anything here.
+        from sglang.kernels.ops.moe.moe_fused_gate import (  # pyright: ignore[reportMissingImports]
+            moe_fused_gate,
+        )
+    except ImportError as error:
+        print(f"without SGLang's gate: {error}", file=sys.stderr)
+        return None
+    return moe_fused_gate
+
+
+def main(
+    tokens: Annotated[list[int] | None, typer.Option(min=1, help="T; may be repeated.")] = None,
+    laps: Annotated[int, typer.Option(min=1, help="Measured graphs of each.")] = 30,
+    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
+) -> None:
+    """Check all routers, measure them, and print what came of it."""
+    if not torch.cuda.is_available():
+        sys.exit("bench_gate: no CUDA device; the gate is measured on a GPU only")
+    device = torch.device("cuda", torch.cuda.current_device())
+    sizes = tokens or [128, 4096]
+    findings = run(device, tokens=sizes, laps=laps)
+    Console(highlight=False, markup=False, width=120).print(table_of(findings))
+    if output is not None:
+        report = {
+            "benchmark": "gate",
+            "configuration": {"tokens": sizes, "laps": laps, "calls_of_graph": CALLS_OF_GRAPH},
+            "hardware": describe_hardware(device),
+            "versions": describe_versions(device),
+            "command": shlex.join(["python", "-m", "benchmarks.routing.bench_gate", *sys.argv[1:]]),
+            "findings": [asdict(each) for each in findings],
+        }
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

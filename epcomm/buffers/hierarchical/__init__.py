@@ -1,0 +1,1 @@
+"""Buffers made of two: one between hosts, and one inside each host."""

@@ -1,0 +1,353 @@
+"""Move tokens between hosts once for each host that needs them, and then inside the hosts.
+
+The outer buffer joins the ranks that have the same place in their hosts, and a host counts as one
+of them. The inner buffer joins the ranks of a host; its tokens are the rows that the outer buffer
+brought. The way of a token of rank 0 that needs experts of ranks 1, 2 and 3, hosts 0 1 and 2 3:
+
+    dispatch    outer: one row to rank 0 itself, one to rank 2     inner: 0 to 1; 2 to itself and 3
+    combine     inner: 1 to 0; 3 to 2, which adds its own          outer: 2 to 0, which adds its own
+
+A rank that hears of a fault in one exchange takes part in the other without rows and passes it on,
+so that all ranks raise and nobody waits for what never comes; a lost rank ends both. What fails on
+a rank when its host has combined is for the ranks of its place alone to hear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
+from epcomm.buffers.collective.all_to_all import CollectiveBuffer
+from epcomm.buffers.collective.base import COLLECTIVE_CAPS
+from epcomm.buffers.faults import pass_on
+from epcomm.buffers.hierarchical.inner import inner_buffer_class
+from epcomm.buffers.hierarchical.outer import HostRowsBuffer
+from epcomm.buffers.hierarchical.sizes import (
+    hosts_lack,
+    hosts_of,
+    inner_spec,
+    num_places,
+    outer_spec,
+)
+from epcomm.buffers.shared_memory.buffer import SharedMemoryBuffer
+from epcomm.buffers.sizes import CallShape, Region
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.collectives.base import Collectives
+from epcomm.config import Mode
+from epcomm.errors import BackendUnavailable, EPError, EPTimeout, describe_ranks
+from epcomm.platforms.machine import Machine
+from epcomm.protocol import BatchFlags, FaultCode, pack_fault
+from epcomm.records import ExchangePlan, SlotIndex
+from epcomm.spec import Availability, BufferCaps, BufferSpec
+from epcomm.types import RowsPer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HierarchicalExchangePlan(ExchangePlan):
+    """The plans of the two exchanges of a dispatch.
+
+    num_tokens: T of this rank.   num_rows, index: of the rows that its experts read.
+    """
+
+    num_tokens: int
+    num_rows: int
+    index: SlotIndex
+    outer: ExchangePlan
+    inner: ExchangePlan
+
+
+class HierarchicalBuffer(Buffer):
+    """Serves normal mode on several hosts with as many ranks each, with exact sizes.
+
+    Slots come in the order (expert, place in the host, host, token). A sum of a host is rounded to
+    the dtype of the rows before it travels, once more than without hosts.
+    """
+
+    name: ClassVar[str] = "hierarchical"
+    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
+    counts_calls = True
+
+    @classmethod
+    def probe(cls, machine: Machine) -> Availability:
+        return Availability(ok=True)
+
+    @classmethod
+    def caps(cls, mode: Mode) -> BufferCaps:
+        # In shared memory, rows are views that few batches may hold at once.
+        views = SharedMemoryBuffer.caps(mode).batches_in_flight
+        return replace(COLLECTIVE_CAPS, batches_in_flight=views, batches_on_request=True)
+
+    @classmethod
+    def lacks_between(cls, spec: BufferSpec) -> tuple[str, ...]:
+        return hosts_lack(spec)
+
+    @classmethod
+    def source_order(cls, spec: BufferSpec, world_size: int) -> tuple[int, ...]:
+        return tuple(
+            rank for place in zip(*hosts_of(spec).ranks_of_host, strict=True) for rank in place
+        )
+
+    @classmethod
+    def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
+        hosts = hosts_of(spec)
+        outer = HostRowsBuffer.region_bytes(outer_spec(spec), hosts.num_hosts)
+        return outer + CollectiveBuffer.region_bytes(inner_spec(spec), num_places(hosts))
+
+    @classmethod
+    def wire_bytes(
+        cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
+    ) -> BufferTraffic:
+        by_link = call.by_link
+        assert by_link is not None, "where hosts are known, the call tells what goes between"
+        assert by_link.outer is not None, "hosts are even"
+        assert by_link.inner is not None, "hosts are even"
+        between = HostRowsBuffer.wire_bytes(outer_spec(spec), by_link.outer, backward=backward)
+        inside = CollectiveBuffer.wire_bytes(inner_spec(spec), by_link.inner, backward=backward)
+        return between.all_between() + inside
+
+    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
+        self._collectives, self._spec = collectives, spec
+        self._expert_places = _expert_places(spec, collectives.device)
+
+    def prepare(self) -> None:
+        """Divide the ranks, and open a buffer between hosts and one inside each host.
+
+        Collective: yes.   Host sync: yes.
+        Raises:
+            BackendUnavailable: not enough memory on some rank; on every rank.
+        """
+        whole, hosts = self._collectives, hosts_of(self._spec)
+        same_places = tuple(zip(*hosts.ranks_of_host, strict=True))
+        between = whole.split(same_places, scope=", between hosts", counts_calls=True)
+        inside = whole.split(hosts.ranks_of_host, scope=", inside hosts")
+        self._outer, self._inner = self._make_buffers(between, inside)
+        self._calls_between, self._calls_inside = between.calls, inside.calls
+        self.counts_calls = self._outer.counts_calls
+        self._outer.prepare()
+        self._prepare_inside()
+
+    def _prepare_inside(self) -> None:
+        """Prepare the buffer inside the host, and close all of it if some host could not."""
+        problem: EPError | None = None
+        try:
+            self._inner.prepare()
+        except EPTimeout:
+            raise
+        except EPError as error:
+            problem = error
+        mine = {"error": str(problem or "")}
+        found = self._collectives.gather_records(mine, phase="open hierarchical")
+        failed = [rank for rank, each in enumerate(found) if each["error"]]
+        if problem is not None or failed:
+            self.close()
+            raise problem or BackendUnavailable(
+                f"open_buffer: {describe_ranks(failed)} cannot open what moves rows inside a host "
+                f"(this is {self._collectives.names.where}): {found[failed[0]]['error']}"
+            )
+
+    def _make_buffers(self, between: Collectives, inside: Collectives) -> tuple[Buffer, Buffer]:
+        """Make the buffers over the ranks of one place, and over those of this host."""
+        inner = inner_spec(self._spec)
+        kind = inner_buffer_class(self._collectives, hosts_of(self._spec), inner)
+        return HostRowsBuffer(between, outer_spec(self._spec)), kind(inside, inner)
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        came = _tried(lambda: self._outer.dispatch(self._call_between(call)))
+        if isinstance(came, EPError):
+            if came.fault_word is None:
+                came.fault_word = pack_fault(FaultCode.of(came), self._collectives.rank)
+            self._inner.dispatch(_without_tokens(call, came, self._spec))
+            raise came
+        try:
+            inner = self._dispatch_inside(_call_inside(call, came))
+        except Exception as problem:
+            # What ranks heard between hosts, they pass on in every host. Of what is wrong in this
+            # one the others hear in the combine to which they go on.
+            if not (isinstance(problem, EPError) and problem.was_passed_on):
+                self._refuse_between(problem)
+            raise
+        exchange_plan = HierarchicalExchangePlan(
+            num_tokens=call.num_tokens,
+            num_rows=inner.exchange_plan.num_rows,
+            index=inner.index,
+            outer=came.exchange_plan,
+            inner=inner.exchange_plan,
+        )
+        return replace(inner, exchange_plan=exchange_plan)
+
+    def _dispatch_inside(self, call: DispatchCall) -> Dispatched:
+        """Dispatch inside the host; what fails before any rank knows of the call is told to all."""
+        number = self._calls_inside.next_batch
+        try:
+            return self._inner.dispatch(call)
+        except EPError:
+            raise
+        except Exception as problem:
+            if self._inner.counts_calls and self._calls_inside.next_batch == number:
+                error = _as_error(problem, "dispatch", self._collectives)
+                with suppress(EPError):
+                    self._inner.dispatch(_without_tokens(call, error, self._spec))
+                    # With static sizes nobody raised, and the others go on to their combine.
+                    self._inner.refuse_combine(error)
+            raise
+
+    def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
+        assert isinstance(exchange_plan, HierarchicalExchangePlan), (
+            "an exchange plan of this buffer"
+        )
+        rows = _tried(lambda: self._outer.cached_dispatch(hidden_states, exchange_plan.outer))
+        if isinstance(rows, EPError):
+            self._inner.refuse_combine(rows)
+            raise rows
+        return self._inner.cached_dispatch(rows, exchange_plan.inner)
+
+    def combine(
+        self,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+    ) -> Combined:
+        assert isinstance(exchange_plan, HierarchicalExchangePlan), (
+            "an exchange plan of this buffer"
+        )
+        number = self._calls_inside.next_batch
+        try:
+            sums = self._inner.combine(
+                rows,
+                exchange_plan.inner,
+                rows_per=rows_per,
+                slot_weights=slot_weights,
+                row_scalars=row_scalars,
+            )
+        except Exception as problem:
+            # Before any rank knows of the call, the dispatcher refuses it, here and between hosts.
+            is_untold = self._inner.counts_calls and self._calls_inside.next_batch == number
+            if isinstance(problem, EPError) or not is_untold:
+                self._refuse_between(problem)
+            raise
+        number = self._calls_between.next_batch
+        try:
+            way_home = self._way_home(exchange_plan, sums)
+            return self._outer.combine(
+                sums.y, way_home, rows_per=RowsPer.ROW, row_scalars=sums.scalars
+            )
+        except EPError:
+            raise
+        except Exception as problem:
+            # The ranks of this host have combined.
+            if self._outer.counts_calls and self._calls_between.next_batch == number:
+                self._refuse_between(problem)
+            raise
+
+    def _way_home(self, exchange_plan: HierarchicalExchangePlan, sums: Combined) -> ExchangePlan:
+        """Return the plan along which the sums of this host go to the others."""
+        return exchange_plan.outer
+
+    def refuse_combine(self, error: EPError) -> None:
+        with suppress(type(error)):
+            self._inner.refuse_combine(error)
+        self._outer.refuse_combine(error)
+
+    def check(self) -> None:
+        self._outer.check()
+        self._inner.check()
+
+    def traffic(self) -> BufferTraffic:
+        return self._outer.traffic().all_between() + self._inner.traffic()
+
+    def close(self) -> None:
+        self._outer.close()
+        self._inner.close()
+
+    def abandon(self) -> None:
+        self._outer.abandon()
+        self._inner.abandon()
+
+    def _call_between(self, call: DispatchCall) -> DispatchCall:
+        """Return the call between hosts: experts of a host get neighbouring numbers."""
+        if self._expert_places is None:
+            return call
+        ids = call.topk_ids
+        # What is out of range stays so, and is told with its rank.
+        is_expert = (ids >= 0) & (ids < self._expert_places.shape[0])
+        places = self._expert_places[torch.where(is_expert, ids, 0)]
+        return replace(call, topk_ids=torch.where(is_expert, places, ids))
+
+    def _refuse_between(self, problem: Exception) -> None:
+        """Let ranks of other hosts hear of a problem when they combine, unless ranks are lost."""
+        if not isinstance(problem, EPTimeout):
+            error = _as_error(problem, "combine", self._collectives)
+            with suppress(type(error)):
+                self._outer.refuse_combine(error)
+
+
+def _tried(function: Callable[[], T]) -> T | EPError:
+    """Return a result or what all ranks of an exchange have heard of; an EPTimeout ends it."""
+    try:
+        return function()
+    except EPTimeout:
+        raise
+    except EPError as error:
+        return error
+
+
+def _as_error(problem: Exception, function: str, collectives: Collectives) -> EPError:
+    """Return what other ranks are told of a problem that is no error of theirs."""
+    if isinstance(problem, EPError):
+        return problem
+    return EPError(f"{function}: {problem} ({collectives.names.where}); see this error")
+
+
+def _call_inside(call: DispatchCall, came: Dispatched) -> DispatchCall:
+    """Return the call that brings the rows of an outer dispatch to the ranks of their experts."""
+    assert came.row_topk is not None, "as HostRowsBuffer makes it"
+    topk_ids, topk_weights = came.row_topk
+    flags = came.any_flags
+    if not call.flags & BatchFlags.GRAD_ENABLED:
+        # That this rank runs under no_grad is for the others of its host to hear.
+        flags &= ~BatchFlags.GRAD_ENABLED
+    return replace(
+        call,
+        hidden_states=came.rows if came.rows.format.dtype.is_quantized else came.rows.data,
+        topk_ids=topk_ids,
+        topk_weights=topk_weights,
+        flags=flags,
+        fault=None if came.faults is None else pass_on(came.faults),
+    )
+
+
+def _without_tokens(call: DispatchCall, error: EPError, spec: BufferSpec) -> DispatchCall:
+    """Return the call by which the ranks of this host hear of an error between hosts."""
+    ids = call.topk_ids.new_empty(0, spec.top_k)
+    dtype = spec.hidden_format.dtype
+    return replace(
+        call,
+        hidden_states=torch.empty(0, spec.hidden_size, dtype=dtype.torch_dtype, device=ids.device),
+        topk_ids=ids,
+        topk_weights=torch.empty(0, spec.top_k, dtype=dtype.scalar_dtype, device=ids.device),
+        error=error,
+    )
+
+
+def _expert_places(spec: BufferSpec, device: torch.device) -> Tensor | None:
+    """Return the number of each expert, [P], with those of a host together; None: as they are."""
+    hosts, num_local = hosts_of(spec), spec.num_local_experts
+    in_order = [rank for ranks in hosts.ranks_of_host for rank in ranks]
+    if in_order == sorted(in_order):
+        return None
+    places = torch.empty(len(in_order) * num_local, dtype=torch.int64)
+    for place, rank in enumerate(in_order):
+        experts = torch.arange(num_local)
+        places[rank * num_local + experts] = place * num_local + experts
+    return places.to(device)

@@ -1,0 +1,48 @@
+"""Choose what moves rows inside a host: its memory, NVLink, or plain collectives."""
+
+from __future__ import annotations
+
+from epcomm.buffers.base import Buffer
+from epcomm.buffers.collective.all_to_all import CollectiveBuffer
+from epcomm.buffers.requirements import carrying_reasons
+from epcomm.buffers.shared_memory.buffer import SharedMemoryBuffer
+from epcomm.collectives.base import Collectives
+from epcomm.config import Mode
+from epcomm.platforms.host import host_of_this_process
+from epcomm.platforms.nvlink import PeerReach, reach_of, reach_reasons
+from epcomm.spec import BufferSpec, HostLayout
+
+# What a rank tells of itself: where it runs, and the GPUs that its own one reaches.
+_HOST, _REACH = "host", "reach"
+
+
+def inner_buffer_class(
+    collectives: Collectives, hosts: HostLayout, spec: BufferSpec
+) -> type[Buffer]:
+    """Return the fastest buffer that serves every host, so that all ranks open the same.
+
+    collectives: of all ranks.   spec: of the buffer inside a host.
+
+    Collective: yes.   Host sync: yes.
+    """
+    mine = {_HOST: host_of_this_process(), _REACH: ""}
+    if collectives.device.type == "cuda":
+        mine[_REACH] = reach_of(collectives.device).as_text()
+    found = collectives.gather_records(mine, phase="open hierarchical")
+    if collectives.device.type == "cuda":
+        reaches = [PeerReach.parse(str(each[_REACH])) for each in found]
+        joined = [[reaches[rank] for rank in ranks] for ranks in hosts.ranks_of_host]
+        return _over_nvlink(spec) if not any(map(reach_reasons, joined)) else CollectiveBuffer
+    # Ranks said to share a host may not see one another's memory, as in two containers.
+    shared = [{found[rank][_HOST] for rank in ranks} for ranks in hosts.ranks_of_host]
+    shares = all(len(each) == 1 and "" not in each for each in shared)
+    waits = collectives.bounded is not None
+    return SharedMemoryBuffer if shares and waits else CollectiveBuffer
+
+
+def _over_nvlink(spec: BufferSpec) -> type[Buffer]:
+    """Return the buffer over NVLink if it carries such rows. Imports Triton."""
+    from epcomm.buffers.nvlink.normal import NVLinkBuffer
+
+    is_carried = not carrying_reasons(spec, NVLinkBuffer.caps(Mode.NORMAL))
+    return NVLinkBuffer if is_carried else CollectiveBuffer

@@ -1,0 +1,105 @@
+"""`epcomm load`: read the load of experts that a recorder has written, and draw it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from epcomm.bench.plot import check_plot
+from epcomm.cli.one_line import BadInput
+from epcomm.errors import ConfigError
+from epcomm.placement.expert_load import ExpertLoad
+from epcomm.stats import imbalance_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def load_command(
+    file: Annotated[Path, typer.Argument(help="What ExpertLoad.as_json() returned.")],
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw a heatmap there: .png, .svg; needs matplotlib.")
+    ] = None,
+) -> None:
+    """Print the load of the experts of each layer, all windows together.
+
+    Exit code 0: the file was read. 2: bad input.
+    """
+    try:
+        if plot is not None:
+            check_plot(plot, command="epcomm load")
+        load = ExpertLoad.from_file(file)
+        if plot is not None:
+            _save(draw_load(load), plot)
+    except ConfigError as error:
+        raise BadInput(f"epcomm load: {str(error).removeprefix('epcomm load: ')}") from None
+    Console(highlight=False, markup=False).print(table_of(load))
+
+
+def table_of(load: ExpertLoad) -> Table:
+    """Return a table with a row for each layer; ranks hold experts in their order."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    names = ("layer", "windows", "entries", "most loaded", "experts max/mean", "ranks max/mean")
+    for name in names:
+        table.add_column(name, justify="left" if name == "layer" else "right")
+    for layer, windows in load.windows_by_layer.items():
+        total = load.total(layer)
+        most = max(range(len(total)), key=lambda e: total[e]) if sum(total) else "-"
+        table.add_row(
+            layer,
+            str(len(windows)),
+            str(sum(total)),
+            str(most),
+            f"{imbalance_of(total):.2f}",
+            _imbalance_of_ranks(total, load.num_ranks),
+        )
+    return table
+
+
+def draw_load(load: ExpertLoad) -> Figure:
+    """Return a heatmap: a row for each layer, a column for each expert, load over the mean."""
+    from matplotlib.figure import Figure
+
+    layers = list(load.windows_by_layer)
+    rows = [_over_mean(load.total(layer)) for layer in layers]
+    width = max((len(row) for row in rows), default=0)
+    # Layers with fewer experts leave their columns empty.
+    cells = [row + [float("nan")] * (width - len(row)) for row in rows]
+    figure = Figure(figsize=(9, 1.5 + 0.25 * max(4, len(rows))), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(cells, aspect="auto", interpolation="nearest", cmap="viridis", vmin=0.0)
+    axes.set(
+        xlabel="expert",
+        yticks=range(len(layers)),
+        yticklabels=layers,
+        title=f"load of experts, {load.num_ranks} ranks",
+    )
+    figure.colorbar(image, ax=axes, label="tokens over the mean of the layer")
+    return figure
+
+
+def _over_mean(total: tuple[int, ...]) -> list[float]:
+    mean = sum(total) / max(1, len(total))
+    return [count / mean if mean else 0.0 for count in total]
+
+
+def _imbalance_of_ranks(total: tuple[int, ...], num_ranks: int) -> str:
+    if not total or len(total) % num_ranks:
+        return "-"
+    num_local = len(total) // num_ranks
+    ranks = [sum(total[at : at + num_local]) for at in range(0, len(total), num_local)]
+    return f"{imbalance_of(tuple(ranks)):.2f}"
+
+
+def _save(figure: Figure, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=110)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror}); name another file"
+        ) from None

@@ -1,0 +1,179 @@
+"""Reports of ranks in one key-value store, in calls that end although the store may be silent.
+
+A call to a store whose host is stopped never returns, so every call runs in a thread that may be
+left waiting.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from ipaddress import ip_address
+
+# Documented there, though torch does not list them for type checkers.
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from epcomm.collectives.bounded import LOOK_LIMIT_S
+
+_NUM_REPORTS = "num_reports"
+
+
+class StoreReports:
+    """The reports of the ranks of a group in one store; no call takes more than LOOK_LIMIT_S."""
+
+    def __init__(
+        self, connect: Callable[[], Store], *, port: int | None, rank: int, world_size: int
+    ) -> None:
+        """Use the store that `connect` returns, which is called within the first call. Local.
+
+        port: where it is served; None: in this process.
+        """
+        self._is_lost = False
+        self._connect = connect
+        self._port = port
+        self._store: Store | None = None
+        self._rank = rank
+        self._world_size = world_size
+        # The last report that has not reached the store; a call that ends late takes it along.
+        self._unposted: deque[str] = deque(maxlen=1)
+        self._reports: dict[int, str] = {}
+        self._thread: threading.Thread | None = None
+
+    def post(self, text: str) -> None:
+        """Publish this rank's report, when the store answers."""
+        self._unposted.append(text)
+        self.run(_nothing)
+
+    def read(self, look: Callable[[Store], None] | None = None) -> dict[int, str] | None:
+        """Return the reports so far, by rank; None if the store does not answer.
+
+        look: what else to ask the store in the same call.
+        """
+
+        def read(store: Store) -> None:
+            if look is not None:
+                look(store)
+            self._read(store)
+
+        return dict(self._reports) if self.run(read) else None
+
+    def _read(self, store: Store) -> None:
+        # add(0) is one round trip and waits for nothing; most often there is no report at all.
+        if store.add(_NUM_REPORTS, 0):
+            posted = [rank for rank in range(self._world_size) if store.check([str(rank)])]
+            self._reports = {rank: store.get(str(rank)).decode() for rank in posted}
+
+    def run(self, call: Callable[[Store], None]) -> bool:
+        """Let `call` ask the store, and tell whether it answered.
+
+        It does not while an earlier call still waits for it.
+        """
+        is_waiting = self._thread is not None and self._thread.is_alive()
+        if self._is_lost or is_waiting:
+            return False
+
+        def ask() -> None:
+            try:
+                if self._store is None:
+                    self._store = self._connect()
+                self._post(self._store)
+                call(self._store)
+                self._post(self._store)
+            except RuntimeError:
+                self._is_lost = True  # the host has ended, and connections are not made anew
+
+        # A daemon: the interpreter does not wait for it.
+        self._thread = threading.Thread(target=ask, name="epcomm-failure board", daemon=True)
+        self._thread.start()
+        self._thread.join(LOOK_LIMIT_S)
+        if self._thread.is_alive():
+            atexit.unregister(self._hang_up)
+            atexit.register(self._hang_up)
+            return False
+        return not self._is_lost
+
+    def _post(self, store: Store) -> None:
+        while self._unposted:
+            store.set(str(self._rank), self._unposted.pop())
+            store.add(_NUM_REPORTS, 1)
+
+    def _hang_up(self) -> None:
+        """End a call that still waits when the process ends.
+
+        A thread that comes back from torch while the interpreter is torn down aborts the process.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            for own in _open_sockets():
+                if _peer_of(own)[1] == self._port:
+                    own.shutdown(socket.SHUT_RDWR)
+            self._thread.join(LOOK_LIMIT_S)
+
+
+def _nothing(_store: Store) -> None:
+    """Ask nothing: what is not posted yet is posted."""
+
+
+def port_of(store: Store) -> int | None:
+    """Return the port at which a TCPStore is served, or None for another store."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.port if isinstance(store, TCPStore) else None
+
+
+# A store tells neither who serves it nor which connection it uses, except in its repr(), which asks
+# a name server first. The sockets of the process tell both.
+
+
+def listens_on(port: int) -> bool:
+    """Tell whether this process answers for the store at `port`. Local."""
+    return any(
+        own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and own.getsockname()[1] == port
+        for own in _open_sockets()
+    )
+
+
+def address_beside(port: int) -> str | None:
+    """Return the address by which this host reaches the store at `port` on another host. Local.
+
+    None if the store is on this host: both ends of the connection have one address, or it is one
+    that no other host can reach.
+    """
+    for own in _open_sockets():
+        address, there = _peer_of(own)
+        if there == port:
+            mine = ip_address(str(own.getsockname()[0]).removeprefix("::ffff:"))
+            is_here = mine.is_loopback or str(mine) == address.removeprefix("::ffff:")
+            return None if is_here else str(mine)
+    return None
+
+
+def _open_sockets() -> Iterator[socket.socket]:
+    """Yield each TCP socket of this process as a duplicate closed after use; none without /proc."""
+    with suppress(FileNotFoundError):
+        for descriptor in os.listdir("/proc/self/fd"):
+            with suppress(OSError), _duplicate(int(descriptor)) as own:
+                if own.family in (socket.AF_INET, socket.AF_INET6):
+                    yield own
+
+
+def _duplicate(descriptor: int) -> socket.socket:
+    duplicate = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=duplicate)
+    except OSError:  # no socket
+        os.close(duplicate)
+        raise
+
+
+def _peer_of(own: socket.socket) -> tuple[str, int]:
+    """Return address and port of the other end; no address and 0 where there is none."""
+    try:
+        address, port = own.getpeername()[:2]
+    except OSError:
+        return "", 0
+    return address, port

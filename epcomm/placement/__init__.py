@@ -1,0 +1,1 @@
+"""Say where the experts of a layer lie, with several copies of the loaded ones."""

@@ -1,0 +1,302 @@
+"""Make a placement of a load: replicate the most loaded experts, and pack the ranks evenly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from torch import Tensor
+
+from epcomm.errors import ConfigError
+from epcomm.placement.expert_placement import ExpertPlacement, check_sizes
+
+if TYPE_CHECKING:
+    # `import epcomm` loads no module that torch has not loaded.
+    import numpy.typing as npt
+
+# Above this multiple of the mean load of a rank, other numbers of copies are tried.
+_GOOD_ENOUGH = 1.001
+# So many experts of the highest rank get so many copies more or fewer.
+_MOST_CHANGED = 3
+_CHANGES = (-1, 1, -2, 2, -3, 3)
+# Times that this made a placement better, after which it is taken as it is.
+_MOST_TRIALS = 16
+
+# The loads of the items of one rank or host, of all that are packed together.
+_Loads: TypeAlias = "npt.NDArray[np.float64]"
+
+
+def balance(
+    load: Tensor | Sequence[float],
+    *,
+    num_ranks: int,
+    num_physical_experts: int,
+    num_hosts: int = 1,
+    num_groups: int = 1,
+) -> ExpertPlacement:
+    """Place experts so that the most loaded rank has as little as can be found.
+
+    Each copy of an expert is taken to serve an equal part of its load, as round robin does. Equal
+    loads give equal placements, on every machine.
+
+    Args:
+        load: [E], tokens of each logical expert, any unit; at least 0.
+        num_ranks: W.
+        num_physical_experts: P, a multiple of W; P - E of them are redundant.
+        num_hosts: hosts of the ranks.
+        num_groups: groups of experts, where routing is limited to groups. If hosts divide them, all
+            experts of a group and their copies lie on one host, so that a token that is limited to
+            some groups crosses to as few hosts.
+
+    Local.   Host sync: where load is on a device.   Deterministic: yes.
+    Raises:
+        ConfigError: a load that is NaN, infinite or negative; or sizes that do not fit.
+    Source: the problem is that of DeepSeek's EPLB; ours: a rank holds an expert once at most, and
+        a packing is made better by exchanges.
+    """
+    values = _checked(load)
+    check_sizes(
+        "balance",
+        num_experts=len(values),
+        num_ranks=num_ranks,
+        num_hosts=num_hosts,
+        num_physical_experts=num_physical_experts,
+    )
+    if len(values) % num_groups:
+        raise ConfigError(
+            f"balance: num_groups is {num_groups}, expected a divisor of the {len(values)} "
+            "experts; pass that of the routing"
+        )
+    num_areas = num_hosts if num_groups > 1 and num_groups % num_hosts == 0 else 1
+    found: list[ExpertPlacement] = []
+    # Hosts of more even loads do not always have more even ranks.
+    for exchanges in (True, False) if num_areas > 1 else (True,):
+        placed: list[int] = []
+        for experts in _areas(values, num_groups, num_areas, exchanges=exchanges):
+            placed += _place(
+                values[experts], experts, num_ranks // num_areas, num_physical_experts // num_areas
+            )
+        found.append(
+            ExpertPlacement(
+                num_experts=len(values),
+                num_ranks=num_ranks,
+                num_hosts=num_hosts,
+                physical_to_logical=tuple(placed),
+            )
+        )
+    return min(found, key=lambda placement: max(rank_loads(placement, values)))
+
+
+def rank_loads(placement: ExpertPlacement, load: Tensor | Sequence[float] | _Loads) -> list[float]:
+    """Return the load of each rank, [W], where the copies of an expert serve equal parts. Local."""
+    values = _checked(load)
+    parts = [float(values[e]) / len(placement.replicas[e]) for e in placement.physical_to_logical]
+    size = placement.num_local_experts
+    return [math.fsum(parts[r * size : (r + 1) * size]) for r in range(placement.num_ranks)]
+
+
+def _checked(load: Tensor | Sequence[float] | _Loads) -> _Loads:
+    values = load.detach().double().cpu().numpy() if isinstance(load, Tensor) else load
+    values = np.asarray(values, dtype=np.float64)
+    if values.ndim != 1 or not len(values):
+        raise ConfigError(
+            f"balance: load is {list(values.shape)}, expected [E], one number an expert; make a "
+            "placement for each layer"
+        )
+    wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+    if len(wrong):
+        raise ConfigError(
+            f"balance: the load of expert {wrong[0]} is {values[wrong[0]]}, expected a finite "
+            "number of at least 0; record the load anew"
+        )
+    return values
+
+
+def _areas(
+    values: _Loads, num_groups: int, num_areas: int, *, exchanges: bool
+) -> list[npt.NDArray[np.int64]]:
+    """Divide the experts into areas, which are hosts or all ranks; groups stay whole."""
+    group_size = len(values) // num_groups
+    ids = np.arange(len(values)).reshape(num_groups, group_size)
+    loads = values.reshape(num_groups, group_size).sum(1)
+    packed = _pack(loads, np.arange(num_groups), num_areas, exchanges=exchanges)
+    return [ids[sorted(groups)].reshape(-1) for groups in packed]
+
+
+def _place(
+    values: _Loads, experts: npt.NDArray[np.int64], num_ranks: int, num_places: int
+) -> list[int]:
+    """Return the logical expert of each place of `num_ranks` ranks, rank by rank."""
+    copies = _count_copies(values, num_places, np.full(len(values), num_ranks))
+    best = _packed(values, copies, num_ranks)
+    # Fewer copies of one expert and more of another may pack better.
+    for _ in range(_MOST_TRIALS):
+        if best.highest <= _GOOD_ENOUGH * values.sum() / num_ranks:
+            break
+        trials = (_packed(values, other, num_ranks) for other in _other_copies(values, best))
+        better = next((each for each in trials if each.highest < best.highest), None)
+        if better is None:
+            break
+        best = better
+    return [int(expert) for held in best.held for expert in sorted(experts[held])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Packed:
+    """Experts on ranks: the number of copies of each, and the experts that each rank holds."""
+
+    copies: npt.NDArray[np.int64]
+    held: list[npt.NDArray[np.int64]]
+    totals: list[float]
+
+    @property
+    def highest(self) -> float:
+        return max(self.totals)
+
+
+def _packed(values: _Loads, copies: npt.NDArray[np.int64], num_ranks: int) -> _Packed:
+    owners = np.repeat(np.arange(len(values)), copies)
+    held = [owners[items] for items in _pack((values / copies)[owners], owners, num_ranks)]
+    totals = [float((values / copies)[each].sum()) for each in held]
+    return _Packed(copies=copies, held=held, totals=totals)
+
+
+def _other_copies(values: _Loads, packed: _Packed) -> Iterator[npt.NDArray[np.int64]]:
+    """Yield numbers of copies with more or fewer of the largest experts of the highest rank."""
+    copies, num_ranks = packed.copies, len(packed.held)
+    experts = packed.held[int(np.argmax(packed.totals))]
+    largest = experts[np.lexsort((experts, -(values / copies)[experts]))][:_MOST_CHANGED]
+    for expert in largest.tolist():
+        most = np.full(len(values), num_ranks)
+        for change in _CHANGES:
+            wanted = int(copies[expert]) + change
+            others = int(copies.sum()) - wanted
+            if 1 <= wanted <= num_ranks and others >= len(values) - 1:
+                most[expert] = wanted
+                changed = _count_copies(values, others + wanted, most, first={expert: wanted})
+                if changed.sum() == copies.sum():
+                    yield changed
+
+
+def _count_copies(
+    values: _Loads,
+    num_places: int,
+    most: npt.NDArray[np.int64],
+    first: Mapping[int, int] = MappingProxyType({}),
+) -> npt.NDArray[np.int64]:
+    """Give each expert a copy, and each further place to the copies with the highest load.
+
+    most: copies of each expert.   first: copies that some have from the start.
+    """
+    copies = np.ones(len(values), dtype=np.int64)
+    for expert, number in first.items():
+        copies[expert] = number
+    while copies.sum() < num_places and (copies < most).any():
+        loads = np.where(copies < most, values / copies, -1.0)
+        # Of equal loads, such as none at all, to the expert with the fewest copies.
+        best = np.lexsort((np.arange(len(values)), copies, -loads))[0]
+        copies[best] += 1
+    return copies
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bins:
+    """Items in bins of one size; owners of the items in a bin are distinct."""
+
+    loads: _Loads
+    owners: npt.NDArray[np.int64]
+    items: list[list[int]]
+    size: int
+
+    def holds(self, place: int, owner: int) -> bool:
+        return any(self.owners[item] == owner for item in self.items[place])
+
+    def totals(self) -> list[float]:
+        """Return the load of each bin."""
+        return [math.fsum(self.loads[items].tolist()) for items in self.items]
+
+
+def _pack(
+    loads: _Loads, owners: npt.NDArray[np.int64], num_bins: int, *, exchanges: bool = True
+) -> list[list[int]]:
+    """Pack items into bins of equal number, and exchange items while that lowers the highest."""
+    bins = _Bins(
+        loads=loads,
+        owners=owners,
+        items=[[] for _ in range(num_bins)],
+        size=len(loads) // num_bins,
+    )
+    totals = bins.totals()
+    for item in np.lexsort((np.arange(len(loads)), -loads)).tolist():
+        if _insert(bins, item, totals):
+            totals = bins.totals()
+    while exchanges and _exchange(bins):
+        pass
+    return bins.items
+
+
+def _insert(bins: _Bins, item: int, totals: list[float]) -> bool:
+    """Put an item into the bin of least load that has a place and none of the same owner.
+
+    totals: the load of each bin, to which the item is added; True: other items moved too.
+    """
+    owner = int(bins.owners[item])
+    places = sorted(range(len(bins.items)), key=lambda place: (totals[place], place))
+    is_open = [place for place in places if len(bins.items[place]) < bins.size]
+    for place in is_open:
+        if not bins.holds(place, owner):
+            bins.items[place].append(item)
+            totals[place] += float(bins.loads[item])
+            return False
+    # Every open bin has one of this owner. A full one without it has at least one item more than
+    # an open bin has others, so something can move there.
+    for full in (place for place in places if not bins.holds(place, owner)):
+        for place in is_open:
+            moved = [i for i in bins.items[full] if not bins.holds(place, int(bins.owners[i]))]
+            if moved:
+                bins.items[full].remove(moved[-1])
+                bins.items[place].append(moved[-1])
+                bins.items[full].append(item)
+                return True
+    raise AssertionError("an owner has at most one item for each bin")
+
+
+def _exchange(bins: _Bins) -> bool:
+    """Exchange an item of the bin of highest load for one of another; False if nothing helps.
+
+    The highest load of the two falls, so that no packing comes twice.
+    """
+    totals = np.array(bins.totals())
+    highest = int(totals.argmax())
+    best: tuple[float, int, int, int] | None = None
+    for place in np.argsort(totals, kind="stable").tolist():
+        gap = totals[highest] - totals[place]
+        # Exchanges that only move rounding errors would never end.
+        if place == highest or gap <= 1e-12 * totals[highest]:
+            continue
+        mine, others = bins.items[highest], bins.items[place]
+        fall = bins.loads[mine][:, None] - bins.loads[others][None, :]
+        # What the larger of the two bins has less afterwards.
+        gain = np.minimum(fall, gap - fall)
+        for i, j in zip(*np.unravel_index(np.argsort(-gain, axis=None), gain.shape), strict=True):
+            found = float(gain[i, j])
+            if found <= 1e-12 * totals[highest] or (best is not None and found <= best[0]):
+                break
+            if _may_exchange(bins, highest, mine[i], place, others[j]):
+                best = (found, place, int(i), int(j))
+                break
+    if best is None:
+        return False
+    _, place, i, j = best
+    mine, others = bins.items[highest], bins.items[place]
+    mine[i], others[j] = others[j], mine[i]
+    return True
+
+
+def _may_exchange(bins: _Bins, one: int, mine: int, other: int, others: int) -> bool:
+    first, second = int(bins.owners[mine]), int(bins.owners[others])
+    return first == second or not (bins.holds(other, first) or bins.holds(one, second))

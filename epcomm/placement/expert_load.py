@@ -1,0 +1,90 @@
+"""The load of the experts of all layers, by windows of time: a record, and a file of JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from epcomm.errors import ConfigError
+
+_FORMAT = "epcomm expert load 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLoad:
+    """The tokens that chose each logical expert, of all ranks together.
+
+    num_ranks: W, of which the load was added up.
+    windows_by_layer: by the name of a layer, E counts for each window, the oldest first.
+    """
+
+    num_ranks: int
+    windows_by_layer: Mapping[str, tuple[tuple[int, ...], ...]]
+
+    def total(self, layer: str) -> tuple[int, ...]:
+        """Return E counts of all windows of a layer together; none before a window has ended."""
+        return tuple(sum(counts) for counts in zip(*self.windows_by_layer[layer], strict=True))
+
+    def as_json(self) -> str:
+        """Return one object, which from_json() reads."""
+        values = {
+            "format": _FORMAT,
+            "ranks": self.num_ranks,
+            "layers": {name: list(map(list, w)) for name, w in self.windows_by_layer.items()},
+        }
+        return json.dumps(values) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "text") -> ExpertLoad:
+        """Read what as_json() wrote.
+
+        Args:
+            text: the whole file.
+            source: the name of the file, for messages.
+
+        Raises:
+            ConfigError: it is no JSON, or not of this format.
+        """
+        try:
+            values = json.loads(text)
+            is_load = isinstance(values, dict) and values.get("format") == _FORMAT
+            windows = _windows_of(values["layers"]) if is_load else None
+            num_ranks = values["ranks"] if is_load else None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            windows = num_ranks = None
+        if windows is None or not isinstance(num_ranks, int) or num_ranks < 1:
+            raise ConfigError(
+                f"ExpertLoad.from_json: {source} is not the load of experts, expected what "
+                "ExpertLoad.as_json() returned; name another file"
+            )
+        return cls(num_ranks=num_ranks, windows_by_layer=windows)
+
+    @classmethod
+    def from_file(cls, path: Path) -> ExpertLoad:
+        """Read a file.
+
+        Raises:
+            ConfigError: it cannot be read, or is not of this format.
+        """
+        try:
+            text = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "it is no text"
+            raise ConfigError(
+                f"ExpertLoad.from_file: {path} cannot be read ({why}); name another file"
+            ) from None
+        return cls.from_json(text, source=path.name)
+
+
+def _windows_of(layers: Mapping[str, object]) -> dict[str, tuple[tuple[int, ...], ...]] | None:
+    """Return the windows of each layer, or None where counts are missing or no numbers."""
+    found: dict[str, tuple[tuple[int, ...], ...]] = {}
+    for name, windows in layers.items():
+        rows = tuple(tuple(row) for row in windows)  # type: ignore[attr-defined]
+        are_counts = all(type(each) is int and each >= 0 for row in rows for each in row)
+        if not are_counts or len({len(row) for row in rows}) > 1:
+            return None
+        found[name] = rows
+    return found

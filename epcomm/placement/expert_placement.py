@@ -1,0 +1,204 @@
+"""ExpertPlacement: which logical expert each physical expert of a layer is a copy of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Self
+
+from epcomm.errors import ConfigError, describe_kind, shown
+from epcomm.placement.nearest import nearest_replicas
+from epcomm.types import MAX_SIZE, is_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertPlacement:
+    """The physical experts of one layer; equal on all ranks.
+
+    num_experts: E, the logical experts, which are those of the model.
+    num_ranks: W. Rank r holds the L = P / W physical experts from r * L on.
+    num_hosts: hosts of the ranks, each with as many, in the order of the ranks.
+    physical_to_logical: the logical expert of each of the P physical ones.
+    prefers_near: tokens use the replicas on their rank, else those on its host, else all, in turn;
+        the loads of copies then are those of the ranks nearby, and not equal. False: all, in turn.
+
+    Worked example: 3 experts on 2 ranks as (0, 1, 2, 0) lie as [0, 1] and [2, 0]; expert 0 has the
+    physical ids 0 and 3.
+    """
+
+    num_experts: int
+    num_ranks: int
+    num_hosts: int = 1
+    physical_to_logical: tuple[int, ...]
+    prefers_near: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "num_ranks", "num_hosts"):
+            value = getattr(self, name)
+            if not is_size(value):
+                raise _fault(f"{name} is {shown(value)}", f"an int from 1 to {MAX_SIZE}")
+        if not isinstance(self.prefers_near, bool):
+            raise _fault(f"prefers_near is {shown(self.prefers_near)}", "true or false")
+        object.__setattr__(self, "physical_to_logical", tuple(self.physical_to_logical))
+        check_sizes(
+            "ExpertPlacement",
+            num_experts=self.num_experts,
+            num_ranks=self.num_ranks,
+            num_hosts=self.num_hosts,
+            num_physical_experts=self.num_physical_experts,
+        )
+        self._check_experts()
+
+    @classmethod
+    def spread(
+        cls, *, num_experts: int, num_ranks: int, num_hosts: int = 1, num_physical_experts: int
+    ) -> Self:
+        """Place experts in the order of their ids, over and over until all places are taken.
+
+        Without redundancy every rank holds the experts that it holds without a placement. Local.
+
+        Raises:
+            ConfigError: sizes that do not fit.
+        """
+        return cls(
+            num_experts=num_experts,
+            num_ranks=num_ranks,
+            num_hosts=num_hosts,
+            physical_to_logical=tuple(e % num_experts for e in range(num_physical_experts)),
+        )
+
+    @property
+    def num_physical_experts(self) -> int:
+        """The number of physical experts of all ranks, P."""
+        return len(self.physical_to_logical)
+
+    @property
+    def num_local_experts(self) -> int:
+        """The number of physical experts of one rank, L."""
+        return self.num_physical_experts // self.num_ranks
+
+    @cached_property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """The physical ids of each logical expert, in rising order: one entry an expert."""
+        found: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for physical, logical in enumerate(self.physical_to_logical):
+            found[logical].append(physical)
+        return tuple(map(tuple, found))
+
+    def rank_of(self, physical: int) -> int:
+        """Return the rank that holds a physical expert."""
+        return physical // self.num_local_experts
+
+    def host_of(self, physical: int) -> int:
+        """Return the host whose rank holds a physical expert."""
+        return self.rank_of(physical) // (self.num_ranks // self.num_hosts)
+
+    def experts_of_rank(self, rank: int) -> tuple[int, ...]:
+        """Return the logical expert of each of the L physical experts of a rank."""
+        first = rank * self.num_local_experts
+        return self.physical_to_logical[first : first + self.num_local_experts]
+
+    def replicas_for(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """Return the replicas of each logical expert among which the tokens of a rank choose."""
+        if not self.prefers_near:
+            return self.replicas
+        return nearest_replicas(
+            self.replicas,
+            rank=rank,
+            num_local=self.num_local_experts,
+            ranks_of_host=self.num_ranks // self.num_hosts,
+        )
+
+    def describe(self) -> str:
+        """Say in a line how many experts lie on how many ranks."""
+        redundant = self.num_physical_experts - self.num_experts
+        most = max(map(len, self.replicas))
+        return (
+            f"placement: {self.num_experts} experts and {redundant} redundant ones on "
+            f"{self.num_ranks} ranks, {self.num_local_experts} each, at most {most} of one expert"
+        )
+
+    def as_json(self) -> str:
+        """Return the placement as JSON, for from_json()."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what as_json() wrote.
+
+        Raises:
+            ConfigError: no JSON, other fields, or no placement that can be.
+        """
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"ExpertPlacement.from_json: the text is no JSON ({error}); pass what as_json() "
+                "returned"
+            ) from None
+        fields = set(cls.__dataclass_fields__)
+        # A file may be from before tokens could prefer near copies.
+        if not isinstance(values, Mapping) or {*values, "prefers_near"} != fields:
+            came = sorted(values) if isinstance(values, Mapping) else describe_kind(values)
+            raise ConfigError(
+                f"ExpertPlacement.from_json: the text holds {shown(came)}, expected an object with "
+                f"{sorted(fields)}; pass what as_json() returned"
+            )
+        if not isinstance(values["physical_to_logical"], list):
+            raise _fault(
+                f"physical_to_logical is {describe_kind(values['physical_to_logical'])}",
+                "a list of logical experts",
+            )
+        return cls(**values)
+
+    def _check_experts(self) -> None:
+        for physical, logical in enumerate(self.physical_to_logical):
+            is_id = logical == 0 or is_size(logical, self.num_experts - 1)
+            if not is_id or isinstance(logical, bool):
+                raise _fault(
+                    f"physical expert {physical} is a copy of {shown(logical)}",
+                    f"a logical expert from 0 to {self.num_experts - 1}",
+                )
+        for logical, copies in enumerate(self.replicas):
+            if not copies:
+                raise _fault(
+                    f"physical_to_logical has no copy of expert {logical}",
+                    f"at least one of each of the {self.num_experts} logical experts",
+                )
+        for rank in range(self.num_ranks):
+            held = self.experts_of_rank(rank)
+            twice = sorted({logical for logical in held if held.count(logical) > 1})
+            if twice:
+                raise _fault(
+                    f"rank {rank} holds {held.count(twice[0])} copies of expert {twice[0]}",
+                    "at most one a rank, for a second one takes no load from it",
+                )
+
+
+def check_sizes(
+    caller: str, *, num_experts: int, num_ranks: int, num_hosts: int, num_physical_experts: int
+) -> None:
+    """Refuse numbers of which no placement can be made. Local.
+
+    Raises:
+        ConfigError: hosts that do not divide the ranks, ranks that do not divide the physical
+            experts, fewer of these than logical ones, or more than one of each on every rank.
+    """
+    if num_ranks % num_hosts:
+        raise ConfigError(
+            f"{caller}: num_hosts is {num_hosts}, expected a divisor of the {num_ranks} ranks; "
+            "count the hosts, each with as many ranks"
+        )
+    most = num_experts * num_ranks
+    if not num_experts <= num_physical_experts <= most or num_physical_experts % num_ranks:
+        raise ConfigError(
+            f"{caller}: there are {num_physical_experts} physical experts, expected a multiple of "
+            f"the {num_ranks} ranks from {num_experts}, the logical experts, to {most}, one of "
+            "each on every rank; change the number of redundant experts"
+        )
+
+
+def _fault(came: str, expected: str) -> ConfigError:
+    return ConfigError(f"ExpertPlacement: {came}, expected {expected}; make it by balance()")

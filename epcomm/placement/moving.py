@@ -1,0 +1,187 @@
+"""Move experts between ranks, from one placement to another, all of them or none.
+
+Rows of experts travel in pieces, and wait in host memory until every rank has all of its own. So
+the device needs little more memory, and whatever fails on the way has written nothing. Then each
+rank writes its rows in place: parameters keep their addresses, in graphs too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from epcomm.collectives.base import Collectives
+from epcomm.placement.expert_placement import ExpertPlacement
+
+# 64 MiB: long enough for the full rate of any link, little beside the experts of a rank. Rows of
+# one expert that are longer travel one at a time.
+PIECE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """The way of one expert: physical ids of a copy in the old placement, of one in the new."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoveMemory:
+    """The most memory that a move takes on one rank, beside the experts of its layer.
+
+    device_bytes: what a rank sends and receives at a time, of the parameter with the most.
+    host_bytes: rows that wait until all are there. Each state of an optimizer, such as a moment of
+        Adam, takes as much again as its parameters do.
+    """
+
+    device_bytes: int
+    host_bytes: int
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], *, num_physical: int, num_ranks: int) -> MoveMemory:
+        """Compute it for P = num_physical experts; tensors: some experts [N, ...], on meta too."""
+        local = num_physical // num_ranks
+        device_bytes = host_bytes = 0
+        for tensor in tensors.values():
+            row = tensor.numel() // tensor.shape[0] * tensor.element_size()
+            most = max(1, PIECE_BYTES // max(1, row))
+            rows = min(most, local) + min(most, num_physical - local)
+            device_bytes = max(device_bytes, rows * row)
+            host_bytes += local * row
+        return cls(device_bytes=device_bytes, host_bytes=host_bytes)
+
+
+def transfers_between(old: ExpertPlacement, new: ExpertPlacement) -> list[Transfer]:
+    """Return where each physical expert that changes gets its values from. Local; pure.
+
+    A rank that holds an expert already takes it from itself. Else of the ranks that hold it, one on
+    the same host, and of these the one that has sent least so far.
+    """
+    found: list[Transfer] = []
+    num_sent = [0] * old.num_ranks
+    for target, (before, expert) in enumerate(
+        zip(old.physical_to_logical, new.physical_to_logical, strict=True)
+    ):
+        if before == expert:
+            continue
+        rank, host = new.rank_of(target), old.host_of(target)
+
+        def cost(copy: int, rank: int = rank, host: int = host) -> tuple[bool, bool, int, int]:
+            holder = old.rank_of(copy)
+            return holder != rank, old.host_of(copy) != host, num_sent[holder], copy
+
+        source = min(old.replicas[expert], key=cost)
+        if old.rank_of(source) != rank:
+            num_sent[old.rank_of(source)] += 1
+        found.append(Transfer(source=source, target=target))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StagedExperts:
+    """The new rows of this rank's experts, in host memory, until they are written.
+
+    rows: by name of the tensor, by local expert.
+    """
+
+    tensors: Mapping[str, Tensor]
+    rows: Mapping[str, Mapping[int, Tensor]]
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Write the rows in place. Local; no rank is waited for."""
+        for name, tensor in self.tensors.items():
+            into = _as_rows(tensor)
+            for place, row in self.rows[name].items():
+                into[place].copy_(row)
+
+
+@torch.no_grad()
+def stage_experts(
+    tensors: Mapping[str, Tensor],
+    old: ExpertPlacement,
+    new: ExpertPlacement,
+    collectives: Collectives,
+    *,
+    piece_bytes: int = PIECE_BYTES,
+) -> StagedExperts:
+    """Bring the rows that this rank's experts will have; write nothing yet.
+
+    Args:
+        tensors: this rank's [L, ...] by name, contiguous, any dtype; alike on all ranks.
+        old: where the experts lie.
+        new: where they shall lie, of the same numbers.
+        collectives: of the ranks.
+        piece_bytes: most bytes of one tensor that a rank sends, and that it receives, at a time;
+            so much memory, twice, the device needs beside the experts. One row travels always.
+
+    Collective: yes.   Host sync: yes.
+    Raises:
+        EPTimeout: some ranks did not come; nothing was written.
+    """
+    transfers = transfers_between(old, new)
+    rank, size = collectives.rank, old.num_local_experts
+    staged: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        rows = _as_rows(tensor)
+        staged[name] = {
+            each.target - rank * size: rows[each.source - rank * size].to("cpu", copy=True)
+            for each in transfers
+            if each.source // size == rank == each.target // size
+        }
+        most = max(1, piece_bytes // max(1, rows.shape[1]))
+        for piece in _pieces(transfers, size, collectives.world_size, most):
+            staged[name] |= _exchange(rows, piece, size, collectives)
+    return StagedExperts(tensors=tensors, rows=staged)
+
+
+def _as_rows(tensor: Tensor) -> Tensor:
+    """Return a view [L, bytes of an expert] of a contiguous [L, ...]."""
+    return tensor.detach().view(tensor.shape[0], -1).view(torch.uint8)
+
+
+def _pieces(
+    transfers: Sequence[Transfer], size: int, world_size: int, most: int
+) -> list[list[Transfer]]:
+    """Divide what travels so that no rank sends or receives more than `most` rows at a time."""
+    pieces: list[list[Transfer]] = []
+    # The number of rows that each rank has sent and received so far.
+    num_sent, num_received = [0] * world_size, [0] * world_size
+    for each in transfers:
+        source, target = each.source // size, each.target // size
+        if source == target:
+            continue
+        number = max(num_sent[source], num_received[target]) // most
+        # A rank that waits leaves the rest of a piece empty.
+        num_sent[source] = max(num_sent[source], number * most) + 1
+        num_received[target] = max(num_received[target], number * most) + 1
+        pieces += [[] for _ in range(number + 1 - len(pieces))]
+        pieces[number].append(each)
+    return pieces
+
+
+def _exchange(
+    rows: Tensor, piece: Sequence[Transfer], size: int, collectives: Collectives
+) -> dict[int, Tensor]:
+    """Send and receive the rows of one piece; return what came, by local expert. Collective."""
+    rank, world_size = collectives.rank, collectives.world_size
+    sent: list[list[int]] = [[] for _ in range(world_size)]
+    received: list[list[int]] = [[] for _ in range(world_size)]
+    for each in piece:
+        if each.source // size == rank:
+            sent[each.target // size].append(each.source - rank * size)
+        if each.target // size == rank:
+            received[each.source // size].append(each.target - rank * size)
+    order = torch.tensor([place for places in sent for place in places], dtype=torch.int64)
+    came = collectives.all_to_all(
+        rows.index_select(0, order.to(rows.device)),
+        send_splits=[len(places) for places in sent],
+        recv_splits=[len(places) for places in received],
+        phase="rebalance",
+    ).cpu()
+    places = [place for places in received for place in places]
+    return {place: came[index] for index, place in enumerate(places)}

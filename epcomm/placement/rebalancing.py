@@ -1,0 +1,134 @@
+"""Find what a rebalance moves, and let all ranks agree on it before anything moves."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from epcomm.collectives.base import Collectives
+from epcomm.errors import ConfigError, describe_ranks
+from epcomm.placement.expert_placement import ExpertPlacement
+from epcomm.sharding.shards import ExpertShard, is_expert_tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertState:
+    """The tensors that move with the experts of one layer, by name: parameters, optimizer state."""
+
+    tensors: Mapping[str, Tensor]
+
+    @classmethod
+    def of(
+        cls, parameters: Mapping[str, Tensor], optimizer: Optimizer | None, num_local: int
+    ) -> ExpertState:
+        """Collect the parameters, and what an optimizer keeps for each expert of them. Local.
+
+        Raises:
+            ConfigError: a parameter that is cut otherwise than by experts, or has a gradient.
+        """
+        found: dict[str, Tensor] = {}
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                raise ConfigError(
+                    f"rebalance: {name} has a gradient, which would stay behind; call zero_grad() "
+                    "first"
+                )
+            found[name] = parameter
+            state = {} if optimizer is None else optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                # Numbers of steps are of all experts.
+                if isinstance(value, Tensor) and _is_by_expert(value, num_local):
+                    found[f"{name}, {key}"] = value
+        for name, tensor in found.items():
+            is_cut = hasattr(tensor, "device_mesh") and not is_expert_tensor(tensor)
+            if is_cut or not _is_by_expert(tensor, num_local) or not _piece(tensor).is_contiguous():
+                raise ConfigError(
+                    f"rebalance: {name} is {type(tensor).__name__} {list(tensor.shape)}, expected "
+                    f"the {num_local} experts of this rank, contiguous; move experts before FSDP "
+                    "cuts them, or a parametrisation replaces them"
+                )
+        return cls(tensors=found)
+
+    def pieces(self) -> dict[str, Tensor]:
+        """Return this rank's part of each tensor that has elements, [L, ...]."""
+        return {n: _piece(each) for n, each in self.tensors.items() if _piece(each).numel()}
+
+    def belong_to(self, shard: ExpertShard) -> None:
+        """Note in each ExpertTensor which experts it holds now. Local."""
+        for tensor in self.tensors.values():
+            if is_expert_tensor(tensor):
+                tensor.shard = shard
+
+    def describe(self) -> str:
+        """Return names, shapes and dtypes, for comparison over the ranks."""
+        return "; ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in self.pieces().items())
+
+
+def check_placement(old: ExpertPlacement, new: object, where: str) -> ExpertPlacement:
+    """Refuse what cannot follow the placement of a layer. Local.
+
+    Raises:
+        ConfigError: no placement, or one of other numbers.
+    """
+    if not isinstance(new, ExpertPlacement):
+        raise ConfigError(
+            f"rebalance: placement is {type(new).__name__}, expected an ExpertPlacement ({where}); "
+            "make it by balance()"
+        )
+    for name in ("num_ranks", "num_experts", "num_physical_experts"):
+        came, expected = getattr(new, name), getattr(old, name)
+        if came != expected:
+            raise ConfigError(
+                f"rebalance: {name} of the placement is {came}, expected {expected} as the layer "
+                f"has ({where}); make it by balance() for these ranks and experts"
+            )
+    return new
+
+
+def agree_on_move(
+    collectives: Collectives, *, problem: str, placement: ExpertPlacement | None, state: str
+) -> None:
+    """Compare what all ranks are about to move, before anything moves.
+
+    problem: what keeps this rank from it, or nothing.
+
+    Collective: yes.   Host sync: yes.
+    Raises:
+        ConfigError: some rank has a problem, or ranks disagree; on every rank.
+    """
+    places = None if placement is None else placement.as_json()
+    found = {"problem": problem, "placement": _digest(places), "tensors": _digest(state)}
+    told = collectives.agree({}, what="rebalance", findings=found)
+    for rank, finding in enumerate(told):
+        if finding["problem"]:
+            raise ConfigError(
+                str(finding["problem"])
+                if rank == collectives.rank
+                else f"{finding['problem']} (said by rank {rank}; this is rank {collectives.rank} "
+                f"of {collectives.world_size})"
+            )
+    for name in ("placement", "tensors"):
+        others = [rank for rank, each in enumerate(told) if each[name] != told[0][name]]
+        if others:
+            raise ConfigError(
+                f"rebalance: {name} of {describe_ranks(others)} differ from those of rank 0 (this "
+                f"is rank {collectives.rank} of {collectives.world_size}); pass the same placement "
+                "on all ranks, with the optimizer of the layer or without"
+            )
+
+
+def _digest(text: str | None) -> str:
+    return "" if text is None else hashlib.sha256(text.encode()).hexdigest()
+
+
+def _piece(tensor: Tensor) -> Tensor:
+    return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def _is_by_expert(tensor: Tensor, num_local: int) -> bool:
+    shape = _piece(tensor).shape
+    return len(shape) > 0 and shape[0] == num_local

@@ -1,0 +1,122 @@
+"""Record the load of experts over windows of time, on the device, and add it up over the ranks.
+
+Routers count into tables, in device graphs too. A window ends without a host sync; only gather()
+exchanges anything, and reads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from epcomm.collectives.base import Collectives
+from epcomm.errors import ConfigError
+from epcomm.placement.expert_load import ExpertLoad
+
+# Rows of a table, any of which a token may count in: a line of a GPU's cache takes one addition a
+# cycle, and so thousands of tokens do not wait for one another.
+_ROWS = 16
+# Windows that are kept by default: an hour of minutes, 8 bytes for each expert and window.
+_MAX_WINDOWS = 60
+
+
+def load_table(num_experts: int, device: torch.device) -> Tensor:
+    """Return a table that routers count into, [N, E], int64, zeros: its rows add up to the load."""
+    return torch.zeros(_ROWS, num_experts, dtype=torch.int64, device=device)
+
+
+class LoadRecorder:
+    """Cuts what the layers of one rank have counted into windows.
+
+    The last `max_windows` windows are kept, the newest last.
+    """
+
+    def __init__(self, tables: Mapping[str, Tensor], *, max_windows: int = _MAX_WINDOWS) -> None:
+        """Begin the first window.
+
+        Args:
+            tables: the load_table of each layer, by the layer's name, equal names on all ranks.
+            max_windows: windows to keep.
+
+        Raises:
+            ConfigError: no layer, something that is no table, or no window to keep.
+        """
+        if not tables:
+            raise ConfigError(
+                "LoadRecorder: tables is empty, expected the load of a layer at least; set "
+                "EPConfig(record_load=True)"
+            )
+        for name, table in tables.items():
+            if not isinstance(table, Tensor) or table.dim() != 2 or table.dtype != torch.int64:
+                raise ConfigError(
+                    f"LoadRecorder: the table of {name!r} is {type(table).__name__}, expected an "
+                    "int64 tensor [N, E]; make it by load_table()"
+                )
+        if max_windows < 1:
+            raise ConfigError(f"LoadRecorder: max_windows is {max_windows}, expected at least 1")
+        self._tables = dict(tables)
+        self._windows: deque[Tensor] = deque(maxlen=max_windows)
+        self._before = self._count()
+
+    def end_window(self) -> None:
+        """End a window, and begin the next one.
+
+        Local.   Host sync: none.   On the stream of the layers' calls, not within a graph.
+        """
+        counts = self._count()
+        self._windows.append(counts - self._before)
+        self._before = counts
+
+    def gather(self, collectives: Collectives) -> ExpertLoad:
+        """Add up the windows of all ranks; the window that has not ended is left out.
+
+        Collective: yes, one comparison of sizes and one all-gather, beside the calls of layers.
+        Host sync: yes.
+        Raises:
+            ConfigError: ranks have other layers, or another number of windows; on every rank.
+        """
+        sizes = {name: table.shape[1] for name, table in self._tables.items()}
+        collectives.agree(
+            {
+                "windows": len(self._windows),
+                "layers": " ".join(f"{n}={e}" for n, e in sizes.items()),
+            },
+            what="LoadRecorder.gather",
+        )
+        loads: dict[str, tuple[tuple[int, ...], ...]] = dict.fromkeys(sizes, ())
+        if self._windows:
+            local = torch.stack(tuple(self._windows))
+            total = collectives.all_gather(local, phase="LoadRecorder.gather").sum(0)
+            for name, part in zip(sizes, total.split(list(sizes.values()), dim=1), strict=True):
+                loads[name] = tuple(tuple(row) for row in part.tolist())
+        return ExpertLoad(num_ranks=collectives.world_size, windows_by_layer=loads)
+
+    def _count(self) -> Tensor:
+        """Return what was counted so far, the layers one behind another: [sum of E]."""
+        return torch.cat([table.sum(0) for table in self._tables.values()])
+
+
+def loads_of_ranks(
+    load: Tensor, *, num_ranks: int, physical_to_logical: Sequence[int] | None = None
+) -> Tensor:
+    """Return the load of each rank, [W], float64, of the load of each logical expert, [E].
+
+    Args:
+        load: [E], integers, on any device.
+        num_ranks: W; rank r holds the P / W physical experts from r * P / W on.
+        physical_to_logical: the logical expert of each of P; its copies share the load equally.
+            None: each expert has one, in their order.
+
+    Local.   Host sync: none.
+    """
+    per_copy = load.to(torch.float64)
+    if physical_to_logical is not None:
+        logical = torch.tensor(physical_to_logical, device=load.device)
+        num_copies = torch.zeros_like(per_copy).index_add_(
+            0, logical, per_copy.new_ones(len(logical))
+        )
+        per_copy = (per_copy / num_copies.clamp(min=1))[logical]
+    return per_copy.view(num_ranks, -1).sum(1)

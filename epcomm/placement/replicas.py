@@ -1,0 +1,95 @@
+"""Turn logical ids of experts into physical ones, by tables on the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from epcomm.config import EPConfig
+from epcomm.errors import ConfigError
+from epcomm.placement.expert_placement import ExpertPlacement
+from epcomm.placement.nearest import replica_table
+from epcomm.records import ReplicaTable, TopKOutput
+from epcomm.spec import MoESpec
+
+
+def first_placement(
+    config: EPConfig, spec: MoESpec, world_size: int, where: str
+) -> ExpertPlacement | None:
+    """Return where the experts of a new layer lie, the same on all ranks; None: in their order.
+
+    Local.
+    Raises:
+        ConfigError: too many experts are redundant.
+    """
+    if config.redundant_experts is None:
+        return None
+    num_logical = spec.num_experts - config.redundant_experts
+    if num_logical < spec.top_k:
+        raise ConfigError(
+            f"ExpertParallelExperts: {config.redundant_experts} of {spec.num_experts} experts are "
+            f"redundant, expected at least top_k = {spec.top_k} others ({where}); set "
+            "EPConfig.redundant_experts to the copies beyond one of each"
+        )
+    return ExpertPlacement.spread(
+        num_experts=num_logical, num_ranks=world_size, num_physical_experts=spec.num_experts
+    )
+
+
+class ReplicaTables:
+    """The copies of each expert, for kernels and graphs: the tables keep their addresses.
+
+    Ranks with tokens of their own begin with different copies, and their calls take turns. Ranks
+    that share their tokens (replicated) have to choose alike, whatever calls one of them has
+    missed: they take none, and neither do calls with gradients, so that recomputation chooses as
+    the first run.
+    """
+
+    def __init__(
+        self, placement: ExpertPlacement, *, rank: int, is_replicated: bool, device: torch.device
+    ) -> None:
+        """Make the tables of a placement, as large as those of any with the same numbers."""
+        redundant = placement.num_physical_experts - placement.num_experts
+        most = min(placement.num_ranks, redundant + 1)
+        self._rank = rank
+        self._in_turn = replica_table(
+            placement.replicas_for(rank),
+            device=device,
+            max_replicas=most,
+            first=0 if is_replicated else rank,
+            takes_turns=not is_replicated,
+        )
+        self._alike = replace(self._in_turn, calls=None)
+
+    @property
+    def table(self) -> ReplicaTable:
+        """The table of a call that begins now, by whether gradients are recorded."""
+        return self._alike if torch.is_grad_enabled() else self._in_turn
+
+    def write(self, placement: ExpertPlacement) -> None:
+        """Write another placement of the same numbers into the tables. Local; no host sync."""
+        table = self._in_turn
+        written = replica_table(
+            placement.replicas_for(self._rank),
+            device=torch.device("cpu"),
+            max_replicas=table.replicas.shape[1],
+        )
+        table.replicas.copy_(written.replicas)
+        table.num_replicas.copy_(written.num_replicas)
+
+    def choose(self, topk: TopKOutput) -> TopKOutput:
+        """Return the entries with physical ids, as ReplicaTable.choose() has them.
+
+        Those that have them stay as they are, and so does what is no [T, K] of int64 on this
+        device: the dispatcher refuses it, on all ranks.
+
+        Local.   Host sync: none.   Graph capture: yes.   Deterministic: yes.
+        """
+        ids, table = getattr(topk, "topk_ids", None), self.table
+        if not isinstance(ids, Tensor) or ids.dtype is not torch.int64 or ids.dim() != 2:
+            return topk
+        if topk.is_physical or ids.device != table.replicas.device:
+            return topk
+        return replace(topk, topk_ids=table.choose(ids), is_physical=True)

@@ -1,0 +1,230 @@
+"""Compute auxiliary losses of what the gates of a model saw: balance of experts, size of logits.
+
+    with watch_gates(model) as gates:
+        loss = task_loss(model(batch))
+    for gate in gates:
+        scores = router_probabilities(gate.logits, gate.routing)
+        loss = loss + 1e-2 * load_balancing_loss(scores, gate.topk_ids, group=group)
+
+With a group a loss is that of the tokens of all ranks: each rank returns its own tokens' part, and
+the parts of all ranks add up to the loss that one process computes of all tokens. Only counts
+travel, which have no gradient. So the gradients of the parts add up too, by
+sum_replicated_gradients(); beside DDP, which takes the mean over its ranks, multiply by their
+number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from epcomm.errors import ConfigError, ShapeError
+from epcomm.group import EPGroup
+from epcomm.moe import ExpertParallelMoE, GateCall
+from epcomm.routing.spec import RoutingSpec, ScoreFunction
+from epcomm.types import sum_dtype
+
+
+@contextmanager
+def watch_gates(model: nn.Module) -> Iterator[list[GateCall]]:
+    """Collect the calls of the gates of all ExpertParallelMoE blocks of `model`, in their order.
+
+    The logits have their graph, and hold its memory as long as the list lives. Calls that backward
+    repeats are left out, and so are blocks in idle_step(), whose gates do not run. Under reentrant
+    checkpointing logits have no gradients: pass use_reentrant=False.
+
+    Local.   Host sync: none.
+    """
+    found: list[GateCall] = []
+    blocks = [block for block in model.modules() if isinstance(block, ExpertParallelMoE)]
+    before = [block.gate_calls for block in blocks]
+    try:
+        for block in blocks:
+            block.gate_calls = found
+        yield found
+    finally:
+        for block, calls in zip(blocks, before, strict=True):
+            block.gate_calls = calls
+
+
+def router_probabilities(logits: Tensor, routing: RoutingSpec) -> Tensor:
+    """Return the scores of all experts as probabilities, whose sum is 1 for each token.
+
+    They are the softmax of the logits, or where the routing scores by another function, its scores
+    divided by their sum. A correction bias has no part in them.
+
+    Args:
+        logits: [..., E], floating point.
+        routing: of the model; its score function and softcap are read.
+
+    Returns:
+        [..., E], float64 for float64 logits, else float32; differentiable.
+
+    Local.   Host sync: none.
+    Raises:
+        ConfigError: a custom function, of whose scores nothing is known.
+    Source: DeepSeek-V3 (arXiv 2412.19437), eq. 19, for sigmoid; as in Megatron-LM.
+    """
+    if routing.custom_function is not None:
+        raise ConfigError(
+            "router_probabilities: routing has a custom function, expected a score function; pass "
+            "probabilities of your own to the losses"
+        )
+    logits = logits.to(sum_dtype(logits.dtype))
+    if routing.softcap is not None:
+        logits = routing.softcap * torch.tanh(logits / routing.softcap)
+    if routing.score_function is ScoreFunction.SOFTMAX:
+        return torch.softmax(logits, dim=-1)
+    if routing.score_function is ScoreFunction.SIGMOID:
+        scores = torch.sigmoid(logits)
+    else:
+        scores = nn.functional.softplus(logits).sqrt()
+    tiny = torch.finfo(scores.dtype).tiny
+    return scores / scores.sum(dim=-1, keepdim=True).clamp(min=tiny)
+
+
+def load_balancing_loss(
+    probabilities: Tensor,
+    topk_ids: Tensor,
+    *,
+    group: EPGroup | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Return E * sum over experts of (share of the entries) * (mean probability).
+
+    An even routing gives 1. The loss of Switch and GShard for K experts a token, as Megatron-LM and
+    DeepSeek have it; load_balancing_loss_func of transformers is K times as much, and takes several
+    layers as one: for that, concatenate what their gates saw.
+
+    Args:
+        probabilities: [T, E], as router_probabilities() returns them; T = 0 is legal.
+        topk_ids: [T, K], integer, logical experts; -1 is counted nowhere.
+        group: the ranks with tokens of their own, whose tokens count too; None: this rank's alone.
+        mask: [T], bool, False for padding, which has no part in the loss; None: no padding.
+
+    Returns:
+        A scalar of the dtype of sums (float64, else float32): with a group this rank's part of the
+        loss. 0 without tokens. Differentiable in the probabilities.
+
+    Collective: with a group, one all-gather of E + 1 integers: every rank calls it as often, also
+        with T = 0; not inside what activation checkpointing repeats.   Host sync: as the transport.
+    Raises:
+        ShapeError: shapes or dtypes that do not fit, on this rank, before the exchange.
+    Source: "Switch Transformers" (arXiv 2101.03961), eq. 4 to 6.
+    """
+    _check("load_balancing_loss", probabilities, topk_ids, mask, num_dimensions=2)
+    kept, num_tokens = _without_padding(probabilities, mask)
+    counts = _counts(topk_ids, mask, num_experts=probabilities.shape[-1])
+    totals = _over_ranks(torch.cat((counts, num_tokens.view(1))), group, "load_balancing_loss")
+    weights = _weights(totals[:-1], totals[-1:], topk_ids.shape[-1])
+    return (kept.sum(dim=0) * weights.to(kept)).sum()
+
+
+def sequence_balancing_loss(
+    probabilities: Tensor,
+    topk_ids: Tensor,
+    *,
+    group: EPGroup | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Return the mean of load_balancing_loss() over sequences, each balanced by itself.
+
+    Args:
+        probabilities: [B, S, E], of B whole sequences; B = 0 is legal.
+        topk_ids: [B, S, K], integer, logical experts; -1 is counted nowhere.
+        group: the ranks with sequences of their own, over which the mean is taken; None: this
+            rank's alone.
+        mask: [B, S], bool, False for padding; a sequence of padding alone is none.
+
+    Returns, Raises: see load_balancing_loss().
+    Collective: with a group, as load_balancing_loss(), of one integer.
+    Source: DeepSeek-V3 (arXiv 2412.19437), eq. 17 to 20.
+    """
+    _check("sequence_balancing_loss", probabilities, topk_ids, mask, num_dimensions=3)
+    kept, num_tokens = _without_padding(probabilities, mask)
+    counts = _counts(topk_ids, mask, num_experts=probabilities.shape[-1])
+    own = (num_tokens > 0).sum().view(1)
+    num_sequences = _over_ranks(own, group, "sequence_balancing_loss").clamp(min=1)
+    weights = _weights(counts, num_tokens.unsqueeze(-1), topk_ids.shape[-1]) / num_sequences
+    return (kept.sum(dim=1) * weights.to(kept)).sum()
+
+
+def z_loss(logits: Tensor, *, group: EPGroup | None = None, mask: Tensor | None = None) -> Tensor:
+    """Return the mean over tokens of logsumexp(logits) ** 2, which keeps logits small.
+
+    Args:
+        logits: [T, E], floating point; T = 0 is legal.
+        group, mask: see load_balancing_loss().
+
+    Returns, Raises: see load_balancing_loss().
+    Collective: with a group, as load_balancing_loss(), of one integer.
+    Source: "ST-MoE" (arXiv 2202.08906), eq. 5; as in Megatron-LM.
+    """
+    _check("z_loss", logits, None, mask, num_dimensions=2)
+    kept, num_tokens = _without_padding(logits, mask)
+    squares = torch.logsumexp(kept, dim=-1).square()
+    if mask is not None:
+        squares = squares.masked_fill(~mask, 0.0)
+    return squares.sum() / _over_ranks(num_tokens.view(1), group, "z_loss").clamp(min=1).sum()
+
+
+def _without_padding(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return values [..., T, E] with zeros in padding, in the dtype of sums, and tokens [...]."""
+    values = values.to(sum_dtype(values.dtype))
+    if mask is None:
+        return values, torch.full(values.shape[:-2], values.shape[-2], device=values.device)
+    return values.masked_fill(~mask.unsqueeze(-1), 0.0), mask.sum(dim=-1)
+
+
+def _counts(topk_ids: Tensor, mask: Tensor | None, *, num_experts: int) -> Tensor:
+    """Count the entries of each expert, [..., E] of [..., T, K]."""
+    ids = topk_ids if mask is None else topk_ids.masked_fill(~mask.unsqueeze(-1), -1)
+    # What names no expert is counted behind the last one.
+    places = torch.where(ids < 0, num_experts, ids).flatten(-2).long()
+    counts = places.new_zeros(*ids.shape[:-2], num_experts + 1)
+    return counts.scatter_add_(-1, places, torch.ones_like(places))[..., :num_experts]
+
+
+def _weights(counts: Tensor, num_tokens: Tensor, top_k: int) -> Tensor:
+    """Return what a sum of probabilities is multiplied by, [..., E]: E * count / (K * T * T)."""
+    tokens = num_tokens.double().clamp(min=1)
+    return counts.double() * counts.shape[-1] / (top_k * tokens * tokens)
+
+
+def _over_ranks(counts: Tensor, group: EPGroup | None, phase: str) -> Tensor:
+    if group is None:
+        return counts
+    total = group.collectives.all_gather(counts.to(group.device), phase=phase).sum(dim=0)
+    return total.to(counts.device)
+
+
+def _check(
+    caller: str,
+    values: Tensor,
+    topk_ids: Tensor | None,
+    mask: Tensor | None,
+    *,
+    num_dimensions: int,
+) -> None:
+    if values.dim() != num_dimensions or not values.is_floating_point():
+        names = "[B, S, E]" if num_dimensions == 3 else "[T, E]"
+        raise ShapeError(
+            f"{caller}: the scores are {values.dtype} {list(values.shape)}, expected floating "
+            f"point {names}; view what the gate saw so"
+        )
+    shape = list(values.shape[:-1])
+    if topk_ids is not None:
+        is_integer = not topk_ids.is_floating_point() and topk_ids.dtype is not torch.bool
+        if list(topk_ids.shape[:-1]) != shape or topk_ids.dim() != values.dim() or not is_integer:
+            raise ShapeError(
+                f"{caller}: topk_ids is {topk_ids.dtype} {list(topk_ids.shape)}, expected integers "
+                f"{[*shape, 'K']} as the scores are; pass the ids of the same tokens"
+            )
+    if mask is not None and (list(mask.shape) != shape or mask.dtype is not torch.bool):
+        raise ShapeError(
+            f"{caller}: mask is {mask.dtype} {list(mask.shape)}, expected bool {shape}, True for "
+            "tokens and False for padding"
+        )

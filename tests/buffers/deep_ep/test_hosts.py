@@ -1,0 +1,39 @@
+"""What the packages of deep_ep refuse on several hosts is known before they are opened."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from epcomm.registry import buffer_class
+from epcomm.spec import BufferSpec, HostLayout
+from epcomm.types import WireFormat
+
+BF16 = WireFormat.of(torch.bfloat16)
+SPEC = BufferSpec(
+    hidden_size=256, top_k=2, num_local_experts=2, dispatch_format=BF16, hidden_format=BF16
+)
+
+
+@pytest.mark.parametrize(
+    ("backend", "hosts", "reason"),
+    [
+        ("DeepEPV1Buffer", [0] * 8 + [1] * 8, None),
+        ("DeepEPV1Buffer", [0, 1] * 8, "hosts of 8 neighbouring ranks each, not 2 hosts of ranks"),
+        ("DeepEPV1Buffer", [0] * 4 + [1] * 4, "hosts of 8 neighbouring ranks each"),
+        ("DeepEPV1Buffer", [0] * 8 + [1] * 4, "hosts of 8 neighbouring ranks each"),
+        ("DeepEPV1StaticBuffer", [0] * 4 + [1] * 4, "ranks of one host, not of 2"),
+        ("DeepEPV2Buffer", [rank // 2 for rank in range(64)], None),
+        ("DeepEPV2Buffer", [rank // 2 for rank in range(66)], "33 hosts, at most 32"),
+    ],
+)
+def test_hosts_that_a_package_does_not_join_are_refused(
+    backend: str, hosts: list[int], reason: str | None
+) -> None:
+    kind = buffer_class(backend)
+    assert kind.lacks_between(SPEC) == (), "one host"
+    found = kind.lacks_between(replace(SPEC, hosts=HostLayout.of(hosts)))
+    assert len(found) == (reason is not None)
+    assert all(reason is not None and reason in each for each in found)

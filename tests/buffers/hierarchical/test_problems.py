@@ -1,0 +1,118 @@
+"""What fails on one rank between the exchanges of a call reaches the others, and nobody waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from epcomm import (
+    BackendUnavailable,
+    DeepEPLowLatencyDispatcher,
+    DeepEPNormalDispatcher,
+    EPConfig,
+    EPError,
+    EPGroup,
+    MoESpec,
+    TopKOutput,
+)
+from epcomm.buffers.hierarchical.buffer import HierarchicalBuffer
+from epcomm.buffers.shared_memory.buffer import SharedMemoryBuffer
+
+SPEC = MoESpec(hidden_size=16, num_experts=8, top_k=2, dtype=torch.float32)
+DISPATCHERS = {
+    "normal": (DeepEPNormalDispatcher, EPConfig(mode="normal", timeout_s=20)),
+    "low_latency": (
+        DeepEPLowLatencyDispatcher,
+        EPConfig(mode="low_latency", max_tokens_per_rank=4, timeout_s=20),
+    ),
+}
+
+
+@contextmanager
+def two_hosts() -> Iterator[EPGroup]:
+    with EPGroup(init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "place"))) as group:
+        yield group
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("mode", DISPATCHERS)
+@pytest.mark.parametrize("exchange", ["_outer", "_inner"])
+@pytest.mark.parametrize("function", ["dispatch", "combine"])
+def test_a_rank_without_memory_is_no_reason_to_wait(
+    mode: str, exchange: str, function: str
+) -> None:
+    with two_hosts() as group, torch.no_grad():
+        kind, config = DISPATCHERS[mode]
+        dispatcher = kind(group, SPEC, config)
+        buffer = dispatcher._buffer
+        assert isinstance(buffer, HierarchicalBuffer)
+        topk = TopKOutput(topk_ids=torch.tensor([[0, 7], [3, 4]]), topk_weights=torch.ones(2, 2))
+        x = torch.ones(2, 16)
+
+        def step() -> torch.Tensor:
+            out = dispatcher.dispatch(x, topk)
+            return dispatcher.combine(out.combine_input(torch.ones(out.num_slots, 16)))
+
+        assert step().eq(2).all()
+        if group.rank == 2:
+            _fail_once(getattr(buffer, exchange), function)
+            with pytest.raises((RuntimeError, EPError), match="out of memory"):
+                step()
+            _forget(dispatcher.check)
+        elif (exchange, function) == ("_outer", "combine") and group.rank != 0:
+            # Its host has combined, and ranks of the other place exchange nothing with it any more.
+            assert step().eq(2).all()
+        else:
+            _expect_told(step, dispatcher.check)
+        assert step().eq(2).all(), "the group goes on"
+        dispatcher.check()
+        group.collectives.agree({}, what="the end")
+
+
+def _fail_once(buffer: object, function: str) -> None:
+    """Let the next call of `function` fail before any rank knows of it."""
+    original = getattr(buffer, function)
+
+    def fail(*args: object, **kwargs: object) -> NoReturn:
+        setattr(buffer, function, original)
+        raise RuntimeError("out of memory")
+
+    setattr(buffer, function, fail)
+
+
+def _expect_told(step: Callable[[], torch.Tensor], check: Callable[[], None]) -> None:
+    """Expect an error of the call, or NaN and an error of check()."""
+
+    def call() -> None:
+        assert step().isnan().all()
+        check()
+
+    with pytest.raises(EPError, match="rank 2"):
+        call()
+    _forget(check)
+
+
+def _forget(check: Callable[[], None]) -> None:
+    try:
+        check()
+    except EPError:
+        return
+
+
+@pytest.mark.ranks(4)
+def test_a_host_without_memory_is_told_on_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: SharedMemoryBuffer) -> NoReturn:
+        raise BackendUnavailable("no memory here")
+
+    with two_hosts() as group:
+        if group.rank >= 2:
+            monkeypatch.setattr(SharedMemoryBuffer, "prepare", full)
+        with pytest.raises(BackendUnavailable, match="no memory here"):
+            DeepEPNormalDispatcher(group, SPEC, EPConfig(mode="normal"))
+        monkeypatch.undo()
+        DeepEPNormalDispatcher(group, SPEC, EPConfig(mode="normal"))

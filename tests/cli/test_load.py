@@ -1,0 +1,69 @@
+"""`epcomm load`: a table of layers, a heatmap, and one line for what cannot be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from epcomm.cli import app
+from epcomm.placement.expert_load import ExpertLoad
+
+LOAD = ExpertLoad(
+    num_ranks=2,
+    windows_by_layer={
+        "layers.0": ((1, 0, 2, 5), (3, 0, 0, 1)),
+        "layers.1": (),
+        "layers.2": ((0, 0), (0, 0)),
+    },
+)
+
+
+def written(folder: Path) -> Path:
+    path = folder / "load.json"
+    path.write_text(LOAD.as_json())
+    return path
+
+
+def test_table_has_a_row_for_each_layer(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["load", str(written(tmp_path))])
+    assert done.exit_code == 0, done.output
+    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.strip()}
+    # 4 0 2 6: expert 3 has 6 of 12, and rank 1 has 8.
+    assert rows["layers.0"] == ["2", "12", "3", "2.00", "1.33"]
+    assert rows["layers.1"] == ["0", "0", "-", "1.00", "-"]
+    assert rows["layers.2"] == ["2", "0", "-", "1.00", "1.00"]
+
+
+@pytest.mark.slow
+def test_heatmap_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "load.svg"
+    done = CliRunner().invoke(app, ["load", str(written(tmp_path)), "--plot", str(picture)])
+    assert done.exit_code == 0, done.output
+    assert "<svg" in picture.read_text("utf-8")
+
+
+def refused(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["load", *arguments])
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("epcomm load: ")
+    return done.stderr
+
+
+def test_what_cannot_be_read_is_told_in_one_line(tmp_path: Path) -> None:
+    other, missing = tmp_path / "other.json", tmp_path / "no.json"
+    other.write_text("{}")
+    assert "cannot be read (No such file or directory)" in refused(str(missing))
+    assert "other.json is not the load of experts" in refused(str(other))
+
+
+@pytest.mark.slow
+def test_picture_that_cannot_be_written_is_told_in_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    good, nowhere = str(written(tmp_path)), str(tmp_path / "no" / "load.png")
+    assert "expected a name that ends in one of" in refused(good, "--plot", "load.nothing")
+    assert "cannot be written" in refused(good, "--plot", nowhere)

@@ -1,0 +1,220 @@
+"""Hosts of a test's own making: network namespaces of this machine, joined by a bridge.
+
+    host 0: eth0 10.77.0.1 --+
+    host 1: eth0 10.77.0.2 --+-- bridge in a namespace of its own
+
+A host also has a name and shared memory of its own, so that who looks finds several machines.
+Nothing of the machine's own network changes, and runs at the same time do not meet: all interfaces
+lie in namespaces, and end with them. Their names hold the process that made them; what it could
+not remove, the next run does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+
+# The interface of a host to the others, for GLOO_SOCKET_IFNAME and the like.
+INTERFACE = "eth0"
+# What a bucket filter lets pass at once, and how long a packet may wait in it.
+SHAPE = ("burst", "256kb", "latency", "100ms")
+_NAME = re.compile(r"epcomm-(\d+)-[\w-]+")
+# Runs a command with the name $0 of its host.
+_FURNISH = 'hostname "$0" && mount -t tmpfs shm /dev/shm && exec "$@"'
+# The kernel would announce addresses of IPv6, and those bytes count too. Without IPv6 no such file.
+_WITHOUT_IPV6 = (
+    "for it in /proc/sys/net/ipv6/conf/*/disable_ipv6; do [ ! -w $it ] || echo 1 >$it; done"
+)
+# Flags of clone(2): the network and the name of a host.
+_CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
+# Seconds for one command of `ip` or `tc`: they take milliseconds.
+_COMMAND_LIMIT_S = 20
+# Seconds until processes that were killed are gone.
+_KILL_LIMIT_S = 10
+
+
+class HostsError(Exception):
+    """This machine does not let us make hosts; the message says what is missing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """One namespace.   address: that of its interface, by which the other hosts reach it."""
+
+    number: int
+    namespace: str
+    address: str
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        """Return the command that runs `words` on this host."""
+        inside = ["unshare", "--uts", "--mount", "sh", "-c", _FURNISH, self.name]
+        return ["nsenter", f"--net={self.path}", *inside, *words]
+
+    @property
+    def name(self) -> str:
+        """The name that processes on this host find."""
+        return f"host{self.number}"
+
+    @property
+    def path(self) -> str:
+        """The file that stands for the namespace, for setns()."""
+        return f"/run/netns/{self.namespace}"
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Let the calling thread be on the network of this host, and for good what it forks."""
+        caller = os.getpid()
+        with open("/proc/thread-self/ns/net", "rb") as home, open(self.path, "rb") as there:
+            _call_libc("setns", there.fileno(), _CLONE_NEWNET)
+            try:
+                yield
+            finally:
+                if os.getpid() == caller:
+                    _call_libc("setns", home.fileno(), _CLONE_NEWNET)
+
+    def take_name(self) -> None:
+        """Give this process the name of the host, as command() does. It does not end."""
+        _call_libc("unshare", _CLONE_NEWUTS)
+        socket.sethostname(self.name)
+
+    def unplug(self) -> None:
+        """Let nothing in or out any more: neither side hears of it."""
+        _in(self.namespace, f"link set {INTERFACE} down")
+
+    def kill_all(self) -> None:
+        """End every process on this host at once, as a loss of power would."""
+        _kill_all(self.namespace)
+
+
+@cache
+def missing() -> str:
+    """Return what keeps this machine from making hosts; empty if nothing does."""
+    absent = [tool for tool in ("ip", "tc", "nsenter", "unshare") if shutil.which(tool) is None]
+    if absent:
+        return f"no program {', '.join(absent)} (packages iproute2 and util-linux)"
+    if os.geteuid() != 0:
+        return f"namespaces need root, and this is user {os.geteuid()}"
+    try:
+        with make_hosts(1, rate="1gbit") as (host,):
+            _run(host.command(["true"]))
+    except HostsError as error:
+        return str(error)
+    return ""
+
+
+@contextmanager
+def make_hosts(num_hosts: int, *, rate: str | None = None) -> Iterator[list[Host]]:
+    """Make hosts that reach each other, and remove them with all their processes at the end.
+
+    Args:
+        num_hosts: how many.
+        rate: what each may send, such as `1gbit`; None: as fast as the machine.
+
+    Raises:
+        HostsError: a command failed, with what it said.
+    """
+    _remove_leftovers()
+    maker = os.getpid()
+    own = f"epcomm-{maker}-{secrets.token_hex(2)}"
+    bridge = f"{own}-bridge"
+    hosts = [
+        Host(number=number, namespace=f"{own}-{number}", address=f"10.77.0.{number + 1}")
+        for number in range(num_hosts)
+    ]
+    try:
+        for namespace in (bridge, *(host.namespace for host in hosts)):
+            _run(["ip", "netns", "add", namespace])
+            _in(namespace, "link set lo up")
+        _in(bridge, "link add bridge type bridge")
+        _in(bridge, "link set bridge up")
+        for host in hosts:
+            _join(host, bridge)
+            if rate is not None:
+                shaped = f"qdisc add dev {INTERFACE} root tbf rate {rate}".split()
+                _run(["tc", "-n", host.namespace, *shaped, *SHAPE])
+        yield hosts
+    finally:
+        # A process that was forked meanwhile leaves this, too, when it ends.
+        if os.getpid() == maker:
+            for namespace in (*(host.namespace for host in hosts), bridge):
+                _remove(namespace)
+
+
+def sent_bytes() -> int:
+    """Return the bytes that the interface of the calling process's host has sent so far."""
+    # What /proc shows is of the namespace of the process.
+    with open("/proc/self/net/dev", encoding="utf-8") as file:
+        for line in file:
+            name, _, counts = line.partition(":")
+            if name.strip() == INTERFACE:
+                return int(counts.split()[8])
+    raise HostsError(f"this process has no interface {INTERFACE}; it runs on no host")
+
+
+def _join(host: Host, bridge: str) -> None:
+    port = f"port{host.number}"
+    _run(["nsenter", f"--net={host.path}", "sh", "-c", _WITHOUT_IPV6])
+    _in(host.namespace, f"link add {INTERFACE} type veth peer name {port}")
+    _in(host.namespace, f"link set {port} netns {bridge}")
+    _in(bridge, f"link set {port} master bridge up")
+    _in(host.namespace, f"addr add {host.address}/24 dev {INTERFACE}")
+    _in(host.namespace, f"link set {INTERFACE} up")
+
+
+def _call_libc(name: str, *arguments: int) -> None:
+    # os.setns() and os.unshare() are there from Python 3.12 on.
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*arguments) != 0:
+        code = ctypes.get_errno()
+        raise HostsError(f"{name}() says: {os.strerror(code)}")
+
+
+def _in(namespace: str, words: str) -> None:
+    _run(["ip", "-n", namespace, *words.split()])
+
+
+def _run(command: Sequence[str]) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=_COMMAND_LIMIT_S, check=False
+    )
+    if done.returncode != 0:
+        said = " ".join((done.stderr or done.stdout).split())
+        raise HostsError(f"`{' '.join(command)}` says: {said}")
+    return done.stdout
+
+
+def _remove_leftovers() -> None:
+    """Remove what runs left behind that were killed."""
+    for line in _run(["ip", "netns", "list"]).splitlines():
+        name = line.split()[0]
+        if (match := _NAME.fullmatch(name)) and not os.path.exists(f"/proc/{match[1]}"):
+            _remove(name)
+
+
+def _remove(namespace: str) -> None:
+    if os.path.exists(f"/run/netns/{namespace}"):
+        _kill_all(namespace)
+        _run(["ip", "netns", "delete", namespace])
+
+
+def _kill_all(namespace: str) -> None:
+    end_s = time.monotonic() + _KILL_LIMIT_S
+    # Again, for processes that were being made.
+    while pids := _run(["ip", "netns", "pids", namespace]).split():
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        if time.monotonic() > end_s:
+            raise HostsError(f"processes {' '.join(pids)} of {namespace} do not end")
+        time.sleep(0.01)

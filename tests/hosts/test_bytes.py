@@ -1,0 +1,113 @@
+"""The kernel counts as many bytes between hosts as wire_bytes() promises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from epcomm import EPGroup, Mode
+from epcomm.buffers.base import Buffer
+from epcomm.buffers.call_shape import call_shape
+from epcomm.spec import HostLayout
+from epcomm.testing import buffer_suite
+from epcomm.testing.data import BatchSpec, RankBatch, random_ids
+from epcomm.types import RowsPer
+from tests.hosts.network import sent_bytes
+from tests.hosts.test_suites import hosts_of
+
+pytestmark = pytest.mark.slow
+
+HIDDEN_SIZE, TOP_K = 1024, 8
+# Bytes beside those of a row's elements, for each top-k entry, at most: its id and its weight.
+ENTRY_BYTES = 16
+# A call of the rows alone; the calls of which the kernel's bytes are told apart.
+LEAST_BYTES, NUM_CALLS = 20e6, 2
+TOLERANCE = 0.03
+# Tokens of a rank, by the number of ranks: they make LEAST_BYTES from each host.
+NUM_TOKENS = {4: 1536, 8: 640}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calls:
+    """Calls of one batch through one buffer."""
+
+    env: buffer_suite.BufferEnv
+    buffer: Buffer
+    batch: RankBatch
+    spec: BatchSpec
+
+    def bytes_of(self, num_calls: int) -> int:
+        """Return what the kernel counts on this host during some calls. Collective: yes."""
+        before = _sent_of_host()
+        for _ in range(num_calls):
+            out = buffer_suite.dispatch(self.env, self.buffer, self.batch, self.spec)
+            self.buffer.combine(out.rows.data, out.exchange_plan, rows_per=RowsPer.ROW)
+        return _sent_of_host() - before
+
+
+@pytest.mark.host_ranks(4, 8)
+@pytest.mark.parametrize("buffer_name", ["CollectiveBuffer", "HierarchicalBuffer"])
+def test_kernel_counts_the_promised_bytes_between_hosts(buffer_name: str) -> None:
+    with EPGroup() as group:
+        rank, world_size = group.rank, group.world_size
+        hosts = hosts_of(group)
+        spec = BatchSpec(
+            hidden_size=HIDDEN_SIZE,
+            num_local_experts=64 // world_size,
+            top_k=TOP_K,
+            tokens_of_rank=lambda rank, world_size: NUM_TOKENS[world_size],
+            choose_ids=random_ids,
+        )
+        env = buffer_suite.BufferEnv(
+            group=group, backend=buffer_name, mode=Mode.NORMAL, hosts=hosts
+        )
+        batches, buffer = env.batches(spec), env.open(spec)
+        ids = [batch.topk_ids for batch in batches]
+        shape = call_shape(ids, rank, num_local_experts=spec.num_local_experts, hosts=hosts)
+        promised = type(buffer).wire_bytes(env.buffer_spec(spec), shape)
+
+        calls = Calls(env=env, buffer=buffer, batch=batches[rank], spec=spec)
+        calls.bytes_of(1)
+        once, twice = calls.bytes_of(NUM_CALLS), calls.bytes_of(2 * NUM_CALLS)
+        counted = torch.tensor([(twice - once) / NUM_CALLS], dtype=torch.float64)
+        of_host = _sum_over_host(torch.tensor([promised.bytes_between]), hosts, rank)
+        assert of_host >= LEAST_BYTES
+        assert counted.item() == pytest.approx(of_host, rel=TOLERANCE)
+        print(f"rank {rank}: counted {counted.item():.0f}, promised {of_host:.0f}")
+
+        if buffer_name == "HierarchicalBuffer":
+            most = pairs_between(ids[rank], spec.num_local_experts, hosts, rank)
+            row_bytes = HIDDEN_SIZE * 4 + TOP_K * ENTRY_BYTES
+            assert promised.dispatch_bytes_between <= most * row_bytes
+            # The combine brings back one row for each that came.
+            of_all = torch.tensor([most, promised.combine_bytes_between])
+            dist.all_reduce(of_all)
+            assert of_all[1] <= of_all[0] * row_bytes
+
+
+def _sent_of_host() -> int:
+    """Return the bytes so far, read while no rank sends any. Collective: yes."""
+    dist.barrier()
+    found = sent_bytes()
+    dist.barrier()
+    return found
+
+
+def pairs_between(ids: Tensor, num_local: int, hosts: HostLayout, rank: int) -> int:
+    """Count the pairs of a token and another host that has some of its experts."""
+    own = hosts.host_of_rank[rank]
+    return sum(
+        len({hosts.host_of_rank[expert // num_local] for expert in token} - {own})
+        for token in ids.tolist()
+    )
+
+
+def _sum_over_host(value: Tensor, hosts: HostLayout, rank: int) -> float:
+    values = [torch.zeros_like(value) for _ in hosts.host_of_rank]
+    dist.all_gather(values, value)
+    ranks = hosts.ranks_of_host[hosts.host_of_rank[rank]]
+    return float(sum(values[other].item() for other in ranks))

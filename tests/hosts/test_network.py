@@ -1,0 +1,138 @@
+"""Hosts of our own reach each other, are limited and lost as asked, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import network
+from tests.hosts.network import Host, HostsError, make_hosts
+
+pytestmark = pytest.mark.slow
+
+# Seconds for a small program on a busy machine.
+LIMIT_S = 60
+
+
+@pytest.fixture(autouse=True)
+def _hosts_can_be_made() -> None:
+    if reason := network.missing():
+        pytest.skip(f"no hosts of our own: {reason}")
+
+
+def on(host: Host, program: str) -> str:
+    """Run Python on a host and return what it prints."""
+    command = host.command([sys.executable, "-c", program])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    return done.stdout.strip()
+
+
+def sleeper_on(host: Host) -> subprocess.Popen[bytes]:
+    """Start a process that does nothing, and return when it is on the host."""
+    process = subprocess.Popen(
+        host.command([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]),
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def test_bytes_cross_at_the_rate_and_are_counted() -> None:
+    with make_hosts(2, rate="80mbit") as hosts:
+        listening = "import socket; s = socket.create_server(('', 5000)); print(flush=True); "
+        listening += "c, _ = s.accept(); n = 0\nwhile d := c.recv(1 << 20): n += len(d)\nprint(n)"
+        receiver = subprocess.Popen(
+            hosts[1].command([sys.executable, "-c", listening]), stdout=subprocess.PIPE, text=True
+        )
+        assert receiver.stdout is not None
+        receiver.stdout.readline()
+        sending = (
+            "import socket, time; from tests.hosts.network import sent_bytes\n"
+            f"s = socket.create_connection(('{hosts[1].address}', 5000)); b = sent_bytes()\n"
+            "t = time.monotonic(); s.sendall(bytes(4_000_000)); s.shutdown(1); s.recv(1)\n"
+            "print(sent_bytes() - b, time.monotonic() - t, socket.gethostname())"
+        )
+        counted, seconds, name = on(hosts[0], sending).split()
+        assert receiver.communicate(timeout=LIMIT_S)[0].strip() == "4000000"
+    assert int(counted) == pytest.approx(4_000_000, rel=0.05)
+    # 10 MB/s, but for what the bucket lets pass at once.
+    assert float(seconds) > 0.35
+    assert name == "host0"
+
+
+def test_lost_host_takes_its_processes_and_no_others() -> None:
+    with make_hosts(2) as hosts:
+        sleepers = [sleeper_on(host) for host in hosts]
+        hosts[0].kill_all()
+        assert sleepers[0].wait(LIMIT_S) == -signal.SIGKILL
+        assert sleepers[1].poll() is None
+    assert sleepers[1].wait(LIMIT_S) == -signal.SIGKILL
+
+
+def test_nothing_is_left_behind_after_a_failure() -> None:
+    paths: list[Path] = []
+
+    def fail() -> None:
+        with make_hosts(1) as hosts:
+            paths.append(Path(hosts[0].path))
+            assert paths[0].exists()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert not paths[0].exists()
+
+
+def test_next_run_removes_what_a_killed_one_left() -> None:
+    killed = (
+        "import os, signal\nfrom tests.hosts.network import make_hosts\n"
+        "with make_hosts(1) as hosts:\n"
+        "    print(hosts[0].path, flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", killed],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    left = Path(done.stdout.strip())
+    assert left.name.startswith("epcomm-")
+    assert left.exists()
+    sleeper = sleeper_on(Host(number=0, namespace=left.name, address=""))
+    with make_hosts(1):
+        assert not left.exists()
+    assert sleeper.wait(LIMIT_S) == -signal.SIGKILL
+
+
+def test_what_the_machine_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    says = r"`tc -n epcomm-\S+ qdisc .* rate nonsense .*` says: "
+    with pytest.raises(HostsError, match=says), make_hosts(1, rate="nonsense"):
+        pass
+    network.missing.cache_clear()
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert network.missing() == "namespaces need root, and this is user 1000"
+    monkeypatch.setenv("PATH", "")
+    network.missing.cache_clear()
+    assert network.missing().startswith("no program ip, tc, nsenter, unshare (packages ")
+    network.missing.cache_clear()
+
+
+def test_launch_passes_exit_codes_on(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import os, sys\nsys.exit(3 * (os.environ['RANK'] == '1'))\n")
+    launch = [sys.executable, "-m", "tests.hosts.launch", "--hosts", "2", "--ranks", "1"]
+    start_s = time.monotonic()
+    done = subprocess.run(
+        [*launch, str(program)], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert "exitcode  : 3" in done.stderr
+    assert time.monotonic() - start_s < LIMIT_S

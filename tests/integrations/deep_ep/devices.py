@@ -1,0 +1,25 @@
+"""Where the tests of the drop-in make their tensors: on the GPU of the rank, if ranks have one.
+
+    MULTI_RANK_BACKEND=gloo_on_gpus scripts/launch_multi_rank.sh 4 tests/integrations/deep_ep
+
+runs them on the GPUs of this machine, four ranks on two of them too; `nccl` where each rank has a
+GPU of its own. Buffers are then those that the drop-in chooses for GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from tests.multi_rank import BACKEND_ENV, GPU_BACKENDS
+
+
+def on_gpus() -> bool:
+    """Tell whether ranks are on GPUs."""
+    return os.environ.get(BACKEND_ENV) in GPU_BACKENDS
+
+
+def here() -> torch.device:
+    """Return the device of the tensors of this rank."""
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpus() else torch.device("cpu")

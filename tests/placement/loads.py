@@ -1,0 +1,30 @@
+"""Loads of experts for tests of placements, equal on every machine."""
+
+from __future__ import annotations
+
+import random
+
+
+def uniform(num_experts: int, seed: int) -> list[float]:
+    """Independent loads of 0 to 1000."""
+    numbers = random.Random(seed)
+    return [1000 * numbers.random() for _ in range(num_experts)]
+
+
+def zipf(num_experts: int, seed: int, exponent: float) -> list[float]:
+    """The load of the n-th expert of a random order is 1 / n ** exponent of the first's."""
+    numbers = random.Random(seed)
+    order = sorted(range(num_experts), key=lambda _: numbers.random())
+    return [1e6 / (place + 1) ** exponent for place in order]
+
+
+def of_text(text: str, num_experts: int, top_k: int) -> list[float]:
+    """Count the words of a text by experts that a router chooses for each word alone."""
+    loads = [0.0] * num_experts
+    chosen: dict[str, list[int]] = {}
+    for word in text.split():
+        if word not in chosen:
+            chosen[word] = random.Random(word).sample(range(num_experts), top_k)
+        for expert in chosen[word]:
+            loads[expert] += 1
+    return loads

@@ -1,0 +1,213 @@
+"""The gate kernel against the reference: every preset, random routings, ties, odd logits."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from epcomm.records import TopKOutput
+from epcomm.routing import RoutingSpec, presets, route
+from epcomm.routing.triton_gating import MAX_EXPERTS, MAX_TOP_K
+from epcomm.routing.with_triton import TritonGate
+from tests.routing.cases import CASES, Case, bias_for, spec_of, spread_logits
+from tests.routing.gate_comparison import Comparison, compare
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+MOST_EXCUSED = 1e-4
+GROUPED = {"num_groups": 4, "topk_groups": 2, "routed_scaling_factor": 2.5}
+PRESETS = {
+    "mixtral": presets.mixtral(top_k=2),
+    "qwen2_moe": presets.qwen2_moe(top_k=4, renormalize=False),
+    "qwen3_moe": presets.qwen3_moe(top_k=8, renormalize=True),
+    "qwen3_5_moe": presets.qwen3_5_moe(top_k=8),
+    "deepseek_v2": presets.deepseek_v2(top_k=6, **GROUPED),
+    "deepseek_v2-greedy": presets.deepseek_v2(top_k=6, routed_scaling_factor=1.0),
+    "deepseek_v3": presets.deepseek_v3(top_k=8, **GROUPED),
+    "nemotron_h": presets.nemotron_h(top_k=6, **GROUPED, renormalize=False),
+    "afmoe": presets.afmoe(top_k=8, routed_scaling_factor=2.8),
+    "minimax_m2": presets.minimax_m2(top_k=8),
+    "gpt_oss": presets.gpt_oss(top_k=4),
+    "ernie4_5_moe": presets.ernie4_5_moe(top_k=6),
+    "lfm2_moe": presets.lfm2_moe(
+        top_k=4, use_correction_bias=True, renormalize=True, routed_scaling_factor=1.5
+    ),
+}
+
+
+def random_logits(num_tokens: int, num_experts: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_tokens, num_experts, generator=generator) * 2
+
+
+def routed(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> TopKOutput:
+    gate = TritonGate(spec, logits.shape[1])
+    assert gate.takes(logits)
+    return gate(logits, correction_bias=bias)
+
+
+def compared(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> Comparison:
+    logits, bias = logits.to(DEVICE), None if bias is None else bias.to(DEVICE)
+    return compare(routed(logits, spec, bias), logits, spec, bias)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_routes_as_the_reference(name: str) -> None:
+    spec = PRESETS[name]
+    found = compared(random_logits(512, 32, 1), spec, bias_for(spec, 32))
+    assert not found.wrong
+    assert not found.num_excused
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_odd_logits_are_ranked_and_weighed_as_by_the_reference(case: Case) -> None:
+    spec = spec_of(case.values)
+    # 20 experts, 5 in a group: neither is a power of two.
+    logits = torch.cat((spread_logits(64, 20), torch.full((1, 20), 0.7)))
+    logits[0, ::2] = math.nan
+    logits[1, 3:] = math.nan
+    logits[2] = math.nan
+    logits[3, ::3], logits[3, 1::3] = -math.inf, math.inf
+    logits[4] = -math.inf
+    logits[5, ::2], logits[5, 1::2] = 300.0, -300.0
+    logits[6] = -torch.linspace(60.0, 110.0, 20)
+    # Scores that are saturated and equal, though their logits are not.
+    logits[7] = torch.linspace(30.0, 60.0, 20)
+    bias = bias_for(spec, 20)
+    if bias is not None and spec.correction_bias == "selection":
+        bias[4] = -math.inf
+    found, expected = (
+        routed(logits.to(DEVICE), spec, _to_device(bias)),
+        route(logits, spec, correction_bias=bias),
+    )
+    assert torch.equal(found.topk_ids.cpu(), expected.topk_ids)
+    torch.testing.assert_close(
+        found.topk_weights.cpu(), expected.topk_weights, rtol=2e-6, atol=1e-44
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_logits_and_rows_apart_are_read_as_they_are(dtype: torch.dtype) -> None:
+    spec = PRESETS["deepseek_v3"]
+    # Ties are common among logits of so few bits; columns of something larger, and rows too.
+    wide = random_logits(256, 80, 2).to(dtype)
+    bias = bias_for(spec, 32)
+    for logits in (wide[:, 16:48], wide[:, ::2][:, :32], wide[:32, :32].T):
+        found = compared(logits, spec, bias)
+        assert not found.wrong
+        assert not found.num_excused
+
+
+def test_tokens_behind_the_valid_ones_are_masked() -> None:
+    spec = PRESETS["qwen3_moe"]
+    logits = random_logits(5, 32, 3).to(DEVICE)
+    whole = routed(logits, spec, None)
+    for num_valid in (0, 3, torch.tensor(3), torch.tensor(3, dtype=torch.int32, device=DEVICE)):
+        poisoned = logits.clone()
+        poisoned[int(num_valid) :] = math.nan
+        gate = TritonGate(spec, 32)
+        found = gate(poisoned, correction_bias=None, num_valid_tokens=num_valid)
+        expected = route(poisoned, spec, num_valid_tokens=num_valid)
+        assert torch.equal(found.topk_ids, expected.topk_ids)
+        assert (found.topk_weights[int(num_valid) :] == 0).all()
+        assert torch.equal(found.topk_ids[: int(num_valid)], whole.topk_ids[: int(num_valid)])
+    assert routed(logits[:0], spec, None).topk_ids.shape == (0, 8)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_gradients_are_those_of_the_reference(case: Case) -> None:
+    spec = spec_of(case.values)
+    logits = spread_logits(6, 16)
+    logits[1, ::2] = math.nan
+    logits[2, ::3] = -math.inf
+    logits[3] = math.nan
+    bias = bias_for(spec, 16)
+    grads = []
+    for is_ours in (True, False):
+        leaf = logits.to(DEVICE).requires_grad_()
+        learned = None if bias is None else bias.to(DEVICE).requires_grad_()
+        if is_ours:
+            gate = TritonGate(spec, 16)
+            weights = gate(leaf, correction_bias=learned, num_valid_tokens=5).topk_weights
+        else:
+            weights = route(leaf, spec, correction_bias=learned, num_valid_tokens=5).topk_weights
+        factors = torch.arange(1, spec.top_k + 1, device=DEVICE)
+        (weights * factors).sum().backward()
+        grads.append((leaf.grad, None if learned is None else learned.grad))
+    for ours, theirs in zip(*grads, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_only_what_the_kernel_reads_is_taken() -> None:
+    gate = TritonGate(PRESETS["mixtral"], 8)
+    assert gate.takes(torch.zeros(1, 8, dtype=torch.float16))
+    assert not gate.takes(torch.zeros(1, 8, dtype=torch.float64))
+
+
+@pytest.mark.slow
+def test_random_routings_equal_the_reference() -> None:
+    """500 routings, and 200 tokens of each: some 100,000, of which 1 in 10,000 may be excused.
+
+    Those that are have a softcap of half a unit, which presses logits of several units onto a few
+    numbers: where torch's exp of one of these lies beside the middle of two float32, many tokens
+    have a border there.
+    """
+    draw = random.Random(0)
+    found = []
+    for seed in range(500):
+        spec, num_experts = random_routing(draw)
+        logits = random_logits(200, num_experts, seed) * draw.choice([0.5, 1.0, 3.0])
+        logits = logits.to(draw.choice([torch.float32, torch.bfloat16, torch.float16]))
+        logits[::7, draw.randrange(num_experts)] = draw.choice([math.nan, math.inf, -math.inf])
+        each = compared(logits, spec, bias_for(spec, num_experts))
+        assert not each.wrong, (seed, spec, num_experts, each)
+        found.append(each)
+    num_excused = sum(each.num_excused for each in found)
+    assert num_excused <= MOST_EXCUSED * sum(each.num_tokens for each in found)
+
+
+def random_routing(draw: random.Random) -> tuple[RoutingSpec, int]:
+    num_experts = draw.choice([8, 12, 40, 64, 96])
+    num_groups = draw.choice([g for g in (1, 2, 4, 6, 8) if num_experts % g == 0])
+    topk_groups = draw.randint(1, num_groups)
+    function = draw.choice(["softmax", "sigmoid", "sqrt_softplus"])
+    renormalize = draw.random() < 0.5
+    mode = draw.choice(["none", "added", "clamp"]) if renormalize else "none"
+    by_logit = function == "softmax" and draw.random() < 0.5
+    most = min(MAX_TOP_K, topk_groups * num_experts // num_groups)
+    spec = {
+        "top_k": draw.randint(1, most),
+        "score_function": function,
+        "softmax_order": "after_topk" if by_logit else "before_topk",
+        "softcap": draw.choice([None, None, 0.5, 3.0, 30.0]),
+        "correction_bias": draw.choice(["none", "selection", "score"]),
+        "num_groups": num_groups,
+        "topk_groups": topk_groups,
+        "group_score_top_n": draw.randint(1, min(5, num_experts // num_groups)),
+        "dropped_groups": draw.choice(["neg_inf", "zero"]),
+        "renormalize": renormalize,
+        "epsilon_mode": mode,
+        "epsilon": 0.0 if mode == "none" else draw.choice([1e-20, 1e-12, 1e-6, 0.25]),
+        "routed_scaling_factor": draw.choice([1.0, 2.5]),
+    }
+    return RoutingSpec.from_mapping(spec), num_experts
+
+
+@pytest.mark.slow
+def test_the_largest_gate_routes_as_the_reference() -> None:
+    spec = replace(PRESETS["deepseek_v3"], top_k=MAX_TOP_K, num_groups=32, topk_groups=4)
+    found = compared(random_logits(64, MAX_EXPERTS, 4), spec, bias_for(spec, MAX_EXPERTS))
+    assert not found.wrong
+
+
+def _to_device(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.to(DEVICE)

@@ -1,0 +1,71 @@
+"""The bias of experts follows the load of all ranks, and balances a routing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from epcomm import ConfigError, EPGroup, RoutingSpec, ShapeError, route
+from epcomm.routing.spec import CorrectionBias, ScoreFunction
+from epcomm.training.expert_bias import update_expert_bias
+
+
+@pytest.mark.ranks(2)
+def test_bias_follows_the_load_of_all_ranks() -> None:
+    with EPGroup() as group:
+        # Together 6, 4, 0, 6: the mean is 4. The counts of a rank alone say otherwise.
+        load = torch.tensor([[6, 1, 0, 2], [0, 3, 0, 4]][group.rank])
+        bias = torch.tensor([0.5, 0.0, -0.25, 1.0])
+        address = bias.data_ptr()
+        update_expert_bias(bias, load, group, rate=0.125)
+        assert bias.tolist() == [0.375, 0.0, -0.125, 0.875]
+        assert bias.data_ptr() == address
+        rows = torch.stack((load - load // 2, load // 2))
+        update_expert_bias(bias, rows, group, rate=0.125)
+        assert bias.tolist() == [0.25, 0.0, 0.0, 0.75]
+
+
+@pytest.mark.ranks(1)
+def test_counts_beyond_float32_are_compared_exactly() -> None:
+    with EPGroup() as group:
+        bias = torch.zeros(3)
+        update_expert_bias(bias, torch.tensor([2**40, 2**40 + 1, 2**40 + 2]), group)
+        assert bias.sign().tolist() == [1, 0, -1]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(1)
+def test_skewed_routing_becomes_even() -> None:
+    spec = RoutingSpec(
+        top_k=2, score_function=ScoreFunction.SIGMOID, correction_bias=CorrectionBias.SELECTION
+    )
+    generator = torch.Generator().manual_seed(0)
+    skew = torch.linspace(-1, 1, 8)
+    with EPGroup() as group:
+        bias, highest = torch.zeros(8), []
+        for _ in range(120):
+            logits = torch.randn(2048, 8, generator=generator) + skew
+            ids = route(logits, spec, correction_bias=bias).topk_ids
+            load = torch.bincount(ids.flatten(), minlength=8)
+            highest.append(load.max().item() * 8 / load.sum().item())
+            update_expert_bias(bias, load, group, rate=0.01)
+    assert highest[0] > 1.8
+    # Steps of one size swing around the even load.
+    assert max(highest[-10:]) < 1.2
+
+
+@pytest.mark.ranks(1)
+def test_wrong_arguments_are_refused() -> None:
+    bias, load = torch.zeros(4), torch.ones(4, dtype=torch.int64)
+    with EPGroup() as group:
+        for wrong in (load[:3], load.float(), load.bool(), load.view(2, 2)):
+            with pytest.raises(ShapeError, match=r"\[4\] or \[N, 4\]"):
+                update_expert_bias(bias, wrong, group)
+        with pytest.raises(ShapeError, match="expected floating point"):
+            update_expert_bias(load, load, group)
+        for rate in (0.0, -1.0, math.nan, math.inf):
+            with pytest.raises(ConfigError, match="rate is"):
+                update_expert_bias(bias, load, group, rate=rate)
+        assert not bias.any()

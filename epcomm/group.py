@@ -57,11 +57,12 @@ class EPGroup:
                 one that the transport moves.
 
         All ranks of a mesh of two dimensions share experts, numbered by their ranks in the default
-        process group, which serves them if it has no others; else they get a group of their own.
+        process group, which serves them if it has no others; else the mesh is part of one of all
+        ranks, and a flattened dimension of that serves them.
         What serves one host alone does not serve them, even where processes said to be on several
         hosts could share memory: pass another mesh for that.
 
-        Local; no rank is waited for, but where ranks get a group of their own: then they make it
+        Local; no rank is waited for, but where a mesh is flattened: then all ranks do that
         together. plan() and open_buffer() compare the hosts of all ranks.
         Raises:
             ConfigError: this rank is no member, a mesh has more dimensions, there is no default
@@ -297,8 +298,16 @@ def _process_group_of(mesh: DeviceMesh) -> object:
         return mesh.get_group()
     if mesh.size() == dist.get_world_size():
         return dist.group.WORLD
-    # The ranks outside of the mesh make no EPGroup and so cannot help.
-    return dist.new_group(sorted(_ranks_of(mesh)), use_local_synchronization=True)
+    if mesh._get_root_mesh().size() != dist.get_world_size():
+        raise ConfigError(
+            f"EPGroup: the DeviceMesh of hosts has {mesh.size()} of {dist.get_world_size()} ranks "
+            "and is no part of a larger one; cut it from a mesh of all ranks, such as "
+            "init_device_mesh(device, (stages, hosts, ranks), mesh_dim_names=('stage', 'host', "
+            "'rank'))['host', 'rank']"
+        )
+    # A group made by its ranks alone would be named by how many groups each of them has, so that
+    # ranks with other groups besides would wait for names that nobody else uses.
+    return mesh._flatten().get_group()
 
 
 def _hosts_of(mesh: DeviceMesh) -> HostLayout | None:

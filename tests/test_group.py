@@ -83,19 +83,27 @@ def test_a_mesh_of_two_dimensions_says_where_all_its_ranks_run() -> None:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_ranks_of_a_mesh_of_hosts_get_a_group_of_their_own() -> None:
-    # No pair: torch names such a group by its ranks, and a group of that name that is gone leaves
-    # addresses behind, to which the next one would connect.
-    mesh = mesh_of([3], [0], [2])
-    if dist.get_rank() == 1:
-        with pytest.raises(ConfigError, match="this rank is no member of the process group"):
-            EPGroup(mesh)
-        return
-    with EPGroup(mesh) as group:
-        mine = torch.tensor(dist.get_rank(), device=group.device)
-        assert group.collectives.all_gather(mine).tolist() == [0, 2, 3]
-        # Hosts are numbered in the order of their first ranks.
-        assert group.hosts == HostLayout(host_of_rank=(0, 1, 2))
+def test_two_dimensions_of_a_larger_mesh_say_where_some_of_its_ranks_run() -> None:
+    rank = dist.get_rank()
+    # Of this group the others are no members, so that ranks have different numbers of groups.
+    alone = dist.new_group([0])
+    names = ("stage", "host", "rank")
+    mesh = init_device_mesh(EPGroup().device.type, (2, 2, 1), mesh_dim_names=names)
+    for _ in range(2):
+        with EPGroup(mesh["host", "rank"]) as group:
+            mine = torch.tensor(rank, device=group.device)
+            assert group.collectives.all_gather(mine).tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]
+            assert group.hosts == HostLayout(host_of_rank=(0, 1))
+    if isinstance(alone, dist.ProcessGroup):
+        dist.destroy_process_group(alone)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_a_mesh_of_hosts_of_some_ranks_is_part_of_a_larger_one() -> None:
+    # Ranks outside would have to help, and make no EPGroup.
+    problem = "no member" if dist.get_rank() == 1 else "3 of 4 ranks and is no part of a larger"
+    with pytest.raises(ConfigError, match=problem):
+        EPGroup(mesh_of([3], [0], [2]))
 
 
 @pytest.mark.ranks(NUM_RANKS)

@@ -96,6 +96,10 @@ class TorchDistCollectives(Collectives):
         assert whole is not None, "parts are not divided further"
         if self.bounded is not None:
             return _GlooPart(self, whole, ranks)
+        # torch names the group by its ranks and by how many groups each of them has: where those
+        # differ, ranks would wait for names that nobody else uses.
+        num_groups = len(dist.distributed_c10d._world.pg_names)
+        self.agree({"living process groups": num_groups}, what="dividing the ranks")
         part = dist.new_group(
             [dist.get_global_rank(whole, rank) for rank in ranks],
             backend=_backend_of(whole),

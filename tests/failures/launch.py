@@ -167,7 +167,7 @@ def main() -> None:
 def _start(scenario: Scenario, parent: Path) -> Run:
     folder = parent / scenario.name
     folder.mkdir()
-    start = _start_mpi if scenario.transport == "mpi" else _start_gloo
+    start = _start_mpi if scenario.is_over_mpi else _start_gloo
     return start(scenario, folder)
 
 

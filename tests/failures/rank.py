@@ -12,14 +12,15 @@ import argparse
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from epcomm import DeepEPNormalDispatcher, EPConfig, EPGroup, EPTimeout, MoESpec, TopKOutput
+from epcomm.spec import HostLayout
 from epcomm.types import RowsPer
 from tests.failures.scenario import EXIT_CODE, SETUP_TIMEOUT_S, Outcome, Scenario
 
@@ -55,20 +56,18 @@ def open_mpi(scenario: Scenario) -> Iterator[EPGroup]:
     from mpi4py import MPI
 
     with EPGroup(MPI.COMM_WORLD) as group:
+        if scenario.backend == "hierarchical":
+            # No mesh says so of a communicator, and probing finds one.
+            group.hosts = HostLayout.of(
+                [rank * 2 // scenario.num_ranks for rank in range(group.world_size)]
+            )
         yield group
-
-
-TRANSPORTS: Mapping[str, Callable[[Scenario], AbstractContextManager[EPGroup]]] = {
-    "gloo": open_gloo,
-    "mpi": open_mpi,
-    "shared_memory": open_gloo,
-    "hierarchical": open_gloo,
-}
 
 
 def run_rank(scenario: Scenario, folder: Path) -> int:
     """Play one rank and return its exit code."""
-    with TRANSPORTS[scenario.transport](scenario) as group:
+    open_group = open_mpi if scenario.is_over_mpi else open_gloo
+    with open_group(scenario) as group:
         message, elapsed_s, again, again_s = _lose(scenario, group, folder)
         rank, close_start_s, starved_s = group.rank, time.monotonic(), _starved_s()
     outcome = Outcome(
@@ -85,8 +84,7 @@ def run_rank(scenario: Scenario, folder: Path) -> int:
 
 
 def _lose(scenario: Scenario, group: EPGroup, folder: Path) -> tuple[str, float, str, float]:
-    backend = "collective" if scenario.transport in ("gloo", "mpi") else scenario.transport
-    config = EPConfig(backend=backend, timeout_s=SETUP_TIMEOUT_S)
+    config = EPConfig(backend=scenario.backend, timeout_s=SETUP_TIMEOUT_S)
     dispatcher = DeepEPNormalDispatcher(group, SPEC, config)
     x = torch.randn(8, SPEC.hidden_size, requires_grad=True)
     ids = torch.arange(8 * SPEC.top_k).view(8, SPEC.top_k) % SPEC.num_experts

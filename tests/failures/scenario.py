@@ -30,7 +30,8 @@ EXIT_CODE = 40
 class Scenario:
     """One group of ranks, of which some are lost in their second call.
 
-    transport: what the ranks exchange over.
+    transport: what the ranks exchange over. Over MPI, ranks of a hierarchical exchange are said to
+        be on two hosts.
     fault: what happens to the lost ranks; a late one comes once all others have given up. Hosts
         are killed with all their processes, or unplugged.
     phase: the lost ranks do not come to it.
@@ -43,7 +44,7 @@ class Scenario:
 
     fault: Literal["killed", "stopped", "late", "unplugged"]
     phase: Literal["dispatch", "combine", "backward"]
-    transport: Literal["gloo", "mpi", "shared_memory", "hierarchical"] = "gloo"
+    transport: Literal["gloo", "mpi", "shared_memory", "hierarchical", "hierarchical_mpi"] = "gloo"
     lost_ranks: tuple[int, ...] = (2,)
     store_host: int | None = None
     destroys: bool = True
@@ -64,6 +65,21 @@ class Scenario:
         return rank * self.num_hosts // self.num_ranks
 
     @property
+    def is_over_mpi(self) -> bool:
+        """Return whether mpirun starts the ranks."""
+        return self.transport in ("mpi", "hierarchical_mpi")
+
+    @property
+    def backend(self) -> str:
+        """The EPConfig.backend of the ranks."""
+        backends = {
+            "shared_memory": "shared_memory",
+            "hierarchical": "hierarchical",
+            "hierarchical_mpi": "hierarchical",
+        }
+        return backends.get(self.transport, "collective")
+
+    @property
     def loses_hosts(self) -> bool:
         """Return whether all ranks of some host are lost, and with them the host."""
         living = {self.host_of(rank) for rank in self.survivors}
@@ -73,7 +89,7 @@ class Scenario:
     def has_news(self) -> bool:
         """Return whether ranks hear of the loss before the deadline; MPI reports no death."""
         is_lone = len(self.lost_ranks) == 1
-        return self.fault == "killed" and self.transport != "mpi" and is_lone
+        return self.fault == "killed" and not self.is_over_mpi and is_lone
 
     @property
     def timeout_s(self) -> float:

@@ -51,6 +51,9 @@ OTHERS = [
     Scenario(fault="killed", phase="dispatch", lost_ranks=(0,), store_host=0),
     Scenario(fault="stopped", phase="dispatch", lost_ranks=(0,), store_host=0),
     Scenario(fault="stopped", phase="combine", store_host=0),
+    # All ranks of what is said to be a host.
+    Scenario(transport="hierarchical_mpi", fault="killed", phase="dispatch", lost_ranks=(2, 3)),
+    Scenario(transport="hierarchical_mpi", fault="stopped", phase="combine", lost_ranks=(0, 1)),
 ]
 # A host of two or four is lost with all its ranks: the one with the store, which a process or a
 # rank serves, or another one.
@@ -145,7 +148,7 @@ def test_survivors_name_phase_call_and_lost_ranks_in_time(run: Played) -> None:
     starved_s = sum(run.outcome(rank).starved_s for rank in scenario.survivors)
     for rank in scenario.survivors:
         outcome = run.outcome(rank)
-        scope = "(, (between|inside) hosts)?" if scenario.transport == "hierarchical" else ""
+        scope = "(, (between|inside) hosts)?" if scenario.backend == "hierarchical" else ""
         assert re.match(f"{PHASE_NAMES[scenario.phase]}{scope}: {named}", outcome.message)
         assert "(call 2, exchange " in outcome.message
         assert f"; this is rank {rank} of {scenario.num_ranks})" in outcome.message

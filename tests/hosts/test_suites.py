@@ -13,8 +13,10 @@ pytestmark = pytest.mark.slow
 
 # The flat way crosses a network as it crosses one host; a few scenarios prove the hosts.
 BUFFERS = {
-    "CollectiveBuffer": ("uneven", "faults", "traffic"),
-    "HierarchicalBuffer": tuple(buffer_suite.SCENARIOS),
+    ("CollectiveBuffer", Mode.NORMAL): ("uneven", "faults", "traffic"),
+    ("HierarchicalBuffer", Mode.NORMAL): tuple(buffer_suite.SCENARIOS),
+    ("HierarchicalStaticBuffer", Mode.NORMAL): ("uneven", "budget"),
+    ("HierarchicalStaticBuffer", Mode.LOW_LATENCY): ("uneven", "faults", "combine_faults"),
 }
 LAYERS = {
     "collective": ("uneven", "checkpointing"),
@@ -31,13 +33,11 @@ def hosts_of(group: EPGroup) -> HostLayout:
 
 @pytest.mark.host_ranks(4, 8)
 @pytest.mark.parametrize(
-    ("buffer", "scenario"), [(name, each) for name in BUFFERS for each in BUFFERS[name]]
+    ("buffer", "mode", "scenario"), [(*case, each) for case in BUFFERS for each in BUFFERS[case]]
 )
-def test_buffer_over_hosts_keeps_its_contract(buffer: str, scenario: str) -> None:
+def test_buffer_over_hosts_keeps_its_contract(buffer: str, mode: Mode, scenario: str) -> None:
     with EPGroup() as group:
-        env = buffer_suite.BufferEnv(
-            group=group, backend=buffer, mode=Mode.NORMAL, hosts=hosts_of(group)
-        )
+        env = buffer_suite.BufferEnv(group=group, backend=buffer, mode=mode, hosts=hosts_of(group))
         buffer_suite.run_scenario(scenario, env)
 
 

@@ -288,7 +288,15 @@ def test_idle_step_beside_ranks_that_train_the_head_alone() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_compiled_model_breaks_its_graph_once_at_the_experts() -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        EPConfig(),
+        pytest.param(EPConfig(redundant_experts=2, record_load=True), marks=pytest.mark.slow),
+    ],
+    ids=["plain", "placed"],
+)
+def test_compiled_model_breaks_its_graph_once_at_the_experts(config: EPConfig) -> None:
     """Each rank compiles by itself, which takes it seconds; so there are few."""
     graphs: list[torch.fx.GraphModule] = []
 
@@ -298,13 +306,19 @@ def test_compiled_model_breaks_its_graph_once_at_the_experts() -> None:
 
     torch._dynamo.reset()
     with EPGroup() as group:
-        moe = ExpertParallelMoE.from_transformers(qwen3_moe().to(group.device), group)
+        block = qwen3_moe().to(group.device)
+        moe = ExpertParallelMoE.from_transformers(block, group, config)
         x = tokens(group.rank).to(group.device)
         expected = moe(x)
         assert isinstance(expected, Tensor)
         compiled = torch.compile(moe, backend=count)
         y = compiled(x)
         assert torch.equal(y, expected)
+        if config.record_load:
+            load = moe.load_table.sum().item()
+            compiled(x)
+            # Two calls have counted so far.
+            assert moe.load_table.sum().item() == load // 2 * 3
         # One before the experts, which routes, and one after them.
         assert len(graphs) == 2
         y.sum().backward()

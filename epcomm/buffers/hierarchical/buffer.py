@@ -64,6 +64,15 @@ class HierarchicalExchangePlan(ExchangePlan):
     inner: ExchangePlan
 
 
+@dataclass(frozen=True, kw_only=True)
+class _TwoExchangesCaps(BufferCaps):
+    """The capabilities of two exchanges of exact sizes, whose counts the host reads in turn."""
+
+    @property
+    def host_syncs(self) -> int:
+        return 2 * super().host_syncs
+
+
 class HierarchicalBuffer(Buffer):
     """Serves normal mode on several hosts with as many ranks each, with exact sizes.
 
@@ -83,7 +92,8 @@ class HierarchicalBuffer(Buffer):
     def caps(cls, mode: Mode) -> BufferCaps:
         # In shared memory, rows are views that few batches may hold at once.
         views = SharedMemoryBuffer.caps(mode).batches_in_flight
-        return replace(COLLECTIVE_CAPS, batches_in_flight=views, batches_on_request=True)
+        caps = replace(COLLECTIVE_CAPS, batches_in_flight=views, batches_on_request=True)
+        return _TwoExchangesCaps(**vars(caps))
 
     @classmethod
     def lacks_between(cls, spec: BufferSpec) -> tuple[str, ...]:

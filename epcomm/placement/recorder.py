@@ -73,6 +73,8 @@ class LoadRecorder:
     def gather(self, collectives: Collectives) -> ExpertLoad:
         """Add up the windows of all ranks; the window that has not ended is left out.
 
+        A token that all ranks have (EPConfig.replicated) is counted on each of them.
+
         Collective: yes, one comparison of sizes and one all-gather, beside the calls of layers.
         Host sync: yes.
         Raises:

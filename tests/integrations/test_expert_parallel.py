@@ -323,22 +323,37 @@ def test_router_that_nobody_would_ask_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks(NUM_RANKS)
-def test_tokens_that_chose_an_expert_are_counted(folder: Path) -> None:
-    path, ids = saved("qwen3_moe", folder), batches("own_batches")
+@pytest.mark.parametrize(
+    ("layout", "mode"), [("own_batches", "auto"), ("one_batch", "normal"), ("one_batch", "auto")]
+)
+def test_tokens_that_chose_an_expert_are_counted(layout: str, mode: str, folder: Path) -> None:
+    path, parts = saved("qwen3_moe", folder), batches(layout)
     alone = load_alone("qwen3_moe", path)
-    logits = alone(input_ids=torch.cat(ids), output_router_logits=True).router_logits
+    ids = torch.cat(parts)
+    logits = alone(input_ids=ids, output_router_logits=True).router_logits
     expected = [each.topk(2).indices.flatten().bincount(minlength=8).tolist() for each in logits]
-    with registered(EPConfig(record_load=True)) as registration:
-        model = load(path, "own_batches")
+    with registered(EPConfig(mode=mode, record_load=True)) as registration:  # type: ignore[arg-type]
+        model = load(path, layout)
         recorder = LoadRecorder(registration.load_tables(model))
-        train(model, ids[dist.get_rank()])
+        train(model, parts[dist.get_rank() * len(parts) // NUM_RANKS])
         recorder.end_window()
         with EPGroup() as group:
             load_ = recorder.gather(group.collectives)
         assert list(load_.windows_by_layer) == [f"model.layers.{n}.mlp.experts" for n in range(2)]
+        # Replicated tokens are counted on each rank.
+        times = NUM_RANKS if (layout, mode) == ("one_batch", "auto") else 1
+        expected = [[times * count for count in counts] for counts in expected]
         assert [list(windows[0]) for windows in load_.windows_by_layer.values()] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(NUM_RANKS)
+def test_load_that_nobody_counts_is_not_handed_out(folder: Path) -> None:
+    path = saved("qwen3_moe", folder)
     with registered() as registration:
         model = load(path, "own_batches")
+        # The folder is rank 0's, and goes when that has ended.
+        dist.barrier()
         with pytest.raises(ConfigError, match="record_load is False"):
             registration.load_tables(model)
 

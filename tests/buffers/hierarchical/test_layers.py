@@ -49,6 +49,9 @@ def test_layer_on_two_hosts_equals_the_oracle(scenario: str, config: str) -> Non
     with two_hosts() as group:
         chosen = plan(CONFIGS[config], SPEC, group=group)
         assert chosen.prefill.backend == "hierarchical", chosen.explain()
+        # Exact sizes are read between hosts and inside.
+        num_syncs = 2 if config == "normal" else 0
+        assert f"host syncs a dispatch: {num_syncs}" in chosen.explain()
         layer_suite.run_scenario(scenario, layer_suite.pipeline_env(group, CONFIGS[config]))
 
 

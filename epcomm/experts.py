@@ -93,7 +93,7 @@ class ExpertParallelExperts(nn.Module):
         )
         self.plan = plan(config, spec, group, weights=weights)
         self.num_logical_experts = num_experts - num_redundant
-        self.placement = first_placement(config, spec, group.world_size, group.where)
+        self.placement = first_placement(config, spec, group.world_size, group.where, group.hosts)
         self.path: PipelinePath | FuseEPPath = (
             FuseEPPath(group, spec, config, self.plan.prefill)
             if self.plan.prefill.mode is Mode.FUSEEP
@@ -244,6 +244,14 @@ class ExpertParallelExperts(nn.Module):
         """
         return None if self._replicas is None else self._replicas.table
 
+    @property
+    def logical_of_physical(self) -> Tensor | None:
+        """The logical expert of each physical one, [P], int64, on the device; None: in their order.
+
+        A rebalance writes it in place. Local.
+        """
+        return None if self._replicas is None else self._replicas.logical_of_physical
+
     @untraced
     def forward(self, x: Tensor, topk: TopKOutput, *, decode: bool | None = None) -> Tensor:
         """Compute the routed experts of this rank's tokens.
@@ -311,6 +319,8 @@ class ExpertParallelExperts(nn.Module):
         with the new one. So after an EPTimeout of rebalance() or of the call after it compare
         `placement` over the survivors; if they differ, load a checkpoint into a new group.
 
+        A state_dict() taken before shares the memory that is written, and says nothing true after.
+
         Args:
             placement: of as many ranks, logical and physical experts as the layer has.
             optimizer: the one of the parameters, whose state moves with them; None: there is none,
@@ -323,7 +333,7 @@ class ExpertParallelExperts(nn.Module):
         layer's calls.   Host sync: yes.
         Raises:
             ConfigError: experts that are not placed, a placement of other numbers, parameters with
-                gradients or cut otherwise; on every rank, before anything moves.
+                gradients, on meta or cut otherwise; on every rank, before anything moves.
             EPTimeout: some ranks did not come; the old placement stays.
         """
         collectives, problem, state = self.group.collectives, "", None

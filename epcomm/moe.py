@@ -253,11 +253,10 @@ class ExpertParallelMoE(nn.Module):
         stats = self.experts.stats()
         if self._load_table is None:
             return stats
-        placement = self.experts.placement
         load = loads_of_ranks(
             self._load_table.sum(0),
             num_ranks=self.experts.group.world_size,
-            physical_to_logical=placement and placement.physical_to_logical,
+            physical_to_logical=self.experts.logical_of_physical,
         )
         return replace(stats, rank_load=load)
 

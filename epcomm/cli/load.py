@@ -66,6 +66,8 @@ def draw_load(load: ExpertLoad) -> Figure:
     from matplotlib.figure import Figure
 
     layers = list(load.windows_by_layer)
+    if not layers:
+        raise ConfigError("the file has no layer, so there is nothing to draw; leave out --plot")
     rows = [_over_mean(load.total(layer)) for layer in layers]
     width = max((len(row) for row in rows), default=0)
     # Layers with fewer experts leave their columns empty.

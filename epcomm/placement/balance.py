@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from epcomm.errors import ConfigError
+from epcomm.errors import ConfigError, shown
 from epcomm.placement.expert_placement import ExpertPlacement, check_sizes
+from epcomm.types import is_size
 
 if TYPE_CHECKING:
     # `import epcomm` loads no module that torch has not loaded.
@@ -50,7 +51,8 @@ def balance(
         num_hosts: hosts of the ranks.
         num_groups: groups of experts, where routing is limited to groups. If hosts divide them, all
             experts of a group and their copies lie on one host, so that a token that is limited to
-            some groups crosses to as few hosts.
+            some groups crosses to as few hosts; unless these are more copies than ranks of a host
+            can hold, one each.
 
     Local.   Host sync: where load is on a device.   Deterministic: yes.
     Raises:
@@ -66,12 +68,13 @@ def balance(
         num_hosts=num_hosts,
         num_physical_experts=num_physical_experts,
     )
-    if len(values) % num_groups:
+    if not is_size(num_groups) or len(values) % num_groups:
         raise ConfigError(
             f"balance: num_groups is {num_groups}, expected a divisor of the {len(values)} "
             "experts; pass that of the routing"
         )
-    num_areas = num_hosts if num_groups > 1 and num_groups % num_hosts == 0 else 1
+    has_room = num_physical_experts <= len(values) * (num_ranks // num_hosts)
+    num_areas = num_hosts if num_groups > 1 and num_groups % num_hosts == 0 and has_room else 1
     found: list[ExpertPlacement] = []
     # Hosts of more even loads do not always have more even ranks.
     for exchanges in (True, False) if num_areas > 1 else (True,):
@@ -101,7 +104,13 @@ def rank_loads(placement: ExpertPlacement, load: Tensor | Sequence[float] | _Loa
 
 def _checked(load: Tensor | Sequence[float] | _Loads) -> _Loads:
     values = load.detach().double().cpu().numpy() if isinstance(load, Tensor) else load
-    values = np.asarray(values, dtype=np.float64)
+    try:
+        values = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"balance: load is {shown(load)}, expected [E], one number an expert; pass counts of "
+            "tokens"
+        ) from None
     if values.ndim != 1 or not len(values):
         raise ConfigError(
             f"balance: load is {list(values.shape)}, expected [E], one number an expert; make a "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from epcomm.errors import ConfigError
+from epcomm.types import is_size
 
 _FORMAT = "epcomm expert load 1"
 
@@ -54,7 +55,7 @@ class ExpertLoad:
             num_ranks = values["ranks"] if is_load else None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             windows = num_ranks = None
-        if windows is None or not isinstance(num_ranks, int) or num_ranks < 1:
+        if windows is None or not is_size(num_ranks):
             raise ConfigError(
                 f"ExpertLoad.from_json: {source} is not the load of experts, expected what "
                 "ExpertLoad.as_json() returned; name another file"

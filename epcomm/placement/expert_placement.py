@@ -155,8 +155,8 @@ class ExpertPlacement:
 
     def _check_experts(self) -> None:
         for physical, logical in enumerate(self.physical_to_logical):
-            is_id = logical == 0 or is_size(logical, self.num_experts - 1)
-            if not is_id or isinstance(logical, bool):
+            # Exactly int, for 0.0 and True compare like numbers of experts.
+            if type(logical) is not int or not 0 <= logical < self.num_experts:
                 raise _fault(
                     f"physical expert {physical} is a copy of {shown(logical)}",
                     f"a logical expert from 0 to {self.num_experts - 1}",
@@ -186,6 +186,10 @@ def check_sizes(
         ConfigError: hosts that do not divide the ranks, ranks that do not divide the physical
             experts, fewer of these than logical ones, or more than one of each on every rank.
     """
+    sizes = {"num_ranks": num_ranks, "num_hosts": num_hosts}
+    for name, size in {**sizes, "num_physical_experts": num_physical_experts}.items():
+        if not is_size(size):
+            raise ConfigError(f"{caller}: {name} is {shown(size)}, expected at least 1; count them")
     if num_ranks % num_hosts:
         raise ConfigError(
             f"{caller}: num_hosts is {num_hosts}, expected a divisor of the {num_ranks} ranks; "

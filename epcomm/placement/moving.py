@@ -68,11 +68,11 @@ def transfers_between(old: ExpertPlacement, new: ExpertPlacement) -> list[Transf
     ):
         if before == expert:
             continue
-        rank, host = new.rank_of(target), old.host_of(target)
+        rank, host = new.rank_of(target), new.host_of(target)
 
         def cost(copy: int, rank: int = rank, host: int = host) -> tuple[bool, bool, int, int]:
             holder = old.rank_of(copy)
-            return holder != rank, old.host_of(copy) != host, num_sent[holder], copy
+            return holder != rank, new.host_of(copy) != host, num_sent[holder], copy
 
         source = min(old.replicas[expert], key=cost)
         if old.rank_of(source) != rank:

@@ -53,7 +53,7 @@ def replica_table(
         first: what lets ranks begin with different replicas, such as the rank.
         takes_turns: calls begin with different replicas; not where ranks share their tokens.
 
-    Local.   Host sync: none.
+    Local.   Host sync: yes, where the device is a GPU.
     """
     width = max_replicas or max((len(copies) for copies in replicas), default=1)
     rows = [(*copies, *[-1] * (width - len(copies))) for copies in replicas]

@@ -28,14 +28,19 @@ class ExpertState:
         """Collect the parameters, and what an optimizer keeps for each expert of them. Local.
 
         Raises:
-            ConfigError: a parameter that is cut otherwise than by experts, or has a gradient.
+            ConfigError: a parameter that is cut otherwise than by experts, has a gradient, or is on
+                meta.
         """
         found: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 raise ConfigError(
-                    f"rebalance: {name} has a gradient, which would stay behind; call zero_grad() "
-                    "first"
+                    f"rebalance: {name} has a gradient, which would stay behind; call "
+                    "zero_grad(set_to_none=True) first"
+                )
+            if parameter.is_meta:
+                raise ConfigError(
+                    f"rebalance: {name} is on meta, where nothing can move; load the weights first"
                 )
             found[name] = parameter
             state = {} if optimizer is None else optimizer.state.get(parameter, {})
@@ -49,7 +54,8 @@ class ExpertState:
                 raise ConfigError(
                     f"rebalance: {name} is {type(tensor).__name__} {list(tensor.shape)}, expected "
                     f"the {num_local} experts of this rank, contiguous; move experts before FSDP "
-                    "cuts them, or a parametrisation replaces them"
+                    "cuts them or a parametrisation replaces them, and after a first step with "
+                    "state of an optimizer that torch.load has read"
                 )
         return cls(tensors=found)
 

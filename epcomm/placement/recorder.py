@@ -7,7 +7,7 @@ exchanges anything, and reads.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -78,7 +78,8 @@ class LoadRecorder:
         Collective: yes, one comparison of sizes and one all-gather, beside the calls of layers.
         Host sync: yes.
         Raises:
-            ConfigError: ranks have other layers, or another number of windows; on every rank.
+            ConfigError: ranks have other layers, another number of windows, or a table that was
+                zeroed within a window; on every rank.
         """
         sizes = {name: table.shape[1] for name, table in self._tables.items()}
         collectives.agree(
@@ -91,7 +92,13 @@ class LoadRecorder:
         loads: dict[str, tuple[tuple[int, ...], ...]] = dict.fromkeys(sizes, ())
         if self._windows:
             local = torch.stack(tuple(self._windows))
-            total = collectives.all_gather(local, phase="LoadRecorder.gather").sum(0)
+            counts = collectives.all_gather(local, phase="LoadRecorder.gather")
+            if counts.lt(0).any():
+                raise ConfigError(
+                    "LoadRecorder.gather: counts of a window are below 0, expected tables that "
+                    "only grow; pass differences to update_expert_bias() instead of zeroing them"
+                )
+            total = counts.sum(0)
             for name, part in zip(sizes, total.split(list(sizes.values()), dim=1), strict=True):
                 loads[name] = tuple(tuple(row) for row in part.tolist())
         return ExpertLoad(num_ranks=collectives.world_size, windows_by_layer=loads)
@@ -102,21 +109,21 @@ class LoadRecorder:
 
 
 def loads_of_ranks(
-    load: Tensor, *, num_ranks: int, physical_to_logical: Sequence[int] | None = None
+    load: Tensor, *, num_ranks: int, physical_to_logical: Tensor | None = None
 ) -> Tensor:
     """Return the load of each rank, [W], float64, of the load of each logical expert, [E].
 
     Args:
         load: [E], integers, on any device.
         num_ranks: W; rank r holds the P / W physical experts from r * P / W on.
-        physical_to_logical: the logical expert of each of P; its copies share the load equally.
-            None: each expert has one, in their order.
+        physical_to_logical: the logical expert of each of P, int64, on the same device; its copies
+            share the load equally. None: each expert has one, in their order.
 
     Local.   Host sync: none.
     """
     per_copy = load.to(torch.float64)
     if physical_to_logical is not None:
-        logical = torch.tensor(physical_to_logical, device=load.device)
+        logical = physical_to_logical
         num_copies = torch.zeros_like(per_copy).index_add_(
             0, logical, per_copy.new_ones(len(logical))
         )

@@ -12,13 +12,15 @@ from epcomm.errors import ConfigError
 from epcomm.placement.expert_placement import ExpertPlacement
 from epcomm.placement.nearest import replica_table
 from epcomm.records import ReplicaTable, TopKOutput
-from epcomm.spec import MoESpec
+from epcomm.spec import HostLayout, MoESpec
 
 
 def first_placement(
-    config: EPConfig, spec: MoESpec, world_size: int, where: str
+    config: EPConfig, spec: MoESpec, world_size: int, where: str, hosts: HostLayout | None = None
 ) -> ExpertPlacement | None:
     """Return where the experts of a new layer lie, the same on all ranks; None: in their order.
+
+    hosts: where the ranks run, if somebody has said so.
 
     Local.
     Raises:
@@ -34,12 +36,25 @@ def first_placement(
             "EPConfig.redundant_experts to the copies beyond one of each"
         )
     return ExpertPlacement.spread(
-        num_experts=num_logical, num_ranks=world_size, num_physical_experts=spec.num_experts
+        num_experts=num_logical,
+        num_ranks=world_size,
+        num_hosts=_hosts_of_neighbours(hosts),
+        num_physical_experts=spec.num_experts,
     )
+
+
+def _hosts_of_neighbours(hosts: HostLayout | None) -> int:
+    """Return how many hosts have equally many ranks, one behind the other; 1 if they are others."""
+    if hosts is None or len({len(ranks) for ranks in hosts.ranks_of_host}) != 1:
+        return 1
+    in_order = sorted(hosts.host_of_rank) == list(hosts.host_of_rank)
+    return hosts.num_hosts if in_order else 1
 
 
 class ReplicaTables:
     """The copies of each expert, for kernels and graphs: the tables keep their addresses.
+
+    logical_of_physical: [P], int64, the logical expert of each physical one.
 
     Ranks with tokens of their own begin with different copies, and their calls take turns. Ranks
     that share their tokens (replicated) have to choose alike, whatever calls one of them has
@@ -54,6 +69,7 @@ class ReplicaTables:
         redundant = placement.num_physical_experts - placement.num_experts
         most = min(placement.num_ranks, redundant + 1)
         self._rank = rank
+        self.logical_of_physical = torch.tensor(placement.physical_to_logical, device=device)
         self._in_turn = replica_table(
             placement.replicas_for(rank),
             device=device,
@@ -69,7 +85,7 @@ class ReplicaTables:
         return self._alike if torch.is_grad_enabled() else self._in_turn
 
     def write(self, placement: ExpertPlacement) -> None:
-        """Write another placement of the same numbers into the tables. Local; no host sync."""
+        """Write another placement of the same numbers into the tables. Local; host sync."""
         table = self._in_turn
         written = replica_table(
             placement.replicas_for(self._rank),
@@ -78,6 +94,7 @@ class ReplicaTables:
         )
         table.replicas.copy_(written.replicas)
         table.num_replicas.copy_(written.num_replicas)
+        self.logical_of_physical.copy_(torch.tensor(placement.physical_to_logical))
 
     def choose(self, topk: TopKOutput) -> TopKOutput:
         """Return the entries with physical ids, as ReplicaTable.choose() has them.

@@ -14,7 +14,8 @@ def update_expert_bias(bias: Tensor, load: Tensor, group: EPGroup, *, rate: floa
     """Raise the bias of experts with less than the mean load of all ranks, and lower the others'.
 
     bias += rate * sign(mean(load) - load), with the load of all ranks. Call it once a step, between
-    the optimizer's steps, and count anew.
+    the optimizer's steps, with what was counted since the last time: the table's count less that of
+    then. Only a table that no LoadRecorder reads may be zeroed instead.
 
     Args:
         bias: [E], floating point, equal on all ranks, what routing adds to scores where it selects;

@@ -117,7 +117,7 @@ def sum_replica_gradients(model: nn.Module) -> None:
     need this call after backward, before norms and steps: added in the order of ranks, gradients of
     copies are equal to the bit, and so the copies stay equal. A missing gradient counts as zero.
 
-    Collective: yes, one message a parameter of a layer with copies.   Host sync: as the transport.
+    Collective: yes, one message a parameter of a layer with copies.   Host sync: yes.
     """
     for layer in model.modules():
         if isinstance(layer, ExpertParallelExperts) and layer.placement is not None:

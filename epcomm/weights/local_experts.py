@@ -67,8 +67,12 @@ class LocalExperts:
             role: self._own(piece, role) for role, piece in zip(self._roles, pieces, strict=True)
         }
         self._record = self._kind.with_tensors(owned)
-        # What was computed for this call alone must not outlive it.
-        are_kept = all(isinstance(tensor, nn.Parameter) for tensor in held)
+        # What was computed for this call alone must not outlive it: tensors that are no parameters,
+        # and copies of a placement's experts, which do not see what is written to the parameter.
+        are_kept = all(isinstance(tensor, nn.Parameter) for tensor in held) and all(
+            owned[role].untyped_storage().data_ptr() == piece.untyped_storage().data_ptr()
+            for role, piece in zip(self._roles, pieces, strict=True)
+        )
         self._held, self._pieces = (held, pieces) if are_kept else ((), ())
 
     def _differentiable(self, held: Sequence[Tensor], factors: Sequence[float]) -> Sequence[Tensor]:

@@ -88,12 +88,26 @@ def test_a_load_that_is_no_load_is_refused(value: float) -> None:
         ({"num_physical_experts": 6, "num_ranks": 2}, "from 8"),
         ({"num_physical_experts": 18, "num_ranks": 2}, "to 16, one of each"),
         ({"num_physical_experts": 8, "num_ranks": 4, "num_hosts": 3}, "num_hosts is 3"),
+        ({"num_physical_experts": 8, "num_ranks": 4, "num_hosts": 0}, "num_hosts is 0"),
         ({"num_physical_experts": 8, "num_ranks": 4, "num_groups": 3}, "num_groups is 3"),
+        ({"num_physical_experts": 8, "num_ranks": 4, "num_groups": 0}, "num_groups is 0"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         balance([1.0] * 8, **sizes)
+
+
+@pytest.mark.parametrize("num_physical", [10, 12, 16])
+def test_copies_that_a_host_has_no_ranks_for_lie_on_the_other(num_physical: int) -> None:
+    sizes = {"num_ranks": 2, "num_hosts": 2, "num_groups": 2}
+    placement = balance([1.0] * 8, num_physical_experts=num_physical, **sizes)
+    assert placement.num_physical_experts == num_physical
+
+
+def test_a_load_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"load is \['many', 1\.0\], expected \[E\]"):
+        balance(["many", 1.0], num_ranks=1, num_physical_experts=2)  # type: ignore[list-item]
 
 
 def test_load_of_several_layers_is_refused() -> None:

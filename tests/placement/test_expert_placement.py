@@ -57,6 +57,7 @@ def test_json_gives_the_same_placement() -> None:
         ({"physical_to_logical": (0, 1, 2, 3)}, "physical expert 3 is a copy of 3"),
         ({"physical_to_logical": (0, 1, 2, -1)}, "physical expert 3 is a copy of -1"),
         ({"physical_to_logical": (False, 1, 2, 0)}, "physical expert 0 is a copy of False"),
+        ({"physical_to_logical": (0.0, 1, 2, 0)}, "physical expert 0 is a copy of 0.0"),
         ({"physical_to_logical": (0, 1, 2)}, "3 physical experts"),
         ({"num_ranks": 0}, "num_ranks is 0"),
         ({"num_experts": True}, "num_experts is True"),

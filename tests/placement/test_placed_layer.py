@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from epcomm import (
     ConfigError,
@@ -61,6 +62,30 @@ def check_outputs(name: str) -> None:
         # Two calls, which take other copies.
         for _ in range(2):
             assert relative_error(placed.forward(), expected) <= FP32_TOLERANCE
+
+
+@pytest.mark.ranks(2)
+def test_whole_parameters_are_read_anew_where_their_experts_are_copied() -> None:
+    with EPGroup() as group:
+        placed = placed_layer(group, config_of("normal", 2))
+        for name in list(placed.layer.expert_parameters()):
+            whole = placed.weights.tensors()[name].clone()
+            setattr(placed.layer, name, torch.nn.Parameter(whole))
+        expected = placed.expected().y[group.rank]
+        assert relative_error(placed.forward(), expected) <= FP32_TOLERANCE
+        with torch.no_grad():
+            for parameter in placed.layer.parameters():
+                parameter.zero_()
+        assert placed.forward().eq(0).all()
+
+
+@pytest.mark.ranks(2)
+def test_first_placement_has_the_hosts_of_its_group() -> None:
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("host", "place"))
+    with EPGroup(mesh) as group:
+        placement = placed_layer(group, config_of("normal", 2)).layer.placement
+        assert placement is not None
+        assert placement.num_hosts == 2
 
 
 @pytest.mark.ranks(2)

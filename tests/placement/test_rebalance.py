@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 from epcomm import (
     ConfigError,
@@ -21,6 +23,7 @@ from epcomm import (
     ExpertPlacement,
     Fp8BlockWeights,
     Int8ChannelWeights,
+    ShapeError,
     TopKOutput,
     balance,
 )
@@ -171,9 +174,33 @@ def test_bad_moves_are_refused_on_all_ranks_and_move_nothing() -> None:
             layer.rebalance(good)
         assert layer.placement == old
         expect_copies_of(layer, placed.weights.tensors())
+        placed.layer.zero_grad()
+        with pytest.raises(ConfigError, match="is on meta"):
+            copy.deepcopy(layer).to("meta").rebalance(good)
         unplaced = placed_layer(group, config_of(None)).layer
         with pytest.raises(ConfigError, match="are not placed"):
             unplaced.rebalance(good)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("averages", ["multi_avg_fn", "avg_fn"])
+def test_average_of_a_layer_is_refused_until_it_has_moved_too(averages: str) -> None:
+    with EPGroup() as group:
+        layer = placed_layer(group, config_of(2)).layer
+        make = {"multi_avg_fn": get_ema_multi_avg_fn, "avg_fn": get_ema_avg_fn}[averages]
+        average = AveragedModel(layer, **{averages: make(0.5)})  # type: ignore[arg-type]
+        average.update_parameters(layer)
+        placement = any_placement(layer, 3)
+        layer.rebalance(placement)
+        with pytest.raises(
+            ShapeError, match="call rebalance\\(\\) with the same placement on copies"
+        ):
+            average.update_parameters(layer)
+        assert isinstance(average.module, ExpertParallelExperts)
+        average.module.rebalance(placement)
+        average.update_parameters(layer)
+        for name, whole in gather_state_dict(layer, group).items():
+            assert torch.equal(gather_state_dict(average.module, group)[name], whole)
 
 
 @pytest.mark.ranks(2)

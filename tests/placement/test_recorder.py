@@ -88,10 +88,24 @@ def test_ranks_with_other_windows_are_refused_on_all() -> None:
             recorder.gather(group.collectives)
 
 
+@pytest.mark.ranks(NUM_RANKS)
+def test_tables_that_were_zeroed_are_refused_on_all_ranks() -> None:
+    with EPGroup() as group:
+        table = load_table(4, group.device)
+        recorder = LoadRecorder({"block": table})
+        table += 5
+        recorder.end_window()
+        if group.rank == 1:
+            table.zero_()
+        recorder.end_window()
+        with pytest.raises(ConfigError, match="counts of a window are below 0"):
+            recorder.gather(group.collectives)
+
+
 def test_copies_share_the_load_of_their_expert() -> None:
     load = torch.tensor([6, 3, 2, 1])
     assert loads_of_ranks(load, num_ranks=2).tolist() == [9.0, 3.0]
-    placed = loads_of_ranks(load, num_ranks=2, physical_to_logical=(0, 1, 3, 0, 2, 0))
+    placed = loads_of_ranks(load, num_ranks=2, physical_to_logical=torch.tensor([0, 1, 3, 0, 2, 0]))
     assert placed.tolist() == [2.0 + 3.0 + 1.0, 2.0 + 2.0 + 2.0]
 
 

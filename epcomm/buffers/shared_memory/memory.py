@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import weakref
 
 import torch
 from torch import Tensor
@@ -45,9 +46,12 @@ class HostMemory:
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)
         self._rank, self._world_size = collectives.rank, collectives.world_size
         self.names = collectives.names
-        # Descriptors of this rank's locked file, and of the files of all ranks.
-        self._own_file: int | None = None
+        # Descriptors of the files of all ranks, and of this rank's locked one. Nobody may come to
+        # close a buffer, and descriptors are few.
         self._files: list[int] = []
+        self._own_files: list[int] = []
+        finalizer = weakref.finalize(self, _close_all, self._own_files, self._files)
+        finalizer.atexit = False
         place, error = self._create()
         places = self._agree(collectives, place, error, phase)
         maps, error = self._attach(places)
@@ -66,16 +70,13 @@ class HostMemory:
 
     def close(self) -> None:
         """Close the files; views stay valid. Local, idempotent."""
-        if self._own_file is not None:
-            os.close(self._own_file)
-            self._own_file = None
-        while self._files:
-            os.close(self._files.pop())
+        _close_all(self._own_files, self._files)
 
     def _create(self) -> tuple[str, str]:
         """Allocate the block; return its place for other ranks, and an error; one is empty."""
         try:
-            self._own_file = file = _unnamed_file()
+            file = _unnamed_file()
+            self._own_files.append(file)
             fcntl.flock(file, fcntl.LOCK_EX)
             # Pages are allocated now; otherwise a missing page would kill the process on access.
             for begin in range(0, self.num_bytes, _PIECE_BYTES):
@@ -120,6 +121,12 @@ class HostMemory:
                 "host or of its container, or use backend='collective'"
             )
         return [str(record["text"]) for record in records]
+
+
+def _close_all(*files: list[int]) -> None:
+    for descriptors in files:
+        while descriptors:
+            os.close(descriptors.pop())
 
 
 def _unnamed_file() -> int:

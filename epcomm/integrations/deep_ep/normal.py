@@ -17,7 +17,7 @@ from torch import Tensor
 
 from epcomm.buffers.base import AddsBias, Buffer, DispatchCall, Dispatched
 from epcomm.config import Mode
-from epcomm.errors import EPError, ShapeError
+from epcomm.errors import EPError
 from epcomm.integrations.deep_ep.ranks import Ranks
 from epcomm.ops.slots import row_topk
 from epcomm.protocol import BatchFlags
@@ -27,8 +27,6 @@ from epcomm.types import RowsPer, WireDtype, WireFormat, WireTensor, align_up
 
 # Rows and sums of combine, and rows along a way that exists, whose dispatch was quantised.
 _SUM_FORMAT = WireFormat.of(torch.bfloat16)
-# Bytes of one scale, float32 or four exponents in an int32: what it means is the caller's.
-_SCALE_BYTES = 4
 # What the copy engine of a GPU moves.
 _VECTOR_BYTES = 16
 
@@ -56,6 +54,7 @@ class RowWay:
 
     rank: this rank.   num_tokens: T of this rank.   num_rows: R, rows that this rank received.
     top_k: K.   row_bytes: most bytes of a row, for which there is memory.   device: of the ranks.
+    sum_dtype: of the rows that combine takes.
     """
 
     buffer: Buffer
@@ -66,6 +65,7 @@ class RowWay:
     top_k: int
     row_bytes: int
     device: torch.device
+    sum_dtype: torch.dtype
 
     def fault(self, rows: Rows) -> str | None:
         """Return why rows [T, H] are too wide for the memory of this way, or None. Local."""
@@ -158,6 +158,8 @@ def _spec_of(
     )
 
 
+# Autograd belongs to the caller, whose own Functions call deep_ep.
+@torch.no_grad()
 def dispatch_rows(
     ranks: Ranks,
     rows: Rows,
@@ -208,6 +210,7 @@ def dispatch_rows(
         top_k=top_k,
         row_bytes=align_up(spec.hidden_format.data_bytes(spec.hidden_size), _VECTOR_BYTES),
         device=ranks.device,
+        sum_dtype=spec.hidden_format.dtype.torch_dtype,
     )
     topk = out.row_topk
     if topk is None:
@@ -243,6 +246,7 @@ def send_along(way: RowWay, rows: Rows) -> Rows:
     )
 
 
+@torch.no_grad()
 def send_columns(way: RowWay, columns: Tensor) -> Tensor:
     """Send [T, N] of any dtype along a way; return [R, N], which the caller owns.
 
@@ -269,6 +273,7 @@ def refuse_along(way: RowWay, error: EPError) -> NoReturn:
     raise error
 
 
+@torch.no_grad()
 def return_rows(
     way: RowWay,
     x: Tensor,
@@ -316,15 +321,17 @@ def _dense(rows: Tensor) -> Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
 
+def scale_block(hidden_size: int, num_scales: int) -> int | None:
+    """Return the columns of a scale, where each has as many but the last; else None."""
+    block = -(-hidden_size // max(num_scales, 1))
+    return block if -(-hidden_size // max(block, 1)) == num_scales else None
+
+
 def _quantized_format(
     dtype: torch.dtype, hidden_size: int, num_scales: int, scale_dtype: torch.dtype
 ) -> WireFormat:
-    block = -(-hidden_size // max(num_scales, 1))
-    if scale_dtype.itemsize != _SCALE_BYTES or -(-hidden_size // block) != num_scales:
-        raise ShapeError(
-            f"dispatch: rows of {hidden_size} columns have {num_scales} scales of {scale_dtype}, "
-            "expected float32 or int32 of blocks of one length; pass a scale for each 128 columns"
-        )
+    block = scale_block(hidden_size, num_scales)
+    assert block is not None, "rows were checked"
     kind = WireDtype.INT8 if dtype == torch.int8 else WireDtype.FP8_E4M3
     return WireFormat(dtype=kind, scale_block=block, scale_dtype=torch.float32)
 

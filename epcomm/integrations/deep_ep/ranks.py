@@ -196,6 +196,21 @@ class Ranks:
                 self._leave_static(buffer, spec, out.exchange_plan)
         raise error
 
+    def refuse_combine(self, mode: Mode, error: EPError) -> NoReturn:
+        """Take part without rows in a combine of the other ranks along an unknown way.
+
+        They are taken to combine what the last dispatch of `mode` brought. Where they make another
+        call, they hear of that, and over NVLink wait in vain.
+
+        Collective: in place of a combine, or a dispatch along a way that exists.
+        Raises:
+            error: always.
+        """
+        last = self.last.get(self._names(mode))
+        if last is not None and not last[0].needs_nvlink:
+            last[0].refuse_combine(error)
+        raise error
+
     def exclude(self, ranks: Sequence[int]) -> None:
         """Go on without ranks that are dead; see EPGroup.exclude_ranks().
 
@@ -214,15 +229,16 @@ class Ranks:
 
         Collective: yes.   Host sync: yes.
         """
-        sent = counts.view(self.size, -1).contiguous()
-        received = self._group.collectives.all_to_all(sent, phase="dispatch counts")
-        return tuple(received.sum(0).tolist())
+        mine = {"counts": " ".join(map(str, counts.tolist()))}
+        # As a record: ranks that make another call hear of that, and meet no foreign sizes.
+        everyone = self._group.collectives.gather_records(mine, phase="dispatch counts")
+        rows = torch.tensor([list(map(int, str(each["counts"]).split())) for each in everyone])
+        return tuple(rows.sum(0).view(self.size, -1)[self.rank].tolist())
 
     def largest(self, number: int) -> int:
         """Return the largest of the numbers of all ranks. Collective: yes.   Host sync: yes."""
-        mine = torch.tensor([number], device=self.device)
-        gathered = self._group.collectives.all_gather(mine, phase="dispatch counts")
-        return int(gathered.max())
+        everyone = self._group.collectives.gather_records({"rows": number}, phase="dispatch counts")
+        return max(int(each["rows"] or 0) for each in everyone)
 
     def close(self) -> None:
         """Close all buffers; see EPGroup.close()."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from epcomm import EPError
 from epcomm.errors import HandleError
-from epcomm.integrations.deep_ep import Buffer, EventHandle, EventOverlap
+from epcomm.integrations.deep_ep import Buffer, Config, EventHandle, EventOverlap
 from tests.integrations.deep_ep.devices import here, on_gpus
 from tests.integrations.deep_ep.v1_ranks import world
 
@@ -160,6 +161,33 @@ def wrong_rows(buffer: Buffer, batch: Batch) -> Tensor:
     return buffer.combine(rows[buffer.rank == 0 :], handle)[0]
 
 
+def foreign_handle(buffer: Buffer, batch: Batch) -> Tensor:
+    rows, _, handle, _ = batch.dispatch(buffer)
+    return buffer.combine(rows, (rows,) if buffer.rank == 0 else handle)[0]
+
+
+def sums_of_another_dtype(buffer: Buffer, batch: Batch) -> Tensor:
+    rows, _, handle, _ = batch.dispatch(buffer)
+    return buffer.combine(rows.float() if buffer.rank == 0 else rows, handle)[0]
+
+
+def weights_of_another_top_k(buffer: Buffer, batch: Batch) -> Tensor:
+    rows, weights, handle, _ = batch.dispatch(buffer)
+    weights = weights[:, :1] if buffer.rank == 0 else weights
+    return buffer.combine(rows, handle, topk_weights=weights)[0]
+
+
+def scales_of_no_block(buffer: Buffer, batch: Batch) -> Tensor:
+    columns = 0 if buffer.rank == 0 else 1
+    scales = torch.ones(len(batch.x), columns, device=here())
+    return batch.dispatch(buffer, (batch.x.to(torch.float8_e4m3fn), scales))[0]  # type: ignore[arg-type]
+
+
+def no_rows(buffer: Buffer, batch: Batch) -> Tensor:
+    x = [] if buffer.rank == 0 else batch.x
+    return batch.dispatch(buffer, x)[0]  # type: ignore[arg-type]
+
+
 def wrong_cached_rows(buffer: Buffer, batch: Batch) -> Tensor:
     handle = batch.dispatch(buffer)[2]
     rows = buffer.dispatch(batch.x[buffer.rank == 0 :], handle=handle)[0]
@@ -206,6 +234,8 @@ def there_and_back(
 # Calls in which no host of a GPU reads what other ranks say: those have NaN.
 UNHEARD = (
     wrong_rows,
+    sums_of_another_dtype,
+    weights_of_another_top_k,
     wrong_cached_rows,
     too_wide_cached_rows,
     wrong_dtype_of_low_latency,
@@ -218,7 +248,15 @@ UNHEARD = (
 @pytest.mark.parametrize("is_first_call", [False, True])
 @pytest.mark.parametrize(
     "call",
-    [wrong_dtype, wrong_ids, *UNHEARD],
+    [
+        wrong_dtype,
+        wrong_ids,
+        no_rows,
+        scales_of_no_block,
+        # Of a way that nobody knows, kernels on GPUs learn nothing, and wait.
+        *([] if on_gpus() else [foreign_handle]),
+        *UNHEARD,
+    ],
 )
 def test_what_one_rank_gets_wrong_is_heard_by_every_rank(
     call: Callable[[Buffer, Batch], Tensor], is_first_call: bool
@@ -231,6 +269,79 @@ def test_what_one_rank_gets_wrong_is_heard_by_every_rank(
     # A first call opens buffers, so every host reads.
     is_read = is_first_call and call in (wrong_dtype_of_low_latency, too_many_tokens)
     check_heard(call, buffer, batch, by_nan=on_gpus() and call in UNHEARD and not is_read)
+
+
+@pytest.mark.ranks(2)
+def test_autograd_is_left_to_the_caller() -> None:
+    buffer = Buffer(world())
+    batch = Batch(buffer.rank, (32, 2, 4))
+    # Of one rank alone, as where another is frozen.
+    batch.x.requires_grad_(buffer.rank == 0)
+    batch.weights.requires_grad_(buffer.rank == 0)
+    rows, weights, handle, num_ranks = batch.dispatch(buffer)
+    along = buffer.dispatch(batch.x, handle=handle)[0]
+    assert isinstance(along, Tensor)
+    assert not any(each.requires_grad for each in (rows, weights, along))
+    y, _, _ = buffer.combine(rows.requires_grad_(), handle)
+    assert torch.equal(y, batch.x.detach() * num_ranks)
+
+
+def worst_case(
+    buffer: Buffer, batch: Batch, num_worst_tokens: int, config: Config | None = None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Dispatch and return rows and the handle."""
+    _, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(batch.ids, batch.num_experts)
+    rows, _, _, _, handle, _ = buffer.dispatch(
+        batch.x,
+        is_token_in_rank=is_in_rank,
+        num_tokens_per_expert=per_expert,
+        topk_idx=batch.ids,
+        topk_weights=batch.weights,
+        num_worst_tokens=num_worst_tokens,
+        config=config,
+    )
+    assert isinstance(rows, Tensor)
+    assert handle is not None
+    return rows, handle
+
+
+@pytest.mark.ranks(2)
+def test_rows_along_a_handle_of_worst_case_rows_are_as_many() -> None:
+    buffer = Buffer(world())
+    batch = Batch(buffer.rank, (32, 2, 4))
+    rows, handle = worst_case(buffer, batch, 16)
+    along = buffer.dispatch(batch.x, handle=handle)[0]
+    assert isinstance(along, Tensor)
+    assert along.shape == rows.shape == (16, 32)
+    y, _, _ = buffer.combine(along, handle)
+    num_ranks = batch.dispatch(buffer)[3]
+    assert torch.equal(y, batch.x * num_ranks)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.skipif(on_gpus(), reason="ranks of GPUs wait for another number of slots in vain")
+def test_ranks_with_other_worst_cases_hear_of_it() -> None:
+    buffer = Buffer(world())
+    batch = Batch(buffer.rank, (32, 2, 4))
+
+    def step() -> None:
+        buffer.combine(*worst_case(buffer, batch, 16 * buffer.rank))
+
+    with pytest.raises(EPError):
+        step()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.skipif(on_gpus(), reason="about memory of the host")
+def test_dropped_buffers_leave_no_files_open() -> None:
+    batch = Batch(world().rank(), (32, 2, 4))
+    batch.dispatch(Buffer(world()))
+    gc.collect()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(4):
+        batch.dispatch(Buffer(world()))
+    gc.collect()
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 @pytest.mark.ranks(2)
@@ -271,6 +382,8 @@ def test_handles_are_passed_on_as_they_are() -> None:
     batch = Batch(buffer.rank, (16, 2, 4))
     rows, _, handle, _ = batch.dispatch(buffer)
     assert len(handle) == 6
+    # One SM is a channel, and all tokens are its own.
+    assert worst_case(buffer, batch, 0, Config(num_sms=1))[1][1].shape == (2, 1)
     with pytest.raises(HandleError, match="handle is tuple, expected what dispatch"):
         buffer.combine(rows, tuple(handle))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from epcomm.errors import CapacityError, ConfigError, EPError, ShapeError
-from epcomm.integrations.deep_ep.normal import Rows, RowWay
+from epcomm.integrations.deep_ep.normal import Rows, RowWay, scale_block
 from epcomm.integrations.deep_ep.ranks import Ranks
 
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
@@ -56,8 +56,14 @@ def rows_fault(rows: Rows, device: torch.device) -> str | None:
     if fault is not None or rows.scales is None:
         return fault
     shape = (rows.x.shape[0], None)
-    scales = Expected(name="x[1]", shape=shape, dtypes=_SCALES)
-    return scales.fault(rows.scales, device)
+    fault = Expected(name="x[1]", shape=shape, dtypes=_SCALES).fault(rows.scales, device)
+    hidden_size, num_scales = rows.x.shape[1], rows.scales.shape[-1]
+    if fault is None and scale_block(hidden_size, num_scales) is None:
+        fault = (
+            f"x has {num_scales} scales for {hidden_size} columns, expected blocks of one length, "
+            "such as a scale for each 128 columns"
+        )
+    return fault
 
 
 def dispatch_error(
@@ -108,14 +114,16 @@ def combine_error(
     sizes: tuple[int, int, int],
     topk_weights: Tensor | None,
     biases: Sequence[Tensor],
+    way: RowWay,
 ) -> EPError | None:
     """Find what is wrong with a normal combine; sizes: R, H and T. Local."""
-    num_rows, hidden_size, num_tokens = sizes
-    expected: list[Rule] = [(x, ("x", (num_rows, hidden_size), _PLAIN))]
+    (num_rows, hidden_size, num_tokens), dtypes = sizes, (way.sum_dtype,)
+    expected: list[Rule] = [(x, ("x", (num_rows, hidden_size), dtypes))]
     if topk_weights is not None:
-        expected.append((topk_weights, ("topk_weights", (num_rows, None), (torch.float32,))))
+        shape = (num_rows, way.top_k)
+        expected.append((topk_weights, ("topk_weights", shape, (torch.float32,))))
     for bias in biases:
-        expected.append((bias, ("bias", (num_tokens, hidden_size), (x.dtype,))))
+        expected.append((bias, ("bias", (num_tokens, hidden_size), dtypes)))
     return _error("combine", _first_fault(expected, ranks.device), ranks)
 
 
@@ -126,7 +134,9 @@ def low_latency_dispatch_error(
     function = "low_latency_dispatch"
     # First what holds in all calls but wrong ones: decoding counts microseconds of the host.
     if (
-        x.dim() == topk_ids.dim() == _MATRIX
+        isinstance(x, Tensor)
+        and isinstance(topk_ids, Tensor)
+        and x.dim() == topk_ids.dim() == _MATRIX
         and x.dtype is torch.bfloat16
         and topk_ids.dtype in _IDS
         and topk_ids.shape[0] == x.shape[0] <= max_tokens
@@ -137,7 +147,7 @@ def low_latency_dispatch_error(
         return None
     expected: list[Rule] = [
         (x, ("x", (None, None), (torch.bfloat16,))),
-        (topk_ids, ("topk_idx", (x.shape[0] if x.dim() else None, None), _IDS)),
+        (topk_ids, ("topk_idx", (_length_of(x), None), _IDS)),
     ]
     fault = _first_fault(expected, ranks.device)
     if fault is None and (num_experts < 1 or num_experts % ranks.size):
@@ -230,7 +240,7 @@ def _is_usual(
 ) -> bool:
     """Tell quickly that tensors of a dispatch are as most calls have them."""
     x, scales, (ids, weights) = rows.x, rows.scales, topk
-    if ids is None or weights is None or is_in_rank is None:
+    if ids is None or weights is None or is_in_rank is None or not isinstance(x, Tensor):
         return False
     return (
         x.dim() == ids.dim() == _MATRIX
@@ -241,6 +251,7 @@ def _is_usual(
             and scales.dim() == _MATRIX
             and scales.shape[0] == x.shape[0]
             and scales.dtype in _SCALES
+            and scale_block(x.shape[1], scales.shape[1]) is not None
             and scales.device == x.device
         )
         and ids.dtype in _IDS
@@ -251,6 +262,10 @@ def _is_usual(
         and is_in_rank.shape == (x.shape[0], ranks.size)
         and x.device == ids.device == weights.device == is_in_rank.device == ranks.device
     )
+
+
+def _length_of(x: object) -> int | None:
+    return x.shape[0] if isinstance(x, Tensor) and x.dim() else None
 
 
 def _divides(per_expert: Tensor | None, ranks: Ranks) -> bool:

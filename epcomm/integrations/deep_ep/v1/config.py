@@ -114,7 +114,7 @@ class Config:
     @property
     def num_channels(self) -> int:
         """The pairs of a sending and a receiving SM of V1, which its handles are laid out by."""
-        return self._num_sms // 2
+        return max(self._num_sms // 2, 1)
 
 
 def dispatch_config(num_sms: int, num_ranks: int) -> Config:

@@ -96,18 +96,12 @@ def _tensors_of(handle: NormalHandle) -> tuple[Tensor, ...]:
     return rank_prefix, prefix, before.contiguous(), src_idx, is_in_rank, send_head
 
 
-def handle_of(handle: object, function: str, where: str) -> NormalHandle:
-    """Return a handle as dispatch() made it.
-
-    Raises:
-        HandleError: no dispatch of normal mode made it.
-    """
-    if not isinstance(handle, NormalHandle):
-        raise HandleError(
-            f"{function}: handle is {type(handle).__name__}, expected what dispatch() returned, as "
-            f"it was returned ({where}); keep the handle and pass it on"
-        )
-    return handle
+def handle_error(handle: object, function: str, where: str) -> HandleError:
+    """Return what is wrong with a handle that no dispatch of normal mode made. Local."""
+    return HandleError(
+        f"{function}: handle is {type(handle).__name__}, expected what dispatch() returned, as "
+        f"it was returned ({where}); keep the handle and pass it on"
+    )
 
 
 def _channels(is_in_rank: Tensor, channels: int, share: int) -> tuple[Tensor, Tensor]:

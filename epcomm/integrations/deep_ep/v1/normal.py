@@ -90,22 +90,29 @@ def _with_worst_rows(ranks: Ranks, received: Received, num_worst_tokens: int) ->
             f"{num_worst_tokens} ({ranks.where}); pass as many as all ranks can send to one"
         )
 
-    def longer(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None:
-            return None
-        out = tensor.new_empty(num_worst_tokens, tensor.shape[1])
-        out[: tensor.shape[0]] = tensor
-        return out
-
-    x, ids, weights = (
-        longer(each) for each in (received.rows.x, received.topk_ids, received.topk_weights)
+    ids, weights = (
+        _lengthened(each, num_worst_tokens) for each in (received.topk_ids, received.topk_weights)
     )
-    assert x is not None, "rows are there"
-    assert ids is not None, "ids are there"
-    assert weights is not None, "weights are there"
     ids[received.topk_ids.shape[0] :] = -1
-    rows = Rows(x=x, scales=longer(received.rows.scales))
+    rows = with_length(received.rows, num_worst_tokens)
     return replace(received, rows=rows, topk_ids=ids, topk_weights=weights)
+
+
+def with_length(rows: Rows, length: int) -> Rows:
+    """Return rows with undefined ones behind them, as many as a handle says. Local."""
+    if rows.x.shape[0] == length:
+        return rows
+    scales = rows.scales
+    return Rows(
+        x=_lengthened(rows.x, length),
+        scales=None if scales is None else _lengthened(scales, length),
+    )
+
+
+def _lengthened(tensor: Tensor, length: int) -> Tensor:
+    out = tensor.new_empty(length, tensor.shape[1])
+    out[: tensor.shape[0]] = tensor
+    return out
 
 
 @lru_cache(maxsize=64)

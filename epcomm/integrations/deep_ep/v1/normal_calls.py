@@ -11,7 +11,6 @@ from epcomm.integrations.deep_ep.events import EventOverlap
 from epcomm.integrations.deep_ep.layout import layout_of
 from epcomm.integrations.deep_ep.normal import (
     Rows,
-    RowWay,
     bias_of,
     refuse_along,
     return_rows,
@@ -20,8 +19,8 @@ from epcomm.integrations.deep_ep.normal import (
 from epcomm.integrations.deep_ep.v1 import checks
 from epcomm.integrations.deep_ep.v1.base import Opened, XTensors
 from epcomm.integrations.deep_ep.v1.config import Config, dispatch_config
-from epcomm.integrations.deep_ep.v1.handle import NormalHandle, handle_of
-from epcomm.integrations.deep_ep.v1.normal import dispatch_v1, is_static
+from epcomm.integrations.deep_ep.v1.handle import NormalHandle, handle_error
+from epcomm.integrations.deep_ep.v1.normal import dispatch_v1, is_static, with_length
 
 DispatchResult = tuple[
     XTensors,
@@ -99,7 +98,8 @@ class NormalCalls(Opened):
         ranks = self._begin("dispatch", rows.x)
         with self._call(rows.x, previous_event, async_finish, allocate_on_comm_stream) as call:
             if handle is not None:
-                along = send_along(self._way_of_rows(handle, rows), rows)
+                known = self._known(handle, rows)
+                along = with_length(send_along(known.way, rows), known.sizes[0])
                 event = call.event([rows.x, rows.scales, along.x, along.scales])
                 return along.as_given(), None, None, None, None, event
             topk = (topk_idx, topk_weights)
@@ -158,9 +158,11 @@ class NormalCalls(Opened):
             ShapeError, HandleError: the call of some rank cannot be; on every rank.
         """
         ranks = self._begin("combine")
-        known = handle_of(handle, "combine", ranks.where)
+        if not isinstance(handle, NormalHandle):
+            ranks.refuse_combine(Mode.NORMAL, handle_error(handle, "combine", ranks.where))
+        known = handle
         biases = [] if bias is None else list(bias) if isinstance(bias, tuple) else [bias]
-        error = checks.combine_error(ranks, x, known.sizes, topk_weights, biases)
+        error = checks.combine_error(ranks, x, known.sizes, topk_weights, biases, known.way)
         if error is not None:
             known.way.buffer.refuse_combine(error)
             raise error
@@ -202,14 +204,15 @@ class NormalCalls(Opened):
         """Refuse: ranks are of one host."""
         raise NotImplementedError(f"internode_combine: {_ONE_HOST}")
 
-    def _way_of_rows(self, handle: tuple[Tensor, ...], rows: Rows) -> RowWay:
-        """Return the way that rows are to be sent along, or refuse them."""
+    def _known(self, handle: tuple[Tensor, ...], rows: Rows) -> NormalHandle:
+        """Return the handle of a way that rows are to be sent along, or refuse them."""
         ranks = self._ranks
-        known = handle_of(handle, "dispatch", ranks.where)
-        error = checks.cached_error(ranks, rows, known.sizes, known.way)
+        if not isinstance(handle, NormalHandle):
+            ranks.refuse_combine(Mode.NORMAL, handle_error(handle, "dispatch", ranks.where))
+        error = checks.cached_error(ranks, rows, handle.sizes, handle.way)
         if error is not None:
-            refuse_along(known.way, error)
-        return known.way
+            refuse_along(handle.way, error)
+        return handle
 
 
 def _aligned(counts: tuple[int, ...], alignment: int) -> list[int]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from epcomm.errors import ShapeError
+from epcomm.errors import EPError, ShapeError
 from epcomm.integrations.deep_ep.events import AsyncCall, EventOverlap
 from epcomm.integrations.deep_ep.normal import (
     Rows,
@@ -114,6 +115,10 @@ class ElasticCalls:
             way = handle.arrived.way
             for _ in range(self._num_combines(way.top_k, do_expand=handle.do_expand)):
                 way.buffer.refuse_combine(error)
+            if handle.arrived.tells_in_check:
+                # What the others raise here would else wait for the next dispatch.
+                with suppress(EPError):
+                    way.buffer.check()
             raise
         arrived, elements = handle.arrived, handle.places.to_elements(x)
         bias = bias_of(request.biases)
@@ -125,6 +130,8 @@ class ElasticCalls:
                 weights = handle.places.to_elements(weights)
                 weights = weights.masked_fill(arrived.topk_ids < 0, 0.0)
             y, weights = return_rows(arrived.way, elements, weights, bias)
+        if arrived.tells_in_check:
+            arrived.way.buffer.check()
         return y, weights
 
     def places(self, arrived: Arrived, request: DispatchRequest) -> Places:

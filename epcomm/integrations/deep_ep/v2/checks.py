@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from epcomm.errors import CapacityError, ConfigError, EPError, HandleError, ShapeError
-from epcomm.integrations.deep_ep.normal import Rows, RowWay
+from epcomm.integrations.deep_ep.normal import Rows, RowWay, scale_block
 from epcomm.integrations.deep_ep.v2.exchange import DispatchRequest
 from epcomm.integrations.deep_ep.v2.handle import EPHandle
 
@@ -39,6 +39,11 @@ def check_sizes(rows: Rows, topk_idx: object, num_experts: int | None, num_ranks
         raise ShapeError(
             f"dispatch: scales are {list(scales.shape)} {scales.dtype}, expected [T, S] of four "
             "bytes; pack four UE8M0 exponents to an int32"
+        )
+    if scales is not None and scale_block(rows.x.shape[1], scales.shape[1]) is None:
+        raise ShapeError(
+            f"dispatch: x has {scales.shape[1]} scales for {rows.x.shape[1]} columns, expected "
+            "blocks of one length; pass a scale for each 128 columns"
         )
     if not num_experts or num_experts % num_ranks:
         raise ConfigError(

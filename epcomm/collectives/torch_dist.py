@@ -26,6 +26,7 @@ from epcomm.collectives.base import (
 )
 from epcomm.collectives.bounded import BoundedWait, Step
 from epcomm.collectives.failure_board import StoreFailureBoard
+from epcomm.collectives.gloo_threads import settle_at_exit
 from epcomm.errors import ConfigError, HandleError
 
 # The device whose tensors a backend moves.
@@ -89,6 +90,8 @@ class TorchDistCollectives(Collectives):
         self._sent = _SentTensors()
         # When this object is gone, and at the latest before the interpreter is taken down.
         weakref.finalize(self, self._sent.settle)
+        # And for the exchanges of others on the same process group.
+        settle_at_exit(self)
 
     def _make_part(self, ranks: Sequence[int]) -> Collectives:
         self._open_group()

@@ -118,7 +118,11 @@ class ExpertParallelTraining:
             moe.experts.rebalance(new, self._optimizer)
             by_rank = [
                 loads_of_ranks(counts, num_ranks=num_ranks, physical_to_logical=experts)
-                for experts in (None, old.physical_to_logical, new.physical_to_logical)
+                for experts in (
+                    None,
+                    torch.tensor(old.physical_to_logical),
+                    torch.tensor(new.physical_to_logical),
+                )
             ]
             shares.append([float(ranks.max() / ranks.mean()) for ranks in by_rank])
         in_order, before, after = (max(of_layers) for of_layers in zip(*shares, strict=True))

@@ -238,7 +238,7 @@ class ExpertParallelExperts(nn.Module):
 
     @property
     def replica_table(self) -> ReplicaTable | None:
-        """Where tokens of a call that begins now find the experts; None: experts are not placed.
+        """The table by which a call that begins now finds experts; None: they are not placed.
 
         For routers that choose replicas themselves; forward() does it for other routings.
         """

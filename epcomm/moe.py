@@ -24,7 +24,7 @@ from epcomm.stats import EPStats
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GateCall:
-    """What a gate saw and chose in one call.
+    """Holds what a gate saw and chose in one call.
 
     logits: [T, E], with their graph.
     topk_ids: [T, K], int64, logical experts.

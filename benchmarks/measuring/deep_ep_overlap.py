@@ -1,4 +1,4 @@
-"""What calls of DeepEP V1, through the drop-in, hide behind a matrix product, and the reverse.
+"""Measure what calls of DeepEP V1 through the drop-in and a matrix product hide of each other.
 
 Normal mode: a dispatch (or combine) on the communication stream, and a product on the current one,
 which leaves it the SMs that it may take. A dispatch knows its sizes by a handle, for else the host

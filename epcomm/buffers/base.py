@@ -263,9 +263,20 @@ class ExcludesRanks(Protocol):
         ...
 
 
-@runtime_checkable
-class AddsBias(Protocol):
-    """A buffer that adds up what is known of a token beside what its ranks return."""
+class AddsBias(ABC):
+    """Makes combine(), and combine_onto() what is known of a token beside it, of one method."""
+
+    def combine(
+        self,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+    ) -> Combined:
+        """Sum the rows of each token; see Buffer.combine()."""
+        return self._combine_onto(None, rows, exchange_plan, rows_per, slot_weights, row_scalars)
 
     def combine_onto(
         self,
@@ -281,7 +292,19 @@ class AddsBias(Protocol):
         Bias comes first, then come the ranks in their order, and the sum is rounded once; float64
         beside float64 rows.
         """
-        ...
+        return self._combine_onto(bias, rows, exchange_plan, rows_per, None, row_scalars)
+
+    @abstractmethod
+    def _combine_onto(
+        self,
+        bias: Tensor | None,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None,
+        row_scalars: Tensor | None,
+    ) -> Combined:
+        """Combine, onto bias or onto nothing."""
 
 
 class Buffer(Backend):

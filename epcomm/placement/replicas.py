@@ -45,7 +45,7 @@ def first_placement(
 
 def _hosts_of_neighbours(hosts: HostLayout | None) -> int:
     """Return how many hosts have equally many ranks, one behind the other; 1 if they are others."""
-    if hosts is None or len({len(ranks) for ranks in hosts.ranks_of_host}) != 1:
+    if hosts is None or not hosts.is_even:
         return 1
     in_order = sorted(hosts.host_of_rank) == list(hosts.host_of_rank)
     return hosts.num_hosts if in_order else 1

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import AddsBias, Buffer, Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.collective.sends import KernelSendPlan, PlainSendPlan, SendOrder, SendPlan
 from epcomm.buffers.counts import Counts, counts_bytes
@@ -76,7 +76,7 @@ class CollectiveExchangePlan(ExchangePlan):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Indexed:
-    """What a rank makes of the rows that it received; see Dispatched for its fields.
+    """Holds the index that a rank makes of received rows; see Dispatched for its fields.
 
     slots_by_row: the slots of each row, in k order; None where the rows are not computed here.
     """
@@ -87,7 +87,7 @@ class Indexed:
     row_topk: tuple[Tensor, Tensor] | None = None
 
 
-class CollectiveBuffer(OverCollectives, Buffer):
+class CollectiveBuffer(OverCollectives, AddsBias, Buffer):
     """Serves normal mode over `Collectives`, with exact sizes and one host sync a dispatch."""
 
     name: ClassVar[str] = "collective"
@@ -216,38 +216,15 @@ class CollectiveBuffer(OverCollectives, Buffer):
             phase="backward of combine",
         )
 
-    def combine(
+    def _combine_onto(
         self,
-        rows: Tensor,
-        exchange_plan: ExchangePlan,
-        *,
-        rows_per: RowsPer,
-        slot_weights: Tensor | None = None,
-        row_scalars: Tensor | None = None,
-    ) -> Combined:
-        return self._combine(rows, exchange_plan, rows_per, slot_weights, row_scalars, None)
-
-    def combine_onto(
-        self,
-        bias: Tensor,
-        rows: Tensor,
-        exchange_plan: ExchangePlan,
-        *,
-        rows_per: RowsPer,
-        row_scalars: Tensor | None = None,
-    ) -> Combined:
-        return self._combine(rows, exchange_plan, rows_per, None, row_scalars, bias)
-
-    def _combine(
-        self,
+        bias: Tensor | None,
         rows: Tensor,
         exchange_plan: ExchangePlan,
         rows_per: RowsPer,
         slot_weights: Tensor | None,
         row_scalars: Tensor | None,
-        bias: Tensor | None,
     ) -> Combined:
-        """Combine, with bias [T, H] or without."""
         assert isinstance(exchange_plan, CollectiveExchangePlan), "an exchange plan of this buffer"
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import AddsBias, Buffer, Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective.all_to_all import Indexed
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.faults import DeviceFaults, assume_all_need_grad, guard_ids, pack_header
@@ -71,7 +71,7 @@ class StaticExchangePlan(ExchangePlan):
     fault: Tensor | None = None
 
 
-class StaticCollectiveBuffer(OverCollectives, Buffer):
+class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
     """Sends M rows to every rank, whatever the routing, without host sync."""
 
     name: ClassVar[str] = "collective"
@@ -128,7 +128,7 @@ class StaticCollectiveBuffer(OverCollectives, Buffer):
         spec: BufferSpec,
         origins: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """As Buffer.
+        """Take the ranks and what they must carry, as Buffer does.
 
         origins: of faults that ranks pass on, see DeviceFaults.
         """
@@ -216,38 +216,15 @@ class StaticCollectiveBuffer(OverCollectives, Buffer):
         returned = self._send_sums(rows, phase="combine")
         self._faults.record_combine(_read_faults(returned[:, 0]), error)
 
-    def combine(
+    def _combine_onto(
         self,
-        rows: Tensor,
-        exchange_plan: ExchangePlan,
-        *,
-        rows_per: RowsPer,
-        slot_weights: Tensor | None = None,
-        row_scalars: Tensor | None = None,
-    ) -> Combined:
-        return self._combine(rows, exchange_plan, rows_per, slot_weights, row_scalars, None)
-
-    def combine_onto(
-        self,
-        bias: Tensor,
-        rows: Tensor,
-        exchange_plan: ExchangePlan,
-        *,
-        rows_per: RowsPer,
-        row_scalars: Tensor | None = None,
-    ) -> Combined:
-        return self._combine(rows, exchange_plan, rows_per, None, row_scalars, bias)
-
-    def _combine(
-        self,
+        bias: Tensor | None,
         rows: Tensor,
         exchange_plan: ExchangePlan,
         rows_per: RowsPer,
         slot_weights: Tensor | None,
         row_scalars: Tensor | None,
-        bias: Tensor | None,
     ) -> Combined:
-        """Combine, with bias [T, H] or without."""
         assert isinstance(exchange_plan, StaticExchangePlan), "an exchange plan of this buffer"
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
         # Either way header rows become zeros, which say that this rank has no fault.

@@ -114,7 +114,7 @@ class KernelSendPlan(SendPlan):
         ops: RowOps,
         memory: Scratch,
     ) -> None:
-        """As SendPlan; rows are packed by `ops` into `memory`."""
+        """Plan a call as SendPlan does; rows are packed by `ops` into `memory`."""
         super().__init__(call, layout, num_local)
         self._ops, self._memory = ops, memory
 

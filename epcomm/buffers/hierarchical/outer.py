@@ -50,7 +50,10 @@ class StaticHostRowsBuffer(StaticCollectiveBuffer):
         origins: Sequence[Sequence[int]],
         budget: int,
     ) -> None:
-        """As StaticCollectiveBuffer; budget: slots of a rank, for what other hosts tell of it."""
+        """Take the ranks and what they must carry, as StaticCollectiveBuffer does.
+
+        budget: slots of a rank, for what other hosts tell of it.
+        """
         super().__init__(collectives, spec, origins)
         self._num_slots = budget
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import AddsBias, Buffer, Combined, DispatchCall, Dispatched
 from epcomm.buffers.faults import assume_all_need_grad, overwritten_error, raise_faults
 from epcomm.buffers.nvlink.base import NVLinkHost
 from epcomm.buffers.nvlink.memory import as_words, region_rows
@@ -66,7 +66,7 @@ _INTERPRETED_PROGRAMS = 3
 _TOKEN_MULTIPLE = 128
 
 
-class NVLinkNormal(NVLinkHost[NormalLayout]):
+class NVLinkNormal(AddsBias, NVLinkHost[NormalLayout]):
     """The base of normal mode, of exact sizes or of a budget, as its buffer says."""
 
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
@@ -190,38 +190,15 @@ class NVLinkNormal(NVLinkHost[NormalLayout]):
         )
         return out
 
-    def combine(
+    def _combine_onto(
         self,
-        rows: Tensor,
-        exchange_plan: ExchangePlan,
-        *,
-        rows_per: RowsPer,
-        slot_weights: Tensor | None = None,
-        row_scalars: Tensor | None = None,
-    ) -> Combined:
-        return self._begin_combine(rows, exchange_plan, rows_per, slot_weights, row_scalars, None)
-
-    def combine_onto(
-        self,
-        bias: Tensor,
-        rows: Tensor,
-        exchange_plan: ExchangePlan,
-        *,
-        rows_per: RowsPer,
-        row_scalars: Tensor | None = None,
-    ) -> Combined:
-        return self._begin_combine(rows, exchange_plan, rows_per, None, row_scalars, bias)
-
-    def _begin_combine(
-        self,
+        bias: Tensor | None,
         rows: Tensor,
         exchange_plan: ExchangePlan,
         rows_per: RowsPer,
         slot_weights: Tensor | None,
         row_scalars: Tensor | None,
-        bias: Tensor | None,
     ) -> Combined:
-        """Combine, with bias [T, H] or without."""
         assert isinstance(exchange_plan, NVLinkNormalExchangePlan), "it is of this buffer"
         if row_scalars is None:
             self._check_rows(exchange_plan)

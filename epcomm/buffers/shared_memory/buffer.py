@@ -165,17 +165,17 @@ class SharedMemoryBuffer(CollectiveBuffer):
         # the last.
         return super().cached_dispatch(hidden_states, exchange_plan).clone()
 
-    def _combine(
+    def _combine_onto(
         self,
+        bias: Tensor | None,
         rows: Tensor,
         exchange_plan: ExchangePlan,
         rows_per: RowsPer,
         slot_weights: Tensor | None,
         row_scalars: Tensor | None,
-        bias: Tensor | None,
     ) -> Combined:
         self._check_views(exchange_plan)
-        return super()._combine(rows, exchange_plan, rows_per, slot_weights, row_scalars, bias)
+        return super()._combine_onto(bias, rows, exchange_plan, rows_per, slot_weights, row_scalars)
 
     def close(self) -> None:
         super().close()

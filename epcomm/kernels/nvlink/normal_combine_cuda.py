@@ -67,7 +67,7 @@ class _Arguments(ctypes.Structure):
 
 
 class _Key(NamedTuple):
-    """What a prepared combine is for, among the launches of an exchange."""
+    """Says which rows a prepared combine is for, among the launches of an exchange."""
 
     hidden_size: int
 

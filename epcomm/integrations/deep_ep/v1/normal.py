@@ -1,4 +1,4 @@
-"""What normal mode of V1 has beside normal.py: dispatch without ids, and rows that nobody sent."""
+"""Add to normal.py what V1 alone has: dispatch without ids, and rows that nobody sent."""
 
 from __future__ import annotations
 

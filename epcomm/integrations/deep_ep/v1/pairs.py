@@ -61,7 +61,7 @@ class Pairs:
 
 @dataclass(kw_only=True, eq=False)
 class Arrival:
-    """What a batch leaves on this rank when it is received.
+    """Holds what a batch leaves on this rank when it is received.
 
     place_of_row: row of the flattened slabs that holds each received row.
     """

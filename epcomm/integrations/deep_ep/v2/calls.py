@@ -50,7 +50,7 @@ class CombineRequest:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Dispatched:
-    """What dispatch returns; see ElasticBuffer.dispatch."""
+    """Holds what ElasticBuffer.dispatch() returns."""
 
     rows: Rows
     topk_idx: Tensor | None

@@ -1,4 +1,4 @@
-"""What a call of V2 must be: every rank hears of a dispatch that is not.
+"""Check the calls of V2, so that every rank hears of a dispatch that cannot be.
 
 A fault that leaves the sizes of rows known is told to the other ranks, for this one takes part
 without tokens. Others are raised before anything is sent.

@@ -102,7 +102,7 @@ _PLAN_AT = getattr(_Arguments, PLAN_PARTS[0]).offset
 
 
 class Rows(NamedTuple):
-    """What a compiled kernel is for, beside a layout: a key that every call makes.
+    """Says which rows a compiled kernel is for, beside a layout: a key that every call makes.
 
     row_bytes: of elements.   scale_bytes: of the scales of a row, 0 for none.
     scale_unit: divides the addresses of scales.   alignment: of the slots of an expert.

@@ -41,6 +41,7 @@ import pytest
 from _pytest.skipping import evaluate_skip_marks  # pytest has no public way to ask this
 
 from tests.hosts import network
+from tests.shared_gpus import let_ranks_share_gpus
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -49,8 +50,7 @@ LAUNCHER = Path(__file__).parents[1] / "scripts" / "launch_multi_rank.sh"
 UNDER_LAUNCHER_ENV = "MULTI_RANK_TRANSPORT"  # set by the launcher: the transport
 BACKEND_ENV = "MULTI_RANK_BACKEND"  # set by the user: nccl and hccl run the tests on devices
 # Another value of it: ranks are on GPUs in turn, several on one where GPUs are fewer, and what
-# hosts say travels over gloo, for NCCL refuses two ranks of one GPU. A kernel that waits for a rank
-# of its own GPU waits for that rank's slice of time.
+# hosts say travels over gloo, for NCCL refuses two ranks of one GPU.
 SHARED_GPUS = "gloo_on_gpus"
 GPU_BACKENDS = ("nccl", SHARED_GPUS)
 RESULTS_ENV = "MULTI_RANK_RESULTS"  # set by the outer run: the folder for results
@@ -302,8 +302,7 @@ def take_device(backend: str) -> None:
         place = int(os.environ["LOCAL_RANK"])
         if backend == SHARED_GPUS:
             place %= torch.cuda.device_count()
-            # Else torch maps no memory between two ranks of one GPU.
-            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+            let_ranks_share_gpus(torch.device("cuda", place))
         torch.cuda.set_device(place)
     elif backend == "hccl":
         # Brings the backend, too.

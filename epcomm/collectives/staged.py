@@ -31,6 +31,20 @@ class StagedCollectives(Collectives):
         self._over.close()
         self.process_group = None
 
+    def limit_waits(self, timeout_s: float) -> None:
+        super().limit_waits(timeout_s)
+        # The host waits there.
+        self._over.limit_waits(timeout_s)
+
+    def split(
+        self, parts: Sequence[Sequence[int]], *, scope: str, counts_calls: bool = False
+    ) -> Collectives:
+        found = super().split(parts, scope=scope, counts_calls=counts_calls)
+        assert isinstance(found, StagedCollectives), "_make_part made it"
+        # Messages of a wait that was in vain are written there.
+        found._over._names, found._over.scope = found.names, scope
+        return found
+
     def _make_part(self, ranks: Sequence[int]) -> Collectives:
         return StagedCollectives(self._over._make_part(ranks), self.device)
 

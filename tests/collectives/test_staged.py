@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epcomm import EPGroup, ShapeError
+from epcomm import EPGroup, EPTimeout, ShapeError
 from epcomm.collectives.staged import StagedCollectives
 from epcomm.collectives.torch_dist import TorchDistCollectives
 
@@ -30,6 +30,23 @@ def test_rows_and_records_travel_through_the_host() -> None:
         staged.all_to_all(sent.T)
     staged.close()
     assert staged.process_group is None
+
+
+@pytest.mark.ranks(2)
+def test_waits_of_the_host_last_as_long_and_name_the_ranks_of_the_whole() -> None:
+    assert dist.group.WORLD is not None
+    over = TorchDistCollectives(dist.group.WORLD)
+    staged = StagedCollectives(over, over.device)
+    staged.limit_waits(0.2)
+    alone = staged.split([[0], [1]], scope=", in a host")
+    assert over.bounded is not None
+    assert over.bounded.timeout_s == 0.2
+    both = staged.split([[0, 1]], scope=", in a host")
+    if staged.rank == 0:
+        with pytest.raises(EPTimeout, match=r"here, in a host: .*rank 1"):
+            both.all_gather(torch.zeros(1), phase="here")
+    assert alone.names.own == staged.rank
+    dist.barrier()
 
 
 @pytest.mark.ranks(2)

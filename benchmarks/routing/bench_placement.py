@@ -1,0 +1,245 @@
+"""Time a layer whose load is skewed, with experts in their order and placed by the counted load.
+
+    torchrun --nproc-per-node 2 -m benchmarks.routing.bench_placement --output placement.json
+
+Tokens choose experts by a Zipf law over their ids, so the first rank has most of them; `--shuffled`, over
+the experts in random order. Some batches are counted; from their load `balance` makes a placement with
+one redundant expert a rank. Other batches are timed, before and after, in turn, in device graphs where
+the ranks have GPUs, after results of one have been compared.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from torch import Tensor
+
+from epcomm import (
+    EPConfig,
+    EPGroup,
+    ExpertParallelExperts,
+    ExpertPlacement,
+    ExpertWeights,
+    TopKOutput,
+    balance,
+)
+from epcomm.bench.machine import describe_hardware, describe_versions
+from epcomm.bench.ranks import join_ranks, of_all_ranks
+from epcomm.bench.timing import Clock, Percentiles, captured
+from epcomm.bench.turns import is_in_graph, percentiles_of, take_turns, time_launch
+from epcomm.placement.balance import rank_loads
+from epcomm.testing.oracle import relative_error
+
+# Results in bfloat16, of which sums come in another order after a move: a few times 2**-8.
+TOLERANCE = 0.02
+# Calls in a graph: receive buffers that are used in turn must end as they began.
+CALLS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The layer, Qwen3-30B-A3B's by default, its load, and how it is measured."""
+
+    tokens: int
+    mode: str
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    exponent: float
+    shuffled: bool
+    counted: int
+    iterations: int
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One of the two layers: its times of a call, and how its load lies on the ranks.
+
+    us: of the slowest rank.   rows_ratio: the most rows of a rank over the mean, of timed batches.
+    """
+
+    name: str
+    us: Percentiles
+    rows_ratio: float
+
+
+def experts_of_tokens(options: Options, rank: int, batch: int, device: torch.device) -> Tensor:
+    """Draw distinct experts for each token, [T, K], by a Zipf law, largest first."""
+    numbers = torch.Generator().manual_seed(options.seed)
+    chances = torch.arange(1, options.experts + 1).double() ** -options.exponent
+    if options.shuffled:
+        chances = chances[torch.randperm(options.experts, generator=numbers)]
+    numbers.manual_seed(1 + options.seed + 7919 * rank + 104729 * batch)
+    # The largest of log p plus Gumbel noise are a draw without replacement.
+    uniform = torch.rand(options.tokens, options.experts, generator=numbers, dtype=torch.float64)
+    return (chances.log() - (-uniform.log()).log()).topk(options.top_k).indices.to(device)
+
+
+def count(options: Options, batches: range, num_ranks: int) -> Tensor:
+    """Return the tokens of all ranks that chose each expert in these batches, [E]."""
+    chosen = [
+        experts_of_tokens(options, rank, batch, torch.device("cpu")).flatten()
+        for rank in range(num_ranks)
+        for batch in batches
+    ]
+    return torch.cat(chosen).bincount(minlength=options.experts)
+
+
+def make_weights(options: Options, device: torch.device) -> ExpertWeights:
+    """Make all experts in their order, in bfloat16, equal on all ranks."""
+    numbers = torch.Generator(device).manual_seed(options.seed)
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        values = torch.empty(options.experts, rows, columns, dtype=torch.bfloat16, device=device)
+        return values.normal_(std=columns**-0.5, generator=numbers)
+
+    return ExpertWeights(
+        gate_up_proj=matrix(2 * options.intermediate, options.hidden),
+        down_proj=matrix(options.hidden, options.intermediate),
+    )
+
+
+def run(options: Options, group: EPGroup) -> tuple[list[Way], ExpertPlacement]:
+    """Count, place, compare and time. Collective: yes."""
+    world_size, device = group.world_size, group.device
+    load = count(options, range(options.counted), world_size)
+    placement = balance(
+        load, num_ranks=world_size, num_physical_experts=options.experts + world_size
+    )
+    weights = make_weights(options, device)
+    layers = {
+        name: ExpertParallelExperts(
+            weights,
+            group,
+            EPConfig(
+                mode=options.mode,  # type: ignore[arg-type]
+                max_tokens_per_rank=options.tokens,
+                redundant_experts=num_redundant,
+            ),
+            top_k=options.top_k,
+        )
+        for name, num_redundant in (("in order", None), ("placed", world_size))
+    }
+    layers["placed"].rebalance(placement)
+    numbers = torch.Generator(device).manual_seed(options.seed + group.rank)
+    x = torch.randn(options.tokens, options.hidden, generator=numbers, device=device).bfloat16()
+    ids = experts_of_tokens(options, group.rank, options.counted, device)
+    topk = TopKOutput(topk_ids=ids, topk_weights=torch.full(ids.shape, 0.1, device=device))
+    expected, found = (layer(x, topk).clone() for layer in layers.values())
+    error = max(of_all_ranks(relative_error(found, expected)))
+    if not error <= TOLERANCE:
+        sys.exit(f"bench_placement: placed experts give results that are off by {error:.1e}")
+    # Every round has another batch, in the same memory.
+    batches = range(options.counted, options.counted + options.iterations)
+    upcoming = iter(batches)
+
+    def next_batch() -> None:
+        ids.copy_(experts_of_tokens(options, group.rank, next(upcoming), device))
+
+    calls = {name: _call_of(layer, x, topk) for name, layer in layers.items()}
+    take_turns(calls, device, num_rounds=3)
+    next_batch()
+    spans = take_turns(calls, device, num_rounds=options.iterations - 1, on_round=next_batch)
+    timed = count(options, batches, world_size)
+    in_order = ExpertPlacement.spread(
+        num_experts=options.experts, num_ranks=world_size, num_physical_experts=options.experts
+    )
+    places = {"in order": in_order, "placed": placement}
+    ways = [
+        Way(
+            name=name,
+            us=percentiles_of(spans[name])["layer"],
+            rows_ratio=_ratio(rank_loads(places[name], timed)),
+        )
+        for name in layers
+    ]
+    return ways, placement
+
+
+def _ratio(loads: list[float]) -> float:
+    return max(loads) * len(loads) / sum(loads)
+
+
+def _call_of(
+    layer: ExpertParallelExperts, x: Tensor, topk: TopKOutput
+) -> Callable[[Clock], Mapping[str, float]]:
+    in_graph = is_in_graph(layer.plan.prefill, x.device)
+
+    def some() -> None:
+        for _ in range(CALLS):
+            layer(x, topk)
+
+    launch = captured(some).replay if in_graph else some
+    return lambda clock: {"layer": time_launch(launch, x.device, clock) / CALLS}
+
+
+def main(
+    tokens: Annotated[int, typer.Option(min=1, help="T, on each rank, and M.")] = 128,
+    mode: Annotated[str, typer.Option(help="Of the dispatcher.")] = "low_latency",
+    hidden: Annotated[int, typer.Option(min=1, help="H.")] = 2048,
+    intermediate: Annotated[int, typer.Option(min=1, help="I.")] = 768,
+    experts: Annotated[int, typer.Option(min=1, help="E, of all ranks together.")] = 128,
+    top_k: Annotated[int, typer.Option(min=1, help="K.")] = 8,
+    exponent: Annotated[float, typer.Option(help="Of the Zipf law.")] = 1.0,
+    shuffled: Annotated[bool, typer.Option(help="Popular experts lie anywhere.")] = False,
+    counted: Annotated[int, typer.Option(min=1, help="Batches of which the load is known.")] = 50,
+    iterations: Annotated[int, typer.Option(min=2, help="Other batches, measured.")] = 50,
+    seed: Annotated[int, typer.Option(help="Of experts, tokens and routing.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
+) -> None:
+    """Check, measure, and print what came of it."""
+    options = Options(
+        tokens=tokens,
+        mode=mode,
+        hidden=hidden,
+        intermediate=intermediate,
+        experts=experts,
+        top_k=top_k,
+        exponent=exponent,
+        shuffled=shuffled,
+        counted=counted,
+        iterations=iterations,
+        seed=seed,
+    )
+    join_ranks()
+    try:
+        with EPGroup() as group, torch.no_grad():
+            ways, placement = run(options, group)
+            report = {
+                "benchmark": "placement",
+                "configuration": {**asdict(options), "ranks": group.world_size},
+                "hardware": describe_hardware(group.device),
+                "versions": describe_versions(group.device),
+                "command": shlex.join(
+                    ["torchrun", "--nproc-per-node", str(group.world_size), "-m"]
+                    + ["benchmarks.routing.bench_placement", *sys.argv[1:]]
+                ),
+                "replicas": max(map(len, placement.replicas)),
+                "ways": [asdict(each) for each in ways],
+            }
+            console = Console(quiet=group.rank != 0, highlight=False, markup=False)
+            for each in ways:
+                console.print(
+                    f"{each.name:>8}: {each.us.p50:9.1f} {each.us.p99:9.1f} us p50, p99; most rows "
+                    f"of a rank {each.rows_ratio:.3f} of the mean"
+                )
+            if output is not None and group.rank == 0:
+                output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,33 @@
+"""Let ranks of tests share GPUs: what users are refused because it is slow is right all the same.
+
+A kernel that waits for a rank of its own GPU waits for that rank's slice of time.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def let_ranks_share_gpus(device: torch.device) -> None:
+    """Make EPGroup() one of `device` beside gloo, and count all GPUs as joined by NVLink."""
+    from epcomm import EPGroup
+    from epcomm.buffers.hierarchical import inner
+    from epcomm.planning import candidates
+    from epcomm.platforms.nvlink import PeerReach
+
+    # Else torch maps no memory between two ranks of one GPU.
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    defaults = EPGroup.__init__.__kwdefaults__
+    assert defaults is not None, "device is given by its name alone"
+    defaults["device"] = device
+    joined = tuple(map(str, range(int(os.environ["WORLD_SIZE"]))))
+
+    def reach_of(_: torch.device) -> PeerReach:
+        return PeerReach(device=os.environ["RANK"], reached=joined)
+
+    for module in (candidates, inner):
+        module.reach_of = reach_of

@@ -7,6 +7,7 @@ one defined result, whatever the device; `route` lists them.
 from __future__ import annotations
 
 import math
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -203,7 +204,9 @@ def _find_dropped(scores: Tensor, spec: RoutingSpec) -> Tensor:
     num_tokens, num_experts = scores.shape
     group_size = num_experts // spec.num_groups
     grouped = scores.view(num_tokens, spec.num_groups, group_size)
-    group_scores = grouped.topk(spec.group_score_top_n, dim=-1).values.sum(dim=-1)
+    best = grouped.topk(spec.group_score_top_n, dim=-1).values
+    # The largest first, on every device: in another order groups that tie would part.
+    group_scores = reduce(torch.add, best.unbind(-1))
     kept = _rank(group_scores)[:, : spec.topk_groups]
     is_dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, kept, False)
     return is_dropped.repeat_interleave(group_size, dim=1)

@@ -5,7 +5,7 @@
     python -m tests.failures.nvlink_rank --ranks 4
 
 It starts its ranks itself and prints what each survivor heard, and when; then the survivors exclude
-the lost rank and go on. It needs GPUs and is no test of the suite; that on CPU ranks, whose kernels
+the lost rank and go on. Ranks share GPUs where there are fewer. It needs GPUs and is no test of the suite; that on CPU ranks, whose kernels
 are interpreted, is in tests/kernels and test_excluded_ranks.py.
 """
 
@@ -35,6 +35,7 @@ from epcomm import (
 )
 from epcomm.ops.pack import pack
 from epcomm.testing.oracle import relative_error
+from tests.multi_rank import SHARED_GPUS, take_device
 
 Dispatcher = DeepEPNormalDispatcher | DeepEPLowLatencyDispatcher
 # Dispatcher and tokens of a rank; few tokens of low latency travel in lines, others in bulk.
@@ -74,9 +75,13 @@ def run_rank(mode: str, loss: str) -> int:
     """Loop until the lost rank is named, and go on without it; 0 if both went well."""
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     lost = lost_rank(num_ranks)
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", device_id=device)
+    backend = "nccl" if torch.cuda.device_count() >= num_ranks else SHARED_GPUS
+    take_device(backend)
+    device = torch.device("cuda", torch.cuda.current_device())
+    if backend == SHARED_GPUS:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group(backend, device_id=device)
     group = EPGroup()
     kind, num_tokens = MODES[mode]
     spec = MoESpec(hidden_size=HIDDEN, num_experts=LOCAL_EXPERTS * num_ranks, top_k=TOP_K)
@@ -129,7 +134,10 @@ def run_case(mode: str, loss: str, num_ranks: int) -> bool:
     ranks = [
         subprocess.Popen(
             program,
-            env=os.environ | places | {"RANK": str(rank), "WORLD_SIZE": str(num_ranks)},
+            env=os.environ
+            | places
+            | {"WORLD_SIZE": str(num_ranks)}
+            | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
         )
         for rank in range(num_ranks)
     ]

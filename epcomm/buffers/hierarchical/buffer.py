@@ -166,7 +166,7 @@ class HierarchicalBuffer(Buffer):
     def _make_buffers(self, between: Collectives, inside: Collectives) -> tuple[Buffer, Buffer]:
         """Make the buffers over the ranks of one place, and over those of this host."""
         inner = inner_spec(self._spec)
-        kind = inner_buffer_class(self._collectives, hosts_of(self._spec), inner)
+        kind = inner_buffer_class(self._collectives, inside, hosts_of(self._spec), inner)
         return HostRowsBuffer(between, outer_spec(self._spec)), kind(inside, inner)
 
     def dispatch(self, call: DispatchCall) -> Dispatched:

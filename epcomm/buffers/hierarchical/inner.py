@@ -17,11 +17,11 @@ _HOST, _REACH = "host", "reach"
 
 
 def inner_buffer_class(
-    collectives: Collectives, hosts: HostLayout, spec: BufferSpec
+    collectives: Collectives, inside: Collectives, hosts: HostLayout, spec: BufferSpec
 ) -> type[Buffer]:
     """Return the fastest buffer that serves every host, so that all ranks open the same.
 
-    collectives: of all ranks.   spec: of the buffer inside a host.
+    collectives: of all ranks.   inside: of this host's.   spec: of the buffer inside a host.
 
     Collective: yes.   Host sync: yes.
     """
@@ -32,7 +32,9 @@ def inner_buffer_class(
     if collectives.device.type == "cuda":
         reaches = [PeerReach.parse(str(each[_REACH])) for each in found]
         joined = [[reaches[rank] for rank in ranks] for ranks in hosts.ranks_of_host]
-        return _over_nvlink(spec) if not any(map(reach_reasons, joined)) else CollectiveBuffer
+        # Memory of peers is mapped with the help of a process group, which parts of gloo lack.
+        is_mapped = inside.process_group is not None and not any(map(reach_reasons, joined))
+        return _over_nvlink(spec) if is_mapped else CollectiveBuffer
     # Ranks said to share a host may not see one another's memory, as in two containers.
     shared = [{found[rank][_HOST] for rank in ranks} for ranks in hosts.ranks_of_host]
     shares = all(len(each) == 1 and "" not in each for each in shared)

@@ -1,10 +1,10 @@
-"""Turn router logits into scores, with exp, tanh and log1p that round much as torch's do.
+"""Turn router logits into scores, with exp, tanh and log1p that round as torch's do.
 
-Triton's own exp multiplies by log2(e) in one rounding, which at -20 is five units in the last place
-of the result; ours, a polynomial that interpolates at Chebyshev nodes, is within 1.1 units of the
-exact value. tanh and log1p are those of the GPU's library, by which torch computes too, so that
-scores which are equal there are equal here; the interpreter, which has neither, takes them in
-float64, for torch on a CPU is within 0.6 units.
+On a GPU they are those of its library, by which torch computes too, so that scores which are equal
+there are equal here. (Triton's own exp multiplies by log2(e) in one rounding, which at -20 is five
+units in the last place of the result.) The interpreter has no such library: there exp is a
+polynomial that interpolates at Chebyshev nodes, within 1.1 units of the exact value, and the others
+are taken in float64, for torch on a CPU is within 0.6 units.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN2_HIGH, _LN2_LOW = tl.constexpr(0.693359375), tl.constexpr(-2.12194440e-4)
 # exp(x) below this is 0 in float32, and 2**n has to be a number.
 _LOWEST = tl.constexpr(-110.0)
+# Below this exp(x) loses digits of float32, and the GPU's library, as Triton links it, gives 0; so
+# it computes exp(x + 40), of which 40 is an exact part, and the rest follows.
+_SUBNORMAL, _SHIFT = tl.constexpr(-87.0), tl.constexpr(40.0)
+_EXP_OF_SHIFT = tl.constexpr(4.248354255291589e-18)
 # The largest float32, to which +inf is lowered: a softmax of two infinities would be NaN.
 _MAX = tl.constexpr(3.4028234663852886e38)
 # Nearer to 0 tanh(x) is x, to a tenth of a unit in the last place.
@@ -35,6 +39,10 @@ _SOFTPLUS_END = tl.constexpr(20.0)
 def exp_up_to_20(x: tl.tensor) -> tl.tensor:
     """Return exp(x) of x <= 20, -inf included."""
     x = tl.maximum(x, _LOWEST)
+    if not _IS_INTERPRETED:
+        is_small = x < _SUBNORMAL
+        e = libdevice.exp(tl.where(is_small, x + _SHIFT, x))
+        return tl.where(is_small, e * _EXP_OF_SHIFT, e)  # pyright: ignore[reportReturnType]
     n = tl.floor(x * _LOG2_E + 0.5)
     r = (x - n * _LN2_HIGH) - n * _LN2_LOW
     p = 0.0013926392421126366 * r + 0.008363345637917519

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from epcomm import EPGroup, Mode
 from epcomm.spec import HostLayout
@@ -31,7 +32,11 @@ CASES = MappingProxyType(
 
 def env_of(group: EPGroup, case: str, layout: str) -> buffer_suite.BufferEnv:
     backend, mode = CASES[case]
-    return buffer_suite.BufferEnv(group=group, backend=backend, mode=mode, hosts=LAYOUTS[layout])
+    # Between GPUs NVLink carries no other rows inside a host.
+    dtype = torch.bfloat16 if group.device.type == "cuda" else None
+    return buffer_suite.BufferEnv(
+        group=group, backend=backend, mode=mode, hosts=LAYOUTS[layout], dtype=dtype
+    )
 
 
 @pytest.mark.mpi_ranks(4)

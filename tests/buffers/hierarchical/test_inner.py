@@ -1,0 +1,44 @@
+"""What moves rows inside a host of GPUs: NVLink, if the ranks of a host can map one another's memory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from epcomm.buffers.collective.all_to_all import CollectiveBuffer
+from epcomm.buffers.hierarchical import inner
+from epcomm.buffers.nvlink.normal import NVLinkBuffer
+from epcomm.collectives.base import Collectives
+from epcomm.platforms.nvlink import PeerReach
+from epcomm.spec import BufferSpec, HostLayout
+from epcomm.types import WireFormat
+
+BF16 = WireFormat.of(torch.bfloat16)
+SPEC = BufferSpec(
+    hidden_size=128, top_k=2, num_local_experts=2, dispatch_format=BF16, hidden_format=BF16
+)
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, reached: list[str], process_group: object) -> type[Any]:
+    """Return what four GPUs on two hosts take, of which the first reaches these."""
+    found = [{"reach": PeerReach(device=each, reached=("a", "b")).as_text()} for each in "abab"]
+    found[0]["reach"] = PeerReach(device="a", reached=tuple(reached)).as_text()
+    whole = SimpleNamespace(device=torch.device("cuda", 0), gather_records=lambda *_, **__: found)
+    monkeypatch.setattr(inner, "reach_of", lambda _: PeerReach(device="a"))
+    return inner.inner_buffer_class(
+        cast(Collectives, whole),
+        cast(Collectives, SimpleNamespace(process_group=process_group)),
+        HostLayout.of([0, 0, 1, 1]),
+        SPEC,
+    )
+
+
+def test_nvlink_needs_joined_gpus_and_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen(monkeypatch, ["b"], object()) is NVLinkBuffer
+    assert chosen(monkeypatch, [], object()) is CollectiveBuffer
+    # Beside gloo, whose parts are no process group of torch.
+    assert chosen(monkeypatch, ["b"], None) is CollectiveBuffer

@@ -167,14 +167,24 @@ class Ranks:
         """Tell whether low latency brings the slots of a token home apart. Collective: at first."""
         return self._class_of(Mode.LOW_LATENCY).returns_slots
 
-    def refuse(self, mode: Mode, error: EPError, *, is_static: bool = False) -> NoReturn:
+    def refuse(
+        self,
+        mode: Mode,
+        error: EPError,
+        *,
+        is_static: bool = False,
+        spec: BufferSpec | None = None,
+    ) -> NoReturn:
         """Take part in the dispatch of the other ranks without rows, so that they hear of `error`.
 
         Where no host reads what others say, over NVLink in low latency and with static sizes, they
         have NaN in its sums.
 
-        Collective: in place of a dispatch of `mode`. Ranks that dispatch another shape than this
-        rank did last hear of another call, and over NVLink wait in vain.
+        spec: of the call, if all but its number of tokens is right: over NVLink the others may open
+            such a buffer now. None: that of the last call.
+
+        Collective: in place of a dispatch of `mode`. Ranks that dispatch another shape hear of
+        another call, and over NVLink wait in vain.
         Raises:
             error: always.
         """
@@ -182,7 +192,10 @@ class Ranks:
         if names not in self._classes:
             # The others come here before anything else.
             self._group.collectives.gather_records({"refused": str(error)}, phase=_CHOICE)
-        elif (last := self.last.get(names)) is not None:
+            raise error
+        if spec is not None and self._classes[names].needs_nvlink:
+            self.open(mode, spec)
+        if (last := self.last.get(names)) is not None:
             buffer, spec = last
             call = _call_without_rows(spec, self.device, error)
             out = buffer.dispatch(call)

@@ -198,8 +198,15 @@ def wrong_dtype_of_low_latency(buffer: Buffer, batch: Batch) -> Tensor:
     return there_and_back(buffer, batch, x, batch.weights)
 
 
-def too_many_tokens(buffer: Buffer, batch: Batch) -> Tensor:
-    return there_and_back(buffer, batch, batch.x, batch.weights, 2 if buffer.rank == 0 else 4)
+def too_many_tokens(buffer: Buffer, batch: Batch, max_tokens: int = 4) -> Tensor:
+    if buffer.rank == 0:
+        shape = (batch.x.shape[1], batch.ids.shape[1], batch.num_experts)
+        batch = Batch(0, shape, num_tokens=max_tokens + 1)
+    return there_and_back(buffer, batch, batch.x, batch.weights, max_tokens)
+
+
+def too_many_tokens_of_a_new_shape(buffer: Buffer, batch: Batch) -> Tensor:
+    return too_many_tokens(buffer, batch, 3)
 
 
 def wrong_weights(buffer: Buffer, batch: Batch) -> Tensor:

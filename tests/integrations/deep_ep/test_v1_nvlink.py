@@ -21,6 +21,7 @@ from tests.integrations.deep_ep.test_v1_calls import (
     Batch,
     check_heard,
     too_many_tokens,
+    too_many_tokens_of_a_new_shape,
     too_wide_cached_rows,
     wrong_cached_rows,
 )
@@ -186,14 +187,18 @@ def test_worst_case_rows_need_no_host(case: str, host_reads: list[str]) -> None:
     assert torch.equal(received.handle[3][:num_rows], exact.handle[3])
 
 
-@pytest.mark.parametrize("too_small", [4, 7], ids=["for a sender", "for a receiver"])
+@pytest.mark.parametrize(
+    ("too_small", "is_new"),
+    [(4, False), (7, False), (4, True)],
+    ids=["for a sender", "for a receiver", "for a sender, new"],
+)
 def test_more_than_the_worst_case_is_heard_everywhere(
-    too_small: int, host_reads: list[str]
+    too_small: int, is_new: bool, host_reads: list[str]
 ) -> None:
     inputs, buffer = inputs_of("normal_uneven", H), Buffer(world())
-    # Opened with the sizes that are too small, by calls that they suffice for.
     few = Inputs(inputs.x[:1], inputs.ids[:1], inputs.weights[:1])
-    dispatch_normal(buffer, few, num_worst_tokens=too_small)
+    # Opened by calls for which these sizes, or others, suffice.
+    dispatch_normal(buffer, few, num_worst_tokens=6 if is_new else too_small)
     if not on_gpus():
         with pytest.raises(CapacityError):
             dispatch_normal(buffer, inputs, num_worst_tokens=too_small)
@@ -248,7 +253,15 @@ def test_a_masked_rank_is_left_out() -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("call", [wrong_cached_rows, too_wide_cached_rows, too_many_tokens])
+@pytest.mark.parametrize(
+    "call",
+    [
+        wrong_cached_rows,
+        too_wide_cached_rows,
+        too_many_tokens,
+        too_many_tokens_of_a_new_shape,
+    ],
+)
 def test_a_call_that_one_rank_refuses_leaves_no_other_waiting(
     call: Callable[[Buffer, Batch], Tensor],
 ) -> None:

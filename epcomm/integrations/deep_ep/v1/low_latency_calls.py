@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epcomm.config import Mode
-from epcomm.errors import ConfigError
+from epcomm.errors import CapacityError, ConfigError
 from epcomm.integrations.deep_ep.events import EventOverlap
 from epcomm.integrations.deep_ep.missing import refuse_missing
 from epcomm.integrations.deep_ep.ranks import Ranks
@@ -99,12 +99,15 @@ class LowLatencyCalls(Opened):
             or checks.stats_error(ranks, stats, num_experts // ranks.size)
             or checks.scale_error(ranks, use_fp8 and use_ue8m0 and not round_scale)
         )
-        if error is not None:
-            ranks.refuse(Mode.LOW_LATENCY, error)
         wire = low_latency.Wire(fp8=use_fp8, power_of_two=round_scale, packed=use_ue8m0)
         sizes = low_latency.Sizes(
             max_tokens=max_tokens, num_experts=num_experts, num_ranks=ranks.size
         )
+        if error is not None:
+            spec = None
+            if isinstance(error, CapacityError):
+                spec = slots.spec_of((x.shape[1], topk_idx.shape[1]), sizes, wire)
+            ranks.refuse(Mode.LOW_LATENCY, error, spec=spec)
         with self._call(x, None, async_finish) as call:
             if ranks.returns_slots():
                 memory = self._slot_memory

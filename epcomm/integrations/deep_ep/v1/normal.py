@@ -8,9 +8,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from epcomm.config import Mode
 from epcomm.errors import CapacityError
-from epcomm.integrations.deep_ep.normal import Received, Rows, Sizes, dispatch_rows
+from epcomm.integrations.deep_ep.normal import Received, Rows, Sizes, dispatch_rows, spec_of
 from epcomm.integrations.deep_ep.ranks import Ranks
+from epcomm.integrations.deep_ep.v1.checks import worst_error
 
 
 def dispatch_v1(
@@ -26,18 +28,23 @@ def dispatch_v1(
     """Dispatch rows [T, H] by topk_idx, or by is_in_rank [T, W] where there are no ids.
 
     per_expert: [E], int32, tokens of this rank for each expert.   num_sms: see Sizes.
-    num_worst_tokens: see is_static(); where it is, T is at most as much.
+    num_worst_tokens: see is_static().
 
     Raises:
-        CapacityError: some rank received more than num_worst_tokens rows; on every rank. With
-            static sizes on a GPU sums are NaN instead, on every rank.
+        CapacityError: some rank sends or received more than num_worst_tokens rows; on every rank.
+            With static sizes on a GPU only a rank that sends more hears of it so, and sums are NaN,
+            on every rank.
     """
     (ids, weights), sizes = topk, _sizes(num_sms)
     if is_static(ranks, ids, num_worst_tokens):
         assert ids is not None, "just checked"
         assert weights is not None, "ids have weights"
-        sizes = _sizes(num_sms, num_worst_tokens)
-        received = dispatch_rows(ranks, rows, ids.long(), weights, per_expert.shape[0], sizes=sizes)
+        sizes, num_experts = _sizes(num_sms, num_worst_tokens), per_expert.shape[0]
+        error = worst_error(ranks, rows, num_worst_tokens)
+        if error is not None:
+            spec = spec_of(rows, ids.shape[1], num_experts, ranks.size, sizes)
+            ranks.refuse(Mode.NORMAL, error, is_static=True, spec=spec)
+        received = dispatch_rows(ranks, rows, ids.long(), weights, num_experts, sizes=sizes)
         if ranks.device.type == "cpu":
             received.way.buffer.check()
         return received

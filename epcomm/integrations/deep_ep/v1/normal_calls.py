@@ -107,8 +107,6 @@ class NormalCalls(Opened):
                 ranks, rows, topk, is_token_in_rank, num_tokens_per_expert
             )
             has_static_sizes = is_static(ranks, topk_idx, num_worst_tokens)
-            if error is None and has_static_sizes:
-                error = checks.worst_error(ranks, rows, num_worst_tokens)
             if error is not None:
                 ranks.refuse(Mode.NORMAL, error, is_static=has_static_sizes)
             assert is_token_in_rank is not None, "just checked"

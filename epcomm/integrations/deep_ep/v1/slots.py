@@ -98,7 +98,7 @@ class SlotMemory:
         found = self.buffers.get(key)
         if found is not None:
             return ranks.open_again(Mode.LOW_LATENCY, found)
-        spec = _spec_of(row, sizes, wire)
+        spec = spec_of(row, sizes, wire)
         buffer = ranks.open(Mode.LOW_LATENCY, spec)
         self.buffers[key] = (buffer, spec)
         return buffer
@@ -155,12 +155,12 @@ def memory_bytes(
     shape = Sizes(max_tokens=max_tokens, num_experts=num_experts, num_ranks=num_ranks)
     wire = Wire(fp8=use_fp8, power_of_two=False, packed=False)
     regions = buffer_class("NVLinkMaskedBuffer").region_bytes(
-        _spec_of((hidden_size, top_k), shape, wire), num_ranks
+        spec_of((hidden_size, top_k), shape, wire), num_ranks
     )
     return sum(region.max_bytes or 0 for region in regions)
 
 
-def _spec_of(row: tuple[int, int], sizes: Sizes, wire: Wire) -> BufferSpec:
+def spec_of(row: tuple[int, int], sizes: Sizes, wire: Wire) -> BufferSpec:
     """Return the specification of the buffer; row: H and K."""
     return BufferSpec(
         hidden_size=row[0],

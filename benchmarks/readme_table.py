@@ -18,6 +18,7 @@ import typer
 from benchmarks.bench_table import render_bench
 from benchmarks.hosts.table import render_hosts
 from benchmarks.measuring.deep_ep_table import render_deep_ep
+from benchmarks.routing.tables import render_gate, render_placement
 from epcomm.planning.measurements import BENCHMARK
 
 RESULTS = Path(__file__).parent / "results"
@@ -199,6 +200,10 @@ def _render_kind(text: str) -> str:
         return render_eager(result)
     if kind == "overlap":
         return render_overlap(result)
+    if kind == "gate":
+        return render_gate(result)
+    if kind == "placement":
+        return render_placement(result)
     if kind == "hosts":
         return render_hosts(result)
     if kind == BENCHMARK:

@@ -40,8 +40,8 @@ from typing import TYPE_CHECKING
 import pytest
 from _pytest.skipping import evaluate_skip_marks  # pytest has no public way to ask this
 
+from tests.buffers.nvlink.shared_gpus import let_ranks_share_gpus
 from tests.hosts import network
-from tests.shared_gpus import let_ranks_share_gpus
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -137,9 +137,7 @@ def routers_of(shape: Shape, logits: Tensor) -> dict[str, Call]:
     return routers
 
 
-def count_differing(
-    call: Call, reference: Call, num_experts: int, *, rtol: float = RTOL
-) -> int:
+def count_differing(call: Call, reference: Call, num_experts: int, *, rtol: float = RTOL) -> int:
     """Count the tokens with other experts than the reference's.
 
     rtol: how far weights may be from the reference's, of their value.

@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.routing.bench_placement --output placement.json
 
-Tokens choose experts by a Zipf law over their ids, so the first rank has most of them; `--shuffled`, over
-the experts in random order. Some batches are counted; from their load `balance` makes a placement with
-one redundant expert a rank. Other batches are timed, before and after, in turn, in device graphs where
-the ranks have GPUs, after results of one have been compared.
+Tokens choose experts by a Zipf law over their ids, so the first rank has most of them; with
+`--shuffled`, over the experts in random order. Some batches are counted; from their load `balance`
+makes a placement with one redundant expert a rank. Other batches are timed, before and after, in
+turn, in device graphs where the ranks have GPUs, after results of one have been compared.
 """
 
 from __future__ import annotations
@@ -222,10 +222,8 @@ def main(
                 "configuration": {**asdict(options), "ranks": group.world_size},
                 "hardware": describe_hardware(group.device),
                 "versions": describe_versions(group.device),
-                "command": shlex.join(
-                    ["torchrun", "--nproc-per-node", str(group.world_size), "-m"]
-                    + ["benchmarks.routing.bench_placement", *sys.argv[1:]]
-                ),
+                "command": f"torchrun --nproc-per-node {group.world_size} -m "
+                f"benchmarks.routing.bench_placement {shlex.join(sys.argv[1:])}",
                 "replicas": max(map(len, placement.replicas)),
                 "ways": [asdict(each) for each in ways],
             }

@@ -5,8 +5,9 @@
     python -m tests.failures.nvlink_rank --ranks 4
 
 It starts its ranks itself and prints what each survivor heard, and when; then the survivors exclude
-the lost rank and go on. Ranks share GPUs where there are fewer. It needs GPUs and is no test of the suite; that on CPU ranks, whose kernels
-are interpreted, is in tests/kernels and test_excluded_ranks.py.
+the lost rank and go on. Ranks share GPUs where there are fewer. It needs GPUs and is no test of the
+suite; that on CPU ranks, whose kernels are interpreted, is in tests/kernels and
+test_excluded_ranks.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What moves rows inside a host of GPUs: NVLink, if the ranks of a host can map one another's memory."""
+"""Rows inside a host of GPUs take NVLink if its ranks can map one another's memory."""
 
 from __future__ import annotations
 

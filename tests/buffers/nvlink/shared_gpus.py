@@ -29,5 +29,4 @@ def let_ranks_share_gpus(device: torch.device) -> None:
     def reach_of(_: torch.device) -> PeerReach:
         return PeerReach(device=os.environ["RANK"], reached=joined)
 
-    for module in (candidates, inner):
-        module.reach_of = reach_of
+    candidates.reach_of = inner.reach_of = reach_of

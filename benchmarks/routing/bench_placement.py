@@ -67,12 +67,14 @@ class Options:
 class Way:
     """One of the two layers: its times of a call, and how its load lies on the ranks.
 
-    us: of the slowest rank.   rows_ratio: the most rows of a rank over the mean, of timed batches.
+    us: of the slowest rank.
+    slots_ratio: the most slots of a rank over the mean, of the timed batches, where copies of an
+        expert share its tokens equally.
     """
 
     name: str
     us: Percentiles
-    rows_ratio: float
+    slots_ratio: float
 
 
 def experts_of_tokens(options: Options, rank: int, batch: int, device: torch.device) -> Tensor:
@@ -137,21 +139,19 @@ def run(options: Options, group: EPGroup) -> tuple[list[Way], ExpertPlacement]:
     x = torch.randn(options.tokens, options.hidden, generator=numbers, device=device).bfloat16()
     ids = experts_of_tokens(options, group.rank, options.counted, device)
     topk = TopKOutput(topk_ids=ids, topk_weights=torch.full(ids.shape, 0.1, device=device))
-    expected, found = (layer(x, topk).clone() for layer in layers.values())
-    error = max(of_all_ranks(relative_error(found, expected)))
+    expected, moved = (layer(x, topk).clone() for layer in layers.values())
+    error = max(of_all_ranks(relative_error(moved, expected)))
     if not error <= TOLERANCE:
         sys.exit(f"bench_placement: placed experts give results that are off by {error:.1e}")
-    # Every round has another batch, in the same memory.
-    batches = range(options.counted, options.counted + options.iterations)
-    upcoming = iter(batches)
-
-    def next_batch() -> None:
-        ids.copy_(experts_of_tokens(options, group.rank, next(upcoming), device))
-
     calls = {name: _call_of(layer, x, topk) for name, layer in layers.items()}
     take_turns(calls, device, num_rounds=3)
-    next_batch()
-    spans = take_turns(calls, device, num_rounds=options.iterations - 1, on_round=next_batch)
+    batches = range(options.counted, options.counted + options.iterations)
+    spans: dict[str, list[Mapping[str, float]]] = {name: [] for name in layers}
+    for batch in batches:
+        # In the memory of the batch before, which graphs read.
+        ids.copy_(experts_of_tokens(options, group.rank, batch, device))
+        for name, found in take_turns(calls, device, num_rounds=1).items():
+            spans[name] += found
     timed = count(options, batches, world_size)
     in_order = ExpertPlacement.spread(
         num_experts=options.experts, num_ranks=world_size, num_physical_experts=options.experts
@@ -161,7 +161,7 @@ def run(options: Options, group: EPGroup) -> tuple[list[Way], ExpertPlacement]:
         Way(
             name=name,
             us=percentiles_of(spans[name])["layer"],
-            rows_ratio=_ratio(rank_loads(places[name], timed)),
+            slots_ratio=_ratio(rank_loads(places[name], timed)),
         )
         for name in layers
     ]
@@ -216,6 +216,8 @@ def main(
     join_ranks()
     try:
         with EPGroup() as group, torch.no_grad():
+            if group.world_size == 1:
+                sys.exit("bench_placement: 1 rank has all experts; start it with 2 or more")
             ways, placement = run(options, group)
             report = {
                 "benchmark": "placement",
@@ -230,10 +232,11 @@ def main(
             console = Console(quiet=group.rank != 0, highlight=False, markup=False)
             for each in ways:
                 console.print(
-                    f"{each.name:>8}: {each.us.p50:9.1f} {each.us.p99:9.1f} us p50, p99; most rows "
-                    f"of a rank {each.rows_ratio:.3f} of the mean"
+                    f"{each.name:>8}: {each.us.p50:9.1f} {each.us.p99:9.1f} us p50, p99; most "
+                    f"slots of a rank {each.slots_ratio:.3f} of the mean"
                 )
             if output is not None and group.rank == 0:
+                output.parent.mkdir(parents=True, exist_ok=True)
                 output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     finally:
         dist.destroy_process_group()

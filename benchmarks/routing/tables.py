@@ -38,11 +38,11 @@ class GateResult(TypedDict):
 
 
 class PlacedWay(TypedDict):
-    """One of the two layers; us: percentiles.   rows_ratio: most rows of a rank over the mean."""
+    """One of the two layers; us: percentiles.   slots_ratio: most slots of a rank over the mean."""
 
     name: str
     us: Mapping[str, float]
-    rows_ratio: float
+    slots_ratio: float
 
 
 class PlacementResult(TypedDict):
@@ -58,13 +58,14 @@ class PlacementResult(TypedDict):
 
 def render_gate(result: GateResult) -> str:
     """Return the table: a row for each routing and number of tokens, a column for each router."""
+    findings = result["findings"]
     us = {
         (each["shape"], each["tokens"], each["router"]): each["us"]["p50"]
-        for each in result["findings"]
+        for each in findings
         if each["us"] is not None
     }
     lines = [_row("us", *_ROUTERS.values()), _row("---", *["---:"] * len(_ROUTERS))]
-    for shape, tokens in dict.fromkeys((shape, tokens) for shape, tokens, _ in us):
+    for shape, tokens in dict.fromkeys((each["shape"], each["tokens"]) for each in findings):
         found = [us.get((shape, tokens, router)) for router in _ROUTERS]
         cells = ["" if each is None else f"{each:.2f}" for each in found]
         lines.append(_row(f"{shape}, {tokens} tokens", *cells))
@@ -75,18 +76,23 @@ def render_gate(result: GateResult) -> str:
         f"{result['hardware']['accelerator']}, torch {versions['torch']}{sglang}: "
         f"`{result['command']}`"
     )
-    return "\n".join([*lines, "", caption, ""])
+    faults = [
+        f"{_ROUTERS[each['router']]}, {each['shape']}, {each['tokens']} tokens: {each['fault']}"
+        for each in findings
+        if each["fault"]
+    ]
+    return "\n".join([*lines, "", "; ".join([caption, *faults]), ""])
 
 
 def render_placement(result: PlacementResult) -> str:
     """Return the table: the layer with experts in order and placed, and how even their load is."""
     lines = [
-        _row("experts", "p50 ms", "p95 ms", "p99 ms", "most rows of a rank over the mean"),
+        _row("experts", "p50 ms", "p95 ms", "p99 ms", "most slots of a rank over the mean"),
         _row("---", *["---:"] * 4),
     ]
     for way in result["ways"]:
         times = [_in_ms(way["us"][quantile]) for quantile in ("p50", "p95", "p99")]
-        lines.append(_row(way["name"], *times, f"{way['rows_ratio']:.3f}"))
+        lines.append(_row(way["name"], *times, f"{way['slots_ratio']:.3f}"))
     sizes, hardware = result["configuration"], result["hardware"]
     where = hardware.get("accelerator", f"{hardware['num_cores']} cores of {hardware['processor']}")
     caption = (
@@ -94,7 +100,8 @@ def render_placement(result: PlacementResult) -> str:
         f"{sizes['hidden']}, I = {sizes['intermediate']}, top-{sizes['top_k']} of "
         f"{sizes['experts']} by a Zipf law of exponent {sizes['exponent']}, one redundant expert a "
         f"rank, torch {result['versions']['torch']}; the slowest rank of {sizes['iterations']} "
-        f"batches that were not counted: `{result['command']}`"
+        f"batches that were not counted; slots are those of equal shares of copies: "
+        f"`{result['command']}`"
     )
     return "\n".join([*lines, "", caption, ""])
 

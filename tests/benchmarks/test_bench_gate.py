@@ -58,10 +58,12 @@ def test_a_wrong_router_gets_no_number() -> None:
 def test_a_router_without_a_number_leaves_its_cell_empty() -> None:
     result = json.loads((RESULTS / "h200_gate.json").read_text("utf-8"))
     findings = [
-        each | {"us": None if each["router"] == "sglang" else each["us"]}
+        each | ({"us": None, "fault": "no"} if each["router"] == "sglang" else {})
         for each in result["findings"]
     ]
-    rows = render_gate(result | {"findings": findings}).splitlines()[2:-2]
+    lines = render_gate(result | {"findings": findings}).splitlines()
+    assert lines[-1].count("SGLang's Triton gate, deepseek v3, 128 tokens: no;") == 1
+    rows = lines[2:-2]
     assert len(rows) == 2 * len(SHAPES)
     cells = [cell.strip() for cell in rows[0].strip("|").split("|")]
     assert cells[0] == "deepseek v3, 128 tokens"

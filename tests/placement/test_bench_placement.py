@@ -47,7 +47,7 @@ def test_placed_experts_have_an_even_load() -> None:
         ways, placement = run(OPTIONS, group)
     in_order, placed = ways
     assert placement.num_physical_experts == OPTIONS.experts + 2
-    assert placed.rows_ratio <= 1.15 < in_order.rows_ratio
+    assert placed.slots_ratio <= 1.15 < in_order.slots_ratio
     assert all(each.us.p50 > 0 for each in ways)
 
 
@@ -55,7 +55,7 @@ def test_its_table_has_milliseconds_and_the_ratio_of_rows() -> None:
     result = json.loads((RESULTS / "cpu_placement.json").read_text("utf-8"))
     first = result["ways"][0]
     first["us"] = {"p50": 1234.5, "p95": 1.69e6, "p99": 3.0}
-    first["rows_ratio"] = 1.5
+    first["slots_ratio"] = 1.5
     table = render_placement(result).splitlines()
     assert table[2] == "| in order | 1.23 | 1690 | 0.003 | 1.500 |"
     assert len(table) == 6

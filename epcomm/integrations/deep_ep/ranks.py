@@ -180,11 +180,12 @@ class Ranks:
         Where no host reads what others say, over NVLink in low latency and with static sizes, they
         have NaN in its sums.
 
-        spec: of the call, if all but its number of tokens is right: over NVLink the others may open
-            such a buffer now. None: that of the last call.
+        spec: of the call, if its tensors tell: over NVLink the others may open such a buffer now.
+            None: that of the last call.
 
         Collective: in place of a dispatch of `mode`. Ranks that dispatch another shape hear of
-        another call, and over NVLink wait in vain.
+        another call, and over NVLink they, and this rank if the shape of its call is new, wait in
+        vain.
         Raises:
             error: always.
         """
@@ -194,7 +195,10 @@ class Ranks:
             self._group.collectives.gather_records({"refused": str(error)}, phase=_CHOICE)
             raise error
         if spec is not None and self._classes[names].needs_nvlink:
-            self.open(mode, spec)
+            try:
+                self.open(mode, spec)
+            except EPError as problem:
+                raise error from problem
         if (last := self.last.get(names)) is not None:
             buffer, spec = last
             call = _call_without_rows(spec, self.device, error)

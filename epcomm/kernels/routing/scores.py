@@ -23,10 +23,10 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN2_HIGH, _LN2_LOW = tl.constexpr(0.693359375), tl.constexpr(-2.12194440e-4)
 # exp(x) below this is 0 in float32, and 2**n has to be a number.
 _LOWEST = tl.constexpr(-110.0)
-# Below this exp(x) loses digits of float32, and the GPU's library, as Triton links it, gives 0; so
-# it computes exp(x + 40), of which 40 is an exact part, and the rest follows.
-_SUBNORMAL, _SHIFT = tl.constexpr(-87.0), tl.constexpr(40.0)
-_EXP_OF_SHIFT = tl.constexpr(4.248354255291589e-18)
+# A little below this exp(x) is subnormal, where the GPU's library, as Triton links it, gives 0; so
+# it computes exp(x + 40), an exact sum, and the result is multiplied by exp(-40).
+_NEARLY_SUBNORMAL, _SHIFT = tl.constexpr(-87.0), tl.constexpr(40.0)
+_EXP_OF_MINUS_SHIFT = tl.constexpr(4.248354255291589e-18)
 # The largest float32, to which +inf is lowered: a softmax of two infinities would be NaN.
 _MAX = tl.constexpr(3.4028234663852886e38)
 # Nearer to 0 tanh(x) is x, to a tenth of a unit in the last place.
@@ -40,9 +40,9 @@ def exp_up_to_20(x: tl.tensor) -> tl.tensor:
     """Return exp(x) of x <= 20, -inf included."""
     x = tl.maximum(x, _LOWEST)
     if not _IS_INTERPRETED:
-        is_small = x < _SUBNORMAL
+        is_small = x < _NEARLY_SUBNORMAL
         e = libdevice.exp(tl.where(is_small, x + _SHIFT, x))
-        return tl.where(is_small, e * _EXP_OF_SHIFT, e)  # pyright: ignore[reportReturnType]
+        return tl.where(is_small, e * _EXP_OF_MINUS_SHIFT, e)  # pyright: ignore[reportReturnType]
     n = tl.floor(x * _LOG2_E + 0.5)
     r = (x - n * _LN2_HIGH) - n * _LN2_LOW
     p = 0.0013926392421126366 * r + 0.008363345637917519

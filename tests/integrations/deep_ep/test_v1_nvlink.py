@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 pytest.importorskip("triton")
 from epcomm.buffers.nvlink.normal import NVLinkNormal
 from epcomm.collectives.torch_dist import TorchDistCollectives
 from epcomm.config import Mode
-from epcomm.errors import CapacityError
+from epcomm.errors import CapacityError, EPError
 from epcomm.integrations.deep_ep import Buffer, ranks
 from tests.integrations.deep_ep.devices import here, on_gpus
 from tests.integrations.deep_ep.test_v1_calls import (
@@ -210,6 +211,8 @@ def test_more_than_the_worst_case_is_heard_everywhere(
     else:
         with pytest.raises(CapacityError, match="expected at most num_worst_tokens"):
             dispatch_normal(buffer, inputs, num_worst_tokens=too_small)
+    # The next call would let the others go on that wait for a rank in this one.
+    dist.barrier()
     received = dispatch_normal(buffer, few, num_worst_tokens=too_small)
     combined_x, _, _ = buffer.combine(received.x, received.handle)
     assert torch.equal(combined_x, few.x * received.handle[4].sum(1, keepdim=True))
@@ -270,3 +273,27 @@ def test_a_call_that_one_rank_refuses_leaves_no_other_waiting(
     batch.dispatch(buffer)
     low_latency(buffer, batch, batch.x, batch.weights)
     check_heard(call, buffer, batch, by_nan=True)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrong", ["scales", "stats"])
+def test_ranks_that_refuse_a_call_for_different_reasons_wait_for_nobody(wrong: str) -> None:
+    buffer = Buffer(world(), low_latency_mode=True)
+    batch = Batch(buffer.rank, (128, 2, 4))
+    low_latency(buffer, batch, batch.x, batch.weights)
+    many = Batch(buffer.rank, (128, 2, 4), num_tokens=9 if buffer.rank == 0 else 3)
+    with pytest.raises(EPError, match="low_latency_dispatch"):
+        buffer.low_latency_dispatch(
+            many.x,
+            many.ids,
+            8,
+            4,
+            use_fp8=wrong == "scales",
+            use_ue8m0=wrong == "scales",
+            cumulative_local_expert_recv_stats=(
+                torch.zeros(2, dtype=torch.int64, device=here()) if wrong == "stats" else None
+            ),
+            return_recv_hook=True,
+        )
+    dist.barrier()
+    assert torch.equal(low_latency(buffer, batch, batch.x, batch.weights), batch.x)

@@ -93,11 +93,13 @@ class LowLatencyCalls(Opened):
         )
         max_tokens = num_max_dispatch_tokens_per_rank
         stats = cumulative_local_expert_recv_stats
+        wrong_scales = checks.scale_error(ranks, use_fp8 and use_ue8m0 and not round_scale)
+        wrong_rows = checks.low_latency_dispatch_error(ranks, x, topk_idx, max_tokens, num_experts)
         error = (
-            checks.hook_error(ranks, name, is_async=async_finish, with_hook=return_recv_hook)
-            or checks.low_latency_dispatch_error(ranks, x, topk_idx, max_tokens, num_experts)
+            wrong_scales
+            or wrong_rows
+            or checks.hook_error(ranks, name, is_async=async_finish, with_hook=return_recv_hook)
             or checks.stats_error(ranks, stats, num_experts // ranks.size)
-            or checks.scale_error(ranks, use_fp8 and use_ue8m0 and not round_scale)
         )
         wire = low_latency.Wire(fp8=use_fp8, power_of_two=round_scale, packed=use_ue8m0)
         sizes = low_latency.Sizes(
@@ -105,7 +107,8 @@ class LowLatencyCalls(Opened):
         )
         if error is not None:
             spec = None
-            if isinstance(error, CapacityError):
+            # No rank opens a buffer for such scales.
+            if wrong_scales is None and isinstance(wrong_rows, CapacityError | None):
                 spec = slots.spec_of((x.shape[1], topk_idx.shape[1]), sizes, wire)
             ranks.refuse(Mode.LOW_LATENCY, error, spec=spec)
         with self._call(x, None, async_finish) as call:

@@ -8,11 +8,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from epcomm.config import Mode
 from epcomm.errors import CapacityError
 from epcomm.integrations.deep_ep.normal import Received, Rows, Sizes, dispatch_rows, spec_of
 from epcomm.integrations.deep_ep.ranks import Ranks
-from epcomm.integrations.deep_ep.v1.checks import worst_error
+from epcomm.integrations.deep_ep.v1.checks import rows_fault
+from epcomm.spec import BufferSpec
 
 
 def dispatch_v1(
@@ -28,23 +28,18 @@ def dispatch_v1(
     """Dispatch rows [T, H] by topk_idx, or by is_in_rank [T, W] where there are no ids.
 
     per_expert: [E], int32, tokens of this rank for each expert.   num_sms: see Sizes.
-    num_worst_tokens: see is_static().
+    num_worst_tokens: see is_static(); where it is, T is at most as much.
 
     Raises:
-        CapacityError: some rank sends or received more than num_worst_tokens rows; on every rank.
-            With static sizes on a GPU only a rank that sends more hears of it so, and sums are NaN,
-            on every rank.
+        CapacityError: some rank received more than num_worst_tokens rows; on every rank. With
+            static sizes on a GPU sums are NaN instead, on every rank.
     """
     (ids, weights), sizes = topk, _sizes(num_sms)
     if is_static(ranks, ids, num_worst_tokens):
         assert ids is not None, "just checked"
         assert weights is not None, "ids have weights"
-        sizes, num_experts = _sizes(num_sms, num_worst_tokens), per_expert.shape[0]
-        error = worst_error(ranks, rows, num_worst_tokens)
-        if error is not None:
-            spec = spec_of(rows, ids.shape[1], num_experts, ranks.size, sizes)
-            ranks.refuse(Mode.NORMAL, error, is_static=True, spec=spec)
-        received = dispatch_rows(ranks, rows, ids.long(), weights, num_experts, sizes=sizes)
+        sizes = _sizes(num_sms, num_worst_tokens)
+        received = dispatch_rows(ranks, rows, ids.long(), weights, per_expert.shape[0], sizes=sizes)
         if ranks.device.type == "cpu":
             received.way.buffer.check()
         return received
@@ -58,6 +53,34 @@ def is_static(ranks: Ranks, topk_ids: Tensor | None, num_worst_tokens: int) -> b
     Without ids V1 has no such dispatch.
     """
     return num_worst_tokens > 0 and topk_ids is not None and ranks.has_static_sizes
+
+
+def shape_of(
+    ranks: Ranks,
+    rows: Rows,
+    topk_ids: Tensor | None,
+    per_expert: Tensor | None,
+    *,
+    num_sms: int | None,
+    num_worst_tokens: int,
+) -> BufferSpec | None:
+    """Return the shape of a call that cannot be; None where its tensors do not tell. Local.
+
+    num_sms, num_worst_tokens: as of dispatch_v1().
+    """
+    if rows_fault(rows, ranks.device) is not None:
+        return None
+    top_k = num_experts = ranks.size
+    if topk_ids is not None:
+        if not isinstance(topk_ids, Tensor) or not isinstance(per_expert, Tensor):
+            return None
+        if (topk_ids.dim(), per_expert.dim()) != (2, 1):
+            return None
+        top_k, num_experts = topk_ids.shape[1], per_expert.shape[0]
+    if num_experts < 1 or num_experts % ranks.size:
+        return None
+    most = num_worst_tokens if is_static(ranks, topk_ids, num_worst_tokens) else None
+    return spec_of(rows, top_k, num_experts, ranks.size, _sizes(num_sms, most))
 
 
 def _dispatch_exactly(

@@ -20,7 +20,7 @@ from epcomm.integrations.deep_ep.v1 import checks
 from epcomm.integrations.deep_ep.v1.base import Opened, XTensors
 from epcomm.integrations.deep_ep.v1.config import Config, dispatch_config
 from epcomm.integrations.deep_ep.v1.handle import NormalHandle, handle_error
-from epcomm.integrations.deep_ep.v1.normal import dispatch_v1, is_static, with_length
+from epcomm.integrations.deep_ep.v1.normal import dispatch_v1, is_static, shape_of, with_length
 
 DispatchResult = tuple[
     XTensors,
@@ -107,11 +107,21 @@ class NormalCalls(Opened):
                 ranks, rows, topk, is_token_in_rank, num_tokens_per_expert
             )
             has_static_sizes = is_static(ranks, topk_idx, num_worst_tokens)
+            if error is None and has_static_sizes:
+                error = checks.worst_error(ranks, rows, num_worst_tokens)
+            config = config or _usual_config(self.num_sms, self.group_size)
             if error is not None:
-                ranks.refuse(Mode.NORMAL, error, is_static=has_static_sizes)
+                spec = shape_of(
+                    ranks,
+                    rows,
+                    topk_idx,
+                    num_tokens_per_expert,
+                    num_sms=config.sms or None,
+                    num_worst_tokens=num_worst_tokens,
+                )
+                ranks.refuse(Mode.NORMAL, error, is_static=has_static_sizes, spec=spec)
             assert is_token_in_rank is not None, "just checked"
             assert num_tokens_per_expert is not None, "just checked"
-            config = config or _usual_config(self.num_sms, self.group_size)
             received = dispatch_v1(
                 ranks,
                 rows,

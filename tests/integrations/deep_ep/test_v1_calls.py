@@ -248,9 +248,8 @@ UNHEARD = (
         wrong_dtype,
         wrong_ids,
         no_rows,
-        scales_of_no_block,
-        # Of a way that nobody knows, kernels on GPUs learn nothing, and wait.
-        *([] if on_gpus() else [foreign_handle]),
+        # Of a way or a shape that rank 0 cannot tell, kernels on GPUs learn nothing, and wait.
+        *([] if on_gpus() else [foreign_handle, scales_of_no_block]),
         *UNHEARD,
     ],
 )

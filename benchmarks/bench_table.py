@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.measuring.markdown import row, where_measured
 from epcomm.bench.advice import TITLES
 
 
@@ -16,12 +17,12 @@ def render_bench(report: Mapping[str, Any]) -> str:
     results: Sequence[Mapping[str, Any]] = report["results"]
     names = list(dict.fromkeys(map(_name, results)))
     times = {(each["tokens"], _name(each)): each["us"]["pair"]["p50"] for each in results}
-    lines = [_row("tokens a rank", *names), _row(*["---:"] * (1 + len(names)))]
+    lines = [row("tokens a rank", *names), row(*["---:"] * (1 + len(names)))]
     for tokens in dict.fromkeys(each["tokens"] for each in results):
         cells = [times.get((tokens, name)) for name in names]
-        lines.append(_row(str(tokens), *("" if us is None else f"{us:.0f}" for us in cells)))
+        lines.append(row(str(tokens), *("" if us is None else f"{us:.0f}" for us in cells)))
     sizes, hardware = report["configuration"], report["hardware"]
-    where = hardware.get("accelerator", f"{hardware['num_cores']} cores of {hardware['processor']}")
+    where = where_measured(hardware)
     caption = (
         f"{sizes['ranks']} ranks over {sizes['transport']} on {where}, H = {sizes['hidden']}, top-"
         f"{sizes['top_k']} of {sizes['experts']}, {sizes['dtype']}, torch "
@@ -35,7 +36,3 @@ def _name(result: Mapping[str, Any]) -> str:
     backend = TITLES.get(result["backend"], result["backend"])
     mode = (result["mode"] or "torch").replace("_", " ")
     return f"{mode}, {backend}" + (", graph" if result["in_graph"] else "")
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"

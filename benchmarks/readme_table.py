@@ -18,6 +18,7 @@ import typer
 from benchmarks.bench_table import render_bench
 from benchmarks.hosts.table import render_hosts
 from benchmarks.measuring.deep_ep_table import render_deep_ep
+from benchmarks.measuring.markdown import row, where_measured
 from benchmarks.routing.tables import render_gate, render_placement
 from epcomm.planning.measurements import BENCHMARK
 
@@ -216,8 +217,8 @@ def render(result: Result) -> str:
     contenders = result["contenders"]
     heads = [f"{name} {quantile}" for name in contenders for quantile in _QUANTILES]
     lines = [
-        _row("ms on the slowest rank", *heads, "times as fast"),
-        _row("---", *["---:"] * (len(heads) + 1)),
+        row("ms on the slowest rank", *heads, "times as fast"),
+        row("---", *["---:"] * (len(heads) + 1)),
     ]
     for span, ratio in result["ratio_of_medians"].items():
         cells = [
@@ -225,10 +226,10 @@ def render(result: Result) -> str:
             for contender in contenders.values()
             for quantile in _QUANTILES
         ]
-        lines.append(_row(span.replace("_", " "), *cells, f"{ratio:.2f}"))
+        lines.append(row(span.replace("_", " "), *cells, f"{ratio:.2f}"))
     sent = [f"{one['sent_bytes']['total'] / 1e6:.2f} MB" for one in contenders.values()]
     blanks = [""] * (len(_QUANTILES) - 1)
-    lines.append(_row("sent by a rank", *[cell for one in sent for cell in (one, *blanks)], ""))
+    lines.append(row("sent by a rank", *[cell for one in sent for cell in (one, *blanks)], ""))
     captions = [_caption(result)]
     if "copies" in result:
         captions += ["", _copies_caption(result["copies"])]
@@ -240,15 +241,15 @@ def render_gemm(result: GemmResult) -> str:
     findings = result["findings"]
     names = [name for name in findings[0]["ms"] if name != "bf16"]
     lines = [
-        _row("rows", *(f"{name} p50 ms" for name in (*names, "bf16")), "times as fast"),
-        _row(*["---:"] * (len(names) + 3)),
+        row("rows", *(f"{name} p50 ms" for name in (*names, "bf16")), "times as fast"),
+        row(*["---:"] * (len(names) + 3)),
     ]
     for finding in findings:
         skew = f", skewed {finding['skew']}:1" if finding["skew"] > 1 else ""
         ms = {name: finding["ms"][name]["p50"] for name in (*names, "bf16")}
         ratio = ms["bf16"] / ms[names[0]]
         cells = [f"{value:.2f}" for value in ms.values()]
-        lines.append(_row(f"{finding['rows']}{skew}", *cells, f"{ratio:.2f}"))
+        lines.append(row(f"{finding['rows']}{skew}", *cells, f"{ratio:.2f}"))
     sizes, share = result["configuration"], findings[-1]["weights_over_copy_rate"]
     caption = (
         f"{sizes['experts']} experts, H = {sizes['hidden']}, I = {sizes['inner']}, on "
@@ -262,14 +263,14 @@ def render_gemm(result: GemmResult) -> str:
 def render_nvlink(result: NVLinkResult) -> str:
     """Two tables: by tokens, a column for each way; by SMs, what crosses NVLink."""
     lines = [
-        _row("tokens a rank", *_WAYS),
-        _row(*["---:"] * (1 + len(_WAYS))),
+        row("tokens a rank", *_WAYS),
+        row(*["---:"] * (1 + len(_WAYS))),
     ]
     for finding in result["by_tokens"]:
         us = {name: span["p50"] for name, span in finding["us"].items()}
         sums = [[us[part] for part in parts if part in us] for parts in _WAYS.values()]
         cells = [f"{sum(found):.0f}" if found else "" for found in sums]
-        lines.append(_row(str(finding["tokens"]), *cells))
+        lines.append(row(str(finding["tokens"]), *cells))
     lines += ["", *_by_sms(result["by_sms"])]
     sizes, hardware = result["configuration"], result["hardware"]
     caption = (
@@ -284,14 +285,12 @@ def render_nvlink(result: NVLinkResult) -> str:
 def render_eager(result: EagerResult) -> str:
     """Return the table of what calls cost the host that launches them."""
     lines = [
-        _row(
-            "one token a rank", "add_ of torch", "us", "functions of Python", "operators of torch"
-        ),
-        _row("---", *["---:"] * 4),
+        row("one token a rank", "add_ of torch", "us", "functions of Python", "operators of torch"),
+        row("---", *["---:"] * 4),
     ]
     for name, each in result["slowest_rank"].items():
         cells = (each["units"], each["us"], each["python_calls"], each["torch_operators"])
-        lines.append(_row(name, f"{cells[0]:.1f}", *(f"{cell:.0f}" for cell in cells[1:])))
+        lines.append(row(name, f"{cells[0]:.1f}", *(f"{cell:.0f}" for cell in cells[1:])))
     sizes = result["configuration"]
     caption = (
         f"{sizes['ranks']} ranks on {result['hardware']['accelerator']}, H = {sizes['hidden']}, I ="
@@ -312,11 +311,11 @@ def render_overlap(result: OverlapResult) -> str:
         "dispatch",
         "beside the product",
     )
-    lines = [_row("SMs of dispatch", *heads), _row("---", *["---:"] * len(heads))]
+    lines = [row("SMs of dispatch", *heads), row("---", *["---:"] * len(heads))]
     for each in result["findings"]:
         cells = [f"{each['us'][name]['p50']:.0f}" for name in names]
         cells[2:2] = [f"{each['product_lost']:.2f}", f"{each['allowed']:.2f}"]
-        lines.append(_row(f"{each['num_sms']}, {each['wire'].upper()} rows", *cells))
+        lines.append(row(f"{each['num_sms']}, {each['wire'].upper()} rows", *cells))
     sizes = result["configuration"]
     caption = (
         f"{sizes['ranks']} ranks on {result['hardware']['accelerator']}, {sizes['sms_tokens']} "
@@ -330,9 +329,9 @@ def render_overlap(result: OverlapResult) -> str:
 def render_beside(result: BesideResult) -> str:
     """Return the table of contenders beside one another, and what each includes."""
     names = list(result["rows"][0]["us"])
-    lines = [_row("us", *names), _row("---", *["---:"] * len(names))]
+    lines = [row("us", *names), row("---", *["---:"] * len(names))]
     for each in result["rows"]:
-        lines.append(_row(each["work"], *(f"{each['us'][name]:g}" for name in names)))
+        lines.append(row(each["work"], *(f"{each['us'][name]:g}" for name in names)))
     sizes, versions = result["configuration"], result["versions"]
     which = ", ".join(f"{name} {versions[name]}" for name in names)
     caption = (
@@ -345,11 +344,11 @@ def render_beside(result: BesideResult) -> str:
 
 def _by_sms(by_sms: list[NVLinkRates]) -> list[str]:
     names = list(by_sms[0]["remote_gb_per_s"])
-    lines = [_row("SMs", *(f"{name.replace('_', ' ')}, GB/s" for name in names))]
-    lines.append(_row(*["---:"] * (1 + len(names))))
+    lines = [row("SMs", *(f"{name.replace('_', ' ')}, GB/s" for name in names))]
+    lines.append(row(*["---:"] * (1 + len(names))))
     for rates in by_sms:
         cells = [f"{rates['remote_gb_per_s'][name]:.0f}" for name in names]
-        lines.append(_row(str(rates["num_sms"]), *cells))
+        lines.append(row(str(rates["num_sms"]), *cells))
     return lines
 
 
@@ -359,13 +358,9 @@ def _commit(versions: dict[str, str]) -> str:
     return f"epcomm {commit.removesuffix('+')}{' with changes' if commit.endswith('+') else ''}"
 
 
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def _caption(result: Result) -> str:
     configuration, hardware = result["configuration"], result["hardware"]
-    where = hardware.get("accelerator", f"{hardware['num_cores']} cores of {hardware['processor']}")
+    where = where_measured(hardware)
     # Results from before it was recorded are of `collective`.
     buffer = f", epcomm in {configuration['backend']}" if "backend" in configuration else ""
     return (

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
+from benchmarks.measuring.markdown import row
+
 _QUANTILES = ("p50", "p95", "p99")
 _SPANS = ("dispatch_without_grouping", "combine", "total", "total_without_grouping")
 
@@ -41,14 +43,14 @@ def render_hosts(result: HostsResult) -> str:
     heads = [f"{_title(span)}, ms" for span in _SPANS]
     heads += [f"total {quantile}" for quantile in _QUANTILES[1:]]
     heads += ["MB from a host", "wire alone, ms", "times as fast"]
-    lines = [_row("backend", *heads), _row("---", *["---:"] * len(heads))]
+    lines = [row("backend", *heads), row("---", *["---:"] * len(heads))]
     first = next(iter(found.values()))["ms"]["total"]["p50"]
     for name, each in found.items():
         ms, sent = each["ms"], each["host_bytes"]["total"]
         cells = [f"{ms[span]['p50']:.0f}" for span in _SPANS]
         cells += [f"{ms['total'][quantile]:.0f}" for quantile in _QUANTILES[1:]]
         cells += [f"{sent / 1e6:.1f}", f"{wire_ms(sent, rate):.0f}"]
-        lines.append(_row(name, *cells, f"{ms['total']['p50'] / first:.2f}"))
+        lines.append(row(name, *cells, f"{ms['total']['p50'] / first:.2f}"))
     hardware = result["hardware"]
     caption = (
         f"{sizes['hosts']} hosts (namespaces) of {int(sizes['ranks']) // int(sizes['hosts'])} ranks"
@@ -64,7 +66,3 @@ def render_hosts(result: HostsResult) -> str:
 
 def _title(span: str) -> str:
     return span.replace("_", " ")
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TypedDict
 
+from benchmarks.measuring.markdown import row
+
 
 class HiddenTimes(TypedDict):
     """Communication and a product, as measuring/deep_ep_overlap.py writes them."""
@@ -28,16 +30,16 @@ class DeepEPResult(TypedDict):
 
 def render_deep_ep(result: DeepEPResult) -> str:
     """Return three tables: times of calls, what they cost the host, and what a product hides."""
-    lines = [_row("call", "us"), _row("---", "---:")]
-    lines += [_row(name, f"{us:.1f}") for name, us in result["slowest_rank_us"].items()]
-    lines += ["", _row("one token, launched from Python", "add_ of torch"), _row("---", "---:")]
-    lines += [_row(name, f"{units:.1f}") for name, units in result["slowest_rank_units"].items()]
+    lines = [row("call", "us"), row("---", "---:")]
+    lines += [row(name, f"{us:.1f}") for name, us in result["slowest_rank_us"].items()]
+    lines += ["", row("one token, launched from Python", "add_ of torch"), row("---", "---:")]
+    lines += [row(name, f"{units:.1f}") for name, units in result["slowest_rank_units"].items()]
     heads = ("communication, us", "product, us", "one after the other", "together", "hidden")
-    lines += ["", _row("beside a product", *heads), _row("---", *["---:"] * len(heads))]
+    lines += ["", row("beside a product", *heads), row("---", *["---:"] * len(heads))]
     for name, each in result["hidden"].items():
         times = (each["communication_us"], each["product_us"])
         cells = (*times, sum(times), each["together_us"])
-        lines.append(_row(name, *(f"{us:.0f}" for us in cells), f"{each['share']:.0%}"))
+        lines.append(row(name, *(f"{us:.0f}" for us in cells), f"{each['share']:.0%}"))
     sizes = result["configuration"]
     caption = (
         f"{sizes['ranks']} ranks on {result['hardware']['accelerator']}, H = {sizes['hidden']}, "
@@ -47,7 +49,3 @@ def render_deep_ep(result: DeepEPResult) -> str:
         f"of both: `{result['command']}`"
     )
     return "\n".join([*lines, "", caption, ""])
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -40,8 +40,8 @@ from epcomm.bench.turns import is_in_graph, percentiles_of, take_turns, time_lau
 from epcomm.placement.balance import rank_loads
 from epcomm.testing.oracle import relative_error
 
-# Results in bfloat16, of which sums come in another order after a move: a few times 2**-8.
-TOLERANCE = 0.02
+# Of bfloat16: after a move the sums of the ranks and y are other ones, rounded in both layers.
+TOLERANCE = 4 * 2**-8
 # Calls in a graph: receive buffers that are used in turn must end as they began.
 CALLS = 2
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
+from benchmarks.measuring.markdown import row, where_measured
+
 # Routers by the name of their column; `reference` is plain torch.
 _ROUTERS = {
     "gate": "gate",
@@ -64,11 +66,11 @@ def render_gate(result: GateResult) -> str:
         for each in findings
         if each["us"] is not None
     }
-    lines = [_row("us", *_ROUTERS.values()), _row("---", *["---:"] * len(_ROUTERS))]
+    lines = [row("us", *_ROUTERS.values()), row("---", *["---:"] * len(_ROUTERS))]
     for shape, tokens in dict.fromkeys((each["shape"], each["tokens"]) for each in findings):
         found = [us.get((shape, tokens, router)) for router in _ROUTERS]
         cells = ["" if each is None else f"{each:.2f}" for each in found]
-        lines.append(_row(f"{shape}, {tokens} tokens", *cells))
+        lines.append(row(f"{shape}, {tokens} tokens", *cells))
     versions = result["versions"]
     sglang = f", sglang {versions['sglang']}" if "sglang" in versions else ""
     caption = (
@@ -87,14 +89,14 @@ def render_gate(result: GateResult) -> str:
 def render_placement(result: PlacementResult) -> str:
     """Return the table: the layer with experts in order and placed, and how even their load is."""
     lines = [
-        _row("experts", "p50 ms", "p95 ms", "p99 ms", "most slots of a rank over the mean"),
-        _row("---", *["---:"] * 4),
+        row("experts", "p50 ms", "p95 ms", "p99 ms", "most slots of a rank over the mean"),
+        row("---", *["---:"] * 4),
     ]
     for way in result["ways"]:
         times = [_in_ms(way["us"][quantile]) for quantile in ("p50", "p95", "p99")]
-        lines.append(_row(way["name"], *times, f"{way['slots_ratio']:.3f}"))
+        lines.append(row(way["name"], *times, f"{way['slots_ratio']:.3f}"))
     sizes, hardware = result["configuration"], result["hardware"]
-    where = hardware.get("accelerator", f"{hardware['num_cores']} cores of {hardware['processor']}")
+    where = where_measured(hardware)
     caption = (
         f"{sizes['ranks']} ranks on {where}, {sizes['tokens']} tokens a rank, H = "
         f"{sizes['hidden']}, I = {sizes['intermediate']}, top-{sizes['top_k']} of "
@@ -109,7 +111,3 @@ def render_placement(result: PlacementResult) -> str:
 def _in_ms(us: float) -> str:
     """Return milliseconds with three digits, or all that are before the point."""
     return f"{us / 1e3:.0f}" if us >= 1e5 else f"{us / 1e3:.3g}"
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from epcomm import EPConfig, EPGroup, ExpertParallelExperts, ExpertParallelMoE, TopKOutput
+from epcomm.bench.timing import captured
 from epcomm.testing.buffer_suite import BATCH_SPECS
 from epcomm.testing.data import make_batch, make_weights
 from epcomm.testing.oracle import relative_error, run_oracle
@@ -25,8 +26,8 @@ from tests.placement.layers import any_placement
 SPEC = replace(BATCH_SPECS["bf16"], hidden_size=256)
 # Calls in a graph: receive buffers are used in turn, and it ends in the one in which it began.
 CALLS = 2
-# Results in bfloat16, from products rounded to bfloat16 between: a few times 2**-8.
-TOLERANCE = 0.02
+# Of bfloat16: both products, the activation, the sum of a rank and y are rounded.
+TOLERANCE = 5 * 2**-8
 
 
 def needs_gpus(test: Callable[..., None]) -> Callable[..., None] | None:
@@ -82,7 +83,8 @@ def test_a_captured_block_goes_on_to_choose_copies_and_to_count() -> None:
             before = moe.load_table.sum(0)
             y.fill_(torch.nan)
             replay()
-            assert relative_error(y, block(x)) <= TOLERANCE
+            # Rounded as often as it is.
+            assert relative_error(y, block(x)) <= 2 * TOLERANCE
             ids = moe.route(x)[1].topk_ids
             counted = ids.flatten().bincount(minlength=NUM_EXPERTS) * CALLS
             assert torch.equal(moe.load_table.sum(0) - before, counted)
@@ -99,10 +101,6 @@ def config_for(group: EPGroup) -> EPConfig:
 
 def captured_calls(call: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
     """Return what replays CALLS calls, and the result of the last."""
-    call()
-    torch.cuda.synchronize()
-    graph, results = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            results.append(call())
+    results: list[Tensor] = []
+    graph = captured(lambda: results.extend(call() for _ in range(CALLS)))
     return graph.replay, results[-1]

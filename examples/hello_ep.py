@@ -24,7 +24,7 @@ with EPGroup(dist.group.WORLD) as group, torch.no_grad():
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(y_decode, expected)
     done = layer.stats().num_tokens_per_expert
-    print(f"rank {group.rank}: {len(x)} tokens as in one process, experts did {done}\n", end="")
-    if group.rank == 0:
-        print(*[line for line in layer.explain().splitlines() if line.startswith("mode")], sep="\n")
+    lines = [f"rank {group.rank}: {len(x)} tokens as in one process, experts did {done}\n"]
+    lines += [f"{each}\n" for each in layer.explain().splitlines() if each.startswith("mode")]
+    print("".join(lines if group.rank == 0 else lines[:1]), end="")  # one write, for ranks share it
 dist.destroy_process_group()

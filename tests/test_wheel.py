@@ -9,11 +9,13 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tarfile
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,20 +66,27 @@ class Environment:
     root: Path
     folder: Path
 
-    def run(self, program: str, *arguments: str) -> str:
-        """Run a program of the environment, which must end with 0, and return what it printed."""
+    def run(
+        self, program: str, *arguments: str, stdout: int | socket.socket = subprocess.PIPE
+    ) -> str:
+        """Run a program of the environment, which must end with 0, and return what it printed.
+
+        stdout: where it prints, if not into what is returned.
+        """
         variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
         done = subprocess.run(
             [str(self.root / "bin" / program), *arguments],
             cwd=self.folder,
             env={**variables, "COLUMNS": "200"},
-            capture_output=True,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
             text=True,
             timeout=LIMIT_S,
             check=False,
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        printed = done.stdout or ""
+        assert done.returncode == 0, printed + done.stderr
+        return printed
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +171,15 @@ def test_installed_wheel_imports_nothing_but_itself(fresh: Environment) -> None:
 def test_hello_prints_what_the_readme_shows(fresh: Environment) -> None:
     shutil.copy(HELLO, fresh.folder)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    printed = fresh.run("python", *launcher, HELLO.name)
+    # Each write is a message: ranks write beside one another, so none may hold a part of a line.
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    writes: list[bytes] = []
+    with ours, theirs, suppress(BlockingIOError):
+        fresh.run("python", *launcher, HELLO.name, stdout=theirs)
+        while True:
+            writes.append(ours.recv(1 << 16, socket.MSG_DONTWAIT))
+    assert all(each.endswith(b"\n") for each in writes if each)
+    printed = b"".join(writes).decode()
     shown = (REPO / "README.md").read_text("utf-8").split("`torchrun", 1)[1]
     lines = re.findall(r"^(?:rank|mode) .*", shown, re.MULTILINE)
     assert sorted(printed.splitlines()) == sorted(lines)

@@ -13,6 +13,8 @@ from epcomm.integrations.deep_ep.normal import Received, RowWay, send_columns
 from epcomm.records import SlotIndex
 
 _NUM_TENSORS = 6
+# The places of the tensors that this rank knows without the others.
+_CHANNEL_PREFIX, _IS_IN_RANK, _SEND_HEAD = 1, 4, 5
 
 
 class NormalHandle(tuple[Tensor, ...]):
@@ -25,8 +27,10 @@ class NormalHandle(tuple[Tensor, ...]):
     is_token_in_rank [T, W], bool: the caller's own tensor.
     send_head [T, W], int32: place of a token in the queue of its channel, -1 where it is not sent.
 
-    The tensors are made when one of them is read. That is a collective operation, for what a row is
-    at its source travels along the way then, and so all ranks read handles at the same place.
+    The tensors are made when they are read. channel_prefix_matrix, is_token_in_rank and send_head
+    are of this rank's own tokens, and reading them is local. Reading one of the other three, all of
+    them, or a slice is collective for the first time: what a row is at its source travels along the
+    way then, so all ranks read at the same place.
     It needs no close: what it stands for lives as long as it is held.
     """
 
@@ -37,7 +41,9 @@ class NormalHandle(tuple[Tensor, ...]):
     sizes: tuple[int, int, int]
     # Of rows that may be fewer than have memory, else None.
     static_index: SlotIndex | None
-    _tensors: tuple[Tensor, ...] | None
+    # channel_prefix_matrix and send_head; what has travelled, in the order of the tuple.
+    _own: tuple[Tensor, Tensor] | None
+    _travelled: tuple[Tensor, Tensor, Tensor] | None
 
     @classmethod
     def of(cls, received: Received, is_in_rank: Tensor, *, channels: int, hidden_size: int) -> Self:
@@ -47,7 +53,7 @@ class NormalHandle(tuple[Tensor, ...]):
         handle.sizes = (received.rows.x.shape[0], hidden_size, is_in_rank.shape[0])
         is_static = received.dispatched.index.host_num_tokens_per_expert is None
         handle.static_index = received.dispatched.index if is_static else None
-        handle._tensors = None
+        handle._own = handle._travelled = None
         return handle
 
     def __len__(self) -> int:
@@ -57,7 +63,14 @@ class NormalHandle(tuple[Tensor, ...]):
         return iter(self._read())
 
     def __getitem__(self, place: SupportsIndex | slice) -> Any:  # noqa: ANN401 - as a tuple has it
-        return self._read()[place]
+        if isinstance(place, slice):
+            return self._read()[place]
+        number = range(_NUM_TENSORS)[place]
+        if number == _IS_IN_RANK:
+            return self.is_in_rank
+        if number in (_CHANNEL_PREFIX, _SEND_HEAD):
+            return self._read_own()[number == _SEND_HEAD]
+        return self._read()[number]
 
     __hash__ = object.__hash__
 
@@ -65,20 +78,33 @@ class NormalHandle(tuple[Tensor, ...]):
         return self is other
 
     def _read(self) -> tuple[Tensor, ...]:
-        if self._tensors is None:
-            self._tensors = _tensors_of(self)
-        return self._tensors
+        """Return the six tensors. Collective: for the first time."""
+        prefix, send_head = self._read_own()
+        if self._travelled is None:
+            self._travelled = _travelled_of(self)
+        rank_prefix, before, src_idx = self._travelled
+        return rank_prefix, prefix, before, src_idx, self.is_in_rank, send_head
+
+    def _read_own(self) -> tuple[Tensor, Tensor]:
+        """Return channel_prefix_matrix and send_head. Local."""
+        if self._own is None:
+            self._own = _channels(self.is_in_rank, self.channels, _share(self))
+        return self._own
 
 
-def _tensors_of(handle: NormalHandle) -> tuple[Tensor, ...]:
-    """Return the six tensors. Collective: source tokens travel along the way."""
+def _share(handle: NormalHandle) -> int:
+    """Return the tokens of a channel, of which the last may have fewer."""
+    return max(-(-handle.is_in_rank.shape[0] // max(handle.channels, 1)), 1)
+
+
+def _travelled_of(handle: NormalHandle) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tensors of received rows. Collective: source tokens travel along the way."""
     is_in_rank, channels, rank = handle.is_in_rank, handle.channels, handle.way.rank
     num_tokens, num_ranks = is_in_rank.shape
-    share = max(-(-num_tokens // max(channels, 1)), 1)
     device = is_in_rank.device
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=device)
     # Four columns are 16 bytes, which every buffer carries.
-    columns = (torch.full_like(tokens, rank), tokens, tokens // share, tokens)
+    columns = (torch.full_like(tokens, rank), tokens, tokens // _share(handle), tokens)
     received = send_columns(handle.way, torch.stack(columns, dim=1))
     if handle.static_index is not None:
         assert handle.static_index.slots_of_row is not None, "rows have an index over them"
@@ -92,8 +118,7 @@ def _tensors_of(handle: NormalHandle) -> tuple[Tensor, ...]:
     before = by_channel.view(num_ranks, width).cumsum(1)[:, :channels].to(torch.int32)
     src_idx = torch.empty(handle.sizes[0], dtype=torch.int32, device=device)
     src_idx[: token.shape[0]] = token
-    prefix, send_head = _channels(is_in_rank, channels, share)
-    return rank_prefix, prefix, before.contiguous(), src_idx, is_in_rank, send_head
+    return rank_prefix, before.contiguous(), src_idx
 
 
 def handle_error(handle: object, function: str, where: str) -> HandleError:

@@ -66,12 +66,10 @@ class Environment:
     root: Path
     folder: Path
 
-    def run(
-        self, program: str, *arguments: str, stdout: int | socket.socket = subprocess.PIPE
-    ) -> str:
+    def run(self, program: str, *arguments: str, stdout: int = subprocess.PIPE) -> str:
         """Run a program of the environment, which must end with 0, and return what it printed.
 
-        stdout: where it prints, if not into what is returned.
+        stdout: the file descriptor to which it prints, if that is not returned.
         """
         variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
         done = subprocess.run(
@@ -175,7 +173,7 @@ def test_hello_prints_what_the_readme_shows(fresh: Environment) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     writes: list[bytes] = []
     with ours, theirs, suppress(BlockingIOError):
-        fresh.run("python", *launcher, HELLO.name, stdout=theirs)
+        fresh.run("python", *launcher, HELLO.name, stdout=theirs.fileno())
         while True:
             writes.append(ours.recv(1 << 16, socket.MSG_DONTWAIT))
     assert all(each.endswith(b"\n") for each in writes if each)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,9 +17,6 @@ from epcomm.errors import HandleError
 from epcomm.integrations.deep_ep import Buffer, Config, EventHandle, EventOverlap
 from tests.integrations.deep_ep.devices import here, on_gpus
 from tests.integrations.deep_ep.v1_ranks import world
-
-if TYPE_CHECKING:
-    pass
 
 # Seconds: ranks import torch on a loaded machine.
 LIMIT_S = 120
@@ -81,6 +77,19 @@ def test_one_buffer_serves_any_shapes_and_keeps_any_handles() -> None:
             along = buffer.dispatch(batch.x * factor, handle=handle)[0]
             assert isinstance(along, Tensor)
             assert torch.equal(along, rows * factor)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_reads_alone_what_a_handle_holds_of_its_own_tokens() -> None:
+    buffer = Buffer(world())
+    batch = Batch(buffer.rank, (64, 2, 4))
+    rows, _, handle, num_ranks = batch.dispatch(buffer)
+    # Of one rank alone: were it an exchange, the combine of the other would meet it.
+    own = [handle[place] for place in (1, -2, 5)] if buffer.rank == 0 else []
+    y, _, _ = buffer.combine(rows, handle)
+    assert torch.equal(y, batch.x * num_ranks)
+    everything = tuple(handle)
+    assert all(a is everything[place] for a, place in zip(own, (1, 4, 5), strict=False))
 
 
 @pytest.mark.ranks(2)

@@ -150,7 +150,7 @@ def exchange(
         error=error,
     )
     way, brings_weights = received.way, request.topk_weights is not None and not request.do_expand
-    if is_static and ranks.device.type == "cpu":
+    if is_static and ranks.reads_faults:
         way.buffer.check()
     elif is_static and error is not None:
         # No host of the others hears of it: they go on, to sums of NaN, and wait for this rank.

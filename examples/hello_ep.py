@@ -26,5 +26,5 @@ with EPGroup(dist.group.WORLD) as group, torch.no_grad():
     done = layer.stats().num_tokens_per_expert
     lines = [f"rank {group.rank}: {len(x)} tokens as in one process, experts did {done}\n"]
     lines += [f"{each}\n" for each in layer.explain().splitlines() if each.startswith("mode")]
-    print("".join(lines if group.rank == 0 else lines[:1]), end="")  # one write, for ranks share it
+    print("".join(lines if group.rank == 0 else lines[:1]), end="")  # one write: ranks share stdout
 dist.destroy_process_group()

@@ -96,7 +96,7 @@ class Ranks:
 
     @property
     def reads_faults(self) -> bool:
-        """Tell whether hosts read faults of static sizes at once: on CPUs, for they wait anyway."""
+        """Tell whether hosts read faults of static sizes at once: on CPUs, where they wait."""
         return self.device.type == "cpu"
 
     @property

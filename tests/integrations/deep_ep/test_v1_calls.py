@@ -80,16 +80,30 @@ def test_one_buffer_serves_any_shapes_and_keeps_any_handles() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_reads_alone_what_a_handle_holds_of_its_own_tokens() -> None:
+def test_a_rank_reads_alone_what_a_handle_holds_of_its_own_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Two channels, and so two tokens in the first and one in the second.
+    monkeypatch.setattr(Buffer, "num_sms", 4)
     buffer = Buffer(world())
     batch = Batch(buffer.rank, (64, 2, 4))
     rows, _, handle, num_ranks = batch.dispatch(buffer)
-    # Of one rank alone: were it an exchange, the combine of the other would meet it.
-    own = [handle[place] for place in (1, -2, 5)] if buffer.rank == 0 else []
+    # On one rank alone: were it an exchange, the combine of the other would meet it.
+    if buffer.rank == 0:
+        # Of the tokens the first goes to rank 0, the second to both and the third to rank 1.
+        assert handle[4].tolist() == [[True, False], [True, True], [False, True]]
+        assert handle[1].tolist() == [[2, 2], [1, 2]]
+        assert [each.tolist() for each in handle[-1:]] == [[[0, -1], [1, 0], [-1, 0]]]
+        with pytest.raises(IndexError):
+            _ = handle[6]
+        assert "T = (4, 64, 3) on rank 0" in repr(handle)
     y, _, _ = buffer.combine(rows, handle)
     assert torch.equal(y, batch.x * num_ranks)
+    # Rank 0 receives two tokens of each rank, of which those of rank 1 are its first and third.
     everything = tuple(handle)
-    assert all(a is everything[place] for a, place in zip(own, (1, 4, 5), strict=False))
+    assert everything[5] is handle[5]
+    expected = [0, 1, 0, 2] if buffer.rank == 0 else [1, 2, 0, 1, 2]
+    assert everything[3].tolist() == handle[3].tolist() == expected
 
 
 @pytest.mark.ranks(2)

@@ -28,9 +28,9 @@ class NormalHandle(tuple[Tensor, ...]):
     send_head [T, W], int32: place of a token in the queue of its channel, -1 where it is not sent.
 
     The tensors are made when they are read. channel_prefix_matrix, is_token_in_rank and send_head
-    are of this rank's own tokens, and reading them is local. Reading one of the other three, all of
-    them, or a slice is collective for the first time: what a row is at its source travels along the
-    way then, so all ranks read at the same place.
+    are of this rank's own tokens, and reading them is local. Reading one of the other three, or all
+    six, is collective the first time: what a row is at its source travels along the way then, so
+    all ranks must read at the same place, and none may where a rank has refused the dispatch.
     It needs no close: what it stands for lives as long as it is held.
     """
 
@@ -64,7 +64,7 @@ class NormalHandle(tuple[Tensor, ...]):
 
     def __getitem__(self, place: SupportsIndex | slice) -> Any:  # noqa: ANN401 - as a tuple has it
         if isinstance(place, slice):
-            return self._read()[place]
+            return tuple(self[each] for each in range(_NUM_TENSORS)[place])
         number = range(_NUM_TENSORS)[place]
         if number == _IS_IN_RANK:
             return self.is_in_rank
@@ -77,12 +77,19 @@ class NormalHandle(tuple[Tensor, ...]):
     def __eq__(self, other: object) -> bool:
         return self is other
 
+    # That of a tuple compares what a tuple holds, which is nothing here.
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+    def __repr__(self) -> str:
+        return f"<NormalHandle of R, H, T = {self.sizes} on rank {self.way.rank}>"
+
     def _read(self) -> tuple[Tensor, ...]:
-        """Return the six tensors. Collective: for the first time."""
-        prefix, send_head = self._read_own()
+        """Return the six tensors. Collective: the first time."""
         if self._travelled is None:
             self._travelled = _travelled_of(self)
         rank_prefix, before, src_idx = self._travelled
+        prefix, send_head = self._read_own()
         return rank_prefix, prefix, before, src_idx, self.is_in_rank, send_head
 
     def _read_own(self) -> tuple[Tensor, Tensor]:

@@ -115,7 +115,7 @@ class ElasticCalls:
             way = handle.arrived.way
             for _ in range(self._num_combines(way.top_k, do_expand=handle.do_expand)):
                 way.buffer.refuse_combine(error)
-            if handle.arrived.tells_in_check:
+            if self._reads_faults(handle.arrived):
                 # What the others raise here would else wait for the next dispatch.
                 with suppress(EPError):
                     way.buffer.check()
@@ -130,7 +130,7 @@ class ElasticCalls:
                 weights = handle.places.to_elements(weights)
                 weights = weights.masked_fill(arrived.topk_ids < 0, 0.0)
             y, weights = return_rows(arrived.way, elements, weights, bias)
-        if arrived.tells_in_check:
+        if self._reads_faults(arrived):
             arrived.way.buffer.check()
         return y, weights
 
@@ -143,6 +143,10 @@ class ElasticCalls:
     ) -> EventOverlap:
         """Return the event behind a call, which read the tensors given and wrote those made."""
         return call.event([*given, *made])
+
+    def _reads_faults(self, arrived: Arrived) -> bool:
+        """Tell whether faults of what arrived are read at once: its sizes are static."""
+        return arrived.is_row is not None and self._ranks.reads_faults
 
     def _hand_out(
         self, received: Rows, weights: Tensor | None, handle: EPHandle, form: OutputForm

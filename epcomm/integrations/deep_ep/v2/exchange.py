@@ -100,11 +100,6 @@ class Arrived:
         assert self.index.slots_of_row is not None, "rows have an index over them"
         return self.index.slots_of_row
 
-    @property
-    def tells_in_check(self) -> bool:
-        """Whether faults of static sizes are read at once, for on CPUs the host waits anyway."""
-        return self.is_row is not None and self.way.device.type == "cpu"
-
     def ends_of_ranks(self) -> Tensor:
         """Return where the rows of each source rank end, [W], int32. Host sync: none."""
         if self.is_row is None:

@@ -57,6 +57,13 @@ class FailureBoard(ABC):
         once after the first exchange, when every rank has constructed its board.
         """
 
+    def last_known(self) -> Mapping[int, str]:
+        """Return the reports that this rank has, by rank, also of a read that broke off.
+
+        Local; asks nobody.
+        """
+        return {}
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Report:
@@ -157,15 +164,14 @@ class BoundedWait:
     def _give_up(self, report: _Report, deadline_s: float, fault: str) -> str:
         """Post a report, collect those of the others, and return the message of the error."""
         self._failure_board.post(json.dumps(asdict(report)))
-        reports = self._collect(deadline_s)
-        missing = self._missing(reports)
-        others = reports or {}
+        others, is_whole = self._collect(deadline_s)
         # A rank that was faster to give up, or whose board still answered, knows better.
         blamed = {rank for other in others.values() for rank in other.gave_up_on or ()}
-        blamed.update(missing or ())
+        if is_whole or not blamed:
+            blamed.update(self._missing(others, is_whole=is_whole))
         report = replace(report, gave_up_on=tuple(sorted(blamed)))
         self._failure_board.post(json.dumps(asdict(report)))
-        what, advice = self._explain(report, others, is_known=missing is not None)
+        what, advice = self._explain(report, others, is_whole=is_whole)
         strays = "".join(
             f"; rank {rank} was in {other.where}"
             for rank, other in sorted(others.items())
@@ -178,8 +184,11 @@ class BoundedWait:
             f"{says}; {advice}, then make an EPGroup over a new process group or communicator"
         )
 
-    def _collect(self, deadline_s: float) -> dict[int, _Report] | None:
-        """Return the other ranks' reports, awaited as long as it makes sense; None: no board.
+    def _collect(self, deadline_s: float) -> tuple[dict[int, _Report], bool]:
+        """Return the other ranks' reports, awaited as long as it makes sense.
+
+        Returns:
+            The reports, and whether those are all; else the board fell silent before it told.
 
         After an early break of the transport that is until the deadline, since a rank that is busy
         computing can report only when it arrives. It is only GRACE_S once the deadline has passed,
@@ -191,10 +200,10 @@ class BoundedWait:
         while True:
             texts = self._failure_board.read()
             if texts is not None:
-                seen = {r: _Report.parse(text) for r, text in texts.items() if r != self._rank}
+                seen = self._parsed(texts)
             num_silent = self._world_size - 1 - len(seen or ())
             if num_silent == 0:
-                return seen
+                return seen or {}, True
             now_s = time.monotonic()
             has_ended = any(other.gave_up_on is not None for other in (seen or {}).values())
             if end_s is None and (
@@ -205,18 +214,23 @@ class BoundedWait:
                 # Reports read before the board fell silent count if its host is among them: it has
                 # ended as the others do. If not, it is the one that is lost.
                 has_host = self._failure_board.host_rank in (None, self._rank, *(seen or ()))
-                return seen if texts is not None or (seen and has_host) else None
+                is_whole = texts is not None or (bool(seen) and has_host)
+                return (seen or {}) | self._parsed(self._failure_board.last_known()), is_whole
             time.sleep(POLL_S)
 
-    def _missing(self, reports: Mapping[int, _Report] | None) -> list[int] | None:
-        """Return the ranks without a report; None: it cannot be known."""
-        if reports is not None:
+    def _parsed(self, texts: Mapping[int, str]) -> dict[int, _Report]:
+        """Return the reports of the other ranks."""
+        return {r: _Report.parse(text) for r, text in texts.items() if r != self._rank}
+
+    def _missing(self, reports: Mapping[int, _Report], *, is_whole: bool) -> list[int]:
+        """Return the ranks without a report; of a board that fell silent the rank that holds it."""
+        if is_whole:
             return [r for r in range(self._world_size) if r != self._rank and r not in reports]
         host_rank = self._failure_board.host_rank
-        return None if host_rank in (None, self._rank) else [host_rank]
+        return [] if host_rank is None or host_rank == self._rank else [host_rank]
 
     def _explain(
-        self, own: _Report, others: Mapping[int, _Report], *, is_known: bool
+        self, own: _Report, others: Mapping[int, _Report], *, is_whole: bool
     ) -> tuple[str, str]:
         """Say in one sentence what happened and what to do about it."""
         blamed = own.gave_up_on or ()
@@ -228,13 +242,13 @@ class BoundedWait:
                 "see what kept it or raise EPConfig.timeout_s",
             )
         if blamed:
-            is_silent = not others and blamed == (self._failure_board.host_rank,)
+            is_silent = not is_whole and blamed == (self._failure_board.host_rank,)
             why = ", nor does the store in its process answer" if is_silent else ""
             return (
                 f"{describe_ranks(blamed)} did not arrive{why}",
                 "see what became of it, or raise EPConfig.timeout_s if it was only slow",
             )
-        if not is_known:
+        if not is_whole:
             return (
                 "the exchange did not end, and who is missing cannot be told because the "
                 "failure board does not answer",

@@ -76,6 +76,10 @@ class StoreFailureBoard(FailureBoard):
         beside = self._second.read()
         return beside if found is None else {**found, **(beside or {})}
 
+    def last_known(self) -> Mapping[int, str]:
+        second = {} if self._second is None else self._second.last_known()
+        return {**self._first.last_known(), **second}
+
     def _reports_in(self, connect: Callable[[], Store], port: int | None) -> StoreReports:
         return StoreReports(connect, port=port, rank=self._rank, world_size=self._world_size)
 

@@ -62,11 +62,17 @@ class StoreReports:
 
         return dict(self._reports) if self.run(read) else None
 
+    def last_known(self) -> dict[int, str]:
+        """Return the reports that have been read, also by a call that broke off. Local."""
+        return dict(self._reports)
+
     def _read(self, store: Store) -> None:
         # add(0) is one round trip and waits for nothing; most often there is no report at all.
         if store.add(_NUM_REPORTS, 0):
-            posted = [rank for rank in range(self._world_size) if store.check([str(rank)])]
-            self._reports = {rank: store.get(str(rank)).decode() for rank in posted}
+            for rank in range(self._world_size):
+                if store.check([str(rank)]):
+                    # One by one: whoever answers for the store may end before the last.
+                    self._reports = {**self._reports, rank: store.get(str(rank)).decode()}
 
     def run(self, call: Callable[[Store], None]) -> bool:
         """Let `call` ask the store, and tell whether it answered.

@@ -31,10 +31,14 @@ def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Wall:
-    """The reports of all ranks, in this process; silent: it answers to nobody."""
+    """The reports of all ranks, in this process.
+
+    silent: it answers to nobody.   slow_rank: reads as far as the report of rank 1, and breaks off.
+    """
 
     texts: dict[int, str] = field(default_factory=dict)
     silent: bool = False
+    slow_rank: int | None = None
     num_reads: int = 0
 
 
@@ -50,7 +54,13 @@ class WallFailureBoard(FailureBoard):
 
     def read(self) -> Mapping[int, str] | None:
         self.wall.num_reads += 1
-        return None if self.wall.silent else dict(self.wall.texts)
+        if self.wall.silent or self.rank == self.wall.slow_rank:
+            return None
+        return dict(self.wall.texts)
+
+    def last_known(self) -> Mapping[int, str]:
+        is_slow = self.rank == self.wall.slow_rank
+        return {rank: text for rank, text in self.wall.texts.items() if is_slow and rank == 1}
 
 
 class Transport:
@@ -311,6 +321,15 @@ def test_reports_outlive_a_noticeboard_whose_host_has_reported_and_ended() -> No
     assert len(texts) == 2
     for message in texts:
         assert message.startswith("dispatch: rank 2 did not arrive (call 1")
+
+
+def test_a_rank_that_reads_too_slowly_names_whom_the_others_gave_up_on() -> None:
+    world = World(6, host_rank=0)
+    world.wall.slow_rank = 5
+    # It reports while the others collect reports, and reads when they have given up.
+    parts = (None, once, once, None, once, after(bounded.GRACE_S / 2))
+    for message in messages(world.play(*parts)):
+        assert message.startswith("dispatch: ranks 0, 3 did not arrive (call 1")
 
 
 def test_own_errors_of_an_exchange_pass_through() -> None:

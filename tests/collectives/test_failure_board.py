@@ -17,6 +17,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 from epcomm.collectives import failure_board
 from epcomm.collectives.bounded import LOOK_LIMIT_S
 from epcomm.collectives.failure_board import StoreFailureBoard
+from epcomm.collectives.store_reports import StoreReports
 
 # Seconds for what a busy machine may make of a program's start or end.
 PATIENCE_S = 120.0
@@ -158,6 +159,21 @@ def test_reports_outlive_the_host_of_the_store(host: Host, monkeypatch: pytest.M
     boards[3].post("gave up")
     for rank in (1, 2, 3):
         assert boards[rank].read() == {0: "is lost", 2: "waits", 3: "gave up"}
+
+
+def test_what_was_read_stays_known_when_the_store_ends_within_a_read() -> None:
+    class Ending(HashStore):
+        def get(self, key: str) -> bytes:
+            if key == "2":
+                raise RuntimeError("Connection reset by peer")
+            return super().get(key)
+
+    store = Ending()
+    reports = [StoreReports(lambda: store, port=None, rank=rank, world_size=4) for rank in range(4)]
+    reports[1].post("gave up")
+    reports[2].post("waits")
+    assert reports[3].read() is None
+    assert reports[3].last_known() == {1: "gave up"}
 
 
 @pytest.mark.slow

@@ -57,12 +57,12 @@ class FailureBoard(ABC):
         once after the first exchange, when every rank has constructed its board.
         """
 
+    @abstractmethod
     def last_known(self) -> Mapping[int, str]:
         """Return the reports that this rank has, by rank, also of a read that broke off.
 
         Local; asks nobody.
         """
-        return {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -262,6 +262,9 @@ class MpiFailureBoard(FailureBoard):
                 self._reports[status.Get_source()] = text.decode()
         except MPI.Exception:
             return None
+        return self.last_known()
+
+    def last_known(self) -> Mapping[int, str]:
         return dict(self._reports)
 
 

@@ -60,7 +60,7 @@ class StoreReports:
                 look(store)
             self._read(store)
 
-        return dict(self._reports) if self.run(read) else None
+        return self.last_known() if self.run(read) else None
 
     def last_known(self) -> dict[int, str]:
         """Return the reports that have been read, also by a call that broke off. Local."""

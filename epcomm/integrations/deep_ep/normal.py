@@ -52,20 +52,32 @@ class Rows:
 class RowWay:
     """The way of the rows of one dispatch: what a handle of deep_ep stands for.
 
-    rank: this rank.   num_tokens: T of this rank.   num_rows: R, rows that this rank received.
-    top_k: K.   row_bytes: most bytes of a row, for which there is memory.   device: of the ranks.
-    sum_dtype: of the rows that combine takes.
+    spec: of the buffer.   rank: this rank.   num_tokens: T of this rank.
+    num_rows: R, rows that this rank received.   device: of the ranks.
     """
 
     buffer: Buffer
+    spec: BufferSpec
     exchange_plan: ExchangePlan
     rank: int
     num_tokens: int
     num_rows: int
-    top_k: int
-    row_bytes: int
     device: torch.device
-    sum_dtype: torch.dtype
+
+    @property
+    def top_k(self) -> int:
+        """Return K."""
+        return self.spec.top_k
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the most bytes of a row, for which there is memory."""
+        return align_up(self.spec.hidden_format.data_bytes(self.spec.hidden_size), _VECTOR_BYTES)
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Return the dtype of the rows that combine takes."""
+        return self.spec.hidden_format.dtype.torch_dtype
 
     def fault(self, rows: Rows) -> str | None:
         """Return why rows [T, H] are too wide for the memory of this way, or None. Local."""
@@ -158,8 +170,14 @@ def _spec_of(
     )
 
 
-# Autograd belongs to the caller, whose own Functions call deep_ep.
-@torch.no_grad()
+def detached(tensor: Tensor) -> Tensor:
+    """Return a tensor without its history: autograd belongs to the callers of deep_ep.
+
+    torch.no_grad() takes 3 us of the host even where no tensor has a history.
+    """
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
 def dispatch_rows(
     ranks: Ranks,
     rows: Rows,
@@ -187,13 +205,12 @@ def dispatch_rows(
     Raises:
         ShapeError: the call of some rank cannot be; on every rank.
     """
-    top_k = topk_ids.shape[1]
-    spec = spec_of(rows, top_k, num_experts, ranks.size, sizes)
+    spec = spec_of(rows, topk_ids.shape[1], num_experts, ranks.size, sizes)
     buffer = ranks.open(Mode.NORMAL, spec)
     call = DispatchCall(
         hidden_states=_as_sent(rows, spec.dispatch_format),
         topk_ids=topk_ids,
-        topk_weights=topk_weights,
+        topk_weights=detached(topk_weights),
         # Rows of batches with gradients are in memory of their own.
         flags=BatchFlags.GRAD_ENABLED,
         error=error,
@@ -203,14 +220,12 @@ def dispatch_rows(
     out = buffer.dispatch(call)
     way = RowWay(
         buffer=buffer,
+        spec=spec,
         exchange_plan=out.exchange_plan,
         rank=ranks.rank,
         num_tokens=topk_ids.shape[0],
         num_rows=out.rows.data.shape[0],
-        top_k=top_k,
-        row_bytes=align_up(spec.hidden_format.data_bytes(spec.hidden_size), _VECTOR_BYTES),
         device=ranks.device,
-        sum_dtype=spec.hidden_format.dtype.torch_dtype,
     )
     topk = out.row_topk
     if topk is None:
@@ -246,13 +261,12 @@ def send_along(way: RowWay, rows: Rows) -> Rows:
     )
 
 
-@torch.no_grad()
 def send_columns(way: RowWay, columns: Tensor) -> Tensor:
     """Send [T, N] of any dtype along a way; return [R, N], which the caller owns.
 
     A row takes a multiple of 16 bytes, and at most way.row_bytes.
     """
-    return way.buffer.cached_dispatch(columns, way.exchange_plan)[: way.num_rows]
+    return way.buffer.cached_dispatch(detached(columns), way.exchange_plan)[: way.num_rows]
 
 
 def refuse_along(way: RowWay, error: EPError) -> NoReturn:
@@ -273,7 +287,6 @@ def refuse_along(way: RowWay, error: EPError) -> NoReturn:
     raise error
 
 
-@torch.no_grad()
 def return_rows(
     way: RowWay,
     x: Tensor,
@@ -290,9 +303,10 @@ def return_rows(
     Returns: [T, H], and [T, K] or None.
     Collective: yes.   Host sync: none.   Lifetime: the caller owns the result.
     """
+    x = detached(x)
     if rows_per is RowsPer.ROW:
         x = x[: way.num_rows]
-    weights = None if topk_weights is None else topk_weights[: way.num_rows]
+    weights = None if topk_weights is None else detached(topk_weights)[: way.num_rows]
     plan, buffer = way.exchange_plan, way.buffer
     if bias is None:
         combined = buffer.combine(x, plan, rows_per=rows_per, row_scalars=weights)
@@ -311,7 +325,7 @@ def bias_of(biases: Sequence[Tensor]) -> Tensor | None:
     if not biases:
         return None
     first, *others = biases
-    return sum(others, first.float()).contiguous()
+    return detached(sum(others, first.float()).contiguous())
 
 
 def _dense(rows: Tensor) -> Tensor:
@@ -338,9 +352,11 @@ def _quantized_format(
 
 def _as_sent(rows: Rows, wire: WireFormat) -> Tensor | WireTensor:
     """Return rows as a call takes them: four bytes of scale travel as a float32, whatever it is."""
+    x = detached(rows.x)
     if rows.scales is None:
-        return rows.x
-    return WireTensor(data=rows.x, format=wire, scales=_as_dtype(rows.scales, torch.float32))
+        return x
+    scales = _as_dtype(detached(rows.scales), torch.float32)
+    return WireTensor(data=x, format=wire, scales=scales)
 
 
 def _received_rows(wire: WireTensor, sent: Rows) -> Rows:

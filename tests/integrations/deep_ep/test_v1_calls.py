@@ -291,7 +291,7 @@ def test_what_one_rank_gets_wrong_is_heard_by_every_rank(
 
 @pytest.mark.ranks(2)
 def test_autograd_is_left_to_the_caller() -> None:
-    buffer = Buffer(world())
+    buffer = Buffer(world(), low_latency_mode=True)
     batch = Batch(buffer.rank, (32, 2, 4))
     # Of one rank alone, as where another is frozen.
     batch.x.requires_grad_(buffer.rank == 0)
@@ -300,8 +300,18 @@ def test_autograd_is_left_to_the_caller() -> None:
     along = buffer.dispatch(batch.x, handle=handle)[0]
     assert isinstance(along, Tensor)
     assert not any(each.requires_grad for each in (rows, weights, along))
-    y, _, _ = buffer.combine(rows.requires_grad_(), handle)
-    assert torch.equal(y, batch.x.detach() * num_ranks)
+    weights = weights.requires_grad_()
+    bias = torch.ones_like(batch.x).requires_grad_()
+    y, sums, _ = buffer.combine(rows.requires_grad_(), handle, topk_weights=weights, bias=bias)
+    assert torch.equal(y, batch.x.detach() * num_ranks + 1)
+    assert sums is not None
+    slabs, _, slots, _, _ = buffer.low_latency_dispatch(
+        batch.x, batch.ids, 4, batch.num_experts, use_fp8=False
+    )
+    assert isinstance(slabs, Tensor)
+    out, _, _ = buffer.low_latency_combine(slabs.clone(), batch.ids, batch.weights, slots)
+    assert torch.equal(out, batch.x.detach())
+    assert not any(each.requires_grad for each in (y, sums, slabs, out))
 
 
 def worst_case(

@@ -251,6 +251,26 @@ def test_ranks_without_tokens_and_tokens_without_experts(make_buffer: BufferMake
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize("do_expand", [False, True])
+def test_autograd_is_left_to_the_caller(do_expand: bool, make_buffer: BufferMaker) -> None:
+    buffer = make_buffer()
+    x, _, own_weights = inputs_here(UNEVEN[buffer.rank_idx], buffer.rank_idx)
+    # Of one rank alone, as where another is frozen.
+    x, own_weights = (each.requires_grad_(buffer.rank_idx == 0) for each in (x, own_weights))
+    recv_x, _, weights, handle, _ = dispatch(
+        buffer, x, topk_weights=own_weights, do_expand=do_expand
+    )
+    along = dispatch(buffer, x, handle=handle, do_expand=do_expand)[0]
+    assert weights is not None
+    assert not any(each.requires_grad for each in (recv_x, weights, along))
+    # V2 takes none along with rows that are expanded.
+    own = None if do_expand else weights.requires_grad_()
+    y, sums, _ = buffer.combine(recv_x.requires_grad_(), handle, own)
+    assert not y.requires_grad
+    assert sums is None or not sums.requires_grad
+
+
+@pytest.mark.ranks(4)
 def test_events_order_calls_without_cuda(make_buffer: BufferMaker) -> None:
     buffer = make_buffer()
     event = EventHandle()

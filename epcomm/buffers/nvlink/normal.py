@@ -56,7 +56,7 @@ from epcomm.types import (
 )
 
 if TYPE_CHECKING:
-    from epcomm.kernels.nvlink.normal_exchange import Arrivals, Sends
+    from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Sends
 
 _logger = logging.getLogger(__name__)
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from epcomm.buffers.nvlink.normal_counts import IndexSizes
 from epcomm.buffers.nvlink.plan_blocks import WORDS_OF_16_BYTES, BlockLayout, PlanBlock
+from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Received, Sends
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferSpec
-
-if TYPE_CHECKING:
-    from epcomm.kernels.nvlink.normal_exchange import Arrivals, Sends
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,8 +48,6 @@ class ExchangePlanMemory:
     device: torch.device
 
     def sends(self, num_tokens: int) -> Sends:
-        from epcomm.kernels.nvlink.normal_exchange import Sends
-
         num_entries = num_tokens * self.spec.top_k
         places, positions, owners = self._integers(
             num_tokens * self.world_size, num_entries, num_entries
@@ -66,8 +61,6 @@ class ExchangePlanMemory:
 
         counts: slots of each expert, where the host has read them.
         """
-        from epcomm.kernels.nvlink.normal_exchange import Arrivals
-
         num_local, top_k, size = self.spec.num_local_experts, self.spec.top_k, self.world_size
         row_of_slot, slots_of_row, per_expert, first_slot, rows_from, row_base, has_failed = (
             self._integers(num_slots, num_rows * top_k, num_local, num_local + 1, size, size, 1)
@@ -94,8 +87,6 @@ class ExchangePlanMemory:
         has_row_budget: bool = False,
     ) -> PlanBlock:
         """Allocate a plan and its index, for a kernel that runs before the host has read sizes."""
-        from epcomm.kernels.nvlink.normal_exchange import Received
-
         spec, device, row_topk = self.spec, self.device, None
         layout = BlockLayout.of(spec, self.world_size, num_tokens, most)
         memory = torch.empty(layout.num_words, dtype=torch.int32, device=device)

@@ -8,25 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Dispatched
 from epcomm.buffers.nvlink.normal_counts import IndexSizes
+from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Received, Sends
 from epcomm.protocol import BatchFlags
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferSpec
 from epcomm.types import WireTensor, align_up
 
-if TYPE_CHECKING:
-    from epcomm.kernels.nvlink.normal_exchange import Arrivals, Received, Sends
-
 # Kernels are compiled for parts that begin at multiples of 16 bytes.
 WORDS_OF_16_BYTES = 4
 _WORD_BYTES = 4
-# The parts of an index, among PLAN_PARTS of normal_exchange.py: behind three of Sends, and before
+# The parts of an index, among PLAN_PARTS of plan_parts.py: behind three of Sends, and before
 # three of Arrivals.
 _INDEX_PARTS = (
     *("row_of_slot", "slots_of_row", "slot_weights", "num_tokens_per_expert", "first_slot"),
@@ -190,8 +188,6 @@ class PlanBlock:
 
     def parts(self, sizes: IndexSizes) -> tuple[Sends, Arrivals, LateIndex]:
         """Return the parts, once the host knows sizes, or where there is a budget."""
-        from epcomm.kernels.nvlink.normal_exchange import Arrivals, Sends
-
         pieces = self.memory.split_with_sizes(self.layout.pieces)
         places, positions, owners, index, rows_from, row_base, has_failed = [
             pieces[place] for place in self.layout.places

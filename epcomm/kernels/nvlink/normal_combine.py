@@ -21,6 +21,7 @@ from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.nvlink import normal_combine_cuda
 from epcomm.kernels.nvlink.common.epochs import COMBINE_EPOCH, COMBINE_LEFT, end_epoch
 from epcomm.kernels.nvlink.common.exchange import VARYING, on_device
+from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Sends
 from epcomm.kernels.nvlink.common.signals import (
     abort_if_missing,
     await_at,
@@ -30,7 +31,7 @@ from epcomm.kernels.nvlink.common.signals import (
     taking_part,
 )
 from epcomm.kernels.nvlink.common.status import WAIT_COMBINE_BEGIN, WAIT_SUMS, note_faults
-from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange, Sends
+from epcomm.kernels.nvlink.normal_exchange import NormalExchange
 from epcomm.kernels.rounding import cast
 
 # Rows and columns that a program sums at once.

@@ -21,7 +21,8 @@ from epcomm.kernels.cuda_jit import CudaKernel, CudaModule, compile_to_cubin, nv
 from epcomm.kernels.nvlink.common.cuda_source import source_of
 from epcomm.kernels.nvlink.common.epochs import COMBINE_EPOCH, COMBINE_LEFT, COMBINE_TOKENS
 from epcomm.kernels.nvlink.common.layout import MemoryLayout, NormalLayout
-from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange, PreparedCuda, Sends
+from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Sends
+from epcomm.kernels.nvlink.normal_exchange import NormalExchange, PreparedCuda
 from epcomm.platforms.cuda import compute_capability, num_sms_of, on_device, shared_bytes_of
 
 SOURCE = Path(__file__).with_name("normal_combine.cu")

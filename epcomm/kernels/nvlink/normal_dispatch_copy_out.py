@@ -15,9 +15,10 @@ from torch import Tensor
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH
 from epcomm.kernels.nvlink.common.exchange import VARYING
+from epcomm.kernels.nvlink.common.plan_parts import Arrivals
 from epcomm.kernels.nvlink.common.signals import await_or_abort
 from epcomm.kernels.nvlink.common.status import WAIT_ROWS
-from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange
+from epcomm.kernels.nvlink.normal_exchange import NormalExchange
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 
 # Rows that a program copies at once, for enough loads under way.

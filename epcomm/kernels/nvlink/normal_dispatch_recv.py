@@ -14,6 +14,7 @@ from torch import Tensor
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH
 from epcomm.kernels.nvlink.common.exchange import VARYING
+from epcomm.kernels.nvlink.common.plan_parts import Arrivals
 from epcomm.kernels.nvlink.common.signals import await_or_abort, int32_at, taking_part
 from epcomm.kernels.nvlink.common.status import (
     FAULT_MASK,
@@ -23,7 +24,7 @@ from epcomm.kernels.nvlink.common.status import (
     codes_of_one_mode,
     note_faults,
 )
-from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange
+from epcomm.kernels.nvlink.normal_exchange import NormalExchange
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.records import SlotIndex
 

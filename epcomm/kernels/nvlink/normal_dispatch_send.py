@@ -24,6 +24,7 @@ from torch import Tensor
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH, DISPATCH_LEFT, end_epoch
 from epcomm.kernels.nvlink.common.exchange import VARYING
+from epcomm.kernels.nvlink.common.plan_parts import Sends
 from epcomm.kernels.nvlink.common.signals import await_or_abort, int32_at, publish, taking_part
 from epcomm.kernels.nvlink.common.status import (
     FAULT_IDS,
@@ -32,7 +33,7 @@ from epcomm.kernels.nvlink.common.status import (
     WAIT_DISPATCH_BEGIN,
     WAIT_HEADERS,
 )
-from epcomm.kernels.nvlink.normal_exchange import NormalExchange, Sends
+from epcomm.kernels.nvlink.normal_exchange import NormalExchange
 from epcomm.kernels.nvlink.normal_plan import plan_tokens
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 

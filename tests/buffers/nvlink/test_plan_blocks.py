@@ -11,7 +11,7 @@ from torch import Tensor
 from epcomm.buffers.nvlink.normal_counts import IndexSizes
 from epcomm.buffers.nvlink.normal_plans import ExchangePlanMemory
 from epcomm.buffers.nvlink.plan_blocks import LateDispatched
-from epcomm.kernels.nvlink.normal_exchange import PLAN_PARTS
+from epcomm.kernels.nvlink.common.plan_parts import PLAN_PARTS
 from epcomm.protocol import BatchFlags
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat, WireTensor

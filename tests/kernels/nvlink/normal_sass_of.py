@@ -14,7 +14,8 @@ from epcomm.kernels.nvlink import (
     normal_dispatch_recv,
     normal_dispatch_send,
 )
-from epcomm.kernels.nvlink.normal_exchange import Arrivals, NormalExchange, Sends
+from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Sends
+from epcomm.kernels.nvlink.normal_exchange import NormalExchange
 from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.records import SlotIndex
 from epcomm.spec import BufferSpec

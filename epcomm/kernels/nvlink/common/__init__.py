@@ -1,1 +1,1 @@
-"""Say what the kernels of both modes share: signals, barrier, epochs, status."""
+"""Say what the kernels of both modes share, and what a plan is made of."""

@@ -26,14 +26,8 @@ from epcomm.kernels.cuda_jit import CudaKernel, CudaModule, compile_to_cubin, nv
 from epcomm.kernels.nvlink.common.cuda_source import source_of
 from epcomm.kernels.nvlink.common.epochs import DISPATCH_COUNTED, DISPATCH_EPOCH, DISPATCH_LEFT
 from epcomm.kernels.nvlink.common.layout import MemoryLayout, NormalLayout
-from epcomm.kernels.nvlink.normal_exchange import (
-    PLAN_PARTS,
-    NormalExchange,
-    PreparedCuda,
-    Received,
-    Sends,
-    scratch_words,
-)
+from epcomm.kernels.nvlink.common.plan_parts import PLAN_PARTS, Received, Sends
+from epcomm.kernels.nvlink.normal_exchange import NormalExchange, PreparedCuda, scratch_words
 from epcomm.platforms.cuda import compute_capability, num_sms_of, on_device, shared_bytes_of
 from epcomm.spec import BufferSpec
 

@@ -52,7 +52,8 @@ class Rows:
 class RowWay:
     """The way of the rows of one dispatch: what a handle of deep_ep stands for.
 
-    spec: of the buffer.   rank: this rank.   num_tokens: T of this rank.
+    buffer, spec: that carried the rows, and its specification.   exchange_plan: of the dispatch.
+    rank: this rank.   num_tokens: T of this rank.
     num_rows: R, rows that this rank received.   device: of the ranks.
     """
 
@@ -171,9 +172,9 @@ def _spec_of(
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """Return a tensor without its history: autograd belongs to the callers of deep_ep.
+    """Return a tensor in the same memory without its history: autograd belongs to the callers.
 
-    torch.no_grad() takes 3 us of the host even where no tensor has a history.
+    In place of torch.no_grad(), which takes 3 us of the host even if no tensor has a history.
     """
     return tensor.detach() if tensor.requires_grad else tensor
 
@@ -324,8 +325,8 @@ def bias_of(biases: Sequence[Tensor]) -> Tensor | None:
     """
     if not biases:
         return None
-    first, *others = biases
-    return detached(sum(others, first.float()).contiguous())
+    first, *others = (detached(each) for each in biases)
+    return sum(others, first.float()).contiguous()
 
 
 def _dense(rows: Tensor) -> Tensor:

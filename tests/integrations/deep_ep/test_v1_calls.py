@@ -13,8 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epcomm import EPError
+from epcomm.buffers.base import DispatchCall
+from epcomm.config import Mode
 from epcomm.errors import HandleError
 from epcomm.integrations.deep_ep import Buffer, Config, EventHandle, EventOverlap
+from epcomm.integrations.deep_ep.ranks import Ranks
+from epcomm.spec import BufferSpec
 from tests.integrations.deep_ep.devices import here, on_gpus
 from tests.integrations.deep_ep.v1_ranks import world
 
@@ -289,13 +293,51 @@ def test_what_one_rank_gets_wrong_is_heard_by_every_rank(
     check_heard(call, buffer, batch, by_nan=on_gpus() and call in UNHEARD and not is_read)
 
 
+def with_gradients(rank: int) -> Batch:
+    """Return a batch whose tensors need gradients on one rank alone, as where others are frozen."""
+    batch = Batch(rank, (128, 2, 4))
+    batch.x.requires_grad_(rank == 0)
+    batch.weights.requires_grad_(rank == 0)
+    return batch
+
+
+def tensors_of(argument: object) -> list[Tensor]:
+    """Return the tensors of floating point that an argument of a buffer consists of."""
+    if isinstance(argument, DispatchCall):
+        rows = argument.hidden_states
+        parts = (rows,) if isinstance(rows, Tensor) else (rows.data, rows.scales)
+        return [each for each in (*parts, argument.topk_weights) if each is not None]
+    return [argument] if isinstance(argument, Tensor) else []
+
+
+@pytest.fixture
+def refuses_histories(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no tensor with a history come to a buffer: where rows travel as bytes no result tells."""
+    opened = Ranks.open
+
+    def watched(call: Callable[..., object]) -> Callable[..., object]:
+        def checked(*args: object, **named: object) -> object:
+            given = [each for one in (*args, *named.values()) for each in tensors_of(one)]
+            assert not any(each.requires_grad for each in given)
+            return call(*args, **named)
+
+        return checked
+
+    def open_watched(ranks: Ranks, mode: Mode, spec: BufferSpec) -> object:
+        buffer = opened(ranks, mode, spec)
+        for name in ("dispatch", "cached_dispatch", "combine", "combine_onto"):
+            if hasattr(buffer, name):
+                monkeypatch.setattr(buffer, name, watched(getattr(buffer, name)))
+        return buffer
+
+    monkeypatch.setattr(Ranks, "open", open_watched)
+
+
 @pytest.mark.ranks(2)
+@pytest.mark.usefixtures("refuses_histories")
 def test_autograd_is_left_to_the_caller() -> None:
-    buffer = Buffer(world(), low_latency_mode=True)
-    batch = Batch(buffer.rank, (32, 2, 4))
-    # Of one rank alone, as where another is frozen.
-    batch.x.requires_grad_(buffer.rank == 0)
-    batch.weights.requires_grad_(buffer.rank == 0)
+    buffer = Buffer(world())
+    batch = with_gradients(buffer.rank)
     rows, weights, handle, num_ranks = batch.dispatch(buffer)
     along = buffer.dispatch(batch.x, handle=handle)[0]
     assert isinstance(along, Tensor)
@@ -305,13 +347,50 @@ def test_autograd_is_left_to_the_caller() -> None:
     y, sums, _ = buffer.combine(rows.requires_grad_(), handle, topk_weights=weights, bias=bias)
     assert torch.equal(y, batch.x.detach() * num_ranks + 1)
     assert sums is not None
-    slabs, _, slots, _, _ = buffer.low_latency_dispatch(
+    assert not y.requires_grad
+    assert not sums.requires_grad
+    _, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(batch.ids, batch.num_experts)
+    codes = torch.ones(batch.x.shape, device=here()).to(torch.float8_e4m3fn)
+    scales = torch.ones(len(codes), 1, device=here(), requires_grad=True)
+    received = buffer.dispatch(
+        (codes, scales),
+        is_token_in_rank=is_in_rank,
+        num_tokens_per_expert=per_expert,
+        topk_idx=batch.ids,
+        topk_weights=batch.weights,
+    )[0]
+    assert not received[1].requires_grad
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("refuses_histories")
+def test_low_latency_keeps_no_history() -> None:
+    buffer = Buffer(world(), low_latency_mode=True)
+    batch = with_gradients(buffer.rank)
+    slabs, _, handle, _, _ = buffer.low_latency_dispatch(
         batch.x, batch.ids, 4, batch.num_experts, use_fp8=False
     )
     assert isinstance(slabs, Tensor)
-    out, _, _ = buffer.low_latency_combine(slabs.clone(), batch.ids, batch.weights, slots)
-    assert torch.equal(out, batch.x.detach())
-    assert not any(each.requires_grad for each in (y, sums, slabs, out))
+    assert not slabs.requires_grad
+    # A parameter, which no operator of torch may write.
+    out = torch.zeros_like(batch.x).requires_grad_()
+    rows = slabs.clone().requires_grad_()
+    y, _, _ = buffer.low_latency_combine(rows, batch.ids, batch.weights, handle, out=out)
+    assert y.data_ptr() == out.data_ptr()
+    assert torch.equal(y.detach(), batch.x.detach())
+    # What experts with gradients write stays theirs, and the memory is used again.
+    for _ in range(2):
+        slabs, _, handle, _, _ = buffer.low_latency_dispatch(
+            batch.x, batch.ids, 4, batch.num_experts, use_fp8=False
+        )
+        place = buffer.get_next_low_latency_combine_buffer(handle)
+        assert not place.requires_grad
+        place.copy_(rows)
+        y, _, _ = buffer.low_latency_combine(
+            place, batch.ids, batch.weights, handle, zero_copy=True
+        )
+        assert torch.equal(y, batch.x.detach())
+        assert not y.requires_grad
 
 
 def worst_case(

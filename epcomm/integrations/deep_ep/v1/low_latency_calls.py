@@ -210,7 +210,8 @@ class LowLatencyCalls(Opened):
     ) -> Tensor:
         """Return memory for the rows of a combine, bfloat16 [L, W * M, H], for zero_copy."""
         ranks = self._begin("get_next_low_latency_combine_buffer", low_latency=True)
-        return self._combine_memory(low_latency.handle_of(handle, ranks))
+        # Each caller's own alias: what autograd records of writes must not stay with the memory.
+        return self._combine_memory(low_latency.handle_of(handle, ranks)).detach()
 
     def _begin_low_latency(self, function: str, like: object = None) -> Ranks:
         """Begin a call without the ranks that are masked."""

@@ -18,6 +18,7 @@ from epcomm.integrations.deep_ep.normal import (
     Received,
     Rows,
     RowWay,
+    detached,
     dispatch_rows,
     return_rows,
 )
@@ -116,7 +117,7 @@ class PairsHandle(LowLatencyHandle):
             returned, _ = return_rows(pending.pop(), rows)
             ids = topk_ids.long()
             places = self.pairs.places(ids, self[4])
-            y.copy_(_weighted_sum(returned, places, ids, topk_weights))
+            detached(y).copy_(_weighted_sum(returned, places, ids, topk_weights))
 
         return y, receive
 

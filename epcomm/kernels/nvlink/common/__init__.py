@@ -1,1 +1,1 @@
-"""Say what the kernels of both modes share, and what a plan is made of."""
+"""Say what the kernels share: signals, barrier, epochs and status of both modes, parts of plans."""

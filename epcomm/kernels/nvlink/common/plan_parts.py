@@ -1,6 +1,6 @@
 """The parts of an exchange plan of normal mode: memory that hosts allocate and kernels write.
 
-Plans read this on machines without Triton, which this file does not import.
+It imports no Triton: plans are also made on machines without it.
 """
 
 from __future__ import annotations

@@ -302,7 +302,7 @@ def with_gradients(rank: int) -> Batch:
 
 
 def tensors_of(argument: object) -> list[Tensor]:
-    """Return the tensors of floating point that an argument of a buffer consists of."""
+    """Return the tensors of an argument of a buffer, without the ids of a dispatch."""
     if isinstance(argument, DispatchCall):
         rows = argument.hidden_states
         parts = (rows,) if isinstance(rows, Tensor) else (rows.data, rows.scales)

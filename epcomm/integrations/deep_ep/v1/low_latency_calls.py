@@ -13,7 +13,6 @@ from epcomm.config import Mode
 from epcomm.errors import CapacityError, ConfigError
 from epcomm.integrations.deep_ep.events import EventOverlap
 from epcomm.integrations.deep_ep.missing import refuse_missing
-from epcomm.integrations.deep_ep.normal import detached
 from epcomm.integrations.deep_ep.ranks import Ranks
 from epcomm.integrations.deep_ep.v1 import checks, low_latency, pairs, slots
 from epcomm.integrations.deep_ep.v1.base import Opened, XTensors
@@ -112,7 +111,6 @@ class LowLatencyCalls(Opened):
             if wrong_scales is None and isinstance(wrong_rows, CapacityError | None):
                 spec = slots.spec_of((x.shape[1], topk_idx.shape[1]), sizes, wire)
             ranks.refuse(Mode.LOW_LATENCY, error, spec=spec)
-        x = detached(x)
         with self._call(x, None, async_finish) as call:
             if ranks.returns_slots():
                 memory = self._slot_memory
@@ -173,7 +171,6 @@ class LowLatencyCalls(Opened):
         ) or checks.low_latency_combine_error(ranks, x, topk, shapes, out)
         if error is not None:
             known.refuse_combine(error)
-        x, topk_weights = detached(x), detached(topk_weights)
         with self._call(x, None, async_finish) as call:
             combined, receive = known.begin_combine(ranks, x, topk_idx, topk_weights, out)
             if not return_recv_hook:

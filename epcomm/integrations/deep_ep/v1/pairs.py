@@ -117,7 +117,8 @@ class PairsHandle(LowLatencyHandle):
             returned, _ = return_rows(pending.pop(), rows)
             ids = topk_ids.long()
             places = self.pairs.places(ids, self[4])
-            detached(y).copy_(_weighted_sum(returned, places, ids, topk_weights))
+            weights = detached(topk_weights)
+            detached(y).copy_(_weighted_sum(returned, places, ids, weights))
 
         return y, receive
 

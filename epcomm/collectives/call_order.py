@@ -34,7 +34,7 @@ FAULT, FLAGS, ROWS = range(_NUM_COMPARED, _NUM_COMPARED + 3)
 HEADER_WORDS = _NUM_COMPARED + 3
 # Behind them lie the slots of so many experts of the receiving rank; counts of more take a second
 # exchange. 128 experts a rank are half of the 256 of the largest models, and with the header they
-# make 1096 B, which one Ethernet packet carries.
+# make 1104 B, which one Ethernet packet carries.
 COUNTS_IN_HEADER = 128
 MESSAGE_WORDS = HEADER_WORDS + COUNTS_IN_HEADER
 MESSAGE_BYTES = 8 * MESSAGE_WORDS

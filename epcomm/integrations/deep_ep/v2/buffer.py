@@ -221,7 +221,7 @@ class ElasticBuffer(NotThere):
         Lifetime: the tensors are the caller's.
         Raises:
             ShapeError, CapacityError, ConfigError: an argument is wrong, or ranks disagree on M, H,
-                K, E, a dtype or an option; on every rank. On GPUs see docs/migrating_from_deepep.md.
+                K, E, a dtype or an option; on every rank. GPUs: docs/migrating_from_deepep.md.
             HandleError: the handle is of other sizes or no EPHandle, as above; or the buffer is
                 destroyed.
         """

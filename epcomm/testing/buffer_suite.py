@@ -739,7 +739,7 @@ def _scale_kind(rows: WireTensor) -> tuple[torch.dtype, int] | None:
 
 def _slot_scales(env: BufferEnv, out: Dispatched, spec: BatchSpec, num_slots: int) -> Tensor:
     """Return physical expert + 1 of each slot, [C], 0 for padding."""
-    scales = torch.zeros(num_slots, device=env.group.device)
+    scales = torch.zeros(num_slots, dtype=torch.float32, device=env.group.device)
     starts, counts = out.index.first_slot.tolist(), out.index.num_tokens_per_expert.tolist()
     for expert, count in enumerate(counts):
         number = env.group.rank * spec.num_local_experts + expert + 1

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
 from epcomm.buffers.call_shape import call_shape
+from epcomm.buffers.sizes import max_slots_of
 from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError, HandleError, ShapeError
 from epcomm.group import EPGroup
@@ -28,11 +29,13 @@ from epcomm.spec import BufferCaps, BufferSpec, HostLayout
 from epcomm.testing.data import (
     BatchSpec,
     RankBatch,
+    crowded_ids,
     holed_ids,
     last_expert_ids,
     make_batch,
     no_ids,
     random_ids,
+    repeated_ids,
 )
 from epcomm.testing.oracle import relative_error
 from epcomm.testing.poison import poison_rows, poisoned_memory
@@ -580,6 +583,33 @@ def check_ids_out_of_range(env: BufferEnv) -> None:
         check_batch(env, spec)
 
 
+def check_repeated_ids(env: BufferEnv) -> None:
+    """Check that each entry of a repeated expert is a slot, or that every rank hears of the fault.
+
+    With fewer local experts than entries, static sizes that suffice for distinct ids overflow where
+    all entries name one expert: every rank must be told, and nothing be written beyond the index.
+    """
+    spec = env.adapted(BatchSpec(tokens_of_rank=uneven, choose_ids=repeated_ids, top_k=4))
+    if buffer_class(env.backend).needs_distinct_ids:
+        call = make_call(env, env.batches(spec)[env.group.rank], spec)
+        _expect_fault(env, env.open_comparing(spec), call, ShapeError, "twice", spec)
+        check_batch(env, env.adapted(PLAIN))
+        return
+    check_batch(env, spec)
+    crowded = replace(spec, choose_ids=crowded_ids)
+    batches, made = env.batches(crowded), env.buffer_spec(crowded)
+    required = _slots_needed(batches, 0, crowded.num_local_experts, 1)
+    num_rows = (made.max_tokens_per_rank or 0) * env.group.world_size
+    if not env.is_static or required <= max_slots_of(made, num_rows):
+        check_batch(env, crowded)
+        return
+    call = make_call(env, batches[env.group.rank], crowded)
+    buffer = env.open_comparing(crowded)
+    for _ in range(2):
+        _expect_fault(env, buffer, call, CapacityError, f"up to {required} slots", crowded)
+    check_batch(env, spec)
+
+
 def check_combine_faults(env: BufferEnv) -> None:
     """Check that a refused combine names its rank on every rank, and that the next call works."""
     spec, faulty = env.adapted(PLAIN), env.group.world_size - 1
@@ -707,6 +737,7 @@ SCENARIOS: Mapping[str, Callable[[BufferEnv], None]] = MappingProxyType(
         "faults": check_faults,
         "combine_faults": check_combine_faults,
         "ids_out_of_range": check_ids_out_of_range,
+        "repeated_ids": check_repeated_ids,
         "budget": check_budget,
         "traffic": check_traffic,
     }

@@ -523,3 +523,5 @@ class NVLinkMaskedBuffer(NVLinkLowLatency, Buffer):
 
     name: ClassVar[str] = "nvlink"
     handed_layout: ClassVar[Layout] = Layout.MASKED
+    # Each expert has capacity for one slot of each token.
+    needs_distinct_ids: ClassVar[bool] = True

@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from epcomm.kernels.nvlink.common.epochs import mark_of
 from epcomm.kernels.nvlink.common.signals import await_at
 
 # Tokens of a group, and words of their bits: two entries a thread at K = 8.
@@ -206,13 +207,14 @@ def plan_tokens(
     tl.store(mine_ptr + E_LANES + W_LANES, is_bad)
     # Read below by later programs of this rank.
     tl.debug_barrier()
-    tl.atomic_xchg(counted_ptr + program, epoch, sem="release", scope="gpu")
+    mark = mark_of(epoch)
+    tl.atomic_xchg(counted_ptr + program, mark, sem="release", scope="gpu")
 
-    # All earlier programs, unless the wait is in vain.
+    # All earlier programs, unless the wait times out.
     before = tl.arange(0, P_LANES)
     is_earlier = before < program
     missing, _ = await_at(  # pyright: ignore[reportGeneralTypeIssues]
-        counted_ptr + before, None, is_earlier, is_earlier, None, epoch, max_polls, "gpu"
+        counted_ptr + before, None, is_earlier, is_earlier, None, mark, max_polls, "gpu", True
     )
     num_earlier = program - tl.sum(missing)
     counts = tl.zeros([E_LANES], tl.int32)

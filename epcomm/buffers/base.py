@@ -146,6 +146,8 @@ class Backend(ABC):
     needs_process_group: it serves groups of torch.distributed alone.
     serves_replicated: for tokens that all ranks share, and for no others.
     takes_wire_tensors: rows may be quantised before they come, see DispatchCall.hidden_states.
+    needs_distinct_ids: a row of ids that names an expert twice is a fault on all ranks; elsewhere
+        each entry is a slot.
     returns_slots: it serves specifications whose slots come home apart, BufferSpec.returns_slots.
     """
 
@@ -155,6 +157,7 @@ class Backend(ABC):
     needs_process_group: ClassVar[bool] = False
     serves_replicated: ClassVar[bool] = False
     takes_wire_tensors: ClassVar[bool] = True
+    needs_distinct_ids: ClassVar[bool] = False
     returns_slots: ClassVar[bool] = False
 
     name: ClassVar[str]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.nvlink import normal_combine_cuda
-from epcomm.kernels.nvlink.common.epochs import COMBINE_EPOCH, COMBINE_LEFT, end_epoch
+from epcomm.kernels.nvlink.common.epochs import COMBINE_EPOCH, COMBINE_LEFT, end_epoch, mark_of
 from epcomm.kernels.nvlink.common.exchange import VARYING, on_device
 from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Sends
 from epcomm.kernels.nvlink.common.signals import (
@@ -208,7 +208,7 @@ def _combine_kernel(
     # A plan may be older than the exclusion.
     is_source = taking_part(excluded_ptr, W, W_LANES)
     # Ranks may be one combine apart.
-    combine_status_at = COMBINE_STATUS_AT + (epoch % 2) * (W * 4)
+    combine_status_at = COMBINE_STATUS_AT + (epoch & 1) * (W * 4)
     if program == 0:
         bases = tl.load(table_ptr + source_lane, mask=is_source, other=0)
         combine_status_ptr = (bases + combine_status_at + rank * 4).to(tl.pointer_type(tl.int32))
@@ -219,7 +219,7 @@ def _combine_kernel(
     is_lost = await_or_abort(
         peers, begin_at, epoch, max_polls, WAIT_COMBINE_BEGIN, epoch, W, W_LANES
     )
-    combine_status_ptr = int32_at(own_address + COMBINE_STATUS_AT) + (epoch % 2) * W + source_lane
+    combine_status_ptr = int32_at(own_address + COMBINE_STATUS_AT) + (epoch & 1) * W + source_lane
     codes = tl.load(combine_status_ptr, mask=is_source & (is_lost == 0), other=0)
     if program == 0:
         note_faults(faults_ptr, codes, is_source, W_LANES)
@@ -287,7 +287,7 @@ def _combine_kernel(
                 tl.debug_barrier()
                 sums_ready_ptr = int32_at(base + SUMS_READY_AT) + rank * ITEMS + item
                 # Acquired by await_at() below, on the rank of the tokens.
-                tl.atomic_xchg(sums_ready_ptr, epoch, sem="release", scope="sys")
+                tl.atomic_xchg(sums_ready_ptr, mark_of(epoch), sem="release", scope="sys")
         # Of this rank alone, and read by its host.
         counter_ptr = counters_ptr + (4 if HAS_SCALARS else 3)
         tl.atomic_add(counter_ptr, tl.cast(num_sent, tl.int64), sem="relaxed")
@@ -311,9 +311,10 @@ def _combine_kernel(
                 highest >= 0,
                 highest >= 0,
                 int32_at(own_address),
-                epoch,
+                mark_of(epoch),
                 tl.where(has_failed, 1, max_polls),
                 "sys",
+                True,
             )
             is_missing = abort_if_missing(missing, aborted, peers, WAIT_SUMS, epoch, W, W_LANES)
             is_void = has_failed | is_missing

@@ -254,7 +254,9 @@ class Ranks:
         mine = {"counts": " ".join(map(str, counts.tolist()))}
         # As a record: ranks that make another call hear of that, and meet no foreign sizes.
         everyone = self._group.collectives.gather_records(mine, phase="dispatch counts")
-        rows = torch.tensor([list(map(int, str(each["counts"]).split())) for each in everyone])
+        rows = torch.tensor(
+            [list(map(int, str(each["counts"]).split())) for each in everyone], device="cpu"
+        )
         return tuple(rows.sum(0).view(self.size, -1)[self.rank].tolist())
 
     def largest(self, number: int) -> int:
@@ -341,7 +343,7 @@ def _call_without_rows(spec: BufferSpec, device: torch.device, error: EPError) -
     return DispatchCall(
         hidden_states=torch.empty(0, spec.hidden_size, dtype=hidden_dtype, device=device),
         topk_ids=torch.empty(0, spec.top_k, dtype=torch.int64, device=device),
-        topk_weights=torch.empty(0, spec.top_k, device=device),
+        topk_weights=torch.empty(0, spec.top_k, dtype=torch.float32, device=device),
         flags=BatchFlags.GRAD_ENABLED,
         error=error,
     )

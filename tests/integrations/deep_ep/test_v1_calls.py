@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -108,6 +108,41 @@ def test_a_rank_reads_alone_what_a_handle_holds_of_its_own_tokens(
     assert everything[5] is handle[5]
     expected = [0, 1, 0, 2] if buffer.rank == 0 else [1, 2, 0, 1, 2]
     assert everything[3].tolist() == handle[3].tolist() == expected
+
+
+@pytest.fixture
+def other_defaults() -> Iterator[None]:
+    """Set a default dtype and device that must not show; a tensor on `meta` has no values."""
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("other_defaults")
+def test_calls_do_not_depend_on_the_default_dtype_and_device() -> None:
+    with here():
+        buffer = Buffer(world(), low_latency_mode=True)
+        batch = Batch(buffer.rank, (32, 4, 4))
+        batch.weights = torch.tensor([[1.0, 0.5, 0.25, 0.125]] * 3, dtype=torch.float32)
+        # The factor of expert e is 2e + 1. float32 holds every partial sum of these exactly, and
+        # bfloat16 does not.
+        factors = (2 * batch.ids + 1).double()
+        ones = torch.ones(2, 8, 32, dtype=torch.bfloat16)
+        scale = (4 * buffer.rank + torch.tensor([1, 3])).view(2, 1, 1)
+    expected = batch.x.double() * (factors * batch.weights.double()).sum(1, keepdim=True)
+    slabs, _, handle, _, _ = buffer.low_latency_dispatch(batch.x, batch.ids, 4, 4, use_fp8=False)
+    assert isinstance(slabs, Tensor)
+    results = slabs * (ones * scale)
+    y, _, _ = buffer.low_latency_combine(results, batch.ids, batch.weights, handle)
+    assert torch.equal(y, expected.bfloat16())
+    buffer.low_latency_dispatch(batch.x, batch.ids, 4, 4, round_scale=True, use_ue8m0=True)
+    rows, weights, normal, num_ranks = batch.dispatch(buffer)
+    y, _, _ = buffer.combine(rows, normal, topk_weights=weights)
+    assert torch.equal(y, batch.x * num_ranks)
+    assert tuple(normal)[3].device == rows.device
 
 
 @pytest.mark.ranks(2)

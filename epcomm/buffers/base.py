@@ -372,7 +372,8 @@ class Buffer(Backend):
         Args:
             rows: [C, H] (rows_per SLOT) or [R, H] (rows_per ROW); MASKED rows flattened.
             slot_weights: [C], float32, multiplied into slot rows, or None.
-            row_scalars: [R, K], float32, sent beside the rows and brought to (token, k).
+            row_scalars: [R, K], float32, sent beside the rows. Scalar (token, k) of the result is
+                the sum over all rows of the token, whichever rank has its k-th expert.
 
         Sums are float32 in ascending (k, rank) order, cast once at each end.
         Collective: yes.   Deterministic: yes where caps.ordered.

@@ -296,7 +296,7 @@ def return_rows(
     *,
     rows_per: RowsPer = RowsPer.ROW,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum rows [R, H] over the ranks of each token, unweighted, and bring weights [R, K] along.
+    """Sum rows [R, H] over the ranks of each token, unweighted, and weights [R, K] beside them.
 
     bias: [T, H], float32, with which the sums begin, or None.   rows_per: SLOT: x is [C, H], by
         slot, and a rank sums and rounds those of a row first.

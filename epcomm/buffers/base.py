@@ -54,6 +54,8 @@ class DispatchCall:
         those that the buffer was opened for; None for these. Read where Buffer.takes_num_sms.
     fault: [2], int64, on the device: for a static buffer inside a host, what this rank heard
         between hosts, as pass_on() of epcomm/buffers/faults.py makes it.
+    size: what callers compare on all ranks beside the specification, such as a limit of tokens; 0
+        for nothing. Read where hosts compare calls.
     wants_row_topk: the caller asks for Dispatched.row_topk, and may leave the index unread.
     """
 
@@ -67,6 +69,7 @@ class DispatchCall:
     int8_profile: Int8Profile = Int8Profile.RINT127
     dispatcher: int = 0
     num_sms: int | None = None
+    size: int = 0
     wants_row_topk: bool = False
     fault: Tensor | None = None
 

@@ -204,7 +204,7 @@ class CollectiveBuffer(OverCollectives, AddsBias, Buffer):
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         assert isinstance(exchange_plan, CollectiveExchangePlan), "an exchange plan of this buffer"
-        self._compare_call(CallKind.COMBINE_BACKWARD, exchange_plan.call)
+        self._compare_rows(CallKind.COMBINE_BACKWARD, exchange_plan.call, hidden_states)
         self._traffic.dispatch(exchange_plan.send_splits, row_bytes_of(hidden_states))
         return self._send_rows(
             partial(exchange_plan.sends.copy_tokens, hidden_states),

@@ -44,7 +44,7 @@ class VendorCalls:
 
     name: ClassVar[str]
     needs_process_group: ClassVar[bool] = True
-    # Whether its kernels fail where a row of ids names an expert twice.
+    # As Backend says: kernels of some packages fail there.
     needs_distinct_ids: ClassVar[bool] = False
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:

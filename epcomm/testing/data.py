@@ -129,6 +129,25 @@ def holed_ids(num_tokens: int, top_k: int, num_experts: int, generator: torch.Ge
     return ids
 
 
+def repeated_ids(
+    num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
+) -> Tensor:
+    """Choose uniform ids of which about half repeat the entry before; the first token has one."""
+    ids = random_ids(num_tokens, top_k, num_experts, generator)
+    repeats = torch.rand(ids.shape, generator=generator) < 0.5
+    repeats[:1] = True
+    for k in range(1, ids.shape[1]):
+        ids[:, k] = torch.where(repeats[:, k], ids[:, k - 1], ids[:, k])
+    return ids
+
+
+def crowded_ids(
+    num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
+) -> Tensor:
+    """Name the first expert in all entries of all tokens."""
+    return torch.zeros(num_tokens, top_k, dtype=torch.int64)
+
+
 def last_expert_ids(
     num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
 ) -> Tensor:

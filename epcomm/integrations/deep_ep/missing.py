@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NoReturn
+
 
 def refuse_missing(function: str, advice: dict[str, tuple[bool, str]]) -> None:
     """Raise if a call asks for something that is not there.
@@ -16,3 +19,17 @@ def refuse_missing(function: str, advice: dict[str, tuple[bool, str]]) -> None:
             raise NotImplementedError(
                 f"{function}: {argument} is not there in epcomm.integrations.deep_ep; {use}"
             )
+
+
+def absent_names(module: str, use: str) -> Callable[[str], NoReturn]:
+    """Return the __getattr__ of a module whose names are not there; use: what to do instead.
+
+    Importing such a name raises ImportError, which programs with an alternative expect.
+    """
+
+    def refuse(name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ImportError(f"{module}: {name} is not there in epcomm.integrations.deep_ep; {use}")
+
+    return refuse

@@ -45,7 +45,7 @@ class LowLatencyCalls(Opened):
         )
         # Ranks that calls leave out already.
         self._excluded: frozenset[int] = frozenset()
-        self._mask_status = torch.zeros(self.group_size, dtype=torch.int32)
+        self._mask_status = torch.zeros(self.group_size, dtype=torch.int32, device="cpu")
         self._slot_memory = slots.SlotMemory()
         self._rows_to_return: dict[tuple[int, ...], Tensor] = {}
 

@@ -236,7 +236,7 @@ def _weighted_sum(
 ) -> Tensor:
     """Sum rows [S, H] by token in float32, in the order of k; what was not sent is NaN."""
     num_tokens, top_k = topk_ids.shape
-    total = torch.zeros(num_tokens, returned.shape[1], device=returned.device)
+    total = returned.new_zeros(num_tokens, returned.shape[1], dtype=torch.float32)
     for k in range(top_k):
         place = places[:, k]
         is_sent, is_chosen = place >= 0, topk_ids[:, k] != -1

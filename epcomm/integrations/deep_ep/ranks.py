@@ -279,8 +279,9 @@ class Ranks:
     def refuse_combine(self, mode: Mode, error: EPError) -> NoReturn:
         """Take part without rows in a combine of the other ranks along an unknown way.
 
-        On CPUs every rank raises `error`, whatever it calls. Over NVLink they wait until the
-        timeout.
+        On CPUs every rank raises `error`, whatever it calls. Over NVLink the others are taken to
+        combine the oldest batch in low latency, and their sums are NaN; in normal mode they wait
+        until the timeout.
 
         Collective: in place of a combine, or a dispatch along a way that exists.
         Raises:
@@ -289,6 +290,8 @@ class Ranks:
         kind = self._classes.get(self._names(mode))
         if kind is None or not kind.needs_nvlink:
             self._refuse_on_hosts(error)
+        if mode is Mode.LOW_LATENCY and (last := self.last.get(self._names(mode))) is not None:
+            last[0].refuse_combine(error)
         raise error
 
     def _refuse_on_hosts(self, error: EPError) -> NoReturn:

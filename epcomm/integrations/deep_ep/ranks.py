@@ -278,14 +278,17 @@ class Ranks:
     def refuse_combine(self, mode: Mode, error: EPError) -> NoReturn:
         """Take part without rows in a combine of the other ranks along an unknown way.
 
-        On CPUs every rank raises `error`, whatever it calls. Over NVLink they wait until the
-        timeout.
+        On CPUs every rank raises `error`, whatever it calls. Over NVLink the others are taken to
+        combine the oldest batch in low latency, and their sums are NaN; in normal mode they wait
+        until the timeout.
 
         Collective: in place of a combine, or a dispatch along a way that exists.
         Raises:
             error: always.
         """
         self.refuse_on_hosts(mode, error)
+        if mode is Mode.LOW_LATENCY and (last := self.last.get(self._names(mode))) is not None:
+            last[0].refuse_combine(error)
         raise error
 
     def refuse_on_hosts(self, mode: Mode, error: EPError, *, is_static: bool = False) -> None:

@@ -181,6 +181,31 @@ def test_slots_are_used_again_and_again(kind: type[Buffer]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("epoch", [2**31 - 3, 2**32 - 3])
+def test_epochs_may_wrap(epoch: int) -> None:
+    with EPGroup() as group:
+        buffer = SingleReceiveBuffer(group.collectives, spec_of())
+        buffer.prepare()
+        exchange, layout = buffer._exchange, buffer._layout
+        words = buffer._block.view(torch.int32)
+        # As if the epochs before had been, of which no item of sums tells.
+        for name, amount in (
+            ("dispatch_begin", 1),
+            ("counts_ready", 1),
+            ("combine_begin", 1),
+            ("rows_ready", exchange.peers.num_programs),
+        ):
+            begin = layout.offsets[name] // 4
+            number = (epoch - 1) * amount
+            words[begin : begin + group.world_size] = (number + 2**31) % 2**32 - 2**31
+        exchange.state[:2] = (epoch - 1 + 2**31) % 2**32 - 2**31
+        buffer._host_barrier()
+        run_rounds(buffer, range(6), group)
+        buffer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
 def test_memory_grows_with_the_tokens_and_routes_outlive_it() -> None:
     world_tokens = 300
     with EPGroup() as group:

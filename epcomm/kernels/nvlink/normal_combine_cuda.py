@@ -208,6 +208,9 @@ def _kernel(layout: NormalLayout, hidden_size: int, device: torch.device) -> tup
     cubin = compile_to_cubin(source, arch="sm_{}{}".format(*capability), name=SOURCE.name)
     with torch.cuda.device(device):
         kernel = CudaModule(cubin).kernel(
-            "combine_rows", threads=32 * NUM_WARPS, shared_bytes=SHARED_BYTES
+            "combine_rows",
+            threads=32 * NUM_WARPS,
+            shared_bytes=SHARED_BYTES,
+            is_cooperative=True,
         )
     return kernel, num_sms_of(device)

@@ -325,6 +325,9 @@ def _kernel(layout: NormalLayout, rows: Rows, device: torch.device) -> tuple[Cud
     cubin = compile_to_cubin(source, arch="sm_{}{}".format(*capability), name="dispatch.cu")
     with torch.cuda.device(device):
         kernel = CudaModule(cubin).kernel(
-            "dispatch_rows", threads=32 * (COPIERS + HELPERS), shared_bytes=RING_BYTES
+            "dispatch_rows",
+            threads=32 * (COPIERS + HELPERS),
+            shared_bytes=RING_BYTES,
+            is_cooperative=True,
         )
     return kernel, num_sms_of(device)

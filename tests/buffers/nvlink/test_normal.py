@@ -21,7 +21,7 @@ from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
 from epcomm.buffers.nvlink.normal import NVLinkBuffer, NVLinkStaticBuffer
 from epcomm.buffers.nvlink.normal_plans import NVLinkNormalExchangePlan
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
-from epcomm.errors import CapacityError, EPTimeout
+from epcomm.errors import CapacityError, EPTimeout, HandleError
 from epcomm.kernels.nvlink.dispatch_cuda import launch
 from epcomm.ops.slots import gather_rows, row_topk
 from epcomm.protocol import BatchFlags
@@ -176,6 +176,26 @@ def test_slots_are_used_again_and_again(kind: type[Buffer]) -> None:
         buffer = kind(group.collectives, spec_of())
         buffer.prepare()
         run_rounds(buffer, range(6), group)
+        buffer.close()
+
+
+@pytest.mark.ranks(2)
+def test_rows_that_a_replay_has_overwritten_are_not_combined() -> None:
+    with EPGroup() as group:
+        buffer = SingleReceiveBufferStatic(group.collectives, spec_of())
+        buffer.prepare()
+        call = call_of(2, group.rank, group.world_size, group.device)
+        out = buffer.dispatch(call)
+        results = compute(out, group.rank)
+        assert torch.equal(combine(buffer, out, results), expected_sums(call, group.world_size))
+        # A replay takes the receive buffer, of which no host knows.
+        before = buffer._num_dispatches
+        buffer.dispatch(call_of(3, group.rank, group.world_size, group.device))
+        buffer._num_dispatches = before
+        assert combine(buffer, out, results).isnan().all()
+        with pytest.raises(HandleError, match="on ranks 0, 1"):
+            buffer.check()
+        run_rounds(buffer, range(2, 3), group)
         buffer.close()
 
 

@@ -25,6 +25,7 @@ from epcomm import protocol
 from epcomm.kernels.cuda_jit import CudaKernel, CudaModule, compile_to_cubin, nvrtc_is_installed
 from epcomm.kernels.nvlink.common.cuda_source import source_of
 from epcomm.kernels.nvlink.common.epochs import (
+    BUFFER_MARKS,
     DISPATCH_COUNTED,
     DISPATCH_EPOCH,
     DISPATCH_LEFT,
@@ -63,6 +64,7 @@ _NUMBERS = {
     "DISPATCH_LEFT": DISPATCH_LEFT,
     "DISPATCH_COUNTED": DISPATCH_COUNTED,
     "DISPATCH_LOST": DISPATCH_LOST,
+    "BUFFER_MARKS": BUFFER_MARKS,
     "HEADER_WORDS": protocol.HEADER_WORDS,
     "FAULT_MASK": protocol.FAULT_MASK,
     "FAULT_IDS": int(protocol.FaultCode.IDS),

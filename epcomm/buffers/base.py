@@ -54,6 +54,8 @@ class DispatchCall:
         those that the buffer was opened for; None for these. Read where Buffer.takes_num_sms.
     fault: [2], int64, on the device: for a static buffer inside a host, what this rank heard
         between hosts, as pass_on() of epcomm/buffers/faults.py makes it.
+    size: what callers compare on all ranks beside the specification, such as a limit of tokens; 0
+        for nothing. Read where hosts compare calls.
     wants_row_topk: the caller asks for Dispatched.row_topk, and may leave the index unread.
     """
 
@@ -67,6 +69,7 @@ class DispatchCall:
     int8_profile: Int8Profile = Int8Profile.RINT127
     dispatcher: int = 0
     num_sms: int | None = None
+    size: int = 0
     wants_row_topk: bool = False
     fault: Tensor | None = None
 
@@ -372,7 +375,8 @@ class Buffer(Backend):
         Args:
             rows: [C, H] (rows_per SLOT) or [R, H] (rows_per ROW); MASKED rows flattened.
             slot_weights: [C], float32, multiplied into slot rows, or None.
-            row_scalars: [R, K], float32, sent beside the rows and brought to (token, k).
+            row_scalars: [R, K], float32, sent beside the rows. Scalar (token, k) of the result is
+                the sum over all rows of the token, whichever rank has its k-th expert.
 
         Sums are float32 in ascending (k, rank) order, cast once at each end.
         Collective: yes.   Deterministic: yes where caps.ordered.

@@ -56,7 +56,7 @@ class VendorCalls:
         self._faults = DeviceFaults(collectives.names, collectives.device)
         # Read after a wait of the host that the package makes anyway, so that it costs none.
         is_cuda = collectives.device.type == "cuda"
-        self._fault_on_host = torch.zeros((), dtype=torch.int64, pin_memory=is_cuda)
+        self._fault_on_host = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=is_cuda)
         # Capacity in slots, for the message of check().
         self._max_slots = 0
         # On the device: reading a count of rows would make the host wait.

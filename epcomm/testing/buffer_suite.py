@@ -58,6 +58,9 @@ from epcomm.types import (
     sum_dtype,
 )
 
+# The scalar of a row for an expert of another rank, which is added to that of the expert's rank.
+_OTHER_SCALAR = 0.5
+
 # float32 sums of at most K * W terms of order one err by a few units of 2**-23 for each term.
 SUM_TOLERANCE = 1e-5
 
@@ -461,8 +464,12 @@ def _combine_rows(done: _Computed) -> None:
     done.expect("combine of rows", returned.y, plain)
     if done.env.caps.trainable:
         assert returned.scalars is not None, "row scalars come back"
-        # The scalar of a slot is its expert's number, so (t, k) must receive topk_ids + 1.
-        _expect_equal(done.env, "scalars", returned.scalars.tolist(), done.factor.float().tolist())
+        ids = done.batch.topk_ids
+        owners = torch.where(ids < 0, -1, ids // done.spec.num_local_experts)
+        num_ranks = sum((owners == rank).any(1).int() for rank in range(done.env.group.world_size))
+        num_others = torch.as_tensor(num_ranks).unsqueeze(1) - (ids >= 0).int()
+        expected = done.factor.float() + _OTHER_SCALAR * num_others
+        _expect_equal(done.env, "scalars", returned.scalars.tolist(), expected.tolist())
 
 
 def check_cached_dispatch(
@@ -760,7 +767,7 @@ def _scale_kind(rows: WireTensor) -> tuple[torch.dtype, int] | None:
 
 def _slot_scales(env: BufferEnv, out: Dispatched, spec: BatchSpec, num_slots: int) -> Tensor:
     """Return physical expert + 1 of each slot, [C], 0 for padding."""
-    scales = torch.zeros(num_slots, device=env.group.device)
+    scales = torch.zeros(num_slots, dtype=torch.float32, device=env.group.device)
     starts, counts = out.index.first_slot.tolist(), out.index.num_tokens_per_expert.tolist()
     for expert, count in enumerate(counts):
         number = env.group.rank * spec.num_local_experts + expert + 1
@@ -769,7 +776,10 @@ def _slot_scales(env: BufferEnv, out: Dispatched, spec: BatchSpec, num_slots: in
 
 
 def _reduce_to_rows(out: Dispatched, results: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum slots per row by loops, NaN where a row has no slot; scalars are the slots' scales."""
+    """Sum slots per row by loops, NaN where a row has no slot.
+
+    Scalars are the slots' scales, and _OTHER_SCALAR beside them in a row.
+    """
     table = out.index.slots_of_row
     assert table is not None, "this suite reads rows through the index"
     num_rows, hidden_size = out.rows.data.shape
@@ -780,6 +790,7 @@ def _reduce_to_rows(out: Dispatched, results: Tensor, scale: Tensor) -> tuple[Te
         mine = [slot for slot in slots if slot >= 0]
         if mine:
             rows[row] = results[mine].to(made).sum(0)
+            scalars[row] = _OTHER_SCALAR
         for k, slot in enumerate(slots):
             if slot >= 0:
                 scalars[row, k] = scale[slot]

@@ -248,7 +248,7 @@ class NVLinkHost(ABC, Generic[LayoutT]):
         return DispatchCall(
             hidden_states=torch.empty(0, hidden_size, dtype=dtype, device=device),
             topk_ids=torch.empty(0, top_k, dtype=torch.int64, device=device),
-            topk_weights=torch.empty(0, top_k, device=device),
+            topk_weights=torch.empty(0, top_k, dtype=torch.float32, device=device),
             flags=BatchFlags.NONE,
         )
 

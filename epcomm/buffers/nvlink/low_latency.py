@@ -166,7 +166,9 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         self._no_rows = torch.zeros(
             1, spec.hidden_size, dtype=self._sum_dtype, device=self._block.device
         )
-        self._no_weights = torch.zeros(0, spec.top_k, device=self._block.device)
+        self._no_weights = torch.zeros(
+            0, spec.top_k, dtype=torch.float32, device=self._block.device
+        )
         if self._device.type == "cuda":
             self._warm_up()
 

@@ -110,7 +110,9 @@ class ReceiveBuffer:
             row_of_slot=row_of_slot,
             slots_of_row=slots_of_row,
             index=index,
-            slot_weights=None if layout.returns_slots else torch.zeros(num_slots, device=device),
+            slot_weights=None
+            if layout.returns_slots
+            else torch.zeros(num_slots, dtype=torch.float32, device=device),
             is_sent=torch.zeros(
                 layout.max_tokens, layout.parts_of_token, dtype=torch.uint8, device=device
             ),

@@ -566,7 +566,9 @@ class NVLinkNormal(AddsBias, NVLinkHost[NormalLayout]):
             self._host_barrier()
         backward = self.cached_dispatch(call.unquantized, out.exchange_plan)
         self._host_barrier()
-        scalars = torch.zeros(backward.shape[0], spec.top_k, device=self._device)
+        scalars = torch.zeros(
+            backward.shape[0], spec.top_k, dtype=torch.float32, device=self._device
+        )
         self.combine(backward, out.exchange_plan, rows_per=RowsPer.ROW, row_scalars=scalars)
         self._host_barrier()
 

@@ -37,7 +37,6 @@ struct Arguments {
     const int* row_base;
     const int* has_failed;
     const int* places;
-    const int* owners;
     const float* bias;  // of each token, or none
     char* out;
     float* out_scalars;
@@ -350,12 +349,12 @@ __device__ void reduce(const Arguments& a, Ring& ring, int epoch, bool has_faile
         if (is_void) write_void(to);
         else add_rows(ring, rows, {0, 0.0f, 0}, bias, to);
         if (a.scalars != nullptr) {
-            const int owner = lane < TOP_K ? a.owners[(i64)token * TOP_K + lane] : -1;
-            const int owned = __shfl_sync(ALL_LANES, place, owner < 0 ? 0 : owner);
             float scalar = is_void ? NOT_A_NUMBER : 0.0f;
-            if (!is_void && owner >= 0 && owned >= 0) {
-                const i64 at = ((i64)owner * MAX_TOKENS + owned) * K_LANES + lane;
-                scalar = __int_as_float(watched(a.own + RETURNED_SCALARS_AT + 4 * at));
+            for (int source = 0; source < WORLD; source++) {
+                const int sent = __shfl_sync(ALL_LANES, place, source);
+                if (is_void || sent < 0 || lane >= TOP_K) continue;
+                const i64 at = ((i64)source * MAX_TOKENS + sent) * K_LANES + lane;
+                scalar += __int_as_float(watched(a.own + RETURNED_SCALARS_AT + 4 * at));
             }
             if (lane < TOP_K) a.out_scalars[(i64)token * TOP_K + lane] = scalar;
         }

@@ -168,7 +168,6 @@ def _combine_kernel(
     row_base_ptr: tl.tensor,
     has_failed_ptr: tl.tensor,
     places_ptr: tl.tensor,
-    owners_ptr: tl.tensor,
     bias_ptr: tl.tensor | None,
     out_ptr: tl.tensor,
     out_scalars_ptr: tl.tensor,
@@ -365,14 +364,15 @@ def _combine_kernel(
                 if HAS_SCALARS:
                     entry_at = each[:, None] * K + k
                     is_entry = is_each[:, None] & (k < K)
-                    owner = tl.load(owners_ptr + entry_at, mask=is_entry & (is_void == 0), other=-1)
-                    is_owned = owner >= 0
-                    place = tl.load(places_ptr + each[:, None] * W + owner, mask=is_owned, other=0)
-                    scalar_at = (tl.cast(owner, tl.int64) * M + place) * K_LANES + k
                     scalar_ptr = (own_address + SCALARS_AT).to(tl.pointer_type(tl.float32))
-                    is_excluded = tl.load(excluded_ptr + owner, mask=is_owned, other=1) != 0
-                    is_there = is_owned & (is_excluded == 0)
-                    scalars = tl.load(scalar_ptr + scalar_at, mask=is_there, other=0.0)
+                    scalars = tl.zeros([ROWS, K_LANES], tl.float32)
+                    for source in tl.static_range(W):
+                        place = tl.load(places_ptr + each * W + source, mask=is_read, other=-1)
+                        scalar_at = (source * M + tl.cast(place, tl.int64)) * K_LANES
+                        is_part = (place >= 0) & (tl.load(excluded_ptr + source) == 0)
+                        is_part = is_part[:, None] & is_entry
+                        scalar_at = scalar_at[:, None] + k
+                        scalars += tl.load(scalar_ptr + scalar_at, mask=is_part, other=0.0)
                     scalars = tl.where(is_void, float("nan"), scalars)
                     tl.store(out_scalars_ptr + entry_at, scalars, mask=is_entry)
     end_epoch(state_ptr, _COMBINE_EPOCH, _COMBINE_LEFT, epoch)
@@ -405,7 +405,8 @@ def combine_rows(
         slots_of_row: [R, K], int32, as index_rows() wrote it.
         out: [T, H], contiguous, written, in the dtype of rows; NaN if the call has failed.
         slot_weights: [C], float32, multiplied into slots, or None.
-        row_scalars: [R, K], float32, that travel with the rows, to out_scalars [T, K].
+        row_scalars: [R, K], float32, that travel with the rows, and whose sums over the rows of a
+            token are written to out_scalars [T, K].
         bias: [T, H], float32, contiguous, to which the sums of ranks are added, or None.
         status: why this rank refuses the call, a FaultCode, or 0.
         buffer_index: of the receive buffer whose rows the caller has used; if another dispatch has
@@ -445,7 +446,6 @@ def combine_rows(
             arrivals.row_base,
             arrivals.has_failed,
             sends.places,
-            sends.owners,
             bias,
             out,
             out_scalars,

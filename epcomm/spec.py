@@ -163,7 +163,7 @@ class BufferSpec:
     hidden_format: unquantised rows on the wire: of combine, and of gradients in both directions.
     max_tokens_per_rank: M, or None for no limit.
     max_recv_slots: static budget of slots a rank receives, or None for exact sizes.
-    expert_alignment: each expert's slots start at a multiple of this.
+    expert_alignment: each expert's slots start at a multiple of this, in either layout.
     compares_calls: ranks compare their calls where that needs an exchange of its own.
     num_sms: processors of a GPU that kernels of its own may take, None for the buffer's choice.
     batches_in_flight: dispatches that may wait for their combine, None for the buffer's choice.

@@ -333,6 +333,8 @@ def check_slots(
     sent = [env.sent(batch, spec) for batch in batches]
     counts = [sum(s.expert == e for s in slots) for e in range(num_local)]
     _expect_equal(env, "num_tokens_per_expert", index.num_tokens_per_expert.tolist(), counts)
+    rests = [start % expert_alignment for start in index.first_slot.tolist()]
+    _expect_equal(env, "first_slot modulo expert_alignment", rests, [0] * (num_local + 1))
     if index.host_num_tokens_per_expert is not None:
         host_counts = list(index.host_num_tokens_per_expert)
         _expect_equal(env, "host_num_tokens_per_expert", host_counts, counts)

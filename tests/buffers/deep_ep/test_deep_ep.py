@@ -68,10 +68,8 @@ CASES = {
     )
 }
 WIRES = {"bf16": None, "fp8": FP8_FLOAT32_SCALES, "fp8_powers_of_two": FP8_POWER_OF_TWO_SCALES}
-# Rows are of one size and bfloat16 here, whatever a batch says, and rooms of one size are not
-# aligned any further.
+# Rows are of one size and bfloat16 here, whatever a batch says.
 SCENARIOS = [name for name in buffer_suite.SCENARIOS if name not in ("fp16", "bf16", "odd_hidden")]
-ALIGNED = ("aligned", "aligned_holes")
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +83,6 @@ RUNS = [
     for backend, case in CASES.items()
     for scenario in SCENARIOS
     if buffer_suite.tests_anything(scenario, buffer_class(backend).caps(case.mode))
-    and not (scenario in ALIGNED and backend == "DeepEPV1LowLatencyBuffer")
 ]
 
 

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import EXACT, next_power_of_two
+from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink import normal_combine_cuda
 from epcomm.kernels.nvlink.common.epochs import (
     BUFFER_MARKS,
@@ -238,7 +239,7 @@ def _combine_kernel(
         peers, begin_at, epoch, max_polls, WAIT_COMBINE_BEGIN, epoch, W, W_LANES
     )
     combine_status_ptr = int32_at(own_address + COMBINE_STATUS_AT) + (epoch & 1) * W + source_lane
-    codes = tl.load(combine_status_ptr, mask=is_source & (is_lost == 0), other=0)
+    codes = tl.load(combine_status_ptr, mask=both(is_source, is_lost == 0), other=0)
     if program == 0:
         note_faults(faults_ptr, codes, is_source, W_LANES)
     has_failed = is_lost | (tl.max(codes) != 0) | (tl.load(has_failed_ptr) != 0)
@@ -316,7 +317,7 @@ def _combine_kernel(
             token = start + tl.arange(0, WAITED)
             is_place = (token < num_tokens)[:, None] & is_source[None, :]
             at = token[:, None] * W + source_lane[None, :]
-            places = tl.load(places_ptr + at, mask=is_place & (has_failed == 0), other=-1)
+            places = tl.load(places_ptr + at, mask=both(is_place, has_failed == 0), other=-1)
             # Places of one rank ascend with the tokens, so they span as many at most.
             highest = tl.max(places, 0)
             lowest = tl.min(tl.where(places >= 0, places, 0x7FFFFFFF), 0)
@@ -339,7 +340,7 @@ def _combine_kernel(
             for first in tl.range(start, start + WAITED, ROWS, num_stages=1):
                 each = first + lane
                 is_each = each < num_tokens
-                is_read = is_each & (is_void == 0)
+                is_read = both(is_each, is_void == 0)
                 for begin in tl.range(0, HIDDEN, COLUMNS, num_stages=REDUCE_STAGES):
                     column = begin + tl.arange(0, COLUMNS)[None, :]
                     is_element = column < HIDDEN
@@ -355,7 +356,7 @@ def _combine_kernel(
                             tl.pointer_type(dtype)
                         )
                         part_ptr = tl.multiple_of(part_ptr, 16)[:, None] + column
-                        is_part = (place >= 0) & (tl.load(excluded_ptr + source) == 0)
+                        is_part = both(place >= 0, tl.load(excluded_ptr + source) == 0)
                         is_part = is_part[:, None] & is_element
                         total += tl.load(part_ptr, mask=is_part, other=0.0).to(tl.float32)
                     total = tl.where(is_void, float("nan"), total)
@@ -369,7 +370,7 @@ def _combine_kernel(
                     for source in tl.static_range(W):
                         place = tl.load(places_ptr + each * W + source, mask=is_read, other=-1)
                         scalar_at = (source * M + tl.cast(place, tl.int64)) * K_LANES
-                        is_part = (place >= 0) & (tl.load(excluded_ptr + source) == 0)
+                        is_part = both(place >= 0, tl.load(excluded_ptr + source) == 0)
                         is_part = is_part[:, None] & is_entry
                         scalar_at = scalar_at[:, None] + k
                         scalars += tl.load(scalar_ptr + scalar_at, mask=is_part, other=0.0)

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
+from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common.epochs import (
     BUFFER_MARKS,
     DISPATCH_EPOCH,
@@ -78,10 +79,10 @@ def _send_headers(
         header_ptr = int32_at(base + header_at + rank * HEADER_BYTES)
         tl.store(header_ptr, status, mask=is_notified)
         tl.store(header_ptr + 1, num_tokens, mask=is_notified)
-        is_row = (lane < W) & is_notified
+        is_row = both(lane < W, is_notified)
         tl.store(header_ptr + HEADER_WORDS + lane, tl.where(is_sent, rows, 0), mask=is_row)
         slots_ptr = header_ptr + HEADER_WORDS + W + expert
-        tl.store(slots_ptr, tl.where(is_sent, counts, 0), mask=(expert < E) & is_notified)
+        tl.store(slots_ptr, tl.where(is_sent, counts, 0), mask=both(expert < E, is_notified))
 
 
 @triton.jit
@@ -304,7 +305,7 @@ def _push_kernel(
             if IS_PLANNED == 0:
                 # A dispatch leaves excluded ranks out; a cached plan may be older than the
                 # exclusion.
-                is_sent = is_sent & (tl.load(excluded_ptr + peer) == 0)
+                is_sent = both(is_sent, tl.load(excluded_ptr + peer) == 0)
             num_here = tl.sum(is_sent.to(tl.int32))
             if num_here > 0:
                 base = tl.load(table_ptr + peer) + buffer_at

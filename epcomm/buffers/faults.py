@@ -316,10 +316,13 @@ class DeviceFaults:
         self._entries.copy_(torch.where(is_first & (entries[:, :1] != 0), entries, self._entries))
         return entries
 
-    def check(self, max_slots: int | None, *, max_rows: int | None = None) -> None:
+    def check(
+        self, max_slots: int | None, *, max_rows: int | None = None, has_budget: bool = True
+    ) -> None:
         """Raise the recorded faults and forget them. Host sync: yes.
 
         max_slots, max_rows: that a rank receives, one of them None: the budget that was exceeded.
+        has_budget: max_slots can be configured; else it suffices for tokens of distinct experts.
         """
         entries = self._entries.tolist()
         own_error, self._own_error = self._own_error, None
@@ -339,6 +342,12 @@ class DeviceFaults:
                     f"dispatch: {who} received up to {required} rows, expected at most "
                     f"max_tokens_per_rank = {max_rows} from all ranks together (this is {where}); "
                     f"y was set to NaN; raise max_tokens_per_rank to {required}"
+                )
+            if not has_budget:
+                raise CapacityError(
+                    f"dispatch: {who} received up to {required} slots, expected at most "
+                    f"{max_slots}, which hold all tokens of distinct experts (this is {where}); y "
+                    "was set to NaN; pass an expert once in each row of topk_ids"
                 )
             raise CapacityError(
                 f"dispatch: {who} received up to {required} slots, expected at most "

@@ -12,10 +12,12 @@ Both raise HandleError; the next call of both is number 8, so the group goes on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from typing import Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -24,8 +26,9 @@ from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError, RankNames
 from epcomm.protocol import FaultCode, is_passed_on, pack_fault
 
-# Words of a header that must be equal on all ranks: kind, mode, buffer, dispatcher, batch, number.
-_NUM_COMPARED = 6
+# Words of a header that must be equal on all ranks: kind, mode, buffer, dispatcher, batch, number,
+# size.
+_NUM_COMPARED = 7
 # All of them: then fault, flags and the rows to come.
 FAULT, FLAGS, ROWS = range(_NUM_COMPARED, _NUM_COMPARED + 3)
 HEADER_WORDS = _NUM_COMPARED + 3
@@ -38,6 +41,9 @@ MESSAGE_BYTES = 8 * MESSAGE_WORDS
 # In place of a number, of a rank that cannot know it: a refused combine belongs to any batch.
 ANY = -1
 
+# Of a number that stands for a dtype.
+_DTYPE_BITS = 16
+
 _MODES = tuple(Mode)
 
 
@@ -49,6 +55,7 @@ class CallKind(IntEnum):
     COMBINE = 3
     COMBINE_BACKWARD = 4
     DISPATCH_BACKWARD = 5
+    REFUSAL = 6
 
     @property
     def text(self) -> str:
@@ -67,6 +74,7 @@ _TEXTS = {
     CallKind.COMBINE: "combine",
     CallKind.COMBINE_BACKWARD: "backward of combine",
     CallKind.DISPATCH_BACKWARD: "backward of dispatch",
+    CallKind.REFUSAL: "a call that it refuses",
 }
 
 
@@ -76,12 +84,23 @@ class CallSign:
 
     buffer, dispatcher: numbers of CallOrder.add_buffer() and add_dispatcher(), 0 for none.
     batch: number of the call that dispatched it; of a dispatch, its own, next_batch.
+    size: of the call or its rows, see DispatchCall.size and rows_size(); 0 for none.
     """
 
     kind: CallKind
     buffer: int = 0
     dispatcher: int = 0
     batch: int = 0
+    size: int = 0
+
+
+@lru_cache(maxsize=64)
+def rows_size(num_columns: int, dtype: torch.dtype) -> int:
+    """Return the number that stands for rows of so many elements in headers."""
+    return num_columns << _DTYPE_BITS | crc32(str(dtype).encode()) & ((1 << _DTYPE_BITS) - 1)
+
+
+Explain = Callable[[Sequence[CallKind], EPError | None], None]
 
 
 class HeaderBoard(Protocol):
@@ -131,6 +150,8 @@ class CallOrder:
         self._counted_in = whole if counts_in_whole else None
         self._board: HeaderBoard | None = None
         self._number = 0
+        # Where the calls of ranks differ: raises what differs, see explain_by().
+        self._explain: Explain | None = None
         self._buffers: list[str] = []
         # Places in _MODES.
         self._dispatchers: list[int] = [] if whole is None else whole._dispatchers
@@ -157,6 +178,16 @@ class CallOrder:
         """
         self._board = board
 
+    def explain_by(self, explain: Explain) -> None:
+        """Ask `explain` what differs, where ranks make different calls, before an error is raised.
+
+        It is called on every rank with the kinds of all calls and this rank's own error, and may
+        exchange records; it raises what it finds.
+
+        Collective: yes, between the same calls on all ranks.
+        """
+        self._explain = explain
+
     def close(self) -> None:
         """Close the board, if there is one. Local, idempotent."""
         if self._board is not None:
@@ -182,7 +213,7 @@ class CallOrder:
         if sign.dispatcher > 0:
             mode = self._dispatchers[sign.dispatcher - 1]
         who = (int(sign.kind), mode, sign.buffer, sign.dispatcher, sign.batch, self.next_batch)
-        return [*who, 0, flags, num_rows]
+        return [*who, sign.size, 0, flags, num_rows]
 
     def message(self, words: Sequence[int], num_words: int = MESSAGE_WORDS) -> Tensor:
         """Return `words`, then zeros, as [W, num_words], int64, on the device. Host sync: none."""
@@ -255,6 +286,8 @@ class CallOrder:
             return
         if all(len(set(words) - {ANY}) <= 1 for words in zip(*calls, strict=True)):
             return
+        if self._explain is not None:
+            self._explain([CallKind(call[0]) for call in calls], error)
         was_passed_on = any(is_passed_on(words[FAULT]) for words in headers)
         if error is not None:
             error.was_passed_on |= was_passed_on
@@ -295,7 +328,7 @@ class CallOrder:
 
     def _name(self, call: tuple[int, ...]) -> str:
         """Name a call: `combine of dispatcher 2 (low_latency, buffer 2: collective, batch 5)`."""
-        kind, _, buffer, dispatcher, batch, _ = call
+        kind, _, buffer, dispatcher, batch, _, size = call
         details = []
         if _mode_of(call) is not None:
             details.append(str(_mode_of(call)))
@@ -303,6 +336,8 @@ class CallOrder:
             details.append(f"buffer {buffer}: {self._buffers[buffer - 1]}")
         if batch > 0 and kind != CallKind.DISPATCH:
             details.append(f"the batch of call {batch}")
+        if size > 0 and kind != CallKind.DISPATCH:
+            details.append(f"rows of {size >> _DTYPE_BITS} elements")
         name = CallKind(kind).text
         if dispatcher > 0:
             name += f" of dispatcher {dispatcher}"

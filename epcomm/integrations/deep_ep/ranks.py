@@ -251,16 +251,13 @@ class Ranks:
         Raises:
             error: always.
         """
-        names = self._names(mode, is_static=is_static)
-        kind = self._classes.get(names)
-        if kind is None or not kind.needs_nvlink:
-            self._refuse_on_hosts(error)
+        self.refuse_on_hosts(mode, error, is_static=is_static)
         if spec is not None:
             try:
                 self.open(mode, spec)
             except EPError as problem:
                 raise error from problem
-        if (last := self.last.get(names)) is not None:
+        if (last := self.last.get(self._names(mode, is_static=is_static))) is not None:
             buffer, spec = last
             call = _call_without_rows(spec, self.device, error)
             out = buffer.dispatch(call)
@@ -286,16 +283,21 @@ class Ranks:
         Raises:
             error: always.
         """
-        kind = self._classes.get(self._names(mode))
-        if kind is None or not kind.needs_nvlink:
-            self._refuse_on_hosts(error)
+        self.refuse_on_hosts(mode, error)
         raise error
 
-    def _refuse_on_hosts(self, error: EPError) -> NoReturn:
-        """Raise `error` on every rank that compares calls, whichever call it makes.
+    def refuse_on_hosts(self, mode: Mode, error: EPError, *, is_static: bool = False) -> None:
+        """Raise `error` on every rank, whichever call it makes, where hosts compare calls.
 
-        Collective: in place of any call but captured ones.   Host sync: yes.
+        Return over NVLink, where kernels alone wait for peers, if the classes of `mode` are chosen.
+
+        Collective: in place of a call.   Host sync: yes.
+        Raises:
+            error: on every rank.
         """
+        kind = self._classes.get(self._names(mode, is_static=is_static))
+        if kind is not None and kind.needs_nvlink:
+            return
         collectives = self._group.collectives
         if collectives.bounded is None:
             # Hosts compare nothing, but choose a class before the first call.
@@ -311,20 +313,23 @@ class Ranks:
 
         Collective: yes.   Host sync: yes.
         """
-        collectives = self._group.collectives
-        everyone = collectives.gather_records(_refusal(error), phase="different calls")
+        collectives, along = self._group.collectives, self._asked_along
+        is_new = {kind in (CallKind.DISPATCH, CallKind.RECORDS) for kind in kinds}
+        function, asked = None, {}
+        if is_new == {True} and self._asked_dispatch is not None:
+            mode, spec, options = self._asked_dispatch
+            function = "dispatch"
+            asked = {"mode": mode.value, **spec.as_record(), **asdict(options)}
+        elif is_new == {False} and along is not None:
+            function, asked = along.function, along.as_record()
+        everyone = collectives.gather_records(
+            {"function": function, **_refusal(error)}, phase="different calls"
+        )
         if error is not None:
             raise error
         _raise_refusal(everyone, self.where)
-        is_new = [kind in (CallKind.DISPATCH, CallKind.RECORDS) for kind in kinds]
-        if all(is_new) and self._asked_dispatch is not None:
-            mode, spec, options = self._asked_dispatch
-            asked = {"mode": mode.value, **spec.as_record(), **asdict(options)}
-            collectives.agree(asked, what="dispatch")
-        elif not any(is_new) and (along := self._asked_along) is not None:
-            functions = collectives.gather_records({"function": along.function})
-            if all(each["function"] == along.function for each in functions):
-                collectives.agree(along.as_record(), what=along.function)
+        if function is not None and all(each["function"] == function for each in everyone):
+            collectives.agree(asked, what=function)
 
     def _new_group(self, device: torch.device | None = None) -> EPGroup:
         group, this = EPGroup(self._ranks, device=device), weakref.ref(self)

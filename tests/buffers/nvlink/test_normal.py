@@ -42,8 +42,8 @@ from tests.buffers.nvlink.test_low_latency import (
 )
 
 INTERPRETED = {
-    "NVLinkBuffer": ("empty_rank", "more_in_flight", "traffic"),
-    "NVLinkStaticBuffer": ("holes", "faults", "budget"),
+    "NVLinkBuffer": ("empty_rank", "more_in_flight", "traffic", "repeated_ids"),
+    "NVLinkStaticBuffer": ("holes", "faults", "budget", "repeated_ids"),
 }
 # Long under an interpreter, or the host does what it does in the other backend, or in those above.
 SLOW = ("odd_hidden", "aligned_holes", "stand_alone", "ids_out_of_range", "combine_faults")

@@ -604,6 +604,33 @@ def test_what_is_not_there_names_what_to_use() -> None:
         buffer.low_latency_dispatch(batch.x, batch.ids, 4, 4, dispatch_wait_recv_cost_stats=stats)
     with pytest.raises(NotImplementedError, match="backend collective"):
         buffer.internode_combine(batch.x, ())
+    with pytest.raises(NotImplementedError, match="backend collective"):
+        buffer.internode_dispatch(batch.x, num_worst_tokens=4)
+
+
+@pytest.mark.ranks(2)
+def test_arguments_of_branches_are_accepted_where_they_are_off() -> None:
+    buffer = Buffer(world(), low_latency_mode=True, use_fabric=True)
+    batch = Batch(buffer.rank, (32, 2, 4))
+    arguments = (batch.x, batch.ids, 4, 4)
+    slabs, _, handle, _, _ = buffer.low_latency_dispatch(
+        *arguments, use_fp8=False, use_nvfp4=False, x_global_scale=None, topk_weights=None
+    )
+    assert isinstance(slabs, Tensor)
+    rest = (batch.ids, batch.weights, handle)
+    y, _, _ = buffer.low_latency_combine(
+        slabs, *rest, overlap=False, block_m=64, threshold=8, num_sms=3
+    )
+    assert torch.equal(y, batch.x)
+    given = torch.ones(1, device=here())
+    for argument in ("use_nvfp4", "x_global_scale", "topk_weights"):
+        with pytest.raises(NotImplementedError, match=f"{argument}.* is not there"):
+            buffer.low_latency_dispatch(*arguments, **{argument: given})  # type: ignore[arg-type]
+    for argument in ("overlap", "packed_recv_count", "comp_signal", "src_signals"):
+        with pytest.raises(NotImplementedError, match=f"{argument}.* is not there"):
+            buffer.low_latency_combine(slabs, *rest, **{argument: given})  # type: ignore[arg-type]
+    y, _, _ = buffer.low_latency_combine(slabs, *rest)
+    assert torch.equal(y, batch.x)
 
 
 def test_events_work_where_there_is_no_cuda() -> None:

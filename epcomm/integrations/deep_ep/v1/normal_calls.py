@@ -197,6 +197,8 @@ class NormalCalls(Opened):
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
+        *,
+        num_worst_tokens: int = 0,
     ) -> DispatchResult:
         """Refuse: ranks are of one host."""
         raise NotImplementedError(f"internode_dispatch: {_ONE_HOST}")

@@ -87,6 +87,8 @@ class ElasticCalls:
     def dispatch(self, request: DispatchRequest, form: OutputForm) -> Dispatched:
         """Send tokens on new routes. Collective: yes."""
         error = checks.fault_of(request, self._ranks)
+        if error is not None:
+            self._ranks.refuse_on_hosts(Mode.NORMAL, error, is_static=not request.do_cpu_sync)
         top_k = request.topk_idx.shape[-1]
         received, arrived = exchange(
             self._ranks,

@@ -68,7 +68,7 @@ def pack_fault(code: FaultCode, rank: int) -> int:
 def fault_byte(error: EPError | None) -> int:
     """Return what tells other ranks of `error` in a byte: its code, and whether it is passed on."""
     if error is None:
-        # Of nearly all calls, whose host time counts.
+        # Fast path: almost every call succeeds.
         return int(FaultCode.NONE)
     word = fault_word(error)
     code, _ = unpack_fault(word, 0)
@@ -143,7 +143,7 @@ def unpack_status(status: int) -> tuple[int, int]:
 
 
 class Wait(IntEnum):
-    """The signal that a kernel waited for in vain, as it reports it."""
+    """The signal that did not arrive before a kernel timed out, as it reports it."""
 
     # Of low latency.
     CREDIT = 1

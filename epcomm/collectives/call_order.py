@@ -32,13 +32,13 @@ _NUM_COMPARED = 7
 # All of them: then fault, flags and the rows to come.
 FAULT, FLAGS, ROWS = range(_NUM_COMPARED, _NUM_COMPARED + 3)
 HEADER_WORDS = _NUM_COMPARED + 3
-# Behind them lie the slots of so many experts of the receiving rank; counts of more take a second
+# Followed by the slot counts of up to 128 experts of the receiving rank; more take a second
 # exchange. 128 experts a rank are half of the 256 of the largest models, and with the header they
 # make 1096 B, which one Ethernet packet carries.
 COUNTS_IN_HEADER = 128
 MESSAGE_WORDS = HEADER_WORDS + COUNTS_IN_HEADER
 MESSAGE_BYTES = 8 * MESSAGE_WORDS
-# In place of a number, of a rank that cannot know it: a refused combine belongs to any batch.
+# Wildcard in place of a number: a rank that refuses a combine does not know the batch.
 ANY = -1
 
 # Of a number that stands for a dtype.
@@ -64,7 +64,7 @@ class CallKind(IntEnum):
 
     @property
     def phase(self) -> str:
-        """Name the exchange of headers for messages about a rank that waits in it in vain."""
+        """Return the name of the exchange of headers in messages about a timeout."""
         return "dispatch counts" if self is CallKind.DISPATCH else f"{self.text} calls"
 
 
@@ -262,7 +262,7 @@ class CallOrder:
             sign: the call.
             error: this rank's own fault, which it raises if its call differs as well.
             fault, flags, num_rows: words that may differ.
-            phase: what a wait in vain is called; None: as the kind says.
+            phase: the name of the exchange in messages about a timeout; None: as the kind says.
 
         Collective: yes.   Host sync: yes.
         Raises:
@@ -319,7 +319,7 @@ class CallOrder:
                 f"; {names.describe(decoding)} decode{'' if len(decoding) > 1 else 's'}, "
                 f"{names.describe(others)} do{'' if len(others) > 1 else 'es'} not"
             )
-            advice = "pass decode alike on all ranks, and " + advice
+            advice = "pass the same decode on all ranks, and " + advice
         return (
             f"{CallKind(calls[names.place][0]).text}: {' while '.join(parts)}, call "
             f"{self._number} of the group (this is {names.where}){decodes}; no rows were sent and "

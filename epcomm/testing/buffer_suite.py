@@ -208,7 +208,7 @@ BATCH_SPECS: Mapping[str, BatchSpec] = MappingProxyType(
         "uneven": BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids, top_k=3),
         "empty_rank": BatchSpec(tokens_of_rank=none_on_rank_1, choose_ids=random_ids),
         "all_empty": BatchSpec(tokens_of_rank=none, choose_ids=random_ids),
-        # Of 2 ranks, both get it.
+        # With 2 ranks, both receive it.
         "one_token": BatchSpec(tokens_of_rank=one_in_total, choose_ids=random_ids, seed=3),
         "one_expert": BatchSpec(tokens_of_rank=uneven, choose_ids=last_expert_ids),
         "holes": BatchSpec(tokens_of_rank=uneven, choose_ids=holed_ids, top_k=4),

@@ -125,7 +125,7 @@ class OverCollectives:
         *,
         meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Counts, tuple[int, ...]]:
-        """Tell each rank the rows and slots that it will receive: the host sync of a dispatch.
+        """Exchange row and slot counts: the only host sync of a dispatch.
 
         Args:
             call: this rank's part of the dispatch.

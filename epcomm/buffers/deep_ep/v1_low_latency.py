@@ -322,7 +322,7 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
         if batch.is_ended:
             raise HandleError(
                 f"{function}: the memory of batch {batch.number} was taken by batch "
-                f"{batch.number + _BATCHES_IN_FLIGHT}, for {_BATCHES_IN_FLIGHT} may be in flight "
+                f"{batch.number + _BATCHES_IN_FLIGHT}, as {_BATCHES_IN_FLIGHT} may be in flight "
                 f"(rank {self._rank} of {self._world_size}); combine a batch before the second "
                 "next dispatch"
             )

@@ -62,7 +62,7 @@ class NVLinkHost(ABC, Generic[LayoutT]):
         self._rank, self._world_size = collectives.rank, collectives.world_size
         self._device = collectives.device
         self._faults = DeviceFaults(collectives.names, self._device)
-        # Of what was sent to others; kept when blocks grow.
+        # Bytes sent to peers; survives a resize.
         self._counters = torch.zeros(num_counters, dtype=torch.int64, device=self._device)
         self._memory: SymmetricMemory | None = None
         self._streams = collectives.streams
@@ -136,13 +136,13 @@ class NVLinkHost(ABC, Generic[LayoutT]):
         self._synchronize()
         for rank in ranks:
             self._living.excluded[rank] = 1
-        # After a wait in vain the signals of those left have come to different counts. So all of
-        # them wait for one another when nobody has a kernel under way that writes here, ...
+        # After a timeout the signals of the remaining ranks differ. They meet in a barrier when no
+        # kernel that writes here is in flight, reset their signals, ...
         self._await_remaining()
         self._start_anew()
         self._report.entries.zero_()
         self._synchronize()
-        # ... and again before anybody writes.
+        # ... and meet again before any of them writes.
         self._await_remaining()
 
     def _await_remaining(self) -> None:

@@ -67,7 +67,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
 
     @classmethod
     def probe(cls, machine: Machine) -> Availability:
-        reason = "the system does not tell whose memory this process can share, or hides its files"
+        reason = "the system does not report which processes can share memory, or hides /proc"
         return Availability.judge(
             absent=[] if machine.host() else [reason],
             needs="Linux, with /proc in which a user sees the own processes",

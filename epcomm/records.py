@@ -257,6 +257,8 @@ class MaskedDispatchOutput:
     hidden_states: [L, C, H]; of expert l the first num_tokens_per_expert[l] rows are defined.
     num_tokens_per_expert: [L], int32, on the device.
     slot_weights: [L, C], float32, or None where weights did not travel.
+    mean_tokens_per_expert: rows of an expert if all ranks dispatch as many tokens as this one and
+        experts are chosen equally often, rounded up; it may choose tiles. None: not known.
     """
 
     hidden_states: WireTensor
@@ -264,6 +266,7 @@ class MaskedDispatchOutput:
     slot_weights: Tensor | None
     weights_applied_by: WeightsAppliedBy
     handle: Handle
+    mean_tokens_per_expert: int | None = None
 
     layout = Layout.MASKED
 

@@ -54,6 +54,8 @@ class DispatchCall:
         those that the buffer was opened for; None for these. Read where Buffer.takes_num_sms.
     fault: [2], int64, on the device: for a static buffer inside a host, what this rank heard
         between hosts, as pass_on() of epcomm/buffers/faults.py makes it.
+    size: what callers compare on all ranks beside the specification, such as a limit of tokens; 0
+        for nothing. Read where hosts compare calls.
     wants_row_topk: the caller asks for Dispatched.row_topk, and may leave the index unread.
     """
 
@@ -67,6 +69,7 @@ class DispatchCall:
     int8_profile: Int8Profile = Int8Profile.RINT127
     dispatcher: int = 0
     num_sms: int | None = None
+    size: int = 0
     wants_row_topk: bool = False
     fault: Tensor | None = None
 
@@ -146,6 +149,8 @@ class Backend(ABC):
     needs_process_group: it serves groups of torch.distributed alone.
     serves_replicated: for tokens that all ranks share, and for no others.
     takes_wire_tensors: rows may be quantised before they come, see DispatchCall.hidden_states.
+    needs_distinct_ids: a row of ids that names an expert twice is a fault on all ranks; elsewhere
+        each entry is a slot.
     returns_slots: it serves specifications whose slots come home apart, BufferSpec.returns_slots.
     """
 
@@ -155,6 +160,7 @@ class Backend(ABC):
     needs_process_group: ClassVar[bool] = False
     serves_replicated: ClassVar[bool] = False
     takes_wire_tensors: ClassVar[bool] = True
+    needs_distinct_ids: ClassVar[bool] = False
     returns_slots: ClassVar[bool] = False
 
     name: ClassVar[str]
@@ -369,7 +375,8 @@ class Buffer(Backend):
         Args:
             rows: [C, H] (rows_per SLOT) or [R, H] (rows_per ROW); MASKED rows flattened.
             slot_weights: [C], float32, multiplied into slot rows, or None.
-            row_scalars: [R, K], float32, sent beside the rows and brought to (token, k).
+            row_scalars: [R, K], float32, sent beside the rows. Scalar (token, k) of the result is
+                the sum over all rows of the token, whichever rank has its k-th expert.
 
         Sums are float32 in ascending (k, rank) order, cast once at each end.
         Collective: yes.   Deterministic: yes where caps.ordered.

@@ -317,10 +317,13 @@ class DeviceFaults:
         self._entries.copy_(torch.where(is_first & (entries[:, :1] != 0), entries, self._entries))
         return entries
 
-    def check(self, max_slots: int | None, *, max_rows: int | None = None) -> None:
+    def check(
+        self, max_slots: int | None, *, max_rows: int | None = None, has_budget: bool = True
+    ) -> None:
         """Raise the recorded faults and forget them. Host sync: yes.
 
         max_slots, max_rows: that a rank receives, one of them None: the budget that was exceeded.
+        has_budget: max_slots can be configured; else it suffices for tokens of distinct experts.
         """
         entries = self._entries.tolist()
         own_error, self._own_error = self._own_error, None
@@ -341,6 +344,12 @@ class DeviceFaults:
                     f"max_tokens_per_rank = {max_rows} from all ranks together (this is {where}); "
                     f"y was set to NaN; raise max_tokens_per_rank to {required}"
                 )
+            if not has_budget:
+                raise CapacityError(
+                    f"dispatch: {who} received up to {required} slots, expected at most "
+                    f"{max_slots}, which hold all tokens of distinct experts (this is {where}); y "
+                    "was set to NaN; pass an expert once in each row of topk_ids"
+                )
             raise CapacityError(
                 f"dispatch: {who} received up to {required} slots, expected at most "
                 f"max_recv_slots = {max_slots} (this is {where}); y was set to NaN; raise "
@@ -360,10 +369,10 @@ class DeviceFaults:
         origins = () if self._origins is None else self._origins[place]
         if not is_device_fault(byte, len(origins)):
             raise EPError(
-                f"check: the status of {self._names.describe([place])} has fault {byte}, expected a "
-                f"FaultCode (this is {self._names.where}); y was set to NaN; see whether all ranks "
-                "run one version of epcomm, and whether memory or network of the rank named is "
-                "defective"
+                f"check: the status of {self._names.describe([place])} has fault {byte}, expected "
+                f"a FaultCode (this is {self._names.where}); y was set to NaN; see whether all "
+                "ranks run one version of epcomm, and whether memory or network of the rank named "
+                "is defective"
             )
         code, via = unpack_device_fault(byte)
         if not via or self._origins is None or via == MAX_VIA:

@@ -193,8 +193,7 @@ class BoundedWait:
         strays = "".join(
             f"; rank {rank} was in {other.where}"
             for rank, other in sorted(others.items())
-            if (other.exchange, other.phase) != (report.exchange, report.phase)
-            and not other.reason
+            if (other.exchange, other.phase) != (report.exchange, report.phase) and not other.reason
         )
         says = f"; the transport says: {fault}" if fault else ""
         return (

@@ -16,10 +16,12 @@ a rank that reads one ends the group's waits on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from typing import NoReturn, Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -30,8 +32,8 @@ from epcomm.errors import EPError, HandleError, RankNames
 from epcomm.protocol import MAX_FLAGS, FaultCode, is_fault_word, is_passed_on, pack_fault
 
 # The words of a header. CHECK makes the sum of all words of a message zero, modulo 2**64.
-KIND, CHECK, BUFFER, DISPATCHER, BATCH, NUMBER, FAULT, FLAGS, ROWS = range(9)
-HEADER_WORDS = 9
+KIND, CHECK, BUFFER, DISPATCHER, BATCH, NUMBER, SIZE, FAULT, FLAGS, ROWS = range(10)
+HEADER_WORDS = 10
 # Behind them lie the slots of so many experts of the receiving rank; counts of more take a second
 # exchange. 128 experts a rank are half of the 256 of the largest models, and with the header they
 # make 1096 B, which one Ethernet packet carries.
@@ -40,6 +42,9 @@ MESSAGE_WORDS = HEADER_WORDS + COUNTS_IN_HEADER
 MESSAGE_BYTES = 8 * MESSAGE_WORDS
 # In place of a number, of a rank that cannot know it: a refused combine belongs to any batch.
 ANY = -1
+
+# Of a number that stands for a dtype.
+_DTYPE_BITS = 16
 
 
 class CallKind(IntEnum):
@@ -50,6 +55,7 @@ class CallKind(IntEnum):
     COMBINE = 3
     COMBINE_BACKWARD = 4
     DISPATCH_BACKWARD = 5
+    REFUSAL = 6
 
     @property
     def text(self) -> str:
@@ -68,6 +74,7 @@ _TEXTS = {
     CallKind.COMBINE: "combine",
     CallKind.COMBINE_BACKWARD: "backward of combine",
     CallKind.DISPATCH_BACKWARD: "backward of dispatch",
+    CallKind.REFUSAL: "a call that it refuses",
 }
 
 
@@ -77,12 +84,23 @@ class CallSign:
 
     buffer, dispatcher: numbers of CallOrder.add_buffer() and add_dispatcher(), 0 for none.
     batch: number of the call that dispatched it; of a dispatch, its own, next_batch.
+    size: of the call or its rows, see DispatchCall.size and rows_size(); 0 for none.
     """
 
     kind: CallKind
     buffer: int = 0
     dispatcher: int = 0
     batch: int = 0
+    size: int = 0
+
+
+@lru_cache(maxsize=64)
+def rows_size(num_columns: int, dtype: torch.dtype) -> int:
+    """Return the number that stands for rows of so many elements in headers."""
+    return num_columns << _DTYPE_BITS | crc32(str(dtype).encode()) & ((1 << _DTYPE_BITS) - 1)
+
+
+Explain = Callable[[Sequence[CallKind], EPError | None], None]
 
 
 class HeaderBoard(Protocol):
@@ -134,6 +152,8 @@ class CallOrder:
         self._counted_in = whole if counts_in_whole else None
         self._board: HeaderBoard | None = None
         self._number = 0
+        # Where the calls of ranks differ: raises what differs, see explain_by().
+        self._explain: Explain | None = None
         self._buffers: list[str] = []
         # The mode of each.
         self._dispatchers: list[Mode] = [] if whole is None else whole._dispatchers
@@ -165,6 +185,16 @@ class CallOrder:
         """
         self._board = board
 
+    def explain_by(self, explain: Explain) -> None:
+        """Ask `explain` what differs, where ranks make different calls, before an error is raised.
+
+        It is called on every rank with the kinds of all calls and this rank's own error, and may
+        exchange records; it raises what it finds.
+
+        Collective: yes, between the same calls on all ranks.
+        """
+        self._explain = explain
+
     def close(self) -> None:
         """Close the board, if there is one. Local, idempotent."""
         if self._board is not None:
@@ -187,7 +217,7 @@ class CallOrder:
         flags, num_rows: words that may differ between ranks.
         """
         who = (int(sign.kind), 0, sign.buffer, sign.dispatcher, sign.batch, self.next_batch)
-        return [*who, 0, flags, num_rows]
+        return [*who, sign.size, 0, flags, num_rows]
 
     def message(self, words: Sequence[int], num_words: int = MESSAGE_WORDS) -> Tensor:
         """Return `words`, then zeros, as [W, num_words], int64, on the device. Host sync: none."""
@@ -281,7 +311,7 @@ class CallOrder:
                 self.reject(
                     rank,
                     f"words that add up to {total}, expected 0: {shown} of kind, check, buffer, "
-                    "dispatcher, batch, number, fault, flags and rows, or a count",
+                    "dispatcher, batch, number, size, fault, flags and rows, or a count",
                 )
 
     def _wrong_word(self, words: Sequence[int]) -> str | None:
@@ -292,6 +322,7 @@ class CallOrder:
             ("dispatcher", DISPATCHER, ANY, len(self._dispatchers)),
             ("batch", BATCH, ANY, self._number),
             ("number", NUMBER, self._number, self._number),
+            ("size", SIZE, 0, 2**63 - 1),
             ("flags", FLAGS, 0, MAX_FLAGS),
             ("rows", ROWS, 0, 2**63 - 1),
         )
@@ -344,6 +375,8 @@ class CallOrder:
             return
         if all(len(set(words) - {ANY}) <= 1 for words in zip(*calls, strict=True)):
             return
+        if self._explain is not None:
+            self._explain([CallKind(call[0]) for call in calls], error)
         was_passed_on = any(is_passed_on(words[FAULT]) for words in headers)
         if error is not None:
             error.was_passed_on |= was_passed_on
@@ -384,7 +417,7 @@ class CallOrder:
 
     def _name(self, call: tuple[int, ...]) -> str:
         """Name a call: `combine of dispatcher 2 (low_latency, buffer 2: collective, batch 5)`."""
-        kind, buffer, dispatcher, batch, _ = call
+        kind, buffer, dispatcher, batch, _, size = call
         mode, details = self._mode_of(dispatcher), []
         if mode is not None:
             details.append(str(mode))
@@ -392,6 +425,8 @@ class CallOrder:
             details.append(f"buffer {buffer}: {self._buffers[buffer - 1]}")
         if batch > 0 and kind != CallKind.DISPATCH:
             details.append(f"the batch of call {batch}")
+        if size > 0 and kind != CallKind.DISPATCH:
+            details.append(f"rows of {size >> _DTYPE_BITS} elements")
         name = CallKind(kind).text
         if dispatcher > 0:
             name += f" of dispatcher {dispatcher}"

@@ -253,12 +253,15 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         )
         if self.plan.caps.layout is Layout.MASKED:
             capacity = out.rows.data.shape[:2]
+            # Of W * T * K slots on W * L experts.
+            mean = -(-num_tokens * self._spec.top_k // self._spec.num_local_experts)
             record = MaskedDispatchOutput(
                 hidden_states=arranged(out.rows, self.plan.scale_layout, self._spec.hidden_size),
                 num_tokens_per_expert=out.index.num_tokens_per_expert,
                 slot_weights=None if out.slot_weights is None else out.slot_weights.view(capacity),
                 weights_applied_by=self._weights_applied_by,
                 handle=handle,
+                mean_tokens_per_expert=mean,
             )
         else:
             record = RowsDispatchOutput(

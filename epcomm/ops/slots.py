@@ -13,19 +13,21 @@ Rows arrive by source rank, then token, and the sort is stable, so slots come in
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from epcomm.ops.members import AnyMembers, Members, MemberTable
-from epcomm.ops.select import row_ops_for
+from epcomm.ops.select import can_read, row_ops_for
 from epcomm.records import SlotIndex
 from epcomm.types import align_up, sum_dtype
 
-# Number of bfloat16 numbers whose sum is one float32.
-NUM_PARTS = 3
+# Bytes of the products that are computed before they are summed: they stay in the cache of a CPU.
+_BLOCK_BYTES = 2**21
 # Dimensions of parts that are matrices of rows: [W, T, H].
 _ROWS_OF_PARTS = 3
 
@@ -223,6 +225,9 @@ def gather_rows(rows: Tensor, index: SlotIndex) -> Tensor:
 def reduce_rows(rows: Tensor, members: AnyMembers, weights: Tensor | None = None) -> Tensor:
     """Sum member rows into each target, in sum_dtype() and member order, cast once to rows.dtype.
 
+    A product with a weight is rounded before it is added, and the cast rounds half to even, so
+    that plain torch on a CPU and kernels on a GPU give the same bits.
+
     Args:
         rows: [N, H]; rows that are no member are never read.
         members: sources of each target.
@@ -240,27 +245,16 @@ def reduce_rows(rows: Tensor, members: AnyMembers, weights: Tensor | None = None
     num_targets, hidden_size = members.num_targets, rows.shape[1]
     if members.flat.shape[0] == 0:
         return rows.new_zeros(num_targets, hidden_size)
-    flat, offsets, parts, dtype = members.flat, members.offsets, None, rows.dtype
     whole = _whole_rows(rows)
     if weights is not None:
-        weights = weights[flat]
-        # embedding_bag adds in sum_dtype() of the rows, but wants the weights in their own.
-        if dtype is torch.bfloat16:
-            # Each weight becomes a sum of three bfloat16 numbers: a float32 copy of the rows would
-            # cost many times as much as reading the rows three times, from the cache.
-            parts = _split_weights(weights).flatten()
-            flat, offsets = flat.repeat_interleave(NUM_PARTS), offsets * NUM_PARTS
-        else:
-            whole, parts = whole.to(sum_dtype(dtype)), weights
-    sums = F.embedding_bag(
-        flat,
-        whole,
-        offsets,
-        mode="sum",
-        per_sample_weights=parts,
-        include_last_offset=True,
-    )
-    return sums[:num_targets, :hidden_size].to(dtype).contiguous()
+        sums = _sum_products(whole, members, weights)
+    elif rows.dtype is torch.bfloat16 and can_read(rows):
+        sums = _sum_bfloat16(whole, members)
+    else:
+        sums = F.embedding_bag(
+            members.flat, whole, members.offsets, mode="sum", include_last_offset=True
+        )
+    return sums[:num_targets, :hidden_size].contiguous()
 
 
 def reduce_rows_onto(bias: Tensor, rows: Tensor, members: AnyMembers) -> Tensor:
@@ -315,17 +309,63 @@ def gather_scalars(values: Tensor, table: Tensor) -> Tensor:
     return torch.where(table >= 0, picked, torch.zeros_like(picked))
 
 
-def _split_weights(weights: Tensor) -> Tensor:
-    """Split weights [N], float32, into [N, NUM_PARTS], bfloat16, whose rows add up to the weights.
+def _sum_bfloat16(rows: Tensor, members: Members) -> Tensor:
+    """Sum member rows [N, H] on a CPU, where embedding_bag rounds half away from zero.
 
-    Three times 8 fraction bits hold the 24 of a float32, and the exponents are the same. Where a
-    row of the sum holds an infinity, the sum of products may be NaN, and one product infinite.
+    A row of a CSR matrix is multiplied entry by entry, in the order of the entries, into a float32
+    sum, which is cast once. Columns of a target need not ascend, which torch checks only on demand.
     """
-    parts, rest = [], weights
-    for _ in range(NUM_PARTS):
-        parts.append(rest.bfloat16())
-        rest = rest - parts[-1].float()
-    return torch.stack(parts, dim=1)
+    _silence_beta_warning()
+    num_members = int(members.offsets[members.num_targets])
+    ones = rows.new_ones(num_members)
+    matrix = torch.sparse_csr_tensor(
+        members.offsets[: members.num_targets + 1],
+        members.flat[:num_members],
+        ones,
+        size=(members.num_targets, rows.shape[0]),
+        device=rows.device,
+        check_invariants=False,
+    )
+    return torch.sparse.mm(matrix, rows, reduce="sum")
+
+
+@cache
+def _silence_beta_warning() -> None:
+    """Make a first CSR matrix, at which torch warns once in a process that they are in beta."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        nothing = torch.zeros(0, dtype=torch.int64, device="cpu")
+        torch.sparse_csr_tensor(
+            F.pad(nothing, (1, 0)),
+            nothing,
+            nothing,
+            size=(0, 0),
+            device="cpu",
+            check_invariants=False,
+        )
+
+
+def _sum_products(rows: Tensor, members: Members, weights: Tensor) -> Tensor:
+    """Sum member rows [N, H] times their weights; each product is rounded before it is added.
+
+    embedding_bag's own weights would be fused into the sum, and kernels on GPUs round products.
+    """
+    num_targets, dtype = members.num_targets, sum_dtype(rows.dtype)
+    num_targets_at_once = num_targets
+    if can_read(rows):
+        bytes_per_target = rows.shape[1] * dtype.itemsize * members.flat.shape[0] // num_targets
+        num_targets_at_once = max(_BLOCK_BYTES // max(bytes_per_target, 1), 1)
+    sums = rows.new_empty(num_targets, rows.shape[1])
+    for start in range(0, num_targets, num_targets_at_once):
+        targets = slice(start, min(start + num_targets_at_once, num_targets))
+        part = members.part(targets)
+        products = rows.index_select(0, part.flat).to(dtype) * weights[part.flat].unsqueeze(1)
+        order = torch.arange(part.flat.shape[0], device=rows.device)
+        totals = F.embedding_bag(
+            order, products, part.offsets, mode="sum", include_last_offset=True
+        )
+        sums[targets] = totals[: targets.stop - targets.start].to(rows.dtype)
+    return sums
 
 
 def _whole_rows(rows: Tensor) -> Tensor:

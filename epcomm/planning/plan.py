@@ -145,7 +145,10 @@ def _plan_phase(
 ) -> PhasePlan:
     mode = Mode(config.mode)
     experts = None if weights is None else weights.wire_format.dtype
-    order = preferred_order(config, measurements)
+    # Classes without the mode are those of exact sizes, which serve decode on CPU ranks.
+    kinds = [backend_class(name) for name in verdicts]
+    exact = frozenset(kind.name for kind in kinds if mode not in kind.modes)
+    order = preferred_order(config, measurements, exact)
     buffer = _choose_buffer(config, order.backends, verdicts)
     kind = backend_class(buffer)
     caps = kind.caps(mode)

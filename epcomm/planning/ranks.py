@@ -44,6 +44,11 @@ class Transport:
             has_process_group=group.collectives.process_group is not None,
         )
 
+    @property
+    def is_host_bound(self) -> bool:
+        """Return whether tensors are on the CPU and its host waits in each exchange."""
+        return self.device_type == "cpu" and self.host_waits
+
     def reasons(self, backend: type[Backend], caps: BufferCaps) -> list[str]:
         """Say why the device or the transport of the ranks does not serve."""
         reasons = []

@@ -49,7 +49,7 @@ def test_plan_prints_choice_rejections_memory_and_limits() -> None:
     printed = rows(result.stdout)
     assert ["chosen", "prefill and training", "decode"] in printed
     assert ["mode", "normal", "low_latency"] in printed
-    assert ["gradients", "yes", "no"] in printed
+    assert ["gradients", "yes", "yes"] in printed
     assert ["limit: tokens a rank", "no limit", "at most 16"] in printed
     assert [
         "shared_memory",
@@ -57,7 +57,7 @@ def test_plan_prints_choice_rejections_memory_and_limits() -> None:
         "serves one host, which only a process group shows; run under torchrun",
     ] in printed
     assert ["received rows", "288 B", "no limit"] in printed
-    assert ["received rows", "fixed", "9,792 B"] in printed
+    assert ["received rows", "288 B", "9,216 B"] in printed
 
 
 def test_every_reason_of_a_rejection_has_a_line() -> None:

@@ -168,6 +168,23 @@ def test_low_latency_without_a_limit_names_it() -> None:
 
 
 @pytest.mark.ranks(4)
+def test_decode_over_collective_has_exact_sizes_and_the_sums_of_prefill() -> None:
+    """On CPU ranks; by name the mode keeps its static sizes, see open_dispatcher()."""
+    with EPGroup() as group, torch.no_grad():
+        weights = make_weights(SPEC, group.world_size)
+        experts = ExpertParallelExperts(weights, group, CONFIG, top_k=SPEC.top_k)
+        decode = experts.phases.of_phase(decode=True).plan
+        assert (decode.buffer, decode.caps.is_static) == ("CollectiveBuffer", False)
+        assert open_dispatcher(group).plan.buffer == "StaticCollectiveBuffer"
+        x, topk = good_inputs(group)
+        assert torch.equal(experts(x, topk, decode=True), experts(x, topk))
+        bad = too_many_tokens(x, topk) if group.rank == 2 else (x, topk)
+        with pytest.raises(CapacityError, match="rank 2"):
+            experts(*bad, decode=True)
+        assert torch.equal(experts(x, topk, decode=True), experts(x, topk))
+
+
+@pytest.mark.ranks(4)
 def test_auto_takes_low_latency_for_decode_alone() -> None:
     with EPGroup() as group:
         weights = make_weights(SPEC, group.world_size)

@@ -66,10 +66,10 @@ CHOICES = [
         prefill=(Mode.LOW_LATENCY, "StaticCollectiveBuffer"),
     ),
     Choice(
-        id="auto is normal, and low latency in decode",
+        id="auto is normal, and low latency of exact sizes in decode on a CPU",
         config=EPConfig(max_tokens_per_rank=16),
         prefill=(Mode.NORMAL, "CollectiveBuffer"),
-        decode=(Mode.LOW_LATENCY, "StaticCollectiveBuffer"),
+        decode=(Mode.LOW_LATENCY, "CollectiveBuffer"),
     ),
 ]
 
@@ -83,7 +83,7 @@ def test_choice_needs_no_group(choice: Choice) -> None:
             continue
         assert (phase.mode, phase.buffer, phase.world_size) == (*wanted, 4)
         assert phase.backend == "collective"
-        is_trained = phase.mode is not Mode.LOW_LATENCY
+        is_trained = phase.buffer != "StaticCollectiveBuffer"
         assert phase.caps.trainable == is_trained
         by_runner = phase.weights_applied_by is WeightsAppliedBy.RUNNER
         assert by_runner == is_trained, "combine saves no rows for backward"
@@ -538,7 +538,9 @@ def test_explain_lists_both_phases_and_the_memory_of_each() -> None:
     assert ", 4 ranks with 2 experts each, for prefill and training\n" in prefill
     assert "memory of received rows: 288 B a token\n" in prefill
     assert ", 4 ranks with 2 experts each, for decode\n" in decode
-    assert "memory of received rows: 9792 B\n" in decode
+    # At most 16 rows of 144 B from each of the 4 ranks.
+    assert "memory of received rows: 288 B a token, at most 9216 B\n" in decode
+    assert "that serves; sizes are exact, because CPU ranks wait in every exchange: " in decode
     assert "tokens a rank: at most 16\n" in decode
     assert decode.endswith("runner grouped_mm")
 

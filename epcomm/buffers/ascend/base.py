@@ -112,7 +112,7 @@ class AscendBuffer(AscendCalls, VendorCalls):
             call,
             hidden_states=call.unquantized.new_ones(1, self._spec.hidden_size),
             topk_ids=experts.unsqueeze(0),
-            topk_weights=torch.zeros(1, top_k, device=device),
+            topk_weights=torch.zeros(1, top_k, dtype=torch.float32, device=device),
         )
 
     def _wire(self, received: Tensor | tuple[Tensor, Tensor]) -> WireTensor:

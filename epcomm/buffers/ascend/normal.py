@@ -147,8 +147,8 @@ def _first_rows(wire: WireTensor, num_rows: int) -> WireTensor:
 
 
 def _index_of(counts: list[int], device: torch.device) -> SlotIndex:
-    host = torch.tensor(counts, dtype=torch.int32)
-    first = torch.cat([torch.zeros(1, dtype=torch.int32), host.cumsum(0).to(torch.int32)])
+    host = torch.tensor(counts, dtype=torch.int32, device="cpu")
+    first = torch.cat([host.new_zeros(1), host.cumsum(0).to(torch.int32)])
     return SlotIndex(
         row_of_slot=None,
         slots_of_row=None,

@@ -200,7 +200,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
         assert isinstance(exchange_plan, StaticExchangePlan), "an exchange plan of this buffer"
         rows = hidden_states.new_empty(self._rows_per_rank, hidden_states.shape[1])
         rows[1 : 1 + hidden_states.shape[0]] = hidden_states
-        self._compare_call(CallKind.COMBINE_BACKWARD, exchange_plan.call)
+        self._compare_rows(CallKind.COMBINE_BACKWARD, exchange_plan.call, hidden_states)
         return self._gather(rows, phase="backward of combine")
 
     def refuse_combine(self, error: EPError) -> None:
@@ -211,7 +211,9 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
             device=self._collectives.device,
         )
         rows[:: self._rows_per_rank, :1] = int(FaultCode.of(error, in_combine=True))
-        batch = CallSign(kind=CallKind.COMBINE, buffer=self._number, dispatcher=ANY, batch=ANY)
+        batch = CallSign(
+            kind=CallKind.COMBINE, buffer=self._number, dispatcher=ANY, batch=ANY, size=ANY
+        )
         self._compare_call(CallKind.COMBINE, batch)
         returned = self._send_sums(rows, phase="combine")
         self._faults.record_combine(_read_faults(returned[:, 0]), error)

@@ -23,6 +23,7 @@ from epcomm.collectives.call_order import (
     ROWS,
     CallKind,
     CallSign,
+    rows_size,
 )
 from epcomm.errors import EPError
 from epcomm.ops.select import row_ops_of
@@ -77,7 +78,7 @@ class OverCollectives:
 
     def refuse_combine(self, error: EPError) -> None:
         # This rank does not know which batch the other ranks combine, nor through which buffer.
-        anything = CallSign(kind=CallKind.COMBINE, buffer=ANY, dispatcher=ANY, batch=ANY)
+        anything = CallSign(kind=CallKind.COMBINE, buffer=ANY, dispatcher=ANY, batch=ANY, size=ANY)
         self._compare_call(CallKind.COMBINE, anything, error)
 
     def _new_batch(self, call: DispatchCall) -> CallSign:
@@ -87,7 +88,14 @@ class OverCollectives:
             buffer=self._number,
             dispatcher=call.dispatcher,
             batch=self._calls.next_batch,
+            size=call.size,
         )
+
+    def _compare_rows(self, kind: CallKind, batch: CallSign, rows: Tensor) -> None:
+        """Compare as _compare_call() does, and the columns and dtype of rows that will travel."""
+        if self._compares_calls:
+            size = rows_size(rows.shape[1], rows.dtype)
+            self._compare_call(kind, replace(batch, size=size))
 
     def _compare_call(self, kind: CallKind, batch: CallSign, error: EPError | None = None) -> None:
         """Tell all ranks which call this rank makes, and whether it refuses the call.

@@ -99,6 +99,8 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
     # The kernel quantises.
     takes_wire_tensors: ClassVar[bool] = False
+    # Each expert has capacity for one slot of each token.
+    needs_distinct_ids: ClassVar[bool] = True
 
     @classmethod
     def probe(cls, machine: Machine) -> Availability:

@@ -356,8 +356,8 @@ def _expert_places(spec: BufferSpec, device: torch.device) -> Tensor | None:
     in_order = [rank for ranks in hosts.ranks_of_host for rank in ranks]
     if in_order == sorted(in_order):
         return None
-    places = torch.empty(len(in_order) * num_local, dtype=torch.int64)
+    places = torch.empty(len(in_order) * num_local, dtype=torch.int64, device="cpu")
     for place, rank in enumerate(in_order):
-        experts = torch.arange(num_local)
+        experts = torch.arange(num_local, device="cpu")
         places[rank * num_local + experts] = place * num_local + experts
     return places.to(device)

@@ -45,6 +45,8 @@ class NVLinkHost(ABC, Generic[LayoutT]):
     # Receive buffers, unless the specification asks for another number. Tests also use 1, where a
     # missing wait fails at once.
     num_buffers: ClassVar[int] = NUM_BUFFERS
+    # The specification may limit the slots that a rank receives.
+    _has_slot_budget: ClassVar[bool] = True
     # Polls of a kernel in a second: those of a GPU are timed, see POLL_BITS in signals.py; an
     # interpreter takes 1.1 ms for one on a busy machine.
     polls_per_s: ClassVar[Mapping[str, int]] = MappingProxyType({"cuda": 954, "cpu": 1_000})
@@ -162,7 +164,8 @@ class NVLinkHost(ABC, Generic[LayoutT]):
         self._raise_faults()
 
     def _raise_faults(self) -> None:
-        self._faults.check(self._max_slots_of(self._spec, self._layout.num_rows))
+        num_slots = self._max_slots_of(self._spec, self._layout.num_rows)
+        self._faults.check(num_slots, has_budget=self._has_slot_budget)
 
     def close(self) -> None:
         """Let go of the memory once no rank writes it: ranks close together. Idempotent.
@@ -247,7 +250,7 @@ class NVLinkHost(ABC, Generic[LayoutT]):
         return DispatchCall(
             hidden_states=torch.empty(0, hidden_size, dtype=dtype, device=device),
             topk_ids=torch.empty(0, top_k, dtype=torch.int64, device=device),
-            topk_weights=torch.empty(0, top_k, device=device),
+            topk_weights=torch.empty(0, top_k, dtype=torch.float32, device=device),
             flags=BatchFlags.NONE,
         )
 

@@ -38,7 +38,7 @@ from epcomm.buffers.nvlink.sizes import (
     normal_traffic,
     row_bytes,
 )
-from epcomm.buffers.sizes import CallShape, Region, max_slots_of
+from epcomm.buffers.sizes import CallShape, Region, max_slots_of, most_slots_of
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
@@ -112,6 +112,9 @@ class NVLinkNormal(AddsBias, NVLinkHost[NormalLayout]):
 
     @classmethod
     def _max_slots_of(cls, spec: BufferSpec, num_rows: int) -> int:
+        if not cls.is_static:
+            # Memory of an index that a kernel writes before the host has read its size.
+            return most_slots_of(spec, num_rows)
         return spec.max_recv_slots or max_slots_of(spec, num_rows)
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
@@ -554,7 +557,9 @@ class NVLinkNormal(AddsBias, NVLinkHost[NormalLayout]):
             self._host_barrier()
         backward = self.cached_dispatch(call.unquantized, out.exchange_plan)
         self._host_barrier()
-        scalars = torch.zeros(backward.shape[0], spec.top_k, device=self._device)
+        scalars = torch.zeros(
+            backward.shape[0], spec.top_k, dtype=torch.float32, device=self._device
+        )
         self.combine(backward, out.exchange_plan, rows_per=RowsPer.ROW, row_scalars=scalars)
         self._host_barrier()
 

@@ -40,7 +40,10 @@ class WaitReport:
         self._collectives, self._backend = collectives, backend
         num_entries = REPORT_MISSING + collectives.world_size
         self.entries = torch.zeros(
-            num_entries, dtype=torch.int32, pin_memory=collectives.device.type == "cuda"
+            num_entries,
+            dtype=torch.int32,
+            device="cpu",
+            pin_memory=collectives.device.type == "cuda",
         )
         # The same memory: every call reads it, and a list of a tensor takes 2 us.
         self._words = (ctypes.c_int32 * num_entries).from_address(self.entries.data_ptr())

@@ -18,7 +18,7 @@ from torch import Tensor
 from epcomm.buffers.base import AddsBias, Buffer, DispatchCall, Dispatched
 from epcomm.config import Mode
 from epcomm.errors import EPError
-from epcomm.integrations.deep_ep.ranks import Ranks
+from epcomm.integrations.deep_ep.ranks import NO_OPTIONS, Options, Ranks
 from epcomm.ops.slots import row_topk
 from epcomm.protocol import BatchFlags
 from epcomm.records import ExchangePlan
@@ -187,6 +187,7 @@ def dispatch_rows(
     num_experts: int,
     *,
     sizes: Sizes = EXACT,
+    options: Options = NO_OPTIONS,
     error: EPError | None = None,
 ) -> Received:
     """Send each token once to every rank that owns one of its experts.
@@ -198,6 +199,7 @@ def dispatch_rows(
         topk_weights: [T, K], float32.
         num_experts: E, equal on all ranks and a multiple of W.
         sizes: exact, or static.
+        options: what hosts compare on CPUs beside the specification.
         error: why this rank takes part without rows, if it does; every rank raises, or has NaN for
             its sums where sizes are static.
 
@@ -207,7 +209,7 @@ def dispatch_rows(
         ShapeError: the call of some rank cannot be; on every rank.
     """
     spec = spec_of(rows, topk_ids.shape[1], num_experts, ranks.size, sizes)
-    buffer = ranks.open(Mode.NORMAL, spec)
+    buffer = ranks.open(Mode.NORMAL, spec, options)
     call = DispatchCall(
         hidden_states=_as_sent(rows, spec.dispatch_format),
         topk_ids=topk_ids,
@@ -216,6 +218,7 @@ def dispatch_rows(
         flags=BatchFlags.GRAD_ENABLED,
         error=error,
         num_sms=sizes.num_sms,
+        size=options.as_word(),
         wants_row_topk=True,
     )
     out = buffer.dispatch(call)
@@ -296,7 +299,7 @@ def return_rows(
     *,
     rows_per: RowsPer = RowsPer.ROW,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum rows [R, H] over the ranks of each token, unweighted, and bring weights [R, K] along.
+    """Sum rows [R, H] over the ranks of each token, unweighted, and weights [R, K] beside them.
 
     bias: [T, H], float32, with which the sums begin, or None.   rows_per: SLOT: x is [C, H], by
         slot, and a rank sums and rounds those of a row first.

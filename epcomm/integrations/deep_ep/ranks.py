@@ -7,21 +7,30 @@ T: buffers without a limit of tokens grow through the header that all ranks read
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Buffer, DispatchCall
+from epcomm.collectives.base import Scalar
+from epcomm.collectives.call_order import CallKind, CallSign
 from epcomm.config import Mode
-from epcomm.errors import BackendUnavailable, EPError, HandleError, ShapeError
+from epcomm.errors import (
+    BackendUnavailable,
+    CapacityError,
+    ConfigError,
+    EPError,
+    HandleError,
+    ShapeError,
+)
 from epcomm.group import EPGroup
 from epcomm.planning.ranks import Transport
 from epcomm.platforms.machine import this_machine
 from epcomm.protocol import BatchFlags
-from epcomm.records import ExchangePlan
 from epcomm.registry import buffer_class
 from epcomm.spec import BufferSpec
 from epcomm.types import RowsPer
@@ -46,8 +55,46 @@ _ROW_BUDGET_CLASSES = {"cuda": ("NVLinkRowBudgetBuffer",)}
 # The exchange in which ranks choose a class, in messages.
 _CHOICE = "open deep_ep"
 
+# The errors that a refused call may have, by name.
+_REFUSALS = {kind.__name__: kind for kind in (CapacityError, ConfigError, HandleError, ShapeError)}
+
 # A buffer, and the specification that it was opened for.
 OpenBuffer = tuple[Buffer, BufferSpec]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a dispatch that are equal on all ranks beside its specification.
+
+    num_max_tokens_per_rank: a limit of tokens beside exact sizes, 0 for none.
+    has_topk_weights, do_expand: these make exchanges of their own, or spare them.
+    """
+
+    num_max_tokens_per_rank: int = 0
+    has_topk_weights: bool = True
+    do_expand: bool = False
+
+    def as_word(self) -> int:
+        """Return them as one number for the headers of the call."""
+        return self.num_max_tokens_per_rank << 2 | self.has_topk_weights << 1 | self.do_expand
+
+
+NO_OPTIONS = Options()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Along:
+    """A call along a handle, as all ranks make it: the columns and dtype of x, and its options."""
+
+    function: str
+    num_columns: int
+    dtype: torch.dtype
+    has_topk_weights: bool
+
+    def as_record(self) -> dict[str, str | bool]:
+        """Return plain values for Collectives.agree()."""
+        x = f"[rows, {self.num_columns}] {self.dtype}"
+        return {"x": x, "has_topk_weights": self.has_topk_weights}
 
 
 class Ranks:
@@ -61,7 +108,10 @@ class Ranks:
         has_row_budget: static sizes are the rows that a rank receives, not those that it sends.
         """
         self._ranks, self._has_row_budget = ranks, has_row_budget
-        self._group = EPGroup(ranks)
+        self._group = self._new_group()
+        # What the last calls asked for, which ranks compare where their calls differ.
+        self._asked_dispatch: tuple[Mode, BufferSpec, Options] | None = None
+        self._asked_along: Along | None = None
         self._opened: dict[tuple[Mode, BufferSpec], Buffer] = {}
         self._classes: dict[tuple[str, ...], type[Buffer]] = {}
         # Of the last call, by the classes that serve it.
@@ -111,7 +161,7 @@ class Ranks:
         """
         if device.type == self.device.type or self._classes or device.type != "cuda":
             return
-        self._group = EPGroup(self._ranks, device=device)
+        self._group = self._new_group(device)
 
     def check_open(self, function: str) -> None:
         """Refuse a call after close().
@@ -124,10 +174,11 @@ class Ranks:
                 f"{function}: the buffer is destroyed ({self.where}); make a new Buffer"
             )
 
-    def open(self, mode: Mode, spec: BufferSpec) -> Buffer:
+    def open(self, mode: Mode, spec: BufferSpec, options: Options = NO_OPTIONS) -> Buffer:
         """Return the epcomm buffer for rows of `spec`, opened if no call had its shape before.
 
         In normal mode a limit of tokens asks for static sizes.
+        options: of the call that follows.
 
         Collective: for a shape that is new; all ranks come to new shapes in the same call.
         Host sync: for a shape that is new.
@@ -136,6 +187,7 @@ class Ranks:
             ConfigError: ranks ask for other shapes; on every rank.
             HandleError: the shape is new, and the stream is being captured; or after close().
         """
+        self._asked_dispatch = mode, spec, options
         if self._previous is not None and self._previous[0] is mode and self._previous[1] is spec:
             return self._previous[2]
         is_static = mode is Mode.NORMAL and spec.max_tokens_per_rank is not None
@@ -162,9 +214,14 @@ class Ranks:
         self._previous = mode, spec, buffer
         return buffer
 
+    def go_along(self, along: Along) -> None:
+        """Note what the next call along a handle asks for: ranks compare it if calls differ."""
+        self._asked_along = along
+
     def open_again(self, mode: Mode, found: OpenBuffer) -> Buffer:
         """Return a buffer that open() has returned for a call of the same shape. Local."""
         self._previous = None
+        self._asked_dispatch = mode, found[1], NO_OPTIONS
         self.last[_CLASSES[self.device.type, mode]] = found
         return found[0]
 
@@ -180,31 +237,27 @@ class Ranks:
         is_static: bool = False,
         spec: BufferSpec | None = None,
     ) -> NoReturn:
-        """Take part in the dispatch of the other ranks without rows, so that they hear of `error`.
+        """Take part in the dispatch of the other ranks without rows, so that they learn of `error`.
 
-        Where no host reads what others say, over NVLink in low latency and with static sizes, they
-        have NaN in its sums.
+        Where hosts compare calls, on CPUs and where buffers open, every rank raises `error`,
+        whatever it calls. Over NVLink the others make a dispatch of the same shape, and have NaN in
+        its sums where no host reads what others say, in low latency and with static sizes; in any
+        other call they, and this rank if the shape of its call is new, wait until the timeout.
 
         spec: of the call, if its tensors tell: over NVLink the others may open such a buffer now.
             None: that of the last call.
 
-        Collective: in place of a dispatch of `mode`. Ranks that dispatch another shape hear of
-        another call, and over NVLink they, and this rank if the shape of its call is new, wait in
-        vain.
+        Collective: in place of a dispatch of `mode`.
         Raises:
             error: always.
         """
-        names = self._names(mode, is_static=is_static)
-        if names not in self._classes:
-            # The others come here before anything else.
-            self._group.collectives.gather_records({"refused": str(error)}, phase=_CHOICE)
-            raise error
-        if spec is not None and self._classes[names].needs_nvlink:
+        self.refuse_on_hosts(mode, error, is_static=is_static)
+        if spec is not None:
             try:
                 self.open(mode, spec)
             except EPError as problem:
                 raise error from problem
-        if (last := self.last.get(names)) is not None:
+        if (last := self.last.get(self._names(mode, is_static=is_static))) is not None:
             buffer, spec = last
             call = _call_without_rows(spec, self.device, error)
             out = buffer.dispatch(call)
@@ -215,23 +268,80 @@ class Ranks:
                 no_rows = torch.zeros(1, spec.hidden_size, dtype=hidden_dtype, device=self.device)
                 buffer.combine_slots_async(no_rows, out.exchange_plan, call.topk_weights)
             elif is_static:
-                self._leave_static(buffer, spec, out.exchange_plan)
+                dtype = spec.hidden_format.dtype.torch_dtype
+                no_rows = torch.zeros(1, spec.hidden_size, dtype=dtype, device=self.device)
+                buffer.combine(no_rows, out.exchange_plan, rows_per=RowsPer.ROW)
         raise error
 
     def refuse_combine(self, mode: Mode, error: EPError) -> NoReturn:
         """Take part without rows in a combine of the other ranks along an unknown way.
 
-        They are taken to combine what the last dispatch of `mode` brought. Where they make another
-        call, they hear of that, and over NVLink wait in vain.
+        On CPUs every rank raises `error`, whatever it calls. Over NVLink they wait until the
+        timeout.
 
         Collective: in place of a combine, or a dispatch along a way that exists.
         Raises:
             error: always.
         """
-        last = self.last.get(self._names(mode))
-        if last is not None and not last[0].needs_nvlink:
-            last[0].refuse_combine(error)
+        self.refuse_on_hosts(mode, error)
         raise error
+
+    def refuse_on_hosts(self, mode: Mode, error: EPError, *, is_static: bool = False) -> None:
+        """Raise `error` on every rank, whichever call it makes, where hosts compare calls.
+
+        Return over NVLink, where kernels alone wait for peers, if the classes of `mode` are chosen.
+
+        Collective: in place of a call.   Host sync: yes.
+        Raises:
+            error: on every rank.
+        """
+        kind = self._classes.get(self._names(mode, is_static=is_static))
+        if kind is not None and kind.needs_nvlink:
+            return
+        collectives = self._group.collectives
+        if collectives.bounded is None:
+            # Hosts compare nothing, but choose a class before the first call.
+            collectives.gather_records(_refusal(error), phase=_CHOICE)
+        else:
+            collectives.calls.exchange_headers(CallSign(kind=CallKind.REFUSAL), error=error)
+        raise error
+
+    def _explain(self, kinds: Sequence[CallKind], error: EPError | None) -> None:
+        """Raise what ranks refuse, or in what the shapes of their dispatches differ.
+
+        kinds: of the calls of all ranks.   error: this rank's own.
+
+        Collective: yes.   Host sync: yes.
+        """
+        collectives, along = self._group.collectives, self._asked_along
+        is_new = {kind in (CallKind.DISPATCH, CallKind.RECORDS) for kind in kinds}
+        function, asked = None, {}
+        if is_new == {True} and self._asked_dispatch is not None:
+            mode, spec, options = self._asked_dispatch
+            function = "dispatch"
+            asked = {"mode": mode.value, **spec.as_record(), **asdict(options)}
+        elif is_new == {False} and along is not None:
+            function, asked = along.function, along.as_record()
+        everyone = collectives.gather_records(
+            {"function": function, **_refusal(error)}, phase="different calls"
+        )
+        if error is not None:
+            raise error
+        _raise_refusal(everyone, self.where)
+        if function is not None and all(each["function"] == function for each in everyone):
+            collectives.agree(asked, what=function)
+
+    def _new_group(self, device: torch.device | None = None) -> EPGroup:
+        group, this = EPGroup(self._ranks, device=device), weakref.ref(self)
+
+        def explain(kinds: Sequence[CallKind], error: EPError | None) -> None:
+            # A cycle of references would keep the buffers of a group that is dropped.
+            ranks = this()
+            assert ranks is not None, "its call is under way"
+            ranks._explain(kinds, error)
+
+        group.collectives.calls.explain_by(explain)
+        return group
 
     def exclude(self, ranks: Sequence[int]) -> None:
         """Go on without ranks that are dead; see EPGroup.exclude_ranks().
@@ -254,7 +364,8 @@ class Ranks:
         mine = {"counts": " ".join(map(str, counts.tolist()))}
         # As a record: ranks that make another call hear of that, and meet no foreign sizes.
         everyone = self._group.collectives.gather_records(mine, phase="dispatch counts")
-        rows = torch.tensor([list(map(int, str(each["counts"]).split())) for each in everyone])
+        counts_of_rank = [list(map(int, str(each["counts"]).split())) for each in everyone]
+        rows = torch.tensor(counts_of_rank, dtype=torch.int64, device="cpu")
         return tuple(rows.sum(0).view(self.size, -1)[self.rank].tolist())
 
     def largest(self, number: int) -> int:
@@ -268,15 +379,6 @@ class Ranks:
         self.last.clear()
         self._previous = None
         self._group.close()
-
-    def _leave_static(self, buffer: Buffer, spec: BufferSpec, plan: ExchangePlan) -> None:
-        """Go on as the others do, who may not hear of the error in a dispatch without rows."""
-        if self.reads_faults:
-            buffer.check()
-            return
-        dtype = spec.hidden_format.dtype.torch_dtype
-        no_rows = torch.zeros(1, spec.hidden_size, dtype=dtype, device=self.device)
-        buffer.combine(no_rows, plan, rows_per=RowsPer.ROW)
 
     def _class_of(self, mode: Mode, *, is_static: bool = False) -> type[Buffer]:
         names = self._names(mode, is_static=is_static)
@@ -298,7 +400,7 @@ class Ranks:
         Collective: yes.
         Raises:
             BackendUnavailable: there is none; on every rank.
-            ShapeError: some rank refused its call, see refuse().
+            EPError: some rank refused its call, see refuse().
         """
         machine, transport = this_machine(), Transport.of(self._group)
         found: dict[str, str] = {"host": machine.host()}
@@ -310,12 +412,7 @@ class Ranks:
             ]
             found[name] = "; ".join(reasons)
         everyone = self._group.collectives.gather_records(found, phase=_CHOICE)
-        for rank, each in enumerate(everyone):
-            if "refused" in each:
-                raise ShapeError(
-                    f"deep_ep: the call of rank {rank} cannot be (this is {self.where}); correct "
-                    f"it there: {each['refused']}"
-                )
+        _raise_refusal(everyone, self.where)
         hosts = {str(each["host"]) for each in everyone}
         is_one_host = len(hosts) == 1 and bool(machine.host())
         lacking = []
@@ -336,12 +433,32 @@ class Ranks:
         )
 
 
+def _refusal(error: EPError | None) -> dict[str, str]:
+    """Return the record by which other ranks learn of this rank's error, empty without one."""
+    return {} if error is None else {"refused": str(error), "kind": type(error).__name__}
+
+
+def _raise_refusal(everyone: Sequence[Mapping[str, Scalar]], where: str) -> None:
+    """Raise the error of the first rank whose record holds one.
+
+    Raises:
+        EPError: as that rank raises it.
+    """
+    for rank, each in enumerate(everyone):
+        if "refused" in each:
+            kind = _REFUSALS.get(str(each["kind"]), EPError)
+            raise kind(
+                f"deep_ep: the call of rank {rank} cannot be made (this is {where}); correct it "
+                f"there: {each['refused']}"
+            )
+
+
 def _call_without_rows(spec: BufferSpec, device: torch.device, error: EPError) -> DispatchCall:
     hidden_dtype = spec.hidden_format.dtype.torch_dtype
     return DispatchCall(
         hidden_states=torch.empty(0, spec.hidden_size, dtype=hidden_dtype, device=device),
         topk_ids=torch.empty(0, spec.top_k, dtype=torch.int64, device=device),
-        topk_weights=torch.empty(0, spec.top_k, device=device),
+        topk_weights=torch.empty(0, spec.top_k, dtype=torch.float32, device=device),
         flags=BatchFlags.GRAD_ENABLED,
         error=error,
     )

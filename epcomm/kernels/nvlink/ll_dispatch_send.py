@@ -195,6 +195,7 @@ def _send_dispatch_kernel(
     KIND: tl.constexpr,
     PROFILE: tl.constexpr,
     HAS_E4M3: tl.constexpr,
+    NEEDS_DISTINCT: tl.constexpr,
     CHUNK: tl.constexpr,
     COUNT_CHUNK: tl.constexpr,
     METADATA_PROGRAMS: tl.constexpr,
@@ -270,6 +271,7 @@ def _send_dispatch_kernel(
                 COUNT_LINES_AT,
                 HEADER_LINES_AT,
                 False,
+                NEEDS_DISTINCT,
             )
         num_metadata = 0
         num_others = tl.sum(is_living.to(tl.int32)) - 1
@@ -390,6 +392,7 @@ def send_dispatch(
     scale_block: int,
     profile: str,
     scales: Tensor | None = None,
+    needs_distinct_ids: bool = False,
 ) -> None:
     """Send tokens to the ranks of their experts.
 
@@ -406,6 +409,7 @@ def send_dispatch(
         scale_block: elements that share a scale; of PLAIN and INT8 rows any.
         profile: of INT8 rows, a value of Int8Profile.
         scales: [T, n], int32 or uint8, of any strides: of rows that are quantised already.
+        needs_distinct_ids: a token that names an expert twice is a fault, in all calls or in none.
 
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
     """
@@ -458,6 +462,7 @@ def send_dispatch(
                 KIND=kind,
                 PROFILE=profile,
                 HAS_E4M3=kind in (FP8, FP8_POWER_OF_TWO) and has_e4m3(device),
+                NEEDS_DISTINCT=needs_distinct_ids,
                 CHUNK=max(32, _COMPARISONS // layout.metadata_words),
                 COUNT_CHUNK=_COUNTED,
                 METADATA_PROGRAMS=metadata_programs,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.nvlink import normal_combine_cuda
-from epcomm.kernels.nvlink.common.epochs import COMBINE_EPOCH, COMBINE_LEFT, end_epoch
+from epcomm.kernels.nvlink.common.epochs import COMBINE_EPOCH, COMBINE_LEFT, end_epoch, mark_of
 from epcomm.kernels.nvlink.common.exchange import VARYING, on_device
 from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Sends
 from epcomm.kernels.nvlink.common.signals import (
@@ -156,7 +156,6 @@ def _combine_kernel(
     row_base_ptr: tl.tensor,
     has_failed_ptr: tl.tensor,
     places_ptr: tl.tensor,
-    owners_ptr: tl.tensor,
     bias_ptr: tl.tensor | None,
     out_ptr: tl.tensor,
     out_scalars_ptr: tl.tensor,
@@ -208,7 +207,7 @@ def _combine_kernel(
     # A plan may be older than the exclusion.
     is_source = taking_part(excluded_ptr, W, W_LANES)
     # Ranks may be one combine apart.
-    combine_status_at = COMBINE_STATUS_AT + (epoch % 2) * (W * 4)
+    combine_status_at = COMBINE_STATUS_AT + (epoch & 1) * (W * 4)
     if program == 0:
         bases = tl.load(table_ptr + source_lane, mask=is_source, other=0)
         combine_status_ptr = (bases + combine_status_at + rank * 4).to(tl.pointer_type(tl.int32))
@@ -219,7 +218,7 @@ def _combine_kernel(
     is_lost = await_or_abort(
         peers, begin_at, epoch, max_polls, WAIT_COMBINE_BEGIN, epoch, W, W_LANES
     )
-    combine_status_ptr = int32_at(own_address + COMBINE_STATUS_AT) + (epoch % 2) * W + source_lane
+    combine_status_ptr = int32_at(own_address + COMBINE_STATUS_AT) + (epoch & 1) * W + source_lane
     codes = tl.load(combine_status_ptr, mask=is_source & (is_lost == 0), other=0)
     if program == 0:
         note_faults(faults_ptr, codes, is_source, W_LANES)
@@ -287,7 +286,7 @@ def _combine_kernel(
                 tl.debug_barrier()
                 sums_ready_ptr = int32_at(base + SUMS_READY_AT) + rank * ITEMS + item
                 # Acquired by await_at() below, on the rank of the tokens.
-                tl.atomic_xchg(sums_ready_ptr, epoch, sem="release", scope="sys")
+                tl.atomic_xchg(sums_ready_ptr, mark_of(epoch), sem="release", scope="sys")
         # Of this rank alone, and read by its host.
         counter_ptr = counters_ptr + (4 if HAS_SCALARS else 3)
         tl.atomic_add(counter_ptr, tl.cast(num_sent, tl.int64), sem="relaxed")
@@ -311,9 +310,10 @@ def _combine_kernel(
                 highest >= 0,
                 highest >= 0,
                 int32_at(own_address),
-                epoch,
+                mark_of(epoch),
                 tl.where(has_failed, 1, max_polls),
                 "sys",
+                True,
             )
             is_missing = abort_if_missing(missing, aborted, peers, WAIT_SUMS, epoch, W, W_LANES)
             is_void = has_failed | is_missing
@@ -345,14 +345,15 @@ def _combine_kernel(
                 if HAS_SCALARS:
                     entry_at = each[:, None] * K + k
                     is_entry = is_each[:, None] & (k < K)
-                    owner = tl.load(owners_ptr + entry_at, mask=is_entry & (is_void == 0), other=-1)
-                    is_owned = owner >= 0
-                    place = tl.load(places_ptr + each[:, None] * W + owner, mask=is_owned, other=0)
-                    scalar_at = (tl.cast(owner, tl.int64) * M + place) * K_LANES + k
                     scalar_ptr = (own_address + SCALARS_AT).to(tl.pointer_type(tl.float32))
-                    is_excluded = tl.load(excluded_ptr + owner, mask=is_owned, other=1) != 0
-                    is_there = is_owned & (is_excluded == 0)
-                    scalars = tl.load(scalar_ptr + scalar_at, mask=is_there, other=0.0)
+                    scalars = tl.zeros([ROWS, K_LANES], tl.float32)
+                    for source in tl.static_range(W):
+                        place = tl.load(places_ptr + each * W + source, mask=is_read, other=-1)
+                        scalar_at = (source * M + tl.cast(place, tl.int64)) * K_LANES
+                        is_part = (place >= 0) & (tl.load(excluded_ptr + source) == 0)
+                        is_part = is_part[:, None] & is_entry
+                        scalar_at = scalar_at[:, None] + k
+                        scalars += tl.load(scalar_ptr + scalar_at, mask=is_part, other=0.0)
                     scalars = tl.where(is_void, float("nan"), scalars)
                     tl.store(out_scalars_ptr + entry_at, scalars, mask=is_entry)
     end_epoch(state_ptr, _COMBINE_EPOCH, _COMBINE_LEFT, epoch)
@@ -384,7 +385,8 @@ def combine_rows(
         slots_of_row: [R, K], int32, as index_rows() wrote it.
         out: [T, H], contiguous, written, in the dtype of rows; NaN if the call has failed.
         slot_weights: [C], float32, multiplied into slots, or None.
-        row_scalars: [R, K], float32, that travel with the rows, to out_scalars [T, K].
+        row_scalars: [R, K], float32, that travel with the rows, and whose sums over the rows of a
+            token are written to out_scalars [T, K].
         bias: [T, H], float32, contiguous, to which the sums of ranks are added, or None.
         status: why this rank refuses the call, a FaultCode, or 0.
         num_sms: programs at most, None for those of the exchange; other ranks may have others.
@@ -421,7 +423,6 @@ def combine_rows(
             arrivals.row_base,
             arrivals.has_failed,
             sends.places,
-            sends.owners,
             bias,
             out,
             out_scalars,

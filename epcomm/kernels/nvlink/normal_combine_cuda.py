@@ -53,7 +53,7 @@ _NUMBERS = {
 # In the order of struct Arguments.
 _POINTERS = (
     *("rows", "weights", "slots_of_row", "scalars", "rows_from", "row_base", "has_failed"),
-    *("places", "owners", "bias", "out", "out_scalars", "table", "excluded", "state", "counters"),
+    *("places", "bias", "out", "out_scalars", "table", "excluded", "state", "counters"),
     *("faults", "report"),
 )
 
@@ -164,7 +164,6 @@ def combine_rows_cpp(
     arguments.row_base = arrivals.row_base.data_ptr()
     arguments.has_failed = arrivals.has_failed.data_ptr()
     arguments.places = sends.places.data_ptr()
-    arguments.owners = sends.owners.data_ptr()
     arguments.bias = _address(bias)
     arguments.out = out.data_ptr()
     arguments.num_tokens = out.shape[0]

@@ -22,7 +22,12 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
-from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH, DISPATCH_LEFT, end_epoch
+from epcomm.kernels.nvlink.common.epochs import (
+    DISPATCH_EPOCH,
+    DISPATCH_LEFT,
+    DISPATCH_LOST,
+    end_epoch,
+)
 from epcomm.kernels.nvlink.common.exchange import VARYING
 from epcomm.kernels.nvlink.common.plan_parts import Sends
 from epcomm.kernels.nvlink.common.signals import await_or_abort, int32_at, publish, taking_part
@@ -42,6 +47,7 @@ _TOKENS, _WARPS = 2, 16
 
 _DISPATCH_EPOCH = tl.constexpr(DISPATCH_EPOCH)
 _DISPATCH_LEFT = tl.constexpr(DISPATCH_LEFT)
+_DISPATCH_LOST = tl.constexpr(DISPATCH_LOST)
 
 
 @triton.jit
@@ -205,6 +211,8 @@ def _push_kernel(
         peers, begin_at, epoch, max_polls, WAIT_DISPATCH_BEGIN, epoch, W, W_LANES
     )
     if is_lost:
+        # The index of this dispatch is empty then.
+        tl.atomic_xchg(state_ptr + _DISPATCH_LOST, 1, sem="relaxed", scope="gpu")
         return
 
     buffer_at = BUFFERS_AT + tl.cast(buffer_index, tl.int64) * BUFFER_BYTES

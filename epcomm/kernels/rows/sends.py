@@ -48,6 +48,7 @@ def _ids_of(
         "dispatcher",
         "batch",
         "number",
+        "size",
         "fault",
         "flags",
     ]
@@ -63,6 +64,7 @@ def _count_sends_kernel(
     dispatcher: tl.tensor,
     batch: tl.tensor,
     number: tl.tensor,
+    size: tl.tensor,
     fault: tl.tensor,
     flags: tl.tensor,
     WRONG_IDS: tl.constexpr,
@@ -98,6 +100,7 @@ def _count_sends_kernel(
         tl.store(word_ptr + 3, zeros + dispatcher, mask=is_rank)
         tl.store(word_ptr + 4, zeros + batch, mask=is_rank)
         tl.store(word_ptr + 5, zeros + number, mask=is_rank)
+        tl.store(word_ptr + 6, zeros + size, mask=is_rank)
         tl.store(word_ptr + FLAGS_AT, zeros + flags, mask=is_rank)
         # Else the word is zero, or that of a program that has found a wrong id.
         tl.store(word_ptr + FAULT_AT, zeros + fault, mask=is_rank & (fault != 0))
@@ -186,8 +189,8 @@ def count_sends(
         header: [W, words], int64, zeros: gets `words`, the rows for each rank, and behind them the
             slots of its first experts.
         rest: [W, L minus those experts], int64, zeros: gets the slots of its other experts.
-        words: kind, check, buffer, dispatcher, batch, number, fault, flags: the first words of a
-            header, in their order; behind them are the rows.
+        words: kind, check, buffer, dispatcher, batch, number, size, fault, flags: the first words
+            of a header, in their order; the rows are after them.
         wrong_ids: fault of a call with an id out of range, unless `words` has another; such ids are
             counted nowhere.
         num_local: L.

@@ -77,7 +77,7 @@ class ElasticBuffer(deep_ep.ElasticBuffer):
         biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
         assert not isinstance(bias, tuple) or len(bias) == 2
         self._check_launch(given["num_sms"] or given["handle"].num_sms, given)
-        limits.check_combine(given, biases)
+        limits.check_combine(given, biases, allow_multiple_reduction=self.allow_multiple_reduction)
         limits.check_combine_bytes(
             given,
             self.num_ranks,

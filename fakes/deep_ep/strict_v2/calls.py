@@ -85,10 +85,17 @@ class StrictCalls(ElasticCalls):
         return EventOverlap(event)
 
     def _hand_out(
-        self, received: Rows, weights: Tensor | None, handle: EPHandle, form: OutputForm
+        self,
+        received: Rows,
+        weights: Tensor | None,
+        handle: EPHandle,
+        form: OutputForm,
+        places: Places,
+        *,
+        do_expand: bool,
     ) -> Dispatched:
-        out = super()._hand_out(received, weights, handle, form)
-        is_used = handle.places.is_used
+        out = super()._hand_out(received, weights, handle, form, places, do_expand=do_expand)
+        is_used = places.is_used
         if is_used is None:
             return out
         is_undefined = ~is_used

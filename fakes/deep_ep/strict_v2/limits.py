@@ -90,11 +90,10 @@ def check_handle(given: Mapping[str, Any], handle: EPHandle) -> None:
         AssertionError: as the package's Python does.
     """
     assert given["topk_idx"] is None
-    assert given["topk_weights"] is None, "topk_weights must be None with a cached handle"
     assert not given["do_cpu_sync"], "Cannot do CPU sync with cached handle"
     for name in ("num_experts", "expert_alignment", "num_max_tokens_per_rank"):
         assert given[name] is None or given[name] == getattr(handle, name)
-    require(handle.do_expand == given["do_expand"], "do_expand == handle.do_expand")
+    require(handle.do_expand or not given["do_expand"], "not do_expand or handle.do_expand")
 
 
 def check_dispatch(given: Mapping[str, Any], max_tokens: int, num_ranks: int) -> None:
@@ -133,7 +132,9 @@ def check_dispatch_bytes(
     limit(needed_bytes <= num_bytes, "get_dispatch_buffer_size(...) <= num_buffer_bytes")
 
 
-def check_combine(given: Mapping[str, Any], biases: tuple[Tensor, ...]) -> None:
+def check_combine(
+    given: Mapping[str, Any], biases: tuple[Tensor, ...], *, allow_multiple_reduction: bool
+) -> None:
     """Refuse what the package refuses, before anything is sent; the arguments by name."""
     x, handle = given["x"], given["handle"]
     require(x.dim() == 2 and x.is_contiguous(), "x.dim() == 2 and x.is_contiguous()")
@@ -143,6 +144,9 @@ def check_combine(given: Mapping[str, Any], biases: tuple[Tensor, ...]) -> None:
     num_rows = handle.num_expanded_tokens if handle.do_expand else handle.num_recv_tokens
     # The package does not check the rows of expanded layouts and would read beyond them.
     require(x.shape[0] == num_rows, "num_reduced_tokens == num_tokens")
+    is_backward = given["topk_weights"] is not None
+    is_sent_expanded = handle.do_expand and not allow_multiple_reduction
+    require(not (is_backward and is_sent_expanded), "Expanding send mode must not be backward")
     _check_combine_extras(x, handle, given["topk_weights"], biases)
 
 
@@ -221,12 +225,8 @@ def _check_combine_extras(
     x: Tensor, handle: EPHandle, weights: Tensor | None, biases: tuple[Tensor, ...]
 ) -> None:
     if weights is not None:
-        # Whoever expands multiplies by the weights before combine, in the activation.
-        require(not handle.do_expand, "not topk_weights.has_value()")
-        require(
-            weights.shape == (x.shape[0], handle.topk_idx.shape[1]),
-            "num_tokens == num_tokens__ and num_topk == num_topk__",
-        )
+        shape = (len(x),) if handle.do_expand else (len(x), handle.topk_idx.shape[1])
+        require(weights.shape == shape, "num_tokens == num_tokens__ and num_topk == num_topk__")
         require(weights.dtype == torch.float32, "topk_weights->scalar_type() == torch::kFloat")
         require(weights.is_contiguous(), "topk_weights->is_contiguous()")
     for bias in biases:

@@ -50,6 +50,7 @@ SCENARIOS = {
     "batches": ("empty_rank", "stand_alone", "more_in_flight", "traffic"),
     "faults": ("faults",),
     "refusals": ("combine_faults",),
+    "repeats": ("repeated_ids",),
 }
 QUANTIZED = {
     "fp8": FP8_FLOAT32_SCALES,
@@ -60,6 +61,7 @@ QUANTIZED = {
 
 MASKED_SCENARIOS = {
     "batches": ("empty_rank", "odd_hidden", "stand_alone", "traffic"),
+    "repeats": ("repeated_ids",),
     "refusals": ("combine_faults",),
 }
 
@@ -78,7 +80,6 @@ def env_of(
         wire=wire,
         hidden_size=hidden_size,
         dtype=torch.bfloat16,
-        combines_once=True,
     )
 
 
@@ -100,6 +101,7 @@ def usual_line_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     [
         ("batches", MIXED),
         ("faults", IN_BULK),
+        ("repeats", MIXED),
         # An interpreter takes many seconds for these.
         pytest.param("shapes", MIXED, marks=pytest.mark.slow),
         pytest.param("faults", IN_LINES, marks=pytest.mark.slow),

@@ -189,7 +189,7 @@ def test_what_dispatch_refuses(make_buffer: BufferMaker) -> None:
     refuse(TypeError, "num_experts", num_experts=None)
     refuse(RuntimeError, "do_expand", do_zero_padding=True)
     refuse(AssertionError, "", handle=handle, topk_idx=topk_idx)
-    refuse(AssertionError, "topk_weights", handle=handle, topk_weights=torch.zeros(1))
+    refuse(RuntimeError, "have one shape", handle=handle, topk_weights=torch.zeros(1))
     refuse(AssertionError, "CPU sync", handle=handle, do_cpu_sync=True)
     refuse(AssertionError, "", handle=handle, expert_alignment=16)
     refuse(RuntimeError, "handle.do_expand", handle=handle, do_expand=True)
@@ -209,8 +209,12 @@ def test_what_combine_refuses(make_buffer: BufferMaker) -> None:
         buffer.combine(recv_x.float(), handle)
     with pytest.raises(RuntimeError, match="num_reduced_tokens"):
         buffer.combine(recv_x[1:], handle)
-    with pytest.raises(RuntimeError, match="not topk_weights"):
+    with pytest.raises(RuntimeError, match="num_tokens == num_tokens__"):
         buffer.combine(expanded_x, expanded, topk_weights=weights)
+    once = make_buffer(allow_multiple_reduction=False)
+    expanded_x, _, weights, expanded, _ = dispatch(once, do_expand=True)
+    with pytest.raises(RuntimeError, match="must not be backward"):
+        once.combine(expanded_x, expanded, topk_weights=weights)
     with pytest.raises(RuntimeError, match="bias"):
         buffer.combine(recv_x, handle, bias=torch.zeros(9, HIDDEN).bfloat16())
     wide = recv_x.repeat(1, 1 << 9)

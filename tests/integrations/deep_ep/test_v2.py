@@ -134,6 +134,115 @@ def test_cached_routes_keep_every_row(
             assert (first_idx[count:] == -1).all()
 
 
+def other_weights(rank: int) -> Tensor:
+    """Return weights [T, K] of a rank that tell rank, token and k."""
+    topk_idx = inputs_here(UNEVEN[rank], rank)[1]
+    numbers = torch.arange(topk_idx.numel(), dtype=torch.float32, device=here())
+    return 100.0 * (rank + 1) + numbers.view(topk_idx.shape)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("do_cpu_sync", [False, True])
+@pytest.mark.parametrize("is_twice", [True, False])
+def test_weights_travel_along_an_expanded_handle_and_back(
+    is_twice: bool, do_cpu_sync: bool, make_buffer: BufferMaker
+) -> None:
+    buffer = make_buffer(allow_multiple_reduction=is_twice)
+    rank = buffer.rank_idx
+    x, topk_idx, _ = inputs_here(UNEVEN[rank], rank)
+    first_x, _, first_weights, handle, _ = dispatch(
+        buffer, do_expand=True, do_cpu_sync=do_cpu_sync, expert_alignment=4
+    )
+    new = other_weights(rank)
+    rows, ids, weights, again, _ = dispatch(
+        buffer,
+        x * 2,
+        handle=handle,
+        topk_weights=new,
+        do_expand=True,
+        do_zero_padding=True,
+        num_experts=None,
+    )
+    assert ids is None
+    assert again is handle
+    assert weights is not None
+    assert first_weights is not None
+    assert weights.shape == first_weights.shape == (handle.num_expanded_tokens,)
+    # Before anybody reads the metadata, and after.
+    for _ in range(2):
+        y, back, _ = buffer.combine(rows, handle, topk_weights=weights)
+        assert back is not None
+        assert torch.equal(back, torch.where(topk_idx >= 0, new, 0.0))
+        experts = (topk_idx >= 0).sum(1, keepdim=True)
+        assert torch.equal(y, x * 2 * experts)
+        metadata = handle.recv_src_metadata[: num_messages(handle)].tolist()
+    seen = torch.zeros(len(weights), dtype=torch.bool, device=here())
+    for source, _, *slots in metadata:
+        src_rank, token = divmod(source, MAX_TOKENS)
+        for k, slot in enumerate(slots):
+            if slot >= 0:
+                assert weights[slot] == other_weights(src_rank)[token, k]
+                assert torch.equal(rows[slot], first_x[slot] * 2)
+                seen[slot] = True
+    # Padding.
+    assert not weights[~seen].any()
+    assert not rows[~seen].any()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("do_cpu_sync", [False, True])
+@pytest.mark.parametrize("is_expanded", [False, True])
+def test_rows_and_weights_along_a_handle_that_are_not_expanded(
+    is_expanded: bool, do_cpu_sync: bool, make_buffer: BufferMaker
+) -> None:
+    buffer = make_buffer()
+    rank = buffer.rank_idx
+    new = other_weights(rank)
+    expected = dispatch(buffer, topk_weights=new, do_cpu_sync=do_cpu_sync)
+    handle = dispatch(buffer, do_cpu_sync=do_cpu_sync, do_expand=is_expanded)[3]
+    x, _, _ = inputs_here(UNEVEN[rank], rank)
+    found = buffer.dispatch(x, topk_weights=new, handle=handle, num_sms=8)
+    count = num_messages(handle)
+    for mine, other in zip(found[:3], expected[:3], strict=True):
+        assert mine is not None
+        assert other is not None
+        assert mine.shape == other.shape
+        assert torch.equal(mine[:count], other[:count])
+    assert buffer.dispatch(x, handle=handle, num_sms=8)[2] is None
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("do_cpu_sync", [False, True])
+@pytest.mark.parametrize("is_twice", [True, False])
+def test_combine_takes_the_rows_that_recv_src_metadata_names(
+    is_twice: bool, do_cpu_sync: bool, make_buffer: BufferMaker
+) -> None:
+    buffer = make_buffer(allow_multiple_reduction=is_twice)
+    rank = buffer.rank_idx
+    x, topk_idx, _ = inputs_here(UNEVEN[rank], rank)
+    by_token = dispatch(buffer, do_cpu_sync=do_cpu_sync)[0]
+    handle = dispatch(buffer, do_cpu_sync=do_cpu_sync, do_expand=True)[3]
+    # A program sums the experts of a token itself, and has one row for each token.
+    metadata = handle.recv_src_metadata.clone()
+    metadata[:, 2] = torch.arange(len(metadata), device=here())
+    metadata[:, 3:] = -1
+    handle.recv_src_metadata = metadata
+    expected = x * ranks_of_tokens(topk_idx)
+    assert torch.equal(buffer.combine(by_token, handle)[0], expected)
+    # In place, in another order, and with no line behind the tokens that came.
+    count = num_messages(handle)
+    handle.recv_src_metadata = metadata[:count]
+    handle.recv_src_metadata[:, 2] = torch.arange(count, device=here()).flip(0)
+    weights = torch.full((count,), 0.5 + rank, device=here())
+    y, back, _ = buffer.combine(by_token[:count].flip(0), handle, topk_weights=weights)
+    assert torch.equal(y, expected)
+    assert back is not None
+    # Rank r brings 0.5 + r for the first k, whichever expert of its tokens it is.
+    assert torch.equal(back[:, 1:], torch.zeros_like(back[:, 1:]))
+    is_first = topk_idx[:, 0] >= 0
+    assert torch.equal(back[is_first, 0], 0.5 + topk_idx[is_first, 0].div(2, rounding_mode="floor"))
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("do_expand", "has_weights"), [(True, True), (False, False)])
 def test_sources_are_sent_when_they_are_read(
@@ -260,14 +369,15 @@ def test_autograd_is_left_to_the_caller(do_expand: bool, make_buffer: BufferMake
     recv_x, _, weights, handle, _ = dispatch(
         buffer, x, topk_weights=own_weights, do_expand=do_expand
     )
-    along = dispatch(buffer, x, handle=handle, do_expand=do_expand)[0]
+    along = dispatch(
+        buffer, x, handle=handle, do_expand=do_expand, topk_weights=own_weights.clone()
+    )[0]
     assert weights is not None
     assert not any(each.requires_grad for each in (recv_x, weights, along))
-    # V2 takes none along with rows that are expanded.
-    own = None if do_expand else weights.requires_grad_()
-    y, sums, _ = buffer.combine(recv_x.requires_grad_(), handle, own)
+    y, sums, _ = buffer.combine(recv_x.requires_grad_(), handle, weights.requires_grad_())
+    assert sums is not None
     assert not y.requires_grad
-    assert sums is None or not sums.requires_grad
+    assert not sums.requires_grad
 
 
 @pytest.mark.ranks(4)
@@ -340,20 +450,21 @@ def test_bad_input_of_all_ranks_is_refused_before_anything_is_sent(
     dispatches: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"num_experts": NUM_EXPERTS + 1}, ConfigError, "multiple of 4 ranks"),
         ({"topk_idx": torch.zeros(1)}, ShapeError, "expected .T, K."),
-        ({"x": recv_x.float()}, ShapeError, "expected bfloat16"),
+        ({"x": recv_x.float()}, ShapeError, "float32 on .*expected .* torch.bfloat16"),
         ({"handle": handle, "expert_alignment": 16}, HandleError, "expert_alignment is 16"),
         ({"handle": handle, "do_expand": True}, HandleError, "do_expand is True"),
         ({"handle": handle, "do_cpu_sync": True}, HandleError, "do_cpu_sync came with a handle"),
-        ({"handle": handle, "x": recv_x[:0]}, ShapeError, "one for each token"),
+        ({"handle": handle, "x": recv_x[:0]}, ShapeError, r"x is \[0, 512\]"),
     ]
     for options, kind, words in dispatches:
         with pytest.raises(kind, match=words):
             dispatch(buffer, **options)
     calls: list[tuple[tuple[Any, ...], str]] = [
-        ((recv_x[1:], handle), "as many as dispatch returned"),
+        ((recv_x[1:], handle), rf"expected \[{len(recv_x)}, 512\]"),
         ((recv_x.float(), handle), "torch.bfloat16"),
-        ((expanded_x, expanded, weights), "multiply by it before"),
-        ((recv_x, handle, None, recv_x[:0]), "one row for each token"),
+        ((recv_x[:, :256], handle), rf"\[{len(recv_x)}, 256\].*expected \[{len(recv_x)}, 512\]"),
+        ((expanded_x, expanded, weights), rf"topk_weights is .*expected \[{len(expanded_x)}\]"),
+        ((recv_x, handle, None, recv_x[:0]), r"bias is \[0, 512\]"),
     ]
     for arguments, words in calls:
         with pytest.raises(ShapeError, match=words):

@@ -19,7 +19,7 @@ from epcomm.integrations.deep_ep.normal import (
 from epcomm.integrations.deep_ep.v1 import checks
 from epcomm.integrations.deep_ep.v1.base import Opened, XTensors
 from epcomm.integrations.deep_ep.v1.config import Config, dispatch_config
-from epcomm.integrations.deep_ep.v1.handle import NormalHandle, handle_error
+from epcomm.integrations.deep_ep.v1.handle import Batch, NormalHandle, handle_error
 from epcomm.integrations.deep_ep.v1.normal import dispatch_v1, is_static, shape_of, with_length
 
 DispatchResult = tuple[
@@ -96,6 +96,7 @@ class NormalCalls(Opened):
         del num_tokens_per_rank, num_tokens_per_rdma_rank
         rows = Rows.of(x)
         ranks = self._begin("dispatch", rows.x)
+        self._saved_handles.drop_freed()
         with self._call(rows.x, previous_event, async_finish, allocate_on_comm_stream) as call:
             if handle is not None:
                 known = self._known(handle, rows)
@@ -134,6 +135,7 @@ class NormalCalls(Opened):
             made = NormalHandle.of(
                 received,
                 is_token_in_rank,
+                self._saved_handles,
                 channels=config.num_channels,
                 hidden_size=rows.x.shape[1],
             )
@@ -156,7 +158,10 @@ class NormalCalls(Opened):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Sum over the ranks of each token, without weights; weights are summed beside it.
+        """Sum rows over the ranks of each token, without weights.
+
+        topk_weights [R, K] are summed in the same way, entry by entry, beside ids of -1 too: pass 0
+        there if only the rank of an expert is to give its weight.
 
         A bias, [T, H] in the dtype of x, or two of them, are the beginning of the sums, which are
         float32 and rounded once.
@@ -166,9 +171,7 @@ class NormalCalls(Opened):
             ShapeError, HandleError: the call of some rank cannot be; on every rank.
         """
         ranks = self._begin("combine")
-        if not isinstance(handle, NormalHandle):
-            ranks.refuse_combine(Mode.NORMAL, handle_error(handle, "combine", ranks.where))
-        known = handle
+        known = self._batch_of(handle, "combine")
         biases = [] if bias is None else list(bias) if isinstance(bias, tuple) else [bias]
         error = checks.combine_error(ranks, x, known.sizes, topk_weights, biases, known.way)
         if error is not None:
@@ -194,6 +197,8 @@ class NormalCalls(Opened):
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
+        *,
+        num_worst_tokens: int = 0,
     ) -> DispatchResult:
         """Refuse: ranks are of one host."""
         raise NotImplementedError(f"internode_dispatch: {_ONE_HOST}")
@@ -212,15 +217,21 @@ class NormalCalls(Opened):
         """Refuse: ranks are of one host."""
         raise NotImplementedError(f"internode_combine: {_ONE_HOST}")
 
-    def _known(self, handle: tuple[Tensor, ...], rows: Rows) -> NormalHandle:
-        """Return the handle of a way that rows are to be sent along, or refuse them."""
-        ranks = self._ranks
-        if not isinstance(handle, NormalHandle):
-            ranks.refuse_combine(Mode.NORMAL, handle_error(handle, "dispatch", ranks.where))
-        error = checks.cached_error(ranks, rows, handle.sizes, handle.way)
+    def _batch_of(self, handle: object, function: str) -> Batch:
+        """Return the batch of a handle, or refuse the call on all ranks."""
+        batch = self._saved_handles.find(handle)
+        if batch is None:
+            where = self._ranks.where
+            self._ranks.refuse_combine(Mode.NORMAL, handle_error(handle, function, where))
+        return batch
+
+    def _known(self, handle: tuple[Tensor, ...], rows: Rows) -> Batch:
+        """Return the batch along which to send rows, or refuse the call on all ranks."""
+        batch = self._batch_of(handle, "dispatch")
+        error = checks.cached_error(self._ranks, rows, batch.sizes, batch.way)
         if error is not None:
-            refuse_along(handle.way, error)
-        return handle
+            refuse_along(batch.way, error)
+        return batch
 
 
 def _aligned(counts: tuple[int, ...], alignment: int) -> list[int]:

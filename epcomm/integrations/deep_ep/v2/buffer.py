@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from epcomm.config import Mode
+from epcomm.errors import EPError, HandleError, ShapeError
 from epcomm.integrations.deep_ep.events import AsyncCall, CommStream, EventHandle, EventOverlap
-from epcomm.integrations.deep_ep.normal import Rows
 from epcomm.integrations.deep_ep.ranks import Ranks
 from epcomm.integrations.deep_ep.v2 import checks, sizes
 from epcomm.integrations.deep_ep.v2.calls import CombineRequest, ElasticCalls, OutputForm
@@ -197,13 +198,14 @@ class ElasticBuffer(NotThere):
         Args:
             x: [T, H], bfloat16; or ([T, H] float8_e4m3fn, [T, S] scales of 4 B, any strides).
             topk_idx: [T, K], int64, -1 means none; None with a handle.
-            topk_weights: [T, K], float32, or None; None with a handle.
+            topk_weights: [T, K], float32, or None, alike on all ranks; with a handle too.
             cumulative_local_expert_recv_stats: [L], int32, to which counts are added.
             num_max_tokens_per_rank: M, equal on all ranks; None: as in the constructor.
             previous_event, previous_event_before_epilogue: what the call waits for.
-            handle: of an earlier dispatch, whose routes the rows take; its do_expand is repeated.
+            handle: of an earlier dispatch, whose routes the rows take.
             do_cpu_sync: exact sizes and counts on the host; else the worst case. Not with a handle.
-            do_expand: a row for each (token, expert), by expert; else for each (token, rank).
+            do_expand: a row for each (token, expert), by expert; else for each (token, rank). Along
+                a handle only if it was made so.
             do_zero_padding: rows of alignment are zero; they are undefined else.
 
         Returns:
@@ -222,32 +224,51 @@ class ElasticBuffer(NotThere):
             HandleError: the handle is of other sizes, or the buffer is destroyed.
         """
         self._ranks.check_open("dispatch")
-        rows, events = Rows.of(x), (previous_event, previous_event_before_epilogue)
+        events = (previous_event, previous_event_before_epilogue)
         form = OutputForm(
             do_zero_padding=do_zero_padding, is_sf_col_major=use_tma_aligned_col_major_sf
         )
-        with self._call(rows.x, events, async_with_compute_stream) as call:
-            if handle is not None:
+        ranks, top_k = self._ranks, 0
+        max_tokens = _or(num_max_tokens_per_rank, self.num_max_tokens_per_rank)
+        try:
+            rows = checks.rows_of(x, ranks.where)
+            ranks.follow(rows.x.device)
+            if handle is None:
+                checks.check_rows(rows, ranks)
+                sizes = {
+                    "num_max_tokens_per_rank": max_tokens,
+                    "expert_alignment": _or(expert_alignment, 1),
+                }
+                top_k = checks.check_sizes(topk_idx, num_experts, sizes, ranks)
+            else:
                 given = {
                     "num_experts": num_experts,
                     "expert_alignment": expert_alignment,
                     "num_max_tokens_per_rank": num_max_tokens_per_rank,
-                    "do_expand": do_expand,
                 }
-                new = {"topk_idx": topk_idx, "topk_weights": topk_weights}
-                checks.check_handle(
-                    handle, given, {**new, "do_cpu_sync": do_cpu_sync}, self._ranks.where
+                forbidden = {"topk_idx": topk_idx, "do_cpu_sync": do_cpu_sync}
+                checks.check_handle(handle, given, forbidden, ranks, do_expand=do_expand)
+                checks.check_rows(rows, ranks)
+                checks.check_along(rows, topk_weights, handle, ranks)
+        except EPError as error:
+            if isinstance(handle, EPHandle):
+                self._calls.refuse_along(handle, topk_weights, error)
+            if handle is not None:
+                ranks.refuse_combine(Mode.NORMAL, error)
+            ranks.refuse(Mode.NORMAL, error, is_static=do_cpu_sync is False)
+        with self._call(rows.x, events, async_with_compute_stream) as call:
+            if handle is not None:
+                out = self._calls.dispatch_along(
+                    rows, topk_weights, handle, form, do_expand=do_expand
                 )
-                out = self._calls.dispatch_along(rows, handle, form)
             else:
-                top_k = checks.check_sizes(rows, topk_idx, num_experts, self.num_ranks)
                 request = DispatchRequest(
                     rows=rows,
                     topk_idx=cast(Tensor, topk_idx),
                     topk_weights=topk_weights,
                     recv_stats=cumulative_local_expert_recv_stats,
                     num_experts=cast(int, num_experts),
-                    max_tokens=_or(num_max_tokens_per_rank, self.num_max_tokens_per_rank),
+                    max_tokens=max_tokens,
                     expert_alignment=_or(expert_alignment, 1),
                     num_sms=num_sms or self.get_theoretical_num_sms(cast(int, num_experts), top_k),
                     asked_sms=num_sms or None,
@@ -277,9 +298,10 @@ class ElasticBuffer(NotThere):
         """Sum the rows of each token over the ranks, unweighted.
 
         Args:
-            x: [N, H], bfloat16, rows as dispatch() returned them; any number of times.
-            topk_weights: [N, K], float32, of which those of experts of this rank are brought back;
-                not if expanded.
+            x: [N, H], bfloat16, rows as dispatch() returned them; any number of times. If expanded,
+                and the program has read or set handle.recv_src_metadata: the rows that this names.
+            topk_weights: [N, K], float32, of which those of experts of this rank are returned, or
+                [N] if expanded, the weight of each row; alike on all ranks.
             bias: none, one or two of [T, H], bfloat16, with which the sums begin; these are
                 float32, and rounded once.
             previous_event, previous_event_before_epilogue: what the call waits for.
@@ -290,11 +312,21 @@ class ElasticBuffer(NotThere):
         Collective: all ranks of the group.   Host sync: none.
         Graph capture: with a handle that was made without CPU sync.
         Raises:
-            ShapeError: x, topk_weights or bias are not those of the handle; on this rank.
+            ShapeError, HandleError: x, topk_weights or bias are not those of the handle, or the
+                handle is none; on every rank. On GPUs on this rank, and the sums of the others are
+                NaN, but they wait in vain where the handle is none.
             HandleError: the buffer is destroyed.
         """
         self._ranks.check_open("combine")
         biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
+        try:
+            checks.known_handle("combine", handle, self._ranks)
+        except HandleError as error:
+            self._ranks.refuse_combine(Mode.NORMAL, error)
+        try:
+            checks.check_combine(x, handle, topk_weights, biases, self._ranks)
+        except ShapeError as error:
+            self._calls.refuse_combine(handle, error)
         request = CombineRequest(x=x, handle=handle, topk_weights=topk_weights, biases=biases)
         events = (previous_event, previous_event_before_epilogue)
         with self._call(x, events, async_with_compute_stream) as call:
@@ -307,7 +339,6 @@ class ElasticBuffer(NotThere):
         self, like: Tensor, events: Sequence[EventHandle | None], is_async: bool
     ) -> Iterator[AsyncCall]:
         """Run a call on its stream, after all of these events or the current stream."""
-        self._ranks.follow(like.device)
         first, *others = [event for event in events if event is not None] or [None]
         previous = None if first is None else EventOverlap(first)
         with self._comm_stream.call(like.device, previous, is_async=is_async) as call:

@@ -15,11 +15,12 @@ from epcomm.integrations.deep_ep.normal import (
     Rows,
     RowWay,
     Sizes,
+    detached,
     dispatch_rows,
     return_rows,
     send_columns,
 )
-from epcomm.integrations.deep_ep.ranks import Ranks
+from epcomm.integrations.deep_ep.ranks import Options, Ranks
 from epcomm.records import SlotIndex
 
 # 16 B, in words of an int32.
@@ -142,6 +143,11 @@ def exchange(
             max_tokens=request.max_tokens if is_static else None,
             num_sms=request.asked_sms,
         ),
+        options=Options(
+            num_max_tokens_per_rank=request.max_tokens,
+            has_topk_weights=request.topk_weights is not None,
+            do_expand=request.do_expand,
+        ),
         error=error,
     )
     way, brings_weights = received.way, request.topk_weights is not None and not request.do_expand
@@ -176,6 +182,15 @@ def exchange(
         max_tokens=request.max_tokens,
         is_row=(received.topk_ids >= 0).any(1) if is_static else None,
     )
+
+
+def send_weights(way: RowWay, topk_weights: Tensor) -> Tensor:
+    """Send weights [T, K], float32, along a way; [R, K], those of experts of other ranks too.
+
+    Collective: yes.   Host sync: none.
+    """
+    words = _send_words(way, detached(topk_weights).contiguous().view(torch.int32))
+    return words[:, : way.top_k].contiguous().view(torch.float32)
 
 
 def _own_sources(way: RowWay, max_tokens: int) -> Tensor:

@@ -17,7 +17,8 @@ class EPHandle:
     """The routes of one dispatch: W ranks of M tokens at most, T of them here; L local experts.
 
     It lives as long as it is held, needs no close, and any number of combines and dispatches go
-    along it. Programs may set its fields of counts; no call reads those.
+    along it. Programs may set its fields of counts; no call reads those. The columns of rows of
+    recv_src_metadata, which a program may read, write and set, are what combine reads.
 
     do_expand: rows are one for each (token, expert), else one for each (token, rank).
     topk_idx: [T, K] of this rank's tokens, a copy unless do_handle_copy was False.
@@ -71,6 +72,9 @@ class EPHandle:
         row of each k or -1. Behind the received tokens, and in the K columns of rows that are not
         expanded, it is undefined.
 
+        A program may set it, or write into it, to name other rows of the tensor that combine takes:
+        N' <= N lines, in the order of the received tokens; tokens without a line add nothing.
+
         Collective: at the first read, for rows that expand or came without weights: all ranks read
         it at the same place. Later reads are local.
         """
@@ -81,6 +85,31 @@ class EPHandle:
         choice = sources // arrived.max_tokens * top_k + first_k
         table = torch.cat([sources, choice.to(torch.int32), self._places_of_entries()], dim=1)
         return table if rows is None else table[rows]
+
+    @property
+    def known_metadata(self) -> Tensor | None:
+        """Return recv_src_metadata, None where no program has read or set it. Local."""
+        return vars(self).get("recv_src_metadata")
+
+    def named_slots(self) -> Tensor | None:
+        """Return the combined rows that recv_src_metadata names for each received row, [R, K].
+
+        int32, -1 for none. None: no program has read or set it, and so none has changed it.
+        Host sync: none.
+        """
+        table = self.known_metadata
+        if table is None:
+            return None
+        arrived, rows = self.arrived, self.places.row_of_message
+        # The first two columns, which name the source, do not change.
+        slots = table[:, 2:]
+        named = slots.new_full(arrived.topk_ids.shape, -1)
+        if rows is None:
+            named[: len(slots)] = slots
+        else:
+            named[rows[: len(slots)]] = slots
+        # Lines behind the tokens that came are undefined.
+        return named if arrived.is_row is None else named.masked_fill_(~arrived.is_row[:, None], -1)
 
     @cached_property
     def dst_buffer_slot_idx(self) -> Tensor:

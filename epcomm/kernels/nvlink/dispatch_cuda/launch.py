@@ -24,7 +24,12 @@ from torch import Tensor
 from epcomm import protocol
 from epcomm.kernels.cuda_jit import CudaKernel, CudaModule, compile_to_cubin, nvrtc_is_installed
 from epcomm.kernels.nvlink.common.cuda_source import source_of
-from epcomm.kernels.nvlink.common.epochs import DISPATCH_COUNTED, DISPATCH_EPOCH, DISPATCH_LEFT
+from epcomm.kernels.nvlink.common.epochs import (
+    DISPATCH_COUNTED,
+    DISPATCH_EPOCH,
+    DISPATCH_LEFT,
+    DISPATCH_LOST,
+)
 from epcomm.kernels.nvlink.common.layout import MemoryLayout, NormalLayout
 from epcomm.kernels.nvlink.common.plan_parts import PLAN_PARTS, Received, Sends
 from epcomm.kernels.nvlink.normal_exchange import NormalExchange, PreparedCuda, scratch_words
@@ -57,6 +62,7 @@ _NUMBERS = {
     "DISPATCH_EPOCH": DISPATCH_EPOCH,
     "DISPATCH_LEFT": DISPATCH_LEFT,
     "DISPATCH_COUNTED": DISPATCH_COUNTED,
+    "DISPATCH_LOST": DISPATCH_LOST,
     "HEADER_WORDS": protocol.HEADER_WORDS,
     "FAULT_MASK": protocol.FAULT_MASK,
     "FAULT_IDS": int(protocol.FaultCode.IDS),

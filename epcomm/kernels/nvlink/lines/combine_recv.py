@@ -25,7 +25,12 @@ from epcomm.kernels.nvlink.common.lines import (
     word_of,
 )
 from epcomm.kernels.nvlink.common.signals import int32_at, taking_part
-from epcomm.kernels.nvlink.common.status import WAIT_COMBINE, note_faults
+from epcomm.kernels.nvlink.common.status import (
+    FAULT_MASK,
+    FLAGS_SHIFT,
+    WAIT_COMBINE,
+    note_faults,
+)
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.rounding import cast
 
@@ -76,8 +81,9 @@ def _receive_combine_lines_kernel(
     # Not from the L1 cache: only the end of the kernel before would empty it for sure.
     epoch = tl.load(state_ptr + 1, volatile=True)
     peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
-    # The dispatch itself was refused, by whichever rank: no rank sends sums.
-    has_failed = tl.load(state_ptr + 2, volatile=True) != 0
+    # The dispatch itself was refused, by whichever rank: no rank sends sums. Where this rank alone
+    # has no rows, it sends a fault code to itself, too.
+    has_failed = tl.load(state_ptr + 2, volatile=True) == 1
     is_awaited = (token < wanted_tokens) & (has_failed == 0)
     combined_ptr = int64_at(buffer_address + COMBINED_LINES_AT)
     word = part * WORDS + tl.arange(0, WORDS)
@@ -150,7 +156,9 @@ def _receive_combine_lines_kernel(
                 is_source = taking_part(excluded_ptr, W, W_LANES)
                 codes_ptr = combined_ptr + tl.arange(0, W_LANES)
                 codes = word_of(tl.load(codes_ptr, mask=is_source, other=0, volatile=True))
-                note_faults(faults_ptr, codes, is_source, W_LANES)
+                note_faults(
+                    faults_ptr, codes & FAULT_MASK, is_source, W_LANES, codes >> FLAGS_SHIFT
+                )
             total = tl.where(has_failed | (any_code != 0), float("nan"), total)
             tl.store(out_row_ptr + column, cast(total, dtype), mask=is_element)
     if abort_if_late(peers, late, WAIT_COMBINE, epoch, W, W_LANES):

@@ -130,6 +130,7 @@ def _send_dispatch_lines_kernel(
     KIND: tl.constexpr,
     PROFILE: tl.constexpr,
     HAS_E4M3: tl.constexpr,
+    NEEDS_DISTINCT: tl.constexpr,
     CHUNK: tl.constexpr,
     THREADS: tl.constexpr,
     COMBINED_LINES_AT: tl.constexpr,
@@ -213,6 +214,7 @@ def _send_dispatch_lines_kernel(
                 COUNT_LINES_AT,
                 HEADER_LINES_AT,
                 True,
+                NEEDS_DISTINCT,
             )
         # Of this rank alone, and read by its host.
         num_headers = tl.where(is_header & (program != rank), 1, 0)
@@ -329,6 +331,7 @@ def send_dispatch_lines(
     scale_block: int,
     profile: str,
     scales: Tensor | None = None,
+    needs_distinct_ids: bool = False,
 ) -> None:
     """Send tokens in lines, as send_dispatch() sends them in bulk; T <= layout.line_tokens.
 
@@ -388,6 +391,7 @@ def send_dispatch_lines(
                 KIND=kind,
                 PROFILE=profile,
                 HAS_E4M3=kind in (FP8, FP8_POWER_OF_TWO) and has_e4m3(device),
+                NEEDS_DISTINCT=needs_distinct_ids,
                 CHUNK=max(32, next_power_of_two(layout.line_tokens * layout.top_k)),
                 THREADS=32 * _WARPS,
                 COMBINED_LINES_AT=offsets["combined_lines"],

@@ -161,7 +161,9 @@ def unpack_rows(
                     counts = word_of(tl.load(counts_ptr, mask=is_count, other=0, volatile=True))
                     before = tl.sum(tl.where(is_count, counts, 0), axis=0)
                     slots = local_ids * CAPACITY + before + places
-                    slots = tl.where(is_slot & (late == 0), slots, -1)
+                    # No expert has more rows than its slab, whatever a rank has sent.
+                    is_slot = is_slot & (late == 0) & (before + places < CAPACITY)
+                    slots = tl.where(is_slot, slots, -1)
                     # One after the other: as a block they would take more registers than there are.
                     for each in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
                         slot = tl.max(tl.where(k == each, slots, -1)).to(tl.int64)

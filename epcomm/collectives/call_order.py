@@ -322,7 +322,7 @@ class CallOrder:
             ("dispatcher", DISPATCHER, ANY, len(self._dispatchers)),
             ("batch", BATCH, ANY, self._number),
             ("number", NUMBER, self._number, self._number),
-            ("size", SIZE, 0, 2**63 - 1),
+            ("size", SIZE, ANY, 2**63 - 1),
             ("flags", FLAGS, 0, MAX_FLAGS),
             ("rows", ROWS, 0, 2**63 - 1),
         )

@@ -172,7 +172,7 @@ WRONG = [
     ({3: 2**62}, rf"dispatcher {2**62}, expected -1 to 1"),
     ({4: 2}, r"batch 2, expected -1 to 1"),
     ({5: 3}, r"number 3, expected 1 to 1"),
-    ({6: -1}, r"size -1, expected 0 to"),
+    ({6: -2}, r"size -2, expected -1 to"),
     ({FAULT: 2**40}, rf"fault {2**40}, expected a FaultCode and a rank"),
     ({FAULT: 99}, r"fault 99, expected a FaultCode and a rank"),
     ({FAULT: 3 << 8 | 1 << 10}, r"fault \d+, expected a FaultCode and a rank"),

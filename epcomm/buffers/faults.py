@@ -31,6 +31,7 @@ from epcomm.protocol import (
     BatchFlags,
     FaultCode,
     fault_word,
+    is_device_fault,
     is_passed_on,
     pack_fault,
     unpack_device_fault,
@@ -360,7 +361,19 @@ class DeviceFaults:
         raise_faults(words, self._names, own_error, function=function)
 
     def _fault_word(self, place: int, byte: int) -> int:
-        """Return the fault word of what a rank told on the device."""
+        """Return the fault word of what a rank reported on the device.
+
+        Raises:
+            EPError: no rank can have reported it.
+        """
+        origins = () if self._origins is None else self._origins[place]
+        if not is_device_fault(byte, len(origins)):
+            raise EPError(
+                f"check: the status of {self._names.describe([place])} has fault {byte}, expected "
+                f"a FaultCode (this is {self._names.where}); y was set to NaN; see whether all "
+                "ranks run one version of epcomm, and whether memory or network of the rank named "
+                "is defective"
+            )
         code, via = unpack_device_fault(byte)
         if not via or self._origins is None or via == MAX_VIA:
             return int(code)

@@ -67,16 +67,20 @@ class Options:
     """The options of a dispatch that are equal on all ranks beside its specification.
 
     num_max_tokens_per_rank: a limit of tokens beside exact sizes, 0 for none.
+    num_worst_tokens: the rows that a rank of V1 receives in exact sizes, 0 for those that come.
     has_topk_weights, do_expand: these make exchanges of their own, or spare them.
     """
 
     num_max_tokens_per_rank: int = 0
+    num_worst_tokens: int = 0
     has_topk_weights: bool = True
     do_expand: bool = False
 
     def as_word(self) -> int:
         """Return them as one number for the headers of the call."""
-        return self.num_max_tokens_per_rank << 2 | self.has_topk_weights << 1 | self.do_expand
+        # A call has one of both limits at most.
+        limit = self.num_max_tokens_per_rank + self.num_worst_tokens
+        return limit << 2 | self.has_topk_weights << 1 | self.do_expand
 
 
 NO_OPTIONS = Options()
@@ -195,7 +199,7 @@ class Ranks:
         buffer = self._opened.get((mode, spec))
         if buffer is None and spec.num_sms is not None:
             # Where calls say it, one buffer serves all numbers of SMs.
-            shared = self.open(mode, replace(spec, num_sms=None))
+            shared = self.open(mode, replace(spec, num_sms=None), options)
             buffer = shared if shared.takes_num_sms or not kind.needs_nvlink else None
             if buffer is not None:
                 self._opened[mode, spec] = buffer
@@ -214,9 +218,17 @@ class Ranks:
         self._previous = mode, spec, buffer
         return buffer
 
-    def go_along(self, along: Along) -> None:
-        """Note what the next call along a handle asks for: ranks compare it if calls differ."""
-        self._asked_along = along
+    def go_along(self, function: str, x: Tensor, *, has_weights: bool = False) -> None:
+        """Note what the next call along a handle asks for, to be compared if calls differ. Local.
+
+        Columns and dtype of x, and whether weights travel, are equal on all ranks.
+        """
+        self._asked_along = Along(
+            function=function,
+            num_columns=x.shape[1],
+            dtype=x.dtype,
+            has_topk_weights=has_weights,
+        )
 
     def open_again(self, mode: Mode, found: OpenBuffer) -> Buffer:
         """Return a buffer that open() has returned for a call of the same shape. Local."""
@@ -251,16 +263,13 @@ class Ranks:
         Raises:
             error: always.
         """
-        names = self._names(mode, is_static=is_static)
-        kind = self._classes.get(names)
-        if kind is None or not kind.needs_nvlink:
-            self._refuse_on_hosts(error)
+        self.refuse_on_hosts(mode, error, is_static=is_static)
         if spec is not None:
             try:
                 self.open(mode, spec)
             except EPError as problem:
                 raise error from problem
-        if (last := self.last.get(names)) is not None:
+        if (last := self.last.get(self._names(mode, is_static=is_static))) is not None:
             buffer, spec = last
             call = _call_without_rows(spec, self.device, error)
             out = buffer.dispatch(call)
@@ -287,18 +296,23 @@ class Ranks:
         Raises:
             error: always.
         """
-        kind = self._classes.get(self._names(mode))
-        if kind is None or not kind.needs_nvlink:
-            self._refuse_on_hosts(error)
+        self.refuse_on_hosts(mode, error)
         if mode is Mode.LOW_LATENCY and (last := self.last.get(self._names(mode))) is not None:
             last[0].refuse_combine(error)
         raise error
 
-    def _refuse_on_hosts(self, error: EPError) -> NoReturn:
-        """Raise `error` on every rank that compares calls, whichever call it makes.
+    def refuse_on_hosts(self, mode: Mode, error: EPError, *, is_static: bool = False) -> None:
+        """Raise `error` on every rank, whichever call it makes, where hosts compare calls.
 
-        Collective: in place of any call but captured ones.   Host sync: yes.
+        Return over NVLink, where kernels alone wait for peers, if the classes of `mode` are chosen.
+
+        Collective: in place of a call.   Host sync: yes.
+        Raises:
+            error: on every rank.
         """
+        kind = self._classes.get(self._names(mode, is_static=is_static))
+        if kind is not None and kind.needs_nvlink:
+            return
         collectives = self._group.collectives
         if collectives.bounded is None:
             # Hosts compare nothing, but choose a class before the first call.
@@ -314,20 +328,25 @@ class Ranks:
 
         Collective: yes.   Host sync: yes.
         """
-        collectives = self._group.collectives
-        everyone = collectives.gather_records(_refusal(error), phase="different calls")
+        collectives, along = self._group.collectives, self._asked_along
+        is_new = {kind in (CallKind.DISPATCH, CallKind.RECORDS) for kind in kinds}
+        function, asked = None, {}
+        if is_new == {True} and self._asked_dispatch is not None:
+            mode, spec, options = self._asked_dispatch
+            function = "dispatch"
+            # Ranks may take other numbers of SMs.
+            shape = replace(spec, num_sms=None).as_record()
+            asked = {"mode": mode.value, **shape, **asdict(options)}
+        elif is_new == {False} and along is not None:
+            function, asked = along.function, along.as_record()
+        everyone = collectives.gather_records(
+            {"function": function, **_refusal(error)}, phase="different calls"
+        )
         if error is not None:
             raise error
         _raise_refusal(everyone, self.where)
-        is_new = [kind in (CallKind.DISPATCH, CallKind.RECORDS) for kind in kinds]
-        if all(is_new) and self._asked_dispatch is not None:
-            mode, spec, options = self._asked_dispatch
-            asked = {"mode": mode.value, **spec.as_record(), **asdict(options)}
-            collectives.agree(asked, what="dispatch")
-        elif not any(is_new) and (along := self._asked_along) is not None:
-            functions = collectives.gather_records({"function": along.function})
-            if all(each["function"] == along.function for each in functions):
-                collectives.agree(along.as_record(), what=along.function)
+        if function is not None and all(each["function"] == function for each in everyone):
+            collectives.agree(asked, what=function)
 
     def _new_group(self, device: torch.device | None = None) -> EPGroup:
         group, this = EPGroup(self._ranks, device=device), weakref.ref(self)

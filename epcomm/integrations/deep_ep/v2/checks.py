@@ -117,6 +117,13 @@ def fault_of(request: DispatchRequest, ranks: Ranks) -> EPError | None:
             f"dispatch: topk_idx is {list(topk_idx.shape)} {topk_idx.dtype}, expected "
             f"{num_tokens} rows of torch.int64 ({where}); call topk_idx.long()"
         )
+    if ranks.reads_faults and topk_idx.numel():
+        lowest, highest = (int(each) for each in topk_idx.aminmax())
+        if lowest < -1 or highest >= request.num_experts:
+            return ShapeError(
+                f"dispatch: topk_idx holds {lowest if lowest < -1 else highest}, expected -1 or 0 "
+                f"to {request.num_experts - 1} ({where}); pass ids of num_experts experts"
+            )
     try:
         if weights is not None:
             shape = tuple(topk_idx.shape)

@@ -26,8 +26,8 @@ from epcomm.ops.select import can_read, row_ops_for
 from epcomm.records import SlotIndex
 from epcomm.types import align_up, sum_dtype
 
-# Bytes of the products that are computed before they are summed: they stay in the cache of a CPU.
-_BLOCK_BYTES = 2**21
+# Number of bfloat16 numbers whose sum is one float32.
+NUM_PARTS = 3
 # Dimensions of parts that are matrices of rows: [W, T, H].
 _ROWS_OF_PARTS = 3
 
@@ -179,7 +179,7 @@ def index_slots(
 
 def localize(expert_ids: Tensor, first_expert: int, num_local_experts: int) -> Tensor:
     """Convert physical ids to ids of this rank's experts, -1 for those of other ranks."""
-    # Ids lie far apart, each behind its row: read them once.
+    # Ids are strided, each after its row; make them contiguous once.
     local_ids = expert_ids.contiguous() - first_expert
     is_local = (local_ids >= 0) & (local_ids < num_local_experts)
     return torch.where(is_local, local_ids, -1)
@@ -225,8 +225,8 @@ def gather_rows(rows: Tensor, index: SlotIndex) -> Tensor:
 def reduce_rows(rows: Tensor, members: AnyMembers, weights: Tensor | None = None) -> Tensor:
     """Sum member rows into each target, in sum_dtype() and member order, cast once to rows.dtype.
 
-    A product with a weight is rounded before it is added, and the cast rounds half to even, so
-    that plain torch on a CPU and kernels on a GPU give the same bits.
+    The cast rounds half to even. Kernels round a product with a weight before they add it; plain
+    torch adds the exact product, for bfloat16 rows that with each part of the weight.
 
     Args:
         rows: [N, H]; rows that are no member are never read.
@@ -245,16 +245,29 @@ def reduce_rows(rows: Tensor, members: AnyMembers, weights: Tensor | None = None
     num_targets, hidden_size = members.num_targets, rows.shape[1]
     if members.flat.shape[0] == 0:
         return rows.new_zeros(num_targets, hidden_size)
-    whole = _whole_rows(rows)
+    flat, offsets, whole, dtype = members.flat, members.offsets, _whole_rows(rows), rows.dtype
     if weights is not None:
-        sums = _sum_products(whole, members, weights)
-    elif rows.dtype is torch.bfloat16 and can_read(rows):
-        sums = _sum_bfloat16(whole, members)
+        weights = weights[flat]
+        # Both ways of summing want the weights in the dtype of the rows.
+        if dtype is torch.bfloat16:
+            # Each weight becomes a sum of three bfloat16 numbers: a float32 copy of the rows would
+            # cost many times as much as reading the rows three times, from the cache.
+            weights = _split_weights(weights).flatten()
+            flat, offsets = flat.repeat_interleave(NUM_PARTS), offsets * NUM_PARTS
+        else:
+            whole = whole.to(sum_dtype(dtype))
+    if dtype is torch.bfloat16 and can_read(rows):
+        sums = _sum_bfloat16(whole, flat, offsets, weights)
     else:
         sums = F.embedding_bag(
-            members.flat, whole, members.offsets, mode="sum", include_last_offset=True
+            flat,
+            whole,
+            offsets,
+            mode="sum",
+            per_sample_weights=weights,
+            include_last_offset=True,
         )
-    return sums[:num_targets, :hidden_size].contiguous()
+    return sums[:num_targets, :hidden_size].to(dtype).contiguous()
 
 
 def reduce_rows_onto(bias: Tensor, rows: Tensor, members: AnyMembers) -> Tensor:
@@ -309,20 +322,31 @@ def gather_scalars(values: Tensor, table: Tensor) -> Tensor:
     return torch.where(table >= 0, picked, torch.zeros_like(picked))
 
 
-def _sum_bfloat16(rows: Tensor, members: Members) -> Tensor:
-    """Sum member rows [N, H] on a CPU, where embedding_bag rounds half away from zero.
+def _split_weights(weights: Tensor) -> Tensor:
+    """Split weights [N], float32, into [N, NUM_PARTS], bfloat16, whose rows add up to the weights.
 
-    A row of a CSR matrix is multiplied entry by entry, in the order of the entries, into a float32
-    sum, which is cast once. Columns of a target need not ascend, which torch checks only on demand.
+    Three times 8 fraction bits hold the 24 of a float32, and the exponents are the same. Where a
+    row of the sum holds an infinity, the sum of products may be NaN, and one product infinite.
+    """
+    parts, rest = [], weights
+    for _ in range(NUM_PARTS):
+        parts.append(rest.bfloat16())
+        rest = rest - parts[-1].float()
+    return torch.stack(parts, dim=1)
+
+
+def _sum_bfloat16(rows: Tensor, flat: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum rows [N, H] on a CPU, where embedding_bag rounds bfloat16 half away from zero.
+
+    Each line of a CSR matrix is multiplied in the order of its entries, in float32, and cast once.
+    torch compares the order of the columns, which is that of the members, only on request.
     """
     _silence_beta_warning()
-    num_members = int(members.offsets[members.num_targets])
-    ones = rows.new_ones(num_members)
     matrix = torch.sparse_csr_tensor(
-        members.offsets[: members.num_targets + 1],
-        members.flat[:num_members],
-        ones,
-        size=(members.num_targets, rows.shape[0]),
+        offsets,
+        flat,
+        rows.new_ones(flat.shape[0]) if weights is None else weights,
+        size=(offsets.shape[0] - 1, rows.shape[0]),
         device=rows.device,
         check_invariants=False,
     )
@@ -343,29 +367,6 @@ def _silence_beta_warning() -> None:
             device="cpu",
             check_invariants=False,
         )
-
-
-def _sum_products(rows: Tensor, members: Members, weights: Tensor) -> Tensor:
-    """Sum member rows [N, H] times their weights; each product is rounded before it is added.
-
-    embedding_bag's own weights would be fused into the sum, and kernels on GPUs round products.
-    """
-    num_targets, dtype = members.num_targets, sum_dtype(rows.dtype)
-    num_targets_at_once = num_targets
-    if can_read(rows):
-        bytes_per_target = rows.shape[1] * dtype.itemsize * members.flat.shape[0] // num_targets
-        num_targets_at_once = max(_BLOCK_BYTES // max(bytes_per_target, 1), 1)
-    sums = rows.new_empty(num_targets, rows.shape[1])
-    for start in range(0, num_targets, num_targets_at_once):
-        targets = slice(start, min(start + num_targets_at_once, num_targets))
-        part = members.part(targets)
-        products = rows.index_select(0, part.flat).to(dtype) * weights[part.flat].unsqueeze(1)
-        order = torch.arange(part.flat.shape[0], device=rows.device)
-        totals = F.embedding_bag(
-            order, products, part.offsets, mode="sum", include_last_offset=True
-        )
-        sums[targets] = totals[: targets.stop - targets.start].to(rows.dtype)
-    return sums
 
 
 def _whole_rows(rows: Tensor) -> Tensor:

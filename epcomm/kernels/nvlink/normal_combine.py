@@ -20,7 +20,13 @@ from torch import Tensor
 from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink import normal_combine_cuda
-from epcomm.kernels.nvlink.common.epochs import COMBINE_EPOCH, COMBINE_LEFT, end_epoch, mark_of
+from epcomm.kernels.nvlink.common.epochs import (
+    BUFFER_MARKS,
+    COMBINE_EPOCH,
+    COMBINE_LEFT,
+    end_epoch,
+    mark_of,
+)
 from epcomm.kernels.nvlink.common.exchange import VARYING, on_device
 from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Sends
 from epcomm.kernels.nvlink.common.signals import (
@@ -31,7 +37,12 @@ from epcomm.kernels.nvlink.common.signals import (
     publish,
     taking_part,
 )
-from epcomm.kernels.nvlink.common.status import WAIT_COMBINE_BEGIN, WAIT_SUMS, note_faults
+from epcomm.kernels.nvlink.common.status import (
+    FAULT_HANDLE,
+    WAIT_COMBINE_BEGIN,
+    WAIT_SUMS,
+    note_faults,
+)
 from epcomm.kernels.nvlink.normal_exchange import NormalExchange
 from epcomm.kernels.rounding import cast
 
@@ -46,6 +57,7 @@ _REDUCER_SHARE = 0.29
 
 _COMBINE_EPOCH = tl.constexpr(COMBINE_EPOCH)
 _COMBINE_LEFT = tl.constexpr(COMBINE_LEFT)
+_BUFFER_MARKS = tl.constexpr(BUFFER_MARKS)
 
 
 @triton.jit
@@ -169,6 +181,7 @@ def _combine_kernel(
     own_address: tl.tensor,
     rank: tl.tensor,
     status: tl.tensor,
+    buffer_index: tl.tensor,
     num_tokens: tl.tensor,
     num_senders: tl.tensor,
     max_polls: tl.tensor,
@@ -210,6 +223,12 @@ def _combine_kernel(
     # Ranks may be one combine apart.
     combine_status_at = COMBINE_STATUS_AT + (epoch & 1) * (W * 4)
     if program == 0:
+        if buffer_index >= 0:
+            # Another dispatch took the receive buffer, such as that of a graph: the host of a
+            # replay counts nothing.
+            mark = tl.load(state_ptr + _BUFFER_MARKS + buffer_index)
+            is_overwritten = (status == 0) & (mark != tl.load(has_failed_ptr + 1))
+            status = tl.where(is_overwritten, FAULT_HANDLE, status)
         bases = tl.load(table_ptr + source_lane, mask=is_source, other=0)
         combine_status_ptr = (bases + combine_status_at + rank * 4).to(tl.pointer_type(tl.int32))
         tl.store(combine_status_ptr, tl.zeros_like(source_lane) + status, mask=is_source)
@@ -373,6 +392,7 @@ def combine_rows(
     out_scalars: Tensor | None = None,
     bias: Tensor | None = None,
     status: int = 0,
+    buffer_index: int = -1,
     num_sms: int | None = None,
 ) -> None:
     """Sum the slots of each received row, send each sum to its token's rank, and add it up there.
@@ -390,6 +410,8 @@ def combine_rows(
             token are written to out_scalars [T, K].
         bias: [T, H], float32, contiguous, to which the sums of ranks are added, or None.
         status: why this rank refuses the call, a FaultCode, or 0.
+        buffer_index: of the receive buffer whose rows the caller has used; if another dispatch has
+            taken it, this rank refuses the call. -1: rows are in memory of their own.
         num_sms: programs at most, None for those of the exchange; other ranks may have others.
 
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
@@ -407,6 +429,7 @@ def combine_rows(
             out_scalars=out_scalars,
             bias=bias,
             status=status,
+            buffer_index=buffer_index,
             num_sms=num_sms,
         )
         return
@@ -436,6 +459,7 @@ def combine_rows(
             peers.own_address,
             peers.rank,
             status,
+            buffer_index,
             num_tokens,
             num_senders,
             peers.max_polls,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.masks import both
-from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH, DISPATCH_LOST, INDEX_LEFT
+from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH, DISPATCH_LOST, INDEX_LEFT, mark_of
 from epcomm.kernels.nvlink.common.exchange import VARYING
 from epcomm.kernels.nvlink.common.plan_parts import Arrivals
 from epcomm.kernels.nvlink.common.signals import await_or_abort, int32_at, taking_part
@@ -195,6 +195,7 @@ def _index_kernel(
         tl.store(rows_from_ptr + source_lane, rows_from, mask=is_rank)
         tl.store(row_base_ptr + source_lane, row_bases, mask=is_rank)
         tl.store(has_failed_ptr, has_failed.to(tl.int32))
+        tl.store(has_failed_ptr + 1, mark_of(epoch))
         if is_lost == 0:
             note_faults(faults_ptr, codes, is_source, W_LANES, needed)
     tl.debug_barrier()

@@ -24,10 +24,12 @@ from torch import Tensor
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common.epochs import (
+    BUFFER_MARKS,
     DISPATCH_EPOCH,
     DISPATCH_LEFT,
     DISPATCH_LOST,
     end_epoch,
+    mark_of,
 )
 from epcomm.kernels.nvlink.common.exchange import VARYING
 from epcomm.kernels.nvlink.common.plan_parts import Sends
@@ -49,6 +51,7 @@ _TOKENS, _WARPS = 2, 16
 _DISPATCH_EPOCH = tl.constexpr(DISPATCH_EPOCH)
 _DISPATCH_LEFT = tl.constexpr(DISPATCH_LEFT)
 _DISPATCH_LOST = tl.constexpr(DISPATCH_LOST)
+_BUFFER_MARKS = tl.constexpr(BUFFER_MARKS)
 
 
 @triton.jit
@@ -333,6 +336,9 @@ def _push_kernel(
     counter_ptr = counters_ptr + (1 if IS_PLANNED else 2)
     tl.atomic_add(counter_ptr, tl.cast(num_sent, tl.int64), sem="relaxed")
     publish(table_ptr, ROWS_READY_AT + rank * 4, 1, W, W_LANES, excluded_ptr)
+    if program == 0:
+        # Read by combine, of this dispatch and of the one before in this receive buffer.
+        tl.store(state_ptr + _BUFFER_MARKS + buffer_index, mark_of(epoch))
     end_epoch(state_ptr, _DISPATCH_EPOCH, _DISPATCH_LEFT, epoch)
 
 

@@ -44,7 +44,7 @@ def _ids_of(
     do_not_specialize=[
         "num_tokens",
         "kind",
-        "mode",
+        "check",
         "buffer",
         "dispatcher",
         "batch",
@@ -60,7 +60,7 @@ def _count_sends_kernel(
     rest_ptr: tl.tensor,
     num_tokens: tl.tensor,
     kind: tl.tensor,
-    mode: tl.tensor,
+    check: tl.tensor,
     buffer: tl.tensor,
     dispatcher: tl.tensor,
     batch: tl.tensor,
@@ -96,7 +96,7 @@ def _count_sends_kernel(
         is_rank = lane < W
         zeros = tl.zeros([W_LANES], tl.int64)
         tl.store(word_ptr, zeros + kind, mask=is_rank)
-        tl.store(word_ptr + 1, zeros + mode, mask=is_rank)
+        tl.store(word_ptr + 1, zeros + check, mask=is_rank)
         tl.store(word_ptr + 2, zeros + buffer, mask=is_rank)
         tl.store(word_ptr + 3, zeros + dispatcher, mask=is_rank)
         tl.store(word_ptr + 4, zeros + batch, mask=is_rank)
@@ -190,7 +190,7 @@ def count_sends(
         header: [W, words], int64, zeros: gets `words`, the rows for each rank, and behind them the
             slots of its first experts.
         rest: [W, L minus those experts], int64, zeros: gets the slots of its other experts.
-        words: kind, mode, buffer, dispatcher, batch, number, size, fault, flags: the first words
+        words: kind, check, buffer, dispatcher, batch, number, size, fault, flags: the first words
             of a header, in their order; the rows follow them.
         wrong_ids: fault of a call with an id out of range, unless `words` has another; such ids are
             counted nowhere.

@@ -145,7 +145,7 @@ def index() -> str:
 
 def sends() -> tuple[str, str]:
     shared = {"WORDS": 138, "W": 2, "W_LANES": 2, "L": 128, "K": 8, "K_LANES": 8}
-    words = ("kind", "mode", "buffer", "dispatcher", "batch", "number", "size", "fault", "flags")
+    words = ("kind", "check", "buffer", "dispatcher", "batch", "number", "size", "fault", "flags")
     counts = ptx(
         _count_sends_kernel,
         {

@@ -59,7 +59,7 @@ def environment() -> Mapping[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class WireChoices:
-    """The fields of EPConfig that say how rows travel to the experts; EPConfig tells of them."""
+    """Wire options of EPConfig, which documents them."""
 
     dispatch_dtype: WireDtype | None = None
     dispatch_scales: ScaleDtype | ScaleDtypeName | None = None

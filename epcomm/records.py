@@ -110,7 +110,7 @@ class ExchangePlan:
 
     def rows_from_ranks(self) -> Tensor:
         """Return how many rows came from each rank, [W], integers; in buffers of exact sizes."""
-        raise NotImplementedError(f"{type(self).__name__} does not tell the rows of each rank")
+        raise NotImplementedError(f"{type(self).__name__} does not have the rows of each rank")
 
 
 class Handle:

@@ -424,7 +424,9 @@ class Buffer(Backend):
         out: Tensor | None = None,
     ) -> Pending[Combined]:
         """Begin combine_slots(); its arguments. y exists already: Pending.record has it."""
-        raise NotImplementedError(f"{self.name} brings sums home, and no slots (returns_slots)")
+        raise NotImplementedError(
+            f"{self.name} returns sums, not a row for each slot (returns_slots)"
+        )
 
     @abstractmethod
     def refuse_combine(self, error: EPError) -> None:

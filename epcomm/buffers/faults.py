@@ -31,6 +31,7 @@ from epcomm.protocol import (
     BatchFlags,
     FaultCode,
     fault_word,
+    is_device_fault,
     is_passed_on,
     pack_fault,
     unpack_device_fault,
@@ -44,13 +45,13 @@ _FAULT_TEXT = {
     FaultCode.CAPACITY: "more tokens than max_tokens_per_rank",
     FaultCode.OVERFLOW: "more received slots than max_recv_slots",
     FaultCode.GRAD_MODE: "torch.no_grad() while other ranks are in grad mode",
-    FaultCode.HANDLE: "a combined batch, a batch of another dispatcher, or a closed dispatcher,",
-    FaultCode.NO_GRADIENTS: "gradients or decode asked of a mode that has none",
+    FaultCode.HANDLE: "a batch combined twice, of another dispatcher, or after close()",
+    FaultCode.NO_GRADIENTS: "gradients or decode in a mode that has none",
     FaultCode.ROWS: "a combine input of wrong layout, shape, dtype or device",
     FaultCode.EXPERTS: "an error while the experts computed or their results were summed",
     FaultCode.FROZEN: "an expert parameter that others train is frozen",
-    FaultCode.UNREADY: "an error while tokens were routed or made ready to be sent",
-    FaultCode.CALLS: "another call than that of the other ranks",
+    FaultCode.UNREADY: "an error while tokens were routed or prepared for dispatch",
+    FaultCode.CALLS: "a different call from the other ranks",
 }
 # What all ranks raise if there are no faults of another kind.
 _ERRORS = (
@@ -117,7 +118,7 @@ def overwritten_error(backend: str, batch: int, num_batches: int, where: str) ->
     """Return the error of a combine whose rows lay in memory that a later batch has taken."""
     return HandleError(
         f"combine: the rows of batch {batch} of {backend} were overwritten by batch "
-        f"{batch + num_batches}, for {num_batches} may be in flight ({where}); combine a batch "
+        f"{batch + num_batches}, as {num_batches} may be in flight ({where}); combine a batch "
         "earlier, or set EPConfig.batches_in_flight"
     )
 
@@ -207,7 +208,7 @@ def check_gradients(flags: Sequence[int], names: RankNames, expert_names: Sequen
         error = ConfigError(
             f"dispatch: {told}, while the other ranks train {them} (this is {names.where}), so "
             "optimizers and norms over all experts would wait for ever; call requires_grad_() "
-            "alike on all ranks"
+            "with the same value on all ranks"
         )
         error.fault_word = pack_fault(FaultCode.FROZEN, faulty_rank)
         raise error
@@ -360,7 +361,19 @@ class DeviceFaults:
         raise_faults(words, self._names, own_error, function=function)
 
     def _fault_word(self, place: int, byte: int) -> int:
-        """Return the fault word of what a rank told on the device."""
+        """Return the fault word of what a rank reported on the device.
+
+        Raises:
+            EPError: no rank can have reported it.
+        """
+        origins = () if self._origins is None else self._origins[place]
+        if not is_device_fault(byte, len(origins)):
+            raise EPError(
+                f"check: the status of {self._names.describe([place])} has fault {byte}, expected "
+                f"a FaultCode (this is {self._names.where}); y was set to NaN; see whether all "
+                "ranks run one version of epcomm, and whether memory or network of the rank named "
+                "is defective"
+            )
         code, via = unpack_device_fault(byte)
         if not via or self._origins is None or via == MAX_VIA:
             return int(code)

@@ -191,7 +191,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         return self._record(pending.wait(), batch.num_tokens, batch.dtype, number)
 
     def _is_untold(self, number: int) -> bool:
-        """Tell whether no rank heard of, or waits for, call `number`, in which this rank failed."""
+        """Return whether this rank failed before it announced call `number`."""
         return self._buffer.counts_calls and self._calls.next_batch == number
 
     def _prepare(
@@ -413,7 +413,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         if self._buffer.takes_wire_tensors or not isinstance(hidden_states, WireTensor):
             return None
         return ShapeError(
-            "dispatch: hidden_states are a WireTensor, expected a tensor, for kernels of "
+            "dispatch: hidden_states are a WireTensor, expected a tensor, because kernels of "
             f"{self.plan.backend} quantise ({self._where}); give them unquantised"
         )
 

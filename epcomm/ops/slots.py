@@ -179,7 +179,7 @@ def index_slots(
 
 def localize(expert_ids: Tensor, first_expert: int, num_local_experts: int) -> Tensor:
     """Convert physical ids to ids of this rank's experts, -1 for those of other ranks."""
-    # Ids lie far apart, each behind its row: read them once.
+    # Ids are strided, each after its row; make them contiguous once.
     local_ids = expert_ids.contiguous() - first_expert
     is_local = (local_ids >= 0) & (local_ids < num_local_experts)
     return torch.where(is_local, local_ids, -1)

@@ -32,7 +32,6 @@ from epcomm.registry import backend_class, class_names, runner_class
 from epcomm.spec import Availability, BufferCaps, BufferSpec, HostLayout, MoESpec
 from epcomm.types import (
     Int8Profile,
-    Layout,
     WeightsAppliedBy,
     WireDtype,
     WireFormat,
@@ -266,9 +265,9 @@ def _map_phases(chosen: EPPlan, change: Callable[[PhasePlan], PhasePlan]) -> EPP
 
 
 def _aligned(phase: PhasePlan, runner: str) -> PhasePlan:
-    """Return the phase with the alignment of experts' slots that a runner needs in ROWS."""
+    """Return the phase with the alignment of experts' slots that a runner needs."""
     alignment = runner_class(runner).expert_alignment
-    if phase.caps.layout is not Layout.ROWS or alignment == phase.buffer_spec.expert_alignment:
+    if alignment == phase.buffer_spec.expert_alignment:
         return phase
     return replace(phase, buffer_spec=replace(phase.buffer_spec, expert_alignment=alignment))
 

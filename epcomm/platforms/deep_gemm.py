@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 from epcomm.errors import BackendUnavailable
 from epcomm.platforms.machine import Machine
+from epcomm.platforms.signatures import has_parameter
 
 _CONTIGUOUS_NAMES = ("m_grouped_fp8_gemm_nt_contiguous",)
 # The second is what version 2.1 calls it.
@@ -75,16 +75,8 @@ def load_deep_gemm() -> DeepGemm:
         multiply_contiguous=multiply_contiguous,
         multiply_masked=_find(module, _MASKED_NAMES),
         expert_alignment=_find(module, _ALIGNMENT_NAMES),
-        takes_ends=_has_parameter(multiply_contiguous, "use_psum_layout"),
+        takes_ends=has_parameter(multiply_contiguous, "use_psum_layout"),
     )
-
-
-def _has_parameter(function: Callable[..., Any], name: str) -> bool:
-    try:
-        return name in inspect.signature(function).parameters
-    except ValueError:
-        # A function of pybind11 has its signature in its docstring alone.
-        return f" {name}:" in (function.__doc__ or "")
 
 
 def _find(module: ModuleType, names: tuple[str, ...]) -> Callable[..., Any]:

@@ -100,7 +100,7 @@ _DEEP_EP_TEXT = MappingProxyType(
         DeepEPKind.V2: "DeepEP V2 (ElasticBuffer)",
         DeepEPKind.HYBRID: "DeepEP, Hybrid branch (HybridEPBuffer)",
         DeepEPKind.ASCEND: "sgl-kernel-npu, for Ascend (fused_deep_moe)",
-        DeepEPKind.DROP_IN: "epcomm.integrations.deep_ep in its place: no backend",
+        DeepEPKind.DROP_IN: "the drop-in epcomm.integrations.deep_ep, which is no backend",
         DeepEPKind.UNKNOWN: "an unknown package: it defines no Buffer",
     }
 )

@@ -208,7 +208,7 @@ BATCH_SPECS: Mapping[str, BatchSpec] = MappingProxyType(
         "uneven": BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids, top_k=3),
         "empty_rank": BatchSpec(tokens_of_rank=none_on_rank_1, choose_ids=random_ids),
         "all_empty": BatchSpec(tokens_of_rank=none, choose_ids=random_ids),
-        # Of 2 ranks, both get it.
+        # With 2 ranks, both receive it.
         "one_token": BatchSpec(tokens_of_rank=one_in_total, choose_ids=random_ids, seed=3),
         "one_expert": BatchSpec(tokens_of_rank=uneven, choose_ids=last_expert_ids),
         "holes": BatchSpec(tokens_of_rank=uneven, choose_ids=holed_ids, top_k=4),
@@ -333,6 +333,8 @@ def check_slots(
     sent = [env.sent(batch, spec) for batch in batches]
     counts = [sum(s.expert == e for s in slots) for e in range(num_local)]
     _expect_equal(env, "num_tokens_per_expert", index.num_tokens_per_expert.tolist(), counts)
+    rests = [start % expert_alignment for start in index.first_slot.tolist()]
+    _expect_equal(env, "first_slot modulo expert_alignment", rests, [0] * (num_local + 1))
     if index.host_num_tokens_per_expert is not None:
         host_counts = list(index.host_num_tokens_per_expert)
         _expect_equal(env, "host_num_tokens_per_expert", host_counts, counts)

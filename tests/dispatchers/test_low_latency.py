@@ -146,7 +146,7 @@ def test_gradients_that_one_rank_asks_for_are_told_to_all(asks: str) -> None:
         with pytest.raises(ConfigError) as caught:
             dispatcher.check()
         own = "low latency has no gradients, but some are needed (rank 2 of 4)"
-        others = "gradients or decode asked of a mode that has none on rank 2"
+        others = "gradients or decode in a mode that has none on rank 2"
         assert (own if group.rank == 2 else others) in str(caught.value)
         assert (run_batch(dispatcher, x, topk) == 0).all()
         dispatcher.check()

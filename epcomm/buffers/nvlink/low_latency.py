@@ -276,7 +276,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         row_scalars: Tensor | None = None,
     ) -> Combined:
         assert row_scalars is None, "without gradients there are none"
-        assert not self._spec.returns_slots, "combine_slots() brings slots home"
+        assert not self._spec.returns_slots, "combine_slots() returns a row for each slot"
         receive_buffer = self._begin_combine(exchange_plan, rows_per)
         y = self._send_results(
             receive_buffer,
@@ -295,7 +295,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
     ) -> Pending[Combined]:
-        assert not self._spec.returns_slots, "combine_slots_async() brings slots home"
+        assert not self._spec.returns_slots, "combine_slots_async() returns a row for each slot"
         receive_buffer = self._begin_combine(exchange_plan, rows_per)
         y = self._send_results(
             receive_buffer,

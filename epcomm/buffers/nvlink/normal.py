@@ -459,6 +459,7 @@ class NVLinkNormal(AddsBias, NVLinkHost[NormalLayout]):
             out_scalars=scalars,
             bias=bias,
             status=int(code),
+            buffer_index=-1 if row_scalars is not None else self._index_of_rows(exchange_plan),
             num_sms=exchange_plan.num_sms,
         )
         return Combined(y=y, scalars=scalars)
@@ -467,6 +468,14 @@ class NVLinkNormal(AddsBias, NVLinkHost[NormalLayout]):
         buffer_index = self._num_dispatches % self._layout.num_buffers
         self._num_dispatches += 1
         return buffer_index
+
+    def _index_of_rows(self, exchange_plan: NVLinkNormalExchangePlan) -> int:
+        """Return the receive buffer in which the rows of a batch lie, -1 if in other memory."""
+        number = exchange_plan.batch - self._num_earlier
+        is_here = exchange_plan.capacity_tokens == self._layout.max_tokens and number > 0
+        if exchange_plan.owns_rows or not is_here:
+            return -1
+        return (number - 1) % self._layout.num_buffers
 
     @property
     def _last_batch(self) -> int:

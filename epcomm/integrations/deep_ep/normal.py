@@ -41,7 +41,8 @@ class Rows:
     @classmethod
     def of(cls, x: Tensor | tuple[Tensor, Tensor]) -> Rows:
         """Read the argument `x` of deep_ep."""
-        return cls(x=x[0], scales=x[1]) if isinstance(x, tuple) else cls(x=x)
+        is_pair = isinstance(x, tuple) and len(x) == len(("rows", "scales"))
+        return cls(x=x[0], scales=x[1]) if is_pair else cls(x=x)
 
     def as_given(self) -> Tensor | tuple[Tensor, Tensor]:
         """Return them in the form of deep_ep."""

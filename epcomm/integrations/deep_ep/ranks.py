@@ -267,6 +267,8 @@ class Ranks:
                 hidden_dtype = spec.hidden_format.dtype.torch_dtype
                 no_rows = torch.zeros(1, spec.hidden_size, dtype=hidden_dtype, device=self.device)
                 buffer.combine_slots_async(no_rows, out.exchange_plan, call.topk_weights)
+            elif is_static and self.reads_faults:
+                buffer.check()
             elif is_static:
                 dtype = spec.hidden_format.dtype.torch_dtype
                 no_rows = torch.zeros(1, spec.hidden_size, dtype=dtype, device=self.device)
@@ -276,14 +278,17 @@ class Ranks:
     def refuse_combine(self, mode: Mode, error: EPError) -> NoReturn:
         """Take part without rows in a combine of the other ranks along an unknown way.
 
-        On CPUs every rank raises `error`, whatever it calls. Over NVLink they wait until the
-        timeout.
+        On CPUs every rank raises `error`, whatever it calls. Over NVLink the others are taken to
+        combine the oldest batch in low latency, and their sums are NaN; in normal mode they wait
+        until the timeout.
 
         Collective: in place of a combine, or a dispatch along a way that exists.
         Raises:
             error: always.
         """
         self.refuse_on_hosts(mode, error)
+        if mode is Mode.LOW_LATENCY and (last := self.last.get(self._names(mode))) is not None:
+            last[0].refuse_combine(error)
         raise error
 
     def refuse_on_hosts(self, mode: Mode, error: EPError, *, is_static: bool = False) -> None:

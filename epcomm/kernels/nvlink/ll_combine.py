@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import EXACT, next_power_of_two
+from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common.dependent_launch import (
     await_previous,
     let_next_start,
@@ -99,7 +100,7 @@ def _sum_of_slots(
             place = tl.load(slots_of_row_ptr + row * K + k)
             is_slot = place >= 0
             row_ptr = rows_ptr + tl.cast(place, tl.int64) * ROWS_STRIDE
-            part = tl.load(row_ptr + column, mask=is_element & is_slot, other=0.0)
+            part = tl.load(row_ptr + column, mask=both(is_element, is_slot), other=0.0)
             part = part.to(tl.float32)
             if HAS_WEIGHTS:
                 part *= tl.load(weights_ptr + place, mask=is_slot, other=0.0)
@@ -120,7 +121,7 @@ def slots_of(
     """Load the slots of row item // W of source item % W, -1 for none; none behind the last."""
     k = tl.arange(0, K_LANES)
     row = item % W * M + item // W
-    is_slot = (k < K) & (item < num_items)
+    is_slot = both(k < K, item < num_items)
     return tl.load(slots_of_row_ptr + row * K + k, mask=is_slot, other=-1)
 
 
@@ -361,7 +362,7 @@ def _parts_of(
 ) -> tl.tensor:
     """Return what comes home for a token: 5 is parts 0 and 2; 0 behind the last token."""
     part = tl.arange(0, PART_LANES)
-    is_part = (part < PARTS) & (token < num_tokens)
+    is_part = both(part < PARTS, token < num_tokens)
     # Not from the L1 cache: a wait that empties it comes only later.
     is_sent = tl.load(is_sent_ptr + token * PARTS + part, mask=is_part, other=0, volatile=True)
     return tl.sum((is_sent != 0).to(tl.int32) << part)
@@ -415,7 +416,7 @@ def _receive_combine_kernel(
     is_source = taking_part(excluded_ptr, W, W_LANES)
     # Sent before the signal, so there.
     combined_ptr = int64_at(buffer_address + COMBINED_LINES_AT) + source_lane
-    codes = word_of(tl.load(combined_ptr, mask=is_source & (is_lost == 0), other=0))
+    codes = word_of(tl.load(combined_ptr, mask=both(is_source, is_lost == 0), other=0))
     if program == 0:
         note_faults(faults_ptr, codes & FAULT_MASK, is_source, W_LANES, codes >> FLAGS_SHIFT)
     has_failed = is_lost | (tl.max(codes) != 0) | (has_no_rows != 0)
@@ -440,7 +441,7 @@ def _receive_combine_kernel(
                 )
                 part_ptr = tl.multiple_of(part_ptr, 16) + column
                 # On its way before it is known whether the call has failed.
-                part = tl.load(part_ptr, mask=is_element & is_there, other=0.0).to(tl.float32)
+                part = tl.load(part_ptr, mask=both(is_element, is_there), other=0.0).to(tl.float32)
                 if weights_ptr is not None:
                     part *= tl.load(weights_ptr + token * PARTS + index, mask=is_there, other=0.0)
                 total += part

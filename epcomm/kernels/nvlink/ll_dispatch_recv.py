@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
+from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common.dependent_launch import (
     await_previous,
     let_next_start,
@@ -296,7 +297,7 @@ def _receive_dispatch_kernel(
     is_lost = abort_if_late(peers, late, WAIT_DISPATCH, epoch, W, W_LANES)
 
     # All that lines hold, loaded together.
-    is_heard = is_source & (is_lost == 0)
+    is_heard = both(is_source, is_lost == 0)
     headers = word_of(tl.load(headers_ptr, mask=is_heard, other=0, volatile=True))
     status = word_of(tl.load(headers_ptr + 1, mask=is_heard, other=0, volatile=True))
     counts_of_source = word_of(tl.load(count_lines_ptr, mask=is_count, other=0, volatile=True))
@@ -359,7 +360,7 @@ def _receive_dispatch_kernel(
     before = tl.sum(tl.where(is_before[:, None], counts_of_source, 0), axis=0)
     bases = starts + before
     is_pair = (token < num_tokens) & (k < K)
-    in_bulk = is_pair & (in_lines == 0)
+    in_bulk = both(is_pair, in_lines == 0)
     metadata_ptr = (
         int32_at(buffer_address + METADATA_AT) + tl.cast(row, tl.int64) * (METADATA_BYTES // 4) + k
     )

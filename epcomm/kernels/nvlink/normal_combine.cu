@@ -50,6 +50,7 @@ struct Arguments {
     i64 rows_stride;
     int rank;
     int status;
+    int buffer_index;  // of the receive buffer whose rows were used, or -1
     int num_tokens;
     int max_polls;
 };
@@ -379,7 +380,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     const u64 combine_status_at = COMBINE_STATUS_AT + (epoch & 1) * (4 * WORLD);
     if (warp == 0) {
         if (blockIdx.x == 0 && takes_part(a, lane)) {
-            *(int*)(a.table[lane] + combine_status_at + 4 * a.rank) = a.status;
+            // Another dispatch took the receive buffer, such as that of a graph: the host of a replay
+            // counts nothing.
+            const bool is_overwritten = !a.status && a.buffer_index >= 0
+                && a.state[BUFFER_MARKS + a.buffer_index] != a.has_failed[1];
+            *(int*)(a.table[lane] + combine_status_at + 4 * a.rank) =
+                is_overwritten ? FAULT_HANDLE : a.status;
         }
         __syncwarp();
         if (blockIdx.x == 0 && takes_part(a, lane)) {

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
-from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH, DISPATCH_LOST, INDEX_LEFT
+from epcomm.kernels.masks import both
+from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH, DISPATCH_LOST, INDEX_LEFT, mark_of
 from epcomm.kernels.nvlink.common.exchange import VARYING
 from epcomm.kernels.nvlink.common.plan_parts import Arrivals
 from epcomm.kernels.nvlink.common.signals import await_or_abort, int32_at, taking_part
@@ -171,11 +172,11 @@ def _index_kernel(
         codes = tl.where((needed > C) & (codes == 0), FAULT_OVERFLOW, codes)
     has_failed = is_lost | (tl.max(codes) != 0)
 
-    is_count = is_source[:, None] & (expert < L)[None, :] & (has_failed == 0)
+    is_count = both(is_source[:, None] & (expert < L)[None, :], has_failed == 0)
     slots_ptr = headers_ptr[:, None] + HEADER_WORDS + W + rank * L + expert[None, :]
     counts_of_source = tl.load(slots_ptr, mask=is_count, other=0)
     rows_ptr = headers_ptr + HEADER_WORDS + rank
-    rows_from = tl.load(rows_ptr, mask=is_source & (has_failed == 0), other=0)
+    rows_from = tl.load(rows_ptr, mask=both(is_source, has_failed == 0), other=0)
     counts = tl.sum(counts_of_source, 0)
     aligned = _aligned(counts, ALIGNMENT)
     starts = tl.cumsum(aligned, 0) - aligned
@@ -194,6 +195,7 @@ def _index_kernel(
         tl.store(rows_from_ptr + source_lane, rows_from, mask=is_rank)
         tl.store(row_base_ptr + source_lane, row_bases, mask=is_rank)
         tl.store(has_failed_ptr, has_failed.to(tl.int32))
+        tl.store(has_failed_ptr + 1, mark_of(epoch))
         if is_lost == 0:
             note_faults(faults_ptr, codes, is_source, W_LANES, needed)
     tl.debug_barrier()

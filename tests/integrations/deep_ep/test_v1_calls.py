@@ -19,7 +19,7 @@ from epcomm.buffers.base import DispatchCall
 from epcomm.config import Mode
 from epcomm.errors import HandleError
 from epcomm.integrations.deep_ep import Buffer, Config, EventHandle, EventOverlap
-from epcomm.integrations.deep_ep.ranks import Ranks
+from epcomm.integrations.deep_ep.ranks import Options, Ranks
 from epcomm.spec import BufferSpec
 from tests.integrations.deep_ep.devices import here, on_gpus
 from tests.integrations.deep_ep.v1_ranks import world
@@ -361,8 +361,8 @@ def refuses_histories(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return checked
 
-    def open_watched(ranks: Ranks, mode: Mode, spec: BufferSpec) -> object:
-        buffer = opened(ranks, mode, spec)
+    def open_watched(ranks: Ranks, mode: Mode, spec: BufferSpec, *options: Options) -> object:
+        buffer = opened(ranks, mode, spec, *options)
         for name in ("dispatch", "cached_dispatch", "combine", "combine_onto"):
             if hasattr(buffer, name):
                 monkeypatch.setattr(buffer, name, watched(getattr(buffer, name)))

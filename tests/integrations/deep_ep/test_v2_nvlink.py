@@ -1,4 +1,4 @@
-"""V2 over the kernels of NVLink, which are interpreted on CPU ranks: the recording again."""
+"""V2 over the kernels of NVLink, which are interpreted on CPU ranks: the recording, and handles."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("triton")
 from epcomm.integrations.deep_ep import ElasticBuffer
 from epcomm.integrations.deep_ep.ranks import Ranks
+from tests.integrations.deep_ep import test_v2
 from tests.integrations.deep_ep.devices import on_gpus
 from tests.integrations.deep_ep.golden_v2 import CASES
 from tests.integrations.deep_ep.v2_ranks import BufferMaker, buffers_of, run_recorded_case
@@ -35,3 +36,11 @@ def make_buffer() -> Iterator[BufferMaker]:
 @pytest.mark.parametrize("name", [name for name in CASES if "align16" not in name])
 def test_recorded_case(name: str, make_buffer: BufferMaker) -> None:
     run_recorded_case(name, make_buffer)
+
+
+def test_weights_travel_along_an_expanded_handle(make_buffer: BufferMaker) -> None:
+    test_v2.test_weights_travel_along_an_expanded_handle_and_back(True, False, make_buffer)
+
+
+def test_combine_takes_named_rows(make_buffer: BufferMaker) -> None:
+    test_v2.test_combine_takes_the_rows_that_recv_src_metadata_names(True, True, make_buffer)

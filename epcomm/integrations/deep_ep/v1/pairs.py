@@ -23,7 +23,7 @@ from epcomm.integrations.deep_ep.normal import (
     dispatch_rows,
     return_rows,
 )
-from epcomm.integrations.deep_ep.ranks import Ranks
+from epcomm.integrations.deep_ep.ranks import Options, Ranks
 from epcomm.integrations.deep_ep.v1.low_latency import (
     LowLatencyHandle,
     Receive,
@@ -148,7 +148,13 @@ def begin_dispatch(
     def receive() -> None:
         _check_once(handle, ranks)
         received = dispatch_rows(
-            ranks, sent, pairs.experts[:, None], weights[:, None], sizes.num_experts, error=error
+            ranks,
+            sent,
+            pairs.experts[:, None],
+            weights[:, None],
+            sizes.num_experts,
+            options=Options(num_max_tokens_per_rank=sizes.max_tokens),
+            error=error,
         )
         handle.arrival = Arrival(way=received.way, place_of_row=_write(slabs, received, sizes))
 

@@ -16,6 +16,8 @@ import triton.language as tl
 DISPATCH_EPOCH, COMBINE_EPOCH, DISPATCH_LEFT, COMBINE_LEFT, COMBINE_TOKENS = 0, 1, 2, 3, 4
 DISPATCH_COUNTED, DISPATCH_LOST, INDEX_LEFT = 5, 6, 7
 STATE_WORDS = 8
+# From there on the mark of the dispatch that each receive buffer holds.
+BUFFER_MARKS = STATE_WORDS
 
 _WRAPPED = tl.constexpr(-(2**31))
 

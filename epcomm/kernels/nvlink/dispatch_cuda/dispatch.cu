@@ -117,6 +117,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) dispatch_rows(const 
         if (is_last) {
             a.state[DISPATCH_LEFT] = 0;
             a.state[DISPATCH_EPOCH] = epoch;
+            // Read by combine, of this dispatch and of the one before in this receive buffer.
+            a.state[BUFFER_MARKS + a.buffer_index] = mark_of(epoch);
         }
         empties = is_last && atomicOr(a.state + DISPATCH_LOST, 0) != 0;
     }

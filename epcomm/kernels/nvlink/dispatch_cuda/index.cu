@@ -51,7 +51,7 @@ __device__ int code_of(const Arguments& a, u64 headers, bool takes, int needed) 
 }
 
 // Read the headers of all ranks, and find where slots begin. By all helpers of a block.
-__device__ void read_headers(const Arguments& a, Index& index, u64 headers, int helper) {
+__device__ void read_headers(const Arguments& a, Index& index, u64 headers, int epoch, int helper) {
     const int lane = helper % 32, warp = helper / 32;
     const bool takes = !index.is_lost && takes_part(a, lane);
     const u32 sources = __ballot_sync(ALL_LANES, takes);
@@ -137,6 +137,7 @@ __device__ void read_headers(const Arguments& a, Index& index, u64 headers, int 
         if (lane == 0) {
             a.first_slot[LOCAL] = index.starts[LOCAL];
             a.has_failed[0] = index.has_failed;
+            a.has_failed[1] = mark_of(epoch);
         }
     }
     helpers_meet();
@@ -252,7 +253,7 @@ __device__ void index_rows(const Arguments& a, Index& index, u64 buffer, int epo
         if (helper == 0) index.is_lost = !is_there;
     }
     helpers_meet();
-    read_headers(a, index, buffer + HEADER_AT, helper);
+    read_headers(a, index, buffer + HEADER_AT, epoch, helper);
     index_entries(a, index, buffer + METADATA_AT, helper);
     pad(a, index, helper);
     if (a.has_row_budget) pad_rows(a, index, helper);

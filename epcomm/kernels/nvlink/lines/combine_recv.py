@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import EXACT, next_power_of_two
+from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common.dependent_launch import await_previous, overlapping
 from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange
 from epcomm.kernels.nvlink.common.layout import LINE_BYTES
@@ -87,11 +88,11 @@ def _receive_combine_lines_kernel(
     is_awaited = (token < wanted_tokens) & (has_failed == 0)
     combined_ptr = int64_at(buffer_address + COMBINED_LINES_AT)
     word = part * WORDS + tl.arange(0, WORDS)
-    is_word = (word < RETURN_WORDS) & is_awaited
+    is_word = both(word < RETURN_WORDS, is_awaited)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     ELEMENTS: tl.constexpr = WORDS * 32 // dtype.primitive_bitwidth
     column = part * ELEMENTS + tl.arange(0, ELEMENTS)
-    is_element = (column < HIDDEN) & (token < num_tokens)
+    is_element = both(column < HIDDEN, token < num_tokens)
     out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
     living, sent, weights = (), (), ()
     for source in tl.static_range(W):
@@ -123,7 +124,7 @@ def _receive_combine_lines_kernel(
             if weights_ptr is None:
                 lines_ptr = int64_at(buffer_address + SUM_LINES_AT) + word
                 lines_ptr += (source * LINE_TOKENS + token) * SUM_LINES
-                is_part = is_word & sent[source]
+                is_part = both(is_word, sent[source])
                 lines = tl.load(lines_ptr, mask=is_part, other=0, volatile=True)
                 # A rank that refuses sends no sums.
                 is_absent = is_part & (word_of(combined) == 0) & (flag_of(lines) != epoch)
@@ -134,7 +135,7 @@ def _receive_combine_lines_kernel(
                 owner = sent[k] - 1
                 lines_ptr = int64_at(buffer_address + SUM_LINES_AT) + word
                 lines_ptr += (token * K + k) * SUM_LINES
-                is_part = is_word & (owner >= 0)
+                is_part = both(is_word, owner >= 0)
                 lines = tl.load(lines_ptr, mask=is_part, other=0, volatile=True)
                 # A rank that refuses sends no slots. Those of all others are awaited: the next
                 # batch may bring another rank's to the same place.

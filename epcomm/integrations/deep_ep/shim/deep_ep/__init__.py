@@ -1,4 +1,4 @@
-"""Be deep_ep: all names are those of epcomm.integrations.deep_ep."""
+"""Re-export epcomm.integrations.deep_ep as `deep_ep`."""
 
 from torch.distributed import ProcessGroup
 
